@@ -1,0 +1,39 @@
+"""Synchronous data-parallel training for JAX with the programming model of tf.distribute.MirroredStrategy."""
+
+from . import data as data
+from . import losses as losses
+from ._context import ReplicaContext as ReplicaContext
+from ._context import in_cross_replica_context as in_cross_replica_context
+from ._errors import CollectiveHangError as CollectiveHangError
+from ._errors import ContextError as ContextError
+from ._errors import DeviceError as DeviceError
+from ._errors import FactorOfReplicasError as FactorOfReplicasError
+from ._errors import FactorOfReplicasWarning as FactorOfReplicasWarning
+from ._errors import OneProgramError as OneProgramError
+from ._errors import PerReplicaError as PerReplicaError
+from ._errors import RecompilationWarning as RecompilationWarning
+from ._errors import ReplicasDivergeError as ReplicasDivergeError
+from ._errors import StrategyMismatchError as StrategyMismatchError
+from ._errors import UnevenReplicasError as UnevenReplicasError
+from ._function import function as function
+from ._gradients import grad as grad
+from ._gradients import value_and_grad as value_and_grad
+from ._loops import fori_loop as fori_loop
+from ._loops import scan as scan
+from ._options import InputOptions as InputOptions
+from ._reduce_op import ReduceOp as ReduceOp
+from ._reduce_op import VariableAggregation as VariableAggregation
+from ._reduce_op import VariableSynchronization as VariableSynchronization
+from ._replicate import eager as eager
+from ._strategies import MirroredStrategy as MirroredStrategy
+from ._strategies import OneDeviceStrategy as OneDeviceStrategy
+from ._strategies import get_replica_context as get_replica_context
+from ._strategies import get_strategy as get_strategy
+from ._strategies import has_strategy as has_strategy
+from ._strategy import Strategy as Strategy
+from ._strategy import ValueContext as ValueContext
+from ._values import PerReplica as PerReplica
+from ._variables import Variable as Variable
+from .optimizer import Optimizer as Optimizer
+
+__version__ = "0.1.0"

@@ -1,0 +1,171 @@
+"""What crosses between replicas, written from inside one replica: all-reduce, all-gather, first replica."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._reduce_op import ReduceOp, VariableAggregation
+from ._typing import REPLICA_AXIS, PyTree
+
+#: Arrays smaller than this many bytes travel together in one buffer; copying larger ones in and out of it
+#: costs more than a collective of their own saves (benchmarks/all_reduce.py).
+PACK_BELOW_BYTES = 256 * 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplicaAxis:
+    """Say how one replica reaches the others: the mesh axis, or nothing when it is the only one.
+
+    `bound` is False in the default replica context outside any `run`, where no mesh axis exists.
+    """
+
+    size: int
+    bound: bool = True
+
+    def index(self) -> Any:
+        return jax.lax.axis_index(REPLICA_AXIS) if self.bound else 0
+
+    def sum(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        return jax.lax.psum(list(arrays), REPLICA_AXIS) if self.bound else list(arrays)
+
+    def stack(self, array: jax.Array) -> jax.Array:
+        """Return the values of all replicas along a new leading axis."""
+        return self._gather(array) if self.bound else array[None]
+
+    def _gather(self, array: jax.Array) -> jax.Array:
+        if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+            data = jax.lax.all_gather(jax.random.key_data(array), REPLICA_AXIS)
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
+        return jax.lax.all_gather(array, REPLICA_AXIS)
+
+
+def all_reduce(op: ReduceOp, tree: PyTree, axis: ReplicaAxis) -> PyTree:
+    """Combine a tree over the replicas, in one collective, packed by dtype."""
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_wrapped)
+    arrays = [as_array(leaf, "all_reduce") for leaf in leaves]
+    sums = _packed_sum([array.astype(accumulator_dtype(op, array.dtype)) for array in arrays], axis)
+    if op is ReduceOp.MEAN:
+        sums = [divide(total, axis.size, array.dtype) for total, array in zip(sums, arrays, strict=True)]
+    return jax.tree.unflatten(treedef, sums)
+
+
+def all_gather(tree: PyTree, array_axis: int, axis: ReplicaAxis) -> PyTree:
+    """Concatenate each leaf over the replicas along one of its own axes."""
+
+    def gather(leaf: Any) -> jax.Array:
+        array = as_array(leaf, "all_gather")
+        position = check_axis(array_axis, array.ndim, "all_gather")
+        stack = jnp.moveaxis(axis.stack(array), 0, position)
+        return stack.reshape(*array.shape[:position], axis.size * array.shape[position], *array.shape[position + 1 :])
+
+    return jax.tree.map(gather, tree, is_leaf=_is_wrapped)
+
+
+def aggregate(mode: VariableAggregation, array: jax.Array, axis: ReplicaAxis) -> jax.Array:
+    """Make one value of the replicas' values, as a variable's aggregation says; the dtype stays."""
+    if mode is VariableAggregation.SUM:
+        return all_reduce(ReduceOp.SUM, array, axis).astype(array.dtype)
+    if mode is VariableAggregation.MEAN:
+        return all_reduce(ReduceOp.MEAN, array, axis).astype(array.dtype)
+    assert mode is VariableAggregation.ONLY_FIRST_REPLICA, mode
+    return _first_replica(array, axis)
+
+
+def _first_replica(array: jax.Array, axis: ReplicaAxis) -> jax.Array:
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) or array.dtype == jnp.bool_:
+        return axis.stack(array)[0]
+    [first] = axis.sum([jnp.where(axis.index() == 0, array, jnp.zeros_like(array))])
+    return first
+
+
+def _packed_sum(arrays: Sequence[jax.Array], axis: ReplicaAxis) -> list[jax.Array]:
+    """Sum arrays over the replicas: small ones of one dtype in one flat buffer, all in one `psum`."""
+    groups: dict[Any, list[int]] = defaultdict(list)
+    for position, array in enumerate(arrays):
+        alone = array.size * array.dtype.itemsize >= PACK_BELOW_BYTES
+        groups[position if alone else array.dtype].append(position)
+    buffers = [_pack([arrays[i] for i in members]) for members in groups.values()]
+    sums: list[Any] = [None] * len(arrays)
+    for members, total in zip(groups.values(), axis.sum(buffers) if buffers else (), strict=True):
+        for i, part in zip(members, _unpack(total, [arrays[i].shape for i in members]), strict=True):
+            sums[i] = part
+    return sums
+
+
+def _pack(arrays: Sequence[jax.Array]) -> jax.Array:
+    return arrays[0] if len(arrays) == 1 else jnp.concatenate([array.reshape(-1) for array in arrays])
+
+
+def _unpack(buffer: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
+    if len(shapes) == 1:
+        return [buffer]
+    ends = np.cumsum([np.prod(shape, dtype=int) for shape in shapes])
+    return [part.reshape(shape) for part, shape in zip(jnp.split(buffer, ends[:-1]), shapes, strict=True)]
+
+
+def accumulator_dtype(op: ReduceOp, dtype: Any) -> Any:
+    """Return the dtype in which values are added: wide enough that a MEAN neither overflows nor rounds to 0."""
+    if dtype == jnp.bool_:
+        dtype = jnp.int32
+    if op is ReduceOp.SUM:
+        return dtype
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.promote_types(dtype, jnp.float32)
+    return jnp.result_type(float)
+
+
+def divide(total: jax.Array, count: int, dtype: Any) -> jax.Array:
+    """Finish a MEAN: integers become floating point, other dtypes come back as they were."""
+    mean = total / count
+    return mean.astype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else mean
+
+
+def as_array(leaf: Any, verb: str) -> jax.Array:
+    """Turn a leaf into an array, or say that it cannot be combined over replicas."""
+    if isinstance(leaf, str | bytes) or not _is_array_like(leaf):
+        raise TypeError(
+            f"{verb} got {leaf!r} of type {type(leaf).__name__}; expected arrays or numbers, in any nest of "
+            "dicts, lists and tuples. Leave other values out of the tree."
+        )
+    return jnp.asarray(leaf)
+
+
+def _is_wrapped(leaf: Any) -> bool:
+    """Keep variables and PerReplica values whole: each knows what it is as one array, or that it is not."""
+    return hasattr(leaf, "__jax_array__")
+
+
+def _is_array_like(leaf: Any) -> bool:
+    if isinstance(leaf, np.ndarray | np.generic):
+        return leaf.dtype.kind not in "OUSV" or leaf.dtype.isbuiltin != 1
+    return isinstance(leaf, jax.Array | bool | int | float | complex) or hasattr(leaf, "__jax_array__")
+
+
+def check_axis(axis: Any, ndim: int, verb: str) -> int:
+    """Return `axis` as a non-negative int, or say which axes the array has."""
+    if isinstance(axis, bool) or not isinstance(axis, int | np.integer):
+        raise TypeError(f"{verb}: axis is {axis!r} of type {type(axis).__name__}; expected an int, for example axis=0.")
+    if not -ndim <= axis < ndim:
+        what = f"its axes are 0 to {ndim - 1}" if ndim else "it is a scalar and has no axes"
+        raise ValueError(
+            f"{verb}: axis={axis} for a value of rank {ndim} on each replica; {what}. "
+            + ("" if ndim else "Return x[None] from the step to give it one, or use axis=None in reduce.")
+        )
+    return int(axis) % ndim
+
+
+def reduce_axes(op: ReduceOp, array: jax.Array, axes: Sequence[int], axis: ReplicaAxis) -> jax.Array:
+    """Reduce over axes of this replica's value and over the replicas; all get the result."""
+    values = array.astype(accumulator_dtype(op, array.dtype))
+    local = jnp.sum(values, axis=tuple(axes), dtype=values.dtype)
+    [total] = axis.sum([local])
+    if op is ReduceOp.SUM:
+        return total
+    return divide(total, axis.size * int(np.prod([array.shape[a] for a in axes], dtype=int)), array.dtype)

@@ -1,0 +1,263 @@
+"""Where the program is: the stack of contexts, and what a replica can ask for."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from . import _collectives, _tracing
+from ._collectives import ReplicaAxis
+from ._errors import ContextError, StrategyMismatchError
+from ._mesh import ReplicaMesh
+from ._reduce_op import ReduceOp
+from ._typing import PyTree
+from ._values import PerReplica, is_per_replica
+
+
+class Bindings(Protocol):
+    """Stand for the variables' values while a function is traced."""
+
+    def read(self, variable: Any) -> jax.Array: ...
+
+    def write(self, variable: Any, value: jax.Array) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frame:
+    """Describe one place in the program.
+
+    Attributes:
+        strategy: whose scope or replica this is; None in an `mr.function` outside every scope.
+        mesh: the strategy's devices.
+        replica: what the step can ask for; None in cross-replica context.
+        axis: how to reach the other replicas; set inside a step, also in its `merge_call`.
+        bindings: where variables are read and written while tracing; None means in their arrays.
+    """
+
+    strategy: Any
+    mesh: ReplicaMesh | None
+    replica: ReplicaContext | None = None
+    axis: ReplicaAxis | None = None
+    bindings: Bindings | None = None
+
+
+_current: contextvars.ContextVar[Frame | None] = contextvars.ContextVar("mirrored_frame", default=None)
+
+
+def current() -> Frame | None:
+    """Return the innermost frame, or None outside every scope."""
+    return _current.get()
+
+
+@contextlib.contextmanager
+def entered(frame: Frame) -> Iterator[Frame]:
+    """Make a frame the current one for the duration of a block."""
+    token = _current.set(frame)
+    try:
+        yield frame
+    finally:
+        _current.reset(token)
+
+
+def check_enterable(strategy: Any) -> None:
+    """Refuse a scope of one strategy inside a scope, or a step, of another."""
+    frame = current()
+    if frame is None or frame.strategy is None:
+        return
+    if frame.replica is not None:
+        raise ContextError(
+            "strategy.scope() was entered inside a step that strategy.run is running. A step is one replica's "
+            "program; make variables before it, in `with strategy.scope():`, and use "
+            "mr.get_replica_context().merge_call(fn) for the few things that concern all replicas."
+        )
+    if frame.strategy is not strategy:
+        raise StrategyMismatchError(
+            f"the scope of {strategy!r} was entered inside the scope of {frame.strategy!r}. Scopes of different "
+            "strategies do not nest, because a variable belongs to one of them; leave the outer scope first."
+        )
+
+
+def require_cross_replica(verb: str, instead: str) -> None:
+    """Refuse a verb that concerns all replicas when it is called inside one of them."""
+    frame = current()
+    if frame is not None and frame.replica is not None:
+        raise ContextError(
+            f"strategy.{verb} was called inside a step that strategy.run is running, where only one replica's "
+            f"values are known. {instead}"
+        )
+
+
+def in_cross_replica_context() -> bool:
+    """Tell whether this is cross-replica context: inside `strategy.scope()`, but not inside a step.
+
+    >>> mr.in_cross_replica_context()
+    False
+    >>> with strategy.scope():
+    ...     mr.in_cross_replica_context()
+    True
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/in_cross_replica_context
+    """
+    frame = current()
+    return frame is not None and frame.replica is None
+
+
+class ReplicaContext:
+    """Answer what a step can ask about its replica, and reach the other replicas.
+
+    `mr.get_replica_context()` returns it inside the function given to `strategy.run`. Its collectives may be
+    used under `jax.lax.scan`, `cond`, `while_loop` and nested `jax.jit`, as long as all replicas reach them.
+
+    >>> def step():
+    ...     ctx = mr.get_replica_context()
+    ...     return ctx.all_reduce("sum", ctx.replica_id_in_sync_group + 1)
+    >>> int(strategy.run(step))
+    3
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/ReplicaContext
+    """
+
+    __slots__ = ("_axis", "_knows_id", "_strategy")
+
+    def __init__(self, strategy: Any, axis: ReplicaAxis) -> None:
+        """Belong to a strategy; users get theirs from `mr.get_replica_context()`."""
+        self._strategy = strategy
+        self._axis = axis
+        self._knows_id = False
+
+    @property
+    def strategy(self) -> Any:
+        """The strategy whose step this is."""
+        return self._strategy
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas run this step together."""
+        return self._axis.size
+
+    @property
+    def replica_id_in_sync_group(self) -> jax.Array:
+        """This replica's number, 0 to R - 1: a traced int32, because all replicas run one program."""
+        self._knows_id = True
+        return jnp.asarray(self._axis.index(), jnp.int32)
+
+    def all_reduce(self, reduce_op: ReduceOp | str, value: PyTree) -> PyTree:
+        """Combine each leaf of `value` element by element over the replicas; all get the result.
+
+        The whole tree travels in one collective. The gradient of `all_reduce(op)` is `all_reduce(op)` of the
+        incoming gradient, as in TensorFlow.
+
+        Args:
+            reduce_op: `"sum"` or `"mean"`, in any case. A MEAN of integers is floating point; one of float16
+                or bfloat16 is added up in float32.
+            value: arrays of any dtypes and Python numbers, in any nest. None stays None.
+
+        Raises:
+            ValueError: for another operation.
+            TypeError: for a leaf that is not a number or an array.
+
+        >>> def step(x):
+        ...     return mr.get_replica_context().all_reduce("mean", {"a": x, "b": 2.0})
+        >>> x = strategy.distribute_values_from_function(lambda ctx: float(ctx.replica_id_in_sync_group))
+        >>> {name: float(v) for name, v in strategy.run(step, args=(x,)).items()}
+        {'a': 0.5, 'b': 2.0}
+        """
+        return _collectives.all_reduce(ReduceOp.parse(reduce_op, "reduce_op"), value, self._axis)
+
+    def all_gather(self, value: PyTree, axis: int) -> PyTree:
+        """Concatenate each leaf over the replicas along `axis`, in replica order; all get the result.
+
+        Args:
+            value: arrays with at least one axis, in any nest.
+            axis: the axis of the leaves to join along; negative counts from the end.
+
+        Raises:
+            ValueError: when a leaf has no such axis.
+
+        >>> def step():
+        ...     ctx = mr.get_replica_context()
+        ...     return ctx.all_gather(ctx.replica_id_in_sync_group[None], axis=0)
+        >>> print(strategy.run(step))
+        [0 1]
+        """
+        return _collectives.all_gather(value, axis, self._axis)
+
+    def merge_call(self, merge_fn: Callable[..., PyTree], args: Sequence[Any] = (), kwargs: Any = None) -> PyTree:
+        """Call `merge_fn(strategy, *args, **kwargs)` once, in cross-replica context.
+
+        Arrays among the arguments arrive as PerReplica values that hold all replicas' arrays; everything else
+        arrives as it is. PerReplica values in the result come back as this replica's part.
+
+        Args:
+            merge_fn: a function of the strategy and the arguments.
+            args: positional arguments.
+            kwargs: keyword arguments.
+
+        >>> def step(x):
+        ...     total = lambda strategy, x: strategy.reduce("sum", x)
+        ...     return mr.get_replica_context().merge_call(total, args=(x,))
+        >>> x = strategy.distribute_values_from_function(lambda ctx: ctx.replica_id_in_sync_group + 1)
+        >>> int(strategy.run(step, args=(x,)))
+        3
+        """
+        frame = current()
+        given = frame if frame is not None and frame.replica is self else Frame(self._strategy, None)
+        merged = jax.tree.map(self._merge, (tuple(args), dict(kwargs or {})), is_leaf=is_per_replica)
+        cross = dataclasses.replace(given, replica=None, axis=self._axis)
+        with entered(cross):
+            result = merge_fn(self._strategy, *merged[0], **merged[1])
+        return jax.tree.map(self.own_part, result, is_leaf=is_per_replica)
+
+    def rng(self, key: jax.Array | int) -> jax.Array:
+        """Make a random key that is different on each replica and the same in every run.
+
+        Args:
+            key: a key from `jax.random.key` (or an int, from which one is made), the same on all replicas.
+
+        >>> def step():
+        ...     return jax.random.uniform(mr.get_replica_context().rng(0))
+        >>> a, b = strategy.local_results(strategy.run(step))
+        >>> bool(a == b)
+        False
+        """
+        base = jax.random.key(key) if isinstance(key, int) else key
+        return jax.random.fold_in(base, self.replica_id_in_sync_group)
+
+    def own_part(self, value: Any) -> Any:
+        """Take this replica's value out of a PerReplica that holds all of them (see `merge_call`)."""
+        if not isinstance(value, PerReplica):
+            return value
+        if value._shapes is not None:
+            raise ContextError(
+                f"a PerReplica with different shapes {value.shapes} cannot be handed to the replicas of one "
+                "program. Pad the values to one shape first."
+            )
+        return jax.lax.dynamic_index_in_dim(value._array, self._axis.index(), keepdims=False)
+
+    def _merge(self, value: Any) -> Any:
+        if not isinstance(value, jax.Array):
+            return value
+        return PerReplica(self._axis.stack(value))
+
+
+def foreign_trace_message(action: str, name: str, frame: Frame | None) -> str:
+    """Explain why a variable cannot be used under a transformation that does not know about it."""
+    if frame is not None and frame.bindings is not None:
+        return (
+            f"variable {name!r} was {action} at {_tracing.user_line()} under a JAX transformation inside the step "
+            "(jit, scan, cond, while_loop, vmap or grad), whose body would leak the new value. Use mr.scan or "
+            "mr.fori_loop for loops, mr.value_and_grad for gradients, and for a condition compute the value with "
+            "jnp.where or jax.lax.cond and assign it outside."
+        )
+    return (
+        f"variable {name!r} was {action} at {_tracing.user_line()} under a JAX transformation (jit, scan, cond, vmap, "
+        "shard_map) that does not know about it, so its value of this moment would be baked into the compiled "
+        "program. Use mr.function instead of jax.jit and mr.scan instead of jax.lax.scan, or pass variable.value "
+        "as an argument."
+    )

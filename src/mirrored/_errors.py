@@ -1,0 +1,47 @@
+"""Everything the library raises or warns with. Each is also a built-in class, so `except ValueError` works."""
+
+from __future__ import annotations
+
+
+class ReplicasDivergeError(ValueError):
+    """Say that copies which must be the same on every replica are not, or cannot be shown to be."""
+
+
+class CollectiveHangError(ValueError):
+    """Say that only some replicas would reach a collective, so that all would wait for ever."""
+
+
+class FactorOfReplicasError(ValueError):
+    """Say that a gradient would be summed over the replicas twice."""
+
+
+class UnevenReplicasError(ValueError):
+    """Say that the replicas hold different shapes where equal ones are needed."""
+
+
+class PerReplicaError(TypeError):
+    """Say that a PerReplica was used as if it were one array."""
+
+
+class OneProgramError(TypeError):
+    """Say that Python tried to branch on a value that differs by replica."""
+
+
+class ContextError(RuntimeError):
+    """Say that something was called in the wrong context (replica, cross-replica, foreign trace)."""
+
+
+class StrategyMismatchError(RuntimeError):
+    """Say that values, variables or scopes of two strategies were mixed."""
+
+
+class DeviceError(ValueError):
+    """Say that a device does not exist, is named twice, or can no longer be made."""
+
+
+class FactorOfReplicasWarning(UserWarning):
+    """Warn that an update is R times the one that a single device would make."""
+
+
+class RecompilationWarning(UserWarning):
+    """Warn that a function is compiled again and again, and name the argument that causes it."""

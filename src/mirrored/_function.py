@@ -1,0 +1,165 @@
+"""Compile a cross-replica function, with all its runs and reductions, as one program."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from . import _context, _lift, _pace, _replicate, _signature, _tracing
+from ._context import Frame
+from ._lift import Lifted
+from ._mesh import ReplicaMesh
+from ._replicate import Programs
+from ._signature import ArrayLeaf, Call
+from ._typing import PyTree, Shape, UserFunction
+from ._values import PerReplica
+from ._variables import Variable, default_mesh
+
+_programs = Programs()
+
+
+def function(fn: UserFunction) -> UserFunction:
+    """Compile a cross-replica function as one program, however often it calls `run`, `reduce` and `gather`.
+
+    The function is traced once for each structure, shape and static value of its arguments. Variables that it
+    reads or writes, directly or in the steps it runs, are found and updated. Arrays are passed to the program;
+    Python numbers, strings and objects are compiled in. Inside a step or another `mr.function` it is an
+    ordinary call.
+
+    Args:
+        fn: a function that calls `strategy.run` and friends; its result is any tree of arrays, PerReplica
+            values, variables and Python objects.
+
+    Raises:
+        TypeError: when `fn` is not callable.
+
+    >>> with strategy.scope():
+    ...     total = mr.Variable(0.0)
+    >>> def step(x):
+    ...     return x * 2
+    >>> @mr.function
+    ... def train_step(x):
+    ...     total.assign_add(strategy.reduce("sum", strategy.run(step, args=(x,))))
+    ...     return total.value
+    >>> x = strategy.distribute_values_from_function(lambda ctx: 1.0 + ctx.replica_id_in_sync_group)
+    >>> float(train_step(x)), float(train_step(x))
+    (6.0, 12.0)
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/function
+    """
+    if not callable(fn):
+        raise TypeError(f"mr.function got {fn!r}; expected a function: @mr.function above def train_step(batch): ...")
+
+    @functools.wraps(fn)
+    def compiled(*args: Any, **kwargs: Any) -> PyTree:
+        return call_compiled(fn, args, kwargs)
+
+    return compiled
+
+
+def call_compiled(fn: UserFunction, args: Sequence[Any], kwargs: dict[str, Any]) -> PyTree:
+    """Call a function as one program, or in place when a larger program is being traced."""
+    frame = _context.current()
+    if (frame is not None and (frame.bindings is not None or frame.axis is not None)) or _tracing.is_staging():
+        return fn(*args, **kwargs)
+    if _replicate._is_eager.get():
+        return fn(*args, **kwargs)
+    call = _signature.take_apart(fn, args, kwargs)
+    key = (call.key, None if frame is None else id(frame.strategy))
+    program = _programs.get(key)
+    if program is None:
+        program = _make(call, frame or Frame(None, None))
+        _programs.add(dataclasses.replace(call, key=key), program)
+    return program.run(call)
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledFunction:
+    """A cross-replica function as one compiled program.
+
+    Attributes:
+        lifted: the pure function and its variables.
+        mesh: where it runs.
+        compiled: the program of `(written, read_only, arrays, constants)`; the written arrays are donated.
+        constants: the arrays that the function closes over.
+        pins: what the cache key identifies by identity.
+    """
+
+    lifted: Lifted
+    mesh: ReplicaMesh
+    compiled: Callable[..., Any]
+    constants: list[Any]
+    pins: list[Any]
+
+    def run(self, call: Call) -> PyTree:
+        lifted = self.lifted
+        with _replicate.donated(lifted.written) as (donated, outputs):
+            read_only = [variable._array for variable in lifted.read_only]
+            arrays = [self._placed(array, leaf) for array, leaf in zip(call.arrays, call.array_leaves(), strict=True)]
+            outputs.extend(map(self.compiled, (donated,), (read_only,), (arrays,), (self.constants,)))
+        results, _, witness = outputs[0]
+        if witness:
+            _pace.started(witness[0])
+        return lifted.plan.rebuild(self._wrapped(results))
+
+    def _wrapped(self, results: Sequence[Any]) -> Iterator[Any]:
+        plan = self.lifted.plan
+        for array, shapes, is_stacked in zip(results, plan.shapes, plan.stacked, strict=True):
+            yield PerReplica(array, shapes) if is_stacked else array
+
+    def _placed(self, array: Any, leaf: ArrayLeaf) -> Any:
+        if leaf.is_per_replica or not isinstance(array, jax.Array) or not array.committed:
+            return array
+        return array if array.sharding == self.mesh.mirrored else jax.device_put(array, self.mesh.mirrored)
+
+
+def _make(call: Call, frame: Frame) -> CompiledFunction:
+    leaves = call.array_leaves()
+    avals = [
+        jax.ShapeDtypeStruct((array.shape if leaf.is_per_replica else leaf.shape), leaf.dtype, weak_type=leaf.is_weak)
+        for leaf, array in zip(leaves, call.arrays, strict=True)
+    ]
+    lifted = _lift.lift(lambda arrays: call.apply(arrays, _rewrapped), avals, frame, _global_shape)
+    mesh = _mesh_of(frame, lifted, call)
+    placements = (
+        [mesh.stacked if is_stacked else mesh.mirrored for is_stacked in lifted.plan.stacked],
+        [mesh.stacked if variable._on_read else mesh.mirrored for variable in lifted.written],
+        mesh.mirrored,
+    )
+    body = functools.partial(_pure, lifted, mesh)
+    compiled = jax.jit(body, donate_argnums=0, out_shardings=placements)
+    with jax.ensure_compile_time_eval():
+        constants = [jax.device_put(constant, mesh.mirrored) for constant in lifted.closed.consts]
+    return CompiledFunction(lifted, mesh, compiled, constants, _signature.pinned(call))
+
+
+def _pure(lifted: Lifted, mesh: ReplicaMesh, written: Any, read_only: Any, arrays: Any, constants: Any) -> Any:
+    outputs = _tracing.evaluate(lifted.closed, constants, [*written, *read_only, *arrays])
+    witness = [jax.numpy.zeros((), jax.numpy.int32)] if mesh.is_virtual else []
+    return outputs[: lifted.num_results], outputs[lifted.num_results :], witness
+
+
+def _rewrapped(leaf: ArrayLeaf, array: Any) -> Any:
+    return PerReplica(array, leaf.shapes) if leaf.is_per_replica else array
+
+
+def _global_shape(variable: Variable) -> Shape:
+    return (variable._mesh.num_replicas, *variable.shape) if variable._on_read else variable.shape
+
+
+def _mesh_of(frame: Frame, lifted: Lifted, call: Call) -> ReplicaMesh:
+    """Choose the devices: those of the scope, of a variable, of a PerReplica, else the default one."""
+    if frame.mesh is not None:
+        return frame.mesh
+    for variable in lifted.variables:
+        return variable._mesh
+    for array, leaf in zip(call.arrays, call.array_leaves(), strict=True):
+        if leaf.is_per_replica:
+            return ReplicaMesh(array.sharding.mesh)
+    for mesh in _tracing.meshes_in(lifted.closed.jaxpr):
+        return ReplicaMesh(mesh)
+    return default_mesh()

@@ -1,0 +1,127 @@
+"""Gradients with respect to variables that a function reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from . import _lift, _tracing
+from ._marks import Mark, Purpose, mark
+from ._typing import PyTree, UserFunction
+from ._variables import Variable, is_variable
+
+
+def grad(fn: UserFunction, variables: PyTree, has_aux: bool = False) -> Callable[..., Any]:
+    """Make a function that returns the gradients of `fn` with respect to variables that it reads.
+
+    The same as `mr.value_and_grad` without the value; with `has_aux`, it returns `(gradients, aux)`.
+
+    >>> w = mr.Variable(3.0)
+    >>> float(mr.grad(lambda x: w.value**2 * x, w)(10.0))
+    60.0
+    """
+    value_and_gradient = value_and_grad(fn, variables, has_aux)
+
+    def gradient(*args: Any, **kwargs: Any) -> Any:
+        value, gradients = value_and_gradient(*args, **kwargs)
+        return (gradients, value[1]) if has_aux else gradients
+
+    return gradient
+
+
+def value_and_grad(fn: UserFunction, variables: PyTree, has_aux: bool = False) -> Callable[..., Any]:
+    """Make a function that returns `fn`'s value and its gradients with respect to variables that it reads.
+
+    Inside a step the gradients are this replica's own, from this replica's data; `mr.Optimizer` sums them.
+    `fn` may assign other variables (statistics of normalization layers, counters); they keep the new values.
+    Plain `jax.grad` over `variable.value` gives the same numbers.
+
+    Args:
+        fn: returns a scalar loss, or `(loss, aux)` with `has_aux`. Its arguments are passed through.
+        variables: floating point variables, in any nest.
+        has_aux: whether `fn` returns `(loss, aux)`.
+
+    Returns:
+        A function with `fn`'s arguments that returns `(loss, gradients)`, or `((loss, aux), gradients)`;
+        `gradients` is a tree like `variables`, zeros for those that `fn` does not depend on.
+
+    Raises:
+        TypeError: when `variables` holds something else, or a variable that is not floating point, and when
+            the loss is not a scalar.
+
+    >>> w = mr.Variable([1.0, 2.0])
+    >>> def loss(x):
+    ...     return jnp.sum(w * x)
+    >>> value, gradient = mr.value_and_grad(loss, w)(np.array([3.0, 4.0]))
+    >>> float(value), gradient
+    (11.0, Array([3., 4.], dtype=float32))
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/GradientTape
+    """
+    if not callable(fn):
+        raise TypeError(f"mr.value_and_grad got {fn!r}; expected a function that returns a loss.")
+    leaves, treedef = _check_variables(variables)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        where = _tracing.user_line()
+        kept: dict[str, Any] = {}
+
+        def loss_of(values: list[jax.Array]) -> Any:
+            with _lift.bound(dict(zip(leaves, values, strict=True))) as bindings:
+                result = fn(*args, **kwargs)
+                loss, aux = _split(result, has_aux)
+                kept["plan"], aux_arrays = _lift.plan_result(aux)
+                kept["written"] = list(bindings.written)
+                written = bindings.values(kept["written"])
+            return mark(_scalar(loss), Mark(Purpose.LOSS, "loss", where)), (aux_arrays, written)
+
+        before = [_lift.read_outer(variable) for variable in leaves]
+        (loss, (aux_arrays, written)), gradients = jax.value_and_grad(loss_of, has_aux=True)(before)
+        for variable, value in zip(kept["written"], written, strict=True):
+            _lift.write_outer(variable, value)
+        value = (loss, kept["plan"].rebuild(iter(aux_arrays))) if has_aux else loss
+        return value, jax.tree.unflatten(treedef, gradients)
+
+    return wrapped
+
+
+def _check_variables(variables: PyTree) -> tuple[list[Variable], Any]:
+    leaves, treedef = jax.tree.flatten(variables, is_leaf=is_variable)
+    if not leaves:
+        raise TypeError("mr.value_and_grad got no variables; expected at least one, for example mr.value_and_grad(loss_fn, [w, b]).")
+    for leaf in leaves:
+        if not isinstance(leaf, Variable):
+            raise TypeError(
+                f"mr.value_and_grad got {leaf!r} of type {type(leaf).__name__} among its variables; expected mr.Variable "
+                "objects. For gradients with respect to arrays use jax.value_and_grad."
+            )
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            raise TypeError(
+                f"variable {leaf.name!r} has dtype {leaf.dtype}, and only floating point variables have gradients. Leave it out."
+            )
+    return leaves, treedef
+
+
+def _split(result: Any, has_aux: bool) -> tuple[Any, Any]:
+    if not has_aux:
+        return result, None
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise TypeError(f"with has_aux=True the function must return (loss, aux); it returned {type(result).__name__}.")
+    return result
+
+
+def _scalar(loss: Any) -> jax.Array:
+    if isinstance(loss, tuple):
+        raise TypeError("the function returned a tuple; pass has_aux=True when it returns (loss, aux).")
+    loss = jnp.asarray(loss)
+    if loss.shape != ():
+        raise TypeError(
+            f"the loss has shape {loss.shape}; expected one number. Sum it, for example with "
+            "mr.losses.compute_average_loss(per_example_loss)."
+        )
+    if not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise TypeError(f"the loss has dtype {loss.dtype}; expected a floating point number.")
+    return loss

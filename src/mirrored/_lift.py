@@ -1,0 +1,244 @@
+"""Lifting: turn a function that reads and writes variables into a pure one.
+
+The function is traced twice: once to discover which variables it touches, with placeholders for their
+values, and once with the variables' values as arguments. docs/design/lifting.md says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from . import _context, _tracing
+from ._context import Frame
+from ._errors import ContextError
+from ._tracing import ClosedJaxpr
+from ._typing import PyTree, Shape
+from ._values import PerReplica
+from ._variables import Variable
+
+#: Called by `Bindings` for a variable that is not bound; gives its value in the enclosing place.
+Fallback = Callable[[Variable], jax.Array]
+
+
+class Bindings:
+    """Hold the values that stand for variables while a function is traced.
+
+    Attributes:
+        written: the variables that were written, in order, each with the user's line of its last write.
+        renew: starts a new set of JAX's inner caches, see `_tracing.separate_caches`.
+    """
+
+    def __init__(self, values: Mapping[Variable, jax.Array], fallback: Fallback, renew: Callable[[], None]) -> None:
+        self._values = dict(values)
+        self._fallback = fallback
+        self._trace_state = _tracing.trace_state()
+        self._was_read_deeper = False
+        self.renew = renew
+        self.written: dict[Variable, str] = {}
+
+    def read(self, variable: Variable) -> jax.Array:
+        if not self._was_read_deeper and _tracing.trace_state() != self._trace_state:
+            self._was_read_deeper = True
+        value = self._values.get(variable)
+        return self._fallback(variable) if value is None else value
+
+    def write(self, variable: Variable, value: jax.Array) -> None:
+        if _tracing.trace_state() != self._trace_state:
+            raise ContextError(_context.foreign_trace_message("written", variable.name, _context.current()))
+        self._values[variable] = value
+        self.written[variable] = _tracing.user_line()
+        if self._was_read_deeper:
+            self.renew()
+            self._was_read_deeper = False
+
+    def values(self, variables: Sequence[Variable]) -> list[jax.Array]:
+        """Return the present values of some variables."""
+        return [self.read(variable) for variable in variables]
+
+
+@contextlib.contextmanager
+def bound(values: Mapping[Variable, jax.Array]) -> Iterator[Bindings]:
+    """Bind variables on top of whatever binds them now: the inside of a loop body or a differentiated function."""
+    frame = _context.current() or Frame(None, None)
+    with contextlib.ExitStack() as stack:
+        if isinstance(frame.bindings, Bindings):
+            fallback, renew = frame.bindings.read, frame.bindings.renew
+        else:
+            fallback, renew = _stored_array, stack.enter_context(_tracing.separate_caches())
+        bindings = Bindings(values, fallback, renew)
+        stack.enter_context(_context.entered(dataclasses.replace(frame, bindings=bindings)))
+        yield bindings
+
+
+def read_outer(variable: Variable) -> jax.Array:
+    """Return what stands for a variable in the current place."""
+    frame = _context.current()
+    return variable._load(frame)
+
+
+def write_outer(variable: Variable, value: jax.Array) -> None:
+    """Set what stands for a variable in the current place."""
+    variable._store(_context.current(), value)
+
+
+def _stored_array(variable: Variable) -> jax.Array:
+    return variable._array
+
+
+@dataclasses.dataclass(frozen=True)
+class ResultPlan:
+    """Say how to rebuild a function's result from the arrays of a compiled program.
+
+    Attributes:
+        treedef: the structure, with variables, PerReplica values and static objects as leaves.
+        static: for each leaf, the object itself in a 1-tuple, or None when it is an array of the program.
+        shapes: for each array, `shapes` of the PerReplica it was in, or None; aligned with the arrays.
+        stacked: for each array, whether it was inside a PerReplica.
+    """
+
+    treedef: Any
+    static: tuple[tuple[Any] | None, ...]
+    shapes: tuple[tuple[Shape, ...] | None, ...]
+    stacked: tuple[bool, ...]
+
+    def rebuild(self, arrays: Iterator[Any]) -> PyTree:
+        return jax.tree.unflatten(self.treedef, [next(arrays) if s is None else s[0] for s in self.static])
+
+
+@dataclasses.dataclass(frozen=True)
+class Lifted:
+    """A pure function: `(written values, read-only values, arrays) -> (result arrays, new written values)`.
+
+    Attributes:
+        closed: the traced function; its constants are the arrays that the user's function closes over.
+        written: the variables it writes; `write_lines` has the user's line of each one's last write.
+        read_only: the variables it only reads.
+        plan: how the result is rebuilt.
+    """
+
+    closed: ClosedJaxpr
+    written: tuple[Variable, ...]
+    write_lines: tuple[str, ...]
+    read_only: tuple[Variable, ...]
+    plan: ResultPlan
+
+    @property
+    def num_results(self) -> int:
+        return len(self.plan.stacked)
+
+    @property
+    def variables(self) -> tuple[Variable, ...]:
+        """All variables, in the order of the pure function's first arguments."""
+        return (*self.written, *self.read_only)
+
+
+def lift(
+    function: Callable[[Sequence[Any]], PyTree],
+    arrays: Sequence[jax.ShapeDtypeStruct],
+    frame: Frame,
+    shape_of: Callable[[Variable], Shape],
+) -> Lifted:
+    """Find the variables that a function touches, and trace it as a pure function of them.
+
+    Args:
+        function: takes the arrays and returns the result tree.
+        arrays: shapes and dtypes of the arrays.
+        frame: the context in which to trace; its bindings are replaced.
+        shape_of: the shape of what stands for a variable in that context.
+    """
+    num_replicas = None if frame.axis is None else frame.axis.size
+    written, read_only = _discover(function, arrays, frame, shape_of, num_replicas)
+    variables = (*written, *read_only)
+    seen: dict[str, Any] = {}
+
+    def pure(values: Sequence[jax.Array], arguments: Sequence[jax.Array]) -> list[jax.Array]:
+        with _tracing.separate_caches() as renew:
+            bindings = Bindings(dict(zip(variables, values, strict=True)), _undiscovered, renew)
+            with _context.entered(dataclasses.replace(frame, bindings=bindings)):
+                seen["plan"], results = plan_result(function(arguments))
+        seen["lines"] = tuple(bindings.written.get(variable, "<unknown>") for variable in written)
+        if not set(bindings.written) <= set(written):
+            _undiscovered(next(v for v in bindings.written if v not in written))
+        return [*results, *bindings.values(written)]
+
+    values = [jax.ShapeDtypeStruct(shape_of(variable), variable.dtype) for variable in variables]
+    closed = _tracing.trace(pure, (values, list(arrays)), num_replicas)
+    return Lifted(closed, written, seen["lines"], read_only, seen["plan"])
+
+
+def _discover(
+    function: Callable[[Sequence[Any]], PyTree],
+    arrays: Sequence[jax.ShapeDtypeStruct],
+    frame: Frame,
+    shape_of: Callable[[Variable], Shape],
+    num_replicas: int | None,
+) -> tuple[tuple[Variable, ...], tuple[Variable, ...]]:
+    touched: dict[Variable, None] = {}
+    written: dict[Variable, str] = {}
+
+    def stand_in(variable: Variable) -> jax.Array:
+        touched[variable] = None
+        return _tracing.placeholder(shape_of(variable), variable.dtype)
+
+    def record(arguments: Sequence[jax.Array]) -> list[jax.Array]:
+        with _tracing.separate_caches() as renew:
+            bindings = Bindings({}, stand_in, renew)
+            with _context.entered(dataclasses.replace(frame, bindings=bindings)):
+                function(arguments)
+        written.update(bindings.written)
+        return []
+
+    _tracing.trace(record, (list(arrays),), num_replicas)
+    return tuple(written), tuple(variable for variable in touched if variable not in written)
+
+
+def _undiscovered(variable: Variable) -> jax.Array:
+    raise ContextError(
+        f"variable {variable.name!r} was used when the function was traced, but not when its variables were "
+        "discovered a moment before. A step must do the same every time it is traced: look for code in it that "
+        "depends on something outside that changes (a counter, a cache, random Python numbers)."
+    )
+
+
+def plan_result(result: PyTree) -> tuple[ResultPlan, list[jax.Array]]:
+    """Separate a result tree into the arrays that a program computes and everything else."""
+    leaves, treedef = jax.tree.flatten(result, is_leaf=lambda leaf: isinstance(leaf, PerReplica | Variable))
+    static: list[tuple[Any] | None] = []
+    arrays: list[jax.Array] = []
+    shapes: list[tuple[Shape, ...] | None] = []
+    stacked: list[bool] = []
+    for leaf in leaves:
+        if isinstance(leaf, PerReplica):
+            value, leaf_shapes = leaf._array, leaf._shapes
+        elif isinstance(leaf, jax.Array | np.ndarray | np.generic):
+            value, leaf_shapes = leaf, None
+        else:
+            _refuse_hidden_arrays(leaf)
+            static.append((leaf,))
+            continue
+        static.append(None)
+        arrays.append(jax.numpy.asarray(value))
+        shapes.append(leaf_shapes)
+        stacked.append(isinstance(leaf, PerReplica))
+    return ResultPlan(treedef, tuple(static), tuple(shapes), tuple(stacked)), arrays
+
+
+def _refuse_hidden_arrays(leaf: Any) -> None:
+    """Refuse an object that JAX cannot look into and that holds traced arrays, which must not leave the step."""
+    fields = getattr(leaf, "__dict__", None)
+    if isinstance(leaf, Variable) or isinstance(leaf, type) or callable(leaf) or not fields:
+        return
+    for name, value in fields.items():
+        if any(isinstance(part, jax.core.Tracer) for part in jax.tree.leaves(value)):
+            kind = type(leaf).__name__
+            raise TypeError(
+                f"the step returned a {kind}, whose field {name!r} holds an array, but JAX does not know how to look "
+                f"into a {kind}. Register it with @jax.tree_util.register_dataclass above the class, or return a "
+                "dict, tuple or namedtuple."
+            )

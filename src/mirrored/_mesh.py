@@ -1,0 +1,165 @@
+"""Which devices the replicas live on: parse, choose, start the backend, and make the one-axis mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from . import _env
+from ._errors import DeviceError
+from ._typing import REPLICA_AXIS
+
+_DEVICE_NAME = re.compile(r"^/?(?:device:)?(cpu|gpu|tpu|cuda|rocm):(\d+)$", re.IGNORECASE)
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplicaMesh:
+    """Hold the devices of all replicas, in replica order, and the two placements that exist.
+
+    Axis types are Auto: `jax.make_mesh` would make them Explicit, and then every array's type would
+    carry the mesh.
+    """
+
+    mesh: Mesh
+
+    @functools.cached_property
+    def devices(self) -> tuple[jax.Device, ...]:
+        return tuple(self.mesh.devices.flat)
+
+    @functools.cached_property
+    def num_replicas(self) -> int:
+        return self.mesh.devices.size
+
+    @functools.cached_property
+    def mirrored(self) -> NamedSharding:
+        """The placement of a value that is the same on every replica."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    @functools.cached_property
+    def stacked(self) -> NamedSharding:
+        """The placement of a value with a leading replica axis, one row on each replica's device."""
+        return NamedSharding(self.mesh, PartitionSpec(REPLICA_AXIS))
+
+    @functools.cached_property
+    def is_virtual(self) -> bool:
+        """Whether several replicas share this machine's CPU; collectives then need care, see `_pace.py`."""
+        return self.num_replicas > 1 and self.devices[0].platform == "cpu"
+
+
+def make_mesh(devices: Sequence[jax.Device]) -> ReplicaMesh:
+    """Make the mesh of some devices, in the order given."""
+    return ReplicaMesh(Mesh(np.array(devices, dtype=object), (REPLICA_AXIS,)))
+
+
+def resolve_devices(devices: Sequence[Any] | None) -> tuple[jax.Device, ...]:
+    """Turn what a user gives as `devices` into distinct, existing devices; None means all that are best.
+
+    Raises:
+        DeviceError: when the list is empty, a name is malformed, a device does not exist or is named twice.
+        TypeError: when an entry is neither a string nor a `jax.Device`.
+    """
+    if devices is None:
+        start_backend(0)
+        return tuple(jax.local_devices())
+    if isinstance(devices, str | jax.Device):
+        raise TypeError(f"devices is {devices!r}; expected a list, for example devices=[{devices!r}].")
+    wanted = list(devices)
+    if not wanted:
+        raise DeviceError(
+            "devices is empty, and a strategy needs at least one. Leave it out to use all accelerators, "
+            "or write for example devices=['cpu:0', 'cpu:1']."
+        )
+    start_backend(_num_cpu_devices(wanted))
+    found = tuple(_find_device(entry) for entry in wanted)
+    _refuse_duplicates(found, wanted)
+    return found
+
+
+def start_backend(num_cpu_devices: int) -> None:
+    """Start JAX's backends, unless they run, with enough CPU devices and a thread pool that cannot starve.
+
+    The size of XLA's CPU thread pool is read once, when the backend starts: docs/design/cpu-rendezvous.md.
+    """
+    configured = max(jax.config.jax_num_cpu_devices, 1)
+    if num_cpu_devices > configured and not _set_num_cpu_devices(num_cpu_devices):
+        return  # too late; `_find_device` says so for the first device that is missing
+    with _env.at_least(_env.CPU_THREADS, cpu_pool_size(max(num_cpu_devices, configured)), _env.CPU_THREADS_FALLBACK):
+        jax.local_devices(backend="cpu")
+
+
+def cpu_pool_size(num_devices: int) -> int:
+    """Return how many threads XLA's CPU client needs so that one Python thread can never make it starve."""
+    return max(2 * num_devices, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
+def _set_num_cpu_devices(count: int) -> bool:
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError:  # the backends have started
+        return False
+    return True
+
+
+def _num_cpu_devices(wanted: Sequence[Any]) -> int:
+    indices = [int(m[2]) for m in (_match(entry) for entry in wanted) if m and m[1].lower() == "cpu"]
+    return max(indices, default=-1) + 1
+
+
+def _match(entry: Any) -> re.Match[str] | None:
+    return _DEVICE_NAME.match(entry) if isinstance(entry, str) else None
+
+
+def _find_device(entry: Any) -> jax.Device:
+    if isinstance(entry, jax.Device):
+        return entry
+    if not isinstance(entry, str):
+        raise TypeError(
+            f"devices contains {entry!r} of type {type(entry).__name__}; expected strings such as 'gpu:0' "
+            "or 'cpu:3', or jax.Device objects from jax.devices()."
+        )
+    match = _match(entry)
+    if match is None:
+        raise DeviceError(f"devices contains {entry!r}; expected the form 'gpu:0', '/gpu:0', 'GPU:0' or 'cpu:3'.")
+    platform, index = match[1].lower(), int(match[2])
+    available = _local_devices(platform)
+    if index >= len(available):
+        raise DeviceError(_missing_device_message(entry, platform, index, available))
+    return available[index]
+
+
+def _local_devices(platform: str) -> Sequence[jax.Device]:
+    try:
+        return jax.local_devices(backend=platform)
+    except RuntimeError:  # JAX has no such backend here
+        return ()
+
+
+def _missing_device_message(entry: str, platform: str, index: int, available: Sequence[jax.Device]) -> str:
+    have = ", ".join(f"{platform}:{i}" for i in range(len(available))) or "none"
+    message = f"devices contains {entry!r}, but this process has {len(available)} {platform} devices ({have})."
+    if platform != "cpu":
+        others = ", ".join(f"{d.platform}:{i}" for i, d in enumerate(jax.local_devices()))
+        return f"{message} It has {others}. Leave devices out to use all of the best kind."
+    return (
+        f"{message} CPU devices are made when JAX starts, and it had started before this strategy was made. "
+        "Two ways out: make the strategy before anything else uses JAX (move it above the first jnp call), "
+        f"or run the program with JAX_NUM_CPU_DEVICES={index + 1} in the environment."
+    )
+
+
+def _refuse_duplicates(found: Sequence[jax.Device], wanted: Sequence[Any]) -> None:
+    for position, device in enumerate(found):
+        if device in found[:position]:
+            first = wanted[found.index(device)]
+            raise DeviceError(
+                f"devices names {device} twice, as {first!r} and {wanted[position]!r}. Each replica needs its own "
+                "device; for several replicas on one CPU write devices=['cpu:0', 'cpu:1', ...]."
+            )

@@ -1,0 +1,525 @@
+"""From a step function to one compiled program on every replica: prove, compile, cache, dispatch."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import contextvars
+import dataclasses
+import inspect
+import io
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from . import _context, _lift, _mirror_proof, _pace, _signature, _tracing
+from ._collectives import ReplicaAxis
+from ._context import Frame, ReplicaContext
+from ._errors import (
+    FactorOfReplicasError,
+    FactorOfReplicasWarning,
+    OneProgramError,
+    RecompilationWarning,
+    ReplicasDivergeError,
+    StrategyMismatchError,
+    UnevenReplicasError,
+)
+from ._lift import Lifted
+from ._marks import Mark, Purpose
+from ._mesh import ReplicaMesh
+from ._mirror_proof import Findings, Sameness, State
+from ._signature import ArrayLeaf, Call
+from ._typing import REPLICA_AXIS, PyTree
+from ._values import PerReplica
+from ._variables import Variable
+
+#: Programs kept per strategy, least recently used first out.
+MAX_PROGRAMS = 256
+#: So many programs of one function are normal (a few shapes, training and not); more are reported once.
+MAX_SILENT_RECOMPILATIONS = 8
+
+_is_eager: contextvars.ContextVar[bool] = contextvars.ContextVar("mirrored_eager", default=False)
+
+
+@contextlib.contextmanager
+def eager() -> Iterator[None]:
+    """Run steps operation by operation inside this block, to print values and to stop in a debugger.
+
+    `print(x)` in a step then shows the value on each replica, and breakpoints stop in the step with real
+    values. Results are the same as compiled ones; it is many times slower. The first call with new shapes
+    also traces the step, silently, to prove that mirrored values stay mirrored.
+
+    >>> def step(x):
+    ...     return x + 1
+    >>> with mr.eager():
+    ...     int(strategy.run(step, args=(np.int32(1),)))
+    2
+    """
+    token = _is_eager.set(True)
+    try:
+        yield
+    finally:
+        _is_eager.reset(token)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A step, proven and ready to run on a mesh.
+
+    Attributes:
+        lifted: the pure function and its variables.
+        findings: what the proof found.
+        mapped: the pure function of global arrays `(written, read_only, arrays, constants)`.
+        compiled: `mapped`, compiled; the written variables' arrays are donated.
+        constants: the arrays that the step closes over, placed on the mesh.
+        is_mirrored: for each result array, whether it is the same on every replica.
+        pins: what the cache key identifies by identity.
+    """
+
+    lifted: Lifted
+    findings: Findings
+    mapped: Callable[..., Any]
+    compiled: Callable[..., Any]
+    constants: list[Any]
+    is_mirrored: tuple[bool, ...]
+    pins: list[Any]
+
+    def rebuild(self, arrays: Sequence[Any]) -> PyTree:
+        wrapped = (a if same else PerReplica(a) for a, same in zip(arrays, self.is_mirrored, strict=True))
+        return self.lifted.plan.rebuild(wrapped)
+
+
+class Programs:
+    """Keep the programs of one strategy, and notice a function that is compiled again and again."""
+
+    def __init__(self) -> None:
+        self._programs: collections.OrderedDict[Any, Program] = collections.OrderedDict()
+        self._calls: dict[Any, list[Call]] = {}
+        self._reported: set[Any] = set()
+
+    def __iter__(self) -> Iterator[Program]:
+        return iter(self._programs.values())
+
+    def get(self, key: Any) -> Program | None:
+        program = self._programs.get(key)
+        if program is not None:
+            self._programs.move_to_end(key)
+        return program
+
+    def add(self, call: Call, program: Program) -> None:
+        self._programs[call.key] = program
+        while len(self._programs) > MAX_PROGRAMS:
+            self._programs.popitem(last=False)
+        self._watch(call)
+
+    def _watch(self, call: Call) -> None:
+        code = getattr(call.function, "__code__", call.function)
+        calls = self._calls.setdefault(id(code), [])
+        calls.append(dataclasses.replace(call, arrays=[]))
+        if len(calls) <= MAX_SILENT_RECOMPILATIONS or id(code) in self._reported:
+            return
+        self._reported.add(id(code))
+        message = _recompilation_message(calls[-2], calls[-1], len(calls))
+        warnings.warn(message, RecompilationWarning, stacklevel=_stacklevel())
+
+
+def run(strategy: Any, mesh: ReplicaMesh, programs: Programs, function: Any, args: Sequence[Any], kwargs: Any) -> PyTree:
+    """Call `function` on every replica: find or make its program, and run it."""
+    frame = _context.current()
+    if frame is not None and frame.axis is not None:
+        return _run_merged(strategy, frame, function, args, kwargs)
+    call = _signature.take_apart(function, args, kwargs)
+    program = programs.get(call.key)
+    if program is None:
+        with _silenced() if _is_eager.get() else contextlib.nullcontext():
+            program = _make_program(strategy, mesh, call)
+        if not _holds_tracers(program):
+            programs.add(call, program)
+    if (frame is not None and frame.bindings is not None) or _tracing.is_staging():
+        return _run_traced(program, call)
+    if _is_eager.get():
+        return _run_eagerly(strategy, mesh, program, call)
+    return _dispatch(mesh, program, call)
+
+
+# -- running
+
+
+def _dispatch(mesh: ReplicaMesh, program: Program, call: Call) -> PyTree:
+    lifted = program.lifted
+    arrays = _place(mesh, call, program)
+    with donated(lifted.written) as (written, outputs):
+        read_only = [variable._array for variable in lifted.read_only]
+        outputs.extend(map(program.compiled, (written,), (read_only,), (arrays,), (program.constants,)))
+    results, _, witness = outputs[0]
+    if witness:
+        _pace.started(witness[0])
+    return program.rebuild(results)
+
+
+@contextlib.contextmanager
+def donated(variables: Sequence[Variable]) -> Iterator[tuple[list[jax.Array], list[Any]]]:
+    """Give the arrays of variables to a program that overwrites them, and keep the new ones it returns.
+
+    Yields the arrays and an empty list. The block must add the program's outputs to that list by a single C
+    call, `outputs.extend(map(program, ...))`: between a program's start, which invalidates the donated
+    arrays, and an ordinary assignment a Ctrl-C would lose the variables.
+
+    Arrays that somebody else may hold are copied first, so that what a user took out stays valid.
+    """
+    arrays = [variable._array for variable in variables]
+    shared = [i for i, variable in enumerate(variables) if variable._shared]
+    if shared:
+        for i, copy in zip(shared, _copy([arrays[i] for i in shared]), strict=True):
+            arrays[i] = copy
+    outputs: list[Any] = []
+    try:
+        yield arrays, outputs
+    finally:
+        if outputs:
+            for variable, new in zip(variables, outputs[0][1], strict=True):
+                variable._array = new
+                variable._shared = False
+
+
+def _run_traced(program: Program, call: Call) -> PyTree:
+    """Make the program part of a larger one that is being traced."""
+    lifted = program.lifted
+    written = [_lift.read_outer(variable) for variable in lifted.written]
+    read_only = [_lift.read_outer(variable) for variable in lifted.read_only]
+    results, new, _ = program.mapped(written, read_only, call.arrays, program.constants)
+    for variable, value in zip(lifted.written, new, strict=True):
+        _lift.write_outer(variable, value)
+    return program.rebuild(results)
+
+
+def _run_merged(strategy: Any, frame: Frame, function: Any, args: Sequence[Any], kwargs: Any) -> PyTree:
+    """Run a step from within `merge_call`: every replica is there already, so call it in place."""
+    assert frame.axis is not None
+    context = ReplicaContext(strategy, frame.axis)
+    own_args, own_kwargs = jax.tree.map(context.own_part, (tuple(args), kwargs), is_leaf=_signature._is_whole)
+    with _context.entered(dataclasses.replace(frame, replica=context)):
+        result = function(*own_args, **own_kwargs)
+    return jax.tree.map(lambda x: PerReplica(frame.axis.stack(x)) if isinstance(x, jax.Array) else x, result)
+
+
+def _run_eagerly(strategy: Any, mesh: ReplicaMesh, program: Program, call: Call) -> PyTree:
+    """Run the user's function operation by operation, then check and keep what it wrote.
+
+    All results come back stacked; which of them are mirrored is what the proof of the traced program says.
+    """
+    lifted = program.lifted
+    new_lifted: dict[str, Any] = {}
+
+    def body(values: list[Any], arrays: list[Any]) -> list[Any]:
+        local = [_unstacked(a, v._on_read) for a, v in zip(values, lifted.variables, strict=True)]
+        own = [_unstacked(a, leaf.is_per_replica) for a, leaf in zip(arrays, call.array_leaves(), strict=True)]
+        bindings = _lift.Bindings(dict(zip(lifted.variables, local, strict=True)), _lift._undiscovered, lambda: None)
+        with _context.entered(_replica_frame(strategy, mesh, bindings)), _explained(lambda: None):
+            new_lifted["plan"], results = _lift.plan_result(call.apply(own, lambda _, array: array))
+        return [jnp.asarray(x)[None] for x in (*results, *bindings.values(lifted.written))]
+
+    values = [variable._array for variable in lifted.variables]
+    replicated, stacked = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
+    value_specs = [stacked if v._on_read else replicated for v in lifted.variables]
+    array_specs = [stacked if leaf.is_per_replica else replicated for leaf in call.array_leaves()]
+    shard_mapped = jax.shard_map(
+        body, mesh=mesh.mesh, in_specs=(value_specs, array_specs), out_specs=stacked, check_vma=False
+    )
+    outputs = shard_mapped(values, _place(mesh, call, program))
+    results = outputs[: lifted.num_results]
+    for variable, new in zip(lifted.written, outputs[lifted.num_results :], strict=True):
+        variable._set_array(new if variable._on_read else _first_row(mesh, new))
+    rows = [_first_row(mesh, r) if same else r for r, same in zip(results, program.is_mirrored, strict=True)]
+    return dataclasses.replace(program, lifted=dataclasses.replace(lifted, plan=new_lifted["plan"])).rebuild(rows)
+
+
+@contextlib.contextmanager
+def _silenced() -> Iterator[None]:
+    """Keep the proof's trace of a step from printing and from stopping at `breakpoint()`."""
+    printed, hook = io.StringIO(), sys.breakpointhook
+    sys.breakpointhook = lambda *args, **kwargs: None
+    try:
+        with contextlib.redirect_stdout(printed):
+            yield
+    except BaseException:
+        sys.stdout.write(printed.getvalue())
+        raise
+    finally:
+        sys.breakpointhook = hook
+
+
+def _first_row(mesh: ReplicaMesh, stack: jax.Array) -> jax.Array:
+    return jax.device_put(stack[0], mesh.mirrored)
+
+
+def _place(mesh: ReplicaMesh, call: Call, program: Program) -> list[Any]:
+    """Bring arrays that are tied to other devices to the mesh; everything else `jit` moves by itself."""
+    arrays = call.arrays
+    for position, array in enumerate(arrays):
+        if not isinstance(array, jax.Array) or not array.committed:
+            continue
+        sharding = array.sharding
+        if sharding == mesh.stacked or sharding == mesh.mirrored:
+            continue
+        leaf = call.array_leaves()[position]
+        if leaf.is_per_replica:
+            raise StrategyMismatchError(
+                f"the argument {argument_names(call)[position]} is a PerReplica whose values lie on "
+                f"{sorted(str(d) for d in sharding.device_set)}, but this strategy runs on "
+                f"{[str(d) for d in mesh.devices]}; it comes from another strategy."
+            )
+        arrays = arrays if arrays is not call.arrays else list(arrays)
+        arrays[position] = jax.device_put(array, mesh.mirrored)
+    return arrays
+
+
+@jax.jit
+def _copy(arrays: list[jax.Array]) -> list[jax.Array]:
+    return [jnp.copy(array) for array in arrays]
+
+
+# -- making a program
+
+
+def _make_program(strategy: Any, mesh: ReplicaMesh, call: Call) -> Program:
+    leaves = call.array_leaves()
+    _signature.check_replicas(call.arrays, leaves, lambda: argument_names(call), mesh.num_replicas)
+    _refuse_uneven(call, leaves)
+    frame = _replica_frame(strategy, mesh, None)
+    avals = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.is_weak) for leaf in leaves]
+    with _explained(lambda: frame.replica):
+        lifted = _lift.lift(
+            lambda arrays: call.apply(arrays, lambda _, array: array), avals, frame, lambda variable: variable.shape
+        )
+    _refuse_per_replica_results(lifted)
+    findings = _mirror_proof.prove(lifted.closed.jaxpr, _input_states(lifted, call))
+    _check_assignments(lifted, findings)
+    _check_gradients(findings, mesh.num_replicas)
+    is_mirrored = tuple(state.is_mirrored for state in findings.outputs[: lifted.num_results])
+    mapped = _map(mesh, lifted, [leaf.is_per_replica for leaf in leaves], is_mirrored)
+    with jax.ensure_compile_time_eval():
+        constants = [c if isinstance(c, jax.core.Tracer) else jax.device_put(c, mesh.mirrored) for c in lifted.closed.consts]
+    compiled = jax.jit(mapped, donate_argnums=0)
+    return Program(lifted, findings, mapped, compiled, constants, is_mirrored, _signature.pinned(call))
+
+
+def _map(mesh: ReplicaMesh, lifted: Lifted, is_per_replica: Sequence[bool], is_mirrored: Sequence[bool]) -> Callable[..., Any]:
+    """Make the function of global arrays: each replica takes its rows, runs the step, and gives rows back."""
+
+    def body(written: list[Any], read_only: list[Any], arrays: list[Any], constants: list[Any]) -> Any:
+        values = [_unstacked(a, v._on_read) for a, v in zip((*written, *read_only), lifted.variables, strict=True)]
+        own = [_unstacked(a, split) for a, split in zip(arrays, is_per_replica, strict=True)]
+        outputs = _tracing.evaluate(lifted.closed, constants, [*values, *own])
+        results = [_stacked_unless(same, r) for r, same in zip(outputs[: lifted.num_results], is_mirrored, strict=True)]
+        new = [_stacked_unless(not v._on_read, n) for v, n in zip(lifted.written, outputs[lifted.num_results :], strict=True)]
+        return results, new, [jnp.zeros((), jnp.int32)] if mesh.is_virtual else []
+
+    replicated, stacked = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
+    specs_of = lambda variables: [stacked if v._on_read else replicated for v in variables]  # noqa: E731
+    in_specs = (
+        specs_of(lifted.written),
+        specs_of(lifted.read_only),
+        [stacked if split else replicated for split in is_per_replica],
+        replicated,
+    )
+    out_specs = ([replicated if same else stacked for same in is_mirrored], specs_of(lifted.written), replicated)
+    # check_vma=False: gradients are local, and `_mirror_proof` takes the place of JAX's own check.
+    return jax.shard_map(body, mesh=mesh.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def _unstacked(array: Any, is_stacked: bool) -> Any:
+    return jnp.squeeze(array, 0) if is_stacked else array
+
+
+def _stacked_unless(is_mirrored: bool, array: Any) -> Any:
+    return array if is_mirrored else jnp.expand_dims(array, 0)
+
+
+def _replica_frame(strategy: Any, mesh: ReplicaMesh, bindings: Any) -> Frame:
+    axis = ReplicaAxis(mesh.num_replicas)
+    return Frame(strategy, mesh, ReplicaContext(strategy, axis), axis, bindings)
+
+
+def _input_states(lifted: Lifted, call: Call) -> list[State]:
+    states = []
+    for variable in lifted.variables:
+        origin = f"the sync-on-read variable {variable.name!r}, which has one value per replica"
+        states.append(_mirror_proof.varying(origin) if variable._on_read else _mirror_proof.SAME)
+    names = argument_names(call)
+    for leaf, name in zip(call.array_leaves(), names, strict=True):
+        origin = f"the argument {name}, of which each replica has its own"
+        states.append(_mirror_proof.varying(origin) if leaf.is_per_replica else _mirror_proof.SAME)
+    return states
+
+
+# -- checks, each with the message that a user sees
+
+
+def _check_assignments(lifted: Lifted, findings: Findings) -> None:
+    for note, state in findings.marks:
+        if note.purpose is Purpose.ASSIGN and not state.is_mirrored:
+            raise ReplicasDivergeError(_diverge_message(note, state))
+    new_states = findings.outputs[lifted.num_results :]
+    for variable, where, state in zip(lifted.written, lifted.write_lines, new_states, strict=True):
+        if not variable._on_read and not state.is_mirrored:
+            raise ReplicasDivergeError(_diverge_message(Mark(Purpose.ASSIGN, variable.name, where), state))
+
+
+def _diverge_message(note: Mark, state: State) -> str:
+    return (
+        f"variable {note.name!r} is mirrored, but the value assigned to it at {note.where} may differ by replica: it "
+        f"depends on {state.origin}. The copies would drift apart without a word. Combine the replicas first, for "
+        "example ctx = mr.get_replica_context(); variable.assign(ctx.all_reduce('mean', value)); or let "
+        "mr.Optimizer(...).apply_gradients(grads) do it; or create the variable with aggregation='mean'. "
+        "If each replica shall keep its own value, create it with synchronization='on_read'."
+    )
+
+
+def _check_gradients(findings: Findings, num_replicas: int) -> None:
+    gradients = [(note, state) for note, state in findings.marks if note.purpose is Purpose.GRADIENT]
+    for note, state in gradients:
+        if state.sameness is Sameness.REDUCED:
+            raise FactorOfReplicasError(
+                f"the gradient of variable {note.name!r} given to apply_gradients at {note.where} has already been "
+                "combined over the replicas. apply_gradients sums gradients over the replicas itself, so this update "
+                f"would be {num_replicas} times too large. Leave the all_reduce out, or say that it is done: "
+                "optimizer.apply_gradients(grads, aggregate=False)."
+            )
+    if not gradients or num_replicas == 1:
+        return
+    if all(state.sameness is Sameness.SAME for _, state in gradients):
+        _warn_of_factor(
+            f"no data that differs by replica entered this step, so all {num_replicas} replicas computed the same "
+            f"gradients, and apply_gradients at {gradients[0][0].where} sums them: the update is {num_replicas} times that "
+            "of one device. An array passed to strategy.run goes whole to every replica; give each replica its "
+            "part of the batch with strategy.distribute_dataset(dataset)."
+        )
+    elif any(note.purpose is Purpose.LOSS and state.sameness is Sameness.REDUCED for note, state in findings.marks):
+        _warn_of_factor(
+            "the loss was combined over the replicas before it was differentiated, so each gradient already stands for "
+            f"all replicas, and apply_gradients at {gradients[0][0].where} sums them again: the update is {num_replicas} times "
+            "too large. Differentiate this replica's own loss (mr.losses.compute_average_loss) and reduce the loss "
+            "after the gradient, or for reporting outside with strategy.reduce('sum', loss)."
+        )
+
+
+def _warn_of_factor(message: str) -> None:
+    warnings.warn(message, FactorOfReplicasWarning, stacklevel=_stacklevel())
+
+
+def _refuse_uneven(call: Call, leaves: Sequence[ArrayLeaf]) -> None:
+    for position, leaf in enumerate(leaves):
+        if leaf.shapes is not None:
+            raise UnevenReplicasError(
+                f"the argument {argument_names(call)[position]} has a different shape on each replica: "
+                f"{', '.join(map(str, leaf.shapes))}. One compiled step needs equal shapes; use batch sizes that the "
+                "number of replicas divides, or mr.InputOptions(drop_remainder=True) in distribute_dataset. "
+                "reduce, gather and local_results take such values as they are."
+            )
+
+
+def _refuse_per_replica_results(lifted: Lifted) -> None:
+    if any(lifted.plan.stacked):
+        raise TypeError(
+            "the step returned a PerReplica, which it must have taken from outside. Pass the PerReplica to the step in "
+            "strategy.run(fn, args=(...)): inside it is this replica's own array, and may be returned."
+        )
+
+
+@contextlib.contextmanager
+def _explained(replica: Callable[[], ReplicaContext | None]) -> Iterator[None]:
+    """Explain the one-program rule where Python tried to branch on a replica's number."""
+    try:
+        yield
+    except jax.errors.ConcretizationTypeError as error:
+        context = replica()
+        current = context if context is not None else getattr(_context.current(), "replica", None)
+        if current is None or not current._knows_id:
+            raise
+        raise OneProgramError(_one_program_message(error)) from error
+
+
+def _one_program_message(error: Exception) -> str:
+    where = "<unknown>"
+    traceback = error.__traceback__
+    while traceback is not None:
+        filename = traceback.tb_frame.f_code.co_filename
+        if not filename.startswith(_tracing._NOT_USER_CODE):
+            where = f"{filename}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    return (
+        f"Python needed the value of something that differs by replica, at {where}. All replicas run one program, so "
+        "replica_id_in_sync_group is not known while it is traced, and `if ctx.replica_id_in_sync_group == 0:` cannot "
+        "choose. To compute a different value on one replica: jnp.where(ctx.replica_id_in_sync_group == 0, a, b), or "
+        "jax.lax.cond(ctx.replica_id_in_sync_group == 0, make_a, make_b). To set a variable on all replicas: assign it "
+        "outside strategy.run, variable.assign(value). To take replica 0's value: aggregation='only_first_replica'."
+    )
+
+
+def argument_names(call: Call) -> list[str]:
+    """Return the name of each array argument, such as `x['image']`, in the order of `call.arrays`."""
+    return [name for name, leaf in zip(_leaf_names(call), call.leaves, strict=True) if isinstance(leaf, ArrayLeaf)]
+
+
+def _leaf_names(call: Call) -> list[str]:
+    tree = jax.tree.unflatten(call.treedef, list(range(len(call.leaves))))
+    paths, _ = jax.tree_util.tree_flatten_with_path(tree)
+    try:
+        parameters = list(inspect.signature(call.function).parameters)
+    except (TypeError, ValueError):
+        parameters = []
+    return [_name_of(path, parameters) for path, _ in paths]
+
+
+def _name_of(path: Any, parameters: Sequence[str]) -> str:
+    position, first, *rest = path
+    if position.idx == 0:
+        name = parameters[first.idx] if first.idx < len(parameters) else f"args[{first.idx}]"
+    else:
+        name = str(first.key)
+    return f"`{name}{jax.tree_util.keystr(tuple(rest))}`"
+
+
+def _recompilation_message(before: Call, after: Call, count: int) -> str:
+    name = getattr(after.function, "__qualname__", repr(after.function))
+    start = f"{name} has been compiled {count} times"
+    if before.treedef != after.treedef:
+        return f"{start}; this time because the structure of its arguments changed. Pass arguments of one structure."
+    for leaf_name, old, new in zip(_leaf_names(after), before.leaves, after.leaves, strict=True):
+        if isinstance(old, ArrayLeaf) and isinstance(new, ArrayLeaf) and old != new:
+            return (
+                f"{start}; this time because the argument {leaf_name} changed from shape {old.shape} {old.dtype} to "
+                f"{new.shape} {new.dtype}. Give batches one shape, for example with drop_remainder=True."
+            )
+        if not isinstance(new, ArrayLeaf) and old != new:
+            return (
+                f"{start}; this time because the argument {leaf_name} changed from {_shown(old)} to {_shown(new)}. Python "
+                "numbers, strings and objects are compiled into the program. Pass a value that changes as an array: "
+                "jnp.asarray(value)."
+            )
+    return (
+        f"{start}; this time because something that it closes over is another object than before. Define the step once, "
+        "outside the loop, and pass what changes as an argument."
+    )
+
+
+def _shown(leaf: Any) -> str:
+    return f"an array of shape {leaf.shape}" if isinstance(leaf, ArrayLeaf) else repr(leaf[0])
+
+
+def _stacklevel() -> int:
+    """Return the `stacklevel` that makes a warning point at the user's line."""
+    frame, level = sys._getframe(1), 1
+    while frame is not None and frame.f_code.co_filename.startswith(_tracing._NOT_USER_CODE):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _holds_tracers(program: Program) -> bool:
+    return any(isinstance(constant, jax.core.Tracer) for constant in program.constants)

@@ -1,0 +1,194 @@
+"""What makes two calls the same program: the function, the structure, the arrays' types, the static values."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ._errors import StrategyMismatchError
+from ._typing import PyTree, Shape
+from ._values import PerReplica
+from ._variables import Variable
+
+_BY_VALUE = (bool, int, str, bytes, complex, type(None))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ArrayLeaf:
+    """Describe an array argument: a mirrored one, or one replica's slice of a PerReplica.
+
+    Attributes:
+        shape, dtype, is_weak: its type, without the replica axis.
+        is_per_replica: whether each replica gets its own slice.
+        shapes: the PerReplica's shapes when they differ.
+    """
+
+    shape: Shape
+    dtype: Any
+    is_weak: bool
+    is_per_replica: bool
+    shapes: tuple[Shape, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Call:
+    """One call, taken apart.
+
+    Attributes:
+        key: equal for calls that can share a program.
+        arrays: the array arguments; a PerReplica is its stacked array.
+        treedef, leaves: the rest: each leaf is an ArrayLeaf, or the static object in a 1-tuple.
+    """
+
+    key: Any
+    function: Callable[..., Any]
+    arrays: list[Any]
+    treedef: Any
+    leaves: list[Any]
+
+    def apply(self, arrays: Sequence[Any], wrap: Callable[[ArrayLeaf, Any], Any]) -> PyTree:
+        """Call the function with other arrays in place of the given ones."""
+        remaining = iter(arrays)
+        leaves = [
+            wrap(leaf, next(remaining)) if isinstance(leaf, ArrayLeaf) else leaf[0] for leaf in self.leaves
+        ]
+        args, kwargs = jax.tree.unflatten(self.treedef, leaves)
+        return self.function(*args, **kwargs)
+
+    def array_leaves(self) -> list[ArrayLeaf]:
+        return [leaf for leaf in self.leaves if isinstance(leaf, ArrayLeaf)]
+
+
+def _is_whole(leaf: Any) -> bool:
+    return isinstance(leaf, PerReplica | Variable)
+
+
+def take_apart(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
+    """Separate a call into what is compiled in and what is passed to the program.
+
+    Arrays (jax, numpy, PerReplica) are passed; everything else is static and part of the key.
+    """
+    flat, treedef = jax.tree.flatten((tuple(args), kwargs), is_leaf=_is_whole)
+    arrays: list[Any] = []
+    leaves: list[Any] = []
+    keys: list[Any] = []
+    for leaf in flat:
+        if isinstance(leaf, PerReplica):
+            array = leaf._array
+            described = ArrayLeaf(tuple(array.shape[1:]), array.dtype, False, True, leaf._shapes)
+        elif isinstance(leaf, jax.Array):
+            array = leaf
+            described = ArrayLeaf(tuple(array.shape), array.dtype, bool(array.weak_type), False)
+        elif isinstance(leaf, np.ndarray | np.generic):
+            array = leaf
+            _check_numpy(leaf)
+            described = ArrayLeaf(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype), False, False)
+        else:
+            leaves.append((leaf,))
+            keys.append(static_key(leaf))
+            continue
+        arrays.append(array)
+        leaves.append(described)
+        keys.append((described.shape, described.dtype, described.is_weak, described.is_per_replica, described.shapes))
+    return Call((function_key(function), treedef, tuple(keys)), function, arrays, treedef, leaves)
+
+
+def check_replicas(arrays: Sequence[Any], leaves: Sequence[ArrayLeaf], names: Callable[[], list[str]], num_replicas: int) -> None:
+    """Refuse a PerReplica that another strategy made."""
+    for position, (array, leaf) in enumerate(zip(arrays, leaves, strict=True)):
+        if leaf.is_per_replica and array.shape[0] != num_replicas:
+            raise StrategyMismatchError(
+                f"the argument {names()[position]} is a PerReplica of {array.shape[0]} replicas, but this strategy has "
+                f"{num_replicas}; it comes from another strategy. Distribute the data with the strategy that runs the step."
+            )
+
+
+def _check_numpy(array: np.ndarray | np.generic) -> None:
+    if array.dtype.kind in "OUSMm":
+        raise TypeError(
+            f"an argument is a numpy array of dtype {array.dtype}, which no device can hold; expected numbers. Encode "
+            "it as integers first, or leave it out of args."
+        )
+
+
+def static_key(value: Any) -> Any:
+    """Return a hashable that is equal for static values which give the same program."""
+    if isinstance(value, float):
+        return (float, value.hex())  # 0.0 and -0.0 differ, nan equals itself
+    if isinstance(value, _BY_VALUE):
+        return (type(value), value)
+    if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
+        return function_key(value)
+    try:
+        hash(value)
+    except TypeError:
+        return (type(value), id(value))
+    return (type(value), value)
+
+
+def function_key(function: Any, depth: int = 4) -> Any:
+    """Return a hashable that is equal for functions which give the same program.
+
+    A function that is defined again and again in a loop keeps its code; it is the same program while the
+    things that it closes over are the same objects, or equal numbers and strings.
+    """
+    if isinstance(function, types.FunctionType):
+        return (
+            id(function.__code__),
+            id(function.__globals__),
+            tuple(_captured_key(cell, depth) for cell in function.__closure__ or ()),
+            tuple(_content_key(value, depth) for value in function.__defaults__ or ()),
+            tuple((name, _content_key(value, depth)) for name, value in (function.__kwdefaults__ or {}).items()),
+        )
+    if isinstance(function, types.MethodType):
+        return (function_key(function.__func__, depth), id(function.__self__))
+    if isinstance(function, functools.partial):
+        content = (*function.args, *function.keywords.values())
+        return (function_key(function.func, depth), tuple(function.keywords), tuple(_content_key(v, depth) for v in content))
+    return id(function)
+
+
+def _captured_key(cell: Any, depth: int) -> Any:
+    try:
+        return _content_key(cell.cell_contents, depth)
+    except ValueError:  # not assigned yet
+        return None
+
+
+def _content_key(value: Any, depth: int) -> Any:
+    if isinstance(value, float):
+        return (float, value.hex())
+    if isinstance(value, _BY_VALUE):
+        return (type(value), value)
+    if depth and isinstance(value, types.FunctionType | types.MethodType | functools.partial):
+        return function_key(value, depth - 1)
+    return id(value)
+
+
+def pinned(call: Call) -> list[Any]:
+    """Return the objects whose identity is in the call's key; while they are held no other object can have it."""
+    pins: list[Any] = [leaf for leaf in call.leaves if not isinstance(leaf, ArrayLeaf)]
+    waiting: list[Any] = [call.function, *(leaf[0] for leaf in pins)]
+    visited: set[int] = set()
+    while waiting:
+        value = waiting.pop()
+        if id(value) in visited:
+            continue
+        visited.add(id(value))
+        pins.append(value)
+        if isinstance(value, types.FunctionType):
+            pins.append((value.__code__, value.__globals__))
+            cells = [cell for cell in value.__closure__ or () if _captured_key(cell, 0) is not None]
+            waiting += [cell.cell_contents for cell in cells]
+            waiting += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        elif isinstance(value, types.MethodType):
+            waiting += [value.__func__, value.__self__]
+        elif isinstance(value, functools.partial):
+            waiting += [value.func, *value.args, *value.keywords.values()]
+    return pins

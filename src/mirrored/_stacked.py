@@ -1,0 +1,140 @@
+"""What cross-replica code does with a value that has a replica axis: reduce, gather, split.
+
+These are plain functions of the stacked array `[R, ...]`. Called from outside they run as one compiled
+program whose collectives XLA's partitioner writes; in `mr.function` and `merge_call` they are traced in place.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from . import _pace
+from ._collectives import accumulator_dtype, check_axis, divide
+from ._errors import UnevenReplicasError
+from ._reduce_op import ReduceOp, VariableAggregation
+from ._typing import Shape
+from ._values import PerReplica
+
+Axes = tuple[int, ...]
+
+
+def reduce_stack(stack: jax.Array, op: ReduceOp, axes: Axes, shapes: tuple[Shape, ...] | None) -> jax.Array:
+    """Reduce over the replicas and over `axes` of each replica's value, counting only real rows."""
+    dtype = stack.dtype
+    positions = (0, *(axis + 1 for axis in axes))
+    values = stack.astype(accumulator_dtype(op, dtype))
+    if shapes is not None:
+        values = jnp.where(_is_real(stack.shape, shapes), values, 0)
+    total = jnp.sum(values, axis=positions, dtype=values.dtype)
+    if op is ReduceOp.SUM:
+        return total
+    true_shapes = shapes or (stack.shape[1:],) * stack.shape[0]
+    return divide(total, sum(math.prod(shape[a] for a in axes) for shape in true_shapes), dtype)
+
+
+def gather_stack(stack: jax.Array, axis: int, shapes: tuple[Shape, ...] | None) -> jax.Array:
+    """Concatenate the replicas' values along `axis`, in replica order."""
+    if shapes is not None:
+        rows = [stack[i][tuple(slice(size) for size in shape)] for i, shape in enumerate(shapes)]
+        return jnp.concatenate(rows, axis=axis)
+    _, *shape = stack.shape
+    return jnp.moveaxis(stack, 0, axis).reshape(*shape[:axis], stack.shape[0] * shape[axis], *shape[axis + 1 :])
+
+
+def aggregate_stack(stack: jax.Array, mode: VariableAggregation) -> jax.Array:
+    """Make one value of the copies of a variable; the dtype stays."""
+    if mode is VariableAggregation.ONLY_FIRST_REPLICA:
+        return stack[0]
+    return reduce_stack(stack, ReduceOp[mode.name], (), None).astype(stack.dtype)
+
+
+def broadcast_stack(value: jax.Array, num_replicas: int) -> jax.Array:
+    """Give every replica the same value."""
+    return jnp.broadcast_to(value, (num_replicas, *value.shape))
+
+
+def split_stack(value: jax.Array, num_replicas: int) -> jax.Array:
+    """Give every replica a part of `value`, such that the parts add up to exactly `value` in any order.
+
+    All parts are multiples of the spacing of floating point numbers at `value` (of 1 for integers) and no
+    partial sum is larger than `value`, so no addition rounds. 7 over 2 replicas is 4 and 3.
+    """
+    if value.dtype == jnp.bool_ or not jnp.issubdtype(value.dtype, jnp.number):
+        raise TypeError(f"a value of dtype {value.dtype} cannot be split into a sum over replicas.")
+    if jnp.issubdtype(value.dtype, jnp.complexfloating):
+        return jax.lax.complex(split_stack(value.real, num_replicas), split_stack(value.imag, num_replicas))
+    part = _part(value, num_replicas)
+    first = value - part * (num_replicas - 1)
+    return jnp.concatenate([first[None], jnp.broadcast_to(part, (num_replicas - 1, *value.shape))])
+
+
+def _part(value: jax.Array, num_replicas: int) -> jax.Array:
+    if jnp.issubdtype(value.dtype, jnp.integer):
+        return jax.lax.div(value, jnp.full_like(value, num_replicas))  # rounds towards zero
+    magnitude = jnp.abs(value)
+    spacing = magnitude - jnp.nextafter(magnitude, jnp.zeros_like(magnitude))
+    part = jnp.trunc(value / num_replicas / spacing) * spacing
+    return jnp.where(jnp.isfinite(value) & (magnitude > 0) & jnp.isfinite(part), part, 0).astype(value.dtype)
+
+
+def _is_real(padded: Shape, shapes: tuple[Shape, ...]) -> jax.Array:
+    mask = jnp.ones(padded, jnp.bool_)
+    for axis in range(len(padded) - 1):
+        sizes = jnp.array([shape[axis] for shape in shapes]).reshape(-1, *(1,) * (len(padded) - 1))
+        mask &= jax.lax.broadcasted_iota(jnp.int32, padded, axis + 1) < sizes
+    return mask
+
+
+def normalize_axes(axis: Any, value: PerReplica) -> Axes:
+    """Turn `axis` of `reduce` into sorted, distinct, non-negative ints, checked against the shapes."""
+    if axis is None:
+        axes: Axes = ()
+    elif isinstance(axis, tuple | list):
+        axes = tuple(sorted({check_axis(a, value.ndim, "reduce") for a in axis}))
+    else:
+        axes = (check_axis(axis, value.ndim, "reduce"),)
+    _require_equal_except(axes, value, "reduce")
+    return axes
+
+
+def check_gather_axis(axis: Any, value: PerReplica) -> int:
+    """Return `axis` of `gather` as a non-negative int, checked against the shapes."""
+    position = check_axis(axis, value.ndim, "gather")
+    _require_equal_except((position,), value, "gather")
+    return position
+
+
+def _require_equal_except(axes: Axes, value: PerReplica, verb: str) -> None:
+    kept = {tuple(size for a, size in enumerate(shape) if a not in axes) for shape in value.shapes}
+    if len(kept) == 1:
+        return
+    different = [a for a, size in enumerate(value.shape) if size is None]
+    named = "axis=None" if not axes else f"axis={axes[0] if len(axes) == 1 else axes}"
+    remedy = f"axis={different[0]}" if len(different) == 1 else f"axis={tuple(different)}"
+    raise UnevenReplicasError(
+        f"{verb} with {named} needs equal shapes on all replicas apart from that axis, but they are "
+        f"{', '.join(map(str, value.shapes))}. "
+        + (
+            f"Name the axis along which they differ: strategy.{verb}(..., {remedy})"
+            + (", which also counts the true number of rows." if verb == "reduce" else ".")
+            if verb == "reduce" or len(different) == 1
+            else "gather joins along one axis only; use strategy.local_results for the separate values."
+        )
+    )
+
+
+def compiled(function: Callable[..., jax.Array], placement: NamedSharding, *static: Any) -> Callable[..., jax.Array]:
+    """Return `function(array, *static)` as a compiled program with a known placement of its result."""
+    return functools.partial(_pace.dispatch, placement, _compile(function, placement, static))
+
+
+@functools.lru_cache(maxsize=1024)
+def _compile(function: Callable[..., jax.Array], placement: NamedSharding, static: tuple[Any, ...]) -> Any:
+    return jax.jit(lambda array: function(array, *static), out_shardings=placement)

@@ -1,0 +1,508 @@
+"""A strategy: a mesh with verbs."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import _collectives, _context, _lift, _replicate, _stacked, _tracing
+from ._context import Frame
+from ._errors import ContextError, ReplicasDivergeError, StrategyMismatchError, UnevenReplicasError
+from ._mesh import ReplicaMesh
+from ._options import InputOptions
+from ._reduce_op import ReduceOp
+from ._replicate import Programs
+from ._typing import PyTree, UserFunction
+from ._values import PerReplica, stack_shapes
+from ._variables import Variable, describe_mesh, live_variables
+from .data._dataset import DistributedDataset, check_dataset
+from .data._source import NumpyDataset, stacked_lists
+
+_logger = logging.getLogger("mirrored")
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueContext:
+    """Tell a function for `distribute_values_from_function` which replica it makes the value of.
+
+    Attributes:
+        replica_id_in_sync_group: the replica's number, a Python int.
+        num_replicas_in_sync: how many replicas there are.
+
+    >>> print(mr.ValueContext(2, 4))
+    ValueContext(replica_id_in_sync_group=2, num_replicas_in_sync=4)
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/ValueContext
+    """
+
+    replica_id_in_sync_group: int = 0
+    num_replicas_in_sync: int = 1
+
+
+class Strategy:
+    """Run one program on several replicas, and keep their variables the same.
+
+    Not made directly: `mr.MirroredStrategy`, `mr.OneDeviceStrategy` and the default strategy that
+    `mr.get_strategy()` returns outside every scope differ only in their devices.
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy
+    """
+
+    def __init__(self, mesh: ReplicaMesh) -> None:
+        """Take the devices; users call a subclass."""
+        self._mesh = mesh
+        self._programs = Programs()
+        self._datasets: weakref.WeakSet[DistributedDataset] = weakref.WeakSet()
+        names = describe_mesh(mesh)
+        _logger.info("%s: %s", type(self).__name__, names)
+
+    # -- what it is
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas, R."""
+        return self._mesh.num_replicas
+
+    @property
+    def num_workers(self) -> int:
+        """The number of processes that run the program together."""
+        return 1
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process writes checkpoints and logs: always, when there is one process."""
+        return True
+
+    @property
+    def devices(self) -> tuple[jax.Device, ...]:
+        """The replicas' devices, in replica order."""
+        return self._mesh.devices
+
+    @property
+    def cluster(self) -> None:
+        """The cluster: None, because this strategy is for one process."""
+        return None
+
+    def barrier(self, name: str) -> None:
+        """Wait until every worker has come here, and until what was dispatched before has been carried out.
+
+        Args:
+            name: the same on all workers, for the message when one does not come.
+        """
+        if not isinstance(name, str) or not name:
+            raise TypeError(f"barrier: name is {name!r}; expected a non-empty string.")
+        jax.block_until_ready([variable._array for variable in live_variables(self._mesh)])
+
+    def __repr__(self) -> str:
+        return f"mr.{type(self).__name__}({describe_mesh(self._mesh)})"
+
+    def explain(self) -> str:
+        """Say in words what this strategy runs on, what its programs communicate, and how its datasets are split.
+
+        >>> _ = strategy.run(lambda: mr.get_replica_context().all_reduce("sum", jnp.ones(256)))
+        >>> print(strategy.explain())  # doctest: +ELLIPSIS
+        MirroredStrategy: 2 replicas (cpu:0, cpu:1)
+        ...all-reduce of 1.0 KiB...
+        """
+        lines = [f"{type(self).__name__}: {describe_mesh(self._mesh)}"]
+        lines += [f"program {_describe_program(program)}" for program in self._programs]
+        lines += [f"dataset {dataset.describe()}" for dataset in self._datasets]
+        return "\n".join(lines)
+
+    # -- where it is
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[Strategy]:
+        """Make this the current strategy inside a `with` block: variables created there are its variables.
+
+        Raises:
+            StrategyMismatchError: inside the scope of another strategy.
+            ContextError: inside a step.
+
+        >>> with strategy.scope():
+        ...     mr.get_strategy() is strategy
+        True
+
+        Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#scope
+        """
+        _context.check_enterable(self)
+        outer = _context.current()
+        frame = Frame(self, self._mesh) if outer is None else dataclasses.replace(outer, strategy=self, mesh=self._mesh)
+        with _context.entered(frame):
+            yield self
+
+    def _check_current(self, verb: str) -> None:
+        frame = _context.current()
+        if frame is not None and frame.strategy is not None and frame.strategy is not self:
+            raise StrategyMismatchError(
+                f"{verb} of {self!r} was called in the scope of {frame.strategy!r}. Leave that scope first, or call {verb} of "
+                "the strategy whose scope it is."
+            )
+
+    # -- verbs
+
+    def run(self, fn: UserFunction, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> PyTree:
+        """Call `fn` on every replica, as one compiled program.
+
+        Leaf by leaf of the arguments: a PerReplica becomes this replica's value; an array (jax, numpy) goes
+        whole to every replica; everything else (Python numbers, strings, None, functions, variables) is
+        compiled in, so each new value is another program. Leaf by leaf of the result: an array that is
+        provably the same on all replicas comes back as an ordinary array, another as a PerReplica, and
+        everything else as it is.
+
+        Variables that `fn` reads or writes are found by tracing it; their new values are seen at once. When
+        `fn` raises, the exception comes through unchanged and no variable has changed.
+
+        Args:
+            fn: one replica's program; `mr.get_replica_context()` works in it.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+
+        Raises:
+            ReplicasDivergeError: (a ValueError) when copies of a mirrored variable would differ.
+            CollectiveHangError: (a ValueError) when only some replicas would reach a collective.
+            FactorOfReplicasError: (a ValueError) when gradients would be summed twice.
+            OneProgramError: (a TypeError) when Python branches on the replica's number.
+            UnevenReplicasError: (a ValueError) for a PerReplica whose shapes differ.
+            ContextError: (a RuntimeError) inside a step.
+
+        >>> x = strategy.distribute_values_from_function(lambda ctx: np.full(2, 1.0 + ctx.replica_id_in_sync_group))
+        >>> strategy.run(lambda x, y: x * y, args=(x, np.float32(10)))
+        PerReplica(shape=(2,), dtype=float32,
+          0: [10. 10.],
+          1: [20. 20.])
+
+        Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#run
+        """
+        _check_run_arguments(fn, args, kwargs)
+        _context.require_cross_replica("run", "Call the function directly.")
+        self._check_current("run")
+        return _replicate.run(self, self._mesh, self._programs, fn, args, kwargs or {})
+
+    def reduce(self, reduce_op: ReduceOp | str, value: PyTree, axis: int | Sequence[int] | None = None) -> PyTree:
+        """Combine a value over the replicas, and optionally over axes of each replica's value.
+
+        With `axis=None`, element by element over the replicas. With an axis (usually 0, the batch), over it
+        within each replica and then over the replicas; MEAN divides by the true number of rows, also when the
+        replicas hold different numbers. A mirrored value, a number or a host array counts as the same value
+        on each replica: its SUM is R times it, its MEAN is itself. A MEAN of integers is floating point.
+
+        Inside a step it is `all_reduce`.
+
+        Args:
+            reduce_op: `"sum"` or `"mean"`, in any case, or `mr.ReduceOp`.
+            value: a PerReplica, array, number or variable, or a nest of them.
+            axis: an axis or several of each replica's value; negative counts from the end.
+
+        Returns:
+            Mirrored arrays, in the structure of `value`.
+
+        Raises:
+            ValueError: for another operation, or an axis that a leaf does not have.
+            UnevenReplicasError: (a ValueError) when shapes differ along an axis that is not reduced.
+            TypeError: for a leaf that holds no numbers.
+
+        >>> x = strategy.distribute_values_from_function(lambda ctx: np.arange(2.0) + 2 * ctx.replica_id_in_sync_group)
+        >>> strategy.reduce("sum", x), strategy.reduce("mean", x, axis=0)
+        (Array([2., 4.], dtype=float32), Array(1.5, dtype=float32))
+
+        Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#reduce
+        """
+        op = ReduceOp.parse(reduce_op, "reduce_op")
+        self._check_current("reduce")
+        return self._map_leaves(lambda leaf: self._reduce_leaf(op, leaf, axis), value)
+
+    def gather(self, value: PyTree, axis: int) -> PyTree:
+        """Concatenate the replicas' values along `axis`, in replica order.
+
+        Sizes may differ along `axis`, and a replica may have none. A mirrored value is concatenated R times:
+        it is the same on each replica.
+
+        Args:
+            value: a PerReplica, array or variable with at least one axis, or a nest of them; any dtype.
+            axis: the axis to join along; negative counts from the end.
+
+        Raises:
+            ValueError: for an axis that a leaf does not have.
+            UnevenReplicasError: (a ValueError) when shapes differ along another axis.
+            ContextError: (a RuntimeError) inside a step.
+
+        >>> x = strategy.distribute_values_from_function(lambda ctx: np.zeros(1 + ctx.replica_id_in_sync_group))
+        >>> strategy.gather(x, axis=0).shape
+        (3,)
+
+        Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#gather
+        """
+        _context.require_cross_replica("gather", "Use mr.get_replica_context().all_gather(value, axis) there.")
+        self._check_current("gather")
+        return self._map_leaves(lambda leaf: self._gather_leaf(leaf, axis), value)
+
+    def local_results(self, value: PyTree) -> tuple[Any, ...]:
+        """Return this worker's values, one for each local replica.
+
+        The arrays lie together on the first local replica's device, so that they can be combined:
+        `jnp.concatenate(strategy.local_results(x))`. (`x.values` stay where they are.)
+
+        Args:
+            value: a PerReplica or a variable gives one value for each replica; a nest that holds some gives
+                one nest for each; anything else is a single value and gives a 1-tuple.
+
+        >>> x = strategy.distribute_values_from_function(lambda ctx: ctx.replica_id_in_sync_group)
+        >>> strategy.local_results(x), strategy.local_results(7)
+        ((Array(0, dtype=int32), Array(1, dtype=int32)), (7,))
+
+        Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#experimental_local_results
+        """
+        _context.require_cross_replica("local_results", "The value there is this replica's own already.")
+        self._check_current("local_results")
+        leaves, treedef = jax.tree.flatten(value, is_leaf=_is_distributed)
+        if not any(_is_distributed(leaf) for leaf in leaves):
+            return (value,)
+        columns = [self._local_values(leaf) for leaf in leaves]
+        count = next(len(column) for column in columns if column is not None)
+        rows = [
+            [leaf if column is None else column[i] for leaf, column in zip(leaves, columns, strict=True)]
+            for i in range(count)
+        ]
+        return tuple(jax.tree.unflatten(treedef, row) for row in rows)
+
+    # -- input
+
+    def distribute_dataset(self, dataset: Any, options: InputOptions | None = None) -> DistributedDataset:
+        """Divide each global batch of a dataset among the replicas.
+
+        n rows go to R replicas in contiguous parts, in order; the first `n mod R` replicas get one row more.
+        So far R must divide n, or `InputOptions(drop_remainder=True)` must allow to leave rows out.
+
+        Args:
+            dataset: an iterable, that can be iterated again, of global batches: nests of arrays with the same
+                number of rows. `strategy.make_numpy_dataset(arrays).batch(n)` makes one of arrays.
+            options: see `mr.InputOptions`.
+
+        Returns:
+            A dataset of the same length that yields nests of PerReplica values.
+
+        Raises:
+            TypeError: when `dataset` is not such an iterable.
+            UnevenReplicasError: (a ValueError, while iterating) for a batch that R does not divide.
+
+        >>> rows = strategy.make_numpy_dataset((np.arange(8), np.arange(8) % 2)).batch(4)
+        >>> for x, y in strategy.distribute_dataset(rows):
+        ...     print([value.tolist() for value in x.values])
+        [[0, 1], [2, 3]]
+        [[4, 5], [6, 7]]
+
+        Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#experimental_distribute_dataset
+        """
+        if options is not None and not isinstance(options, InputOptions):
+            raise TypeError(f"options is {options!r}; expected mr.InputOptions(...).")
+        check_dataset(dataset)
+        self._check_current("distribute_dataset")
+        distributed = DistributedDataset(dataset, self._mesh, options or InputOptions())
+        self._datasets.add(distributed)
+        return distributed
+
+    def make_numpy_dataset(self, numpy_input: PyTree) -> NumpyDataset:
+        """Make a dataset of the rows of arrays in memory; continue with `.shuffle(seed).batch(n)`.
+
+        Args:
+            numpy_input: a nest of numpy arrays with the same number of rows; lists are stacked. The arrays
+                are used as they are, not copied.
+
+        >>> dataset = strategy.make_numpy_dataset(np.arange(6)).shuffle(seed=0).batch(4)
+        >>> sorted(np.concatenate(list(dataset)).tolist())
+        [0, 1, 2, 3, 4, 5]
+
+        Source: https://www.tensorflow.org/versions/r1.15/api_docs/python/tf/distribute/Strategy
+        """
+        return NumpyDataset(stacked_lists(numpy_input))
+
+    def distribute_values_from_function(self, value_fn: Callable[[ValueContext], PyTree]) -> PyTree:
+        """Make a PerReplica value by calling a function once for each replica, in order.
+
+        Args:
+            value_fn: takes a `mr.ValueContext` and returns an array or number, or a nest of them. The
+                structure and dtypes must be the same for all replicas, and so must the ranks; shapes may differ.
+
+        Raises:
+            TypeError: for leaves that hold no numbers, or different dtypes.
+            ValueError: for different structures or ranks.
+
+        >>> strategy.distribute_values_from_function(lambda ctx: np.ones(ctx.replica_id_in_sync_group))
+        PerReplica(shape=(None,), dtype=float32,
+          0: [],
+          1: [1.])
+
+        Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#experimental_distribute_values_from_function
+        """
+        if not callable(value_fn):
+            raise TypeError(f"value_fn is {value_fn!r}; expected a function of a mr.ValueContext.")
+        _context.require_cross_replica("distribute_values_from_function", "Compute the value in the step itself.")
+        count = self.num_replicas_in_sync
+        trees = [value_fn(ValueContext(i, count)) for i in range(count)]
+        leaves = [jax.tree.flatten(tree, is_leaf=_is_distributed) for tree in trees]
+        for replica, (_, treedef) in enumerate(leaves):
+            if treedef != leaves[0][1]:
+                raise ValueError(
+                    f"value_fn returned the structure {leaves[0][1]} for replica 0 and {treedef} for replica {replica}; expected "
+                    "one structure for all."
+                )
+        columns = zip(*(flat for flat, _ in leaves), strict=True)
+        return jax.tree.unflatten(leaves[0][1], [self._from_replicas(column) for column in columns])
+
+    # -- guarantees
+
+    def assert_mirrored(self) -> None:
+        """Compare the real copies of every mirrored variable of this strategy, bit by bit.
+
+        Programs that this library runs cannot make them differ; a broken device or another library can.
+
+        Raises:
+            ReplicasDivergeError: (a ValueError) naming the variable and the replicas that differ from replica 0.
+        """
+        for variable in live_variables(self._mesh):
+            if variable._on_read:
+                continue
+            copies = variable._local_copies()
+            differing = [i for i, copy in copies if copy.tobytes() != copies[0][1].tobytes()]
+            if differing:
+                raise ReplicasDivergeError(
+                    f"the copies of variable {variable.name!r} differ: replicas {differing} from replica {copies[0][0]}. They were "
+                    f"changed behind the library's back, or a device computes wrongly. {variable!r}"
+                )
+
+    # -- leaves
+
+    def _map_leaves(self, function: Callable[[Any], Any], value: PyTree) -> PyTree:
+        return jax.tree.map(function, value, is_leaf=_is_distributed)
+
+    def _reduce_leaf(self, op: ReduceOp, leaf: Any, axis: Any) -> jax.Array:
+        frame = _context.current()
+        if frame is not None and frame.replica is not None:
+            assert frame.axis is not None
+            own = PerReplica(_collectives.as_array(leaf, "reduce")[None])
+            axes = _stacked.normalize_axes(axis, own)
+            return _collectives.reduce_axes(op, own._array[0], axes, frame.axis)
+        distributed = self._as_per_replica(leaf, "reduce")
+        axes = _stacked.normalize_axes(axis, distributed)
+        return self._apply(_stacked.reduce_stack, distributed._array, op, axes, distributed._shapes)
+
+    def _gather_leaf(self, leaf: Any, axis: Any) -> jax.Array:
+        distributed = self._as_per_replica(leaf, "gather")
+        position = _stacked.check_gather_axis(axis, distributed)
+        return self._apply(_stacked.gather_stack, distributed._array, position, distributed._shapes)
+
+    def _apply(self, function: Any, stack: jax.Array, *static: Any) -> jax.Array:
+        frame = _context.current()
+        if frame is not None and frame.axis is not None:
+            return function(stack, *static)  # in merge_call every replica holds the whole stack
+        return _stacked.compiled(function, self._mesh.mirrored, *static)(stack)
+
+    def _as_per_replica(self, leaf: Any, verb: str) -> PerReplica:
+        if isinstance(leaf, Variable):
+            return leaf._as_per_replica()
+        if not isinstance(leaf, PerReplica):
+            array = _collectives.as_array(leaf, f"strategy.{verb}")
+            return PerReplica(_stacked.broadcast_stack(array, self.num_replicas_in_sync))
+        if leaf.num_replicas != self.num_replicas_in_sync:
+            raise StrategyMismatchError(
+                f"{verb} got a PerReplica of {leaf.num_replicas} replicas, but {self!r} has {self.num_replicas_in_sync}; it comes "
+                "from another strategy. Use that strategy's verb."
+            )
+        return leaf
+
+    def _local_values(self, leaf: Any) -> tuple[Any, ...] | None:
+        if not _is_distributed(leaf):
+            return None
+        values = (leaf._as_per_replica() if isinstance(leaf, Variable) else leaf).values
+        if isinstance(values[0], jax.core.Tracer):
+            return values
+        device = next(iter(values[0].devices()))  # together, because JAX does not combine arrays of two devices
+        return tuple(jax.device_put(value, device) for value in values)
+
+    def _from_replicas(self, column: Sequence[Any]) -> PerReplica:
+        arrays = [np.asarray(_collectives.as_array(leaf, "distribute_values_from_function")) for leaf in column]
+        if len({array.ndim for array in arrays}) > 1:
+            raise ValueError(
+                f"value_fn returned arrays of different ranks, shapes {', '.join(str(a.shape) for a in arrays)}; expected one rank "
+                "for all replicas. Add axes of length one."
+            )
+        dtypes = {array.dtype for array in arrays}
+        if len(dtypes) > 1:
+            raise TypeError(f"value_fn returned different dtypes: {', '.join(sorted(map(str, dtypes)))}; expected one for all replicas.")
+        padded, shapes = stack_shapes([array.shape for array in arrays])
+        stack = np.zeros((len(arrays), *padded), arrays[0].dtype)
+        for replica, array in enumerate(arrays):
+            stack[(replica, *(slice(size) for size in array.shape))] = array
+        return PerReplica(jax.device_put(stack, self._mesh.stacked), shapes)
+
+
+def _is_distributed(value: Any) -> bool:
+    return isinstance(value, PerReplica | Variable)
+
+
+def _check_run_arguments(fn: Any, args: Any, kwargs: Any) -> None:
+    if not callable(fn):
+        raise TypeError(f"strategy.run got {fn!r}; expected a function: strategy.run(step, args=(x,)), without calling it.")
+    if not isinstance(args, tuple | list):
+        raise TypeError(
+            f"args is {type(args).__name__}; expected a tuple or list of the positional arguments. For one argument write "
+            "strategy.run(step, args=(x,)), with the comma."
+        )
+    if kwargs is not None and not (isinstance(kwargs, dict) and all(isinstance(name, str) for name in kwargs)):
+        raise TypeError(f"kwargs is {kwargs!r}; expected a dict of keyword arguments.")
+
+
+def _describe_program(program: Any) -> str:
+    findings, lifted = program.findings, program.lifted
+    sizes: dict[str, list[int]] = {}
+    for collective in findings.collectives:
+        name = {"psum": "all-reduce", "all_gather": "all-gather"}.get(collective.name, collective.name)
+        sizes.setdefault(name + (" in a loop" if collective.in_loop else ""), []).append(collective.num_bytes)
+    communication = ", ".join(f"{len(b)} {name} of {_bytes(sum(b))}" for name, b in sizes.items()) or "no communication"
+    name = getattr(program.pins[0], "__qualname__", "step") if program.pins else "step"
+    return f"{name}: {len(lifted.written)} variables written, {len(lifted.read_only)} read; {communication}"
+
+
+def _bytes(count: int) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.1f} {unit}" if unit != "B" else f"{count} B"
+        count = count / 1024  # type: ignore[assignment]
+    return f"{count:.1f} GiB"
+
+
+#: TensorFlow's spellings, and ours.
+_ALIASES = {
+    "experimental_run_v2": "run",
+    "experimental_distribute_dataset": "distribute_dataset",
+    "experimental_local_results": "local_results",
+    "experimental_make_numpy_dataset": "make_numpy_dataset",
+    "experimental_distribute_values_from_function": "distribute_values_from_function",
+}
+
+
+def _add_aliases() -> None:
+    def alias(old: str, new: str) -> Callable[..., Any]:
+        def method(self: Strategy, *args: Any, **kwargs: Any) -> Any:
+            warnings.warn(f"strategy.{old} is called strategy.{new} here.", DeprecationWarning, stacklevel=2)
+            return getattr(self, new)(*args, **kwargs)
+
+        method.__name__ = method.__qualname__ = old
+        method.__doc__ = f"Call `{new}`, under its TensorFlow name."
+        return method
+
+    for old, new in _ALIASES.items():
+        setattr(Strategy, old, alias(old, new))
+
+
+_add_aliases()

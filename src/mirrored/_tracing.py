@@ -1,0 +1,113 @@
+"""What we must know about JAX's tracing, in one place.
+
+Everything here that is not in the public `jax` namespace is in `jax.extend`, whose stability JAX does not
+promise; `tests/test_tracing.py` fails loudly when any of it moves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex_core
+import jax.numpy as jnp
+
+from ._typing import REPLICA_AXIS
+
+Jaxpr = jex_core.Jaxpr
+ClosedJaxpr = jex_core.ClosedJaxpr
+
+_PACKAGE_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_JAX_FOLDER = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
+_NOT_USER_CODE = (_PACKAGE_FOLDER, _JAX_FOLDER, "<frozen", os.path.dirname(contextlib.__file__) + os.sep + "contextlib")
+
+_cache_token = jax.make_user_context(None)
+_new_token = itertools.count()
+
+
+def trace_state() -> Any:
+    """Return a token that is equal for two points of a program iff they belong to the same JAX trace."""
+    return jex_core.get_opaque_trace_state(convention="nnx")
+
+
+def is_staging() -> bool:
+    """Tell whether operations are being recorded (jit, scan, cond, ...) instead of executed.
+
+    Under an eager `grad` or `vmap` operations on constants are executed, so the answer is False there.
+    """
+    if trace_state() == _CLEAN:
+        return False
+    return isinstance(jnp.zeros((), jnp.int32) + 0, jax.core.Tracer)
+
+
+@contextlib.contextmanager
+def separate_caches() -> Iterator[Callable[[], None]]:
+    """Give the tracing inside a block its own JAX caches; the yielded function starts another set.
+
+    JAX caches the trace of an inner `jit` or `scan` body by the function's identity. A body that reads a
+    variable has the variable's tracer in that cached trace, so it may be used again neither in another
+    trace nor after the variable was written. See docs/design/lifting.md, "inner caches".
+    """
+    with contextlib.ExitStack() as tokens:
+
+        def renew() -> None:
+            tokens.enter_context(_cache_token(next(_new_token)))
+
+        renew()
+        yield renew
+
+
+def trace(function: Callable[..., Any], arguments: Sequence[Any], num_replicas: int | None) -> ClosedJaxpr:
+    """Trace `function` to a jaxpr; with `num_replicas`, the replica axis is bound while it is traced.
+
+    No mesh is involved yet, so closed-over arrays of any placement become constants of the jaxpr.
+    """
+    axis_env = None if num_replicas is None else [(REPLICA_AXIS, num_replicas)]
+    return jax.make_jaxpr(function, axis_env=axis_env)(*arguments)
+
+
+def evaluate(closed: ClosedJaxpr, constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
+    """Run a traced function on values, in whatever trace is current."""
+    return jax.core.eval_jaxpr(closed.jaxpr, constants, *arguments)
+
+
+def meshes_in(jaxpr: Jaxpr) -> Iterator[jax.sharding.Mesh]:
+    """Yield the meshes that a traced function maps over."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "shard_map":
+            yield equation.params["mesh"]
+        for inner in jex_core.jaxprs_in_params(equation.params):
+            yield from meshes_in(inner)
+
+
+def placeholder(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Make a value of which only the shape and dtype matter, in the current trace."""
+    return jnp.zeros(shape, dtype)
+
+
+def user_line() -> str:
+    """Return `file:line` of the innermost frame that is neither ours nor JAX's."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if not filename.startswith(_NOT_USER_CODE):
+            return f"{filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "<unknown>"
+
+
+def equation_line(equation: Any) -> str:
+    """Return `file:line` of the user's code that made an equation of a jaxpr."""
+    traceback = equation.source_info.traceback
+    for frame in traceback.frames if traceback is not None else ():
+        if not frame.file_name.startswith(_NOT_USER_CODE):
+            return f"{frame.file_name}:{frame.line_num}"
+    return "<unknown>"
+
+
+_CLEAN = trace_state()

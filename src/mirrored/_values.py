@@ -1,0 +1,207 @@
+"""Values that may differ by replica: PerReplica."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
+
+from ._errors import PerReplicaError
+from ._typing import PyTree, Shape
+
+_WAYS_OUT = (
+    "A PerReplica holds one value for each replica, so it has no single value. Choose what you mean: "
+    "strategy.reduce('mean', x) or strategy.reduce('sum', x) combines the replicas element by element "
+    "(add axis=0 to reduce over the batch too); strategy.gather(x, axis=0) concatenates them; "
+    "strategy.local_results(x) is the tuple of values; or compute inside strategy.run."
+)
+
+
+class PerReplica:
+    """Hold one value for each replica, as returned by `run` and by distributed datasets.
+
+    Physically it is one `jax.Array` with a new leading axis of length R that is sharded over the replicas.
+    Replicas may hold different shapes (of the same rank): then each is padded to the largest, `shapes` says
+    what is real, and no operation of this library shows the padding.
+
+    A PerReplica is a pytree whose only leaf is that stacked array. Inside `strategy.run` it is this
+    replica's slice, an ordinary array.
+
+    >>> x = strategy.distribute_values_from_function(lambda ctx: np.full(2, ctx.replica_id_in_sync_group))
+    >>> x.shape, x.dtype
+    ((2,), dtype('int32'))
+    >>> x
+    PerReplica(shape=(2,), dtype=int32,
+      0: [0 0],
+      1: [1 1])
+    >>> x + 1
+    Traceback (most recent call last):
+    ...
+    mirrored._errors.PerReplicaError: PerReplica does not support `+` ...
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/DistributedValues
+    """
+
+    __slots__ = ("__weakref__", "_array", "_shapes")
+
+    def __init__(self, array: Any, shapes: tuple[Shape, ...] | None = None) -> None:
+        """Wrap a stacked array; users get PerReplica values from a strategy instead.
+
+        Args:
+            array: shape `[R, ...]`, sharded over the replicas along its first axis.
+            shapes: each replica's true shape when they differ, else None.
+        """
+        self._array = array
+        self._shapes = shapes
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        """The shape of each replica's value."""
+        if self._shapes is not None:
+            return self._shapes
+        return (tuple(self._array.shape[1:]),) * self._array.shape[0]
+
+    @property
+    def shape(self) -> tuple[int | None, ...]:
+        """The shape of one replica's value; None along an axis where the replicas differ."""
+        if self._shapes is None:
+            return tuple(self._array.shape[1:])
+        return tuple(sizes[0] if len(set(sizes)) == 1 else None for sizes in zip(*self._shapes, strict=True))
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes of one replica's value."""
+        return self._array.ndim - 1
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype, which is the same on all replicas."""
+        return self._array.dtype
+
+    @property
+    def num_replicas(self) -> int:
+        """How many replicas there are."""
+        return self._array.shape[0]
+
+    @property
+    def values(self) -> tuple[jax.Array, ...]:
+        """This worker's values in replica order, each on its replica's device."""
+        if isinstance(self._array, jax.core.Tracer):
+            rows = [self._array[i] for i in range(self.num_replicas)]
+            return tuple(self._trim(row, i) for i, row in enumerate(rows))
+        shards = sorted(self._array.addressable_shards, key=lambda shard: shard.index[0].start or 0)
+        return tuple(self._trim(shard.data[0], shard.index[0].start or 0) for shard in shards)
+
+    def _trim(self, row: jax.Array, replica: int) -> jax.Array:
+        if self._shapes is None:
+            return row
+        return row[tuple(slice(0, size) for size in self._shapes[replica])]
+
+    def __repr__(self) -> str:
+        if isinstance(self._array, jax.core.Tracer | jax.ShapeDtypeStruct) or not hasattr(self._array, "dtype"):
+            return f"PerReplica({self._array!r})"
+        if self._array.is_deleted():
+            return f"PerReplica(shape={self.shape}, dtype={self.dtype}, deleted)"
+        rows = ",\n".join(_indent(i, value) for i, value in self._indexed_values())
+        return f"PerReplica(shape={self.shape}, dtype={self.dtype},\n{rows})"
+
+    def _indexed_values(self) -> list[tuple[int, jax.Array]]:
+        shards = sorted(shard.index[0].start or 0 for shard in self._array.addressable_shards)
+        return list(zip(shards, self.values, strict=True))
+
+    def _refuse(self, operation: str) -> NoReturn:
+        raise PerReplicaError(f"PerReplica does not support {operation} (shape {self.shape} on each replica). {_WAYS_OUT}")
+
+    def __jax_array__(self) -> NoReturn:
+        self._refuse("use as one array")
+
+    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse("conversion to a numpy array")
+
+    def __array_ufunc__(self, ufunc: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse(f"`np.{ufunc.__name__}`")
+
+    def __bool__(self) -> bool:
+        self._refuse("`bool()`")
+
+    def __float__(self) -> float:
+        self._refuse("`float()`")
+
+    def __int__(self) -> int:
+        self._refuse("`int()`")
+
+    def __complex__(self) -> complex:
+        self._refuse("`complex()`")
+
+    def __index__(self) -> int:
+        self._refuse("use as an index")
+
+    def __len__(self) -> int:
+        self._refuse("`len()`")
+
+    def __iter__(self) -> Iterator[Any]:
+        self._refuse("iteration")
+
+    def __getitem__(self, key: Any) -> NoReturn:
+        self._refuse("indexing")
+
+    __hash__ = object.__hash__
+
+
+def _add_refused_operators() -> None:
+    """Give PerReplica every operator, each of which raises the one error that names the ways out."""
+    symbols = {
+        "add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**", "matmul": "@",
+        "and": "&", "or": "|", "xor": "^", "lshift": "<<", "rshift": ">>", "divmod": "divmod",
+    }  # fmt: skip
+    comparisons = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
+    unary = {"neg": "-", "pos": "+", "abs": "abs", "invert": "~"}
+
+    def refused(symbol: str) -> Any:
+        def operator(self: PerReplica, *operands: Any) -> NoReturn:
+            self._refuse(f"`{symbol}`")
+
+        return operator
+
+    for name, symbol in symbols.items():
+        setattr(PerReplica, f"__{name}__", refused(symbol))
+        setattr(PerReplica, f"__r{name}__", refused(symbol))
+    for name, symbol in {**comparisons, **unary}.items():
+        setattr(PerReplica, f"__{name}__", refused(symbol))
+
+
+_add_refused_operators()
+
+
+def _indent(replica: int, value: jax.Array) -> str:
+    label = f"  {replica}: "
+    text = np.array2string(np.asarray(value), threshold=20, prefix=label) if _is_plain(value) else str(value)
+    return label + text
+
+
+def _is_plain(value: jax.Array) -> bool:
+    return not jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended)
+
+
+def is_per_replica(value: Any) -> bool:
+    """Tell whether a value is a PerReplica; the `is_leaf` of every flattening that must see them whole."""
+    return isinstance(value, PerReplica)
+
+
+def stack_shapes(shapes: Sequence[Shape]) -> tuple[Shape, tuple[Shape, ...] | None]:
+    """Return the shape to which all `shapes` are padded, and the shapes themselves when they differ."""
+    largest = tuple(max(sizes) for sizes in zip(*shapes, strict=True))
+    return largest, None if all(shape == largest for shape in shapes) else tuple(shapes)
+
+
+def _flatten(value: PerReplica) -> tuple[tuple[PyTree], tuple[Shape, ...] | None]:
+    return (value._array,), value._shapes
+
+
+def _unflatten(shapes: tuple[Shape, ...] | None, children: tuple[PyTree]) -> PerReplica:
+    return PerReplica(children[0], shapes)
+
+
+jax.tree_util.register_pytree_node(PerReplica, _flatten, _unflatten)

@@ -1,0 +1,606 @@
+"""Named mutable state: one class, two policies (mirrored, sync-on-read)."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import _collectives, _context, _mesh, _stacked, _tracing
+from ._context import Frame
+from ._errors import ContextError, PerReplicaError, ReplicasDivergeError, StrategyMismatchError, UnevenReplicasError
+from ._marks import Mark, Purpose, mark
+from ._mesh import ReplicaMesh
+from ._reduce_op import VariableAggregation, VariableSynchronization
+from ._typing import ArrayLike, Shape
+from ._values import PerReplica
+
+_NONE = VariableAggregation.NONE
+
+#: What concerns an array's own buffers, which belong to the variable.
+_NOT_FORWARDED = frozenset({"aval", "delete", "is_deleted", "unsafe_buffer_pointer", "on_device_size_in_bytes"})
+
+#: Every variable that is alive, for `strategy.assert_mirrored()`.
+_live: weakref.WeakSet[Variable] = weakref.WeakSet()
+_numbers = itertools.count()
+
+
+class Variable:
+    """Hold named mutable state: the same on every replica, or one value for each.
+
+    Create variables in `strategy.scope()`; there the initial value is computed once and copied to every
+    replica. A variable is used like an array (`x @ w + b`, `jnp.sum(w)`), and as a pytree it stands for its
+    value, so `jax.grad` and `optax` take trees of variables.
+
+    A mirrored variable (the default) holds provably equal copies: inside a step it takes a value that is
+    the same on every replica, or aggregates the replicas' values when it has an `aggregation`.
+    A sync-on-read variable (`synchronization="on_read"`) belongs to each replica inside a step and is
+    aggregated when it is read outside: counters and metrics.
+
+    Args:
+        initial_value: an array or number of any shape, or a function of no arguments that makes one; called
+            once. It is copied, so later changes of a numpy array do not matter.
+        name: for messages and checkpoints. Default: `"variable_<n>"`.
+        trainable: a hint for optimizers and libraries. Default: True unless sync-on-read.
+        dtype: convert the initial value to it. Default: its own.
+        synchronization: `"auto"` or `"on_write"` (mirrored), or `"on_read"`.
+        aggregation: `"none"`, `"sum"`, `"mean"` or `"only_first_replica"`: how the replicas' values become
+            one, when a mirrored variable is written in a step and when a sync-on-read variable is read.
+
+    Raises:
+        ValueError: for `synchronization="none"`, an unknown mode, or a MEAN of a non-floating dtype.
+        TypeError: when the initial value is not an array or number.
+        ContextError: when it is created inside a step or another trace.
+
+    >>> with strategy.scope():
+    ...     w = mr.Variable(np.zeros(3), name="w")
+    ...     seen = mr.Variable(0, name="seen", synchronization="on_read", aggregation="sum")
+    >>> def step():
+    ...     seen.assign_add(10)
+    ...     w.assign(w + 1)
+    >>> strategy.run(step)
+    >>> seen.numpy(), w.numpy()
+    (array(20, dtype=int32), array([1., 1., 1.], dtype=float32))
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/Variable
+    """
+
+    __slots__ = (
+        "__weakref__", "_aggregation", "_array", "_dtype", "_mesh", "_name", "_on_read", "_shape", "_shared", "_trainable",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        initial_value: ArrayLike | Callable[[], ArrayLike] | Variable,
+        *,
+        name: str | None = None,
+        trainable: bool | None = None,
+        dtype: Any = None,
+        synchronization: VariableSynchronization | str = "auto",
+        aggregation: VariableAggregation | str = "none",
+    ) -> None:
+        self._name = _check_name(name)
+        self._on_read = _is_on_read(synchronization, self._name)
+        self._aggregation = VariableAggregation.parse(aggregation, "aggregation")
+        self._trainable = (not self._on_read) if trainable is None else bool(trainable)
+        self._mesh = _creation_mesh(self._name)
+        value = initial_value() if callable(initial_value) and not isinstance(initial_value, Variable) else initial_value
+        array = _initial_array(value, dtype, self._name)
+        _check_mean_dtype(self._aggregation, array.dtype, self._name)
+        self._shape: Shape = tuple(array.shape)
+        self._dtype = array.dtype
+        self._shared = False
+        if self._on_read:
+            broadcast = _stacked.compiled(_stacked.broadcast_stack, self._mesh.stacked, self._mesh.num_replicas)
+            self._array = broadcast(_placed(array, self._mesh))
+        else:
+            self._array = _placed(array, self._mesh)
+            self._shared = isinstance(array, jax.Array)  # the placed array may share the given one's buffer
+        _live.add(self)
+
+    # -- what it is
+
+    @property
+    def name(self) -> str:
+        """The variable's name, for messages and checkpoints."""
+        return self._name
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of one copy."""
+        return self._shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype, which no assignment changes."""
+        return self._dtype
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes of one copy."""
+        return len(self._shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements of one copy."""
+        return int(np.prod(self._shape, dtype=int))
+
+    @property
+    def trainable(self) -> bool:
+        """Whether optimizers should train it; a hint."""
+        return self._trainable
+
+    @property
+    def synchronization(self) -> VariableSynchronization:
+        """`ON_WRITE` (mirrored) or `ON_READ`."""
+        return VariableSynchronization.ON_READ if self._on_read else VariableSynchronization.ON_WRITE
+
+    @property
+    def aggregation(self) -> VariableAggregation:
+        """How the replicas' values become one."""
+        return self._aggregation
+
+    # -- reading
+
+    @property
+    def value(self) -> jax.Array:
+        """The value as an array: this replica's inside a step, the one value (or the aggregate) outside.
+
+        An array that was taken out of a variable stays valid, whatever happens to the variable later.
+
+        Raises:
+            ContextError: under a JAX transformation outside a step that would bake the value in.
+            ValueError: outside a step, for a sync-on-read variable with aggregation NONE.
+        """
+        return self._read(_context.current(), is_taken=True)
+
+    def numpy(self) -> np.ndarray:
+        """Return a copy of the value as a numpy array."""
+        return np.array(self._read(_context.current(), is_taken=False))
+
+    def _read(self, frame: Frame | None, is_taken: bool) -> jax.Array:
+        stored = self._load(frame)
+        if frame is not None and frame.replica is not None:
+            return stored
+        if not self._on_read:
+            self._shared |= is_taken and stored is self._array
+            return stored
+        if self._aggregation is _NONE:
+            raise ValueError(
+                f"variable {self._name!r} has one value per replica and aggregation NONE, so it has no single value "
+                "outside a step. Give it aggregation='sum', 'mean' or 'only_first_replica', or look at all of "
+                "them with strategy.local_results(variable)."
+            )
+        if frame is not None and frame.axis is not None:
+            return _collectives.aggregate(self._aggregation, stored, frame.axis)
+        return _stacked.compiled(_stacked.aggregate_stack, self._mesh.mirrored, self._aggregation)(stored)
+
+    def _load(self, frame: Frame | None) -> jax.Array:
+        """Return what is stored: one copy inside a step, else the mirrored array or the stack of copies."""
+        if frame is not None and frame.bindings is not None:
+            self._check_mesh(frame)
+            return frame.bindings.read(self)
+        if _tracing.is_staging():
+            raise ContextError(_context.foreign_trace_message("read", self._name, frame))
+        return self._array
+
+    def _as_per_replica(self) -> PerReplica:
+        """Return all copies as a PerReplica, in cross-replica context."""
+        frame = _context.current()
+        stored = self._load(frame)
+        if frame is not None and frame.axis is not None:
+            return PerReplica(frame.axis.stack(stored))
+        if self._on_read:
+            return PerReplica(jnp.copy(stored))
+        broadcast = _stacked.compiled(_stacked.broadcast_stack, self._mesh.stacked, self._mesh.num_replicas)
+        return PerReplica(broadcast(stored))
+
+    # -- writing
+
+    def assign(self, value: Any) -> Variable:
+        """Set the value, and return the variable.
+
+        Inside a step: a mirrored variable without an aggregation takes only what is provably the same on
+        every replica; with one, the replicas' values are aggregated first (a plain number counts as the same
+        value on each). A sync-on-read variable changes on this replica. Outside a step: all copies are set;
+        for a sync-on-read variable with aggregation SUM, to parts that add up to exactly `value`.
+
+        Args:
+            value: shape and dtype of the variable; floats are converted to its floating dtype, numbers to
+                any. Outside a step also a PerReplica, which is aggregated.
+
+        Raises:
+            ReplicasDivergeError: (a ValueError) when the copies would differ, or cannot be shown to be equal.
+            ValueError: for another shape. TypeError: for a dtype of another kind.
+            ContextError: under a JAX transformation that would leak the value.
+        """
+        return self._write("assign", value, None)
+
+    def assign_add(self, delta: Any) -> Variable:
+        """Add to the value, and return the variable; an aggregation applies to `delta`. See `assign`."""
+        return self._write("assign_add", delta, jnp.add)
+
+    def assign_sub(self, delta: Any) -> Variable:
+        """Subtract from the value, and return the variable; an aggregation applies to `delta`. See `assign`."""
+        return self._write("assign_sub", delta, jnp.subtract)
+
+    def _write(self, method: str, operand: Any, combine: Callable[..., jax.Array] | None) -> Variable:
+        frame = _context.current()
+        if frame is not None and frame.replica is not None:
+            new = self._replica_value(frame, method, operand, combine)
+        else:
+            new = self._cross_replica_value(frame, method, operand, combine)
+        self._store(frame, new)
+        return self
+
+    def _replica_value(self, frame: Frame, method: str, operand: Any, combine: Any) -> jax.Array:
+        assert frame.axis is not None
+        update = self._converted(operand, method)
+        if not self._on_read and self._aggregation is not _NONE:
+            update = _collectives.aggregate(self._aggregation, update, frame.axis)
+        new = update if combine is None else combine(self._load(frame), update)
+        return self._marked(new) if not self._on_read and self._aggregation is _NONE else new
+
+    def _cross_replica_value(self, frame: Frame | None, method: str, operand: Any, combine: Any) -> jax.Array:
+        if self._on_read:
+            return self._cross_replica_copies(frame, method, operand, combine)
+        update = self._one_value(frame, method, operand)
+        new = update if combine is None else combine(self._load(frame), update)
+        return self._marked(new) if frame is not None and frame.axis is not None else new
+
+    def _cross_replica_copies(self, frame: Frame | None, method: str, operand: Any, combine: Any) -> jax.Array:
+        if self._aggregation is _NONE:
+            raise ValueError(
+                f"{method} to variable {self._name!r} outside a step: it has one value per replica and aggregation "
+                "NONE, so one value does not say what each replica gets. Assign inside strategy.run, or give the "
+                "variable an aggregation. Nothing was changed."
+            )
+        if isinstance(operand, PerReplica):
+            update = self._own_rows(frame, method, operand)
+            return update if combine is None else combine(self._load(frame), update)
+        if self._aggregation is VariableAggregation.SUM:
+            update = self._converted(operand, method)
+            total = update if combine is None else combine(self._read(frame, is_taken=False), update)
+            return self._copies(frame, _stacked.split_stack, total)
+        update = self._copies(frame, _stacked.broadcast_stack, self._converted(operand, method))
+        return update if combine is None else combine(self._load(frame), update)
+
+    def _copies(self, frame: Frame | None, distribute: Any, value: jax.Array) -> jax.Array:
+        """Make the stack of copies (or, in `merge_call`, this replica's copy) from one value."""
+        if frame is not None and frame.axis is not None:
+            stack = distribute(value, frame.axis.size)
+            return jax.lax.dynamic_index_in_dim(stack, frame.axis.index(), keepdims=False)
+        return _stacked.compiled(distribute, self._mesh.stacked, self._mesh.num_replicas)(value)
+
+    def _own_rows(self, frame: Frame | None, method: str, operand: PerReplica) -> jax.Array:
+        self._check_per_replica(method, operand)
+        stack = self._cast(operand._array, method)
+        if frame is not None and frame.axis is not None:
+            return jax.lax.dynamic_index_in_dim(stack, frame.axis.index(), keepdims=False)
+        return stack
+
+    def _one_value(self, frame: Frame | None, method: str, operand: Any) -> jax.Array:
+        if not isinstance(operand, PerReplica):
+            return self._converted(operand, method)
+        self._check_per_replica(method, operand)
+        if self._aggregation is _NONE:
+            raise ReplicasDivergeError(
+                f"{method} to variable {self._name!r} was given a PerReplica, one value per replica, but the variable "
+                "is mirrored and has no aggregation to make one value of them. Reduce it first: "
+                f"variable.{method}(strategy.reduce('mean', value)), or create the variable with "
+                "aggregation='mean'."
+            )
+        stack = self._cast(operand._array, method)
+        if frame is not None and frame.axis is not None:
+            return _stacked.aggregate_stack(stack, self._aggregation)
+        return _stacked.compiled(_stacked.aggregate_stack, self._mesh.mirrored, self._aggregation)(stack)
+
+    def _check_per_replica(self, method: str, operand: PerReplica) -> None:
+        if operand.num_replicas != self._mesh.num_replicas:
+            raise StrategyMismatchError(
+                f"{method} to variable {self._name!r} of {self._mesh.num_replicas} replicas was given a PerReplica of "
+                f"{operand.num_replicas} replicas; it comes from another strategy."
+            )
+        if operand.shape != self._shape:
+            error = UnevenReplicasError if None in operand.shape else ValueError
+            raise error(
+                f"{method} to variable {self._name!r} of shape {self._shape} was given a PerReplica with shapes "
+                f"{', '.join(map(str, operand.shapes))}."
+            )
+
+    def _converted(self, operand: Any, method: str) -> jax.Array:
+        """Turn an operand into an array of the variable's shape and dtype, or say what is wrong with it."""
+        if isinstance(operand, PerReplica):
+            raise PerReplicaError(
+                f"{method} to variable {self._name!r} inside a step was given a PerReplica, which holds the values of "
+                "all replicas. Pass it to the step in strategy.run(fn, args=...): there it is this replica's value."
+            )
+        if not isinstance(operand, jax.Array | Variable):
+            operand = _host_array(operand, f"{method} to variable {self._name!r}", self._dtype)
+        array = jnp.asarray(operand)
+        if not isinstance(array, jax.core.Tracer) and array.committed:
+            array = _placed(array, self._mesh)
+        if tuple(array.shape) != self._shape:
+            raise ValueError(
+                f"{method} to variable {self._name!r} of shape {self._shape} was given a value of shape "
+                f"{tuple(array.shape)}. A variable keeps its shape; use jnp.broadcast_to or reshape the value."
+            )
+        return self._cast(array, method)
+
+    def _cast(self, array: jax.Array, method: str) -> jax.Array:
+        if array.dtype == self._dtype:
+            return array
+        if getattr(array, "weak_type", False) or np.can_cast(_kind(array.dtype), _kind(self._dtype), "same_kind"):
+            return array.astype(self._dtype)
+        raise TypeError(
+            f"{method} to variable {self._name!r} of dtype {self._dtype} was given a value of dtype {array.dtype}, which "
+            f"would lose information. Convert it yourself: value.astype('{self._dtype}')."
+        )
+
+    def _marked(self, value: jax.Array) -> jax.Array:
+        return mark(jnp.asarray(value), Mark(Purpose.ASSIGN, self._name, _tracing.user_line()))
+
+    def _store(self, frame: Frame | None, value: jax.Array) -> None:
+        if frame is not None and frame.bindings is not None:
+            self._check_mesh(frame)
+            frame.bindings.write(self, value)
+        else:
+            self._set_array(value, frame)
+
+    def _set_array(self, value: jax.Array, frame: Frame | None = None) -> None:
+        """Keep a new array, which somebody else may hold too."""
+        if isinstance(value, jax.core.Tracer):
+            raise ContextError(_context.foreign_trace_message("written", self._name, frame))
+        self._array = value if self._on_read else _placed(value, self._mesh)
+        self._shared = True
+
+    def _check_mesh(self, frame: Frame) -> None:
+        if frame.mesh is not None and frame.mesh != self._mesh:
+            raise StrategyMismatchError(
+                f"variable {self._name!r} lives on {describe_mesh(self._mesh)}, but {frame.strategy!r} runs on "
+                f"{describe_mesh(frame.mesh)}. Create it inside that strategy: `with strategy.scope(): v = mr.Variable(...)`."
+            )
+
+    # -- used as an array
+
+    def __jax_array__(self) -> jax.Array:
+        return self.value
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self._read(_context.current(), is_taken=False), dtype=dtype)
+
+    __array_ufunc__ = None  # numpy arrays leave the operators to the variable
+
+    def __getattr__(self, name: str) -> Any:
+        """Give the attributes and methods of arrays, such as `w.T` and `w.astype`, through the value."""
+        if name.startswith("_") or name in _NOT_FORWARDED or not hasattr(jax.Array, name):
+            raise AttributeError(f"mr.Variable has no attribute {name!r}.")
+        return getattr(self.value, name)
+
+    def __getitem__(self, key: Any) -> jax.Array:
+        return self._read(_context.current(), is_taken=False)[key]
+
+    def __len__(self) -> int:
+        if not self._shape:
+            raise TypeError(f"variable {self._name!r} is a scalar and has no len().")
+        return self._shape[0]
+
+    def __iter__(self) -> Any:
+        return iter(self._read(_context.current(), is_taken=False))
+
+    def __bool__(self) -> bool:
+        return bool(self._read(_context.current(), is_taken=False))
+
+    def __float__(self) -> float:
+        return float(self._read(_context.current(), is_taken=False))
+
+    def __int__(self) -> int:
+        return int(self._read(_context.current(), is_taken=False))
+
+    def __complex__(self) -> complex:
+        return complex(self._read(_context.current(), is_taken=False))
+
+    def __index__(self) -> int:
+        return self._read(_context.current(), is_taken=False).__index__()
+
+    def __format__(self, spec: str) -> str:
+        return format(self._read(_context.current(), is_taken=False), spec) if spec else repr(self)
+
+    def __deepcopy__(self, memo: Any) -> Variable:
+        raise TypeError(
+            f"variable {self._name!r} cannot be copied: two variables with one name would drift apart. Make a new one "
+            "with mr.Variable(variable.value)."
+        )
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> Any:
+        return self is other
+
+    def __repr__(self) -> str:
+        head = f"mr.Variable(name={self._name!r}, shape={self._shape}, dtype={self._dtype}"
+        if self._on_read:
+            head += ", synchronization=ON_READ"
+        if self._aggregation is not _NONE:
+            head += f", aggregation={self._aggregation.name}"
+        if (frame := _context.current()) is not None and frame.bindings is not None:
+            return f"{head}, traced)"
+        copies = ",\n".join(f"  {i}: {_abridged(copy, len(str(i)))}" for i, copy in self._local_copies())
+        return f"{head},\n{copies})"
+
+    def _local_copies(self) -> list[tuple[int, np.ndarray]]:
+        """Return this worker's real copies, with their replica numbers."""
+        devices = self._mesh.devices
+        copies = {devices.index(shard.device): shard.data for shard in self._array.addressable_shards}
+        return [(i, np.asarray(_plain(copies[i]))[0] if self._on_read else np.asarray(_plain(copies[i]))) for i in sorted(copies)]
+
+
+def _add_operators() -> None:
+    """Give Variable the arithmetic and comparison operators of arrays, through its value."""
+    names = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift divmod".split()
+    unary = "neg pos abs invert round".split()
+
+    def binary(name: str, reflected: bool) -> Any:
+        def operator(self: Variable, other: Any) -> Any:
+            value = self._read(_context.current(), is_taken=False)
+            if isinstance(other, PerReplica):
+                return NotImplemented
+            other = other._read(_context.current(), is_taken=False) if isinstance(other, Variable) else other
+            return getattr(value, f"__r{name}__" if reflected else f"__{name}__")(other)
+
+        return operator
+
+    for name in names:
+        setattr(Variable, f"__{name}__", binary(name, reflected=False))
+        setattr(Variable, f"__r{name}__", binary(name, reflected=True))
+    for name in ("lt", "le", "gt", "ge"):
+        setattr(Variable, f"__{name}__", binary(name, reflected=False))
+    for name in unary:
+        setattr(
+            Variable,
+            f"__{name}__",
+            lambda self, *args, _name=f"__{name}__": getattr(self._read(_context.current(), is_taken=False), _name)(*args),
+        )
+
+
+_add_operators()
+
+
+def is_variable(value: Any) -> bool:
+    """Tell whether a value is a Variable; the `is_leaf` of every flattening that must see them whole."""
+    return isinstance(value, Variable)
+
+
+def live_variables(mesh: ReplicaMesh) -> list[Variable]:
+    """Return the variables that live on some devices, by name."""
+    return sorted((v for v in list(_live) if v._mesh == mesh), key=lambda v: v.name)
+
+
+def describe_mesh(mesh: ReplicaMesh) -> str:
+    """Name a mesh's devices in a message."""
+    names = ", ".join(f"{d.platform}:{d.id}" for d in mesh.devices)
+    return f"{mesh.num_replicas} replica{'s' if mesh.num_replicas > 1 else ''} ({names})"
+
+
+def _check_name(name: Any) -> str:
+    if name is None:
+        return f"variable_{next(_numbers)}"
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"name is {name!r}; expected a non-empty string.")
+    return name
+
+
+def _is_on_read(synchronization: Any, name: str) -> bool:
+    mode = VariableSynchronization.parse(synchronization, "synchronization")
+    if mode is VariableSynchronization.NONE:
+        raise ValueError(
+            f"variable {name!r}: synchronization NONE is not supported. Use 'on_write' for a mirrored variable or "
+            "'on_read' for one value per replica."
+        )
+    return mode is VariableSynchronization.ON_READ
+
+
+def _check_mean_dtype(aggregation: VariableAggregation, dtype: Any, name: str) -> None:
+    if aggregation is VariableAggregation.MEAN and not jnp.issubdtype(dtype, jnp.inexact):
+        raise ValueError(
+            f"variable {name!r} has dtype {dtype} and aggregation MEAN, whose results are fractions. Use a floating "
+            "dtype, dtype='float32', or aggregation='sum'."
+        )
+
+
+def _creation_mesh(name: str) -> ReplicaMesh:
+    frame = _context.current()
+    if (frame is not None and frame.bindings is not None) or _tracing.is_staging():
+        raise ContextError(
+            f"variable {name!r} was created inside a step or another traced function, at {_tracing.user_line()}. A "
+            "step is traced once and run many times; create variables before it, in `with strategy.scope():`."
+        )
+    return frame.mesh if frame is not None and frame.mesh is not None else default_mesh()
+
+
+@functools.cache
+def default_mesh() -> ReplicaMesh:
+    """Return the mesh of the default strategy: the first device."""
+    return _mesh.make_mesh(_mesh.resolve_devices(None)[:1])
+
+
+def _initial_array(value: Any, dtype: Any, name: str) -> jax.Array | np.ndarray:
+    if isinstance(value, PerReplica):
+        raise PerReplicaError(
+            f"variable {name!r}: the initial value is a PerReplica, one value per replica; expected one value. Reduce it "
+            "first, or assign it to a sync-on-read variable."
+        )
+    if isinstance(value, Variable):
+        value = value.value
+    if isinstance(value, jax.Array):
+        return value if dtype is None else value.astype(dtype)
+    array = _host_array(value, f"the initial value of variable {name!r}", dtype)
+    if dtype is None and not isinstance(value, np.ndarray | np.generic):
+        dtype = jnp.asarray(array).dtype
+    return array.astype(jax.dtypes.canonicalize_dtype(dtype if dtype is not None else array.dtype))
+
+
+def _host_array(value: Any, what: str, dtype: Any) -> np.ndarray:
+    """Copy a host value into an array that nobody else can change.
+
+    The copy is made with numpy because `jax.device_put` may keep a numpy array's own memory.
+    """
+    if hasattr(value, "__jax_array__"):
+        value = np.asarray(value.__jax_array__())
+    try:
+        array = np.array(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{what} is {value!r}; expected an array or a number.") from error
+    if not jnp.issubdtype(array.dtype, jnp.number) and array.dtype != jnp.bool_:
+        raise TypeError(f"{what} is {value!r} of type {type(value).__name__}; expected an array or a number.")
+    if not isinstance(value, np.ndarray | np.generic) and dtype is not None and array.dtype.kind in "biuf":
+        return _converted_number(array, what, dtype)
+    return array
+
+
+def _converted_number(array: np.ndarray, what: str, dtype: Any) -> np.ndarray:
+    if not jnp.issubdtype(dtype, jnp.number) and dtype != jnp.bool_:
+        raise TypeError(f"{what} is a number, but the variable's dtype is {dtype}.")
+    converted = array.astype(dtype)
+    if jnp.issubdtype(dtype, jnp.integer) and not np.array_equal(converted, array):
+        raise TypeError(f"{what} is {array}, which the dtype {dtype} cannot hold. Round it, or use another dtype.")
+    return converted
+
+
+def _kind(dtype: Any) -> Any:
+    """Return a numpy dtype of the same kind, for dtypes that numpy does not know how to compare."""
+    if jnp.issubdtype(dtype, jnp.floating):
+        return np.float64
+    return dtype if isinstance(dtype, np.dtype) and dtype.kind in "biufc" else np.dtype("V1")
+
+
+def _placed(array: jax.Array | np.ndarray, mesh: ReplicaMesh) -> jax.Array:
+    if isinstance(array, jax.Array) and array.sharding == mesh.mirrored:
+        return array
+    return jax.device_put(array, mesh.mirrored)
+
+
+def _plain(array: Any) -> Any:
+    return jax.random.key_data(array) if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array
+
+
+def _abridged(copy: np.ndarray, indent: int) -> str:
+    return np.array2string(copy, threshold=20, prefix=" " * (indent + 4))
+
+
+def _flatten(variable: Variable) -> tuple[tuple[jax.Array], None]:
+    return (variable.value,), None
+
+
+def _unflatten(_: None, children: tuple[Any]) -> Any:
+    # Not a Variable: a tree of variables stands for the tree of their values, see docs/design/variables.md.
+    return children[0]
+
+
+jax.tree_util.register_pytree_node(Variable, _flatten, _unflatten)

@@ -1,0 +1,101 @@
+"""Losses whose gradients, summed over the replicas, are those of one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from . import _context
+from ._errors import ContextError
+
+
+def compute_average_loss(
+    per_example_loss: Any, sample_weight: Any = None, global_batch_size: int | jax.Array | None = None
+) -> jax.Array:
+    """Divide this replica's sum of losses by the global number of examples.
+
+    The results of all replicas add up to the mean loss over the global batch, and so do their gradients, which
+    `mr.Optimizer` sums: the same update as on one device.
+
+    Args:
+        per_example_loss: shape `[n, ...]`, the losses of this replica's n examples; further axes are summed.
+        sample_weight: broadcasts to `per_example_loss` from the left (shape `[n]` or the same shape); losses
+            are multiplied by it, the number of examples stays.
+        global_batch_size: the number of examples that all replicas have together; default: counted.
+
+    Raises:
+        ContextError: outside a step.
+        ValueError: for a scalar loss, shapes that do not fit, or a global batch size below one.
+
+    >>> def step(x):
+    ...     return mr.losses.compute_average_loss(x)
+    >>> x = strategy.distribute_values_from_function(lambda ctx: np.full(4, 1.0 + ctx.replica_id_in_sync_group))
+    >>> float(strategy.reduce("sum", strategy.run(step, args=(x,))))
+    1.5
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/nn/compute_average_loss
+    """
+    context = _replica_context("compute_average_loss")
+    losses = jnp.asarray(per_example_loss)
+    if losses.ndim == 0:
+        raise ValueError(
+            "compute_average_loss got a scalar; expected one loss per example, shape [n]. A mean over this replica's "
+            "examples cannot be corrected afterwards: take the mean out of the loss function."
+        )
+    if not jnp.issubdtype(losses.dtype, jnp.floating):
+        losses = losses.astype(jnp.result_type(float))
+    if sample_weight is not None:
+        losses = losses * _broadcast_weight(sample_weight, losses)
+    return jnp.sum(losses) / _global_batch_size(global_batch_size, losses, context)
+
+
+def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
+    """Divide a sum of regularization losses by the number of replicas.
+
+    Every replica computes the same regularization loss, and gradients are summed over the replicas.
+
+    Args:
+        regularization_loss: a number, or an array whose elements are summed.
+
+    Raises:
+        ContextError: outside a step.
+
+    >>> float(strategy.run(lambda: mr.losses.scale_regularization_loss(6.0)))
+    3.0
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/nn/scale_regularization_loss
+    """
+    context = _replica_context("scale_regularization_loss")
+    return jnp.sum(jnp.asarray(regularization_loss)) / context.num_replicas_in_sync
+
+
+def _replica_context(name: str) -> _context.ReplicaContext:
+    frame = _context.current()
+    if frame is None or frame.replica is None:
+        raise ContextError(
+            f"mr.losses.{name} was called outside a step. It scales one replica's loss for a sum over the replicas; "
+            "call it in the function given to strategy.run."
+        )
+    return frame.replica
+
+
+def _broadcast_weight(sample_weight: Any, losses: jax.Array) -> jax.Array:
+    weight = jnp.asarray(sample_weight, losses.dtype)
+    if weight.ndim > losses.ndim or any(w not in (1, n) for w, n in zip(weight.shape, losses.shape, strict=False)):
+        raise ValueError(
+            f"sample_weight has shape {weight.shape}, per_example_loss has shape {losses.shape}; expected {losses.shape[:1]} "
+            f"or {losses.shape}."
+        )
+    return weight.reshape(*weight.shape, *(1,) * (losses.ndim - weight.ndim))
+
+
+def _global_batch_size(given: Any, losses: jax.Array, context: _context.ReplicaContext) -> Any:
+    if given is None:
+        return losses.shape[0] * context.num_replicas_in_sync
+    if isinstance(given, bool) or (isinstance(given, int | float) and (given < 1 or given != int(given))):
+        raise ValueError(
+            f"global_batch_size is {given!r}; expected the whole number of examples on all replicas together, at least 1."
+        )
+    return given

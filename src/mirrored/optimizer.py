@@ -1,0 +1,229 @@
+"""An optimizer that sums gradients over the replicas and updates mirrored variables, over any optax transformation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from . import _context, _tracing
+from ._context import Frame
+from ._errors import ContextError, PerReplicaError, StrategyMismatchError
+from ._marks import Mark, Purpose, mark
+from ._reduce_op import ReduceOp
+from ._typing import PyTree
+from ._values import PerReplica, is_per_replica
+from ._variables import Variable, is_variable
+
+
+class Optimizer:
+    """Update variables with an optax transformation; in a step, from the sum of the replicas' gradients.
+
+    The transformation's state is created once, as mirrored variables, so create the optimizer in
+    `strategy.scope()` like the variables.
+
+    Args:
+        tx: an `optax.GradientTransformation`, for example `optax.adam(1e-3)`.
+        variables: the mirrored floating point variables to train, in any nest.
+
+    Raises:
+        TypeError: when `tx` is not a transformation or `variables` holds something else.
+        ValueError: for a sync-on-read variable, or one that is listed twice.
+
+    >>> with strategy.scope():
+    ...     w = mr.Variable(1.0, name="w")
+    ...     optimizer = mr.Optimizer(optax.sgd(0.1), [w])
+    >>> def step(x):
+    ...     loss, gradients = mr.value_and_grad(lambda: w.value * x, [w])()
+    ...     optimizer.apply_gradients(gradients)
+    >>> x = strategy.distribute_values_from_function(lambda ctx: 1.0 + ctx.replica_id_in_sync_group)
+    >>> strategy.run(step, args=(x,))  # 1 - 0.1 * (1 + 2)
+    >>> round(float(w), 6)
+    0.7
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/keras/optimizers/Optimizer
+    """
+
+    def __init__(self, tx: optax.GradientTransformation, variables: PyTree) -> None:
+        if not (hasattr(tx, "init") and hasattr(tx, "update")):
+            raise TypeError(f"tx is {tx!r}; expected an optax transformation, for example optax.adam(1e-3).")
+        if (frame := _context.current()) is not None and frame.bindings is not None:
+            raise ContextError(
+                f"mr.Optimizer was created inside a step, at {_tracing.user_line()}. Its state must outlive the step: create "
+                "it once, before, next to the variables."
+            )
+        self._tx = tx
+        self._leaves, self._treedef = jax.tree.flatten(variables, is_leaf=is_variable)
+        _check_variables(self._leaves)
+        # The state lives with the variables, also when the optimizer is made outside their scope.
+        with _context.entered(Frame(None, self._leaves[0]._mesh)):
+            values = self._as_tree([variable.value for variable in self._leaves])
+            paths, self._state_treedef = jax.tree_util.tree_flatten_with_path(tx.init(values))
+            self._state = [
+                Variable(leaf, name=f"optimizer{jax.tree_util.keystr(path)}", trainable=False) for path, leaf in paths
+            ]
+
+    @property
+    def variables(self) -> PyTree:
+        """The variables that are trained, in the structure in which they were given."""
+        return self._as_tree(self._leaves)
+
+    @property
+    def state(self) -> PyTree:
+        """The transformation's state: its tree, with variables as leaves."""
+        return jax.tree.unflatten(self._state_treedef, self._state)
+
+    def apply_gradients(self, grads: PyTree | Iterable[tuple[Any, Variable]], aggregate: bool = True) -> None:
+        """Sum the gradients over the replicas, in one packed all-reduce, and update the variables.
+
+        Outside a step gradients are already one value each (a PerReplica is summed), and the update is made
+        at once.
+
+        Args:
+            grads: a tree like `variables`, or `zip(grads, variables)`. A variable whose gradient is None, or
+                that is not in the zip, stays as it is, and so does its part of the state.
+            aggregate: False when the gradients have been combined over the replicas before.
+
+        Raises:
+            FactorOfReplicasError: (a ValueError) when they have been, and `aggregate` is True.
+            ReplicasDivergeError: (a ValueError) when they have not been, and `aggregate` is False.
+            ValueError: for another structure or shape, or when there is no gradient at all.
+        """
+        frame = _context.current()
+        gradients = self._aligned(grads)
+        present = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        summed = self._combined(frame, [gradients[i] for i in present], [self._leaves[i] for i in present], aggregate)
+        complete = [jnp.zeros(v.shape, v.dtype) if g is None else g for v, g in zip(self._leaves, gradients, strict=True)]
+        for i, gradient in zip(present, summed, strict=True):
+            complete[i] = gradient
+        self._update(complete, is_skipped=[gradient is None for gradient in gradients])
+
+    def _update(self, gradients: list[jax.Array], is_skipped: list[bool]) -> None:
+        values = self._as_tree([variable.value for variable in self._leaves])
+        state = jax.tree.unflatten(self._state_treedef, [variable.value for variable in self._state])
+        updates, new_state = self._tx.update(self._as_tree(gradients), state, values)
+        new_values = optax.apply_updates(values, updates)
+        keep_state = self._skipped_state(state, is_skipped)
+        new = list(zip(self._leaves, jax.tree.leaves(new_values), is_skipped, strict=True))
+        new += zip(self._state, jax.tree.leaves(new_state), keep_state, strict=True)
+        for variable, value, keep in new:
+            if not keep:
+                variable.assign(value)
+
+    def _skipped_state(self, state: PyTree, is_skipped: list[bool]) -> list[bool]:
+        if not any(is_skipped):
+            return [False] * len(self._state)
+        flags = optax.tree_map_params(
+            self._tx, lambda _, skip: skip, state, self._as_tree(is_skipped), transform_non_params=lambda _: False
+        )
+        return jax.tree.leaves(flags)
+
+    def _combined(
+        self, frame: Frame | None, gradients: list[Any], variables: list[Variable], aggregate: bool
+    ) -> list[jax.Array]:
+        if frame is None or frame.replica is None:
+            return [_one_value(g, v, aggregate) for g, v in zip(gradients, variables, strict=True)]
+        if not aggregate:
+            return gradients
+        where = _tracing.user_line()
+        marked = [
+            mark(jnp.asarray(g), Mark(Purpose.GRADIENT, v.name, where)) for g, v in zip(gradients, variables, strict=True)
+        ]
+        return frame.replica.all_reduce(ReduceOp.SUM, marked)
+
+    def _aligned(self, grads: Any) -> list[Any]:
+        """Bring gradients into the order of the variables, None where there is none."""
+        pairs = _as_pairs(grads)
+        gradients = self._from_pairs(pairs) if pairs is not None else self._from_tree(grads)
+        if all(gradient is None for gradient in gradients):
+            raise ValueError(
+                "apply_gradients got no gradient for any variable: every one is None. Check that the loss depends on the variables."
+            )
+        for variable, gradient in zip(self._leaves, gradients, strict=True):
+            if gradient is not None and tuple(gradient.shape) != variable.shape:
+                raise ValueError(
+                    f"the gradient of variable {variable.name!r} has shape {tuple(gradient.shape)}; expected {variable.shape}."
+                )
+        return gradients
+
+    def _from_pairs(self, pairs: list[tuple[Any, Variable]]) -> list[Any]:
+        given: dict[Variable, Any] = {}
+        for gradient, variable in pairs:
+            if variable not in self._leaves:
+                raise ValueError(
+                    f"variable {variable.name!r} in zip(grads, variables) is not one that this optimizer was made for "
+                    f"({', '.join(repr(v.name) for v in self._leaves)}). Pass it to mr.Optimizer(tx, variables) too."
+                )
+            given[variable] = gradient
+        return [_checked_gradient(given.get(variable), variable) for variable in self._leaves]
+
+    def _from_tree(self, grads: PyTree) -> list[Any]:
+        leaves, treedef = jax.tree.flatten(grads, is_leaf=lambda x: x is None or is_per_replica(x) or is_variable(x))
+        if treedef != self._treedef:
+            raise ValueError(
+                f"apply_gradients got gradients of structure {treedef}; expected {self._treedef}, like the variables, or "
+                "zip(grads, variables)."
+            )
+        return [_checked_gradient(g, v) for g, v in zip(leaves, self._leaves, strict=True)]
+
+    def _as_tree(self, leaves: list[Any]) -> PyTree:
+        return jax.tree.unflatten(self._treedef, leaves)
+
+    def __repr__(self) -> str:
+        names = ", ".join(repr(variable.name) for variable in self._leaves)
+        return f"mr.Optimizer({names}; {len(self._state)} state variables)"
+
+
+def _as_pairs(grads: Any) -> list[tuple[Any, Variable]] | None:
+    """Return the pairs of `zip(grads, variables)`, given as an iterator or a list; None for a tree."""
+    if isinstance(grads, zip):
+        grads = list(grads)
+    if not isinstance(grads, list) or not grads:
+        return None
+    is_pair = [isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], Variable) for pair in grads]
+    return grads if all(is_pair) else None
+
+
+def _checked_gradient(gradient: Any, variable: Variable) -> Any:
+    if gradient is None or isinstance(gradient, PerReplica):
+        return gradient
+    if not hasattr(gradient, "shape") and not isinstance(gradient, int | float):
+        raise TypeError(f"the gradient of variable {variable.name!r} is {gradient!r}; expected an array or None.")
+    return jnp.asarray(gradient)
+
+
+def _one_value(gradient: Any, variable: Variable, aggregate: bool) -> jax.Array:
+    if not isinstance(gradient, PerReplica):
+        return gradient
+    if not aggregate:
+        raise PerReplicaError(
+            f"apply_gradients(aggregate=False) outside a step got a PerReplica as the gradient of {variable.name!r}. Reduce "
+            "it with strategy.reduce('sum', gradient), or leave aggregate=False out."
+        )
+    return jnp.sum(gradient._array, axis=0)
+
+
+def _check_variables(leaves: list[Any]) -> None:
+    if not leaves:
+        raise TypeError("mr.Optimizer got no variables; expected at least one, for example mr.Optimizer(optax.adam(1e-3), [w, b]).")
+    for position, leaf in enumerate(leaves):
+        if not isinstance(leaf, Variable):
+            raise TypeError(
+                f"mr.Optimizer got {leaf!r} of type {type(leaf).__name__} among its variables; expected mr.Variable objects."
+            )
+        if leaf._on_read:
+            raise ValueError(
+                f"variable {leaf.name!r} is sync-on-read: each replica has its own value, and an optimizer needs mirrored ones."
+            )
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            raise TypeError(f"variable {leaf.name!r} has dtype {leaf.dtype}; only floating point variables can be trained.")
+        if leaf._mesh != leaves[0]._mesh:
+            raise StrategyMismatchError(
+                f"variables {leaves[0].name!r} and {leaf.name!r} belong to different strategies; one optimizer needs variables "
+                "of one strategy. Create them in the same `with strategy.scope():`."
+            )
+        if any(leaf is other for other in leaves[:position]):
+            raise ValueError(f"variable {leaf.name!r} is listed twice in mr.Optimizer.")

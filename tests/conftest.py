@@ -1,0 +1,63 @@
+"""Eight virtual CPU devices in every test, and nothing left behind by any."""
+
+import gc
+import os
+import threading
+
+import jax
+import numpy as np
+import pytest
+
+import mirrored as mr
+
+ALL_DEVICES = [f"cpu:{i}" for i in range(8)]
+mr.MirroredStrategy(ALL_DEVICES)  # starts the backend with 8 devices, whichever test runs first
+
+
+@pytest.fixture(params=[1, 2, 3, 8], ids=lambda r: f"R{r}")
+def strategy(request: pytest.FixtureRequest) -> mr.MirroredStrategy:
+    """A strategy of each size for which the anchor behaves differently."""
+    return mr.MirroredStrategy(ALL_DEVICES[: request.param])
+
+
+@pytest.fixture
+def strategy3() -> mr.MirroredStrategy:
+    """Three replicas: odd, and no divisor of the usual batch sizes."""
+    return mr.MirroredStrategy(ALL_DEVICES[:3])
+
+
+@pytest.fixture
+def strategy2() -> mr.MirroredStrategy:
+    """Two replicas."""
+    return mr.MirroredStrategy(ALL_DEVICES[:2])
+
+
+@pytest.fixture
+def per_replica():
+    """Make a PerReplica from one value for each replica."""
+
+    def make(strategy: mr.Strategy, *values: object) -> mr.PerReplica:
+        return strategy.distribute_values_from_function(lambda ctx: np.asarray(values[ctx.replica_id_in_sync_group]))
+
+    return make
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind():
+    environment, threads = _environment(), set(threading.enumerate())
+    yield
+    assert _environment() == environment, "a test changed the environment"
+    assert mr.has_strategy() is False, "a test left a scope open"
+    left = [t for t in threading.enumerate() if t not in threads and t.is_alive() and not t.daemon]
+    assert not left, f"a test left threads behind: {left}"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _bounded_memory():
+    yield
+    gc.collect()
+    jax.clear_caches()
