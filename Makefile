@@ -1,0 +1,46 @@
+# The only things that must be on the machine are Python 3.11 (or later) with pip and venv, and make.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+
+.PHONY: demo test test-all check bench setup lock clean
+
+## demo: train on real digits with 4 replicas; picture in out/
+demo: setup
+	$(BIN)/python examples/digits.py
+
+## test: the default test suite
+test: setup
+	$(BIN)/python -m pytest -q
+
+## test-all: the default suite and the slow tests
+test-all: setup
+	$(BIN)/python -m pytest -q -m "slow or not slow"
+
+## check: lint, types, and the documentation, whose examples the tests execute
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyrefly check
+	$(BIN)/python -m sphinx -q -W -b html docs out/docs
+	$(BIN)/python -m pytest -q tests/test_docs.py tests/test_house.py
+
+## bench: measure against hand-written JAX, and peers that are installed
+bench: setup
+	$(BIN)/python benchmarks/run_all.py
+
+## setup: make .venv with exactly the versions of requirements.lock
+setup: .venv/.ready
+
+.venv/.ready: requirements.lock pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	touch $@
+
+## lock: choose new versions (needs uv)
+lock:
+	uv pip compile pyproject.toml --extra examples --group dev --universal --python-version 3.11 \
+	  --no-emit-index-url --custom-compile-command "make lock" --upgrade --quiet --output-file requirements.lock
+
+clean:
+	rm -rf .venv out

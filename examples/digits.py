@@ -1,0 +1,141 @@
+"""Train a small convolutional network on real handwritten digits, on all GPUs or on four virtual CPU devices.
+
+    make demo                                  # sets everything up, then runs this file
+    python examples/digits.py --epochs 10      # in an environment that has the `examples` extra
+    JAX_NUM_CPU_DEVICES=8 python examples/digits.py   # another number of virtual devices
+
+Writes out/digits.png and prints the accuracy on the images that were held out.
+"""
+
+import argparse
+import os
+import time
+from pathlib import Path
+
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "4")  # before jax starts; ignored where there are GPUs
+
+import jax
+import jax.numpy as jnp
+import matplotlib
+import numpy as np
+import optax
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from tqdm import tqdm
+
+import mirrored as mr
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+NUM_HELD_OUT = 360  # 360 and 120 are divided by 1, 2, 3, 4, 5, 6 and 8 replicas
+GLOBAL_BATCH_SIZE = 120
+
+
+def load() -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+    """Return (images, labels) to train on and (images, labels) held out; images of shape [n, 8, 8, 1] in [0, 1]."""
+    digits = load_digits()
+    images = (digits.images / 16).astype(np.float32)[..., None]
+    labels = digits.target.astype(np.int32)
+    split = train_test_split(images, labels, test_size=NUM_HELD_OUT, stratify=labels, random_state=0)
+    train_images, test_images, train_labels, test_labels = split
+    return (train_images, train_labels), (test_images, test_labels)
+
+
+def initial_weights(key: jax.Array) -> dict[str, jax.Array]:
+    """Return He-initialised kernels and zero biases of two convolutions and two dense layers."""
+    shapes = {"conv1": (3, 3, 1, 16), "conv2": (3, 3, 16, 32), "dense1": (4 * 4 * 32, 64), "dense2": (64, 10)}
+    weights = {}
+    for name, shape in shapes.items():
+        key, own = jax.random.split(key)
+        weights[name] = jax.random.normal(own, shape) * np.sqrt(2 / np.prod(shape[:-1]))
+        weights[f"{name}_bias"] = jnp.zeros(shape[-1])
+    return weights
+
+
+def logits_of(weights: dict, images: jax.Array) -> jax.Array:
+    """Apply the network to images of shape [n, 8, 8, 1]."""
+
+    def convolve(x: jax.Array, name: str) -> jax.Array:
+        y = jax.lax.conv_general_dilated(x, weights[name], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        return jax.nn.relu(y + weights[f"{name}_bias"])
+
+    x = convolve(convolve(images, "conv1"), "conv2")
+    x = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+    x = jax.nn.relu(x.reshape(len(x), -1) @ weights["dense1"] + weights["dense1_bias"])
+    return x @ weights["dense2"] + weights["dense2_bias"]
+
+
+def main() -> None:
+    """Train, evaluate, check the copies, draw."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--out", type=Path, default=Path("out"))
+    arguments = parser.parse_args()
+    started = time.perf_counter()
+    train_set, test_set = load()
+
+    strategy = mr.MirroredStrategy()
+    print(f"{strategy.num_replicas_in_sync} replicas: {', '.join(map(str, strategy.devices))}")
+    with strategy.scope():
+        weights = {name: mr.Variable(value, name=name) for name, value in initial_weights(jax.random.key(0)).items()}
+        optimizer = mr.Optimizer(optax.adam(2e-3), weights)
+        num_right = mr.Variable(0, name="num_right", synchronization="on_read", aggregation="sum")
+
+    def train_step(images: jax.Array, labels: jax.Array) -> jax.Array:
+        def loss() -> jax.Array:
+            per_example = optax.softmax_cross_entropy_with_integer_labels(logits_of(jax.tree.map(jnp.asarray, weights), images), labels)
+            return mr.losses.compute_average_loss(per_example)
+
+        value, gradients = mr.value_and_grad(loss, weights)()
+        optimizer.apply_gradients(gradients)
+        return value
+
+    def test_step(images: jax.Array, labels: jax.Array) -> None:
+        predictions = jnp.argmax(logits_of(jax.tree.map(jnp.asarray, weights), images), axis=-1)
+        num_right.assign_add(jnp.sum(predictions == labels))
+
+    training = strategy.make_numpy_dataset(train_set).shuffle(seed=0).batch(GLOBAL_BATCH_SIZE, drop_remainder=True)
+    batches = strategy.distribute_dataset(training)
+    held_out = strategy.distribute_dataset(strategy.make_numpy_dataset(test_set).batch(NUM_HELD_OUT))
+
+    losses, accuracies = [], []
+    progress = tqdm(total=arguments.epochs * len(batches), unit="step")
+    for _ in range(arguments.epochs):
+        for images, labels in batches:
+            losses.append(strategy.reduce("sum", strategy.run(train_step, args=(images, labels))))
+            progress.update()
+        num_right.assign(0)
+        for images, labels in held_out:
+            strategy.run(test_step, args=(images, labels))
+        accuracies.append(int(num_right) / NUM_HELD_OUT)
+        progress.set_postfix(loss=f"{float(losses[-1]):.3f}", accuracy=f"{accuracies[-1]:.1%}")
+    progress.close()
+    strategy.assert_mirrored()
+
+    picture = draw(np.array(losses), accuracies, len(batches), arguments.out)
+    print(
+        f"trained {len(losses)} steps on {strategy.num_replicas_in_sync} replicas in {time.perf_counter() - started:.0f} s: "
+        f"{accuracies[-1]:.1%} of {NUM_HELD_OUT} held-out images right, all copies bit-equal, curves in {picture}"
+    )
+
+
+def draw(losses: np.ndarray, accuracies: list[float], steps_per_epoch: int, folder: Path) -> Path:
+    """Draw the loss of each step and the held-out accuracy of each epoch."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
+    left.semilogy(np.arange(1, len(losses) + 1) / steps_per_epoch, losses, linewidth=0.8)
+    left.set(xlabel="epoch", ylabel="loss of the global batch", title="Training")
+    right.plot(np.arange(1, len(accuracies) + 1), 100 * np.array(accuracies), marker="o", markersize=3)
+    right.set(xlabel="epoch", ylabel="held-out images right (%)", title=f"Accuracy: {accuracies[-1]:.1%} at the end")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.spines[["top", "right"]].set_visible(False)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "digits.png"
+    figure.savefig(path, dpi=120)
+    return path
+
+
+if __name__ == "__main__":
+    main()

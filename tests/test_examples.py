@@ -1,0 +1,107 @@
+"""Every example runs as a user runs it, and says what it should."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+import mirrored as mr
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def _load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _run(name: str, *arguments: str, cwd: Path) -> str:
+    command = [sys.executable, "-W", "error", str(EXAMPLES / f"{name}.py"), *arguments]
+    return subprocess.run(command, cwd=cwd, check=True, capture_output=True, text=True, timeout=100).stdout
+
+
+def test_every_example_is_tested_here_and_says_how_to_run_it() -> None:
+    text = Path(__file__).read_text()
+    for path in EXAMPLES.glob("*.py"):
+        assert f'"{path.stem}"' in text, path
+        assert f"python examples/{path.name}" in path.read_text().split('"""')[1], path
+        assert len(path.read_text().splitlines()) <= 210, path
+
+
+def test_quickstart_finds_the_weights(tmp_path: Path) -> None:
+    assert "[1. 2. 3.] [4.]" in _run("quickstart", cwd=tmp_path)
+
+
+def test_quickstart_is_the_loop_of_the_readme() -> None:
+    readme = (EXAMPLES.parent / "README.md").read_text()
+    code = (EXAMPLES / "quickstart.py").read_text().split('"""\n\n', 1)[1]
+    assert code in readme
+
+
+def test_digits_reaches_97_percent_and_draws_the_curves(tmp_path: Path) -> None:
+    last_line = _run("digits", "--out", "pictures", cwd=tmp_path).splitlines()[-1]
+    match = re.match(r"trained 220 steps on (\d+) replicas in \d+ s: ([\d.]+)% of 360 held-out images right", last_line)
+    assert match and match[1] == "4" and float(match[2]) >= 97.0, last_line
+    assert "all copies bit-equal" in last_line
+    assert (tmp_path / "pictures" / "digits.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_from_the_questions_runs(tmp_path: Path) -> None:
+    output = _run("from_the_questions", cwd=tmp_path)
+    assert "FactorOfReplicasWarning" in output and "example 3: copies [-0.5, -0.5]" in output
+
+
+def test_question_0_shapes_are_whole_and_a_misread_per_replica_names_the_remedy(strategy: mr.Strategy) -> None:
+    seen = _load("from_the_questions").question_0_shapes(strategy)
+    assert seen["run on an array"] == seen["run on a distributed batch, per replica"] == (4, 8)
+    assert seen["gathered"] == (4 * strategy.num_replicas_in_sync, 8)
+    for verb in ("strategy.reduce", "strategy.gather", "strategy.local_results"):
+        assert verb in seen["misread"]
+
+
+@pytest.mark.parametrize("num_replicas", [2, 8])
+def test_question_1_distributed_equals_one_device(num_replicas: int) -> None:
+    module = _load("from_the_questions")
+    one = module.question_1_training(mr.OneDeviceStrategy("cpu:0"), is_distributed=True)
+    many = module.question_1_training(mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)]), is_distributed=True)
+    np.testing.assert_allclose(many[0], one[0], rtol=1e-5)
+    np.testing.assert_allclose(many[1], one[1], atol=1e-6)
+    assert many[0][-1] < many[0][0]
+
+
+def test_question_1_as_written_warns_once_of_the_factor(strategy: mr.Strategy) -> None:
+    module, count = _load("from_the_questions"), strategy.num_replicas_in_sync
+    one, _ = module.question_1_training(mr.OneDeviceStrategy("cpu:0"), is_distributed=True, num_steps=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        losses, _ = module.question_1_training(strategy, is_distributed=False, num_steps=3)
+    assert losses[0] == pytest.approx(count * one[0], rel=1e-5)
+    factor = [str(w.message) for w in caught if w.category is mr.FactorOfReplicasWarning]
+    assert len(factor) == (1 if count > 1 else 0)
+    assert all(f"{count} times" in message and "distribute_dataset" in message for message in factor)
+
+
+def test_question_2_numbers_come_out(strategy2: mr.Strategy) -> None:
+    module = _load("from_the_questions")
+    seen = module.question_2_reduce(strategy2)
+    assert seen["sum"] == [4, 6, 8, 10] and seen["sum over the batch"] == 28
+    assert seen["mean of the partial batch"] == 2.5
+    assert "(4,), (2,)" in seen["partial without an axis"] and "axis=0" in seen["partial without an axis"]
+    assert module.question_2_dataset(strategy2) == [6, 22]
+
+
+def test_question_3_examples_1_and_2_are_refused_and_3_works(strategy2: mr.Strategy) -> None:
+    module = _load("from_the_questions")
+    message, copies = module.question_3_initialize(strategy2)
+    assert "All replicas run one program" in message and "jnp.where" in message and copies == [1, 1]
+    message, copies = module.question_3_train(strategy2, is_aggregated=False)
+    assert "'mirrored_var'" in message and "`data`" in message and copies == [1, 1]
+    assert module.question_3_train(strategy2, is_aggregated=True) == ("", [-0.5, -0.5])
