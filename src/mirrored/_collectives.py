@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +14,8 @@ import numpy as np
 
 from ._reduce_op import ReduceOp, VariableAggregation
 from ._typing import REPLICA_AXIS, PyTree
+
+Axes = tuple[int, ...]
 
 #: Arrays smaller than this many bytes travel together in one buffer; copying larger ones in and out of it
 #: costs more than a collective of their own saves (benchmarks/all_reduce.py).
@@ -46,13 +49,15 @@ class ReplicaAxis:
         return jax.lax.all_gather(array, REPLICA_AXIS)
 
 
-def all_reduce(op: ReduceOp, tree: PyTree, axis: ReplicaAxis) -> PyTree:
-    """Combine a tree over the replicas, in one collective, packed by dtype."""
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_wrapped)
-    arrays = [as_array(leaf, "all_reduce") for leaf in leaves]
-    sums = _packed_sum([array.astype(accumulator_dtype(op, array.dtype)) for array in arrays], axis)
+def all_reduce(op: ReduceOp, tree: PyTree, axis: ReplicaAxis, array_axes: Any = None, verb: str = "all_reduce") -> PyTree:
+    """Combine a tree over the replicas, and over axes of each leaf, in one collective, packed by dtype."""
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_wrapped)
+    arrays = [as_array(leaf, verb) for leaf in leaves]
+    axes = [normalize_axes(array_axes, array.ndim, verb) for array in arrays]
+    sums = _packed_sum([_local_sum(op, array, own) for array, own in zip(arrays, axes, strict=True)], axis)
     if op is ReduceOp.MEAN:
-        sums = [divide(total, axis.size, array.dtype) for total, array in zip(sums, arrays, strict=True)]
+        counts = [axis.size * math.prod(array.shape[a] for a in own) for array, own in zip(arrays, axes, strict=True)]
+        sums = [divide(total, n, array.dtype) for total, n, array in zip(sums, counts, arrays, strict=True)]
     return jax.tree.unflatten(treedef, sums)
 
 
@@ -65,7 +70,7 @@ def all_gather(tree: PyTree, array_axis: int, axis: ReplicaAxis) -> PyTree:
         stack = jnp.moveaxis(axis.stack(array), 0, position)
         return stack.reshape(*array.shape[:position], axis.size * array.shape[position], *array.shape[position + 1 :])
 
-    return jax.tree.map(gather, tree, is_leaf=_is_wrapped)
+    return jax.tree.map(gather, tree, is_leaf=is_wrapped)
 
 
 def aggregate(mode: VariableAggregation, array: jax.Array, axis: ReplicaAxis) -> jax.Array:
@@ -83,6 +88,11 @@ def _first_replica(array: jax.Array, axis: ReplicaAxis) -> jax.Array:
         return axis.stack(array)[0]
     [first] = axis.sum([jnp.where(axis.index() == 0, array, jnp.zeros_like(array))])
     return first
+
+
+def _local_sum(op: ReduceOp, array: jax.Array, axes: Axes) -> jax.Array:
+    values = array.astype(accumulator_dtype(op, array.dtype))
+    return jnp.sum(values, axis=axes, dtype=values.dtype) if axes else values
 
 
 def _packed_sum(arrays: Sequence[jax.Array], axis: ReplicaAxis) -> list[jax.Array]:
@@ -114,6 +124,11 @@ def accumulator_dtype(op: ReduceOp, dtype: Any) -> Any:
     """Return the dtype in which values are added: wide enough that a MEAN neither overflows nor rounds to 0."""
     if dtype == jnp.bool_:
         dtype = jnp.int32
+    if not jnp.issubdtype(dtype, jnp.number):
+        raise TypeError(
+            f"values of dtype {dtype} cannot be added over the replicas; expected numbers. To bring them together use "
+            "strategy.gather(x, axis=0), or ctx.all_gather(x, axis=0) in a step."
+        )
     if op is ReduceOp.SUM:
         return dtype
     if jnp.issubdtype(dtype, jnp.inexact):
@@ -123,7 +138,7 @@ def accumulator_dtype(op: ReduceOp, dtype: Any) -> Any:
 
 def divide(total: jax.Array, count: int, dtype: Any) -> jax.Array:
     """Finish a MEAN: integers become floating point, other dtypes come back as they were."""
-    mean = total / count
+    mean = total / float(count)  # an int of 2**31 or more does not fit JAX's default int
     return mean.astype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else mean
 
 
@@ -137,14 +152,14 @@ def as_array(leaf: Any, verb: str) -> jax.Array:
     return jnp.asarray(leaf)
 
 
-def _is_wrapped(leaf: Any) -> bool:
+def is_wrapped(leaf: Any) -> bool:
     """Keep variables and PerReplica values whole: each knows what it is as one array, or that it is not."""
     return hasattr(leaf, "__jax_array__")
 
 
 def _is_array_like(leaf: Any) -> bool:
     if isinstance(leaf, np.ndarray | np.generic):
-        return leaf.dtype.kind not in "OUSV" or leaf.dtype.isbuiltin != 1
+        return leaf.dtype.kind in "biufc" or leaf.dtype.isbuiltin == 2  # 2: bfloat16 and the like
     return isinstance(leaf, jax.Array | bool | int | float | complex) or hasattr(leaf, "__jax_array__")
 
 
@@ -153,19 +168,17 @@ def check_axis(axis: Any, ndim: int, verb: str) -> int:
     if isinstance(axis, bool) or not isinstance(axis, int | np.integer):
         raise TypeError(f"{verb}: axis is {axis!r} of type {type(axis).__name__}; expected an int, for example axis=0.")
     if not -ndim <= axis < ndim:
-        what = f"its axes are 0 to {ndim - 1}" if ndim else "it is a scalar and has no axes"
-        raise ValueError(
-            f"{verb}: axis={axis} for a value of rank {ndim} on each replica; {what}. "
-            + ("" if ndim else "Return x[None] from the step to give it one, or use axis=None in reduce.")
-        )
+        has = {
+            0: "it is a scalar and has no axes. Return x[None] from the step to give it one, or use axis=None in reduce",
+            1: "its only axis is 0",
+        }.get(ndim, f"its axes are 0 to {ndim - 1}")
+        raise ValueError(f"{verb}: axis={axis} for a value of rank {ndim} on each replica; {has}.")
     return int(axis) % ndim
 
 
-def reduce_axes(op: ReduceOp, array: jax.Array, axes: Sequence[int], axis: ReplicaAxis) -> jax.Array:
-    """Reduce over axes of this replica's value and over the replicas; all get the result."""
-    values = array.astype(accumulator_dtype(op, array.dtype))
-    local = jnp.sum(values, axis=tuple(axes), dtype=values.dtype)
-    [total] = axis.sum([local])
-    if op is ReduceOp.SUM:
-        return total
-    return divide(total, axis.size * int(np.prod([array.shape[a] for a in axes], dtype=int)), array.dtype)
+def normalize_axes(axis: Any, ndim: int, verb: str) -> Axes:
+    """Turn None, an axis or several into sorted, distinct, non-negative ints."""
+    if axis is None:
+        return ()
+    axes = axis if isinstance(axis, tuple | list) else (axis,)
+    return tuple(sorted({check_axis(a, ndim, verb) for a in axes}))

@@ -10,14 +10,15 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from . import _collectives, _tracing
 from ._collectives import ReplicaAxis
-from ._errors import ContextError, StrategyMismatchError
+from ._errors import ContextError, StrategyMismatchError, UnevenReplicasError
 from ._mesh import ReplicaMesh
 from ._reduce_op import ReduceOp
 from ._typing import PyTree
-from ._values import PerReplica, is_per_replica
+from ._values import PerReplica
 
 
 class Bindings(Protocol):
@@ -144,6 +145,7 @@ class ReplicaContext:
     @property
     def replica_id_in_sync_group(self) -> jax.Array:
         """This replica's number, 0 to R - 1: a traced int32, because all replicas run one program."""
+        self._check_current("replica_id_in_sync_group")
         self._knows_id = True
         return jnp.asarray(self._axis.index(), jnp.int32)
 
@@ -168,6 +170,7 @@ class ReplicaContext:
         >>> {name: float(v) for name, v in strategy.run(step, args=(x,)).items()}
         {'a': 0.5, 'b': 2.0}
         """
+        self._check_current("all_reduce")
         return _collectives.all_reduce(ReduceOp.parse(reduce_op, "reduce_op"), value, self._axis)
 
     def all_gather(self, value: PyTree, axis: int) -> PyTree:
@@ -186,6 +189,7 @@ class ReplicaContext:
         >>> print(strategy.run(step))
         [0 1]
         """
+        self._check_current("all_gather")
         return _collectives.all_gather(value, axis, self._axis)
 
     def merge_call(self, merge_fn: Callable[..., PyTree], args: Sequence[Any] = (), kwargs: Any = None) -> PyTree:
@@ -206,13 +210,13 @@ class ReplicaContext:
         >>> int(strategy.run(step, args=(x,)))
         3
         """
-        frame = current()
-        given = frame if frame is not None and frame.replica is self else Frame(self._strategy, None)
-        merged = jax.tree.map(self._merge, (tuple(args), dict(kwargs or {})), is_leaf=is_per_replica)
-        cross = dataclasses.replace(given, replica=None, axis=self._axis)
-        with entered(cross):
-            result = merge_fn(self._strategy, *merged[0], **merged[1])
-        return jax.tree.map(self.own_part, result, is_leaf=is_per_replica)
+        self._check_current("merge_call")
+        _check_merge_arguments(merge_fn, args, kwargs)
+        merged_args, merged_kwargs = jax.tree.map(self._merge, (tuple(args), kwargs or {}), is_leaf=_collectives.is_wrapped)
+        outer = current() or Frame(self._strategy, None)
+        with entered(dataclasses.replace(outer, strategy=self._strategy, replica=None, axis=self._axis)):
+            result = merge_fn(self._strategy, *merged_args, **merged_kwargs)
+        return own_parts(result, self._axis)
 
     def rng(self, key: jax.Array | int) -> jax.Array:
         """Make a random key that is different on each replica and the same in every run.
@@ -226,24 +230,53 @@ class ReplicaContext:
         >>> bool(a == b)
         False
         """
-        base = jax.random.key(key) if isinstance(key, int) else key
+        base = jax.random.key(key) if isinstance(key, int | np.integer) else key
         return jax.random.fold_in(base, self.replica_id_in_sync_group)
-
-    def own_part(self, value: Any) -> Any:
-        """Take this replica's value out of a PerReplica that holds all of them (see `merge_call`)."""
-        if not isinstance(value, PerReplica):
-            return value
-        if value._shapes is not None:
-            raise ContextError(
-                f"a PerReplica with different shapes {value.shapes} cannot be handed to the replicas of one "
-                "program. Pad the values to one shape first."
-            )
-        return jax.lax.dynamic_index_in_dim(value._array, self._axis.index(), keepdims=False)
 
     def _merge(self, value: Any) -> Any:
         if not isinstance(value, jax.Array):
             return value
         return PerReplica(self._axis.stack(value))
+
+    def _check_current(self, verb: str) -> None:
+        frame = current()
+        if self._axis.bound:
+            is_current = frame is not None and frame.replica is not None and frame.strategy is self._strategy
+        else:
+            is_current = frame is None or (frame.strategy is None and frame.axis is None)
+        if not is_current:
+            raise ContextError(
+                f"{verb} of the replica context of {self._strategy!r} was used outside the step to which the context "
+                "belongs. Ask for it where you use it: ctx = mr.get_replica_context() inside the step."
+            )
+
+
+def _check_merge_arguments(merge_fn: Any, args: Any, kwargs: Any) -> None:
+    if not callable(merge_fn):
+        raise TypeError(f"merge_call got {merge_fn!r}; expected a function, not called: ctx.merge_call(merge, args=(x,)).")
+    if not isinstance(args, tuple | list):
+        raise TypeError(
+            f"args of merge_call is {type(args).__name__}; expected a tuple or list of the positional arguments after the "
+            "strategy. For one argument write ctx.merge_call(merge, args=(x,)), with the comma."
+        )
+    if kwargs is not None and not (isinstance(kwargs, dict) and all(isinstance(name, str) for name in kwargs)):
+        raise TypeError(f"kwargs of merge_call is {kwargs!r}; expected a dict of keyword arguments.")
+
+
+def own_parts(tree: PyTree, axis: ReplicaAxis) -> PyTree:
+    """Take this replica's values out of the PerReplica values in a tree, which hold all of them (`merge_call`)."""
+
+    def own(value: Any) -> Any:
+        if not isinstance(value, PerReplica):
+            return value
+        if value._shapes is not None:
+            raise UnevenReplicasError(
+                f"a PerReplica with different shapes {value.shapes} cannot be handed to the replicas of one program. "
+                "Pad the values to one shape first."
+            )
+        return jax.lax.dynamic_index_in_dim(value._array, axis.index(), keepdims=False)
+
+    return jax.tree.map(own, tree, is_leaf=_collectives.is_wrapped)
 
 
 def foreign_trace_message(action: str, name: str, frame: Frame | None) -> str:

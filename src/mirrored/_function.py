@@ -13,13 +13,13 @@ from . import _context, _lift, _pace, _replicate, _signature, _tracing
 from ._context import Frame
 from ._lift import Lifted
 from ._mesh import ReplicaMesh
-from ._replicate import Programs
+from ._programs import Programs
 from ._signature import ArrayLeaf, Call
 from ._typing import PyTree, Shape, UserFunction
 from ._values import PerReplica
 from ._variables import Variable, default_mesh
 
-_programs = Programs()
+_programs: Programs[CompiledFunction] = Programs()
 
 
 def function(fn: UserFunction) -> UserFunction:
@@ -97,11 +97,9 @@ class CompiledFunction:
 
     def run(self, call: Call) -> PyTree:
         lifted = self.lifted
-        with _replicate.donated(lifted.written) as (donated, outputs):
-            read_only = [variable._array for variable in lifted.read_only]
-            arrays = [self._placed(array, leaf) for array, leaf in zip(call.arrays, call.array_leaves(), strict=True)]
-            outputs.extend(map(self.compiled, (donated,), (read_only,), (arrays,), (self.constants,)))
-        results, _, witness = outputs[0]
+        read_only = [variable._array for variable in lifted.read_only]
+        arrays = [self._placed(array, leaf) for array, leaf in zip(call.arrays, call.array_leaves(), strict=True)]
+        results, _, witness = _replicate.overwrite(self.compiled, lifted.written, read_only, arrays, self.constants)
         if witness:
             _pace.started(witness[0])
         return lifted.plan.rebuild(self._wrapped(results))

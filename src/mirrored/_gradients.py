@@ -91,7 +91,9 @@ def value_and_grad(fn: UserFunction, variables: PyTree, has_aux: bool = False) -
 def _check_variables(variables: PyTree) -> tuple[list[Variable], Any]:
     leaves, treedef = jax.tree.flatten(variables, is_leaf=is_variable)
     if not leaves:
-        raise TypeError("mr.value_and_grad got no variables; expected at least one, for example mr.value_and_grad(loss_fn, [w, b]).")
+        raise TypeError(
+            "mr.value_and_grad got no variables; expected at least one, for example mr.value_and_grad(loss_fn, [w, b])."
+        )
     for leaf in leaves:
         if not isinstance(leaf, Variable):
             raise TypeError(

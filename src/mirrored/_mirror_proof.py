@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from . import _tracing
 from ._errors import CollectiveHangError
-from ._marks import Mark, mark_p
+from ._marks import Mark, Purpose, mark_p
 from ._tracing import Jaxpr
 from ._typing import REPLICA_AXIS
 
@@ -104,38 +104,33 @@ def join(states: Iterable[State]) -> State:
 
 
 # Pure functions of their operands, whatever their parameters; those with a jaxpr as a parameter are also checked inside.
-_PURE = frozenset(
-    """
-    abs acos acosh add add_any after_all and approx_top_k argmax argmin asin asinh atan atan2 atanh bessel_i0e
-    bessel_i1e bitcast_convert_type broadcast_in_dim cbrt ceil cholesky cholesky_update clamp clz complex concatenate
-    conj conv_general_dilated convert_element_type copy copy_p cos cosh create_token cumlogsumexp cummax cummin cumprod
-    cumsum custom_lin custom_linear_solve device_put digamma div dot_general dynamic_slice dynamic_update_slice eig
-    eigh eq eq_to erf erf_inv erfc exp exp2 expm1 fft floor gather ge gt hessenberg householder_product
-    igamma igamma_grad_a igammac imag integer_pow iota is_finite le le_to lgamma log log1p logistic lt lt_to lu
-    lu_pivots_to_permutation max min mirrored_mark mul mulhi name ne neg nextafter not optimization_barrier or ormqr
-    pad pbroadcast pcast polygamma population_count pow pvary qr random_bits random_clone random_fold_in random_gamma
-    random_seed random_split random_unwrap random_wrap real reduce reduce_and reduce_max reduce_min reduce_or
-    reduce_precision reduce_prod reduce_sum reduce_window reduce_window_max reduce_window_min reduce_window_sum
-    reduce_xor regularized_incomplete_beta rem reshape rev rng_bit_generator round rsqrt scatter scatter-add
-    scatter-max scatter-min scatter-mul scatter-sub scatter_add scatter_max scatter_min scatter_mul scatter_sub schur
-    select_and_gather_add select_and_scatter select_and_scatter_add select_n sharding_constraint shift_left
-    shift_right_arithmetic shift_right_logical sign sin sinh slice sort split sqrt square squeeze stack stop_gradient
-    sub svd symmetric_product tan tanh threefry2x32 tile top_k transpose triangular_solve tridiagonal
-    tridiagonal_solve unstack xor zeta
-    """.split()
-)
-# Called once, with all the equation's operands, in order.
+_PURE_NAMES = """
+abs acos acosh add add_any after_all and approx_top_k argmax argmin asin asinh atan atan2 atanh bessel_i0e bessel_i1e
+bitcast_convert_type broadcast_in_dim cbrt ceil cholesky cholesky_update clamp clz complex concatenate conj
+conv_general_dilated convert_element_type copy copy_p cos cosh create_token cumlogsumexp cummax cummin cumprod cumsum
+custom_linear_solve device_put digamma div dot_general dynamic_slice dynamic_update_slice eig eigh eq eq_to erf erf_inv erfc
+exp exp2 expm1 fft floor from_edtype gather ge geqp3 geqrf gt hessenberg householder_product igamma igamma_grad_a igammac imag
+integer_pow iota iota_2x32_shape is_finite layout_constraint le le_to lgamma log log1p logistic lt lt_to lu
+lu_pivots_to_permutation max min mul mulhi name ne neg nextafter not optimization_barrier or ormqr pad philox2x32 philox4x32
+platform_index polygamma population_count pow pvary qr ragged_dot_general random_bits random_clone random_fold_in random_gamma
+random_seed random_split random_unwrap random_wrap real reduce reduce_and reduce_max reduce_min reduce_or reduce_precision
+reduce_prod reduce_sum reduce_window reduce_window_max reduce_window_min reduce_window_sum reduce_xor
+regularized_incomplete_beta rem reshape reshard rev rng_bit_generator round rsqrt scaled_dot scatter scatter-add scatter-max
+scatter-min scatter-mul scatter-sub schur select_and_gather_add select_and_scatter select_and_scatter_add select_n
+sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh slice sort split sqrt square squeeze
+stack stop_gradient sub svd symmetric_product tan tanh threefry2x32 threefry4x32 tie tile to_edtype top_k transpose
+triangular_solve tridiagonal tridiagonal_solve unstack with_memory_space_constraint xor zeta
+"""
+_PURE = frozenset(_PURE_NAMES.split())
+# Run the only jaxpr among their parameters once, with all operands in order.
 _CALLS = frozenset({
-    "jit", "pjit", "closed_call", "core_call", "call", "remat2", "remat", "checkpoint", "custom_jvp_call",
-    "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_vmap_call",
+    "call", "closed_call", "composite", "custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "jit", "linear_call",
+    "remat2", "remat_opt",
 })  # fmt: skip
-# The same result on every replica, when they run over the whole axis.
-_MAKE_SAME = frozenset({"psum", "pmax", "pmin", "all_gather", "psum_invariant", "all_gather_invariant"})
-# Different results even for the same operands; still collectives that all replicas must reach.
-_EXCHANGE = frozenset({
-    "all_to_all", "ppermute", "reduce_scatter", "psum_scatter", "pgather", "ragged_all_to_all", "collective_permute",
-    "psend", "precv",
-})  # fmt: skip
+# Collectives with the same result on every replica, when they run over the whole axis.
+_MAKE_SAME = frozenset({"psum", "pmax", "pmin", "all_gather", "pbroadcast", "psum_invariant", "all_gather_invariant"})
+# Name the replica axis, but reach no other replica. Whatever else names it is a collective.
+_LOCAL = frozenset({"axis_index", "pvary"})
 
 
 class _Pass:
@@ -157,7 +152,7 @@ class _Pass:
         states.update((variable, SAME) for variable in jaxpr.constvars)
 
         def read(atom: Any) -> State:
-            return SAME if hasattr(atom, "val") else states[atom]
+            return SAME if isinstance(atom, _tracing.Literal) else states[atom]
 
         for equation in jaxpr.eqns:
             outputs = self.equation(equation, [read(atom) for atom in equation.invars])
@@ -166,47 +161,57 @@ class _Pass:
 
     def equation(self, equation: Any, inputs: list[State]) -> list[State]:
         name = equation.primitive.name
-        special = {"scan": self.scan, "while": self.while_loop, "cond": self.cond}.get(name)
+        special = {
+            "scan": self.scan,
+            "while": self.while_loop,
+            "cond": self.cond,
+            "custom_linear_solve": self.linear_solve,
+        }.get(name)
         if special is not None:
             return special(equation, inputs)
-        if name in _MAKE_SAME or name in _EXCHANGE or name == "axis_index":
+        if name in _CALLS and (inner := _callee(equation)) is not None:
+            return self.run(inner, inputs)
+        if equation.primitive is mark_p:
+            return [self.mark(equation.params["note"], inputs[0])]
+        if name in _MAKE_SAME or REPLICA_AXIS in _axis_names(equation):
             return [self.axis_primitive(equation, inputs)] * len(equation.outvars)
-        if name in _CALLS:
-            inner = self.call(equation, inputs)
-            if inner is not None:
-                return inner
-        if equation.primitive is mark_p and self.findings is not None:
-            self.findings.marks.append((equation.params["note"], inputs[0]))
         return [self.plain(equation, inputs)] * len(equation.outvars)
 
     def plain(self, equation: Any, inputs: list[State]) -> State:
         """Handle a primitive that computes its results from its operands alone, if it is known to do so."""
         name = equation.primitive.name
+        inside = [nested for inner in _inner_jaxprs(equation) for nested in _all_equations(inner)]
+        self.refuse_collectives(equation, inside)
         state = join(inputs)
         if not state.is_mirrored:
-            self.refuse_collectives_inside(equation)
             return state
-        if name not in _PURE or any(not _is_plain(inner) for inner in _inner_jaxprs(equation)):
-            self.refuse_collectives_inside(equation)
-            return varying(f"`{name}` at {_tracing.equation_line(equation)}, whose results the proof knows nothing about")
-        return state
+        if name in _PURE and all(_is_plain(nested) for nested in inside):
+            return state
+        return varying(f"`{name}` at {_tracing.equation_line(equation)}, whose results the proof knows nothing about")
 
-    def refuse_collectives_inside(self, equation: Any) -> None:
-        """Follow no collective into a construct whose control flow is unknown."""
-        if self.within is None:
-            return
-        for inner in _inner_jaxprs(equation):
-            for nested in _all_equations(inner):
-                if _is_collective(nested):
-                    self.axis_primitive(nested, [])
+    def refuse_collectives(self, equation: Any, inside: Sequence[Any]) -> None:
+        """Refuse collectives inside a construct of which the pass does not know when it runs what is inside."""
+        for nested in inside:
+            if _is_collective(nested):
+                raise CollectiveHangError(
+                    f"the collective `{nested.primitive.name}` at {_tracing.equation_line(nested)} runs inside "
+                    f"`{equation.primitive.name}`, and the proof does not know whether all replicas reach it there: one "
+                    "that does not leaves the others waiting for ever. Move the collective out."
+                )
+
+    def mark(self, note: Mark, state: State) -> State:
+        if self.findings is not None:
+            self.findings.marks.append((note, state))
+        # A mirrored variable's new value starts afresh, so that two updates in one step are judged like one in each of two.
+        return SAME if note.purpose is Purpose.ASSIGN and state.is_mirrored else state
 
     def axis_primitive(self, equation: Any, inputs: list[State]) -> State:
         name = equation.primitive.name
         where = _tracing.equation_line(equation)
-        if REPLICA_AXIS not in _axis_names(equation):  # the axis of some vmap: no replica is involved
-            return join(inputs) if name != "axis_index" else varying(f"`{name}` at {where}")
         if name == "axis_index":
             return varying(f"the replica's own number (replica_id_in_sync_group, ctx.rng) at {where}")
+        if not _is_collective(equation):  # over an axis of some vmap, or a cast
+            return join(inputs)
         if self.within is not None:
             raise CollectiveHangError(
                 f"the collective `{name}` at {where} runs under a condition or loop that may differ by replica: it "
@@ -216,64 +221,72 @@ class _Pass:
             )
         if self.findings is not None:
             self.findings.collectives.append(Collective(name, _num_bytes(equation), where, self.in_loop))
-        if name in _EXCHANGE or equation.params.get("axis_index_groups") is not None:
+        if name not in _MAKE_SAME or equation.params.get("axis_index_groups") is not None:
             return varying(f"`{name}` at {where}, which gives each replica its own part")
         return REDUCED if join(inputs).sameness is not Sameness.SAME else SAME
 
-    def call(self, equation: Any, inputs: list[State]) -> list[State] | None:
-        inner = next(iter(_inner_jaxprs(equation)), None)
-        if inner is None or len(inner.invars) != len(inputs) or len(inner.outvars) != len(equation.outvars):
-            return None  # not the calling convention this pass knows: let `plain` decide
-        if not any(_is_collective(e) for i in list(_inner_jaxprs(equation))[1:] for e in _all_equations(i)):
-            return self.run(inner, inputs)
-        return None
+    def linear_solve(self, equation: Any, inputs: list[State]) -> list[State]:
+        """Run the solver; the equation's other functions are only for its derivatives."""
+        counts = equation.params["const_lengths"]
+        before = counts.matvec + counts.vecmat
+        right_side = inputs[sum(counts) :]
+        return self.run(equation.params["jaxprs"].solve.jaxpr, [*inputs[before : before + counts.solve], *right_side])
 
     def cond(self, equation: Any, inputs: list[State]) -> list[State]:
         predicate, *operands = inputs
         within = self.within if predicate.is_mirrored else predicate.origin
         branches = [
-            _Pass(self.findings, within, self.in_loop).run(branch.jaxpr, operands)
-            for branch in equation.params["branches"]
+            _Pass(self.findings, within, self.in_loop).run(branch.jaxpr, operands) for branch in equation.params["branches"]
         ]
         return [join((predicate, *states)) for states in zip(*branches, strict=True)]
 
     def scan(self, equation: Any, inputs: list[State]) -> list[State]:
         num_consts, num_carry = equation.params["num_consts"], equation.params["num_carry"]
-        constants, carry, rows = inputs[:num_consts], inputs[num_consts : num_consts + num_carry], inputs[num_consts + num_carry :]
+        constants, rest = inputs[:num_consts], inputs[num_consts:]
+        carry, rows = rest[:num_carry], rest[num_carry:]
         body = equation.params["jaxpr"].jaxpr
         quiet = _Pass(None, self.within, in_loop=True)
-        while True:
-            after = quiet.run(body, [*constants, *carry, *rows])[:num_carry]
-            wider = [join(pair) for pair in zip(carry, after, strict=True)]
-            if _sameness(wider) == _sameness(carry):
-                break
-            carry = wider
+        carry = _fixed_point(carry, lambda carry: quiet.run(body, [*constants, *carry, *rows])[:num_carry])
         outputs = _Pass(self.findings, self.within, in_loop=True).run(body, [*constants, *carry, *rows])
         return [*carry, *outputs[num_carry:]]
 
     def while_loop(self, equation: Any, inputs: list[State]) -> list[State]:
         cond_count, body_count = equation.params["cond_nconsts"], equation.params["body_nconsts"]
         cond_constants, body_constants = inputs[:cond_count], inputs[cond_count : cond_count + body_count]
-        carry = inputs[cond_count + body_count :]
         cond, body = equation.params["cond_jaxpr"].jaxpr, equation.params["body_jaxpr"].jaxpr
-        quiet = _Pass(None, None, in_loop=True)
-        while True:
+        quiet = _Pass(None, self.within, in_loop=True)
+
+        def one_round(carry: list[State]) -> list[State]:
             [again] = quiet.run(cond, [*cond_constants, *carry])
-            after = quiet.run(body, [*body_constants, *carry])
-            reach = [again] if not again.is_mirrored else []
-            wider = [join((old, new, *reach)) for old, new in zip(carry, after, strict=True)]
-            if _sameness(wider) == _sameness(carry):
-                break
-            carry = wider
-        within = self.within if again.is_mirrored else again.origin
-        loud = _Pass(self.findings, within, in_loop=True)
+            return [join((again, new)) for new in quiet.run(body, [*body_constants, *carry])]
+
+        carry = _fixed_point(inputs[cond_count + body_count :], one_round)
+        [again] = quiet.run(cond, [*cond_constants, *carry])
+        loud = _Pass(self.findings, self.within if again.is_mirrored else again.origin, in_loop=True)
         loud.run(cond, [*cond_constants, *carry])
         loud.run(body, [*body_constants, *carry])
         return carry
 
 
+def _fixed_point(carry: list[State], one_round: Callable[[list[State]], list[State]]) -> list[State]:
+    """Widen the states of what a loop carries until another round changes nothing."""
+    while True:
+        wider = [join(pair) for pair in zip(carry, one_round(carry), strict=True)]
+        if _sameness(wider) == _sameness(carry):
+            return carry
+        carry = wider
+
+
 def _sameness(states: Sequence[State]) -> list[Sameness]:
     return [state.sameness for state in states]
+
+
+def _callee(equation: Any) -> Jaxpr | None:
+    """Return the jaxpr that a call runs, or None if it is not called in the way that the pass knows."""
+    inner = list(_inner_jaxprs(equation))
+    if len(inner) != 1 or len(inner[0].invars) != len(equation.invars) or len(inner[0].outvars) != len(equation.outvars):
+        return None
+    return inner[0]
 
 
 def _inner_jaxprs(equation: Any) -> Iterable[Jaxpr]:
@@ -292,15 +305,13 @@ def _all_equations(jaxpr: Jaxpr) -> Iterable[Any]:
             yield from _all_equations(inner)
 
 
-def _is_plain(jaxpr: Jaxpr) -> bool:
-    """Tell whether everything inside is a known pure function."""
-    names = {equation.primitive.name for equation in _all_equations(jaxpr)}
-    return names <= (_PURE | _CALLS | {"scan", "while", "cond"})
+def _is_plain(equation: Any) -> bool:
+    """Tell whether an equation inside another one is known to be pure, apart from what is inside itself."""
+    return equation.primitive.name in _PURE | _CALLS | {"scan", "while", "cond"}
 
 
 def _is_collective(equation: Any) -> bool:
-    name = equation.primitive.name
-    return (name in _MAKE_SAME or name in _EXCHANGE) and REPLICA_AXIS in _axis_names(equation)
+    return REPLICA_AXIS in _axis_names(equation) and equation.primitive.name not in _LOCAL
 
 
 def _axis_names(equation: Any) -> tuple[Any, ...]:

@@ -6,10 +6,10 @@ import collections
 import contextlib
 import contextvars
 import dataclasses
-import inspect
 import io
+import itertools
+import operator
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,31 +17,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from . import _context, _lift, _mirror_proof, _pace, _signature, _tracing
+from . import _context, _guards, _lift, _mirror_proof, _pace, _signature, _tracing
 from ._collectives import ReplicaAxis
 from ._context import Frame, ReplicaContext
-from ._errors import (
-    FactorOfReplicasError,
-    FactorOfReplicasWarning,
-    OneProgramError,
-    RecompilationWarning,
-    ReplicasDivergeError,
-    StrategyMismatchError,
-    UnevenReplicasError,
-)
+from ._errors import StrategyMismatchError, UnevenReplicasError
 from ._lift import Lifted
-from ._marks import Mark, Purpose
 from ._mesh import ReplicaMesh
-from ._mirror_proof import Findings, Sameness, State
+from ._mirror_proof import Findings, State
+from ._programs import Programs
 from ._signature import ArrayLeaf, Call
 from ._typing import REPLICA_AXIS, PyTree
 from ._values import PerReplica
 from ._variables import Variable
-
-#: Programs kept per strategy, least recently used first out.
-MAX_PROGRAMS = 256
-#: So many programs of one function are normal (a few shapes, training and not); more are reported once.
-MAX_SILENT_RECOMPILATIONS = 8
 
 _is_eager: contextvars.ContextVar[bool] = contextvars.ContextVar("mirrored_eager", default=False)
 
@@ -94,41 +81,7 @@ class Program:
         return self.lifted.plan.rebuild(wrapped)
 
 
-class Programs:
-    """Keep the programs of one strategy, and notice a function that is compiled again and again."""
-
-    def __init__(self) -> None:
-        self._programs: collections.OrderedDict[Any, Program] = collections.OrderedDict()
-        self._calls: dict[Any, list[Call]] = {}
-        self._reported: set[Any] = set()
-
-    def __iter__(self) -> Iterator[Program]:
-        return iter(self._programs.values())
-
-    def get(self, key: Any) -> Program | None:
-        program = self._programs.get(key)
-        if program is not None:
-            self._programs.move_to_end(key)
-        return program
-
-    def add(self, call: Call, program: Program) -> None:
-        self._programs[call.key] = program
-        while len(self._programs) > MAX_PROGRAMS:
-            self._programs.popitem(last=False)
-        self._watch(call)
-
-    def _watch(self, call: Call) -> None:
-        code = getattr(call.function, "__code__", call.function)
-        calls = self._calls.setdefault(id(code), [])
-        calls.append(dataclasses.replace(call, arrays=[]))
-        if len(calls) <= MAX_SILENT_RECOMPILATIONS or id(code) in self._reported:
-            return
-        self._reported.add(id(code))
-        message = _recompilation_message(calls[-2], calls[-1], len(calls))
-        warnings.warn(message, RecompilationWarning, stacklevel=_stacklevel())
-
-
-def run(strategy: Any, mesh: ReplicaMesh, programs: Programs, function: Any, args: Sequence[Any], kwargs: Any) -> PyTree:
+def run(strategy: Any, mesh: ReplicaMesh, programs: Programs[Program], function: Any, args: Sequence[Any], kwargs: Any) -> PyTree:
     """Call `function` on every replica: find or make its program, and run it."""
     frame = _context.current()
     if frame is not None and frame.axis is not None:
@@ -152,39 +105,43 @@ def run(strategy: Any, mesh: ReplicaMesh, programs: Programs, function: Any, arg
 
 def _dispatch(mesh: ReplicaMesh, program: Program, call: Call) -> PyTree:
     lifted = program.lifted
-    arrays = _place(mesh, call, program)
-    with donated(lifted.written) as (written, outputs):
-        read_only = [variable._array for variable in lifted.read_only]
-        outputs.extend(map(program.compiled, (written,), (read_only,), (arrays,), (program.constants,)))
-    results, _, witness = outputs[0]
+    arrays = _place(mesh, call)
+    read_only = [variable._array for variable in lifted.read_only]
+    results, _, witness = overwrite(program.compiled, lifted.written, read_only, arrays, program.constants)
     if witness:
         _pace.started(witness[0])
     return program.rebuild(results)
 
 
-@contextlib.contextmanager
-def donated(variables: Sequence[Variable]) -> Iterator[tuple[list[jax.Array], list[Any]]]:
-    """Give the arrays of variables to a program that overwrites them, and keep the new ones it returns.
+def overwrite(compiled: Callable[..., Any], variables: Sequence[Variable], *others: Any) -> Any:
+    """Call a program that is given the arrays of variables to overwrite, and keep the new ones it returns.
 
-    Yields the arrays and an empty list. The block must add the program's outputs to that list by a single C
-    call, `outputs.extend(map(program, ...))`: between a program's start, which invalidates the donated
-    arrays, and an ordinary assignment a Ctrl-C would lose the variables.
+    The call and the assignments happen inside one C function, because a Ctrl-C between the program's start,
+    which invalidates the arrays, and the last assignment would lose the variables.
 
     Arrays that somebody else may hold are copied first, so that what a user took out stays valid.
+
+    Args:
+        compiled: takes `(arrays, *others)`, donates `arrays`, and returns `(results, new arrays, ...)`.
+        variables: the variables that it overwrites.
+        others: its other arguments.
     """
-    arrays = [variable._array for variable in variables]
-    shared = [i for i, variable in enumerate(variables) if variable._shared]
+    arrays = list(map(_array_of, variables))
+    shared = [i for i, is_shared in enumerate(map(_is_shared, variables)) if is_shared]
     if shared:
         for i, copy in zip(shared, _copy([arrays[i] for i in shared]), strict=True):
             arrays[i] = copy
-    outputs: list[Any] = []
-    try:
-        yield arrays, outputs
-    finally:
-        if outputs:
-            for variable, new in zip(variables, outputs[0][1], strict=True):
-                variable._array = new
-                variable._shared = False
+    calls, outputs = itertools.tee(map(compiled, (arrays,), *zip(others)))  # zip makes 1-tuples
+    new_arrays = itertools.chain.from_iterable(map(_new_arrays_of, calls))
+    collections.deque(map(setattr, variables, itertools.repeat("_array"), new_arrays), maxlen=0)
+    for i in shared:
+        variables[i]._shared = False
+    return next(outputs)
+
+
+_array_of = operator.attrgetter("_array")
+_is_shared = operator.attrgetter("_shared")
+_new_arrays_of = operator.itemgetter(1)
 
 
 def _run_traced(program: Program, call: Call) -> PyTree:
@@ -202,7 +159,7 @@ def _run_merged(strategy: Any, frame: Frame, function: Any, args: Sequence[Any],
     """Run a step from within `merge_call`: every replica is there already, so call it in place."""
     assert frame.axis is not None
     context = ReplicaContext(strategy, frame.axis)
-    own_args, own_kwargs = jax.tree.map(context.own_part, (tuple(args), kwargs), is_leaf=_signature._is_whole)
+    own_args, own_kwargs = _context.own_parts((tuple(args), kwargs), frame.axis)
     with _context.entered(dataclasses.replace(frame, replica=context)):
         result = function(*own_args, **own_kwargs)
     return jax.tree.map(lambda x: PerReplica(frame.axis.stack(x)) if isinstance(x, jax.Array) else x, result)
@@ -220,7 +177,7 @@ def _run_eagerly(strategy: Any, mesh: ReplicaMesh, program: Program, call: Call)
         local = [_unstacked(a, v._on_read) for a, v in zip(values, lifted.variables, strict=True)]
         own = [_unstacked(a, leaf.is_per_replica) for a, leaf in zip(arrays, call.array_leaves(), strict=True)]
         bindings = _lift.Bindings(dict(zip(lifted.variables, local, strict=True)), _lift._undiscovered, lambda: None)
-        with _context.entered(_replica_frame(strategy, mesh, bindings)), _explained(lambda: None):
+        with _context.entered(_replica_frame(strategy, mesh, bindings)), _guards.explained(lambda: None):
             new_lifted["plan"], results = _lift.plan_result(call.apply(own, lambda _, array: array))
         return [jnp.asarray(x)[None] for x in (*results, *bindings.values(lifted.written))]
 
@@ -228,10 +185,8 @@ def _run_eagerly(strategy: Any, mesh: ReplicaMesh, program: Program, call: Call)
     replicated, stacked = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
     value_specs = [stacked if v._on_read else replicated for v in lifted.variables]
     array_specs = [stacked if leaf.is_per_replica else replicated for leaf in call.array_leaves()]
-    shard_mapped = jax.shard_map(
-        body, mesh=mesh.mesh, in_specs=(value_specs, array_specs), out_specs=stacked, check_vma=False
-    )
-    outputs = shard_mapped(values, _place(mesh, call, program))
+    shard_mapped = jax.shard_map(body, mesh=mesh.mesh, in_specs=(value_specs, array_specs), out_specs=stacked, check_vma=False)
+    outputs = shard_mapped(values, _place(mesh, call))
     results = outputs[: lifted.num_results]
     for variable, new in zip(lifted.written, outputs[lifted.num_results :], strict=True):
         variable._set_array(new if variable._on_read else _first_row(mesh, new))
@@ -258,7 +213,7 @@ def _first_row(mesh: ReplicaMesh, stack: jax.Array) -> jax.Array:
     return jax.device_put(stack[0], mesh.mirrored)
 
 
-def _place(mesh: ReplicaMesh, call: Call, program: Program) -> list[Any]:
+def _place(mesh: ReplicaMesh, call: Call) -> list[Any]:
     """Bring arrays that are tied to other devices to the mesh; everything else `jit` moves by itself."""
     arrays = call.arrays
     for position, array in enumerate(arrays):
@@ -270,7 +225,7 @@ def _place(mesh: ReplicaMesh, call: Call, program: Program) -> list[Any]:
         leaf = call.array_leaves()[position]
         if leaf.is_per_replica:
             raise StrategyMismatchError(
-                f"the argument {argument_names(call)[position]} is a PerReplica whose values lie on "
+                f"the argument {_signature.argument_names(call)[position]} is a PerReplica whose values lie on "
                 f"{sorted(str(d) for d in sharding.device_set)}, but this strategy runs on "
                 f"{[str(d) for d in mesh.devices]}; it comes from another strategy."
             )
@@ -289,18 +244,18 @@ def _copy(arrays: list[jax.Array]) -> list[jax.Array]:
 
 def _make_program(strategy: Any, mesh: ReplicaMesh, call: Call) -> Program:
     leaves = call.array_leaves()
-    _signature.check_replicas(call.arrays, leaves, lambda: argument_names(call), mesh.num_replicas)
+    _signature.check_replicas(call.arrays, leaves, lambda: _signature.argument_names(call), mesh.num_replicas)
     _refuse_uneven(call, leaves)
     frame = _replica_frame(strategy, mesh, None)
     avals = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.is_weak) for leaf in leaves]
-    with _explained(lambda: frame.replica):
+    with _guards.explained(lambda: frame.replica):
         lifted = _lift.lift(
             lambda arrays: call.apply(arrays, lambda _, array: array), avals, frame, lambda variable: variable.shape
         )
     _refuse_per_replica_results(lifted)
     findings = _mirror_proof.prove(lifted.closed.jaxpr, _input_states(lifted, call))
-    _check_assignments(lifted, findings)
-    _check_gradients(findings, mesh.num_replicas)
+    _guards.check_assignments(lifted, findings)
+    _guards.check_gradients(findings, mesh.num_replicas)
     is_mirrored = tuple(state.is_mirrored for state in findings.outputs[: lifted.num_results])
     mapped = _map(mesh, lifted, [leaf.is_per_replica for leaf in leaves], is_mirrored)
     with jax.ensure_compile_time_eval():
@@ -351,73 +306,18 @@ def _input_states(lifted: Lifted, call: Call) -> list[State]:
     for variable in lifted.variables:
         origin = f"the sync-on-read variable {variable.name!r}, which has one value per replica"
         states.append(_mirror_proof.varying(origin) if variable._on_read else _mirror_proof.SAME)
-    names = argument_names(call)
+    names = _signature.argument_names(call)
     for leaf, name in zip(call.array_leaves(), names, strict=True):
         origin = f"the argument {name}, of which each replica has its own"
         states.append(_mirror_proof.varying(origin) if leaf.is_per_replica else _mirror_proof.SAME)
     return states
 
 
-# -- checks, each with the message that a user sees
-
-
-def _check_assignments(lifted: Lifted, findings: Findings) -> None:
-    for note, state in findings.marks:
-        if note.purpose is Purpose.ASSIGN and not state.is_mirrored:
-            raise ReplicasDivergeError(_diverge_message(note, state))
-    new_states = findings.outputs[lifted.num_results :]
-    for variable, where, state in zip(lifted.written, lifted.write_lines, new_states, strict=True):
-        if not variable._on_read and not state.is_mirrored:
-            raise ReplicasDivergeError(_diverge_message(Mark(Purpose.ASSIGN, variable.name, where), state))
-
-
-def _diverge_message(note: Mark, state: State) -> str:
-    return (
-        f"variable {note.name!r} is mirrored, but the value assigned to it at {note.where} may differ by replica: it "
-        f"depends on {state.origin}. The copies would drift apart without a word. Combine the replicas first, for "
-        "example ctx = mr.get_replica_context(); variable.assign(ctx.all_reduce('mean', value)); or let "
-        "mr.Optimizer(...).apply_gradients(grads) do it; or create the variable with aggregation='mean'. "
-        "If each replica shall keep its own value, create it with synchronization='on_read'."
-    )
-
-
-def _check_gradients(findings: Findings, num_replicas: int) -> None:
-    gradients = [(note, state) for note, state in findings.marks if note.purpose is Purpose.GRADIENT]
-    for note, state in gradients:
-        if state.sameness is Sameness.REDUCED:
-            raise FactorOfReplicasError(
-                f"the gradient of variable {note.name!r} given to apply_gradients at {note.where} has already been "
-                "combined over the replicas. apply_gradients sums gradients over the replicas itself, so this update "
-                f"would be {num_replicas} times too large. Leave the all_reduce out, or say that it is done: "
-                "optimizer.apply_gradients(grads, aggregate=False)."
-            )
-    if not gradients or num_replicas == 1:
-        return
-    if all(state.sameness is Sameness.SAME for _, state in gradients):
-        _warn_of_factor(
-            f"no data that differs by replica entered this step, so all {num_replicas} replicas computed the same "
-            f"gradients, and apply_gradients at {gradients[0][0].where} sums them: the update is {num_replicas} times that "
-            "of one device. An array passed to strategy.run goes whole to every replica; give each replica its "
-            "part of the batch with strategy.distribute_dataset(dataset)."
-        )
-    elif any(note.purpose is Purpose.LOSS and state.sameness is Sameness.REDUCED for note, state in findings.marks):
-        _warn_of_factor(
-            "the loss was combined over the replicas before it was differentiated, so each gradient already stands for "
-            f"all replicas, and apply_gradients at {gradients[0][0].where} sums them again: the update is {num_replicas} times "
-            "too large. Differentiate this replica's own loss (mr.losses.compute_average_loss) and reduce the loss "
-            "after the gradient, or for reporting outside with strategy.reduce('sum', loss)."
-        )
-
-
-def _warn_of_factor(message: str) -> None:
-    warnings.warn(message, FactorOfReplicasWarning, stacklevel=_stacklevel())
-
-
 def _refuse_uneven(call: Call, leaves: Sequence[ArrayLeaf]) -> None:
     for position, leaf in enumerate(leaves):
         if leaf.shapes is not None:
             raise UnevenReplicasError(
-                f"the argument {argument_names(call)[position]} has a different shape on each replica: "
+                f"the argument {_signature.argument_names(call)[position]} has a different shape on each replica: "
                 f"{', '.join(map(str, leaf.shapes))}. One compiled step needs equal shapes; use batch sizes that the "
                 "number of replicas divides, or mr.InputOptions(drop_remainder=True) in distribute_dataset. "
                 "reduce, gather and local_results take such values as they are."
@@ -430,95 +330,6 @@ def _refuse_per_replica_results(lifted: Lifted) -> None:
             "the step returned a PerReplica, which it must have taken from outside. Pass the PerReplica to the step in "
             "strategy.run(fn, args=(...)): inside it is this replica's own array, and may be returned."
         )
-
-
-@contextlib.contextmanager
-def _explained(replica: Callable[[], ReplicaContext | None]) -> Iterator[None]:
-    """Explain the one-program rule where Python tried to branch on a replica's number."""
-    try:
-        yield
-    except jax.errors.ConcretizationTypeError as error:
-        context = replica()
-        current = context if context is not None else getattr(_context.current(), "replica", None)
-        if current is None or not current._knows_id:
-            raise
-        raise OneProgramError(_one_program_message(error)) from error
-
-
-def _one_program_message(error: Exception) -> str:
-    where = "<unknown>"
-    traceback = error.__traceback__
-    while traceback is not None:
-        filename = traceback.tb_frame.f_code.co_filename
-        if not filename.startswith(_tracing._NOT_USER_CODE):
-            where = f"{filename}:{traceback.tb_lineno}"
-        traceback = traceback.tb_next
-    return (
-        f"Python needed the value of something that differs by replica, at {where}. All replicas run one program, so "
-        "replica_id_in_sync_group is not known while it is traced, and `if ctx.replica_id_in_sync_group == 0:` cannot "
-        "choose. To compute a different value on one replica: jnp.where(ctx.replica_id_in_sync_group == 0, a, b), or "
-        "jax.lax.cond(ctx.replica_id_in_sync_group == 0, make_a, make_b). To set a variable on all replicas: assign it "
-        "outside strategy.run, variable.assign(value). To take replica 0's value: aggregation='only_first_replica'."
-    )
-
-
-def argument_names(call: Call) -> list[str]:
-    """Return the name of each array argument, such as `x['image']`, in the order of `call.arrays`."""
-    return [name for name, leaf in zip(_leaf_names(call), call.leaves, strict=True) if isinstance(leaf, ArrayLeaf)]
-
-
-def _leaf_names(call: Call) -> list[str]:
-    tree = jax.tree.unflatten(call.treedef, list(range(len(call.leaves))))
-    paths, _ = jax.tree_util.tree_flatten_with_path(tree)
-    try:
-        parameters = list(inspect.signature(call.function).parameters)
-    except (TypeError, ValueError):
-        parameters = []
-    return [_name_of(path, parameters) for path, _ in paths]
-
-
-def _name_of(path: Any, parameters: Sequence[str]) -> str:
-    position, first, *rest = path
-    if position.idx == 0:
-        name = parameters[first.idx] if first.idx < len(parameters) else f"args[{first.idx}]"
-    else:
-        name = str(first.key)
-    return f"`{name}{jax.tree_util.keystr(tuple(rest))}`"
-
-
-def _recompilation_message(before: Call, after: Call, count: int) -> str:
-    name = getattr(after.function, "__qualname__", repr(after.function))
-    start = f"{name} has been compiled {count} times"
-    if before.treedef != after.treedef:
-        return f"{start}; this time because the structure of its arguments changed. Pass arguments of one structure."
-    for leaf_name, old, new in zip(_leaf_names(after), before.leaves, after.leaves, strict=True):
-        if isinstance(old, ArrayLeaf) and isinstance(new, ArrayLeaf) and old != new:
-            return (
-                f"{start}; this time because the argument {leaf_name} changed from shape {old.shape} {old.dtype} to "
-                f"{new.shape} {new.dtype}. Give batches one shape, for example with drop_remainder=True."
-            )
-        if not isinstance(new, ArrayLeaf) and old != new:
-            return (
-                f"{start}; this time because the argument {leaf_name} changed from {_shown(old)} to {_shown(new)}. Python "
-                "numbers, strings and objects are compiled into the program. Pass a value that changes as an array: "
-                "jnp.asarray(value)."
-            )
-    return (
-        f"{start}; this time because something that it closes over is another object than before. Define the step once, "
-        "outside the loop, and pass what changes as an argument."
-    )
-
-
-def _shown(leaf: Any) -> str:
-    return f"an array of shape {leaf.shape}" if isinstance(leaf, ArrayLeaf) else repr(leaf[0])
-
-
-def _stacklevel() -> int:
-    """Return the `stacklevel` that makes a warning point at the user's line."""
-    frame, level = sys._getframe(1), 1
-    while frame is not None and frame.f_code.co_filename.startswith(_tracing._NOT_USER_CODE):
-        frame, level = frame.f_back, level + 1
-    return level
 
 
 def _holds_tracers(program: Program) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -55,9 +56,7 @@ class Call:
     def apply(self, arrays: Sequence[Any], wrap: Callable[[ArrayLeaf, Any], Any]) -> PyTree:
         """Call the function with other arrays in place of the given ones."""
         remaining = iter(arrays)
-        leaves = [
-            wrap(leaf, next(remaining)) if isinstance(leaf, ArrayLeaf) else leaf[0] for leaf in self.leaves
-        ]
+        leaves = [wrap(leaf, next(remaining)) if isinstance(leaf, ArrayLeaf) else leaf[0] for leaf in self.leaves]
         args, kwargs = jax.tree.unflatten(self.treedef, leaves)
         return self.function(*args, **kwargs)
 
@@ -192,3 +191,27 @@ def pinned(call: Call) -> list[Any]:
         elif isinstance(value, functools.partial):
             waiting += [value.func, *value.args, *value.keywords.values()]
     return pins
+
+
+def argument_names(call: Call) -> list[str]:
+    """Return the name of each array argument, such as `x['image']`, in the order of `call.arrays`."""
+    return [name for name, leaf in zip(leaf_names(call), call.leaves, strict=True) if isinstance(leaf, ArrayLeaf)]
+
+
+def leaf_names(call: Call) -> list[str]:
+    tree = jax.tree.unflatten(call.treedef, list(range(len(call.leaves))))
+    paths, _ = jax.tree_util.tree_flatten_with_path(tree)
+    try:
+        parameters = list(inspect.signature(call.function).parameters)
+    except (TypeError, ValueError):
+        parameters = []
+    return [_name_of(path, parameters) for path, _ in paths]
+
+
+def _name_of(path: Any, parameters: Sequence[str]) -> str:
+    position, first, *rest = path
+    if position.idx == 0:
+        name = parameters[first.idx] if first.idx < len(parameters) else f"args[{first.idx}]"
+    else:
+        name = str(first.key)
+    return f"`{name}{jax.tree_util.keystr(tuple(rest))}`"

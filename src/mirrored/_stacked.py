@@ -16,13 +16,11 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from . import _pace
-from ._collectives import accumulator_dtype, check_axis, divide
+from ._collectives import Axes, accumulator_dtype, divide
 from ._errors import UnevenReplicasError
 from ._reduce_op import ReduceOp, VariableAggregation
 from ._typing import Shape
 from ._values import PerReplica
-
-Axes = tuple[int, ...]
 
 
 def reduce_stack(stack: jax.Array, op: ReduceOp, axes: Axes, shapes: tuple[Shape, ...] | None) -> jax.Array:
@@ -39,6 +37,15 @@ def reduce_stack(stack: jax.Array, op: ReduceOp, axes: Axes, shapes: tuple[Shape
     return divide(total, sum(math.prod(shape[a] for a in axes) for shape in true_shapes), dtype)
 
 
+def reduce_mirrored(value: jax.Array, op: ReduceOp, axes: Axes, num_replicas: int) -> jax.Array:
+    """Reduce a value that is the same on each replica: the SUM is R times it, the MEAN is itself, to the bit."""
+    values = value.astype(accumulator_dtype(op, value.dtype))
+    total = jnp.sum(values, axis=axes, dtype=values.dtype)
+    if op is ReduceOp.SUM:
+        return total * jnp.asarray(num_replicas).astype(total.dtype)
+    return divide(total, math.prod(value.shape[a] for a in axes), value.dtype)
+
+
 def gather_stack(stack: jax.Array, axis: int, shapes: tuple[Shape, ...] | None) -> jax.Array:
     """Concatenate the replicas' values along `axis`, in replica order."""
     if shapes is not None:
@@ -46,6 +53,11 @@ def gather_stack(stack: jax.Array, axis: int, shapes: tuple[Shape, ...] | None) 
         return jnp.concatenate(rows, axis=axis)
     _, *shape = stack.shape
     return jnp.moveaxis(stack, 0, axis).reshape(*shape[:axis], stack.shape[0] * shape[axis], *shape[axis + 1 :])
+
+
+def gather_mirrored(value: jax.Array, axis: int, num_replicas: int) -> jax.Array:
+    """Concatenate a value that is the same on each replica."""
+    return jnp.concatenate([value] * num_replicas, axis=axis)
 
 
 def aggregate_stack(stack: jax.Array, mode: VariableAggregation) -> jax.Array:
@@ -64,7 +76,8 @@ def split_stack(value: jax.Array, num_replicas: int) -> jax.Array:
     """Give every replica a part of `value`, such that the parts add up to exactly `value` in any order.
 
     All parts are multiples of the spacing of floating point numbers at `value` (of 1 for integers) and no
-    partial sum is larger than `value`, so no addition rounds. 7 over 2 replicas is 4 and 3.
+    partial sum is larger than `value`, so no addition rounds. 7 over 2 replicas is 4 and 3. (Subnormal
+    floats are zero to XLA on CPU, here as everywhere.)
     """
     if value.dtype == jnp.bool_ or not jnp.issubdtype(value.dtype, jnp.number):
         raise TypeError(f"a value of dtype {value.dtype} cannot be split into a sum over replicas.")
@@ -92,26 +105,8 @@ def _is_real(padded: Shape, shapes: tuple[Shape, ...]) -> jax.Array:
     return mask
 
 
-def normalize_axes(axis: Any, value: PerReplica) -> Axes:
-    """Turn `axis` of `reduce` into sorted, distinct, non-negative ints, checked against the shapes."""
-    if axis is None:
-        axes: Axes = ()
-    elif isinstance(axis, tuple | list):
-        axes = tuple(sorted({check_axis(a, value.ndim, "reduce") for a in axis}))
-    else:
-        axes = (check_axis(axis, value.ndim, "reduce"),)
-    _require_equal_except(axes, value, "reduce")
-    return axes
-
-
-def check_gather_axis(axis: Any, value: PerReplica) -> int:
-    """Return `axis` of `gather` as a non-negative int, checked against the shapes."""
-    position = check_axis(axis, value.ndim, "gather")
-    _require_equal_except((position,), value, "gather")
-    return position
-
-
-def _require_equal_except(axes: Axes, value: PerReplica, verb: str) -> None:
+def require_equal_except(axes: Axes, value: PerReplica, verb: str) -> None:
+    """Refuse a PerReplica whose replicas' shapes differ along an axis that is not one of `axes`."""
     kept = {tuple(size for a, size in enumerate(shape) if a not in axes) for shape in value.shapes}
     if len(kept) == 1:
         return

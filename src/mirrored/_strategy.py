@@ -14,13 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _collectives, _context, _lift, _replicate, _stacked, _tracing
+from . import _collectives, _context, _replicate, _stacked
 from ._context import Frame
-from ._errors import ContextError, ReplicasDivergeError, StrategyMismatchError, UnevenReplicasError
+from ._errors import ContextError, ReplicasDivergeError, StrategyMismatchError
 from ._mesh import ReplicaMesh
 from ._options import InputOptions
+from ._programs import Programs
 from ._reduce_op import ReduceOp
-from ._replicate import Programs
+from ._replicate import Program
 from ._typing import PyTree, UserFunction
 from ._values import PerReplica, stack_shapes
 from ._variables import Variable, describe_mesh, live_variables
@@ -60,7 +61,7 @@ class Strategy:
     def __init__(self, mesh: ReplicaMesh) -> None:
         """Take the devices; users call a subclass."""
         self._mesh = mesh
-        self._programs = Programs()
+        self._programs: Programs[Program] = Programs()
         self._datasets: weakref.WeakSet[DistributedDataset] = weakref.WeakSet()
         names = describe_mesh(mesh)
         _logger.info("%s: %s", type(self).__name__, names)
@@ -100,6 +101,7 @@ class Strategy:
         """
         if not isinstance(name, str) or not name:
             raise TypeError(f"barrier: name is {name!r}; expected a non-empty string.")
+        _require_untraced("barrier")
         jax.block_until_ready([variable._array for variable in live_variables(self._mesh)])
 
     def __repr__(self) -> str:
@@ -219,6 +221,10 @@ class Strategy:
         """
         op = ReduceOp.parse(reduce_op, "reduce_op")
         self._check_current("reduce")
+        frame = _context.current()
+        if frame is not None and frame.replica is not None:
+            assert frame.axis is not None
+            return _collectives.all_reduce(op, value, frame.axis, axis, "strategy.reduce")
         return self._map_leaves(lambda leaf: self._reduce_leaf(op, leaf, axis), value)
 
     def gather(self, value: PyTree, axis: int) -> PyTree:
@@ -267,11 +273,10 @@ class Strategy:
         leaves, treedef = jax.tree.flatten(value, is_leaf=_is_distributed)
         if not any(_is_distributed(leaf) for leaf in leaves):
             return (value,)
-        columns = [self._local_values(leaf) for leaf in leaves]
+        columns = [self._local_values(leaf) if _is_distributed(leaf) else None for leaf in leaves]
         count = next(len(column) for column in columns if column is not None)
         rows = [
-            [leaf if column is None else column[i] for leaf, column in zip(leaves, columns, strict=True)]
-            for i in range(count)
+            [leaf if column is None else column[i] for leaf, column in zip(leaves, columns, strict=True)] for i in range(count)
         ]
         return tuple(jax.tree.unflatten(treedef, row) for row in rows)
 
@@ -306,6 +311,7 @@ class Strategy:
         if options is not None and not isinstance(options, InputOptions):
             raise TypeError(f"options is {options!r}; expected mr.InputOptions(...).")
         check_dataset(dataset)
+        _context.require_cross_replica("distribute_dataset", "Distribute the dataset before the step and pass its batches to it.")
         self._check_current("distribute_dataset")
         distributed = DistributedDataset(dataset, self._mesh, options or InputOptions())
         self._datasets.add(distributed)
@@ -347,6 +353,7 @@ class Strategy:
         if not callable(value_fn):
             raise TypeError(f"value_fn is {value_fn!r}; expected a function of a mr.ValueContext.")
         _context.require_cross_replica("distribute_values_from_function", "Compute the value in the step itself.")
+        self._check_current("distribute_values_from_function")
         count = self.num_replicas_in_sync
         trees = [value_fn(ValueContext(i, count)) for i in range(count)]
         leaves = [jax.tree.flatten(tree, is_leaf=_is_distributed) for tree in trees]
@@ -368,7 +375,9 @@ class Strategy:
 
         Raises:
             ReplicasDivergeError: (a ValueError) naming the variable and the replicas that differ from replica 0.
+            ContextError: (a RuntimeError) inside a step or an `mr.function`.
         """
+        _require_untraced("assert_mirrored")
         for variable in live_variables(self._mesh):
             if variable._on_read:
                 continue
@@ -376,8 +385,8 @@ class Strategy:
             differing = [i for i, copy in copies if copy.tobytes() != copies[0][1].tobytes()]
             if differing:
                 raise ReplicasDivergeError(
-                    f"the copies of variable {variable.name!r} differ: replicas {differing} from replica {copies[0][0]}. They were "
-                    f"changed behind the library's back, or a device computes wrongly. {variable!r}"
+                    f"the copies of variable {variable.name!r} differ: replicas {differing} from replica {copies[0][0]}. "
+                    f"They were changed behind the library's back, or a device computes wrongly. {variable!r}"
                 )
 
     # -- leaves
@@ -386,68 +395,111 @@ class Strategy:
         return jax.tree.map(function, value, is_leaf=_is_distributed)
 
     def _reduce_leaf(self, op: ReduceOp, leaf: Any, axis: Any) -> jax.Array:
-        frame = _context.current()
-        if frame is not None and frame.replica is not None:
-            assert frame.axis is not None
-            own = PerReplica(_collectives.as_array(leaf, "reduce")[None])
-            axes = _stacked.normalize_axes(axis, own)
-            return _collectives.reduce_axes(op, own._array[0], axes, frame.axis)
-        distributed = self._as_per_replica(leaf, "reduce")
-        axes = _stacked.normalize_axes(axis, distributed)
-        return self._apply(_stacked.reduce_stack, distributed._array, op, axes, distributed._shapes)
+        value = self._own(leaf, "reduce")
+        axes = _collectives.normalize_axes(axis, value.ndim, "reduce")
+        if not isinstance(value, PerReplica):
+            return self._apply(_stacked.reduce_mirrored, value, op, axes, self.num_replicas_in_sync)
+        _stacked.require_equal_except(axes, value, "reduce")
+        return self._apply(_stacked.reduce_stack, value._array, op, axes, value._shapes)
 
     def _gather_leaf(self, leaf: Any, axis: Any) -> jax.Array:
-        distributed = self._as_per_replica(leaf, "gather")
-        position = _stacked.check_gather_axis(axis, distributed)
-        return self._apply(_stacked.gather_stack, distributed._array, position, distributed._shapes)
+        value = self._own(leaf, "gather")
+        position = _collectives.check_axis(axis, value.ndim, "gather")
+        if not isinstance(value, PerReplica):
+            return self._apply(_stacked.gather_mirrored, value, position, self.num_replicas_in_sync)
+        _stacked.require_equal_except((position,), value, "gather")
+        return self._apply(_stacked.gather_stack, value._array, position, value._shapes)
 
-    def _apply(self, function: Any, stack: jax.Array, *static: Any) -> jax.Array:
+    def _apply(self, function: Any, array: jax.Array, *static: Any) -> jax.Array:
         frame = _context.current()
         if frame is not None and frame.axis is not None:
-            return function(stack, *static)  # in merge_call every replica holds the whole stack
-        return _stacked.compiled(function, self._mesh.mirrored, *static)(stack)
+            return function(array, *static)  # in merge_call every replica holds the whole stack
+        return _stacked.compiled(function, self._mesh.mirrored, *static)(array)
 
-    def _as_per_replica(self, leaf: Any, verb: str) -> PerReplica:
+    def _own(self, leaf: Any, verb: str) -> PerReplica | jax.Array:
+        """Return a leaf as a PerReplica of this strategy, or as an array that is the same on each replica."""
+        if isinstance(leaf, PerReplica):
+            self._check_own(leaf, verb)
+            return leaf
         if isinstance(leaf, Variable):
-            return leaf._as_per_replica()
-        if not isinstance(leaf, PerReplica):
-            array = _collectives.as_array(leaf, f"strategy.{verb}")
-            return PerReplica(_stacked.broadcast_stack(array, self.num_replicas_in_sync))
-        if leaf.num_replicas != self.num_replicas_in_sync:
-            raise StrategyMismatchError(
-                f"{verb} got a PerReplica of {leaf.num_replicas} replicas, but {self!r} has {self.num_replicas_in_sync}; it comes "
-                "from another strategy. Use that strategy's verb."
-            )
-        return leaf
+            self._check_own_variable(leaf, verb)
+            return leaf._as_per_replica() if leaf._on_read else leaf._read(_context.current(), is_taken=False)
+        array = _collectives.as_array(leaf, f"strategy.{verb}")
+        return jax.device_put(array, self._mesh.mirrored) if self._is_elsewhere(array) else array
 
-    def _local_values(self, leaf: Any) -> tuple[Any, ...] | None:
-        if not _is_distributed(leaf):
-            return None
-        values = (leaf._as_per_replica() if isinstance(leaf, Variable) else leaf).values
+    def _check_own(self, value: PerReplica, verb: str) -> None:
+        if value.num_replicas != self.num_replicas_in_sync:
+            raise StrategyMismatchError(
+                f"{verb} got a PerReplica of {value.num_replicas} replicas, but {self!r} has {self.num_replicas_in_sync}; "
+                "it comes from another strategy. Use that strategy's verb."
+            )
+        if self._is_elsewhere(value._array):
+            raise StrategyMismatchError(
+                f"{verb} got a PerReplica whose values lie on {sorted(map(str, value._array.sharding.device_set))}, which are "
+                f"not the devices of {self!r}; it comes from another strategy. Use that strategy's verb."
+            )
+
+    def _check_own_variable(self, variable: Variable, verb: str) -> None:
+        if variable._mesh != self._mesh:
+            raise StrategyMismatchError(
+                f"{verb} got variable {variable.name!r}, which lives on {describe_mesh(variable._mesh)}, but this is {self!r}. "
+                "Use the strategy in whose scope it was created, or pass variable.value."
+            )
+
+    def _is_elsewhere(self, array: Any) -> bool:
+        """Tell whether an array is tied to devices that are not this strategy's."""
+        if isinstance(array, jax.core.Tracer) or not isinstance(array, jax.Array) or not array.committed:
+            return False
+        return array.sharding.device_set != self._mesh.mirrored.device_set
+
+    def _local_values(self, leaf: PerReplica | Variable) -> tuple[Any, ...]:
+        if isinstance(leaf, Variable):
+            self._check_own_variable(leaf, "local_results")
+            leaf = leaf._as_per_replica()
+        self._check_own(leaf, "local_results")
+        values = leaf.values
         if isinstance(values[0], jax.core.Tracer):
             return values
-        device = next(iter(values[0].devices()))  # together, because JAX does not combine arrays of two devices
+        device = self._mesh.devices[0]  # together, because JAX does not combine arrays of two devices
         return tuple(jax.device_put(value, device) for value in values)
 
     def _from_replicas(self, column: Sequence[Any]) -> PerReplica:
-        arrays = [np.asarray(_collectives.as_array(leaf, "distribute_values_from_function")) for leaf in column]
+        arrays = [_collectives.as_array(leaf, "distribute_values_from_function") for leaf in column]
         if len({array.ndim for array in arrays}) > 1:
             raise ValueError(
-                f"value_fn returned arrays of different ranks, shapes {', '.join(str(a.shape) for a in arrays)}; expected one rank "
-                "for all replicas. Add axes of length one."
+                f"value_fn returned arrays of different ranks, shapes {', '.join(str(a.shape) for a in arrays)}; expected one "
+                "rank for all replicas. Add axes of length one."
             )
         dtypes = {array.dtype for array in arrays}
         if len(dtypes) > 1:
-            raise TypeError(f"value_fn returned different dtypes: {', '.join(sorted(map(str, dtypes)))}; expected one for all replicas.")
-        padded, shapes = stack_shapes([array.shape for array in arrays])
+            names = ", ".join(sorted(map(str, dtypes)))
+            raise TypeError(f"value_fn returned different dtypes: {names}; expected one for all replicas.")
+        _, shapes = stack_shapes([array.shape for array in arrays])
+        if not jnp.issubdtype(arrays[0].dtype, jax.dtypes.prng_key):
+            return PerReplica(self._stack(arrays), shapes)
+        data = self._stack([jax.random.key_data(array) for array in arrays])
+        return PerReplica(jax.random.wrap_key_data(data, impl=jax.random.key_impl(arrays[0])), shapes)
+
+    def _stack(self, arrays: Sequence[jax.Array]) -> jax.Array:
+        """Put each replica's array on its device, padded with zeros to one shape."""
+        padded, _ = stack_shapes([array.shape for array in arrays])
         stack = np.zeros((len(arrays), *padded), arrays[0].dtype)
         for replica, array in enumerate(arrays):
-            stack[(replica, *(slice(size) for size in array.shape))] = array
-        return PerReplica(jax.device_put(stack, self._mesh.stacked), shapes)
+            stack[(replica, *(slice(size) for size in array.shape))] = np.asarray(array)
+        return jax.device_put(stack, self._mesh.stacked)
 
 
 def _is_distributed(value: Any) -> bool:
     return isinstance(value, PerReplica | Variable)
+
+
+def _require_untraced(verb: str) -> None:
+    frame = _context.current()
+    if frame is not None and frame.bindings is not None:
+        raise ContextError(
+            f"strategy.{verb} was called inside a step or an mr.function, which is traced once and then run many times. "
+            f"Call strategy.{verb}(...) outside, after it."
+        )
 
 
 def _check_run_arguments(fn: Any, args: Any, kwargs: Any) -> None:
@@ -462,7 +514,7 @@ def _check_run_arguments(fn: Any, args: Any, kwargs: Any) -> None:
         raise TypeError(f"kwargs is {kwargs!r}; expected a dict of keyword arguments.")
 
 
-def _describe_program(program: Any) -> str:
+def _describe_program(program: Program) -> str:
     findings, lifted = program.findings, program.lifted
     sizes: dict[str, list[int]] = {}
     for collective in findings.collectives:

@@ -21,6 +21,7 @@ from ._typing import REPLICA_AXIS
 
 Jaxpr = jex_core.Jaxpr
 ClosedJaxpr = jex_core.ClosedJaxpr
+Literal = jex_core.Literal
 
 _PACKAGE_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _JAX_FOLDER = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
@@ -99,6 +100,26 @@ def user_line() -> str:
             return f"{filename}:{frame.f_lineno}"
         frame = frame.f_back
     return "<unknown>"
+
+
+def user_stacklevel() -> int:
+    """Return the `stacklevel` with which the caller's `warnings.warn` points at the user's line."""
+    frame, level = sys._getframe(1), 1
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_USER_CODE):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def raising_line(error: BaseException) -> str:
+    """Return `file:line` of the innermost user code that an exception came through."""
+    where = "<unknown>"
+    traceback = error.__traceback__
+    while traceback is not None:
+        filename = traceback.tb_frame.f_code.co_filename
+        if not filename.startswith(_NOT_USER_CODE):
+            where = f"{filename}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    return where
 
 
 def equation_line(equation: Any) -> str:

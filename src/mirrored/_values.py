@@ -88,11 +88,19 @@ class PerReplica:
     @property
     def values(self) -> tuple[jax.Array, ...]:
         """This worker's values in replica order, each on its replica's device."""
-        if isinstance(self._array, jax.core.Tracer):
-            rows = [self._array[i] for i in range(self.num_replicas)]
-            return tuple(self._trim(row, i) for i, row in enumerate(rows))
-        shards = sorted(self._array.addressable_shards, key=lambda shard: shard.index[0].start or 0)
-        return tuple(self._trim(shard.data[0], shard.index[0].start or 0) for shard in shards)
+        return tuple(self._local_rows().values())
+
+    def _local_rows(self) -> dict[int, jax.Array]:
+        """Return this worker's values by replica number, in order."""
+        rows: dict[int, Any] = {}
+        if isinstance(self._array, jax.Array) and not isinstance(self._array, jax.core.Tracer):
+            for shard in self._array.addressable_shards:
+                first = shard.index[0].start or 0
+                for i in range(shard.data.shape[0]):  # one row, unless `jax.tree.map` made another placement
+                    rows.setdefault(first + i, shard.data[i])
+        else:
+            rows = {i: self._array[i] for i in range(self.num_replicas)}
+        return {i: self._trim(rows[i], i) for i in sorted(rows)}
 
     def _trim(self, row: jax.Array, replica: int) -> jax.Array:
         if self._shapes is None:
@@ -100,16 +108,22 @@ class PerReplica:
         return row[tuple(slice(0, size) for size in self._shapes[replica])]
 
     def __repr__(self) -> str:
-        if isinstance(self._array, jax.core.Tracer | jax.ShapeDtypeStruct) or not hasattr(self._array, "dtype"):
+        if isinstance(self._array, jax.core.Tracer) or not isinstance(self._array, jax.Array | np.ndarray):
             return f"PerReplica({self._array!r})"
-        if self._array.is_deleted():
+        if isinstance(self._array, jax.Array) and self._array.is_deleted():
             return f"PerReplica(shape={self.shape}, dtype={self.dtype}, deleted)"
-        rows = ",\n".join(_indent(i, value) for i, value in self._indexed_values())
+        rows = ",\n".join(_indent(i, value) for i, value in self._local_rows().items())
         return f"PerReplica(shape={self.shape}, dtype={self.dtype},\n{rows})"
 
-    def _indexed_values(self) -> list[tuple[int, jax.Array]]:
-        shards = sorted(shard.index[0].start or 0 for shard in self._array.addressable_shards)
-        return list(zip(shards, self.values, strict=True))
+    def __getattr__(self, name: str) -> NoReturn:
+        """Say what to do instead of `x.mean()`, `x.item()` and other methods of arrays."""
+        hint = f" {_WAYS_OUT}" if name == "numpy" or hasattr(jax.Array, name) else ""
+        raise AttributeError(f"PerReplica has no attribute {name!r}.{hint}")
+
+    def __format__(self, spec: str) -> str:
+        if spec:
+            self._refuse(f"the format {spec!r}")
+        return repr(self)
 
     def _refuse(self, operation: str) -> NoReturn:
         raise PerReplicaError(f"PerReplica does not support {operation} (shape {self.shape} on each replica). {_WAYS_OUT}")
@@ -144,8 +158,14 @@ class PerReplica:
     def __iter__(self) -> Iterator[Any]:
         self._refuse("iteration")
 
+    def __contains__(self, item: Any) -> bool:
+        self._refuse("`in`")
+
     def __getitem__(self, key: Any) -> NoReturn:
         self._refuse("indexing")
+
+    def __setitem__(self, key: Any, value: Any) -> NoReturn:
+        self._refuse("assignment to its items")
 
     __hash__ = object.__hash__
 
@@ -157,7 +177,10 @@ def _add_refused_operators() -> None:
         "and": "&", "or": "|", "xor": "^", "lshift": "<<", "rshift": ">>", "divmod": "divmod",
     }  # fmt: skip
     comparisons = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
-    unary = {"neg": "-", "pos": "+", "abs": "abs", "invert": "~"}
+    unary = {
+        "neg": "-", "pos": "+", "abs": "abs", "invert": "~", "round": "round", "trunc": "math.trunc", "floor": "math.floor",
+        "ceil": "math.ceil",
+    }  # fmt: skip
 
     def refused(symbol: str) -> Any:
         def operator(self: PerReplica, *operands: Any) -> NoReturn:

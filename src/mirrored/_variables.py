@@ -443,8 +443,8 @@ class Variable:
 
 def _add_operators() -> None:
     """Give Variable the arithmetic and comparison operators of arrays, through its value."""
-    names = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift divmod".split()
-    unary = "neg pos abs invert round".split()
+    names = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift", "divmod"]
+    unary = ["neg", "pos", "abs", "invert", "round"]
 
     def binary(name: str, reflected: bool) -> Any:
         def operator(self: Variable, other: Any) -> Any:

@@ -62,9 +62,7 @@ class Optimizer:
         with _context.entered(Frame(None, self._leaves[0]._mesh)):
             values = self._as_tree([variable.value for variable in self._leaves])
             paths, self._state_treedef = jax.tree_util.tree_flatten_with_path(tx.init(values))
-            self._state = [
-                Variable(leaf, name=f"optimizer{jax.tree_util.keystr(path)}", trainable=False) for path, leaf in paths
-            ]
+            self._state = [Variable(leaf, name=f"optimizer{jax.tree_util.keystr(path)}", trainable=False) for path, leaf in paths]
 
     @property
     def variables(self) -> PyTree:
@@ -121,17 +119,13 @@ class Optimizer:
         )
         return jax.tree.leaves(flags)
 
-    def _combined(
-        self, frame: Frame | None, gradients: list[Any], variables: list[Variable], aggregate: bool
-    ) -> list[jax.Array]:
+    def _combined(self, frame: Frame | None, gradients: list[Any], variables: list[Variable], aggregate: bool) -> list[jax.Array]:
         if frame is None or frame.replica is None:
             return [_one_value(g, v, aggregate) for g, v in zip(gradients, variables, strict=True)]
         if not aggregate:
             return gradients
         where = _tracing.user_line()
-        marked = [
-            mark(jnp.asarray(g), Mark(Purpose.GRADIENT, v.name, where)) for g, v in zip(gradients, variables, strict=True)
-        ]
+        marked = [mark(jnp.asarray(g), Mark(Purpose.GRADIENT, v.name, where)) for g, v in zip(gradients, variables, strict=True)]
         return frame.replica.all_reduce(ReduceOp.SUM, marked)
 
     def _aligned(self, grads: Any) -> list[Any]:
@@ -208,7 +202,9 @@ def _one_value(gradient: Any, variable: Variable, aggregate: bool) -> jax.Array:
 
 def _check_variables(leaves: list[Any]) -> None:
     if not leaves:
-        raise TypeError("mr.Optimizer got no variables; expected at least one, for example mr.Optimizer(optax.adam(1e-3), [w, b]).")
+        raise TypeError(
+            "mr.Optimizer got no variables; expected at least one, for example mr.Optimizer(optax.adam(1e-3), [w, b])."
+        )
     for position, leaf in enumerate(leaves):
         if not isinstance(leaf, Variable):
             raise TypeError(

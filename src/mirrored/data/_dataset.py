@@ -70,7 +70,9 @@ class DistributedDataset:
             dropped = num_rows % num_replicas
             if dropped and not self._has_dropped:
                 self._has_dropped = True
-                _logger.info("dropping %d of the %d rows of a global batch: %d replicas do not divide it", dropped, num_rows, num_replicas)
+                _logger.info(
+                    "dropping %d of the %d rows of a global batch: %d replicas do not divide it", dropped, num_rows, num_replicas
+                )
             if num_rows - dropped:
                 yield stacked
 
@@ -82,7 +84,9 @@ def check_dataset(dataset: Any) -> None:
         return
     if isinstance(dataset, DistributedDataset):
         raise TypeError("the dataset is distributed already; iterate over it.")
-    if isinstance(dataset, np.ndarray | jax.Array | PerReplica) or (isinstance(dataset, dict | tuple) and not _is_batches(dataset)):
+    if isinstance(dataset, np.ndarray | jax.Array | PerReplica) or (
+        isinstance(dataset, dict | tuple) and not _is_batches(dataset)
+    ):
         raise TypeError(
             f"distribute_dataset got {type(dataset).__name__}, one set of arrays; expected a dataset that yields global batches. "
             "Write strategy.distribute_dataset(strategy.make_numpy_dataset(arrays).batch(global_batch_size))."

@@ -110,7 +110,9 @@ def check_rows(arrays: PyTree) -> None:
     for path, leaf in paths:
         name = jax.tree_util.keystr(path) or "the array"
         if not isinstance(leaf, np.ndarray):
-            raise TypeError(f"{name} is {leaf!r} of type {type(leaf).__name__}; expected a numpy array whose first axis counts rows.")
+            raise TypeError(
+                f"{name} is {leaf!r} of type {type(leaf).__name__}; expected a numpy array whose first axis counts rows."
+            )
         if leaf.ndim == 0:
             raise ValueError(f"{name} is a scalar; expected an array whose first axis counts rows.")
         if leaf.dtype.kind in "OUSMm":

@@ -1,0 +1,139 @@
+"""The step with mirrored, and the same step written by hand in JAX."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from _harness import Contender
+from _workloads import LEARNING_RATE, Workload
+from jax.flatten_util import ravel_pytree
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import mirrored as mr
+
+Params = dict[str, jax.Array]
+
+#: Gradients of fewer elements than this travel in one buffer in the packed contender.
+SMALL = 8192
+
+
+def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+
+
+def _linear(params: Params, x: jax.Array, y: jax.Array) -> jax.Array:
+    return _cross_entropy(x @ params["w"] + params["b"], y)
+
+
+def _mlp(params: Params, x: jax.Array, y: jax.Array) -> jax.Array:
+    for i in range(2):
+        x = jax.nn.relu(x @ params[f"w{i}"] + params[f"b{i}"])
+    return _cross_entropy(x @ params["w2"] + params["b2"], y)
+
+
+def _conv(params: Params, x: jax.Array, y: jax.Array) -> jax.Array:
+    for i, stride in enumerate((1, 2, 2)):
+        x = jax.lax.conv_general_dilated(
+            x, params[f"w{i}"], (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        x = jax.nn.relu(x + params[f"b{i}"])
+    return _cross_entropy(x.mean((1, 2)) @ params["w"] + params["b"], y)
+
+
+#: The losses of the examples, `(params, x, y) -> [batch]`, by workload.
+LOSSES: dict[str, Callable[..., jax.Array]] = {"W1": _linear, "W2": _mlp, "W3": _conv}
+
+
+def with_mirrored(workload: Workload, num_replicas: int) -> Contender:
+    strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
+    with strategy.scope():
+        variables = {name: mr.Variable(array, name=name) for name, array in workload.parameters().items()}
+        optimizer = mr.Optimizer(optax.adam(LEARNING_RATE), variables)
+
+    def step(x: jax.Array, y: jax.Array) -> jax.Array:
+        def loss() -> jax.Array:
+            params = {name: variable.value for name, variable in variables.items()}
+            return mr.losses.compute_average_loss(LOSSES[workload.name](params, x, y))
+
+        value, gradients = mr.value_and_grad(loss, variables)()
+        optimizer.apply_gradients(gradients)
+        return value
+
+    batches = itertools.cycle(list(strategy.distribute_dataset(workload.batches())))
+
+    def run(num_steps: int) -> float:
+        for batch in itertools.islice(batches, num_steps):
+            losses = strategy.run(step, args=batch)
+        strategy.barrier("end of a turn")
+        return sum(map(float, losses.values))
+
+    return Contender("mirrored", run)
+
+
+def by_hand(workload: Workload, num_replicas: int) -> Contender:
+    """`jit(shard_map)` with one psum of the gradient tree."""
+    return _by_hand("by hand", workload, num_replicas, lambda gradients: jax.lax.psum(gradients, "data"))
+
+
+def by_hand_packed(workload: Workload, num_replicas: int) -> Contender:
+    """The same with the small gradients packed into one buffer."""
+    return _by_hand("by hand, packed", workload, num_replicas, _packed_psum)
+
+
+def on_one_device(workload: Workload) -> Contender:
+    """The whole batch on one device, with nothing to communicate."""
+    return _by_hand("one device", workload, 1, lambda gradients: gradients)
+
+
+def _packed_psum(gradients: Params) -> Params:
+    small = {name: g for name, g in gradients.items() if g.size < SMALL}
+    large = {name: g for name, g in gradients.items() if g.size >= SMALL}
+    packed, unpack = ravel_pytree(small)
+    packed, large = jax.lax.psum((packed, large), "data")
+    return unpack(packed) | large
+
+
+def _by_hand(name: str, workload: Workload, num_replicas: int, combine: Callable[[Params], Params]) -> Contender:
+    mesh = Mesh(np.array(jax.devices()[:num_replicas]), ("data",))
+    mirrored, split = PartitionSpec(), PartitionSpec("data")
+    tx = optax.adam(LEARNING_RATE)
+
+    def step(params: Params, state: Any, x: jax.Array, y: jax.Array) -> tuple[Params, Any, jax.Array]:
+        def loss(params: Params) -> jax.Array:
+            return jnp.sum(LOSSES[workload.name](params, x, y)) / workload.batch
+
+        value, gradients = jax.value_and_grad(loss)(params)
+        updates, state = tx.update(combine(gradients), state, params)
+        return optax.apply_updates(params, updates), state, value[None]
+
+    mapped = jax.shard_map(
+        step, mesh=mesh, in_specs=(mirrored, mirrored, split, split), out_specs=(mirrored, mirrored, split), check_vma=False
+    )
+    compiled = jax.jit(mapped, donate_argnums=(0, 1))
+    params = jax.device_put(workload.parameters(), NamedSharding(mesh, mirrored))
+    state = jax.device_put(tx.init(params), NamedSharding(mesh, mirrored))
+    batches = itertools.cycle([jax.device_put(batch, NamedSharding(mesh, split)) for batch in workload.batches()])
+
+    def run(num_steps: int) -> float:
+        nonlocal params, state
+        for x, y in itertools.islice(batches, num_steps):
+            params, state, losses = compiled(params, state, x, y)
+        jax.block_until_ready(params)
+        return float(np.sum(losses))
+
+    return Contender(name, run)
+
+
+def jax_contenders(workload: Workload, num_replicas: int) -> Sequence[Contender]:
+    return (
+        by_hand(workload, num_replicas),
+        with_mirrored(workload, num_replicas),
+        by_hand_packed(workload, num_replicas),
+        on_one_device(workload),
+    )

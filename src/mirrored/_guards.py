@@ -1,0 +1,91 @@
+"""What a step is refused or warned for, and the messages that users see."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+
+import jax
+
+from . import _context, _tracing
+from ._context import ReplicaContext
+from ._errors import FactorOfReplicasError, FactorOfReplicasWarning, OneProgramError, ReplicasDivergeError
+from ._lift import Lifted
+from ._marks import Mark, Purpose
+from ._mirror_proof import Findings, Sameness, State
+
+
+def check_assignments(lifted: Lifted, findings: Findings) -> None:
+    for note, state in findings.marks:
+        if note.purpose is Purpose.ASSIGN and not state.is_mirrored:
+            raise ReplicasDivergeError(_diverge_message(note, state))
+    new_states = findings.outputs[lifted.num_results :]
+    for variable, where, state in zip(lifted.written, lifted.write_lines, new_states, strict=True):
+        if not variable._on_read and not state.is_mirrored:
+            raise ReplicasDivergeError(_diverge_message(Mark(Purpose.ASSIGN, variable.name, where), state))
+
+
+def _diverge_message(note: Mark, state: State) -> str:
+    return (
+        f"variable {note.name!r} is mirrored, but the value assigned to it at {note.where} may differ by replica: it "
+        f"depends on {state.origin}. The copies would drift apart without a word. Combine the replicas first, for "
+        "example ctx = mr.get_replica_context(); variable.assign(ctx.all_reduce('mean', value)); or let "
+        "mr.Optimizer(...).apply_gradients(grads) do it; or create the variable with aggregation='mean'. "
+        "If each replica shall keep its own value, create it with synchronization='on_read'."
+    )
+
+
+def check_gradients(findings: Findings, num_replicas: int) -> None:
+    gradients = [(note, state) for note, state in findings.marks if note.purpose is Purpose.GRADIENT]
+    for note, state in gradients:
+        if state.sameness is Sameness.REDUCED:
+            raise FactorOfReplicasError(
+                f"the gradient of variable {note.name!r} given to apply_gradients at {note.where} has already been "
+                "combined over the replicas. apply_gradients sums gradients over the replicas itself, so this update "
+                f"would be {num_replicas} times too large. Leave the all_reduce out, or say that it is done: "
+                "optimizer.apply_gradients(grads, aggregate=False)."
+            )
+    if not gradients or num_replicas == 1:
+        return
+    if all(state.sameness is Sameness.SAME for _, state in gradients):
+        _warn_of_factor(
+            f"no data that differs by replica entered this step, so all {num_replicas} replicas computed the same "
+            f"gradients, and apply_gradients at {gradients[0][0].where} sums them: the update is {num_replicas} times that "
+            "of one device. An array passed to strategy.run goes whole to every replica; give each replica its "
+            "part of the batch with strategy.distribute_dataset(dataset)."
+        )
+    elif any(note.purpose is Purpose.LOSS and state.sameness is Sameness.REDUCED for note, state in findings.marks):
+        _warn_of_factor(
+            "the loss was combined over the replicas before it was differentiated, so each gradient already stands for "
+            f"all replicas, and apply_gradients at {gradients[0][0].where} sums them again: the update is {num_replicas} times "
+            "too large. Differentiate this replica's own loss (mr.losses.compute_average_loss) and reduce the loss "
+            "after the gradient, or for reporting outside with strategy.reduce('sum', loss)."
+        )
+
+
+def _warn_of_factor(message: str) -> None:
+    warnings.warn(message, FactorOfReplicasWarning, stacklevel=_tracing.user_stacklevel())
+
+
+@contextlib.contextmanager
+def explained(replica: Callable[[], ReplicaContext | None]) -> Iterator[None]:
+    """Explain the one-program rule where Python tried to branch on a replica's number."""
+    try:
+        yield
+    except jax.errors.ConcretizationTypeError as error:
+        context = replica()
+        current = context if context is not None else getattr(_context.current(), "replica", None)
+        if current is None or not current._knows_id:
+            raise
+        raise OneProgramError(_one_program_message(error)) from error
+
+
+def _one_program_message(error: Exception) -> str:
+    return (
+        f"Python needed the value of something that differs by replica, at {_tracing.raising_line(error)}. All replicas run one program, so "
+        "replica_id_in_sync_group is not known while it is traced, and `if ctx.replica_id_in_sync_group == 0:` cannot "
+        "choose. To compute a different value on one replica: jnp.where(ctx.replica_id_in_sync_group == 0, a, b), or "
+        "jax.lax.cond(ctx.replica_id_in_sync_group == 0, make_a, make_b). To set a variable on all replicas: assign it "
+        "outside strategy.run, variable.assign(value). To take replica 0's value: aggregation='only_first_replica'."
+    )

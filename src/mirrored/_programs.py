@@ -1,0 +1,81 @@
+"""The programs of one strategy: a cache, and a watch for functions that are compiled again and again."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import warnings
+from collections.abc import Iterator
+from typing import Any, Generic, TypeVar
+
+from . import _tracing
+from ._errors import RecompilationWarning
+from ._signature import ArrayLeaf, Call, leaf_names
+
+#: Programs kept per strategy, least recently used first out.
+MAX_PROGRAMS = 256
+#: So many programs of one function are normal (a few shapes, training and not); more are reported once.
+MAX_SILENT_RECOMPILATIONS = 8
+
+ProgramT = TypeVar("ProgramT")
+
+
+class Programs(Generic[ProgramT]):
+    """Keep the programs of one strategy, and notice a function that is compiled again and again."""
+
+    def __init__(self) -> None:
+        self._programs: collections.OrderedDict[Any, ProgramT] = collections.OrderedDict()
+        self._calls: dict[Any, list[Call]] = {}
+        self._reported: set[Any] = set()
+
+    def __iter__(self) -> Iterator[ProgramT]:
+        return iter(self._programs.values())
+
+    def get(self, key: Any) -> ProgramT | None:
+        program = self._programs.get(key)
+        if program is not None:
+            self._programs.move_to_end(key)
+        return program
+
+    def add(self, call: Call, program: ProgramT) -> None:
+        self._programs[call.key] = program
+        while len(self._programs) > MAX_PROGRAMS:
+            self._programs.popitem(last=False)
+        self._watch(call)
+
+    def _watch(self, call: Call) -> None:
+        code = getattr(call.function, "__code__", call.function)
+        calls = self._calls.setdefault(id(code), [])
+        calls.append(dataclasses.replace(call, arrays=[]))
+        if len(calls) <= MAX_SILENT_RECOMPILATIONS or id(code) in self._reported:
+            return
+        self._reported.add(id(code))
+        message = _recompilation_message(calls[-2], calls[-1], len(calls))
+        warnings.warn(message, RecompilationWarning, stacklevel=_tracing.user_stacklevel())
+
+
+def _recompilation_message(before: Call, after: Call, count: int) -> str:
+    name = getattr(after.function, "__qualname__", repr(after.function))
+    start = f"{name} has been compiled {count} times"
+    if before.treedef != after.treedef:
+        return f"{start}; this time because the structure of its arguments changed. Pass arguments of one structure."
+    for leaf_name, old, new in zip(leaf_names(after), before.leaves, after.leaves, strict=True):
+        if isinstance(old, ArrayLeaf) and isinstance(new, ArrayLeaf) and old != new:
+            return (
+                f"{start}; this time because the argument {leaf_name} changed from shape {old.shape} {old.dtype} to "
+                f"{new.shape} {new.dtype}. Give batches one shape, for example with drop_remainder=True."
+            )
+        if not isinstance(new, ArrayLeaf) and old != new:
+            return (
+                f"{start}; this time because the argument {leaf_name} changed from {_shown(old)} to {_shown(new)}. Python "
+                "numbers, strings and objects are compiled into the program. Pass a value that changes as an array: "
+                "jnp.asarray(value)."
+            )
+    return (
+        f"{start}; this time because something that it closes over is another object than before. Define the step once, "
+        "outside the loop, and pass what changes as an argument."
+    )
+
+
+def _shown(leaf: Any) -> str:
+    return f"an array of shape {leaf.shape}" if isinstance(leaf, ArrayLeaf) else repr(leaf[0])
