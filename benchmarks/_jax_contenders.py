@@ -39,9 +39,7 @@ def _mlp(params: Params, x: jax.Array, y: jax.Array) -> jax.Array:
 
 def _conv(params: Params, x: jax.Array, y: jax.Array) -> jax.Array:
     for i, stride in enumerate((1, 2, 2)):
-        x = jax.lax.conv_general_dilated(
-            x, params[f"w{i}"], (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-        )
+        x = jax.lax.conv_general_dilated(x, params[f"w{i}"], (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
         x = jax.nn.relu(x + params[f"b{i}"])
     return _cross_entropy(x.mean((1, 2)) @ params["w"] + params["b"], y)
 
@@ -130,7 +128,8 @@ def _by_hand(name: str, workload: Workload, num_replicas: int, combine: Callable
     return Contender(name, run)
 
 
-def jax_contenders(workload: Workload, num_replicas: int) -> Sequence[Contender]:
+def all_of(workload: Workload, num_replicas: int) -> Sequence[Contender]:
+    """Make all of them; the first is what the others are compared with."""
     return (
         by_hand(workload, num_replicas),
         with_mirrored(workload, num_replicas),

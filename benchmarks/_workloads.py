@@ -44,9 +44,9 @@ def _linear() -> Arrays:
     return {"w": _dense(np.random.default_rng(0), 784, 10), "b": np.zeros(10, np.float32)}
 
 
-def _mlp() -> Arrays:
+def mlp(width: int = 1024) -> Arrays:
     rng, arrays = np.random.default_rng(0), {}
-    for i, (fan_in, fan_out) in enumerate([(784, 1024), (1024, 1024), (1024, 10)]):
+    for i, (fan_in, fan_out) in enumerate([(784, width), (width, width), (width, 10)]):
         arrays |= {f"w{i}": _dense(rng, fan_in, fan_out), f"b{i}": np.zeros(fan_out, np.float32)}
     return arrays
 
@@ -62,7 +62,7 @@ WORKLOADS = {
     workload.name: workload
     for workload in (
         Workload("W1", "linear model of seed 001, batch 64", 64, (784,), _linear),
-        Workload("W2", "MLP 784-1024-1024-10, batch 256", 256, (784,), _mlp),
+        Workload("W2", "MLP 784-1024-1024-10, batch 256", 256, (784,), mlp),
         Workload("W3", "three convolutions on 32 x 32 images, batch 64", 64, (32, 32, 3), _conv),
     )
 }

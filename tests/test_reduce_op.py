@@ -33,5 +33,5 @@ def test_an_unknown_name_is_refused_with_the_known_ones():
 
 @pytest.mark.parametrize("given", [3, None, mr.VariableAggregation.SUM, sum], ids=repr)
 def test_another_type_is_refused_also_when_its_name_would_fit(given):
-    with pytest.raises(TypeError, match="reduce_op is .*; expected one of 'sum', 'mean'"):
+    with pytest.raises(TypeError, match=r"reduce_op is .*; expected one of 'sum', 'mean'"):
         mr.ReduceOp.parse(given, "reduce_op")

@@ -1,9 +1,11 @@
 """reduce, gather and split of values with a replica axis, against numpy: any shapes, any sizes, any number of replicas."""
 
 import functools
+import itertools
 import math
 
 import hypothesis
+import hypothesis.extra.numpy as hnp
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
@@ -13,10 +15,12 @@ import pytest
 
 import mirrored as mr
 from mirrored import _collectives, _stacked
+from mirrored._reduce_op import VariableAggregation
 
 DTYPES = ["float32", "int32", "uint8", "bool", "float16", "bfloat16", "complex64"]
+SIZES = [1, 2, 3, 8]
 few_examples = hypothesis.settings(
-    max_examples=30, deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    max_examples=25, deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 
 
@@ -29,74 +33,354 @@ def make(strategy, values):
     return strategy.distribute_values_from_function(lambda ctx: values[ctx.replica_id_in_sync_group])
 
 
-def numpy_reduce(op, values, axes):
-    """Reduce in float64 (complex128) with the true number of elements."""
-    wide = [np.asarray(v).astype(np.result_type(np.float64, np.asarray(v).dtype.char if v.dtype.kind == "c" else "f8")) for v in values]
-    total = sum(v.sum(axis=axes) if axes else v for v in wide)
-    if op == "sum":
-        return total
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return total / np.float64(sum(math.prod(v.shape[a] for a in axes) for v in values))
-
-
-def reduced_dtype(op, dtype):
-    if dtype == bool:
-        return np.int32 if op == "sum" else np.float32
-    return np.float32 if op == "mean" and dtype.kind in "iu" else dtype
+# -- against numpy
 
 
 @st.composite
-def per_replica_arrays(draw):
-    """One small array for each replica, of one rank and dtype; sizes may differ along one axis, which is returned."""
-    num_replicas = draw(st.sampled_from([1, 2, 3, 8]))
+def per_replica_arrays(draw, even=False):
+    """One small array for each replica, of one rank and dtype; their sizes may differ along one axis, which comes along."""
+    num_replicas = draw(st.sampled_from(SIZES))
     shape = draw(st.lists(st.integers(0, 3), min_size=1, max_size=3))
     axis = draw(st.integers(0, len(shape) - 1))
-    sizes = draw(st.lists(st.integers(0, 3), min_size=num_replicas, max_size=num_replicas))
+    sizes = (
+        [shape[axis]] * num_replicas if even else draw(st.lists(st.integers(0, 3), min_size=num_replicas, max_size=num_replicas))
+    )
     dtype = np.dtype(draw(st.sampled_from(DTYPES)))
     random = np.random.default_rng(draw(st.integers(0, 99)))
-    low = 0 if dtype.kind == "u" else -3  # small integers: sums are exact in every dtype
-    arrays = [random.integers(low, 4, [*shape[:axis], size, *shape[axis + 1 :]]).astype(dtype) for size in sizes]
-    return num_replicas, axis, arrays
+    low = 0 if dtype.kind in "ub" else -1  # so small that sums are exact in every dtype
+    return axis, [random.integers(low, 2, [*shape[:axis], size, *shape[axis + 1 :]]).astype(dtype) for size in sizes]
+
+
+def numpy_reduce(op, arrays, axes):
+    """Reduce in double precision, and divide by the true number of elements."""
+    wide = np.complex128 if arrays[0].dtype.kind == "c" else np.float64
+    total = sum(array.astype(wide).sum(axis=axes) for array in arrays)
+    with np.errstate(invalid="ignore"):
+        return total if op == "sum" else total / np.float64(sum(math.prod(array.shape[a] for a in axes) for array in arrays))
+
+
+def dtype_of(op, dtype):
+    if dtype.kind == "b":
+        return np.dtype({"sum": "int32", "mean": "float32"}[op])
+    return np.dtype("float32") if op == "mean" and dtype.kind in "iu" else dtype
+
+
+def check_reduced(result, op, arrays, axes):
+    assert result.dtype == dtype_of(op, arrays[0].dtype) and result.is_fully_replicated
+    expected = numpy_reduce(op, arrays, axes)
+    tolerance = 0 if op == "sum" else 2 * float(jnp.finfo(result.dtype).eps)
+    np.testing.assert_allclose(np.asarray(result).astype(expected.dtype), expected, rtol=tolerance)
 
 
 @few_examples
 @hypothesis.given(per_replica_arrays(), st.sampled_from(["sum", "mean"]), st.data())
-def test_reduce_is_that_of_numpy_with_the_true_number_of_rows(case, op, data):
-    num_replicas, uneven_axis, arrays = case
+def test_reduce_over_axes_is_that_of_numpy_with_the_true_number_of_rows(case, op, data):
+    uneven_axis, arrays = case
     rank = arrays[0].ndim
-    axes = data.draw(st.sets(st.integers(0, rank - 1))) | {uneven_axis}
-    given = tuple(data.draw(st.permutations([data.draw(st.sampled_from([a, a - rank])) for a in axes])))
-    strategy = strategy_of(num_replicas)
-    result = strategy.reduce(op, make(strategy, arrays), axis=given[0] if len(given) == 1 else given)
-    assert result.dtype == reduced_dtype(op, arrays[0].dtype) and result.is_fully_replicated
-    expected = numpy_reduce(op, arrays, tuple(sorted(axes)))
-    tolerance = 0 if op == "sum" else 2 * float(jnp.finfo(result.dtype).eps)
-    np.testing.assert_allclose(np.asarray(result).astype(expected.dtype), expected, rtol=tolerance)
+    axes = sorted(data.draw(st.sets(st.integers(0, rank - 1))) | {uneven_axis})
+    given = data.draw(st.permutations([data.draw(st.sampled_from([a, a - rank])) for a in axes]))
+    strategy = strategy_of(len(arrays))
+    result = strategy.reduce(op, make(strategy, arrays), axis=given[0] if len(given) == 1 else tuple(given))
+    check_reduced(result, op, arrays, tuple(axes))
+
+
+@few_examples
+@hypothesis.given(per_replica_arrays(even=True), st.sampled_from(["sum", "mean"]), st.sampled_from([None, ()]))
+def test_reduce_without_an_axis_is_element_by_element(case, op, no_axis):
+    _, arrays = case
+    strategy = strategy_of(len(arrays))
+    result = strategy.reduce(op, make(strategy, arrays), axis=no_axis)
+    assert result.shape == arrays[0].shape
+    check_reduced(result, op, arrays, ())
 
 
 @few_examples
 @hypothesis.given(per_replica_arrays())
 def test_gather_is_concatenation_in_replica_order(case):
-    num_replicas, axis, arrays = case
-    strategy = strategy_of(num_replicas)
-    for given in (axis, axis - arrays[0].ndim):
-        result = strategy.gather(make(strategy, arrays), axis=given)
+    axis, arrays = case
+    strategy = strategy_of(len(arrays))
+    for given_axis in (axis, axis - arrays[0].ndim):
+        result = strategy.gather(make(strategy, arrays), axis=given_axis)
         assert result.dtype == arrays[0].dtype and result.is_fully_replicated
         np.testing.assert_array_equal(np.asarray(result), np.concatenate(arrays, axis=axis))
 
 
+# -- uneven sizes
+
+
+def test_the_example_of_the_tensorflow_page(strategy2, per_replica):
+    x = per_replica(strategy2, [0, 1, 2, 3], [4, 5])
+    assert strategy2.reduce("mean", x, axis=0) == 2.5
+    assert strategy2.reduce("sum", x, axis=0) == 15
+
+
+@pytest.mark.parametrize(
+    "sizes, mean, total",
+    [([2, 0, 0], 3.0, 6.0), ([0, 2, 0], 3.0, 6.0), ([0, 1, 1], 3.0, 6.0), ([0, 0, 0], math.nan, 0.0)],
+)
+@pytest.mark.parametrize("dtype", ["float32", "int32", "float16"])
+def test_replicas_without_rows_count_for_nothing(strategy3, per_replica, sizes, mean, total, dtype):
+    rows = iter([2, 4] if sum(sizes) else [])
+    x = per_replica(strategy3, *[np.array(list(itertools.islice(rows, size)), dtype) for size in sizes])
+    np.testing.assert_equal(float(strategy3.reduce("mean", x, axis=0)), mean)
+    assert strategy3.reduce("sum", x, axis=0) == total and strategy3.reduce("sum", x, axis=0).dtype == dtype
+    assert strategy3.gather(x, axis=0).shape == (sum(sizes),)
+
+
+def test_sizes_may_differ_along_several_axes_when_all_are_reduced(strategy3, per_replica):
+    x = per_replica(strategy3, np.ones((2, 1, 3)), np.ones((1, 4, 3)), np.ones((0, 2, 3)))
+    assert x.shape == (None, None, 3)
+    assert strategy3.reduce("sum", x, axis=(0, 1)).tolist() == [6, 6, 6]
+    assert strategy3.reduce("mean", x, axis=[1, 0, -1]) == 1
+    with pytest.raises(
+        mr.UnevenReplicasError, match=r"reduce with axis=0 .*\(2, 1, 3\), \(1, 4, 3\), \(0, 2, 3\).*axis=\(0, 1\)"
+    ):
+        strategy3.reduce("sum", x, axis=0)
+    with pytest.raises(mr.UnevenReplicasError, match=r"gather joins along one axis only; use strategy\.local_results"):
+        strategy3.gather(x, axis=0)
+
+
+@pytest.mark.parametrize("axis", [None, (), 1, -1])
+def test_a_reduction_that_leaves_different_sizes_is_refused_with_both_shapes_and_the_axis(strategy2, per_replica, axis):
+    x = per_replica(strategy2, np.ones((4, 3)), np.ones((2, 3)))
+    with pytest.raises(mr.UnevenReplicasError, match=r"\(4, 3\), \(2, 3\)\. Name the axis .*strategy\.reduce\(\.\.\., axis=0\)"):
+        strategy2.reduce("mean", x, axis=axis)
+    assert strategy2.reduce("mean", x, axis=0).tolist() == [1, 1, 1]
+
+
+def test_a_gather_along_another_axis_than_the_uneven_one_is_refused(strategy2, per_replica):
+    x = per_replica(strategy2, np.ones((2, 1)), np.ones((2, 3)))
+    with pytest.raises(
+        mr.UnevenReplicasError, match=r"gather with axis=0 .*\(2, 1\), \(2, 3\)\..*strategy\.gather\(\.\.\., axis=1\)"
+    ):
+        strategy2.gather(x, axis=0)
+    assert strategy2.gather(x, axis=1).shape == (2, 4)
+
+
+def test_nan_and_inf_in_the_data_are_kept_and_never_taken_for_padding(strategy3, per_replica):
+    x = per_replica(
+        strategy3, np.float32([[np.nan, 1, np.inf]]), np.float32([[1, 1, 1], [2, 2, 2]]), np.zeros((0, 3), np.float32)
+    )
+    np.testing.assert_equal(np.asarray(strategy3.reduce("sum", x, axis=0)), [np.nan, 4, np.inf])
+    np.testing.assert_equal(np.asarray(strategy3.reduce("mean", x, axis=0)), np.float32([np.nan, 4 / 3, np.inf]))
+    np.testing.assert_equal(np.asarray(strategy3.gather(x, axis=0)), [[np.nan, 1, np.inf], [1, 1, 1], [2, 2, 2]])
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf, 1e30])
+def test_the_padding_is_never_seen_whatever_is_in_it(strategy3, per_replica, poison):
+    x = per_replica(strategy3, np.float32([1, 2, 3]), np.float32([4]), np.float32([]))
+    poisoned = jax.tree.map(lambda stack: jnp.where(stack == 0, poison, stack), x)
+    assert strategy3.reduce("sum", poisoned, axis=0) == 10
+    assert strategy3.reduce("mean", poisoned, axis=0) == 2.5
+    assert strategy3.gather(poisoned, axis=0).tolist() == [1, 2, 3, 4]
+    assert [value.tolist() for value in poisoned.values] == [[1, 2, 3], [4], []]
+
+
+def test_uneven_values_work_in_a_compiled_function_too(strategy3, per_replica):
+    x = per_replica(strategy3, np.float32([1, 2, 3]), np.float32([4]), np.float32([]))
+    mean, joined, again = mr.function(lambda y: (strategy3.reduce("mean", y, axis=0), strategy3.gather(y, axis=0), y))(x)
+    assert mean == 2.5 and joined.tolist() == [1, 2, 3, 4] and repr(again) == repr(x)
+
+
+# -- dtypes
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("axis", [None, 0])
+def test_a_mean_of_half_precision_neither_overflows_nor_stops_counting(strategy, dtype, axis):
+    big = make(strategy, [np.full(600, 60000).astype(dtype)] * strategy.num_replicas_in_sync)
+    mean = strategy.reduce("mean", big, axis=axis)
+    assert mean.dtype == dtype and np.all(np.asarray(mean) == np.array(60000).astype(dtype))
+    in_step = strategy.run(lambda x: strategy.reduce("mean", x, axis=axis), args=(big,))
+    assert in_step.dtype == dtype and np.all(np.asarray(in_step) == np.array(60000).astype(dtype))
+
+
+def test_a_mean_of_half_precision_keeps_what_is_too_small_for_its_sum(strategy2, per_replica):
+    x = per_replica(strategy2, np.float16([6e-8, 2048]), np.float16([6e-8, 2050]))
+    assert strategy2.reduce("mean", x).tolist() == [np.float16(6e-8), np.float16(2049)]
+
+
+def test_a_mean_of_large_integers_does_not_overflow(strategy, per_replica):
+    largest = np.int32(2**31 - 1)
+    x = per_replica(strategy, *[[largest, -largest]] * strategy.num_replicas_in_sync)
+    assert strategy.reduce("mean", x).tolist() == [np.float32(largest), -np.float32(largest)]
+
+
+def test_a_mean_of_more_elements_than_an_int32_counts():
+    assert _collectives.divide(jnp.float32(2.0**33), 2**32, jnp.dtype("float32")) == 2.0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8", "uint16", "bool", "float16", "bfloat16", "complex64", "float8_e4m3fn"])
+def test_gather_takes_any_dtype(strategy3, per_replica, dtype):
+    rows = [np.arange(n).astype(dtype) for n in (2, 0, 3)]
+    result = strategy3.gather(per_replica(strategy3, *rows), axis=0)
+    assert result.dtype == dtype
+    np.testing.assert_array_equal(np.asarray(result), np.concatenate(rows))
+
+
+def test_gather_takes_random_keys_even_and_uneven(strategy3):
+    for count in (lambda i: 2, lambda i: i):
+        keys = strategy3.distribute_values_from_function(
+            lambda ctx, count=count: jax.random.split(
+                jax.random.key(ctx.replica_id_in_sync_group), count(ctx.replica_id_in_sync_group)
+            )
+        )
+        expected = jnp.concatenate([jax.random.split(jax.random.key(i), count(i)) for i in range(3)])
+        np.testing.assert_array_equal(jax.random.key_data(strategy3.gather(keys, axis=0)), jax.random.key_data(expected))
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_random_keys_cannot_be_added(strategy2, op):
+    keys = strategy2.distribute_values_from_function(lambda ctx: jax.random.key(0))
+    with pytest.raises(TypeError, match=r"dtype key<fry> cannot be added over the replicas; expected numbers.*strategy\.gather"):
+        strategy2.reduce(op, keys)
+
+
+# -- one rule for what is the same on each replica
+
+
+@pytest.mark.parametrize(
+    "value", [3.0, 2, True, 1 + 2j, np.float32(1.5), np.int32([1, 2]), jnp.float32([1.5, 2]), np.ones((2, 3))], ids=repr
+)
+def test_of_a_mirrored_value_the_sum_is_r_times_it_and_the_mean_itself(strategy, value):
+    total, mean = strategy.reduce("sum", value), strategy.reduce("mean", value)
+    np.testing.assert_array_equal(np.asarray(total), strategy.num_replicas_in_sync * np.asarray(value))
+    np.testing.assert_array_equal(np.asarray(mean), np.asarray(value))
+    assert total.is_fully_replicated and total.sharding.device_set == set(strategy.devices) == mean.sharding.device_set
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1, (0, 1), [-2]])
+def test_the_rule_is_the_same_with_an_axis(strategy, axis):
+    value = np.arange(6, dtype=np.float32).reshape(2, 3)
+    numpy_axis = tuple(axis) if isinstance(axis, list) else axis
+    total, mean = strategy.reduce("sum", value, axis=axis), strategy.reduce("mean", value, axis=axis)
+    np.testing.assert_allclose(np.asarray(total), strategy.num_replicas_in_sync * value.sum(numpy_axis))
+    np.testing.assert_allclose(np.asarray(mean), value.mean(numpy_axis), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "complex64"])
+def test_the_mean_of_a_mirrored_value_is_itself_to_the_bit(dtype):
+    values = np.random.default_rng(0).normal(size=500)
+    values = np.concatenate([values, [3e38 if dtype != "float16" else 6e4, -0.0, 1e-30]]).astype(dtype)
+    for num_replicas in (3, 7):
+        mean = strategy_of(num_replicas).reduce("mean", values)
+        assert mean.dtype == dtype and np.asarray(mean).tobytes() == values.tobytes()
+
+
+def test_a_result_of_a_step_that_is_mirrored_follows_the_rule(strategy3):
+    mirrored = strategy3.run(lambda: jnp.float32(1.5))
+    assert strategy3.reduce("sum", mirrored) == 4.5
+    assert strategy3.reduce("mean", mirrored) == 1.5
+    static = strategy3.run(lambda: 1.5)
+    assert strategy3.reduce("sum", static) == 4.5
+
+
+def test_variables_follow_the_rule_and_sync_on_read_variables_hold_one_value_each(strategy3):
+    with strategy3.scope():
+        w = mr.Variable(np.float32([2, 3]))
+        seen = mr.Variable(0, synchronization="on_read", aggregation="only_first_replica")
+    strategy3.run(lambda: seen.assign(mr.get_replica_context().replica_id_in_sync_group + 1))
+    assert strategy3.reduce("sum", w).tolist() == [6, 9] and strategy3.reduce("mean", w).tolist() == [2, 3]
+    assert strategy3.reduce("sum", w, axis=0) == 15 and strategy3.gather(w, axis=0).tolist() == [2, 3] * 3
+    assert strategy3.reduce("sum", seen) == 6 and strategy3.reduce("mean", seen) == 2
+
+
+def test_gather_of_a_mirrored_value_is_r_times_it(strategy):
+    value = np.int32([[1, 2]])
+    np.testing.assert_array_equal(np.asarray(strategy.gather(value, axis=0)), np.tile(value, (strategy.num_replicas_in_sync, 1)))
+    np.testing.assert_array_equal(np.asarray(strategy.gather(value, axis=-1)), np.tile(value, (1, strategy.num_replicas_in_sync)))
+
+
+# -- split: parts whose sum is exact
+
+
+_split = jax.jit(_stacked.split_stack, static_argnums=1)
+
+_ELEMENTS = {
+    "float32": st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=False),
+    "float16": st.floats(width=16, allow_nan=False, allow_infinity=False),
+    "bfloat16": st.floats(width=32, min_value=-(2.0**127), max_value=2.0**127, allow_subnormal=False),
+    "int32": st.integers(-(2**31), 2**31 - 1),
+    "int8": st.integers(-128, 127),
+    "uint8": st.integers(0, 255),
+}
+
+
+@pytest.mark.parametrize("dtype", _ELEMENTS)
 @few_examples
-@hypothesis.given(per_replica_arrays(), st.sampled_from(["sum", "mean"]))
-def test_reduce_of_equal_shapes_is_element_by_element(case, op):
-    num_replicas, axis, arrays = case
-    arrays = [np.take(a, [0] * 2, axis=axis) if a.shape[axis] else np.zeros_like(arrays[0], shape=_doubled(a, axis)) for a in arrays]
-    strategy = strategy_of(num_replicas)
-    result = strategy.reduce(op, make(strategy, arrays))
-    assert result.dtype == reduced_dtype(op, arrays[0].dtype) and result.shape == arrays[0].shape
-    expected = numpy_reduce(op, arrays, ()) / (num_replicas if op == "mean" else 1)
-    tolerance = 0 if op == "sum" else 2 * float(jnp.finfo(result.dtype).eps)
-    np.testing.assert_allclose(np.asarray(result).astype(expected.dtype), expected, rtol=tolerance)
+@hypothesis.given(data=st.data())
+def test_the_parts_of_a_split_add_up_exactly_in_any_order(dtype, data):
+    value = data.draw(hnp.arrays(np.float64 if "float" in dtype else np.int64, 8, elements=_ELEMENTS[dtype])).astype(dtype)
+    num_replicas = data.draw(st.sampled_from(SIZES))
+    parts = np.asarray(_split(value, num_replicas))
+    assert parts.dtype == dtype and parts.shape == (num_replicas, 8)
+    order = data.draw(st.permutations(range(num_replicas)))
+    total = parts[order[0]]
+    for i in order[1:]:
+        total = (total + parts[i]).astype(dtype)
+        assert np.all(np.abs(total.astype(np.float64)) <= np.abs(value.astype(np.float64)))
+    np.testing.assert_array_equal(total, value)
 
 
-def _doubled(array, axis):
-    return (*array.shape[:axis], 2, *array.shape[axis + 1 :])
+@pytest.mark.parametrize(
+    "value, num_replicas, parts",
+    [
+        (7, 2, [4, 3]),
+        (-7, 2, [-4, -3]),
+        (2, 3, [2, 0, 0]),
+        (6.0, 2, [3.0, 3.0]),
+        (0.0, 3, [0, 0, 0]),
+        (1 + 4j, 2, [0.5 + 2j, 0.5 + 2j]),
+    ],
+)
+def test_a_split_is_as_fair_as_it_can_be(value, num_replicas, parts):
+    assert _split(jnp.asarray(value), num_replicas).tolist() == parts
+
+
+def test_the_parts_of_a_float_are_equal_up_to_its_precision():
+    value = np.random.default_rng(0).normal(size=100).astype(np.float32)
+    parts = np.asarray(_split(value, 8))
+    np.testing.assert_allclose(parts, np.broadcast_to(value / 8, parts.shape), rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_split_keeps_what_has_no_parts_and_the_extremes(dtype):
+    info = ml_dtypes.finfo(dtype)
+    value = np.array([np.nan, np.inf, -np.inf, info.max, info.min, info.tiny, -info.tiny], dtype)
+    for num_replicas in SIZES:
+        parts = np.asarray(_split(value, num_replicas))
+        assert np.all(np.isfinite(parts[1:].astype(np.float32)))
+        total = sum(parts[1:], start=parts[0]).astype(dtype)
+        np.testing.assert_array_equal(total.astype(np.float32), value.astype(np.float32))
+
+
+@pytest.mark.parametrize("value", [True, jax.random.key(0)], ids=["bool", "key"])
+def test_what_is_no_number_cannot_be_split(value):
+    with pytest.raises(TypeError, match="cannot be split into a sum over replicas"):
+        _stacked.split_stack(jnp.asarray(value), 2)
+
+
+# -- aggregation of copies
+
+
+@pytest.mark.parametrize("mode, expected", [("SUM", [9, 12]), ("MEAN", [3, 4]), ("ONLY_FIRST_REPLICA", [1, 2])])
+def test_aggregation_makes_one_value_of_the_copies(mode, expected):
+    stack = jnp.float32([[1, 2], [3, 4], [5, 6]])
+    assert _stacked.aggregate_stack(stack, VariableAggregation[mode]).tolist() == expected
+
+
+def test_the_mean_of_half_precision_copies_does_not_overflow():
+    stack = jnp.full((8, 1), 60000, jnp.float16)
+    result = _stacked.aggregate_stack(stack, VariableAggregation.MEAN)
+    assert result.dtype == jnp.float16 and result[0] == 60000
+
+
+# -- programs
+
+
+def test_one_program_serves_all_values_of_one_shape(strategy2, per_replica):
+    _stacked._compile.cache_clear()
+    for i in range(4):
+        strategy2.reduce("sum", per_replica(strategy2, np.full(3, i), np.full(3, 2 * i)))
+    program = _stacked._compile(_stacked.reduce_stack, strategy2._mesh.mirrored, (mr.ReduceOp.SUM, (), None))
+    assert _stacked._compile.cache_info().misses == 1 and program._cache_size() == 1

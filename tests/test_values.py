@@ -159,7 +159,7 @@ def test_the_error_names_the_operation_and_the_shape(even):
         even + 1
 
 
-@pytest.mark.parametrize("name", ["mean", "sum", "item", "numpy", "astype", "T", "reshape", "at", "block_until_ready"])
+@pytest.mark.parametrize("name", ["mean", "sum", "item", "numpy", "astype", "T", "reshape", "at"])
 def test_a_method_of_arrays_is_missing_with_the_ways_out(even, name):
     assert not hasattr(even, name)
     with pytest.raises(AttributeError, match=rf"no attribute {name!r}\. A PerReplica holds .*{WAYS_OUT}"):

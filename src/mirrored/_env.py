@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 from collections.abc import Iterator
 
 
@@ -30,9 +31,18 @@ CPU_THREADS = EnvironmentVariable(
     "docs/design/cpu-rendezvous.md.",
 )
 CPU_THREADS_FALLBACK = EnvironmentVariable("NPROC", "What XLA reads when PJRT_NPROC is unset; respected, never set.")
+XLA_FLAGS = EnvironmentVariable(
+    "XLA_FLAGS", "Read, never set: --xla_force_host_platform_device_count says how many CPU devices there will be."
+)
 TF_CONFIG = EnvironmentVariable("TF_CONFIG", "MirroredStrategy is for one machine and ignores it; the log says so.")
 
-TABLE = (CPU_THREADS, CPU_THREADS_FALLBACK, TF_CONFIG)
+TABLE = (CPU_THREADS, CPU_THREADS_FALLBACK, XLA_FLAGS, TF_CONFIG)
+
+
+def forced_host_devices() -> int:
+    """Return the number of CPU devices that `XLA_FLAGS` asks for, 0 when it does not say."""
+    counts = re.findall(r"--xla_force_host_platform_device_count=(\d+)", XLA_FLAGS.get() or "")
+    return int(counts[-1]) if counts else 0
 
 
 @contextlib.contextmanager

@@ -11,13 +11,14 @@ import jax
 
 from . import _context, _lift, _pace, _replicate, _signature, _tracing
 from ._context import Frame
+from ._errors import StrategyMismatchError
 from ._lift import Lifted
 from ._mesh import ReplicaMesh
 from ._programs import Programs
 from ._signature import ArrayLeaf, Call
 from ._typing import PyTree, Shape, UserFunction
 from ._values import PerReplica
-from ._variables import Variable, default_mesh
+from ._variables import Variable, default_mesh, describe_mesh
 
 _programs: Programs[CompiledFunction] = Programs()
 
@@ -121,7 +122,7 @@ def _make(call: Call, frame: Frame) -> CompiledFunction:
         jax.ShapeDtypeStruct((array.shape if leaf.is_per_replica else leaf.shape), leaf.dtype, weak_type=leaf.is_weak)
         for leaf, array in zip(leaves, call.arrays, strict=True)
     ]
-    lifted = _lift.lift(lambda arrays: call.apply(arrays, _rewrapped), avals, frame, _global_shape)
+    lifted = _lift.lift(lambda arrays: call.apply(arrays, _rewrapped), avals, frame, _global_shape, call.function)
     mesh = _mesh_of(frame, lifted, call)
     placements = (
         [mesh.stacked if is_stacked else mesh.mirrored for is_stacked in lifted.plan.stacked],
@@ -150,14 +151,16 @@ def _global_shape(variable: Variable) -> Shape:
 
 
 def _mesh_of(frame: Frame, lifted: Lifted, call: Call) -> ReplicaMesh:
-    """Choose the devices: those of the scope, of a variable, of a PerReplica, else the default one."""
-    if frame.mesh is not None:
-        return frame.mesh
-    for variable in lifted.variables:
-        return variable._mesh
-    for array, leaf in zip(call.arrays, call.array_leaves(), strict=True):
-        if leaf.is_per_replica:
-            return ReplicaMesh(array.sharding.mesh)
-    for mesh in _tracing.meshes_in(lifted.closed.jaxpr):
-        return ReplicaMesh(mesh)
-    return default_mesh()
+    """Return the devices that the function runs on: those of everything in it, else of the default strategy."""
+    meshes = [] if frame.mesh is None else [frame.mesh]
+    meshes += [variable._mesh for variable in lifted.variables]
+    stacked = [array for array, leaf in zip(call.arrays, call.array_leaves(), strict=True) if leaf.is_per_replica]
+    meshes += [ReplicaMesh(array.sharding.mesh) for array in stacked]
+    meshes += [ReplicaMesh(mesh) for mesh in _tracing.meshes_in(lifted.closed.jaxpr)]
+    for mesh in meshes:
+        if mesh != meshes[0]:
+            raise StrategyMismatchError(
+                f"an mr.function uses two strategies: {describe_mesh(meshes[0])} and {describe_mesh(mesh)}. It is compiled as one "
+                "program, which runs on one set of devices; write one mr.function for each strategy."
+            )
+    return meshes[0] if meshes else default_mesh()

@@ -143,6 +143,7 @@ def lift(
     arrays: Sequence[jax.ShapeDtypeStruct],
     frame: Frame,
     shape_of: Callable[[Variable], Shape],
+    user_function: Any,
 ) -> Lifted:
     """Find the variables that a function touches, and trace it as a pure function of them.
 
@@ -151,9 +152,9 @@ def lift(
         arrays: shapes and dtypes of the arrays.
         frame: the context in which to trace; its bindings are replaced.
         shape_of: the shape of what stands for a variable in that context.
+        user_function: what JAX's messages shall call the function.
     """
-    num_replicas = None if frame.axis is None else frame.axis.size
-    written, read_only = _discover(function, arrays, frame, shape_of, num_replicas)
+    written, read_only = _discover(function, arrays, frame, shape_of, user_function)
     variables = (*written, *read_only)
     seen: dict[str, Any] = {}
 
@@ -168,7 +169,7 @@ def lift(
         return [*results, *bindings.values(written)]
 
     values = [jax.ShapeDtypeStruct(shape_of(variable), variable.dtype) for variable in variables]
-    closed = _tracing.trace(pure, (values, list(arrays)), num_replicas)
+    closed = _tracing.trace(pure, (values, list(arrays)), frame.axis, user_function)
     return Lifted(closed, written, seen["lines"], read_only, seen["plan"])
 
 
@@ -177,7 +178,7 @@ def _discover(
     arrays: Sequence[jax.ShapeDtypeStruct],
     frame: Frame,
     shape_of: Callable[[Variable], Shape],
-    num_replicas: int | None,
+    user_function: Any,
 ) -> tuple[tuple[Variable, ...], tuple[Variable, ...]]:
     touched: dict[Variable, None] = {}
     written: dict[Variable, str] = {}
@@ -194,7 +195,7 @@ def _discover(
         written.update(bindings.written)
         return []
 
-    _tracing.trace(record, (list(arrays),), num_replicas)
+    _tracing.trace(record, (list(arrays),), frame.axis, user_function)
     return tuple(written), tuple(variable for variable in touched if variable not in written)
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -17,7 +17,10 @@ from . import _env
 from ._errors import DeviceError
 from ._typing import REPLICA_AXIS
 
-_DEVICE_NAME = re.compile(r"^/?(?:device:)?(cpu|gpu|tpu|cuda|rocm):(\d+)$", re.IGNORECASE)
+_DEVICE_NAME = re.compile(r"/?(?:device:)?(cpu|gpu|tpu|cuda|rocm):(\d+)", re.IGNORECASE | re.ASCII)
+
+#: Virtual CPU devices that a strategy makes at most; each takes threads, and a slip such as "cpu:88888" takes all.
+MAX_CPU_DEVICES = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,15 +66,14 @@ def resolve_devices(devices: Sequence[Any] | None) -> tuple[jax.Device, ...]:
     """Turn what a user gives as `devices` into distinct, existing devices; None means all that are best.
 
     Raises:
-        DeviceError: when the list is empty, a name is malformed, a device does not exist or is named twice.
-        TypeError: when an entry is neither a string nor a `jax.Device`.
+        DeviceError: when the list is empty, a name is malformed, a device does not exist or is named twice,
+            or the devices are of different kinds.
+        TypeError: when `devices` is no list, or an entry is neither a string nor a `jax.Device`.
     """
     if devices is None:
         start_backend(0)
         return tuple(jax.local_devices())
-    if isinstance(devices, str | jax.Device):
-        raise TypeError(f"devices is {devices!r}; expected a list, for example devices=[{devices!r}].")
-    wanted = list(devices)
+    wanted = _listed(devices)
     if not wanted:
         raise DeviceError(
             "devices is empty, and a strategy needs at least one. Leave it out to use all accelerators, "
@@ -80,6 +82,7 @@ def resolve_devices(devices: Sequence[Any] | None) -> tuple[jax.Device, ...]:
     start_backend(_num_cpu_devices(wanted))
     found = tuple(_find_device(entry) for entry in wanted)
     _refuse_duplicates(found, wanted)
+    _refuse_mixture(found)
     return found
 
 
@@ -88,11 +91,17 @@ def start_backend(num_cpu_devices: int) -> None:
 
     The size of XLA's CPU thread pool is read once, when the backend starts: docs/design/cpu-rendezvous.md.
     """
-    configured = max(jax.config.jax_num_cpu_devices, 1)
+    configured = _configured_cpu_devices()
     if num_cpu_devices > configured and not _set_num_cpu_devices(num_cpu_devices):
         return  # too late; `_find_device` says so for the first device that is missing
     with _env.at_least(_env.CPU_THREADS, cpu_pool_size(max(num_cpu_devices, configured)), _env.CPU_THREADS_FALLBACK):
-        jax.local_devices(backend="cpu")
+        _local_devices("cpu")
+
+
+def _configured_cpu_devices() -> int:
+    """Return how many CPU devices JAX makes when nobody asks for more."""
+    count = jax.config.jax_num_cpu_devices
+    return count if count >= 0 else _env.forced_host_devices() or 1
 
 
 def cpu_pool_size(num_devices: int) -> int:
@@ -108,13 +117,30 @@ def _set_num_cpu_devices(count: int) -> bool:
     return True
 
 
+def _listed(devices: Any) -> list[Any]:
+    if isinstance(devices, str | jax.Device):
+        raise TypeError(f"devices is {devices!r}; expected a list, for example devices=[{devices!r}].")
+    if isinstance(devices, Set | Mapping) or not isinstance(devices, Iterable):
+        raise TypeError(
+            f"devices is {devices!r} of type {type(devices).__name__}; expected a list with one entry for each replica, in "
+            "replica order, for example devices=['cpu:0', 'cpu:1']."
+        )
+    return list(devices)
+
+
 def _num_cpu_devices(wanted: Sequence[Any]) -> int:
-    indices = [int(m[2]) for m in (_match(entry) for entry in wanted) if m and m[1].lower() == "cpu"]
-    return max(indices, default=-1) + 1
+    indices = {entry: int(m[2]) for entry in wanted if (m := _match(entry)) and m[1].lower() == "cpu"}
+    for entry, index in indices.items():
+        if index >= MAX_CPU_DEVICES:
+            raise DeviceError(
+                f"devices contains {entry!r}; at most {MAX_CPU_DEVICES} virtual CPU devices are made, 'cpu:0' to "
+                f"'cpu:{MAX_CPU_DEVICES - 1}', because each takes threads of this machine."
+            )
+    return max(indices.values(), default=-1) + 1
 
 
 def _match(entry: Any) -> re.Match[str] | None:
-    return _DEVICE_NAME.match(entry) if isinstance(entry, str) else None
+    return _DEVICE_NAME.fullmatch(entry) if isinstance(entry, str) else None
 
 
 def _find_device(entry: Any) -> jax.Device:
@@ -163,3 +189,12 @@ def _refuse_duplicates(found: Sequence[jax.Device], wanted: Sequence[Any]) -> No
                 f"devices names {device} twice, as {first!r} and {wanted[position]!r}. Each replica needs its own "
                 "device; for several replicas on one CPU write devices=['cpu:0', 'cpu:1', ...]."
             )
+
+
+def _refuse_mixture(found: Sequence[jax.Device]) -> None:
+    platforms = sorted({device.platform for device in found})
+    if len(platforms) > 1:
+        raise DeviceError(
+            f"devices mixes {' and '.join(platforms)} devices ({', '.join(map(str, found))}); one program is compiled for all "
+            f"replicas, so they must be of one kind. Name only {platforms[-1]} devices, or leave devices out."
+        )

@@ -107,7 +107,7 @@ def join(states: Iterable[State]) -> State:
 _PURE_NAMES = """
 abs acos acosh add add_any after_all and approx_top_k argmax argmin asin asinh atan atan2 atanh bessel_i0e bessel_i1e
 bitcast_convert_type broadcast_in_dim cbrt ceil cholesky cholesky_update clamp clz complex concatenate conj
-conv_general_dilated convert_element_type copy copy_p cos cosh create_token cumlogsumexp cummax cummin cumprod cumsum
+conv_general_dilated convert_element_type copy cos cosh create_token cumlogsumexp cummax cummin cumprod cumsum
 custom_linear_solve device_put digamma div dot_general dynamic_slice dynamic_update_slice eig eigh eq eq_to erf erf_inv erfc
 exp exp2 expm1 fft floor from_edtype gather ge geqp3 geqrf gt hessenberg householder_product igamma igamma_grad_a igammac imag
 integer_pow iota iota_2x32_shape is_finite layout_constraint le le_to lgamma log log1p logistic lt lt_to lu

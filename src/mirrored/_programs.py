@@ -25,7 +25,7 @@ class Programs(Generic[ProgramT]):
 
     def __init__(self) -> None:
         self._programs: collections.OrderedDict[Any, ProgramT] = collections.OrderedDict()
-        self._calls: dict[Any, list[Call]] = {}
+        self._last_calls: dict[Any, tuple[int, Call]] = {}
         self._reported: set[Any] = set()
 
     def __iter__(self) -> Iterator[ProgramT]:
@@ -44,13 +44,13 @@ class Programs(Generic[ProgramT]):
         self._watch(call)
 
     def _watch(self, call: Call) -> None:
-        code = getattr(call.function, "__code__", call.function)
-        calls = self._calls.setdefault(id(code), [])
-        calls.append(dataclasses.replace(call, arrays=[]))
-        if len(calls) <= MAX_SILENT_RECOMPILATIONS or id(code) in self._reported:
+        code = id(getattr(call.function, "__code__", call.function))
+        count, before = self._last_calls.get(code, (0, call))
+        self._last_calls[code] = (count + 1, dataclasses.replace(call, arrays=[]))
+        if count < MAX_SILENT_RECOMPILATIONS or code in self._reported:
             return
-        self._reported.add(id(code))
-        message = _recompilation_message(calls[-2], calls[-1], len(calls))
+        self._reported.add(code)
+        message = _recompilation_message(before, call, count + 1)
         warnings.warn(message, RecompilationWarning, stacklevel=_tracing.user_stacklevel())
 
 

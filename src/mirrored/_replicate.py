@@ -30,6 +30,9 @@ from ._typing import REPLICA_AXIS, PyTree
 from ._values import PerReplica
 from ._variables import Variable
 
+#: How many bytes of variables are copied at once before they are overwritten.
+MAX_COPIED_BYTES = 32 * 1024 * 1024
+
 _is_eager: contextvars.ContextVar[bool] = contextvars.ContextVar("mirrored_eager", default=False)
 
 
@@ -59,6 +62,7 @@ class Program:
     """A step, proven and ready to run on a mesh.
 
     Attributes:
+        name: the user's name of the step.
         lifted: the pure function and its variables.
         findings: what the proof found.
         mapped: the pure function of global arrays `(written, read_only, arrays, constants)`.
@@ -68,6 +72,7 @@ class Program:
         pins: what the cache key identifies by identity.
     """
 
+    name: str
     lifted: Lifted
     findings: Findings
     mapped: Callable[..., Any]
@@ -126,17 +131,26 @@ def overwrite(compiled: Callable[..., Any], variables: Sequence[Variable], *othe
         variables: the variables that it overwrites.
         others: its other arguments.
     """
+    _unshare(list(itertools.compress(variables, map(_is_shared, variables))))
     arrays = list(map(_array_of, variables))
-    shared = [i for i, is_shared in enumerate(map(_is_shared, variables)) if is_shared]
-    if shared:
-        for i, copy in zip(shared, _copy([arrays[i] for i in shared]), strict=True):
-            arrays[i] = copy
     calls, outputs = itertools.tee(map(compiled, (arrays,), *zip(others)))  # zip makes 1-tuples
     new_arrays = itertools.chain.from_iterable(map(_new_arrays_of, calls))
     collections.deque(map(setattr, variables, itertools.repeat("_array"), new_arrays), maxlen=0)
-    for i in shared:
-        variables[i]._shared = False
     return next(outputs)
+
+
+def _unshare(variables: Sequence[Variable]) -> None:
+    """Give variables arrays of their own, some at a time, so that not all exist twice at once."""
+    waiting = collections.deque(variables)
+    while waiting:
+        batch = [waiting.popleft()]
+        num_bytes = batch[0]._array.nbytes
+        while waiting and num_bytes + waiting[0]._array.nbytes <= MAX_COPIED_BYTES:
+            num_bytes += waiting[0]._array.nbytes
+            batch.append(waiting.popleft())
+        for variable, copy in zip(batch, _copy([variable._array for variable in batch]), strict=True):
+            variable._array = copy
+            variable._shared = False
 
 
 _array_of = operator.attrgetter("_array")
@@ -250,7 +264,11 @@ def _make_program(strategy: Any, mesh: ReplicaMesh, call: Call) -> Program:
     avals = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.is_weak) for leaf in leaves]
     with _guards.explained(lambda: frame.replica):
         lifted = _lift.lift(
-            lambda arrays: call.apply(arrays, lambda _, array: array), avals, frame, lambda variable: variable.shape
+            lambda arrays: call.apply(arrays, lambda _, array: array),
+            avals,
+            frame,
+            lambda variable: variable.shape,
+            call.function,
         )
     _refuse_per_replica_results(lifted)
     findings = _mirror_proof.prove(lifted.closed.jaxpr, _input_states(lifted, call))
@@ -261,7 +279,8 @@ def _make_program(strategy: Any, mesh: ReplicaMesh, call: Call) -> Program:
     with jax.ensure_compile_time_eval():
         constants = [c if isinstance(c, jax.core.Tracer) else jax.device_put(c, mesh.mirrored) for c in lifted.closed.consts]
     compiled = jax.jit(mapped, donate_argnums=0)
-    return Program(lifted, findings, mapped, compiled, constants, is_mirrored, _signature.pinned(call))
+    name = getattr(call.function, "__qualname__", type(call.function).__name__)
+    return Program(name, lifted, findings, mapped, compiled, constants, is_mirrored, _signature.pinned(call))
 
 
 def _map(mesh: ReplicaMesh, lifted: Lifted, is_per_replica: Sequence[bool], is_mirrored: Sequence[bool]) -> Callable[..., Any]:

@@ -83,7 +83,9 @@ def take_apart(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[s
             described = ArrayLeaf(tuple(array.shape[1:]), array.dtype, False, True, leaf._shapes)
         elif isinstance(leaf, jax.Array):
             array = leaf
-            described = ArrayLeaf(tuple(array.shape), array.dtype, bool(array.weak_type), False)
+            described = ArrayLeaf(
+                tuple(array.shape), array.dtype, bool(getattr(array, "weak_type", False)), False
+            )  # random keys have no weak_type
         elif isinstance(leaf, np.ndarray | np.generic):
             array = leaf
             _check_numpy(leaf)

@@ -521,8 +521,7 @@ def _describe_program(program: Program) -> str:
         name = {"psum": "all-reduce", "all_gather": "all-gather"}.get(collective.name, collective.name)
         sizes.setdefault(name + (" in a loop" if collective.in_loop else ""), []).append(collective.num_bytes)
     communication = ", ".join(f"{len(b)} {name} of {_bytes(sum(b))}" for name, b in sizes.items()) or "no communication"
-    name = getattr(program.pins[0], "__qualname__", "step") if program.pins else "step"
-    return f"{name}: {len(lifted.written)} variables written, {len(lifted.read_only)} read; {communication}"
+    return f"{program.name}: {len(lifted.written)} variables written, {len(lifted.read_only)} read; {communication}"
 
 
 def _bytes(count: int) -> str:

@@ -7,6 +7,7 @@ promise; `tests/test_tracing.py` fails loudly when any of it moves.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import os
 import sys
@@ -63,12 +64,15 @@ def separate_caches() -> Iterator[Callable[[], None]]:
         yield renew
 
 
-def trace(function: Callable[..., Any], arguments: Sequence[Any], num_replicas: int | None) -> ClosedJaxpr:
-    """Trace `function` to a jaxpr; with `num_replicas`, the replica axis is bound while it is traced.
+def trace(function: Callable[..., Any], arguments: Sequence[Any], axis: Any, user_function: Any) -> ClosedJaxpr:
+    """Trace `function` to a jaxpr; with a `ReplicaAxis`, the axis is bound while it is traced.
 
     No mesh is involved yet, so closed-over arrays of any placement become constants of the jaxpr.
+    JAX's messages speak of `user_function`, on whose behalf `function` is traced.
     """
-    axis_env = None if num_replicas is None else [(REPLICA_AXIS, num_replicas)]
+    function.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+    function.__wrapped__ = user_function  # type: ignore[attr-defined]
+    axis_env = None if axis is None else [(REPLICA_AXIS, axis.size)]
     return jax.make_jaxpr(function, axis_env=axis_env)(*arguments)
 
 
@@ -78,10 +82,13 @@ def evaluate(closed: ClosedJaxpr, constants: Sequence[Any], arguments: Sequence[
 
 
 def meshes_in(jaxpr: Jaxpr) -> Iterator[jax.sharding.Mesh]:
-    """Yield the meshes that a traced function maps over."""
+    """Yield the meshes that a traced cross-replica function maps over or places results on."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "shard_map":
             yield equation.params["mesh"]
+        for placement in equation.params.get("out_shardings", ()):
+            if isinstance(placement, jax.sharding.NamedSharding):
+                yield placement.mesh
         for inner in jex_core.jaxprs_in_params(equation.params):
             yield from meshes_in(inner)
 

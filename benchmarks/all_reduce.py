@@ -1,0 +1,131 @@
+"""What does an all-reduce cost, and from which size on does an array travel better alone than packed with others?
+
+The second table is the reason for `PACK_BELOW_BYTES` in `mirrored/_collectives.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from _harness import Contender, Row, Times, check_losses, interleave, parse, print_table, show_seconds
+from jax.sharding import NamedSharding, PartitionSpec
+
+import mirrored as mr
+from mirrored import _collectives
+
+#: No goal is set for the all-reduce alone; ours should not lose to the simplest way of writing it.
+GOAL = 1.05
+KIB, MIB = 1024, 1024 * 1024
+#: Number of arrays, bytes of each.
+SWEEP = ((64, 4 * KIB), (64, 16 * KIB), (64, 64 * KIB), (32, 128 * KIB), (16, 256 * KIB), (16, 512 * KIB), (8, MIB), (4, 4 * MIB))
+
+
+def main() -> None:
+    options = parse(__doc__, replicas=2, rounds=40, turn=0.1)
+    rounds, turn = (2, 0.01) if options.quick else (options.rounds, options.turn)
+    strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(options.replicas)])
+    cases = ((1, MIB), (20, 4 * KIB)) if options.quick else ((1, 64 * MIB), (200, 4 * KIB))
+    for count, size in cases:
+        against_by_hand(strategy, count, size, rounds, turn)
+    rows = [packed_or_alone(strategy, count, size, rounds, turn) for count, size in (SWEEP[:2] if options.quick else SWEEP)]
+    limit = show_bytes(_collectives.PACK_BELOW_BYTES)
+    print_table(f"packed below {limit}, {options.replicas} replicas, {rounds} rounds; ratio of the chosen way to the other", rows)
+
+
+def against_by_hand(strategy: mr.Strategy, count: int, size: int, rounds: int, turn: float) -> None:
+    contenders = [
+        by_hand("by hand, a psum each", strategy, count, size, lambda arrays: [jax.lax.psum(a, "data") for a in arrays]),
+        by_hand("by hand, one psum", strategy, count, size, lambda arrays: jax.lax.psum(arrays, "data")),
+        by_hand("by hand, packed", strategy, count, size, packed_psum),
+        with_mirrored("mirrored", strategy, count, size),
+    ]
+    times = measure(contenders, rounds, turn)
+    reference = contenders[0].name
+    rows = [
+        Row(c.name, show_seconds(times.median(c.name)), times.ratios(c.name, reference), GOAL if c.name == "mirrored" else None)
+        for c in contenders
+    ]
+    what = f"all-reduce of {count} x {show_bytes(size)}"
+    print_table(f"{what}, {strategy.num_replicas_in_sync} replicas, {rounds} rounds; ratio to {reference}", rows)
+
+
+def packed_or_alone(strategy: mr.Strategy, count: int, size: int, rounds: int, turn: float) -> Row:
+    """Compare what `PACK_BELOW_BYTES` chooses for arrays of this size with the other choice."""
+    ways = {"packed": 1 << 60, "alone": 0}
+    contenders = []
+    for name, limit in ways.items():
+        with packing_below(limit):
+            contenders.append(with_mirrored(name, strategy, count, size))
+            contenders[-1].run(1)  # compiles, while the limit is in force
+    times = measure(contenders, rounds, turn)
+    chosen, other = ways if size < _collectives.PACK_BELOW_BYTES else reversed(ways)
+    value = f"{chosen} {show_seconds(times.median(chosen))}, {other} {show_seconds(times.median(other))}"
+    return Row(f"{count} x {show_bytes(size)}", value, times.ratios(chosen, other), GOAL)
+
+
+def measure(contenders: list[Contender], rounds: int, turn: float) -> Times:
+    check_losses(contenders, num_steps=1, tolerance=1e-5)
+    return interleave(contenders, rounds, turn)
+
+
+@contextmanager
+def packing_below(limit: int) -> Iterator[None]:
+    before, _collectives.PACK_BELOW_BYTES = _collectives.PACK_BELOW_BYTES, limit
+    try:
+        yield
+    finally:
+        _collectives.PACK_BELOW_BYTES = before
+
+
+def with_mirrored(name: str, strategy: mr.Strategy, count: int, size: int) -> Contender:
+    """All-reduce the values of variables, one for each replica."""
+    with strategy.scope():
+        buffers = [
+            mr.Variable(np.ones(size // 4, np.float32), synchronization="on_read", aggregation="mean") for _ in range(count)
+        ]
+
+    def step() -> list[jax.Array]:
+        return mr.get_replica_context().all_reduce("sum", [buffer.value for buffer in buffers])
+
+    return Contender(name, _repeated(lambda: strategy.run(step)))
+
+
+def by_hand(name: str, strategy: mr.Strategy, count: int, size: int, reduce: Callable[[Any], Any]) -> Contender:
+    mesh = jax.sharding.Mesh(np.array(strategy.devices), ("data",))
+    split = PartitionSpec("data")
+    stack = np.ones((strategy.num_replicas_in_sync, size // 4), np.float32)
+    buffers = [jax.device_put(stack.copy(), NamedSharding(mesh, split)) for _ in range(count)]
+
+    def step(arrays: list[jax.Array]) -> list[jax.Array]:
+        return reduce([array[0] for array in arrays])
+
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=split, out_specs=PartitionSpec(), check_vma=False)
+    compiled = jax.jit(mapped)
+    return Contender(name, _repeated(lambda: compiled(buffers)))
+
+
+def packed_psum(arrays: list[jax.Array]) -> list[jax.Array]:
+    return jnp.split(jax.lax.psum(jnp.concatenate(arrays), "data"), len(arrays))
+
+
+def _repeated(call: Callable[[], list[jax.Array]]) -> Callable[[int], float]:
+    def run(num_steps: int) -> float:
+        for _ in range(num_steps):
+            results = call()
+        jax.block_until_ready(results)
+        return float(np.asarray(results[-1])[0])
+
+    return run
+
+
+def show_bytes(count: int) -> str:
+    return f"{count // MIB} MiB" if count >= MIB else f"{count // KIB} KiB"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""How much Python of our own does a warm `strategy.run` cost?
+
+The processor time of the calling thread until the call returns, less that of the same program written by hand and
+called with the same number of arrays. Nothing else is in flight meanwhile, and waiting takes no processor time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from _harness import Row, parse, print_table, show_seconds
+from jax.sharding import NamedSharding, PartitionSpec
+
+import mirrored as mr
+
+#: Microseconds of own Python per step with 200 variables.
+GOAL = 60.0
+
+
+def main() -> None:
+    options = parse(__doc__, replicas=2, calls=1000)
+    calls = 30 if options.quick else options.calls
+    strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(options.replicas)])
+    rows: list[Row] = []
+    for num_variables in (2, 200):
+        rows += measure(strategy, num_variables, calls, GOAL if num_variables == 200 else None)
+    print_table(f"a warm strategy.run, {options.replicas} replicas, {calls} calls each; figure: call less call by hand", rows)
+
+
+def measure(strategy: mr.Strategy, num_variables: int, num_calls: int, goal: float | None) -> list[Row]:
+    ours, by_hand = with_mirrored(strategy, num_variables), written_by_hand(strategy, num_variables)
+    seconds = [(ours(), by_hand()) for _ in range(num_calls)]
+    seconds = seconds[num_calls // 10 :]
+    own = [(a - b) * 1e6 for a, b in seconds]
+    calls = " / ".join(show_seconds(float(np.median(column))) for column in zip(*seconds, strict=True))
+    return [Row(f"{num_variables} variables written, one argument: mirrored / by hand", calls, own, goal, "us")]
+
+
+def with_mirrored(strategy: mr.Strategy, num_variables: int) -> Callable[[], float]:
+    with strategy.scope():
+        variables = [mr.Variable(np.zeros(8, np.float32), name=f"v{i}") for i in range(num_variables)]
+    [x] = strategy.distribute_dataset([np.ones((8, 4), np.float32)])
+
+    def step(x: jax.Array) -> jax.Array:
+        total = mr.get_replica_context().all_reduce("sum", jnp.sum(x))
+        for variable in variables:
+            variable.assign(variable.value + total)
+        return jnp.sum(x)
+
+    def call() -> float:
+        start = time.thread_time()
+        result = strategy.run(step, args=(x,))
+        seconds = time.thread_time() - start
+        jax.block_until_ready(result)
+        strategy.barrier("end of the step")
+        return seconds
+
+    return call
+
+
+def written_by_hand(strategy: mr.Strategy, num_variables: int) -> Callable[[], float]:
+    mesh = jax.sharding.Mesh(np.array(strategy.devices), ("data",))
+    mirrored, split = PartitionSpec(), PartitionSpec("data")
+
+    def step(values: list[jax.Array], x: jax.Array) -> Any:
+        total = jax.lax.psum(jnp.sum(x), "data")
+        return [value + total for value in values], jnp.sum(x)[None]
+
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(mirrored, split), out_specs=(mirrored, split), check_vma=False)
+    compiled = jax.jit(mapped, donate_argnums=0)
+    values = [jax.device_put(np.zeros(8, np.float32), NamedSharding(mesh, mirrored)) for _ in range(num_variables)]
+    x = jax.device_put(np.ones((8, 4), np.float32), NamedSharding(mesh, split))
+
+    def call() -> float:
+        nonlocal values
+        start = time.thread_time()
+        values, result = compiled(values, x)
+        seconds = time.thread_time() - start
+        jax.block_until_ready((values, result))
+        return seconds
+
+    return call
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""Run every benchmark, each in a process of its own: `python benchmarks/run_all.py [--quick]`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from _harness import parse
+
+FILES = ("step_time", "overhead", "compile_time", "memory", "all_reduce")
+
+
+def main() -> None:
+    options = parse(__doc__, peers_python=sys.executable)
+    failed = []
+    for name in FILES:
+        print(f"\n## {name}", flush=True)
+        command = [sys.executable, str(Path(__file__).with_name(f"{name}.py")), *(["--quick"] if options.quick else [])]
+        command += [f"--peers-python={options.peers_python}"] if name == "step_time" else []
+        if subprocess.run(command, check=False).returncode:
+            failed.append(name)
+    if failed:
+        sys.exit(f"these benchmarks stopped with an error: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()
