@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -121,7 +122,8 @@ def print_table(title: str, rows: Sequence[Row]) -> None:
     widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
     lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in table]
     lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-    print(f"\n{title}\n\n" + "\n".join(lines), flush=True)
+    load = f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+    print(f"\n{title} ({load})\n\n" + "\n".join(lines), flush=True)
 
 
 def show_seconds(seconds: float) -> str:

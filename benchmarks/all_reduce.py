@@ -22,27 +22,28 @@ from mirrored import _collectives
 GOAL = 1.05
 KIB, MIB = 1024, 1024 * 1024
 #: Number of arrays, bytes of each.
-SWEEP = ((64, 4 * KIB), (64, 16 * KIB), (64, 64 * KIB), (32, 128 * KIB), (16, 256 * KIB), (16, 512 * KIB), (8, MIB), (4, 4 * MIB))
+SWEEP = tuple((32, size * KIB) for size in (1, 4, 16, 24, 32, 48, 64, 256, 1024))
 
 
 def main() -> None:
     options = parse(__doc__, replicas=2, rounds=40, turn=0.1)
     rounds, turn = (2, 0.01) if options.quick else (options.rounds, options.turn)
-    strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(options.replicas)])
+    replicas = options.replicas
+    mr.MirroredStrategy([f"cpu:{i}" for i in range(replicas)])  # starts the backend with so many devices
     cases = ((1, MIB), (20, 4 * KIB)) if options.quick else ((1, 64 * MIB), (200, 4 * KIB))
     for count, size in cases:
-        against_by_hand(strategy, count, size, rounds, turn)
-    rows = [packed_or_alone(strategy, count, size, rounds, turn) for count, size in (SWEEP[:2] if options.quick else SWEEP)]
+        against_by_hand(replicas, count, size, rounds, turn)
+    rows = [packed_or_alone(replicas, count, size, rounds, turn) for count, size in (SWEEP[:2] if options.quick else SWEEP)]
     limit = show_bytes(_collectives.PACK_BELOW_BYTES)
-    print_table(f"packed below {limit}, {options.replicas} replicas, {rounds} rounds; ratio of the chosen way to the other", rows)
+    print_table(f"packed below {limit}, {replicas} replicas, {rounds} rounds; ratio of the chosen way to the other", rows)
 
 
-def against_by_hand(strategy: mr.Strategy, count: int, size: int, rounds: int, turn: float) -> None:
+def against_by_hand(num_replicas: int, count: int, size: int, rounds: int, turn: float) -> None:
     contenders = [
-        by_hand("by hand, a psum each", strategy, count, size, lambda arrays: [jax.lax.psum(a, "data") for a in arrays]),
-        by_hand("by hand, one psum", strategy, count, size, lambda arrays: jax.lax.psum(arrays, "data")),
-        by_hand("by hand, packed", strategy, count, size, packed_psum),
-        with_mirrored("mirrored", strategy, count, size),
+        by_hand("by hand, a psum each", num_replicas, count, size, lambda arrays: [jax.lax.psum(a, "data") for a in arrays]),
+        by_hand("by hand, one psum", num_replicas, count, size, lambda arrays: jax.lax.psum(arrays, "data")),
+        by_hand("by hand, packed", num_replicas, count, size, packed_psum),
+        with_mirrored("mirrored", num_replicas, count, size),
     ]
     times = measure(contenders, rounds, turn)
     reference = contenders[0].name
@@ -51,16 +52,16 @@ def against_by_hand(strategy: mr.Strategy, count: int, size: int, rounds: int, t
         for c in contenders
     ]
     what = f"all-reduce of {count} x {show_bytes(size)}"
-    print_table(f"{what}, {strategy.num_replicas_in_sync} replicas, {rounds} rounds; ratio to {reference}", rows)
+    print_table(f"{what}, {num_replicas} replicas, {rounds} rounds; ratio to {reference}", rows)
 
 
-def packed_or_alone(strategy: mr.Strategy, count: int, size: int, rounds: int, turn: float) -> Row:
+def packed_or_alone(num_replicas: int, count: int, size: int, rounds: int, turn: float) -> Row:
     """Compare what `PACK_BELOW_BYTES` chooses for arrays of this size with the other choice."""
     ways = {"packed": 1 << 60, "alone": 0}
     contenders = []
     for name, limit in ways.items():
         with packing_below(limit):
-            contenders.append(with_mirrored(name, strategy, count, size))
+            contenders.append(with_mirrored(name, num_replicas, count, size))
             contenders[-1].run(1)  # compiles, while the limit is in force
     times = measure(contenders, rounds, turn)
     chosen, other = ways if size < _collectives.PACK_BELOW_BYTES else reversed(ways)
@@ -82,8 +83,9 @@ def packing_below(limit: int) -> Iterator[None]:
         _collectives.PACK_BELOW_BYTES = before
 
 
-def with_mirrored(name: str, strategy: mr.Strategy, count: int, size: int) -> Contender:
+def with_mirrored(name: str, num_replicas: int, count: int, size: int) -> Contender:
     """All-reduce the values of variables, one for each replica."""
+    strategy = mr.MirroredStrategy(jax.devices()[:num_replicas])
     with strategy.scope():
         buffers = [
             mr.Variable(np.ones(size // 4, np.float32), synchronization="on_read", aggregation="mean") for _ in range(count)
@@ -95,10 +97,10 @@ def with_mirrored(name: str, strategy: mr.Strategy, count: int, size: int) -> Co
     return Contender(name, _repeated(lambda: strategy.run(step)))
 
 
-def by_hand(name: str, strategy: mr.Strategy, count: int, size: int, reduce: Callable[[Any], Any]) -> Contender:
-    mesh = jax.sharding.Mesh(np.array(strategy.devices), ("data",))
+def by_hand(name: str, num_replicas: int, count: int, size: int, reduce: Callable[[Any], Any]) -> Contender:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:num_replicas]), ("data",))
     split = PartitionSpec("data")
-    stack = np.ones((strategy.num_replicas_in_sync, size // 4), np.float32)
+    stack = np.ones((num_replicas, size // 4), np.float32)
     buffers = [jax.device_put(stack.copy(), NamedSharding(mesh, split)) for _ in range(count)]
 
     def step(arrays: list[jax.Array]) -> list[jax.Array]:

@@ -26,11 +26,11 @@ def triangle(strategy):
     return sum(range(1, strategy.num_replicas_in_sync + 1))
 
 
-def equations(strategy, step, *args):
-    """Run a step and return the names of the collectives of its program, in order."""
-    before = set(strategy._programs)
-    strategy.run(step, args=args)
-    [program] = set(strategy._programs) - before
+def collectives(strategy, step):
+    """Run a step and return the names of the collectives in its program, in order."""
+    before = [id(program) for program in strategy._programs]
+    strategy.run(step)
+    [program] = [program for program in strategy._programs if id(program) not in before]
     return [collective.name for collective in program.findings.collectives]
 
 
@@ -88,29 +88,42 @@ def test_a_mean_of_a_mixed_tree_is_fractional(strategy3):
     assert mean["half"].x.dtype == jnp.float16 and mean["bool"] == np.float32(2 / 3) and mean["python"][2] == 1.0
 
 
+def float_tree():
+    return {"a": [number(), jnp.full((2, 3), number())], "b": (jnp.zeros((0, 4)), 2.0, np.float32([1, 2]), None)}
+
+
 @pytest.mark.parametrize("op", ["sum", "mean"])
 def test_a_whole_tree_travels_in_one_collective(strategy2, op):
-    assert equations(strategy2, lambda: replica().all_reduce(op, mixed_tree())) == ["psum"]
+    assert collectives(strategy2, lambda: replica().all_reduce(op, float_tree())) == ["psum"]
 
 
-def test_without_packing_it_would_be_one_collective_for_each_leaf(strategy2):
-    names = equations(strategy2, lambda: [replica().all_reduce("sum", leaf) for leaf in jax.tree.leaves(mixed_tree())])
-    assert len(names) == len(jax.tree.leaves({**dict.fromkeys("abcdefgh", 0), "rest": [0] * 6}))
+def test_without_packing_it_is_one_collective_for_each_leaf(strategy2):
+    leaf_by_leaf = lambda: jax.tree.map(lambda leaf: replica().all_reduce("sum", leaf), float_tree())  # noqa: E731
+    assert collectives(strategy2, leaf_by_leaf) == ["psum"] * 5
 
 
-def _operands(strategy, step):
-    """The shapes that cross in the psum of a step."""
-    jaxpr = jax.make_jaxpr(step, axis_env=[("replica", strategy.num_replicas_in_sync)])()
-    [psum] = [equation for equation in jaxpr.eqns if equation.primitive.name == "psum"]
-    return [(atom.aval.shape, atom.aval.dtype.name) for atom in psum.invars]
+def test_a_mixed_tree_travels_in_one_collective_for_each_dtype_that_is_added(strategy2):
+    """XLA has no all-reduce of several dtypes; a MEAN adds up all real ones in float32."""
+    dtypes_of_sums = ["float32", "int32", "int8", "float16", "bfloat16", "complex64"]
+    assert collectives(strategy2, lambda: replica().all_reduce("sum", mixed_tree())) == ["psum"] * len(dtypes_of_sums)
+    assert collectives(strategy2, lambda: replica().all_reduce("mean", mixed_tree())) == ["psum"] * len(["float32", "complex64"])
 
 
-def test_small_arrays_of_one_dtype_are_packed_and_large_ones_travel_alone(strategy2):
-    axis = _collectives.ReplicaAxis(2)
+def test_small_arrays_of_one_dtype_are_packed_and_large_ones_travel_as_they_are():
     large = np.ones(_collectives.PACK_BELOW_BYTES // 4, np.float32)
     tree = [np.ones((2, 3), np.float32), large, np.ones(4, np.int32), np.float32(1), np.ones(5, np.int32)]
-    shapes = _operands(strategy2, lambda: _collectives.all_reduce(mr.ReduceOp.SUM, tree, axis))
-    assert sorted(shapes) == sorted([((7,), "float32"), (large.shape, "float32"), ((9,), "int32")])
+    step = lambda: _collectives.all_reduce(mr.ReduceOp.SUM, tree, _collectives.ReplicaAxis(2))  # noqa: E731
+    jaxpr = jax.make_jaxpr(step, axis_env=[("replica", 2)])()
+    operands = [equation.invars[0].aval for equation in jaxpr.eqns if equation.primitive.name == "psum"]
+    assert [(aval.shape, str(aval.dtype)) for aval in operands] == [((7,), "float32"), (large.shape, "float32"), ((9,), "int32")]
+
+
+def test_the_compiled_program_has_one_all_reduce_for_each_dtype(strategy2):
+    large = np.ones(_collectives.PACK_BELOW_BYTES // 4, np.float32)
+    strategy2.run(lambda: replica().all_reduce("sum", [large * number(), number(), jnp.int32(number()), 2, large * number()]))
+    [program] = strategy2._programs
+    text = program.compiled.lower([], [], [], program.constants).compile().as_text()
+    assert text.count(" all-reduce(") == 2
 
 
 def test_packing_changes_no_value(strategy3):
@@ -129,7 +142,7 @@ def test_a_mean_of_half_precision_is_added_in_single_precision(strategy):
 
 
 def test_an_empty_tree_needs_no_collective(strategy2):
-    assert equations(strategy2, lambda: replica().all_reduce("sum", {"a": None, "b": []})) == []
+    assert collectives(strategy2, lambda: replica().all_reduce("sum", {"a": None, "b": []})) == []
 
 
 @pytest.mark.parametrize(
@@ -150,7 +163,7 @@ def test_a_random_key_is_refused_by_all_reduce_and_taken_by_all_gather(strategy2
 
 @pytest.mark.parametrize("op, error", [("min", ValueError), (3, TypeError), (None, TypeError)])
 def test_an_unknown_operation_is_refused(strategy2, op, error):
-    with pytest.raises(error, match="reduce_op is .*; expected one of 'sum', 'mean'"):
+    with pytest.raises(error, match=r"reduce_op is .*; expected one of 'sum', 'mean'"):
         strategy2.run(lambda: replica().all_reduce(op, 1.0))
 
 
@@ -232,7 +245,7 @@ def test_reduce_in_a_step_takes_axes_and_a_tree_in_one_collective(strategy3):
 
     (mean, int_mean), total = strategy3.run(step)
     assert mean == 2 and int_mean == 2.0 and int_mean.dtype == np.float32 and total.tolist() == [18, 18]
-    assert equations(strategy3, lambda: strategy3.reduce("mean", mixed_tree())) == ["psum"]
+    assert collectives(strategy3, lambda: strategy3.reduce("mean", float_tree())) == ["psum"]
 
 
 def test_the_third_example_of_seed_003_works_as_its_author_meant(strategy3, per_replica):
@@ -256,7 +269,7 @@ def test_reduce_in_a_step_refuses_bad_input_in_the_same_words(strategy2):
 
 
 def test_reduce_of_another_strategy_in_a_step_is_refused(strategy2, strategy3):
-    with pytest.raises(mr.StrategyMismatchError, match="reduce of .*3 replicas.* was called in the scope of .*2 replicas"):
+    with pytest.raises(mr.StrategyMismatchError, match=r"reduce of .*3 replicas.* was called in the scope of .*2 replicas"):
         strategy2.run(lambda: strategy3.reduce("sum", 1.0))
 
 
@@ -507,13 +520,13 @@ def test_the_outer_context_is_of_no_use_in_merge_call(strategy2):
         ctx = replica()
         return ctx.merge_call(lambda strategy: ctx.all_reduce("sum", 1.0))
 
-    with pytest.raises(mr.ContextError, match="all_reduce of the replica context of .* outside the step"):
+    with pytest.raises(mr.ContextError, match=r"all_reduce of the replica context of .* outside the step"):
         strategy2.run(step)
 
 
 def test_an_uneven_result_of_merge_call_is_refused(strategy2, per_replica):
     x = per_replica(strategy2, np.ones(1), np.ones(2))
-    with pytest.raises(mr.ContextError, match=r"different shapes \(\(1,\), \(2,\)\) cannot be handed to the replicas"):
+    with pytest.raises(mr.UnevenReplicasError, match=r"different shapes \(\(1,\), \(2,\)\) cannot be handed to the replicas"):
         strategy2.run(lambda: replica().merge_call(lambda strategy: x))
 
 
@@ -529,6 +542,59 @@ def test_an_uneven_result_of_merge_call_is_refused(strategy2, per_replica):
 def test_merge_call_refuses_bad_arguments(strategy2, arguments, message):
     with pytest.raises(TypeError, match=message):
         strategy2.run(lambda: replica().merge_call(*arguments))
+
+
+def test_outside_every_strategy_merge_call_may_run_a_step_too():
+    def inner(x):
+        return replica().all_reduce("sum", x) + replica().replica_id_in_sync_group
+
+    result = replica().merge_call(lambda strategy, x: strategy.run(inner, args=(x,)), args=(jnp.float32(3),))
+    assert result == 3
+
+
+def test_a_mirrored_value_of_another_strategy_may_enter_a_traced_reduction(strategy2, strategy3):
+    of_three = strategy3.reduce("sum", np.float32([1]))
+    assert mr.function(lambda: strategy2.reduce("sum", of_three))().tolist() == [6]
+    assert strategy2.run(lambda: replica().merge_call(lambda strategy: strategy.reduce("sum", of_three))).tolist() == [6]
+    assert strategy2.run(lambda: strategy2.reduce("sum", of_three)).tolist() == [6]
+
+
+# -- rng
+
+
+def _uniform(key):
+    return jax.random.uniform(replica().rng(key))
+
+
+@pytest.mark.parametrize(
+    "key", [3, np.int64(3), jnp.int32(3), jax.random.key(3), jax.random.PRNGKey(3)], ids=lambda key: type(key).__name__
+)
+def test_rng_is_different_on_each_replica_and_the_same_in_every_run(strategy3, key):
+    expected = [float(jax.random.uniform(jax.random.fold_in(jax.random.key(3), i))) for i in range(3)]
+    for _ in range(2):
+        assert [float(x) for x in strategy3.run(lambda: _uniform(key)).values] == expected
+    with mr.eager():
+        assert [float(x) for x in strategy3.run(lambda: _uniform(key)).values] == expected
+    assert float(_uniform(key)) == expected[0]
+
+
+def test_without_rng_all_replicas_draw_the_same(strategy3):
+    result = strategy3.run(lambda: jax.random.uniform(jax.random.key(3)))
+    assert not isinstance(result, mr.PerReplica)
+
+
+def test_rng_takes_a_key_that_is_a_variable_or_traced(strategy3):
+    with strategy3.scope():
+        key = mr.Variable(jax.random.key(3))
+    keys = [lambda: key, lambda: key.value, lambda: jax.lax.fori_loop(0, 3, lambda i, n: n + 1, 0)]
+    drawn = [[float(x) for x in strategy3.run(lambda make=make: _uniform(make())).values] for make in keys]
+    assert drawn[0] == drawn[1] == drawn[2] and len(set(drawn[0])) == 3
+
+
+@pytest.mark.parametrize("key", ["seed", 1.5, None, np.float32(1), jnp.ones(2)], ids=repr)
+def test_rng_refuses_what_is_no_key(strategy2, key):
+    with pytest.raises(TypeError, match=r"rng got .*; expected a key from jax\.random\.key\(seed\), or an int"):
+        strategy2.run(lambda: replica().rng(key))
 
 
 # -- a context out of its place

@@ -49,7 +49,7 @@ PUBLIC = {
     "CollectiveHangError", "ContextError", "DeviceError", "FactorOfReplicasError", "FactorOfReplicasWarning", "InputOptions",
     "MirroredStrategy", "OneDeviceStrategy", "OneProgramError", "Optimizer", "PerReplica", "PerReplicaError",
     "RecompilationWarning", "ReduceOp", "ReplicaContext", "ReplicasDivergeError", "Strategy", "StrategyMismatchError",
-    "UnevenReplicasError", "ValueContext", "Variable", "VariableAggregation", "VariableSynchronization", "data", "eager",
+    "UnevenReplicasError", "ValueContext", "Variable", "VariableAggregation", "VariableSynchronization", "cond", "data", "eager",
     "fori_loop", "function", "get_replica_context", "get_strategy", "grad", "has_strategy", "in_cross_replica_context",
     "losses", "scan", "value_and_grad",
 }  # fmt: skip

@@ -18,6 +18,7 @@ from ._errors import UnevenReplicasError as UnevenReplicasError
 from ._function import function as function
 from ._gradients import grad as grad
 from ._gradients import value_and_grad as value_and_grad
+from ._loops import cond as cond
 from ._loops import fori_loop as fori_loop
 from ._loops import scan as scan
 from ._options import InputOptions as InputOptions

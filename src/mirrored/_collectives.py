@@ -50,7 +50,7 @@ class ReplicaAxis:
 
 
 def all_reduce(op: ReduceOp, tree: PyTree, axis: ReplicaAxis, array_axes: Any = None, verb: str = "all_reduce") -> PyTree:
-    """Combine a tree over the replicas, and over axes of each leaf, in one collective, packed by dtype."""
+    """Combine a tree over the replicas, and over axes of each leaf, in one collective for each dtype that is added."""
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_wrapped)
     arrays = [as_array(leaf, verb) for leaf in leaves]
     axes = [normalize_axes(array_axes, array.ndim, verb) for array in arrays]
@@ -96,7 +96,10 @@ def _local_sum(op: ReduceOp, array: jax.Array, axes: Axes) -> jax.Array:
 
 
 def _packed_sum(arrays: Sequence[jax.Array], axis: ReplicaAxis) -> list[jax.Array]:
-    """Sum arrays over the replicas: small ones of one dtype in one flat buffer, all in one `psum`."""
+    """Sum arrays over the replicas: small ones of one dtype in one flat buffer, large ones as they are.
+
+    XLA makes one collective of all operands of one dtype; it has none for several dtypes.
+    """
     groups: dict[Any, list[int]] = defaultdict(list)
     for position, array in enumerate(arrays):
         alone = array.size * array.dtype.itemsize >= PACK_BELOW_BYTES

@@ -24,7 +24,12 @@ from ._values import PerReplica
 class Bindings(Protocol):
     """Stand for the variables' values while a function is traced."""
 
+    @property
+    def caches(self) -> Callable[[], Any]: ...
+
     def read(self, variable: Any) -> jax.Array: ...
+
+    def value_of(self, variable: Any) -> jax.Array: ...
 
     def write(self, variable: Any, value: jax.Array) -> None: ...
 
@@ -66,6 +71,12 @@ def entered(frame: Frame) -> Iterator[Frame]:
         _current.reset(token)
 
 
+def is_traced() -> bool:
+    """Tell whether code is part of a program that is being traced, by this library or by JAX."""
+    frame = _current.get()
+    return (frame is not None and (frame.bindings is not None or frame.axis is not None)) or _tracing.is_staging()
+
+
 def check_enterable(strategy: Any) -> None:
     """Refuse a scope of one strategy inside a scope, or a step, of another."""
     frame = current()
@@ -86,7 +97,7 @@ def check_enterable(strategy: Any) -> None:
 
 def require_cross_replica(verb: str, instead: str) -> None:
     """Refuse a verb that concerns all replicas when it is called inside one of them."""
-    frame = current()
+    frame = _current.get()
     if frame is not None and frame.replica is not None:
         raise ContextError(
             f"strategy.{verb} was called inside a step that strategy.run is running, where only one replica's "
@@ -152,8 +163,8 @@ class ReplicaContext:
     def all_reduce(self, reduce_op: ReduceOp | str, value: PyTree) -> PyTree:
         """Combine each leaf of `value` element by element over the replicas; all get the result.
 
-        The whole tree travels in one collective. The gradient of `all_reduce(op)` is `all_reduce(op)` of the
-        incoming gradient, as in TensorFlow.
+        The whole tree travels in one collective for each dtype that is added up (a MEAN adds up all real ones in
+        float32). The gradient of `all_reduce(op)` is `all_reduce(op)` of the incoming gradient, as in TensorFlow.
 
         Args:
             reduce_op: `"sum"` or `"mean"`, in any case. A MEAN of integers is floating point; one of float16
@@ -195,8 +206,8 @@ class ReplicaContext:
     def merge_call(self, merge_fn: Callable[..., PyTree], args: Sequence[Any] = (), kwargs: Any = None) -> PyTree:
         """Call `merge_fn(strategy, *args, **kwargs)` once, in cross-replica context.
 
-        Arrays among the arguments arrive as PerReplica values that hold all replicas' arrays; everything else
-        arrives as it is. PerReplica values in the result come back as this replica's part.
+        JAX arrays among the arguments arrive as PerReplica values that hold all replicas' arrays; everything else,
+        variables too, arrives as it is. PerReplica values in the result come back as this replica's part.
 
         Args:
             merge_fn: a function of the strategy and the arguments.
@@ -224,14 +235,16 @@ class ReplicaContext:
         Args:
             key: a key from `jax.random.key` (or an int, from which one is made), the same on all replicas.
 
+        Raises:
+            TypeError: for anything else.
+
         >>> def step():
         ...     return jax.random.uniform(mr.get_replica_context().rng(0))
         >>> a, b = strategy.local_results(strategy.run(step))
         >>> bool(a == b)
         False
         """
-        base = jax.random.key(key) if isinstance(key, int | np.integer) else key
-        return jax.random.fold_in(base, self.replica_id_in_sync_group)
+        return jax.random.fold_in(_as_key(key), self.replica_id_in_sync_group)
 
     def _merge(self, value: Any) -> Any:
         if not isinstance(value, jax.Array):
@@ -240,15 +253,26 @@ class ReplicaContext:
 
     def _check_current(self, verb: str) -> None:
         frame = current()
-        if self._axis.bound:
-            is_current = frame is not None and frame.replica is not None and frame.strategy is self._strategy
+        if frame is not None and frame.replica is not None:
+            is_current = frame.strategy is self._strategy and frame.replica._axis == self._axis
         else:
-            is_current = frame is None or (frame.strategy is None and frame.axis is None)
+            is_current = not self._axis.bound and (frame is None or (frame.strategy is None and frame.axis is None))
         if not is_current:
             raise ContextError(
                 f"{verb} of the replica context of {self._strategy!r} was used outside the step to which the context "
                 "belongs. Ask for it where you use it: ctx = mr.get_replica_context() inside the step."
             )
+
+
+def _as_key(key: Any) -> jax.Array:
+    if isinstance(key, int | np.integer):
+        return jax.random.key(key)
+    array = jnp.asarray(key) if hasattr(key, "dtype") else None
+    if array is not None and array.ndim == 0 and jnp.issubdtype(array.dtype, jnp.integer):
+        return jax.random.key(array)
+    if array is not None and (jnp.issubdtype(array.dtype, jax.dtypes.prng_key) or array.dtype == jnp.uint32):
+        return array
+    raise TypeError(f"rng got {key!r}; expected a key from jax.random.key(seed), or an int from which one is made.")
 
 
 def _check_merge_arguments(merge_fn: Any, args: Any, kwargs: Any) -> None:
@@ -284,9 +308,9 @@ def foreign_trace_message(action: str, name: str, frame: Frame | None) -> str:
     if frame is not None and frame.bindings is not None:
         return (
             f"variable {name!r} was {action} at {_tracing.user_line()} under a JAX transformation inside the step "
-            "(jit, scan, cond, while_loop, vmap or grad), whose body would leak the new value. Use mr.scan or "
-            "mr.fori_loop for loops, mr.value_and_grad for gradients, and for a condition compute the value with "
-            "jnp.where or jax.lax.cond and assign it outside."
+            "(jit, scan, cond, while_loop, vmap or grad), whose body would leak the new value. Use mr.scan, "
+            "mr.fori_loop and mr.cond instead of those of jax.lax, and mr.value_and_grad instead of jax.grad; or return "
+            "the value and assign it outside."
         )
     return (
         f"variable {name!r} was {action} at {_tracing.user_line()} under a JAX transformation (jit, scan, cond, vmap, "

@@ -65,12 +65,13 @@ def function(fn: UserFunction) -> UserFunction:
 def call_compiled(fn: UserFunction, args: Sequence[Any], kwargs: dict[str, Any]) -> PyTree:
     """Call a function as one program, or in place when a larger program is being traced."""
     frame = _context.current()
-    if (frame is not None and (frame.bindings is not None or frame.axis is not None)) or _tracing.is_staging():
+    if _context.is_traced():
         return fn(*args, **kwargs)
     if _replicate._is_eager.get():
         return fn(*args, **kwargs)
     call = _signature.take_apart(fn, args, kwargs)
-    key = (call.key, None if frame is None else id(frame.strategy))
+    meshes = [array.sharding.mesh for array, leaf in zip(call.arrays, call.array_leaves(), strict=True) if leaf.is_per_replica]
+    key = (call.key, None if frame is None else id(frame.strategy), tuple(meshes))
     program = _programs.get(key)
     if program is None:
         program = _make(call, frame or Frame(None, None))
@@ -133,7 +134,7 @@ def _make(call: Call, frame: Frame) -> CompiledFunction:
     compiled = jax.jit(body, donate_argnums=0, out_shardings=placements)
     with jax.ensure_compile_time_eval():
         constants = [jax.device_put(constant, mesh.mirrored) for constant in lifted.closed.consts]
-    return CompiledFunction(lifted, mesh, compiled, constants, _signature.pinned(call))
+    return CompiledFunction(lifted, mesh, compiled, constants, [*_signature.pinned(call), frame.strategy])
 
 
 def _pure(lifted: Lifted, mesh: ReplicaMesh, written: Any, read_only: Any, arrays: Any, constants: Any) -> Any:

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from . import _lift, _tracing
+from . import _context, _lift, _tracing
+from ._errors import ContextError
 from ._marks import Mark, Purpose, mark
 from ._typing import PyTree, UserFunction
 from ._variables import Variable, is_variable
@@ -51,6 +52,8 @@ def value_and_grad(fn: UserFunction, variables: PyTree, has_aux: bool = False) -
     Raises:
         TypeError: when `variables` holds something else, or a variable that is not floating point, and when
             the loss is not a scalar.
+        ValueError: for a variable that is listed twice.
+        ContextError: outside a step, for a sync-on-read variable.
 
     >>> w = mr.Variable([1.0, 2.0])
     >>> def loss(x):
@@ -66,11 +69,16 @@ def value_and_grad(fn: UserFunction, variables: PyTree, has_aux: bool = False) -
     leaves, treedef = _check_variables(variables)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if _context.is_traced():
+            return differentiate(None, args, kwargs)
+        return _lift.with_few_compilations(lambda caches: differentiate(caches, args, kwargs))
+
+    def differentiate(caches: Callable[[], Any] | None, args: Any, kwargs: Any) -> Any:
         where = _tracing.user_line()
         kept: dict[str, Any] = {}
 
         def loss_of(values: list[jax.Array]) -> Any:
-            with _lift.bound(dict(zip(leaves, values, strict=True))) as bindings:
+            with _lift.bound(dict(zip(leaves, values, strict=True)), caches=caches) as bindings:
                 result = fn(*args, **kwargs)
                 loss, aux = _split(result, has_aux)
                 kept["plan"], aux_arrays = _lift.plan_result(aux)
@@ -78,6 +86,7 @@ def value_and_grad(fn: UserFunction, variables: PyTree, has_aux: bool = False) -
                 written = bindings.values(kept["written"])
             return mark(_scalar(loss), Mark(Purpose.LOSS, "loss", where)), (aux_arrays, written)
 
+        _refuse_copies(leaves)
         before = [_lift.read_outer(variable) for variable in leaves]
         (loss, (aux_arrays, written)), gradients = jax.value_and_grad(loss_of, has_aux=True)(before)
         for variable, value in zip(kept["written"], written, strict=True):
@@ -104,20 +113,37 @@ def _check_variables(variables: PyTree) -> tuple[list[Variable], Any]:
             raise TypeError(
                 f"variable {leaf.name!r} has dtype {leaf.dtype}, and only floating point variables have gradients. Leave it out."
             )
+    for position, leaf in enumerate(leaves):
+        if any(leaf is other for other in leaves[:position]):
+            raise ValueError(f"variable {leaf.name!r} is listed twice in mr.value_and_grad; only one could get its gradient.")
     return leaves, treedef
+
+
+def _refuse_copies(variables: list[Variable]) -> None:
+    """Refuse, outside a step, a sync-on-read variable: its one value there is made of copies, which have the gradients."""
+    frame = _context.current()
+    for variable in variables:
+        if variable._on_read and (frame is None or frame.replica is None):
+            raise ContextError(
+                f"variable {variable.name!r} is sync-on-read: outside a step it has one value per replica and no gradient of "
+                "its own. Differentiate in strategy.run(fn), or with respect to a mirrored variable."
+            )
 
 
 def _split(result: Any, has_aux: bool) -> tuple[Any, Any]:
     if not has_aux:
         return result, None
     if not isinstance(result, tuple) or len(result) != 2:
-        raise TypeError(f"with has_aux=True the function must return (loss, aux); it returned {type(result).__name__}.")
+        returned = "an array" if isinstance(result, jax.Array) else repr(result)
+        raise TypeError(f"with has_aux=True the function must return (loss, aux); it returned {returned}.")
     return result
 
 
 def _scalar(loss: Any) -> jax.Array:
     if isinstance(loss, tuple):
         raise TypeError("the function returned a tuple; pass has_aux=True when it returns (loss, aux).")
+    if loss is None or isinstance(loss, str | dict | list):
+        raise TypeError(f"the function returned {loss!r}; expected a scalar loss. Does it end with `return loss`?")
     loss = jnp.asarray(loss)
     if loss.shape != ():
         raise TypeError(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import jax
 
-from . import _context, _tracing
+from . import _tracing
 from ._context import ReplicaContext
 from ._errors import FactorOfReplicasError, FactorOfReplicasWarning, OneProgramError, ReplicasDivergeError
 from ._lift import Lifted
@@ -69,14 +69,12 @@ def _warn_of_factor(message: str) -> None:
 
 
 @contextlib.contextmanager
-def explained(replica: Callable[[], ReplicaContext | None]) -> Iterator[None]:
+def explained(context: ReplicaContext) -> Iterator[None]:
     """Explain the one-program rule where Python tried to branch on a replica's number."""
     try:
         yield
     except jax.errors.ConcretizationTypeError as error:
-        context = replica()
-        current = context if context is not None else getattr(_context.current(), "replica", None)
-        if current is None or not current._knows_id:
+        if not context._knows_id:
             raise
         raise OneProgramError(_one_program_message(error)) from error
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -25,26 +25,41 @@ from ._variables import Variable
 #: Called by `Bindings` for a variable that is not bound; gives its value in the enclosing place.
 Fallback = Callable[[Variable], jax.Array]
 
+ResultT = TypeVar("ResultT")
+
 
 class Bindings:
     """Hold the values that stand for variables while a function is traced.
 
+    Args:
+        values: what stands for some variables.
+        fallback: reads the others.
+        renew: starts a new set of JAX's inner caches, see `_tracing.separate_caches`. None: JAX's caches are
+            shared with other code, so a variable may not be read inside an inner jit or scan.
+
     Attributes:
         written: the variables that were written, in order, each with the user's line of its last write.
-        renew: starts a new set of JAX's inner caches, see `_tracing.separate_caches`.
     """
 
-    def __init__(self, values: Mapping[Variable, jax.Array], fallback: Fallback, renew: Callable[[], None]) -> None:
+    def __init__(
+        self, values: Mapping[Variable, jax.Array], fallback: Fallback, renew: Callable[[], None] | None
+    ) -> None:
         self._values = dict(values)
         self._fallback = fallback
         self._trace_state = _tracing.trace_state()
         self._was_read_deeper = False
-        self.renew = renew
+        self._renew = renew
         self.written: dict[Variable, str] = {}
 
     def read(self, variable: Variable) -> jax.Array:
         if not self._was_read_deeper and _tracing.trace_state() != self._trace_state:
-            self._was_read_deeper = True
+            if self._renew is None and _tracing.is_staging():
+                raise ReadInsideJit
+            self._was_read_deeper = self._renew is not None
+        return self.value_of(variable)
+
+    def value_of(self, variable: Variable) -> jax.Array:
+        """Return what stands for a variable, for bindings on top of these, which watch over their own reads."""
         value = self._values.get(variable)
         return self._fallback(variable) if value is None else value
 
@@ -53,27 +68,60 @@ class Bindings:
             raise ContextError(_context.foreign_trace_message("written", variable.name, _context.current()))
         self._values[variable] = value
         self.written[variable] = _tracing.user_line()
-        if self._was_read_deeper:
-            self.renew()
+        if self._was_read_deeper and self._renew is not None:
+            self._renew()
             self._was_read_deeper = False
+
+    @property
+    def caches(self) -> Callable[[], Any]:
+        """The caches for bindings on top of these, see `with_few_compilations`."""
+        return _shared_caches if self._renew is None else _tracing.separate_caches
 
     def values(self, variables: Sequence[Variable]) -> list[jax.Array]:
         """Return the present values of some variables."""
         return [self.read(variable) for variable in variables]
 
 
+def _shared_caches() -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext(None)
+
+
+class ReadInsideJit(BaseException):
+    """Say that code which shares JAX's caches must be started again with caches of its own; users never see it."""
+
+
+def with_few_compilations(compute: Callable[[Callable[[], Any]], ResultT]) -> ResultT:
+    """Call `compute(caches)` outside a trace: with JAX's shared caches, and only if need be with separate ones.
+
+    Separate caches make JAX compile every operation again, which is hardly ever needed: only when a variable
+    is read inside an inner jit or scan.
+    """
+    try:
+        return compute(_shared_caches)
+    except ReadInsideJit:
+        return compute(_tracing.separate_caches)
+
+
 @contextlib.contextmanager
-def bound(values: Mapping[Variable, jax.Array]) -> Iterator[Bindings]:
-    """Bind variables on top of whatever binds them now: the inside of a loop body or a differentiated function."""
+def bound(
+    values: Mapping[Variable, jax.Array],
+    outer: Fallback | None = None,
+    caches: Callable[[], Any] | None = None,
+) -> Iterator[Bindings]:
+    """Bind variables on top of whatever binds them now: the inside of a loop body or a differentiated function.
+
+    Args:
+        values: what stands for some variables.
+        outer: reads the others; `outer_reader()` of the place where the loop was called. Default: of this place.
+        caches: see `with_few_compilations`. Default: those of this place.
+    """
     frame = _context.current() or Frame(None, None)
-    with contextlib.ExitStack() as stack:
-        if isinstance(frame.bindings, Bindings):
-            fallback, renew = frame.bindings.read, frame.bindings.renew
-        else:
-            fallback, renew = _stored_array, stack.enter_context(_tracing.separate_caches())
-        bindings = Bindings(values, fallback, renew)
-        stack.enter_context(_context.entered(dataclasses.replace(frame, bindings=bindings)))
-        yield bindings
+    if caches is None:
+        caches = _tracing.separate_caches if frame.bindings is None else frame.bindings.caches
+    with caches() as renew:
+        bindings = Bindings(values, outer or outer_reader(), renew)
+        with _context.entered(dataclasses.replace(frame, bindings=bindings)):
+            yield bindings
 
 
 def read_outer(variable: Variable) -> jax.Array:
@@ -87,8 +135,19 @@ def write_outer(variable: Variable, value: jax.Array) -> None:
     variable._store(_context.current(), value)
 
 
-def _stored_array(variable: Variable) -> jax.Array:
-    return variable._array
+def outer_reader() -> Fallback:
+    """Return what reads variables in the current place; outside a step, an error where a value would be baked in."""
+    frame = _context.current()
+    if frame is not None and frame.bindings is not None:
+        return frame.bindings.value_of
+    is_foreign = _tracing.is_staging()
+
+    def stored_array(variable: Variable) -> jax.Array:
+        if is_foreign:
+            raise ContextError(_context.foreign_trace_message("read", variable.name, None))
+        return variable._array
+
+    return stored_array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +229,9 @@ def lift(
 
     values = [jax.ShapeDtypeStruct(shape_of(variable), variable.dtype) for variable in variables]
     closed = _tracing.trace(pure, (values, list(arrays)), frame.axis, user_function)
-    return Lifted(closed, written, seen["lines"], read_only, seen["plan"])
+    # Copied, because `jax.device_put` may keep a numpy array's own memory, which its owner may change.
+    own = [np.array(constant) if isinstance(constant, np.ndarray) else constant for constant in closed.consts]
+    return Lifted(ClosedJaxpr(closed.jaxpr, own), written, seen["lines"], read_only, seen["plan"])
 
 
 def _discover(
@@ -233,7 +294,7 @@ def plan_result(result: PyTree) -> tuple[ResultPlan, list[jax.Array]]:
 def _refuse_hidden_arrays(leaf: Any) -> None:
     """Refuse an object that JAX cannot look into and that holds traced arrays, which must not leave the step."""
     fields = getattr(leaf, "__dict__", None)
-    if isinstance(leaf, Variable) or isinstance(leaf, type) or callable(leaf) or not fields:
+    if isinstance(leaf, Variable | type) or callable(leaf) or not fields:
         return
     for name, value in fields.items():
         if any(isinstance(part, jax.core.Tracer) for part in jax.tree.leaves(value)):

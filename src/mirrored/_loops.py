@@ -1,17 +1,20 @@
-"""Loops whose bodies may read and write variables: scan and fori_loop."""
+"""Control flow whose bodies may read and write variables: scan, fori_loop, cond."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from . import _context, _lift, _tracing
+from . import _context, _lift
+from ._collectives import as_array
+from ._errors import UnevenReplicasError
 from ._function import call_compiled
 from ._typing import PyTree
-from ._values import PerReplica, is_per_replica
+from ._values import PerReplica
 from ._variables import Variable
 
 
@@ -28,13 +31,18 @@ def scan(
 
     Args:
         fn: takes `(carry, x)` and returns `(new carry, y)`; shapes and dtypes of the carry stay.
-        init: the first carry: arrays, PerReplica values and numbers, in any nest.
+        init: the first carry: arrays, PerReplica values, numbers and variables (their values), in any nest.
         xs: arrays of shape `[K, ...]`; of a PerReplica, each replica's value has the leading axis `K`. None
             together with `length`.
         length: K, when there is no `xs`.
 
     Returns:
         The last carry, and the `y` values stacked along a new leading axis (of each replica's value).
+
+    Raises:
+        TypeError: for a body that returns no pair, and for leaves that are not arrays or numbers.
+        ValueError: for `xs` without an axis to loop over.
+        UnevenReplicasError: (a ValueError) when a PerReplica in `xs` has different shapes.
 
     >>> with strategy.scope():
     ...     w = mr.Variable(1.0)
@@ -46,9 +54,10 @@ def scan(
     (5.0, Array([2., 6.], dtype=float32), 6.0)
     """
     _check_callable(fn, "mr.scan")
-    if _is_traced():
+    _check_length(length)
+    if _context.is_traced():
         return _scan(fn, init, xs, length)
-    return call_compiled(_scan, (fn, _as_arrays(init), xs, length), {})
+    return call_compiled(functools.partial(_scan, fn), (_without_numbers(init), xs, length), {})
 
 
 def fori_loop(lower: Any, upper: Any, body: Callable[[Any, PyTree], PyTree], init: PyTree) -> PyTree:
@@ -58,6 +67,9 @@ def fori_loop(lower: Any, upper: Any, body: Callable[[Any, PyTree], PyTree], ini
         lower, upper: ints; as arrays they may change without another compilation.
         body: takes `(i, carry)` and returns the new carry.
         init: the first carry.
+
+    Raises:
+        TypeError: for bounds that are not ints, and for leaves of the carry that are not arrays or numbers.
 
     >>> with strategy.scope():
     ...     w = mr.Variable(1.0)
@@ -69,39 +81,96 @@ def fori_loop(lower: Any, upper: Any, body: Callable[[Any, PyTree], PyTree], ini
     4.0
     """
     _check_callable(body, "mr.fori_loop")
-    if _is_traced():
-        return _fori_loop(lower, upper, body, init)
-    return call_compiled(_fori_loop, (lower, upper, body, _as_arrays(init)), {})
+    _check_bounds(lower, upper)
+    if _context.is_traced():
+        return _fori_loop(body, lower, upper, init)
+    return call_compiled(functools.partial(_fori_loop, body), (lower, upper, _without_numbers(init)), {})
+
+
+def cond(pred: Any, true_fn: Callable[..., PyTree], false_fn: Callable[..., PyTree], *operands: PyTree) -> PyTree:
+    """Call one of two functions like `jax.lax.cond`; both may read and assign variables.
+
+    A variable that only one of them assigns keeps its value in the other case. In a step the condition must be
+    mirrored when a mirrored variable is assigned, or a collective reached, under it.
+
+    Args:
+        pred: a boolean scalar.
+        true_fn, false_fn: take the operands; their results have the same structure, shapes and dtypes.
+        operands: arrays, PerReplica values and numbers, in any nest.
+
+    >>> with strategy.scope():
+    ...     w = mr.Variable(1.0)
+    >>> def step(x):
+    ...     mean = mr.get_replica_context().all_reduce("mean", x)
+    ...     mr.cond(mean > 1, lambda: w.assign_add(mean), lambda: w.assign(0.0))
+    >>> x = strategy.distribute_values_from_function(lambda ctx: 1.0 + ctx.replica_id_in_sync_group)
+    >>> strategy.run(step, args=(x,))
+    >>> float(w)
+    2.5
+    """
+    _check_callable(true_fn, "mr.cond")
+    _check_callable(false_fn, "mr.cond")
+    if _context.is_traced():
+        return _cond(true_fn, false_fn, pred, *operands)
+    return call_compiled(functools.partial(_cond, true_fn, false_fn), _without_numbers((pred, *operands)), {})
+
+
+def _cond(true_fn: Any, false_fn: Any, pred: Any, *operands: PyTree) -> PyTree:
+    outer = _lift.outer_reader()
+    operands = _as_arrays(operands, "the operands of mr.cond")
+    written = dict.fromkeys(v for fn in (true_fn, false_fn) for v in _written_by(outer, fn, *operands))
+
+    def branch(fn: Any) -> Any:
+        def run(values: Any, operands: PyTree) -> Any:
+            with _lift.bound(dict(zip(written, values, strict=True)), outer) as bindings:
+                result = _map_whole(lambda leaf: None if isinstance(leaf, Variable) else leaf, fn(*operands))
+                return _as_arrays(result, "the result of mr.cond"), bindings.values(list(written))
+
+        return run
+
+    before = [_lift.read_outer(variable) for variable in written]
+    result, after = jax.lax.cond(pred, branch(true_fn), branch(false_fn), before, operands)
+    _write_back(list(written), after)
+    return result
 
 
 def _scan(fn: Any, init: PyTree, xs: PyTree, length: int | None) -> tuple[PyTree, PyTree]:
-    rows = jax.tree.map(_replicas_second, xs, is_leaf=is_per_replica)
+    outer = _lift.outer_reader()
+    init = _as_arrays(init, "the carry of mr.scan")
+    rows = _map_whole(_replicas_second, xs)
 
     def user_body(carry: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
-        return _checked_pair(fn(carry, x))
+        carry, y = _checked_pair(fn(carry, x))
+        return _as_arrays(carry, "the carry of mr.scan"), _as_arrays(y, "the y of mr.scan's body")
 
     first = jax.tree.map(lambda row: jax.ShapeDtypeStruct(row.shape[1:], row.dtype), rows)
-    written = _written_by(user_body, init, first)
+    written = _written_by(outer, user_body, init, first)
 
     def body(state: Any, x: PyTree) -> Any:
         carry, values = state
-        with _lift.bound(dict(zip(written, values, strict=True))) as bindings:
+        with _lift.bound(dict(zip(written, values, strict=True)), outer) as bindings:
             carry, y = user_body(carry, x)
             return (carry, bindings.values(written)), y
 
     before = [_lift.read_outer(variable) for variable in written]
     (carry, after), ys = jax.lax.scan(body, (init, before), rows, length)
     _write_back(written, after)
-    return carry, jax.tree.map(_replicas_first, ys, is_leaf=is_per_replica)
+    return carry, _map_whole(_replicas_first, ys)
 
 
-def _fori_loop(lower: Any, upper: Any, fn: Any, init: PyTree) -> PyTree:
-    written = _written_by(fn, jnp.asarray(lower), init)
+def _fori_loop(fn: Any, lower: Any, upper: Any, init: PyTree) -> PyTree:
+    outer = _lift.outer_reader()
+    init = _as_arrays(init, "the carry of mr.fori_loop")
+
+    def user_body(i: Any, carry: PyTree) -> PyTree:
+        return _as_arrays(fn(i, carry), "the carry of mr.fori_loop")
+
+    written = _written_by(outer, user_body, jnp.asarray(lower), init)
 
     def body(i: Any, state: Any) -> Any:
         carry, values = state
-        with _lift.bound(dict(zip(written, values, strict=True))) as bindings:
-            return fn(i, carry), bindings.values(written)
+        with _lift.bound(dict(zip(written, values, strict=True)), outer) as bindings:
+            return user_body(i, carry), bindings.values(written)
 
     before = [_lift.read_outer(variable) for variable in written]
     carry, after = jax.lax.fori_loop(lower, upper, body, (init, before))
@@ -109,12 +178,12 @@ def _fori_loop(lower: Any, upper: Any, fn: Any, init: PyTree) -> PyTree:
     return carry
 
 
-def _written_by(body: Any, *arguments: PyTree) -> list[Variable]:
+def _written_by(outer: _lift.Fallback, body: Any, *arguments: PyTree) -> list[Variable]:
     """Trace a loop's body once to find the variables that it writes."""
     written: dict[Variable, str] = {}
 
     def record(*traced: PyTree) -> None:
-        with _lift.bound({}) as bindings:
+        with _lift.bound({}, outer) as bindings:
             body(*traced)
         written.update(bindings.written)
 
@@ -127,19 +196,34 @@ def _write_back(written: list[Variable], values: list[jax.Array]) -> None:
         _lift.write_outer(variable, value)
 
 
-def _is_traced() -> bool:
-    frame = _context.current()
-    return (frame is not None and (frame.bindings is not None or frame.axis is not None)) or _tracing.is_staging()
+def _map_whole(function: Callable[[Any], Any], tree: PyTree) -> PyTree:
+    """Map over a tree whose leaves are arrays, variables and PerReplica values."""
+    return jax.tree.map(function, tree, is_leaf=lambda leaf: isinstance(leaf, PerReplica | Variable))
 
 
-def _as_arrays(init: PyTree) -> PyTree:
+def _without_numbers(init: PyTree) -> PyTree:
     """Make arrays of the numbers in a first carry, so that a changed number is not another program."""
-    return jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, int | float | complex) else x, init)
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, int | float | complex) else leaf, init)
+
+
+def _as_arrays(tree: PyTree, what: str) -> PyTree:
+    return _map_whole(lambda leaf: leaf if isinstance(leaf, PerReplica) else as_array(leaf, what), tree)
 
 
 def _replicas_second(x: Any) -> Any:
     """Turn `[R, K, ...]` into `[K, R, ...]`, so that a loop takes one step of all replicas at a time."""
-    return PerReplica(jnp.moveaxis(x._array, 1, 0)) if isinstance(x, PerReplica) else jnp.asarray(x)
+    if isinstance(x, PerReplica) and x._shapes is not None:
+        raise UnevenReplicasError(
+            f"xs of mr.scan holds a PerReplica with different shapes, {', '.join(map(str, x.shapes))}; all replicas take every "
+            "step of the loop together. Give them the same number of rows."
+        )
+    array = x if isinstance(x, PerReplica) else as_array(x, "xs of mr.scan")
+    if array.ndim == 0:
+        raise ValueError(
+            "xs of mr.scan holds a scalar, which has no axis to loop over; expected arrays of shape [K, ...]. For a list of "
+            "numbers write jnp.asarray([1.0, 2.0])."
+        )
+    return PerReplica(jnp.moveaxis(x._array, 1, 0)) if isinstance(x, PerReplica) else array
 
 
 def _replicas_first(y: Any) -> Any:
@@ -148,11 +232,24 @@ def _replicas_first(y: Any) -> Any:
 
 def _checked_pair(result: Any) -> tuple[PyTree, PyTree]:
     if not isinstance(result, tuple) or len(result) != 2:
+        returned = "an array" if isinstance(result, jax.Array) else repr(result)
         raise TypeError(
-            f"the body of mr.scan returned {type(result).__name__}; expected a pair (new carry, y). Write "
+            f"the body of mr.scan returned {returned}; expected a pair (new carry, y). Write "
             "`return carry, None` when there is nothing to collect."
         )
     return result
+
+
+def _check_length(length: Any) -> None:
+    if length is not None and (not isinstance(length, int) or length < 0):
+        raise TypeError(f"mr.scan got length={length!r}; expected an int, 0 or more. The number of steps is compiled in.")
+
+
+def _check_bounds(lower: Any, upper: Any) -> None:
+    for bound in (lower, upper):
+        is_int_array = hasattr(bound, "dtype") and bound.ndim == 0 and jnp.issubdtype(bound.dtype, jnp.integer)
+        if not isinstance(bound, int) and not is_int_array:
+            raise TypeError(f"mr.fori_loop got the bounds {lower!r} and {upper!r}; expected two ints.")
 
 
 def _check_callable(fn: Any, verb: str) -> None:

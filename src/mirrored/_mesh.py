@@ -79,8 +79,9 @@ def resolve_devices(devices: Sequence[Any] | None) -> tuple[jax.Device, ...]:
             "devices is empty, and a strategy needs at least one. Leave it out to use all accelerators, "
             "or write for example devices=['cpu:0', 'cpu:1']."
         )
-    start_backend(_num_cpu_devices(wanted))
-    found = tuple(_find_device(entry) for entry in wanted)
+    num_cpu_devices = _num_cpu_devices(wanted)
+    start_backend(num_cpu_devices)
+    found = tuple(_find_device(entry, num_cpu_devices) for entry in wanted)
     _refuse_duplicates(found, wanted)
     _refuse_mixture(found)
     return found
@@ -143,7 +144,7 @@ def _match(entry: Any) -> re.Match[str] | None:
     return _DEVICE_NAME.fullmatch(entry) if isinstance(entry, str) else None
 
 
-def _find_device(entry: Any) -> jax.Device:
+def _find_device(entry: Any, num_cpu_devices: int) -> jax.Device:
     if isinstance(entry, jax.Device):
         return entry
     if not isinstance(entry, str):
@@ -157,7 +158,7 @@ def _find_device(entry: Any) -> jax.Device:
     platform, index = match[1].lower(), int(match[2])
     available = _local_devices(platform)
     if index >= len(available):
-        raise DeviceError(_missing_device_message(entry, platform, index, available))
+        raise DeviceError(_missing_device_message(entry, platform, available, num_cpu_devices))
     return available[index]
 
 
@@ -168,7 +169,7 @@ def _local_devices(platform: str) -> Sequence[jax.Device]:
         return ()
 
 
-def _missing_device_message(entry: str, platform: str, index: int, available: Sequence[jax.Device]) -> str:
+def _missing_device_message(entry: str, platform: str, available: Sequence[jax.Device], num_cpu_devices: int) -> str:
     have = ", ".join(f"{platform}:{i}" for i in range(len(available))) or "none"
     message = f"devices contains {entry!r}, but this process has {len(available)} {platform} devices ({have})."
     if platform != "cpu":
@@ -177,7 +178,7 @@ def _missing_device_message(entry: str, platform: str, index: int, available: Se
     return (
         f"{message} CPU devices are made when JAX starts, and it had started before this strategy was made. "
         "Two ways out: make the strategy before anything else uses JAX (move it above the first jnp call), "
-        f"or run the program with JAX_NUM_CPU_DEVICES={index + 1} in the environment."
+        f"or run the program with JAX_NUM_CPU_DEVICES={num_cpu_devices} in the environment."
     )
 
 

@@ -90,7 +90,7 @@ def prove(jaxpr: Jaxpr, inputs: Sequence[State]) -> Findings:
         CollectiveHangError: when replicas may disagree on whether, or how often, they reach a collective.
     """
     findings = Findings()
-    findings.outputs = _Pass(findings, within=None, in_loop=False).run(jaxpr, inputs)
+    findings.outputs = _Pass(findings).run(jaxpr, inputs)
     return findings
 
 
@@ -124,8 +124,8 @@ triangular_solve tridiagonal tridiagonal_solve unstack with_memory_space_constra
 _PURE = frozenset(_PURE_NAMES.split())
 # Run the only jaxpr among their parameters once, with all operands in order.
 _CALLS = frozenset({
-    "call", "closed_call", "composite", "custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "jit", "linear_call",
-    "remat2", "remat_opt",
+    "closed_call", "composite", "custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "jit", "linear_call", "remat2",
+    "remat_opt",
 })  # fmt: skip
 # Collectives with the same result on every replica, when they run over the whole axis.
 _MAKE_SAME = frozenset({"psum", "pmax", "pmin", "all_gather", "pbroadcast", "psum_invariant", "all_gather_invariant"})
@@ -133,6 +133,7 @@ _MAKE_SAME = frozenset({"psum", "pmax", "pmin", "all_gather", "pbroadcast", "psu
 _LOCAL = frozenset({"axis_index", "pvary"})
 
 
+@dataclasses.dataclass(frozen=True)
 class _Pass:
     """Walk a jaxpr once.
 
@@ -140,12 +141,22 @@ class _Pass:
         findings: where marks and collectives are noted; None while a loop's fixed point is searched.
         within: what makes the replicas disagree on whether this code runs, or None.
         in_loop: whether the code may run more than once.
+        around: the equations that this code is inside of, innermost first.
     """
 
-    def __init__(self, findings: Findings | None, within: str | None, in_loop: bool) -> None:
-        self.findings = findings
-        self.within = within
-        self.in_loop = in_loop
+    findings: Findings | None
+    within: str | None = None
+    in_loop: bool = False
+    around: tuple[Any, ...] = ()
+
+    def inside(self, equation: Any, **changes: Any) -> _Pass:
+        """Return the pass for a jaxpr inside an equation."""
+        return dataclasses.replace(self, around=(equation, *self.around), **changes)
+
+    def line(self, equation: Any) -> str:
+        """Return the user's line of an equation, or of what it is inside of when JAX has lost it."""
+        lines = map(_tracing.equation_line, (equation, *self.around))
+        return next((line for line in lines if line is not None), "<unknown>")
 
     def run(self, jaxpr: Jaxpr, inputs: Sequence[State]) -> list[State]:
         states: dict[Any, State] = dict(zip(jaxpr.invars, inputs, strict=True))
@@ -170,7 +181,7 @@ class _Pass:
         if special is not None:
             return special(equation, inputs)
         if name in _CALLS and (inner := _callee(equation)) is not None:
-            return self.run(inner, inputs)
+            return self.inside(equation).run(inner, inputs)
         if equation.primitive is mark_p:
             return [self.mark(equation.params["note"], inputs[0])]
         if name in _MAKE_SAME or REPLICA_AXIS in _axis_names(equation):
@@ -187,14 +198,14 @@ class _Pass:
             return state
         if name in _PURE and all(_is_plain(nested) for nested in inside):
             return state
-        return varying(f"`{name}` at {_tracing.equation_line(equation)}, whose results the proof knows nothing about")
+        return varying(f"`{name}` at {self.line(equation)}, whose results the proof knows nothing about")
 
     def refuse_collectives(self, equation: Any, inside: Sequence[Any]) -> None:
         """Refuse collectives inside a construct of which the pass does not know when it runs what is inside."""
         for nested in inside:
             if _is_collective(nested):
                 raise CollectiveHangError(
-                    f"the collective `{nested.primitive.name}` at {_tracing.equation_line(nested)} runs inside "
+                    f"the collective `{nested.primitive.name}` at {self.inside(equation).line(nested)} runs inside "
                     f"`{equation.primitive.name}`, and the proof does not know whether all replicas reach it there: one "
                     "that does not leaves the others waiting for ever. Move the collective out."
                 )
@@ -207,7 +218,7 @@ class _Pass:
 
     def axis_primitive(self, equation: Any, inputs: list[State]) -> State:
         name = equation.primitive.name
-        where = _tracing.equation_line(equation)
+        where = self.line(equation)
         if name == "axis_index":
             return varying(f"the replica's own number (replica_id_in_sync_group, ctx.rng) at {where}")
         if not _is_collective(equation):  # over an axis of some vmap, or a cast
@@ -230,14 +241,13 @@ class _Pass:
         counts = equation.params["const_lengths"]
         before = counts.matvec + counts.vecmat
         right_side = inputs[sum(counts) :]
-        return self.run(equation.params["jaxprs"].solve.jaxpr, [*inputs[before : before + counts.solve], *right_side])
+        solver = equation.params["jaxprs"].solve.jaxpr
+        return self.inside(equation).run(solver, [*inputs[before : before + counts.solve], *right_side])
 
     def cond(self, equation: Any, inputs: list[State]) -> list[State]:
         predicate, *operands = inputs
-        within = self.within if predicate.is_mirrored else predicate.origin
-        branches = [
-            _Pass(self.findings, within, self.in_loop).run(branch.jaxpr, operands) for branch in equation.params["branches"]
-        ]
+        inside = self.inside(equation, within=self.within if predicate.is_mirrored else predicate.origin)
+        branches = [inside.run(branch.jaxpr, operands) for branch in equation.params["branches"]]
         return [join((predicate, *states)) for states in zip(*branches, strict=True)]
 
     def scan(self, equation: Any, inputs: list[State]) -> list[State]:
@@ -245,16 +255,17 @@ class _Pass:
         constants, rest = inputs[:num_consts], inputs[num_consts:]
         carry, rows = rest[:num_carry], rest[num_carry:]
         body = equation.params["jaxpr"].jaxpr
-        quiet = _Pass(None, self.within, in_loop=True)
+        inside = self.inside(equation, in_loop=True)
+        quiet = dataclasses.replace(inside, findings=None)
         carry = _fixed_point(carry, lambda carry: quiet.run(body, [*constants, *carry, *rows])[:num_carry])
-        outputs = _Pass(self.findings, self.within, in_loop=True).run(body, [*constants, *carry, *rows])
+        outputs = inside.run(body, [*constants, *carry, *rows])
         return [*carry, *outputs[num_carry:]]
 
     def while_loop(self, equation: Any, inputs: list[State]) -> list[State]:
         cond_count, body_count = equation.params["cond_nconsts"], equation.params["body_nconsts"]
         cond_constants, body_constants = inputs[:cond_count], inputs[cond_count : cond_count + body_count]
         cond, body = equation.params["cond_jaxpr"].jaxpr, equation.params["body_jaxpr"].jaxpr
-        quiet = _Pass(None, self.within, in_loop=True)
+        quiet = self.inside(equation, findings=None, in_loop=True)
 
         def one_round(carry: list[State]) -> list[State]:
             [again] = quiet.run(cond, [*cond_constants, *carry])
@@ -262,7 +273,8 @@ class _Pass:
 
         carry = _fixed_point(inputs[cond_count + body_count :], one_round)
         [again] = quiet.run(cond, [*cond_constants, *carry])
-        loud = _Pass(self.findings, self.within if again.is_mirrored else again.origin, in_loop=True)
+        within = self.within if again.is_mirrored else again.origin
+        loud = self.inside(equation, within=within, in_loop=True)
         loud.run(cond, [*cond_constants, *carry])
         loud.run(body, [*body_constants, *carry])
         return carry

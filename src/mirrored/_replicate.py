@@ -6,6 +6,7 @@ import collections
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import io
 import itertools
 import operator
@@ -98,7 +99,7 @@ def run(strategy: Any, mesh: ReplicaMesh, programs: Programs[Program], function:
             program = _make_program(strategy, mesh, call)
         if not _holds_tracers(program):
             programs.add(call, program)
-    if (frame is not None and frame.bindings is not None) or _tracing.is_staging():
+    if _context.is_traced() or any(isinstance(array, jax.core.Tracer) for array in call.arrays):
         return _run_traced(program, call)
     if _is_eager.get():
         return _run_eagerly(strategy, mesh, program, call)
@@ -111,7 +112,7 @@ def run(strategy: Any, mesh: ReplicaMesh, programs: Programs[Program], function:
 def _dispatch(mesh: ReplicaMesh, program: Program, call: Call) -> PyTree:
     lifted = program.lifted
     arrays = _place(mesh, call)
-    read_only = [variable._array for variable in lifted.read_only]
+    read_only = list(map(_array_of, lifted.read_only))
     results, _, witness = overwrite(program.compiled, lifted.written, read_only, arrays, program.constants)
     if witness:
         _pace.started(witness[0])
@@ -131,7 +132,8 @@ def overwrite(compiled: Callable[..., Any], variables: Sequence[Variable], *othe
         variables: the variables that it overwrites.
         others: its other arguments.
     """
-    _unshare(list(itertools.compress(variables, map(_is_shared, variables))))
+    if shared := list(itertools.compress(variables, map(_is_shared, variables))):
+        _unshare(shared)
     arrays = list(map(_array_of, variables))
     calls, outputs = itertools.tee(map(compiled, (arrays,), *zip(others)))  # zip makes 1-tuples
     new_arrays = itertools.chain.from_iterable(map(_new_arrays_of, calls))
@@ -187,20 +189,26 @@ def _run_eagerly(strategy: Any, mesh: ReplicaMesh, program: Program, call: Call)
     lifted = program.lifted
     new_lifted: dict[str, Any] = {}
 
-    def body(values: list[Any], arrays: list[Any]) -> list[Any]:
+    def body(caches: Callable[[], Any], values: list[Any], arrays: list[Any]) -> list[Any]:
         local = [_unstacked(a, v._on_read) for a, v in zip(values, lifted.variables, strict=True)]
         own = [_unstacked(a, leaf.is_per_replica) for a, leaf in zip(arrays, call.array_leaves(), strict=True)]
-        bindings = _lift.Bindings(dict(zip(lifted.variables, local, strict=True)), _lift._undiscovered, lambda: None)
-        with _context.entered(_replica_frame(strategy, mesh, bindings)), _guards.explained(lambda: None):
-            new_lifted["plan"], results = _lift.plan_result(call.apply(own, lambda _, array: array))
+        with caches() as renew:
+            bindings = _lift.Bindings(dict(zip(lifted.variables, local, strict=True)), _lift._undiscovered, renew)
+            with _context.entered(_replica_frame(strategy, mesh, bindings)):
+                new_lifted["plan"], results = _lift.plan_result(call.apply(own, lambda _, array: array))
         return [jnp.asarray(x)[None] for x in (*results, *bindings.values(lifted.written))]
 
-    values = [variable._array for variable in lifted.variables]
     replicated, stacked = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
     value_specs = [stacked if v._on_read else replicated for v in lifted.variables]
     array_specs = [stacked if leaf.is_per_replica else replicated for leaf in call.array_leaves()]
-    shard_mapped = jax.shard_map(body, mesh=mesh.mesh, in_specs=(value_specs, array_specs), out_specs=stacked, check_vma=False)
-    outputs = shard_mapped(values, _place(mesh, call))
+    values, arrays = [variable._array for variable in lifted.variables], _place(mesh, call)
+
+    def compute(caches: Callable[[], Any]) -> list[Any]:
+        own_body = functools.partial(body, caches)
+        specs = {"in_specs": (value_specs, array_specs), "out_specs": stacked, "check_vma": False}
+        return jax.shard_map(own_body, mesh=mesh.mesh, **specs)(values, arrays)
+
+    outputs = _lift.with_few_compilations(compute)
     results = outputs[: lifted.num_results]
     for variable, new in zip(lifted.written, outputs[lifted.num_results :], strict=True):
         variable._set_array(new if variable._on_read else _first_row(mesh, new))
@@ -262,7 +270,8 @@ def _make_program(strategy: Any, mesh: ReplicaMesh, call: Call) -> Program:
     _refuse_uneven(call, leaves)
     frame = _replica_frame(strategy, mesh, None)
     avals = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.is_weak) for leaf in leaves]
-    with _guards.explained(lambda: frame.replica):
+    assert frame.replica is not None
+    with _guards.explained(frame.replica):
         lifted = _lift.lift(
             lambda arrays: call.apply(arrays, lambda _, array: array),
             avals,

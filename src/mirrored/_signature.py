@@ -17,7 +17,7 @@ from ._typing import PyTree, Shape
 from ._values import PerReplica
 from ._variables import Variable
 
-_BY_VALUE = (bool, int, str, bytes, complex, type(None))
+_BY_VALUE = (bool, int, str, bytes, type(None))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,9 +86,10 @@ def take_apart(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[s
             described = ArrayLeaf(
                 tuple(array.shape), array.dtype, bool(getattr(array, "weak_type", False)), False
             )  # random keys have no weak_type
-        elif isinstance(leaf, np.ndarray | np.generic):
-            array = leaf
-            _check_numpy(leaf)
+        elif isinstance(leaf, np.ndarray | np.generic) and not isinstance(leaf, str | bytes):
+            array = np.array(leaf)  # a copy: the program reads it later, when the user may have changed it
+            if not is_numeric(leaf.dtype):
+                raise TypeError(_numpy_message(leaf, _names(function, treedef)[len(leaves)]))
             described = ArrayLeaf(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype), False, False)
         else:
             leaves.append((leaf,))
@@ -110,18 +111,22 @@ def check_replicas(arrays: Sequence[Any], leaves: Sequence[ArrayLeaf], names: Ca
             )
 
 
-def _check_numpy(array: np.ndarray | np.generic) -> None:
-    if array.dtype.kind in "OUSMm":
-        raise TypeError(
-            f"an argument is a numpy array of dtype {array.dtype}, which no device can hold; expected numbers. Encode "
-            "it as integers first, or leave it out of args."
-        )
+def is_numeric(dtype: np.dtype[Any]) -> bool:
+    """Tell whether devices can hold arrays of a numpy dtype."""
+    return dtype.kind in "biufc" or (dtype.kind == "V" and jax.numpy.issubdtype(dtype, np.number))  # V: bfloat16 and its like
+
+
+def _numpy_message(array: np.ndarray | np.generic, name: str) -> str:
+    return (
+        f"the argument {name} is a numpy array of dtype {array.dtype}, which no device can hold; expected numbers. Encode "
+        "it as integers first, or leave it out of args."
+    )
 
 
 def static_key(value: Any) -> Any:
     """Return a hashable that is equal for static values which give the same program."""
-    if isinstance(value, float):
-        return (float, value.hex())  # 0.0 and -0.0 differ, nan equals itself
+    if isinstance(value, float | complex):
+        return (type(value), repr(value))  # 0.0 and -0.0 differ, nan equals itself
     if isinstance(value, _BY_VALUE):
         return (type(value), value)
     if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
@@ -163,8 +168,8 @@ def _captured_key(cell: Any, depth: int) -> Any:
 
 
 def _content_key(value: Any, depth: int) -> Any:
-    if isinstance(value, float):
-        return (float, value.hex())
+    if isinstance(value, float | complex):
+        return (type(value), repr(value))
     if isinstance(value, _BY_VALUE):
         return (type(value), value)
     if depth and isinstance(value, types.FunctionType | types.MethodType | functools.partial):
@@ -201,19 +206,27 @@ def argument_names(call: Call) -> list[str]:
 
 
 def leaf_names(call: Call) -> list[str]:
-    tree = jax.tree.unflatten(call.treedef, list(range(len(call.leaves))))
+    return _names(call.function, call.treedef)
+
+
+def _names(function: Callable[..., Any], treedef: Any) -> list[str]:
+    tree = jax.tree.unflatten(treedef, list(range(treedef.num_leaves)))
     paths, _ = jax.tree_util.tree_flatten_with_path(tree)
     try:
-        parameters = list(inspect.signature(call.function).parameters)
+        parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
-        parameters = []
-    return [_name_of(path, parameters) for path, _ in paths]
+        parameters = ()
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    variadic = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
+    return [_name_of(path, positional, variadic) for path, _ in paths]
 
 
-def _name_of(path: Any, parameters: Sequence[str]) -> str:
+def _name_of(path: Any, positional: Sequence[str], variadic: str) -> str:
     position, first, *rest = path
-    if position.idx == 0:
-        name = parameters[first.idx] if first.idx < len(parameters) else f"args[{first.idx}]"
-    else:
+    if position.idx == 1:
         name = str(first.key)
+    elif first.idx < len(positional):
+        name = positional[first.idx]
+    else:
+        name = f"{variadic}[{first.idx - len(positional)}]"
     return f"`{name}{jax.tree_util.keystr(tuple(rest))}`"

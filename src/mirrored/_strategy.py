@@ -223,9 +223,8 @@ class Strategy:
         self._check_current("reduce")
         frame = _context.current()
         if frame is not None and frame.replica is not None:
-            assert frame.axis is not None
-            return _collectives.all_reduce(op, value, frame.axis, axis, "strategy.reduce")
-        return self._map_leaves(lambda leaf: self._reduce_leaf(op, leaf, axis), value)
+            return _collectives.all_reduce(op, value, frame.replica._axis, axis, "strategy.reduce")
+        return jax.tree.map(lambda leaf: self._reduce_leaf(op, leaf, axis), value, is_leaf=_is_distributed)
 
     def gather(self, value: PyTree, axis: int) -> PyTree:
         """Concatenate the replicas' values along `axis`, in replica order.
@@ -250,7 +249,7 @@ class Strategy:
         """
         _context.require_cross_replica("gather", "Use mr.get_replica_context().all_gather(value, axis) there.")
         self._check_current("gather")
-        return self._map_leaves(lambda leaf: self._gather_leaf(leaf, axis), value)
+        return jax.tree.map(lambda leaf: self._gather_leaf(leaf, axis), value, is_leaf=_is_distributed)
 
     def local_results(self, value: PyTree) -> tuple[Any, ...]:
         """Return this worker's values, one for each local replica.
@@ -391,9 +390,6 @@ class Strategy:
 
     # -- leaves
 
-    def _map_leaves(self, function: Callable[[Any], Any], value: PyTree) -> PyTree:
-        return jax.tree.map(function, value, is_leaf=_is_distributed)
-
     def _reduce_leaf(self, op: ReduceOp, leaf: Any, axis: Any) -> jax.Array:
         value = self._own(leaf, "reduce")
         axes = _collectives.normalize_axes(axis, value.ndim, "reduce")
@@ -425,7 +421,10 @@ class Strategy:
             self._check_own_variable(leaf, verb)
             return leaf._as_per_replica() if leaf._on_read else leaf._read(_context.current(), is_taken=False)
         array = _collectives.as_array(leaf, f"strategy.{verb}")
-        return jax.device_put(array, self._mesh.mirrored) if self._is_elsewhere(array) else array
+        if not self._is_elsewhere(array):
+            return array
+        with jax.ensure_compile_time_eval():  # moved now, also while a larger program is traced
+            return jax.device_put(array, self._mesh.mirrored)
 
     def _check_own(self, value: PerReplica, verb: str) -> None:
         if value.num_replicas != self.num_replicas_in_sync:

@@ -40,11 +40,9 @@ def trace_state() -> Any:
 def is_staging() -> bool:
     """Tell whether operations are being recorded (jit, scan, cond, ...) instead of executed.
 
-    Under an eager `grad` or `vmap` operations on constants are executed, so the answer is False there.
+    Under an eager `grad`, `vmap` or `shard_map` they are executed, so the answer is False there.
     """
-    if trace_state() == _CLEAN:
-        return False
-    return isinstance(jnp.zeros((), jnp.int32) + 0, jax.core.Tracer)
+    return trace_state() != _CLEAN and jex_core.unsafe_am_i_under_a_jit_DO_NOT_USE()
 
 
 @contextlib.contextmanager
@@ -129,13 +127,13 @@ def raising_line(error: BaseException) -> str:
     return where
 
 
-def equation_line(equation: Any) -> str:
-    """Return `file:line` of the user's code that made an equation of a jaxpr."""
+def equation_line(equation: Any) -> str | None:
+    """Return `file:line` of the user's code that made an equation of a jaxpr, or None when JAX does not know it."""
     traceback = equation.source_info.traceback
     for frame in traceback.frames if traceback is not None else ():
         if not frame.file_name.startswith(_NOT_USER_CODE):
             return f"{frame.file_name}:{frame.line_num}"
-    return "<unknown>"
+    return None
 
 
 _CLEAN = trace_state()

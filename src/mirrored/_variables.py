@@ -23,8 +23,10 @@ from ._values import PerReplica
 
 _NONE = VariableAggregation.NONE
 
-#: What concerns an array's own buffers, which belong to the variable.
-_NOT_FORWARDED = frozenset({"aval", "delete", "is_deleted", "unsafe_buffer_pointer", "on_device_size_in_bytes"})
+#: What JAX's arrays have beyond `jax.Array`; what concerns their buffers (`delete`) is left out, those are the variable's.
+_ALSO_FORWARDED = frozenset({"block_until_ready", "devices", "tobytes", "tolist"})
+#: A value is converted to a dtype of its own kind or of a later one.
+_KINDS = (np.bool_, jnp.unsignedinteger, jnp.signedinteger, jnp.floating, jnp.complexfloating)
 
 #: Every variable that is alive, for `strategy.assert_mirrored()`.
 _live: weakref.WeakSet[Variable] = weakref.WeakSet()
@@ -92,7 +94,7 @@ class Variable:
         self._mesh = _creation_mesh(self._name)
         value = initial_value() if callable(initial_value) and not isinstance(initial_value, Variable) else initial_value
         array = _initial_array(value, dtype, self._name)
-        _check_mean_dtype(self._aggregation, array.dtype, self._name)
+        _check_aggregated_dtype(self._aggregation, array.dtype, self._name)
         self._shape: Shape = tuple(array.shape)
         self._dtype = array.dtype
         self._shared = False
@@ -307,6 +309,12 @@ class Variable:
                 f"{method} to variable {self._name!r} of {self._mesh.num_replicas} replicas was given a PerReplica of "
                 f"{operand.num_replicas} replicas; it comes from another strategy."
             )
+        array = operand._array
+        if not isinstance(array, jax.core.Tracer) and array.sharding.device_set != self._mesh.stacked.device_set:
+            raise StrategyMismatchError(
+                f"{method} to variable {self._name!r}, which lives on {describe_mesh(self._mesh)}, was given a PerReplica on "
+                f"{sorted(map(str, array.devices()))}; it comes from another strategy."
+            )
         if operand.shape != self._shape:
             error = UnevenReplicasError if None in operand.shape else ValueError
             raise error(
@@ -334,14 +342,21 @@ class Variable:
         return self._cast(array, method)
 
     def _cast(self, array: jax.Array, method: str) -> jax.Array:
-        if array.dtype == self._dtype:
+        is_weak = getattr(array, "weak_type", False)  # random keys have no weak_type
+        if array.dtype == self._dtype and not is_weak:
             return array
-        if getattr(array, "weak_type", False) or np.can_cast(_kind(array.dtype), _kind(self._dtype), "same_kind"):
-            return array.astype(self._dtype)
-        raise TypeError(
-            f"{method} to variable {self._name!r} of dtype {self._dtype} was given a value of dtype {array.dtype}, which "
-            f"would lose information. Convert it yourself: value.astype('{self._dtype}')."
-        )
+        given, own = _kind(array.dtype, is_weak), _kind(self._dtype)
+        if given is None or own is None:
+            raise TypeError(
+                f"{method} to variable {self._name!r} of dtype {self._dtype} was given a value of dtype {array.dtype}; random "
+                "keys and numbers are not converted into each other, nor keys of one generator into those of another."
+            )
+        if given > own:
+            raise TypeError(
+                f"{method} to variable {self._name!r} of dtype {self._dtype} was given a value of dtype {array.dtype}, which "
+                f"would lose information. Convert it yourself: value.astype('{self._dtype}')."
+            )
+        return _strong(array, self._dtype)
 
     def _marked(self, value: jax.Array) -> jax.Array:
         return mark(jnp.asarray(value), Mark(Purpose.ASSIGN, self._name, _tracing.user_line()))
@@ -375,16 +390,22 @@ class Variable:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self._read(_context.current(), is_taken=False), dtype=dtype)
 
-    __array_ufunc__ = None  # numpy arrays leave the operators to the variable
+    __array_priority__ = 100  # numpy arrays leave the operators to the variable, as to JAX arrays
 
     def __getattr__(self, name: str) -> Any:
         """Give the attributes and methods of arrays, such as `w.T` and `w.astype`, through the value."""
-        if name.startswith("_") or name in _NOT_FORWARDED or not hasattr(jax.Array, name):
+        if name.startswith("_") or not (hasattr(jax.Array, name) or name in _ALSO_FORWARDED):
             raise AttributeError(f"mr.Variable has no attribute {name!r}.")
         return getattr(self.value, name)
 
+    def _apply(self, method: str, *operands: Any) -> Any:
+        """Call an operator of the value; a result that is the stored array itself, as of `v[:]`, is taken like `value`."""
+        result = getattr(self._read(_context.current(), is_taken=False), method)(*operands)
+        self._shared |= result is self._array
+        return result
+
     def __getitem__(self, key: Any) -> jax.Array:
-        return self._read(_context.current(), is_taken=False)[key]
+        return self._apply("__getitem__", key)
 
     def __len__(self) -> int:
         if not self._shape:
@@ -394,28 +415,13 @@ class Variable:
     def __iter__(self) -> Any:
         return iter(self._read(_context.current(), is_taken=False))
 
-    def __bool__(self) -> bool:
-        return bool(self._read(_context.current(), is_taken=False))
-
-    def __float__(self) -> float:
-        return float(self._read(_context.current(), is_taken=False))
-
-    def __int__(self) -> int:
-        return int(self._read(_context.current(), is_taken=False))
-
-    def __complex__(self) -> complex:
-        return complex(self._read(_context.current(), is_taken=False))
-
-    def __index__(self) -> int:
-        return self._read(_context.current(), is_taken=False).__index__()
-
     def __format__(self, spec: str) -> str:
         return format(self._read(_context.current(), is_taken=False), spec) if spec else repr(self)
 
-    def __deepcopy__(self, memo: Any) -> Variable:
+    def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            f"variable {self._name!r} cannot be copied: two variables with one name would drift apart. Make a new one "
-            "with mr.Variable(variable.value)."
+            f"variable {self._name!r} cannot be copied or pickled: two variables with one name would drift apart. Make a new "
+            "one with mr.Variable(variable.value), or keep variable.numpy()."
         )
 
     __hash__ = object.__hash__
@@ -442,31 +448,21 @@ class Variable:
 
 
 def _add_operators() -> None:
-    """Give Variable the arithmetic and comparison operators of arrays, through its value."""
+    """Give Variable the operators and conversions of arrays, through its value."""
     names = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift", "divmod"]
-    unary = ["neg", "pos", "abs", "invert", "round"]
 
-    def binary(name: str, reflected: bool) -> Any:
+    def of_two(method: str) -> Any:
         def operator(self: Variable, other: Any) -> Any:
-            value = self._read(_context.current(), is_taken=False)
             if isinstance(other, PerReplica):
                 return NotImplemented
-            other = other._read(_context.current(), is_taken=False) if isinstance(other, Variable) else other
-            return getattr(value, f"__r{name}__" if reflected else f"__{name}__")(other)
+            return self._apply(method, other._read(_context.current(), is_taken=False) if isinstance(other, Variable) else other)
 
         return operator
 
-    for name in names:
-        setattr(Variable, f"__{name}__", binary(name, reflected=False))
-        setattr(Variable, f"__r{name}__", binary(name, reflected=True))
-    for name in ("lt", "le", "gt", "ge"):
-        setattr(Variable, f"__{name}__", binary(name, reflected=False))
-    for name in unary:
-        setattr(
-            Variable,
-            f"__{name}__",
-            lambda self, *args, _name=f"__{name}__": getattr(self._read(_context.current(), is_taken=False), _name)(*args),
-        )
+    for name in (*names, *(f"r{name}" for name in names), "lt", "le", "gt", "ge"):
+        setattr(Variable, f"__{name}__", of_two(f"__{name}__"))
+    for name in ("neg", "pos", "abs", "invert", "round", "bool", "float", "int", "complex", "index"):
+        setattr(Variable, f"__{name}__", functools.partialmethod(Variable._apply, f"__{name}__"))
 
 
 _add_operators()
@@ -506,7 +502,12 @@ def _is_on_read(synchronization: Any, name: str) -> bool:
     return mode is VariableSynchronization.ON_READ
 
 
-def _check_mean_dtype(aggregation: VariableAggregation, dtype: Any, name: str) -> None:
+def _check_aggregated_dtype(aggregation: VariableAggregation, dtype: Any, name: str) -> None:
+    if jnp.issubdtype(dtype, jax.dtypes.extended) and aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN):
+        raise ValueError(
+            f"variable {name!r} has dtype {dtype} and aggregation {aggregation.name}, but random keys cannot be added. Use "
+            "aggregation='only_first_replica' or 'none'."
+        )
     if aggregation is VariableAggregation.MEAN and not jnp.issubdtype(dtype, jnp.inexact):
         raise ValueError(
             f"variable {name!r} has dtype {dtype} and aggregation MEAN, whose results are fractions. Use a floating "
@@ -517,11 +518,15 @@ def _check_mean_dtype(aggregation: VariableAggregation, dtype: Any, name: str) -
 def _creation_mesh(name: str) -> ReplicaMesh:
     frame = _context.current()
     if (frame is not None and frame.bindings is not None) or _tracing.is_staging():
-        raise ContextError(
-            f"variable {name!r} was created inside a step or another traced function, at {_tracing.user_line()}. A "
-            "step is traced once and run many times; create variables before it, in `with strategy.scope():`."
-        )
+        raise ContextError(_created_in_trace_message(name))
     return frame.mesh if frame is not None and frame.mesh is not None else default_mesh()
+
+
+def _created_in_trace_message(name: str) -> str:
+    return (
+        f"variable {name!r} was created inside a step or another traced function, at {_tracing.user_line()}. A step is "
+        "traced once and run many times; create variables before it, in `with strategy.scope():`."
+    )
 
 
 @functools.cache
@@ -538,12 +543,14 @@ def _initial_array(value: Any, dtype: Any, name: str) -> jax.Array | np.ndarray:
         )
     if isinstance(value, Variable):
         value = value.value
+    if isinstance(value, jax.core.Tracer):
+        raise ContextError(_created_in_trace_message(name))
     if isinstance(value, jax.Array):
-        return value if dtype is None else value.astype(dtype)
-    array = _host_array(value, f"the initial value of variable {name!r}", dtype)
-    if dtype is None and not isinstance(value, np.ndarray | np.generic):
-        dtype = jnp.asarray(array).dtype
-    return array.astype(jax.dtypes.canonicalize_dtype(dtype if dtype is not None else array.dtype))
+        return _strong(value, value.dtype if dtype is None else dtype)
+    what = f"the initial value of variable {name!r}"
+    array = _host_array(value, what, dtype)
+    canonical = jax.dtypes.canonicalize_dtype(array.dtype if dtype is None else dtype)
+    return _converted_number(array, what, canonical) if array.dtype.kind in "iu" else array.astype(canonical)
 
 
 def _host_array(value: Any, what: str, dtype: Any) -> np.ndarray:
@@ -559,25 +566,32 @@ def _host_array(value: Any, what: str, dtype: Any) -> np.ndarray:
         raise TypeError(f"{what} is {value!r}; expected an array or a number.") from error
     if not jnp.issubdtype(array.dtype, jnp.number) and array.dtype != jnp.bool_:
         raise TypeError(f"{what} is {value!r} of type {type(value).__name__}; expected an array or a number.")
-    if not isinstance(value, np.ndarray | np.generic) and dtype is not None and array.dtype.kind in "biuf":
-        return _converted_number(array, what, dtype)
-    return array
+    is_number = not isinstance(value, np.ndarray | np.generic)
+    if dtype is None or array.dtype.kind not in ("biuf" if is_number else "iu"):
+        return array
+    return _converted_number(array, what, dtype) if is_number or jnp.issubdtype(dtype, jnp.integer) else array
 
 
 def _converted_number(array: np.ndarray, what: str, dtype: Any) -> np.ndarray:
-    if not jnp.issubdtype(dtype, jnp.number) and dtype != jnp.bool_:
-        raise TypeError(f"{what} is a number, but the variable's dtype is {dtype}.")
-    converted = array.astype(dtype)
-    if jnp.issubdtype(dtype, jnp.integer) and not np.array_equal(converted, array):
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        raise TypeError(f"{what} is a number, but the variable holds random keys ({dtype}); expected one: jax.random.key(0).")
+    with np.errstate(invalid="ignore"):
+        converted = array.astype(dtype)
+    if not jnp.issubdtype(dtype, jnp.inexact) and not np.array_equal(converted, array):
         raise TypeError(f"{what} is {array}, which the dtype {dtype} cannot hold. Round it, or use another dtype.")
     return converted
 
 
-def _kind(dtype: Any) -> Any:
-    """Return a numpy dtype of the same kind, for dtypes that numpy does not know how to compare."""
-    if jnp.issubdtype(dtype, jnp.floating):
-        return np.float64
-    return dtype if isinstance(dtype, np.dtype) and dtype.kind in "biufc" else np.dtype("V1")
+def _kind(dtype: Any, is_weak: bool = False) -> int | None:
+    """Return the place of a dtype's kind among `_KINDS`; a Python number in a trace fits integers of both signs."""
+    kind = next((i for i, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind)), None)
+    return 1 if is_weak and kind == 2 else kind
+
+
+def _strong(array: jax.Array, dtype: Any) -> jax.Array:
+    """Convert an array, and forget that it was a Python number: a variable's type must not change with what it is given."""
+    is_converted = array.dtype != dtype or getattr(array, "weak_type", False)
+    return jax.lax.convert_element_type(array, dtype) if is_converted else array
 
 
 def _placed(array: jax.Array | np.ndarray, mesh: ReplicaMesh) -> jax.Array:

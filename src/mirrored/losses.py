@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from . import _context
 from ._errors import ContextError
@@ -27,6 +28,7 @@ def compute_average_loss(
 
     Raises:
         ContextError: outside a step.
+        TypeError: for something that is not an array of real numbers.
         ValueError: for a scalar loss, shapes that do not fit, or a global batch size below one.
 
     >>> def step(x):
@@ -38,7 +40,7 @@ def compute_average_loss(
     Source: https://www.tensorflow.org/api_docs/python/tf/nn/compute_average_loss
     """
     context = _replica_context("compute_average_loss")
-    losses = jnp.asarray(per_example_loss)
+    losses = _as_numbers(per_example_loss, "per_example_loss")
     if losses.ndim == 0:
         raise ValueError(
             "compute_average_loss got a scalar; expected one loss per example, shape [n]. A mean over this replica's "
@@ -68,7 +70,7 @@ def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
     Source: https://www.tensorflow.org/api_docs/python/tf/nn/scale_regularization_loss
     """
     context = _replica_context("scale_regularization_loss")
-    return jnp.sum(jnp.asarray(regularization_loss)) / context.num_replicas_in_sync
+    return jnp.sum(_as_numbers(regularization_loss, "regularization_loss")) / context.num_replicas_in_sync
 
 
 def _replica_context(name: str) -> _context.ReplicaContext:
@@ -81,12 +83,21 @@ def _replica_context(name: str) -> _context.ReplicaContext:
     return frame.replica
 
 
+def _as_numbers(value: Any, what: str) -> jax.Array:
+    if not (isinstance(value, jax.Array | np.ndarray | np.generic | int | float | list) or hasattr(value, "__jax_array__")):
+        raise TypeError(f"{what} is {value!r} of type {type(value).__name__}; expected an array of numbers.")
+    array = jnp.asarray(value)
+    if jnp.iscomplexobj(array):
+        raise TypeError(f"{what} has dtype {array.dtype}; expected real numbers.")
+    return array
+
+
 def _broadcast_weight(sample_weight: Any, losses: jax.Array) -> jax.Array:
-    weight = jnp.asarray(sample_weight, losses.dtype)
+    weight = _as_numbers(sample_weight, "sample_weight").astype(losses.dtype)
     if weight.ndim > losses.ndim or any(w not in (1, n) for w, n in zip(weight.shape, losses.shape, strict=False)):
+        expected = " or ".join(sorted({str(losses.shape[:1]), str(losses.shape)}))
         raise ValueError(
-            f"sample_weight has shape {weight.shape}, per_example_loss has shape {losses.shape}; expected {losses.shape[:1]} "
-            f"or {losses.shape}."
+            f"sample_weight has shape {weight.shape}, per_example_loss has shape {losses.shape}; expected {expected}."
         )
     return weight.reshape(*weight.shape, *(1,) * (losses.ndim - weight.ndim))
 
@@ -94,8 +105,10 @@ def _broadcast_weight(sample_weight: Any, losses: jax.Array) -> jax.Array:
 def _global_batch_size(given: Any, losses: jax.Array, context: _context.ReplicaContext) -> Any:
     if given is None:
         return losses.shape[0] * context.num_replicas_in_sync
-    if isinstance(given, bool) or (isinstance(given, int | float) and (given < 1 or given != int(given))):
-        raise ValueError(
-            f"global_batch_size is {given!r}; expected the whole number of examples on all replicas together, at least 1."
-        )
-    return given
+    is_number = isinstance(given, int | float | np.integer | np.floating) and not isinstance(given, bool)
+    is_scalar_array = isinstance(given, jax.Array | np.ndarray) and given.ndim == 0
+    if is_scalar_array or (is_number and given >= 1 and given == given // 1):
+        return given
+    raise ValueError(
+        f"global_batch_size is {given!r}; expected the whole number of examples on all replicas together, at least 1."
+    )

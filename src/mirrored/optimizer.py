@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -88,7 +88,9 @@ class Optimizer:
         Raises:
             FactorOfReplicasError: (a ValueError) when they have been, and `aggregate` is True.
             ReplicasDivergeError: (a ValueError) when they have not been, and `aggregate` is False.
-            ValueError: for another structure or shape, or when there is no gradient at all.
+            ValueError: for another structure or shape, a variable that is twice in the zip, or when there is no
+                gradient at all.
+            TypeError: for a gradient that is not an array or None.
         """
         frame = _context.current()
         gradients = self._aligned(grads)
@@ -102,21 +104,32 @@ class Optimizer:
     def _update(self, gradients: list[jax.Array], is_skipped: list[bool]) -> None:
         values = self._as_tree([variable.value for variable in self._leaves])
         state = jax.tree.unflatten(self._state_treedef, [variable.value for variable in self._state])
-        updates, new_state = self._tx.update(self._as_tree(gradients), state, values)
+        updates, new_state = self._tx.update(_gradient_tree(self._as_tree(gradients)), state, values)
         new_values = optax.apply_updates(values, updates)
-        keep_state = self._skipped_state(state, is_skipped)
+        keep_state = self._skipped_state(is_skipped)
         new = list(zip(self._leaves, jax.tree.leaves(new_values), is_skipped, strict=True))
         new += zip(self._state, jax.tree.leaves(new_state), keep_state, strict=True)
         for variable, value, keep in new:
             if not keep:
                 variable.assign(value)
 
-    def _skipped_state(self, state: PyTree, is_skipped: list[bool]) -> list[bool]:
+    def _skipped_state(self, is_skipped: list[bool]) -> list[bool]:
+        """Tell for each state variable whether it belongs to a variable that has no gradient.
+
+        The state of `optax.masked` and the like has fewer leaves than there are variables, so what belongs to
+        which is told by the end of the path: `[0].mu['w']` belongs to `['w']`.
+        """
         if not any(is_skipped):
             return [False] * len(self._state)
-        flags = optax.tree_map_params(
-            self._tx, lambda _, skip: skip, state, self._as_tree(is_skipped), transform_non_params=lambda _: False
-        )
+        variables, _ = jax.tree_util.tree_flatten_with_path(self._as_tree(is_skipped))
+        skipped = {jax.tree_util.keystr(path): skip for path, skip in variables}
+
+        def of_state(path: str) -> bool:
+            owners = [owner for owner in skipped if path.endswith(owner)]
+            return bool(owners) and skipped[max(owners, key=len)]
+
+        paths = jax.tree.unflatten(self._state_treedef, [variable.name for variable in self._state])
+        flags = optax.tree_map_params(self._tx, of_state, paths, transform_non_params=lambda _: False)
         return jax.tree.leaves(flags)
 
     def _combined(self, frame: Frame | None, gradients: list[Any], variables: list[Variable], aggregate: bool) -> list[jax.Array]:
@@ -134,7 +147,8 @@ class Optimizer:
         gradients = self._from_pairs(pairs) if pairs is not None else self._from_tree(grads)
         if all(gradient is None for gradient in gradients):
             raise ValueError(
-                "apply_gradients got no gradient for any variable: every one is None. Check that the loss depends on the variables."
+                "apply_gradients got no gradient for any variable: every one is None. Check that the loss depends on the "
+                "variables."
             )
         for variable, gradient in zip(self._leaves, gradients, strict=True):
             if gradient is not None and tuple(gradient.shape) != variable.shape:
@@ -151,6 +165,8 @@ class Optimizer:
                     f"variable {variable.name!r} in zip(grads, variables) is not one that this optimizer was made for "
                     f"({', '.join(repr(v.name) for v in self._leaves)}). Pass it to mr.Optimizer(tx, variables) too."
                 )
+            if variable in given:
+                raise ValueError(f"variable {variable.name!r} is twice in zip(grads, variables); add its gradients first.")
             given[variable] = gradient
         return [_checked_gradient(given.get(variable), variable) for variable in self._leaves]
 
@@ -171,14 +187,24 @@ class Optimizer:
         return f"mr.Optimizer({names}; {len(self._state)} state variables)"
 
 
+def _gradient_tree(gradients: PyTree) -> PyTree:
+    """Return the gradients as the transformation wants them: `optax.lookahead` takes those of the fast values only."""
+    return gradients.fast if isinstance(gradients, optax.LookaheadParams) else gradients
+
+
 def _as_pairs(grads: Any) -> list[tuple[Any, Variable]] | None:
     """Return the pairs of `zip(grads, variables)`, given as an iterator or a list; None for a tree."""
-    if isinstance(grads, zip):
-        grads = list(grads)
-    if not isinstance(grads, list) or not grads:
-        return None
-    is_pair = [isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], Variable) for pair in grads]
-    return grads if all(is_pair) else None
+    is_iterator = isinstance(grads, Iterator)
+    pairs = list(grads) if is_iterator else grads
+    if isinstance(pairs, list) and pairs and all(map(_is_pair, pairs)):
+        return pairs
+    if is_iterator:
+        raise TypeError(f"apply_gradients got an iterator of {pairs!r}; expected pairs, as of zip(grads, variables).")
+    return None
+
+
+def _is_pair(pair: Any) -> bool:
+    return isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], Variable)
 
 
 def _checked_gradient(gradient: Any, variable: Variable) -> Any:
@@ -186,7 +212,10 @@ def _checked_gradient(gradient: Any, variable: Variable) -> Any:
         return gradient
     if not hasattr(gradient, "shape") and not isinstance(gradient, int | float):
         raise TypeError(f"the gradient of variable {variable.name!r} is {gradient!r}; expected an array or None.")
-    return jnp.asarray(gradient)
+    gradient = jnp.asarray(gradient)
+    if jnp.iscomplexobj(gradient) and not jnp.issubdtype(variable.dtype, jnp.complexfloating):
+        raise TypeError(f"the gradient of variable {variable.name!r} has dtype {gradient.dtype}; expected {variable.dtype}.")
+    return gradient
 
 
 def _one_value(gradient: Any, variable: Variable, aggregate: bool) -> jax.Array:
@@ -197,6 +226,7 @@ def _one_value(gradient: Any, variable: Variable, aggregate: bool) -> jax.Array:
             f"apply_gradients(aggregate=False) outside a step got a PerReplica as the gradient of {variable.name!r}. Reduce "
             "it with strategy.reduce('sum', gradient), or leave aggregate=False out."
         )
+    variable._check_per_replica("apply_gradients", gradient)
     return jnp.sum(gradient._array, axis=0)
 
 

@@ -47,6 +47,8 @@ class DistributedDataset:
         return _feed.feed(self._stacked(), self._mesh, self._options.prefetch)
 
     def __len__(self) -> int:
+        if isinstance(self._dataset, NumpyDataset):
+            return self._dataset.num_batches(at_least=self._mesh.num_replicas)  # drop_remainder leaves smaller ones out
         if not isinstance(self._dataset, collections.abc.Sized):
             raise TypeError(f"the length of {type(self._dataset).__name__} is not known before it ends.")
         return len(self._dataset)

@@ -9,7 +9,9 @@ import jax
 import numpy as np
 
 from .._errors import UnevenReplicasError
+from .._signature import is_numeric
 from .._typing import PyTree
+from .._values import PerReplica, is_per_replica
 
 
 def split_sizes(num_rows: int, num_replicas: int) -> list[int]:
@@ -63,18 +65,41 @@ def count_rows(batch: PyTree) -> int:
 
 
 def to_numpy(batch: PyTree) -> PyTree:
-    """Turn the leaves of a batch into numpy arrays, or say which one holds no numbers."""
+    """Turn the leaves of a batch into numpy arrays that nobody else can change, or say which one holds no numbers.
+
+    They are copies, because a source may fill the same buffer again for its next batch, and the transfer to the
+    devices reads it later than the call returns (on the CPU, the device's array may even be the buffer).
+    """
 
     def convert(path: Sequence[Any], leaf: Any) -> np.ndarray:
+        if isinstance(leaf, PerReplica):
+            raise TypeError(
+                f"the dataset yielded a PerReplica{_at(path)}, which is distributed already; expected global batches on the "
+                "host. Pass it to strategy.run as it is."
+            )
         array = np.asarray(leaf)
-        if array.dtype.kind in "OUSMm":
+        if not is_numeric(array.dtype):
             raise TypeError(
                 f"the dataset yielded {type(leaf).__name__} of dtype {array.dtype}{_at(path)}, which no device can hold. "
                 "Encode it as numbers, or leave it out of the batch."
             )
-        return array
+        _check_range(path, array)
+        return array if isinstance(leaf, jax.Array) else array.copy()
 
-    return jax.tree_util.tree_map_with_path(convert, batch)
+    return jax.tree_util.tree_map_with_path(convert, batch, is_leaf=is_per_replica)
+
+
+def _check_range(path: Sequence[Any], array: np.ndarray) -> None:
+    held = jax.dtypes.canonicalize_dtype(array.dtype)
+    if held == array.dtype or array.dtype.kind not in "iu" or not array.size:
+        return
+    smallest, largest, limits = array.min(), array.max(), np.iinfo(held)
+    if smallest < limits.min or largest > limits.max:
+        raise ValueError(
+            f"the dataset yielded {array.dtype} values from {smallest} to {largest}{_at(path)}, and JAX holds them as {held}, "
+            "which would wrap around. Make them smaller (an index instead of a hash, a difference of times), or "
+            "switch JAX to 64 bits at the start: jax.config.update('jax_enable_x64', True)."
+        )
 
 
 def _at(path: Sequence[Any]) -> str:

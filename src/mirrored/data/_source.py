@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from .._signature import is_numeric
 from .._typing import PyTree
 
 
@@ -37,10 +38,17 @@ class NumpyDataset:
     drop_remainder: bool = False
     shuffle_seed: int | None = None
     num_epochs: int = 1
-    _passes: list[int] = dataclasses.field(default_factory=lambda: [0], repr=False, compare=False)
+    _passes: list[int] = dataclasses.field(default_factory=lambda: [0], init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_rows(self.arrays)
+        if self.batch_size is not None:
+            _check_int("batch_size", self.batch_size, 1, "the number of rows")
+        if not isinstance(self.drop_remainder, bool):
+            raise TypeError(f"drop_remainder is {self.drop_remainder!r}; expected True or False.")
+        if self.shuffle_seed is not None:
+            _check_int("seed", self.shuffle_seed, 0, "so that a run can be repeated")
+        _check_int("num_epochs", self.num_epochs, 1, "the number of passes over the rows")
 
     @property
     def num_rows(self) -> int:
@@ -49,31 +57,30 @@ class NumpyDataset:
 
     def batch(self, batch_size: int, drop_remainder: bool = False) -> NumpyDataset:
         """Make global batches of `batch_size` rows; the last has what is left, unless `drop_remainder`."""
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int | np.integer):
-            raise TypeError(f"batch_size is {batch_size!r}; expected an int.")
-        if batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}; expected at least 1 row.")
         if self.batch_size is not None:
             raise ValueError(f"the dataset is batched already, by {self.batch_size}; call batch once.")
-        return dataclasses.replace(self, batch_size=int(batch_size), drop_remainder=bool(drop_remainder))
+        _check_int("batch_size", batch_size, 1, "the number of rows")
+        return dataclasses.replace(self, batch_size=batch_size, drop_remainder=drop_remainder)
 
     def shuffle(self, seed: int) -> NumpyDataset:
         """Order the rows at random, anew in each pass; the same seed gives the same orders in every run."""
-        if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
-            raise TypeError(f"seed is {seed!r}; expected an int, so that a run can be repeated.")
-        return dataclasses.replace(self, shuffle_seed=int(seed), _passes=[0])
+        _check_int("seed", seed, 0, "so that a run can be repeated")
+        return dataclasses.replace(self, shuffle_seed=seed)
 
     def repeat(self, num_epochs: int) -> NumpyDataset:
         """Go over the rows `num_epochs` times in one pass; batches do not mix two epochs."""
-        if isinstance(num_epochs, bool) or not isinstance(num_epochs, int | np.integer):
-            raise TypeError(f"num_epochs is {num_epochs!r}; expected an int.")
-        if num_epochs < 1:
-            raise ValueError(f"num_epochs is {num_epochs}; expected at least 1.")
-        return dataclasses.replace(self, num_epochs=self.num_epochs * int(num_epochs))
+        _check_int("num_epochs", num_epochs, 1, "the number of passes over the rows")
+        return dataclasses.replace(self, num_epochs=self.num_epochs * num_epochs)
 
     def __len__(self) -> int:
-        per_epoch = self.num_rows / self._rows_per_batch()
-        return self.num_epochs * int(np.floor(per_epoch) if self.drop_remainder else np.ceil(per_epoch))
+        return self.num_batches(at_least=1)
+
+    def num_batches(self, at_least: int) -> int:
+        """Return how many batches of at least so many rows one pass yields."""
+        rows_per_batch = self._rows_per_batch()
+        complete, rest = divmod(self.num_rows, rows_per_batch)
+        per_epoch = complete * (rows_per_batch >= at_least) + (rest >= at_least and not self.drop_remainder)
+        return self.num_epochs * per_epoch
 
     def __iter__(self) -> Iterator[PyTree]:
         rows_per_batch = self._rows_per_batch()
@@ -83,12 +90,12 @@ class NumpyDataset:
                 stop = start + rows_per_batch
                 if stop > self.num_rows and self.drop_remainder:
                     break
-                rows = slice(start, stop) if order is None else order[start:stop]
+                rows = order[start:stop]
                 yield jax.tree.map(lambda array, rows=rows: array[rows], self.arrays)
 
-    def _order(self) -> np.ndarray | None:
+    def _order(self) -> np.ndarray:
         if self.shuffle_seed is None:
-            return None
+            return np.arange(self.num_rows)
         generator = np.random.default_rng([self.shuffle_seed, self._passes[0]])
         self._passes[0] += 1
         return generator.permutation(self.num_rows)
@@ -100,6 +107,13 @@ class NumpyDataset:
                 "strategy.make_numpy_dataset(arrays).batch(global_batch_size)."
             )
         return self.batch_size
+
+
+def _check_int(name: str, value: Any, at_least: int, what: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(f"{name} is {value!r}; expected an int, {what}.")
+    if value < at_least:
+        raise ValueError(f"{name} is {value}; expected at least {at_least}.")
 
 
 def check_rows(arrays: PyTree) -> None:
@@ -115,7 +129,7 @@ def check_rows(arrays: PyTree) -> None:
             )
         if leaf.ndim == 0:
             raise ValueError(f"{name} is a scalar; expected an array whose first axis counts rows.")
-        if leaf.dtype.kind in "OUSMm":
+        if not is_numeric(leaf.dtype):
             raise TypeError(f"{name} has dtype {leaf.dtype}, which no device can hold. Encode it as numbers first.")
     counts = {jax.tree_util.keystr(path) or "the array": leaf.shape[0] for path, leaf in paths}
     if len(set(counts.values())) > 1:
@@ -126,7 +140,14 @@ def check_rows(arrays: PyTree) -> None:
 def stacked_lists(arrays: PyTree) -> PyTree:
     """Turn what numpy can turn into arrays into arrays; a list of arrays is stacked, as in tf.data."""
 
-    def is_leaf(node: Any) -> bool:
-        return isinstance(node, list)
+    def stacked(path: Any, leaf: Any) -> np.ndarray:
+        try:
+            return np.asarray(leaf)
+        except ValueError as error:
+            name = jax.tree_util.keystr(path) or "numpy_input"
+            raise ValueError(
+                f"{name} is a list whose elements have different shapes, so they cannot be stacked as rows: {error}. For "
+                "several arrays of one row each write a tuple or a dict: (x, y)."
+            ) from error
 
-    return jax.tree.map(np.asarray, arrays, is_leaf=is_leaf)
+    return jax.tree_util.tree_map_with_path(stacked, arrays, is_leaf=lambda node: isinstance(node, list))

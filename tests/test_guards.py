@@ -1,0 +1,345 @@
+"""A factor of R in an update is noticed, and right programs are left alone; branches on a replica's number are explained."""
+
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mirrored as mr
+
+SIZE = 3
+HERE = re.escape(__file__)
+
+
+def model(strategy):
+    """Two variables, an optimizer for both and one for each."""
+    with strategy.scope():
+        w, b = mr.Variable(np.ones(SIZE, "float32"), name="w"), mr.Variable(0.5, name="b")
+        return w, b, *(mr.Optimizer(optax.sgd(0.1), variables) for variables in ([w, b], [w], [b]))
+
+
+def own_rows(strategy):
+    return strategy.distribute_values_from_function(lambda ctx: np.arange(SIZE, dtype="float32") + ctx.replica_id_in_sync_group)
+
+
+def all_reduce(op, tree):
+    return mr.get_replica_context().all_reduce(op, tree)
+
+
+def warnings_of(function, *args):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        function(*args)
+    return [warning for warning in caught if warning.category is mr.FactorOfReplicasWarning]
+
+
+def values(*variables):
+    return [np.asarray(variable).tobytes() for variable in variables]
+
+
+# -- gradients that have been combined before
+
+
+REDUCTIONS = {
+    "sum": lambda gradients: all_reduce("sum", gradients),
+    "mean": lambda gradients: all_reduce("mean", gradients),
+    "psum": lambda gradients: jax.lax.psum(gradients, "replica"),
+    "gathered": lambda gradients: [jnp.sum(mr.get_replica_context().all_gather(g[None], 0), 0) for g in gradients],
+    "merged": lambda gradients: mr.get_replica_context().merge_call(lambda s, g: s.reduce("mean", g), args=(gradients,)),
+    "clipped_afterwards": lambda gradients: [jnp.clip(g, -1, 1) for g in all_reduce("mean", gradients)],
+    "decayed_afterwards": lambda gradients: [g + 0.01 for g in all_reduce("mean", gradients)],
+    "one_of_two": lambda gradients: [all_reduce("mean", gradients[0]), gradients[1]],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_gradients_that_were_combined_before_are_refused(strategy3, name):
+    w, b, optimizer, *_ = model(strategy3)
+
+    def step(x):
+        _, gradients = mr.value_and_grad(lambda: jnp.sum(w * x) + b * x[0], [w, b])()
+        gradients = REDUCTIONS[name](gradients)
+        optimizer.apply_gradients(gradients)
+
+    before, line = values(w, b), step.__code__.co_firstlineno + 3
+    expected = (
+        rf"the gradient of variable 'w' given to apply_gradients at {HERE}:{line} has already been combined .*"
+        r"optimizer\.apply_gradients\(grads, aggregate=False\)"
+    )
+    for _ in range(2):  # a refusal is not cached
+        with pytest.raises(mr.FactorOfReplicasError, match=expected):
+            strategy3.run(step, args=(own_rows(strategy3),))
+    assert values(w, b) == before
+
+
+def test_combined_gradients_are_refused_or_applied_alike_on_any_number_of_replicas(strategy):
+    w, _, _, optimizer, _ = model(strategy)
+    x = own_rows(strategy)
+
+    def step(x, aggregate):
+        _, gradients = mr.value_and_grad(lambda: jnp.sum(w * x), [w])()
+        optimizer.apply_gradients(all_reduce("mean", gradients), aggregate=aggregate)
+
+    with pytest.raises(mr.FactorOfReplicasError, match="already been combined"):
+        strategy.run(step, args=(x, True))
+    assert warnings_of(lambda: strategy.run(step, args=(x, False))) == []
+    np.testing.assert_allclose(w.numpy(), 1 - 0.1 * np.asarray(strategy.reduce("mean", x)), rtol=1e-6)
+
+
+def test_an_accumulator_that_aggregates_counts_as_combined_and_a_local_one_does_not(strategy3):
+    w, _, _, optimizer, _ = model(strategy3)
+    with strategy3.scope():
+        total = mr.Variable(np.zeros(SIZE, "float32"), aggregation="sum")
+        local = mr.Variable(np.zeros(SIZE, "float32"), synchronization="on_read", aggregation="sum")
+
+    def step(x, accumulator):
+        _, [gradient] = mr.value_and_grad(lambda: jnp.sum(w * x), [w])()
+        accumulator.assign_add(gradient)
+        optimizer.apply_gradients([accumulator.value])
+
+    x = own_rows(strategy3)
+    with pytest.raises(mr.FactorOfReplicasError, match="already been combined"):
+        strategy3.run(lambda x: step(x, total), args=(x,))
+    assert warnings_of(lambda: strategy3.run(lambda x: step(x, local), args=(x,))) == []
+
+
+def test_gradients_that_were_not_combined_are_refused_with_aggregate_false(strategy3):
+    w, _, _, optimizer, _ = model(strategy3)
+
+    def step(x):
+        _, gradients = mr.value_and_grad(lambda: jnp.sum(w * x), [w])()
+        optimizer.apply_gradients(gradients, aggregate=False)
+
+    line = step.__code__.co_firstlineno + 2
+    with pytest.raises(mr.ReplicasDivergeError, match=rf"variable 'w' .* at {HERE}:{line} .* the argument `x`"):
+        strategy3.run(step, args=(own_rows(strategy3),))
+
+
+# -- the whole batch on every replica
+
+
+def whole_batch_step(w, optimizer):
+    def step(x):
+        loss, gradients = mr.value_and_grad(lambda: jnp.mean(w * x), [w])()
+        optimizer.apply_gradients(gradients)
+        return loss
+
+    return step
+
+
+@pytest.mark.parametrize("kind", ["argument", "closure", "no_data", "function", "scan", "eager"])
+def test_the_whole_batch_on_every_replica_warns_once(strategy3, kind):
+    w, _, _, optimizer, _ = model(strategy3)
+    x = np.ones(SIZE, "float32")
+    step = whole_batch_step(w, optimizer)
+    closed_over = jnp.asarray(x)
+
+    def run():
+        return strategy3.run(step, args=(x,))
+
+    def run_eagerly():
+        with mr.eager():
+            return run()
+
+    three_times = {
+        "argument": lambda: [run() for _ in range(3)],
+        "closure": lambda: [strategy3.run(closure_step) for _ in range(3)],
+        "no_data": lambda: [strategy3.run(no_data_step) for _ in range(3)],
+        "function": lambda: [compiled() for _ in range(3)],
+        "scan": lambda: mr.scan(lambda carry, _: (carry, run()), 0.0, None, length=3),
+        "eager": lambda: [run_eagerly() for _ in range(2)],
+    }[kind]
+    closure_step = lambda: step(closed_over)  # noqa: E731
+    no_data_step = lambda: step(1.0)  # noqa: E731
+    compiled = mr.function(run)
+
+    [warning] = warnings_of(three_times)
+    line = step.__code__.co_firstlineno + 2
+    assert re.search(
+        rf"3 replicas .* apply_gradients at {HERE}:{line} .*strategy\.distribute_dataset\(dataset\)", str(warning.message)
+    )
+    assert warning.filename == __file__
+    strategy3.assert_mirrored()
+
+
+def test_the_warning_tells_the_truth(strategy):
+    """The update is R times that of one device, and there is no warning for one."""
+    w, _, _, optimizer, _ = model(strategy)
+    x = np.ones(SIZE, "float32")
+    caught = warnings_of(lambda: strategy.run(whole_batch_step(w, optimizer), args=(x,)))
+    assert len(caught) == (strategy.num_replicas_in_sync > 1)
+    np.testing.assert_allclose(w.numpy(), 1 - strategy.num_replicas_in_sync * 0.1 / SIZE, rtol=1e-6)
+
+
+def test_the_remedy_of_the_warning_works(strategy2):
+    w, _, _, optimizer, _ = model(strategy2)
+    [batch] = strategy2.distribute_dataset([np.ones((4, SIZE), "float32")])
+
+    def step(x):
+        _, gradients = mr.value_and_grad(lambda: mr.losses.compute_average_loss(jnp.mean(w * x, axis=1)), [w])()
+        optimizer.apply_gradients(gradients)
+
+    assert warnings_of(lambda: strategy2.run(step, args=(batch,))) == []
+    np.testing.assert_allclose(w.numpy(), 1 - 0.1 / SIZE, rtol=1e-6)
+
+
+def test_as_an_error_the_warning_leaves_everything_as_it_was(strategy3):
+    w, _, _, optimizer, _ = model(strategy3)
+    before = values(w)
+    with pytest.raises(mr.FactorOfReplicasWarning):  # warnings are errors here
+        strategy3.run(whole_batch_step(w, optimizer), args=(np.ones(SIZE, "float32"),))
+    assert values(w) == before
+
+
+# -- a loss that was combined before it was differentiated
+
+
+@pytest.mark.parametrize(
+    "combine",
+    [
+        lambda loss: all_reduce("mean", loss),
+        lambda loss: all_reduce("sum", {"loss": loss})["loss"] * 2,
+        lambda loss: jax.lax.pmean(loss, "replica"),
+    ],
+    ids=["mean", "sum", "pmean"],
+)
+def test_a_combined_loss_warns(strategy, combine):
+    w, _, _, optimizer, _ = model(strategy)
+
+    def step(x):
+        loss, gradients = mr.value_and_grad(lambda: combine(jnp.mean(w * x)), [w])()
+        optimizer.apply_gradients(gradients)
+        return loss
+
+    caught = warnings_of(lambda: [strategy.run(step, args=(own_rows(strategy),)) for _ in range(2)])
+    assert len(caught) == (strategy.num_replicas_in_sync > 1)
+    for warning in caught:
+        assert "combined over the replicas before it was differentiated" in str(warning.message)
+        assert "mr.losses.compute_average_loss" in str(warning.message) and warning.filename == __file__
+
+
+def test_a_loss_that_is_combined_after_its_gradient_does_not_warn(strategy3):
+    w, _, _, optimizer, _ = model(strategy3)
+
+    def step(x):
+        loss, gradients = mr.value_and_grad(lambda: mr.losses.compute_average_loss(w * x), [w])()
+        optimizer.apply_gradients(gradients)
+        return all_reduce("sum", loss)
+
+    assert warnings_of(lambda: strategy3.run(step, args=(own_rows(strategy3),))) == []
+
+
+# -- right programs
+
+
+def average_loss(w, x):
+    return mr.losses.compute_average_loss(jnp.reshape(w * x, (1, -1)))
+
+
+def regularized(w, b, both, first, second, x):
+    loss = lambda: average_loss(w, x) + mr.losses.scale_regularization_loss(jnp.sum(w**2) + b**2)  # noqa: E731
+    both.apply_gradients(mr.value_and_grad(loss, [w, b])()[1])
+
+
+def regularized_three_times(*model_and_x):
+    """From the second time on, the gradient of `b` depends on nothing but a sum over the replicas."""
+    mr.fori_loop(0, 3, lambda i, carry: [carry, regularized(*model_and_x)][0], 0)
+
+
+def sync_batch_norm(w, b, both, first, second, x):
+    def loss():
+        mean, square = all_reduce("mean", (x, x * x))
+        return average_loss(w, ((x - mean) / jnp.sqrt(square - mean**2 + 1)) ** 2) + b / 3
+
+    both.apply_gradients(mr.value_and_grad(loss, [w, b])()[1])
+
+
+def gan(w, b, both, first, second, x, noise=None):
+    """`w` tells data from what `b` generates."""
+    noise = jax.random.normal(mr.get_replica_context().rng(0), (SIZE,)) if noise is None else noise
+    first.apply_gradients(mr.value_and_grad(lambda: average_loss(w, b.value * noise - x), [w])()[1])
+    second.apply_gradients(mr.value_and_grad(lambda: -average_loss(w, b.value * noise), [b])()[1])
+
+
+def gan_with_common_noise(*model_and_x):
+    gan(*model_and_x, noise=jax.random.normal(jax.random.key(0), (SIZE,)))
+
+
+def accumulated(w, b, both, first, second, x):
+    def body(total, _):
+        return jax.tree.map(jnp.add, total, mr.grad(lambda: average_loss(w, x) + b * x[0], [w, b])()), None
+
+    total, _ = jax.lax.scan(body, [jnp.zeros(SIZE), jnp.zeros(())], None, length=3)
+    both.apply_gradients(total)
+
+
+def clipped_by_the_norm_over_all_replicas(w, b, both, first, second, x):
+    gradients = mr.grad(lambda: average_loss(w, x) + b * x[0], [w, b])()
+    norm = optax.global_norm(all_reduce("sum", gradients))
+    both.apply_gradients([g * jnp.minimum(1.0, 1.0 / norm) for g in gradients])
+
+
+def reduced_by_the_user(w, b, both, first, second, x):
+    gradients = mr.grad(lambda: all_reduce("mean", jnp.mean(w * x) + b), [w, b])()
+    both.apply_gradients(all_reduce("mean", gradients), aggregate=False)
+
+
+def line_search_on_the_common_loss(w, b, both, first, second, x):
+    gradients = mr.grad(lambda: average_loss(w, x), [w])()
+    common = lambda t: all_reduce("sum", average_loss(w - t, x))  # noqa: E731
+    size = jax.lax.while_loop(lambda t: common(t) > common(0.0), lambda t: t / 2, 1.0)
+    first.apply_gradients([g * size for g in gradients])
+
+
+RIGHT = [
+    regularized, regularized_three_times, sync_batch_norm, gan, gan_with_common_noise, accumulated,
+    clipped_by_the_norm_over_all_replicas, reduced_by_the_user, line_search_on_the_common_loss,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("update", RIGHT, ids=lambda update: update.__name__)
+def test_right_programs_run_in_silence(strategy3, update):
+    variables_and_optimizers = model(strategy3)
+    before = values(variables_and_optimizers[0])
+    caught = warnings_of(lambda: strategy3.run(lambda x: update(*variables_and_optimizers, x), args=(own_rows(strategy3),)))
+    assert [str(warning.message) for warning in caught] == []
+    strategy3.assert_mirrored()
+    assert values(variables_and_optimizers[0]) != before
+
+
+def test_an_optimizer_outside_a_step_is_not_guarded(strategy3):
+    w, _, _, optimizer, _ = model(strategy3)
+    gradient = strategy3.reduce("mean", own_rows(strategy3))
+    assert warnings_of(lambda: optimizer.apply_gradients([gradient])) == []
+    np.testing.assert_allclose(w.numpy(), 1 - 0.1 * np.asarray(gradient), rtol=1e-6)
+
+
+# -- one program
+
+
+@pytest.mark.parametrize(
+    "branch",
+    [lambda n: 1 if n == 0 else 2, lambda n: int(n), lambda n: "many" if jnp.sum(n + 1.0) > 2 else "few"],
+    ids=["if", "int", "derived"],
+)
+@pytest.mark.parametrize("is_eager", [False, True])
+def test_a_branch_on_the_replica_number_is_explained(strategy3, branch, is_eager):
+    def step():
+        return branch(mr.get_replica_context().replica_id_in_sync_group)
+
+    expected = rf"differs by replica, at {HERE}:\d+\. All replicas run one program.*jnp\.where.*jax\.lax\.cond.*variable\.assign"
+    with pytest.raises(mr.OneProgramError, match=expected):
+        if is_eager:
+            with mr.eager():
+                strategy3.run(step)
+        else:
+            strategy3.run(step)
+
+
+def test_a_branch_on_data_is_jaxs_own_error(strategy3):
+    with pytest.raises(jax.errors.TracerBoolConversionError):
+        strategy3.run(lambda x: 1 if x[0] > 0 else 2, args=(own_rows(strategy3),))

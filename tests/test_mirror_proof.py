@@ -1,0 +1,855 @@
+"""The mirror proof is sound, accepts what people write, and refuses what would diverge or hang, with its reason."""
+
+import contextlib
+import re
+
+import jax
+import jax.numpy as jnp
+import jax.scipy.sparse.linalg
+import numpy as np
+import optax
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+
+import mirrored as mr
+from mirrored import _mirror_proof
+from mirrored._mirror_proof import SAME, Sameness, varying
+from mirrored._typing import REPLICA_AXIS as AXIS
+
+SIZE = 4
+MATRIX = np.eye(SIZE, dtype="float32") * 3 + 0.5
+VECTOR = np.linspace(0.1, 1, SIZE, dtype="float32")
+HERE = re.escape(__file__)
+
+
+def psum(x):
+    return jax.lax.psum(x, AXIS)
+
+
+def prove(function, num_replicas=3):
+    """Prove a function of a mirrored and a per-replica vector; its results are flattened."""
+    closed = jax.make_jaxpr(lambda m, v: jax.tree.leaves(function(m, v)), axis_env=[(AXIS, num_replicas)])(VECTOR, VECTOR)
+    return closed, _mirror_proof.prove(closed.jaxpr, [SAME, varying("the argument `v`")])
+
+
+def copies(function, num_replicas=3):
+    """Run such a function for real, and return each result's copies, one row for each replica."""
+    closed, findings = prove(function, num_replicas)
+    own_rows = np.random.default_rng(0).normal(size=(num_replicas, SIZE)).astype("float32")
+
+    def body(m, rows):
+        return [result[None] for result in jax.core.eval_jaxpr(closed.jaxpr, closed.consts, m, rows[0])]
+
+    mesh = jax.sharding.Mesh(jax.devices()[:num_replicas], (AXIS,))
+    specs = (PartitionSpec(), PartitionSpec(AXIS))
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(AXIS), check_vma=False)
+    return findings, [np.asarray(stack) for stack in jax.jit(mapped)(VECTOR, own_rows)]
+
+
+def wrongly_mirrored(function, num_replicas=3):
+    """Return which results the proof calls mirrored although their copies differ."""
+    findings, stacks = copies(function, num_replicas)
+    return [
+        i
+        for i, (state, stack) in enumerate(zip(findings.outputs, stacks, strict=True))
+        if state.is_mirrored and len({row.tobytes() for row in stack}) > 1
+    ]
+
+
+# -- sound: random programs, run for real
+
+
+def trips(a):
+    return (jnp.abs(jnp.sum(a)) * 10).astype(jnp.int32) % 3
+
+
+def numbered_rows(a):
+    return a * (1.0 + jnp.arange(jax.lax.axis_size(AXIS)))[:, None]
+
+
+def ring():
+    return [(i, (i + 1) % jax.lax.axis_size(AXIS)) for i in range(jax.lax.axis_size(AXIS))]
+
+
+def groups():
+    return [[0], list(range(1, jax.lax.axis_size(AXIS)))]
+
+
+def bits_of(a):
+    return jax.lax.bitcast_convert_type(jax.lax.stop_gradient(a), jnp.uint32)
+
+
+def host_copy(a):
+    shape = jax.ShapeDtypeStruct((SIZE,), jnp.float32)
+    return jax.pure_callback(np.copy, shape, jax.lax.stop_gradient(a), vmap_method="broadcast_all")
+
+
+#: Operations on two vectors.
+LEAVES = {
+    "add": lambda a, b: a + b,
+    "mul": lambda a, b: a * b,
+    "where": lambda a, b: jnp.where(a > b, a, b),
+    "matmul": lambda a, b: jnp.outer(a, b) @ a,
+    "sort": lambda a, b: jnp.sort(a),
+    "gather": lambda a, b: a[jnp.argsort(b)],
+    "scatter": lambda a, b: a.at[(b > 0).astype(jnp.int32)].add(b),
+    "qr": lambda a, b: jnp.linalg.qr(jnp.outer(a, b) + jnp.eye(SIZE))[0][0],
+    "cg": lambda a, b: jax.scipy.sparse.linalg.cg(lambda x: x * (1 + a * a), b, maxiter=2)[0],
+    "cg_psum": lambda a, b: jax.scipy.sparse.linalg.cg(lambda x: x * (1 + a * a) + psum(x), b, maxiter=2)[0],
+    "psum": lambda a, b: psum(a),
+    "pmean": lambda a, b: jax.lax.pmean(a, AXIS),
+    "pmax": lambda a, b: jax.lax.pmax(jax.lax.stop_gradient(a), AXIS),
+    "all_gather": lambda a, b: jax.lax.all_gather(a, AXIS)[-1],
+    "psum_groups": lambda a, b: jax.lax.psum(a, AXIS, axis_index_groups=groups()),
+    "ppermute": lambda a, b: jax.lax.ppermute(a, AXIS, ring()),
+    "psum_scatter": lambda a, b: jax.lax.psum_scatter(numbered_rows(a), AXIS),
+    "all_to_all": lambda a, b: jax.lax.all_to_all(numbered_rows(a), AXIS, 0, 0)[-1],
+    "axis_index": lambda a, b: a + jax.lax.axis_index(AXIS),
+    "random": lambda a, b: jax.random.normal(jax.random.wrap_key_data(bits_of(a)[:2]), (SIZE,)),
+    "random_folded": lambda a, b: jax.random.normal(jax.random.fold_in(jax.random.key(0), jax.lax.axis_index(AXIS)), (SIZE,)),
+    "random_bits": lambda a, b: jax.lax.rng_bit_generator(bits_of(a), (SIZE,))[1].astype(jnp.float32) / 2.0**32,
+    "callback": lambda a, b: host_copy(a),
+}
+
+
+def scan(a, b, values, f, g):
+    carry, rows = jax.lax.scan(lambda c, x: (f(*values, x, c), g(*values, c, x)), a, jnp.stack([b, a]))
+    return carry + 2 * rows[0] + rows[1]
+
+
+def scan_that_varies_late(a, b, values, f, g):
+    return jax.lax.scan(lambda c, _: ((c[1], f(*values, *c)), None), (a, b), None, length=2)[0][0]
+
+
+def while_trips(a, b, values, f, g):
+    return jax.lax.while_loop(lambda c: c[0] < trips(a), lambda c: (c[0] + 1, f(*values, c[1])), (0, b))[1]
+
+
+def while_value(a, b, values, f, g):
+    def again(c):
+        return (c[0] < 2) & (jnp.sum(g(*values, c[1])) < jnp.sum(a))
+
+    return jax.lax.while_loop(again, lambda c: (c[0] + 1, f(*values, c[1])), (0, b))[1]
+
+
+def with_custom_jvp(a, b, values, f, g):
+    h = jax.custom_jvp(f)
+    h.defjvp(lambda primals, tangents: (f(*primals), 2 * tangents[-1] + g(*primals)))
+    return h(*values, a)
+
+
+def with_custom_vjp(a, b, values, f, g):
+    h = jax.custom_vjp(f)
+    h.defvjp(
+        lambda *inputs: (f(*inputs), inputs),
+        lambda inputs, cotangent: (*(jnp.zeros_like(x) for x in inputs[:-1]), g(*inputs, cotangent)),
+    )
+    return h(*values, a)
+
+
+#: Operations that run two programs `f` and `g` on the values so far and their own.
+COMPOUNDS = {
+    "scan": scan,
+    "scan_that_varies_late": scan_that_varies_late,
+    "fori": lambda a, b, values, f, g: jax.lax.fori_loop(0, 2, lambda i, c: f(*values, c), a),
+    "while_trips": while_trips,
+    "while_value": while_value,
+    "cond": lambda a, b, values, f, g: jax.lax.cond(jnp.sum(a) < jnp.sum(b), f, g, *values),
+    "switch": lambda a, b, values, f, g: jax.lax.switch(trips(a), [f, g, lambda *_: b], *values),
+    "vmap": lambda a, b, values, f, g: jax.vmap(lambda x: f(*values, x))(jnp.stack([a, b])).sum(0),
+    "grad": lambda a, b, values, f, g: jax.grad(lambda x: f(*values, x).sum())(a),
+    "jvp": lambda a, b, values, f, g: jax.jvp(lambda x: f(*values, x), (a,), (b,))[1],
+    "jit": lambda a, b, values, f, g: jax.jit(f)(*values),
+    "remat": lambda a, b, values, f, g: jax.checkpoint(f)(*values),
+    "custom_jvp": with_custom_jvp,
+    "custom_vjp": with_custom_vjp,
+}
+#: What JAX cannot differentiate in that direction.
+NOT_INSIDE = {"grad": {"while_trips", "while_value"}, "jvp": {"custom_vjp"}}
+
+
+def run_program(program, values, leaves):
+    """Append the result of each instruction to the values; `sin` keeps them small."""
+    values = list(values)
+    for instruction in program:
+        values.append(jnp.sin(run_instruction(instruction, values, leaves)))
+    return values
+
+
+def run_instruction(instruction, values, leaves):
+    name, i, j, *blocks = instruction
+    a, b = values[i % len(values)], values[j % len(values)]
+    if name in leaves:
+        return leaves[name](a, b)
+    f, g = ((lambda *inner, block=block: run_program(block, inner, leaves)[-1]) for block in blocks)
+    return COMPOUNDS[name](a, b, values, f, g)
+
+
+POSITIONS = st.integers(0, 9)
+
+
+@st.composite
+def instructions(draw, depth, leaf_names, without=frozenset()):
+    names = sorted({*leaf_names, *(COMPOUNDS if depth else ())} - without)
+    name = draw(st.sampled_from(names))
+    i, j = draw(POSITIONS), draw(POSITIONS)
+    if name in leaf_names:
+        return name, i, j
+    inside = st.lists(instructions(depth - 1, leaf_names, without | NOT_INSIDE.get(name, set())), min_size=1, max_size=2)
+    return name, i, j, draw(inside), draw(inside)
+
+
+def random_programs(max_examples):
+    return settings(
+        max_examples=max_examples,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+@pytest.mark.parametrize(("num_replicas", "num_programs"), [(3, 25), (8, 12)])
+def test_what_the_proof_calls_mirrored_is_bit_equal(num_replicas, num_programs):
+    accepted = []
+
+    @random_programs(num_programs)
+    @given(st.lists(instructions(2, frozenset(LEAVES)), min_size=2, max_size=5))
+    def check(program):
+        try:
+            assert wrongly_mirrored(lambda m, v: run_program(program, [m, v, -m], LEAVES), num_replicas) == []
+        except mr.CollectiveHangError:
+            return
+        accepted.append(program)
+
+    check()
+    assert len(accepted) > num_programs / 3, "hardly a program ran: the test shows nothing"
+
+
+STATEMENTS = ("assign", "assign_reduced", "assign_averaged", "add_to_local", "swap")
+
+
+def run_statement(name, target, other, averaged, local, value):
+    if name == "assign":
+        target.assign(value)
+    elif name == "assign_reduced":
+        target.assign(mr.get_replica_context().all_reduce("mean", value))
+    elif name == "assign_averaged":
+        averaged.assign_sub(value)
+    elif name == "add_to_local":
+        local.assign_add(value)
+    else:
+        first, second = target.value, other.value
+        target.assign(second)
+        other.assign(first)
+
+
+def real_copies(array):
+    return {np.asarray(shard.data).tobytes() for shard in array.addressable_shards}
+
+
+@pytest.mark.filterwarnings("ignore:.*has been compiled:mirrored.RecompilationWarning")
+@pytest.mark.parametrize("num_replicas", [3, 8])
+def test_a_random_step_runs_and_stays_mirrored_or_is_refused(num_replicas):
+    strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
+    with strategy.scope():
+        w, u = mr.Variable(VECTOR, name="w"), mr.Variable(-VECTOR, name="u")
+        averaged = mr.Variable(VECTOR, name="averaged", aggregation="mean")
+        local = mr.Variable(VECTOR, name="local", synchronization="on_read", aggregation="sum")
+    variables = [w, u, averaged, local]
+    leaves = LEAVES | {f"read_{variable.name}": lambda a, b, v=variable: a * v.value for variable in variables}
+    statements = st.tuples(st.sampled_from(STATEMENTS), POSITIONS, POSITIONS)
+    own = strategy.distribute_values_from_function(lambda ctx: VECTOR * (1 + ctx.replica_id_in_sync_group))
+    outcomes = []
+
+    @random_programs(15)
+    @given(st.lists(st.one_of(instructions(1, frozenset(leaves)), statements), max_size=7))
+    def check(program):
+        def step(m, v):
+            values = [m, v]
+            for name, i, j, *blocks in program:
+                if name in STATEMENTS:
+                    run_statement(name, *((w, u), (u, w))[i % 2], averaged, local, values[j % len(values)])
+                else:
+                    values = run_program([(name, i, j, *blocks)], values, leaves)
+            return values
+
+        before = [real_copies(variable._array) for variable in variables]
+        try:
+            results = strategy.run(step, args=(VECTOR, own))
+        except (mr.ReplicasDivergeError, mr.CollectiveHangError) as refusal:
+            assert [real_copies(variable._array) for variable in variables] == before
+            outcomes.append(type(refusal))
+            return
+        mirrored = [result for result in results if not isinstance(result, mr.PerReplica)]
+        assert all(len(real_copies(array)) == 1 for array in (*mirrored, w._array, u._array, averaged._array))
+        outcomes.append(None)
+
+    check()
+    assert outcomes.count(None) >= 4 and mr.ReplicasDivergeError in outcomes
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "program"),
+    [
+        ("_MAKE_SAME", _mirror_proof._MAKE_SAME | {"ppermute"}, lambda m, v: jax.lax.ppermute(v, AXIS, ring())),
+        ("_PURE", _mirror_proof._PURE | {"rng_uniform"}, lambda m, v: jax.lax.rng_uniform(0.0, 1.0, (SIZE,))),
+        ("join", lambda states: list(states)[-1], lambda m, v: jax.lax.cond(v[0] > 0, lambda: m, lambda: -m)),
+    ],
+    ids=["collective", "primitive", "predicate"],
+)
+def test_the_soundness_test_notices_a_wrong_proof(monkeypatch, name, wrong, program):
+    assert wrongly_mirrored(program) == []
+    monkeypatch.setattr(_mirror_proof, name, wrong)
+    assert wrongly_mirrored(program) == [0]
+
+
+# -- complete: what people write
+
+
+KEPT = {
+    "arithmetic": lambda m, v: m * 2 + jnp.exp(m) / jnp.where(m > 0.5, m, -m),
+    "sum_of_varying": lambda m, v: m - 0.1 * psum(v),
+    "gathered": lambda m, v: jax.lax.all_gather(v, AXIS, tiled=True),
+    "max_and_min": lambda m, v: (jax.lax.pmax(v, AXIS), jax.lax.pmin(v, AXIS)),
+    "axis_size": lambda m, v: m / jax.lax.axis_size(AXIS),
+    "positional_sum_of_a_vmap": lambda m, v: jax.vmap(lambda x: jax.lax.psum(x, "i"), axis_name="i")(m),
+    "vmap_over_a_mesh_collective": lambda m, v: jax.vmap(lambda x: jax.lax.psum(x, (AXIS, "i")), axis_name="i")(v),
+    "scan": lambda m, v: jax.lax.scan(lambda c, x: (c + psum(v[0]) * x, c), m[0], m),
+    "fori_with_traced_bound": lambda m, v: jax.lax.fori_loop(0, m[0].astype(int), lambda i, c: c + psum(v), m),
+    "while_on_a_reduced_value": lambda m, v: jax.lax.while_loop(lambda c: c < psum(v[0]), lambda c: c + psum(v[1]), m[0]),
+    "cond_on_a_reduced_value": lambda m, v: jax.lax.cond(psum(v[0]) > 0, lambda: psum(v), lambda: m),
+    "switch": lambda m, v: jax.lax.switch(m[0].astype(int), [lambda: m, lambda: psum(v)]),
+    "nested_jit": lambda m, v: jax.jit(lambda x: jax.jit(jnp.sin)(x) + psum(v))(m),
+    "remat": lambda m, v: jax.grad(lambda x: jax.checkpoint(lambda y: jnp.sin(jnp.sin(y)))(x).sum())(m),
+    "checkpoint_name": lambda m, v: checkpoint_name(m, "saved"),
+    "gelu_and_softmax": lambda m, v: jax.nn.softmax(jax.nn.gelu(m)) + jax.nn.relu(m),
+    "composite": lambda m, v: jax.lax.composite(jnp.sin, "mine.sin")(m),
+    "platform_dependent": lambda m, v: jax.lax.platform_dependent(m, cpu=jnp.sin, default=jnp.cos),
+    "linear_call": lambda m, v: jax.custom_derivatives.linear_call(lambda r, x: r * x, lambda r, y: r * y, m, m),
+    "hessian": lambda m, v: jax.hessian(lambda x: (x**3).sum())(m),
+    "random_with_a_common_key": lambda m, v: (
+        jax.random.normal(jax.random.key(0), (3,)),
+        jax.random.gamma(jax.random.PRNGKey(1), 2.0),
+        jax.random.bernoulli(jax.random.split(jax.random.key(2, impl="rbg"))[0]),
+        jax.random.permutation(jax.random.key(3), m),
+    ),
+    "sorting": lambda m, v: (jnp.argsort(m), jax.lax.top_k(m, 2), jnp.median(m), jnp.unique(m, size=3), jnp.searchsorted(m, 0.5)),
+    "indexing": lambda m, v: (m.at[0].set(1.0), m.at[jnp.array([0, 0])].add(m[1]), m[jnp.array([2, 1])], m.at[1].multiply(2.0)),
+    "windows": lambda m, v: (
+        jax.lax.reduce_window(m, 0.0, lambda a, b: a + 2 * b, (2,), (1,), "SAME"),
+        jax.lax.reduce(m, np.float32(1), lambda a, b: a * b + 1, (0,)),
+        jnp.convolve(m, m),
+        jnp.cumsum(m),
+        jax.lax.associative_scan(jnp.multiply, m),
+    ),
+    "special_functions": lambda m, v: (
+        jax.scipy.special.gammainc(m, m),
+        jax.scipy.special.gammaincc(m, m),
+        jax.scipy.special.betainc(m, m, m),
+        jax.scipy.special.erfinv(m),
+    ),
+    "attention": lambda m, v: jax.nn.dot_product_attention(*[m.reshape(1, 2, 1, 2)] * 3),
+    "cholesky": lambda m, v: jnp.linalg.cholesky(MATRIX + psum(jnp.outer(v, v))),
+    "qr": lambda m, v: jnp.linalg.qr(MATRIX * m),
+    "full_qr": lambda m, v: jnp.linalg.qr(MATRIX[:, :2] * m[:, None], mode="complete"),
+    "eigh": lambda m, v: jnp.linalg.eigh(psum(jnp.outer(v, v))),
+    "eig": lambda m, v: jnp.linalg.eig(MATRIX * m),
+    "svd": lambda m, v: jnp.linalg.svd(MATRIX * m),
+    "solve": lambda m, v: jnp.linalg.solve(MATRIX, psum(v)),
+    "gradient_of_solve": lambda m, v: jax.grad(lambda x: jnp.linalg.solve(MATRIX, x).sum())(m),
+    "inverses": lambda m, v: (jnp.linalg.lstsq(MATRIX, m)[0], jnp.linalg.inv(MATRIX), jnp.linalg.pinv(MATRIX * m)),
+    "lu_and_determinant": lambda m, v: (jax.scipy.linalg.lu(MATRIX * m), jnp.linalg.slogdet(MATRIX * m)),
+    "expm": lambda m, v: jax.scipy.linalg.expm(MATRIX * m),
+    "fft": lambda m, v: jnp.fft.irfft(jnp.fft.rfft(psum(v))),
+    "cg": lambda m, v: jax.scipy.sparse.linalg.cg(lambda x: MATRIX @ x, m)[0],
+    "cg_with_a_collective_inside": lambda m, v: jax.scipy.sparse.linalg.cg(lambda x: psum(v @ v * x), m, maxiter=3)[0],
+    "gmres": lambda m, v: jax.scipy.sparse.linalg.gmres(lambda x: MATRIX @ x, m, maxiter=2)[0],
+    "debug_print": lambda m, v: (jax.debug.print("{v}", v=v), m)[1],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_mirrored_values_stay_mirrored(name):
+    _, findings = prove(KEPT[name])
+    assert [state.sameness for state in findings.outputs if not state.is_mirrored] == []
+
+
+LOST = {
+    "the_argument": (lambda m, v: m + v, "the argument `v`"),
+    "half_of_a_tuple": (lambda m, v: jax.lax.cond(True, lambda: v, lambda: m), "the argument `v`"),
+    "axis_index": (lambda m, v: m * jax.lax.axis_index(AXIS), "replica's own number"),
+    "groups": (lambda m, v: jax.lax.psum(v, AXIS, axis_index_groups=[[0, 1], [2]]), "`psum` .* its own part"),
+    "ppermute": (lambda m, v: jax.lax.ppermute(m, AXIS, [(0, 1)]), "`ppermute` .* its own part"),
+    "psum_scatter": (lambda m, v: jax.lax.psum_scatter(jnp.ones((3, 2)), AXIS), "`reduce_scatter` .* its own part"),
+    "all_to_all": (lambda m, v: jax.lax.all_to_all(jnp.ones((3, 2)), AXIS, 0, 0), "`all_to_all` .* its own part"),
+    "gradient_of_a_sum": (lambda m, v: jax.grad(lambda x: psum((x * v).sum()))(m), "the argument `v`"),
+    "vmap_named_like_the_axis": (lambda m, v: jax.vmap(lambda x: jax.lax.psum(x, AXIS), axis_name=AXIS)(v), "argument `v`"),
+    "scan_from_the_second_round": (
+        lambda m, v: jax.lax.scan(lambda c, _: ((c[1], v[0]), None), (m[0], m[1]), None, length=3)[0][0], "argument `v`"
+    ),
+    "scan_ys": (lambda m, v: jax.lax.scan(lambda c, x: (c, x), m, v[:, None])[1], "the argument `v`"),
+    "while_with_a_varying_trip_count": (
+        lambda m, v: jax.lax.while_loop(lambda c: c[0] < v[0], lambda c: (c[0] + 1, 2 * c[1]), (m[0], m))[1], "argument `v`"
+    ),
+    "cond_with_a_varying_predicate": (lambda m, v: jax.lax.cond(v[0] > 0, lambda: m, lambda: 2 * m), "the argument `v`"),
+    "random_with_an_own_key": (
+        lambda m, v: jax.random.normal(jax.random.fold_in(jax.random.key(0), jax.lax.axis_index(AXIS))), "own number"
+    ),
+    "rng_uniform": (lambda m, v: jax.lax.rng_uniform(0.0, 1.0, (2,)), "`rng_uniform`"),
+    "pure_callback": (lambda m, v: jax.pure_callback(np.copy, jax.ShapeDtypeStruct(m.shape, m.dtype), m), "`pure_callback`"),
+    "io_callback": (lambda m, v: jax.experimental.io_callback(np.copy, jax.ShapeDtypeStruct(m.shape, m.dtype), m), "`io_call"),
+    "ffi": (lambda m, v: jax.ffi.ffi_call("mine", jax.ShapeDtypeStruct(m.shape, m.dtype))(m), "`ffi_call`"),
+    "ref": (lambda m, v: jax.new_ref(m)[...], "`new_ref`"),
+    "uninitialised": (lambda m, v: jax.lax.empty((2,), jnp.float32), "`empty`"),
+    "linear_solve": (lambda m, v: jnp.linalg.solve(MATRIX, v), "the argument `v`"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_what_may_differ_is_varying_and_says_why(name):
+    function, origin = LOST[name]
+    _, findings = prove(function)
+    state = findings.outputs[0]
+    assert state.sameness is Sameness.VARYING
+    assert re.search(origin, state.origin)
+    assert "argument" in state.origin or re.search(rf" at {HERE}:\d+", state.origin)
+
+
+def test_a_part_of_a_result_may_be_mirrored():
+    _, findings = prove(lambda m, v: (m, v, psum(v)))
+    assert [state.sameness for state in findings.outputs] == [Sameness.SAME, Sameness.VARYING, Sameness.REDUCED]
+
+
+def test_a_ref_that_was_written_with_a_varying_value_is_varying():
+    def swapped(m, v):
+        ref = jax.new_ref(m)
+        ref[...] = v
+        return ref[...]
+
+    assert not prove(swapped)[1].outputs[0].is_mirrored
+
+
+def test_custom_partitioning_and_pallas_are_varying():
+    from jax.experimental import pallas as pl
+    from jax.experimental.custom_partitioning import custom_partitioning
+
+    def kernel(x_ref, o_ref):
+        o_ref[...] = x_ref[...]
+
+    split = custom_partitioning(lambda x: x)
+    split.def_partition(infer_sharding_from_operands=lambda *_: None, partition=lambda *_: None, sharding_rule="i -> i")
+    called = pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct((SIZE,), jnp.float32), interpret=True)
+    for function, name in ((split, "custom_partitioning"), (called, "pallas_call")):
+        assert f"`{name}`" in prove(lambda m, v, f=function: f(m))[1].outputs[0].origin
+
+
+def test_custom_vmap_is_entered():
+    doubled = jax.custom_batching.custom_vmap(lambda x: psum(2 * x))
+    doubled.def_vmap(lambda size, batched, x: (doubled(x), batched[0]))
+    assert prove(lambda m, v: doubled(v))[1].outputs[0].is_mirrored
+    tripled = jax.custom_batching.custom_vmap(lambda x: 3 * x)
+    tripled.def_vmap(lambda size, batched, x: (tripled(x), batched[0]))
+    assert not prove(lambda m, v: tripled(v))[1].outputs[0].is_mirrored
+
+
+def test_collectives_are_listed_with_their_bytes_and_place():
+    def function(m, v):
+        m = m + psum(v)
+        return jax.lax.scan(lambda c, _: (c + jax.lax.all_gather(v, AXIS)[0], None), m, None, length=3)[0]
+
+    first, second = prove(function)[1].collectives
+    assert (first.name, first.num_bytes, first.in_loop) == ("psum", 16, False)
+    assert (second.name, second.num_bytes, second.in_loop) == ("all_gather", 16, True)
+    assert re.fullmatch(rf"{HERE}:\d+", second.where)
+
+
+# -- never a hang
+
+
+@jax.custom_vjp
+def summed_both_ways(x):
+    return psum(x)
+
+
+@jax.custom_vjp
+def summed_backwards(x):
+    return x
+
+
+summed_both_ways.defvjp(lambda x: (psum(x), None), lambda _, ct: (psum(ct),))
+summed_backwards.defvjp(lambda x: (x, None), lambda _, ct: (psum(ct),))
+
+HANGS = {
+    "cond": (lambda m, v: jax.lax.cond(v[0] > 0, lambda: psum(m), lambda: m), "psum"),
+    "cond_on_the_replica_number": (
+        lambda m, v: jax.lax.cond(jax.lax.axis_index(AXIS) == 0, lambda: jax.lax.all_gather(m, AXIS)[0], lambda: m), "all_gather"
+    ),
+    "collective_of_equal_values": (lambda m, v: jax.lax.cond(v[0] > 0, lambda: jax.lax.pmax(m, AXIS), lambda: m), "pmax"),
+    "both_branches": (lambda m, v: jax.lax.cond(v[0] > 0, lambda: psum(m), lambda: psum(2 * m)), "psum"),
+    "switch": (lambda m, v: jax.lax.switch(v[0].astype(int), [lambda: psum(m), lambda: m, lambda: -m]), "psum"),
+    "while_body": (lambda m, v: jax.lax.while_loop(lambda c: c < v[0], lambda c: psum(c) + 1, m[0]), "psum"),
+    "while_condition": (lambda m, v: jax.lax.while_loop(lambda c: psum(c) < v[0], lambda c: c + 1, m[0]), "psum"),
+    "while_that_varies_late": (
+        lambda m, v: jax.lax.while_loop(lambda c: c[0] < 9, lambda c: (c[1], psum(c[1]) + v[0]), (m[0], m[1])), "psum"
+    ),
+    "fori_with_a_varying_bound": (lambda m, v: jax.lax.fori_loop(0, v[0].astype(int), lambda i, c: psum(c), m), "psum"),
+    "vmapped_while": (
+        lambda m, v: jax.vmap(lambda x: jax.lax.while_loop(lambda c: c < x, lambda c: psum(c) + 1, 0.0))(v), "psum"
+    ),
+    "inside_a_scan_inside_a_cond": (
+        lambda m, v: jax.lax.cond(v[0] > 0, lambda: jax.lax.scan(lambda c, _: (psum(c), None), m, None, length=2)[0], lambda: m),
+        "psum",
+    ),
+    "cond_inside_a_cond": (
+        lambda m, v: jax.lax.cond(
+            v[0] > 0, lambda: jax.lax.cond(m[0] > 0, lambda: jax.jit(psum)(m), lambda: m), lambda: m
+        ),
+        "psum",
+    ),
+    "scan_where_the_predicate_varies_late": (
+        lambda m, v: jax.lax.scan(
+            lambda c, _: ((c[1], v[0], jax.lax.cond(c[0] > 0, lambda: psum(c[2]), lambda: c[2])), None), (m[0], m[1], m), None, 3
+        ),
+        "psum",
+    ),
+    "gradient_of_a_cond": (lambda m, v: jax.grad(lambda x: jax.lax.cond(v[0] > 0, psum, lambda y: y, x).sum())(m), "psum"),
+    "remat": (lambda m, v: jax.lax.cond(v[0] > 0, lambda: jax.checkpoint(psum)(m), lambda: m), "psum"),
+    "custom_vjp": (lambda m, v: jax.lax.cond(v[0] > 0, lambda: summed_both_ways(m), lambda: m), "psum"),
+    "backward_of_custom_vjp": (
+        lambda m, v: jax.grad(lambda x: jax.lax.cond(v[0] > 0, summed_backwards, lambda y: y, x).sum())(m), "psum"
+    ),
+    "ppermute": (lambda m, v: jax.lax.cond(v[0] > 0, lambda: jax.lax.ppermute(m, AXIS, [(0, 1)]), lambda: m), "ppermute"),
+    "pbroadcast": (lambda m, v: jax.lax.cond(v[0] > 0, lambda: jax.lax.pbroadcast(m, (AXIS,), 0), lambda: m), "pbroadcast"),
+    "psum_scatter": (
+        lambda m, v: jax.lax.cond(v[0] > 0, lambda: jax.lax.psum_scatter(jnp.ones(3), AXIS), lambda: m[0]), "reduce_scatter"
+    ),
+    "groups": (
+        lambda m, v: jax.lax.cond(v[0] > 0, lambda: jax.lax.psum(m, AXIS, axis_index_groups=[[0, 1, 2]]), lambda: m), "psum"
+    ),
+    "cg_for_a_varying_side": (lambda m, v: jax.scipy.sparse.linalg.cg(lambda x: psum(MATRIX @ x), v, maxiter=3)[0], "psum"),
+    "cg_with_a_varying_matrix": (lambda m, v: jax.scipy.sparse.linalg.cg(lambda x: v @ v * psum(x), m, maxiter=3)[0], "psum"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HANGS)
+def test_a_collective_that_some_replicas_may_skip_is_refused(name):
+    function, collective = HANGS[name]
+    with pytest.raises(mr.CollectiveHangError, match=rf"the collective `{collective}` at {HERE}:\d+ runs under"):
+        prove(function)
+
+
+def test_a_collective_inside_an_unknown_construct_is_refused():
+    def function(m, v):
+        return jax.lax.reduce(m, np.float32(0), lambda a, b: psum(a) + b, (0,))
+
+    with pytest.raises(mr.CollectiveHangError, match=r"runs inside `reduce`, and the proof does not know whether all replicas"):
+        prove(function)
+
+
+def test_the_hang_message_names_the_input_and_the_way_out(strategy, per_replica):
+    x = per_replica(strategy, *(float(i) for i in range(strategy.num_replicas_in_sync)))
+
+    def step(batch):
+        context = mr.get_replica_context()
+        total = lambda: context.all_reduce("sum", batch["x"])  # noqa: E731
+        return jax.lax.cond(batch["x"] > 0, total, lambda: batch["x"])
+
+    line = step.__code__.co_firstlineno + 2
+    expected = rf"`psum` at {HERE}:{line} runs under .* it depends on the argument `batch\['x'\]`.* jnp.where"
+    for _ in range(2):  # a refusal is not cached
+        with pytest.raises(mr.CollectiveHangError, match=expected):
+            strategy.run(step, args=({"x": x},))
+
+
+def test_the_way_out_of_a_hang_runs(strategy3, per_replica):
+    x = per_replica(strategy3, 0.0, 1.0, 2.0)
+
+    def chosen(x):
+        return jnp.where(x > 0, mr.get_replica_context().all_reduce("sum", x), x)
+
+    def agreed(x):
+        total = mr.get_replica_context().all_reduce("sum", x)
+        return jax.lax.cond(total > 0, lambda: mr.get_replica_context().all_reduce("sum", 2 * x), lambda: x)
+
+    assert [float(v) for v in strategy3.local_results(strategy3.run(chosen, args=(x,)))] == [0.0, 3.0, 3.0]
+    assert [float(v) for v in strategy3.local_results(strategy3.run(agreed, args=(x,)))] == [6.0, 6.0, 6.0]
+
+
+# -- whole steps
+
+
+def own_gradient(w, x):
+    return jax.grad(lambda w: jnp.sum((w - x) ** 2))(w.value)
+
+
+def mean_over_replicas(tree):
+    return mr.get_replica_context().all_reduce("mean", tree)
+
+
+def sgd(w, x):
+    w.assign_sub(0.1 * mean_over_replicas(own_gradient(w, x)))
+
+
+def clipped_by_global_norm(w, x):
+    gradient = mean_over_replicas(own_gradient(w, x))
+    w.assign(w - gradient * jnp.minimum(1.0, 1.0 / jnp.linalg.norm(gradient)))
+
+
+def loss_scaling(w, x):
+    gradient = mean_over_replicas(own_gradient(w, x))
+    w.assign(jax.lax.cond(jnp.all(jnp.isfinite(gradient)), lambda: w - gradient, lambda: w * 0.5))
+
+
+def accumulated_in_a_scan(w, x):
+    rows = jnp.stack([x, 2 * x])
+    total, _ = jax.lax.scan(lambda g, row: (g + own_gradient(w, row), None), jnp.zeros(SIZE), rows)
+    w.assign_sub(0.1 * mean_over_replicas(total))
+
+
+def updated_in_a_loop(w, x):
+    mr.fori_loop(0, 3, lambda i, carry: (w.assign_sub(0.1 * i * mean_over_replicas(own_gradient(w, x))), carry)[1], 0)
+
+
+def line_search(w, x):
+    value = w.value
+    gradient = mean_over_replicas(own_gradient(w, x))
+    loss = lambda w: mean_over_replicas(jnp.sum((w - x) ** 2))  # noqa: E731
+    start = loss(value)
+    size = jax.lax.while_loop(lambda t: loss(value - t * gradient) > start, lambda t: t / 2, 4.0)
+    w.assign(value - size * gradient)
+
+
+def natural_gradient(w, x):
+    gradient = own_gradient(w, x)
+    fisher = mean_over_replicas(jnp.outer(gradient, gradient)) + jnp.eye(SIZE)
+    w.assign_sub(jax.scipy.linalg.cho_solve(jax.scipy.linalg.cho_factor(fisher), mean_over_replicas(gradient)))
+
+
+def hessian_free(w, x):
+    product = lambda p: mean_over_replicas(jax.jvp(lambda w: jax.grad(lambda w: jnp.sum((w - x) ** 4))(w), (w.value,), (p,))[1])  # noqa: E731
+    w.assign_sub(jax.scipy.sparse.linalg.cg(product, mean_over_replicas(own_gradient(w, x)), maxiter=2)[0])
+
+
+def rematerialised(w, x):
+    @jax.custom_vjp
+    def clipped(h):
+        return h
+
+    clipped.defvjp(lambda h: (h, None), lambda _, ct: (jnp.clip(ct, -1, 1),))
+    layer = jax.checkpoint(lambda h: clipped(checkpoint_name(jnp.tanh(h), "h")))
+    gradient = jax.grad(jax.jit(lambda w: jnp.sum(jax.jit(layer)(w * x) ** 2)))(w.value)
+    w.assign_sub(mean_over_replicas(gradient))
+
+
+def randomly_perturbed(w, x):
+    """Noise from a common key is the same everywhere; dropout from each replica's own key is averaged."""
+    own = mr.get_replica_context().rng(1)
+    dropped = jnp.where(jax.random.bernoulli(own, 0.5, x.shape), x, 0.0)
+    w.assign(w + jax.random.normal(jax.random.key(0), (SIZE,)) + mean_over_replicas(dropped))
+
+
+def merged(w, x):
+    mr.get_replica_context().merge_call(lambda strategy, x: [None, w.assign(strategy.reduce("mean", x))][0], args=(x,))
+
+
+STEPS = [
+    sgd, clipped_by_global_norm, loss_scaling, accumulated_in_a_scan, updated_in_a_loop, line_search, natural_gradient,
+    hessian_free, rematerialised, randomly_perturbed, merged,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("update", STEPS, ids=lambda update: update.__name__)
+def test_steps_that_people_write_are_accepted(strategy3, per_replica, update):
+    with strategy3.scope():
+        w = mr.Variable(VECTOR, name="w")
+    strategy3.run(lambda x: update(w, x), args=(per_replica(strategy3, VECTOR, 2 * VECTOR, 3 * VECTOR),))
+    strategy3.assert_mirrored()
+    assert np.any(w.numpy() != VECTOR)
+
+
+TRANSFORMATIONS = {
+    "momentum": lambda: optax.sgd(0.1, momentum=0.9),
+    "adam_clip_schedule": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adam(optax.cosine_decay_schedule(0.1, 10))),
+    "multi_steps": lambda: optax.MultiSteps(optax.adamw(0.1), every_k_schedule=2),
+    "apply_if_finite": lambda: optax.apply_if_finite(optax.lamb(0.1), 3),
+    "plateau": lambda: optax.chain(optax.adafactor(0.1), optax.ema(0.9)),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_optimizers_are_accepted(strategy3, per_replica, name):
+    with strategy3.scope():
+        w, average = mr.Variable(VECTOR, name="w"), mr.Variable(VECTOR, name="average")
+        optimizer = mr.Optimizer(TRANSFORMATIONS[name](), [w])
+
+    def step(x):
+        _, gradients = mr.value_and_grad(lambda: jnp.sum((w - x) ** 2), [w])()
+        optimizer.apply_gradients(gradients)
+        average.assign(0.9 * average + 0.1 * w)
+
+    for _ in range(2):
+        strategy3.run(step, args=(per_replica(strategy3, VECTOR, 2 * VECTOR, 3 * VECTOR),))
+    strategy3.assert_mirrored()
+    assert np.any(w.numpy() != VECTOR) and np.any(average.numpy() != VECTOR)
+
+
+def test_moving_statistics_of_all_replicas_are_accepted_and_own_ones_refused(strategy3, per_replica):
+    with strategy3.scope():
+        mean = mr.Variable(VECTOR, name="moving_mean")
+    x = per_replica(strategy3, VECTOR, 2 * VECTOR, 3 * VECTOR)
+    strategy3.run(lambda x: mean.assign(0.9 * mean + 0.1 * mean_over_replicas(x)), args=(x,))
+    strategy3.assert_mirrored()
+    with pytest.raises(mr.ReplicasDivergeError, match="'moving_mean' is mirrored"):
+        strategy3.run(lambda x: mean.assign(0.9 * mean + 0.1 * x), args=(x,))
+
+
+def test_a_key_in_a_variable_may_be_split_but_not_folded(strategy3):
+    with strategy3.scope():
+        key = mr.Variable(jax.random.key(0), name="key")
+
+    def split():
+        new, own = jax.random.split(key.value)
+        key.assign(new)
+        return jax.random.normal(mr.get_replica_context().rng(own))
+
+    assert isinstance(strategy3.run(split), mr.PerReplica)
+    with pytest.raises(mr.ReplicasDivergeError, match=r"'key' is mirrored.*own number \(replica_id_in_sync_group, ctx.rng\)"):
+        strategy3.run(lambda: key.assign(mr.get_replica_context().rng(key.value)))
+
+
+# -- refusals name everything
+
+
+REFUSED = {
+    "argument": (lambda x, u, local: x[0]["rows"][1], r"the argument `data\[0\]\['rows'\]`, of which each replica has its own"),
+    "replica_number": (lambda x, u, local: u + mr.get_replica_context().replica_id_in_sync_group, "the replica's own number"),
+    "own_key": (lambda x, u, local: jax.random.normal(mr.get_replica_context().rng(0), (SIZE,)), r"ctx\.rng"),
+    "sync_on_read": (lambda x, u, local: u + local, "the sync-on-read variable 'local', which has one value per replica"),
+    "callback": (lambda x, u, local: host_copy(u.value), "`pure_callback` at"),
+    "ref": (lambda x, u, local: jax.new_ref(u.value)[...], "`new_ref` at"),
+    "own_part": (
+        lambda x, u, local: mr.get_replica_context().merge_call(lambda strategy, x: x, args=(x[0]["rows"][0],)), "own number"
+    ),
+    "own_gradient": (lambda x, u, local: jax.grad(lambda w: jnp.sum(w * x[0]["rows"][0]))(u.value), "the argument"),
+    "gradient_through_all_reduce": (
+        lambda x, u, local: jax.grad(lambda w: mean_over_replicas(jnp.sum(w * x[0]["rows"][0])))(u.value), "the argument"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_assignment_that_may_diverge_is_refused(strategy3, name):
+    make, origin = REFUSED[name]
+    with strategy3.scope():
+        w, u = mr.Variable(VECTOR, name="w"), mr.Variable(VECTOR, name="u")
+        local = mr.Variable(VECTOR, name="local", synchronization="on_read", aggregation="sum")
+    rows = strategy3.distribute_values_from_function(lambda ctx: np.ones((2, SIZE), "float32"))
+
+    def step(data):
+        w.assign(make(data, u, local))
+
+    line = step.__code__.co_firstlineno + 1
+    expected = (
+        rf"variable 'w' is mirrored, but the value assigned to it at {HERE}:{line} may differ by replica: it depends on "
+        rf".*{origin}.*all_reduce\('mean', value\).*aggregation='mean'.*synchronization='on_read'"
+    )
+    for _ in range(2):  # a refusal is not cached
+        with pytest.raises(mr.ReplicasDivergeError, match=expected):
+            strategy3.run(step, args=([{"rows": rows}],))
+    assert w.numpy().tobytes() == VECTOR.tobytes()
+    strategy3.run(lambda data: w.assign(mean_over_replicas(make(data, u, local))), args=([{"rows": rows}],))
+    strategy3.assert_mirrored()
+
+
+@pytest.mark.parametrize("kind", ["assign_add", "keyword", "overwritten_later", "swapped", "in_a_loop", "returned_unchanged"])
+def test_refusals_find_the_variable_and_the_line(strategy3, per_replica, kind):
+    with strategy3.scope():
+        w, u = mr.Variable(VECTOR, name="w"), mr.Variable(VECTOR, name="u")
+        local = mr.Variable(VECTOR, name="local", synchronization="on_read")
+
+    def assign_add(x):
+        w.assign_add(x)
+
+    def keyword(*, x):
+        w.assign(x)
+
+    def overwritten_later(x):
+        w.assign(x)
+        w.assign(0 * u)
+
+    def swapped(x):
+        before = local.value
+        local.assign(w)
+        w.assign(before)
+
+    def in_a_loop(x):
+        def body(carry, _):
+            w.assign(u)
+            u.assign(carry)
+            return x, None
+
+        mr.scan(body, jnp.zeros(SIZE), None, length=3)
+
+    def returned_unchanged(x):
+        w.assign(u)
+        u.assign(w + x)
+
+    step, variable, offset, origin = {
+        "assign_add": (assign_add, "w", 1, "the argument `x`"),
+        "keyword": (keyword, "w", 1, "the argument `x`"),
+        "overwritten_later": (overwritten_later, "w", 1, "the argument `x`"),
+        "swapped": (swapped, "w", 3, "the sync-on-read variable 'local'"),
+        "in_a_loop": (in_a_loop, "w", 2, "the argument `x`"),
+        "returned_unchanged": (returned_unchanged, "u", 2, "the argument `x`"),
+    }[kind]
+    line = step.__code__.co_firstlineno + offset
+    with pytest.raises(mr.ReplicasDivergeError, match=rf"variable '{variable}' .* at {HERE}:{line} .* depends on {origin}"):
+        strategy3.run(step, kwargs={"x": per_replica(strategy3, VECTOR, VECTOR, VECTOR)})
+    assert w.numpy().tobytes() == u.numpy().tobytes() == VECTOR.tobytes()
+
+
+def test_mirrored_variables_may_be_swapped(strategy3):
+    with strategy3.scope():
+        w, u = mr.Variable(1.0, name="w"), mr.Variable(2.0, name="u")
+
+    def step():
+        before = w.value
+        w.assign(u)
+        u.assign(before)
+
+    strategy3.run(step)
+    assert (float(w), float(u)) == (2.0, 1.0)
+    strategy3.assert_mirrored()
+
+
+def test_arrays_that_a_step_closes_over_are_whole_on_every_replica(strategy3, per_replica):
+    """Also one that lies in pieces on the strategy's own devices, under an inner jit."""
+    pieces = jax.device_put(
+        np.arange(3.0, dtype="float32"), strategy3.distribute_values_from_function(lambda _: 0.0)._array.sharding
+    )
+    with strategy3.scope():
+        w = mr.Variable(np.zeros(3, "float32"), name="w")
+    strategy3.run(lambda: w.assign(jax.jit(lambda: pieces * 2)()))
+    strategy3.assert_mirrored()
+    assert w.numpy().tolist() == [0.0, 2.0, 4.0]
+
+
+@pytest.mark.parametrize("is_eager", [False, True])
+def test_results_that_are_proven_the_same_are_plain_arrays(strategy, per_replica, is_eager):
+    x = per_replica(strategy, *(float(i) for i in range(strategy.num_replicas_in_sync)))
+
+    def step(x, y):
+        return {"own": x + y, "sum": mr.get_replica_context().all_reduce("sum", x), "common": y * 2}
+
+    with mr.eager() if is_eager else contextlib.nullcontext():
+        results = strategy.run(step, args=(x, np.float32(1)))
+    assert {name: isinstance(value, mr.PerReplica) for name, value in results.items()} == {
+        "own": True,
+        "sum": False,
+        "common": False,
+    }

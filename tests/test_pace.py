@@ -1,0 +1,325 @@
+"""Programs on virtual CPU devices: their number in flight is bounded, and so they never wait for each other for ever.
+
+A deadlock needs a fresh process with few pool threads, and shows as an abort of XLA: docs/design/cpu-rendezvous.md.
+"""
+
+import os
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mirrored as mr
+from mirrored import _pace
+
+CONFIGURING = ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES", "JAX_PLATFORMS", "PJRT_NPROC", "NPROC")
+#: XLA aborts the process when replicas have waited so long for each other.
+SHORT_PATIENCE = {"XLA_FLAGS": "--xla_cpu_collective_call_terminate_timeout_seconds=20"}
+#: The user starts JAX, whose pool then has no thread more than there are devices.
+STARTED_BY_USER = "jax.config.update('jax_num_cpu_devices', {count}); jax.devices()"
+
+HEADER = """
+import threading
+import jax, jax.numpy as jnp, numpy as np
+{start}
+import mirrored as mr
+from mirrored import _pace
+
+def strategy_of(count):
+    return mr.MirroredStrategy([f"cpu:{{i}}" for i in range(count)])
+
+def training(strategy, num_collectives, dependent):
+    with strategy.scope():
+        w = mr.Variable(np.zeros((16, 16), "float32"))
+
+    def step(x):
+        all_reduce = mr.get_replica_context().all_reduce
+        if dependent:
+            for _ in range(num_collectives):
+                x = jnp.tanh(all_reduce("mean", x + w))
+            total = x
+        else:
+            total = sum(all_reduce("mean", jnp.tanh(x * i)) for i in range(num_collectives))
+        w.assign(0.5 * w + total)
+
+    x = strategy.distribute_values_from_function(lambda ctx: np.full((16, 16), ctx.replica_id_in_sync_group, "float32"))
+    return w, lambda: strategy.run(step, args=(x,))
+"""
+
+LOOP = """
+w, step = training(strategy_of({count}), {num_collectives}, {dependent})
+for _ in range({steps}):
+    step()
+assert np.isfinite(w.numpy()).all() and w.numpy().any()
+print("done")
+"""
+
+TWO_STRATEGIES = """
+trainings = [training(strategy_of(count), 3, True) for count in {counts}]
+for _ in range({steps}):
+    for _, step in trainings:
+        step()
+for w, _ in trainings:
+    assert np.isfinite(w.numpy()).all() and w.numpy().any()
+print("done")
+"""
+
+TWO_THREADS = """
+strategy = strategy_of({count})
+trainings = [training(strategy, 3, True) for _ in range(2)]
+
+def loop(step):
+    for _ in range({steps}):
+        step()
+
+threads = [threading.Thread(target=loop, args=(step,)) for _, step in trainings]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+for w, _ in trainings:
+    assert np.isfinite(w.numpy()).all() and w.numpy().any()
+print("done")
+"""
+
+VERBS = """
+strategy = strategy_of({count})
+w, step = training(strategy, 3, True)
+with strategy.scope():
+    seen = mr.Variable(0, synchronization="on_read", aggregation="sum")
+    mean = mr.Variable(np.zeros(4, "float32"), aggregation="mean")
+x = strategy.distribute_values_from_function(lambda ctx: np.full(4, ctx.replica_id_in_sync_group, "float32"))
+
+@mr.function
+def steps():
+    step()
+    step()
+    return strategy.reduce("sum", w)
+
+for _ in range({steps}):
+    step()
+    strategy.reduce("mean", x, axis=0)
+    strategy.gather(x, axis=0)
+    mean.assign_add(x)
+    seen.assign_add(1)
+    w.assign_sub(np.ones((16, 16), "float32"))
+    steps()
+assert int(seen) == {steps}, seen
+print("done")
+"""
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if name not in CONFIGURING}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=clean | SHORT_PATIENCE, timeout=115)
+
+
+def check(program: str, count: int, start: str, **values: object) -> None:
+    code = HEADER.format(start=start.format(count=count)) + program.format(count=count, **values)
+    done = run_python(code)
+    assert done.stdout.strip() == "done", done.stderr[-3000:]
+
+
+started_by_user = pytest.mark.parametrize("start", [STARTED_BY_USER, ""], ids=["pool of JAX", "own pool"])
+
+
+# -- in fresh processes
+
+
+@pytest.mark.parametrize("count", [2, 8])
+def test_2000_steps_without_waiting_in_the_pool_of_jax(count: int) -> None:
+    check(LOOP, count, STARTED_BY_USER, num_collectives=1, dependent=True, steps=2000)
+
+
+@pytest.mark.slow
+@started_by_user
+@pytest.mark.parametrize("dependent", [True, False], ids=["dependent", "independent"])
+@pytest.mark.parametrize("count", [2, 8, 16])
+def test_2000_steps_of_many_collectives_without_waiting(count: int, dependent: bool, start: str) -> None:
+    check(LOOP, count, start, num_collectives=20 if count < 16 else 6, dependent=dependent, steps=2000)
+
+
+def test_two_strategies_of_different_sizes_interleaved() -> None:
+    check(TWO_STRATEGIES, 8, STARTED_BY_USER, counts=[2, 8], steps=300)
+
+
+@pytest.mark.slow
+@started_by_user
+def test_three_strategies_of_different_sizes_interleaved_for_long(start: str) -> None:
+    check(TWO_STRATEGIES, 16, start, counts=[16, 2, 8], steps=700)
+
+
+def test_two_python_threads() -> None:
+    check(TWO_THREADS, 8, STARTED_BY_USER, steps=400)
+
+
+@pytest.mark.slow
+@started_by_user
+@pytest.mark.parametrize("count", [2, 16])
+def test_two_python_threads_for_long(count: int, start: str) -> None:
+    check(TWO_THREADS, count, start, steps=700)
+
+
+def test_all_verbs_mixed() -> None:
+    check(VERBS, 8, STARTED_BY_USER, steps=60)
+
+
+@pytest.mark.slow
+def test_without_the_bound_the_same_steps_deadlock() -> None:
+    """The bound is what the tests above test: with JAX's own pool, the same program hangs without it."""
+    unbounded = STARTED_BY_USER + "\nimport mirrored._pace; mirrored._pace.MAX_IN_FLIGHT = 10**9"
+    code = HEADER.format(start=unbounded.format(count=8)) + LOOP.format(count=8, num_collectives=20, dependent=True, steps=2000)
+    done = run_python(code)
+    assert done.returncode < 0
+    assert "Termination timeout" in done.stderr
+
+
+# -- the bound itself
+
+
+class Witness:
+    """A result that is computed when somebody waits for it."""
+
+    def __init__(self, number: int, waited: list[int], is_gone: bool = False) -> None:
+        self.number, self.waited, self.is_gone = number, waited, is_gone
+
+    def is_deleted(self) -> bool:
+        return self.is_gone
+
+    def block_until_ready(self) -> None:
+        assert not self.is_gone
+        self.waited.append(self.number)
+
+
+@pytest.fixture
+def empty_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_pace, "_in_flight", type(_pace._in_flight)())
+
+
+def test_the_oldest_program_is_waited_for_before_there_are_three(empty_queue: None) -> None:
+    waited: list[int] = []
+    for number in range(5):
+        _pace.started(Witness(number, waited))
+        assert waited == list(range(number - _pace.MAX_IN_FLIGHT + 1))
+    assert _pace.MAX_IN_FLIGHT == 2
+
+
+def test_a_result_that_was_deleted_is_not_waited_for(empty_queue: None) -> None:
+    waited: list[int] = []
+    for number in range(4):
+        _pace.started(Witness(number, waited, is_gone=number == 0))
+    assert waited == [1]
+
+
+def test_one_bound_for_all_threads(empty_queue: None) -> None:
+    waited: list[int] = []
+
+    def start_many(first: int) -> None:
+        for number in range(first, first + 100):
+            _pace.started(Witness(number, waited))
+
+    threads = [threading.Thread(target=start_many, args=(first,)) for first in (0, 1000)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    left = [witness.number for witness in _pace._in_flight]
+    assert len(left) == _pace.MAX_IN_FLIGHT
+    assert sorted(waited + left) == [*range(100), *range(1000, 1100)]
+
+
+def test_only_several_devices_of_this_cpu_are_paced(strategy: mr.MirroredStrategy) -> None:
+    assert _pace.is_paced(strategy._mesh.mirrored) is (strategy.num_replicas_in_sync > 1)
+    assert _pace.is_paced(strategy._mesh.stacked) is strategy._mesh.is_virtual
+    gpus = np.array([SimpleNamespace(platform="gpu")] * 2, dtype=object)
+    assert not _pace.is_paced(SimpleNamespace(num_devices=2, mesh=SimpleNamespace(devices=gpus)))
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[jax.Array]:
+    """The results of the programs that were paced."""
+    witnesses: list[jax.Array] = []
+    original = _pace.started
+
+    def record(witness: jax.Array) -> None:
+        witnesses.append(witness)
+        original(witness)
+
+    monkeypatch.setattr(_pace, "started", record)
+    return witnesses
+
+
+def _variable(strategy: mr.MirroredStrategy, **how: str) -> mr.Variable:
+    with strategy.scope():
+        return mr.Variable(np.ones(3, "float32"), **how)
+
+
+def _value(strategy: mr.MirroredStrategy) -> mr.PerReplica:
+    return strategy.distribute_values_from_function(lambda ctx: np.full(3, ctx.replica_id_in_sync_group, "float32"))
+
+
+def _run_with_a_variable(strategy: mr.MirroredStrategy) -> None:
+    w = _variable(strategy)
+
+    def step() -> None:
+        w.assign(w + 1)
+
+    strategy.run(step)
+
+
+VERB_CALLS = {
+    "run": lambda s: s.run(lambda: mr.get_replica_context().all_reduce("sum", 1.0)),
+    "run with a variable": _run_with_a_variable,
+    "reduce": lambda s: s.reduce("sum", _value(s)),
+    "gather": lambda s: s.gather(_value(s), axis=0),
+    "function": lambda s: mr.function(lambda x: s.reduce("mean", x))(_value(s)),
+    "scan": lambda s: mr.scan(lambda carry, x: (carry + x, None), 0.0, np.ones(2, "float32")),
+    "read of a sync-on-read variable": lambda s: _variable(s, synchronization="on_read", aggregation="sum").value,
+    "assignment of a PerReplica": lambda s: _variable(s, aggregation="mean").assign(_value(s)),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in VERB_CALLS if name != "scan"])
+def test_every_verb_that_crosses_replicas_is_paced(name: str, strategy2: mr.MirroredStrategy, started: list[jax.Array]) -> None:
+    VERB_CALLS[name](strategy2)
+    assert started
+    assert all(isinstance(witness, jax.Array) and not witness.is_deleted() for witness in started)
+
+
+@pytest.mark.parametrize("name", VERB_CALLS)
+def test_one_replica_is_never_paced(name: str, started: list[jax.Array]) -> None:
+    with mr.MirroredStrategy(["cpu:0"]).scope() as strategy:
+        VERB_CALLS[name](strategy)
+    assert started == []
+
+
+def test_a_scan_of_steps_is_one_program_in_flight(strategy2: mr.MirroredStrategy, started: list[jax.Array]) -> None:
+    w, x = _variable(strategy2), _value(strategy2)
+
+    def step(x: jax.Array) -> None:
+        w.assign(mr.get_replica_context().all_reduce("mean", x))
+
+    def body(carry: jax.Array, _: None) -> tuple[jax.Array, None]:
+        strategy2.run(step, args=(x,))
+        return carry, None
+
+    mr.scan(body, 0.0, length=5)
+    assert len(started) == 1
+    np.testing.assert_array_equal(w.numpy(), np.full(3, 0.5))
+
+
+def test_a_program_that_is_traced_into_another_is_not_in_flight(strategy2: mr.MirroredStrategy, started: list[jax.Array]) -> None:
+    doubled = jax.jit(lambda x: strategy2.reduce("sum", x))(jnp.ones(3))
+    np.testing.assert_array_equal(doubled, np.full(3, 2.0))
+    assert started == []
+
+
+def test_a_dispatched_result_is_passed_on_as_it_is(strategy2: mr.MirroredStrategy, started: list[jax.Array]) -> None:
+    array = jax.device_put(jnp.ones(3), strategy2._mesh.mirrored)
+    assert _pace.dispatch(strategy2._mesh.mirrored, lambda x: x, array) is array
+    assert started == [array]

@@ -1,0 +1,793 @@
+"""run: what a step is given and gives back, which calls share a program, and what errors leave behind."""
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import gc
+import sys
+import threading
+import traceback
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mirrored as mr
+from mirrored import _programs
+
+Pair = collections.namedtuple("Pair", "first second")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Batch:
+    image: Any
+    label: Any
+
+
+@dataclasses.dataclass
+class Unregistered:
+    image: Any
+
+
+def replica_numbers(strategy: mr.Strategy) -> mr.PerReplica:
+    return strategy.distribute_values_from_function(lambda ctx: np.float32(ctx.replica_id_in_sync_group))
+
+
+def num_programs(strategy: mr.Strategy) -> int:
+    return len(list(strategy._programs))
+
+
+def values_of(result: mr.PerReplica) -> list[Any]:
+    return [value.tolist() for value in result.values]
+
+
+@pytest.fixture
+def compilations() -> Iterator[collections.Counter[str]]:
+    """Count what JAX traces and compiles, by the last word of its event's name."""
+    counts: collections.Counter[str] = collections.Counter()
+
+    def count(event: str, duration: float, **details: Any) -> None:
+        counts[event.rsplit("/", 1)[-1]] += 1
+
+    jax.monitoring.register_event_duration_secs_listener(count)
+    yield counts
+    jax.monitoring.unregister_event_duration_listener(count)
+
+
+# -- arguments
+
+
+def test_each_argument_arrives_as_what_it_is(strategy: mr.MirroredStrategy) -> None:
+    seen: dict[str, Any] = {}
+
+    def step(*leaves: Any, **named: Any) -> None:
+        seen.update(named, leaves=leaves)
+
+    rows = strategy.distribute_values_from_function(lambda ctx: np.ones((2, 3), "float32"))
+    function = len
+    strategy.run(
+        step,
+        args=(rows, np.ones((4, 5)), jnp.ones(6), np.float64(1), 2, 2.5, True, "relu", None, function),
+        kwargs={"nested": {"rows": [rows], "flag": False, "none": None}},
+    )
+    row, numpy_array, jax_array, scalar, *static = seen["leaves"]
+    assert [(a.shape, a.dtype) for a in (row, numpy_array, jax_array, scalar)] == [
+        ((2, 3), "float32"), ((4, 5), "float32"), ((6,), "float32"), ((), "float32"),
+    ]  # fmt: skip
+    assert all(isinstance(a, jax.core.Tracer) for a in (row, numpy_array, jax_array, scalar))
+    assert static == [2, 2.5, True, "relu", None, function]
+    assert seen["nested"]["rows"][0].shape == (2, 3)
+    assert (seen["nested"]["flag"], seen["nested"]["none"]) == (False, None)
+
+
+def test_per_replica_is_this_replicas_slice_and_an_array_is_whole(strategy: mr.MirroredStrategy) -> None:
+    count = strategy.num_replicas_in_sync
+    own, whole = strategy.run(lambda own, whole: (own + 0, whole.sum()), args=(replica_numbers(strategy), np.arange(5)))
+    assert values_of(own) == list(range(count))
+    assert int(whole) == 10
+
+
+def test_static_arguments_choose_in_python(strategy2: mr.MirroredStrategy) -> None:
+    def step(x: jax.Array, power: int, name: str, function: Callable[..., Any], is_negative: bool) -> jax.Array:
+        for _ in range(power - 1):
+            x = x * x
+        x = {"half": x / 2, "double": x * 2}[name]
+        return -function(x) if is_negative else function(x)
+
+    x = np.float32(4)
+    assert float(strategy2.run(step, args=(x, 2, "half", jnp.sqrt, True))) == -np.sqrt(np.float32(8))
+    assert float(strategy2.run(step, args=(x, 1, "double", jnp.abs, False))) == 8
+    with pytest.raises(KeyError, match="third"):
+        strategy2.run(step, args=(x, 1, "third", jnp.abs, False))
+
+
+def test_arguments_by_position_and_by_name(strategy2: mr.MirroredStrategy) -> None:
+    def step(x: Any, y: Any = 10.0, *, scale: Any = 1.0) -> Any:
+        return (x + y) * scale
+
+    x = np.float32(2)
+    run = functools.partial(strategy2.run, step)
+    assert float(run(args=(x,))) == 12
+    assert float(run(args=[x, np.float32(3)])) == 5
+    assert float(run(kwargs={"x": x, "scale": np.float32(2)})) == 24
+    assert float(run(args=(x,), kwargs={"y": 1.0, "scale": 3.0})) == 9
+
+
+def test_arguments_stay_valid(strategy2: mr.MirroredStrategy) -> None:
+    with strategy2.scope():
+        w = mr.Variable(np.zeros(2, "float32"))
+    per_replica, mirrored, on_host = replica_numbers(strategy2), jnp.ones(2), np.ones(2, "float32")
+
+    def step(a: Any, b: Any, c: Any) -> None:
+        w.assign(w + mr.get_replica_context().all_reduce("sum", a) + b + c)
+
+    for _ in range(3):
+        strategy2.run(step, args=(per_replica, mirrored, on_host))
+    assert values_of(per_replica) == [0, 1]
+    np.testing.assert_array_equal(mirrored, on_host)
+    np.testing.assert_array_equal(w.numpy(), [9, 9])
+
+
+@pytest.mark.parametrize("place", ["another device", "one of its devices", "another mesh", "split over another mesh", "host"])
+def test_arrays_come_from_anywhere(place: str, strategy3: mr.MirroredStrategy, strategy2: mr.MirroredStrategy) -> None:
+    array = np.arange(6, dtype="float32")
+    placed = {
+        "another device": lambda: jax.device_put(array, jax.devices()[7]),
+        "one of its devices": lambda: jax.device_put(array, jax.devices()[1]),
+        "another mesh": lambda: jax.device_put(array, strategy2._mesh.mirrored),
+        "split over another mesh": lambda: jax.device_put(array, strategy2._mesh.stacked),
+        "host": lambda: array,
+    }[place]()
+    result = strategy3.run(lambda x, own: (x * own, x + 1), args=(placed, replica_numbers(strategy3)))
+    assert values_of(result[0])[2] == (array * 2).tolist()
+    np.testing.assert_array_equal(result[1], array + 1)
+
+
+def test_closed_over_arrays_come_from_anywhere(strategy2: mr.MirroredStrategy, strategy3: mr.MirroredStrategy) -> None:
+    elsewhere = jax.device_put(np.arange(3.0, dtype="float32"), jax.devices()[7])
+    other_mesh = jax.device_put(np.arange(3.0, dtype="float32"), strategy3._mesh.mirrored)
+    on_host = np.arange(3.0, dtype="float32")
+    result = strategy2.run(lambda own: own + elsewhere + other_mesh + on_host, args=(replica_numbers(strategy2),))
+    assert values_of(result) == [[0, 3, 6], [1, 4, 7]]
+
+
+def test_a_weakly_typed_array_stays_weak(strategy2: mr.MirroredStrategy) -> None:
+    half = np.ones(2, "float16")
+    assert strategy2.run(lambda x, y: x * y, args=(half, jnp.asarray(2.0))).dtype == "float16"
+    assert strategy2.run(lambda x, y: x * y, args=(half, jnp.asarray(2.0, "float32"))).dtype == "float32"
+    assert strategy2.run(lambda x, y: x * y, args=(half, 2.0)).dtype == "float16"
+
+
+def test_random_keys_are_arrays(strategy2: mr.MirroredStrategy) -> None:
+    keys = jax.random.split(jax.random.key(1), 2)
+    drawn = strategy2.run(lambda key: jax.random.uniform(mr.get_replica_context().rng(key)), args=(keys[0],))
+    first, second = drawn.values
+    assert float(first) != float(second)
+    again = strategy2.run(lambda key: jax.random.split(key), args=(keys[0],))
+    assert jnp.array_equal(jax.random.key_data(again), jax.random.key_data(jax.random.split(keys[0])))
+
+
+# -- results
+
+
+def test_structures_are_kept(strategy: mr.MirroredStrategy) -> None:
+    def step(x: jax.Array) -> Any:
+        return {"pair": Pair(x, None), "list": [Batch(x * 2, "cat"), (), {}], "static": (3, 2.5, True, "name", len, Pair)}
+
+    result = strategy.run(step, args=(replica_numbers(strategy),))
+    assert list(result) == ["list", "pair", "static"]
+    assert type(result["pair"]) is Pair
+    assert result["pair"].second is None
+    assert type(result["list"][0]) is Batch
+    assert result["list"][0].label == "cat"
+    assert result["list"][1:] == [(), {}]
+    assert result["static"] == (3, 2.5, True, "name", len, Pair)
+    assert [type(value) for value in result["static"]] == [int, float, bool, str, type(len), type]
+    assert values_of(result["pair"].first) == list(range(strategy.num_replicas_in_sync))
+    assert values_of(result["list"][0].image) == [2 * i for i in range(strategy.num_replicas_in_sync)]
+
+
+RESULTS: dict[str, tuple[Callable[[Any], Any], bool]] = {
+    "a per-replica argument": (lambda x: x, False),
+    "computed from it": (lambda x: jnp.sin(x) + 1, False),
+    "the replica's number": (lambda x: mr.get_replica_context().replica_id_in_sync_group, False),
+    "its random numbers": (lambda x: jax.random.uniform(mr.get_replica_context().rng(0)), False),
+    "a loop over it": (lambda x: jax.lax.fori_loop(0, 3, lambda i, y: y * 2, x), False),
+    "what only depends on its shape": (lambda x: jnp.zeros(x.shape), True),
+    "an all-reduced value": (lambda x: mr.get_replica_context().all_reduce("mean", x), True),
+    "a gathered value": (lambda x: mr.get_replica_context().all_gather(x[None], axis=0), True),
+    "a constant": (lambda x: jnp.ones(2), True),
+    "a numpy constant": (lambda x: np.ones(2), True),
+    "random numbers of a shared key": (lambda x: jax.random.uniform(jax.random.key(0)), True),
+    "a loop over a reduced value": (lambda x: jax.lax.fori_loop(0, 3, lambda i, y: y * 2, jax.lax.psum(x, "replica")), True),
+}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_what_is_mirrored_does_not_depend_on_the_number_of_replicas(name: str, strategy: mr.MirroredStrategy) -> None:
+    function, is_mirrored = RESULTS[name]
+    result = strategy.run(function, args=(replica_numbers(strategy),))
+    if is_mirrored:
+        assert isinstance(result, jax.Array)
+        assert result.is_fully_replicated
+        assert result.sharding.device_set == set(strategy.devices)
+    else:
+        assert isinstance(result, mr.PerReplica)
+        assert result.num_replicas == strategy.num_replicas_in_sync
+        assert [next(iter(value.devices())) for value in result.values] == list(strategy.devices)
+
+
+def test_numbers_come_back_as_they_are_and_arrays_as_arrays(strategy2: mr.MirroredStrategy) -> None:
+    number, array = strategy2.run(lambda: (2, np.float32(2)))
+    assert type(number) is int
+    assert isinstance(array, jax.Array)
+    assert strategy2.run(lambda: None) is None
+
+
+def test_a_variable_comes_back_as_itself(strategy2: mr.MirroredStrategy) -> None:
+    with strategy2.scope():
+        w = mr.Variable(1.0)
+    assert strategy2.run(lambda: {"w": w.assign(w + 1)})["w"] is w
+    assert float(w) == 2
+
+
+@pytest.mark.parametrize("nest", [lambda x: x, lambda x: [{"a": x}]])
+def test_a_class_that_jax_cannot_look_into(nest: Callable[[Any], Any], strategy2: mr.MirroredStrategy) -> None:
+    message = r"returned a Unregistered, whose field 'image' holds an array, .* @jax.tree_util.register_dataclass"
+    before = num_programs(strategy2)
+    with pytest.raises(TypeError, match=message):
+        strategy2.run(lambda x: nest(Unregistered(x)), args=(replica_numbers(strategy2),))
+    assert num_programs(strategy2) == before
+    assert strategy2.run(lambda: Unregistered("no array")) == Unregistered("no array")
+
+
+def test_a_per_replica_taken_from_outside_is_no_result(strategy2: mr.MirroredStrategy) -> None:
+    x = replica_numbers(strategy2)
+    with pytest.raises(TypeError, match=r"returned a PerReplica, .* Pass the PerReplica to the step in strategy.run\(fn, args="):
+        strategy2.run(lambda: x)
+    assert values_of(strategy2.run(lambda x: x, args=(x,))) == [0, 1]
+
+
+# -- programs
+
+
+def test_a_step_is_traced_once_beyond_discovery_and_compiled_once(
+    strategy: mr.MirroredStrategy, compilations: collections.Counter[str]
+) -> None:
+    with strategy.scope():
+        w = mr.Variable(np.zeros(3, "float32"))
+        seen = mr.Variable(0, synchronization="on_read", aggregation="sum")
+        optimizer = mr.Optimizer(optax.adam(0.1), [w])
+    rows = strategy.distribute_values_from_function(lambda ctx: np.ones(3, "float32"))
+    traced = []
+
+    def step(x: jax.Array) -> jax.Array:
+        traced.append(1)
+        loss, gradients = mr.value_and_grad(lambda: jnp.sum((w - x) ** 2), [w])()
+        optimizer.apply_gradients(gradients)
+        seen.assign_add(1)
+        return loss
+
+    compilations.clear()
+    strategy.run(step, args=(rows,))
+    assert len(traced) == 2
+    first = dict(compilations)
+    assert first["backend_compile_duration"] <= 2  # the program, and the copy of values that are shared
+    for _ in range(5):
+        strategy.run(step, args=(rows,))
+    assert len(traced) == 2
+    assert dict(compilations) == first
+
+
+def test_work_of_the_first_call_does_not_depend_on_the_number_of_replicas(compilations: collections.Counter[str]) -> None:
+    counts = []
+    for devices in (1, 2, 3, 8):
+        strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(devices)])
+        rows = replica_numbers(strategy)
+        compilations.clear()
+        strategy.run(lambda x: mr.get_replica_context().all_reduce("sum", x) * x, args=(rows,))
+        counts.append({name: compilations[name] for name in ("jaxpr_trace_duration", "backend_compile_duration")})
+    assert counts == [{"jaxpr_trace_duration": 1, "backend_compile_duration": 1}] * 4
+
+
+def test_one_program_for_each_signature(strategy2: mr.MirroredStrategy) -> None:
+    def step(x: Any, flag: bool = False) -> Any:
+        return x
+
+    calls: list[Callable[[], Any]] = [
+        lambda: strategy2.run(step, args=(np.ones(2),)),
+        lambda: strategy2.run(step, args=(np.ones(3),)),
+        lambda: strategy2.run(step, args=(np.ones(2, "int32"),)),
+        lambda: strategy2.run(step, args=(np.ones(2), True)),
+        lambda: strategy2.run(step, args=({"x": np.ones(2)},)),
+        lambda: strategy2.run(step, args=(replica_numbers(strategy2),)),
+        lambda: strategy2.run(step, kwargs={"x": np.ones(2)}),
+    ]
+    for _ in range(2):
+        for call in calls:
+            call()
+        assert num_programs(strategy2) == len(calls)
+
+
+def test_a_function_defined_again_and_again_is_one_program(strategy2: mr.MirroredStrategy) -> None:
+    x = replica_numbers(strategy2)
+    for factor in (2.0, 2.0, 2.0):
+
+        def scale(y: Any, factor: float = factor) -> Any:
+            return y * factor
+
+        assert values_of(strategy2.run(lambda y, scale=scale: scale(y), args=(x,))) == [0, 2]
+        assert values_of(strategy2.run(functools.partial(lambda y, z: y * z, z=factor), args=(x,))) == [0, 2]
+    assert num_programs(strategy2) == 2
+
+
+def test_what_a_function_captures_is_seen_when_it_changes(strategy2: mr.MirroredStrategy) -> None:
+    x = replica_numbers(strategy2)
+    factor: Any = 1.0
+
+    def step(y: Any) -> Any:
+        return y * factor
+
+    results = []
+    for factor in (1.0, 3.0, jnp.ones(1) * 5, np.ones(1) * 7, 1.0):  # noqa: B007
+        results.append(np.asarray(strategy2.run(step, args=(x,)).values[1]).reshape(()).item())
+    assert results == [1, 3, 5, 7, 1]
+    assert num_programs(strategy2) == 4
+
+
+def test_a_captured_variable_may_change_without_another_program(strategy2: mr.MirroredStrategy) -> None:
+    with strategy2.scope():
+        w = mr.Variable(1.0)
+    step = lambda: w * 2  # noqa: E731
+    results = []
+    for value in (1.0, 5.0, -3.0):
+        w.assign(value)
+        results.append(float(strategy2.run(step)))
+    assert results == [2, 10, -6]
+    assert num_programs(strategy2) == 1
+
+
+def test_the_program_least_recently_used_goes_first(strategy2: mr.MirroredStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_programs, "MAX_PROGRAMS", 3)
+    traced: list[int] = []
+
+    def step(size: int) -> Any:
+        traced.append(size)
+        return size
+
+    for size in (1, 2, 3, 1, 4):  # 2 is now the oldest
+        assert strategy2.run(step, args=(size,)) == size
+    assert num_programs(strategy2) == 3
+    traced.clear()
+    assert [strategy2.run(step, args=(size,)) for size in (1, 3, 4)] == [1, 3, 4]
+    assert traced == []
+    assert strategy2.run(step, args=(2,)) == 2
+    assert traced == [2, 2]
+
+
+def test_a_program_that_is_gone_holds_nothing(strategy2: mr.MirroredStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_programs, "MAX_PROGRAMS", 1)
+
+    class Captured:
+        value = 1.0
+
+    def run_one() -> weakref.ref[Captured]:
+        captured = Captured()
+        strategy2.run(lambda: captured.value)
+        return weakref.ref(captured)
+
+    kept = [run_one() for _ in range(4)]
+    gc.collect()
+    assert [reference() is None for reference in kept] == [True, True, True, False]
+
+
+def test_strategies_keep_their_programs_apart(strategy2: mr.MirroredStrategy, strategy3: mr.MirroredStrategy) -> None:
+    step = lambda: mr.get_replica_context().all_reduce("sum", 1)  # noqa: E731
+    for _ in range(2):
+        assert int(strategy2.run(step)) == 2
+        assert int(strategy3.run(step)) == 3
+    assert (num_programs(strategy2), num_programs(strategy3)) == (1, 1)
+
+
+def test_threads_share_a_program(strategy2: mr.MirroredStrategy) -> None:
+    x = replica_numbers(strategy2)
+    results: list[list[Any]] = []
+
+    def loop() -> None:
+        for _ in range(10):
+            results.append(values_of(strategy2.run(lambda y: y + 1, args=(x,))))
+
+    threads = [threading.Thread(target=loop) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [[1, 2]] * 40
+    assert num_programs(strategy2) == 1
+
+
+# -- compiled again and again
+
+
+def recompiled(run: Callable[[int], Any], count: int = 12) -> list[warnings.WarningMessage]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for i in range(count):
+            run(i)
+    return caught
+
+
+def named(x: Any = None, rate: Any = None) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (lambda i: (np.ones(2), {"rate": i}), r"the argument `rate\['rate'\]` changed from 7 to 8\. Python numbers, strings"),
+        (lambda i: (np.ones(2), f"name{i}"), r"the argument `rate` changed from 'name7' to 'name8'\. .* jnp.asarray\(value\)"),
+        (
+            lambda i: ([np.ones(i + 1)], 0),
+            r"`x\[0\]` changed from shape \(8,\) float32 to \(9,\) float32\. Give batches one shape",
+        ),
+        (lambda i: (np.ones(2) if i % 2 else 1, i), r"the argument `x` changed from an array of shape \(2,\) to 1"),
+        (lambda i: ([1] * i, 0), r"the structure of its arguments changed"),
+    ],
+)
+def test_recompilation_is_reported_once_with_the_arguments_name(
+    arguments: Callable[[int], tuple[Any, ...]], message: str, strategy2: mr.MirroredStrategy
+) -> None:
+    [warning] = recompiled(lambda i: strategy2.run(named, args=arguments(i)))
+    assert warning.category is mr.RecompilationWarning
+    assert warning.filename == __file__
+    with pytest.warns(mr.RecompilationWarning, match=r"^named has been compiled 9 times; this time because .*" + message):
+        warnings.warn_explicit(warning.message, warning.category, __file__, 1)
+
+
+def test_recompilation_for_what_is_captured_is_reported(strategy2: mr.MirroredStrategy) -> None:
+    def run(i: int) -> None:
+        captured = object()
+        strategy2.run(lambda: (captured, None)[1])
+
+    [warning] = recompiled(run)
+    assert "something that it closes over is another object than before" in str(warning.message)
+
+
+def test_a_few_programs_of_one_function_are_silent(strategy2: mr.MirroredStrategy) -> None:
+    limit = _programs.MAX_SILENT_RECOMPILATIONS
+    assert recompiled(lambda i: strategy2.run(named, args=(i,)), count=limit) == []
+    assert recompiled(lambda i: strategy2.run(named, args=(i % limit,)), count=3 * limit) == []
+    assert len(recompiled(lambda i: strategy2.run(named, args=(limit,)), count=1)) == 1
+
+
+# -- errors
+
+
+class StepError(Exception):
+    """A user's own exception."""
+
+
+def raising_steps() -> dict[str, Callable[[Any], Any]]:
+    error = StepError("in the step")
+
+    def directly(x: Any) -> Any:
+        raise error
+
+    def in_a_loop(x: Any) -> Any:
+        return jax.lax.fori_loop(0, 3, lambda i, y: directly(y), x)
+
+    def in_jit(x: Any) -> Any:
+        return jax.jit(directly)(x)
+
+    def in_gradients(x: Any) -> Any:
+        return jax.grad(directly)(x)
+
+    def in_merge_call(x: Any) -> Any:
+        return mr.get_replica_context().merge_call(lambda strategy, y: directly(y), args=(x,))
+
+    steps = (directly, in_a_loop, in_jit, in_gradients, in_merge_call)
+    return {step.__name__: functools.partial(step) for step in steps} | {"error": error}
+
+
+@pytest.mark.parametrize("is_eager", [False, True], ids=["compiled", "eager"])
+@pytest.mark.parametrize("place", ["directly", "in_a_loop", "in_jit", "in_gradients", "in_merge_call"])
+def test_an_exception_comes_through_unchanged(place: str, is_eager: bool, strategy2: mr.MirroredStrategy) -> None:
+    steps = raising_steps()
+    with strategy2.scope():
+        w = mr.Variable(np.ones(2))
+        seen = mr.Variable(0, synchronization="on_read", aggregation="sum")
+    taken = w.value
+
+    def step(x: Any) -> Any:
+        w.assign(w * 2)
+        seen.assign_add(1)
+        return steps[place](x)
+
+    with pytest.raises(StepError) as caught, mr.eager() if is_eager else contextlib.nullcontext():
+        strategy2.run(step, args=(replica_numbers(strategy2),))
+    assert caught.value is steps["error"]
+    assert caught.value.args == ("in the step",)
+    assert caught.value.__cause__ is None
+    last = traceback.extract_tb(caught.value.__traceback__)[-1]
+    assert (last.filename, last.line) == (__file__, "raise error")
+    np.testing.assert_array_equal(w.numpy(), [1, 1])
+    np.testing.assert_array_equal(taken, [1, 1])
+    assert int(seen) == 0
+    assert num_programs(strategy2) == 0
+    assert mr.get_replica_context().num_replicas_in_sync == 1
+
+
+def test_an_error_of_jax_shows_the_users_line(strategy2: mr.MirroredStrategy) -> None:
+    with pytest.raises(TypeError, match="incompatible shapes") as caught:
+        strategy2.run(lambda: jnp.ones(3) + jnp.ones(4))
+    files = [frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert files.count(__file__) == 2  # the call of run, and the line of the step
+
+
+def test_the_right_step_works_after_a_wrong_one(strategy2: mr.MirroredStrategy) -> None:
+    is_wrong = True
+
+    def step() -> int:
+        if is_wrong:
+            raise StepError
+        return 1
+
+    with pytest.raises(StepError):
+        strategy2.run(step)
+    is_wrong = False
+    assert strategy2.run(step) == 1
+
+
+def test_an_interrupt_while_tracing_leaves_everything_as_it_was(strategy2: mr.MirroredStrategy) -> None:
+    with strategy2.scope():
+        w = mr.Variable(1.0)
+
+    def step() -> None:
+        w.assign(w + 1)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        strategy2.run(step)
+    assert float(w) == 1
+    assert not mr.has_strategy()
+
+
+def test_a_step_that_does_something_else_each_time_is_refused(strategy2: mr.MirroredStrategy) -> None:
+    with strategy2.scope():
+        v, w = mr.Variable(1.0, name="first"), mr.Variable(1.0, name="second")
+    calls = []
+
+    def step() -> Any:
+        calls.append(1)
+        return (v if len(calls) % 2 else w).value
+
+    with pytest.raises(mr.ContextError, match="variable 'second' was used when the function was traced, but not when its"):
+        strategy2.run(step)
+
+
+@pytest.mark.parametrize("is_eager", [False, True], ids=["compiled", "eager"])
+def test_a_step_in_a_step_is_refused(is_eager: bool, strategy2: mr.MirroredStrategy, strategy3: mr.MirroredStrategy) -> None:
+    for inner in (strategy2, strategy3):
+        with (
+            pytest.raises(mr.ContextError, match=r"strategy\.run was called inside a step .* Call the function directly"),
+            mr.eager() if is_eager else contextlib.nullcontext(),
+        ):
+            strategy2.run(lambda inner=inner: inner.run(lambda: 1))
+
+
+def test_run_in_the_scope_of_another_strategy_is_refused(strategy2: mr.MirroredStrategy, strategy3: mr.MirroredStrategy) -> None:
+    with (
+        strategy3.scope(),
+        pytest.raises(mr.StrategyMismatchError, match=r"run of .*2 replicas.* was called in the scope of .*3 rep"),
+    ):
+        strategy2.run(lambda: 1)
+    with strategy2.scope():
+        assert strategy2.run(lambda: 1) == 1
+    assert strategy2.run(lambda: 2) == 2
+
+
+def test_values_of_another_strategy_are_refused(strategy2: mr.MirroredStrategy, strategy3: mr.MirroredStrategy) -> None:
+    with pytest.raises(mr.StrategyMismatchError, match=r"the argument `x\['a'\]` is a PerReplica of 2 replicas, but .* has 3"):
+        strategy3.run(lambda x: x, args=({"a": replica_numbers(strategy2)},))
+    elsewhere = mr.MirroredStrategy(["cpu:2", "cpu:3"])
+    with pytest.raises(mr.StrategyMismatchError, match=r"`x` is a PerReplica whose values lie on \['cpu:0', 'cpu:1'\]"):
+        elsewhere.run(lambda x: x, args=(replica_numbers(strategy2),))
+    same = mr.MirroredStrategy(["cpu:0", "cpu:1"])
+    assert values_of(same.run(lambda x: x, args=(replica_numbers(strategy2),))) == [0, 1]
+
+
+def test_uneven_values_are_refused_by_name(strategy2: mr.MirroredStrategy) -> None:
+    uneven = strategy2.distribute_values_from_function(lambda ctx: np.ones(1 + ctx.replica_id_in_sync_group))
+    message = r"the argument `x\[0\]` has a different shape on each replica: \(1,\), \(2,\)\. .*drop_remainder=True"
+    with pytest.raises(mr.UnevenReplicasError, match=message):
+        strategy2.run(lambda x: x, args=([uneven],))
+
+
+# -- eager
+
+
+def test_eager_prints_the_value_of_each_replica(strategy2: mr.MirroredStrategy, capsys: pytest.CaptureFixture[str]) -> None:
+    def step(x: Any) -> Any:
+        print("x is", x)
+        mean = mr.get_replica_context().all_reduce("mean", x)
+        print("mean is", mean)
+        return x * mean
+
+    x = strategy2.distribute_values_from_function(lambda ctx: np.float32(40 + 2 * ctx.replica_id_in_sync_group))
+    with mr.eager():
+        first = strategy2.run(step, args=(x,))
+        printed = capsys.readouterr().out
+        strategy2.run(step, args=(x,))
+    assert printed == capsys.readouterr().out
+    assert printed.count("x is") == printed.count("mean is") == 1
+    assert "40." in printed and "42." in printed and printed.count("41.") == 2
+    assert values_of(first) == [40 * 41, 42 * 41]
+    strategy2.run(step, args=(x,))
+    assert capsys.readouterr().out == ""
+
+
+def test_eager_shows_what_was_printed_before_an_error(strategy2: mr.MirroredStrategy, capsys: pytest.CaptureFixture[str]) -> None:
+    def step() -> None:
+        print("so far")
+        raise StepError
+
+    with pytest.raises(StepError), mr.eager():
+        strategy2.run(step)
+    assert "so far" in capsys.readouterr().out
+
+
+def test_a_breakpoint_stops_in_the_eager_step_with_values(
+    strategy2: mr.MirroredStrategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stops: list[tuple[str, str]] = []
+
+    def hook(*args: Any, **kwargs: Any) -> None:
+        frame = sys._getframe(1)
+        stops.append((frame.f_code.co_name, str(frame.f_locals["x"])))
+
+    monkeypatch.setattr(sys, "breakpointhook", hook)
+
+    def step(x: Any) -> Any:
+        breakpoint()
+        return x
+
+    with mr.eager():
+        strategy2.run(step, args=(replica_numbers(strategy2),))
+    [(name, shown)] = stops
+    assert name == "step"
+    assert "0.0" in shown and "1.0" in shown
+    assert sys.breakpointhook is hook
+
+
+def stateful(strategy: mr.Strategy) -> dict[str, mr.Variable]:
+    with strategy.scope():
+        return {
+            "w": mr.Variable(np.ones(2, "float32")),
+            "mean": mr.Variable(np.zeros(2, "float32"), aggregation="mean"),
+            "seen": mr.Variable(0, synchronization="on_read", aggregation="sum"),
+        }
+
+
+def training_step(variables: dict[str, mr.Variable], optimizer: mr.Optimizer) -> Callable[..., Any]:
+    def step(x: Any, scale: Any, name: str) -> Any:
+        loss, gradients = mr.value_and_grad(lambda: jnp.sum((variables["w"] - x) ** 2) * scale, [variables["w"]])()
+        optimizer.apply_gradients(gradients)
+        variables["mean"].assign(jnp.full(2, x))
+        variables["seen"].assign_add(2)
+        total = mr.get_replica_context().all_reduce("sum", loss)
+        return {"loss": loss, "total": Pair(total, name), "w": variables["w"].value, "drawn": mr.get_replica_context().rng(3)}
+
+    return step
+
+
+def test_eager_gives_the_results_of_the_compiled_step(strategy3: mr.MirroredStrategy) -> None:
+    results, states = [], []
+    for is_eager in (False, True):
+        variables = stateful(strategy3)
+        with strategy3.scope():
+            optimizer = mr.Optimizer(optax.sgd(0.1), [variables["w"]])
+        step = training_step(variables, optimizer)
+        with mr.eager() if is_eager else contextlib.nullcontext():
+            results.append(strategy3.run(step, args=(replica_numbers(strategy3), np.float32(0.5), "name")))
+        states.append([variable.numpy() for variable in variables.values()])
+        strategy3.assert_mirrored()
+    assert jax.tree.structure(results[0]) == jax.tree.structure(results[1])
+    for compiled, eager in zip(*map(jax.tree.leaves, results), strict=True):
+        if isinstance(compiled, jax.Array) and jnp.issubdtype(compiled.dtype, jax.dtypes.prng_key):
+            compiled, eager = jax.random.key_data(compiled), jax.random.key_data(eager)
+        if isinstance(compiled, jax.Array):
+            assert compiled.sharding.is_equivalent_to(eager.sharding, compiled.ndim)
+            np.testing.assert_allclose(eager, compiled, rtol=1e-6)
+        else:
+            assert eager == compiled
+    for compiled, eager in zip(*states, strict=True):
+        np.testing.assert_allclose(eager, compiled, rtol=1e-6)
+
+
+def diverges(w: mr.Variable, optimizer: mr.Optimizer, x: Any) -> None:
+    w.assign(x)
+
+
+def branches(w: mr.Variable, optimizer: mr.Optimizer, x: Any) -> Any:
+    return 1 if mr.get_replica_context().replica_id_in_sync_group == 0 else 2
+
+
+def sums_twice(w: mr.Variable, optimizer: mr.Optimizer, x: Any) -> None:
+    gradient = mr.get_replica_context().all_reduce("sum", mr.grad(lambda: w * x, w)())
+    optimizer.apply_gradients(gradient)
+
+
+def returns_unregistered(w: mr.Variable, optimizer: mr.Optimizer, x: Any) -> Any:
+    return Unregistered(x)
+
+
+def has_wrong_shape(w: mr.Variable, optimizer: mr.Optimizer, x: Any) -> None:
+    w.assign(jnp.ones(7))
+
+
+def hangs(w: mr.Variable, optimizer: mr.Optimizer, x: Any) -> Any:
+    all_reduce = mr.get_replica_context().all_reduce
+    return jax.lax.cond(x > 0, lambda: all_reduce("sum", x), lambda: x)
+
+
+def branches_on_an_argument(w: mr.Variable, optimizer: mr.Optimizer, x: Any) -> Any:
+    return 1 if x > 0 else 2
+
+
+@pytest.mark.parametrize(
+    "step", [diverges, branches, sums_twice, returns_unregistered, has_wrong_shape, hangs, branches_on_an_argument]
+)
+def test_eager_gives_the_errors_of_the_compiled_step(step: Callable[..., Any], strategy2: mr.MirroredStrategy) -> None:
+    with strategy2.scope():
+        w = mr.Variable(1.0, name="w")
+        optimizer = mr.Optimizer(optax.sgd(0.1), w)
+    errors = []
+    for is_eager in (False, True, True):
+        with pytest.raises(Exception) as caught, mr.eager() if is_eager else contextlib.nullcontext():
+            strategy2.run(functools.partial(step, w, optimizer), args=(replica_numbers(strategy2),))
+        errors.append((type(caught.value), str(caught.value)))
+        assert float(w) == 1
+    assert errors[0] == errors[1] == errors[2]
+
+
+def test_eager_ends_with_its_block(strategy2: mr.MirroredStrategy) -> None:
+    calls: list[int] = []
+
+    def step() -> None:
+        calls.append(1)
+
+    strategy2.run(step)
+    strategy2.run(step)
+    assert len(calls) == 2
+    with pytest.raises(StepError), mr.eager():
+        strategy2.run(step)
+        strategy2.run(step)
+        assert len(calls) == 4
+        raise StepError
+    strategy2.run(step)
+    assert len(calls) == 4
+
+
+def test_eager_in_a_compiled_function(strategy2: mr.MirroredStrategy) -> None:
+    calls: list[int] = []
+
+    def step(x: Any) -> Any:
+        calls.append(1)
+        return mr.get_replica_context().all_reduce("sum", x)
+
+    @mr.function
+    def total(x: Any) -> Any:
+        return strategy2.run(step, args=(x,)) * 2
+
+    x = replica_numbers(strategy2)
+    with mr.eager():
+        assert [float(total(x)), float(total(x))] == [2, 2]
+    assert len(calls) == 4  # discovery and proof, then one call for each
+    assert float(total(x)) == 2
