@@ -2,7 +2,7 @@
 
 The processor time of the calling thread until the call returns, less that of the same program written by hand and
 called with the same number of arrays. Nothing else is in flight meanwhile, and waiting takes no processor time. Other
-programs on the machine still make both slower, through the caches, so run it on an idle one.
+programs make both slower, through the caches, so each round compares the smallest times of many calls.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ import mirrored as mr
 GOAL = 60.0
 
 
-#: Calls in a row before the other has its turn, of which the first are not counted: they find cold caches.
-CALLS_A_TURN, NOT_COUNTED = 25, 5
+#: Calls in a row before the other has its turn, and turns in a round.
+CALLS, TURNS = 8, 30
 
 
 def main() -> None:
-    options = parse(__doc__, replicas=2, rounds=60)
-    rounds = 3 if options.quick else options.rounds
+    options = parse(__doc__, replicas=2, rounds=12)
+    rounds = 2 if options.quick else options.rounds
     strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(options.replicas)])
     rows = [measure(strategy, num_variables, rounds) for num_variables in (2, 200)]
     print_table(f"a warm strategy.run, {options.replicas} replicas, {rounds} rounds; figure: ours less by hand", rows)
@@ -39,16 +39,17 @@ def main() -> None:
 def measure(strategy: mr.Strategy, num_variables: int, num_rounds: int) -> Row:
     """Compare a step that writes so many variables with the same by hand."""
     ours, by_hand = with_mirrored(strategy, num_variables), written_by_hand(strategy, num_variables)
-    turn(ours), turn(by_hand)
-    rounds = [(turn(ours), turn(by_hand)) for _ in range(num_rounds)]
+    smallest_of_round(ours, by_hand)  # compiles
+    rounds = [smallest_of_round(ours, by_hand) for _ in range(num_rounds)]
     medians = [show_seconds(statistics.median(column)) for column in zip(*rounds, strict=True)]
     own = [(a - b) * 1e6 for a, b in rounds]
     goal = GOAL if num_variables == 200 else None
     return Row(f"{num_variables} variables: mirrored, by hand", ", ".join(medians), own, goal, "us")
 
 
-def turn(call: Callable[[], float]) -> float:
-    return statistics.median([call() for _ in range(CALLS_A_TURN)][NOT_COUNTED:])
+def smallest_of_round(*calls: Callable[[], float]) -> list[float]:
+    turns = [[min(call() for _ in range(CALLS)) for call in calls] for _ in range(TURNS)]
+    return [min(column) for column in zip(*turns, strict=True)]
 
 
 def with_mirrored(strategy: mr.Strategy, num_variables: int) -> Callable[[], float]:

@@ -84,7 +84,8 @@ def main() -> None:
 
     def train_step(images: jax.Array, labels: jax.Array) -> jax.Array:
         def loss() -> jax.Array:
-            per_example = optax.softmax_cross_entropy_with_integer_labels(logits_of(jax.tree.map(jnp.asarray, weights), images), labels)
+            logits = logits_of(jax.tree.map(jnp.asarray, weights), images)
+            per_example = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
             return mr.losses.compute_average_loss(per_example)
 
         value, gradients = mr.value_and_grad(loss, weights)()

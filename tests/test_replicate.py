@@ -136,6 +136,29 @@ def test_arguments_stay_valid(strategy2: mr.MirroredStrategy) -> None:
     np.testing.assert_array_equal(w.numpy(), [9, 9])
 
 
+@pytest.mark.parametrize("compile_all", [lambda step: step, mr.function], ids=["run", "function"])
+def test_a_host_array_may_be_filled_again_at_once(compile_all: Callable[..., Any], strategy2: mr.MirroredStrategy) -> None:
+    with strategy2.scope():
+        w = mr.Variable(np.eye(300, dtype="float32"))
+
+    def slow() -> None:
+        w.assign(jax.lax.fori_loop(0, 20, lambda i, y: jnp.tanh(y @ y), w.value))
+
+    @compile_all
+    def step(x: Any) -> Any:
+        return strategy2.run(lambda x: x + w[0, 0] * 0, args=(x,))
+
+    memory = np.zeros(4096 + 64, "uint8")
+    start = -memory.ctypes.data % 64  # so aligned, the CPU's device may use it in place
+    array = memory[start : start + 4096].view("float32")
+    strategy2.run(slow)
+    step(array).block_until_ready()
+    strategy2.run(slow)
+    result = step(array)
+    array[:] = 5
+    assert not result.any()
+
+
 @pytest.mark.parametrize("place", ["another device", "one of its devices", "another mesh", "split over another mesh", "host"])
 def test_arrays_come_from_anywhere(place: str, strategy3: mr.MirroredStrategy, strategy2: mr.MirroredStrategy) -> None:
     array = np.arange(6, dtype="float32")

@@ -51,8 +51,18 @@ def test_the_public_primitives_are_all_decided():
     public = {getattr(jex_core.primitives, name).name for name in dir(jex_core.primitives) if name.endswith("_p")}
     entered = {"scan", "while", "cond", "custom_linear_solve"}
     exchanged = {"all_to_all", "ppermute", "ragged_all_to_all"}  # collectives, by their axis
-    unknown = {"rng_uniform", "empty2", "get", "swap", "call", "custom_lin"}  # unlike on each device; refs; never traced
+    unknown = {"rng_uniform", "get", "swap", "call", "custom_lin"}  # unlike on each device; refs; never traced
     assert public - known == entered - known | exchanged | unknown
+
+
+def test_what_scans_call_empty_is_zero_on_every_device():
+    """Unlike `empty`, which is memory as it was found: that one may never be in the list of pure primitives."""
+
+    def emptied():
+        return jex_core.primitives.empty2_p.bind(dtype=np.dtype("float32"), memory_space=jax.memory.Space.Device)
+
+    assert "stablehlo.constant dense<0.000000e+00> : tensor<f32>" in jax.jit(emptied).lower().as_text()
+    assert "empty" not in _mirror_proof._PURE
 
 
 COLLECTIVES = {
@@ -399,7 +409,10 @@ def test_an_equation_knows_its_line():
     assert lines == {name: f"{__file__}:{first + n}" for name, n in {"sin": 1, "jit": 2, "scan": 2, "psum": 2}.items()}
 
 
-def test_an_equation_whose_line_jax_has_lost_has_none_and_the_pass_takes_the_one_around():
+@pytest.mark.parametrize(
+    "around", [lambda f, x, y: jax.lax.cond(x[0] > 0, f, jnp.sin, y), lambda f, x, y: jax.checkpoint(f)(y)], ids=["cond", "remat"]
+)
+def test_an_equation_whose_line_jax_has_lost_has_none_and_the_pass_takes_the_one_around(around):
     @jax.custom_vjp
     def backwards(x):
         return x
@@ -407,12 +420,12 @@ def test_an_equation_whose_line_jax_has_lost_has_none_and_the_pass_takes_the_one
     backwards.defvjp(lambda x: (x, None), lambda _, ct: (jax.lax.psum(ct, AXIS),))
 
     def function(x):
-        return jax.grad(lambda y: jax.lax.cond(x[0] > 0, backwards, lambda z: z, y).sum())(x)
+        return jax.grad(lambda y: around(backwards, x, y).sum())(x)
 
     assert _tracing.equation_line(only("psum", function)) is None
     jaxpr = jax.make_jaxpr(function, axis_env=[(AXIS, 3)])(VECTOR).jaxpr
     [collective] = _mirror_proof.prove(jaxpr, [_mirror_proof.SAME]).collectives
-    assert collective.where == f"{__file__}:{function.__code__.co_firstlineno + 1}"
+    assert collective.where == f"{__file__}:{around.__code__.co_firstlineno}"
 
 
 def test_the_users_line_is_the_innermost_that_is_neither_ours_nor_jaxs():

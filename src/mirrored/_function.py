@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from . import _context, _lift, _pace, _replicate, _signature, _tracing
+from . import _context, _lift, _mesh, _pace, _replicate, _signature, _tracing
 from ._context import Frame
 from ._errors import StrategyMismatchError
 from ._lift import Lifted
@@ -18,7 +18,7 @@ from ._programs import Programs
 from ._signature import ArrayLeaf, Call
 from ._typing import PyTree, Shape, UserFunction
 from ._values import PerReplica
-from ._variables import Variable, default_mesh, describe_mesh
+from ._variables import Variable
 
 _programs: Programs[CompiledFunction] = Programs()
 
@@ -75,7 +75,7 @@ def call_compiled(fn: UserFunction, args: Sequence[Any], kwargs: dict[str, Any])
     program = _programs.get(key)
     if program is None:
         program = _make(call, frame or Frame(None, None))
-        _programs.add(dataclasses.replace(call, key=key), program)
+        _programs.add(call._replace(key=key), program)
     return program.run(call)
 
 
@@ -104,7 +104,7 @@ class CompiledFunction:
         results, _, witness = _replicate.overwrite(self.compiled, lifted.written, read_only, arrays, self.constants)
         if witness:
             _pace.started(witness[0])
-        return lifted.plan.rebuild(self._wrapped(results))
+        return lifted.plan.rebuild(list(self._wrapped(results)))
 
     def _wrapped(self, results: Sequence[Any]) -> Iterator[Any]:
         plan = self.lifted.plan
@@ -161,7 +161,7 @@ def _mesh_of(frame: Frame, lifted: Lifted, call: Call) -> ReplicaMesh:
     for mesh in meshes:
         if mesh != meshes[0]:
             raise StrategyMismatchError(
-                f"an mr.function uses two strategies: {describe_mesh(meshes[0])} and {describe_mesh(mesh)}. It is compiled as one "
+                f"an mr.function uses two strategies: {meshes[0]} and {mesh}. It is compiled as one "
                 "program, which runs on one set of devices; write one mr.function for each strategy."
             )
-    return meshes[0] if meshes else default_mesh()
+    return meshes[0] if meshes else _mesh.default_mesh()

@@ -91,7 +91,7 @@ def value_and_grad(fn: UserFunction, variables: PyTree, has_aux: bool = False) -
         (loss, (aux_arrays, written)), gradients = jax.value_and_grad(loss_of, has_aux=True)(before)
         for variable, value in zip(kept["written"], written, strict=True):
             _lift.write_outer(variable, value)
-        value = (loss, kept["plan"].rebuild(iter(aux_arrays))) if has_aux else loss
+        value = (loss, kept["plan"].rebuild(aux_arrays)) if has_aux else loss
         return value, jax.tree.unflatten(treedef, gradients)
 
     return wrapped

@@ -81,7 +81,8 @@ def explained(context: ReplicaContext) -> Iterator[None]:
 
 def _one_program_message(error: Exception) -> str:
     return (
-        f"Python needed the value of something that differs by replica, at {_tracing.raising_line(error)}. All replicas run one program, so "
+        f"Python needed the value of something that differs by replica, at {_tracing.raising_line(error)}. "
+        "All replicas run one program, so "
         "replica_id_in_sync_group is not known while it is traced, and `if ctx.replica_id_in_sync_group == 0:` cannot "
         "choose. To compute a different value on one replica: jnp.where(ctx.replica_id_in_sync_group == 0, a, b), or "
         "jax.lax.cond(ctx.replica_id_in_sync_group == 0, make_a, make_b). To set a variable on all replicas: assign it "

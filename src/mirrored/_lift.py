@@ -41,9 +41,7 @@ class Bindings:
         written: the variables that were written, in order, each with the user's line of its last write.
     """
 
-    def __init__(
-        self, values: Mapping[Variable, jax.Array], fallback: Fallback, renew: Callable[[], None] | None
-    ) -> None:
+    def __init__(self, values: Mapping[Variable, jax.Array], fallback: Fallback, renew: Callable[[], None] | None) -> None:
         self._values = dict(values)
         self._fallback = fallback
         self._trace_state = _tracing.trace_state()
@@ -166,8 +164,11 @@ class ResultPlan:
     shapes: tuple[tuple[Shape, ...] | None, ...]
     stacked: tuple[bool, ...]
 
-    def rebuild(self, arrays: Iterator[Any]) -> PyTree:
-        return jax.tree.unflatten(self.treedef, [next(arrays) if s is None else s[0] for s in self.static])
+    def rebuild(self, arrays: Sequence[Any]) -> PyTree:
+        if len(arrays) == len(self.static):
+            return self.treedef.unflatten(arrays)
+        remaining = iter(arrays)
+        return self.treedef.unflatten([next(remaining) if leaf is None else leaf[0] for leaf in self.static])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,6 +33,10 @@ class ReplicaMesh:
 
     mesh: Mesh
 
+    def __str__(self) -> str:
+        names = ", ".join(f"{device.platform}:{device.id}" for device in self.devices)
+        return f"{self.num_replicas} replica{'s' if self.num_replicas > 1 else ''} ({names})"
+
     @functools.cached_property
     def devices(self) -> tuple[jax.Device, ...]:
         return tuple(self.mesh.devices.flat)
@@ -60,6 +64,12 @@ class ReplicaMesh:
 def make_mesh(devices: Sequence[jax.Device]) -> ReplicaMesh:
     """Make the mesh of some devices, in the order given."""
     return ReplicaMesh(Mesh(np.array(devices, dtype=object), (REPLICA_AXIS,)))
+
+
+@functools.cache
+def default_mesh() -> ReplicaMesh:
+    """Return the mesh of the default strategy: the first device."""
+    return make_mesh(resolve_devices(None)[:1])
 
 
 def resolve_devices(devices: Sequence[Any] | None) -> tuple[jax.Device, ...]:
@@ -101,7 +111,7 @@ def start_backend(num_cpu_devices: int) -> None:
 
 def _configured_cpu_devices() -> int:
     """Return how many CPU devices JAX makes when nobody asks for more."""
-    count = jax.config.jax_num_cpu_devices
+    count = jax.config.jax_num_cpu_devices  # pyrefly: ignore[missing-attribute]
     return count if count >= 0 else _env.forced_host_devices() or 1
 
 

@@ -108,9 +108,9 @@ _PURE_NAMES = """
 abs acos acosh add add_any after_all and approx_top_k argmax argmin asin asinh atan atan2 atanh bessel_i0e bessel_i1e
 bitcast_convert_type broadcast_in_dim cbrt ceil cholesky cholesky_update clamp clz complex concatenate conj
 conv_general_dilated convert_element_type copy cos cosh create_token cumlogsumexp cummax cummin cumprod cumsum
-custom_linear_solve device_put digamma div dot_general dynamic_slice dynamic_update_slice eig eigh eq eq_to erf erf_inv erfc
-exp exp2 expm1 fft floor from_edtype gather ge geqp3 geqrf gt hessenberg householder_product igamma igamma_grad_a igammac imag
-integer_pow iota iota_2x32_shape is_finite layout_constraint le le_to lgamma log log1p logistic lt lt_to lu
+custom_linear_solve device_put digamma div dot_general dynamic_slice dynamic_update_slice eig eigh empty2 eq eq_to erf erf_inv
+erfc exp exp2 expm1 fft floor from_edtype gather ge geqp3 geqrf gt hessenberg householder_product igamma igamma_grad_a igammac
+imag integer_pow iota iota_2x32_shape is_finite layout_constraint le le_to lgamma log log1p logistic lt lt_to lu
 lu_pivots_to_permutation max min mul mulhi name ne neg nextafter not optimization_barrier or ormqr pad philox2x32 philox4x32
 platform_index polygamma population_count pow pvary qr ragged_dot_general random_bits random_clone random_fold_in random_gamma
 random_seed random_split random_unwrap random_wrap real reduce reduce_and reduce_max reduce_min reduce_or reduce_precision
@@ -211,6 +211,8 @@ class _Pass:
                 )
 
     def mark(self, note: Mark, state: State) -> State:
+        if note.purpose is Purpose.ASSIGN and self.within is not None and state.is_mirrored:
+            state = varying(self.within)  # only some replicas assign it
         if self.findings is not None:
             self.findings.marks.append((note, state))
         # A mirrored variable's new value starts afresh, so that two updates in one step are judged like one in each of two.

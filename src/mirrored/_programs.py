@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import warnings
 from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
@@ -46,7 +45,7 @@ class Programs(Generic[ProgramT]):
     def _watch(self, call: Call) -> None:
         code = id(getattr(call.function, "__code__", call.function))
         count, before = self._last_calls.get(code, (0, call))
-        self._last_calls[code] = (count + 1, dataclasses.replace(call, arrays=[]))
+        self._last_calls[code] = (count + 1, call._replace(arrays=[]))
         if count < MAX_SILENT_RECOMPILATIONS or code in self._reported:
             return
         self._reported.add(code)

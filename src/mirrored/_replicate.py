@@ -83,7 +83,7 @@ class Program:
     pins: list[Any]
 
     def rebuild(self, arrays: Sequence[Any]) -> PyTree:
-        wrapped = (a if same else PerReplica(a) for a, same in zip(arrays, self.is_mirrored, strict=True))
+        wrapped = [a if same else PerReplica(a) for a, same in zip(arrays, self.is_mirrored, strict=True)]
         return self.lifted.plan.rebuild(wrapped)
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -20,8 +19,7 @@ from ._variables import Variable
 _BY_VALUE = (bool, int, str, bytes, type(None))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ArrayLeaf:
+class ArrayLeaf(NamedTuple):
     """Describe an array argument: a mirrored one, or one replica's slice of a PerReplica.
 
     Attributes:
@@ -37,8 +35,7 @@ class ArrayLeaf:
     shapes: tuple[Shape, ...] | None = None
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """One call, taken apart.
 
     Attributes:
@@ -80,12 +77,11 @@ def take_apart(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[s
     for leaf in flat:
         if isinstance(leaf, PerReplica):
             array = leaf._array
-            described = ArrayLeaf(tuple(array.shape[1:]), array.dtype, False, True, leaf._shapes)
+            described = ArrayLeaf(array.shape[1:], array.dtype, False, True, leaf._shapes)
         elif isinstance(leaf, jax.Array):
             array = leaf
-            described = ArrayLeaf(
-                tuple(array.shape), array.dtype, bool(getattr(array, "weak_type", False)), False
-            )  # random keys have no weak_type
+            is_weak = getattr(array, "weak_type", False)  # random keys have none
+            described = ArrayLeaf(array.shape, array.dtype, is_weak, False)
         elif isinstance(leaf, np.ndarray | np.generic) and not isinstance(leaf, str | bytes):
             array = np.array(leaf)  # a copy: the program reads it later, when the user may have changed it
             if not is_numeric(leaf.dtype):
@@ -97,7 +93,7 @@ def take_apart(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[s
             continue
         arrays.append(array)
         leaves.append(described)
-        keys.append((described.shape, described.dtype, described.is_weak, described.is_per_replica, described.shapes))
+        keys.append(described)
     return Call((function_key(function), treedef, tuple(keys)), function, arrays, treedef, leaves)
 
 
@@ -145,9 +141,11 @@ def function_key(function: Any, depth: int = 4) -> Any:
     things that it closes over are the same objects, or equal numbers and strings.
     """
     if isinstance(function, types.FunctionType):
+        identity = (id(function.__code__), id(function.__globals__))
+        if not (function.__closure__ or function.__defaults__ or function.__kwdefaults__):
+            return identity
         return (
-            id(function.__code__),
-            id(function.__globals__),
+            identity,
             tuple(_captured_key(cell, depth) for cell in function.__closure__ or ()),
             tuple(_content_key(value, depth) for value in function.__defaults__ or ()),
             tuple((name, _content_key(value, depth)) for name, value in (function.__kwdefaults__ or {}).items()),

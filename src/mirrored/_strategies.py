@@ -13,7 +13,6 @@ from . import _context, _env, _mesh
 from ._collectives import ReplicaAxis
 from ._context import ReplicaContext
 from ._strategy import Strategy
-from ._variables import default_mesh
 
 _logger = logging.getLogger("mirrored")
 
@@ -41,7 +40,7 @@ class MirroredStrategy(Strategy):
     """
 
     def __init__(self, devices: Sequence[str | jax.Device] | None = None, *, cross_device_ops: Any = None) -> None:
-        if cross_device_ops not in (None, "auto"):
+        if cross_device_ops is not None and not (isinstance(cross_device_ops, str) and cross_device_ops == "auto"):
             raise ValueError(
                 f"cross_device_ops is {cross_device_ops!r}; expected None or 'auto'. XLA chooses the collective for the devices "
                 "(NCCL between GPUs); leave the argument out."
@@ -80,7 +79,7 @@ class DefaultStrategy(Strategy):
 
 @functools.cache
 def _default_strategy() -> DefaultStrategy:
-    return DefaultStrategy(default_mesh())
+    return DefaultStrategy(_mesh.default_mesh())
 
 
 def get_strategy() -> Strategy:

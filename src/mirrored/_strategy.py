@@ -24,7 +24,7 @@ from ._reduce_op import ReduceOp
 from ._replicate import Program
 from ._typing import PyTree, UserFunction
 from ._values import PerReplica, stack_shapes
-from ._variables import Variable, describe_mesh, live_variables
+from ._variables import Variable, live_variables
 from .data._dataset import DistributedDataset, check_dataset
 from .data._source import NumpyDataset, stacked_lists
 
@@ -63,7 +63,7 @@ class Strategy:
         self._mesh = mesh
         self._programs: Programs[Program] = Programs()
         self._datasets: weakref.WeakSet[DistributedDataset] = weakref.WeakSet()
-        names = describe_mesh(mesh)
+        names = mesh
         _logger.info("%s: %s", type(self).__name__, names)
 
     # -- what it is
@@ -105,7 +105,7 @@ class Strategy:
         jax.block_until_ready([variable._array for variable in live_variables(self._mesh)])
 
     def __repr__(self) -> str:
-        return f"mr.{type(self).__name__}({describe_mesh(self._mesh)})"
+        return f"mr.{type(self).__name__}({self._mesh})"
 
     def explain(self) -> str:
         """Say in words what this strategy runs on, what its programs communicate, and how its datasets are split.
@@ -115,7 +115,7 @@ class Strategy:
         MirroredStrategy: 2 replicas (cpu:0, cpu:1)
         ...all-reduce of 1.0 KiB...
         """
-        lines = [f"{type(self).__name__}: {describe_mesh(self._mesh)}"]
+        lines = [f"{type(self).__name__}: {self._mesh}"]
         lines += [f"program {_describe_program(program)}" for program in self._programs]
         lines += [f"dataset {dataset.describe()}" for dataset in self._datasets]
         return "\n".join(lines)
@@ -441,7 +441,7 @@ class Strategy:
     def _check_own_variable(self, variable: Variable, verb: str) -> None:
         if variable._mesh != self._mesh:
             raise StrategyMismatchError(
-                f"{verb} got variable {variable.name!r}, which lives on {describe_mesh(variable._mesh)}, but this is {self!r}. "
+                f"{verb} got variable {variable.name!r}, which lives on {variable._mesh}, but this is {self!r}. "
                 "Use the strategy in whose scope it was created, or pass variable.value."
             )
 

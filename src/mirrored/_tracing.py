@@ -85,7 +85,7 @@ def meshes_in(jaxpr: Jaxpr) -> Iterator[jax.sharding.Mesh]:
         if equation.primitive.name == "shard_map":
             yield equation.params["mesh"]
         for placement in equation.params.get("out_shardings", ()):
-            if isinstance(placement, jax.sharding.NamedSharding):
+            if isinstance(placement, jax.sharding.NamedSharding) and isinstance(placement.mesh, jax.sharding.Mesh):
                 yield placement.mesh
         for inner in jex_core.jaxprs_in_params(equation.params):
             yield from meshes_in(inner)

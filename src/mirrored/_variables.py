@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _collectives, _context, _mesh, _stacked, _tracing
+from . import _collectives, _context, _conversion, _mesh, _stacked, _tracing
 from ._context import Frame
 from ._errors import ContextError, PerReplicaError, ReplicasDivergeError, StrategyMismatchError, UnevenReplicasError
 from ._marks import Mark, Purpose, mark
@@ -25,9 +25,6 @@ _NONE = VariableAggregation.NONE
 
 #: What JAX's arrays have beyond `jax.Array`; what concerns their buffers (`delete`) is left out, those are the variable's.
 _ALSO_FORWARDED = frozenset({"block_until_ready", "devices", "tobytes", "tolist"})
-#: A value is converted to a dtype of its own kind or of a later one.
-_KINDS = (np.bool_, jnp.unsignedinteger, jnp.signedinteger, jnp.floating, jnp.complexfloating)
-
 #: Every variable that is alive, for `strategy.assert_mirrored()`.
 _live: weakref.WeakSet[Variable] = weakref.WeakSet()
 _numbers = itertools.count()
@@ -312,7 +309,7 @@ class Variable:
         array = operand._array
         if not isinstance(array, jax.core.Tracer) and array.sharding.device_set != self._mesh.stacked.device_set:
             raise StrategyMismatchError(
-                f"{method} to variable {self._name!r}, which lives on {describe_mesh(self._mesh)}, was given a PerReplica on "
+                f"{method} to variable {self._name!r}, which lives on {self._mesh}, was given a PerReplica on "
                 f"{sorted(map(str, array.devices()))}; it comes from another strategy."
             )
         if operand.shape != self._shape:
@@ -330,7 +327,7 @@ class Variable:
                 "all replicas. Pass it to the step in strategy.run(fn, args=...): there it is this replica's value."
             )
         if not isinstance(operand, jax.Array | Variable):
-            operand = _host_array(operand, f"{method} to variable {self._name!r}", self._dtype)
+            operand = _conversion.host_array(operand, f"{method} to variable {self._name!r}", self._dtype)
         array = jnp.asarray(operand)
         if not isinstance(array, jax.core.Tracer) and array.committed:
             array = _placed(array, self._mesh)
@@ -342,21 +339,7 @@ class Variable:
         return self._cast(array, method)
 
     def _cast(self, array: jax.Array, method: str) -> jax.Array:
-        is_weak = getattr(array, "weak_type", False)  # random keys have no weak_type
-        if array.dtype == self._dtype and not is_weak:
-            return array
-        given, own = _kind(array.dtype, is_weak), _kind(self._dtype)
-        if given is None or own is None:
-            raise TypeError(
-                f"{method} to variable {self._name!r} of dtype {self._dtype} was given a value of dtype {array.dtype}; random "
-                "keys and numbers are not converted into each other, nor keys of one generator into those of another."
-            )
-        if given > own:
-            raise TypeError(
-                f"{method} to variable {self._name!r} of dtype {self._dtype} was given a value of dtype {array.dtype}, which "
-                f"would lose information. Convert it yourself: value.astype('{self._dtype}')."
-            )
-        return _strong(array, self._dtype)
+        return _conversion.cast(array, self._dtype, f"{method} to variable {self._name!r}")
 
     def _marked(self, value: jax.Array) -> jax.Array:
         return mark(jnp.asarray(value), Mark(Purpose.ASSIGN, self._name, _tracing.user_line()))
@@ -378,8 +361,8 @@ class Variable:
     def _check_mesh(self, frame: Frame) -> None:
         if frame.mesh is not None and frame.mesh != self._mesh:
             raise StrategyMismatchError(
-                f"variable {self._name!r} lives on {describe_mesh(self._mesh)}, but {frame.strategy!r} runs on "
-                f"{describe_mesh(frame.mesh)}. Create it inside that strategy: `with strategy.scope(): v = mr.Variable(...)`."
+                f"variable {self._name!r} lives on {self._mesh}, but {frame.strategy!r} runs on "
+                f"{frame.mesh}. Create it inside that strategy: `with strategy.scope(): v = mr.Variable(...)`."
             )
 
     # -- used as an array
@@ -478,12 +461,6 @@ def live_variables(mesh: ReplicaMesh) -> list[Variable]:
     return sorted((v for v in list(_live) if v._mesh == mesh), key=lambda v: v.name)
 
 
-def describe_mesh(mesh: ReplicaMesh) -> str:
-    """Name a mesh's devices in a message."""
-    names = ", ".join(f"{d.platform}:{d.id}" for d in mesh.devices)
-    return f"{mesh.num_replicas} replica{'s' if mesh.num_replicas > 1 else ''} ({names})"
-
-
 def _check_name(name: Any) -> str:
     if name is None:
         return f"variable_{next(_numbers)}"
@@ -519,7 +496,7 @@ def _creation_mesh(name: str) -> ReplicaMesh:
     frame = _context.current()
     if (frame is not None and frame.bindings is not None) or _tracing.is_staging():
         raise ContextError(_created_in_trace_message(name))
-    return frame.mesh if frame is not None and frame.mesh is not None else default_mesh()
+    return frame.mesh if frame is not None and frame.mesh is not None else _mesh.default_mesh()
 
 
 def _created_in_trace_message(name: str) -> str:
@@ -527,12 +504,6 @@ def _created_in_trace_message(name: str) -> str:
         f"variable {name!r} was created inside a step or another traced function, at {_tracing.user_line()}. A step is "
         "traced once and run many times; create variables before it, in `with strategy.scope():`."
     )
-
-
-@functools.cache
-def default_mesh() -> ReplicaMesh:
-    """Return the mesh of the default strategy: the first device."""
-    return _mesh.make_mesh(_mesh.resolve_devices(None)[:1])
 
 
 def _initial_array(value: Any, dtype: Any, name: str) -> jax.Array | np.ndarray:
@@ -546,52 +517,11 @@ def _initial_array(value: Any, dtype: Any, name: str) -> jax.Array | np.ndarray:
     if isinstance(value, jax.core.Tracer):
         raise ContextError(_created_in_trace_message(name))
     if isinstance(value, jax.Array):
-        return _strong(value, value.dtype if dtype is None else dtype)
+        return _conversion.strong(value, value.dtype if dtype is None else dtype)
     what = f"the initial value of variable {name!r}"
-    array = _host_array(value, what, dtype)
+    array = _conversion.host_array(value, what, dtype)
     canonical = jax.dtypes.canonicalize_dtype(array.dtype if dtype is None else dtype)
-    return _converted_number(array, what, canonical) if array.dtype.kind in "iu" else array.astype(canonical)
-
-
-def _host_array(value: Any, what: str, dtype: Any) -> np.ndarray:
-    """Copy a host value into an array that nobody else can change.
-
-    The copy is made with numpy because `jax.device_put` may keep a numpy array's own memory.
-    """
-    if hasattr(value, "__jax_array__"):
-        value = np.asarray(value.__jax_array__())
-    try:
-        array = np.array(value)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{what} is {value!r}; expected an array or a number.") from error
-    if not jnp.issubdtype(array.dtype, jnp.number) and array.dtype != jnp.bool_:
-        raise TypeError(f"{what} is {value!r} of type {type(value).__name__}; expected an array or a number.")
-    is_number = not isinstance(value, np.ndarray | np.generic)
-    if dtype is None or array.dtype.kind not in ("biuf" if is_number else "iu"):
-        return array
-    return _converted_number(array, what, dtype) if is_number or jnp.issubdtype(dtype, jnp.integer) else array
-
-
-def _converted_number(array: np.ndarray, what: str, dtype: Any) -> np.ndarray:
-    if jnp.issubdtype(dtype, jax.dtypes.extended):
-        raise TypeError(f"{what} is a number, but the variable holds random keys ({dtype}); expected one: jax.random.key(0).")
-    with np.errstate(invalid="ignore"):
-        converted = array.astype(dtype)
-    if not jnp.issubdtype(dtype, jnp.inexact) and not np.array_equal(converted, array):
-        raise TypeError(f"{what} is {array}, which the dtype {dtype} cannot hold. Round it, or use another dtype.")
-    return converted
-
-
-def _kind(dtype: Any, is_weak: bool = False) -> int | None:
-    """Return the place of a dtype's kind among `_KINDS`; a Python number in a trace fits integers of both signs."""
-    kind = next((i for i, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind)), None)
-    return 1 if is_weak and kind == 2 else kind
-
-
-def _strong(array: jax.Array, dtype: Any) -> jax.Array:
-    """Convert an array, and forget that it was a Python number: a variable's type must not change with what it is given."""
-    is_converted = array.dtype != dtype or getattr(array, "weak_type", False)
-    return jax.lax.convert_element_type(array, dtype) if is_converted else array
+    return _conversion.converted_number(array, what, canonical) if array.dtype.kind in "iu" else array.astype(canonical)
 
 
 def _placed(array: jax.Array | np.ndarray, mesh: ReplicaMesh) -> jax.Array:

@@ -129,7 +129,7 @@ class Optimizer:
             return bool(owners) and skipped[max(owners, key=len)]
 
         paths = jax.tree.unflatten(self._state_treedef, [variable.name for variable in self._state])
-        flags = optax.tree_map_params(self._tx, of_state, paths, transform_non_params=lambda _: False)
+        flags = optax.tree_map_params(self._tx.init, of_state, paths, transform_non_params=lambda _: False)
         return jax.tree.leaves(flags)
 
     def _combined(self, frame: Frame | None, gradients: list[Any], variables: list[Variable], aggregate: bool) -> list[jax.Array]:

@@ -47,8 +47,8 @@ class DistributedDataset:
         return _feed.feed(self._stacked(), self._mesh, self._options.prefetch)
 
     def __len__(self) -> int:
-        if isinstance(self._dataset, NumpyDataset):
-            return self._dataset.num_batches(at_least=self._mesh.num_replicas)  # drop_remainder leaves smaller ones out
+        if isinstance(self._dataset, NumpyDataset) and self._options.drop_remainder:
+            return self._dataset._num_batches(at_least=self._mesh.num_replicas)  # of smaller ones nothing is left
         if not isinstance(self._dataset, collections.abc.Sized):
             raise TypeError(f"the length of {type(self._dataset).__name__} is not known before it ends.")
         return len(self._dataset)

@@ -11,6 +11,7 @@ import numpy as np
 
 from .._signature import is_numeric
 from .._typing import PyTree
+from .._values import PerReplica, is_per_replica
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,9 +74,9 @@ class NumpyDataset:
         return dataclasses.replace(self, num_epochs=self.num_epochs * num_epochs)
 
     def __len__(self) -> int:
-        return self.num_batches(at_least=1)
+        return self._num_batches(at_least=1)
 
-    def num_batches(self, at_least: int) -> int:
+    def _num_batches(self, at_least: int) -> int:
         """Return how many batches of at least so many rows one pass yields."""
         rows_per_batch = self._rows_per_batch()
         complete, rest = divmod(self.num_rows, rows_per_batch)
@@ -118,7 +119,7 @@ def _check_int(name: str, value: Any, at_least: int, what: str) -> None:
 
 def check_rows(arrays: PyTree) -> None:
     """Refuse a nest whose leaves are not arrays with one common number of rows."""
-    paths, _ = jax.tree_util.tree_flatten_with_path(arrays)
+    paths, _ = jax.tree_util.tree_flatten_with_path(arrays, is_leaf=is_per_replica)
     if not paths:
         raise TypeError(f"the dataset {arrays!r} holds no array; expected a nest of numpy arrays.")
     for path, leaf in paths:
@@ -150,4 +151,4 @@ def stacked_lists(arrays: PyTree) -> PyTree:
                 "several arrays of one row each write a tuple or a dict: (x, y)."
             ) from error
 
-    return jax.tree_util.tree_map_with_path(stacked, arrays, is_leaf=lambda node: isinstance(node, list))
+    return jax.tree_util.tree_map_with_path(stacked, arrays, is_leaf=lambda node: isinstance(node, list | PerReplica))

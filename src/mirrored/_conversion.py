@@ -1,0 +1,72 @@
+"""How what a user gives a variable becomes an array of the variable's dtype, without losing anything silently."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+#: A value is converted to a dtype of its own kind or of a later one.
+_KINDS = (np.bool_, jnp.unsignedinteger, jnp.signedinteger, jnp.floating, jnp.complexfloating)
+
+
+def cast(array: jax.Array, dtype: Any, what: str) -> jax.Array:
+    """Convert an array to a dtype of its own kind or a wider one; refuse what would lose information."""
+    is_weak = getattr(array, "weak_type", False)  # random keys have no weak_type
+    if array.dtype == dtype and not is_weak:
+        return array
+    given, own = _kind(array.dtype, is_weak), _kind(dtype)
+    if given is None or own is None:
+        raise TypeError(
+            f"{what} of dtype {dtype} was given a value of dtype {array.dtype}; random keys and numbers are not converted into "
+            "each other, nor keys of one generator into those of another."
+        )
+    if given > own:
+        raise TypeError(
+            f"{what} of dtype {dtype} was given a value of dtype {array.dtype}, which would lose information. Convert it "
+            f"yourself: value.astype('{dtype}')."
+        )
+    return strong(array, dtype)
+
+
+def host_array(value: Any, what: str, dtype: Any) -> np.ndarray:
+    """Copy a host value into an array that nobody else can change.
+
+    The copy is made with numpy because `jax.device_put` may keep a numpy array's own memory.
+    """
+    if hasattr(value, "__jax_array__"):
+        value = np.asarray(value.__jax_array__())
+    try:
+        array = np.array(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{what} is {value!r}; expected an array or a number.") from error
+    if not jnp.issubdtype(array.dtype, jnp.number) and array.dtype != jnp.bool_:
+        raise TypeError(f"{what} is {value!r} of type {type(value).__name__}; expected an array or a number.")
+    is_number = not isinstance(value, np.ndarray | np.generic)
+    if dtype is None or array.dtype.kind not in ("biuf" if is_number else "iu"):
+        return array
+    return converted_number(array, what, dtype) if is_number or jnp.issubdtype(dtype, jnp.integer) else array
+
+
+def converted_number(array: np.ndarray, what: str, dtype: Any) -> np.ndarray:
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        raise TypeError(f"{what} is a number, but the variable holds random keys ({dtype}); expected one: jax.random.key(0).")
+    with np.errstate(invalid="ignore"):
+        converted = array.astype(dtype)
+    if not jnp.issubdtype(dtype, jnp.inexact) and not np.array_equal(converted, array):
+        raise TypeError(f"{what} is {array}, which the dtype {dtype} cannot hold. Round it, or use another dtype.")
+    return converted
+
+
+def _kind(dtype: Any, is_weak: bool = False) -> int | None:
+    """Return the place of a dtype's kind among `_KINDS`; a Python number in a trace fits integers of both signs."""
+    kind = next((i for i, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind)), None)
+    return 1 if is_weak and kind == 2 else kind
+
+
+def strong(array: jax.Array, dtype: Any) -> jax.Array:
+    """Convert an array, and forget that it was a Python number: a variable's type must not change with what it is given."""
+    is_converted = array.dtype != dtype or getattr(array, "weak_type", False)
+    return jax.lax.convert_element_type(array, dtype) if is_converted else array

@@ -1,0 +1,104 @@
+"""The benchmarks: the harness compares fairly, and every file runs and prints its table."""
+
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+#: What the tables of each file must name.
+FILES = {
+    "step_time": ("W1:", "W2:", "W3:", "by hand", "mirrored", "by hand, packed", "one device"),
+    "overhead": ("2 variables", "200 variables", "60 us"),
+    "compile_time": ("mirrored, R=8", "1.30", "traces of the user's function"),
+    "memory": ("by hand", "mirrored"),
+    "all_reduce": ("20 x 4 KiB", "packed below", "alone"),
+}
+
+
+@pytest.fixture
+def harness(monkeypatch: pytest.MonkeyPatch):
+    """The module that all benchmark files share."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import _harness
+
+    return _harness
+
+
+def run(file: str, *options: str) -> str:
+    command = [sys.executable, str(BENCHMARKS / f"{file}.py"), *options]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=110).stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", FILES)
+def test_quick_run_prints_its_table(file: str) -> None:
+    output = run(file, "--quick")
+    assert "| median" in output
+    for name in FILES[file]:
+        assert name in output
+
+
+@pytest.mark.slow
+def test_peers_that_are_not_installed_are_skipped_with_a_line(tmp_path: Path) -> None:
+    bare = tmp_path / "python"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(bare)], check=True)
+    output = run("step_time", "--quick", "--workloads=W1", f"--peers-python={bare / 'bin' / 'python'}")
+    assert "skipped: TensorFlow MirroredStrategy" in output
+    assert "skipped: PyTorch DDP" in output
+    assert "| mirrored" in output
+
+
+def test_run_all_runs_every_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import run_all
+
+    shared = {path.stem for pattern in ("_*.py", "peer_*.py", "run_all.py") for path in BENCHMARKS.glob(pattern)}
+    assert set(run_all.FILES) == set(FILES) == {path.stem for path in BENCHMARKS.glob("*.py")} - shared
+
+
+def test_contenders_take_the_same_number_of_steps_in_rotating_order(harness) -> None:
+    turns: list[tuple[str, int]] = []
+
+    def contender(name: str):
+        return harness.Contender(name, lambda num_steps: turns.append((name, num_steps)) or 0.0)
+
+    times = harness.interleave([contender("a"), contender("b"), contender("c")], num_rounds=3, turn=1e-4)
+    timed = turns[3:]  # the first turn of each finds the number of steps
+    assert "".join(name for name, _ in timed) == "abcbcacab"
+    assert len({num_steps for _, num_steps in timed}) == 1
+    assert {name: len(seconds) for name, seconds in times.seconds.items()} == {"a": 3, "b": 3, "c": 3}
+
+
+def test_ratios_are_taken_inside_a_round(harness) -> None:
+    times = harness.Times({"by hand": [1.0, 10.0, 2.0], "ours": [1.1, 11.0, 2.2]})
+    assert times.ratios("ours", "by hand") == pytest.approx([1.1, 1.1, 1.1])
+
+
+@pytest.mark.parametrize("error, is_refused", [(0.0, False), (1e-6, False), (1e-2, True)])
+def test_contenders_that_compute_other_losses_are_not_timed(harness, error: float, is_refused: bool) -> None:
+    def contender(name: str, error: float):
+        losses = itertools.count(1)
+        return harness.Contender(name, lambda num_steps: next(losses) * (1 + error))
+
+    contenders = [contender("by hand", 0.0), contender("ours", error)]
+    if is_refused:
+        with pytest.raises(AssertionError, match="ours computes other losses than by hand"):
+            harness.check_losses(contenders, num_steps=2, tolerance=1e-4)
+    else:
+        harness.check_losses(contenders, num_steps=2, tolerance=1e-4)
+
+
+@pytest.mark.parametrize(
+    "samples, goal, verdict", [([1.0, 1.1, 1.2], 1.15, "pass"), ([1.0, 1.2, 1.3], 1.15, "FAIL"), ([1.0], None, ""), ([], 1.0, "")]
+)
+def test_a_row_passes_when_the_median_meets_the_goal(harness, samples: list[float], goal: float | None, verdict: str) -> None:
+    assert harness.Row("what", "1 ms", samples, goal).cells()[-1] == verdict
+
+
+@pytest.mark.parametrize("seconds, shown", [(2.5, "2.5 s"), (0.0123, "12.3 ms"), (45.6e-6, "45.6 us")])
+def test_seconds_are_shown_with_their_unit(harness, seconds: float, shown: str) -> None:
+    assert harness.show_seconds(seconds) == shown

@@ -1,0 +1,508 @@
+"""Lifting: a step becomes a pure function. No stale value, no leaked tracer, nothing lost when it stops halfway."""
+
+import dataclasses
+import signal
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mirrored as mr
+from mirrored import _lift, _tracing
+from mirrored._context import Frame
+
+pytestmark = pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning")
+
+STRATEGY = mr.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"])
+TEN = np.float32(10)
+
+
+def variable(value, strategy=STRATEGY, **kwargs):
+    with strategy.scope():
+        return mr.Variable(value, **kwargs)
+
+
+# -- inner caches: functions that JAX traces once and remembers
+
+w = variable(1.0, name="w")  # at module level, where everybody's helper functions live
+
+
+@jax.jit
+def jitted(x):
+    return x * w
+
+
+@jax.checkpoint
+def rematerialised(x):
+    return x * w
+
+
+@jax.custom_jvp
+def with_jvp(x):
+    return x * w
+
+
+with_jvp.defjvp(lambda primals, tangents: (primals[0] * w, tangents[0] * w))
+
+
+@jax.custom_vjp
+def with_vjp(x):
+    return x * w
+
+
+with_vjp.defvjp(lambda x: (x * w, None), lambda _, g: (g * w,))
+
+
+def times_w(x):
+    return x * w
+
+
+def times_w_too(x):
+    return x * w
+
+
+def scan_body(carry, _):
+    return carry * w, None
+
+
+def loop_body(i, carry):
+    return carry * w
+
+
+def while_body(state):
+    return state[0] + 1, state[1] * w
+
+
+def less_than_one(state):
+    return state[0] < 1
+
+
+jitted_twice = jax.jit(lambda x: jitted(x) + 0)
+jitted_gradient = jax.jit(jax.grad(lambda x: jitted(x) * x / 2))
+vmapped = jax.vmap(times_w)
+
+READERS = {
+    "jit": jitted,
+    "jit of jit": jitted_twice,
+    "checkpoint": rematerialised,
+    "jit of checkpoint": jax.jit(jax.checkpoint(times_w)),
+    "custom_jvp": with_jvp,
+    "custom_vjp": with_vjp,
+    "jit of custom_vjp": jax.jit(with_vjp),
+    "scan": lambda x: jax.lax.scan(scan_body, x, jnp.zeros(1))[0],
+    "fori_loop": lambda x: jax.lax.fori_loop(0, 1, loop_body, x),
+    "while_loop": lambda x: jax.lax.while_loop(less_than_one, while_body, (0, x))[1],
+    "cond": lambda x: jax.lax.cond(x > 0, times_w, times_w_too, x),
+    "switch": lambda x: jax.lax.switch(jnp.int32(0), [times_w, times_w_too], x),
+    "map": lambda x: jax.lax.map(times_w, x[None])[0],
+    "vmap": lambda x: vmapped(x[None])[0],
+    "grad": lambda x: jax.grad(lambda x: x * x * w / 2)(x),
+    "grad of jit": lambda x: jax.value_and_grad(jitted)(x)[0],
+    "jit of grad": jitted_gradient,
+    "jvp": lambda x: jax.jvp(jitted, (x,), (x,))[1],
+    "linearize": lambda x: jax.linearize(jitted, x)[0],
+    "mr.scan": lambda x: mr.scan(scan_body, x, length=1)[0],
+    "mr.fori_loop": lambda x: mr.fori_loop(0, 1, loop_body, x),
+    "mr.cond": lambda x: mr.cond(x > 0, times_w, times_w_too, x),
+    "mr.value_and_grad": lambda x: mr.value_and_grad(lambda: jitted(x), w)()[0],
+    "mr.grad": lambda x: mr.grad(lambda: jitted_twice(x), w)() * w,
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_helper_that_reads_a_variable_sees_its_value_of_the_moment(name):
+    read = READERS[name]
+
+    def step(x):
+        before = read(x)
+        w.assign(w + 1)
+        between = read(x)
+        w.assign(w * 2)
+        return before, between, read(x)
+
+    def read_only(x):
+        return read(x)
+
+    compiled = mr.function(step)
+
+    def eagerly(x):
+        with mr.eager():
+            return STRATEGY.run(step, args=(x,))
+
+    expected = (30.0, 40.0, 80.0)
+    for run in (lambda x: STRATEGY.run(step, args=(x,)), compiled, eagerly, lambda x: STRATEGY.run(step, args=(x,)), compiled):
+        w.assign(3.0)
+        assert tuple(map(float, run(TEN))) == expected
+    for value in (4.0, 5.0):
+        w.assign(value)
+        assert float(STRATEGY.run(read_only, args=(TEN,))) == 10 * value
+    STRATEGY.assert_mirrored()
+
+
+def test_such_a_helper_works_in_mr_value_and_grad_outside_of_everything():
+    u = variable(2.0)
+
+    @jax.jit
+    def helper(x):
+        return x * u * w
+
+    for value in (3.0, 5.0):
+        u.assign(value)
+        w.assign(1.0)
+        loss, gradient = mr.value_and_grad(lambda: helper(10.0), w)()
+        assert (float(loss), float(gradient)) == (10 * value, 10 * value)
+
+
+# -- transformations that do not know about variables
+
+BAKING = {
+    "jit": lambda: jax.jit(lambda x: x * w)(1.0),
+    "jit, numpy()": lambda: jax.jit(lambda x: x * w.numpy())(1.0),
+    "jit, float": lambda: jax.jit(lambda x: x * float(w))(1.0),
+    "jit, index": lambda: jax.jit(lambda x: x * w[...])(1.0),
+    "jit of a helper": lambda: jitted(1.0),
+    "scan": lambda: jax.lax.scan(scan_body, 1.0, jnp.zeros(2)),
+    "fori_loop": lambda: jax.lax.fori_loop(0, 2, loop_body, 1.0),
+    "cond": lambda: jax.lax.cond(True, times_w, times_w, 1.0),
+    "eval_shape": lambda: jax.eval_shape(times_w, 1.0),
+    "make_jaxpr": lambda: jax.make_jaxpr(times_w)(1.0),
+    "jit of mr.scan": lambda: jax.jit(lambda x: mr.scan(scan_body, x, length=1)[0])(1.0),
+    "jit of mr.fori_loop": lambda: jax.jit(lambda x: mr.fori_loop(0, 1, loop_body, x))(1.0),
+    "jit of mr.cond": lambda: jax.jit(lambda x: mr.cond(x > 0, times_w, times_w_too, x))(1.0),
+    "jit of mr.grad": lambda: jax.jit(lambda x: mr.grad(lambda: x * w, w)())(1.0),
+    "jit of mr.function": lambda: jax.jit(mr.function(times_w))(1.0),
+    "jit of run": lambda: jax.jit(lambda x: STRATEGY.run(times_w, args=(x,)))(1.0),
+}
+LEAKING = {
+    "jit": lambda: jax.jit(lambda x: w.assign(x).value)(2.0),
+    "vmap": lambda: jax.vmap(lambda x: w.assign(x).value)(jnp.ones(2)),
+    "grad": lambda: jax.grad(lambda x: w.assign(x).value)(2.0),
+    "scan": lambda: jax.lax.scan(lambda c, x: (w.assign(x).value, None), 1.0, jnp.ones(2)),
+    "cond": lambda: jax.lax.cond(True, lambda: w.assign(2.0).value, lambda: jnp.float32(0)),
+    "jit of mr.scan": lambda: jax.jit(lambda x: mr.scan(lambda c, _: (w.assign(c).value, None), x, length=1)[0])(2.0),
+}
+
+
+@pytest.mark.parametrize("name", BAKING)
+def test_a_read_that_would_be_baked_in_says_what_to_use(name):
+    with pytest.raises(mr.ContextError, match=r"'w' was read at .*test_lift\.py:\d+ .*mr\.function instead of jax\.jit"):
+        BAKING[name]()
+
+
+@pytest.mark.parametrize("name", LEAKING)
+def test_a_write_that_would_leak_says_what_to_use(name):
+    w.assign(1.0)
+    with pytest.raises(mr.ContextError, match=r"'w' was (written|read) at .*test_lift\.py:\d+ .*mr\.scan instead"):
+        LEAKING[name]()
+    assert float(w) == 1.0
+
+
+def test_reads_that_bake_nothing_in_work():
+    w.assign(3.0)
+    assert jax.vmap(lambda x: w * x)(jnp.ones(2)).tolist() == [3.0, 3.0]
+    assert float(jax.grad(lambda x: w * x)(1.0)) == 3.0
+    assert float(jax.jit(lambda value: value * 2)(w)) == 6.0
+    assert float(jax.grad(lambda value: value**2)(w)) == 6.0
+    assert jax.jit(lambda x: x.reshape(w.shape))(jnp.ones(())) == 1.0
+
+
+WRITES_IN_A_STEP = {
+    "jit": lambda x: jax.jit(lambda x: w.assign(x).value)(x),
+    "vmap": lambda x: jax.vmap(lambda x: w.assign(x).value)(jnp.ones(2)),
+    "grad": lambda x: jax.grad(lambda x: w.assign(x).value)(x),
+    "cond": lambda x: jax.lax.cond(x > 0, lambda: w.assign(2.0).value, lambda: x),
+    "scan": lambda x: jax.lax.scan(lambda c, x: (w.assign(x).value, None), x, jnp.ones(2)),
+    "while_loop": lambda x: jax.lax.while_loop(lambda c: c < 1, lambda c: w.assign(c) + 1, x),
+    "checkpoint": lambda x: jax.checkpoint(lambda x: w.assign(x).value)(x),
+}
+
+
+@pytest.mark.parametrize("name", WRITES_IN_A_STEP)
+@pytest.mark.parametrize("compiled", [lambda fn: STRATEGY.run(fn, args=(TEN,)), lambda fn: mr.function(fn)(TEN)])
+def test_a_write_under_a_transformation_inside_a_step_is_refused(name, compiled):
+    w.assign(1.0)
+    with pytest.raises(mr.ContextError, match=r"'w' was written at .*inside the step.*mr\.scan"):
+        compiled(WRITES_IN_A_STEP[name])
+    assert float(w) == 1.0
+
+
+@pytest.mark.parametrize("make", [lambda x: mr.Variable(x), lambda x: mr.Variable(1.0), lambda x: mr.Optimizer(optax.sgd(1.0), [w])])
+@pytest.mark.parametrize(
+    "trace",
+    [
+        lambda make: STRATEGY.run(make, args=(TEN,)),
+        lambda make: mr.function(make)(TEN),
+        lambda make: mr.scan(lambda c, x: (make(x), None), None, jnp.ones(2)),
+        lambda make: jax.jit(lambda x: make(x) and None)(TEN),
+    ],
+)
+def test_state_is_not_made_inside_a_trace(make, trace):
+    with pytest.raises(mr.ContextError, match=r"created inside a step|read at .*jit"):
+        trace(make)
+
+
+@pytest.mark.parametrize("transform", [jax.grad, lambda fn: lambda x: jax.vmap(fn)(x[None])])
+def test_a_traced_array_is_no_initial_value(transform):
+    with pytest.raises(mr.ContextError, match=r"created inside a step or another traced function"):
+        transform(lambda x: mr.Variable(x, name="v").value)(jnp.float32(1))
+
+
+# -- discovery and trace
+
+
+def test_the_function_is_traced_twice_for_each_program_and_never_again():
+    calls = []
+
+    def step(x):
+        calls.append(x.shape)
+        w.assign(w + jnp.sum(x))
+        return x + w
+
+    for _ in range(3):
+        STRATEGY.run(step, args=(np.ones(2, np.float32),))
+    assert calls == [(2,)] * 2
+    STRATEGY.run(step, args=(np.ones(3, np.float32),))
+    assert calls == [(2,)] * 2 + [(3,)] * 2
+
+
+def test_variables_are_read_and_written_in_their_right_roles():
+    a, b, unused = (variable(float(i)) for i in range(3))
+
+    def step():
+        a.assign(a + b)
+        return unused.shape
+
+    lifted = _lift.lift(lambda _: step(), [], Frame(None, None), lambda v: v.shape, step)
+    assert (lifted.written, lifted.read_only, lifted.variables) == ((a,), (b,), (a, b))
+    assert lifted.write_lines[0].endswith(f"test_lift.py:{step.__code__.co_firstlineno + 1}")
+    assert len(lifted.closed.jaxpr.invars) == 2
+
+
+def test_a_variable_that_only_the_second_trace_uses_is_an_error():
+    calls = []
+
+    def step():
+        calls.append(None)
+        return w.value if len(calls) == 2 else jnp.float32(0)
+
+    with pytest.raises(mr.ContextError, match=r"'w' was used when the function was traced, but not when its variables"):
+        STRATEGY.run(step)
+
+
+def test_a_write_that_only_the_second_trace_makes_is_an_error():
+    calls = []
+
+    def step():
+        calls.append(None)
+        if len(calls) == 2:
+            w.assign(5.0)
+        return w.value
+
+    w.assign(1.0)
+    with pytest.raises(mr.ContextError, match=r"do the same every time it is traced"):
+        STRATEGY.run(step)
+    assert float(w) == 1.0
+
+
+def test_what_a_step_closes_over():
+    """Variables, arrays, arrays that lie on the mesh, numpy arrays, numbers; and indexing them."""
+    reduced = STRATEGY.reduce("sum", STRATEGY.run(lambda: jnp.arange(3.0)))
+    plain, host, number = jnp.arange(3.0), np.arange(3, dtype=np.float32), 2.0
+    v = variable(np.arange(3, dtype=np.float32))
+    taken = v.value
+
+    def step():
+        v.assign_add(jnp.ones(3))
+        return reduced[1] + plain[1] + host[1] + number + taken[1] + v[1]
+
+    for k in range(3):
+        assert float(STRATEGY.run(step)) == 3 + 1 + 1 + 2 + 1 + (2 + k)
+        assert float(mr.function(lambda: reduced[2] + taken[2] + STRATEGY.run(lambda: reduced[1]))()) == 6 + 2 + 3
+    assert taken.tolist() == [0.0, 1.0, 2.0]
+
+
+def test_a_closed_over_numpy_array_is_of_the_moment_of_the_trace_on_every_replica():
+    memory = np.empty(4 * (1 << 20) + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    mine = memory[start : start + 4 * (1 << 20)].view(np.float32)  # aligned, so that JAX would not copy it
+    mine[:] = 1
+
+    def step():
+        return jnp.asarray(mine) + 0
+
+    compiled = mr.function(step)
+    assert (float(STRATEGY.run(step)[0]), float(compiled()[0])) == (1.0, 1.0)
+    mine[:] = 2
+    assert (float(STRATEGY.run(step)[0]), float(compiled()[0])) == (1.0, 1.0)
+
+
+def test_nothing_traced_stays_behind():
+    v = variable(1.0)
+
+    def step(x):
+        v.assign(x * w + v)
+        return mr.value_and_grad(lambda: v * x, v)()
+
+    with jax.checking_leaks():
+        w.assign(2.0)
+        assert [float(x) for x in STRATEGY.run(step, args=(TEN,))] == [210.0, 10.0]
+    assert not isinstance(v._array, jax.core.Tracer)
+
+
+def test_a_change_from_outside_is_seen_by_the_next_step():
+    def step():
+        return w.value
+
+    for value in (1.0, 2.0, 3.0):
+        w.assign(value)
+        assert float(STRATEGY.run(step)) == value
+
+
+# -- exceptions
+
+
+class MyError(Exception):
+    pass
+
+
+CALLS = {
+    "run": STRATEGY.run,
+    "eager run": lambda fn: _eagerly(fn),
+    "mr.function": lambda fn: mr.function(fn)(),
+    "run in mr.function": lambda fn: mr.function(lambda: STRATEGY.run(fn))(),
+    "mr.scan": lambda fn: mr.scan(lambda c, _: (fn(), None), None, length=2),
+    "mr.scan in a step": lambda fn: STRATEGY.run(lambda: mr.scan(lambda c, _: (fn(), None), None, length=2)),
+    "mr.cond": lambda fn: mr.cond(True, fn, fn),
+    "mr.value_and_grad": lambda fn: mr.value_and_grad(fn, w)(),
+    "merge_call": lambda fn: STRATEGY.run(lambda: mr.get_replica_context().merge_call(lambda _: fn())),
+}
+
+
+def _eagerly(fn):
+    with mr.eager():
+        return STRATEGY.run(fn)
+
+
+@pytest.mark.parametrize("how", CALLS)
+def test_an_exception_comes_through_as_it_is_and_changes_nothing(how):
+    w.assign(1.0)
+    mine = MyError("mine")
+
+    def step():
+        w.assign(w + 1)
+        raise mine
+
+    with pytest.raises(MyError) as caught:
+        CALLS[how](step)
+    assert caught.value is mine
+    assert mine.__cause__ is None
+    assert caught.traceback[-1].name == "step"
+    assert float(w) == 1.0
+    assert mr.get_replica_context() is not None  # the context is the default one again
+    assert float(STRATEGY.run(lambda: w.value)) == 1.0
+
+
+# -- Ctrl-C
+
+
+def many_variables(strategy, count):
+    """Variables, all of the same value, and two ways to add one to each."""
+    made = [variable(np.zeros(4, np.float32), strategy) for _ in range(count)]
+
+    def step():
+        for v in made:
+            v.assign_add(jnp.ones(4))
+
+    compiled = mr.function(step)
+    strategy.run(step)
+    compiled()
+    return made, (lambda: strategy.run(step), compiled)
+
+
+def values_of(made):
+    return {float(v[0]) for v in made}
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_ctrl_c_in_a_loop_of_steps_loses_no_variable(num_replicas):
+    made, ways = many_variables(mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)]), 50)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGVTALRM, interrupt)  # SIGALRM is the time limit of the test
+    delays = np.random.default_rng(0).uniform(0.0005, 0.005, 60)
+    try:
+        for number, delay in enumerate(delays):
+            with pytest.raises(KeyboardInterrupt):
+                signal.setitimer(signal.ITIMER_VIRTUAL, delay)
+                deadline = time.monotonic() + 30
+                while time.monotonic() < deadline:
+                    ways[number % 2]()
+            assert len(values_of(made)) == 1
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+@pytest.mark.parametrize("way", [0, 1], ids=["run", "mr.function"])
+def test_ctrl_c_after_any_call_in_a_step_loses_no_variable(way):
+    """Raise where Python looks for signals, after a call: first after the first one, then after the second, and so on."""
+    made, ways = many_variables(STRATEGY, 3)
+    remaining = 0
+
+    def stop(frame, event, argument):
+        nonlocal remaining
+        if event != "c_call" and frame.f_code.co_filename.startswith(_tracing._PACKAGE_FOLDER):
+            remaining -= 1
+            if remaining < 0:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    outer, stopped, is_done = sys.getprofile(), 0, False
+    while not is_done:
+        remaining = stopped
+        try:
+            sys.setprofile(stop)
+            ways[way]()
+            is_done = True
+        except KeyboardInterrupt:
+            stopped += 1
+        finally:
+            sys.setprofile(outer)
+        assert len(values_of(made)) == 1
+    assert stopped > 30
+
+
+# -- results
+
+
+@dataclasses.dataclass
+class Opaque:
+    field: object
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Known:
+    field: object
+
+
+def test_an_object_that_hides_arrays_is_refused_and_others_pass():
+    with pytest.raises(TypeError, match=r"returned a Opaque, whose field 'field' holds an array.*register_dataclass"):
+        STRATEGY.run(lambda: Opaque(jnp.ones(2)))
+    static = Opaque("text")
+    known, same, same_variable = STRATEGY.run(lambda: (Known(jnp.ones(2)), static, w))
+    assert known.field.tolist() == [1.0, 1.0]
+    assert same is static
+    assert same_variable is w
+
+
+def test_the_result_plan_separates_arrays_from_the_rest():
+    plan, arrays = _lift.plan_result({"a": jnp.ones(2), "b": [1, "x", None, w], "c": np.float32(3)})
+    assert [tuple(array.shape) for array in arrays] == [(2,), ()]
+    assert plan.rebuild(["first", "second"]) == {"a": "first", "b": [1, "x", None, w], "c": "second"}

@@ -1,0 +1,748 @@
+"""Variables: who may write what, what a read gives, and that nothing a user holds ever changes behind his back."""
+
+import copy
+import math
+import operator
+import pickle
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+import mirrored as mr
+
+# An mr.function in a test that runs for many strategies is compiled for each.
+pytestmark = pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning")
+
+AGGREGATIONS = ["none", "sum", "mean", "only_first_replica"]
+METHODS = {"assign": lambda old, new: new, "assign_add": operator.add, "assign_sub": operator.sub}
+START = 7.0
+LITERAL = 2.0
+
+STRATEGY_2 = mr.MirroredStrategy(["cpu:0", "cpu:1"])
+ELSEWHERE = mr.MirroredStrategy(["cpu:6", "cpu:7"])
+
+
+def strategy_of(num_replicas):
+    return mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
+
+
+def variable(value, strategy=STRATEGY_2, **kwargs):
+    with strategy.scope():
+        return mr.Variable(value, **kwargs)
+
+
+def copies(strategy, v):
+    return [np.asarray(copy).tolist() for copy in strategy.local_results(v)]
+
+
+def own_number(ctx):
+    return np.float32(10 * (ctx.replica_id_in_sync_group + 1))
+
+
+# -- every synchronization, aggregation, method, value and context
+
+VALUES = {"literal": lambda x: LITERAL, "tensor": lambda x: jnp.float32(LITERAL), "per_replica": lambda x: x}
+CONTEXTS = {
+    "step": lambda strategy, x, write: strategy.run(lambda x: write(x), args=(x,)),
+    "outside": lambda strategy, x, write: write(x),
+    "function": lambda strategy, x, write: mr.function(lambda x: write(x))(x),
+    "merge_call": lambda strategy, x, write: strategy.run(
+        lambda x: mr.get_replica_context().merge_call(lambda _, x: write(x), args=(x,)), args=(x,)
+    ),
+}
+MODES = [(s, a, m, v) for s in ("auto", "on_read") for a in AGGREGATIONS for m in METHODS for v in VALUES]
+
+
+def is_refused(context, synchronization, aggregation, value):
+    if synchronization == "on_read":
+        return aggregation == "none" and context != "step"
+    return aggregation == "none" and value == "per_replica"
+
+
+def aggregated(aggregation, values):
+    return {"sum": sum(values), "mean": sum(values) / len(values), "only_first_replica": values[0], "none": values[0]}[aggregation]
+
+
+def expected_copies(context, synchronization, aggregation, method, value, num_replicas):
+    """What TensorFlow documents, with its two mistakes mended: a literal is a value like any other, SUM keeps the sum."""
+    own = [10.0 * (i + 1) if value == "per_replica" else LITERAL for i in range(num_replicas)]
+    combine = METHODS[method]
+    if synchronization == "on_read" and (context == "step" or value == "per_replica"):
+        return [combine(START, x) for x in own]
+    if synchronization == "on_read" and aggregation == "sum":
+        return combine(START * num_replicas, LITERAL)  # the sum of the copies
+    if synchronization == "on_read":
+        return [combine(START, LITERAL)] * num_replicas
+    one = aggregated(aggregation, own) if context == "step" or value == "per_replica" else LITERAL
+    return [combine(START, one)] * num_replicas
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("num_replicas", [1, 3])
+def test_each_write_gives_what_its_mode_says(num_replicas, context):
+    strategy = strategy_of(num_replicas)
+    modes = [mode for mode in MODES if not is_refused(context, mode[0], mode[1], mode[3])]
+    written = [variable(START, strategy, synchronization=s, aggregation=a) for s, a, _, _ in modes]
+
+    def write(x):
+        for v, (_, _, method, value) in zip(written, modes, strict=True):
+            assert getattr(v, method)(VALUES[value](x)) is v
+
+    CONTEXTS[context](strategy, strategy.distribute_values_from_function(own_number), write)
+    for v, mode in zip(written, modes, strict=True):
+        expected = expected_copies(context, *mode, num_replicas)
+        got = copies(strategy, v)
+        assert (got if isinstance(expected, list) else sum(got)) == pytest.approx(expected, rel=1e-6), (context, mode)
+    strategy.assert_mirrored()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("num_replicas", [1, 3])
+def test_a_mirrored_variable_without_aggregation_refuses_values_that_differ(num_replicas, context, method):
+    strategy = strategy_of(num_replicas)
+    v = variable(START, strategy, name="w")
+    x = strategy.distribute_values_from_function(own_number)
+    with pytest.raises(mr.ReplicasDivergeError, match=r"'w'.*aggregation='mean'"):
+        CONTEXTS[context](strategy, x, lambda x: getattr(v, method)(x))
+    assert copies(strategy, v) == [START] * num_replicas
+
+
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("context", [name for name in CONTEXTS if name != "step"])
+def test_a_sync_on_read_variable_without_aggregation_is_not_changed_from_outside(strategy3, context, value):
+    v = variable(START, strategy3, name="seen", synchronization="on_read")
+    x = strategy3.distribute_values_from_function(own_number)
+    for method in METHODS:
+        with pytest.raises(ValueError, match=r"'seen'.*aggregation NONE.*Nothing was changed"):
+            CONTEXTS[context](strategy3, x, lambda x, method=method: getattr(v, method)(VALUES[value](x)))
+    assert copies(strategy3, v) == [START] * 3
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_a_sync_on_read_variable_is_aggregated_when_it_is_read_outside(strategy, aggregation):
+    v = variable(0.0, strategy, synchronization="on_read", aggregation=aggregation)
+    x = strategy.distribute_values_from_function(own_number)
+    inside = strategy.run(lambda x: v.assign(x).value, args=(x,))
+    assert [float(own) for own in inside.values] == [float(own) for own in x.values]
+    if aggregation == "none":
+        for read in (lambda: v.value, v.numpy, lambda: v + 1, lambda: float(v), lambda: mr.function(lambda: v.value)()):
+            with pytest.raises(ValueError, match=r"one value per replica and aggregation NONE.*local_results"):
+                read()
+    else:
+        expected = aggregated(aggregation, [float(own) for own in x.values])
+        in_merge_call = strategy.run(lambda: mr.get_replica_context().merge_call(lambda _: v.value))
+        assert [float(v), float(v + 0), float(mr.function(lambda: v.value)()), float(in_merge_call)] == [expected] * 4
+
+
+def test_a_write_is_seen_by_the_next_read_of_the_step(strategy2):
+    v = variable(1.0, strategy2, aggregation="sum")
+
+    def step():
+        first = v.assign_add(1.0).value
+        return first, v.assign(v * 2).value, v.value
+
+    assert [float(x) for x in strategy2.run(step)] == [3.0, 12.0, 12.0]
+
+
+def test_bool_and_integer_sums_over_the_replicas(strategy3, per_replica):
+    count, flag = variable(0, strategy3, aggregation="sum"), variable(False, strategy3, aggregation="sum")
+    x = per_replica(strategy3, 0, 5, 7)
+
+    def step(x):
+        count.assign_add(x)
+        flag.assign(x > 6)
+
+    strategy3.run(step, args=(x,))
+    assert (int(count), bool(flag), count.dtype, flag.dtype) == (12, True, np.int32, np.bool_)
+
+
+# -- a SUM that is assigned from outside is kept exactly
+
+
+def parts(value, num_replicas):
+    strategy = strategy_of(num_replicas)
+    v = variable(np.zeros_like(value), strategy, synchronization="on_read", aggregation="sum")
+    return v.assign(value).value, [np.asarray(copy) for copy in strategy.local_results(v)]
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3, 8])
+@settings(deadline=None, max_examples=8, derandomize=True)
+@given(data=st.data())
+def test_the_parts_of_a_sum_add_up_to_exactly_what_was_assigned(num_replicas, data):
+    floats = st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=False)
+    for dtype, numbers in {"float32": floats, "int32": st.integers(-(2**31), 2**31 - 1), "uint8": st.integers(0, 255)}.items():
+        value = np.array(data.draw(st.lists(numbers, min_size=8, max_size=8)), dtype)
+        read, own = parts(value, num_replicas)
+        assert np.array_equal(read, value)
+        assert np.array_equal(np.sum(own[::-1], axis=0, dtype=dtype), value)
+
+
+def test_seven_over_two_replicas_reads_seven():
+    read, own = parts(np.int32(7), 2)
+    assert (int(read), sorted(map(int, own))) == (7, [3, 4])
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 0.0, 2e-38, 3.4e38])
+def test_special_floats_survive_the_split(value):
+    read, _ = parts(np.float32(value), 3)
+    assert np.array_equal(read, np.float32(value), equal_nan=True)
+
+
+# -- what a user holds stays as it was
+
+
+def _held(v):
+    x = v.value
+    return {
+        "v.value": x,
+        "numpy view": np.asarray(x),
+        "shard": x.addressable_shards[-1].data,
+        "v[...]": v[...],
+        "v[:]": v[:],
+        "v[0:1, :]": v[0:1, :],
+        "v[0]": v[0],
+        "+v": +v,
+        "v**1": v**1,
+        "abs(v)": abs(v),
+        "v.T": v.T,
+        "v.reshape": v.reshape(v.shape),
+        "v.astype": v.astype(v.dtype),
+        "iteration": next(iter(v)),
+        "jnp.asarray": jnp.asarray(v),
+        "np.asarray": np.asarray(v),
+        "numpy()": v.numpy(),
+        "tree leaf": jax.tree.leaves({"v": v})[0],
+        "device_put": jax.device_put(v.value, jax.devices()[0]),
+        "local_results": STRATEGY_2.local_results(v)[1],
+        "reduce": STRATEGY_2.reduce("mean", v),
+        "gather": STRATEGY_2.gather(v, axis=0),
+        "block_until_ready": v.block_until_ready(),
+    }
+
+
+@pytest.fixture(scope="module")
+def bumped():
+    """A variable, what can be taken out of it at three moments, and copies of that made at once; then many steps."""
+    v = variable(np.arange(3, dtype=np.float32).reshape(1, 3))
+    step_result = lambda: STRATEGY_2.run(lambda: v.value)  # noqa: E731
+    function_result = mr.function(lambda: v.value)
+
+    def bump():
+        v.assign_add(jnp.ones((1, 3)))
+        return v.value
+
+    held = []
+    for _ in range(3):
+        for name, array in [*_held(v).items(), ("result of run", step_result()), ("result of mr.function", function_result())]:
+            held.append((name, array, np.array(array)))
+            array = None  # only the list holds it
+        result = STRATEGY_2.run(bump)
+        held.append(("result of the step that wrote it", result, np.array(result)))
+    for _ in range(5):
+        STRATEGY_2.run(bump)
+    return held
+
+
+def test_what_was_taken_out_of_a_variable_stays_valid_and_unchanged(bumped):
+    changed = [name for name, array, before in bumped if not np.array_equal(np.array(array), before)]
+    assert not changed
+
+
+@pytest.mark.parametrize("take", [lambda v: v[:], lambda v: v[...], lambda v: +v, lambda v: v.value, lambda v: jnp.asarray(v)])
+def test_taking_is_noticed_one_by_one(take):
+    v = variable(np.ones(4, np.float32))
+
+    def bump():
+        v.assign_add(jnp.ones(4))
+
+    STRATEGY_2.run(bump)
+    held = take(v)
+    STRATEGY_2.run(bump)
+    STRATEGY_2.run(bump)
+    assert np.array(held).tolist() == [2.0] * 4
+
+
+@pytest.mark.parametrize("given_as", ["initial value", "assign", "assign in a step", "assign in a function", "closure"])
+def test_arrays_that_went_in_stay_valid_and_unchanged(given_as):
+    x = jax.device_put(jnp.ones(4), STRATEGY_2.run(lambda: jnp.zeros(4)).sharding)
+    v = variable(x if given_as == "initial value" else np.zeros(4, np.float32))
+    returned = {
+        "initial value": lambda: None,
+        "assign": lambda: v.assign(x).value,
+        "assign in a step": lambda: STRATEGY_2.run(lambda x: v.assign(x).value, args=(x,)),
+        "assign in a function": lambda: mr.function(lambda x: v.assign(x).value)(x),
+        "closure": lambda: STRATEGY_2.run(lambda: v.assign(x).value),
+    }[given_as]()
+
+    def bump():
+        v.assign_add(jnp.ones(4))
+
+    for _ in range(3):
+        STRATEGY_2.run(bump)
+    mr.function(bump)()
+    assert v.numpy().tolist() == [5.0] * 4
+    assert np.array(x).tolist() == [1.0] * 4
+    assert returned is None or np.array(returned).tolist() == [1.0] * 4
+
+
+def aligned(size):
+    """Memory that `jax.device_put` takes as it is, without a copy."""
+    memory = np.empty(4 * size + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + 4 * size].view(np.float32)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_a_numpy_array_may_be_changed_after_it_was_given(num_replicas):
+    strategy = strategy_of(num_replicas)
+    mine = aligned(1 << 20)
+    mine[:] = 1
+    v = variable(mine, strategy)
+    on_read = variable(mine, strategy, synchronization="on_read", aggregation="mean")
+    mine[:] = 2
+    assert (v.numpy().max(), on_read.numpy().max()) == (1, 1)
+    v.assign(mine)
+    on_read.assign(mine)
+    mine[:] = 3
+    assert (v.numpy().max(), on_read.numpy().max()) == (2, 2)
+    strategy.run(lambda: v.assign(v + 1))
+    assert (v.numpy().max(), mine.max()) == (3, 3)
+
+
+def test_two_variables_never_share_what_a_step_overwrites():
+    a, b = variable(np.zeros(4, np.float32)), variable(np.ones(4, np.float32))
+
+    def bump_a():
+        a.assign_add(jnp.full(4, 100.0))
+
+    def bump_b():
+        b.assign_add(jnp.ones(4))
+
+    def give():
+        a.assign(b)
+
+    def both():
+        total = a + b
+        a.assign(total)
+        b.assign(total)
+        return total
+
+    one = jnp.ones(4)
+    shares = [
+        lambda: a.assign(b),
+        lambda: STRATEGY_2.run(give),
+        mr.function(give),
+        lambda: (a.assign(one), b.assign(one)),
+        lambda: (a.assign(b.value), b.assign(a.value)),
+    ]
+    for share in shares:
+        STRATEGY_2.run(bump_b)
+        share()
+        before = float(b[0])
+        assert float(a[0]) == before
+        STRATEGY_2.run(bump_a)
+        STRATEGY_2.run(bump_a)
+        assert (float(a[0]), float(b[0])) == (before + 200, before)
+    a.assign(one)
+    total = STRATEGY_2.run(both)
+    STRATEGY_2.run(bump_a)
+    STRATEGY_2.run(bump_b)
+    assert (float(a[0]) - 100, float(b[0]) - 1, float(one[0])) == (float(total[0]), float(total[0]), 1.0)
+
+
+def test_two_variables_swap_in_a_step_and_in_a_function():
+    a, b = variable(np.zeros(2, np.float32)), variable(np.ones(2, np.float32))
+
+    def swap():
+        old = a.value
+        a.assign(b)
+        b.assign(old)
+
+    compiled = mr.function(swap)
+    for _ in range(2):
+        STRATEGY_2.run(swap)
+        assert (float(a[0]), float(b[0])) == (1.0, 0.0)
+        compiled()
+        assert (float(a[0]), float(b[0])) == (0.0, 1.0)
+
+
+# -- dtypes
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (2,)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8", "uint8", "int4", "bool", "complex64"])
+def test_every_dtype_and_shape_in_every_mode(strategy2, dtype, shape):
+    one = np.ones(shape, jnp.dtype(dtype))
+    has_mean = jnp.issubdtype(one.dtype, jnp.inexact)
+    modes = [(s, a) for s in ("auto", "on_read") for a in AGGREGATIONS if a != "mean" or has_mean]
+    made = [variable(one, strategy2, synchronization=s, aggregation=a) for s, a in modes]
+
+    def step(one):
+        for v in made:
+            v.assign(one)
+            v.assign_add(v.value)
+        return [v.value for v in made]
+
+    strategy2.run(step, args=(one,))
+    for v, (synchronization, aggregation) in zip(made, modes, strict=True):
+        assert (v.dtype, v.shape) == (one.dtype, shape)
+        assert all(copy.dtype == one.dtype and copy.shape == shape for copy in strategy2.local_results(v))
+        if (synchronization, aggregation) != ("on_read", "none"):
+            assert v.numpy().dtype == one.dtype
+    strategy2.assert_mirrored()
+
+
+def test_a_random_key_is_state(strategy2):
+    key = variable(jax.random.key(0), strategy2, name="dropout")
+    own = variable(jax.random.key(1), strategy2, synchronization="on_read", aggregation="only_first_replica")
+
+    def step():
+        first, second = jax.random.split(key.value)
+        key.assign(first)
+        own.assign(mr.get_replica_context().rng(own.value))
+        return jax.random.uniform(second), jax.random.uniform(own.value)
+
+    expected, plain = [], jax.random.key(0)
+    for _ in range(3):
+        plain, second = jax.random.split(plain)
+        expected.append(float(jax.random.uniform(second)))
+    got = [strategy2.run(step) for _ in range(2)] + [mr.function(lambda: strategy2.run(step))()]
+    assert [float(common) for common, _ in got] == expected
+    assert all(float(a) != float(b) for _, different in got for a, b in [different.values])
+    assert own.assign(jax.random.key(3)).value == jax.random.key(3)
+    assert "key<fry>" in repr(key)
+    strategy2.assert_mirrored()
+
+
+@pytest.mark.parametrize("wrong", [3, 1.5, np.uint32(1), jax.random.key(0, impl="rbg")])
+def test_numbers_and_random_keys_are_not_converted_into_each_other(wrong):
+    key, number = variable(jax.random.key(0)), variable(0.0)
+    with pytest.raises(TypeError, match="random keys"):
+        key.assign(wrong)
+    with pytest.raises(TypeError, match="random keys"):
+        number.assign(jax.random.key(0))
+
+
+CONVERSIONS = [
+    ("int32", 3, 3),
+    ("int32", True, 1),
+    ("int32", 2.0, 2),
+    ("int32", jnp.asarray(3), 3),
+    ("uint8", jnp.asarray(3), 3),
+    ("uint8", np.int64(3), 3),
+    ("int8", np.uint8(3), 3),
+    ("bool", True, True),
+    ("bool", 1, True),
+    ("float32", 3, 3.0),
+    ("float32", np.float64(1.5), 1.5),
+    ("float32", jnp.bfloat16(2.5), 2.5),
+    ("bfloat16", np.float32(2.5), 2.5),
+    ("float16", 1.5, 1.5),
+    ("complex64", 1.5, 1.5),
+    ("complex64", 1j, 1j),
+    ("complex64", jnp.float32(2), 2.0),
+]
+LOSSES = [
+    ("int32", 0.5),
+    ("int32", math.nan),
+    ("int32", np.float32(2)),
+    ("int32", jnp.asarray(1.5)),
+    ("int32", np.int64(2**40)),
+    ("int8", 300),
+    ("int8", np.int32(300)),
+    ("uint8", -1),
+    ("uint8", jnp.int32(1)),
+    ("bool", 2),
+    ("bool", 0.5),
+    ("bool", jnp.int32(1)),
+    ("float32", 1j),
+    ("float32", np.complex64(1)),
+]
+
+
+@pytest.mark.parametrize(("dtype", "value", "expected"), CONVERSIONS)
+def test_a_value_is_converted_to_a_kind_that_holds_it(dtype, value, expected):
+    v = variable(np.zeros((), jnp.dtype(dtype)))
+    assert v.assign(value).numpy() == expected
+    assert v.dtype == jnp.dtype(dtype)
+
+
+@pytest.mark.parametrize(("dtype", "value"), LOSSES)
+def test_a_value_that_would_lose_information_is_refused(dtype, value):
+    v = variable(np.ones((), jnp.dtype(dtype)), name="w")
+    with pytest.raises(TypeError, match=r"'w'.*(would lose information.*astype|cannot hold)"):
+        v.assign(value)
+    assert v.numpy() == 1
+
+
+def test_a_python_number_in_a_step_gives_no_weak_type(strategy2):
+    v = variable(jnp.asarray(1.0), strategy2)  # a weakly typed array
+    traces = []
+
+    def step():
+        traces.append(None)
+        v.assign(jnp.asarray(2.0) * 3)
+
+    for _ in range(3):
+        strategy2.run(step)
+        assert not v.value.weak_type
+        v.assign(jnp.asarray(1.0))
+        assert not v.value.weak_type
+    assert len(traces) == 2
+
+
+@pytest.mark.parametrize("wrong", ["x", None, object(), [[1.0], [2.0, 3.0]]])
+def test_what_is_no_array_is_refused(wrong):
+    v = variable(0.0, name="w")
+    with pytest.raises(TypeError, match=r"expected an array or a number"):
+        v.assign(wrong)
+    with pytest.raises(TypeError, match=r"initial value.*expected an array or a number"):
+        variable(wrong)
+    assert float(v) == 0.0
+
+
+def test_another_shape_is_refused_everywhere(strategy2, per_replica):
+    v = variable(np.zeros((2, 3), np.float32), strategy2, name="w", aggregation="mean")
+    for wrong in (np.zeros(3), jnp.zeros((3, 2)), 1.0):
+        with pytest.raises(ValueError, match=r"'w' of shape \(2, 3\)"):
+            v.assign(wrong)
+        with pytest.raises(ValueError, match=r"'w' of shape \(2, 3\)"):
+            strategy2.run(lambda wrong=wrong: v.assign(wrong))
+    with pytest.raises(mr.UnevenReplicasError, match=r"'w' of shape \(2, 3\).*shapes \(2, 3\), \(1, 3\)"):
+        v.assign(per_replica(strategy2, np.zeros((2, 3)), np.zeros((1, 3))))
+    with pytest.raises(ValueError, match=r"'w' of shape \(2, 3\)"):
+        v.assign(per_replica(strategy2, np.zeros(3), np.zeros(3)))
+
+
+def test_values_of_another_strategy_are_refused(strategy2, strategy3, per_replica):
+    for v in (variable(0.0, aggregation="sum"), variable(0.0, synchronization="on_read", aggregation="sum")):
+        with pytest.raises(mr.StrategyMismatchError, match="3 replicas; it comes from another strategy"):
+            v.assign(per_replica(strategy3, 1.0, 2.0, 3.0))
+        with pytest.raises(mr.StrategyMismatchError, match=r"was given a PerReplica on .*another strategy"):
+            v.assign(per_replica(ELSEWHERE, 1.0, 2.0))
+        with pytest.raises(mr.StrategyMismatchError, match=r"lives on 2 replicas \(cpu:0, cpu:1\)"):
+            ELSEWHERE.run(lambda v=v: v.value)
+        assert float(v) == 0.0
+
+
+def test_an_array_of_another_strategy_is_moved():
+    there = variable(3.0, ELSEWHERE)
+    here = variable(there)
+    assert float(here.assign_add(there.value)) == 6.0
+    assert here.devices() == set(STRATEGY_2.devices)
+
+
+def test_a_per_replica_inside_a_step_is_explained(strategy2, per_replica):
+    v, x = variable(0.0, strategy2, aggregation="sum"), per_replica(strategy2, 1.0, 2.0)
+    with pytest.raises(mr.PerReplicaError, match=r"inside a step was given a PerReplica.*strategy\.run\(fn, args=\.\.\.\)"):
+        strategy2.run(lambda: v.assign(x))
+
+
+# -- creating
+
+
+def test_an_initial_value_is_computed_once_and_is_the_same_everywhere(strategy):
+    calls = []
+
+    def initial():
+        calls.append(None)
+        return np.random.default_rng(len(calls)).normal(size=3)
+
+    v = variable(initial, strategy)
+    values = copies(strategy, v)
+    assert (len(calls), len(values)) == (1, strategy.num_replicas_in_sync)
+    assert all(value == values[0] for value in values)
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "expected"),
+    [
+        (1, None, "int32"),
+        (1.0, None, "float32"),
+        (True, None, "bool"),
+        (1j, None, "complex64"),
+        ([1, 2.5], None, "float32"),
+        (np.float64(1), None, "float32"),
+        (np.arange(3), None, "int32"),
+        (jnp.ones(2, jnp.bfloat16), None, "bfloat16"),
+        (1, "float16", "float16"),
+        (np.ones(2), jnp.bfloat16, "bfloat16"),
+        (jnp.ones(2), "int8", "int8"),
+        (lambda: np.int8(3), None, "int8"),
+    ],
+)
+def test_the_dtype_is_the_values_own_unless_given(value, dtype, expected):
+    assert variable(value, dtype=dtype).dtype == jnp.dtype(expected)
+
+
+@pytest.mark.parametrize(("value", "dtype"), [(2**40, None), (np.array([2**40]), None), (300, "int8"), (0.5, "int32"), (2, "bool")])
+def test_an_initial_value_that_does_not_fit_is_refused(value, dtype):
+    with pytest.raises(TypeError, match=r"initial value of variable 'w'.*cannot hold"):
+        variable(value, dtype=dtype, name="w")
+
+
+def test_names_and_hints():
+    named, first, second = variable(0.0, name="w"), variable(0.0), variable(0, synchronization="on_read")
+    assert named.name == "w"
+    assert first.name != second.name
+    assert [v.trainable for v in (named, second, variable(0.0, trainable=False))] == [True, False, False]
+    assert (named.synchronization, second.synchronization) == (
+        mr.VariableSynchronization.ON_WRITE,
+        mr.VariableSynchronization.ON_READ,
+    )
+    assert variable(0.0, aggregation="Mean").aggregation is mr.VariableAggregation.MEAN
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "message"),
+    [
+        ({"synchronization": "none"}, ValueError, "synchronization NONE is not supported"),
+        ({"synchronization": "sometimes"}, ValueError, "'on_write'"),
+        ({"synchronization": 3}, TypeError, "VariableSynchronization"),
+        ({"aggregation": "median"}, ValueError, "'only_first_replica'"),
+        ({"aggregation": "mean", "dtype": "int32"}, ValueError, "aggregation MEAN.*dtype='float32'"),
+        ({"initial_value": jax.random.key(0), "aggregation": "sum"}, ValueError, "random keys cannot be added"),
+        ({"name": ""}, TypeError, "non-empty string"),
+        ({"name": 3}, TypeError, "non-empty string"),
+    ],
+)
+def test_wrong_settings_are_refused(kwargs, error, message):
+    with pytest.raises(error, match=message):
+        variable(kwargs.pop("initial_value", 0), **kwargs)
+
+
+def test_a_per_replica_is_no_initial_value(strategy2, per_replica):
+    with pytest.raises(mr.PerReplicaError, match="the initial value is a PerReplica"):
+        variable(per_replica(strategy2, 1.0, 2.0), strategy2)
+
+
+# -- used as an array
+
+W = np.arange(6, dtype=np.float32).reshape(2, 3)
+X = np.ones((4, 2), np.float32)
+READS = {
+    "x @ w": lambda w: X @ w,
+    "jnp x @ w": lambda w: jnp.asarray(X) @ w,
+    "w @ x": lambda w: w.T @ X.T,
+    "w + np": lambda w: w + W,
+    "np + w": lambda w: W + w,
+    "np.float32 * w": lambda w: np.float32(2) * w,
+    "w - 1": lambda w: w - 1,
+    "1 - w": lambda w: 1 - w,
+    "w / w": lambda w: (w + 1) / w.max(),
+    "w // 2": lambda w: w // 2,
+    "7 % w": lambda w: 7 % (w + 1),
+    "divmod": lambda w: divmod(w, 2)[1],
+    "2 ** w": lambda w: 2**w,
+    "-w": lambda w: -w,
+    "abs": lambda w: abs(-w),
+    "w < 2": lambda w: w < 2,
+    "np <= w": lambda w: W <= w,
+    "jnp.matmul": lambda w: jnp.matmul(X, w),
+    "jnp.sum": lambda w: jnp.sum(w),
+    "jnp.where": lambda w: jnp.where(w > 2, w, 0),
+    "jnp.concatenate": lambda w: jnp.concatenate([w, w]),
+    "jnp.einsum": lambda w: jnp.einsum("ij,kj->ik", w, w),
+    "softmax": lambda w: jax.nn.softmax(w),
+    "jit": lambda w: jax.jit(lambda w: w * 2)(w),
+    "grad": lambda w: jax.grad(lambda w: jnp.sum(w**2))(w),
+    "vmap": lambda w: jax.vmap(jnp.sum)(w),
+    "tree.map": lambda w: jax.tree.map(lambda x: x + 1, {"a": [w]})["a"][0],
+    "w.T": lambda w: w.T,
+    "w[0]": lambda w: w[0],
+    "w[:, 1:]": lambda w: w[:, 1:],
+    "w.mean()": lambda w: w.mean(),
+    "w.at": lambda w: w.at[0].set(0) if not isinstance(w, np.ndarray) else jnp.asarray(w).at[0].set(0),
+    "stack of rows": lambda w: jnp.stack(list(w)),
+}
+
+
+@pytest.fixture(scope="module")
+def read_in_a_step():
+    w = variable(W)
+    return STRATEGY_2.run(lambda: {name: read(w) for name, read in READS.items()})
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_variable_reads_like_its_value(read_in_a_step, name):
+    expected = np.asarray(READS[name](W))
+    for got in (READS[name](variable(W)), read_in_a_step[name]):
+        assert isinstance(got, jax.Array)
+        np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+def test_host_conversions():
+    w, s, i, b = variable(W), variable(2.5), variable(3), variable(True)
+    assert (float(s), int(i), complex(s), bool(b), [0, 1, 2, 3][i], round(float(s) - 0.1)) == (2.5, 3, 2.5 + 0j, True, 3, 2)
+    assert (f"{s:.2f}", f"{i}"[:11], len(w), list(range(i))) == ("2.50", "mr.Variable", 2, [0, 1, 2])
+    assert np.array_equal(np.asarray(w), W)
+    assert np.asarray(w, dtype=np.float64).dtype == np.float64
+    assert np.sqrt(s) == np.sqrt(np.float32(2.5))
+    assert np.array_equal(np.matmul(X, w), X @ W)
+    assert (w.shape, w.ndim, w.size, w.nbytes, w.devices()) == ((2, 3), 2, 6, 24, set(STRATEGY_2.devices))
+    assert w.tolist() == W.tolist()
+    with pytest.raises(TypeError, match=r"is a scalar and has no len\(\)"):
+        len(s)
+
+
+def test_equality_is_identity_so_variables_live_in_dicts_and_sets():
+    a, b = variable(1.0), variable(1.0)
+    assert a == a
+    assert a != b
+    assert (a == 1.0) is False
+    assert {a: "a", b: "b"}[a] == "a"
+    assert len({a, b, a}) == 2
+    assert a in [b, a]
+
+
+def test_operators_of_two_variables_and_with_a_per_replica(strategy2, per_replica):
+    a, b = variable(W, strategy2), variable(2.0, strategy2)
+    np.testing.assert_array_equal(a * b + a, W * 3)
+    for operation in (lambda x: a + x, lambda x: x + a, lambda x: x @ a):
+        with pytest.raises(mr.PerReplicaError, match=r"strategy\.reduce"):
+            operation(per_replica(strategy2, 1.0, 2.0))
+
+
+@pytest.mark.parametrize("name", ["foo", "delete", "is_deleted", "_private", "__wrapped__"])
+def test_what_arrays_do_not_have_or_must_not_do_is_missing(name):
+    with pytest.raises(AttributeError, match="mr.Variable has no attribute"):
+        getattr(variable(0.0), name)
+
+
+def test_attributes_cannot_be_set():
+    v = variable(0.0)
+    for name in ("value", "shape", "foo"):
+        with pytest.raises(AttributeError):
+            setattr(v, name, 1.0)
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda v: copy.deepcopy({"v": [v]}), pickle.dumps])
+def test_a_variable_is_not_copied_by_accident(duplicate):
+    with pytest.raises(TypeError, match=r"'w' cannot be copied or pickled.*mr\.Variable\(variable\.value\)"):
+        duplicate(variable(0.0, name="w"))
+
+
+def test_repr_shows_each_copy(strategy3, per_replica):
+    v = variable(np.zeros(2, np.float32), strategy3, name="m", synchronization="on_read", aggregation="sum")
+    strategy3.run(lambda x: v.assign(x), args=(per_replica(strategy3, *np.eye(3, 2, dtype=np.float32)),))
+    assert repr(v) == (
+        "mr.Variable(name='m', shape=(2,), dtype=float32, synchronization=ON_READ, aggregation=SUM,\n"
+        "  0: [1. 0.],\n  1: [0. 1.],\n  2: [0. 0.])"
+    )
+    seen = []
+    strategy3.run(lambda: seen.append(repr(v)))
+    assert seen[0].endswith("aggregation=SUM, traced)")
+
+
+def test_assert_mirrored_sees_a_copy_that_was_changed_behind_its_back(strategy3):
+    v = variable(np.zeros(2, np.float32), strategy3, name="w")
+    strategy3.assert_mirrored()
+    broken = [jax.device_put(np.full(2, i == 2, np.float32), device) for i, device in enumerate(strategy3.devices)]
+    v._array = jax.make_array_from_single_device_arrays((2,), v.value.sharding, broken)
+    with pytest.raises(mr.ReplicasDivergeError, match=r"'w' differ: replicas \[2\] from replica 0"):
+        strategy3.assert_mirrored()
