@@ -26,6 +26,7 @@ FLOORS = (
     ("_lift", "_signature"),
     ("_guards", "_programs"),
     ("_replicate",),
+    ("_explain",),
     ("_function",),
     ("_loops", "_gradients", "data._source", "data._rebatch", "data._feed"),
     ("data._dataset",),
@@ -39,7 +40,7 @@ FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 MAX_LINES = 400
 #: Files that may be longer, and why.
 LONGER = {
-    "_strategy": 560,  # the public verbs: half of it is their documentation
+    "_strategy": 550,  # the public verbs: half of it is their documentation
     "_variables": 560,  # one class with the operators and conversions of an array
     "_mirror_proof": 520,  # one table and one walk
 }

@@ -152,7 +152,8 @@ def as_array(leaf: Any, verb: str) -> jax.Array:
             f"{verb} got {leaf!r} of type {type(leaf).__name__}; expected arrays or numbers, in any nest of "
             "dicts, lists and tuples. Leave other values out of the tree."
         )
-    return jnp.asarray(leaf)
+    # A copy of a host array: JAX may keep its memory, which the user may change.
+    return jnp.array(leaf) if isinstance(leaf, np.ndarray) else jnp.asarray(leaf)
 
 
 def is_wrapped(leaf: Any) -> bool:

@@ -117,7 +117,7 @@ def in_cross_replica_context() -> bool:
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/in_cross_replica_context
     """
     frame = current()
-    return frame is not None and frame.replica is None
+    return frame is not None and frame.strategy is not None and frame.replica is None
 
 
 class ReplicaContext:

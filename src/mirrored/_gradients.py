@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from . import _context, _lift, _tracing
-from ._errors import ContextError
+from ._errors import ContextError, StrategyMismatchError
 from ._marks import Mark, Purpose, mark
 from ._typing import PyTree, UserFunction
 from ._variables import Variable, is_variable
@@ -114,6 +114,10 @@ def _check_variables(variables: PyTree) -> tuple[list[Variable], Any]:
                 f"variable {leaf.name!r} has dtype {leaf.dtype}, and only floating point variables have gradients. Leave it out."
             )
     for position, leaf in enumerate(leaves):
+        if leaf._mesh != leaves[0]._mesh:
+            raise StrategyMismatchError(
+                f"variables {leaves[0].name!r} and {leaf.name!r} belong to different strategies; take each one's gradients alone."
+            )
         if any(leaf is other for other in leaves[:position]):
             raise ValueError(f"variable {leaf.name!r} is listed twice in mr.value_and_grad; only one could get its gradient.")
     return leaves, treedef

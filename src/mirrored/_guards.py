@@ -43,17 +43,17 @@ def check_gradients(findings: Findings, num_replicas: int) -> None:
             raise FactorOfReplicasError(
                 f"the gradient of variable {note.name!r} given to apply_gradients at {note.where} has already been "
                 "combined over the replicas. apply_gradients sums gradients over the replicas itself, so this update "
-                f"would be {num_replicas} times too large. Leave the all_reduce out, or say that it is done: "
+                f"would be R times too large (R = {num_replicas} here). Leave the all_reduce out, or say that it is done: "
                 "optimizer.apply_gradients(grads, aggregate=False)."
             )
     if not gradients or num_replicas == 1:
         return
     if all(state.sameness is Sameness.SAME for _, state in gradients):
         _warn_of_factor(
-            f"no data that differs by replica entered this step, so all {num_replicas} replicas computed the same "
-            f"gradients, and apply_gradients at {gradients[0][0].where} sums them: the update is {num_replicas} times that "
-            "of one device. An array passed to strategy.run goes whole to every replica; give each replica its "
-            "part of the batch with strategy.distribute_dataset(dataset)."
+            f"all {num_replicas} replicas computed the same gradients, from no data that differs by replica, and "
+            f"apply_gradients at {gradients[0][0].where} sums them: the update is {num_replicas} times that of one device, "
+            "unless the loss was divided by the number of replicas. An array passed to strategy.run goes whole to every replica; "
+            "give each replica its part of the batch with strategy.distribute_dataset(dataset)."
         )
     elif any(note.purpose is Purpose.LOSS and state.sameness is Sameness.REDUCED for note, state in findings.marks):
         _warn_of_factor(
@@ -68,12 +68,20 @@ def _warn_of_factor(message: str) -> None:
     warnings.warn(message, FactorOfReplicasWarning, stacklevel=_tracing.user_stacklevel())
 
 
+#: What JAX raises when Python wants the value of a traced array: in `if`, as an index, as a numpy array.
+_NEEDS_A_VALUE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.TracerArrayConversionError,
+)
+
+
 @contextlib.contextmanager
 def explained(context: ReplicaContext) -> Iterator[None]:
     """Explain the one-program rule where Python tried to branch on a replica's number."""
     try:
         yield
-    except jax.errors.ConcretizationTypeError as error:
+    except _NEEDS_A_VALUE as error:
         if not context._knows_id:
             raise
         raise OneProgramError(_one_program_message(error)) from error

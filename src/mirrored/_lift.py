@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import inspect
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -294,14 +297,29 @@ def plan_result(result: PyTree) -> tuple[ResultPlan, list[jax.Array]]:
 
 def _refuse_hidden_arrays(leaf: Any) -> None:
     """Refuse an object that JAX cannot look into and that holds traced arrays, which must not leave the step."""
-    fields = getattr(leaf, "__dict__", None)
-    if isinstance(leaf, Variable | type) or callable(leaf) or not fields:
-        return
-    for name, value in fields.items():
+    kind = type(leaf).__name__
+    if inspect.isgenerator(leaf) or inspect.iscoroutine(leaf):
+        raise TypeError(f"the step returned a {kind}: it contains `yield` or `await`, so calling it runs nothing. Use `return`.")
+    for name, value in _fields_of(leaf):
         if any(isinstance(part, jax.core.Tracer) for part in jax.tree.leaves(value)):
-            kind = type(leaf).__name__
             raise TypeError(
                 f"the step returned a {kind}, whose field {name!r} holds an array, but JAX does not know how to look "
                 f"into a {kind}. Register it with @jax.tree_util.register_dataclass above the class, or return a "
                 "dict, tuple or namedtuple."
             )
+
+
+def _fields_of(leaf: Any, depth: int = 3) -> Iterator[tuple[str, Any]]:
+    """Yield what an object that is no pytree holds: attributes, slots, bound arguments, closed-over values."""
+    if isinstance(leaf, Variable | type | types.ModuleType) or depth == 0:
+        return
+    fields = dict(getattr(leaf, "__dict__", {}))
+    fields |= {name: getattr(leaf, name, None) for name in getattr(type(leaf), "__slots__", ()) if isinstance(name, str)}
+    if isinstance(leaf, functools.partial):
+        fields |= {"args": leaf.args, "keywords": leaf.keywords}
+    if isinstance(leaf, types.FunctionType):
+        fields |= inspect.getclosurevars(leaf).nonlocals
+    for name, value in fields.items():
+        yield name, value
+        if jax.tree_util.all_leaves([value]) and not isinstance(value, jax.Array | np.ndarray):
+            yield from _fields_of(value, depth - 1)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _collectives, _context, _replicate, _stacked
+from . import _collectives, _context, _explain, _replicate, _stacked
 from ._context import Frame
 from ._errors import ContextError, ReplicasDivergeError, StrategyMismatchError
 from ._mesh import ReplicaMesh
@@ -60,11 +60,14 @@ class Strategy:
 
     def __init__(self, mesh: ReplicaMesh) -> None:
         """Take the devices; users call a subclass."""
+        if not isinstance(mesh, ReplicaMesh):
+            raise TypeError(
+                "mr.Strategy is not made directly; write mr.MirroredStrategy(devices) or mr.OneDeviceStrategy(device)."
+            )
         self._mesh = mesh
         self._programs: Programs[Program] = Programs()
         self._datasets: weakref.WeakSet[DistributedDataset] = weakref.WeakSet()
-        names = mesh
-        _logger.info("%s: %s", type(self).__name__, names)
+        _logger.info("%s: %s", type(self).__name__, mesh)
 
     # -- what it is
 
@@ -116,7 +119,7 @@ class Strategy:
         ...all-reduce of 1.0 KiB...
         """
         lines = [f"{type(self).__name__}: {self._mesh}"]
-        lines += [f"program {_describe_program(program)}" for program in self._programs]
+        lines += [f"program {_explain.describe_program(program)}" for program in self._programs]
         lines += [f"dataset {dataset.describe()}" for dataset in self._datasets]
         return "\n".join(lines)
 
@@ -511,24 +514,6 @@ def _check_run_arguments(fn: Any, args: Any, kwargs: Any) -> None:
         )
     if kwargs is not None and not (isinstance(kwargs, dict) and all(isinstance(name, str) for name in kwargs)):
         raise TypeError(f"kwargs is {kwargs!r}; expected a dict of keyword arguments.")
-
-
-def _describe_program(program: Program) -> str:
-    findings, lifted = program.findings, program.lifted
-    sizes: dict[str, list[int]] = {}
-    for collective in findings.collectives:
-        name = {"psum": "all-reduce", "all_gather": "all-gather"}.get(collective.name, collective.name)
-        sizes.setdefault(name + (" in a loop" if collective.in_loop else ""), []).append(collective.num_bytes)
-    communication = ", ".join(f"{len(b)} {name} of {_bytes(sum(b))}" for name, b in sizes.items()) or "no communication"
-    return f"{program.name}: {len(lifted.written)} variables written, {len(lifted.read_only)} read; {communication}"
-
-
-def _bytes(count: int) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.1f} {unit}" if unit != "B" else f"{count} B"
-        count = count / 1024  # type: ignore[assignment]
-    return f"{count:.1f} GiB"
 
 
 #: TensorFlow's spellings, and ours.

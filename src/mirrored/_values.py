@@ -112,7 +112,8 @@ class PerReplica:
             return f"PerReplica({self._array!r})"
         if isinstance(self._array, jax.Array) and self._array.is_deleted():
             return f"PerReplica(shape={self.shape}, dtype={self.dtype}, deleted)"
-        rows = ",\n".join(_indent(i, value) for i, value in self._local_rows().items())
+        with jax.ensure_compile_time_eval():  # also inside a step
+            rows = ",\n".join(_indent(i, value) for i, value in self._local_rows().items())
         return f"PerReplica(shape={self.shape}, dtype={self.dtype},\n{rows})"
 
     def __getattr__(self, name: str) -> NoReturn:

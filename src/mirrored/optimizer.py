@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from . import _context, _tracing
+from . import _context, _stacked, _tracing
 from ._context import Frame
 from ._errors import ContextError, PerReplicaError, StrategyMismatchError
 from ._marks import Mark, Purpose, mark
@@ -227,7 +227,10 @@ def _one_value(gradient: Any, variable: Variable, aggregate: bool) -> jax.Array:
             "it with strategy.reduce('sum', gradient), or leave aggregate=False out."
         )
     variable._check_per_replica("apply_gradients", gradient)
-    return jnp.sum(gradient._array, axis=0)
+    if isinstance(gradient._array, jax.core.Tracer):
+        return _stacked.reduce_stack(gradient._array, ReduceOp.SUM, (), None)
+    summed = _stacked.compiled(_stacked.reduce_stack, variable._mesh.mirrored, ReduceOp.SUM, (), None)
+    return summed(gradient._array)
 
 
 def _check_variables(leaves: list[Any]) -> None:

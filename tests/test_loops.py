@@ -1,0 +1,290 @@
+"""mr.scan, mr.fori_loop and mr.cond: variables go through them, in every context."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mirrored as mr
+
+pytestmark = pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning")
+
+
+def variable(strategy, value, **kwargs):
+    with strategy.scope():
+        return mr.Variable(value, **kwargs)
+
+
+def numbered(strategy):
+    return strategy.distribute_values_from_function(lambda ctx: np.float32(ctx.replica_id_in_sync_group + 1))
+
+
+def numbered_rows(strategy, count):
+    rows = np.arange(count, dtype=np.float32)
+    return strategy.distribute_values_from_function(lambda ctx: rows + ctx.replica_id_in_sync_group)
+
+
+def in_scope(strategy, fn):
+    with strategy.scope():
+        return fn()
+
+
+def eagerly(fn):
+    with mr.eager():
+        return fn()
+
+
+CONTEXTS = {
+    "outside": lambda strategy, fn: fn(),
+    "in a scope": in_scope,
+    "in mr.function": lambda strategy, fn: mr.function(fn)(),
+    "in a step": lambda strategy, fn: strategy.run(fn),
+    "in a step in mr.function": lambda strategy, fn: mr.function(lambda: strategy.run(fn))(),
+    "in merge_call": lambda strategy, fn: strategy.run(lambda: mr.get_replica_context().merge_call(lambda _: fn())),
+    "eager, outside": lambda strategy, fn: eagerly(fn),
+    "eager, in a step": lambda strategy, fn: eagerly(lambda: strategy.run(fn)),
+    "in mr.scan": lambda strategy, fn: jax.tree.map(lambda y: y[0], mr.scan(lambda c, _: (c, fn()), None, length=1)[1]),
+    "in mr.cond": lambda strategy, fn: mr.cond(jnp.bool_(True), fn, fn),
+}
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_variables_are_read_and_written_in_every_context(context, strategy2):
+    w, factor, unused = variable(strategy2, 1.0), variable(strategy2, 2.0), variable(strategy2, 5.0)
+
+    def loops():
+        def scan_body(carry, x):
+            w.assign(w * x * factor)
+            return carry + x, w.value
+
+        def loop_body(i, carry):
+            w.assign_add(1.0)
+            return carry + i
+
+        total, history = mr.scan(scan_body, 0.0, np.array([2.0, 3.0], np.float32))
+        count = mr.fori_loop(0, 3, loop_body, 0)
+        chosen = mr.cond(w > 20, lambda x: (w.assign_sub(20.0), x)[1], lambda x: x + 1, 10.0)
+        return total, history, count, chosen
+
+    for start in (1.0, 2.0):
+        w.assign(start)
+        total, history, count, chosen = CONTEXTS[context](strategy2, loops)
+        assert (float(total), history.tolist(), int(count)) == (5.0, [4 * start, 24 * start], 3)
+        assert (float(w), float(chosen)) == (24 * start + 3 - 20, 10.0)
+    assert (float(factor), float(unused)) == (2.0, 5.0)
+    strategy2.assert_mirrored()
+
+
+@pytest.mark.parametrize("context", ["outside", "in a scope", "in mr.function"])
+def test_steps_in_a_scan_take_per_replica_rows_carries_and_results(strategy, context):
+    num_replicas = strategy.num_replicas_in_sync
+    w, x, rows = variable(strategy, 0.0), numbered(strategy), numbered_rows(strategy, 4)
+    seen = variable(strategy, 0, synchronization="on_read", aggregation="sum")
+
+    def step(carry, row):
+        seen.assign_add(1)
+        w.assign_add(mr.get_replica_context().all_reduce("sum", row))
+        return carry + row, row * 2
+
+    def loop():
+        return mr.scan(lambda carry, row: strategy.run(step, args=(carry, row)), x, rows)
+
+    carry, doubled = CONTEXTS[context](strategy, loop)
+    own = np.arange(4, dtype=np.float32)[None] + np.arange(num_replicas)[:, None]
+    assert [float(value) for value in carry.values] == (np.arange(num_replicas) + 1 + own.sum(axis=1)).tolist()
+    assert [value.tolist() for value in doubled.values] == (2 * own).tolist()
+    assert (float(w), int(seen)) == (own.sum(), 4 * num_replicas)
+    strategy.assert_mirrored()
+
+
+def test_in_a_step_the_carry_and_sync_on_read_variables_may_differ(strategy3):
+    seen = variable(strategy3, 0.0, synchronization="on_read", aggregation="sum")
+
+    def step(x, rows):
+        def body(carry, row):
+            seen.assign_add(row)
+            return carry + row, carry
+
+        return mr.scan(body, x, rows)
+
+    carry, before = strategy3.run(step, args=(numbered(strategy3), numbered_rows(strategy3, 3)))
+    assert [float(value) for value in carry.values] == [1 + 3, 2 + 6, 3 + 9]
+    assert [value.tolist() for value in before.values] == [[1, 1, 2], [2, 3, 5], [3, 5, 8]]
+    assert [float(value) for value in strategy3.local_results(seen)] == [3.0, 6.0, 9.0]
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        lambda w, rows: mr.scan(lambda c, row: (c, w.assign(row).value), None, rows)[0],
+        lambda w, rows: mr.fori_loop(0, 2, lambda i, c: (w.assign(rows[i]), c)[1], None),
+        lambda w, rows: mr.cond(rows[0] > 0, lambda: w.assign(1.0), lambda: w.assign(2.0)),
+        lambda w, rows: mr.cond(rows[0] > 0, lambda: w.assign(1.0), lambda: None),
+        lambda w, rows: mr.cond(True, lambda: w.assign(rows[0]), lambda: None),
+        lambda w, rows: mr.scan(lambda c, row: (row, w.assign(c).value), 0.0, rows)[1] * 0,
+    ],
+)
+def test_copies_that_would_differ_are_refused_inside_them_too(strategy3, loop):
+    w, rows = variable(strategy3, 1.0, name="w"), numbered_rows(strategy3, 2)
+    with pytest.raises(mr.ReplicasDivergeError, match=r"'w' is mirrored.*test_loops\.py:\d+ .*the argument `rows`"):
+        strategy3.run(lambda rows: loop(w, rows), args=(rows,))
+    assert float(w) == 1.0
+
+
+def test_collectives_in_them(strategy3):
+    w, rows = variable(strategy3, 0.0, aggregation="sum"), numbered_rows(strategy3, 2)
+
+    def step(rows):
+        mr.scan(lambda c, row: (c, w.assign_add(row).value), None, rows)
+        mean = mr.get_replica_context().all_reduce("mean", rows[0])
+        return mr.cond(mean > 0, lambda: w.assign_add(mean).value, lambda: w.value)
+
+    assert float(strategy3.run(step, args=(rows,))) == (0 + 1 + 2) + (1 + 2 + 3) + 3 * 1
+    with pytest.raises(mr.CollectiveHangError, match="condition or loop that may differ by replica"):
+        strategy3.run(lambda rows: mr.cond(rows[0] > 0, lambda: w.assign_add(rows[0]).value, lambda: w.value), args=(rows,))
+
+
+def test_they_nest(strategy2):
+    w = variable(strategy2, 0.0)
+
+    def inner(carry, _):
+        w.assign_add(1.0)
+        return carry, None
+
+    def outer(carry, _):
+        mr.scan(inner, None, length=3)
+        mr.fori_loop(0, 2, lambda i, c: mr.cond(i > 0, lambda: (w.assign_add(10.0), c)[1], lambda: c), 0)
+        return carry, w.value
+
+    for run in (lambda: mr.scan(outer, None, length=2), lambda: strategy2.run(lambda: mr.scan(outer, None, length=2))):
+        w.assign(0.0)
+        assert run()[1].tolist() == [13.0, 26.0]
+
+
+def train(strategy, start):
+    with strategy.scope():
+        w = mr.Variable(start)
+        optimizer = mr.Optimizer(optax.adam(0.1), [w])
+
+    def step(x):
+        loss, gradients = mr.value_and_grad(lambda: jnp.sum((w * x - 1) ** 2), [w])()
+        optimizer.apply_gradients(gradients)
+        return loss
+
+    return w, step
+
+
+def test_k_steps_in_a_scan_are_k_steps(strategy):
+    start, rows = np.float32([0.5, -1.0]), numbered_rows(strategy, 5)
+    (one, one_step), (other, other_step) = train(strategy, start), train(strategy, start)
+    pick = jax.jit(lambda rows, i: rows[i])
+    losses = [strategy.run(lambda rows, i: one_step(rows[i]), args=(rows, np.int32(i))) for i in range(5)]
+    _, scanned = mr.scan(lambda _, x: (None, strategy.run(other_step, args=(x,))), None, rows)
+    np.testing.assert_allclose(other.numpy(), one.numpy(), rtol=1e-6)
+    for replica, own in enumerate(scanned.values):
+        np.testing.assert_allclose(own, [losses[i].values[replica] for i in range(5)], rtol=1e-5)
+    assert pick is not None
+
+
+def test_numbers_and_array_bounds_do_not_compile_again():
+    traces = []
+
+    def body(i, carry):
+        traces.append(None)
+        return carry + i
+
+    assert [int(mr.fori_loop(jnp.int32(0), jnp.int32(n), body, start)) for n, start in ((2, 0), (3, 1), (4, 2))] == [1, 4, 8]
+    in_a_trace = len(traces)
+    assert int(mr.fori_loop(0, 3, body, 0)) == 3
+    assert len(traces) == 2 * in_a_trace
+
+
+def test_many_different_loops_are_no_recompilation():
+    with pytest.warns() as caught:
+        for k in range(12):
+            names = {}
+            exec(f"def scan_body(c, x): return c + x * {k}, None\ndef loop_body(i, c): return c + {k}", names)
+            assert float(mr.scan(names["scan_body"], 0.0, jnp.ones(2))[0]) == 2 * k
+            assert int(mr.fori_loop(0, 2, names["loop_body"], 0)) == 2 * k
+        pytest.warns  # noqa: B018
+        import warnings
+
+        warnings.warn("the only one", UserWarning, stacklevel=1)
+    assert [str(warning.message) for warning in caught] == ["the only one"]
+
+
+def test_a_bound_that_is_a_variable(strategy2):
+    steps = variable(strategy2, 3)
+    assert int(strategy2.run(lambda: mr.fori_loop(0, steps.value, lambda i, c: c + 1, 0))) == 3
+    assert int(mr.fori_loop(0, steps, lambda i, c: c + 1, 0)) == 3
+
+
+def test_carries_and_rows_of_every_kind(strategy2):
+    w, rows = variable(strategy2, np.ones(3, np.float32)), variable(strategy2, np.arange(4, dtype=np.float32))
+    carry, ys = mr.scan(lambda c, x: ({"a": c["a"] * 2, "n": c["n"] + 1}, (c["n"], x["r"])), {"a": w, "n": 0}, {"r": rows})
+    assert (carry["a"].tolist(), int(carry["n"]), ys[0].tolist(), ys[1].tolist()) == ([16.0] * 3, 4, [0, 1, 2, 3], [0, 1, 2, 3])
+    assert w.numpy().tolist() == [1.0] * 3  # the carry started from its value, the variable was not written
+    assert mr.scan(lambda c, x: (c, x), 0.0, jnp.ones((0, 2)))[1].shape == (0, 2)
+    assert float(mr.scan(lambda c, _: (c + 1, None), 0.0, length=0)[0]) == 0.0
+    assert int(mr.fori_loop(3, 1, lambda i, c: c + 1, 0)) == 0
+
+
+WRONG = {
+    "body of scan": (lambda: mr.scan(3, 0.0), TypeError, "mr.scan got 3 as its body"),
+    "body of fori_loop": (lambda: mr.fori_loop(0, 2, 3, 0), TypeError, "mr.fori_loop got 3 as its body"),
+    "no pair": (lambda: mr.scan(lambda c, x: c, 0.0, jnp.ones(2)), TypeError, r"returned an array; expected a pair.*return carry, None"),
+    "no length": (lambda: mr.scan(lambda c, x: (c, None), 0.0), ValueError, "length"),
+    "negative length": (lambda: mr.scan(lambda c, x: (c, None), 0.0, length=-1), TypeError, "length=-1; expected an int"),
+    "fractional length": (lambda: mr.scan(lambda c, x: (c, None), 0.0, length=2.5), TypeError, "length=2.5; expected an int"),
+    "scalar rows": (lambda: mr.scan(lambda c, x: (c, None), 0.0, jnp.ones(())), ValueError, r"scalar.*jnp\.asarray\(\[1\.0, 2\.0\]\)"),
+    "list of numbers": (lambda: mr.scan(lambda c, x: (c, None), 0.0, [1.0, 2.0]), ValueError, "scalar"),
+    "text rows": (lambda: mr.scan(lambda c, x: (c, None), 0.0, "abc"), TypeError, "xs of mr.scan got 'abc'"),
+    "text carry": (lambda: mr.scan(lambda c, x: (c, None), "s", jnp.ones(2)), TypeError, "the carry of mr.scan got 's'"),
+    "text result": (lambda: mr.scan(lambda c, x: (c, "s"), 0.0, jnp.ones(2)), TypeError, "the y of mr.scan's body got 's'"),
+    "uneven lengths": (lambda: mr.scan(lambda c, x: (c, None), 0.0, (jnp.ones(2), jnp.ones(3))), ValueError, "2, 3"),
+    "other carry": (lambda: mr.scan(lambda c, x: (c[None], None), 0.0, jnp.ones(2)), TypeError, "carry"),
+    "fractional bound": (lambda: mr.fori_loop(0, 2.5, lambda i, c: c, 0), TypeError, "bounds 0 and 2.5; expected two ints"),
+    "text bound": (lambda: mr.fori_loop("a", 2, lambda i, c: c, 0), TypeError, "expected two ints"),
+    "other loop carry": (lambda: mr.fori_loop(0, 2, lambda i, c: None, 0), TypeError, "carry"),
+    "branches of cond": (lambda: mr.cond(True, 3, lambda: None), TypeError, "mr.cond got 3"),
+    "operands of cond": (lambda: mr.cond(True, lambda x: 1, lambda x: 1, "s"), TypeError, "operands of mr.cond got 's'"),
+    "results of cond": (lambda: mr.cond(jnp.bool_(True), lambda: 1, lambda: (1, 2)), TypeError, "cond"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_said(name):
+    call, error, message = WRONG[name]
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_rows_of_different_numbers_show_no_padding(strategy3):
+    uneven = strategy3.distribute_values_from_function(lambda ctx: np.ones(ctx.replica_id_in_sync_group, np.float32))
+    with pytest.raises(mr.UnevenReplicasError, match=r"xs of mr\.scan.*\(0,\), \(1,\), \(2,\).*the same number of rows"):
+        mr.scan(lambda c, x: (c, None), 0.0, uneven)
+    with pytest.raises(ValueError, match="scalar"):
+        mr.scan(lambda c, x: (c, None), 0.0, numbered(strategy3))
+
+
+def test_cond_takes_the_branch_that_the_condition_says_and_keeps_the_rest(strategy2):
+    a, b = variable(strategy2, 1.0), variable(strategy2, 2.0)
+
+    @mr.function
+    def choose(is_first):
+        return mr.cond(is_first, lambda: a.assign_add(10.0).value, lambda: b.assign_add(100.0).value)
+
+    assert [float(choose(jnp.bool_(flag))) for flag in (True, False, False)] == [11.0, 102.0, 202.0]
+    assert (float(a), float(b)) == (11.0, 202.0)
+
+
+def test_cond_in_a_step_may_differ_by_replica_for_what_is_not_mirrored(strategy3):
+    own = variable(strategy3, 0.0, synchronization="on_read", aggregation="sum")
+
+    def step(x):
+        return mr.cond(x > 1.5, lambda: own.assign(x).value, lambda: jnp.float32(-1))
+
+    result = strategy3.run(step, args=(numbered(strategy3),))
+    assert [float(value) for value in result.values] == [-1.0, 2.0, 3.0]
+    assert [float(value) for value in strategy3.local_results(own)] == [0.0, 2.0, 3.0]
