@@ -1,6 +1,6 @@
 """The twenty-line loop of the README: a linear model on two replicas.
 
-    python examples/quickstart.py
+python examples/quickstart.py
 """
 
 import jax.numpy as jnp

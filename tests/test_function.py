@@ -49,7 +49,15 @@ def test_runs_reductions_gathers_and_variables_are_one_program(strategy):
         mean.assign(10.0)
         again = strategy.run(step, args=(shifted,))
         joined = strategy.gather(strategy.run(lambda x: x[None], args=(again,)), axis=0)
-        return {"shifted": shifted, "joined": joined, "seen": seen.value, "mean": mean_before, "label": label, "total": total, "py": 3}
+        return {
+            "shifted": shifted,
+            "joined": joined,
+            "seen": seen.value,
+            "mean": mean_before,
+            "label": label,
+            "total": total,
+            "py": 3,
+        }
 
     ones = np.arange(1, num_replicas + 1, dtype=np.float32)
     for call in (1, 2, 3):

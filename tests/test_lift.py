@@ -244,7 +244,9 @@ def test_a_write_under_a_transformation_inside_a_step_is_refused(name, compiled)
     assert float(w) == 1.0
 
 
-@pytest.mark.parametrize("make", [lambda x: mr.Variable(x), lambda x: mr.Variable(1.0), lambda x: mr.Optimizer(optax.sgd(1.0), [w])])
+@pytest.mark.parametrize(
+    "make", [lambda x: mr.Variable(x), lambda x: mr.Variable(1.0), lambda x: mr.Optimizer(optax.sgd(1.0), [w])]
+)
 @pytest.mark.parametrize(
     "trace",
     [

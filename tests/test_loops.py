@@ -1,5 +1,7 @@
 """mr.scan, mr.fori_loop and mr.cond: variables go through them, in every context."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -178,13 +180,11 @@ def train(strategy, start):
 def test_k_steps_in_a_scan_are_k_steps(strategy):
     start, rows = np.float32([0.5, -1.0]), numbered_rows(strategy, 5)
     (one, one_step), (other, other_step) = train(strategy, start), train(strategy, start)
-    pick = jax.jit(lambda rows, i: rows[i])
     losses = [strategy.run(lambda rows, i: one_step(rows[i]), args=(rows, np.int32(i))) for i in range(5)]
     _, scanned = mr.scan(lambda _, x: (None, strategy.run(other_step, args=(x,))), None, rows)
     np.testing.assert_allclose(other.numpy(), one.numpy(), rtol=1e-6)
     for replica, own in enumerate(scanned.values):
         np.testing.assert_allclose(own, [losses[i].values[replica] for i in range(5)], rtol=1e-5)
-    assert pick is not None
 
 
 def test_numbers_and_array_bounds_do_not_compile_again():
@@ -201,17 +201,13 @@ def test_numbers_and_array_bounds_do_not_compile_again():
 
 
 def test_many_different_loops_are_no_recompilation():
-    with pytest.warns() as caught:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         for k in range(12):
             names = {}
             exec(f"def scan_body(c, x): return c + x * {k}, None\ndef loop_body(i, c): return c + {k}", names)
             assert float(mr.scan(names["scan_body"], 0.0, jnp.ones(2))[0]) == 2 * k
             assert int(mr.fori_loop(0, 2, names["loop_body"], 0)) == 2 * k
-        pytest.warns  # noqa: B018
-        import warnings
-
-        warnings.warn("the only one", UserWarning, stacklevel=1)
-    assert [str(warning.message) for warning in caught] == ["the only one"]
 
 
 def test_a_bound_that_is_a_variable(strategy2):
@@ -233,11 +229,19 @@ def test_carries_and_rows_of_every_kind(strategy2):
 WRONG = {
     "body of scan": (lambda: mr.scan(3, 0.0), TypeError, "mr.scan got 3 as its body"),
     "body of fori_loop": (lambda: mr.fori_loop(0, 2, 3, 0), TypeError, "mr.fori_loop got 3 as its body"),
-    "no pair": (lambda: mr.scan(lambda c, x: c, 0.0, jnp.ones(2)), TypeError, r"returned an array; expected a pair.*return carry, None"),
+    "no pair": (
+        lambda: mr.scan(lambda c, x: c, 0.0, jnp.ones(2)),
+        TypeError,
+        r"returned an array; expected a pair.*return carry, None",
+    ),
     "no length": (lambda: mr.scan(lambda c, x: (c, None), 0.0), ValueError, "length"),
     "negative length": (lambda: mr.scan(lambda c, x: (c, None), 0.0, length=-1), TypeError, "length=-1; expected an int"),
     "fractional length": (lambda: mr.scan(lambda c, x: (c, None), 0.0, length=2.5), TypeError, "length=2.5; expected an int"),
-    "scalar rows": (lambda: mr.scan(lambda c, x: (c, None), 0.0, jnp.ones(())), ValueError, r"scalar.*jnp\.asarray\(\[1\.0, 2\.0\]\)"),
+    "scalar rows": (
+        lambda: mr.scan(lambda c, x: (c, None), 0.0, jnp.ones(())),
+        ValueError,
+        r"scalar.*jnp\.asarray\(\[1\.0, 2\.0\]\)",
+    ),
     "list of numbers": (lambda: mr.scan(lambda c, x: (c, None), 0.0, [1.0, 2.0]), ValueError, "scalar"),
     "text rows": (lambda: mr.scan(lambda c, x: (c, None), 0.0, "abc"), TypeError, "xs of mr.scan got 'abc'"),
     "text carry": (lambda: mr.scan(lambda c, x: (c, None), "s", jnp.ones(2)), TypeError, "the carry of mr.scan got 's'"),

@@ -64,7 +64,9 @@ def is_refused(context, synchronization, aggregation, value):
 
 
 def aggregated(aggregation, values):
-    return {"sum": sum(values), "mean": sum(values) / len(values), "only_first_replica": values[0], "none": values[0]}[aggregation]
+    return {"sum": sum(values), "mean": sum(values) / len(values), "only_first_replica": values[0], "none": values[0]}[
+        aggregation
+    ]
 
 
 def expected_copies(context, synchronization, aggregation, method, value, num_replicas):
@@ -580,7 +582,9 @@ def test_the_dtype_is_the_values_own_unless_given(value, dtype, expected):
     assert variable(value, dtype=dtype).dtype == jnp.dtype(expected)
 
 
-@pytest.mark.parametrize(("value", "dtype"), [(2**40, None), (np.array([2**40]), None), (300, "int8"), (0.5, "int32"), (2, "bool")])
+@pytest.mark.parametrize(
+    ("value", "dtype"), [(2**40, None), (np.array([2**40]), None), (300, "int8"), (0.5, "int32"), (2, "bool")]
+)
 def test_an_initial_value_that_does_not_fit_is_refused(value, dtype):
     with pytest.raises(TypeError, match=r"initial value of variable 'w'.*cannot hold"):
         variable(value, dtype=dtype, name="w")

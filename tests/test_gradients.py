@@ -1,0 +1,231 @@
+"""mr.grad and mr.value_and_grad: gradients with respect to variables, the numbers of plain jax.grad."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mirrored as mr
+
+pytestmark = pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning")
+
+STRATEGY = mr.MirroredStrategy(["cpu:0", "cpu:1"])
+
+
+def variable(value, strategy=STRATEGY, **kwargs):
+    with strategy.scope():
+        return mr.Variable(value, **kwargs)
+
+
+def numbered(strategy=STRATEGY):
+    return strategy.distribute_values_from_function(lambda ctx: np.float32(ctx.replica_id_in_sync_group + 1))
+
+
+def model_loss(params, x):
+    return jnp.sum(jnp.tanh(x @ params["w"] + params["b"]) ** 2) * params["scale"][0]
+
+
+PARAMS = {"w": np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3), "b": np.ones(3, np.float32), "scale": [np.float32(2)]}
+X = np.linspace(-2, 2, 8, dtype=np.float32).reshape(4, 2)
+
+CONTEXTS = {
+    "outside": lambda fn: fn(),
+    "in mr.function": lambda fn: mr.function(fn)(),
+    "in a step": lambda fn: STRATEGY.run(fn),
+    "in mr.scan": lambda fn: jax.tree.map(lambda y: y[0], mr.scan(lambda c, _: (c, fn()), None, length=1)[1]),
+    "in an eager step": lambda fn: _eagerly(lambda: STRATEGY.run(fn)),
+}
+
+
+def _eagerly(fn):
+    with mr.eager():
+        return fn()
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_the_same_numbers_as_plain_jax_in_every_context(context):
+    variables = jax.tree.map(variable, PARAMS)
+    loss, gradients = CONTEXTS[context](lambda: mr.value_and_grad(lambda x: model_loss(variables, x), variables)(X))
+    plain_loss, plain = jax.value_and_grad(model_loss)(jax.tree.map(jnp.asarray, PARAMS), X)
+    np.testing.assert_allclose(loss, plain_loss, rtol=1e-6)
+    assert jax.tree.structure(gradients) == jax.tree.structure(plain)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), gradients, plain)
+
+
+def test_plain_jax_grad_over_values_gives_the_same_in_a_step():
+    variables = jax.tree.map(variable, PARAMS)
+
+    def step(x):
+        ours = mr.grad(lambda: model_loss(variables, x), variables)()
+        theirs = jax.grad(model_loss)(jax.tree.map(lambda value: value, variables), x)
+        return jax.tree.map(lambda a, b: jnp.max(jnp.abs(a - b)), ours, theirs)
+
+    assert max(float(d) for d in jax.tree.leaves(STRATEGY.run(step, args=(X,)))) == 0.0
+
+
+def test_gradients_in_a_step_are_this_replicas_own(strategy):
+    w = variable(3.0, strategy)
+    loss, gradient = strategy.run(lambda x: mr.value_and_grad(lambda: w**2 * x, w)(), args=(numbered(strategy),))
+    own = np.arange(1, strategy.num_replicas_in_sync + 1)
+    assert [float(value) for value in loss.values] == (9.0 * own).tolist()
+    assert [float(value) for value in gradient.values] == (6.0 * own).tolist()
+
+
+def test_what_the_loss_writes_is_kept():
+    w, mean = variable(3.0), variable(0.0, aggregation="mean")
+    count = variable(0, synchronization="on_read", aggregation="sum")
+
+    def loss(x):
+        mean.assign(mean * 0.5 + x)
+        count.assign_add(1)
+        return w * x
+
+    def step(x):
+        before = mean.value
+        gradient = mr.grad(loss, w)(x)
+        return gradient, before, mean.value
+
+    for _ in range(2):
+        gradient, before, after = STRATEGY.run(step, args=(numbered(),))
+    assert [float(value) for value in gradient.values] == [1.0, 2.0]
+    # The mean over the replicas of (old mean / 2 + x): 1.5, then 0.75 + 1.5.
+    assert (float(before), float(after), float(mean), int(count)) == (1.5, 2.25, 2.25, 4)
+    mean.assign(0.0)
+    assert float(mr.grad(lambda: (mean.assign(5.0), w * 1.0)[1], w)()) == 1.0
+    assert float(mean) == 5.0
+
+
+def test_what_the_loss_writes_under_jax_grad_is_refused():
+    w, mean = variable(3.0), variable(0.0, name="mean")
+    with pytest.raises(mr.ContextError, match=r"'mean' was written at .*inside the step.*mr\.value_and_grad"):
+        STRATEGY.run(lambda x: jax.grad(lambda y: (mean.assign(y), y * w)[1])(x), args=(np.float32(1),))
+    assert float(mean) == 0.0
+
+
+def test_a_differentiated_variable_may_be_written_too():
+    w = variable(3.0)
+
+    def loss():
+        squared = w**2
+        w.assign(10.0)
+        return squared * w  # the new value is a constant
+
+    for run in (lambda fn: fn(), lambda fn: STRATEGY.run(fn)):
+        w.assign(3.0)
+        value, gradient = run(lambda: mr.value_and_grad(loss, w)())
+        assert (float(value), float(gradient), float(w)) == (90.0, 60.0, 10.0)
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_gradients_of_gradients_and_of_loops(context):
+    w, count = variable(3.0), variable(0)
+
+    def cube():
+        count.assign_add(1)
+        return w**3
+
+    def second():
+        return mr.grad(mr.grad(cube, w), w)()
+
+    def through_a_loop():
+        return mr.grad(lambda: mr.scan(lambda c, _: (c * w, None), 1.0, length=3)[0], w)()
+
+    def in_a_loop():
+        return mr.scan(lambda c, _: (c, mr.grad(cube, w)()), None, length=2)[1]
+
+    def through_cond():
+        return mr.grad(lambda: mr.cond(w > 0, lambda: w**2, lambda: -w), w)()
+
+    got = CONTEXTS[context](lambda: (second(), through_a_loop(), in_a_loop(), through_cond()))
+    assert [np.asarray(x).tolist() for x in got] == [18.0, 27.0, [27.0, 27.0], 6.0]
+    assert int(count) == 3
+
+
+def test_other_variables_are_constants_and_unused_ones_get_zeros():
+    w, other, unused = variable(3.0), variable(2.0), variable(np.ones(2, np.float32))
+    gradients = mr.grad(lambda: w * other, {"w": w, "unused": [unused]})()
+    assert (float(gradients["w"]), gradients["unused"][0].tolist()) == (2.0, [0.0, 0.0])
+
+
+def test_a_collective_in_the_loss_has_its_gradient(strategy3):
+    w, x = variable(1.0, strategy3), numbered(strategy3)
+
+    def step(x):
+        return mr.grad(lambda: mr.get_replica_context().all_reduce("sum", w * x), w)()
+
+    gradient = strategy3.run(step, args=(x,))
+    assert [float(value) for value in gradient.values] == [3.0, 6.0, 9.0]  # TensorFlow: all_reduce of the incoming ones
+
+
+def test_aux_may_be_anything():
+    w = variable(3.0)
+
+    def step(x):
+        return mr.value_and_grad(lambda: (w * x, {"x": x * 2, "text": "t", "number": 3, "none": None, "w": w}), w, has_aux=True)()
+
+    (loss, aux), gradient = STRATEGY.run(step, args=(np.float32(2),))
+    assert (float(loss), float(gradient), float(aux["x"])) == (6.0, 2.0, 4.0)
+    assert (aux["text"], aux["number"], aux["none"], aux["w"]) == ("t", 3, None, w)
+    gradient, aux = mr.grad(lambda: (w * 1.0, "aux"), w, has_aux=True)()
+    assert (float(gradient), aux) == (1.0, "aux")
+
+
+def test_arguments_are_passed_through():
+    w = variable(3.0)
+    assert float(mr.grad(lambda x, *, factor: w * x * factor, w)(np.float32(2), factor=5)) == 10.0
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "complex64"])
+def test_gradients_have_the_variables_dtype(dtype):
+    w = variable(np.ones(2, jnp.dtype(dtype)))
+    gradient = mr.grad(lambda: jnp.sum(jnp.abs(w.value) ** 2).astype(jnp.float32), w)()
+    assert (gradient.dtype, gradient.shape) == (jnp.dtype(dtype), (2,))
+
+
+def test_a_change_of_a_variable_is_seen_by_the_next_gradient():
+    w = variable(1.0)
+    gradient = mr.grad(lambda: w**2, w)
+    for value in (1.0, 2.0, 3.0):
+        w.assign(value)
+        assert float(gradient()) == 2 * value
+
+
+W = variable(3.0, name="w")
+COUNT = variable(1, name="count")
+OWN = variable(1.0, name="own", synchronization="on_read", aggregation="sum")
+WRONG = {
+    "no function": (lambda: mr.value_and_grad(3, W), TypeError, "got 3; expected a function"),
+    "no variables": (lambda: mr.grad(lambda: 1.0, []), TypeError, r"no variables.*mr\.value_and_grad\(loss_fn, \[w, b\]\)"),
+    "an array": (lambda: mr.grad(lambda: 1.0, [jnp.ones(2)]), TypeError, r"among its variables.*jax\.value_and_grad"),
+    "an integer variable": (lambda: mr.grad(lambda: 1.0, COUNT), TypeError, "'count' has dtype int32.*only floating"),
+    "a variable twice": (lambda: mr.grad(lambda: W * 1.0, [W, {"again": W}]), ValueError, "'w' is listed twice"),
+    "a sync-on-read variable": (
+        lambda: mr.grad(lambda: OWN * 1.0, OWN)(),
+        mr.ContextError,
+        "'own' is sync-on-read: outside a step",
+    ),
+    "a tuple": (lambda: mr.grad(lambda: (W * 1, 2), W)(), TypeError, "pass has_aux=True"),
+    "a vector": (
+        lambda: mr.grad(lambda: W * jnp.ones(3), W)(),
+        TypeError,
+        r"shape \(3,\); expected one number.*compute_average_loss",
+    ),
+    "an integer": (lambda: mr.grad(lambda: 1, W)(), TypeError, "dtype int32; expected a floating point number"),
+    "a complex number": (lambda: mr.grad(lambda: W * 1j, W)(), TypeError, "dtype complex64; expected a floating"),
+    "nothing": (lambda: mr.grad(lambda: None, W)(), TypeError, "returned None; expected a scalar loss.*return loss"),
+    "text": (lambda: mr.grad(lambda: "x", W)(), TypeError, "returned 'x'"),
+    "no aux": (lambda: mr.grad(lambda: W * 1, W, has_aux=True)(), TypeError, r"must return \(loss, aux\); it returned an array"),
+    "a PerReplica": (lambda: mr.grad(numbered, W)(), mr.PerReplicaError, r"strategy\.reduce"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_said(name):
+    call, error, message = WRONG[name]
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_a_sync_on_read_variable_has_gradients_in_a_step():
+    gradient = STRATEGY.run(lambda x: mr.grad(lambda: OWN * x, OWN)(), args=(numbered(),))
+    assert [float(value) for value in gradient.values] == [1.0, 2.0]
