@@ -34,7 +34,7 @@ Params = tuple[list[Any], list[Any]]
 
 def main() -> None:
     options = parse(__doc__, layers=40, rounds=7)
-    num_layers, num_rounds = (2, 2) if options.quick else (options.layers, options.rounds)
+    num_layers, num_rounds = (2, 1) if options.quick else (options.layers, options.rounds)
     mr.MirroredStrategy([f"cpu:{i}" for i in range(max(REPLICAS))])  # starts the backend with so many devices
     num_traces: list[float] = []
     cases: dict[str, Callable[[], float]] = {}

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import mirrored as mr
-from mirrored import _lift, _tracing
+from mirrored import _function, _lift, _tracing
 from mirrored._context import Frame
 
 pytestmark = pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning")
@@ -283,6 +283,25 @@ def test_the_function_is_traced_twice_for_each_program_and_never_again():
     assert calls == [(2,)] * 2
     STRATEGY.run(step, args=(np.ones(3, np.float32),))
     assert calls == [(2,)] * 2 + [(3,)] * 2
+
+
+def test_an_assignment_from_anywhere_does_not_compile_again(strategy2):
+    v, count = variable(np.zeros(4, np.float32), strategy2), variable(0, strategy2, synchronization="on_read", aggregation="sum")
+
+    def step(x):
+        count.assign_add(1)
+        return v.assign_add(x).value
+
+    compiled, x = mr.function(step), np.ones(4, np.float32)
+    elsewhere = jax.device_put(jnp.ones(4), jax.devices()[5])
+    for value in (x, jnp.ones(4), elsewhere, v.value, strategy2.run(step, args=(x,)), compiled(x), np.ones(4), [1] * 4):
+        v.assign(value)
+        count.assign(3)
+        strategy2.run(step, args=(x,))
+        compiled(x)
+    [program] = strategy2._programs
+    assert program.compiled._cache_size() == 1
+    assert next(reversed(list(_function._programs))).compiled._cache_size() == 1
 
 
 def test_variables_are_read_and_written_in_their_right_roles():

@@ -269,6 +269,44 @@ def test_taking_is_noticed_one_by_one(take):
     assert np.array(held).tolist() == [2.0] * 4
 
 
+def test_only_what_gives_the_array_away_costs_a_copy():
+    v = variable(np.ones(4, np.float32))
+
+    def bump():
+        v.assign_add(jnp.ones(4))
+        return v.value, v[:], jnp.asarray(v)
+
+    def reads():
+        return (
+            v + 1,
+            v[0],
+            float(v[0]),
+            v.numpy(),
+            np.asarray(v),
+            bool(v[0]),
+            v < 2,
+            repr(v),
+            list(v),
+            STRATEGY_2.local_results(v),
+        )
+
+    for _ in range(2):
+        STRATEGY_2.run(bump)
+        reads()
+        assert not v._shared
+    for take in (
+        lambda: v.value,
+        lambda: v[:],
+        lambda: jax.tree.leaves(v),
+        lambda: jnp.asarray(v),
+        lambda: v.block_until_ready(),
+    ):
+        take()
+        assert v._shared
+        STRATEGY_2.run(bump)
+        assert not v._shared
+
+
 @pytest.mark.parametrize("given_as", ["initial value", "assign", "assign in a step", "assign in a function", "closure"])
 def test_arrays_that_went_in_stay_valid_and_unchanged(given_as):
     x = jax.device_put(jnp.ones(4), STRATEGY_2.run(lambda: jnp.zeros(4)).sharding)
@@ -646,7 +684,7 @@ READS = {
     "-w": lambda w: -w,
     "abs": lambda w: abs(-w),
     "w < 2": lambda w: w < 2,
-    "np <= w": lambda w: W <= w,
+    "np <= w": lambda w: W <= w,  # noqa: SIM300
     "jnp.matmul": lambda w: jnp.matmul(X, w),
     "jnp.sum": lambda w: jnp.sum(w),
     "jnp.where": lambda w: jnp.where(w > 2, w, 0),
@@ -714,8 +752,18 @@ def test_operators_of_two_variables_and_with_a_per_replica(strategy2, per_replic
 
 @pytest.mark.parametrize("name", ["foo", "delete", "is_deleted", "_private", "__wrapped__"])
 def test_what_arrays_do_not_have_or_must_not_do_is_missing(name):
-    with pytest.raises(AttributeError, match="mr.Variable has no attribute"):
+    with pytest.raises(AttributeError, match=r"mr\.Variable has no attribute"):
         getattr(variable(0.0), name)
+
+
+def test_a_tree_of_variables_stands_for_the_tree_of_their_values():
+    tree = {"a": variable(W), "b": [variable(2.0)]}
+    values = jax.tree.map(lambda value: value, tree)
+    assert all(type(leaf) is type(jnp.ones(1)) for leaf in jax.tree.leaves(values))
+    gradients = jax.tree.map(jnp.ones_like, tree)
+    assert jax.tree.structure(gradients) == jax.tree.structure(values) != jax.tree.structure(tree)
+    updated = jax.tree.map(lambda gradient, v: v - gradient, gradients, tree)
+    assert (updated["a"].tolist(), float(updated["b"][0])) == ((W - 1).tolist(), 1.0)
 
 
 def test_attributes_cannot_be_set():

@@ -14,9 +14,12 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-#: Programs in flight per process, over all strategies: XLA blocks a thread of the pool from the 33rd on.
-#: Two keep the devices busy while Python prepares the next one, and an error is seen two steps late at most.
-MAX_IN_FLIGHT = 2
+#: Programs in flight per process, over all strategies: XLA blocks a thread of the pool from the 33rd on, and programs
+#: that other code dispatches count too.
+MAX_IN_FLIGHT = 16
+#: How many are waited for at once. Waiting in every step would wake this thread in every step, and the replicas
+#: want the cores (benchmarks/step_time.py, W1).
+WAIT_FOR = 8
 
 _in_flight: collections.deque[jax.Array] = collections.deque()
 _lock = threading.Lock()
@@ -36,13 +39,15 @@ def is_paced(placement: NamedSharding) -> bool:
 
 
 def started(witness: jax.Array) -> None:
-    """Note that a program which makes `witness` was dispatched; wait for an older one when there are too many.
+    """Note that a program which makes `witness` was dispatched; wait for older ones when there are too many.
 
     Args:
         witness: a result of the program that nobody donates, so that it can be waited for.
     """
     with _lock:
         _in_flight.append(witness)
-        oldest = _in_flight.popleft() if len(_in_flight) > MAX_IN_FLIGHT else None
-    if oldest is not None and not oldest.is_deleted():
-        oldest.block_until_ready()
+        waited_for = [_in_flight.popleft() for _ in range(WAIT_FOR)] if len(_in_flight) >= MAX_IN_FLIGHT else []
+    # XLA runs them one after the other, so the last that can be waited for is enough.
+    last = next((old for old in reversed(waited_for) if not old.is_deleted()), None)
+    if last is not None:
+        last.block_until_ready()
