@@ -106,7 +106,8 @@ def test_a_mixed_tree_travels_in_one_collective_for_each_dtype_that_is_added(str
     """XLA has no all-reduce of several dtypes; a MEAN adds up all real ones in float32."""
     dtypes_of_sums = ["float32", "int32", "int8", "float16", "bfloat16", "complex64"]
     assert collectives(strategy2, lambda: replica().all_reduce("sum", mixed_tree())) == ["psum"] * len(dtypes_of_sums)
-    assert collectives(strategy2, lambda: replica().all_reduce("mean", mixed_tree())) == ["psum"] * len(["float32", "complex64"])
+    buffers_of_means = ["float32", "float32", "complex64"]  # more than MAX_ARRAYS_PER_PACK real leaves
+    assert collectives(strategy2, lambda: replica().all_reduce("mean", mixed_tree())) == ["psum"] * len(buffers_of_means)
 
 
 def test_small_arrays_of_one_dtype_are_packed_and_large_ones_travel_as_they_are():
@@ -124,6 +125,16 @@ def test_the_compiled_program_has_one_all_reduce_for_each_dtype(strategy2):
     [program] = strategy2._programs
     text = program.compiled.lower([], [], [], program.constants).compile().as_text()
     assert text.count(" all-reduce(") == 2
+
+
+def test_many_small_arrays_fill_several_buffers_of_one_all_reduce(strategy2):
+    count = 5 * _collectives.MAX_ARRAYS_PER_PACK + 1
+    results = strategy2.run(lambda: replica().all_reduce("sum", [jnp.full((2, 2), i) * number() for i in range(count)]))
+    [program] = strategy2._programs
+    assert [c.name for c in program.findings.collectives] == ["psum"] * 6
+    text = program.compiled.lower([], [], [], program.constants).compile().as_text()
+    assert text.count(" all-reduce(") == 1
+    assert [float(result[0, 0]) for result in results] == [3.0 * i for i in range(count)]
 
 
 def test_packing_changes_no_value(strategy3):

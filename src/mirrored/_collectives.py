@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,9 +17,12 @@ from ._typing import REPLICA_AXIS, PyTree
 
 Axes = tuple[int, ...]
 
-#: Arrays smaller than this many bytes travel together in one buffer; copying larger ones in and out of it
+#: Arrays smaller than this many bytes travel together in flat buffers; copying larger ones in and out of them
 #: costs more than a collective of their own saves (benchmarks/all_reduce.py).
-PACK_BELOW_BYTES = 256 * 1024
+PACK_BELOW_BYTES = 32 * 1024
+#: Arrays in one buffer. XLA's time to compile a concatenation grows steeply with their number: with all small
+#: gradients of a 40-layer MLP in one buffer the first step took twice as long (benchmarks/compile_time.py).
+MAX_ARRAYS_PER_PACK = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,14 +99,18 @@ def _local_sum(op: ReduceOp, array: jax.Array, axes: Axes) -> jax.Array:
 
 
 def _packed_sum(arrays: Sequence[jax.Array], axis: ReplicaAxis) -> list[jax.Array]:
-    """Sum arrays over the replicas: small ones of one dtype in one flat buffer, large ones as they are.
+    """Sum arrays over the replicas: small ones of one dtype in flat buffers, large ones as they are.
 
     XLA makes one collective of all operands of one dtype; it has none for several dtypes.
     """
     groups: dict[Any, list[int]] = defaultdict(list)
+    num_small: Counter[Any] = Counter()
     for position, array in enumerate(arrays):
-        alone = array.size * array.dtype.itemsize >= PACK_BELOW_BYTES
-        groups[position if alone else array.dtype].append(position)
+        if array.size * array.dtype.itemsize >= PACK_BELOW_BYTES:
+            groups[position].append(position)
+        else:
+            groups[array.dtype, num_small[array.dtype] // MAX_ARRAYS_PER_PACK].append(position)
+            num_small[array.dtype] += 1
     buffers = [_pack([arrays[i] for i in members]) for members in groups.values()]
     sums: list[Any] = [None] * len(arrays)
     for members, total in zip(groups.values(), axis.sum(buffers) if buffers else (), strict=True):

@@ -237,12 +237,12 @@ def _first_row(mesh: ReplicaMesh, stack: jax.Array) -> jax.Array:
 
 def _place(mesh: ReplicaMesh, call: Call) -> list[Any]:
     """Bring arrays that are tied to other devices to the mesh; everything else `jit` moves by itself."""
-    arrays = call.arrays
+    arrays, stacked, mirrored = call.arrays, mesh.stacked, mesh.mirrored
     for position, array in enumerate(arrays):
         if not isinstance(array, jax.Array) or not array.committed:
             continue
         sharding = array.sharding
-        if sharding == mesh.stacked or sharding == mesh.mirrored:
+        if sharding is stacked or sharding is mirrored or sharding == stacked or sharding == mirrored:
             continue
         leaf = call.array_leaves()[position]
         if leaf.is_per_replica:

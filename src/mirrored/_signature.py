@@ -146,9 +146,9 @@ def function_key(function: Any, depth: int = 4) -> Any:
             return identity
         return (
             identity,
-            tuple(_captured_key(cell, depth) for cell in function.__closure__ or ()),
-            tuple(_content_key(value, depth) for value in function.__defaults__ or ()),
-            tuple((name, _content_key(value, depth)) for name, value in (function.__kwdefaults__ or {}).items()),
+            tuple([_captured_key(cell, depth) for cell in function.__closure__ or ()]),
+            tuple([_content_key(value, depth) for value in function.__defaults__ or ()]),
+            tuple([(name, _content_key(value, depth)) for name, value in (function.__kwdefaults__ or {}).items()]),
         )
     if isinstance(function, types.MethodType):
         return (function_key(function.__func__, depth), id(function.__self__))
