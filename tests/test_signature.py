@@ -396,3 +396,40 @@ def test_names_come_from_the_signature_where_there_is_one(function: Callable[...
 def test_the_key_of_a_static_value_is_hashable() -> None:
     for value in (1, 1.5, 1j, "a", None, [1], {1: 2}, step, Unhashable(), MODEL.step):
         hash(static_key(value))
+
+
+learning_rate = 1.0
+num_calls = 0
+
+
+def reads_globals() -> float:
+    global num_calls
+    num_calls += 1
+    return learning_rate
+
+
+def test_a_rebound_global_that_the_function_names_is_another_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = function_key(reads_globals)
+    assert function_key(reads_globals) == before
+    monkeypatch.setitem(globals(), "num_calls", 5)  # set by the function itself: does not count
+    assert function_key(reads_globals) == before
+    monkeypatch.setitem(globals(), "learning_rate", 2.0)
+    assert function_key(reads_globals) != before
+
+
+def test_a_lambda_in_a_loop_at_module_level_sees_the_rebound_name(strategy2: mr.Strategy) -> None:
+    names: dict[str, Any] = {"mr": mr, "strategy": strategy2}
+    code = """
+with strategy.scope():
+    v = mr.Variable(0.0)
+seen = []
+for k in (1.0, 2.0, 3.0):
+    strategy.run(lambda: v.assign(k))
+    seen.append(float(v))
+old = v
+with strategy.scope():
+    v = mr.Variable(10.0)
+strategy.run(lambda: v.assign(k))
+"""
+    exec(code, names)
+    assert names["seen"] == [1.0, 2.0, 3.0] and float(names["v"]) == float(names["old"]) == 3.0

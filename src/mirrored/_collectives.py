@@ -22,7 +22,7 @@ Axes = tuple[int, ...]
 PACK_BELOW_BYTES = 32 * 1024
 #: Arrays in one buffer. XLA's time to compile a concatenation grows steeply with their number: with all small
 #: gradients of a 40-layer MLP in one buffer the first step took twice as long (benchmarks/compile_time.py).
-MAX_ARRAYS_PER_PACK = 8
+MAX_ARRAYS_PER_PACK = 12
 
 
 @dataclasses.dataclass(frozen=True)

@@ -64,6 +64,7 @@ class Program:
 
     Attributes:
         name: the user's name of the step.
+        num_replicas: how many replicas it is for.
         lifted: the pure function and its variables.
         findings: what the proof found.
         mapped: the pure function of global arrays `(written, read_only, arrays, constants)`.
@@ -74,6 +75,7 @@ class Program:
     """
 
     name: str
+    num_replicas: int
     lifted: Lifted
     findings: Findings
     mapped: Callable[..., Any]
@@ -162,6 +164,7 @@ _new_arrays_of = operator.itemgetter(1)
 
 def _run_traced(program: Program, call: Call) -> PyTree:
     """Make the program part of a larger one that is being traced."""
+    _signature.check_replicas(call.arrays, call.array_leaves(), lambda: _signature.argument_names(call), program.num_replicas)
     lifted = program.lifted
     written = [_lift.read_outer(variable) for variable in lifted.written]
     read_only = [_lift.read_outer(variable) for variable in lifted.read_only]
@@ -242,7 +245,7 @@ def _place(mesh: ReplicaMesh, call: Call) -> list[Any]:
         if not isinstance(array, jax.Array) or not array.committed:
             continue
         sharding = array.sharding
-        if sharding is stacked or sharding is mirrored or sharding == stacked or sharding == mirrored:
+        if sharding is stacked or sharding is mirrored or sharding in (stacked, mirrored):
             continue
         leaf = call.array_leaves()[position]
         if leaf.is_per_replica:
@@ -289,7 +292,7 @@ def _make_program(strategy: Any, mesh: ReplicaMesh, call: Call) -> Program:
         constants = [c if isinstance(c, jax.core.Tracer) else jax.device_put(c, mesh.mirrored) for c in lifted.closed.consts]
     compiled = jax.jit(mapped, donate_argnums=0)
     name = getattr(call.function, "__qualname__", type(call.function).__name__)
-    return Program(name, lifted, findings, mapped, compiled, constants, is_mirrored, _signature.pinned(call))
+    return Program(name, mesh.num_replicas, lifted, findings, mapped, compiled, constants, is_mirrored, _signature.pinned(call))
 
 
 def _map(mesh: ReplicaMesh, lifted: Lifted, is_per_replica: Sequence[bool], is_mirrored: Sequence[bool]) -> Callable[..., Any]:

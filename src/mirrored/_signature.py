@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 import types
@@ -141,7 +142,8 @@ def function_key(function: Any, depth: int = 4) -> Any:
     things that it closes over are the same objects, or equal numbers and strings.
     """
     if isinstance(function, types.FunctionType):
-        identity = (id(function.__code__), id(function.__globals__))
+        named = tuple([_content_key(value, 0) for value in _globals_of(function)])
+        identity = (id(function.__code__), id(function.__globals__), named)
         if not (function.__closure__ or function.__defaults__ or function.__kwdefaults__):
             return identity
         return (
@@ -156,6 +158,22 @@ def function_key(function: Any, depth: int = 4) -> Any:
         content = (*function.args, *function.keywords.values())
         return (function_key(function.func, depth), tuple(function.keywords), tuple(_content_key(v, depth) for v in content))
     return id(function)
+
+
+def _globals_of(function: types.FunctionType) -> list[Any]:
+    """Return the module-level objects that a function names, which a notebook or a loop in a script may rebind."""
+    names = function.__globals__
+    return [names[name] for name in _names_in(function.__code__) if name in names]
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_in(code: types.CodeType) -> tuple[str, ...]:
+    """Return the globals that code reads, without those that it sets itself, such as a count of its traces."""
+    instructions = list(dis.get_instructions(code))
+    inner = [name for const in code.co_consts if isinstance(const, types.CodeType) for name in _names_in(const)]
+    read = [i.argval for i in instructions if i.opname == "LOAD_GLOBAL"]
+    written = {i.argval for i in instructions if i.opname == "STORE_GLOBAL"}
+    return tuple(name for name in dict.fromkeys((*read, *inner)) if name not in written)
 
 
 def _captured_key(cell: Any, depth: int) -> Any:
@@ -187,7 +205,7 @@ def pinned(call: Call) -> list[Any]:
         visited.add(id(value))
         pins.append(value)
         if isinstance(value, types.FunctionType):
-            pins.append((value.__code__, value.__globals__))
+            pins.append((value.__code__, value.__globals__, _globals_of(value)))
             cells = [cell for cell in value.__closure__ or () if _captured_key(cell, 0) is not None]
             waiting += [cell.cell_contents for cell in cells]
             waiting += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
