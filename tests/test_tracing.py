@@ -205,10 +205,10 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_has_one_jaxpr_that_takes_its_operands(name):
     equation = next(e for e in equations(CALLS[name]) if e.primitive.name == name)
-    inner = _mirror_proof._callee(equation)
+    inner = _mirror_proof.callee(equation)
     assert inner is not None
-    assert [v.aval.shape for v in inner.invars] == [v.aval.shape for v in equation.invars]
-    assert [v.aval.shape for v in inner.outvars] == [v.aval.shape for v in equation.outvars]
+    assert [v.aval.shape for v in inner.jaxpr.invars] == [v.aval.shape for v in equation.invars]
+    assert [v.aval.shape for v in inner.jaxpr.outvars] == [v.aval.shape for v in equation.outvars]
 
 
 def test_the_table_of_calls_is_complete():
@@ -219,7 +219,7 @@ def test_the_table_of_calls_is_complete():
 def test_generic_reductions_have_their_function_as_a_jaxpr():
     reduced = only("reduce", lambda x: jax.lax.reduce(x, np.float32(0), lambda a, b: a + 2 * b, (0,)))
     window = only("reduce_window", lambda x: jax.lax.reduce_window(x, 0.0, lambda a, b: a + 2 * b, (2,), (1,), "SAME"))
-    assert all(len(list(_mirror_proof._inner_jaxprs(equation))) == 1 for equation in (reduced, window))
+    assert all(len(list(_mirror_proof.inner_jaxprs(equation))) == 1 for equation in (reduced, window))
 
 
 def test_literals_and_constants_are_told_apart():

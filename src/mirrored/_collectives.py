@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -25,15 +25,29 @@ PACK_BELOW_BYTES = 32 * 1024
 MAX_ARRAYS_PER_PACK = 12
 
 
+class Sizes(Protocol):
+    """Know the sizes on all replicas while a step is traced for one of several shapes."""
+
+    def each(self, size: int) -> tuple[int, ...]: ...
+
+
 @dataclasses.dataclass(frozen=True)
 class ReplicaAxis:
     """Say how one replica reaches the others: the mesh axis, or nothing when it is the only one.
 
-    `bound` is False in the default replica context outside any `run`, where no mesh axis exists.
+    Attributes:
+        size: the number of replicas.
+        bound: False in the default replica context outside any `run`, where no mesh axis exists.
+        sizes: in an uneven step, knows how large the other replicas' arrays are.
     """
 
     size: int
     bound: bool = True
+    sizes: Sizes | None = None
+
+    def each(self, size: int) -> tuple[int, ...]:
+        """Return on each replica what is `size` on this one: the length of an axis, a number of rows."""
+        return (size,) * self.size if self.sizes is None else self.sizes.each(size)
 
     def index(self) -> Any:
         return jax.lax.axis_index(REPLICA_AXIS) if self.bound else 0
@@ -59,7 +73,7 @@ def all_reduce(op: ReduceOp, tree: PyTree, axis: ReplicaAxis, array_axes: Any = 
     axes = [normalize_axes(array_axes, array.ndim, verb) for array in arrays]
     sums = _packed_sum([_local_sum(op, array, own) for array, own in zip(arrays, axes, strict=True)], axis)
     if op is ReduceOp.MEAN:
-        counts = [axis.size * math.prod(array.shape[a] for a in own) for array, own in zip(arrays, axes, strict=True)]
+        counts = [_count(array, own, axis) for array, own in zip(arrays, axes, strict=True)]
         sums = [divide(total, n, array.dtype) for total, n, array in zip(sums, counts, arrays, strict=True)]
     return jax.tree.unflatten(treedef, sums)
 
@@ -70,10 +84,30 @@ def all_gather(tree: PyTree, array_axis: int, axis: ReplicaAxis) -> PyTree:
     def gather(leaf: Any) -> jax.Array:
         array = as_array(leaf, "all_gather")
         position = check_axis(array_axis, array.ndim, "all_gather")
-        stack = jnp.moveaxis(axis.stack(array), 0, position)
-        return stack.reshape(*array.shape[:position], axis.size * array.shape[position], *array.shape[position + 1 :])
+        sizes = axis.each(array.shape[position])
+        stack = axis.stack(_pad_to(max(sizes), array, position))
+        return join_rows(stack, position, sizes)
 
     return jax.tree.map(gather, tree, is_leaf=is_wrapped)
+
+
+def _pad_to(size: int, array: jax.Array, axis: int) -> jax.Array:
+    missing = size - array.shape[axis]
+    if not missing:
+        return array
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        padded = _pad_to(size, jax.random.key_data(array), axis)
+        return jax.random.wrap_key_data(padded, impl=jax.random.key_impl(array))
+    return jnp.pad(array, [(0, missing if a == axis else 0) for a in range(array.ndim)])
+
+
+def join_rows(stack: jax.Array, axis: int, sizes: Sequence[int]) -> jax.Array:
+    """Concatenate the replicas' arrays in `[R, ...]` along one of their own axes, of which `sizes` are real."""
+    if len(set(sizes)) > 1:
+        rows = [jax.lax.slice_in_dim(stack[i], 0, size, axis=axis) for i, size in enumerate(sizes)]
+        return jnp.concatenate(rows, axis=axis)
+    _, *shape = stack.shape
+    return jnp.moveaxis(stack, 0, axis).reshape(*shape[:axis], stack.shape[0] * shape[axis], *shape[axis + 1 :])
 
 
 def aggregate(mode: VariableAggregation, array: jax.Array, axis: ReplicaAxis) -> jax.Array:
@@ -96,6 +130,11 @@ def _first_replica(array: jax.Array, axis: ReplicaAxis) -> jax.Array:
 def _local_sum(op: ReduceOp, array: jax.Array, axes: Axes) -> jax.Array:
     values = array.astype(accumulator_dtype(op, array.dtype))
     return jnp.sum(values, axis=axes, dtype=values.dtype) if axes else values
+
+
+def _count(array: jax.Array, axes: Axes, axis: ReplicaAxis) -> int:
+    """Return how many elements of all replicas are added up for one of the result."""
+    return sum(axis.each(math.prod(array.shape[a] for a in axes))) if axes else axis.size
 
 
 def _packed_sum(arrays: Sequence[jax.Array], axis: ReplicaAxis) -> list[jax.Array]:

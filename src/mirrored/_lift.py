@@ -12,7 +12,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -207,6 +207,7 @@ def lift(
     frame: Frame,
     shape_of: Callable[[Variable], Shape],
     user_function: Any,
+    touched: Touched | None = None,
 ) -> Lifted:
     """Find the variables that a function touches, and trace it as a pure function of them.
 
@@ -216,8 +217,9 @@ def lift(
         frame: the context in which to trace; its bindings are replaced.
         shape_of: the shape of what stands for a variable in that context.
         user_function: what JAX's messages shall call the function.
+        touched: the variables, when `discover` has found them before.
     """
-    written, read_only = _discover(function, arrays, frame, shape_of, user_function)
+    written, read_only = touched or discover(function, arrays, frame, shape_of, user_function)
     variables = (*written, *read_only)
     seen: dict[str, Any] = {}
 
@@ -238,13 +240,21 @@ def lift(
     return Lifted(ClosedJaxpr(closed.jaxpr, own), written, seen["lines"], read_only, seen["plan"])
 
 
-def _discover(
+class Touched(NamedTuple):
+    """Name the variables that a function writes, and those that it only reads."""
+
+    written: tuple[Variable, ...]
+    read_only: tuple[Variable, ...]
+
+
+def discover(
     function: Callable[[Sequence[Any]], PyTree],
     arrays: Sequence[jax.ShapeDtypeStruct],
     frame: Frame,
     shape_of: Callable[[Variable], Shape],
     user_function: Any,
-) -> tuple[tuple[Variable, ...], tuple[Variable, ...]]:
+) -> Touched:
+    """Find the variables that a function touches, by tracing it; the arguments are those of `lift`."""
     touched: dict[Variable, None] = {}
     written: dict[Variable, str] = {}
 
@@ -261,7 +271,7 @@ def _discover(
         return []
 
     _tracing.trace(record, (list(arrays),), frame.axis, user_function)
-    return tuple(written), tuple(variable for variable in touched if variable not in written)
+    return Touched(tuple(written), tuple(variable for variable in touched if variable not in written))
 
 
 def _undiscovered(variable: Variable) -> jax.Array:

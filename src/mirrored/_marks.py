@@ -21,6 +21,7 @@ class Purpose(enum.Enum):
     ASSIGN = "assigned to a mirrored variable"
     GRADIENT = "given to an optimizer that sums over the replicas"
     LOSS = "differentiated"
+    ROWS = "depends on how many rows a replica has"
 
 
 @dataclasses.dataclass(frozen=True)

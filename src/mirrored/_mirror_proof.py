@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -180,8 +181,8 @@ class _Pass:
         }.get(name)
         if special is not None:
             return special(equation, inputs)
-        if name in _CALLS and (inner := _callee(equation)) is not None:
-            return self.inside(equation).run(inner, inputs)
+        if (inner := callee(equation)) is not None:
+            return self.inside(equation).run(inner.jaxpr, inputs)
         if equation.primitive is mark_p:
             return [self.mark(equation.params["note"], inputs[0])]
         if name in _MAKE_SAME or REPLICA_AXIS in _axis_names(equation):
@@ -191,7 +192,7 @@ class _Pass:
     def plain(self, equation: Any, inputs: list[State]) -> State:
         """Handle a primitive that computes its results from its operands alone, if it is known to do so."""
         name = equation.primitive.name
-        inside = [nested for inner in _inner_jaxprs(equation) for nested in _all_equations(inner)]
+        inside = [nested for inner in inner_jaxprs(equation) for nested in _all_equations(inner.jaxpr)]
         self.refuse_collectives(equation, inside)
         state = join(inputs)
         if not state.is_mirrored:
@@ -213,6 +214,8 @@ class _Pass:
     def mark(self, note: Mark, state: State) -> State:
         if note.purpose is Purpose.ASSIGN and self.within is not None and state.is_mirrored:
             state = varying(self.within)  # only some replicas assign it
+        if note.purpose is Purpose.ROWS:
+            return varying(note.name)
         if self.findings is not None:
             self.findings.marks.append((note, state))
         # A mirrored variable's new value starts afresh, so that two updates in one step are judged like one in each of two.
@@ -295,28 +298,45 @@ def _sameness(states: Sequence[State]) -> list[Sameness]:
     return [state.sameness for state in states]
 
 
-def _callee(equation: Any) -> Jaxpr | None:
-    """Return the jaxpr that a call runs, or None if it is not called in the way that the pass knows."""
-    inner = list(_inner_jaxprs(equation))
-    if len(inner) != 1 or len(inner[0].invars) != len(equation.invars) or len(inner[0].outvars) != len(equation.outvars):
+def callee(equation: Any) -> _tracing.ClosedJaxpr | None:
+    """Return what an equation calls; None if it is no call, or not in the way that the pass knows."""
+    inner = list(inner_jaxprs(equation)) if equation.primitive.name in _CALLS else []
+    if len(inner) != 1:
         return None
-    return inner[0]
+    [closed] = inner
+    fits = len(closed.jaxpr.invars) == len(equation.invars) and len(closed.jaxpr.outvars) == len(equation.outvars)
+    return closed if fits else None
 
 
-def _inner_jaxprs(equation: Any) -> Iterable[Jaxpr]:
+def is_function_of_operands(equation: Any) -> bool:
+    """Tell whether an equation is known to compute its results from its operands and the replica's number alone."""
+    if equation.primitive is mark_p or equation.primitive.name == "axis_index":
+        return True
+    inside = (nested for inner in inner_jaxprs(equation) for nested in _all_equations(inner.jaxpr))
+    return all(_is_plain(nested) and not _is_collective(nested) for nested in itertools.chain([equation], inside))
+
+
+def has_collective(equation: Any) -> bool:
+    """Tell whether an equation is, or has inside, a collective over the replicas."""
+    inside = (nested for inner in inner_jaxprs(equation) for nested in _all_equations(inner.jaxpr))
+    return any(map(_is_collective, itertools.chain([equation], inside)))
+
+
+def inner_jaxprs(equation: Any) -> Iterable[_tracing.ClosedJaxpr]:
+    """Yield the jaxprs among an equation's parameters."""
     for value in equation.params.values():
         for inner in value if isinstance(value, tuple | list) else (value,):
             if isinstance(inner, _tracing.ClosedJaxpr):
-                yield inner.jaxpr
-            elif isinstance(inner, Jaxpr):
                 yield inner
+            elif isinstance(inner, Jaxpr):
+                yield _tracing.ClosedJaxpr(inner, ())
 
 
 def _all_equations(jaxpr: Jaxpr) -> Iterable[Any]:
     for equation in jaxpr.eqns:
         yield equation
-        for inner in _inner_jaxprs(equation):
-            yield from _all_equations(inner)
+        for inner in inner_jaxprs(equation):
+            yield from _all_equations(inner.jaxpr)
 
 
 def _is_plain(equation: Any) -> bool:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from . import _context, _guards, _lift, _mirror_proof, _pace, _signature, _tracing
+from . import _context, _guards, _lift, _mirror_proof, _pace, _signature, _tracing, _uneven
 from ._collectives import ReplicaAxis
 from ._context import Frame, ReplicaContext
 from ._errors import StrategyMismatchError, UnevenReplicasError
@@ -26,7 +26,7 @@ from ._lift import Lifted
 from ._mesh import ReplicaMesh
 from ._mirror_proof import Findings, State
 from ._programs import Programs
-from ._signature import ArrayLeaf, Call
+from ._signature import Call
 from ._typing import REPLICA_AXIS, PyTree
 from ._values import PerReplica
 from ._variables import Variable
@@ -85,8 +85,9 @@ class Program:
     pins: list[Any]
 
     def rebuild(self, arrays: Sequence[Any]) -> PyTree:
-        wrapped = [a if same else PerReplica(a) for a, same in zip(arrays, self.is_mirrored, strict=True)]
-        return self.lifted.plan.rebuild(wrapped)
+        plan = self.lifted.plan
+        outcomes = zip(arrays, self.is_mirrored, plan.shapes, strict=True)
+        return plan.rebuild([a if same else PerReplica(a, shapes) for a, same, shapes in outcomes])
 
 
 def run(strategy: Any, mesh: ReplicaMesh, programs: Programs[Program], function: Any, args: Sequence[Any], kwargs: Any) -> PyTree:
@@ -104,6 +105,7 @@ def run(strategy: Any, mesh: ReplicaMesh, programs: Programs[Program], function:
     if _context.is_traced() or any(isinstance(array, jax.core.Tracer) for array in call.arrays):
         return _run_traced(program, call)
     if _is_eager.get():
+        _refuse_eager_uneven(call)
         return _run_eagerly(strategy, mesh, program, call)
     return _dispatch(mesh, program, call)
 
@@ -270,20 +272,13 @@ def _copy(arrays: list[jax.Array]) -> list[jax.Array]:
 def _make_program(strategy: Any, mesh: ReplicaMesh, call: Call) -> Program:
     leaves = call.array_leaves()
     _signature.check_replicas(call.arrays, leaves, lambda: _signature.argument_names(call), mesh.num_replicas)
-    _refuse_uneven(call, leaves)
-    frame = _replica_frame(strategy, mesh, None)
-    avals = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.is_weak) for leaf in leaves]
-    assert frame.replica is not None
-    with _guards.explained(frame.replica):
-        lifted = _lift.lift(
-            lambda arrays: call.apply(arrays, lambda _, array: array),
-            avals,
-            frame,
-            lambda variable: variable.shape,
-            call.function,
-        )
+    frame_with = functools.partial(_replica_frame, strategy, mesh, None)
+    if _uneven.is_uneven(call):
+        lifted = _uneven.lift(call, frame_with, functools.partial(_input_states, call))
+    else:
+        lifted = _lift_even(call, frame_with(None))
     _refuse_per_replica_results(lifted)
-    findings = _mirror_proof.prove(lifted.closed.jaxpr, _input_states(lifted, call))
+    findings = _mirror_proof.prove(lifted.closed.jaxpr, _input_states(call, lifted))
     _guards.check_assignments(lifted, findings)
     _guards.check_gradients(findings, mesh.num_replicas)
     is_mirrored = tuple(state.is_mirrored for state in findings.outputs[: lifted.num_results])
@@ -293,6 +288,19 @@ def _make_program(strategy: Any, mesh: ReplicaMesh, call: Call) -> Program:
     compiled = jax.jit(mapped, donate_argnums=0)
     name = getattr(call.function, "__qualname__", type(call.function).__name__)
     return Program(name, mesh.num_replicas, lifted, findings, mapped, compiled, constants, is_mirrored, _signature.pinned(call))
+
+
+def _lift_even(call: Call, frame: Frame) -> Lifted:
+    avals = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.is_weak) for leaf in call.array_leaves()]
+    assert frame.replica is not None
+    with _guards.explained(frame.replica):
+        return _lift.lift(
+            lambda arrays: call.apply(arrays, lambda _, array: array),
+            avals,
+            frame,
+            lambda variable: variable.shape,
+            call.function,
+        )
 
 
 def _map(mesh: ReplicaMesh, lifted: Lifted, is_per_replica: Sequence[bool], is_mirrored: Sequence[bool]) -> Callable[..., Any]:
@@ -327,12 +335,12 @@ def _stacked_unless(is_mirrored: bool, array: Any) -> Any:
     return array if is_mirrored else jnp.expand_dims(array, 0)
 
 
-def _replica_frame(strategy: Any, mesh: ReplicaMesh, bindings: Any) -> Frame:
-    axis = ReplicaAxis(mesh.num_replicas)
+def _replica_frame(strategy: Any, mesh: ReplicaMesh, bindings: Any, sizes: Any = None) -> Frame:
+    axis = ReplicaAxis(mesh.num_replicas, sizes=sizes)
     return Frame(strategy, mesh, ReplicaContext(strategy, axis), axis, bindings)
 
 
-def _input_states(lifted: Lifted, call: Call) -> list[State]:
+def _input_states(call: Call, lifted: Lifted) -> list[State]:
     states = []
     for variable in lifted.variables:
         origin = f"the sync-on-read variable {variable.name!r}, which has one value per replica"
@@ -344,14 +352,13 @@ def _input_states(lifted: Lifted, call: Call) -> list[State]:
     return states
 
 
-def _refuse_uneven(call: Call, leaves: Sequence[ArrayLeaf]) -> None:
-    for position, leaf in enumerate(leaves):
+def _refuse_eager_uneven(call: Call) -> None:
+    for position, leaf in enumerate(call.array_leaves()):
         if leaf.shapes is not None:
             raise UnevenReplicasError(
                 f"the argument {_signature.argument_names(call)[position]} has a different shape on each replica: "
-                f"{', '.join(map(str, leaf.shapes))}. One compiled step needs equal shapes; use batch sizes that the "
-                "number of replicas divides, or mr.InputOptions(drop_remainder=True) in distribute_dataset. "
-                "reduce, gather and local_results take such values as they are."
+                f"{', '.join(map(str, leaf.shapes))}. Inside mr.eager() all replicas run each operation together, so shapes "
+                "must be equal: look at a batch that the number of replicas divides. Outside mr.eager() it runs as it is."
             )
 
 

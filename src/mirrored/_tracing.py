@@ -79,6 +79,14 @@ def evaluate(closed: ClosedJaxpr, constants: Sequence[Any], arguments: Sequence[
     return jax.core.eval_jaxpr(closed.jaxpr, constants, *arguments)
 
 
+def bind(equation: Any, operands: Sequence[Any]) -> list[Any]:
+    """Apply one equation of a jaxpr to values, also in place of its literals, in whatever trace is current."""
+    variables = [jex_core.Var(atom.aval) for atom in equation.invars]
+    info = jex_core.DebugInfo("mirrored", "one equation", ("",) * len(variables), ("",) * len(equation.outvars))
+    jaxpr = Jaxpr((), variables, equation.outvars, [equation.replace(invars=variables)], equation.effects, info)
+    return jax.core.eval_jaxpr(jaxpr, (), *operands)
+
+
 def meshes_in(jaxpr: Jaxpr) -> Iterator[jax.sharding.Mesh]:
     """Yield the meshes that a traced cross-replica function maps over or places results on."""
     for equation in jaxpr.eqns:

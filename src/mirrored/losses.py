@@ -104,7 +104,7 @@ def _broadcast_weight(sample_weight: Any, losses: jax.Array) -> jax.Array:
 
 def _global_batch_size(given: Any, losses: jax.Array, context: _context.ReplicaContext) -> Any:
     if given is None:
-        return losses.shape[0] * context.num_replicas_in_sync
+        return sum(context._axis.each(losses.shape[0]))
     is_number = isinstance(given, int | float | np.integer | np.floating) and not isinstance(given, bool)
     is_scalar_array = isinstance(given, jax.Array | np.ndarray) and given.ndim == 0
     if is_scalar_array or (is_number and given >= 1 and given == given // 1):

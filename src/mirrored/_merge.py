@@ -1,0 +1,184 @@
+"""Merge traces of a step that differ in shapes into one program, in which each replica runs its own.
+
+What all traces compute alike is computed once. The rest is cut at the collectives, which all traces must
+share, and each part becomes one `lax.switch`. docs/design/uneven-steps.md explains and argues why it is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from . import _mirror_proof, _tracing
+from ._alike import Node, Trace, Value
+from ._marks import mark_p
+from ._slots import Slots, padded
+from ._typing import Shape
+
+#: Where an own value is taken to: ("operand", collective, operand) or ("output", output).
+Place = tuple[Any, ...]
+
+
+def run_merged(
+    traces: Sequence[Trace], num_stages: int, output_shapes: Sequence[Shape], index: jax.Array, arguments: Sequence[jax.Array]
+) -> list[jax.Array]:
+    """Run compared traces as one, each replica its own, and return the outputs.
+
+    Args:
+        traces: the traces, after `compare`.
+        num_stages: what `compare` returned.
+        output_shapes: for each output, the shape to which the replicas' values are padded.
+        index: which of the traces this replica runs.
+        arguments: the arguments' values; those that differ in shape are padded to one shape.
+    """
+    run = _Run(traces, output_shapes, index, arguments)
+    for stage in range(num_stages):
+        run.collectives(stage)
+        run.shared(stage)
+        run.own(stage)
+    return run.outputs()
+
+
+class _Run:
+    """Hold what is known while the one program is put together.
+
+    Attributes:
+        known: what is computed once, by number.
+        carried: for each kind of replica, what its earlier parts computed and later parts need.
+        exported: what is taken out of the parts, by place.
+    """
+
+    def __init__(
+        self, traces: Sequence[Trace], output_shapes: Sequence[Shape], index: jax.Array, arguments: Sequence[jax.Array]
+    ) -> None:
+        self._traces = traces
+        self._output_shapes = output_shapes
+        self._index = index
+        self._live = [_live_nodes(trace) for trace in traces]
+        self._joint = list(zip(*([node for node in nodes if node.is_collective] for nodes in self._live), strict=True))
+        self._places = _find_places(traces, self._joint)
+        self._last_use = [_find_last_uses(live, self._places, kind) for kind, live in enumerate(self._live)]
+        self._cheap = [{v: n for n in live if _is_own(n) and n.is_cheap for v in n.outputs} for live in self._live]
+        self._arguments: list[dict[Value, jax.Array]] = [dict(zip(trace.arguments, arguments, strict=True)) for trace in traces]
+        self.known: dict[int | None, Any] = {a.number: x for a, x in self._arguments[0].items() if a.number is not None}
+        self.carried: list[dict[Value, jax.Array]] = [{} for _ in traces]
+        self.exported: dict[Place, jax.Array] = {}
+
+    def outputs(self) -> list[jax.Array]:
+        """Return the outputs, after the last stage."""
+        outputs = enumerate(self._traces[0].outputs)
+        return [self._exported_or_known(("output", i), value) for i, value in outputs]
+
+    def collectives(self, stage: int) -> None:
+        """Run the collectives that begin a stage."""
+        for k, (node, *_) in enumerate(self._joint):
+            if node.stage == stage:
+                operands = [self._exported_or_known(("operand", k, i), value) for i, value in enumerate(node.inputs)]
+                self._keep(node, operands)
+
+    def shared(self, stage: int) -> None:
+        """Run what all traces compute alike."""
+        for node in (node for nodes in self._live for node in nodes):
+            if node.is_shared and node.stage == stage and node.outputs[0].number not in self.known:
+                self._keep(node, [self._known_or_constant(value) for value in node.inputs])
+
+    def own(self, stage: int) -> None:
+        """Run what each kind of replica computes for itself, as one switch."""
+        places = {place: row for place, (row, taken_at) in self._places.items() if taken_at == stage}
+        nodes = [[n for n in live if n.stage == stage and _is_own(n) and not n.is_cheap] for live in self._live]
+        leaving = [
+            [value for node in own for value in node.outputs if last_use.get(value, 0) > stage]
+            for own, last_use in zip(nodes, self._last_use, strict=True)
+        ]
+        slots = Slots([[value.aval for value in values] for values in leaving])
+        if not places and not any(nodes):
+            return
+
+        def part(kind: int) -> Callable[[], Any]:
+            def run() -> Any:
+                values = dict(self.carried[kind])
+                for node in nodes[kind]:
+                    operands = [self._read_own(kind, values, value) for value in node.inputs]
+                    values.update(zip(node.outputs, _tracing.bind(node.equation, operands), strict=True))
+                taken = [self._read_own(kind, values, row[kind]) for row in places.values()]
+                avals = [row[kind].aval for row in places.values()]
+                shapes = map(self._shape_at, places, avals)
+                return list(map(padded, taken, avals, shapes)), slots.pack(kind, [values[value] for value in leaving[kind]])
+
+            return run
+
+        exported, packed = jax.lax.switch(self._index, [part(kind) for kind in range(len(self._traces))])
+        self.exported.update(zip(places, exported, strict=True))
+        for kind, values in enumerate(leaving):
+            self.carried[kind].update(zip(values, slots.unpack(kind, packed), strict=True))
+
+    def _read_own(self, kind: int, values: dict[Value, Any], value: Value) -> Any:
+        """Read a value inside a part of one kind of replica, which may compute it only now."""
+        if value in values:
+            return values[value]
+        if value in self._arguments[kind] and value.number is None:
+            array = self._arguments[kind][value]
+            values[value] = array[tuple(slice(size) for size in value.aval.shape)]
+        elif value in (cheap := self._cheap[kind]):
+            node = cheap[value]
+            operands = [self._read_own(kind, values, operand) for operand in node.inputs]
+            values.update(zip(node.outputs, _tracing.bind(node.equation, operands), strict=True))
+        else:
+            return self._known_or_constant(value)
+        return values[value]
+
+    def _exported_or_known(self, place: Place, value: Value) -> Any:
+        return self.exported[place] if place in self.exported else self._known_or_constant(value)
+
+    def _known_or_constant(self, value: Value) -> Any:
+        return self.known[value.number] if value.content is None else value.content
+
+    def _keep(self, node: Node, operands: Sequence[Any]) -> None:
+        results = _tracing.bind(node.equation, operands)
+        self.known.update(zip((value.number for value in node.outputs), results, strict=True))
+
+    def _shape_at(self, place: Place, aval: Any) -> Shape:
+        """Return the shape to which a value is padded at a place; collectives need none."""
+        return self._output_shapes[place[1]] if place[0] == "output" else aval.shape
+
+
+def _is_own(node: Node) -> bool:
+    return not node.is_collective and not node.is_shared
+
+
+def _live_nodes(trace: Trace) -> list[Node]:
+    """Return the nodes that outputs depend on, and those that are there for their effect: collectives, marks, prints."""
+    needed = set(trace.outputs)
+    live: list[Node] = []
+    for node in reversed(trace.nodes):
+        has_effect = node.equation.primitive is mark_p or not _mirror_proof.is_function_of_operands(node.equation)
+        if has_effect or not needed.isdisjoint(node.outputs):
+            needed.update(node.inputs)
+            live.append(node)
+    return live[::-1]
+
+
+def _find_places(traces: Sequence[Trace], joint: Sequence[Sequence[Node]]) -> dict[Place, tuple[tuple[Value, ...], int]]:
+    """Return where values that are not common are needed: each trace's value, and the stage after which it is taken."""
+    places: dict[Place, tuple[tuple[Value, ...], int]] = {}
+    for k, nodes in enumerate(joint):
+        for i, row in enumerate(zip(*(node.inputs for node in nodes), strict=True)):
+            places["operand", k, i] = (row, nodes[0].stage - 1)
+    for i, row in enumerate(zip(*(trace.outputs for trace in traces), strict=True)):
+        places["output", i] = (row, max(value.stage for value in row))
+    return {place: (row, stage) for place, (row, stage) in places.items() if not _is_one_value(row)}
+
+
+def _is_one_value(row: Sequence[Value]) -> bool:
+    return row[0].number is not None and len({value.number for value in row}) == 1
+
+
+def _find_last_uses(live: Sequence[Node], places: dict[Place, tuple[tuple[Value, ...], int]], kind: int) -> dict[Value, int]:
+    uses = [(value, node.stage) for node in live if _is_own(node) for value in node.inputs]
+    uses += [(row[kind], stage) for row, stage in places.values()]
+    last: dict[Value, int] = {}
+    for value, stage in uses:
+        last[value] = max(stage, last.get(value, 0))
+    return last

@@ -1,0 +1,260 @@
+"""Uneven steps: replicas with different numbers of rows run one compiled program, each on its true rows.
+
+The step is traced once for each distinct set of shapes, and `_merge` makes one program of the traces.
+docs/design/uneven-steps.md says how, and why copies still cannot diverge.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from . import _alike, _guards, _lift, _merge, _mirror_proof, _signature, _tracing
+from ._context import Frame
+from ._errors import UnevenReplicasError
+from ._lift import Lifted, ResultPlan, Touched
+from ._marks import Mark, Purpose, mark
+from ._mirror_proof import State
+from ._signature import ArrayLeaf, Call
+from ._typing import Shape
+from ._values import stack_shapes
+
+#: A trace may show that a size was guessed wrong; more often than this means that a step never does the same twice.
+_MAX_TRACES = 3
+
+_DROP = "strategy.distribute_dataset(dataset, mr.InputOptions(drop_remainder=True))"
+
+
+@dataclasses.dataclass(frozen=True)
+class Kinds:
+    """Sort the replicas by the shapes of their arguments.
+
+    Attributes:
+        shapes: for each kind, the shape of each array argument.
+        of_replica: the kind of each replica.
+        varied: an argument whose shape differs, by position; messages speak of it.
+        name: its name.
+    """
+
+    shapes: tuple[tuple[Shape, ...], ...]
+    of_replica: tuple[int, ...]
+    varied: int
+    name: str
+
+    def describe(self, kind: int) -> str:
+        """Name the replicas of a kind in a message."""
+        return f"the replicas whose {self.name} has shape {self.shapes[kind][self.varied]}"
+
+    def guess(self, kind: int, size: int) -> tuple[int, ...]:
+        """Guess for each replica a size that is `size` on replicas of a kind: a number of rows, or a multiple of it."""
+        for sizes in self._row_counts():
+            rows = sizes[kind]
+            if size == rows or (rows > 1 and size % rows == 0):
+                return tuple(sizes[k] * (size // rows if rows else 1) for k in self.of_replica)
+        return (size,) * len(self.of_replica)
+
+    def _row_counts(self) -> Iterator[tuple[int, ...]]:
+        for shapes in zip(*self.shapes, strict=True):
+            yield from (sizes for sizes in zip(*shapes, strict=True) if len(set(sizes)) > 1)
+
+
+def is_uneven(call: Call) -> bool:
+    """Tell whether some argument has a different shape on different replicas."""
+    return any(leaf.shapes is not None for leaf in call.array_leaves())
+
+
+def lift(call: Call, frame_with: Callable[[Any], Frame], states_of: Callable[[Lifted], list[State]]) -> Lifted:
+    """Make one pure function of a step in which replicas have different numbers of rows.
+
+    Args:
+        call: the step and its arguments; an uneven one is padded to its largest shape.
+        frame_with: makes the context in which to trace, given what knows the other replicas' sizes.
+        states_of: the proof's state of each input of a lifted step.
+
+    Raises:
+        UnevenReplicasError: when replicas with different numbers of rows would not reach the same collectives,
+            or return different structures.
+        ReplicasDivergeError: when already replicas with equal rows would diverge.
+    """
+    leaves = call.array_leaves()
+    kinds = _find_kinds(call, leaves)
+    touched, asked = _discover(call, leaves, kinds, frame_with)
+    traces = _trace_all(call, leaves, kinds, frame_with, touched, asked)
+    for lifted in traces:
+        _guards.check_assignments(lifted, _mirror_proof.prove(lifted.closed.jaxpr, states_of(lifted)))
+    plan = _merge_plans(traces, kinds)
+    closed = _merge_traces(traces, kinds, leaves, plan, frame_with(None), call.function)
+    lines = tuple(map(_known_line, zip(*(lifted.write_lines for lifted in traces), strict=True)))
+    return Lifted(closed, touched.written, lines, touched.read_only, plan)
+
+
+def _known_line(lines: Sequence[str]) -> str:
+    return next((line for line in lines if line != "<unknown>"), lines[0])
+
+
+def _find_kinds(call: Call, leaves: Sequence[ArrayLeaf]) -> Kinds:
+    varied = next(i for i, leaf in enumerate(leaves) if leaf.shapes is not None)
+    num_replicas = len(leaves[varied].shapes or ())
+    of_each = [tuple(leaf.shapes[r] if leaf.shapes else leaf.shape for leaf in leaves) for r in range(num_replicas)]
+    shapes = tuple(dict.fromkeys(of_each))
+    of_replica = tuple(shapes.index(own) for own in of_each)
+    return Kinds(shapes, of_replica, varied, _signature.argument_names(call)[varied])
+
+
+# -- tracing for each kind
+
+
+class _Sizes:
+    """Tell a step that is traced for one kind how large something is on all replicas.
+
+    A step asks in the same order whatever its rows, so the k-th question of every trace is the same one. In the
+    first trace the answers are guesses; later the sizes that the other kinds asked about are known.
+    """
+
+    def __init__(self, kinds: Kinds, kind: int, known: Sequence[Sequence[int]] | None) -> None:
+        self._kinds = kinds
+        self._kind = kind
+        self._known = known
+        self.asked: list[int] = []
+
+    def each(self, size: int) -> tuple[int, ...]:
+        k = len(self.asked)
+        self.asked.append(size)
+        if self._known is None or any(k >= len(sizes) for sizes in self._known):
+            return self._kinds.guess(self._kind, size)
+        return tuple(self._known[kind][k] for kind in self._kinds.of_replica)
+
+
+def _discover(
+    call: Call, leaves: Sequence[ArrayLeaf], kinds: Kinds, frame_with: Callable[[Any], Frame]
+) -> tuple[Touched, list[list[int]]]:
+    """Find the variables that any kind of replica touches, and the sizes that each asks about."""
+    found, asked = [], []
+    for kind in range(len(kinds.shapes)):
+        sizes = _Sizes(kinds, kind, None)
+        found.append(_tracing_for(kinds, kind, _lift.discover, call, leaves, frame_with(sizes)))
+        asked.append(sizes.asked)
+    written = dict.fromkeys(variable for own in found for variable in own.written)
+    read_only = dict.fromkeys(variable for own in found for variable in own.read_only if variable not in written)
+    return Touched(tuple(written), tuple(read_only)), asked
+
+
+def _trace_all(
+    call: Call,
+    leaves: Sequence[ArrayLeaf],
+    kinds: Kinds,
+    frame_with: Callable[[Any], Frame],
+    touched: Touched,
+    asked: list[list[int]],
+) -> list[Lifted]:
+    """Trace the step for each kind, until the sizes that it asks about are those that the answers assume."""
+    for _ in range(_MAX_TRACES):
+        all_sizes = [_Sizes(kinds, kind, asked) for kind in range(len(kinds.shapes))]
+        traces = [
+            _tracing_for(kinds, kind, _lift.lift, call, leaves, frame_with(sizes), touched=touched)
+            for kind, sizes in enumerate(all_sizes)
+        ]
+        before, asked = asked, [sizes.asked for sizes in all_sizes]
+        if asked == before and len(set(map(len, asked))) == 1:
+            return traces
+    fewest, most = (pick(range(len(asked)), key=lambda kind: len(asked[kind])) for pick in (min, max))
+    raise UnevenReplicasError(
+        "the batch does not divide evenly among the replicas, and the step does different things for different numbers of "
+        f"rows: {kinds.describe(fewest)} reach {len(asked[fewest])} operations that depend on all replicas' sizes (a mean "
+        f"over an axis, all_gather, compute_average_loss), {kinds.describe(most)} reach {len(asked[most])}. Do the same "
+        f"whatever x.shape[0] is, or leave the odd rows out: {_DROP}."
+    )
+
+
+def _tracing_for(kinds: Kinds, kind: int, trace: Any, call: Call, leaves: Sequence[ArrayLeaf], frame: Frame, **more: Any) -> Any:
+    """Trace the step with the shapes of one kind; an error says which replicas it is about."""
+    avals = [
+        jax.ShapeDtypeStruct(shape, leaf.dtype, weak_type=leaf.is_weak)
+        for shape, leaf in zip(kinds.shapes[kind], leaves, strict=True)
+    ]
+    assert frame.replica is not None
+    try:
+        with _guards.explained(frame.replica):
+            return trace(
+                lambda arrays: call.apply(arrays, lambda _, array: array),
+                avals,
+                frame,
+                lambda variable: variable.shape,
+                call.function,
+                **more,
+            )
+    except Exception as error:
+        error.add_note(
+            f"This is about {kinds.describe(kind)}: the batch does not divide evenly among the replicas. A step must work with "
+            f"any number of rows, also none. To leave the odd rows out: {_DROP}."
+        )
+        raise
+
+
+# -- one program and one result
+
+
+def _merge_traces(
+    traces: Sequence[Lifted], kinds: Kinds, leaves: Sequence[ArrayLeaf], plan: ResultPlan, frame: Frame, function: Any
+) -> Any:
+    aligned = [_alike.read_trace(kinds.describe(kind), lifted.closed) for kind, lifted in enumerate(traces)]
+    variables = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in traces[0].variables]
+    arrays = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.is_weak) for leaf in leaves]
+    is_common = [True] * len(variables) + [leaf.shapes is None for leaf in leaves]
+    num_stages = _alike.compare(aligned, is_common)
+    rows = zip(*(trace.outputs for trace in aligned), strict=True)
+    output_shapes = [stack_shapes([value.aval.shape for value in row])[0] for row in rows]
+    axis = frame.axis
+    assert axis is not None
+
+    def merged(values: Sequence[jax.Array], arguments: Sequence[jax.Array]) -> list[jax.Array]:
+        index = mark(jnp.asarray(kinds.of_replica)[axis.index()], Mark(Purpose.ROWS, _origin(kinds), ""))
+        return _merge.run_merged(aligned, num_stages, output_shapes, index, [*values, *arguments])
+
+    return _tracing.trace(merged, (variables, arrays), axis, function)
+
+
+def _origin(kinds: Kinds) -> str:
+    shapes = ", ".join(str(shapes[kinds.varied]) for shapes in kinds.shapes)
+    return (
+        f"a replica's own number of rows, such as x.shape[0], which differs in this uneven step ({kinds.name} has shapes "
+        f"{shapes}); the number on all replicas together is ctx.all_reduce('sum', x.shape[0])"
+    )
+
+
+def _merge_plans(traces: Sequence[Lifted], kinds: Kinds) -> ResultPlan:
+    """Return how the result is rebuilt, the same for all kinds of replicas, with the shapes that differ."""
+    first = traces[0].plan
+    for kind, lifted in enumerate(traces[1:], 1):
+        if _structure(lifted.plan) != _structure(first):
+            raise UnevenReplicasError(
+                "the batch does not divide evenly among the replicas, and replicas with different numbers of rows return "
+                f"different things: {kinds.describe(0)} return {_shown(first)}, {kinds.describe(kind)} return "
+                f"{_shown(lifted.plan)}. Return a number that depends on the rows as an array: jnp.asarray(x.shape[0]). Or "
+                f"leave the odd rows out: {_DROP}."
+            )
+    outputs = zip(*(lifted.closed.jaxpr.outvars[: lifted.num_results] for lifted in traces), strict=True)
+    shapes = [_result_shapes([atom.aval for atom in row], kinds) for row in outputs]
+    return dataclasses.replace(first, shapes=tuple(shapes))
+
+
+def _structure(plan: ResultPlan) -> Any:
+    return plan.treedef, [leaf if leaf is None else _signature.static_key(leaf[0]) for leaf in plan.static]
+
+
+def _shown(plan: ResultPlan) -> str:
+    return str(plan.treedef.unflatten(["array" if leaf is None else leaf[0] for leaf in plan.static]))
+
+
+def _result_shapes(avals: Sequence[Any], kinds: Kinds) -> tuple[Shape, ...] | None:
+    if len({(aval.dtype, len(aval.shape)) for aval in avals}) > 1:
+        listed = ", ".join(f"{kinds.describe(kind)} {aval.dtype}{list(aval.shape)}" for kind, aval in enumerate(avals))
+        raise UnevenReplicasError(
+            "the batch does not divide evenly among the replicas, and a result has another rank or dtype for another number "
+            f"of rows: {listed}. Return arrays of one rank and dtype."
+        )
+    return stack_shapes([avals[kind].shape for kind in kinds.of_replica])[1]

@@ -1,0 +1,87 @@
+"""What is alike in traces for different numbers of rows, and what must wait for a collective."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mirrored import _alike, _merge, _tracing
+from mirrored._collectives import ReplicaAxis
+
+
+def programs_of(step, *row_counts, columns=2):
+    """Trace a step of `(mirrored [columns], rows [n, columns])` for several numbers of rows."""
+    shapes = [(jax.ShapeDtypeStruct((columns,), "float32"), jax.ShapeDtypeStruct((n, columns), "float32")) for n in row_counts]
+    traces = [_tracing.trace(lambda w, x: step(w, x), own, ReplicaAxis(4), step) for own in shapes]
+    return [_alike.read_trace(f"the replicas with {n} rows", trace) for n, trace in zip(row_counts, traces, strict=True)]
+
+
+def compared(step, *row_counts):
+    programs = programs_of(step, *row_counts)
+    return programs, _alike.compare(programs, [True, False])
+
+
+def names(nodes):
+    return [node.equation.primitive.name for node in nodes]
+
+
+def test_what_does_not_depend_on_the_rows_is_shared():
+    programs, _ = compared(lambda w, x: (jnp.sin(w) * 2, jnp.cos(x)), 3, 2)
+    for program in programs:
+        assert names(node for node in program.nodes if node.is_shared) == ["sin", "mul"]
+        assert names(node for node in program.nodes if not node.is_shared) == ["cos"]
+
+
+def test_a_literal_that_differs_is_not_shared_and_one_that_is_equal_is():
+    programs, _ = compared(lambda w, x: (w / x.shape[0], w / 7), 3, 2)
+    assert [value.number is not None for value in programs[0].outputs] == [False, True]
+
+
+@pytest.mark.parametrize("make", [lambda n: np.arange(2.0, dtype="float32") * n, lambda n: jnp.arange(2.0) * n])
+def test_constants_are_compared_by_content(make):
+    programs, _ = compared(lambda w, x: (w + make(1), w + make(x.shape[0])), 3, 2)
+    assert [value.number is not None for value in programs[0].outputs] == [True, False]
+
+
+def test_one_equation_in_another_order_is_still_the_same():
+    def step(w, x):
+        first, second = (jnp.sin, jnp.cos) if x.shape[0] == 3 else (jnp.cos, jnp.sin)
+        values = {f.__name__: f(w) for f in (first, second)}
+        return values["sin"], values["cos"]
+
+    programs, _ = compared(step, 3, 2)
+    assert all(node.is_shared for program in programs for node in program.nodes)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda f, w: jax.lax.fori_loop(0, 3, lambda i, v: f(v), w),
+        lambda f, w: jax.lax.cond(w[0] > 0, f, lambda v: v, w),
+        lambda f, w: jax.checkpoint(f)(w),
+        lambda f, w: jax.nn.relu(f(w)),
+        lambda f, w: jax.jit(lambda v: f(v) + 1)(w),
+        lambda f, w: jax.grad(lambda v: f(v).sum())(w),
+    ],
+)
+def test_functions_inside_equations_are_compared_too(wrap):
+    def step(w, x):
+        return wrap(jnp.sin, w), wrap(lambda v: v * x.shape[0], w)
+
+    programs, _ = compared(step, 3, 2)
+    assert [value.number is not None for value in programs[0].outputs] == [True, False]
+
+
+def test_collectives_that_need_not_wait_for_each_other_share_a_stage():
+    def step(w, x):
+        a, b = jax.lax.psum(x.sum(), "replica"), jax.lax.psum(x.max(), "replica")
+        return jax.lax.psum((x * a * b).sum(), "replica")
+
+    programs, num_stages = compared(step, 3, 2)
+    assert num_stages == 3
+    assert [node.stage for node in programs[0].nodes if node.is_collective] == [1, 1, 2]
+
+
+def test_what_nobody_needs_is_left_out():
+    programs, _ = compared(lambda w, x: (jnp.sin(x), jnp.cos(x))[0], 3, 2)
+    assert names(_merge._live_nodes(programs[0])) == ["sin"]

@@ -1,0 +1,422 @@
+"""Uneven steps: the numbers of one device for any number of rows, and a clear no where there is no sensible answer."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mirrored as mr
+
+DEVICES = [f"cpu:{i}" for i in range(8)]
+
+
+def new_strategy(num_replicas):
+    return mr.MirroredStrategy(DEVICES[:num_replicas])
+
+
+STRATEGIES = {r: new_strategy(r) for r in (1, 2, 3, 4, 8)}
+
+
+def split(strategy, rows):
+    """Divide rows by the split rule: the first replicas get one more."""
+    num_replicas = strategy.num_replicas_in_sync
+    size, extra = divmod(len(rows), num_replicas)
+    ends = np.cumsum([0] + [size + 1] * extra + [size] * (num_replicas - extra))
+    return strategy.distribute_values_from_function(
+        lambda ctx: rows[ends[ctx.replica_id_in_sync_group] : ends[ctx.replica_id_in_sync_group + 1]]
+    )
+
+
+def data(num_rows, num_columns=4):
+    rng = np.random.default_rng(num_rows)
+    x = rng.normal(size=(num_rows, num_columns)).astype(np.float32)
+    return x, np.sin(x.sum(axis=1))
+
+
+class Model:
+    """A layer normalized over the global batch, as in synchronized batch normalization, with running statistics."""
+
+    def __init__(self, strategy):
+        with strategy.scope():
+            self.w = mr.Variable(np.linspace(-1, 1, 4, dtype=np.float32), name="w")
+            self.b = mr.Variable(np.float32(0.5), name="b")
+            self.running = mr.Variable(np.zeros(4, np.float32), name="running")
+            self.rows_seen = mr.Variable(0, name="rows_seen")
+            self.optimizer = mr.Optimizer(optax.adam(0.1), [self.w, self.b])
+
+    def step(self, x, y):
+        ctx = mr.get_replica_context()
+
+        def loss():
+            mean = global_mean(ctx, x)
+            variance = global_mean(ctx, (x - mean) ** 2)
+            self.running.assign(0.9 * self.running + 0.1 * mean)
+            hidden = jnp.tanh((x - mean) * jax.lax.rsqrt(variance + 1e-3) * self.w)
+            return mr.losses.compute_average_loss((hidden.sum(axis=1) + self.b - y) ** 2)
+
+        value, gradients = mr.value_and_grad(loss, [self.w, self.b])()
+        self.optimizer.apply_gradients(zip(gradients, [self.w, self.b], strict=True))
+        self.rows_seen.assign_add(ctx.all_reduce("sum", x.shape[0]))
+        return value
+
+    def values(self):
+        return [np.asarray(v.value) for v in (self.w, self.b, self.running, self.rows_seen)]
+
+
+def global_mean(ctx, x):
+    total, rows = ctx.all_reduce("sum", (jnp.sum(x, axis=0), jnp.asarray(x.shape[0], jnp.float32)))
+    return total / rows
+
+
+def trained(strategy, x, y, num_steps=3):
+    model = Model(strategy)
+    for _ in range(num_steps):
+        loss = strategy.run(model.step, args=(split(strategy, x), split(strategy, y)))
+    strategy.assert_mirrored()
+    return [*model.values(), np.asarray(strategy.reduce("sum", loss))]
+
+
+@pytest.mark.parametrize(("num_replicas", "num_rows"), [(2, 5), (2, 1), (3, 7), (3, 2), (4, 10), (8, 13), (8, 3)])
+def test_training_on_any_number_of_rows_equals_one_device(num_replicas, num_rows):
+    x, y = data(num_rows)
+    one = trained(STRATEGIES[1], x, y)
+    many = trained(STRATEGIES[num_replicas], x, y)
+    for a, b in zip(one, many, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
+
+
+# -- results, verbs and collectives
+
+
+def test_results_have_the_true_rows_and_verbs_count_them():
+    strategy = STRATEGIES[4]
+    x, _ = data(6)
+    result = strategy.run(lambda x: {"double": 2 * x, "same": x, "total": jnp.sum(x)}, args=(split(strategy, x),))
+    assert result["double"].shapes == ((2, 4), (2, 4), (1, 4), (1, 4))
+    assert result["total"].shapes == ((),) * 4
+    np.testing.assert_array_equal(strategy.gather(result["double"], axis=0), 2 * x)
+    np.testing.assert_allclose(strategy.reduce("mean", result["same"], axis=0), x.mean(axis=0), rtol=1e-6)
+    np.testing.assert_allclose(strategy.reduce("sum", result["total"]), x.sum(), rtol=1e-6)
+
+
+def test_results_are_inputs_of_the_next_step():
+    strategy = STRATEGIES[3]
+    x, _ = data(4)
+    half = strategy.run(lambda x: x[:, :2], args=(split(strategy, x),))
+    again = strategy.run(lambda x, h: (x[:, :2] - h).sum(), args=(split(strategy, x), half))
+    assert [float(v) for v in strategy.local_results(again)] == [0.0, 0.0, 0.0]
+
+
+def test_all_gather_joins_uneven_rows_and_has_the_right_gradient():
+    strategy, x = STRATEGIES[4], data(6)[0]
+
+    def step(x):
+        ctx = mr.get_replica_context()
+
+        def loss(x):
+            others = ctx.all_gather(x, axis=0)
+            assert others.shape[0] == 6
+            return jnp.sum(jnp.tanh(x @ others.T)) / 36
+
+        return ctx.all_gather(x, axis=0), jax.grad(loss)(x)
+
+    joined, gradient = strategy.run(step, args=(split(strategy, x),))
+    np.testing.assert_array_equal(joined, x)
+    expected = jax.grad(lambda x: jnp.sum(jnp.tanh(x @ x.T)) / 36)(x)
+    np.testing.assert_allclose(strategy.gather(gradient, axis=0), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_all_gather_joins_uneven_columns_and_random_keys():
+    strategy, x = STRATEGIES[3], data(5)[0]
+
+    def step(x):
+        ctx = mr.get_replica_context()
+        keys = jax.random.split(ctx.rng(0), x.shape[0])
+        return ctx.all_gather(x.T, axis=1), ctx.all_gather(keys, axis=0).shape[0], ctx.all_gather(x.repeat(3, axis=0), axis=0)
+
+    columns, num_keys, repeated = strategy.run(step, args=(split(strategy, x),))
+    np.testing.assert_array_equal(columns, x.T)
+    assert num_keys == 5
+    np.testing.assert_array_equal(repeated, x.repeat(3, axis=0))
+
+
+def test_a_mean_over_rows_counts_those_of_all_replicas():
+    strategy, x = STRATEGIES[3], data(7)[0]
+
+    def step(x):
+        return mr.get_strategy().reduce("mean", x, axis=0), mr.losses.compute_average_loss(x)
+
+    mean, loss = strategy.run(step, args=(split(strategy, x),))
+    np.testing.assert_allclose(mean, x.mean(axis=0), rtol=1e-5)
+    np.testing.assert_allclose(strategy.reduce("sum", loss), x.sum() / 7, rtol=1e-5)
+
+
+def test_random_keys_on_read_variables_and_dropout_masks_cross_the_collectives():
+    """Each is the same program for all replicas, or is carried from one part of it to the next."""
+    strategy, x = STRATEGIES[3], data(7)[0]
+    with strategy.scope():
+        count = mr.Variable(0, synchronization="on_read", aggregation="sum")
+        key = mr.Variable(jax.random.key(0))
+
+    def step(x):
+        ctx = mr.get_replica_context()
+        own, new = jax.random.split(key.value)
+        key.assign(new)
+        keys = jax.random.split(ctx.rng(own), x.shape[0])  # of a shape that differs, used after the collective
+        mask = jax.random.bernoulli(ctx.rng(own), 0.5, x.shape)
+        mean = global_mean(ctx, x)
+        count.assign_add(x.shape[0])
+        noise = jax.vmap(lambda k: jax.random.normal(k, (4,)))(keys)
+        return jnp.where(mask, x - mean, 0.0) + noise, noise, mask
+
+    out, noise, mask = (strategy.gather(r, axis=0) for r in strategy.run(step, args=(split(strategy, x),)))
+    np.testing.assert_allclose(out, np.where(mask, x - x.mean(axis=0), 0) + noise, rtol=1e-4, atol=1e-6)
+    assert int(count.value) == 7
+    strategy.assert_mirrored()
+
+
+def test_merge_call_and_first_replica_aggregation_work_in_uneven_steps():
+    strategy, x = STRATEGIES[3], data(5)[0]
+    with strategy.scope():
+        first = mr.Variable(0.0, aggregation="only_first_replica")
+
+    def step(x):
+        first.assign(jnp.sum(x))
+        return mr.get_replica_context().merge_call(lambda s, total: s.reduce("sum", total), args=(jnp.sum(x),))
+
+    total = strategy.run(step, args=(split(strategy, x),))
+    np.testing.assert_allclose(total, x.sum(), rtol=1e-5)
+    np.testing.assert_allclose(first.value, x[:2].sum(), rtol=1e-5)
+
+
+def test_a_collective_in_a_loop_that_does_not_depend_on_the_rows_is_shared():
+    strategy, x = STRATEGIES[3], data(5)[0]
+
+    def step(x):
+        ctx, total = mr.get_replica_context(), jnp.sum(x, axis=0)
+        return jax.lax.fori_loop(0, 3, lambda i, t: ctx.all_reduce("sum", t) / 3, total)
+
+    for value in strategy.local_results(strategy.run(step, args=(split(strategy, x),))):
+        np.testing.assert_allclose(value, x.sum(axis=0) / 3, rtol=1e-5)
+
+
+def test_a_jitted_helper_with_collectives_is_cut_like_the_rest():
+    strategy, x = STRATEGIES[3], data(5)[0]
+
+    @jax.jit
+    def normalized(x, scale):
+        return (x - global_mean(mr.get_replica_context(), x)) * scale, scale + 1
+
+    with strategy.scope():
+        scale = mr.Variable(2.0)
+
+    def step(x):
+        out, new = normalized(x, scale.value)
+        scale.assign(new)  # mirrored: computed from a mirrored value inside a function that also takes rows
+        return out
+
+    out = strategy.run(step, args=(split(strategy, x),))
+    np.testing.assert_allclose(strategy.gather(out, axis=0), (x - x.mean(axis=0)) * 2, rtol=1e-4, atol=1e-6)
+    assert float(scale.value) == 3.0
+
+
+def test_it_works_inside_mr_function():
+    strategy, x = STRATEGIES[3], data(5)[0]
+
+    @mr.function
+    def epoch(x):
+        return strategy.reduce("mean", strategy.run(lambda x: 2 * x, args=(x,)), axis=0)
+
+    np.testing.assert_allclose(epoch(split(strategy, x)), 2 * x.mean(axis=0), rtol=1e-5)
+
+
+@pytest.mark.parametrize("sizes", [(5, 3, 0, 0), (0, 0, 1, 4), (1, 2, 3, 4)])
+def test_any_sizes_on_any_replicas_work(sizes):
+    strategy = STRATEGIES[4]
+    rows = [np.full((n, 2), i + 1.0, np.float32) for i, n in enumerate(sizes)]
+    x = strategy.distribute_values_from_function(lambda ctx: rows[ctx.replica_id_in_sync_group])
+    loss = strategy.run(lambda x: mr.losses.compute_average_loss(x), args=(x,))
+    np.testing.assert_allclose(strategy.reduce("sum", loss), np.concatenate(rows).sum() / sum(sizes), rtol=1e-6)
+
+
+def test_rows_of_two_arguments_may_differ():
+    strategy = STRATEGIES[3]
+    many = strategy.distribute_values_from_function(lambda ctx: np.ones(ctx.replica_id_in_sync_group, np.float32))
+    few = strategy.distribute_values_from_function(lambda ctx: np.ones(2 - ctx.replica_id_in_sync_group, np.float32))
+    result = strategy.run(lambda a, b: jnp.outer(a, b), args=(many, few))
+    assert result.shapes == ((0, 2), (1, 1), (2, 0))
+
+
+# -- programs
+
+
+def test_an_epoch_compiles_one_program_for_each_split_and_none_later():
+    strategy = STRATEGIES[3]
+    traces = []
+
+    def step(x):
+        traces.append(x.shape)
+        return jnp.sum(x)
+
+    for _ in range(3):
+        for start in range(0, 10, 4):  # 4 rows over 3 replicas, twice, then 2 rows
+            strategy.run(step, args=(split(strategy, np.ones((10, 2), np.float32)[start : start + 4]),))
+    assert traces == [(2, 2), (1, 2)] * 2 + [(1, 2), (0, 2)] * 2
+
+
+# -- what is refused
+
+
+def test_a_value_that_depends_on_a_replicas_own_rows_is_refused_in_uneven_steps_only():
+    strategy = STRATEGIES[3]
+    with strategy.scope():
+        v = mr.Variable(np.zeros(4, np.float32), name="v")
+
+    def wrong(x):
+        v.assign(mr.get_replica_context().all_reduce("sum", jnp.sum(x, axis=0)) / x.shape[0])
+
+    strategy.run(wrong, args=(split(strategy, data(6)[0]),))
+    before = np.asarray(v.value)
+    message = r"variable 'v' is mirrored.*own number of rows, such as x\.shape\[0\].*`x` has shapes \(3, 4\), \(2, 4\)"
+    with pytest.raises(mr.ReplicasDivergeError, match=message):
+        strategy.run(wrong, args=(split(strategy, data(7)[0]),))
+    np.testing.assert_array_equal(v.value, before)
+
+    def right(x):
+        total, rows = mr.get_replica_context().all_reduce("sum", (jnp.sum(x, axis=0), x.shape[0]))
+        v.assign(total / rows)
+
+    strategy.run(right, args=(split(strategy, data(7)[0]),))
+    np.testing.assert_allclose(v.value, data(7)[0].mean(axis=0), rtol=1e-5)
+
+
+def test_what_diverges_with_equal_rows_is_refused_for_that_reason():
+    strategy = STRATEGIES[3]
+    with strategy.scope():
+        v = mr.Variable(0.0, name="v")
+    with pytest.raises(mr.ReplicasDivergeError, match=r"depends on the argument `x`, of which each replica has its own"):
+        strategy.run(lambda x: v.assign(jnp.sum(x)), args=(split(strategy, data(7)[0]),))
+
+
+def only_many(x):
+    return mr.get_replica_context().all_reduce("sum", jnp.sum(x)) if x.shape[0] > 2 else jnp.sum(x)
+
+
+def other_order(x):
+    ctx = mr.get_replica_context()
+    a, b = ("sum", "first") if x.shape[0] > 2 else ("first", "sum")
+    return [ctx.all_reduce("sum", jnp.sum(x)) if way == "sum" else ctx.all_gather(jnp.ones(2), axis=0).sum() for way in (a, b)]
+
+
+def loop_over_rows(x):
+    ctx = mr.get_replica_context()
+    return jax.lax.scan(lambda c, row: (ctx.all_reduce("sum", c + row), None), jnp.zeros(4), x)[0]
+
+
+REFUSED = {
+    "the rows themselves are summed": (
+        lambda x: mr.get_replica_context().all_reduce("sum", x),
+        r"whose `x` has shape \(3, 4\) reach `psum` of float32\[3, 4\] at .*py:\d+.*\(2, 4\) reach `psum` of float32\[2, 4\]",
+    ),
+    "a collective more": (
+        only_many,
+        r"reach `psum` of float32\[\] at .*py:\d+, the replicas .* reach no further one",
+    ),
+    "another order": (other_order, r"reach `psum` of .*, the replicas .* reach `all_gather` of"),
+    "a loop over the rows": (loop_over_rows, r"reach a collective inside `scan` of .*drop_remainder=True"),
+    "another structure": (
+        lambda x: {"a": 1} if x.shape[0] > 2 else {"b": 1},
+        r"return \{'a': 1\}, the replicas .* return \{'b': 1\}.*jnp.asarray\(x.shape\[0\]\)",
+    ),
+    "a number": (lambda x: x.shape[0], r"return 3, the replicas .* return 2"),
+    "another rank": (lambda x: x if x.shape[0] > 2 else x[0], r"another rank or dtype .* float32\[3, 4\], .* float32\[4\]"),
+    "other questions": (
+        lambda x: mr.losses.compute_average_loss(x) if x.shape[0] > 2 else jnp.sum(x),
+        r"have shape|has shape \(2, 4\) reach 0 operations that depend on all replicas' sizes .* reach 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_steps_that_uneven_replicas_cannot_take_together_are_refused(case):
+    step, message = REFUSED[case]
+    strategy = STRATEGIES[3]
+    strategy.run(step, args=(split(strategy, data(9)[0]),))  # right with equal rows
+    with pytest.raises(mr.UnevenReplicasError, match=message):
+        strategy.run(step, args=(split(strategy, data(7)[0]),))
+
+
+def test_an_error_in_the_step_says_which_replicas_it_is_about():
+    strategy = STRATEGIES[3]
+    with pytest.raises(ValueError, match="zero-size") as error:
+        strategy.run(lambda x: jnp.max(x), args=(split(strategy, data(2)[0]),))
+    assert "This is about the replicas whose `x` has shape (0, 4)" in "".join(error.value.__notes__)
+
+
+def test_a_branch_on_the_replicas_number_is_explained():
+    strategy = STRATEGIES[3]
+
+    def step(x):
+        return x if mr.get_replica_context().replica_id_in_sync_group == 0 else -x
+
+    with pytest.raises(mr.OneProgramError, match="needed the value of something that differs by replica"):
+        strategy.run(step, args=(split(strategy, data(7)[0]),))
+
+
+# -- random programs: one device is the oracle, and copies are equal to the bit
+
+ROWWISE = {
+    "tanh": lambda ctx, x, w: jnp.tanh(x),
+    "weights": lambda ctx, x, w: x @ w,
+    "jitted": lambda ctx, x, w: jax.jit(jnp.sin)(x + w[0]),
+    "scan": lambda ctx, x, w: jax.lax.fori_loop(0, 2, lambda i, x: jnp.tanh(x @ w), x),
+    "cond": lambda ctx, x, w: jax.lax.cond(w[0, 0] > 0, lambda x: x + 1, lambda x: x - 1, x),
+    "mask": lambda ctx, x, w: jnp.where(jnp.arange(x.shape[1]) > 1, x, 0.5 * x) + jnp.zeros((x.shape[0], 1)),
+    "center": lambda ctx, x, w: x - global_mean(ctx, x),
+    "normalize": lambda ctx, x, w: x * jax.lax.rsqrt(global_mean(ctx, x * x) + 0.1),
+    "attend": lambda ctx, x, w: jax.nn.softmax(x @ ctx.all_gather(x, axis=0).T) @ ctx.all_gather(x, axis=0),
+    "mean": lambda ctx, x, w: x + mr.get_strategy().reduce("mean", x, axis=0),
+    "relu": lambda ctx, x, w: jax.nn.relu(x),
+    "remat": lambda ctx, x, w: jax.checkpoint(lambda x: jnp.tanh(x @ w))(x),
+}
+
+
+@given(
+    operations=st.lists(st.sampled_from(sorted(ROWWISE)), min_size=1, max_size=4),
+    num_rows=st.integers(1, 11),
+    num_replicas=st.sampled_from([3, 8]),
+)
+@settings(max_examples=12, deadline=None, derandomize=True)
+def test_random_steps_equal_one_device_and_keep_copies_equal(operations, num_rows, num_replicas):
+    x, _ = data(num_rows)
+
+    def run(strategy):
+        with strategy.scope():
+            w = mr.Variable(0.3 * np.eye(4, dtype=np.float32) + 0.1)
+            seen = mr.Variable(np.zeros(4, np.float32))
+            optimizer = mr.Optimizer(optax.sgd(0.5), [w])
+
+        def step(x):
+            ctx = mr.get_replica_context()
+
+            def loss():
+                h = x @ w.value
+                for name in operations:
+                    h = ROWWISE[name](ctx, h, w.value)
+                return mr.losses.compute_average_loss(h * h), h
+
+            (value, h), [gradient] = mr.value_and_grad(loss, [w], has_aux=True)()
+            seen.assign(global_mean(ctx, h))
+            optimizer.apply_gradients([(gradient, w)])
+            return value, h
+
+        for _ in range(2):
+            value, h = strategy.run(step, args=(split(strategy, x),))
+        strategy.assert_mirrored()
+        return [w.value, seen.value, strategy.reduce("sum", value), strategy.gather(h, axis=0)]
+
+    for many, one in zip(run(new_strategy(num_replicas)), run(new_strategy(1)), strict=True):
+        np.testing.assert_allclose(many, one, rtol=1e-3, atol=1e-4)
