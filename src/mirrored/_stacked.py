@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from . import _pace
-from ._collectives import Axes, accumulator_dtype, divide
+from ._collectives import Axes, accumulator_dtype, divide, join_rows
 from ._errors import UnevenReplicasError
 from ._reduce_op import ReduceOp, VariableAggregation
 from ._typing import Shape
@@ -48,11 +48,8 @@ def reduce_mirrored(value: jax.Array, op: ReduceOp, axes: Axes, num_replicas: in
 
 def gather_stack(stack: jax.Array, axis: int, shapes: tuple[Shape, ...] | None) -> jax.Array:
     """Concatenate the replicas' values along `axis`, in replica order."""
-    if shapes is not None:
-        rows = [stack[i][tuple(slice(size) for size in shape)] for i, shape in enumerate(shapes)]
-        return jnp.concatenate(rows, axis=axis)
-    _, *shape = stack.shape
-    return jnp.moveaxis(stack, 0, axis).reshape(*shape[:axis], stack.shape[0] * shape[axis], *shape[axis + 1 :])
+    true_shapes = shapes or (stack.shape[1:],) * stack.shape[0]
+    return join_rows(stack, axis, [shape[axis] for shape in true_shapes])
 
 
 def gather_mirrored(value: jax.Array, axis: int, num_replicas: int) -> jax.Array:
