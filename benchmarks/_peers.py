@@ -23,21 +23,21 @@ def running(workload: str, num_replicas: int, python: str) -> Iterator[list[Cont
     with contextlib.ExitStack() as stack:
         contenders = []
         for name, module, file in PEERS:
-            if not _has(python, module):
+            if not has_module(python, module):
                 print(f"skipped: {name}, because {python} has no {module}")
                 continue
             command = [python, str(Path(__file__).with_name(file)), workload, str(num_replicas)]
             process = stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
-            contenders.append(Contender(name, _remote(process)))
+            contenders.append(Contender(name, remote(process)))
         yield contenders
 
 
-def _has(python: str, module: str) -> bool:
+def has_module(python: str, module: str) -> bool:
     code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
     return subprocess.run([python, "-c", code], check=False).returncode == 0
 
 
-def _remote(process: subprocess.Popen[str]) -> Callable[[int], float]:
+def remote(process: subprocess.Popen[str]) -> Callable[[int], float]:
     def run(num_steps: int) -> float:
         assert process.stdin is not None and process.stdout is not None
         print(num_steps, file=process.stdin, flush=True)

@@ -8,7 +8,17 @@ from pathlib import Path
 
 from _harness import parse
 
-FILES = ("step_time", "overhead", "compile_time", "memory", "all_reduce")
+FILES = (
+    "step_time",
+    "uneven_step",
+    "overhead",
+    "compile_time",
+    "memory",
+    "all_reduce",
+    "tfrecord_read",
+    "input_files",
+    "input_overlap",
+)
 
 
 def main() -> None:
@@ -17,7 +27,7 @@ def main() -> None:
     for name in FILES:
         print(f"\n## {name}", flush=True)
         command = [sys.executable, str(Path(__file__).with_name(f"{name}.py")), *(["--quick"] if options.quick else [])]
-        command += [f"--peers-python={options.peers_python}"] if name == "step_time" else []
+        command += [f"--peers-python={options.peers_python}"] if name in ("step_time", "input_files") else []
         if subprocess.run(command, check=False).returncode:
             failed.append(name)
     if failed:

@@ -293,16 +293,23 @@ def dataset(call: Callable[[World, Any], Any]) -> list[Row]:
         (lambda world: call(world, iter([ONES])), TypeError, r"an iterator that can be used only once"),
         (lambda world: call(world, world.rows), ValueError, r"the dataset has rows, not batches"),
         (lambda world: call(world, world.distributed), TypeError, r"the dataset is distributed already"),
-        (
-            lambda world: next(iter(call(world, [np.ones(3)]))),
-            mr.UnevenReplicasError,
-            r"a global batch of 3 rows does not divide",
-        ),
         (lambda world: next(iter(call(world, [WORDS]))), TypeError, r"which no device can hold"),
         (lambda world: next(iter(call(world, [world.x]))), TypeError, r"the dataset yielded a PerReplica"),
         (lambda world: next(iter(call(world, [1, 2]))), ValueError, r"the dataset yielded a scalar"),
         (lambda world: world.in_step(lambda: call(world, [ONES])), mr.ContextError, NOT_IN_A_STEP),
         (lambda world: world.in_scope_of_three(lambda: call(world, [ONES])), mr.StrategyMismatchError, r"distribute_dataset of"),
+    ]
+
+
+def function_of_datasets(call: Callable[[World, Any], Any]) -> list[Row]:
+    return [
+        (lambda world: call(world, 3), TypeError, r"dataset_fn is 3; expected a function of a mr\.InputContext"),
+        (lambda world: call(world, lambda: []), TypeError, r"takes 0 positional arguments but 1 was given"),
+        (lambda world: call(world, lambda context: ONES), TypeError, r"distribute_datasets_from_function got ndarray, one set"),
+        (lambda world: call(world, lambda context: iter([])), TypeError, r"an iterator that can be used only once"),
+        (lambda world: call(world, lambda context: world.rows), ValueError, r"the dataset has rows, not batches"),
+        (lambda world: next(iter(call(world, lambda context: [WORDS]))), TypeError, r"which no device can hold"),
+        (lambda world: world.in_step(lambda: call(world, lambda context: [])), mr.ContextError, NOT_IN_A_STEP),
     ]
 
 
@@ -487,6 +494,17 @@ BAD_INPUT: dict[str, list[Row]] = {
         (lambda world: world.two.distribute_dataset([ONES], 2), TypeError, r"options is 2; expected mr\.InputOptions"),
     ],
     "Strategy.experimental_distribute_dataset": dataset(lambda world, source: world.two.experimental_distribute_dataset(source)),
+    "Strategy.distribute_datasets_from_function": [
+        *function_of_datasets(lambda world, make: world.two.distribute_datasets_from_function(make)),
+        (
+            lambda world: world.two.distribute_datasets_from_function(list, mr.InputOptions(auto_shard_policy="data")),
+            ValueError,
+            r"dataset_fn shares the records out by itself",
+        ),
+    ],
+    "Strategy.experimental_distribute_datasets_from_function": function_of_datasets(
+        lambda world, make: world.two.experimental_distribute_datasets_from_function(make)
+    ),
     "Strategy.make_numpy_dataset": numpy_rows(lambda world, arrays: world.two.make_numpy_dataset(arrays)),
     "Strategy.experimental_make_numpy_dataset": numpy_rows(lambda world, rows: world.two.experimental_make_numpy_dataset(rows)),
     "Strategy.distribute_values_from_function": host_values(lambda world, fn: world.two.distribute_values_from_function(fn)),
@@ -778,6 +796,23 @@ BAD_INPUT: dict[str, list[Row]] = {
         (lambda world: mr.InputOptions(prefetch=1.5), TypeError, r"prefetch is 1\.5; expected an int"),
         (lambda world: mr.InputOptions(drop_remainder=1), TypeError, r"drop_remainder is 1; expected True or False"),
         (lambda world: mr.InputOptions(batch=3), TypeError, r"unexpected keyword argument 'batch'"),
+        (lambda world: mr.InputOptions(auto_shard_policy="files"), ValueError, r"auto_shard_policy is 'files'; expected one of"),
+        (lambda world: mr.InputOptions(auto_shard_policy=None), TypeError, r"auto_shard_policy is None; expected one of"),
+    ],
+    "InputContext.get_per_replica_batch_size": [
+        (lambda world: mr.InputContext(1, 0, 2).get_per_replica_batch_size(3), ValueError, r"3 is not divisible by the 2"),
+        (lambda world: mr.InputContext().get_per_replica_batch_size(0), ValueError, r"global_batch_size is 0; expected at"),
+        (lambda world: mr.InputContext().get_per_replica_batch_size("4"), TypeError, r"global_batch_size is '4'; expected"),
+    ],
+    "data.DistributedIterator.set_state": [
+        (lambda world: iter(world.distributed).set_state(3), TypeError, r"state is 3; expected what get_state\(\)"),
+        (
+            lambda world: iter(world.distributed).set_state(
+                {"version": 1, "policy": "DATA", "worker": None, "source": {"next": 7}}
+            ),
+            ValueError,
+            r"the state does not fit list: ValueError: batch 7 of 1",
+        ),
     ],
     "data.NumpyDataset": [
         (lambda world: NumpyDataset(None), TypeError, r"the dataset None holds no array"),
@@ -796,15 +831,67 @@ BAD_INPUT: dict[str, list[Row]] = {
     ],
     "data.NumpyDataset.shuffle": integers("shuffle", "seed", at_least=0),
     "data.NumpyDataset.repeat": integers("repeat", "num_epochs", at_least=1),
+    # files; more rows are in test_tfrecord.py and test_example.py
+    "data.tfrecord_dataset": [
+        (lambda world: mr.data.tfrecord_dataset(3), TypeError, r"files is 3 of type int; expected a path, a pattern"),
+        (lambda world: mr.data.tfrecord_dataset([]), ValueError, r"files is empty; expected at least one path"),
+        (lambda world: mr.data.tfrecord_dataset("missing"), FileNotFoundError, r"there is no file 'missing'"),
+        (lambda world: mr.data.tfrecord_dataset("missing-*"), FileNotFoundError, r"no file matches 'missing-\*'"),
+        (lambda world: mr.data.tfrecord_dataset(["."]), IsADirectoryError, r"'\.' is a directory; name its files"),
+        (lambda world: mr.data.tfrecord_dataset(__file__, "LZ4"), ValueError, r"compression is 'LZ4'; expected None, 'GZIP'"),
+        (lambda world: mr.data.tfrecord_dataset(__file__, None, "1"), ValueError, r"max_record_bytes is '1'; expected a number"),
+        (
+            lambda world: list(mr.data.tfrecord_dataset(__file__)),
+            mr.data.TFRecordError,
+            r"test_bad_input\.py: record 0, at byte 0: its length is damaged",
+        ),
+    ],
+    "data.write_tfrecords": [
+        (lambda world: mr.data.write_tfrecords("out", b"a"), TypeError, r"records is bytes; expected an iterable of bytes"),
+        (lambda world: mr.data.write_tfrecords("out", ["a"]), TypeError, r"record 0 is 'a' of type str; expected bytes"),
+        (lambda world: mr.data.write_tfrecords("out", [], "LZ4"), ValueError, r"compression is 'LZ4'"),
+        (lambda world: mr.data.write_tfrecords("no folder/out", []), FileNotFoundError, r"No such file"),
+    ],
+    "data.parse_example": [
+        (lambda world: mr.data.parse_example("a", {}), TypeError, r"records is str; expected bytes or a list of bytes"),
+        (lambda world: mr.data.parse_example([1], {}), TypeError, r"record 0 of the batch is 1 of type int"),
+        (lambda world: mr.data.parse_example(b"", None), TypeError, r"spec is NoneType; expected a dict"),
+        (lambda world: mr.data.parse_example(b"", {"x": int}), TypeError, r"spec has 'x': <class 'int'>"),
+        (lambda world: mr.data.parse_example(b"\xff", {}), ValueError, r"the record is no tf\.train\.Example"),
+        (
+            lambda world: mr.data.parse_example(b"", {"x": mr.data.FixedLenFeature((), np.int64)}),
+            ValueError,
+            r"feature 'x': the record does not have it, and it has no default",
+        ),
+    ],
+    "data.make_example": [
+        (lambda world: mr.data.make_example([1]), TypeError, r"features is list; expected a dict"),
+        (lambda world: mr.data.make_example({"x": "a"}), TypeError, r"feature 'x' is 'a' of type str; expected bytes, ints or"),
+        (lambda world: mr.data.make_example({"x": 2**63}), ValueError, r"feature 'x' has the value 9223372036854775808"),
+        (lambda world: mr.data.make_example({"x": world.x}), mr.PerReplicaError, r"PerReplica does not support"),
+    ],
+    "data.FixedLenFeature": [
+        (lambda world: mr.data.FixedLenFeature(2, np.int64), TypeError, r"shape is 2; expected a tuple of ints"),
+        (lambda world: mr.data.FixedLenFeature((), str), TypeError, r"dtype is <class 'str'>; expected bytes, np\.float32"),
+        (lambda world: mr.data.FixedLenFeature((), np.uint8, 256), TypeError, r"default_value is 256; expected np\.uint8"),
+        (lambda world: mr.data.FixedLenFeature((2,), np.uint8, ONES[:0]), ValueError, r"expected a value of shape \(2,\)"),
+    ],
+    "data.VarLenFeature": [
+        (lambda world: mr.data.VarLenFeature(np.float64), TypeError, r"dtype is <class 'numpy\.float64'>; expected bytes"),
+        (lambda world: mr.data.VarLenFeature(None), TypeError, r"dtype is None"),
+    ],
 }
 
 #: What takes nothing from the user, apart from where it is called.
 WITHOUT_INPUT = {
     "eager", "get_replica_context", "get_strategy", "has_strategy", "in_cross_replica_context", "Strategy.explain",
-    "data.DistributedDataset.describe",
+    "data.DistributedDataset.describe", "data.DistributedIterator.close", "data.DistributedIterator.get_state",
 }  # fmt: skip
 #: Not made by users: strategies, contexts and datasets make them.
-NOT_MADE_BY_USERS = {"Strategy", "ReplicaContext", "PerReplica", "ValueContext", "data.DistributedDataset"}
+NOT_MADE_BY_USERS = {
+    "Strategy", "ReplicaContext", "PerReplica", "ValueContext", "InputContext", "data.DistributedDataset",
+    "data.DistributedIterator",
+}  # fmt: skip
 
 
 def public_callables() -> set[str]:

@@ -11,10 +11,14 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 #: What the tables of each file must name.
 FILES = {
+    "uneven_step": ("plain: uneven step", "normalized: uneven step", "compiling"),
+    "input_files": ("mirrored", "plain reader", "grain's TFRecord reader"),
     "step_time": ("W1:", "W2:", "W3:", "by hand", "mirrored", "by hand, packed", "one device"),
     "overhead": ("2 variables", "200 variables", "60 us"),
     "compile_time": ("mirrored, R=8", "1.30", "traces of the user's function"),
     "memory": ("by hand", "mirrored"),
+    "input_overlap": ("step alone", "waits, 2 batches ahead", "in the loop"),
+    "tfrecord_read": ("records of 100 KiB", "grain, no checksums", "parse_example"),
     "all_reduce": ("20 x 4 KiB", "packed below", "alone"),
 }
 

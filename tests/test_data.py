@@ -224,23 +224,21 @@ def test_split_sizes(num_rows: int, num_replicas: int) -> None:
 
 @few_examples
 @hypothesis.given(
-    per_replica=st.integers(0, 6),
-    extra=st.integers(0, 7),
+    num_rows=st.integers(0, 30),
     num_replicas=st.integers(1, 8),
     shape=st.lists(st.integers(0, 3), max_size=2),
+    extra=st.integers(0, 2),
 )
-def test_stacked_rows_are_the_batch_cut_in_order(per_replica: int, extra: int, num_replicas: int, shape: list[int]) -> None:
-    kept = per_replica * num_replicas
-    extra %= num_replicas
-    batch = np.random.default_rng(0).integers(0, 99, (kept + extra, *shape))
-    stacked = _rebatch.stack_rows({"x": batch}, num_replicas, drop_remainder=True)["x"]
-    assert stacked.shape == (num_replicas, per_replica, *shape)
-    np.testing.assert_array_equal(stacked.reshape(kept, *shape), batch[:kept])
-    if extra:
-        with pytest.raises(mr.UnevenReplicasError):
-            _rebatch.stack_rows({"x": batch}, num_replicas, drop_remainder=False)
-    else:
-        np.testing.assert_array_equal(_rebatch.stack_rows(batch, num_replicas, drop_remainder=False), stacked)
+def test_stacked_rows_are_the_batch_cut_in_order(num_rows: int, num_replicas: int, shape: list[int], extra: int) -> None:
+    batch = {"x": np.random.default_rng(0).integers(1, 99, (num_rows, *shape))}
+    sizes = _rebatch.split_sizes(num_rows, num_replicas)
+    longest = max(sizes) + extra
+    stacked = _rebatch.stack_rows(_rebatch.split_rows(batch, sizes), longest)["x"]
+    assert stacked.shape == (num_replicas, longest, *shape)
+    np.testing.assert_array_equal(np.concatenate([row[:size] for row, size in zip(stacked, sizes, strict=True)]), batch["x"])
+    assert not any(row[size:].any() for row, size in zip(stacked, sizes, strict=True))
+    if len(set(sizes)) == 1 and not extra:
+        np.testing.assert_array_equal(_rebatch.reshape_rows(batch, 0, num_replicas, longest)["x"], stacked)
 
 
 SIZES = {count: mr.MirroredStrategy([f"cpu:{i}" for i in range(count)]) for count in (1, 2, 3, 8)}
@@ -249,21 +247,29 @@ SIZES = {count: mr.MirroredStrategy([f"cpu:{i}" for i in range(count)]) for coun
 @few_examples
 @hypothesis.given(
     count=st.sampled_from(sorted(SIZES)),
-    per_replica=st.lists(st.integers(1, 3), max_size=3),
+    num_rows=st.lists(st.integers(0, 9), max_size=4),
     prefetch=st.integers(0, 3),
+    drop_remainder=st.booleans(),
 )
-def test_the_rows_of_the_replicas_in_order_are_the_batch(count: int, per_replica: list[int], prefetch: int) -> None:
+def test_the_rows_of_the_replicas_in_order_are_the_batch(
+    count: int, num_rows: list[int], prefetch: int, drop_remainder: bool
+) -> None:
     numbers = itertools.count()
-    batches = [np.array([next(numbers) for _ in range(count * size)], "int32") for size in per_replica]
+    batches = [np.array([next(numbers) for _ in range(size)], "int32") for size in num_rows]
     distributed = SIZES[count].distribute_dataset(
-        [(batch, {"y": batch * 10}) for batch in batches], mr.InputOptions(prefetch=prefetch)
+        [(batch, {"y": np.stack([batch, batch], axis=1)}) for batch in batches],
+        mr.InputOptions(prefetch=prefetch, drop_remainder=drop_remainder),
     )
-    assert len(distributed) == len(batches)
+    kept = [batch[: len(batch) // count * count] if drop_remainder else batch for batch in batches]
     for _ in range(2):
-        for batch, (x, named) in zip(batches, distributed, strict=True):
-            assert [len(value) for value in x.values] == [len(batch) // count] * count
+        for batch, (x, named) in zip([batch for batch in kept if len(batch)], distributed, strict=True):
+            sizes = _rebatch.split_sizes(len(batch), count)
+            assert [len(value) for value in x.values] == sizes
+            assert x.shapes == tuple((size,) for size in sizes)
+            assert named["y"].shapes == tuple((size, 2) for size in sizes)
+            assert x._array.shape == (count, max(sizes))
             np.testing.assert_array_equal(joined(x), batch)
-            np.testing.assert_array_equal(joined(named["y"]), batch * 10)
+            np.testing.assert_array_equal(joined(named["y"]), np.stack([batch, batch], axis=1))
 
 
 def test_each_replicas_rows_are_on_its_device(strategy: mr.MirroredStrategy) -> None:
@@ -278,18 +284,29 @@ def test_each_replicas_rows_are_on_its_device(strategy: mr.MirroredStrategy) -> 
 # -- uneven batches
 
 
-def test_a_batch_that_does_not_divide_is_refused_with_the_remedy(strategy3: mr.MirroredStrategy) -> None:
-    distributed = strategy3.distribute_dataset(strategy3.make_numpy_dataset(np.arange(13)).batch(6))
-    iterator = iter(distributed)
-    np.testing.assert_array_equal(joined(next(iterator)), np.arange(6))
-    np.testing.assert_array_equal(joined(next(iterator)), np.arange(6, 12))
-    message = (
-        r"a global batch of 1 rows does not divide evenly among 3 replicas: they would get 1, 0, 0 rows, .* multiple of 3 "
-        r".*mr\.InputOptions\(drop_remainder=True\)"
-    )
-    with pytest.raises(mr.UnevenReplicasError, match=message):
-        next(iterator)
-    assert len(rows_of(strategy3.distribute_dataset([np.arange(6)]))) == 1
+@pytest.mark.parametrize("source", ["numpy", "list"])
+def test_every_row_of_an_uneven_batch_arrives(source: str, strategy: mr.MirroredStrategy) -> None:
+    count = strategy.num_replicas_in_sync
+    rows = {"x": np.arange(1, 14, dtype="float32"), "y": np.arange(26, dtype="int32").reshape(13, 2)}
+    numpy = strategy.make_numpy_dataset(rows).batch(6)
+    distributed = strategy.distribute_dataset(numpy if source == "numpy" else list(numpy))
+    assert len(distributed) == 3
+    for batch, expected in zip(distributed, numpy, strict=True):
+        sizes = _rebatch.split_sizes(len(expected["x"]), count)
+        assert [len(value) for value in batch["x"].values] == [len(value) for value in batch["y"].values] == sizes
+        is_even = len(set(sizes)) == 1
+        assert (batch["x"]._shapes is None) == is_even
+        padding = sum(max(sizes) - size for size in sizes)
+        assert np.count_nonzero(np.asarray(batch["x"]._array) == 0) == padding, "padding is zeros"
+        assert float(strategy.reduce("mean", batch["x"], axis=0)) == pytest.approx(expected["x"].mean())
+        np.testing.assert_array_equal(strategy.gather(batch["y"], axis=0), expected["y"])
+
+
+def test_batches_without_rows_are_skipped(strategy2: mr.MirroredStrategy) -> None:
+    empty = np.zeros((0, 3), "float32")
+    full = np.ones((3, 3), "float32")
+    [batch] = strategy2.distribute_dataset([empty, full, empty])
+    np.testing.assert_array_equal(joined(batch), full)
 
 
 @pytest.mark.parametrize(
@@ -488,16 +505,6 @@ def test_dtypes_become_those_of_jax(given: Any, held: Any, strategy2: mr.Mirrore
 # -- ahead of the step
 
 
-@pytest.mark.parametrize(("prefetch", "taken"), [(0, [1, 2, 3, 4, 5]), (1, [2, 3, 4, 5, 5]), (2, [3, 4, 5, 5, 5]), (9, [5] * 5)])
-def test_so_many_batches_are_ahead(prefetch: int, taken: list[int], strategy2: mr.MirroredStrategy) -> None:
-    source = Batches([X + k for k in range(5)])
-    seen = []
-    for position, batch in enumerate(strategy2.distribute_dataset(source, mr.InputOptions(prefetch=prefetch))):
-        np.testing.assert_array_equal(joined(batch), X + position)
-        seen.append(source.num_taken)
-    assert seen == taken
-
-
 def test_nothing_is_taken_before_the_first_batch_is_asked_for(strategy2: mr.MirroredStrategy) -> None:
     source = Batches([X])
     iter(strategy2.distribute_dataset(source))
@@ -617,10 +624,11 @@ def test_a_distributed_dataset_describes_itself(strategy2: mr.MirroredStrategy) 
     distributed = strategy2.distribute_dataset([X], mr.InputOptions(drop_remainder=True, prefetch=1))
     assert repr(distributed) == "DistributedDataset(list on 2 replicas)"
     line = (
-        "list: each global batch is cut into 2 contiguous parts, in replica order; the remainder of each global batch is dropped"
+        "list: each global batch is cut into 2 contiguous parts, in replica order; rows are dropped so that all replicas get "
+        "the same number; 1 batches ahead"
     )
-    assert distributed.describe().startswith(line)
-    assert line in strategy2.explain()
+    assert distributed.describe() == line
+    assert f"dataset {line}" in strategy2.explain()
 
 
 @pytest.mark.parametrize(
@@ -632,6 +640,12 @@ def test_a_distributed_dataset_describes_itself(strategy2: mr.MirroredStrategy) 
         ({"prefetch": None}, TypeError, r"prefetch is None"),
         ({"drop_remainder": 1}, TypeError, r"drop_remainder is 1; expected True or False"),
         ({"drop_remainder": "no"}, TypeError, r"drop_remainder is 'no'"),
+        (
+            {"auto_shard_policy": "files"},
+            ValueError,
+            r"auto_shard_policy is 'files'; expected one of 'auto', 'file', 'data', 'off'",
+        ),
+        ({"auto_shard_policy": 1}, TypeError, r"auto_shard_policy is 1; expected one of 'auto'"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -640,7 +654,8 @@ def test_wrong_options(options: dict[str, Any], error: type[Exception], message:
 
 
 def test_options_are_frozen_and_named() -> None:
-    assert mr.InputOptions() == mr.InputOptions(drop_remainder=False, prefetch=2)
+    assert mr.InputOptions() == mr.InputOptions(drop_remainder=False, prefetch=2, auto_shard_policy="auto")
+    assert mr.InputOptions(auto_shard_policy="File").auto_shard_policy is mr.AutoShardPolicy.FILE
     with pytest.raises(TypeError, match="positional"):
         mr.InputOptions(True)
     with pytest.raises(dataclasses.FrozenInstanceError):

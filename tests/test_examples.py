@@ -48,8 +48,8 @@ def test_quickstart_is_the_loop_of_the_readme() -> None:
 
 def test_digits_reaches_97_percent_and_draws_the_curves(tmp_path: Path) -> None:
     last_line = _run("digits", "--out", "pictures", cwd=tmp_path).splitlines()[-1]
-    match = re.match(r"trained 220 steps on (\d+) replicas in \d+ s: ([\d.]+)% of 360 held-out images right", last_line)
-    assert match and match[1] == "4" and float(match[2]) >= 97.0, last_line
+    match = re.match(r"trained 240 steps on 4 replicas in \d+ s: (\d+) of 359 held-out images right", last_line)
+    assert match and int(match[1]) / 359 >= 0.97, last_line
     assert "all copies bit-equal" in last_line
     assert (tmp_path / "pictures" / "digits.png").read_bytes().startswith(b"\x89PNG")
 

@@ -21,6 +21,7 @@ from ._gradients import value_and_grad as value_and_grad
 from ._loops import cond as cond
 from ._loops import fori_loop as fori_loop
 from ._loops import scan as scan
+from ._options import AutoShardPolicy as AutoShardPolicy
 from ._options import InputOptions as InputOptions
 from ._reduce_op import ReduceOp as ReduceOp
 from ._reduce_op import VariableAggregation as VariableAggregation
@@ -35,6 +36,7 @@ from ._strategy import Strategy as Strategy
 from ._strategy import ValueContext as ValueContext
 from ._values import PerReplica as PerReplica
 from ._variables import Variable as Variable
+from .data._input_context import InputContext as InputContext
 from .optimizer import Optimizer as Optimizer
 
 __version__ = "0.1.0"

@@ -39,6 +39,18 @@ class DeviceError(ValueError):
     """Say that a device does not exist, is named twice, or can no longer be made."""
 
 
+class TFRecordError(ValueError):
+    """Say that a TFRecord file is damaged, cut short, or written in another way than was said."""
+
+
+class ClusterConfigError(ValueError):
+    """Say that the description of a cluster is wrong, so that starting again would not help."""
+
+
+class ClusterStartError(RuntimeError):
+    """Say that the workers of a cluster did not come together: one is missing, or a port is taken."""
+
+
 class FactorOfReplicasWarning(UserWarning):
     """Warn that an update is R times the one that a single device would make."""
 

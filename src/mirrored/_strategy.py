@@ -18,15 +18,18 @@ from . import _collectives, _context, _explain, _replicate, _stacked
 from ._context import Frame
 from ._errors import ContextError, ReplicasDivergeError, StrategyMismatchError
 from ._mesh import ReplicaMesh
-from ._options import InputOptions
+from ._options import AutoShardPolicy, InputOptions
 from ._programs import Programs
 from ._reduce_op import ReduceOp
 from ._replicate import Program
 from ._typing import PyTree, UserFunction
 from ._values import PerReplica, stack_shapes
 from ._variables import Variable, live_variables
+from .data._auto_shard import make_plan, plan_of_function
 from .data._dataset import DistributedDataset, check_dataset
-from .data._source import NumpyDataset, stacked_lists
+from .data._input_context import InputContext
+from .data._source import NumpyDataset, adapted, stacked_lists
+from .data._workers import InputWorker
 
 _logger = logging.getLogger("mirrored")
 
@@ -57,6 +60,8 @@ class Strategy:
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy
     """
+
+    _input_worker = InputWorker()
 
     def __init__(self, mesh: ReplicaMesh) -> None:
         """Take the devices; users call a subclass."""
@@ -189,8 +194,9 @@ class Strategy:
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#run
         """
         _check_run_arguments(fn, args, kwargs)
-        _context.require_cross_replica("run", "Call the function directly.")
-        self._check_current("run")
+        if _context.current() is not None:
+            _context.require_cross_replica("run", "Call the function directly.")
+            self._check_current("run")
         return _replicate.run(self, self._mesh, self._programs, fn, args, kwargs or {})
 
     def reduce(self, reduce_op: ReduceOp | str, value: PyTree, axis: int | Sequence[int] | None = None) -> PyTree:
@@ -288,11 +294,12 @@ class Strategy:
         """Divide each global batch of a dataset among the replicas.
 
         n rows go to R replicas in contiguous parts, in order; the first `n mod R` replicas get one row more.
-        So far R must divide n, or `InputOptions(drop_remainder=True)` must allow to leave rows out.
+        When R does not divide n, the replicas really see different numbers of rows; a replica may have none.
 
         Args:
-            dataset: an iterable, that can be iterated again, of global batches: nests of arrays with the same
-                number of rows. `strategy.make_numpy_dataset(arrays).batch(n)` makes one of arrays.
+            dataset: global batches, nests of arrays with the same number of rows, from a grain dataset,
+                `mr.data.tfrecord_dataset`, `strategy.make_numpy_dataset(arrays).batch(n)`, a Hugging Face dataset
+                after `.batch(n)`, a torch DataLoader, or any iterable that can be iterated again.
             options: see `mr.InputOptions`.
 
         Returns:
@@ -300,24 +307,73 @@ class Strategy:
 
         Raises:
             TypeError: when `dataset` is not such an iterable.
-            UnevenReplicasError: (a ValueError, while iterating) for a batch that R does not divide.
+            ValueError: when its files cannot be shared out by the policy that `options` names.
 
-        >>> rows = strategy.make_numpy_dataset((np.arange(8), np.arange(8) % 2)).batch(4)
+        >>> rows = strategy.make_numpy_dataset((np.arange(7), np.arange(7) % 2)).batch(4)
         >>> for x, y in strategy.distribute_dataset(rows):
         ...     print([value.tolist() for value in x.values])
         [[0, 1], [2, 3]]
-        [[4, 5], [6, 7]]
+        [[4, 5], [6]]
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#experimental_distribute_dataset
         """
+        options = self._checked_input(options, "distribute_dataset")
+        check_dataset(dataset, "distribute_dataset")
+        worker = self._input_worker
+        plan = make_plan(adapted(dataset), options.auto_shard_policy, worker, self.num_replicas_in_sync)
+        return self._register(DistributedDataset(self._mesh, options, worker, plan))
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
+    ) -> DistributedDataset:
+        """Give each replica the next element of a dataset that a function makes for its worker.
+
+        The function batches, and shares the records out among the workers, by itself. R elements make one
+        step; when the data ends within a step, the replicas that are left over get no rows, so no element is dropped.
+
+        Args:
+            dataset_fn: takes a `mr.InputContext` and returns a dataset of per-replica batches, of the kinds that
+                `distribute_dataset` takes. Called once on each worker, now.
+            options: see `mr.InputOptions`.
+
+        Raises:
+            TypeError: when `dataset_fn` is no function, or does not return such a dataset.
+            ValueError: when `options` names a policy for sharing records out, and, while iterating, when the
+                rows of the elements of one step have different shapes.
+
+        >>> def per_replica_batches(context):
+        ...     size = context.get_per_replica_batch_size(4)
+        ...     return [np.arange(start, min(start + size, 5)) for start in range(0, 5, size)]
+        >>> for x in strategy.distribute_datasets_from_function(per_replica_batches):
+        ...     print([value.tolist() for value in x.values])
+        [[0, 1], [2, 3]]
+        [[4], []]
+
+        Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#distribute_datasets_from_function
+        """
+        if not callable(dataset_fn):
+            raise TypeError(f"dataset_fn is {dataset_fn!r}; expected a function of a mr.InputContext.")
+        options = self._checked_input(options, "distribute_datasets_from_function")
+        if options.auto_shard_policy in (AutoShardPolicy.FILE, AutoShardPolicy.DATA):
+            raise ValueError(
+                f"auto_shard_policy is {options.auto_shard_policy}, but dataset_fn shares the records out by itself, by "
+                "context.input_pipeline_id. Leave the policy out, or use strategy.distribute_dataset(dataset, options)."
+            )
+        worker = self._input_worker
+        dataset = dataset_fn(InputContext(worker.count, worker.index, self.num_replicas_in_sync))
+        check_dataset(dataset, "distribute_datasets_from_function")
+        return self._register(DistributedDataset(self._mesh, options, worker, plan_of_function(adapted(dataset), worker)))
+
+    def _checked_input(self, options: InputOptions | None, verb: str) -> InputOptions:
         if options is not None and not isinstance(options, InputOptions):
             raise TypeError(f"options is {options!r}; expected mr.InputOptions(...).")
-        check_dataset(dataset)
-        _context.require_cross_replica("distribute_dataset", "Distribute the dataset before the step and pass its batches to it.")
-        self._check_current("distribute_dataset")
-        distributed = DistributedDataset(dataset, self._mesh, options or InputOptions())
-        self._datasets.add(distributed)
-        return distributed
+        _context.require_cross_replica(verb, "Distribute the dataset before the step and pass its batches to it.")
+        self._check_current(verb)
+        return options or InputOptions()
+
+    def _register(self, dataset: DistributedDataset) -> DistributedDataset:
+        self._datasets.add(dataset)
+        return dataset
 
     def make_numpy_dataset(self, numpy_input: PyTree) -> NumpyDataset:
         """Make a dataset of the rows of arrays in memory; continue with `.shuffle(seed).batch(n)`.
@@ -520,6 +576,7 @@ def _check_run_arguments(fn: Any, args: Any, kwargs: Any) -> None:
 _ALIASES = {
     "experimental_run_v2": "run",
     "experimental_distribute_dataset": "distribute_dataset",
+    "experimental_distribute_datasets_from_function": "distribute_datasets_from_function",
     "experimental_local_results": "local_results",
     "experimental_make_numpy_dataset": "make_numpy_dataset",
     "experimental_distribute_values_from_function": "distribute_values_from_function",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections.abc
 import logging
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -12,74 +11,80 @@ import numpy as np
 
 from .._mesh import ReplicaMesh
 from .._options import InputOptions
-from .._typing import PyTree
 from .._values import PerReplica
-from . import _feed, _rebatch
+from . import _grain
+from ._auto_shard import Plan
+from ._iterator import DistributedIterator
 from ._source import NumpyDataset
+from ._steps import Layout
+from ._workers import InputWorker
 
 _logger = logging.getLogger("mirrored")
 
 
 class DistributedDataset:
-    """Divide each global batch of a dataset among the replicas; made by `strategy.distribute_dataset`.
+    """Divide the batches of a dataset among the replicas; made by `strategy.distribute_dataset`.
 
     Iterating yields trees of PerReplica values. It can be iterated again whenever the dataset can, and has a
-    length when the dataset has one.
+    length when the dataset has one (with `drop_remainder`, batches of which nothing is left count as well,
+    unless the dataset is of `make_numpy_dataset`).
 
-    >>> dataset = strategy.distribute_dataset([{"x": np.arange(4)}])
+    >>> dataset = strategy.distribute_dataset([{"x": np.arange(3)}])
     >>> for batch in dataset:
     ...     print(batch["x"])
-    PerReplica(shape=(2,), dtype=int32,
+    PerReplica(shape=(None,), dtype=int32,
       0: [0 1],
-      1: [2 3])
+      1: [2])
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/DistributedDataset
     """
 
-    def __init__(self, dataset: Iterable[PyTree], mesh: ReplicaMesh, options: InputOptions) -> None:
+    def __init__(self, mesh: ReplicaMesh, options: InputOptions, worker: InputWorker, plan: Plan) -> None:
         """Wrap a checked dataset; users call `strategy.distribute_dataset`."""
-        self._dataset = dataset
         self._mesh = mesh
         self._options = options
+        self._plan = plan
+        self._worker = worker
         self._has_dropped = False
+        if worker.count > 1:
+            _logger.info("dataset %s", self.describe())
 
-    def __iter__(self) -> Iterator[PyTree]:
-        return _feed.feed(self._stacked(), self._mesh, self._options.prefetch)
+    def __iter__(self) -> DistributedIterator:
+        layout = Layout(self._mesh.num_replicas, self._worker, self._options.drop_remainder, self._report_dropped)
+        return DistributedIterator(self._plan, layout, self._mesh, self._options.prefetch)
 
     def __len__(self) -> int:
-        if isinstance(self._dataset, NumpyDataset) and self._options.drop_remainder:
-            return self._dataset._num_batches(at_least=self._mesh.num_replicas)  # of smaller ones nothing is left
-        if not isinstance(self._dataset, collections.abc.Sized):
-            raise TypeError(f"the length of {type(self._dataset).__name__} is not known before it ends.")
-        return len(self._dataset)
+        dataset, kind = self._plan.dataset, self._plan.kind
+        if isinstance(dataset, NumpyDataset) and self._options.drop_remainder and kind == "DATA":
+            return dataset._num_batches(at_least=self._mesh.num_replicas)  # of smaller ones nothing is left
+        if not isinstance(dataset, collections.abc.Sized) or not _has_length(dataset):
+            raise TypeError(f"the length of {type(dataset).__name__} is not known before it ends.")
+        if kind == "DATA":
+            return len(dataset)
+        if kind == "FUNCTION" and self._worker.count == 1:
+            complete, rest = divmod(len(dataset), self._mesh.num_replicas)
+            return complete + (rest > 0 and not self._options.drop_remainder)
+        raise TypeError("the number of steps is not known before the end: the workers read datasets of their own.")
 
     def __repr__(self) -> str:
-        return f"DistributedDataset({type(self._dataset).__name__} on {self._mesh.num_replicas} replicas)"
+        return f"DistributedDataset({type(self._plan.dataset).__name__} on {self._mesh.num_replicas} replicas)"
 
     def describe(self) -> str:
-        """Say in one line how the rows reach the replicas."""
-        rule = "the remainder of each global batch is dropped" if self._options.drop_remainder else "every row is used"
-        return (
-            f"{type(self._dataset).__name__}: each global batch is cut into {self._mesh.num_replicas} contiguous parts, in "
-            f"replica order; {rule}; {self._options.prefetch} batches ahead"
+        """Say in one line how the rows reach the replicas, and why in this way."""
+        rule = (
+            "rows are dropped so that all replicas get the same number"
+            if self._options.drop_remainder
+            else "every row is used, also when the replicas get different numbers"
         )
+        return f"{type(self._plan.dataset).__name__}: {self._plan.how}; {rule}; {self._options.prefetch} batches ahead"
 
-    def _stacked(self) -> Iterator[PyTree]:
-        for batch in self._dataset:
-            arrays = _rebatch.to_numpy(batch)
-            num_rows, num_replicas = _rebatch.count_rows(arrays), self._mesh.num_replicas
-            stacked = _rebatch.stack_rows(arrays, num_replicas, self._options.drop_remainder)
-            dropped = num_rows % num_replicas
-            if dropped and not self._has_dropped:
-                self._has_dropped = True
-                _logger.info(
-                    "dropping %d of the %d rows of a global batch: %d replicas do not divide it", dropped, num_rows, num_replicas
-                )
-            if num_rows - dropped:
-                yield stacked
+    def _report_dropped(self, dropped: int, num_rows: int) -> None:
+        if not self._has_dropped:
+            self._has_dropped = True
+            _logger.info("dropping %d of the %d rows of a step, so that all replicas get the same number", dropped, num_rows)
 
 
-def check_dataset(dataset: Any) -> None:
+def check_dataset(dataset: Any, verb: str) -> None:
     """Refuse what cannot be iterated as global batches, or only once without saying so."""
     if isinstance(dataset, NumpyDataset):
         dataset._rows_per_batch()
@@ -90,21 +95,25 @@ def check_dataset(dataset: Any) -> None:
         isinstance(dataset, dict | tuple) and not _is_batches(dataset)
     ):
         raise TypeError(
-            f"distribute_dataset got {type(dataset).__name__}, one set of arrays; expected a dataset that yields global batches. "
+            f"{verb} got {type(dataset).__name__}, one set of arrays; expected a dataset that yields global batches. "
             "Write strategy.distribute_dataset(strategy.make_numpy_dataset(arrays).batch(global_batch_size))."
         )
     if isinstance(dataset, collections.abc.Iterator):
         raise TypeError(
-            f"distribute_dataset got {dataset!r}, an iterator that can be used only once; a second epoch would be empty. Pass "
+            f"{verb} got {dataset!r}, an iterator that can be used only once; a second epoch would be empty. Pass "
             "an object whose __iter__ starts anew: a list of batches, a dataset, or a class with `def __iter__(self): yield ...`."
         )
     if not isinstance(dataset, collections.abc.Iterable) and not hasattr(type(dataset), "__getitem__"):
         raise TypeError(
-            f"distribute_dataset got {dataset!r} of type {type(dataset).__name__}; expected an iterable of global batches, for "
+            f"{verb} got {dataset!r} of type {type(dataset).__name__}; expected an iterable of global batches, for "
             "example strategy.make_numpy_dataset(arrays).batch(global_batch_size)."
         )
     if isinstance(dataset, str | bytes | dict):
-        raise TypeError(f"distribute_dataset got {dataset!r}; expected an iterable of global batches.")
+        raise TypeError(f"{verb} got {dataset!r}; expected an iterable of global batches.")
+
+
+def _has_length(dataset: Any) -> bool:
+    return not _grain.is_pipeline(dataset) or _grain.has_length(dataset)
 
 
 def _is_batches(dataset: Any) -> bool:

@@ -1,41 +1,165 @@
-"""From host batches to PerReplica values on the devices, a few ahead of the one in use."""
+"""A few items ahead: an iterator runs in a thread of its own while the last item is in use."""
 
 from __future__ import annotations
 
+import atexit
 import collections
-from collections.abc import Iterator
+import contextvars
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Generator
+from typing import Any, Generic, NoReturn, TypeVar
 
 import jax
 
-from .._mesh import ReplicaMesh
-from .._typing import PyTree
-from .._values import PerReplica
+T = TypeVar("T")
+
+#: How long closing waits for a thread that is inside the user's pipeline; it ends by itself when the pipeline returns.
+MAX_WAIT_SECONDS = 5.0
 
 
-def feed(stacked_batches: Iterator[PyTree], mesh: ReplicaMesh, prefetch: int) -> Iterator[PyTree]:
-    """Yield each batch of `[R, n / R, ...]` arrays as PerReplica values.
+class Ahead(Generic[T]):
+    """Iterate over a generator that runs in a thread, at most `count` items ahead of the one in use.
 
-    Transfers are started ahead, in this thread; JAX carries them out while the step runs. An exception of
-    the source is raised after the batches before it.
+    An exception of the generator comes after the items before it, the same object with its traceback. The
+    thread ends, and the generator is closed, when it is exhausted, fails, `close` is called, this object is
+    garbage, or the interpreter exits.
     """
-    ahead: collections.deque[PyTree] = collections.deque()
-    failure: Exception | None = None
-    is_done = False
-    while True:
-        while not is_done and len(ahead) <= prefetch:
-            try:
-                ahead.append(to_devices(next(stacked_batches), mesh))
-            except StopIteration:
-                is_done = True
-            except Exception as error:
-                failure, is_done = error, True
-        if not ahead:
-            break
-        yield ahead.popleft()
-    if failure is not None:
-        raise failure
+
+    def __init__(self, items: Generator[T, None, None], close: Callable[[], None], count: int) -> None:
+        """Start the thread.
+
+        Args:
+            items: runs in the context variables and the 64 bit mode of this call.
+            close: frees what `items` reads from; called once, in the thread, at its end.
+            count: how many items may be ready; at least 1.
+        """
+        self._channel: _Channel[T] = _Channel(count)
+        context, is_x64 = contextvars.copy_context(), jax.config.jax_enable_x64  # pyrefly: ignore[missing-attribute]
+        work = functools.partial(_work, self._channel, items, close, context, is_x64)
+        self._channel.start(work)
+        # The thread knows the channel, not this object, so that a loop which is left early leaves garbage behind.
+        weakref.finalize(self, self._channel.close)
+
+    def __iter__(self) -> Ahead[T]:
+        return self
+
+    def __next__(self) -> T:
+        return self._channel.take()
+
+    def close(self) -> None:
+        """End the thread; the items that are ready are dropped. Again does nothing."""
+        self._channel.close()
 
 
-def to_devices(stacked: PyTree, mesh: ReplicaMesh) -> PyTree:
-    """Put each row of each leaf on its replica's device."""
-    return jax.tree.map(lambda leaf: PerReplica(jax.device_put(leaf, mesh.stacked)), stacked)
+class _Channel(Generic[T]):
+    """Hold what the thread and its reader share.
+
+    The lock is reentrant, because garbage collection can call `close` in either thread at any line.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._changed = threading.Condition()
+        self._ready: collections.deque[T] = collections.deque()
+        self._failure: BaseException | None = None
+        self._is_closed = False
+        self._is_finished = False
+        self._thread: threading.Thread | None = None
+
+    def start(self, work: Any) -> None:
+        self._thread = threading.Thread(target=work, name="mirrored input", daemon=True)
+        _close_at_exit()
+        _open_channels.add(self)
+        self._thread.start()
+
+    def wait_for_room(self) -> bool:
+        """Wait until another item may be made; return False when none is wanted any more."""
+        with self._changed:
+            while len(self._ready) >= self._count and not self._is_closed:
+                self._changed.wait()
+            return not self._is_closed
+
+    def put(self, item: T) -> None:
+        with self._changed:
+            if not self._is_closed:
+                self._ready.append(item)
+                self._changed.notify_all()
+
+    def finish(self, failure: BaseException | None) -> None:
+        with self._changed:
+            self._is_finished = True
+            self._failure = None if self._is_closed else failure
+            self._changed.notify_all()
+
+    def take(self) -> T:
+        with self._changed:
+            while not (self._ready or self._is_finished or self._is_closed):
+                self._changed.wait()
+            if self._ready and not self._is_closed:
+                self._changed.notify_all()
+                return self._ready.popleft()
+            failure, self._failure = self._failure, None
+        self.close()
+        _end(failure)
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._ready.clear()
+            self._failure = None
+            self._changed.notify_all()
+        thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return
+        thread.join(MAX_WAIT_SECONDS)
+        if not thread.is_alive():
+            self._thread = None
+            _open_channels.discard(self)
+
+
+def _end(failure: BaseException | None) -> NoReturn:
+    try:
+        raise StopIteration if failure is None else failure
+    finally:
+        del failure  # a frame that held it would keep itself, and the batches in it, until the next collection
+
+
+def _work(
+    channel: _Channel[T], items: Generator[T, None, None], close: Callable[[], None], context: contextvars.Context, is_x64: bool
+) -> None:
+    with jax.enable_x64(is_x64):
+        context.run(_run_ahead, channel, items, close)
+
+
+def _run_ahead(channel: _Channel[T], items: Generator[T, None, None], close: Callable[[], None]) -> None:
+    failure: BaseException | None = None
+    try:
+        while channel.wait_for_room():
+            channel.put(next(items))
+    except StopIteration:
+        pass
+    except BaseException as error:  # whatever it is, the loop that waits for the next batch must get it
+        failure = error
+    try:
+        items.close()
+        close()
+    except BaseException as error:
+        failure = failure or error
+    channel.finish(failure)
+    del failure  # it holds this frame
+
+
+_open_channels: weakref.WeakSet[_Channel[Any]] = weakref.WeakSet()
+
+
+@functools.cache
+def _close_at_exit() -> None:
+    """Close what is open before JAX ends its backends: exit functions run in reverse, and JAX's is there by now."""
+    atexit.register(_close_all)
+
+
+def _close_all() -> None:
+    for channel in list(_open_channels):
+        channel.close()

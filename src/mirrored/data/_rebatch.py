@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from .._errors import UnevenReplicasError
 from .._signature import is_numeric
 from .._typing import PyTree
 from .._values import PerReplica, is_per_replica
@@ -24,26 +24,70 @@ def split_sizes(num_rows: int, num_replicas: int) -> list[int]:
     return [size + 1] * extra + [size] * (num_replicas - extra)
 
 
-def stack_rows(batch: PyTree, num_replicas: int, drop_remainder: bool) -> PyTree:
-    """Turn each leaf `[n, ...]` of a global batch into `[R, n / R, ...]`.
+def split_rows(batch: PyTree, sizes: Sequence[int], start: int = 0) -> list[PyTree]:
+    """Cut a batch of arrays into parts of so many rows, in order, without copying; the first begins at `start`."""
+    ends = list(itertools.accumulate(sizes, initial=start))
+    return [jax.tree.map(lambda leaf, a=a, b=b: leaf[a:b], batch) for a, b in itertools.pairwise(ends)]
+
+
+def reshape_rows(batch: PyTree, start: int, num_replicas: int, num_rows: int) -> PyTree:
+    """Turn rows of a batch, from `start` on, into `[L, num_rows, ...]` for L replicas, without copying."""
+    stop = start + num_replicas * num_rows
+
+    def reshape(leaf: np.ndarray) -> np.ndarray:
+        held = leaf[start:stop].astype(jax.dtypes.canonicalize_dtype(leaf.dtype), copy=False)
+        return held.reshape(num_replicas, num_rows, *leaf.shape[1:])
+
+    return jax.tree.map(reshape, batch)
+
+
+def stack_rows(parts: Sequence[PyTree], num_rows: int) -> PyTree:
+    """Stack the replicas' rows as new arrays `[L, num_rows, ...]`, padded with zeros at the end.
+
+    New, because a source may fill the same buffer again for its next batch, and the transfer to the devices
+    reads later than the call returns (on the CPU, the device's array may even be the buffer).
+
+    Args:
+        parts: each replica's rows, in one structure.
+        num_rows: of the longest part of all workers.
+    """
+
+    def stack(*rows: np.ndarray) -> np.ndarray:
+        dtype = jax.dtypes.canonicalize_dtype(rows[0].dtype)
+        stacked = np.empty((len(rows), num_rows, *rows[0].shape[1:]), dtype)
+        for place, part in zip(stacked, rows, strict=True):
+            place[: len(part)] = part
+            place[len(part) :] = 0
+        return stacked
+
+    return jax.tree.map(stack, *parts)
+
+
+def join_rows(parts: Sequence[PyTree]) -> PyTree:
+    """Join the rows of several batches.
 
     Raises:
-        UnevenReplicasError: when R does not divide n and the remainder may not be dropped, or when dropping
-            it would leave nothing.
+        ValueError: when their structures, or the shapes of their rows, differ.
     """
-    num_rows = count_rows(batch)
-    kept = num_rows
-    if num_rows % num_replicas:
-        sizes = split_sizes(num_rows, num_replicas)
-        if not drop_remainder:
-            raise UnevenReplicasError(
-                f"a global batch of {num_rows} rows does not divide evenly among {num_replicas} replicas: they would get "
-                f"{', '.join(map(str, sizes))} rows, and one compiled step needs equal shapes. Use a batch size that "
-                f"is a multiple of {num_replicas} and .batch(..., drop_remainder=True) for the last batch, or let the "
-                "strategy drop the odd rows: strategy.distribute_dataset(dataset, mr.InputOptions(drop_remainder=True))."
+    if len(parts) == 1:
+        return parts[0]
+    require_same_rows(parts, "batches of one dataset, whose rows are joined to global batches of one size,")
+    return jax.tree.map(lambda *rows: np.concatenate(rows), *parts)
+
+
+def require_same_rows(parts: Sequence[PyTree], what: str) -> None:
+    """Refuse batches that differ in more than their number of rows."""
+    described = [_describe_rows(part) for part in parts]
+    for position, text in enumerate(described):
+        if text != described[0]:
+            raise ValueError(
+                f"{what} have rows of different structure, dtype or shape: {described[0]}, and number {position} {text}. "
+                "Pad the rows to one shape in the pipeline."
             )
-        kept = num_rows - num_rows % num_replicas
-    return jax.tree.map(lambda leaf: leaf[:kept].reshape(num_replicas, kept // num_replicas, *leaf.shape[1:]), batch)
+
+
+def _describe_rows(batch: PyTree) -> str:
+    return str(jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape[1:])}", batch))
 
 
 def count_rows(batch: PyTree) -> int:
@@ -65,11 +109,7 @@ def count_rows(batch: PyTree) -> int:
 
 
 def to_numpy(batch: PyTree) -> PyTree:
-    """Turn the leaves of a batch into numpy arrays that nobody else can change, or say which one holds no numbers.
-
-    They are copies, because a source may fill the same buffer again for its next batch, and the transfer to the
-    devices reads it later than the call returns (on the CPU, the device's array may even be the buffer).
-    """
+    """Turn the leaves of a batch into numpy arrays, without copying, or say which one holds no numbers."""
 
     def convert(path: Sequence[Any], leaf: Any) -> np.ndarray:
         if isinstance(leaf, PerReplica):
@@ -84,9 +124,14 @@ def to_numpy(batch: PyTree) -> PyTree:
                 "Encode it as numbers, or leave it out of the batch."
             )
         _check_range(path, array)
-        return array if isinstance(leaf, jax.Array) else array.copy()
+        return array
 
     return jax.tree_util.tree_map_with_path(convert, batch, is_leaf=is_per_replica)
+
+
+def copied(batch: PyTree) -> PyTree:
+    """Copy the arrays of a batch that is held while the source makes the next."""
+    return jax.tree.map(np.array, batch)
 
 
 def _check_range(path: Sequence[Any], array: np.ndarray) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections.abc
 import dataclasses
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,8 @@ import numpy as np
 from .._signature import is_numeric
 from .._typing import PyTree
 from .._values import PerReplica, is_per_replica
+from . import _grain
+from ._position import Source, restore
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,22 +87,19 @@ class NumpyDataset:
         return self.num_epochs * per_epoch
 
     def __iter__(self) -> Iterator[PyTree]:
-        rows_per_batch = self._rows_per_batch()
-        for _ in range(self.num_epochs):
-            order = self._order()
-            for start in range(0, self.num_rows, rows_per_batch):
-                stop = start + rows_per_batch
-                if stop > self.num_rows and self.drop_remainder:
-                    break
-                rows = order[start:stop]
-                yield jax.tree.map(lambda array, rows=rows: array[rows], self.arrays)
+        self._rows_per_batch()
+        return _NumpyIterator(self)
 
-    def _order(self) -> np.ndarray:
+    def _begin_pass(self) -> int:
+        """Return the number of the first epoch of a pass that begins; each epoch has a number of its own."""
+        first = self._passes[0]
+        self._passes[0] += self.num_epochs
+        return first
+
+    def _order(self, epoch: int) -> np.ndarray:
         if self.shuffle_seed is None:
             return np.arange(self.num_rows)
-        generator = np.random.default_rng([self.shuffle_seed, self._passes[0]])
-        self._passes[0] += 1
-        return generator.permutation(self.num_rows)
+        return np.random.default_rng([self.shuffle_seed, epoch]).permutation(self.num_rows)
 
     def _rows_per_batch(self) -> int:
         if self.batch_size is None:
@@ -108,6 +108,99 @@ class NumpyDataset:
                 "strategy.make_numpy_dataset(arrays).batch(global_batch_size)."
             )
         return self.batch_size
+
+
+class _NumpyIterator:
+    """Iterate over one pass of a NumpyDataset; the position is the pass, the epoch in it and the row in that."""
+
+    def __init__(self, dataset: NumpyDataset) -> None:
+        self._dataset = dataset
+        self._first: int | None = None  # the number of this pass's first epoch, taken when it begins
+        self._epoch = 0
+        self._row = 0
+        self._order: np.ndarray | None = None
+
+    def __iter__(self) -> _NumpyIterator:
+        return self
+
+    def __next__(self) -> PyTree:
+        dataset, rows_per_batch = self._dataset, self._dataset._rows_per_batch()
+        needed = rows_per_batch if dataset.drop_remainder else 1
+        while self._row + needed > dataset.num_rows:
+            if self._epoch + 1 >= dataset.num_epochs:
+                raise StopIteration
+            self._epoch, self._row, self._order = self._epoch + 1, 0, None
+        if self._order is None:
+            self._order = dataset._order(self._begin() + self._epoch)
+        rows = self._order[self._row : self._row + rows_per_batch]
+        self._row += len(rows)
+        return jax.tree.map(lambda array: array[rows], dataset.arrays)
+
+    def _begin(self) -> int:
+        if self._first is None:
+            self._first = self._dataset._begin_pass()
+        return self._first
+
+    def get_state(self) -> dict[str, int]:
+        return {"pass": self._begin(), "epoch": self._epoch, "row": self._row, "num_rows": self._dataset.num_rows}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        first, epoch, row, num_rows = (state[name] for name in ("pass", "epoch", "row", "num_rows"))
+        if num_rows != self._dataset.num_rows:
+            raise ValueError(f"it is of a dataset of {num_rows} rows, and this one has {self._dataset.num_rows}")
+        if not (first >= 0 and epoch >= 0 and 0 <= row <= num_rows):
+            raise ValueError(f"no such position: {state}")
+        self._first, self._epoch, self._row, self._order = first, epoch, row, None
+        self._dataset._passes[0] = first + self._dataset.num_epochs  # the next pass is the one after this
+
+
+class _SequenceIterator:
+    """Iterate over batches by their number."""
+
+    def __init__(self, batches: Any) -> None:
+        self._batches = batches
+        self._next = 0
+
+    def __iter__(self) -> _SequenceIterator:
+        return self
+
+    def __next__(self) -> PyTree:
+        if self._next >= len(self._batches):
+            raise StopIteration
+        self._next += 1
+        return self._batches[self._next - 1]
+
+    def get_state(self) -> dict[str, int]:
+        return {"next": self._next}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        position = state["next"]
+        if not 0 <= position <= len(self._batches):
+            raise ValueError(f"batch {position} of {len(self._batches)}")
+        self._next = position
+
+
+def open_source(dataset: Any, state: Any = None) -> Source:
+    """Start an iterator over the global batches of a dataset, from a position on if one is given."""
+    if _grain.is_pipeline(dataset):
+        iterator: Any = _grain.open_pipeline(dataset)
+    elif isinstance(dataset, collections.abc.Sequence) or (is_hugging_face(dataset) and hasattr(dataset, "__getitem__")):
+        iterator = _SequenceIterator(dataset)
+    else:
+        iterator = iter(dataset)
+    if state is not None:
+        restore(dataset, iterator, state)
+    return Source(dataset, iterator, is_owned=isinstance(dataset, NumpyDataset))
+
+
+def is_hugging_face(dataset: Any) -> bool:
+    """Tell whether an object has the methods of a Hugging Face dataset, which this library never imports."""
+    return all(callable(getattr(type(dataset), name, None)) for name in ("with_format", "iter", "batch"))
+
+
+def adapted(dataset: Any) -> Any:
+    """Return a dataset whose elements hold arrays: a Hugging Face dataset yields lists unless it is told otherwise."""
+    return dataset.with_format("numpy") if is_hugging_face(dataset) else dataset
 
 
 def _check_int(name: str, value: Any, at_least: int, what: str) -> None:

@@ -1,0 +1,86 @@
+"""How the workers share the records of one dataset: by file, by row, or not at all; and why."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from .._options import AutoShardPolicy
+from . import _grain, _steps
+from ._steps import Layout, Steps
+from ._workers import InputWorker
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Hold what one worker reads, and how its replicas share it.
+
+    Attributes:
+        dataset: what this worker iterates over.
+        kind: the policy that was chosen, or "FUNCTION" for one dataset by worker.
+        how: how the records are shared out, in words; says why when the choice was made here.
+    """
+
+    dataset: Any
+    kind: str
+    how: str
+
+    @property
+    def is_same_for_all(self) -> bool:
+        """Whether all workers read the same batches, so that a position holds for any number of workers."""
+        return self.kind == "DATA"
+
+    def steps(self, source: Any, layout: Layout, extra: dict[str, int]) -> Steps:
+        """Return the steps of this worker from the position of an open source on."""
+        makers = {
+            "DATA": _steps.rows_of_every_batch,
+            "FILE": _steps.rows_of_own_files,
+            "OFF": _steps.own_batches,
+            "FUNCTION": _steps.one_element_each,
+        }
+        return makers[self.kind](source, layout, extra)
+
+
+def make_plan(dataset: Any, policy: AutoShardPolicy | str, worker: InputWorker, num_replicas: int) -> Plan:
+    """Choose how a dataset of global batches is shared out among the workers.
+
+    Raises:
+        ValueError: when `FILE` is asked for and would lose, repeat or mispair records.
+    """
+    policy = AutoShardPolicy.parse(policy, "auto_shard_policy")
+    parts = f"each global batch is cut into {num_replicas} contiguous parts, in replica order"
+    if worker.count == 1:
+        return Plan(dataset, "DATA", parts)
+    workers = f"{worker.count} workers"
+    if policy is AutoShardPolicy.OFF:
+        how = f"OFF: each of the {workers} divides its own batches among its own {num_replicas // worker.count} replicas"
+        return Plan(dataset, "OFF", how)
+    by_row = f"every one of the {workers} reads all records; {parts}"
+    if policy is AutoShardPolicy.DATA:
+        return Plan(dataset, "DATA", f"DATA: {by_row}")
+    reason = _why_not_by_file(dataset, worker.count, is_certain=policy is AutoShardPolicy.AUTO)
+    if reason is None:
+        files = _grain.files_of(dataset)
+        mine = f"worker i of {worker.count} reads the files i, i + {worker.count}, ...{'' if files is None else f' of {files}'}"
+        how = f"{'' if policy is AutoShardPolicy.FILE else 'AUTO chose '}FILE: {mine} and gives its share of each global batch"
+        return Plan(_grain.only_files_of(dataset, worker.index, worker.count), "FILE", how)
+    if policy is AutoShardPolicy.FILE:
+        raise ValueError(
+            f"auto_shard_policy FILE cannot share this dataset out among {workers}: {reason}. Use "
+            "mr.AutoShardPolicy.DATA, by which every worker reads all records and takes its rows of each global batch, or "
+            "AUTO, which chooses it here."
+        )
+    return Plan(dataset, "DATA", f"AUTO chose DATA, because {reason}: {by_row}")
+
+
+def plan_of_function(dataset: Any, worker: InputWorker) -> Plan:
+    """Plan for a dataset that a function made for this worker alone."""
+    count = worker.count
+    calls = "once" if count == 1 else f"on each of the {count} workers"
+    return Plan(dataset, "FUNCTION", f"made by a function, called {calls}: each replica takes the next element")
+
+
+def _why_not_by_file(dataset: Any, num_workers: int, is_certain: bool) -> str | None:
+    if not _grain.is_pipeline(dataset):
+        return f"{type(dataset).__name__} is no dataset of files"
+    return _grain.why_not_by_file(dataset, num_workers, is_certain)

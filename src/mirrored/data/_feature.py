@@ -1,0 +1,225 @@
+"""What to read from an Example: the kinds of features, and their values as numpy arrays (docs/design/tfrecord.md)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .._signature import is_numeric
+from ._layout import Span
+
+
+@dataclasses.dataclass(frozen=True)
+class FixedLenFeature:
+    """Say that each record has `prod(shape)` values of a feature: an entry of the spec of `mr.data.parse_example`.
+
+    Attributes:
+        shape: of the feature in one record; the values are in row-major order.
+        dtype: `bytes` for the elements of a bytes_list as they are, in an array of objects. np.float32 for a
+            float_list; any integer dtype, or bool, for an int64_list, whose values must fit in it. A bytes_list with
+            one element and a numeric dtype is decoded: the element must have the bytes of an array of this shape and
+            dtype, as `array.tobytes()` gives them (`tf.io.decode_raw`).
+        default_value: for records that lack the feature, a number or an array of `shape`. Without it they are an error.
+
+    >>> mr.data.FixedLenFeature((28, 28, 1), np.uint8).shape
+    (28, 28, 1)
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/io/FixedLenFeature
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    default_value: Any = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.shape, list | tuple) or not all(_is_size(size) for size in self.shape):
+            raise TypeError(f"shape is {self.shape!r}; expected a tuple of ints, 0 or more; () for one value.")
+        object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
+        object.__setattr__(self, "dtype", _checked_dtype(self.dtype, is_decoded=True))
+        if self.default_value is not None:
+            _ = self._default
+
+    @functools.cached_property
+    def _size(self) -> int:
+        return math.prod(self.shape)
+
+    @functools.cached_property
+    def _default(self) -> np.ndarray:
+        dtype: Any = self.dtype
+        values = np.array(self.default_value, object if dtype is bytes else None)
+        try:
+            flat = np.broadcast_to(values, self.shape).ravel()
+        except ValueError as error:
+            raise ValueError(f"default_value is {self.default_value!r}; expected a value of shape {self.shape}.") from error
+        if dtype is bytes:
+            fits = all(type(value) is bytes for value in flat)
+        elif dtype.kind in "biu":
+            fits = values.dtype.kind in "biu" and bool((flat == flat.astype(dtype)).all())
+        else:
+            fits = values.dtype.kind in "biuf"
+        if not fits:
+            raise TypeError(f"default_value is {self.default_value!r}; expected {_show(dtype)}, the feature's dtype.")
+        return flat if dtype is bytes else flat.astype(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class VarLenFeature:
+    """Say that each record has any number of values of a feature, none if it lacks it: each gives an array of its own.
+
+    Attributes:
+        dtype: `bytes`, np.float32, or an integer dtype or bool, as for `mr.data.FixedLenFeature`; nothing is decoded.
+
+    >>> example = mr.data.make_example({"words": [b"to", b"be"]})
+    >>> mr.data.parse_example([example], {"words": mr.data.VarLenFeature(bytes)})
+    {'words': [array([b'to', b'be'], dtype=object)]}
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/io/RaggedFeature
+    """
+
+    dtype: Any
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", _checked_dtype(self.dtype, is_decoded=False))
+
+
+Feature = FixedLenFeature | VarLenFeature
+
+
+def read(feature: Feature, values: Any) -> np.ndarray:
+    """Return what protobuf has parsed of a feature, or None, as an array of one axis; raise ValueError if it does not fit."""
+    kind = values.WhichOneof("kind") if values is not None else None
+    if kind is None:
+        return _missing(feature)
+    dtype, elements = feature.dtype, getattr(values, kind).value
+    if kind == "bytes_list" and dtype is not bytes and isinstance(feature, FixedLenFeature):
+        return _decoded(feature, elements)
+    if kind != _kind_of(dtype):
+        raise ValueError(f"the record has it as {kind}; expected {_kind_of(dtype)}, which holds {_show(dtype)}.")
+    if isinstance(feature, FixedLenFeature) and len(elements) != feature._size:
+        raise ValueError(f"the record has {len(elements)} values; expected {feature._size}, for the shape {feature.shape}.")
+    if dtype is bytes:
+        return _objects(elements[:])
+    numbers = elements[:]
+    if kind == "int64_list" and dtype != np.int64 and numbers:
+        low, high = _limits(dtype)
+        if min(numbers) < low or max(numbers) > high:
+            wrong = next(number for number in numbers if not low <= number <= high)
+            raise ValueError(f"the record has the value {wrong}; expected {low} to {high}, which {_show(dtype)} can hold.")
+    return np.array(numbers, dtype)
+
+
+def read_all(feature: Feature, column: Sequence[Any]) -> np.ndarray | None:
+    """Return what `read` does for each of several records, as the rows of one array, if all are alike; else None."""
+    kind = column[0].WhichOneof("kind")
+    if isinstance(feature, VarLenFeature) or kind is None:
+        return None
+    dtype, size = feature.dtype, feature._size
+    lists = [getattr(values, kind).value for values in column]  # those of another kind are empty
+    if kind == "bytes_list" and dtype is not bytes:
+        if not size or dtype.kind == "b" or set(map(len, lists)) != {1}:
+            return None
+        elements = [elements[0] for elements in lists]
+        if set(map(len, elements)) != {size * dtype.itemsize}:
+            return None
+        return np.frombuffer(b"".join(elements), dtype).reshape(-1, size)
+    if not size or kind != _kind_of(dtype) or set(map(len, lists)) != {size}:
+        return None
+    flat = [element for elements in lists for element in elements]
+    values = _objects(flat) if dtype is bytes else np.array(flat, np.int64 if kind == "int64_list" else dtype)
+    if kind == "int64_list" and dtype != np.int64:
+        low, high = _limits(dtype)
+        if values.min() < low or values.max() > high:
+            return None
+        values = values.astype(dtype)
+    return values.reshape(-1, size)
+
+
+def cut(feature: Feature, kind: str, spans: Sequence[Span], matrix: np.ndarray, records: Sequence[bytes]) -> np.ndarray:
+    """Return the values that lie in spans of equal records: an array of a row for each record, of the feature's dtype.
+
+    Args:
+        feature: what to read; it fits the kind and number of values.
+        kind: of the list that the values are in.
+        spans: where they are.
+        matrix: the records, uint8[num_records, size].
+        records: the same as bytes.
+    """
+    start, stop = spans[0]
+    if feature.dtype is bytes:
+        columns = [_objects([record[start:stop] for record in records]) for start, stop in spans]
+        return np.stack(columns, axis=1)
+    if kind == "int64_list":
+        return matrix[:, start:stop].astype(feature.dtype)
+    return matrix[:, start:stop].view("<f4" if kind == "float_list" else feature.dtype)
+
+
+def _missing(feature: Feature) -> np.ndarray:
+    if isinstance(feature, VarLenFeature):
+        return np.zeros(0, object if feature.dtype is bytes else feature.dtype)
+    if feature.default_value is None:
+        raise ValueError(
+            f"the record does not have it, and it has no default. Write mr.data.FixedLenFeature({feature.shape}, "
+            f"{_show(feature.dtype)}, default_value=...) if records may lack it."
+        )
+    return feature._default
+
+
+def _decoded(feature: FixedLenFeature, elements: Sequence[bytes]) -> np.ndarray:
+    """Read the only element of a bytes_list as the bytes of an array."""
+    if feature.dtype.kind == "b":
+        raise ValueError("the record has it as bytes, which are not decoded to bool; use np.uint8.")
+    if len(elements) != 1:
+        raise ValueError(f"the record has {len(elements)} elements of bytes; expected one, the bytes of an array.")
+    expected = feature._size * feature.dtype.itemsize
+    if len(elements[0]) != expected:
+        raise ValueError(
+            f"the record has {len(elements[0])} bytes; expected {expected}, for an array of shape {feature.shape} and dtype "
+            f"{feature.dtype}. (To take the bytes as they are, give the feature the dtype bytes.)"
+        )
+    return np.frombuffer(elements[0], feature.dtype)
+
+
+def _objects(elements: Sequence[bytes]) -> np.ndarray:
+    array = np.empty(len(elements), object)
+    array[:] = elements
+    return array
+
+
+def _kind_of(dtype: Any) -> str:
+    if dtype is bytes:
+        return "bytes_list"
+    return "int64_list" if dtype.kind in "biu" else "float_list" if dtype == np.float32 else "bytes_list"
+
+
+def _limits(dtype: Any) -> tuple[int, int]:
+    return (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+
+
+def _show(dtype: Any) -> str:
+    return "bytes" if dtype is bytes else f"np.{dtype}"
+
+
+def _checked_dtype(dtype: Any, is_decoded: bool) -> Any:
+    if dtype is bytes:
+        return bytes
+    try:
+        found = np.dtype(dtype) if dtype is not None else None
+    except TypeError:
+        found = None
+    if (
+        found is None
+        or not (is_numeric(found) or found.kind == "b")
+        or not (is_decoded or found == np.float32 or found.kind in "biu")
+    ):
+        also = ", or, for bytes to be decoded, another dtype of numbers" if is_decoded else ""
+        raise TypeError(f"dtype is {dtype!r}; expected bytes, np.float32, np.int64 or another integer dtype, bool{also}.")
+    return found
+
+
+def _is_size(size: Any) -> bool:
+    return isinstance(size, int | np.integer) and not isinstance(size, bool) and bool(size >= 0)

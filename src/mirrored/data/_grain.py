@@ -1,0 +1,109 @@
+"""What a grain pipeline says of itself, through its public attributes; grain is imported by those who use it."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+#: grain reads 500 elements ahead by default; here each is a global batch.
+_NUM_BATCHES_AHEAD = 16
+
+#: Transformations that treat each record, or run of records, the same whichever other files there are. What is not
+#: listed may not, and then only `FILE` as the user's own word shards it by file.
+_FILE_BY_FILE = {
+    "BatchIterDataset", "BestFitPackIterDataset", "CacheIterDataset", "ConcatThenSplitIterDataset", "FilterIterDataset",
+    "FirstFitPackIterDataset", "FlatMapIterDataset", "MapIterDataset", "ProcessPrefetchIterDataset", "RandomMapIterDataset",
+    "RebatchIterDataset", "RepeatIterDataset", "ThreadPrefetchIterDataset", "WindowShuffleIterDataset", "WithOptionsIterDataset",
+    "_MpContextIterDataset", "_WithSeedIterDataset",
+}  # fmt: skip
+
+#: Transformations of one dataset whose result would be another one when each worker applies them to its own files.
+_ACROSS_FILES = {
+    "LimitIterDataset": "takes the first records of all files together",
+    "MapWithIndexIterDataset": "numbers the records of all files together",
+}
+
+
+def is_pipeline(dataset: Any) -> bool:
+    """Tell whether an object is a grain dataset, without importing grain."""
+    grain = sys.modules.get("grain")
+    return grain is not None and isinstance(dataset, grain.MapDataset | grain.IterDataset)
+
+
+def open_pipeline(dataset: Any) -> Iterator[Any]:
+    """Start an iterator over a grain dataset whose elements are global batches."""
+    grain = sys.modules["grain"]
+    if isinstance(dataset, grain.MapDataset):
+        return iter(dataset.to_iter_dataset(grain.ReadOptions(prefetch_buffer_size=_NUM_BATCHES_AHEAD)))
+    return iter(dataset)
+
+
+def has_length(dataset: Any) -> bool:
+    """Tell whether `len` is the number of elements: a filter leaves some out, and does not say how many."""
+    return not any(type(node).__name__ == "FilterMapDataset" for node in _nodes(dataset))
+
+
+def _nodes(dataset: Any) -> Iterator[Any]:
+    yield dataset
+    for parent in dataset.parents:
+        yield from _nodes(parent)
+
+
+def why_not_by_file(dataset: Any, num_workers: int, is_certain: bool) -> str | None:
+    """Say why the files of a pipeline cannot be shared out among workers, or return None when they can.
+
+    Args:
+        dataset: a grain dataset.
+        num_workers: how many workers share its files.
+        is_certain: whether transformations that are not known, such as a user's own, count as a reason.
+    """
+    node = dataset
+    while not _reads_files(node):
+        name = type(node).__name__
+        if not node.parents:
+            return f"{name} reads no files that can be shared out"
+        if len(node.parents) > 1:
+            return f"{name} combines several datasets, whose files would no longer match"
+        if name in _ACROSS_FILES:
+            return f"{name} {_ACROSS_FILES[name]}"
+        if is_certain and not (name in _FILE_BY_FILE and type(node).__module__.startswith("grain.")):
+            return f"{name} is not known to work file by file"
+        node = node.parents[0]
+    files = getattr(node, "files", None)
+    if files is not None:
+        return None if len(files) >= num_workers else f"there are {len(files)} files for {num_workers} workers"
+    # grain's own sources do not say how many files they have, but the last worker's are missing when there are too few.
+    if _has_record(only_files_of(node, num_workers - 1, num_workers)):
+        return None
+    return f"{type(node).__name__} has no file, or no record, for the last of {num_workers} workers"
+
+
+def files_of(dataset: Any) -> int | None:
+    """Return how many files a pipeline reads, when its source says so."""
+    counts = [len(node.files) for node in _nodes(dataset) if _reads_files(node) and hasattr(node, "files")]
+    return counts[0] if len(counts) == 1 else None
+
+
+def only_files_of(dataset: Any, worker: int, num_workers: int) -> Any:
+    """Return the pipeline over the files `worker`, `worker + num_workers`, ... alone."""
+    mine = copy.deepcopy(dataset)  # set_slice changes a dataset in place
+    next(node for node in _nodes(mine) if _reads_files(node)).set_slice(slice(worker, None, num_workers))
+    return mine
+
+
+def _has_record(dataset: Any) -> bool:
+    iterator = iter(dataset)
+    try:
+        next(iterator)
+    except (StopIteration, IndexError):  # IndexError: grain's way to say that it was given no file
+        return False
+    finally:
+        iterator.close()
+    return True
+
+
+def _reads_files(node: Any) -> bool:
+    grain = sys.modules["grain"]
+    return hasattr(node, "set_slice") and isinstance(node, grain.IterDataset) and not node.parents

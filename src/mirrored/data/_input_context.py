@@ -1,0 +1,48 @@
+"""What a function that makes one worker's dataset is told about its worker."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class InputContext:
+    """Tell a function for `distribute_datasets_from_function` which worker it makes the dataset of.
+
+    Attributes:
+        num_input_pipelines: how many times the function is called in all: once on each worker.
+        input_pipeline_id: this worker's number.
+        num_replicas_in_sync: how many replicas there are on all workers.
+
+    >>> context = mr.InputContext(num_input_pipelines=2, input_pipeline_id=1, num_replicas_in_sync=4)
+    >>> context.get_per_replica_batch_size(64), list(range(10))[context.input_pipeline_id :: context.num_input_pipelines]
+    (16, [1, 3, 5, 7, 9])
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/InputContext
+    """
+
+    num_input_pipelines: int = 1
+    input_pipeline_id: int = 0
+    num_replicas_in_sync: int = 1
+
+    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
+        """Return how many of the rows of a global batch each replica takes.
+
+        Raises:
+            TypeError: when `global_batch_size` is no int.
+            ValueError: when it is less than 1, or the replicas do not divide it.
+        """
+        if isinstance(global_batch_size, bool) or not isinstance(global_batch_size, int):
+            raise TypeError(f"global_batch_size is {global_batch_size!r}; expected an int, the rows of one step.")
+        if global_batch_size < 1:
+            raise ValueError(f"global_batch_size is {global_batch_size}; expected at least 1.")
+        size, rest = divmod(global_batch_size, self.num_replicas_in_sync)
+        if rest:
+            raise ValueError(
+                f"global_batch_size {global_batch_size} is not divisible by the {self.num_replicas_in_sync} replicas. Use a "
+                "multiple, or strategy.distribute_dataset(dataset), which takes global batches and divides any number of rows."
+            )
+        return size
+
+    def __str__(self) -> str:
+        return f"mr.InputContext(input pipeline id {self.input_pipeline_id}, total: {self.num_input_pipelines})"

@@ -1,0 +1,183 @@
+"""An iterator over a distributed dataset: batches on the devices, ahead of the one in use, and the position."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+
+from .._mesh import ReplicaMesh
+from .._typing import PyTree
+from .._values import PerReplica
+from ._auto_shard import Plan
+from ._feed import Ahead
+from ._position import Position, Source
+from ._source import open_source
+from ._steps import Layout, Step, Steps
+
+#: Of the states that `get_state` returns.
+_VERSION = 1
+
+Batches = Generator[tuple[PyTree, Position, dict[str, int]], None, None]
+
+
+class DistributedIterator:
+    """Iterate over a distributed dataset; made by `iter(distributed_dataset)`.
+
+    Batches are prepared and moved to the devices in the background. That ends, and files and memory are freed,
+    when the data ends, when the pipeline raises, and when the loop is left. Where an iterator is kept, `close`
+    does so, or a `with` block.
+
+    >>> iterator = iter(strategy.distribute_dataset([np.arange(2), np.arange(2, 4)]))
+    >>> _ = next(iterator)
+    >>> state = iterator.get_state()
+    >>> resumed = iter(mr.MirroredStrategy(["cpu:0"]).distribute_dataset([np.arange(2), np.arange(2, 4)]))
+    >>> resumed.set_state(state)
+    >>> [batch.values[0].tolist() for batch in resumed]
+    [[2, 3]]
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/DistributedIterator
+    """
+
+    def __init__(self, plan: Plan, layout: Layout, mesh: ReplicaMesh, prefetch: int) -> None:
+        """Take what a DistributedDataset knows; nothing is read yet."""
+        self._plan = plan
+        self._layout = layout
+        self._mesh = mesh
+        self._prefetch = prefetch
+        self._source: Source | None = None
+        self._batches: Ahead[Any] | Batches | None = None
+        self._position: Position = ValueError("the iterator was closed before it read anything, and has no position.")
+        self._extra: dict[str, int] = {}
+        self._is_closed = False
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> PyTree:
+        if self._is_closed:
+            raise StopIteration
+        try:
+            batch, self._position, self._extra = next(self._started())
+        except BaseException as error:
+            if not isinstance(error, KeyboardInterrupt):  # which interrupts the waiting, not the pipeline
+                self.close()
+            raise
+        return batch
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the position after the last batch that this iterator gave, as a dict of JSON values.
+
+        It says how far the data was read, whatever was prepared ahead, and holds for any number of replicas.
+        When workers read different records, each worker has a position of its own to keep.
+
+        Raises:
+            TypeError: when the dataset has no position that could be saved.
+        """
+        if self._source is None and not self._is_closed:
+            self._open()
+        if isinstance(self._position, Exception):
+            raise self._position
+        worker = self._layout.worker
+        return {
+            "version": _VERSION,
+            "policy": self._plan.kind,
+            "worker": None if self._plan.is_same_for_all else [worker.index, worker.count],
+            "source": json.loads(self._position),
+            **self._extra,
+        }
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go on from a position that `get_state` returned, here or in an earlier run.
+
+        Args:
+            state: of an iterator over the same dataset; the number of replicas may be another one.
+
+        Raises:
+            TypeError: when `state` is no such dict, or the dataset has no position.
+            ValueError: when it belongs to another dataset, policy or worker. Nothing has changed then.
+        """
+        extra = self._checked(state)
+        source = open_source(self._plan.dataset, state["source"])
+        self.close()
+        self._is_closed = False
+        self._source, self._extra, self._position = source, extra, json.dumps(state["source"])
+
+    def close(self) -> None:
+        """End the preparation in the background and free what it holds. No batch comes after; again does nothing."""
+        self._is_closed = True
+        batches, self._batches = self._batches, None
+        source, self._source = self._source, None
+        if batches is not None:
+            batches.close()
+        if source is not None and not isinstance(batches, Ahead):  # which closes it in its thread
+            source.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _open(self) -> Source:
+        if self._source is None:
+            self._source = open_source(self._plan.dataset)
+            self._position = self._source.position()
+        return self._source
+
+    def _started(self) -> Ahead[Any] | Batches:
+        if self._batches is None:
+            source = self._open()
+            batches = _batches(self._plan.steps(source, self._layout, self._extra), self._mesh, self._layout)
+            self._batches = Ahead(batches, source.close, self._prefetch) if self._prefetch else batches
+        return self._batches
+
+    def _checked(self, state: Any) -> dict[str, int]:
+        """Return what a state holds besides the position of the source, or say why it is not one for this iterator."""
+        if not isinstance(state, dict) or not {"version", "policy", "worker", "source"} <= set(state) or state["source"] is None:
+            raise TypeError(f"state is {state!r}; expected what get_state() of an iterator over this dataset returned.")
+        if state["version"] != _VERSION:
+            raise ValueError(f"the state has version {state['version']!r}, and this library reads version {_VERSION}.")
+        if state["policy"] != self._plan.kind:
+            raise ValueError(
+                f"the state was saved under the policy {state['policy']}, and this dataset is shared out by {self._plan.kind}. "
+                "Name one policy in both runs, for example mr.InputOptions(auto_shard_policy='data')."
+            )
+        worker = self._layout.worker
+        if not self._plan.is_same_for_all and state["worker"] != [worker.index, worker.count]:
+            raise ValueError(
+                f"the state is that of worker {state['worker']} (number, of how many), and this is worker "
+                f"{[worker.index, worker.count]}; under {self._plan.kind} each worker has a position of its own. With "
+                "mr.InputOptions(auto_shard_policy='data') a position holds for any number of workers."
+            )
+        extra = {name: state[name] for name in ("rows", "batch_size") if name in state}
+        if not all(type(value) is int and value >= 0 for value in extra.values()):
+            raise ValueError(f"the state holds {extra}; expected numbers of rows.")
+        return extra
+
+
+def _batches(steps: Steps, mesh: ReplicaMesh, layout: Layout) -> Batches:
+    """Yield the steps as PerReplica values, with the position after each."""
+    for step in steps:
+        yield to_devices(step, mesh, layout), step.position, step.extra
+
+
+def to_devices(step: Step, mesh: ReplicaMesh, layout: Layout) -> PyTree:
+    """Put each replica's rows on its device."""
+    leaves, treedef = jax.tree.flatten(step.stacked)
+    is_alone = layout.worker.count == 1  # else device_put would want every replica's rows on every worker
+    arrays = jax.device_put(leaves, mesh.stacked) if is_alone else [_from_local(leaf, mesh) for leaf in leaves]
+    return jax.tree.unflatten(treedef, [PerReplica(array, _true_shapes(array, step.sizes)) for array in arrays])
+
+
+def _from_local(leaf: Any, mesh: ReplicaMesh) -> jax.Array:
+    return jax.make_array_from_process_local_data(mesh.stacked, leaf, (mesh.num_replicas, *leaf.shape[1:]))
+
+
+def _true_shapes(array: jax.Array, sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...] | None:
+    if len(set(sizes)) == 1:
+        return None
+    return tuple((size, *array.shape[2:]) for size in sizes)

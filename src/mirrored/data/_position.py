@@ -1,0 +1,107 @@
+"""Where an iterator over a dataset stands, as JSON, and how to put it back there."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import json
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from .._typing import PyTree
+
+#: A position as JSON text, or the exception that says why there is none.
+Position: TypeAlias = str | Exception
+
+
+class Source:
+    """Iterate over the elements of a dataset, and know the position after each.
+
+    Two protocols are understood: iterators with `get_state` and `set_state` (grain, and ours), and datasets with
+    `state_dict` and `load_state_dict` (Hugging Face, torchdata).
+    """
+
+    def __init__(self, dataset: Any, iterator: Iterator[PyTree], is_owned: bool = False) -> None:
+        """Take a new iterator over the dataset; it yields arrays that nobody else holds when `is_owned`."""
+        self._dataset = dataset
+        self._iterator = iterator
+        self.is_owned = is_owned
+        self._has_begun = False
+
+    def __iter__(self) -> Source:
+        return self
+
+    def __next__(self) -> PyTree:
+        self._has_begun = True
+        return next(self._iterator)
+
+    def position(self) -> Position:
+        """Return the position after the last element as JSON text, which later elements do not change."""
+        try:
+            if hasattr(self._iterator, "get_state"):
+                state = self._iterator.get_state()
+            elif hasattr(self._dataset, "state_dict"):
+                if not self._has_begun:  # it may still be that of the last pass
+                    return ValueError(f"{type(self._dataset).__name__} tells its position only after the first batch.")
+                state = self._dataset.state_dict()
+            else:
+                return _no_position(self._dataset)
+            state = {"base64": base64.b64encode(state).decode()} if isinstance(state, bytes) else state
+            return json.dumps(state, default=_plain_number)
+        except Exception as error:  # of the user's pipeline, which need not know its position to be read
+            return error
+
+    def close(self) -> None:
+        """Free what the iterator holds: files, threads."""
+        iterator, self._iterator = self._iterator, iter(())
+        if hasattr(iterator, "close"):
+            iterator.close()
+
+
+def restore(dataset: Any, iterator: Iterator[PyTree], state: Any) -> None:
+    """Put a new iterator over a dataset at a position; when that fails, neither has changed for others.
+
+    Raises:
+        TypeError: when the dataset has no position.
+        ValueError: when the position is not one of this dataset.
+    """
+    if isinstance(state, dict) and set(state) == {"base64"}:
+        state = base64.b64decode(state["base64"])
+    state = copy.deepcopy(state)  # grain keeps parts of it and changes them
+    if hasattr(iterator, "set_state"):
+        _apply(iterator.set_state, state, dataset)
+    elif hasattr(dataset, "load_state_dict"):
+        before = dataset.state_dict()
+        try:
+            _apply(dataset.load_state_dict, state, dataset)
+        except Exception:
+            dataset.load_state_dict(before)
+            raise
+    else:
+        raise _no_position(dataset)
+
+
+def _apply(setter: Any, state: Any, dataset: Any) -> None:
+    try:
+        setter(state)
+    except Exception as error:
+        raise ValueError(
+            f"the state does not fit {type(dataset).__name__}: {type(error).__name__}: {error}. It must come from get_state of "
+            "an iterator over the same dataset; nothing has changed."
+        ) from error
+
+
+def _no_position(dataset: Any) -> TypeError:
+    return TypeError(
+        f"{type(dataset).__name__} has no position that could be saved: neither its iterators have get_state and set_state nor "
+        "itself state_dict and load_state_dict. Use strategy.make_numpy_dataset(arrays), a list of batches, a grain dataset, "
+        "mr.data.tfrecord_dataset, a Hugging Face dataset or torchdata's StatefulDataLoader."
+    )
+
+
+def _plain_number(value: Any) -> Any:
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    raise TypeError(f"its state holds {value!r} of type {type(value).__name__}, which JSON cannot hold.")

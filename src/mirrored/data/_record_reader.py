@@ -1,0 +1,309 @@
+"""The TFRecord format: records read from files in order, each checked before it is handed out.
+
+A record is framed by its length (8 bytes, little endian), a checksum of the length, and a checksum of its data.
+Why the reader works on chunks, what it checks and how fast it is: docs/design/tfrecord.md.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import io
+import os
+import struct
+import zlib
+from collections.abc import Callable, Generator, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .._errors import TFRecordError
+
+#: Bytes read at a time: large enough to spread numpy's overhead, small enough for the processor's caches.
+CHUNK_BYTES = 1 << 19
+#: The longest record that is believed without being told; no training example is longer, and a damaged length often is.
+MAX_RECORD_BYTES = 256 << 20
+#: With so many frames of one length in a row, numpy finds them faster than a loop does.
+MANY_FRAMES = 8
+#: Compressed bytes given to zlib at a time.
+COMPRESSED_BYTES = 1 << 16
+
+HEADER = struct.Struct("<QI")
+FOOTER = struct.Struct("<I")
+#: Lengths whose header has been checked once, per file; bounds the memory that hostile files can take.
+KNOWN_HEADERS = 1024
+#: What zlib calls the three codings.
+WINDOW_BITS = {"GZIP": 16 + zlib.MAX_WBITS, "ZLIB": zlib.MAX_WBITS}
+#: How files begin that zlib has written.
+ZLIB_MAGIC = (b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")
+
+
+class RecordReader:
+    """Read the records of several files in order, as many at a time as asked for."""
+
+    def __init__(self, files: Sequence[str], compression: str | None, max_record_bytes: int) -> None:
+        """Start at the first file; none is opened before it is read."""
+        self._files, self._compression, self._max_record_bytes = files, compression, max_record_bytes
+        self._chunks: Generator[tuple[list[bytes], list[int]]] | None = None
+        self.seek(0, 0, 0)
+
+    def seek(self, file: int, record: int, offset: int) -> None:
+        """Continue at a position that `position` had before."""
+        self.close()
+        self._file = file
+        self._begin(record, offset)
+
+    def _begin(self, record: int, offset: int) -> None:
+        """Note the place in the file from which on records are to be found, and that none has been found yet."""
+        self._record, self._offset = record, offset
+        self._found: list[bytes] = []  # the records of the last chunk
+        self._ends: list[int] = []  # the byte where each of them ends
+        self._next = 0
+
+    @property
+    def position(self) -> tuple[int, int, int]:
+        """The file, the record in the file and the byte in the file (decompressed) of the next record to hand out."""
+        offset = self._ends[self._next - 1] if self._next else self._offset
+        return self._file, self._record + self._next, offset
+
+    def take(self, count: int) -> list[bytes]:
+        """Return the next `count` records, fewer at the end of the last file; after an error the position is as before."""
+        start, stop = self._next, self._next + count
+        if stop <= len(self._found):
+            self._next = stop
+            return self._found[start:stop]
+        before = self.position
+        taken = self._found[start:]
+        try:
+            while len(taken) < count and self._advance():
+                self._next = min(count - len(taken), len(self._found))
+                taken += self._found[: self._next]
+        except BaseException:
+            self.seek(*before)
+            raise
+        return taken
+
+    def _advance(self) -> bool:
+        """Find the records of the next chunk; tell whether there are any."""
+        while self._file < len(self._files):
+            if self._chunks is None:
+                path, start = self._files[self._file], (self._record, self._offset)
+                self._chunks = read_chunks(path, *start, self._compression, self._max_record_bytes)
+            elif self._found:
+                self._begin(self._record + len(self._found), self._ends[-1])
+            self._found, self._ends = next(self._chunks, ([], []))
+            if self._found:
+                return True
+            self._chunks = None
+            self._file += 1
+            self._begin(0, 0)
+        return False
+
+    def close(self) -> None:
+        """Close the file that is open, if any."""
+        if self._chunks is not None:
+            self._chunks.close()
+            self._chunks = None
+
+
+def read_chunks(
+    path: str, record: int, offset: int, compression: str | None, max_record_bytes: int
+) -> Generator[tuple[list[bytes], list[int]]]:
+    """Yield the records of a file a chunk at a time, with the byte where each ends; begin where a record begins."""
+
+    def fault(problem: str, or_later: str = "") -> TFRecordError:
+        place = f"at byte {offset}{or_later}{' of what it decompresses to' if compression else ''}"
+        return TFRecordError(f"{path}: record {record}, {place}: {problem}")
+
+    known: dict[bytes, int] = {}
+    buffer, count, missing, frame = b"", CHUNK_BYTES, 0, 0
+    with open(path, "rb", buffering=0) as file:
+        stream = file if compression is None else _Inflated(file, compression)
+        try:
+            if not _skip(stream, offset):
+                raise fault("the file ends before this position; it is not the file that it was when the state was saved.")
+            while chunk := _read(stream, count):
+                buffer += chunk
+                frames = _check_data(buffer, _find_frames(buffer, known, max_record_bytes))
+                if frames.records:
+                    yield frames.records, [offset + end for end in frames.ends]
+                    record += len(frames.records)
+                    frame = HEADER.size + len(frames.records[-1]) + FOOTER.size
+                    offset, buffer = offset + frames.ends[-1], buffer[frames.ends[-1] :]
+                if frames.problem:
+                    raise fault(frames.problem)
+                missing = frames.missing
+                # Where the records have one length, the next read ends with a record: then nothing is copied to join them.
+                count = missing + max(CHUNK_BYTES // frame, not missing) * frame if frame else max(CHUNK_BYTES, missing)
+            if buffer:
+                raise fault(
+                    f"the file ends {missing or HEADER.size - len(buffer)} bytes too early, inside this record. It was cut short "
+                    "while it was written or copied: write it again, or leave it out of files."
+                )
+        except zlib.error as error:
+            raise fault(_not_inflated(compression, error), " or later") from error
+
+
+def _not_inflated(compression: str | None, error: zlib.error) -> str:
+    return (
+        f"{error}; expected a whole {compression} stream and nothing after it. If the file is not compressed, leave out "
+        "compression; else it was damaged or cut short: write it again, or leave it out of files."
+    )
+
+
+class _Frames(NamedTuple):
+    """The whole records in a buffer, where each frame ends, what is wrong after them, and how many bytes the next one lacks."""
+
+    records: list[bytes]
+    ends: list[int]
+    problem: str | None
+    missing: int
+
+
+def _find_frames(buffer: bytes, known: dict[bytes, int], max_record_bytes: int) -> _Frames:
+    """Cut a buffer into records; `known` holds the headers that have been checked, for most records have few lengths."""
+    records: list[bytes] = []
+    ends: list[int] = []
+    start, size = 0, len(buffer)
+    while start + HEADER.size <= size:
+        header = buffer[start : start + HEADER.size]
+        length = known.get(header, -1)
+        if length < 0:
+            length, checksum = HEADER.unpack(header)
+            if problem := _header_problem(header, length, checksum, max_record_bytes):
+                return _Frames(records, ends, problem, 0)
+            if len(known) < KNOWN_HEADERS:
+                known[header] = length
+        stop = start + HEADER.size + length
+        if stop + FOOTER.size > size:
+            return _Frames(records, ends, None, stop + FOOTER.size - size)
+        frame = stop + FOOTER.size - start
+        count = _count_equal(buffer, start, frame, header)
+        first = start + HEADER.size
+        start += count * frame
+        records += [buffer[at : at + length] for at in range(first, start, frame)]
+        ends += range(first + FOOTER.size + length, start + 1, frame)
+    return _Frames(records, ends, None, 0)
+
+
+def _count_equal(buffer: bytes, start: int, frame: int, header: bytes) -> int:
+    """Count the whole frames from `start` on that begin with this header: 1, or many, found at once."""
+    ahead = start + (MANY_FRAMES - 1) * frame
+    if buffer[ahead : ahead + HEADER.size] != header:
+        return 1
+    frames = np.frombuffer(buffer, np.uint8, count=(len(buffer) - start) // frame * frame, offset=start).reshape(-1, frame)
+    differ = (frames[:, : HEADER.size] != frames[0, : HEADER.size]).any(axis=1)
+    return int(differ.argmax()) or len(frames)
+
+
+def _header_problem(header: bytes, length: int, checksum: int, max_record_bytes: int) -> str | None:
+    expected = masked(crc32c()(header[:8]))
+    if checksum != expected:
+        looks = "GZIP" if header[:2] == b"\x1f\x8b" else "ZLIB" if header[:2] in ZLIB_MAGIC else None
+        return (
+            f"its length is damaged: the checksum is {checksum:#010x}, expected {expected:#010x}. "
+            + (f"This looks like the start of a compressed file: compression={looks!r}. Else it " if looks else "The file ")
+            + "is not a TFRecord file, or it was damaged: write it again, or leave it out of files."
+        )
+    if length > max_record_bytes:
+        return (
+            f"it claims to have {length} bytes; expected at most max_record_bytes={max_record_bytes}. If records are so long, "
+            "pass a larger max_record_bytes; else the file is hostile or not a TFRecord file."
+        )
+    return None
+
+
+def _check_data(buffer: bytes, frames: _Frames) -> _Frames:
+    """Compare the checksums of all records at once; keep what comes before the first that differs."""
+    records, ends = frames.records, frames.ends
+    if not records:
+        return frames
+    footers = np.ndarray(len(buffer) - FOOTER.size + 1, "<u4", buffer, strides=(1,))  # one begins at every byte
+    stored = footers[np.array(ends) - FOOTER.size]
+    computed = masked(np.fromiter(map(crc32c(), records), np.uint32, len(records)))
+    wrong = np.flatnonzero(stored != computed)
+    if not wrong.size:
+        return frames
+    first = int(wrong[0])
+    problem = (
+        f"its data is damaged: its {len(records[first])} bytes have the checksum {int(computed[first]):#010x}, expected "
+        f"{int(stored[first]):#010x}. Copy or write the file again, or leave it out of files."
+    )
+    return _Frames(records[:first], ends[:first], problem, 0)
+
+
+def masked(crc: Any) -> Any:
+    """Rotate and add, as the format does with every checksum; an int, or an array of uint32."""
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+@functools.cache
+def crc32c() -> Callable[[bytes], int]:
+    """Return the function that computes a checksum, in C."""
+    return needs("google_crc32c").value
+
+
+def needs(package: str) -> ModuleType:
+    """Import an optional package, or say how to install it."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise ImportError(f"mr.data needs {package}, which is not installed: pip install 'mirrored[data]'.") from error
+
+
+class _Inflated:
+    """Read what a gzip or zlib file holds; never decompress more than is asked for, whatever the file claims."""
+
+    def __init__(self, file: io.FileIO, compression: str) -> None:
+        self._file = file
+        self._compression = compression
+        self._inflate = zlib.decompressobj(WINDOW_BITS[compression])
+        self._is_empty = True
+        self._fault: zlib.error | None = None
+
+    def read(self, count: int) -> bytes:
+        """Return at most so many bytes, none at the end of a whole stream; a fault is raised again by every later call."""
+        if self._fault is None:
+            try:
+                return self._inflated(count)
+            except zlib.error as fault:
+                self._fault = fault
+        raise self._fault
+
+    def _inflated(self, count: int) -> bytes:
+        while True:
+            compressed = self._inflate.unused_data or self._inflate.unconsumed_tail or self._file.read(COMPRESSED_BYTES)
+            if not compressed and (self._inflate.eof or self._is_empty):
+                return b""
+            if not compressed:
+                raise zlib.error(f"the {self._compression} stream was cut short")
+            self._is_empty = False
+            if self._inflate.eof:
+                if self._compression == "ZLIB":
+                    raise zlib.error("something follows the end of the ZLIB stream")
+                self._inflate = zlib.decompressobj(WINDOW_BITS["GZIP"])  # a gzip file may have several members
+            if data := self._inflate.decompress(compressed, count):
+                return data
+
+
+def _skip(stream: io.FileIO | _Inflated, count: int) -> bool:
+    """Skip so many bytes; tell whether there were so many."""
+    if isinstance(stream, io.FileIO):
+        return stream.seek(min(count, stream.seek(0, os.SEEK_END))) == count
+    while count and (data := stream.read(min(CHUNK_BYTES, count))):
+        count -= len(data)
+    return not count
+
+
+def _read(stream: io.FileIO | _Inflated, count: int) -> bytes:
+    """Return so many bytes, fewer at the end; what comes before a fault is returned before the fault is raised."""
+    parts = [stream.read(min(count, CHUNK_BYTES))]
+    size = len(parts[0])
+    while size < count and parts[-1]:
+        try:
+            parts.append(stream.read(min(count - size, CHUNK_BYTES)))
+        except zlib.error:
+            break  # the next call raises it again, with nothing before it
+        size += len(parts[-1])
+    return b"".join(parts)

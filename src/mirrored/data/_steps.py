@@ -1,0 +1,225 @@
+"""Which rows of a dataset each replica gets in each step: one generator for each way to share it out."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+import jax
+
+from .._typing import PyTree
+from . import _rebatch
+from ._position import Position, Source
+from ._workers import InputWorker, agree
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """Hold the rows of this worker's replicas for one step.
+
+    Attributes:
+        stacked: arrays `[L, rows, ...]` for L local replicas, padded with zeros to the longest of all replicas.
+        sizes: the true number of rows of each of the R replicas.
+        position: of the source after this step.
+        extra: what else is needed to go on from there.
+    """
+
+    stacked: PyTree
+    sizes: tuple[int, ...]
+    position: Position
+    extra: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Say where this worker's replicas are among all, and whether they must get equal numbers of rows.
+
+    Attributes:
+        num_replicas: of all workers, R.
+        worker: this worker.
+        drop_remainder: leave rows out rather than give replicas different numbers.
+        on_drop: is told how many of how many rows of a batch were left out.
+    """
+
+    num_replicas: int
+    worker: InputWorker
+    drop_remainder: bool = False
+    on_drop: Callable[[int, int], None] = lambda dropped, num_rows: None
+
+    @property
+    def num_local(self) -> int:
+        return self.num_replicas // self.worker.count
+
+    def mine(self, sizes: tuple[int, ...] | list[int]) -> list[int]:
+        """Return the entries of this worker's replicas."""
+        first = self.worker.index * self.num_local
+        return list(sizes[first : first + self.num_local])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parts:
+    """Hold what this worker has for one step, before the others are asked: at most one part for each local replica."""
+
+    parts: list[PyTree]
+    position: Position
+    extra: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+Steps = Generator[Step, None, None]
+
+
+def rows_of_every_batch(source: Source, layout: Layout, extra: dict[str, int]) -> Steps:
+    """Take this worker's rows of each global batch, which all workers read."""
+    first = layout.worker.index * layout.num_local
+    for batch in source:
+        arrays = _rebatch.to_numpy(batch)
+        num_rows = _rebatch.count_rows(arrays)
+        kept = num_rows - num_rows % layout.num_replicas if layout.drop_remainder else num_rows
+        if kept < num_rows:
+            layout.on_drop(num_rows - kept, num_rows)
+        if not kept:
+            continue
+        sizes = _rebatch.split_sizes(kept, layout.num_replicas)
+        start = sum(sizes[:first])
+        if source.is_owned and sizes[0] == sizes[-1]:
+            stacked = _rebatch.reshape_rows(arrays, start, layout.num_local, sizes[0])
+        else:
+            stacked = _rebatch.stack_rows(_rebatch.split_rows(arrays, layout.mine(sizes), start), sizes[0])
+        yield Step(stacked, tuple(sizes), source.position())
+
+
+def own_batches(source: Source, layout: Layout, extra: dict[str, int]) -> Steps:
+    """Divide each batch of this worker's own stream among its own replicas."""
+
+    def taken() -> Iterator[_Parts]:
+        for batch in source:
+            arrays = _rebatch.to_numpy(batch)
+            sizes = _rebatch.split_sizes(_rebatch.count_rows(arrays), layout.num_local)
+            if sizes[0]:
+                yield _Parts(_rebatch.split_rows(arrays, sizes), source.position())
+
+    return _in_step(taken(), source, layout)
+
+
+def one_element_each(source: Source, layout: Layout, extra: dict[str, int]) -> Steps:
+    """Give each of this worker's replicas the next element of its own stream; at the end some get none."""
+
+    def taken() -> Iterator[_Parts]:
+        while elements := [_rebatch.copied(_rebatch.to_numpy(e)) for e in itertools.islice(source, layout.num_local)]:
+            _rebatch.require_same_rows(elements, "the elements of one step")
+            yield _Parts(elements, source.position())
+
+    return _in_step(taken(), source, layout)
+
+
+def rows_of_own_files(source: Source, layout: Layout, extra: dict[str, int]) -> Steps:
+    """Take this worker's share of each global batch from its own files, across the batches that they yield.
+
+    Args:
+        source: batches of the files of this worker.
+        layout: where its replicas are.
+        extra: of a position to go on from: `rows` of the next batch that were taken already, and `batch_size`.
+    """
+    held = _Held(source, extra.get("rows", 0))
+    batch_size = max(layout.worker.exchange(extra.get("batch_size") or held.num_rows()))
+    rest = batch_size % layout.num_replicas if layout.drop_remainder else 0  # it begins the next global batch
+    sizes = _rebatch.split_sizes(max(batch_size - rest, layout.num_replicas), layout.num_replicas)
+    share = sum(layout.mine(sizes))  # at least one row, or the records of this worker would never come
+
+    def taken() -> Iterator[_Parts]:
+        while (rows := held.take(share)) is not None:
+            sizes = _rebatch.split_sizes(_rebatch.count_rows(rows), layout.num_local)
+            position, skip = held.position()
+            yield _Parts(_rebatch.split_rows(rows, sizes), position, {"rows": skip, "batch_size": batch_size})
+
+    yield from _in_step(taken(), source, layout)
+
+
+def _in_step(taken: Iterator[_Parts], source: Source, layout: Layout) -> Steps:
+    """Take as many steps as the worker with the most rows; the others have replicas without rows meanwhile."""
+    worker, like, last = layout.worker, None, _Parts([], source.position())
+    while True:
+        mine = next(taken, None)
+        last = mine or dataclasses.replace(last, parts=[])
+        sizes = [_rebatch.count_rows(part) for part in last.parts]
+        sizes += [0] * (layout.num_local - len(sizes) if sizes else 0)
+        like = jax.tree.map(lambda leaf: leaf[:0], last.parts[0]) if sizes else like
+        agreed = agree(worker, sizes, like, layout.num_replicas)
+        if agreed.num_ended == worker.count:
+            return
+        every, like, parts = agreed.sizes, agreed.like, last.parts
+        if layout.drop_remainder:
+            smallest = min(every)
+            if smallest * layout.num_replicas < sum(every):
+                layout.on_drop(sum(every) - smallest * layout.num_replicas, sum(every))
+            if agreed.num_ended:
+                return  # nothing that it has left could be given to all
+            parts = [jax.tree.map(lambda leaf: leaf[:smallest], part) for part in parts]  # noqa: B023
+            every = (smallest,) * layout.num_replicas
+        if any(every):
+            parts = parts + [like] * (layout.num_local - len(parts))
+            yield Step(_rebatch.stack_rows(parts, max(every)), every, last.position, last.extra)
+
+
+class _Held:
+    """Hold the batches of a source of which some rows have not been taken yet."""
+
+    def __init__(self, source: Source, skip: int) -> None:
+        self._source = source
+        self._batches: collections.deque[tuple[PyTree, Position]] = collections.deque()  # each with the position before it
+        self._skip = 0  # rows of the first that were taken
+        self._left = 0
+        if skip:
+            self._fill(skip)
+            self._advance(min(skip, self._left))
+
+    def num_rows(self) -> int:
+        """Return how many rows the next batch has left; 0 at the end."""
+        self._fill(1)
+        return _rebatch.count_rows(self._batches[0][0]) - self._skip if self._batches else 0
+
+    def take(self, num_rows: int) -> PyTree | None:
+        """Return the next so many rows, or what is left, or None at the end."""
+        self._fill(num_rows)
+        wanted = min(num_rows, self._left)
+        if not wanted:
+            return None
+        rows: list[Any] = []
+        skip, missing = self._skip, wanted
+        for batch, _ in self._batches:
+            part = jax.tree.map(lambda leaf, a=skip, b=skip + missing: leaf[a:b], batch)
+            rows.append(part)
+            missing -= _rebatch.count_rows(part)
+            skip = 0
+            if not missing:
+                break
+        joined = _rebatch.join_rows(rows)
+        self._advance(wanted)
+        return joined
+
+    def position(self) -> tuple[Position, int]:
+        """Return the position before the next batch with rows left, and how many of its rows were taken."""
+        return (self._batches[0][1], self._skip) if self._batches else (self._source.position(), 0)
+
+    def _fill(self, num_rows: int) -> None:
+        while self._left < num_rows:
+            position = self._source.position()
+            try:
+                batch = next(self._source)
+            except StopIteration:
+                return
+            arrays = _rebatch.copied(_rebatch.to_numpy(batch))
+            count = _rebatch.count_rows(arrays)
+            if count:
+                self._batches.append((arrays, position))
+                self._left += count
+
+    def _advance(self, num_rows: int) -> None:
+        self._left -= num_rows
+        self._skip += num_rows
+        while self._batches and self._skip >= (count := _rebatch.count_rows(self._batches[0][0])):
+            self._skip -= count
+            self._batches.popleft()

@@ -1,0 +1,262 @@
+"""TFRecord files as a grain dataset of bytes, and files written the same way (docs/design/tfrecord.md)."""
+
+from __future__ import annotations
+
+import collections.abc
+import contextlib
+import copy
+import functools
+import glob
+import io
+import os
+import struct
+import uuid
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ._record_reader import FOOTER, MAX_RECORD_BYTES, WINDOW_BITS, RecordReader, crc32c, masked, needs
+
+if TYPE_CHECKING:
+    import grain
+
+#: What a state names: the file, the record in it, the byte in it.
+POSITION = ("file", "record", "offset")
+
+
+def tfrecord_dataset(
+    files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    compression: str | None = None,
+    max_record_bytes: int = MAX_RECORD_BYTES,
+) -> grain.IterDataset[bytes]:
+    """Read the records of TFRecord files as a grain dataset of bytes, and check every checksum.
+
+    `dataset.batch(n)` yields lists of n records, across the files' borders, at a small part of grain's cost for each
+    element; give them to `mr.data.parse_example` as they are. Everything else is grain's: `.map`, `.filter`, `.seed`,
+    `.mp_prefetch`, and iterators with `get_state()` and `set_state()`.
+
+    Args:
+        files: a path; a pattern such as "train-*.tfrecord", whose files are read in sorted order; or a list of paths.
+        compression: None, "GZIP" or "ZLIB": how each file was written. It is never guessed.
+        max_record_bytes: a longer record is an error. A damaged or hostile file can claim any length, and nothing is
+            allocated for it before it has been compared with this limit and with the size of the file.
+
+    Raises:
+        FileNotFoundError: a file does not exist, or no file matches.
+        TFRecordError: while reading, when a file is damaged or cut short; with the file, the record and the byte.
+
+    >>> import os, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = os.path.join(folder, "train-0.tfrecord")
+    ...     mr.data.write_tfrecords(path, [b"one", b"two", b"three"])
+    ...     list(mr.data.tfrecord_dataset(path).batch(2))
+    3
+    [[b'one', b'two'], [b'three']]
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/data/TFRecordDataset
+    """
+    _check_limit(max_record_bytes)
+    return _grain_class("TFRecordDataset")(_find_files(files), _checked_compression(compression), max_record_bytes)
+
+
+def write_tfrecords(path: str | os.PathLike[str], records: Iterable[bytes], compression: str | None = None) -> int:
+    """Write records to a TFRecord file that appears under its name only when it is whole.
+
+    Args:
+        path: of the file; one that exists is replaced.
+        records: the records, for example from `mr.data.make_example`; taken one at a time.
+        compression: None, "GZIP" or "ZLIB".
+
+    Returns:
+        the number of records.
+
+    >>> import os, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     mr.data.write_tfrecords(os.path.join(folder, "train-0.tfrecord"), (bytes([i]) for i in range(5)))
+    5
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/io/TFRecordWriter
+    """
+    compression = _checked_compression(compression)
+    if isinstance(records, bytes | str) or not isinstance(records, collections.abc.Iterable):
+        raise TypeError(f"records is {type(records).__name__}; expected an iterable of bytes, for example [example].")
+    folder, name = os.path.split(os.fspath(path))
+    partial = os.path.join(folder, f".{name}.{uuid.uuid4().hex}.partial")  # hidden: no pattern finds it
+    try:
+        with open(partial, "xb") as file:
+            count = _write(file, records, compression)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(partial)
+        raise
+    return count
+
+
+def _write(file: io.BufferedWriter, records: Iterable[bytes], compression: str | None) -> int:
+    deflate = zlib.compressobj(wbits=WINDOW_BITS[compression]) if compression else None
+    count = 0
+    for count, record in enumerate(records, 1):
+        if not isinstance(record, bytes):
+            raise TypeError(
+                f"record {count - 1} is {record!r:.80} of type {type(record).__name__}; expected bytes, for example from "
+                "mr.data.make_example."
+            )
+        length = struct.pack("<Q", len(record))
+        framed = b"".join((length, FOOTER.pack(masked(crc32c()(length))), record, FOOTER.pack(masked(crc32c()(record)))))
+        file.write(deflate.compress(framed) if deflate else framed)
+    if deflate:
+        file.write(deflate.flush())
+    return count
+
+
+def _find_files(files: Any) -> tuple[str, ...]:
+    """Return the paths that a user means, in order; each is a file."""
+    if isinstance(files, str | os.PathLike):
+        path = os.fspath(files)
+        if glob.has_magic(path) and not os.path.exists(path):
+            found = sorted(glob.glob(path))
+            if not found:
+                raise FileNotFoundError(f"no file matches {path!r} (working directory: {os.getcwd()}).")
+            return tuple(_checked_file(match) for match in found)
+        return (_checked_file(path),)
+    if not isinstance(files, list | tuple):
+        raise TypeError(
+            f"files is {files!r} of type {type(files).__name__}; expected a path, a pattern such as 'train-*.tfrecord', or a "
+            "list of paths in the order in which they are to be read."
+        )
+    if not files:
+        raise ValueError("files is empty; expected at least one path.")
+    return tuple(_checked_file(file) for file in files)
+
+
+def _checked_file(file: Any) -> str:
+    if not isinstance(file, str | os.PathLike) or isinstance(os.fspath(file), bytes):
+        raise TypeError(f"files contains {file!r} of type {type(file).__name__}; expected paths.")
+    path = os.fspath(file)
+    if os.path.isdir(path):
+        raise IsADirectoryError(f"{path!r} is a directory; name its files: {os.path.join(path, '*.tfrecord')!r}.")
+    if not os.path.exists(path):
+        hint = " In a list each file is named; expand a pattern with sorted(glob.glob(pattern))." if glob.has_magic(path) else ""
+        raise FileNotFoundError(f"there is no file {path!r} (working directory: {os.getcwd()}).{hint}")
+    return path
+
+
+def _checked_compression(compression: Any) -> str | None:
+    if compression is None:
+        return None
+    if not isinstance(compression, str) or compression.upper() not in WINDOW_BITS:
+        raise ValueError(f"compression is {compression!r}; expected None, 'GZIP' or 'ZLIB'.")
+    return compression.upper()
+
+
+def _check_limit(max_record_bytes: Any) -> None:
+    if isinstance(max_record_bytes, bool) or not isinstance(max_record_bytes, int) or max_record_bytes < 0:
+        raise ValueError(f"max_record_bytes is {max_record_bytes!r}; expected a number of bytes, for example {MAX_RECORD_BYTES}.")
+
+
+def _checked_position(state: Any, num_files: int) -> tuple[int, int, int]:
+    numbers: list[Any] = [state.get(key) for key in POSITION] if isinstance(state, dict) else [None]
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError(f"the state is {state!r}; expected what get_state() returned: a dict with {', '.join(POSITION)}.")
+    file, record, offset = numbers
+    if file > num_files:
+        raise ValueError(
+            f"the state is in file {file}, but the dataset has {num_files} files; make it of the same files as when the state "
+            "was saved."
+        )
+    return file, record, offset
+
+
+@functools.cache
+def _grain_class(name: str) -> Any:
+    """Make one of the two classes that stand on grain's, which is imported only for those who read TFRecord files."""
+    return {"TFRecordDataset": _dataset_class, "TFRecordIterator": _iterator_class}[name](needs("grain"))
+
+
+def __getattr__(name: str) -> Any:
+    """Find the classes by name, as pickle does when grain sends a dataset to its worker processes."""
+    if name in ("TFRecordDataset", "TFRecordIterator"):
+        return _grain_class(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _dataset_class(grain: Any) -> type:
+    class TFRecordDataset(grain.IterDataset):
+        """Read records, or lists of records after `batch`; made by `mr.data.tfrecord_dataset`."""
+
+        __qualname__ = "TFRecordDataset"
+
+        def __init__(self, files: Sequence[str], compression: str | None, max_record_bytes: int) -> None:
+            super().__init__()
+            self.files = tuple(files)
+            self.compression = compression
+            self.max_record_bytes = max_record_bytes
+            self.batch_size: int | None = None
+            self.drop_remainder = False
+
+        def batch(self, batch_size: int, *, drop_remainder: bool = False, batch_fn: Any = None) -> Any:
+            """Make lists of `batch_size` records; the last has what is left, unless `drop_remainder`."""
+            if batch_fn is not None or self.batch_size is not None:
+                return super().batch(batch_size, drop_remainder=drop_remainder, batch_fn=batch_fn or list)
+            if isinstance(batch_size, bool) or not isinstance(batch_size, int | np.integer) or batch_size < 1:
+                raise ValueError(f"batch_size is {batch_size!r}; expected an int, the number of records, at least 1.")
+            batched = copy.copy(self)
+            batched.batch_size, batched.drop_remainder = int(batch_size), bool(drop_remainder)
+            return batched
+
+        def set_slice(self, sl: slice, sequential_slice: bool = False) -> None:
+            """Keep only `files[sl]`, in place: how grain and `distribute_dataset` divide the files among workers."""
+            self.files = self.files[sl]
+
+        def __iter__(self) -> Any:
+            return _grain_class("TFRecordIterator")(self)
+
+        def __repr__(self) -> str:
+            batched = "" if self.batch_size is None else f", in lists of {self.batch_size}"
+            return f"TFRecordDataset({len(self.files)} files{batched})"
+
+    return TFRecordDataset
+
+
+def _iterator_class(grain: Any) -> type:
+    class TFRecordIterator(grain.DatasetIterator):
+        """Iterate over a TFRecordDataset; the state is the position of the next record."""
+
+        __qualname__ = "TFRecordIterator"
+
+        def __init__(self, dataset: Any) -> None:
+            super().__init__()
+            self._num_files = len(dataset.files)
+            self._reader = RecordReader(dataset.files, dataset.compression, dataset.max_record_bytes)
+            self._batch_size, self._drop_remainder = dataset.batch_size, dataset.drop_remainder
+            self._is_closed = False
+
+        def __next__(self) -> bytes | list[bytes]:
+            if self._is_closed:
+                raise ValueError("the iterator is closed; call iter(dataset) for a new one.")
+            records = self._reader.take(self._batch_size or 1)
+            if not records or (self._drop_remainder and len(records) < self._batch_size):
+                raise StopIteration
+            return records[0] if self._batch_size is None else records
+
+        def get_state(self) -> dict[str, int]:
+            """Return the position of the next record: its file, its number in the file, its first byte."""
+            return dict(zip(POSITION, self._reader.position, strict=True))
+
+        def set_state(self, state: dict[str, int]) -> None:
+            """Continue at a position that `get_state` has returned for a dataset of the same files."""
+            self._reader.seek(*_checked_position(state, self._num_files))
+
+        def close(self) -> None:
+            """Close the file that is open."""
+            self._is_closed = True
+            if hasattr(self, "_reader"):  # grain closes it also when __init__ has failed
+                self._reader.close()
+            super().close()
+
+    return TFRecordIterator

@@ -1,0 +1,372 @@
+"""Several workers, one dataset: every record exactly once, pairs paired, all workers the same number of steps."""
+
+import itertools
+import logging
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grain
+import hypothesis
+import jax
+import numpy as np
+import pytest
+from grain import experimental as gx
+from hypothesis import strategies as st
+from simulated_workers import Run, join_grains_threads, run_workers
+
+import mirrored as mr
+from mirrored.data import _rebatch
+from mirrored.data._auto_shard import make_plan
+from mirrored.data._dataset import DistributedDataset
+from mirrored.data._workers import InputWorker
+
+few_examples = hypothesis.settings(deadline=None, max_examples=30, derandomize=True)
+
+
+@pytest.fixture(autouse=True)
+def _grains_threads_end():
+    yield
+    join_grains_threads()
+
+
+class Files(grain.IterDataset):
+    """Files of numbers, with the interface of our TFRecord source."""
+
+    def __init__(self, files: Sequence[Sequence[int]]) -> None:
+        super().__init__()
+        self.files = tuple(files)
+
+    def set_slice(self, sl: slice, sequential_slice: bool = False) -> None:
+        self.files = self.files[sl]
+
+    def __iter__(self) -> grain.DatasetIterator:
+        return _FilesIterator(self.files)
+
+
+class _FilesIterator(grain.DatasetIterator):
+    def __init__(self, files: Sequence[Sequence[int]]) -> None:
+        super().__init__()
+        self.records = list(itertools.chain(*files))
+        self.position = 0
+
+    def __next__(self) -> int:
+        if self.position == len(self.records):
+            raise StopIteration
+        self.position += 1
+        return self.records[self.position - 1]
+
+    def get_state(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def make_files(sizes: Sequence[int]) -> list[list[int]]:
+    numbers = itertools.count(1)
+    return [[next(numbers) for _ in range(size)] for size in sizes]
+
+
+def pairs(ds: Any) -> Any:
+    return ds.map(lambda n: {"x": np.int32(n), "y": np.full(2, 10 * n, "int32")})
+
+
+def interleaved(files: Sequence[Sequence[int]]) -> grain.IterDataset:
+    return gx.InterleaveIterDataset([Files([file]) for file in files], cycle_length=3)
+
+
+def zipped_with_numbers(files: Sequence[Sequence[int]]) -> grain.IterDataset:
+    total = sum(map(len, files))
+    numbered = gx.ZipIterDataset([Files(files), grain.MapDataset.range(1, total + 1).to_iter_dataset()])
+    return numbered.map(lambda pair: pair[0] if pair[0] == pair[1] else -1)  # -1 is a record of no file: mispaired
+
+
+SOURCES: dict[str, Callable[..., grain.IterDataset]] = {"files": Files, "interleave": interleaved, "zip": zipped_with_numbers}
+TRANSFORMATIONS: dict[str, Callable[[grain.IterDataset], grain.IterDataset]] = {
+    "filter": lambda ds: ds.filter(lambda n: n % 3 != 1),
+    "shuffle": lambda ds: gx.WindowShuffleIterDataset(ds, window_size=4, seed=7),
+    "repeat": lambda ds: gx.RepeatIterDataset(ds, num_epochs=2),
+    "map": lambda ds: ds.map(lambda n: n),
+    "prefetch": lambda ds: gx.ThreadPrefetchIterDataset(ds, prefetch_buffer_size=2),
+    "limit": lambda ds: gx.LimitIterDataset(ds, 5),
+    "index": lambda ds: ds.map_with_index(lambda index, n: n),
+}
+
+
+def records(batches: list[Any]) -> Counter[int]:
+    for batch in batches:
+        np.testing.assert_array_equal(batch["y"], 10 * np.stack([batch["x"]] * 2, axis=1))
+    return Counter(int(x) for batch in batches for x in batch["x"])
+
+
+def kinds(run: Run) -> str:
+    [kind] = {plan.kind for plan in run.plans}
+    return kind
+
+
+@few_examples
+@hypothesis.given(
+    sizes=st.lists(st.integers(0, 7), min_size=1, max_size=5),
+    source=st.sampled_from(sorted(SOURCES)),
+    steps=st.lists(st.sampled_from(sorted(TRANSFORMATIONS)), max_size=3, unique=True),
+    batch_size=st.integers(1, 9),
+    num_workers=st.integers(1, 4),
+    num_local=st.integers(1, 3),
+    policy=st.sampled_from(["auto", "data", "file"]),
+)
+def test_every_record_exactly_once_and_paired_whatever_the_pipeline(
+    sizes: list[int], source: str, steps: list[str], batch_size: int, num_workers: int, num_local: int, policy: str
+) -> None:
+    def make(worker: int) -> grain.IterDataset:
+        ds = SOURCES[source](make_files(sizes))
+        for step in steps:
+            ds = TRANSFORMATIONS[step](ds)
+        return pairs(ds).batch(batch_size)
+
+    whole = list(make(0))
+    can_split = source != "zip" and not {"limit", "index"} & set(steps) and num_workers > 1
+    if policy == "file" and num_workers > 1 and not can_split:
+        with pytest.raises(ValueError, match="auto_shard_policy FILE cannot share this dataset out"):
+            run_workers(make, num_workers, num_local, policy)
+        return
+    try:
+        run = run_workers(make, num_workers, num_local, policy)
+    except ValueError as error:
+        assert policy == "file" and ("files for" in str(error) or "no file, or no record" in str(error))
+        return
+    if source == "files" and policy != "data":
+        assert kinds(run) == ("FILE" if can_split and len(sizes) >= num_workers else "DATA")
+    batches = run.global_batches()
+    assert records(batches) == records(whole)
+    if kinds(run) == "DATA":
+        assert [batch["x"].tolist() for batch in batches] == [batch["x"].tolist() for batch in whole]
+        for step in run.steps[0]:
+            assert list(step.sizes) == _rebatch.split_sizes(sum(step.sizes), num_workers * num_local)
+
+
+@few_examples
+@hypothesis.given(
+    sizes=st.lists(st.integers(0, 9), min_size=1, max_size=6),
+    batch_size=st.integers(1, 9),
+    num_workers=st.integers(2, 4),
+    num_local=st.integers(1, 2),
+)
+def test_by_file_a_step_is_one_global_batch_while_all_workers_have_records(
+    sizes: list[int], batch_size: int, num_workers: int, num_local: int
+) -> None:
+    sizes = sizes + [3] * max(0, num_workers - len(sizes))
+    count = num_workers * num_local
+    run = run_workers(lambda worker: pairs(Files(make_files(sizes))).batch(batch_size), num_workers, num_local, "file")
+    held = [sum(sizes[worker::num_workers]) for worker in range(num_workers)]
+    full = _rebatch.split_sizes(max(count, min(batch_size, max(held))), count)
+    share = [sum(full[w * num_local : (w + 1) * num_local]) for w in range(num_workers)]
+    assert [step.sizes for step in run.steps[0]] == _expected_sizes(held, share, num_local)
+    run.global_batches()
+
+
+def _expected_sizes(held: list[int], share: list[int], num_local: int) -> list[tuple[int, ...]]:
+    held, steps = list(held), []
+    while any(held):
+        taken = [min(rows, most) for rows, most in zip(held, share, strict=True)]
+        steps.append(tuple(itertools.chain(*(_rebatch.split_sizes(rows, num_local) for rows in taken))))
+        held = [rows - gone for rows, gone in zip(held, taken, strict=True)]
+    return steps
+
+
+@few_examples
+@hypothesis.given(
+    sizes=st.lists(st.integers(0, 9), min_size=4, max_size=6),
+    batch_size=st.integers(1, 9),
+    num_workers=st.integers(1, 4),
+    policy=st.sampled_from(["file", "data", "off"]),
+)
+def test_drop_remainder_gives_all_replicas_equal_numbers(
+    sizes: list[int], batch_size: int, num_workers: int, policy: str
+) -> None:
+    run = run_workers(lambda worker: pairs(Files(make_files(sizes))).batch(batch_size), num_workers, 2, policy, True)
+    batches = run.global_batches()
+    assert all(len(set(step.sizes)) == 1 and step.sizes[0] for step in run.steps[0])
+    assert max(records(batches).values(), default=0) <= (num_workers if policy == "off" else 1)
+
+
+def test_by_file_dropping_the_remainder_ends_with_the_first_worker_that_runs_out() -> None:
+    """The third row of each batch of three is no loss: it begins the next step. What other workers have left is."""
+    run = run_workers(lambda worker: pairs(Files([[1, 2, 3, 4, 5], [6, 7]])).batch(3), 2, policy="file", drop_remainder=True)
+    assert [batch["x"].tolist() for batch in run.global_batches()] == [[1, 6], [2, 7]]
+    assert run.dropped == 2  # as told on each of two workers: one row of the step in which worker 1 had none
+
+
+def test_each_worker_reads_its_own_files_and_no_other() -> None:
+    files = make_files([3, 3, 3, 3, 3])
+    run = run_workers(lambda worker: pairs(Files(files)).batch(4), 2, policy="file")
+    by_worker = [
+        {int(x) for step in steps for x, size in zip(step.stacked["x"], [step.sizes[w]], strict=True) for x in x[:size]}
+        for w, steps in enumerate(run.steps)
+    ]
+    assert by_worker == [set(itertools.chain(*files[0::2])), set(itertools.chain(*files[1::2]))]
+
+
+def test_by_file_a_pipeline_may_use_one_buffer_for_all_batches() -> None:
+    """Rows of a batch wait while the next is read."""
+
+    def make(worker: int) -> grain.IterDataset:
+        buffer = np.zeros(3, "int32")
+
+        def fill(batch: np.ndarray) -> np.ndarray:
+            buffer[: len(batch)] = batch
+            return buffer[: len(batch)]
+
+        return Files([[1, 2, 3, 4, 5, 6, 7], [11, 12, 13, 14, 15]]).map(np.int32).batch(3).map(fill)
+
+    batches = [batch.tolist() for batch in run_workers(make, 2, policy="file").global_batches()]
+    assert batches == [[1, 2, 11], [3, 4, 12], [5, 6, 13], [7, 14], [15]]
+
+
+def test_the_users_dataset_is_not_changed() -> None:
+    dataset = pairs(Files(make_files([2, 2]))).batch(2)
+    make_plan(dataset, "file", InputWorker(1, 2), 2)
+    assert len(list(dataset)) == 2
+
+
+@pytest.mark.parametrize("custom", [False, True])
+def test_a_worker_without_records_takes_part_in_every_step(custom: bool) -> None:
+    """Its files hold records, but the filter leaves none: it learns the structure of a batch from the others."""
+    files = make_files([4, 4])
+
+    def make(worker: int) -> grain.IterDataset:
+        ds = Files(files).filter(lambda n: n <= 4).map(lambda n: {"x": np.int32(n), "y": (np.ones(3), [np.float16(n)], None)})
+        return (ds.map(Custom) if custom else ds).batch(3)
+
+    if custom:
+        with pytest.raises(
+            TypeError, match=r"this worker has had no record, and so cannot make an empty batch of class Custom\."
+        ):
+            run_workers(make, 2, policy="file")
+        return
+    run = run_workers(make, 2, policy="file")
+    [*_, last] = run.global_batches()
+    assert run.steps[1][0].sizes == (2, 0)
+    assert run.steps[1][0].stacked["y"][0].shape == (1, 2, 3)
+    assert run.steps[1][0].stacked["y"][1][0].dtype == np.float16
+    assert last["x"].tolist() == [3, 4]
+
+
+@jax.tree_util.register_pytree_node_class
+class Custom:
+    """A batch class that only its own process knows."""
+
+    def __init__(self, fields: Any) -> None:
+        self.fields = fields
+
+    def tree_flatten(self) -> Any:
+        return (self.fields,), None
+
+    @classmethod
+    def tree_unflatten(cls, aux: Any, children: Any) -> Any:
+        return cls(*children)
+
+
+def test_workers_whose_batches_do_not_fit_are_told_so() -> None:
+    def make(worker: int) -> list[Any]:
+        return [np.ones((2, 3 + worker), "float32")]
+
+    message = r"workers yielded batches that do not fit together: worker 0 .*float32\[3\], worker 1 .*float32\[4\]"
+    with pytest.raises(ValueError, match=message):
+        run_workers(make, 2, policy="off")
+
+
+def test_off_divides_each_workers_batches_among_its_own_replicas() -> None:
+    """A worker with fewer batches gives none in the last steps, and nobody waits."""
+    run = run_workers(lambda worker: [np.arange(5) + 10 * worker] * (3 - worker), 2, num_local=2, policy="off")
+    batches = [batch.tolist() for batch in run.global_batches()]
+    both = [0, 1, 2, 3, 4, 10, 11, 12, 13, 14]
+    assert batches == [both, both, [0, 1, 2, 3, 4]]
+    assert [step.sizes for step in run.steps[0]] == [(3, 2, 3, 2), (3, 2, 3, 2), (3, 2, 0, 0)]
+
+
+def test_data_works_for_any_source_that_is_the_same_on_all_workers() -> None:
+    rows = mr.get_strategy().make_numpy_dataset(np.arange(11)).shuffle(seed=3)
+    whole = [batch.tolist() for batch in mr.get_strategy().make_numpy_dataset(np.arange(11)).shuffle(seed=3).batch(4)]
+    run = run_workers(lambda worker: mr.data.NumpyDataset(rows.arrays, 4, shuffle_seed=3), 3)
+    assert [batch.tolist() for batch in run.global_batches()] == whole
+    assert kinds(run) == "DATA"
+
+
+# -- what it chose, in words
+
+
+class Custom2(grain.IterDataset):
+    """A user's own transformation: nobody knows what it does across files."""
+
+    def __iter__(self) -> Any:
+        return iter(self._parent)
+
+
+@pytest.mark.parametrize(
+    ("make", "num_workers", "words"),
+    [
+        (lambda: Files([[1]] * 4), 2, r"AUTO chose FILE: worker i of 2 reads the files i, i \+ 2, \.\.\. of 4 and"),
+        (lambda: Files([[1]] * 4), 4, r"AUTO chose FILE"),
+        (lambda: Files([[1]] * 4), 5, r"AUTO chose DATA, because there are 4 files for 5 workers: every one of"),
+        (lambda: interleaved([[1]] * 4), 2, r"AUTO chose FILE: worker i of 2 reads the files i, i \+ 2, \.\.\. and"),
+        (lambda: interleaved([[1]] * 2), 3, r"InterleaveIterDataset has no file, or no record, for the last of 3 workers"),
+        (lambda: interleaved([[1]] * 2), 4, r"InterleaveIterDataset has no file, or no record, for the last of 4 workers"),
+        (lambda: zipped_with_numbers([[1]] * 4), 2, r"ZipIterDataset combines several datasets, whose files would no"),
+        (lambda: grain.IterDataset.mix({"a": Files([[1]] * 4), "b": Files([[2]] * 4)}, {"a": 0.5, "b": 0.5}), 2,
+         r"MixedIterDataset combines several"),
+        (lambda: gx.LimitIterDataset(Files([[1]] * 4), 2), 2, r"LimitIterDataset takes the first records of all files together"),
+        (lambda: Files([[1]] * 4).map_with_index(lambda i, x: x), 2, r"MapWithIndexIterDataset numbers the records of all files"),
+        (lambda: grain.MapDataset.range(9).batch(3), 2, r"because BatchMapDataset|RangeMapDataset reads no files"),
+        (lambda: grain.MapDataset.range(9).to_iter_dataset(), 2, r"reads no files that can be shared out|not known"),
+        (lambda: Custom2(Files([[1]] * 4)), 2, r"Custom2 is not known to work file by file"),
+        (lambda: [X], 2, r"because list is no dataset of files"),
+    ],
+)  # fmt: skip
+def test_auto_says_what_it_chose_and_why(make: Callable[[], Any], num_workers: int, words: str) -> None:
+    plan = make_plan(make(), "auto", InputWorker(0, num_workers), num_workers)
+    assert re.search(words, plan.how), plan.how
+    assert plan.kind == ("FILE" if "FILE:" in plan.how else "DATA")
+
+
+X = np.arange(4)
+
+
+def test_by_file_a_users_own_transformation_is_the_users_word() -> None:
+    assert make_plan(Custom2(Files([[1]] * 4)), "file", InputWorker(0, 2), 2).kind == "FILE"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Files([[1]]), r"cannot share this dataset out among 2 workers: there are 1 files for 2 workers\. Use mr\.Auto"),
+        (lambda: zipped_with_numbers([[1]] * 4), r"ZipIterDataset combines several datasets"),
+        (lambda: [X], r"list is no dataset of files"),
+        (lambda: grain.MapDataset.range(9).batch(3), r"reads no files that can be shared out"),
+    ],
+)
+def test_file_is_refused_where_it_would_lose_records(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_plan(make(), mr.AutoShardPolicy.FILE, InputWorker(0, 2), 2)
+
+
+@pytest.mark.parametrize("policy", ["auto", "file", "data", "off"])
+def test_one_worker_takes_all_whatever_the_policy(policy: str) -> None:
+    plan = make_plan([X], policy, InputWorker(), 2)
+    assert (plan.kind, plan.dataset[0] is X) == ("DATA", True)
+
+
+def test_one_line_of_the_log_says_how_a_dataset_is_shared_out(
+    strategy2: mr.MirroredStrategy, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = InputWorker(1, 2)
+    plan = make_plan(Files([[1]] * 4), "auto", worker, 2)
+    with caplog.at_level(logging.INFO, logger="mirrored"):
+        distributed = DistributedDataset(strategy2._mesh, mr.InputOptions(), worker, plan)
+        strategy2.distribute_dataset([X])
+    [line] = [record.getMessage() for record in caplog.records if record.getMessage().startswith("dataset")]
+    assert line == f"dataset {distributed.describe()}"
+    assert "AUTO chose FILE: worker i of 2 reads" in line
+    with pytest.raises(TypeError, match="the length of Files is not known before it ends"):
+        len(distributed)

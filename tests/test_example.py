@@ -1,0 +1,516 @@
+"""`tf.train.Example`: whole batches give what protobuf reads from each record, whatever is in them; errors say where."""
+
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import mirrored as mr
+from mirrored.data import FixedLenFeature, VarLenFeature, _example, _layout, make_example, parse_example
+from mirrored.data._feature import cut, read
+
+IMAGES = {"image": FixedLenFeature((4, 3), np.uint8), "label": FixedLenFeature((), np.int64)}
+
+
+def image_record(i: int, **more: Any) -> bytes:
+    return make_example({"image": bytes(range(i, i + 12)), "label": i % 10, **more})
+
+
+@pytest.fixture(autouse=True)
+def nothing_known() -> Iterator[None]:
+    """Each test finds its layouts anew."""
+    _example._known_of.cache_clear()
+    yield
+    _example._known_of.cache_clear()
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many records protobuf parsed in each call, apart from those that layouts are made of."""
+    counts: list[int] = []
+
+    def counting(batch, rows, *arguments, parse=_example._parse_others):
+        counts.append(len(rows))
+        return parse(batch, rows, *arguments)
+
+    monkeypatch.setattr(_example, "_parse_others", counting)
+    return counts
+
+
+# what is parsed
+
+
+@pytest.mark.parametrize("num_records", [0, 1, 5, 100])
+def test_a_batch_has_a_leading_axis_of_records(num_records: int) -> None:
+    batch = parse_example([image_record(i) for i in range(num_records)], IMAGES)
+    assert batch["image"].shape == (num_records, 4, 3) and batch["image"].dtype == np.uint8
+    assert batch["image"].reshape(num_records, 12)[:, 0].tolist() == list(range(num_records))
+    assert batch["label"].tolist() == [i % 10 for i in range(num_records)] and batch["label"].dtype == np.int64
+    assert all(values.flags.writeable and values.flags.c_contiguous for values in batch.values())
+
+
+def test_a_single_record_has_no_leading_axis() -> None:
+    spec = {**IMAGES, "name": FixedLenFeature((), bytes), "words": VarLenFeature(bytes)}
+    parsed = parse_example(image_record(3, name=b"n\0", words=[b"a", b""]), spec)
+    assert parsed["image"].tolist() == np.arange(3, 15).reshape(4, 3).tolist()
+    assert all(isinstance(value, np.ndarray) for value in parsed.values())
+    assert (parsed["label"].item(), parsed["name"].item(), parsed["words"].tolist()) == (3, b"n\0", [b"a", b""])
+
+
+@pytest.mark.parametrize("num_records", [1, 20])
+@pytest.mark.parametrize(
+    "value, feature, expected",
+    [
+        (1.5, FixedLenFeature((), np.float32), np.float32(1.5)),
+        ([1.0, np.nan, np.inf], FixedLenFeature([3], "float32"), np.array([1, np.nan, np.inf], np.float32)),
+        (np.arange(6.0).reshape(2, 3), FixedLenFeature((3, 2), np.float32), np.arange(6, dtype=np.float32).reshape(3, 2)),
+        (7, FixedLenFeature((), np.int64), np.int64(7)),
+        (-7, FixedLenFeature((), np.int8), np.int8(-7)),
+        (2**63 - 1, FixedLenFeature((), np.int64), np.int64(2**63 - 1)),
+        ([3, 200], FixedLenFeature((2,), np.uint8), np.array([3, 200], np.uint8)),
+        ([True, False], FixedLenFeature((2,), bool), np.array([True, False])),
+        (b"\0a\0", FixedLenFeature((), bytes), np.array(b"\0a\0", object)),
+        ([b"a", b"", b"ccc"], FixedLenFeature((3, 1), bytes), np.array([[b"a"], [b""], [b"ccc"]], object)),
+        (np.arange(6, dtype=">i2").tobytes(), FixedLenFeature((2, 3), ">i2"), np.arange(6, dtype=">i2").reshape(2, 3)),
+        (np.ones(2, np.float64).tobytes(), FixedLenFeature((2,), np.float64), np.ones(2)),
+        (np.arange(2, dtype=np.int64).tobytes(), FixedLenFeature((2,), np.int64), np.arange(2)),
+        (b"", FixedLenFeature((0, 3), np.uint8), np.zeros((0, 3), np.uint8)),
+        (np.zeros(0, np.float32), FixedLenFeature((0,), np.float32), np.zeros(0, np.float32)),
+        ([1.5, 2.5], VarLenFeature(np.float32), np.array([1.5, 2.5], np.float32)),
+        ([1, 2, 300], VarLenFeature(np.int16), np.array([1, 2, 300], np.int16)),
+        (np.zeros(0, np.int64), VarLenFeature(np.int64), np.zeros(0, np.int64)),
+        ([b"a", b"bc"], VarLenFeature(bytes), np.array([b"a", b"bc"], object)),
+        (np.zeros(0, object), VarLenFeature(bytes), np.zeros(0, object)),
+    ],
+)
+def test_every_kind_of_value_comes_back(value: Any, feature: Any, expected: Any, num_records: int) -> None:
+    parsed = parse_example([make_example({"x": value, "y": 1})] * num_records, {"x": feature})
+    for found in (*parsed["x"], parse_example(make_example({"x": value}), {"x": feature})["x"]):
+        found = np.asarray(found, np.asarray(expected).dtype)
+        np.testing.assert_array_equal(found, expected, strict=True)
+    assert feature.dtype is bytes or parsed["x"][0].dtype == feature.dtype
+
+
+@pytest.mark.parametrize("num_records", [1, 20])
+def test_missing_features_take_the_default(num_records: int) -> None:
+    spec = {
+        "label": FixedLenFeature((), np.uint8, default_value=7),
+        "weights": FixedLenFeature((2,), np.float32, default_value=[1, 2.5]),
+        "name": FixedLenFeature((2,), bytes, default_value=b"none"),
+        "words": VarLenFeature(bytes),
+    }
+    without, with_one = make_example({}), make_example({"label": 1})
+    batch = parse_example([without] * num_records + [with_one], spec)
+    assert batch["label"].tolist() == [7] * num_records + [1] and batch["label"].dtype == np.uint8
+    assert batch["weights"][0].tolist() == [1, 2.5]
+    assert batch["name"][0].tolist() == [b"none", b"none"]
+    assert [words.shape for words in batch["words"]] == [(0,)] * (num_records + 1)
+    batch["weights"][:] = 0  # the default is not a view that everybody shares
+    assert parse_example(without, spec)["weights"].tolist() == [1, 2.5]
+
+
+# the fast path and the slow one
+
+
+def test_equal_structures_are_parsed_without_protobuf(counted: list[int]) -> None:
+    records = [image_record(i) for i in range(64)]
+    parse_example(records, IMAGES)
+    parse_example(records[10:20], IMAGES)
+    assert counted == []
+
+
+def test_rows_that_differ_in_more_are_left_to_protobuf(counted: list[int]) -> None:
+    records = [image_record(i) for i in range(64)]
+    records[5] = image_record(5, more=1)  # longer
+    records[9] = make_example({"image": bytes(12), "labex": 3, "label": 4})
+    records[9:10] = [make_example({"image": bytes(11), "label": 400})[: len(records[0])]]  # as long, and a label of two bytes
+    spec = {**IMAGES, "image": VarLenFeature(bytes)}
+    batch = parse_example(records, spec)
+    assert sum(counted) == 2
+    assert batch["label"][9] == 400 and batch["image"][9].tolist() == [bytes(11)]
+    assert batch["label"][5] == 5
+
+
+def test_several_orders_of_the_features_have_their_layouts(counted: list[int]) -> None:
+    records = [ordered(i % 3, bytes(range(i, i + 12)), i % 10) for i in range(60)]
+    assert len(set(map(len, records))) == 1
+    batch = parse_example(records, IMAGES)
+    assert counted == []
+    assert batch["label"].tolist() == [i % 10 for i in range(60)]
+    assert batch["image"][:, 0, 0].tolist() == list(range(60))
+
+
+def test_what_is_known_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    for length in range(40):
+        for _ in range(6):
+            parse_example(
+                [make_example({"x": bytes([i]) * length, "y": 1000 + i * 3}) for i in range(20)], {"x": VarLenFeature(bytes)}
+            )
+    assert _example._known_of.cache_info().currsize <= _example.MAX_LENGTHS
+    found: list[bytes] = []
+    monkeypatch.setattr(_example, "find_layout", lambda record, cls: found.append(record) or _layout.find_layout(record, cls))
+    for _ in range(10):  # each record has another constant: no layout is of use, and soon none is looked for
+        parse_example([make_example({"x": 1000 + i}) for i in range(20)], {"x": FixedLenFeature((), np.int64)})
+    assert len(found) <= _example.MAX_MISSES
+
+
+def test_threads_may_parse_at_once() -> None:
+    batches = [[image_record(i + k, pad=b"p" * (i % 5)) for i in range(50)] for k in range(40)]
+    with ThreadPoolExecutor(4) as pool:
+        for k, batch in enumerate(pool.map(lambda records: parse_example(records, IMAGES), batches)):
+            assert batch["image"][:, 0, 0].tolist() == list(range(k, k + 50))
+
+
+# records that only an encoder of our own can write
+
+
+def varint(number: int, num_bytes: int = 0) -> bytes:
+    """Encode a number; with `num_bytes`, in more bytes than it needs."""
+    number %= 2**64
+    digits = [number & 0x7F]
+    while number := number >> 7:
+        digits.append(number & 0x7F)
+    digits += [0] * (num_bytes - len(digits))
+    return bytes([digit | 0x80 for digit in digits[:-1]] + digits[-1:])
+
+
+def field(number: int, data: bytes) -> bytes:
+    return varint(number << 3 | 2) + varint(len(data)) + data
+
+
+def entry(name: bytes, *features: bytes) -> bytes:
+    return field(1, field(1, name) + b"".join(field(2, feature) for feature in features))
+
+
+def example(*entries: bytes) -> bytes:
+    return field(1, b"".join(entries))
+
+
+def bytes_list(*values: bytes) -> bytes:
+    return field(1, b"".join(field(1, value) for value in values))
+
+
+def float_list(*values: float, packed: bool = True) -> bytes:
+    words = [struct.pack("<f", value) for value in values]
+    return field(2, field(1, b"".join(words)) if packed else b"".join(b"\x0d" + word for word in words))
+
+
+def int64_list(*values: int, packed: bool = True, num_bytes: int = 0) -> bytes:
+    words = [varint(value, num_bytes) for value in values]
+    return field(3, field(1, b"".join(words)) if packed else b"".join(b"\x08" + word for word in words))
+
+
+def ordered(order: int, image: bytes, label: int) -> bytes:
+    """The same features in another order, or with a third that nobody asks for."""
+    image_entry, label_entry = entry(b"image", bytes_list(image)), entry(b"label", int64_list(label))
+    pad = (b"\x12\x02ab", b"", b"")[order] or b"\x1a\x02cd"  # unknown fields
+    return example(*((image_entry, label_entry) if order != 1 else (label_entry, image_entry))) + pad
+
+
+def test_what_is_written_is_what_tensorflow_writes() -> None:
+    values = {"b": [b"x", b"yz"], "f": [1.5, -2.0], "i": [1, -1, 300]}
+    by_hand = example(
+        entry(b"b", bytes_list(b"x", b"yz")), entry(b"f", float_list(1.5, -2.0)), entry(b"i", int64_list(1, -1, 300))
+    )
+    assert make_example(values) == by_hand
+    assert by_hand.hex() == FROM_TENSORFLOW
+
+
+#: `tf.train.Example(...).SerializeToString(deterministic=True)` of the same, by TensorFlow 2.21.
+FROM_TENSORFLOW = (
+    "0a3b0a0e0a016212090a070a01780a02797a0a110a0166120c120a0a080000c03f000000c00a160a016912111a0f0a0d01ffffffffffffffffff01ac02"
+)
+
+
+@pytest.mark.parametrize("num_records", [1, 20])
+@pytest.mark.parametrize(
+    "record, expected",
+    [
+        (example(entry(b"x", int64_list(1, 2)), entry(b"x", int64_list(3))), [3]),  # the last of equal names
+        (example(entry(b"x", int64_list(1, 2), int64_list(3))), [1, 2, 3]),  # two messages of one entry are merged
+        (example(entry(b"x", int64_list(1, 2), float_list(1))), None),  # the last kind
+        (example(entry(b"x", float_list(1), int64_list(1, 2))), [1, 2]),
+        (example(entry(b"x", int64_list(5, 6, packed=False))), [5, 6]),
+        (example(entry(b"x", field(3, field(1, b"\x05") + b"\x08\x06" + field(1, b"\x07")))), [5, 6, 7]),
+        (example(entry(b"x", int64_list(5, 6, num_bytes=3))), [5, 6]),  # longer than it needs to be
+        (example(entry(b"x", int64_list(5)), entry(b"y", field(9, b"\x05\x05"))), [5]),  # an unknown field
+        (example(entry(b"x", int64_list(5))) + example(entry(b"y", int64_list(5))), [5]),
+        (example(entry(b"x", int64_list(5))) + example(entry(b"x", int64_list(6))), [6]),
+        (example(entry(b"x", int64_list())), []),
+        (example(entry(b"x")), []),
+        (example(entry(b"y", int64_list(1))), []),
+        (example(entry(b"x", int64_list(*[1] * 100, 0, 127))), [1] * 100 + [0, 127]),
+    ],
+)
+def test_all_that_the_wire_format_allows(record: bytes, expected: list[int] | None, num_records: int) -> None:
+    spec = {"x": VarLenFeature(np.int64)}
+    if expected is None:
+        with pytest.raises(ValueError, match=r"record 0 of the batch, feature 'x': the record has it as float_list"):
+            parse_example([record] * num_records, spec)
+    else:
+        assert [x.tolist() for x in parse_example([record] * num_records, spec)["x"]] == [expected] * num_records
+
+
+def test_a_list_of_which_not_every_element_can_be_found_is_not_cut() -> None:
+    """Beside all 256 bytes no marker of one byte is unmistakable, so `a` cannot be found, though its neighbour can."""
+    every_byte = int64_list(0, *(i << 7 | 0x7F for i in range(128)), *(0x3FFF - i for i in range(128)))
+    records = [example(entry(b"every", every_byte), entry(b"x", bytes_list(b"a", b"word %03d" % i))) for i in range(20)]
+    assert set(bytes(range(256))) <= set(every_byte + records[0])
+    assert "x" not in _layout.find_layout(records[0], _example.example_class()).spans
+    parsed = parse_example(records, {"x": FixedLenFeature((2,), bytes)})["x"]
+    assert parsed.tolist() == [[b"a", b"word %03d" % i] for i in range(20)]
+
+
+def test_a_number_that_is_longer_than_it_needs_to_be_is_not_taken_for_a_byte_elsewhere() -> None:
+    """The first marker that occurs once is the number itself, in a field that means nothing."""
+    records = [example(entry(b"xy", int64_list(1, num_bytes=2), field(5, bytes([i, 2])))) for i in range(1, 20)]
+    assert records[0].count(0) and records[0].count(1) == 1
+    assert _layout.find_layout(records[0], _example.example_class()).spans == {}
+    assert parse_example(records, {"xy": FixedLenFeature((), np.int64)})["xy"].tolist() == [1] * 19
+
+
+NAMES = st.sampled_from([b"a", b"b", b"label", b"\x01"])
+SMALL = st.sampled_from([0, 1, 2, 5, 8, 10, 18, 127])
+BYTES = st.binary(max_size=3) | st.sampled_from(
+    [b"\x08\x01", b"\x0a\x01\x05", b"\0" * 12, b"\xbf" * 4, b"abcdefgh", bytes(range(40))]
+)
+FLOATS = st.sampled_from([0.0, -0.0, 1.0, -1.498046875, float("nan"), float("inf"), 1e-40]) | st.floats(width=32)
+FEATURES = st.one_of(
+    st.builds(lambda values: bytes_list(*values), st.lists(BYTES, max_size=3)),
+    st.builds(lambda values, packed: float_list(*values, packed=packed), st.lists(FLOATS, max_size=3), st.booleans()),
+    st.builds(
+        lambda values, packed, num_bytes: int64_list(*values, packed=packed, num_bytes=num_bytes),
+        st.lists(SMALL | st.sampled_from([128, 300, -1, 2**62]), max_size=4),
+        st.booleans(),
+        st.sampled_from([0, 0, 0, 2]),
+    ),
+    st.just(b""),
+    st.just(b"\x2a\x02\x08\x05"),  # an unknown field
+)
+ENTRIES = st.builds(lambda name, features: entry(name, *features), NAMES, st.lists(FEATURES, max_size=2))
+RECORDS = st.builds(
+    lambda entries, tail: example(*entries) + tail, st.lists(ENTRIES, max_size=4), st.sampled_from([b"", b"\x12\x01x"])
+)
+FUZZ = settings(deadline=None, max_examples=200, derandomize=True, suppress_health_check=list(HealthCheck))
+
+
+def everything_read(layout: _layout.Layout, row: bytes) -> dict[str, bytes]:
+    """What a layout says of a record that matches it, against what protobuf says: of every feature, exactly."""
+    parsed = _example.example_class().FromString(row).features.feature
+    assert set(parsed) == set(layout.features)
+    for name, values in parsed.items():
+        kind = values.WhichOneof("kind")
+        assert kind == layout.kind(name)
+        if kind is None:
+            continue
+        feature = VarLenFeature({"bytes_list": bytes, "float_list": np.float32, "int64_list": np.int64}[kind])
+        expected = read(feature, values)
+        if name in layout.spans:
+            (found,) = cut(feature, kind, layout.spans[name], np.frombuffer(row, np.uint8)[None], [row])
+        else:
+            found = read(feature, layout.features[name])
+        np.testing.assert_array_equal(found, expected)
+
+
+@FUZZ
+@given(RECORDS, st.randoms(use_true_random=False))
+def test_no_record_that_matches_a_layout_is_read_in_another_way_than_protobuf_does(record: bytes, random) -> None:
+    layout = _layout.find_layout(record, _example.example_class())
+    everything_read(layout, record)
+    rows = [bytearray(record) for _ in range(40)]
+    for row in rows:
+        for spans in layout.spans.values():  # values, which may be anything
+            for start, stop in spans:
+                for at in range(start, stop):
+                    if random.random() < 0.5:
+                        row[at] = random.choice([0, 1, 8, 10, 18, 127, 128, 255, random.randrange(256)])
+        for _ in range(random.choice([0, 0, 1, 2]) if row else 0):  # structure, which may not
+            row[random.randrange(len(row))] = random.randrange(256)
+    matrix = np.array([list(row) for row in rows], np.uint8).reshape(len(rows), len(record))
+    for row, matches in zip(rows, layout.matches(matrix), strict=True):
+        if matches:
+            everything_read(layout, bytes(row))
+
+
+@FUZZ
+@given(st.lists(RECORDS, min_size=1, max_size=3), st.data())
+def test_batches_are_what_the_records_are(kinds: list[bytes], data: st.DataObject) -> None:
+    """Of any records in any order, with spec of any kind: the same arrays, or an error in both cases."""
+    dtypes = st.sampled_from([bytes, np.float32, np.int64, np.uint8, bool])
+    features = st.one_of(
+        st.builds(VarLenFeature, dtypes),
+        st.builds(lambda dtype, size: FixedLenFeature((size,), dtype), dtypes, st.integers(0, 3)),
+        st.builds(lambda size: FixedLenFeature((size,), np.float32, default_value=2), st.integers(1, 3)),
+    )
+    spec = data.draw(st.dictionaries(st.sampled_from(["a", "b", "label"]), features, max_size=2))
+    batch = data.draw(st.lists(st.sampled_from(kinds), min_size=10, max_size=40))
+    try:
+        singles = [parse_example(record, spec) for record in batch]
+    except ValueError:
+        with pytest.raises(ValueError, match=r"record \d+ of the batch"):
+            parse_example(batch, spec)
+        return
+    parsed = parse_example(batch, spec)
+    for name in spec:
+        for found, single in zip(parsed[name], singles, strict=True):
+            np.testing.assert_array_equal(found, single[name])
+            assert getattr(found, "dtype", object) == single[name].dtype
+
+
+@FUZZ
+@given(st.binary(max_size=60) | RECORDS.map(lambda record: record[:-1]), st.sampled_from([1, 20]))
+def test_whatever_the_bytes_only_a_value_error_escapes(record: bytes, num_records: int) -> None:
+    spec = {"a": VarLenFeature(np.int64), "label": FixedLenFeature((), np.int64)}
+    with pytest.raises(ValueError, match=r"record 0 of the batch( is no tf\.train\.Example|, feature ')"):
+        parse_example([record] * num_records, spec)
+
+
+# errors
+
+
+@pytest.mark.parametrize("num_good", [0, 3, 30])
+@pytest.mark.parametrize(
+    "values, feature, message",
+    [
+        ({}, FixedLenFeature((), np.int64), r"does not have it, and it has no default\. .*default_value=\.\.\.\) .*: y\.\)"),
+        ({"x": 1.0}, FixedLenFeature((), np.int64), "has it as float_list; expected int64_list, which holds np.int64"),
+        ({"x": 1}, FixedLenFeature((), np.float32), "has it as int64_list; expected float_list, which holds np.float32"),
+        ({"x": 1}, FixedLenFeature((), bytes), "has it as int64_list; expected bytes_list, which holds bytes"),
+        ({"x": 1.0}, FixedLenFeature((), np.float64), "has it as float_list; expected bytes_list, which holds np.float64"),
+        ({"x": b"a"}, VarLenFeature(np.int64), "has it as bytes_list; expected int64_list"),
+        ({"x": [1, 2]}, FixedLenFeature((), np.int64), r"has 2 values; expected 1, for the shape \(\)"),
+        ({"x": [b"a"]}, FixedLenFeature((2, 2), bytes), r"has 1 values; expected 4, for the shape \(2, 2\)"),
+        ({"x": b"abc"}, FixedLenFeature((2,), np.uint8), r"has 3 bytes; expected 2, .* give the feature the dtype bytes"),
+        ({"x": [b"ab", b"ab"]}, FixedLenFeature((2,), np.uint8), "has 2 elements of bytes; expected one"),
+        ({"x": b"\1"}, FixedLenFeature((1,), bool), r"not decoded to bool; use np\.uint8"),
+        ({"x": [1, 256]}, FixedLenFeature((2,), np.uint8), "has the value 256; expected 0 to 255, which np.uint8 can hold"),
+        ({"x": -1}, FixedLenFeature((), np.uint64), "has the value -1; expected 0 to 18446744073709551615"),
+        ({"x": 2}, FixedLenFeature((), bool), "has the value 2; expected 0 to 1, which np.bool can hold"),
+        ({"x": 200}, VarLenFeature(np.int8), "has the value 200; expected -128 to 127"),
+    ],
+)
+def test_records_that_do_not_fit_the_spec(values: dict, feature: Any, message: str, num_good: int) -> None:
+    good = make_example({"x": ok(feature), "y": 1})
+    batch = [good] * num_good + [make_example({**values, "y": 1})] * 12
+    with pytest.raises(ValueError, match=rf"record {num_good} of the batch, feature 'x': the record .*{message}"):
+        parse_example(batch, {"x": feature})
+    with pytest.raises(ValueError, match=rf"the record, feature 'x': the record .*{message}"):
+        parse_example(batch[-1], {"x": feature})
+
+
+def ok(feature: Any) -> Any:
+    """A value that fits."""
+    count = getattr(feature, "shape", None) and int(np.prod(feature.shape))
+    if feature.dtype is bytes:
+        return [b"a"] * (count or 1)
+    if feature.dtype in (np.float32, np.int64, np.int8, bool) or isinstance(feature, VarLenFeature):
+        return np.zeros(count or 1, np.float32 if feature.dtype == np.float32 else np.int64)
+    return np.zeros(count or 1, feature.dtype).tobytes()
+
+
+@pytest.mark.parametrize("record", [b"\xff", b"\x0a\x05abc", example(b"\x0a\x06\x0a\x02\xff\xfe\x12\x00"), image_record(1)[:-1]])
+@pytest.mark.parametrize("num_records", [1, 20])
+def test_bytes_that_are_no_example(record: bytes, num_records: int) -> None:
+    with pytest.raises(ValueError, match=rf"record 1 of the batch is no tf\.train\.Example: .* parse its {len(record)} bytes"):
+        parse_example([image_record(1), *[record] * num_records], IMAGES)
+    with pytest.raises(ValueError, match=r"the record is no tf\.train\.Example"):
+        parse_example(record, IMAGES)
+
+
+@pytest.mark.parametrize(
+    "records, spec, message",
+    [
+        ("abc", IMAGES, "records is str; expected bytes or a list of bytes"),
+        (np.array([b"a"]), IMAGES, "records is ndarray"),
+        ([b"", "abc"], IMAGES, "record 1 of the batch is 'abc' of type str; expected bytes"),
+        ([None], IMAGES, "record 0 of the batch is None"),
+        (b"", [1], "spec is list; expected a dict"),
+        (b"", {"x": np.int64}, "spec has 'x': <class 'numpy.int64'>; expected"),
+        (b"", {3: IMAGES["label"]}, "spec has 3: "),
+    ],
+)
+def test_arguments_that_are_none(records: Any, spec: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        parse_example(records, spec)
+
+
+@pytest.mark.parametrize(
+    "make, error, message",
+    [
+        (lambda: FixedLenFeature(3, np.int64), TypeError, r"shape is 3; expected a tuple of ints"),
+        (lambda: FixedLenFeature((-1,), np.int64), TypeError, r"shape is \(-1,\)"),
+        (lambda: FixedLenFeature((True,), np.int64), TypeError, r"shape is \(True,\)"),
+        (lambda: FixedLenFeature((), "number"), TypeError, r"dtype is 'number'; expected bytes, np\.float32, np\.int64"),
+        (lambda: FixedLenFeature((), None), TypeError, r"dtype is None"),
+        (lambda: FixedLenFeature((), str), TypeError, r"dtype is <class 'str'>"),
+        (lambda: VarLenFeature(np.float64), TypeError, r"dtype is <class 'numpy\.float64'>; expected .*, bool\."),
+        (lambda: FixedLenFeature((2,), np.int64, [1, 2, 3]), ValueError, r"default_value is \[1, 2, 3\]; expected .* \(2,\)"),
+        (lambda: FixedLenFeature((), np.int64, 1.5), TypeError, r"default_value is 1\.5; expected np\.int64"),
+        (lambda: FixedLenFeature((), np.uint8, 256), TypeError, r"default_value is 256; expected np\.uint8"),
+        (lambda: FixedLenFeature((), np.float32, b"a"), TypeError, r"default_value is b'a'; expected np\.float32"),
+        (lambda: FixedLenFeature((), bytes, "a"), TypeError, r"default_value is 'a'; expected bytes"),
+    ],
+)
+def test_features_that_are_none(make, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    "features, error, message",
+    [
+        ([1], TypeError, "features is list; expected a dict"),
+        ({1: 2}, TypeError, "features has the key 1; expected a string"),
+        ({"x": "text"}, TypeError, r"feature 'x' is 'text' of type str; .* text\.encode\(\)"),
+        ({"x": []}, TypeError, r"feature 'x' is \[\] .* np\.zeros\(0, np\.float32\) for an empty list"),
+        ({"x": [b"a", "b"]}, TypeError, "feature 'x' is"),
+        ({"x": np.array([b"a\0"])}, TypeError, "feature 'x' is array"),
+        ({"x": None}, TypeError, "feature 'x' is None"),
+        ({"x": 1j}, TypeError, "feature 'x' is 1j"),
+        ({"x": 1e300}, ValueError, "feature 'x' has values that float32 cannot hold"),
+        ({"x": np.uint64(2**63)}, ValueError, "feature 'x' has the value 9223372036854775808; expected at most"),
+    ],
+)
+def test_values_that_no_example_can_hold(features: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make_example(features)
+
+
+# beside others
+
+
+def test_the_default_pool_of_protobuf_stays_empty_and_protobuf_may_be_missing() -> None:
+    code = (
+        "import sys, mirrored as mr\n"
+        "assert 'google.protobuf' not in sys.modules\n"
+        "mr.data.make_example({'x': 1})\n"
+        "from google.protobuf import descriptor_pool\n"
+        "try: descriptor_pool.Default().FindMessageTypeByName('tensorflow.Example')\n"
+        "except KeyError: print('clean')\n"
+    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
+    assert output.strip() == "clean"
+    code = (
+        "import sys; sys.modules['google.protobuf'] = None; import mirrored as mr\n"
+        "try: mr.data.make_example({'x': 1})\n"
+        "except ImportError as error: print(error)\n"
+    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
+    assert output.strip() == "mr.data needs google.protobuf, which is not installed: pip install 'mirrored[data]'."
+
+
+def test_files_and_examples_together(tmp_path) -> None:
+    for shard in range(3):
+        records = [image_record(i) for i in range(shard * 10, shard * 10 + 10)]
+        mr.data.write_tfrecords(tmp_path / f"train-{shard}.tfrecord", records)
+    dataset = mr.data.tfrecord_dataset(f"{tmp_path}/*.tfrecord").batch(8).map(lambda records: parse_example(records, IMAGES))
+    batches = list(dataset)
+    assert [len(batch["label"]) for batch in batches] == [8, 8, 8, 6]
+    assert np.concatenate([batch["image"] for batch in batches])[:, 0, 0].tolist() == list(range(30))

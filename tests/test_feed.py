@@ -1,0 +1,337 @@
+"""The feed: ahead of the loop, in a thread that no way of leaving the loop leaves behind."""
+
+import contextvars
+import gc
+import subprocess
+import sys
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import mirrored as mr
+from mirrored.data import _feed
+
+X = np.arange(4, dtype="int32")
+
+
+def feeding() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "mirrored input"]
+
+
+class Endless:
+    """Yields batches for ever, counts them, and notes in which thread it ran and that it was closed."""
+
+    def __init__(self) -> None:
+        self.num_taken = 0
+        self.changed = threading.Condition()
+        self.threads: set[int] = set()
+        self.num_closed = 0
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        try:
+            while True:
+                with self.changed:
+                    self.threads.add(threading.get_ident())
+                    self.num_taken += 1
+                    self.changed.notify_all()
+                yield X + self.num_taken - 1
+        finally:
+            with self.changed:
+                self.num_closed += 1
+                self.changed.notify_all()
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        with self.changed:
+            assert self.changed.wait_for(condition, timeout=30)
+
+
+# -- ahead
+
+
+@pytest.mark.parametrize("prefetch", [1, 2, 5])
+def test_so_many_batches_are_made_ahead_and_never_more(prefetch: int, strategy2: mr.MirroredStrategy) -> None:
+    source = Endless()
+    most = 0
+    with iter(strategy2.distribute_dataset(source, mr.InputOptions(prefetch=prefetch))) as iterator:
+        for position in range(6):
+            batch = next(iterator)
+            source.wait_until(lambda position=position: source.num_taken >= position + 1 + prefetch)
+            most = max(most, source.num_taken - position - 1)
+            assert int(batch.values[0][0]) == position
+    assert most == prefetch
+    assert source.num_taken == 6 + prefetch
+    assert threading.get_ident() not in source.threads
+
+
+def test_without_prefetch_everything_is_done_in_the_callers_thread(strategy2: mr.MirroredStrategy) -> None:
+    source = Endless()
+    with iter(strategy2.distribute_dataset(source, mr.InputOptions(prefetch=0))) as iterator:
+        for position in range(3):
+            assert int(next(iterator).values[0][0]) == position
+            assert source.num_taken == position + 1
+            assert not feeding()
+    assert source.threads == {threading.get_ident()}
+    assert source.num_closed == 1
+
+
+setting: contextvars.ContextVar[str] = contextvars.ContextVar("setting", default="none")
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_the_pipeline_sees_the_callers_context(prefetch: int, strategy2: mr.MirroredStrategy) -> None:
+    class Source:
+        def __iter__(self) -> Iterator[Any]:
+            yield np.full(2, len(setting.get()), "int64") + mr.get_strategy().num_replicas_in_sync * 2**40
+
+    token = setting.set("twelve chars")
+    try:
+        with jax.enable_x64(True), strategy2.scope():
+            [batch] = strategy2.distribute_dataset(Source(), mr.InputOptions(prefetch=prefetch))
+    finally:
+        setting.reset(token)
+    assert batch.dtype == "int64"
+    assert int(batch.values[0][0]) == 12 + 2 * 2**40
+
+
+# -- no way out leaves anything behind
+
+
+class BrokenError(Exception):
+    """A pipeline's own exception."""
+
+
+class Broken:
+    """Raises after two batches, always the same exception."""
+
+    def __init__(self) -> None:
+        self.error = BrokenError("disk")
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        yield X
+        yield X
+        raise self.error
+
+
+def exhaust(distributed: Any) -> None:
+    for _ in zip(range(3), distributed, strict=False):
+        pass
+
+
+def leave_early(distributed: Any) -> None:
+    for _ in distributed:
+        break
+
+
+def raise_in_the_loop(distributed: Any) -> None:
+    with pytest.raises(ZeroDivisionError):
+        for _ in distributed:
+            1 / 0
+
+
+def close(distributed: Any) -> None:
+    iterator = iter(distributed)
+    next(iterator)
+    for _ in range(2):
+        iterator.close()
+    with pytest.raises(StopIteration):
+        next(iterator)
+
+
+def leave_a_with_block(distributed: Any) -> None:
+    with iter(distributed) as iterator:
+        next(iterator)
+
+
+def make_garbage_of_a_cycle(distributed: Any) -> None:
+    iterator = iter(distributed)
+    next(iterator)
+    cycle: list[Any] = [iterator]
+    cycle.append(cycle)
+    del iterator, cycle
+    gc.collect()
+
+
+def only_ask_for_the_state(distributed: Any) -> None:
+    iterator = iter(distributed)
+    with pytest.raises(TypeError):
+        iterator.get_state()
+    iterator.close()
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize(
+    "leave",
+    [exhaust, leave_early, raise_in_the_loop, close, leave_a_with_block, make_garbage_of_a_cycle, only_ask_for_the_state],
+)
+def test_no_way_out_of_a_loop_leaves_a_thread_or_an_open_source(
+    leave: Callable[[Any], None], prefetch: int, strategy2: mr.MirroredStrategy
+) -> None:
+    source = Endless()
+    leave(strategy2.distribute_dataset(source, mr.InputOptions(prefetch=prefetch)))
+    assert not feeding()
+    assert source.num_closed == (leave is not only_ask_for_the_state)
+
+
+def test_the_end_of_the_data_ends_the_thread_while_the_iterator_lives(strategy2: mr.MirroredStrategy) -> None:
+    iterator = iter(strategy2.distribute_dataset([X, X]))
+    assert len(list(iterator)) == 2
+    assert not feeding()
+    assert list(iterator) == []
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 5])
+def test_an_exception_arrives_as_it_was_and_ends_the_thread(prefetch: int, strategy2: mr.MirroredStrategy) -> None:
+    source = Broken()
+    iterator = iter(strategy2.distribute_dataset(source, mr.InputOptions(prefetch=prefetch)))
+    next(iterator), next(iterator)
+    with pytest.raises(BrokenError) as caught:
+        next(iterator)
+    assert caught.value is source.error
+    lines = traceback.extract_tb(caught.value.__traceback__)
+    assert lines[-1].line == "raise self.error"
+    assert not feeding()
+    with pytest.raises(StopIteration):
+        next(iterator)
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), GeneratorExit("odd"), MemoryError()], ids=repr)
+def test_any_exception_reaches_the_loop(error: BaseException, strategy2: mr.MirroredStrategy) -> None:
+    class Source:
+        def __iter__(self) -> Iterator[Any]:
+            raise error
+            yield
+
+    with pytest.raises(type(error)) as caught:
+        list(strategy2.distribute_dataset(Source()))
+    assert caught.value is error
+
+
+def test_an_exception_of_the_sources_own_closing_is_not_lost(strategy2: mr.MirroredStrategy) -> None:
+    class Source:
+        def __iter__(self) -> "Source":
+            self.left = [X]
+            return self
+
+        def __next__(self) -> Any:
+            if not self.left:
+                raise StopIteration
+            return self.left.pop()
+
+        def close(self) -> None:
+            raise BrokenError("cannot close")
+
+    class Dataset:
+        def __iter__(self) -> Any:
+            return iter(Source())
+
+    with pytest.raises(BrokenError, match="cannot close"):
+        list(strategy2.distribute_dataset(Dataset()))
+
+
+def test_no_batch_is_kept_by_an_exception_or_a_closed_iterator(strategy2: mr.MirroredStrategy) -> None:
+    iterator = iter(strategy2.distribute_dataset(Endless(), mr.InputOptions(prefetch=1)))
+    batch = weakref.ref(next(iterator))
+    gc.collect()
+    assert batch() is None
+    iterator.close()
+    assert all(not channel._ready for channel in _feed._open_channels)
+
+
+def test_garbage_collected_in_the_thread_itself_ends_it(strategy2: mr.MirroredStrategy) -> None:
+    """The last reference can go in any thread, at any line, also while the thread holds its lock."""
+    holder: list[Any] = []
+    ended = threading.Event()
+
+    class Source:
+        def __iter__(self) -> Iterator[Any]:
+            try:
+                yield X
+                may_drop.wait(30)
+                holder.clear()
+                while True:
+                    yield X
+            finally:
+                ended.set()
+
+    may_drop = threading.Event()
+    holder.append(iter(strategy2.distribute_dataset(Source())))
+    next(holder[0])
+    [thread] = feeding()
+    may_drop.set()
+    assert ended.wait(30)
+    thread.join(30)
+    assert not feeding()
+
+
+def test_closing_does_not_wait_for_ever_for_a_pipeline_that_is_stuck(
+    strategy2: mr.MirroredStrategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_feed, "MAX_WAIT_SECONDS", 0.05)
+    may_go_on = threading.Event()
+
+    class Stuck:
+        def __iter__(self) -> Iterator[Any]:
+            yield X
+            may_go_on.wait(30)
+            yield X
+
+    iterator = iter(strategy2.distribute_dataset(Stuck()))
+    next(iterator)
+    iterator.close()
+    [thread] = feeding()
+    may_go_on.set()
+    thread.join(30)
+    assert not feeding()
+
+
+def test_two_feeds_do_not_disturb_each_other(strategy2: mr.MirroredStrategy) -> None:
+    distributed = strategy2.distribute_dataset([X + k for k in range(5)])
+    first, second = iter(distributed), iter(distributed)
+    assert [int(next(first).values[0][0]) for _ in range(3)] == [0, 1, 2]
+    first.close()
+    assert [int(batch.values[0][0]) for batch in second] == [0, 1, 2, 3, 4]
+
+
+EXIT = """
+import threading, sys
+import numpy as np, jax.numpy as jnp
+import mirrored as mr
+from mirrored.data import _feed
+_feed.MAX_WAIT_SECONDS = 0.2
+strategy = mr.MirroredStrategy(["cpu:0", "cpu:1"])
+
+class Source:
+    def __iter__(self):
+        for k in range(10**9):
+            if k == {stuck_at}:
+                threading.Event().wait()
+            yield np.full((64, 4096), k, "float32")
+
+iterator = iter(strategy.distribute_dataset(Source(), mr.InputOptions(prefetch=3)))
+for _ in range({num_taken}):
+    batch = next(iterator)
+    strategy.run(lambda x: x.sum(), args=(batch,))
+{end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("num_taken", "stuck_at", "end", "code"),
+    [
+        (3, -1, "", 0),
+        (1, -1, "sys.exit(7)", 7),
+        (2, 3, "", 0),
+        (0, -1, "", 0),
+    ],
+    ids=["running", "sys.exit", "stuck", "not started"],
+)
+def test_the_interpreter_exits_with_an_open_feed(num_taken: int, stuck_at: int, end: str, code: int) -> None:
+    program = EXIT.format(num_taken=num_taken, stuck_at=stuck_at, end=end)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", "")

@@ -1,0 +1,298 @@
+"""The position of an iterator: JSON, counts what was delivered, survives another number of replicas."""
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grain
+import hypothesis
+import jax
+import numpy as np
+import pytest
+from grain import experimental as gx
+from hypothesis import strategies as st
+from simulated_workers import join_grains_threads, run_workers
+from test_auto_shard import Files, interleaved, make_files, pairs
+
+import mirrored as mr
+from mirrored.data._auto_shard import make_plan
+from mirrored.data._iterator import DistributedIterator
+from mirrored.data._steps import Layout
+from mirrored.data._workers import InputWorker
+
+STRATEGIES = {count: mr.MirroredStrategy([f"cpu:{i}" for i in range(count)]) for count in (1, 2, 3)}
+
+
+@pytest.fixture(autouse=True)
+def _grains_threads_end():
+    yield
+    join_grains_threads()
+
+
+def rows_of(batch: mr.PerReplica) -> list[int]:
+    return np.concatenate([np.asarray(row) for row in batch.values]).tolist()
+
+
+class WithStateDict:
+    """The protocol of Hugging Face's IterableDataset and torchdata's StatefulDataLoader: the dataset holds the state."""
+
+    def __init__(self, num_batches: int = 4) -> None:
+        self.num_batches = num_batches
+        self.next = self.start = 0
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        start, self.start = self.start, 0
+        for number in range(start + 1, self.num_batches + 1):
+            self.next = number
+            yield np.arange(3) + 10 * number
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = 99
+        self.start = state["next"]
+
+
+class Values(grain.transforms.Map):
+    def map(self, element: int) -> np.int32:
+        return np.int32(element)
+
+
+def numpy_dataset(**options: Any) -> mr.data.NumpyDataset:
+    return mr.data.NumpyDataset(np.arange(11, dtype="int32"), 4, **options)
+
+
+SOURCES: dict[str, Callable[[], Any]] = {
+    "numpy": numpy_dataset,
+    "numpy, shuffled, two epochs": lambda: numpy_dataset(shuffle_seed=5, num_epochs=2),
+    "numpy, drop_remainder": lambda: numpy_dataset(drop_remainder=True, num_epochs=2),
+    "list": lambda: [np.arange(k, k + 5) for k in (0, 10, 20)],
+    "grain map": lambda: grain.MapDataset.range(11).shuffle(seed=1).batch(4),
+    "grain iter": lambda: interleaved(make_files([3, 5, 2])).filter(lambda n: n != 4).batch(4),
+    "grain loader": lambda: grain.DataLoader(
+        data_source=grain.sources.RangeDataSource(0, 11, 1),
+        sampler=grain.samplers.IndexSampler(11, shuffle=True, seed=2, num_epochs=1),
+        operations=[Values(), grain.transforms.Batch(4)],
+    ),
+    "state_dict": WithStateDict,
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(("before", "after", "prefetch"), [(2, 3, 2), (3, 1, 0)])
+def test_resuming_with_another_number_of_replicas_gives_every_example_once(
+    source: str, before: int, after: int, prefetch: int
+) -> None:
+    options = mr.InputOptions(prefetch=prefetch)
+    whole = [rows_of(batch) for batch in STRATEGIES[1].distribute_dataset(SOURCES[source]())]
+    for num_taken in range(source == "state_dict", len(whole) + 1):
+        iterator = iter(STRATEGIES[before].distribute_dataset(SOURCES[source](), options))
+        taken = [rows_of(next(iterator)) for _ in range(num_taken)]
+        state = json.loads(json.dumps(iterator.get_state()))
+        iterator.close()
+        resumed = iter(STRATEGIES[after].distribute_dataset(SOURCES[source](), options))
+        resumed.set_state(state)
+        assert resumed.get_state() == state
+        assert taken + [rows_of(batch) for batch in resumed] == whole
+
+
+def test_the_position_is_kept_when_the_iterator_goes_on_ends_or_is_closed() -> None:
+    iterator = iter(STRATEGIES[2].distribute_dataset(numpy_dataset()))
+    states = [iterator.get_state()]
+    for _ in iterator:
+        states.append(iterator.get_state())
+    assert [state["source"]["row"] for state in states] == [0, 4, 8, 11]
+    assert iterator.get_state() == states[-1]
+    iterator.set_state(states[1])
+    assert rows_of(next(iterator)) == [4, 5, 6, 7]
+    iterator.close()
+    assert iterator.get_state() == states[2]
+
+
+def test_an_iterator_closed_before_it_read_anything_has_no_position() -> None:
+    iterator = iter(STRATEGIES[2].distribute_dataset(numpy_dataset()))
+    iterator.close()
+    with pytest.raises(ValueError, match="closed before it read anything"):
+        iterator.get_state()
+
+
+def test_the_passes_after_a_restart_have_the_orders_of_the_unbroken_run() -> None:
+    def passes(distributed: Any, count: int) -> list[Any]:
+        return [[rows_of(batch) for batch in distributed] for _ in range(count)]
+
+    unbroken = passes(STRATEGIES[2].distribute_dataset(numpy_dataset(shuffle_seed=1)), 3)
+    first = STRATEGIES[2].distribute_dataset(numpy_dataset(shuffle_seed=1))
+    passes(first, 1)
+    iterator = iter(first)
+    taken = [rows_of(next(iterator))]
+    second = STRATEGIES[3].distribute_dataset(numpy_dataset(shuffle_seed=1))
+    resumed = iter(second)
+    resumed.set_state(iterator.get_state())
+    iterator.close()
+    assert taken + [rows_of(batch) for batch in resumed] == unbroken[1]
+    assert passes(second, 1) == unbroken[2:]
+
+
+def test_leaving_a_pass_early_does_not_change_the_next_one() -> None:
+    """However far the thread has read ahead: a pass takes the numbers of all its epochs when it begins."""
+    orders = []
+    for prefetch in (0, 1, 5):
+        distributed = STRATEGIES[2].distribute_dataset(
+            numpy_dataset(shuffle_seed=1, num_epochs=2), mr.InputOptions(prefetch=prefetch)
+        )
+        for _ in distributed:
+            break
+        orders.append([rows_of(batch) for batch in distributed])
+    assert orders[0] == orders[1] == orders[2]
+
+
+class Stateless:
+    def __iter__(self) -> Iterator[np.ndarray]:
+        yield np.arange(4)
+        yield np.arange(4, 8)
+
+
+def test_a_source_without_a_position_says_so_and_still_works() -> None:
+    iterator = iter(STRATEGIES[2].distribute_dataset(Stateless()))
+    next(iterator)
+    message = r"Stateless has no position that could be saved: .* Use strategy\.make_numpy_dataset"
+    with pytest.raises(TypeError, match=message):
+        iterator.get_state()
+    with pytest.raises(TypeError, match=message):
+        iterator.set_state({"version": 1, "policy": "DATA", "worker": None, "source": {}})
+    assert rows_of(next(iterator)) == [4, 5, 6, 7]
+
+
+class Odd(Stateless):
+    """Has a position that is no JSON, or fails to say it."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state()
+
+
+@pytest.mark.parametrize(
+    ("state", "error", "message"),
+    [(object, TypeError, r"which JSON cannot hold"), (lambda: 1 // 0, ZeroDivisionError, r"division")],
+)
+def test_a_position_that_cannot_be_saved_is_an_error_only_when_asked_for(state: Any, error: type, message: str) -> None:
+    iterator = iter(STRATEGIES[2].distribute_dataset(Odd(state)))
+    next(iterator)
+    with pytest.raises(error, match=message):
+        iterator.get_state()
+    assert rows_of(next(iterator)) == [4, 5, 6, 7]
+
+
+STATE = {"version": 1, "policy": "DATA", "worker": None}
+
+
+@pytest.mark.parametrize(
+    ("state", "error", "message"),
+    [
+        (3, TypeError, r"state is 3; expected what get_state\(\)"),
+        ({}, TypeError, r"state is \{\}; expected what get_state\(\)"),
+        ({**STATE, "source": {}, "version": 2}, ValueError, r"the state has version 2, and this library reads version 1"),
+        ({**STATE, "source": {}, "policy": "FILE"}, ValueError, r"saved under the policy FILE, and this dataset .* by DATA"),
+        ({**STATE, "source": {}, "rows": -1}, ValueError, r"\{'rows': -1\}; expected numbers of rows"),
+        ({**STATE, "source": {}, "rows": "a"}, ValueError, r"expected numbers of rows"),
+        ({**STATE, "source": {"next": 1}}, ValueError, r"the state does not fit NumpyDataset: KeyError: 'pass'\. .* nothing has"),
+        ({**STATE, "source": None}, TypeError, r"expected what get_state"),
+        (
+            {**STATE, "source": {"pass": 0, "epoch": 0, "row": 4, "num_rows": 12}},
+            ValueError,
+            r"it is of a dataset of 12 rows, and this one has 11",
+        ),
+        ({**STATE, "source": {"pass": -1, "epoch": 0, "row": 4, "num_rows": 11}}, ValueError, r"no such position"),
+        ({**STATE, "source": {"pass": 0, "epoch": 0, "row": "4", "num_rows": 11}}, ValueError, r"does not fit"),
+    ],
+)
+def test_a_state_that_does_not_fit_changes_nothing(state: Any, error: type[Exception], message: str) -> None:
+    dataset = numpy_dataset(shuffle_seed=1)
+    whole = [batch.tolist() for batch in numpy_dataset(shuffle_seed=1)]
+    iterator = iter(STRATEGIES[2].distribute_dataset(dataset))
+    taken = [rows_of(next(iterator))]
+    before = iterator.get_state()
+    with pytest.raises(error, match=message):
+        iterator.set_state(state)
+    assert iterator.get_state() == before
+    assert taken + [rows_of(batch) for batch in iterator] == whole
+
+
+def test_a_dataset_that_holds_its_state_may_hold_that_of_the_last_pass() -> None:
+    distributed = STRATEGIES[2].distribute_dataset(WithStateDict())
+    assert len(list(distributed)) == 4
+    with iter(distributed) as iterator:
+        with pytest.raises(ValueError, match="WithStateDict tells its position only after the first batch"):
+            iterator.get_state()
+        next(iterator)
+        assert iterator.get_state()["source"] == {"next": 1}
+
+
+def test_a_state_dict_that_does_not_fit_is_taken_back() -> None:
+    dataset = WithStateDict()
+    iterator = iter(STRATEGIES[2].distribute_dataset(dataset))
+    with pytest.raises(ValueError, match=r"the state does not fit WithStateDict: KeyError"):
+        iterator.set_state({**STATE, "source": {"wrong": 1}})
+    assert len(list(iterator)) == 4
+
+
+@hypothesis.settings(deadline=None, max_examples=25, derandomize=True)
+@hypothesis.given(
+    sizes=st.lists(st.integers(0, 7), min_size=3, max_size=5),
+    num_taken=st.integers(0, 6),
+    batch_sizes=st.tuples(st.integers(1, 6), st.integers(1, 6)),
+    num_local=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    policy=st.sampled_from(["file", "data"]),
+    shuffled=st.booleans(),
+)
+def test_workers_go_on_where_each_of_them_was(
+    sizes: list[int], num_taken: int, batch_sizes: tuple[int, int], num_local: tuple[int, int], policy: str, shuffled: bool
+) -> None:
+    """Also in the middle of the batches that a worker's files yield, with other batch sizes and numbers of replicas."""
+
+    def make(batch_size: int) -> Callable[[int], Any]:
+        def of_worker(worker: int) -> Any:
+            ds: Any = Files(make_files(sizes))
+            ds = gx.WindowShuffleIterDataset(ds, window_size=3, seed=1) if shuffled else ds
+            return pairs(ds).batch(batch_size)
+
+        return of_worker
+
+    after = batch_sizes[0] if policy == "data" else batch_sizes[1]  # by DATA the state counts batches
+    first = run_workers(make(batch_sizes[0]), 3, num_local[0], policy, max_steps=num_taken or 1)
+    if not num_taken or not first.steps[0]:
+        return
+    positions = [(steps[-1].position, steps[-1].extra) for steps in first.steps]
+    if policy == "file" and after != batch_sizes[0]:
+        positions = [(text, extra) for text, extra in positions if not extra.get("rows")]  # no batch is cut then
+        if len(positions) < 3:
+            return
+    second = run_workers(make(after), 3, num_local[1], policy, positions=positions)
+    found = [int(x) for run in (first, second) for batch in run.global_batches() for x in batch["x"]]
+    assert sorted(found) == list(range(1, sum(sizes) + 1))
+
+
+@pytest.mark.parametrize(("worker", "is_refused"), [([0, 2], False), ([1, 2], True), ([0, 3], True), (None, True)])
+def test_a_position_of_a_worker_is_for_that_worker(worker: Any, is_refused: bool) -> None:
+    me = InputWorker(0, 2, lambda value: [value, value])
+    plan = make_plan(Files([[1], [2]]).batch(1), "file", me, 2)
+    iterator = DistributedIterator(plan, Layout(2, me), STRATEGIES[2]._mesh, 0)
+    state = {**iterator.get_state(), "worker": worker}
+    if is_refused:
+        with pytest.raises(ValueError, match=r"each worker has a position of its own\. With mr\.InputOptions\(auto_shard"):
+            iterator.set_state(state)
+    else:
+        iterator.set_state(state)
+    iterator.close()
+
+
+def test_a_state_holds_nothing_but_json() -> None:
+    for make in SOURCES.values():
+        with iter(STRATEGIES[2].distribute_dataset(make())) as iterator:
+            next(iterator)
+            state = iterator.get_state()
+        assert json.loads(json.dumps(state)) == state
+        assert not [leaf for leaf in jax.tree.leaves(state) if not isinstance(leaf, int | str)]

@@ -1,0 +1,335 @@
+"""Datasets of other libraries, and datasets made by a function: every row arrives, re-iterable, sized when they are."""
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grain
+import jax
+import numpy as np
+import pytest
+from grain import experimental as gx
+from simulated_workers import join_grains_threads, run_workers
+
+import mirrored as mr
+from mirrored.data import _rebatch
+from mirrored.data._auto_shard import plan_of_function
+from mirrored.data._workers import InputWorker
+
+
+@pytest.fixture(autouse=True)
+def _grains_threads_end():
+    yield
+    join_grains_threads()
+
+
+def rows_of(value: mr.PerReplica) -> list[Any]:
+    return np.concatenate([np.asarray(row) for row in value.values]).tolist()
+
+
+def sizes_of(value: mr.PerReplica) -> list[int]:
+    return [shape[0] for shape in value.shapes]
+
+
+# -- grain
+
+
+class Features(grain.transforms.Map):
+    def map(self, element: Any) -> dict[str, Any]:
+        return {"x": np.int32(element), "y": np.full(2, element, "float32")}
+
+
+def grain_loader() -> grain.DataLoader:
+    return grain.DataLoader(
+        data_source=grain.sources.RangeDataSource(0, 10, 1),
+        sampler=grain.samplers.IndexSampler(10, num_epochs=1, seed=0),
+        operations=[Features(), grain.transforms.Batch(4)],
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "length"),
+    [
+        (lambda: grain.MapDataset.range(10).map(Features()).batch(4), 3),
+        (lambda: grain.MapDataset.range(10).map(Features()).to_iter_dataset().batch(4), None),
+        (grain_loader, None),
+    ],
+    ids=["MapDataset", "IterDataset", "DataLoader"],
+)
+def test_grain_datasets(make: Callable[[], Any], length: int | None, strategy: mr.MirroredStrategy) -> None:
+    distributed = strategy.distribute_dataset(make())
+    for _ in range(2):
+        batches = list(distributed)
+        assert [rows_of(batch["x"]) for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+        assert rows_of(batches[1]["y"]) == [[n, n] for n in (4, 5, 6, 7)]
+    if length is None:
+        with pytest.raises(TypeError, match="is not known before it ends"):
+            len(distributed)
+    else:
+        assert len(distributed) == length
+
+
+def test_a_filtered_map_dataset_does_not_know_its_length(strategy2: mr.MirroredStrategy) -> None:
+    distributed = strategy2.distribute_dataset(grain.MapDataset.range(10).batch(2).filter(lambda batch: batch[0] != 4))
+    assert [rows_of(batch) for batch in distributed] == [[0, 1], [2, 3], [6, 7], [8, 9]]
+    with pytest.raises(TypeError, match="the length of FilterMapDataset is not known before it ends"):
+        len(distributed)
+
+
+def test_an_infinite_dataset_is_left_in_the_middle(strategy2: mr.MirroredStrategy) -> None:
+    distributed = strategy2.distribute_dataset(grain.MapDataset.range(4).repeat().batch(3))
+    with iter(distributed) as iterator:
+        assert [rows_of(next(iterator)) for _ in range(3)] == [[0, 1, 2], [3, 0, 1], [2, 3, 0]]
+
+
+def test_grain_records_that_were_not_batched(strategy2: mr.MirroredStrategy) -> None:
+    with pytest.raises(ValueError, match=r"the dataset yielded a scalar.* Batch the dataset first: \.batch\(global_batch_size\)"):
+        list(strategy2.distribute_dataset(grain.MapDataset.range(4)))
+
+
+def test_an_exception_in_a_grain_pipeline_reaches_the_loop(strategy2: mr.MirroredStrategy) -> None:
+    def fail(x: Any) -> Any:
+        raise KeyError(f"record {x}")
+
+    with pytest.raises(KeyError, match="record 0"):
+        list(strategy2.distribute_dataset(grain.MapDataset.range(4).map(fail).batch(2)))
+
+
+def test_a_grain_iterator_can_be_used_only_once(strategy2: mr.MirroredStrategy) -> None:
+    with pytest.raises(TypeError, match="an iterator that can be used only once"):
+        strategy2.distribute_dataset(iter(gx.LimitIterDataset(grain.MapDataset.range(4).batch(2).to_iter_dataset(), 1)))
+
+
+def test_numpy_datasets_do_not_load_grain() -> None:
+    code = (
+        "import sys, numpy as np, mirrored as mr; s = mr.MirroredStrategy(['cpu:0', 'cpu:1']); "
+        "list(s.distribute_dataset(s.make_numpy_dataset(np.arange(5)).batch(2))); print('grain' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == ["False"]
+
+
+# -- Hugging Face
+
+
+class HuggingFace:
+    """As `datasets.Dataset`: rows of lists unless formatted, `batch` makes a dataset whose rows are batches."""
+
+    column_names = ("x", "text")
+
+    def __init__(self, columns: dict[str, list[Any]], kind: str | None = None) -> None:
+        self.columns, self.kind = columns, kind
+
+    def with_format(self, kind: str | None) -> "HuggingFace":
+        return HuggingFace(self.columns, kind)
+
+    def batch(self, batch_size: int) -> "HuggingFace":
+        cut = {k: [v[i : i + batch_size] for i in range(0, len(v), batch_size)] for k, v in self.columns.items()}
+        return HuggingFace(cut, self.kind)
+
+    def iter(self, batch_size: int) -> Iterator[Any]:
+        yield from self.batch(batch_size)
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values())))
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = {name: column[index] for name, column in self.columns.items()}
+        return {name: np.asarray(value) for name, value in row.items()} if self.kind == "numpy" else row
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[index] for index in range(len(self)))
+
+
+def check_hugging_face(dataset: Any, strategy: mr.MirroredStrategy) -> None:
+    distributed = strategy.distribute_dataset(dataset.batch(3))
+    assert len(distributed) == 3
+    for _ in range(2):
+        batches = list(distributed)
+        assert [rows_of(batch["x"]) for batch in batches] == [[0, 1, 2], [3, 4, 5], [6]]
+        assert rows_of(batches[2]["v"]) == [[6.0, 0.5]]
+    with iter(distributed) as iterator:
+        next(iterator)
+        state = iterator.get_state()
+    with iter(distributed) as resumed:
+        resumed.set_state(state)
+        assert [rows_of(batch["x"]) for batch in resumed] == [[3, 4, 5], [6]]
+    with pytest.raises(ValueError, match=r"yielded a scalar at \['x'\].*\.batch\(global_batch_size\)"):
+        list(strategy.distribute_dataset(dataset))
+    with pytest.raises(TypeError, match="an iterator that can be used only once"):
+        strategy.distribute_dataset(dataset.iter(3))
+
+
+COLUMNS = {"x": list(range(7)), "v": [[float(n), 0.5] for n in range(7)]}
+
+
+def test_a_hugging_face_dataset_in_small(strategy2: mr.MirroredStrategy) -> None:
+    check_hugging_face(HuggingFace(COLUMNS), strategy2)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("datasets") is None, reason="datasets is not installed")
+def test_a_real_hugging_face_dataset(strategy2: mr.MirroredStrategy) -> None:
+    import datasets
+
+    check_hugging_face(datasets.Dataset.from_dict(COLUMNS), strategy2)
+    stream = datasets.Dataset.from_dict(COLUMNS).to_iterable_dataset().batch(3)
+    assert [rows_of(batch["x"]) for batch in strategy2.distribute_dataset(stream)] == [[0, 1, 2], [3, 4, 5], [6]]
+
+
+def test_text_of_a_hugging_face_dataset_is_refused_by_name(strategy2: mr.MirroredStrategy) -> None:
+    dataset = HuggingFace({"x": [1, 2], "text": ["a", "b"]}).batch(2)
+    with pytest.raises(TypeError, match=r"dtype <U1 at \['text'\], which no device can hold"):
+        list(strategy2.distribute_dataset(dataset))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+def test_a_real_torch_loader(strategy2: mr.MirroredStrategy) -> None:
+    import torch
+
+    rows = torch.utils.data.TensorDataset(torch.arange(7), torch.arange(14.0).reshape(7, 2))
+    distributed = strategy2.distribute_dataset(torch.utils.data.DataLoader(rows, batch_size=3))
+    assert len(distributed) == 3
+    for _ in range(2):
+        assert [rows_of(x) for x, _ in distributed] == [[0, 1, 2], [3, 4, 5], [6]]
+
+
+# -- made by a function
+
+
+def test_the_input_context() -> None:
+    assert mr.InputContext() == mr.InputContext(1, 0, 1)
+    context = mr.InputContext(num_input_pipelines=2, input_pipeline_id=1, num_replicas_in_sync=6)
+    assert str(context) == "mr.InputContext(input pipeline id 1, total: 2)"
+    assert context.get_per_replica_batch_size(12) == 2
+    with pytest.raises(ValueError, match=r"global_batch_size 13 is not divisible by the 6 replicas\. .*distribute_dataset"):
+        context.get_per_replica_batch_size(13)
+    with pytest.raises(ValueError, match=r"global_batch_size is 0; expected at least 1"):
+        context.get_per_replica_batch_size(0)
+    with pytest.raises(TypeError, match=r"global_batch_size is 2\.0; expected an int"):
+        context.get_per_replica_batch_size(2.0)
+
+
+@pytest.mark.parametrize("num_elements", [0, 1, 2, 3, 4, 7])
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_each_replica_takes_the_next_element_and_none_is_dropped(
+    num_elements: int, prefetch: int, strategy3: mr.MirroredStrategy
+) -> None:
+    contexts = []
+
+    def make(context: mr.InputContext) -> list[Any]:
+        contexts.append(context)
+        return [{"x": np.full((2, 3), k, "float32")} for k in range(num_elements)]
+
+    distributed = strategy3.distribute_datasets_from_function(make, mr.InputOptions(prefetch=prefetch))
+    assert contexts == [mr.InputContext(1, 0, 3)]
+    assert len(distributed) == -(-num_elements // 3)
+    for _ in range(2):
+        steps = [[np.asarray(row)[:, 0].tolist() for row in batch["x"].values] for batch in distributed]
+        given = [[float(k)] * 2 for k in range(num_elements)]
+        assert [row for step in steps for row in step if row] == given
+        assert all(len(step) == 3 for step in steps)
+        assert steps[-1:] == [[*given[len(steps) * 3 - 3 :], [], [], []][:3]] * bool(steps)
+    assert contexts == contexts[:1]
+
+
+def test_elements_may_have_different_numbers_of_rows(strategy3: mr.MirroredStrategy) -> None:
+    sizes = [2, 0, 3, 0, 0, 0, 1]
+    distributed = strategy3.distribute_datasets_from_function(lambda context: [np.ones((n, 2)) for n in sizes])
+    assert [sizes_of(batch) for batch in distributed] == [[2, 0, 3], [1, 0, 0]]  # a step without any row is none
+
+
+def test_dropping_the_remainder_of_elements(strategy2: mr.MirroredStrategy) -> None:
+    distributed = strategy2.distribute_datasets_from_function(
+        lambda context: [np.arange(n) for n in (3, 2, 2, 2, 4)], mr.InputOptions(drop_remainder=True)
+    )
+    assert [sizes_of(batch) for batch in distributed] == [[2, 2], [2, 2]]
+    assert len(distributed) == 2
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_a_function_may_make_any_kind_of_dataset(reuse: bool, strategy2: mr.MirroredStrategy) -> None:
+    class OneBuffer:
+        def __iter__(self) -> Iterator[np.ndarray]:
+            buffer = np.empty(2, "int32")
+            for start in (0, 2, 4):
+                buffer[:] = (start, start + 1)
+                yield buffer
+
+    def make(context: mr.InputContext) -> Any:
+        size = context.get_per_replica_batch_size(4)
+        return OneBuffer() if reuse else grain.MapDataset.range(6).batch(size).to_iter_dataset()
+
+    distributed = strategy2.distribute_datasets_from_function(make)
+    assert [[np.asarray(row).tolist() for row in batch.values] for batch in distributed] == [[[0, 1], [2, 3]], [[4, 5], []]]
+    assert "made by a function, called once: each replica takes the next element; every row is used" in strategy2.explain()
+
+
+def test_the_position_in_a_dataset_of_a_function(strategy2: mr.MirroredStrategy, strategy3: mr.MirroredStrategy) -> None:
+    def make(context: mr.InputContext) -> list[Any]:
+        return [np.array([k]) for k in range(8)]
+
+    iterator = iter(strategy3.distribute_datasets_from_function(make))
+    taken = rows_of(next(iterator))
+    resumed = iter(strategy2.distribute_datasets_from_function(make))
+    resumed.set_state(iterator.get_state())
+    iterator.close()
+    assert taken + [x for batch in resumed for x in rows_of(batch)] == list(range(8))
+
+
+@pytest.mark.parametrize("num_elements", [[3, 5], [0, 2], [4, 4], [5, 1]])
+def test_workers_whose_functions_give_different_numbers_of_elements(num_elements: list[int]) -> None:
+    def make(worker: int) -> list[Any]:
+        return [np.array([[10 * worker + k]], "int32") for k in range(num_elements[worker])]
+
+    run = run_workers(make, 2, num_local=2, make=lambda dataset, policy, worker, num_replicas: plan_of_function(dataset, worker))
+    assert len(run.steps[0]) == -(-max(num_elements) // 2)
+    found = [int(x) for batch in run.global_batches() for x in batch.ravel()]
+    assert sorted(found) == [10 * w + k for w in (0, 1) for k in range(num_elements[w])]
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "error", "message"),
+    [
+        (3, None, TypeError, r"dataset_fn is 3; expected a function of a mr\.InputContext"),
+        (lambda context: 3, None, TypeError, r"distribute_datasets_from_function got 3 of type int"),
+        (lambda context: iter([]), None, TypeError, r"distribute_datasets_from_function got .* used only once"),
+        (lambda context: [], 3, TypeError, r"options is 3; expected mr\.InputOptions"),
+        (
+            lambda context: [],
+            mr.InputOptions(auto_shard_policy="file"),
+            ValueError,
+            r"auto_shard_policy is .*FILE, but dataset_fn shares the records out by itself",
+        ),
+        (lambda context: context.get_per_replica_batch_size(3), None, ValueError, r"3 is not divisible by the 2 replicas"),
+    ],
+)
+def test_wrong_arguments_of_a_function(
+    make: Any, options: Any, error: type, message: str, strategy2: mr.MirroredStrategy
+) -> None:
+    with pytest.raises(error, match=message):
+        strategy2.distribute_datasets_from_function(make, options)
+    assert "dataset" not in strategy2.explain()
+
+
+def test_elements_of_one_step_must_fit_together(strategy2: mr.MirroredStrategy) -> None:
+    distributed = strategy2.distribute_datasets_from_function(lambda context: [np.ones((2, 3)), np.ones((2, 4))])
+    message = (
+        r"the elements of one step have rows of different structure, dtype or shape: float64\[3\], and number 1 float64\[4\]"
+    )
+    with pytest.raises(ValueError, match=message):
+        list(distributed)
+
+
+def test_the_split_of_the_function_is_its_own(strategy2: mr.MirroredStrategy) -> None:
+    """Global batches of 4 by hand are the same as those of `distribute_dataset`."""
+    rows = np.arange(12, dtype="float32")
+    by_hand = strategy2.distribute_datasets_from_function(
+        lambda context: list(rows.reshape(-1, context.get_per_replica_batch_size(4)))
+    )
+    ours = strategy2.distribute_dataset(strategy2.make_numpy_dataset(rows).batch(4))
+    for a, b in zip(by_hand, ours, strict=True):
+        assert jax.tree.all(jax.tree.map(np.array_equal, a.values, b.values))
+    assert _rebatch.split_sizes(4, 2) == [2, 2]
+    assert InputWorker().exchange(3) == [3]

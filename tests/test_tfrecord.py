@@ -1,0 +1,541 @@
+"""TFRecord files: every record, in every coding, from any position; and every damage is one error that says where."""
+
+import contextlib
+import copy
+import gc
+import gzip
+import itertools
+import json
+import os
+import pickle
+import struct
+import subprocess
+import sys
+import tracemalloc
+import warnings
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+
+import google_crc32c
+import grain
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import mirrored as mr
+from mirrored.data import _record_reader
+
+CODINGS = (None, "GZIP", "ZLIB")
+COMPRESS = {None: bytes, "GZIP": gzip.compress, "ZLIB": zlib.compress}
+#: Records of many lengths, and runs of one length.
+RECORDS = [b"", b"a", *[bytes([i]) * 20 for i in range(30)], *[os.urandom(i * 37 % 501) for i in range(60)], b"end"]
+
+
+def framed(record: bytes, length: int | None = None) -> bytes:
+    """A record as TensorFlow frames it: written here on its own, so that reader and writer cannot share a mistake."""
+    header = struct.pack("<Q", len(record) if length is None else length)
+    return header + checksum(header) + record + checksum(record)
+
+
+def checksum(data: bytes) -> bytes:
+    crc = google_crc32c.value(data)
+    return struct.pack("<I", (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF)
+
+
+def make(folder: Path, *files: list[bytes], compression: str | None = None) -> list[Path]:
+    paths = [folder / f"train-{number}.tfrecord" for number in range(len(files))]
+    for path, records in zip(paths, files, strict=True):
+        path.write_bytes(COMPRESS[compression](b"".join(map(framed, records))))
+    return paths
+
+
+def joined(batches: Iterable[list[bytes]]) -> list[bytes]:
+    return list(itertools.chain.from_iterable(batches))
+
+
+def split(records: list[bytes]) -> list[list[bytes]]:
+    return [records[:11], [], records[11:70], records[70:]]
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch):
+    """Chunks so small that records, headers and runs cross their borders."""
+    monkeypatch.setattr(_record_reader, "CHUNK_BYTES", 256)
+    monkeypatch.setattr(_record_reader, "COMPRESSED_BYTES", 64)
+
+
+def open_files(folder: Path | str = "/") -> list[str]:
+    links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    return [path for link in links if os.path.exists(link) and (path := os.readlink(link)).startswith(str(folder))]
+
+
+# reading
+
+
+@pytest.mark.parametrize("compression", CODINGS)
+@pytest.mark.parametrize("spelling", [str.upper, str.lower])
+def test_every_record_of_every_file_in_order(tmp_path: Path, compression: str | None, spelling) -> None:
+    paths = make(tmp_path, *split(RECORDS), compression=compression)
+    dataset = mr.data.tfrecord_dataset(paths, compression and spelling(compression))
+    assert isinstance(dataset, grain.IterDataset)
+    assert dataset.files == tuple(map(str, paths))
+    assert list(dataset) == RECORDS
+    assert list(dataset) == RECORDS  # again
+
+
+@pytest.mark.parametrize("compression", CODINGS)
+@pytest.mark.parametrize("batch_size", [1, 7, 93, 500])
+@pytest.mark.parametrize("drop_remainder", [False, True])
+def test_batches_are_lists_across_the_borders_of_files(tmp_path, compression, batch_size, drop_remainder) -> None:
+    dataset = mr.data.tfrecord_dataset(make(tmp_path, *split(RECORDS), compression=compression), compression)
+    batches = list(dataset.batch(batch_size, drop_remainder=drop_remainder))
+    sizes = [len(batch) for batch in batches]
+    assert joined(batches) == RECORDS[: sum(sizes)]
+    assert all(size == batch_size for size in sizes[:-1]) and sum(sizes) > len(RECORDS) - (batch_size if drop_remainder else 1)
+    assert not drop_remainder or set(sizes) <= {batch_size}
+
+
+def test_the_rest_of_grain_follows(tmp_path: Path) -> None:
+    dataset = mr.data.tfrecord_dataset(make(tmp_path, *split(RECORDS)))
+    assert list(dataset.map(len).filter(lambda length: length > 400)) == [n for n in map(len, RECORDS) if n > 400]
+    assert list(dataset.batch(50).map(len)) == [50, 43]
+    assert list(dataset.batch(2, batch_fn=lambda records: records[0])) == RECORDS[::2]
+    assert [list(map(len, pair)) for pair in dataset.batch(40).batch(2)] == [[40, 40], [13]]
+    assert list(map(len, dataset.apply([grain.transforms.Batch(40)]))) == [40, 40, 13]
+    assert len(dataset.batch(40).map(len).parents[0].files) == 4
+
+
+@pytest.mark.parametrize("make_files", [str, Path, lambda p: [str(p)], lambda p: (p,), lambda p: f"{p.parent}/*.tfrecord"])
+def test_files_may_be_a_path_paths_or_a_pattern(tmp_path: Path, make_files) -> None:
+    (path,) = make(tmp_path, [b"x"])
+    assert mr.data.tfrecord_dataset(make_files(path)).files == (str(path),)
+
+
+def test_a_pattern_is_sorted_and_a_file_with_such_a_name_is_a_file(tmp_path: Path) -> None:
+    for name in ("b.tfrecord", "a.tfrecord", "c[1].tfrecord"):
+        (tmp_path / name).write_bytes(framed(name.encode()))
+    assert list(mr.data.tfrecord_dataset(tmp_path / "[ab].tfrecord")) == [b"a.tfrecord", b"b.tfrecord"]
+    assert list(mr.data.tfrecord_dataset(tmp_path / "c[1].tfrecord")) == [b"c[1].tfrecord"]
+
+
+@pytest.mark.parametrize("compression", CODINGS)
+def test_empty_files_are_legal(tmp_path: Path, compression: str | None) -> None:
+    paths = make(tmp_path, [], [b"x"], [], compression=compression)
+    paths[0].write_bytes(b"")
+    assert list(mr.data.tfrecord_dataset(paths, compression)) == [b"x"]
+    assert list(mr.data.tfrecord_dataset(paths[:1], compression).batch(3)) == []
+
+
+def test_members_of_a_gzip_file_are_read_on(tmp_path: Path) -> None:
+    data = b"".join(map(framed, RECORDS))
+    path = tmp_path / "train.tfrecord"
+    path.write_bytes(
+        b"".join(gzip.compress(data[start : start + 100]) for start in range(0, len(data), 100)) + gzip.compress(b"")
+    )
+    assert list(mr.data.tfrecord_dataset(path, "GZIP")) == RECORDS
+
+
+# positions
+
+
+@pytest.mark.parametrize("compression", CODINGS)
+@pytest.mark.parametrize("batch_size", [None, 1, 10])
+def test_an_iterator_continues_at_any_state(tmp_path: Path, compression: str | None, batch_size: int | None) -> None:
+    dataset = mr.data.tfrecord_dataset(make(tmp_path, *split(RECORDS), compression=compression), compression)
+    dataset = dataset if batch_size is None else dataset.batch(batch_size)
+    elements, iterator = list(dataset), iter(dataset)
+    for taken in range(0, len(elements) + 1):
+        state = json.loads(json.dumps(iterator.get_state()))
+        if taken % 5 == 0 or taken > len(elements) - 2:
+            resumed = iter(dataset)
+            resumed.set_state(state)
+            assert resumed.get_state() == state
+            assert list(resumed) == elements[taken:]
+        next(iterator, None)
+    iterator.set_state(iter(dataset).get_state())
+    assert list(iterator) == elements
+
+
+def test_a_state_names_the_next_record(tmp_path: Path) -> None:
+    iterator = iter(mr.data.tfrecord_dataset(make(tmp_path, [b"abc"] * 3, [b"de"] * 3)).batch(4))
+    next(iterator)
+    assert iterator.get_state() == {"file": 1, "record": 1, "offset": 18}
+
+
+@pytest.mark.parametrize(
+    "state, message",
+    [
+        (None, "expected what get_state"),
+        ({}, "expected what get_state"),
+        ({"file": 0, "record": 0, "offset": -1}, "expected what get_state"),
+        ({"file": 0, "record": 0.0, "offset": 0}, "expected what get_state"),
+        ({"file": 2, "record": 0, "offset": 0}, "in file 2, but the dataset has 1 files"),
+    ],
+)
+def test_states_that_are_none_are_refused_and_change_nothing(tmp_path: Path, state: object, message: str) -> None:
+    iterator = iter(mr.data.tfrecord_dataset(make(tmp_path, [b"a", b"b", b"c"])))
+    assert next(iterator) == b"a"
+    with pytest.raises(ValueError, match=message):
+        iterator.set_state(state)
+    assert list(iterator) == [b"b", b"c"]
+
+
+@pytest.mark.parametrize("compression", CODINGS)
+@pytest.mark.parametrize("offset, message", [(10**6, "ends before this position"), (3, "its length is damaged")])
+def test_a_state_of_other_files_is_an_error(tmp_path: Path, compression: str | None, offset: int, message: str) -> None:
+    iterator = iter(mr.data.tfrecord_dataset(make(tmp_path, [b"abc"] * 9, compression=compression), compression))
+    iterator.set_state({"file": 0, "record": 1, "offset": offset})
+    with pytest.raises(mr.data.TFRecordError, match=message):
+        next(iterator)
+
+
+# workers
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))], ids=["copy", "pickle"])  # noqa: S301
+def test_slices_of_the_files_are_a_partition(tmp_path: Path, duplicate) -> None:
+    dataset = mr.data.tfrecord_dataset(make(tmp_path, *split(RECORDS))).batch(4).map(lambda records: records)
+    dataset = dataset.parents[0]  # a lambda cannot be pickled
+    found = []
+    for worker in range(6):
+        mine = duplicate(dataset)
+        mine.set_slice(slice(worker, None, 6))
+        found += joined(mine)
+    assert sorted(found) == sorted(RECORDS)
+    assert len(dataset.files) == 4
+
+
+def test_worker_processes_of_grain_read_every_record(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    make(tmp_path / "data", *split(RECORDS))
+    script = tmp_path / "read.py"
+    script.write_text(
+        "import sys, grain, mirrored as mr; from absl import flags\n"
+        "if __name__ == '__main__':\n"
+        "    flags.FLAGS.mark_as_parsed()\n"
+        "    dataset = mr.data.tfrecord_dataset(sys.argv[1] + '/*').batch(8)\n"
+        "    iterator = iter(dataset.mp_prefetch(grain.MultiprocessingOptions(num_workers=2)))\n"
+        "    print(sum(map(len, iterator)))\n"
+        "    iterator.close()\n"
+    )
+    ran = subprocess.run([sys.executable, script, tmp_path / "data"], capture_output=True, text=True, timeout=100)
+    assert ran.stdout.split() == [str(len(RECORDS))], ran.stderr
+
+
+# damage
+
+
+def damaged(data: bytes, at: int) -> bytes:
+    return data[:at] + bytes([data[at] ^ 0x10]) + data[at + 1 :]
+
+
+SOUND = b"".join(map(framed, [b"one", b"two", b"three"]))  # records at bytes 0, 19 and 38, each 19 or 21 long
+
+
+@pytest.mark.parametrize(
+    "data, record, offset, message",
+    [
+        (damaged(SOUND, 20), 1, 19, "its length is damaged: the checksum is 0x.*, expected 0x"),
+        (damaged(SOUND, 28), 1, 19, "its length is damaged"),
+        (damaged(SOUND, 31), 1, 19, "its data is damaged: its 3 bytes have the checksum 0x.*, expected 0x"),
+        (damaged(SOUND, 36), 1, 19, "its data is damaged"),
+        (SOUND[:40], 2, 38, "the file ends 10 bytes too early, inside this record"),
+        (SOUND[:50], 2, 38, "the file ends 9 bytes too early"),
+        (SOUND[:-1], 2, 38, "the file ends 1 bytes too early"),
+        (SOUND + b"x", 3, 59, "the file ends 11 bytes too early"),
+        (
+            SOUND + framed(b"x", 2**62),
+            3,
+            59,
+            "claims to have 4611686018427387904 bytes; expected at most max_record_bytes=268435456",
+        ),
+        (SOUND + framed(b"x", 2**64 - 1), 3, 59, "claims to have 18446744073709551615 bytes"),
+        (SOUND + framed(b"x", 2**27), 3, 59, "the file ends 134217727 bytes too early"),
+        (b"not a TFRecord file, but long enough", 0, 0, "The file is not a TFRecord file, or it was damaged"),
+        (gzip.compress(SOUND), 0, 0, "looks like the start of a compressed file: compression='GZIP'"),
+        (zlib.compress(SOUND), 0, 0, "looks like the start of a compressed file: compression='ZLIB'"),
+    ],
+)
+@pytest.mark.parametrize("batch_size", [None, 1])
+def test_damage_says_where_and_what_comes_before_is_read(tmp_path, data, record, offset, message, batch_size) -> None:
+    path = tmp_path / "bad.tfrecord"
+    path.write_bytes(data)
+    dataset = mr.data.tfrecord_dataset(path)
+    iterator = iter(dataset if batch_size is None else dataset.batch(batch_size))
+    expected = [b"one", b"two", b"three"][:record]
+    assert list(itertools.islice(iterator, record)) == (expected if batch_size is None else [[r] for r in expected])
+    for _ in range(2):  # it stays an error, and never becomes the end of the data
+        with pytest.raises(mr.data.TFRecordError, match=rf"bad\.tfrecord: record {record}, at byte {offset}: .*{message}"):
+            next(iterator)
+    assert iterator.get_state() == {"file": 0, "record": record, "offset": offset}
+
+
+NOT_COMPRESSED = "incorrect header check; expected a whole .* If the file is not compressed, leave out compression"
+
+
+@pytest.mark.parametrize("compression", ["GZIP", "ZLIB"])
+@pytest.mark.parametrize(
+    "harm, records, message",
+    [
+        (lambda data: data[:-1], {3}, "stream was cut short"),
+        (lambda data: data[:30], {0, 1, 2}, "stream was cut short"),
+        (lambda data: data[:1], {0}, "stream was cut short"),
+        (lambda data: data[:-3] + b"xxx", {0, 1, 2, 3}, "incorrect"),  # zlib keeps back what it has not verified
+        (lambda data: data + b"x", {3}, "incorrect header check|something follows|stream was cut short"),
+        (lambda data: data + bytes(100), {3}, "incorrect header check|something follows"),
+        (lambda data: SOUND, {0}, NOT_COMPRESSED),
+    ],
+)
+def test_damaged_compression_says_where(tmp_path: Path, compression: str, harm, records: set[int], message: str) -> None:
+    path = tmp_path / "bad.tfrecord"
+    path.write_bytes(harm(COMPRESS[compression](SOUND)))
+    iterator, found = iter(mr.data.tfrecord_dataset(path, compression)), []
+    with pytest.raises(mr.data.TFRecordError, match=rf"at byte \d+ or later of what it decompresses to: .*({message})") as caught:
+        found.extend(iterator)
+    assert len(found) in records and f"bad.tfrecord: record {len(found)}," in str(caught.value)
+    with pytest.raises(mr.data.TFRecordError):
+        next(iterator)
+
+
+def test_garbage_after_a_zlib_stream_is_found_also_where_a_read_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, data = tmp_path / "bad.tfrecord", zlib.compress(SOUND)
+    path.write_bytes(data + b"garbage")
+    monkeypatch.setattr(_record_reader, "COMPRESSED_BYTES", len(data))
+    with pytest.raises(mr.data.TFRecordError, match="something follows the end"):
+        list(mr.data.tfrecord_dataset(path, "ZLIB"))
+
+
+def test_an_error_in_a_batch_leaves_its_records_to_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "bad.tfrecord"
+    path.write_bytes(damaged(SOUND, 55))
+    iterator = iter(mr.data.tfrecord_dataset(path).batch(3))
+    with pytest.raises(mr.data.TFRecordError, match="record 2"):
+        next(iterator)
+    assert iterator.get_state()["record"] == 0
+    path.write_bytes(SOUND)  # somebody has copied the file again
+    assert list(iterator) == [[b"one", b"two", b"three"]]
+
+
+def test_a_file_that_vanishes_is_an_error_and_not_the_end(tmp_path: Path) -> None:
+    paths = make(tmp_path, [b"one"], [b"two"])
+    iterator = iter(mr.data.tfrecord_dataset(paths))
+    assert next(iterator) == b"one"
+    paths[1].unlink()
+    for _ in range(2):
+        with pytest.raises(FileNotFoundError):
+            next(iterator)
+
+
+def mutated(data: bytes, changes: list[tuple[str, int, int]]) -> bytes:
+    for what, at, value in changes:
+        at %= len(data) + 1
+        if what == "set":
+            data = data[:at] + bytes([value]) + data[at + 1 :]
+        elif what == "cut":
+            data = data[:at]
+        elif what == "insert":
+            data = data[:at] + bytes([value]) * 3 + data[at:]
+        else:
+            data = data[:at] + data[at + value :]
+    return data
+
+
+CHANGES = st.tuples(st.sampled_from(["set", "cut", "insert", "remove"]), st.integers(0, 10**4), st.integers(0, 255))
+
+
+@settings(deadline=None, max_examples=150, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from(CODINGS), st.lists(CHANGES, min_size=1, max_size=3), st.sampled_from([None, 5]))
+def test_whatever_is_in_a_file_only_our_error_escapes(tmp_path: Path, compression, changes, batch_size) -> None:
+    path = tmp_path / "mutated.tfrecord"
+    path.write_bytes(mutated(COMPRESS[compression](b"".join(map(framed, RECORDS))), changes))
+    dataset = mr.data.tfrecord_dataset(path, compression)
+    found = []
+    with contextlib.suppress(mr.data.TFRecordError):
+        for element in dataset if batch_size is None else dataset.batch(batch_size):
+            found += [element] if batch_size is None else element
+    assert found == RECORDS[: len(found)] or changes[-1][0] == "remove"  # a record may be removed whole; none is ever wrong
+    assert set(found) <= set(RECORDS)
+
+
+# memory
+
+
+def peak(read) -> int:
+    tracemalloc.start()
+    try:
+        with pytest.raises(mr.data.TFRecordError):
+            read()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.fixture
+def real_chunks(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_record_reader, "CHUNK_BYTES", 1 << 19)
+    monkeypatch.setattr(_record_reader, "COMPRESSED_BYTES", 1 << 16)
+
+
+@pytest.mark.usefixtures("small_chunks", "real_chunks")
+@pytest.mark.parametrize("compression", CODINGS)
+@pytest.mark.parametrize("length", [2**62, 2**40, 2**28 + 1, 200 << 20])
+def test_nothing_is_allocated_for_a_length_that_is_only_claimed(tmp_path: Path, compression: str | None, length: int) -> None:
+    path = tmp_path / "hostile.tfrecord"
+    path.write_bytes(COMPRESS[compression](framed(b"small", length)))
+    assert peak(lambda: list(mr.data.tfrecord_dataset(path, compression))) < 5 << 20
+
+
+@pytest.mark.usefixtures("small_chunks", "real_chunks")
+@pytest.mark.parametrize("compression", ["GZIP", "ZLIB"])
+def test_a_bomb_takes_no_more_than_chunks_and_the_longest_record(tmp_path: Path, compression: str) -> None:
+    path = tmp_path / "bomb.tfrecord"
+    deflate = zlib.compressobj(wbits=31 if compression == "GZIP" else 15)
+    parts = [deflate.compress(framed(b"x")), *(deflate.compress(bytes(1 << 20)) for _ in range(60)), deflate.flush()]
+    path.write_bytes(b"".join(parts))
+    assert path.stat().st_size < 100_000
+    assert peak(lambda: list(mr.data.tfrecord_dataset(path, compression))) < 6 << 20
+    header = struct.pack("<Q", 50 << 20)
+    path.write_bytes(COMPRESS[compression](header + checksum(header) + bytes(50 << 20)))
+    assert peak(lambda: list(mr.data.tfrecord_dataset(path, compression, max_record_bytes=1 << 20))) < 6 << 20
+
+
+def test_records_longer_than_a_chunk_and_than_the_limit(tmp_path: Path) -> None:
+    long = [os.urandom(5000), b"", os.urandom(5000), os.urandom(5000), os.urandom(4999)]
+    for compression in CODINGS:
+        paths = make(tmp_path, long, compression=compression)
+        assert list(mr.data.tfrecord_dataset(paths, compression, max_record_bytes=5000)) == long
+        with pytest.raises(mr.data.TFRecordError, match="claims to have 5000 bytes; expected at most max_record_bytes=4999"):
+            list(mr.data.tfrecord_dataset(paths, compression, max_record_bytes=4999))
+
+
+# files are closed
+
+
+@pytest.mark.parametrize("compression", CODINGS)
+@pytest.mark.parametrize("leave", ["close", "exhaust", "collect", "fail"])
+def test_no_file_stays_open(tmp_path: Path, compression: str | None, leave: str) -> None:
+    paths = make(tmp_path, RECORDS, RECORDS, compression=compression)
+    if leave == "fail":
+        paths[1].write_bytes(paths[1].read_bytes()[:-2])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        iterator = iter(mr.data.tfrecord_dataset(paths, compression).batch(10))
+        next(iterator)
+        assert open_files(tmp_path) == [str(paths[0])]
+        if leave == "close":
+            iterator.close()
+            with pytest.raises(ValueError, match="the iterator is closed"):
+                next(iterator)
+            iterator.close()
+        elif leave == "collect":
+            del iterator
+            gc.collect()
+        else:
+            with pytest.raises(mr.data.TFRecordError) if leave == "fail" else contextlib.nullcontext():
+                list(iterator)
+        assert open_files(tmp_path) == []
+
+
+# arguments
+
+
+@pytest.mark.parametrize(
+    "files, error, message",
+    [
+        ("missing.tfrecord", FileNotFoundError, r"there is no file 'missing\.tfrecord' \(working directory: "),
+        ("missing-*.tfrecord", FileNotFoundError, r"no file matches 'missing-\*\.tfrecord'"),
+        (["missing-*.tfrecord"], FileNotFoundError, r"expand a pattern with sorted\(glob\.glob\(pattern\)\)"),
+        (["here.tfrecord", "missing.tfrecord"], FileNotFoundError, "missing"),
+        (".", IsADirectoryError, r"'\.' is a directory; name its files: '\./\*\.tfrecord'"),
+        ([], ValueError, "files is empty; expected at least one path"),
+        (3, TypeError, "files is 3 of type int; expected a path, a pattern"),
+        ({"here.tfrecord"}, TypeError, "of type set; .* in the order in which they are to be read"),
+        ([3], TypeError, "files contains 3 of type int; expected paths"),
+        ([b"here.tfrecord"], TypeError, "files contains b'here.tfrecord' of type bytes"),
+        (b"here.tfrecord", TypeError, "files is b'here.tfrecord' of type bytes"),
+    ],
+)
+def test_files_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files, error, message: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("here.tfrecord").write_bytes(b"")
+    with pytest.raises(error, match=message):
+        mr.data.tfrecord_dataset(files)
+
+
+@pytest.mark.parametrize("options", [{"compression": "LZ4"}, {"compression": ""}, {"compression": 3}, {"max_record_bytes": -1}])
+def test_options_that_are_none(tmp_path: Path, options: dict) -> None:
+    (path,) = make(tmp_path, [])
+    ((name, value),) = options.items()
+    with pytest.raises(ValueError, match=rf"{name} is {value!r}; expected "):
+        mr.data.tfrecord_dataset(path, **options)
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.0, "2", True])
+def test_batch_sizes_that_are_none(tmp_path: Path, size) -> None:
+    dataset = mr.data.tfrecord_dataset(make(tmp_path, []))
+    with pytest.raises(ValueError, match=rf"batch_size is {size!r}; expected an int"):
+        dataset.batch(size)
+
+
+@pytest.mark.parametrize("package", ["grain", "google_crc32c"])
+def test_a_missing_package_is_named_with_what_to_install(tmp_path: Path, package: str) -> None:
+    make(tmp_path, [b"x"])
+    code = (
+        f"import sys; sys.modules[{package!r}] = None; import mirrored as mr\n"
+        f"try: list(mr.data.tfrecord_dataset({str(tmp_path)!r} + '/*'))\n"
+        "except ImportError as error: print(error)"
+    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
+    assert output.strip() == f"mr.data needs {package}, which is not installed: pip install 'mirrored[data]'."
+
+
+# writing
+
+
+@pytest.mark.parametrize("compression", [*CODINGS, "gzip"])
+def test_what_is_written_is_read(tmp_path: Path, compression: str | None) -> None:
+    path = tmp_path / "out.tfrecord"
+    assert mr.data.write_tfrecords(path, iter(RECORDS), compression) == len(RECORDS)
+    decompress = {None: bytes, "GZIP": gzip.decompress, "ZLIB": zlib.decompress}[compression and compression.upper()]
+    assert decompress(path.read_bytes()) == b"".join(map(framed, RECORDS))
+    assert list(mr.data.tfrecord_dataset(path, compression)) == RECORDS
+    assert mr.data.write_tfrecords(str(path), [], compression) == 0
+    assert list(mr.data.tfrecord_dataset(path, compression)) == []
+    assert os.listdir(tmp_path) == ["out.tfrecord"]
+    assert path.stat().st_mode & 0o777 == 0o666 & ~umask()
+
+
+def umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+@pytest.mark.parametrize(
+    "records, error, message",
+    [
+        ([b"a", "b"], TypeError, "record 1 is 'b' of type str; expected bytes"),
+        ([bytearray(b"a")], TypeError, "record 0 is .* of type bytearray"),
+        (b"abc", TypeError, "records is bytes; expected an iterable of bytes"),
+        (3, TypeError, "records is int"),
+        ((1 / 0 for _ in [0]), ZeroDivisionError, "division"),
+    ],
+)
+def test_a_file_that_cannot_be_written_whole_is_not_written(tmp_path: Path, records, error, message: str) -> None:
+    path = tmp_path / "out.tfrecord"
+    path.write_bytes(b"as it was")
+    with pytest.raises(error, match=message):
+        mr.data.write_tfrecords(path, records)
+    assert os.listdir(tmp_path) == ["out.tfrecord"]
+    assert path.read_bytes() == b"as it was"
+    with pytest.raises(ValueError, match="compression is 'LZ4'"):
+        mr.data.write_tfrecords(path, [], "LZ4")
+    with pytest.raises(FileNotFoundError):
+        mr.data.write_tfrecords(tmp_path / "no folder" / "x", [])
+
+
+def test_the_frame_is_tensorflows(tmp_path: Path) -> None:
+    by_tensorflow = bytes.fromhex("0300000000000000b099490e6162636e57f121000000000000000029039807d8ea82a2")
+    mr.data.write_tfrecords(tmp_path / "out.tfrecord", [b"abc", b""])
+    assert (tmp_path / "out.tfrecord").read_bytes() == by_tensorflow
