@@ -85,7 +85,7 @@ def test_the_count_of_devices_in_xla_flags(flags: str | None, count: int, monkey
 def test_the_table_names_each_variable_once_and_says_what_for() -> None:
     names = [variable.name for variable in _env.TABLE]
     assert len(set(names)) == len(names)
-    assert all(re.fullmatch(r"[A-Z][A-Z0-9_]*", name) for name in names)
+    assert all(re.fullmatch(r"[A-Z][A-Z0-9_]*", name) for name in names if name != "OMPI_MCA_orte_hnp_uri")  # Open MPI's spelling
     assert all(len(variable.use) > 20 for variable in _env.TABLE)
     declared = {value for value in vars(_env).values() if isinstance(value, EnvironmentVariable)}
     assert declared == set(_env.TABLE)

@@ -1,5 +1,7 @@
 """mr.function: a cross-replica function with all its runs and reductions is one program."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -231,3 +233,24 @@ def test_it_holds_the_programs_constants_once(strategy2):
     assert float(use()) == float(use()) == 499500.0
     program = next(reversed(list(_function._programs)))
     assert [constant.shape for constant in program.constants] == [(1000,)]
+
+
+def test_a_factory_of_functions_may_be_used_often_and_one_function_compiled_again_and_again_is_reported(strategy2):
+    def made():
+        v = variable(strategy2, 0.0)
+
+        @mr.function
+        def step(x):
+            v.assign_add(1.0)
+            return x
+
+        return step
+
+    steps = [made() for _ in range(12)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", mr.RecompilationWarning)
+        for step in steps:
+            step(1)
+    with pytest.warns(mr.RecompilationWarning, match=r"step has been compiled 9 times; .* argument `x` changed from 8 to 9"):
+        for i in range(1, 12):
+            steps[0](i)

@@ -18,18 +18,28 @@ DOCS = PACKAGE.parent.parent / "docs"
 #: A file imports only from floors above it in this list, or from its own.
 FLOORS = (
     ("_typing", "_errors", "_env"),
+    ("_cluster_spec", "_launchers", "_cluster", "_wire", "_gathering", "_preflight"),
     ("_tracing", "_reduce_op", "_options", "_conversion"),
-    ("_mesh", "_pace", "_marks", "_collectives"),
+    ("_mesh", "_pace", "_marks", "_collectives", "_home"),
     ("_values",),
     ("_stacked", "_context"),
     ("_variables", "_mirror_proof"),
     ("_lift", "_signature"),
-    ("_guards", "_programs"),
+    ("_guards", "_programs", "_alike", "_slots"),
+    ("_merge",),
+    ("_uneven",),
     ("_replicate",),
     ("_explain",),
     ("_function",),
-    ("_loops", "_gradients", "data._source", "data._rebatch", "data._feed"),
+    ("_loops", "_gradients"),
+    ("data._feed", "data._grain", "data._input_context", "data._position", "data._rebatch", "data._workers"),
+    ("data._source", "data._steps"),
+    ("data._auto_shard",),
+    ("data._iterator",),
     ("data._dataset",),
+    ("data._record_reader", "data._layout"),
+    ("data._feature", "data._tfrecord"),
+    ("data._example",),
     ("data",),
     ("_strategy",),
     ("_strategies",),
@@ -40,19 +50,19 @@ FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 MAX_LINES = 400
 #: Files that may be longer, and why.
 LONGER = {
-    "_strategy": 550,  # the public verbs: half of it is their documentation
-    "_variables": 560,  # one class with the operators and conversions of an array
+    "_strategy": 610,  # the public verbs: half of it is their documentation
+    "_variables": 580,  # one class with the operators and conversions of an array
     "_mirror_proof": 520,  # one table and one walk
 }
 MAX_BODY = 60
 
 PUBLIC = {
-    "CollectiveHangError", "ContextError", "DeviceError", "FactorOfReplicasError", "FactorOfReplicasWarning", "InputOptions",
-    "MirroredStrategy", "OneDeviceStrategy", "OneProgramError", "Optimizer", "PerReplica", "PerReplicaError",
-    "RecompilationWarning", "ReduceOp", "ReplicaContext", "ReplicasDivergeError", "Strategy", "StrategyMismatchError",
-    "UnevenReplicasError", "ValueContext", "Variable", "VariableAggregation", "VariableSynchronization", "cond", "data", "eager",
-    "fori_loop", "function", "get_replica_context", "get_strategy", "grad", "has_strategy", "in_cross_replica_context",
-    "losses", "scan", "value_and_grad",
+    "AutoShardPolicy", "CollectiveHangError", "ContextError", "DeviceError", "FactorOfReplicasError", "FactorOfReplicasWarning",
+    "InputContext", "InputOptions", "MirroredStrategy", "OneDeviceStrategy", "OneProgramError", "Optimizer", "PerReplica",
+    "PerReplicaError", "RecompilationWarning", "ReduceOp", "ReplicaContext", "ReplicasDivergeError", "Strategy",
+    "StrategyMismatchError", "UnevenReplicasError", "ValueContext", "Variable", "VariableAggregation", "VariableSynchronization",
+    "cond", "data", "eager", "fori_loop", "function", "get_replica_context", "get_strategy", "grad", "has_strategy",
+    "in_cross_replica_context", "losses", "scan", "value_and_grad",
 }  # fmt: skip
 
 
@@ -101,7 +111,7 @@ def test_no_import_of_ours_inside_a_function(name: str) -> None:
 
 
 def test_the_ground_names_no_jax() -> None:
-    for name in ("_env", "_errors"):
+    for name in ("_env", "_errors", "_cluster_spec", "_launchers", "_cluster", "_wire", "_gathering", "_preflight"):
         assert "import jax" not in MODULES[name].read_text()
 
 
@@ -151,13 +161,14 @@ def test_public_names_are_documented_with_examples() -> None:
 _TENSORFLOW_NAMES = {
     "MirroredStrategy", "OneDeviceStrategy", "ReduceOp", "ReplicaContext", "ValueContext", "Variable", "VariableAggregation",
     "VariableSynchronization", "get_replica_context", "get_strategy", "has_strategy", "in_cross_replica_context", "function",
-    "InputOptions", "PerReplica", "Optimizer",
+    "AutoShardPolicy", "InputContext", "InputOptions", "PerReplica", "Optimizer",
 }  # fmt: skip
 
 
 def test_public_methods_are_documented() -> None:
     api = (DOCS / "api.md").read_text()
-    for owner in (mr.Strategy, mr.ReplicaContext, mr.Variable, mr.Optimizer, mr.PerReplica, mr.data.NumpyDataset):
+    inputs = (mr.data.NumpyDataset, mr.data.DistributedIterator, mr.InputContext)
+    for owner in (mr.Strategy, mr.ReplicaContext, mr.Variable, mr.Optimizer, mr.PerReplica, *inputs):
         for name, member in vars(owner).items():
             if name.startswith(("_", "experimental_")) or not (callable(member) or isinstance(member, property)):
                 continue
@@ -206,7 +217,7 @@ def test_a_warm_run_stays_in_few_files(num_variables: int, strategy2: mr.Strateg
         strategy2.run(step)
     finally:
         sys.setprofile(None)
-    hot = {"_strategy.py", "_replicate.py", "_signature.py", "_pace.py"}
+    hot = {"_strategy.py", "_replicate.py", "_home.py", "_signature.py", "_pace.py"}
     glue = {"_context.py", "_tracing.py", "_programs.py", "_lift.py"}  # one-line look-ups
     assert files <= hot | glue
     assert calls <= 33, calls  # and none per variable

@@ -192,6 +192,21 @@ def test_merge_call_and_first_replica_aggregation_work_in_uneven_steps():
     np.testing.assert_allclose(first.value, x[:2].sum(), rtol=1e-5)
 
 
+def test_merge_call_gets_the_true_rows_of_all_replicas():
+    strategy, x = STRATEGIES[3], data(5)[0]
+
+    def merge(strategy, x, total):
+        assert x.shapes == ((2, 4), (2, 4), (1, 4)) and total.shapes == ((),) * 3
+        return strategy.reduce("mean", x, axis=0), strategy.gather(x, axis=0)
+
+    def step(x):
+        return mr.get_replica_context().merge_call(merge, args=(x, jnp.sum(x)))
+
+    mean, rows = strategy.run(step, args=(split(strategy, x),))
+    np.testing.assert_allclose(mean, x.mean(axis=0), rtol=1e-5)
+    np.testing.assert_array_equal(rows, x)
+
+
 def test_a_collective_in_a_loop_that_does_not_depend_on_the_rows_is_shared():
     strategy, x = STRATEGIES[3], data(5)[0]
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from . import _mirror_proof, _tracing
@@ -20,6 +21,10 @@ from ._tracing import ClosedJaxpr, Jaxpr, Literal
 
 #: Cheaper to compute again wherever they are used than to carry from one part to the next.
 _CHEAP = frozenset({"broadcast_in_dim", "iota"})
+#: Functions that are also there as a jaxpr, which can be compared.
+_SAID_TWICE = frozenset({("reduce", "computation")})
+#: Device arrays up to this many bytes are compared by content, larger ones by identity.
+_COMPARED_BYTES = 1 << 20
 #: Calls whose parameters other than the jaxpr matter to derivatives only.
 _CUSTOM_DERIVATIVE = frozenset({"custom_jvp_call", "custom_vjp_call"})
 
@@ -129,10 +134,11 @@ def compare(traces: Sequence[Trace], is_common: Sequence[bool]) -> int:
     parts = [_split_at_collectives(trace) for trace in traces]
     num_collectives = max(map(len, parts)) - 1
     stage = 0
+    last_effects = [0] * len(traces)
     for k in range(num_collectives + 1):
-        for nodes in (part[k][0] for part in parts if k < len(part)):
-            for node in nodes:
-                _number_node(table, node)
+        for kind, part in enumerate(parts):
+            for node in part[k][0] if k < len(part) else ():
+                last_effects[kind] = _number_node(table, node, last_effects[kind])
         if k < num_collectives:
             collectives = [part[k][1] if k < len(part) else None for part in parts]
             _check_same_collective(traces, collectives)
@@ -172,16 +178,21 @@ def _number_of(table: dict[Any, int], value: Value) -> int | None:
     return value.number
 
 
-def _number_node(table: dict[Any, int], node: Node) -> None:
+def _number_node(table: dict[Any, int], node: Node, last_effect: int) -> int:
+    """Number a node's outputs, and return the stage of the last effect, which the next one must not come before."""
     operands = [_number_of(table, value) for value in node.inputs]
     stage = max((value.stage for value in node.inputs), default=0)
     number = None
-    if None not in operands and _mirror_proof.is_function_of_operands(node.equation):
+    if not _mirror_proof.is_function_of_operands(node.equation):
+        if node.equation.effects:
+            stage = last_effect = max(stage, last_effect)
+    elif None not in operands:
         number = _number(table, (_equation_key(node.equation), tuple(operands)))
     node.stage = stage
     for position, value in enumerate(node.outputs):
         value.stage = stage
         value.number = None if number is None else _number(table, (number, position))
+    return last_effect
 
 
 def _number_collectives(table: dict[Any, int], k: int, stage: int, collectives: Sequence[Node]) -> int:
@@ -201,7 +212,8 @@ def _equation_key(equation: Any) -> Any:
     name, params = equation.primitive.name, equation.params
     if name in _CUSTOM_DERIVATIVE:
         params = {"call_jaxpr": params["call_jaxpr"]}
-    return (name, tuple((key, _param_key(value)) for key, value in sorted(params.items())))
+    compared = sorted(key for key in params if (name, key) not in _SAID_TWICE)
+    return (name, tuple((key, _param_key(params[key])) for key in compared))
 
 
 def _param_key(value: Any) -> Any:
@@ -212,8 +224,8 @@ def _param_key(value: Any) -> Any:
         return _jaxpr_key(value)
     if isinstance(value, tuple | list):
         return (type(value), tuple(map(_param_key, value)))
-    if isinstance(value, np.ndarray):
-        return _content_key(value, value.dtype)
+    if isinstance(value, np.ndarray | np.generic):
+        return _content_key(value, jax.typeof(value))
     if isinstance(value, float | complex):
         return (type(value), repr(value))  # 0.0 and -0.0 differ
     try:
@@ -240,10 +252,18 @@ def _jaxpr_key(jaxpr: Jaxpr) -> Any:
 
 
 def _content_key(content: Any, aval: Any) -> Any:
-    if isinstance(content, jax.Array):
+    if isinstance(content, jax.Array) and not _is_small(content):
         return ("array", id(content))
+    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        content = jax.random.key_data(content)
     array = np.asarray(content)
     return ("content", str(aval), array.dtype, array.shape, hashlib.sha256(array.tobytes()).digest())
+
+
+def _is_small(array: jax.Array) -> bool:
+    """Whether to compare an array by content; a larger one, that a step makes anew in each trace, is not worth the transfer."""
+    is_here = not isinstance(array, jax.core.Tracer) and array.is_fully_addressable
+    return is_here and array.nbytes <= _COMPARED_BYTES
 
 
 # -- the collectives that all must share
@@ -254,12 +274,15 @@ def _check_same_collective(traces: Sequence[Trace], collectives: Sequence[Node |
     for trace, node in zip(traces[1:], collectives[1:], strict=True):
         if first is not None and node is not None and _collective_key(first) == _collective_key(node):
             continue
+        own, other = _describe(first), _describe(node)
+        inside = " (alike from outside, but something inside differs, such as a number made of x.shape[0])"
         raise UnevenReplicasError(
             "the batch does not divide evenly among the replicas, and in this uneven step replicas with different numbers "
-            f"of rows do not reach the same collectives: {traces[0].name} {_describe(first)}, {trace.name} "
-            f"{_describe(node)}. A collective needs one shape on all replicas, however many rows they have: sum over "
-            "the rows first, for example ctx.all_reduce('sum', jnp.sum(x, axis=0)); join rows with ctx.all_gather(x, "
-            "axis=0); keep loops around collectives independent of the number of rows. Or leave the odd rows out: "
+            f"of rows do not reach the same collectives: {traces[0].name} {own}, {trace.name} {other}"
+            f"{inside if own == other else ''}. A collective needs one shape on all replicas, however many rows they have: "
+            "sum over the rows first, for example ctx.all_reduce('sum', jnp.sum(x, axis=0)); join rows with "
+            "ctx.all_gather(x, axis=0); keep loops around collectives independent of the number of rows, or put the loop "
+            "around strategy.run with mr.scan. Or leave the odd rows out: "
             "strategy.distribute_dataset(dataset, mr.InputOptions(drop_remainder=True))."
         )
 

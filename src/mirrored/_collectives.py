@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._reduce_op import ReduceOp, VariableAggregation
-from ._typing import REPLICA_AXIS, PyTree
+from ._typing import REPLICA_AXIS, PyTree, Shape
 
 Axes = tuple[int, ...]
 
@@ -91,6 +91,15 @@ def all_gather(tree: PyTree, array_axis: int, axis: ReplicaAxis) -> PyTree:
     return jax.tree.map(gather, tree, is_leaf=is_wrapped)
 
 
+def stack_uneven(array: jax.Array, axis: ReplicaAxis) -> tuple[jax.Array, tuple[Shape, ...] | None]:
+    """Return the replicas' arrays along a new leading axis, padded to the largest, and their shapes if they differ."""
+    sizes = [axis.each(size) for size in array.shape]
+    for position, own in enumerate(sizes):
+        array = _pad_to(max(own), array, position)
+    differ = any(len(set(own)) > 1 for own in sizes)
+    return axis.stack(array), tuple(zip(*sizes, strict=True)) if differ else None
+
+
 def _pad_to(size: int, array: jax.Array, axis: int) -> jax.Array:
     missing = size - array.shape[axis]
     if not missing:
@@ -140,8 +149,18 @@ def _count(array: jax.Array, axes: Axes, axis: ReplicaAxis) -> int:
 def _packed_sum(arrays: Sequence[jax.Array], axis: ReplicaAxis) -> list[jax.Array]:
     """Sum arrays over the replicas: small ones of one dtype in flat buffers, large ones as they are.
 
-    XLA makes one collective of all operands of one dtype; it has none for several dtypes.
+    XLA makes one collective of all operands of one dtype; it has none for several dtypes. Complex numbers travel as pairs
+    of real ones, because XLA on CPU ends the process when it adds up a complex constant.
     """
+    sums = _packed_real_sum([_pairs(array) if jnp.iscomplexobj(array) else array for array in arrays], axis)
+    return [jax.lax.complex(total[0], total[1]) if jnp.iscomplexobj(a) else total for total, a in zip(sums, arrays, strict=True)]
+
+
+def _pairs(array: jax.Array) -> jax.Array:
+    return jnp.stack([array.real, array.imag])
+
+
+def _packed_real_sum(arrays: Sequence[jax.Array], axis: ReplicaAxis) -> list[jax.Array]:
     groups: dict[Any, list[int]] = defaultdict(list)
     num_small: Counter[Any] = Counter()
     for position, array in enumerate(arrays):

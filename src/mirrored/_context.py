@@ -54,11 +54,8 @@ class Frame:
 
 
 _current: contextvars.ContextVar[Frame | None] = contextvars.ContextVar("mirrored_frame", default=None)
-
-
-def current() -> Frame | None:
-    """Return the innermost frame, or None outside every scope."""
-    return _current.get()
+#: Returns the innermost frame, or None outside every scope.
+current = _current.get
 
 
 @contextlib.contextmanager
@@ -249,7 +246,7 @@ class ReplicaContext:
     def _merge(self, value: Any) -> Any:
         if not isinstance(value, jax.Array):
             return value
-        return PerReplica(self._axis.stack(value))
+        return PerReplica(*_collectives.stack_uneven(value, self._axis))
 
     def _check_current(self, verb: str) -> None:
         frame = current()

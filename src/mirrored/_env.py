@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,8 +16,9 @@ class EnvironmentVariable:
     name: str
     use: str
 
-    def get(self) -> str | None:
-        return os.environ.get(self.name)
+    def get(self, environment: Mapping[str, str] | None = None) -> str | None:
+        """Return the value in `environment`, by default this process's own; None when it is unset."""
+        return current().get(self.name) if environment is None else environment.get(self.name)
 
     def get_int(self) -> int:
         """Return the value as an int, 0 when it is unset or no number."""
@@ -34,9 +35,53 @@ CPU_THREADS_FALLBACK = EnvironmentVariable("NPROC", "What XLA reads when PJRT_NP
 XLA_FLAGS = EnvironmentVariable(
     "XLA_FLAGS", "Read, never set: --xla_force_host_platform_device_count says how many CPU devices there will be."
 )
-TF_CONFIG = EnvironmentVariable("TF_CONFIG", "MirroredStrategy is for one machine and ignores it; the log says so.")
+TF_CONFIG = EnvironmentVariable(
+    "TF_CONFIG",
+    "JSON that names all workers and this one: docs/design/clusters.md. MirroredStrategy is for one machine and ignores it; "
+    "the log says so.",
+)
 
-TABLE = (CPU_THREADS, CPU_THREADS_FALLBACK, XLA_FLAGS, TF_CONFIG)
+# Who started this worker, and where the others are: _cluster.py, docs/design/clusters.md. All are read, none is set.
+JAX_COORDINATOR_ADDRESS = EnvironmentVariable("JAX_COORDINATOR_ADDRESS", "host:port of worker 0: Kubeflow TrainJob, or by hand.")
+JAX_COORDINATOR_PORT = EnvironmentVariable("JAX_COORDINATOR_PORT", "The port, where JAX_COORDINATOR_ADDRESS has none.")
+JAX_NUM_PROCESSES = EnvironmentVariable("JAX_NUM_PROCESSES", "The number of workers; jax itself does not read it.")
+JAX_PROCESS_ID = EnvironmentVariable("JAX_PROCESS_ID", "The index of this worker; jax itself does not read it.")
+COORDINATOR_ADDRESS = EnvironmentVariable("COORDINATOR_ADDRESS", "The host of worker 0 in a Kubeflow JAXJob.")
+COORDINATOR_PORT = EnvironmentVariable("COORDINATOR_PORT", "The port of worker 0 in a Kubeflow JAXJob.")
+NUM_PROCESSES = EnvironmentVariable("NUM_PROCESSES", "The number of workers of a Kubeflow JAXJob.")
+PROCESS_ID = EnvironmentVariable("PROCESS_ID", "The index of this worker in a Kubeflow JAXJob.")
+MASTER_ADDR = EnvironmentVariable("MASTER_ADDR", "torchrun, PyTorchJob: the host of worker 0.")
+MASTER_PORT = EnvironmentVariable("MASTER_PORT", "torchrun itself listens on it, so worker 0 takes the next one.")
+RANK = EnvironmentVariable("RANK", "torchrun, PyTorchJob: the index of this worker.")
+WORLD_SIZE = EnvironmentVariable("WORLD_SIZE", "torchrun, PyTorchJob: the number of workers.")
+LOCAL_WORLD_SIZE = EnvironmentVariable("LOCAL_WORLD_SIZE", "torchrun: the number of workers on this host.")
+SLURM_JOB_ID = EnvironmentVariable("SLURM_JOB_ID", "The port of worker 0 is derived from it, and from the step.")
+SLURM_STEP_ID = EnvironmentVariable("SLURM_STEP_ID", "The port of worker 0 is derived from it, and from the job.")
+SLURM_STEP_NODELIST = EnvironmentVariable("SLURM_STEP_NODELIST", "srun: the hosts of the workers, such as gpu[01-03,7].")
+SLURM_STEP_NUM_TASKS = EnvironmentVariable("SLURM_STEP_NUM_TASKS", "srun: the number of workers.")
+SLURM_STEP_TASKS_PER_NODE = EnvironmentVariable("SLURM_STEP_TASKS_PER_NODE", "srun: workers on each host, such as 2(x3),1.")
+SLURM_PROCID = EnvironmentVariable("SLURM_PROCID", "srun: the index of this worker.")
+SLURM_NODEID = EnvironmentVariable("SLURM_NODEID", "srun: the position of this host, to check the order of the workers.")
+OMPI_COMM_WORLD_RANK = EnvironmentVariable("OMPI_COMM_WORLD_RANK", "Open MPI's mpirun: the index of this worker.")
+OMPI_COMM_WORLD_SIZE = EnvironmentVariable("OMPI_COMM_WORLD_SIZE", "Open MPI's mpirun: the number of workers.")
+OMPI_COMM_WORLD_LOCAL_SIZE = EnvironmentVariable("OMPI_COMM_WORLD_LOCAL_SIZE", "Open MPI's mpirun: workers on this host.")
+OMPI_4_LAUNCHER = EnvironmentVariable("OMPI_MCA_orte_hnp_uri", "Open MPI 4: the job, and the addresses of mpirun's host.")
+PMIX_NAMESPACE = EnvironmentVariable("PMIX_NAMESPACE", "Open MPI 5: the job, and the name of mpirun's host.")
+PMI_RANK = EnvironmentVariable("PMI_RANK", "MPICH's and Intel's mpiexec: the index of this worker.")
+PMI_SIZE = EnvironmentVariable("PMI_SIZE", "MPICH's and Intel's mpiexec: the number of workers.")
+MPI_LOCALNRANKS = EnvironmentVariable("MPI_LOCALNRANKS", "MPICH's and Intel's mpiexec: the number of workers on this host.")
+KUBERNETES_SERVICE_HOST = EnvironmentVariable(
+    "KUBERNETES_SERVICE_HOST", "Set in every pod: the names of other pods may appear in the DNS only after a while."
+)
+JOB_COMPLETION_INDEX = EnvironmentVariable("JOB_COMPLETION_INDEX", "The index of this worker in an indexed Job or a JobSet.")
+HOSTNAME = EnvironmentVariable("HOSTNAME", "The name of a pod: in an indexed Job, the job's name and the index.")
+
+TABLE = tuple(variable for variable in list(globals().values()) if isinstance(variable, EnvironmentVariable))
+
+
+def current() -> Mapping[str, str]:
+    """Return the environment of this process."""
+    return os.environ
 
 
 def forced_host_devices() -> int:

@@ -9,9 +9,10 @@ from typing import Any
 
 import jax
 
-from . import _context, _lift, _mesh, _pace, _replicate, _signature, _tracing
+from . import _context, _home, _lift, _mesh, _pace, _replicate, _signature, _tracing
 from ._context import Frame
 from ._errors import StrategyMismatchError
+from ._home import Home
 from ._lift import Lifted
 from ._mesh import ReplicaMesh
 from ._programs import Programs
@@ -69,14 +70,17 @@ def call_compiled(fn: UserFunction, args: Sequence[Any], kwargs: dict[str, Any])
         return fn(*args, **kwargs)
     if _replicate._is_eager.get():
         return fn(*args, **kwargs)
-    call = _signature.take_apart(fn, args, kwargs)
-    meshes = [array.sharding.mesh for array, leaf in zip(call.arrays, call.array_leaves(), strict=True) if leaf.is_per_replica]
-    key = (call.key, None if frame is None else id(frame.strategy), tuple(meshes))
+    key, arrays = _signature.key_of(fn, args, kwargs)
+    leaves = _signature.array_leaves(key)
+    meshes = [array.sharding.mesh for array, leaf in zip(arrays, leaves, strict=True) if leaf.is_per_replica]
+    key = (key, None if frame is None else id(frame.strategy), tuple(meshes))
     program = _programs.get(key)
     if program is None:
+        call = _signature.take_apart(fn, args, kwargs)
         program = _make(call, frame or Frame(None, None))
-        _programs.add(call._replace(key=key), program)
-    return program.run(call)
+        # Counted for each function: a decorator in a factory makes many of one code, each for its own variables.
+        _programs.add(call._replace(key=key), program, counted=(id(fn), key[1:]))
+    return program.run(arrays, leaves)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +89,7 @@ class CompiledFunction:
 
     Attributes:
         lifted: the pure function and its variables.
+        home: where the arrays of the variables that it writes are.
         mesh: where it runs.
         compiled: the program of `(written, read_only, arrays, constants)`; the written arrays are donated.
         constants: the arrays that the function closes over.
@@ -92,16 +97,16 @@ class CompiledFunction:
     """
 
     lifted: Lifted
+    home: Home
     mesh: ReplicaMesh
     compiled: Callable[..., Any]
     constants: list[Any]
     pins: list[Any]
 
-    def run(self, call: Call) -> PyTree:
+    def run(self, arrays: Sequence[Any], leaves: Sequence[ArrayLeaf]) -> PyTree:
         lifted = self.lifted
-        read_only = [variable._array for variable in lifted.read_only]
-        arrays = [self._placed(array, leaf) for array, leaf in zip(call.arrays, call.array_leaves(), strict=True)]
-        results, _, witness = _replicate.overwrite(self.compiled, lifted.written, read_only, arrays, self.constants)
+        others = _home.arrays_of(lifted.read_only), list(map(self._placed, arrays, leaves)), self.constants
+        results, _, witness = _home.overwrite(self.compiled, self.home, lifted.written, *others)
         if witness:
             _pace.started(witness[0])
         return lifted.plan.rebuild(list(self._wrapped(results)))
@@ -134,7 +139,8 @@ def _make(call: Call, frame: Frame) -> CompiledFunction:
     compiled = jax.jit(body, donate_argnums=0, out_shardings=placements)
     with jax.ensure_compile_time_eval():
         constants = [jax.device_put(constant, mesh.mirrored) for constant in lifted.closed.consts]
-    return CompiledFunction(lifted, mesh, compiled, constants, [*_signature.pinned(call), frame.strategy])
+    home, pins = _home.home_of(lifted.written), [*_signature.pinned(call), frame.strategy]
+    return CompiledFunction(lifted, home, mesh, compiled, constants, pins)
 
 
 def _pure(lifted: Lifted, mesh: ReplicaMesh, written: Any, read_only: Any, arrays: Any, constants: Any) -> Any:

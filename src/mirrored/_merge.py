@@ -13,6 +13,7 @@ import jax
 
 from . import _mirror_proof, _tracing
 from ._alike import Node, Trace, Value
+from ._errors import UnevenReplicasError
 from ._marks import mark_p
 from ._slots import Slots, padded
 from ._typing import Shape
@@ -92,7 +93,9 @@ class _Run:
             [value for node in own for value in node.outputs if last_use.get(value, 0) > stage]
             for own, last_use in zip(nodes, self._last_use, strict=True)
         ]
-        slots = Slots([[value.aval for value in values] for values in leaving])
+        avals = [[value.aval for value in values] for values in leaving]
+        _refuse_references(avals)
+        slots = Slots(avals)
         if not places and not any(nodes):
             return
 
@@ -133,7 +136,9 @@ class _Run:
         return self.exported[place] if place in self.exported else self._known_or_constant(value)
 
     def _known_or_constant(self, value: Value) -> Any:
-        return self.known[value.number] if value.content is None else value.content
+        if value.content is None:
+            return self.known[value.number]
+        return self.known.setdefault(value.number, value.content)  # one copy of a constant that several traces have
 
     def _keep(self, node: Node, operands: Sequence[Any]) -> None:
         results = _tracing.bind(node.equation, operands)
@@ -142,6 +147,15 @@ class _Run:
     def _shape_at(self, place: Place, aval: Any) -> Shape:
         """Return the shape to which a value is padded at a place; collectives need none."""
         return self._output_shapes[place[1]] if place[0] == "output" else aval.shape
+
+
+def _refuse_references(avals: Sequence[Sequence[Any]]) -> None:
+    if any(isinstance(aval, jax.ref.AbstractRef) for own in avals for aval in own):
+        raise UnevenReplicasError(
+            "the batch does not divide evenly among the replicas, and the step uses a jax.Ref before and after a collective. "
+            "In such an uneven step only arrays are carried from one part to the next: read the Ref into an array, ref[...], "
+            "before the collective, and make a new one after it."
+        )
 
 
 def _is_own(node: Node) -> bool:

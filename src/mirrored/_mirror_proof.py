@@ -310,10 +310,14 @@ def callee(equation: Any) -> _tracing.ClosedJaxpr | None:
 
 def is_function_of_operands(equation: Any) -> bool:
     """Tell whether an equation is known to compute its results from its operands and the replica's number alone."""
+    inside = (nested for inner in inner_jaxprs(equation) for nested in _all_equations(inner.jaxpr))
+    return all(map(_is_local_and_plain, itertools.chain([equation], inside)))
+
+
+def _is_local_and_plain(equation: Any) -> bool:
     if equation.primitive is mark_p or equation.primitive.name == "axis_index":
         return True
-    inside = (nested for inner in inner_jaxprs(equation) for nested in _all_equations(inner.jaxpr))
-    return all(_is_plain(nested) and not _is_collective(nested) for nested in itertools.chain([equation], inside))
+    return _is_plain(equation) and not _is_collective(equation)
 
 
 def has_collective(equation: Any) -> bool:

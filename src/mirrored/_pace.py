@@ -44,8 +44,13 @@ def started(witness: jax.Array) -> None:
     Args:
         witness: a result of the program that nobody donates, so that it can be waited for.
     """
+    _in_flight.append(witness)
+    if len(_in_flight) >= MAX_IN_FLIGHT:
+        _wait()
+
+
+def _wait() -> None:
     with _lock:
-        _in_flight.append(witness)
         waited_for = [_in_flight.popleft() for _ in range(WAIT_FOR)] if len(_in_flight) >= MAX_IN_FLIGHT else []
     # XLA runs them one after the other, so the last that can be waited for is enough.
     last = next((old for old in reversed(waited_for) if not old.is_deleted()), None)

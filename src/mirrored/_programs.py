@@ -24,6 +24,7 @@ class Programs(Generic[ProgramT]):
 
     def __init__(self) -> None:
         self._programs: collections.OrderedDict[Any, ProgramT] = collections.OrderedDict()
+        self._last: tuple[Any, ProgramT | None] = (None, None)
         self._last_calls: dict[Any, tuple[int, Call]] = {}
         self._reported: set[Any] = set()
 
@@ -31,24 +32,36 @@ class Programs(Generic[ProgramT]):
         return iter(self._programs.values())
 
     def get(self, key: Any) -> ProgramT | None:
+        last_key, program = self._last
+        if key == last_key:  # a loop of steps; no need to hash the key, nor to note the use again
+            return program
         program = self._programs.get(key)
         if program is not None:
             self._programs.move_to_end(key)
+            self._last = (key, program)
         return program
 
-    def add(self, call: Call, program: ProgramT) -> None:
+    def add(self, call: Call, program: ProgramT, counted: Any = None) -> None:
+        """Keep a program.
+
+        Args:
+            call: the call it was made for.
+            program: the program.
+            counted: whose compilations are counted. Default: those of the function's code, because a step is often a
+                new function in each turn of a loop.
+        """
         self._programs[call.key] = program
+        self._last = (call.key, program)
         while len(self._programs) > MAX_PROGRAMS:
             self._programs.popitem(last=False)
-        self._watch(call)
+        self._watch(call, id(getattr(call.function, "__code__", call.function)) if counted is None else counted)
 
-    def _watch(self, call: Call) -> None:
-        code = id(getattr(call.function, "__code__", call.function))
-        count, before = self._last_calls.get(code, (0, call))
-        self._last_calls[code] = (count + 1, call._replace(arrays=[]))
-        if count < MAX_SILENT_RECOMPILATIONS or code in self._reported:
+    def _watch(self, call: Call, counted: Any) -> None:
+        count, before = self._last_calls.get(counted, (0, call))
+        self._last_calls[counted] = (count + 1, call._replace(arrays=[]))
+        if count < MAX_SILENT_RECOMPILATIONS or counted in self._reported:
             return
-        self._reported.add(code)
+        self._reported.add(counted)
         message = _recompilation_message(before, call, count + 1)
         warnings.warn(message, RecompilationWarning, stacklevel=_tracing.user_stacklevel())
 

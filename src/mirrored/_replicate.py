@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import contextvars
 import dataclasses
 import functools
 import io
-import itertools
-import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
-from . import _context, _guards, _lift, _mirror_proof, _pace, _signature, _tracing, _uneven
+from . import _context, _guards, _home, _lift, _mirror_proof, _pace, _signature, _tracing, _uneven
 from ._collectives import ReplicaAxis
 from ._context import Frame, ReplicaContext
 from ._errors import StrategyMismatchError, UnevenReplicasError
+from ._home import Home
 from ._lift import Lifted
 from ._mesh import ReplicaMesh
 from ._mirror_proof import Findings, State
@@ -29,10 +28,6 @@ from ._programs import Programs
 from ._signature import Call
 from ._typing import REPLICA_AXIS, PyTree
 from ._values import PerReplica
-from ._variables import Variable
-
-#: How many bytes of variables are copied at once before they are overwritten.
-MAX_COPIED_BYTES = 32 * 1024 * 1024
 
 _is_eager: contextvars.ContextVar[bool] = contextvars.ContextVar("mirrored_eager", default=False)
 
@@ -66,6 +61,7 @@ class Program:
         name: the user's name of the step.
         num_replicas: how many replicas it is for.
         lifted: the pure function and its variables.
+        home: where the arrays of the variables that it writes are.
         findings: what the proof found.
         mapped: the pure function of global arrays `(written, read_only, arrays, constants)`.
         compiled: `mapped`, compiled; the written variables' arrays are donated.
@@ -77,6 +73,7 @@ class Program:
     name: str
     num_replicas: int
     lifted: Lifted
+    home: Home
     findings: Findings
     mapped: Callable[..., Any]
     compiled: Callable[..., Any]
@@ -84,10 +81,24 @@ class Program:
     is_mirrored: tuple[bool, ...]
     pins: list[Any]
 
-    def rebuild(self, arrays: Sequence[Any]) -> PyTree:
+    def run(self, arrays: list[Any]) -> PyTree:
+        lifted = self.lifted
+        read_only = _home.arrays_of(lifted.read_only) if lifted.read_only else []
+        results, _, witness = _home.overwrite(self.compiled, self.home, lifted.written, read_only, arrays, self.constants)
+        if witness:
+            _pace.started(witness[0])
+        return self.rebuild(results)
+
+    def rebuild(self, results: list[Any]) -> PyTree:
+        """Make the step's result of the program's, in place."""
         plan = self.lifted.plan
-        outcomes = zip(arrays, self.is_mirrored, plan.shapes, strict=True)
-        return plan.rebuild([a if same else PerReplica(a, shapes) for a, same, shapes in outcomes])
+        for index in self._differing:
+            results[index] = PerReplica(results[index], plan.shapes[index])
+        return plan.rebuild(results)
+
+    @functools.cached_property
+    def _differing(self) -> list[int]:
+        return [index for index, same in enumerate(self.is_mirrored) if not same]
 
 
 def run(strategy: Any, mesh: ReplicaMesh, programs: Programs[Program], function: Any, args: Sequence[Any], kwargs: Any) -> PyTree:
@@ -95,8 +106,12 @@ def run(strategy: Any, mesh: ReplicaMesh, programs: Programs[Program], function:
     frame = _context.current()
     if frame is not None and frame.axis is not None:
         return _run_merged(strategy, frame, function, args, kwargs)
+    key, arrays = _signature.key_of(function, args, kwargs)
+    program = programs.get(key)
+    is_plain = (frame is None or frame.bindings is None) and _tracing.is_clean() and not _is_eager.get()
+    if program is not None and is_plain and _are_placed(mesh, arrays):
+        return program.run(arrays)
     call = _signature.take_apart(function, args, kwargs)
-    program = programs.get(call.key)
     if program is None:
         with _silenced() if _is_eager.get() else contextlib.nullcontext():
             program = _make_program(strategy, mesh, call)
@@ -107,61 +122,10 @@ def run(strategy: Any, mesh: ReplicaMesh, programs: Programs[Program], function:
     if _is_eager.get():
         _refuse_eager_uneven(call)
         return _run_eagerly(strategy, mesh, program, call)
-    return _dispatch(mesh, program, call)
+    return program.run(_place(mesh, call))
 
 
 # -- running
-
-
-def _dispatch(mesh: ReplicaMesh, program: Program, call: Call) -> PyTree:
-    lifted = program.lifted
-    arrays = _place(mesh, call)
-    read_only = list(map(_array_of, lifted.read_only))
-    results, _, witness = overwrite(program.compiled, lifted.written, read_only, arrays, program.constants)
-    if witness:
-        _pace.started(witness[0])
-    return program.rebuild(results)
-
-
-def overwrite(compiled: Callable[..., Any], variables: Sequence[Variable], *others: Any) -> Any:
-    """Call a program that is given the arrays of variables to overwrite, and keep the new ones it returns.
-
-    The call and the assignments happen inside one C function, because a Ctrl-C between the program's start,
-    which invalidates the arrays, and the last assignment would lose the variables.
-
-    Arrays that somebody else may hold are copied first, so that what a user took out stays valid.
-
-    Args:
-        compiled: takes `(arrays, *others)`, donates `arrays`, and returns `(results, new arrays, ...)`.
-        variables: the variables that it overwrites.
-        others: its other arguments.
-    """
-    if shared := list(itertools.compress(variables, map(_is_shared, variables))):
-        _unshare(shared)
-    arrays = list(map(_array_of, variables))
-    calls, outputs = itertools.tee(map(compiled, (arrays,), *zip(others)))  # zip makes 1-tuples
-    new_arrays = itertools.chain.from_iterable(map(_new_arrays_of, calls))
-    collections.deque(map(setattr, variables, itertools.repeat("_array"), new_arrays), maxlen=0)
-    return next(outputs)
-
-
-def _unshare(variables: Sequence[Variable]) -> None:
-    """Give variables arrays of their own, some at a time, so that not all exist twice at once."""
-    waiting = collections.deque(variables)
-    while waiting:
-        batch = [waiting.popleft()]
-        num_bytes = batch[0]._array.nbytes
-        while waiting and num_bytes + waiting[0]._array.nbytes <= MAX_COPIED_BYTES:
-            num_bytes += waiting[0]._array.nbytes
-            batch.append(waiting.popleft())
-        for variable, copy in zip(batch, _copy([variable._array for variable in batch]), strict=True):
-            variable._array = copy
-            variable._shared = False
-
-
-_array_of = operator.attrgetter("_array")
-_is_shared = operator.attrgetter("_shared")
-_new_arrays_of = operator.itemgetter(1)
 
 
 def _run_traced(program: Program, call: Call) -> PyTree:
@@ -206,7 +170,7 @@ def _run_eagerly(strategy: Any, mesh: ReplicaMesh, program: Program, call: Call)
     replicated, stacked = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
     value_specs = [stacked if v._on_read else replicated for v in lifted.variables]
     array_specs = [stacked if leaf.is_per_replica else replicated for leaf in call.array_leaves()]
-    values, arrays = [variable._array for variable in lifted.variables], _place(mesh, call)
+    values, arrays = _home.arrays_of(lifted.variables), _place(mesh, call)
 
     def compute(caches: Callable[[], Any]) -> list[Any]:
         own_body = functools.partial(body, caches)
@@ -240,30 +204,31 @@ def _first_row(mesh: ReplicaMesh, stack: jax.Array) -> jax.Array:
     return jax.device_put(stack[0], mesh.mirrored)
 
 
-def _place(mesh: ReplicaMesh, call: Call) -> list[Any]:
-    """Bring arrays that are tied to other devices to the mesh; everything else `jit` moves by itself."""
-    arrays, stacked, mirrored = call.arrays, mesh.stacked, mesh.mirrored
-    for position, array in enumerate(arrays):
-        if not isinstance(array, jax.Array) or not array.committed:
+def _are_placed(mesh: ReplicaMesh, arrays: Sequence[Any]) -> bool:
+    """Tell whether no array is tied to other devices, nor traced; everything else `jit` moves by itself."""
+    for array in arrays:
+        if isinstance(array, np.ndarray) or array.sharding is mesh.stacked or array.sharding is mesh.mirrored:
             continue
-        sharding = array.sharding
-        if sharding is stacked or sharding is mirrored or sharding in (stacked, mirrored):
+        if isinstance(array, jax.core.Tracer) or (array.committed and array.sharding not in (mesh.stacked, mesh.mirrored)):
+            return False
+    return True
+
+
+def _place(mesh: ReplicaMesh, call: Call) -> list[Any]:
+    """Bring arrays that are tied to other devices to the mesh."""
+    arrays = list(call.arrays)
+    for position, array in enumerate(arrays):
+        if _are_placed(mesh, (array,)):
             continue
         leaf = call.array_leaves()[position]
         if leaf.is_per_replica:
             raise StrategyMismatchError(
                 f"the argument {_signature.argument_names(call)[position]} is a PerReplica whose values lie on "
-                f"{sorted(str(d) for d in sharding.device_set)}, but this strategy runs on "
+                f"{sorted(str(d) for d in array.sharding.device_set)}, but this strategy runs on "
                 f"{[str(d) for d in mesh.devices]}; it comes from another strategy."
             )
-        arrays = arrays if arrays is not call.arrays else list(arrays)
         arrays[position] = jax.device_put(array, mesh.mirrored)
     return arrays
-
-
-@jax.jit
-def _copy(arrays: list[jax.Array]) -> list[jax.Array]:
-    return [jnp.copy(array) for array in arrays]
 
 
 # -- making a program
@@ -287,7 +252,8 @@ def _make_program(strategy: Any, mesh: ReplicaMesh, call: Call) -> Program:
         constants = [c if isinstance(c, jax.core.Tracer) else jax.device_put(c, mesh.mirrored) for c in lifted.closed.consts]
     compiled = jax.jit(mapped, donate_argnums=0)
     name = getattr(call.function, "__qualname__", type(call.function).__name__)
-    return Program(name, mesh.num_replicas, lifted, findings, mapped, compiled, constants, is_mirrored, _signature.pinned(call))
+    home, pins = _home.home_of(lifted.written), _signature.pinned(call)
+    return Program(name, mesh.num_replicas, lifted, home, findings, mapped, compiled, constants, is_mirrored, pins)
 
 
 def _lift_even(call: Call, frame: Frame) -> Lifted:

@@ -17,7 +17,13 @@ from ._typing import PyTree, Shape
 from ._values import PerReplica
 from ._variables import Variable
 
+_BY_REPR = (float, complex)  # 0.0 and -0.0 differ, nan equals itself
 _BY_VALUE = (bool, int, str, bytes, type(None))
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+_WHOLE = (PerReplica, Variable)
+_NUMPY = (np.ndarray, np.generic)
+#: Types of arguments that hold no others (without numpy's arrays, which share programs with those of JAX).
+_LEAVES = frozenset({*_WHOLE, *_BY_REPR, bool, int, str, bytes})
 
 
 class ArrayLeaf(NamedTuple):
@@ -34,6 +40,9 @@ class ArrayLeaf(NamedTuple):
     is_weak: bool
     is_per_replica: bool
     shapes: tuple[Shape, ...] | None = None
+
+
+_array_leaf = functools.partial(tuple.__new__, ArrayLeaf)  # without the Python function of NamedTuple, in every step
 
 
 class Call(NamedTuple):
@@ -63,7 +72,7 @@ class Call(NamedTuple):
 
 
 def _is_whole(leaf: Any) -> bool:
-    return isinstance(leaf, PerReplica | Variable)
+    return type(leaf) in _WHOLE
 
 
 def take_apart(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
@@ -71,31 +80,44 @@ def take_apart(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[s
 
     Arrays (jax, numpy, PerReplica) are passed; everything else is static and part of the key.
     """
+    key, arrays = key_of(function, args, kwargs)
     flat, treedef = jax.tree.flatten((tuple(args), kwargs), is_leaf=_is_whole)
+    leaves = [kind if isinstance(kind, ArrayLeaf) else (leaf,) for leaf, kind in zip(flat, key[2], strict=True)]
+    return Call(key, function, arrays, treedef, leaves)
+
+
+def key_of(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
+    """Return a call's key and its array arguments, which is all that a warm step looks at."""
+    if not kwargs and _LEAVES.issuperset(map(type, args)):
+        flat, structure = args, len(args)  # most steps: nothing to flatten
+    else:
+        flat, structure = jax.tree.flatten((tuple(args), kwargs), is_leaf=_is_whole)
     arrays: list[Any] = []
-    leaves: list[Any] = []
-    keys: list[Any] = []
+    kinds: list[Any] = []  # for each leaf, an ArrayLeaf or a static key
     for leaf in flat:
         if isinstance(leaf, PerReplica):
             array = leaf._array
-            described = ArrayLeaf(array.shape[1:], array.dtype, False, True, leaf._shapes)
+            kinds.append(_array_leaf((array.shape[1:], array.dtype, False, True, leaf._shapes)))
         elif isinstance(leaf, jax.Array):
             array = leaf
             is_weak = getattr(array, "weak_type", False)  # random keys have none
-            described = ArrayLeaf(array.shape, array.dtype, is_weak, False)
-        elif isinstance(leaf, np.ndarray | np.generic) and not isinstance(leaf, str | bytes):
+            kinds.append(_array_leaf((array.shape, array.dtype, is_weak, False, None)))
+        elif isinstance(leaf, _NUMPY) and not isinstance(leaf, str | bytes):
             array = np.array(leaf)  # a copy: the program reads it later, when the user may have changed it
             if not is_numeric(leaf.dtype):
-                raise TypeError(_numpy_message(leaf, _names(function, treedef)[len(leaves)]))
-            described = ArrayLeaf(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype), False, False)
+                treedef = jax.tree.structure((tuple(args), kwargs), is_leaf=_is_whole)
+                raise TypeError(_numpy_message(leaf, _names(function, treedef)[len(kinds)]))
+            kinds.append(_array_leaf((leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype), False, False, None)))
         else:
-            leaves.append((leaf,))
-            keys.append(static_key(leaf))
+            kinds.append(static_key(leaf))
             continue
         arrays.append(array)
-        leaves.append(described)
-        keys.append(described)
-    return Call((function_key(function), treedef, tuple(keys)), function, arrays, treedef, leaves)
+    return (function_key(function), structure, tuple(kinds)), arrays
+
+
+def array_leaves(key: Any) -> list[ArrayLeaf]:
+    """Return what a key of `key_of` says about the array arguments."""
+    return [kind for kind in key[2] if isinstance(kind, ArrayLeaf)]
 
 
 def check_replicas(arrays: Sequence[Any], leaves: Sequence[ArrayLeaf], names: Callable[[], list[str]], num_replicas: int) -> None:
@@ -122,11 +144,11 @@ def _numpy_message(array: np.ndarray | np.generic, name: str) -> str:
 
 def static_key(value: Any) -> Any:
     """Return a hashable that is equal for static values which give the same program."""
-    if isinstance(value, float | complex):
-        return (type(value), repr(value))  # 0.0 and -0.0 differ, nan equals itself
+    if isinstance(value, _BY_REPR):
+        return (type(value), repr(value))
     if isinstance(value, _BY_VALUE):
         return (type(value), value)
-    if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
+    if isinstance(value, _FUNCTIONS):
         return function_key(value)
     try:
         hash(value)
@@ -142,8 +164,9 @@ def function_key(function: Any, depth: int = 4) -> Any:
     things that it closes over are the same objects, or equal numbers and strings.
     """
     if isinstance(function, types.FunctionType):
-        named = tuple([_content_key(value, 0) for value in _globals_of(function)])
-        identity = (id(function.__code__), id(function.__globals__), named)
+        code, scope = function.__code__, function.__globals__
+        named = tuple([_content_key(scope[name], 0) for name in _names_in(code) if name in scope])
+        identity = (id(code), id(scope), named)
         if not (function.__closure__ or function.__defaults__ or function.__kwdefaults__):
             return identity
         return (
@@ -183,12 +206,19 @@ def _captured_key(cell: Any, depth: int) -> Any:
         return None
 
 
+@functools.lru_cache(maxsize=4096)
+def _is_by_content(kind: type) -> bool:
+    return issubclass(kind, (*_BY_REPR, *_BY_VALUE, *_FUNCTIONS))
+
+
 def _content_key(value: Any, depth: int) -> Any:
-    if isinstance(value, float | complex):
+    if not _is_by_content(type(value)):
+        return id(value)
+    if isinstance(value, _BY_REPR):
         return (type(value), repr(value))
     if isinstance(value, _BY_VALUE):
         return (type(value), value)
-    if depth and isinstance(value, types.FunctionType | types.MethodType | functools.partial):
+    if depth:
         return function_key(value, depth - 1)
     return id(value)
 

@@ -30,11 +30,17 @@ _NOT_USER_CODE = (_PACKAGE_FOLDER, _JAX_FOLDER, "<frozen", os.path.dirname(conte
 
 _cache_token = jax.make_user_context(None)
 _new_token = itertools.count()
+_trace_state = jex_core.get_opaque_trace_state
 
 
 def trace_state() -> Any:
     """Return a token that is equal for two points of a program iff they belong to the same JAX trace."""
-    return jex_core.get_opaque_trace_state(convention="nnx")
+    return _trace_state(convention="nnx")
+
+
+def is_clean() -> bool:
+    """Tell whether JAX traces nothing at all."""
+    return _trace_state(convention="nnx") == _CLEAN
 
 
 def is_staging() -> bool:
@@ -42,7 +48,7 @@ def is_staging() -> bool:
 
     Under an eager `grad`, `vmap` or `shard_map` they are executed, so the answer is False there.
     """
-    return trace_state() != _CLEAN and jex_core.unsafe_am_i_under_a_jit_DO_NOT_USE()
+    return not is_clean() and jex_core.unsafe_am_i_under_a_jit_DO_NOT_USE()
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ docs/design/uneven-steps.md says how, and why copies still cannot diverge.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -23,7 +24,7 @@ from ._signature import ArrayLeaf, Call
 from ._typing import Shape
 from ._values import stack_shapes
 
-#: A trace may show that a size was guessed wrong; more often than this means that a step never does the same twice.
+#: A trace may show that a size was guessed wrong; after this many, sizes are found out one question at a time.
 _MAX_TRACES = 3
 
 _DROP = "strategy.distribute_dataset(dataset, mr.InputOptions(drop_remainder=True))"
@@ -82,8 +83,7 @@ def lift(call: Call, frame_with: Callable[[Any], Frame], states_of: Callable[[Li
     """
     leaves = call.array_leaves()
     kinds = _find_kinds(call, leaves)
-    touched, asked = _discover(call, leaves, kinds, frame_with)
-    traces = _trace_all(call, leaves, kinds, frame_with, touched, asked)
+    touched, traces = _trace_all(_Tracer(call, leaves, kinds, frame_with))
     for lifted in traces:
         _guards.check_assignments(lifted, _mirror_proof.prove(lifted.closed.jaxpr, states_of(lifted)))
     plan = _merge_plans(traces, kinds)
@@ -108,91 +108,164 @@ def _find_kinds(call: Call, leaves: Sequence[ArrayLeaf]) -> Kinds:
 # -- tracing for each kind
 
 
+class _UnknownSize(BaseException):
+    """Stop a trace at a question whose answer is not known yet; users never see it."""
+
+
 class _Sizes:
     """Tell a step that is traced for one kind how large something is on all replicas.
 
-    A step asks in the same order whatever its rows, so the k-th question of every trace is the same one. In the
-    first trace the answers are guesses; later the sizes that the other kinds asked about are known.
+    A step asks in the same order whatever its rows, so the k-th question of every trace is the same one. What the
+    other kinds asked, when they were traced before, is known; the rest is guessed.
+
+    Args:
+        known: what each kind asked before.
+        may_guess: False to stop the trace instead.
+
+    Attributes:
+        asked: what this trace asked.
+        has_guessed: whether some answer was a guess.
     """
 
-    def __init__(self, kinds: Kinds, kind: int, known: Sequence[Sequence[int]] | None) -> None:
+    def __init__(self, kinds: Kinds, kind: int, known: Sequence[Sequence[int]], may_guess: bool = True) -> None:
         self._kinds = kinds
         self._kind = kind
         self._known = known
+        self._may_guess = may_guess
         self.asked: list[int] = []
+        self.has_guessed = False
+        self._renew_caches: Callable[[], None] = lambda: None
+
+    @contextlib.contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Trace inside this block, so that a function under an inner `jit` asks again each time it is called.
+
+        For another kind its arguments may have other shapes the second time, and then it asks twice.
+        """
+        with _tracing.separate_caches() as self._renew_caches:
+            yield
 
     def each(self, size: int) -> tuple[int, ...]:
+        self._renew_caches()
         k = len(self.asked)
         self.asked.append(size)
-        if self._known is None or any(k >= len(sizes) for sizes in self._known):
-            return self._kinds.guess(self._kind, size)
-        return tuple(self._known[kind][k] for kind in self._kinds.of_replica)
+        if all(k < len(sizes) for sizes in self._known) and self._known[self._kind][k] == size:
+            return tuple(self._known[kind][k] for kind in self._kinds.of_replica)
+        if not self._may_guess:
+            raise _UnknownSize
+        self.has_guessed = True
+        return self._kinds.guess(self._kind, size)
 
 
-def _discover(
-    call: Call, leaves: Sequence[ArrayLeaf], kinds: Kinds, frame_with: Callable[[Any], Frame]
-) -> tuple[Touched, list[list[int]]]:
-    """Find the variables that any kind of replica touches, and the sizes that each asks about."""
-    found, asked = [], []
-    for kind in range(len(kinds.shapes)):
-        sizes = _Sizes(kinds, kind, None)
-        found.append(_tracing_for(kinds, kind, _lift.discover, call, leaves, frame_with(sizes)))
-        asked.append(sizes.asked)
+@dataclasses.dataclass(frozen=True)
+class _Tracer:
+    """Trace a step with the shapes of one kind of replicas; an error says which replicas it is about."""
+
+    call: Call
+    leaves: Sequence[ArrayLeaf]
+    kinds: Kinds
+    frame_with: Callable[[Any], Frame]
+
+    def discover(self, kind: int, sizes: _Sizes) -> Touched:
+        return self._trace(_lift.discover, kind, sizes)
+
+    def lift(self, kind: int, sizes: _Sizes, touched: Touched) -> Lifted:
+        return self._trace(_lift.lift, kind, sizes, touched=touched)
+
+    def _trace(self, trace: Any, kind: int, sizes: _Sizes, **more: Any) -> Any:
+        avals = [
+            jax.ShapeDtypeStruct(shape, leaf.dtype, weak_type=leaf.is_weak)
+            for shape, leaf in zip(self.kinds.shapes[kind], self.leaves, strict=True)
+        ]
+        call, frame = self.call, self.frame_with(sizes)
+        assert frame.replica is not None
+        try:
+            with _guards.explained(frame.replica), sizes.tracing():
+                return trace(
+                    lambda arrays: call.apply(arrays, lambda _, array: array),
+                    avals,
+                    frame,
+                    lambda variable: variable.shape,
+                    call.function,
+                    **more,
+                )
+        except Exception as error:
+            error.add_note(
+                f"This is about {self.kinds.describe(kind)}: the batch does not divide evenly among the replicas. A step must "
+                f"work with any number of rows, also none. To leave the odd rows out: {_DROP}."
+            )
+            raise
+
+    def sizes(self, known: Sequence[Sequence[int]], may_guess: bool = True) -> list[_Sizes]:
+        return [_Sizes(self.kinds, kind, known, may_guess) for kind in range(len(self.kinds.shapes))]
+
+
+def _trace_all(tracer: _Tracer) -> tuple[Touched, list[Lifted]]:
+    """Find the variables that any kind of replica touches, and trace the step for each kind with the right sizes.
+
+    Guesses need few traces and are nearly always right. When they are not, the step may even fail because of
+    them, so that all is done again, one question at a time.
+    """
+    sizes = tracer.sizes([[]] * len(tracer.kinds.shapes))
+    try:
+        found = _trace_until_sizes_agree(tracer, sizes)
+    except Exception:
+        if not any(own.has_guessed for own in sizes):
+            raise
+        found = None
+    if found is None:
+        asked = _ask_in_turn(tracer)
+        found = _trace_until_sizes_agree(tracer, tracer.sizes(asked))
+        if found is None:
+            raise UnevenReplicasError(_different_questions(tracer.kinds, asked))
+    return found
+
+
+def _trace_until_sizes_agree(tracer: _Tracer, sizes: Sequence[_Sizes]) -> tuple[Touched, list[Lifted]] | None:
+    """Discover with these sizes, and trace until those that are asked about are those that the answers assume."""
+    touched = _union([tracer.discover(kind, own) for kind, own in enumerate(sizes)])
+    for _ in range(_MAX_TRACES):
+        asked = [own.asked for own in sizes]
+        sizes = tracer.sizes(asked)
+        traces = [tracer.lift(kind, own, touched) for kind, own in enumerate(sizes)]
+        if [own.asked for own in sizes] == asked and len(set(map(len, asked))) == 1:
+            return touched, traces
+    return None
+
+
+def _ask_in_turn(tracer: _Tracer) -> list[list[int]]:
+    """Find the sizes that each kind asks about without guesses: each round answers one more question."""
+    asked: list[list[int]] = [[] for _ in tracer.kinds.shapes]
+    while True:
+        sizes = tracer.sizes(asked, may_guess=False)
+        for kind, own in enumerate(sizes):
+            with contextlib.suppress(_UnknownSize):
+                tracer.discover(kind, own)
+        before, asked = asked, [own.asked for own in sizes]
+        if sum(map(len, asked)) <= sum(map(len, before)):
+            return asked
+
+
+def _union(found: Sequence[Touched]) -> Touched:
     written = dict.fromkeys(variable for own in found for variable in own.written)
     read_only = dict.fromkeys(variable for own in found for variable in own.read_only if variable not in written)
-    return Touched(tuple(written), tuple(read_only)), asked
+    return Touched(tuple(written), tuple(read_only))
 
 
-def _trace_all(
-    call: Call,
-    leaves: Sequence[ArrayLeaf],
-    kinds: Kinds,
-    frame_with: Callable[[Any], Frame],
-    touched: Touched,
-    asked: list[list[int]],
-) -> list[Lifted]:
-    """Trace the step for each kind, until the sizes that it asks about are those that the answers assume."""
-    for _ in range(_MAX_TRACES):
-        all_sizes = [_Sizes(kinds, kind, asked) for kind in range(len(kinds.shapes))]
-        traces = [
-            _tracing_for(kinds, kind, _lift.lift, call, leaves, frame_with(sizes), touched=touched)
-            for kind, sizes in enumerate(all_sizes)
-        ]
-        before, asked = asked, [sizes.asked for sizes in all_sizes]
-        if asked == before and len(set(map(len, asked))) == 1:
-            return traces
+def _different_questions(kinds: Kinds, asked: Sequence[Sequence[int]]) -> str:
     fewest, most = (pick(range(len(asked)), key=lambda kind: len(asked[kind])) for pick in (min, max))
-    raise UnevenReplicasError(
+    if fewest == most:
+        return (
+            "the step asked for the sizes of other arrays (a mean over an axis, all_gather, compute_average_loss) when it was "
+            "traced again. A step must do the same every time it is traced: look for code in it that depends on something "
+            "outside that changes (a counter, a cache, random Python numbers)."
+        )
+    return (
         "the batch does not divide evenly among the replicas, and the step does different things for different numbers of "
         f"rows: {kinds.describe(fewest)} reach {len(asked[fewest])} operations that depend on all replicas' sizes (a mean "
         f"over an axis, all_gather, compute_average_loss), {kinds.describe(most)} reach {len(asked[most])}. Do the same "
         f"whatever x.shape[0] is, or leave the odd rows out: {_DROP}."
     )
-
-
-def _tracing_for(kinds: Kinds, kind: int, trace: Any, call: Call, leaves: Sequence[ArrayLeaf], frame: Frame, **more: Any) -> Any:
-    """Trace the step with the shapes of one kind; an error says which replicas it is about."""
-    avals = [
-        jax.ShapeDtypeStruct(shape, leaf.dtype, weak_type=leaf.is_weak)
-        for shape, leaf in zip(kinds.shapes[kind], leaves, strict=True)
-    ]
-    assert frame.replica is not None
-    try:
-        with _guards.explained(frame.replica):
-            return trace(
-                lambda arrays: call.apply(arrays, lambda _, array: array),
-                avals,
-                frame,
-                lambda variable: variable.shape,
-                call.function,
-                **more,
-            )
-    except Exception as error:
-        error.add_note(
-            f"This is about {kinds.describe(kind)}: the batch does not divide evenly among the replicas. A step must work with "
-            f"any number of rows, also none. To leave the odd rows out: {_DROP}."
-        )
-        raise
 
 
 # -- one program and one result
@@ -230,7 +303,7 @@ def _merge_plans(traces: Sequence[Lifted], kinds: Kinds) -> ResultPlan:
     """Return how the result is rebuilt, the same for all kinds of replicas, with the shapes that differ."""
     first = traces[0].plan
     for kind, lifted in enumerate(traces[1:], 1):
-        if _structure(lifted.plan) != _structure(first):
+        if not _is_same_structure(lifted.plan, first):
             raise UnevenReplicasError(
                 "the batch does not divide evenly among the replicas, and replicas with different numbers of rows return "
                 f"different things: {kinds.describe(0)} return {_shown(first)}, {kinds.describe(kind)} return "
@@ -242,8 +315,18 @@ def _merge_plans(traces: Sequence[Lifted], kinds: Kinds) -> ResultPlan:
     return dataclasses.replace(first, shapes=tuple(shapes))
 
 
-def _structure(plan: ResultPlan) -> Any:
-    return plan.treedef, [leaf if leaf is None else _signature.static_key(leaf[0]) for leaf in plan.static]
+def _is_same_structure(a: ResultPlan, b: ResultPlan) -> bool:
+    return a.treedef == b.treedef and all(map(_is_same_static, a.static, b.static))
+
+
+def _is_same_static(a: tuple[Any] | None, b: tuple[Any] | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    [first], [second] = a, b
+    if _signature.static_key(first) == _signature.static_key(second):
+        return True
+    # A step may make an object anew in each trace. Equal numbers with different keys are 0.0 and -0.0, or True and 1.
+    return type(first) is type(second) and not isinstance(first, int | float | complex) and bool(first == second)
 
 
 def _shown(plan: ResultPlan) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 from . import _collectives, _context, _conversion, _mesh, _stacked, _tracing
 from ._context import Frame
 from ._errors import ContextError, PerReplicaError, ReplicasDivergeError, StrategyMismatchError, UnevenReplicasError
+from ._home import Home
 from ._marks import Mark, Purpose, mark
 from ._mesh import ReplicaMesh
 from ._reduce_op import VariableAggregation, VariableSynchronization
@@ -71,7 +72,7 @@ class Variable:
     """
 
     __slots__ = (
-        "__weakref__", "_aggregation", "_array", "_dtype", "_mesh", "_name", "_on_read", "_shape", "_shared", "_trainable",
+        "__weakref__", "_aggregation", "_dtype", "_mesh", "_name", "_on_read", "_place", "_shape", "_trainable",
     )  # fmt: skip
 
     def __init__(
@@ -84,6 +85,7 @@ class Variable:
         synchronization: VariableSynchronization | str = "auto",
         aggregation: VariableAggregation | str = "none",
     ) -> None:
+        self._place = (Home([None], is_whole=True), 0)
         self._name = _check_name(name)
         self._on_read = _is_on_read(synchronization, self._name)
         self._aggregation = VariableAggregation.parse(aggregation, "aggregation")
@@ -94,14 +96,35 @@ class Variable:
         _check_aggregated_dtype(self._aggregation, array.dtype, self._name)
         self._shape: Shape = tuple(array.shape)
         self._dtype = array.dtype
-        self._shared = False
         if self._on_read:
             broadcast = _stacked.compiled(_stacked.broadcast_stack, self._mesh.stacked, self._mesh.num_replicas)
             self._array = broadcast(_placed(array, self._mesh))
         else:
             self._array = _placed(array, self._mesh)
-            self._shared = isinstance(array, jax.Array)  # the placed array may share the given one's buffer
+            if isinstance(array, jax.Array):
+                self._note_taken()  # the placed array may share the given one's buffer
         _live.add(self)
+
+    # -- where its array is
+
+    @property
+    def _array(self) -> jax.Array:
+        home, index = self._place
+        return home.arrays[index]
+
+    @_array.setter
+    def _array(self, array: jax.Array) -> None:
+        home, index = self._place
+        home.arrays[index] = array
+
+    def _note_taken(self) -> None:
+        """Note that somebody else may hold the array, so that a program does not overwrite it."""
+        home, index = self._place
+        home.taken.add(index)
+
+    def __del__(self) -> None:
+        home, index = self._place  # which lives as long as any of its variables
+        home.arrays[index] = None
 
     # -- what it is
 
@@ -168,7 +191,8 @@ class Variable:
         if frame is not None and frame.replica is not None:
             return stored
         if not self._on_read:
-            self._shared |= is_taken and stored is self._array
+            if is_taken and stored is self._array:
+                self._note_taken()
             return stored
         if self._aggregation is _NONE:
             raise ValueError(
@@ -355,8 +379,9 @@ class Variable:
         """Keep a new array, which somebody else may hold too."""
         if isinstance(value, jax.core.Tracer):
             raise ContextError(_context.foreign_trace_message("written", self._name, frame))
-        self._array = value if self._on_read else _placed(value, self._mesh)
-        self._shared = True
+        array = value if self._on_read else _placed(value, self._mesh)
+        self._note_taken()
+        self._array = array
 
     def _check_mesh(self, frame: Frame) -> None:
         if frame.mesh is not None and frame.mesh != self._mesh:
@@ -384,7 +409,8 @@ class Variable:
     def _apply(self, method: str, *operands: Any) -> Any:
         """Call an operator of the value; a result that is the stored array itself, as of `v[:]`, is taken like `value`."""
         result = getattr(self._read(_context.current(), is_taken=False), method)(*operands)
-        self._shared |= result is self._array
+        if result is self._array:
+            self._note_taken()
         return result
 
     def __getitem__(self, key: Any) -> jax.Array:

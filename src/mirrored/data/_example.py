@@ -206,7 +206,7 @@ def _put(
     for name, feature in spec.items():
         constant = _read(f"record {rows[0]} of the batch", name, feature, layout.features)
         spans = layout.spans.get(name)
-        values = cut(feature, layout.kind(name), spans, matrix, records) if spans else np.stack([constant] * len(rows))
+        values = cut(feature, layout.kind(name), spans, matrix, records) if spans else np.broadcast_to(constant, (len(rows), *constant.shape))
         _assign(results[name], rows, values)
 
 

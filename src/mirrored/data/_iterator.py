@@ -101,7 +101,17 @@ class DistributedIterator:
             ValueError: when it belongs to another dataset, policy or worker. Nothing has changed then.
         """
         extra = self._checked(state)
-        source = open_source(self._plan.dataset, state["source"])
+        dataset, was_closed = self._plan.dataset, self._is_closed
+        if hasattr(dataset, "load_state_dict"):
+            self.close()  # before: the dataset has one position for all, which the thread would go on changing
+        try:
+            source = open_source(dataset, state["source"])
+        except Exception:
+            if self._is_closed and not was_closed:
+                self._is_closed = False
+                if isinstance(self._position, str):
+                    self._source = open_source(dataset, json.loads(self._position))
+            raise
         self.close()
         self._is_closed = False
         self._source, self._extra, self._position = source, extra, json.dumps(state["source"])

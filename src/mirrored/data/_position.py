@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -19,8 +19,8 @@ Position: TypeAlias = str | Exception
 class Source:
     """Iterate over the elements of a dataset, and know the position after each.
 
-    Two protocols are understood: iterators with `get_state` and `set_state` (grain, and ours), and datasets with
-    `state_dict` and `load_state_dict` (Hugging Face, torchdata).
+    Two protocols are understood: datasets with `state_dict` and `load_state_dict` (Hugging Face, torchdata), and
+    iterators with `get_state` and `set_state` (grain, and ours).
     """
 
     def __init__(self, dataset: Any, iterator: Iterator[PyTree], is_owned: bool = False) -> None:
@@ -40,12 +40,12 @@ class Source:
     def position(self) -> Position:
         """Return the position after the last element as JSON text, which later elements do not change."""
         try:
-            if hasattr(self._iterator, "get_state"):
-                state = self._iterator.get_state()
-            elif hasattr(self._dataset, "state_dict"):
+            if hasattr(self._dataset, "state_dict"):
                 if not self._has_begun:  # it may still be that of the last pass
                     return ValueError(f"{type(self._dataset).__name__} tells its position only after the first batch.")
                 state = self._dataset.state_dict()
+            elif hasattr(self._iterator, "get_state"):
+                state = self._iterator.get_state()
             else:
                 return _no_position(self._dataset)
             state = {"base64": base64.b64encode(state).decode()} if isinstance(state, bytes) else state
@@ -60,8 +60,8 @@ class Source:
             iterator.close()
 
 
-def restore(dataset: Any, iterator: Iterator[PyTree], state: Any) -> None:
-    """Put a new iterator over a dataset at a position; when that fails, neither has changed for others.
+def resumed(dataset: Any, start: Callable[[], Iterator[PyTree]], state: Any) -> Iterator[PyTree]:
+    """Return a new iterator over a dataset that goes on from a position; when that fails, nothing has changed for others.
 
     Raises:
         TypeError: when the dataset has no position.
@@ -70,27 +70,29 @@ def restore(dataset: Any, iterator: Iterator[PyTree], state: Any) -> None:
     if isinstance(state, dict) and set(state) == {"base64"}:
         state = base64.b64decode(state["base64"])
     state = copy.deepcopy(state)  # grain keeps parts of it and changes them
-    if hasattr(iterator, "set_state"):
-        _apply(iterator.set_state, state, dataset)
-    elif hasattr(dataset, "load_state_dict"):
+    if hasattr(dataset, "load_state_dict"):
         before = dataset.state_dict()
         try:
-            _apply(dataset.load_state_dict, state, dataset)
-        except Exception:
+            dataset.load_state_dict(state)
+            return start()  # an iterator may take the position already when it is made
+        except Exception as error:
             dataset.load_state_dict(before)
-            raise
-    else:
+            raise _misfit(dataset, error) from error
+    iterator: Any = start()
+    if not hasattr(iterator, "set_state"):
         raise _no_position(dataset)
-
-
-def _apply(setter: Any, state: Any, dataset: Any) -> None:
     try:
-        setter(state)
+        iterator.set_state(state)
     except Exception as error:
-        raise ValueError(
-            f"the state does not fit {type(dataset).__name__}: {type(error).__name__}: {error}. It must come from get_state of "
-            "an iterator over the same dataset; nothing has changed."
-        ) from error
+        raise _misfit(dataset, error) from error
+    return iterator
+
+
+def _misfit(dataset: Any, error: Exception) -> ValueError:
+    return ValueError(
+        f"the state does not fit {type(dataset).__name__}: {type(error).__name__}: {error}. It must come from get_state of "
+        "an iterator over the same dataset; nothing has changed."
+    )
 
 
 def _no_position(dataset: Any) -> TypeError:

@@ -117,8 +117,11 @@ def to_numpy(batch: PyTree) -> PyTree:
                 f"the dataset yielded a PerReplica{_at(path)}, which is distributed already; expected global batches on the "
                 "host. Pass it to strategy.run as it is."
             )
+        if isinstance(leaf, np.ma.MaskedArray):
+            raise TypeError(f"the dataset yielded a masked array{_at(path)}, and no device holds masks. Write array.filled(value).")
         array = np.asarray(leaf)
-        if not is_numeric(array.dtype):
+        array = array.astype(array.dtype.newbyteorder("="), copy=False)  # files of other machines, such as IDX
+        if not is_numeric(array.dtype) or array.dtype.char in "gG":  # of 16 bytes
             raise TypeError(
                 f"the dataset yielded {type(leaf).__name__} of dtype {array.dtype}{_at(path)}, which no device can hold. "
                 "Encode it as numbers, or leave it out of the batch."

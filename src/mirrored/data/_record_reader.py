@@ -190,11 +190,15 @@ def _find_frames(buffer: bytes, known: dict[bytes, int], max_record_bytes: int) 
 def _count_equal(buffer: bytes, start: int, frame: int, header: bytes) -> int:
     """Count the whole frames from `start` on that begin with this header: 1, or many, found at once."""
     ahead = start + (MANY_FRAMES - 1) * frame
-    if buffer[ahead : ahead + HEADER.size] != header:
+    if buffer[start + frame : start + frame + HEADER.size] != header or buffer[ahead : ahead + HEADER.size] != header:
         return 1
     frames = np.frombuffer(buffer, np.uint8, count=(len(buffer) - start) // frame * frame, offset=start).reshape(-1, frame)
-    differ = (frames[:, : HEADER.size] != frames[0, : HEADER.size]).any(axis=1)
-    return int(differ.argmax()) or len(frames)
+    seen = MANY_FRAMES
+    while True:  # no more than a few times as many as are found, or files of a bad pattern would take quadratic time
+        differ = (frames[:seen, : HEADER.size] != frames[0, : HEADER.size]).any(axis=1)
+        if differ.any() or seen >= len(frames):
+            return int(differ.argmax()) or len(frames)
+        seen *= 8
 
 
 def _header_problem(header: bytes, length: int, checksum: int, max_record_bytes: int) -> str | None:

@@ -14,7 +14,7 @@ from .._signature import is_numeric
 from .._typing import PyTree
 from .._values import PerReplica, is_per_replica
 from . import _grain
-from ._position import Source, restore
+from ._position import Source, resumed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,8 +141,10 @@ class _NumpyIterator:
             self._first = self._dataset._begin_pass()
         return self._first
 
-    def get_state(self) -> dict[str, int]:
-        return {"pass": self._begin(), "epoch": self._epoch, "row": self._row, "num_rows": self._dataset.num_rows}
+    def get_state(self) -> dict[str, int | None]:
+        dataset = self._dataset
+        position = {"pass": self._begin(), "epoch": self._epoch, "row": self._row}
+        return {**position, "num_rows": dataset.num_rows, "seed": dataset.shuffle_seed}
 
     def set_state(self, state: dict[str, int]) -> None:
         first, epoch, row, num_rows = (state[name] for name in ("pass", "epoch", "row", "num_rows"))
@@ -150,6 +152,8 @@ class _NumpyIterator:
             raise ValueError(f"it is of a dataset of {num_rows} rows, and this one has {self._dataset.num_rows}")
         if not (first >= 0 and epoch >= 0 and 0 <= row <= num_rows):
             raise ValueError(f"no such position: {state}")
+        if state["seed"] != self._dataset.shuffle_seed:
+            raise ValueError(f"its rows are in the order of shuffle seed {state['seed']}, and here of {self._dataset.shuffle_seed}")
         self._first, self._epoch, self._row, self._order = first, epoch, row, None
         self._dataset._passes[0] = first + self._dataset.num_epochs  # the next pass is the one after this
 
@@ -182,15 +186,25 @@ class _SequenceIterator:
 
 def open_source(dataset: Any, state: Any = None) -> Source:
     """Start an iterator over the global batches of a dataset, from a position on if one is given."""
-    if _grain.is_pipeline(dataset):
-        iterator: Any = _grain.open_pipeline(dataset)
-    elif isinstance(dataset, collections.abc.Sequence) or (is_hugging_face(dataset) and hasattr(dataset, "__getitem__")):
-        iterator = _SequenceIterator(dataset)
-    else:
-        iterator = iter(dataset)
-    if state is not None:
-        restore(dataset, iterator, state)
-    return Source(dataset, iterator, is_owned=isinstance(dataset, NumpyDataset))
+    own = _own_stream(dataset, state) if is_hugging_face(dataset) and hasattr(dataset, "load_state_dict") else dataset
+
+    def start() -> Any:
+        if _grain.is_pipeline(own):
+            return _grain.open_pipeline(own)
+        if isinstance(own, collections.abc.Sequence) or (is_hugging_face(own) and hasattr(own, "__len__")):
+            return _SequenceIterator(own)
+        return iter(own)
+
+    iterator = start() if state is None else resumed(own, start, state)
+    return Source(own, iterator, is_owned=isinstance(own, NumpyDataset))
+
+
+def _own_stream(dataset: Any, state: Any) -> Any:
+    """Return a copy of a Hugging Face stream for one pass: a stream begins each pass of an epoch at the position it was given."""
+    own = dataset.with_format("numpy")
+    if hasattr(dataset, "epoch"):
+        own.set_epoch(dataset.epoch if state is None else state.get("epoch", dataset.epoch))
+    return own
 
 
 def is_hugging_face(dataset: Any) -> bool:
@@ -200,7 +214,8 @@ def is_hugging_face(dataset: Any) -> bool:
 
 def adapted(dataset: Any) -> Any:
     """Return a dataset whose elements hold arrays: a Hugging Face dataset yields lists unless it is told otherwise."""
-    return dataset.with_format("numpy") if is_hugging_face(dataset) else dataset
+    is_stream = hasattr(dataset, "load_state_dict")  # of which each pass has its own copy, with the epoch that the user set
+    return dataset.with_format("numpy") if is_hugging_face(dataset) and not is_stream else dataset
 
 
 def _check_int(name: str, value: Any, at_least: int, what: str) -> None:

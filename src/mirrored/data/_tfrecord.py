@@ -80,6 +80,8 @@ def write_tfrecords(path: str | os.PathLike[str], records: Iterable[bytes], comp
     Source: https://www.tensorflow.org/api_docs/python/tf/io/TFRecordWriter
     """
     compression = _checked_compression(compression)
+    if not isinstance(path, str | os.PathLike) or isinstance(os.fspath(path), bytes):
+        raise TypeError(f"path is {path!r} of type {type(path).__name__}; expected a path such as 'train-0.tfrecord'.")
     if isinstance(records, bytes | str) or not isinstance(records, collections.abc.Iterable):
         raise TypeError(f"records is {type(records).__name__}; expected an iterable of bytes, for example [example].")
     folder, name = os.path.split(os.fspath(path))
@@ -138,12 +140,14 @@ def _checked_file(file: Any) -> str:
     if not isinstance(file, str | os.PathLike) or isinstance(os.fspath(file), bytes):
         raise TypeError(f"files contains {file!r} of type {type(file).__name__}; expected paths.")
     path = os.fspath(file)
+    if os.path.isfile(path):
+        return path
     if os.path.isdir(path):
         raise IsADirectoryError(f"{path!r} is a directory; name its files: {os.path.join(path, '*.tfrecord')!r}.")
     if not os.path.exists(path):
         hint = " In a list each file is named; expand a pattern with sorted(glob.glob(pattern))." if glob.has_magic(path) else ""
         raise FileNotFoundError(f"there is no file {path!r} (working directory: {os.getcwd()}).{hint}")
-    return path
+    raise ValueError(f"{path!r} is a pipe or a device, which cannot be read again from a position; write its bytes to a file.")
 
 
 def _checked_compression(compression: Any) -> str | None:

@@ -1,0 +1,249 @@
+"""Worker 0 before jax starts: collect a hello from every other worker, and tell all of them the outcome.
+
+docs/design/clusters.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import selectors
+import socket
+import struct
+import time
+from typing import Any, NoReturn
+
+from . import _wire
+from ._cluster_spec import Cluster, describe, join_address, split_address
+from ._errors import ClusterConfigError, ClusterStartError
+from ._wire import Hello
+
+#: Who connects has this long to say hello, and a name server to answer; also the wait for one connection.
+PATIENCE_SECONDS = 2.0
+#: How often a worker that waits says so.
+PROGRESS_SECONDS = 10.0
+#: How long a failure is told to workers that come late, and how long a worker waits for the chief to say it.
+LINGER_SECONDS = 1.0
+#: Connections that have not said hello; the oldest goes when there are more.
+MAX_STRANGERS = 64
+#: What a failure is for all workers: the words of `_wire` for the two errors.
+ERRORS = {"config": ClusterConfigError, "start": ClusterStartError}
+
+_logger = logging.getLogger("mirrored")
+
+
+def reset_on_close(sock: socket.socket) -> None:
+    """Let a connection end in a reset, which does not keep the port in use for a minute as a hang-up does."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+class Clock:
+    """Know the deadline, and say every ten seconds what is waited for."""
+
+    def __init__(self, started: float, deadline: float) -> None:
+        self.started, self.deadline, self.next_report = started, deadline, started + PROGRESS_SECONDS
+
+    @property
+    def left(self) -> float:
+        return self.deadline - time.monotonic()
+
+    @property
+    def waited(self) -> str:
+        return f"{time.monotonic() - self.started:.0f} s"
+
+    def report(self, what: str) -> None:
+        """Log `what` when it is time for it."""
+        if time.monotonic() >= self.next_report:
+            self.next_report += PROGRESS_SECONDS
+            _logger.info("%s after %s", what, self.waited)
+
+
+@dataclasses.dataclass(eq=False)
+class _Peer:
+    """Hold a connection to worker 0: a stranger until it has said hello."""
+
+    sock: socket.socket
+    address: str
+    until: float
+    buffer: bytearray = dataclasses.field(default_factory=bytearray)
+    hello: Hello | None = None
+
+    def say(self, **message: Any) -> bool:
+        """Send a line; it is so short that it fits, or the peer does not read."""
+        try:
+            return self.sock.send(line := _wire.encode(message)) == len(line)
+        except OSError:
+            return False
+
+    def is_gone(self) -> bool:
+        try:
+            return not self.sock.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+
+class Gathering:
+    """Be worker 0: collect a hello from every other worker, and tell all of them the outcome.
+
+    One thread serves all connections without blocking on any, so that a stranger cannot hold up the others.
+    """
+
+    def __init__(self, cluster: Cluster, hello: Hello, listeners: list[socket.socket], clock: Clock) -> None:
+        self.cluster, self.hello, self.listeners, self.clock = cluster, hello, listeners, clock
+        self.selector = selectors.DefaultSelector()
+        self.peers: dict[_Peer, None] = {}  # in the order in which they came
+        self.present: dict[int, _Peer] = {}
+        self.told: set[int] = set()
+        self.failure: tuple[str, str] | None = None
+
+    def run(self) -> None:
+        """Return when all workers are there and know it, with all connections closed."""
+        try:
+            for listener in self.listeners:
+                self.selector.register(listener, selectors.EVENT_READ)
+            while not self.failure and self._missing():
+                if self.clock.left <= 0:
+                    self.failure = "start", f"{self._waiting()} after {self.clock.waited}{self._hint()}"
+                else:
+                    self.clock.report(self._waiting())
+                    self._turn(min(self.clock.deadline, self.clock.next_report))
+            self._fail() if self.failure else self._release()
+        finally:
+            for peer in list(self.peers):
+                self._drop(peer)
+            self.selector.close()
+
+    def _release(self) -> None:
+        """Close the port first, so that nobody takes us for jax; let the workers hang up, so that no port stays in use."""
+        for listener in self.listeners:
+            self.selector.unregister(listener)
+            listener.close()
+        for index, peer in self.present.items():
+            if not peer.say(state="go"):
+                raise ClusterStartError(f"{self._name(index)} left while all were told to start")
+        until = time.monotonic() + PATIENCE_SECONDS
+        while any(peer.hello for peer in self.peers) and time.monotonic() < until:
+            self._turn(until)
+
+    def _fail(self) -> NoReturn:
+        """Tell everybody, also those who come within a moment, and raise."""
+        kind, text = self.failure or ("start", "")
+        for peer in list(self.peers):
+            if peer.hello:
+                self._tell(peer)
+        until = time.monotonic() + LINGER_SECONDS
+        while time.monotonic() < until and (len(self.told) < self.cluster.num_workers - 1 or any(p.hello for p in self.peers)):
+            self._turn(until)
+        raise ERRORS[kind](text)
+
+    def _tell(self, peer: _Peer) -> None:
+        kind, text = self.failure or ("start", "")
+        peer.say(state="error", kind=kind, text=text[: _wire.MAX_TEXT])
+        self.told.add(peer.hello.index if peer.hello else 0)
+        self.told.discard(0)
+
+    def _turn(self, until: float) -> None:
+        strangers = [peer for peer in self.peers if not peer.hello]
+        until = min([until, *(peer.until for peer in strangers)])
+        for key, _ in self.selector.select(max(0.0, until - time.monotonic())):
+            self._read(key.data) if key.data else self._accept(key.fileobj)
+        for peer in strangers:
+            if not peer.hello and time.monotonic() >= peer.until:
+                self._drop(peer, "said nothing")
+
+    def _accept(self, listener: Any) -> None:
+        try:
+            sock, address = listener.accept()
+        except (BlockingIOError, ConnectionError):
+            return
+        except OSError as error:
+            raise ClusterStartError(f"worker 0 cannot take more connections: {error}") from error
+        sock.setblocking(False)
+        peer = _Peer(sock, join_address(*address[:2]), time.monotonic() + PATIENCE_SECONDS)
+        self.peers[peer] = None
+        self.selector.register(sock, selectors.EVENT_READ, peer)
+        strangers = [peer for peer in self.peers if not peer.hello]
+        if len(strangers) > MAX_STRANGERS:
+            self._drop(strangers[0], "made room for others")
+
+    def _read(self, peer: _Peer) -> None:
+        if peer not in self.peers:
+            return
+        try:
+            data = peer.sock.recv(_wire.MAX_LINE)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._drop(peer, "left")
+        elif not peer.hello:
+            peer.buffer += data
+            if b"\n" in peer.buffer or len(peer.buffer) > _wire.MAX_LINE:
+                hello = _wire.parse_hello(bytes(peer.buffer).partition(b"\n")[0])
+                self._drop(peer, f"said {describe(peer.buffer[:40].decode('latin1'))}") if hello is None else self._judge(
+                    peer, hello
+                )
+
+    def _judge(self, peer: _Peer, hello: Hello) -> None:
+        if hello.index == 0 and hello.digest != self.hello.digest:
+            # Another job's worker 0 found the port taken by us. That is its trouble, not ours.
+            port = split_address(self.cluster.coordinator_address or "")[1]
+            peer.say(state="error", kind="start", text=f"port {port} is taken: another cluster starts there")
+            self._drop(peer)
+            return
+        peer.hello = hello
+        if not self.failure:
+            self.failure = self._difference(peer, hello)
+        if self.failure:
+            self._tell(peer)
+            return
+        if before := self.present.get(hello.index):
+            self._drop(before)
+        self.present[hello.index] = peer
+        peer.say(state="waiting")
+
+    def _difference(self, peer: _Peer, hello: Hello) -> tuple[str, str] | None:
+        """Say in what a worker differs from worker 0, or that another one has its index."""
+        they = f"worker {hello.index} ({peer.address}, {describe(hello.process)})"
+        me = f"the chief ({self.cluster.coordinator_address}, {describe(self.hello.process)})"
+        if difference := _wire.difference(they, hello, me, self.hello):
+            return "config", difference
+        before = self.present.get(hello.index)
+        if hello.index == 0 or (before and before.hello and before.hello.token != hello.token and not before.is_gone()):
+            other = f"another ({before.address}, {describe(before.hello.process)})" if before and before.hello else me
+            return "config", f"two processes say that they are worker {hello.index}: {they} and {other}; give each its own index"
+        return None
+
+    def _drop(self, peer: _Peer, why: str = "") -> None:
+        """Close a connection; a stranger's so that the port is free at once."""
+        self.peers.pop(peer, None)
+        if peer.hello is None:
+            _logger.debug("hung up on %s, which %s", peer.address, why)
+            reset_on_close(peer.sock)
+        elif self.present.get(peer.hello.index) is peer:
+            del self.present[peer.hello.index]
+        self.selector.unregister(peer.sock)
+        peer.sock.close()
+
+    def _missing(self) -> list[int]:
+        return [index for index in range(1, self.cluster.num_workers) if index not in self.present]
+
+    def _name(self, index: int) -> str:
+        address = self.cluster.workers[index]
+        return f"worker {index} ({address})" if address else f"worker {index}"
+
+    def _waiting(self) -> str:
+        missing = self._missing()
+        names = ", ".join(self._name(index) for index in missing[:8]) + (
+            f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+        )
+        return f"waiting for {names}; {self.cluster.num_workers - len(missing)} of {self.cluster.num_workers} present"
+
+    def _hint(self) -> str:
+        hosts = [listener.getsockname()[0] for listener in self.listeners]
+        if self.cluster.is_local or not all(host == "::1" or host.startswith("127.") for host in hosts):
+            return ""
+        return f" (the chief's address means {hosts[0]} on the chief's host, which other hosts cannot reach)"

@@ -1,0 +1,297 @@
+"""Are all workers there, and alike? Asked before `jax.distributed` starts, which answers with SIGABRT and SIGSEGV.
+
+Worker 0 listens at the coordinator's address, every other worker says hello there, and when all have, worker 0 gives
+the port free for jax. Messages are lines of JSON, and what comes from outside is not trusted: docs/design/clusters.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+import queue
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from . import _wire
+from ._cluster_spec import Cluster, describe, join_address, split_address
+from ._errors import ClusterConfigError, ClusterStartError
+from ._gathering import ERRORS, LINGER_SECONDS, PATIENCE_SECONDS, Clock, Gathering, reset_on_close
+from ._wire import Hello
+
+MAX_TIMEOUT_SECONDS = 7 * 24 * 3600.0
+
+_Address = tuple[socket.AddressFamily, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Meeting:
+    """Say what the workers learnt from meeting; None where there was no need to meet.
+
+    Args:
+        host: the numeric address at which other workers reach this one, for the collectives.
+        bind_address: where worker 0's coordinator is to listen, so that it is not on every network of the host;
+            None on other workers.
+    """
+
+    host: str | None = None
+    bind_address: str | None = None
+
+
+def check(cluster: Cluster, versions: Mapping[str, str], timeout_seconds: float) -> Meeting:
+    """Wait until all workers are there, and check that they have the same cluster and versions.
+
+    On return, worker 0's port is free again, and `jax.distributed.initialize` may take it. One worker, and an
+    evaluator, need nobody and return at once.
+
+    Args:
+        cluster: what this worker believes.
+        versions: name -> version of what must be equal on all workers, such as jax.
+        timeout_seconds: how long to wait for the others; an error comes at most two seconds later.
+
+    Raises:
+        ClusterConfigError: when starting again would not help: an address that is not this host's, a name that does not
+            exist, an index that two workers have, workers that differ in their cluster or versions.
+        ClusterStartError: when a worker is missing, the chief cannot be reached, or the port is taken.
+    """
+    if (
+        isinstance(timeout_seconds, bool)
+        or not isinstance(timeout_seconds, int | float)
+        or not 0 < timeout_seconds <= MAX_TIMEOUT_SECONDS
+    ):
+        raise ClusterConfigError(
+            f"timeout_seconds is {describe(timeout_seconds)}; expected seconds up to {MAX_TIMEOUT_SECONDS:.0f}"
+        )
+    if cluster.num_workers == 1:
+        return Meeting()
+    started = time.monotonic()
+    clock = Clock(started, started + timeout_seconds)
+    own = _own_host(cluster, clock)
+    hello = _wire.introduce(cluster, versions, f"{socket.gethostname()} pid {os.getpid()}", secrets.token_hex(8))
+    if not cluster.is_chief:
+        return Meeting(_join(cluster, hello, clock, own))
+    listeners = _listen(cluster, hello, clock)
+    try:
+        addresses = [listener.getsockname() for listener in listeners]
+        Gathering(cluster, hello, listeners, clock).run()
+    finally:
+        for listener in listeners:
+            listener.close()
+    return Meeting(addresses[0][0], join_address(*addresses[0][:2]))
+
+
+def _join(cluster: Cluster, hello: Hello, clock: Clock, own: str | None) -> str:
+    """Be a worker: say hello to worker 0 until it answers; return this worker's own host."""
+    chief = cluster.coordinator_address or ""
+    addresses = _resolve(*split_address(chief), cluster, clock)
+    pause, why = 0.02, ""
+    while True:
+        for family, address in addresses:
+            with socket.socket(family, socket.SOCK_STREAM) as sock:
+                try:
+                    _connect(sock, address, clock)
+                    sock.sendall(_wire.encode(hello.message()))
+                    why = _await_start(sock, chief, clock)
+                    if not why:
+                        host = sock.getsockname()[0]
+                        return host if own is None or _is_loopback(own) else own
+                except OSError as error:
+                    why = error.strerror or str(error)
+        if clock.left <= 0:
+            raise ClusterStartError(f"worker {cluster.worker_index} waited {clock.waited} for the chief ({chief}): {why}")
+        clock.report(f"worker {cluster.worker_index} is waiting for the chief ({chief}): {why};")
+        time.sleep(max(0.0, min(pause, clock.left)))
+        pause = min(2 * pause, 0.5)
+        if cluster.names_come_late:
+            addresses = _resolve(*split_address(chief), cluster, clock)
+
+
+def _is_loopback(host: str) -> bool:
+    return host == "::1" or host.startswith("127.")
+
+
+def _connect(sock: socket.socket, address: Any, clock: Clock) -> None:
+    sock.settimeout(max(0.01, min(PATIENCE_SECONDS, clock.left)))
+    sock.connect(address)
+    if sock.getsockname() == sock.getpeername():
+        # On one host, the kernel may choose the chief's port for our end too, and then connects us to ourselves.
+        reset_on_close(sock)
+        raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+
+
+def _await_start(sock: socket.socket, chief: str, clock: Clock) -> str:
+    """Wait for worker 0's word: return "" for go, the reason to try again, or raise what it says."""
+    state = "it accepts connections but says nothing"
+    for answer in _answers(sock, clock):
+        if answer is None:
+            clock.report(f"waiting for the chief ({chief}): {state};")
+        elif isinstance(answer, bytes):
+            raise ClusterStartError(
+                f"what answers at {chief} is not the chief of this cluster: it says {describe(answer.decode('latin1'), 40)}; "
+                "another program, or an earlier run of this job, has the port"
+            )
+        elif answer["state"] == "go":
+            return ""
+        elif answer["state"] == "error":
+            raise ERRORS[answer["kind"]](answer["text"])
+        else:
+            state = "it knows this worker, and is waiting for others"
+    return "it hung up" if clock.left > -LINGER_SECONDS else state
+
+
+def _answers(sock: socket.socket, clock: Clock) -> Iterator[dict[str, str] | bytes | None]:
+    """Yield what the other side says: messages, bytes that are none, None when it is time to report; end when it is over."""
+    buffer = b""
+    while (left := clock.left + LINGER_SECONDS) > 0:
+        sock.settimeout(max(0.01, min(left, clock.next_report - time.monotonic())))
+        try:
+            data = sock.recv(_wire.MAX_LINE)
+        except TimeoutError:
+            yield None
+            continue
+        if not data:
+            return
+        *lines, buffer = (buffer + data).split(b"\n")
+        for line in lines:
+            yield _wire.parse_answer(line) or line
+        if len(buffer) > _wire.MAX_LINE or not _wire.may_be_ours(buffer):
+            yield buffer
+
+
+def _listen(cluster: Cluster, hello: Hello, clock: Clock) -> list[socket.socket]:
+    """Take worker 0's port on its own addresses, and on no other."""
+    chief = cluster.coordinator_address or ""
+    listeners: list[socket.socket] = []
+    try:
+        for family, address in _resolve(*split_address(chief), cluster, clock):
+            sock = socket.socket(family, socket.SOCK_STREAM)
+            listeners.append(sock)
+            if not _take(sock, address, chief, hello):
+                listeners.pop().close()
+        if not listeners:
+            raise _foreign(cluster, chief)
+    except BaseException:
+        for sock in listeners:
+            sock.close()
+        raise
+    return listeners
+
+
+def _take(sock: socket.socket, address: Any, chief: str, hello: Hello) -> bool:
+    """Bind and listen; return False for an address of another host, raise when the port is taken."""
+    if sock.family == socket.AF_INET6:
+        sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+    sock.setblocking(False)
+    try:
+        _bind(sock, address, hello)
+        sock.listen(128)
+        # Inherited by the connections, so that none of them keeps jax from the port.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    except OSError as error:
+        if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+            return False
+        host, port = address[:2]
+        if error.errno == errno.EADDRINUSE:
+            raise ClusterStartError(
+                f"port {port} on {host} is taken by another program or job, perhaps one that just ended; "
+                f"give the chief ({chief}) another port"
+            ) from error
+        raise ClusterConfigError(f"the chief cannot listen at {chief} ({host}): {error.strerror}") from error
+    return True
+
+
+def _bind(sock: socket.socket, address: Any, hello: Hello) -> None:
+    """Bind without sharing, which finds every other socket on the port, also one of jax, which does share.
+
+    What is there but does not listen is left from an ended run, and jax may bind beside it; or it is about to listen.
+    """
+    until = time.monotonic() + LINGER_SECONDS
+    while True:
+        for share in (0, 1):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, share)
+            try:
+                return sock.bind(address)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE or time.monotonic() > until or _is_listened_to(address, hello):
+                    raise
+        time.sleep(0.05)
+
+
+def _is_listened_to(address: Any, hello: Hello) -> bool:
+    """Tell whether someone listens at an address; raise what it says when it is the start of a cluster."""
+    clock = Clock(time.monotonic(), time.monotonic() + 0.2)  # for the connection; the answer has LINGER_SECONDS more
+    family = socket.AF_INET6 if len(address) == 4 else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as sock:
+            _connect(sock, address, clock)
+            sock.sendall(_wire.encode(hello.message()))
+            answer = next(_answers(sock, clock), None)
+    except ConnectionRefusedError:
+        return False
+    except OSError:
+        return True
+    if isinstance(answer, dict) and answer["state"] == "error":
+        raise ERRORS[answer["kind"]](answer["text"])
+    return True
+
+
+def _own_host(cluster: Cluster, clock: Clock) -> str | None:
+    """Return this worker's numeric address; raise when the one that it was given belongs to another host."""
+    if cluster.address is None:
+        return None
+    host, _ = split_address(cluster.address)
+    for family, address in _resolve(host, 0, cluster, clock):
+        with socket.socket(family, socket.SOCK_STREAM) as sock:
+            try:
+                sock.bind(address)
+            except OSError:
+                continue
+            return address[0]
+    raise _foreign(cluster, cluster.address)
+
+
+def _foreign(cluster: Cluster, address: str) -> ClusterConfigError:
+    host, _ = split_address(address)
+    return ClusterConfigError(
+        f"{cluster.found_in}: this process is worker {cluster.worker_index} at {address}, but {host} is not an "
+        f"address of this host ({socket.gethostname()}); check the index and the address"
+    )
+
+
+def _resolve(host: str, port: int, cluster: Cluster, clock: Clock) -> list[_Address]:
+    """Return the addresses of a host; a name that does not exist is an error at once, in Kubernetes after the timeout."""
+    while True:
+        found = _look_up(host, port, min(PATIENCE_SECONDS, max(0.1, clock.left)) - 0.1)
+        if isinstance(found, list):
+            return found
+        if not cluster.names_come_late or clock.left <= 0:
+            break
+        clock.report(f"waiting for the name {host} to appear in the DNS")
+        time.sleep(min(0.5, max(0.0, clock.left)))
+    text = f"the host name {describe(host)} in {cluster.found_in} has no address: {found.strerror or found}"
+    raise ClusterConfigError(text) if found.errno == socket.EAI_NONAME else ClusterStartError(text)
+
+
+def _look_up(host: str, port: int, seconds: float) -> list[_Address] | OSError:
+    """Ask the resolver, which cannot be interrupted: a thread of its own waits for one that does not answer."""
+
+    def ask(flags: int) -> list[_Address] | OSError:
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
+        except (OSError, UnicodeError) as error:
+            return error if isinstance(error, OSError) else OSError(socket.EAI_NONAME, str(error))
+        return list(dict.fromkeys((family, address) for family, _, _, _, address in found))
+
+    numeric = ask(socket.AI_NUMERICHOST)
+    if isinstance(numeric, list):
+        return numeric
+    answers: queue.SimpleQueue[list[_Address] | OSError] = queue.SimpleQueue()
+    threading.Thread(target=lambda: answers.put(ask(0)), name="mirrored-look-up", daemon=True).start()
+    try:
+        return answers.get(timeout=max(0.05, seconds))
+    except queue.Empty:
+        return OSError(socket.EAI_AGAIN, f"no name server answered within {seconds:.1f} s")

@@ -1,0 +1,133 @@
+"""What workers say to each other before jax starts: short lines of JSON, believed only after a check.
+
+The other side may be anybody on the network. So a line has a limit, a message has known fields of known types and
+lengths, and text is escaped where it is shown: docs/design/clusters.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from ._cluster_spec import MAX_WORKERS, Cluster, describe
+
+#: Says that this is our protocol, and which version of it.
+MAGIC = "mirrored-preflight-1"
+MAX_LINE = 8192
+#: Characters of a message for a person, and of all addresses together; both fit a line with room to spare.
+MAX_TEXT = 3000
+_MAX_WORD = 200
+_MAX_VERSIONS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Hello:
+    """Introduce a worker to worker 0.
+
+    Args:
+        index: which worker it says it is.
+        num_workers: how many it thinks there are.
+        digest: of its description of the cluster.
+        workers: the addresses in that description, to show a difference; empty when they are too long.
+        versions: name -> version.
+        process: its host and process number, for a person.
+        token: tells a process that connects again from another one with the same index.
+    """
+
+    index: int
+    num_workers: int
+    digest: str
+    workers: tuple[str, ...]
+    versions: Mapping[str, str]
+    process: str
+    token: str
+
+    def message(self) -> dict[str, Any]:
+        """Return it as what `encode` takes."""
+        return dataclasses.asdict(self)
+
+
+def introduce(cluster: Cluster, versions: Mapping[str, str], process: str, token: str) -> Hello:
+    """Make the hello of this worker."""
+    workers = tuple(address or "" for address in cluster.workers)
+    workers = workers if sum(map(len, workers)) + 4 * len(workers) <= MAX_TEXT else ()
+    return Hello(cluster.worker_index, cluster.num_workers, cluster.digest(), workers, dict(versions), process[:_MAX_WORD], token)
+
+
+def encode(message: Mapping[str, Any]) -> bytes:
+    """Write a message as one line."""
+    return json.dumps({"magic": MAGIC, **message}).encode() + b"\n"
+
+
+def parse_hello(line: bytes) -> Hello | None:
+    """Read a hello; None for everything else."""
+    message = _decode(line)
+    if not message or message.keys() != {field.name for field in dataclasses.fields(Hello)}:
+        return None
+    workers, versions, index, num_workers = (message[name] for name in ("workers", "versions", "index", "num_workers"))
+    digest, process, token = (message[name] for name in ("digest", "process", "token"))
+    if not isinstance(workers, list) or not isinstance(versions, dict) or len(versions) > _MAX_VERSIONS:
+        return None
+    if not all(type(number) is int and 0 <= number <= MAX_WORKERS for number in (index, num_workers)):
+        return None
+    if not all(_is_word(word) for word in (*workers, *versions, *versions.values(), digest, process, token)):
+        return None
+    return Hello(index, num_workers, digest, tuple(workers), versions, process, token)
+
+
+def parse_answer(line: bytes) -> dict[str, str] | None:
+    """Read what worker 0 answers; None for everything else."""
+    message = _decode(line)
+    if message in ({"state": "waiting"}, {"state": "go"}):
+        return message
+    if not message or message.keys() != {"state", "kind", "text"} or message["state"] != "error":
+        return None
+    text = message["text"]
+    if message["kind"] not in ("config", "start") or not isinstance(text, str) or not 0 < len(text) <= MAX_TEXT:
+        return None
+    return {**message, "text": "".join(c if c.isascii() and c.isprintable() else ascii(c)[1:-1] for c in text)}
+
+
+def may_be_ours(line: bytes) -> bool:
+    """Tell whether a line that is not yet complete begins like ours."""
+    start = encode({})[:-2]
+    return line[: len(start)] == start[: len(line)]
+
+
+def difference(they: str, theirs: Hello, me: str, mine: Hello) -> str:
+    """Say in what two workers differ so that they cannot train together; "" when in nothing."""
+    if theirs.num_workers != mine.num_workers:
+        return f"{they} was told of {theirs.num_workers} workers, {me} of {mine.num_workers}; give both the same cluster"
+    if theirs.digest != mine.digest:
+        return f"{they} was given another cluster than {me}{_first_other(theirs, mine)}; give both the same"
+    if theirs.index >= mine.num_workers:
+        return f"{they} has an index that is not below {mine.num_workers}, the number of workers"
+    for name in sorted({*theirs.versions, *mine.versions}):
+        here, there = mine.versions.get(name, "none"), theirs.versions.get(name, "none")
+        if here != there:
+            what = f"{describe(name)[1:-1]} {describe(there)}"
+            return f"{they} runs {what}, {me} runs {describe(here)}; install the same version on both"
+    return ""
+
+
+def _first_other(theirs: Hello, mine: Hello) -> str:
+    for index, (there, here) in enumerate(zip(theirs.workers, mine.workers, strict=False)):
+        if there != here:
+            return f": worker {index} is at {describe(there)} for the one, at {describe(here)} for the other"
+    return ""
+
+
+def _decode(line: bytes) -> dict[str, Any] | None:
+    if len(line) > MAX_LINE:
+        return None
+    try:
+        message = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return message if isinstance(message, dict) and message.pop("magic", None) == MAGIC else None
+
+
+def _is_word(word: object) -> bool:
+    return isinstance(word, str) and len(word) <= 300

@@ -1,0 +1,621 @@
+"""A cluster is found where its launcher described it, and a description that is wrong is one readable error."""
+
+import copy
+import dataclasses
+import doctest
+import json
+import pickle
+import time
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from mirrored import _cluster
+from mirrored._cluster import (
+    Cluster,
+    ClusterResolver,
+    ClusterSpec,
+    KubernetesClusterResolver,
+    SimpleClusterResolver,
+    SlurmClusterResolver,
+    TFConfigClusterResolver,
+    discover,
+)
+from mirrored._cluster_spec import check_address, join_address, split_address
+from mirrored._errors import ClusterConfigError
+from mirrored._launchers import MAX_TEXT, expand_nodes
+
+A, B, C = "10.0.0.1:2222", "10.0.0.2:2222", "10.0.0.3:2222"
+FUZZ = settings(deadline=None, derandomize=True, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+
+
+def tf_config(cluster: object = None, task: object = None, **more: object) -> dict[str, str]:
+    cluster = {"worker": [A, B]} if cluster is None else cluster
+    return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": task or {"type": "worker", "index": 0}, **more})}
+
+
+# Recorded: the pod of a TFJob (training-operator v1), names shortened.
+TFJOB = {
+    "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+    "HOSTNAME": "mnist-worker-1",
+    "TF_CONFIG": '{"cluster":{"chief":["mnist-chief-0.kubeflow.svc:2222"],"worker":["mnist-worker-0.kubeflow.svc:2222",'
+    '"mnist-worker-1.kubeflow.svc:2222"]},"task":{"type":"worker","index":1},"environment":"cloud"}',
+}
+# What kubeflow/trainer's plugin for jax sets (pkg/runtime/framework/plugins/jax/jax.go), in an indexed Job of a JobSet.
+TRAINJOB = {
+    "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+    "HOSTNAME": "digits-node-0-1",
+    "JOB_COMPLETION_INDEX": "1",
+    "JAX_NUM_PROCESSES": "3",
+    "JAX_PROCESS_ID": "1",
+    "JAX_COORDINATOR_ADDRESS": "digits-node-0-0.digits:6666",
+    "JAX_COORDINATOR_PORT": "6666",
+    "JAX_DISTRIBUTED_BACKEND": "gloo",
+}
+JAXJOB = {"COORDINATOR_ADDRESS": "digits-worker-0", "COORDINATOR_PORT": "6666", "NUM_PROCESSES": "2", "PROCESS_ID": "0"}
+# Recorded: torchrun --nnodes 2 --nproc-per-node 2.
+TORCHRUN = {
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29500",
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "1",
+    "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+}
+# Recorded: a step of srun, the part that says who is where, with two hosts more.
+SRUN = {
+    "SLURMD_NODENAME": "sh04-10n05",
+    "SLURM_DISTRIBUTION": "block",
+    "SLURM_JOB_ID": "22902023",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "2",
+    "SLURM_NTASKS": "5",
+    "SLURM_PROCID": "4",
+    "SLURM_STEPID": "0",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "sh04-10n[02-03,05]",
+    "SLURM_STEP_NUM_NODES": "3",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+    "SLURM_TASKS_PER_NODE": "2(x2),1",
+}
+# Recorded: Open MPI 5.0.11, mpirun -n 2.
+OPEN_MPI_5 = {
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_NODE_RANK": "1",
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_UNIVERSE_SIZE": "2",
+    "OMPI_VERSION": "5.0.11",
+    "PMIX_HOSTNAME": "vm",
+    "PMIX_NAMESPACE": "prterun-vm-26329@1",
+    "PMIX_RANK": "1",
+}
+OPEN_MPI_4 = {
+    "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1,10.108.0.1:34911",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_RANK": "0",
+    "PMIX_NAMESPACE": "1531576321",
+}
+# Recorded: MPICH 5.0.2, mpiexec -n 2.
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_FD": "11", "PMI_HOSTNAME": "vm", "MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "index", "num_workers", "coordinator", "found_in"),
+    [
+        (TFJOB, 2, 3, "mnist-chief-0.kubeflow.svc:2222", "TF_CONFIG"),
+        (TRAINJOB, 1, 3, "digits-node-0-0.digits:6666", "JAX_COORDINATOR_ADDRESS"),
+        (JAXJOB, 0, 2, "digits-worker-0:6666", "JAXJob"),
+        (TORCHRUN, 3, 4, "node0:29501", "torchrun"),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}, 3, 4, "127.0.0.1:29501", "torchrun"),
+        (TORCHRUN | {"MASTER_PORT": "65535"}, 3, 4, "node0:65534", "torchrun"),
+        (TORCHRUN | {"MASTER_ADDR": "fd00::1"}, 3, 4, "[fd00::1]:29501", "torchrun"),
+        (SRUN, 4, 5, "sh04-10n02:62304", "Slurm"),
+        (OPEN_MPI_5, 1, 2, "127.0.0.1:64450", "Open MPI"),
+        (OPEN_MPI_5 | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, 1, 2, "vm:64450", "Open MPI"),
+        (OPEN_MPI_4, 0, 4, "10.96.0.1:61556", "Open MPI"),
+        (MPICH, 1, 2, "127.0.0.1:8476", "mpiexec"),
+        (MPICH | {"MPI_LOCALNRANKS": "1", "JAX_COORDINATOR_ADDRESS": "n0:1234"}, 1, 2, "n0:1234", "mpiexec"),
+        (SRUN | {"JAX_COORDINATOR_ADDRESS": "n0:1234"}, 4, 5, "n0:1234", "Slurm"),
+        (TRAINJOB | {"JAX_COORDINATOR_ADDRESS": "digits-node-0-0.digits"}, 1, 3, "digits-node-0-0.digits:6666", "JAX"),
+        (tf_config(), 0, 2, A, "TF_CONFIG"),
+        (
+            tf_config({"chief": ["h:1"], "worker": ["h:2", "h:3"]}, {"type": "worker", "index": 0}),
+            1,
+            3,
+            "127.0.0.1:1",
+            "TF_CONFIG",
+        ),
+        (tf_config({"worker": ["[fd00::1]:1", "[fd00::1]:2"]}), 0, 2, "[::1]:1", "TF_CONFIG"),
+        (tf_config({"worker": [A]}), 0, 1, None, "TF_CONFIG"),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, 0, 1, None, "torchrun"),
+    ],
+)
+def test_each_launcher_is_understood(
+    environment: Mapping[str, str], index: int, num_workers: int, coordinator: str | None, found_in: str
+) -> None:
+    cluster, found = discover(environment=environment)
+    assert (cluster.worker_index, cluster.num_workers, cluster.coordinator_address) == (index, num_workers, coordinator)
+    assert cluster.is_chief == (index == 0)
+    assert found_in in cluster.found_in and cluster.found_in in found and "\n" not in found
+    assert cluster.names_come_late == ("KUBERNETES_SERVICE_HOST" in environment)
+    assert str(num_workers) in found or "one worker" in found
+    assert coordinator is None or coordinator in found
+
+
+@pytest.mark.parametrize(
+    ("environment", "says"),
+    [
+        ({}, "one worker: no variable describes a cluster"),
+        ({"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, "not started with srun"),
+        ({"JOB_COMPLETION_INDEX": "1"}, "KubernetesClusterResolver"),
+        ({"MASTER_ADDR": "x", "MASTER_PORT": "1", "WORLD_SIZE": "2"}, "one worker"),
+    ],
+)
+def test_without_a_description_there_is_one_worker_and_the_sentence_says_what_is_near(
+    environment: dict[str, str], says: str
+) -> None:
+    cluster, found = discover(environment=environment)
+    assert says in found
+    assert (cluster.num_workers, cluster.worker_index, cluster.is_chief, cluster.coordinator_address) == (1, 0, True, None)
+    assert not cluster.spec and cluster.address is None
+
+
+def test_the_most_explicit_description_decides_and_the_others_are_named() -> None:
+    everything = SRUN | MPICH | OPEN_MPI_5 | TORCHRUN | JAXJOB | TRAINJOB | tf_config()
+    names = ["TF_CONFIG", "JAX", "JAXJob", "torchrun", "Open MPI", "mpiexec", "Slurm"]
+    owned = [tf_config(), TRAINJOB, JAXJOB, TORCHRUN, OPEN_MPI_5, MPICH, SRUN]
+    for name, variables in zip(names, owned, strict=True):
+        cluster, found = discover(environment=everything)
+        assert name in cluster.found_in
+        assert ("not used: " in found) == (name != "Slurm")
+        everything = {key: value for key, value in everything.items() if key not in variables}
+
+
+def test_an_argument_decides_before_all_variables() -> None:
+    given_cluster = SimpleClusterResolver({"worker": [A, B]}, "worker", 1)
+    for explicit in (given_cluster, given_cluster.cluster()):
+        cluster, found = discover(explicit, environment=tf_config() | SRUN)
+        assert cluster == given_cluster.cluster() and "the argument `cluster`" in found
+    with pytest.raises(ClusterConfigError, match=r"cluster= is a list of 2; give a resolver, for example mr\.Simple"):
+        discover([A, B])
+
+
+@pytest.mark.parametrize("name", ["Open MPI", "mpiexec"])
+def test_mpirun_in_a_slurm_allocation_is_not_taken_for_slurm(name: str) -> None:
+    mpi = {"Open MPI": OPEN_MPI_5, "mpiexec": MPICH}[name]
+    assert name in discover(environment=SRUN | mpi)[0].found_in
+    launcher = ("PMIX_NAMESPACE", "MPI_LOCALNRANKS")
+    copied = SRUN | {key: value for key, value in mpi.items() if key not in launcher}
+    assert "Slurm" in discover(environment=copied)[0].found_in
+
+
+def test_jobs_on_one_host_get_different_ports() -> None:
+    ports = {discover(environment=SRUN | {"SLURM_JOB_ID": str(job)})[0].coordinator_address for job in range(50)}
+    steps = {discover(environment=SRUN | {"SLURM_STEP_ID": str(step)})[0].coordinator_address for step in range(10)}
+    assert len(ports) > 45 and len(steps) > 8
+
+
+def test_chief_workers_and_evaluator_know_their_places() -> None:
+    spec = {"worker": [B, C], "chief": [A]}
+    see = {
+        task: SimpleClusterResolver(spec, *task).cluster()
+        for task in [("chief", 0), ("worker", 0), ("worker", 1), ("evaluator", 0)]
+    }
+    assert [c.worker_index for c in see.values()] == [0, 1, 2, 0]
+    assert [c.num_workers for c in see.values()] == [3, 3, 3, 1]
+    assert [c.is_chief for c in see.values()] == [True, False, False, True]
+    assert [c.is_evaluator for c in see.values()] == [False, False, False, True]
+    assert [c.address for c in see.values()] == [A, B, C, None]
+    assert [c.coordinator_address for c in see.values()] == [A, A, A, None]
+    assert see["chief", 0].workers == (A, B, C)
+    assert "evaluator, beside 3 workers" in str(see["evaluator", 0])
+
+
+def test_a_cluster_is_a_value() -> None:
+    cluster = SimpleClusterResolver({"worker": [A, B]}, "worker", 1).cluster()
+    same = SimpleClusterResolver({"worker": (A, B)}, "worker", 1).cluster()
+    assert cluster == same == pickle.loads(pickle.dumps(cluster)) == copy.deepcopy(cluster)  # noqa: S301
+    assert hash(cluster) == hash(same)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        cluster.task_id = 0
+    assert ClusterSpec.of(cluster.spec) is cluster.spec
+
+
+def test_the_digest_tells_clusters_apart_and_is_the_same_on_all_workers() -> None:
+    def digest(spec: dict[str, list[str]], task: str = "worker", index: int = 0) -> str:
+        return SimpleClusterResolver(spec, task, index).cluster().digest()
+
+    assert digest({"worker": [A, B]}) == digest({"worker": [A, B]}, index=1)
+    assert digest({"chief": [A], "worker": [B]}) == digest({"worker": [B], "chief": [A]}, "chief")
+    assert len({digest(s) for s in ({"worker": [A, B]}, {"worker": [B, A]}, {"worker": [A]}, {"chief": [A], "worker": [B]})}) == 4
+    of_torchrun = [
+        discover(environment=TORCHRUN | {"MASTER_ADDR": a, "MASTER_PORT": p})[0].digest()
+        for a, p in [("a", "1"), ("b", "1"), ("a", "2")]
+    ]
+    assert of_torchrun[0] == of_torchrun[1] != of_torchrun[2]
+
+
+@pytest.mark.parametrize(
+    ("resolver", "expected"),
+    [
+        (TFConfigClusterResolver(environment=TFJOB), ("worker", 1)),
+        (TFConfigClusterResolver(environment={}), (None, None)),
+        (SlurmClusterResolver(environment=SRUN), ("worker", 4)),
+        (KubernetesClusterResolver(environment=TFJOB), ("worker", 1)),
+        (KubernetesClusterResolver(environment=TRAINJOB), ("worker", 1)),
+        (KubernetesClusterResolver(environment=JAXJOB), ("worker", 0)),
+        (KubernetesClusterResolver(environment=TORCHRUN), ("worker", 3)),
+        (SimpleClusterResolver({"chief": [A]}, "chief", 0), ("chief", 0)),
+    ],
+)
+def test_resolvers_answer_as_in_tensorflow(resolver: ClusterResolver, expected: tuple[str | None, int | None]) -> None:
+    assert (resolver.task_type, resolver.task_id) == expected
+    assert bool(resolver.cluster_spec()) == (expected[0] is not None)
+    assert list(resolver.cluster_spec().as_dict()) == resolver.cluster_spec().jobs
+
+
+def test_the_spec_is_a_dict_of_lists_and_of_indices_where_addresses_are_not_known() -> None:
+    assert TFConfigClusterResolver(environment=TFJOB).cluster_spec().as_dict() == json.loads(TFJOB["TF_CONFIG"])["cluster"]
+    assert discover(environment=TORCHRUN)[0].spec.as_dict() == {"worker": {0: "node0:29501"}}
+    hosts = [f"sh04-10n{n}:{port}" for n, port in [("02", 8888), ("02", 8889), ("03", 8888), ("03", 8889), ("05", 8888)]]
+    assert SlurmClusterResolver(environment=SRUN).cluster_spec().as_dict() == {"worker": hosts}
+    assert SlurmClusterResolver(7000, environment=SRUN).cluster().coordinator_address == "sh04-10n02:7000"
+
+
+def test_tf_config_is_read_at_every_access(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolver = TFConfigClusterResolver()
+    for index in (0, 1):
+        monkeypatch.setenv("TF_CONFIG", tf_config(task={"type": "worker", "index": index})["TF_CONFIG"])
+        assert resolver.task_id == index == discover()[0].task_id
+    monkeypatch.delenv("TF_CONFIG")
+    assert resolver.task_id is None
+
+
+def test_an_indexed_job_needs_the_number_of_its_pods() -> None:
+    pod = {"JOB_COMPLETION_INDEX": "11", "HOSTNAME": "digits-11", "KUBERNETES_SERVICE_HOST": "10.96.0.1"}
+    cluster = KubernetesClusterResolver(12, "pods", 9999, environment=pod).cluster()
+    assert cluster.address == "digits-11.pods:9999" and cluster.coordinator_address == "digits-0.pods:9999"
+    assert cluster.names_come_late
+    for resolver, says in [
+        (KubernetesClusterResolver(environment=pod), r"write KubernetesClusterResolver\(num_workers=2, subdomain="),
+        (KubernetesClusterResolver(environment={}), "neither TF_CONFIG nor JAX_NUM_PROCESSES nor JOB_COMPLETION_INDEX"),
+        (KubernetesClusterResolver(3, "pods", environment=pod), "JOB_COMPLETION_INDEX is '11'; expected a whole number below 3"),
+        (KubernetesClusterResolver(True, "pods", environment=pod), "num_workers is true"),
+        (
+            KubernetesClusterResolver(12, "pods", environment=pod | {"HOSTNAME": "x"}),
+            "HOSTNAME is 'x'; the pod 11 .* called JOB-11",
+        ),
+        (KubernetesClusterResolver(12, "a b", environment=pod), r"cluster.worker\[0\] is 'digits-0.a b:8476', whose host"),
+        (KubernetesClusterResolver(12, "pods", 0, environment=pod), "a port is a number from 1 to 65535"),
+    ]:
+        with pytest.raises(ClusterConfigError, match=says):
+            resolver.cluster()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "it is empty; unset it for one worker"),
+        ("  \n", "it is empty"),
+        ("{'cluster': {}}", r"not JSON: Expecting property name .* at character 1, near \"\{'cluster"),
+        ("x" * (MAX_TEXT + 1), f"{MAX_TEXT + 1} characters, more than {MAX_TEXT}"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"a":' * 30_000 + "1" + "}" * 30_000, "nested too deeply"),
+        ("9" * 10_000, "a number is too long"),
+        ("[]", "it is a list of 0, not an object"),
+        ('"worker"', "it is 'worker', not an object"),
+        ("null", "it is null, not an object"),
+        ("NaN", "it is a?n?.*, not an object"),
+        ("{}", "it has no 'cluster', only nothing"),
+        ('{"task": {"type": "worker", "index": 0}}', "it has no 'cluster', only 'task'"),
+        ('{"cluster": {"worker": ["a:1"]}}', "it has no 'task', only 'cluster'"),
+        ('{"cluster": [], "task": {}}', "cluster is a list of 0"),
+        ('{"cluster": {}, "task": {"type": "worker", "index": 0}}', "cluster is an object with nothing"),
+        ('{"cluster": {"worker": ["a:1"]}, "cluster": {"worker": ["b:1"]}, "task": {}}', "'cluster' stands twice"),
+        ('{"cluster": {"worker": ["a:1"], "worker": ["b:1"]}, "task": {}}', "'worker' stands twice"),
+        (
+            '{"sparseCluster": {"worker": {"0": "a:1"}}, "task": {"type": "worker", "index": 0}}',
+            "the number of workers must be fixed",
+        ),
+        ('{"cluster": {"worker": ["a:1"]}, "task": {"index": 0}}', "task has no 'type', only 'index'"),
+        ('{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker"}}', "task has no 'index', only 'type'"),
+        ('{"cluster": {"worker": ["a:1"]}, "task": 3}', "task is 3"),
+    ],
+)
+def test_a_malformed_tf_config_says_what_is_wrong_and_shows_a_right_one(text: str, says: str) -> None:
+    for resolve in (
+        TFConfigClusterResolver(environment={"TF_CONFIG": text}).cluster,
+        lambda: discover(environment={"TF_CONFIG": text}),
+    ):
+        before = time.process_time()
+        with pytest.raises(ClusterConfigError, match=says) as caught:
+            resolve()
+        assert time.process_time() - before < 0.1
+        assert str(caught.value).startswith("TF_CONFIG: ") and "Right: TF_CONFIG='{" in str(caught.value)
+        assert len(str(caught.value)) < 500 and str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("index", "says"),
+    [
+        (2, "task.index is 2; with 2 workers give 0 to 1"),
+        (-1, "task.index is -1"),
+        (10**30, "task.index is a huge number"),
+        (0.5, "task.index is 0.5; it is a whole number without quotes"),
+        (1.0, "task.index is 1.0; it is a whole number"),
+        (float("nan"), "task.index is nan"),
+        (float("inf"), "task.index is inf"),
+        (True, "task.index is true"),
+        ("1", "task.index is '1'; it is a whole number without quotes"),
+        (None, "task.index is null"),
+        ([0], "task.index is a list of 1"),
+        ({"0": 0}, "task.index is an object with '0'"),
+    ],
+)
+def test_an_index_is_a_whole_number_of_a_task_that_exists(index: object, says: str) -> None:
+    with pytest.raises(ClusterConfigError, match=says):
+        discover(environment=tf_config(task={"type": "worker", "index": index}))
+    with pytest.raises(ClusterConfigError, match=f"SimpleClusterResolver: {says}"):
+        SimpleClusterResolver({"worker": [A, B]}, "worker", index)  # pyrefly: ignore
+
+
+@pytest.mark.parametrize(
+    ("cluster", "task", "says"),
+    [
+        ({"worker": [A], "ps": [B]}, None, "task type 'ps': parameter servers are not supported"),
+        ({"worker": [A]}, {"type": "ps", "index": 0}, "task.type is 'ps': parameter servers are not supported"),
+        ({"master": [A]}, None, "the master is now the chief"),
+        ({"wrkr": [A]}, None, "task type 'wrkr'; known are chief and worker"),
+        ({"worker": [A]}, {"type": "foo\n\x1b[31m", "index": 0}, r"task.type is 'foo\\n\\x1b\[31m'"),
+        ({"worker": [A]}, {"type": ["worker"], "index": 0}, "task.type is a list of 1"),
+        ({"worker": [A]}, {"type": "chief", "index": 0}, "task.type is 'chief', but cluster has only worker"),
+        ({"chief": [A, B], "worker": [C]}, None, "cluster.chief has 2 addresses; a cluster has one chief"),
+        ({"worker": [A, B], "evaluator": [C]}, None, "'evaluator': the evaluator stands beside the cluster"),
+        ({"worker": [A]}, {"type": "evaluator", "index": 1}, "task.index is 1; with 1 evaluator give 0"),
+        ({"worker": []}, None, "cluster.worker is empty; it is a list of addresses"),
+        ({"worker": {"0": A}}, None, "cluster.worker is an object with '0'; it is a list"),
+        ({"worker": A}, None, "cluster.worker is '10.0.0.1:2222'; it is a list"),
+        ({"worker": [A, B, A]}, None, r"cluster.worker\[0\] and cluster.worker\[2\] are both '10.0.0.1:2222'"),
+        ({"chief": ["Host:1"], "worker": ["hOST:1"]}, None, r"cluster.chief\[0\] and cluster.worker\[0\] are both"),
+        ({"worker": [A, "10.0.0.2"]}, None, r"cluster.worker\[1\] is '10.0.0.2', which has no port; write 'host:port'"),
+    ],
+)
+def test_a_cluster_that_contradicts_itself_says_where(cluster: object, task: object, says: str) -> None:
+    with pytest.raises(ClusterConfigError, match=says):
+        discover(environment=tf_config(cluster, task))
+
+
+@pytest.mark.parametrize("address", ["h:1", "h-1.x_y.svc:65535", "10.0.0.1:2222", "[::1]:1", "[fe80::1%eth0]:80", "_a:1", "1a:1"])
+def test_addresses_that_are_right(address: str) -> None:
+    assert check_address("here", address) == address
+    assert join_address(*split_address(address)) == address
+
+
+@pytest.mark.parametrize(
+    ("address", "says"),
+    [
+        ("", "is ''"),
+        (None, "is null"),
+        (2222, "is 2222"),
+        (["h:1"], "is a list of 1"),
+        ("h", "has no port"),
+        ("h:", "whose port is ''"),
+        ("h:0", "whose port is '0'"),
+        ("h:65536", "whose port is '65536'; a port is a number from 1 to 65535"),
+        ("h:99999999999", "whose port is"),
+        ("h:-1", "whose port is '-1'"),
+        ("h:1.5", "whose port"),
+        ("h:+1", "whose port"),
+        ("h:01", "whose port"),
+        ("h: 1", "whose port"),
+        ("h:1\n", r"whose port is '1\\n'"),
+        ("h:\u0661", "whose port"),
+        (":1", "whose host is ''"),
+        ("::1:2222", "IPv6 address in brackets"),
+        ("h:1:2", "in brackets"),
+        ("[]:1", "whose host is ''"),
+        ("[h]:1", "whose host is 'h'"),
+        ("[::g]:1", "whose host"),
+        ("[::]:1", "whose host is '::'"),
+        ("[fe80::1%a b]:1", "whose host"),
+        ("[::1]", "in brackets"),
+        ("0.0.0.0:1", "whose host is '0.0.0.0'"),
+        ("10.0.0.256:1", "whose host is '10.0.0.256'"),
+        ("1.2.3:1", "whose host is '1.2.3'"),
+        ("grpc://h:1", "in brackets|whose"),
+        ("a b:1", "whose host is 'a b'"),
+        ("$(reboot):1", "whose host"),
+        ("a/b:1", "whose host"),
+        ("-x:1", "whose host"),
+        ("é:1", r"whose host is '\\xe9'"),
+        ("h\x00:1", r"whose host is 'h\\x00'"),
+        ("x" * 300 + ":1", "whose host is 'x+'..."),
+    ],
+)
+def test_addresses_that_are_wrong(address: object, says: str) -> None:
+    with pytest.raises(ClusterConfigError, match=says) as caught:
+        check_address("cluster.worker[3]", address)
+    assert str(caught.value).startswith("cluster.worker[3] is ") and str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "hosts"),
+    [
+        ("n1", ["n1"]),
+        ("n2,n10", ["n2", "n10"]),
+        ("n[2,10]", ["n2", "n10"]),
+        ("gpu[01-03,7],login1", ["gpu01", "gpu02", "gpu03", "gpu7", "login1"]),
+        ("n[8-11]", ["n8", "n9", "n10", "n11"]),
+        ("n[098-101]-ib", ["n098-ib", "n099-ib", "n100-ib", "n101-ib"]),
+        ("r[1-2]n[1,3]", ["r1n1", "r1n3", "r2n1", "r2n3"]),
+        ("a.b_c-d[5]", ["a.b_c-d5"]),
+    ],
+)
+def test_lists_of_slurm_hosts_are_expanded_in_their_order(nodes: str, hosts: list[str]) -> None:
+    assert expand_nodes(nodes) == hosts
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    ["", ",", "a,", "a,,b", "n[1-", "n]", "n[]", "n[a]", "n[3-1]", "n[1-2-3]", "n[1,]", "n[[1]]", "a b", "n[1-99999999]",
+     "n[1-65537]", "n[1-300]m[1-300]", "[1-65536]" * 5000, "n[1-40000],m[1-40000]", "n[1-2]" + "\n", "é", "n[1-65536]," * 3],
+)  # fmt: skip
+def test_lists_of_slurm_hosts_that_are_wrong_or_huge_are_refused_at_once(nodes: str) -> None:
+    before = time.process_time()
+    with pytest.raises(ClusterConfigError):
+        expand_nodes(nodes)
+    assert time.process_time() - before < 0.2
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"SLURM_PROCID": "5"}, "SLURM_PROCID is '5'; expected a whole number below 5"),
+        ({"SLURM_PROCID": "x"}, "SLURM_PROCID is 'x'"),
+        ({"SLURM_PROCID": "-1"}, "SLURM_PROCID is '-1'"),
+        ({"SLURM_STEP_NUM_TASKS": "0"}, "SLURM_STEP_NUM_TASKS is 0; there is at least one worker"),
+        ({"SLURM_STEP_NUM_TASKS": "999999999"}, "SLURM_STEP_NUM_TASKS is '999999999'"),
+        ({"SLURM_STEP_NUM_TASKS": "6"}, "3 hosts.* 5 tasks, and SLURM_STEP_NUM_TASKS is 6: they do not fit"),
+        ({"SLURM_STEP_TASKS_PER_NODE": ""}, "SLURM_STEP_TASKS_PER_NODE is empty"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, "has 2 of them"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2(x999999)"}, r"right: '2\(x3\),1'"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "999999(x3)"}, "more than 65536 workers"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "two"}, "right:"),
+        ({"SLURM_STEP_NODELIST": "n["}, "cannot read 'n\\['|cannot read"),
+        ({"SLURM_NODEID": "0"}, "task 4 runs on host 0 of the step, not on host 2: .*`srun --distribution=block"),
+        ({"SLURM_NODEID": "3"}, "SLURM_NODEID is '3'"),
+    ],
+)
+def test_slurm_variables_that_do_not_fit_are_refused(change: dict[str, str], says: str) -> None:
+    for resolve in (SlurmClusterResolver(environment=SRUN | change).cluster, lambda: discover(environment=SRUN | change)):
+        with pytest.raises(ClusterConfigError, match=says):
+            resolve()
+
+
+@pytest.mark.parametrize("port_base", [0, 65535, -1, "8888", None])
+def test_a_port_base_leaves_room_for_all_workers_of_a_host(port_base: Any) -> None:
+    with pytest.raises(ClusterConfigError, match=r"port_base is .*; with 2 workers on a host give 1 to 65534"):
+        SlurmClusterResolver(port_base, environment=SRUN).cluster()
+    with pytest.raises(ClusterConfigError, match="SLURM_STEP_NUM_TASKS is unset"):
+        SlurmClusterResolver(environment={}).cluster()
+
+
+@pytest.mark.parametrize(
+    ("environment", "says"),
+    [
+        ({"JAX_COORDINATOR_ADDRESS": "h:1"}, "JAX_NUM_PROCESSES and JAX_PROCESS_ID missing: .* are set together"),
+        ({"JAX_NUM_PROCESSES": "2"}, "JAX_COORDINATOR_ADDRESS and JAX_PROCESS_ID missing"),
+        (TRAINJOB | {"JAX_PROCESS_ID": "3"}, "JAX_PROCESS_ID is '3'; expected a whole number below 3"),
+        (TRAINJOB | {"JAX_PROCESS_ID": "1.0"}, "JAX_PROCESS_ID is '1.0'"),
+        (TRAINJOB | {"JAX_PROCESS_ID": ""}, "JAX_PROCESS_ID is empty"),
+        (TRAINJOB | {"JAX_NUM_PROCESSES": "x" * 999}, "JAX_NUM_PROCESSES is 'x+'..."),
+        (TRAINJOB | {"JAX_COORDINATOR_ADDRESS": "h:0"}, "JAX_COORDINATOR_ADDRESS is 'h:0', whose port"),
+        (JAXJOB | {"COORDINATOR_PORT": ""}, "a JAXJob's variables: .* whose port is ''"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "set without MASTER_ADDR and MASTER_PORT"),
+        (TORCHRUN | {"RANK": "4"}, "torchrun's variables: RANK is '4'"),
+        (TORCHRUN | {"MASTER_PORT": "70000"}, "MASTER_PORT is '70000'"),
+        (TORCHRUN | {"MASTER_ADDR": "a b"}, "whose host is 'a b'"),
+        (MPICH | {"MPI_LOCALNRANKS": "1"}, "does not say on which host worker 0 is; set JAX_COORDINATOR_ADDRESS=host:port"),
+        (OPEN_MPI_4 | {"OMPI_MCA_orte_hnp_uri": "?"}, "does not say on which host"),
+        (OPEN_MPI_5 | {"OMPI_COMM_WORLD_RANK": "9"}, "Open MPI's variables: OMPI_COMM_WORLD_RANK is '9'"),
+        (MPICH | {"JAX_COORDINATOR_ADDRESS": ""}, "worker 0's address is ''"),
+    ],
+)
+def test_variables_of_launchers_that_are_wrong_are_refused(environment: dict[str, str], says: str) -> None:
+    with pytest.raises(ClusterConfigError, match=says):
+        discover(environment=environment)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=10) | st.sampled_from([A, B, "worker", "chief"]),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(
+            st.sampled_from(["cluster", "task", "worker", "chief", "type", "index", "ps"]) | st.text(max_size=5),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=15,
+)
+
+
+def discovers_or_refuses(environment: dict[str, str]) -> None:
+    before = time.process_time()
+    try:
+        cluster, found = discover(environment=environment)
+    except ClusterConfigError as error:
+        assert str(error).isprintable() and len(str(error)) < 1000
+    else:
+        assert 0 <= cluster.worker_index < cluster.num_workers and found.isprintable()
+    assert time.process_time() - before < 0.1
+
+
+@FUZZ
+@given(st.text())
+@example("\udcff")
+@example("1e999")
+def test_no_text_in_tf_config_escapes_as_another_error(text: str) -> None:
+    discovers_or_refuses({"TF_CONFIG": text})
+
+
+@FUZZ
+@given(JSON, JSON, JSON)
+def test_no_json_in_tf_config_escapes_as_another_error(config: object, cluster: object, task: object) -> None:
+    discovers_or_refuses({"TF_CONFIG": json.dumps(config)})
+    discovers_or_refuses({"TF_CONFIG": json.dumps({"cluster": cluster, "task": task})})
+    discovers_or_refuses({"TF_CONFIG": json.dumps({"cluster": {"worker": cluster}, "task": {"type": "worker", "index": task}})})
+
+
+@FUZZ
+@given(st.data())
+def test_no_mutation_of_a_right_tf_config_escapes_as_another_error(data: st.DataObject) -> None:
+    text = list(TFJOB["TF_CONFIG"])
+    for _ in range(data.draw(st.integers(1, 4))):
+        place = data.draw(st.integers(0, len(text)))
+        text[place : place + data.draw(st.integers(0, 3))] = data.draw(st.text('{}[]":,\\0123456789.eE-worker\x00\n', max_size=3))
+    discovers_or_refuses({"TF_CONFIG": "".join(text)})
+
+
+@FUZZ
+@given(st.sampled_from([TRAINJOB, JAXJOB, TORCHRUN, SRUN, OPEN_MPI_4, OPEN_MPI_5, MPICH]), st.data())
+def test_no_value_of_a_launchers_variable_escapes_as_another_error(environment: dict[str, str], data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(sorted(environment)))
+    odd = st.text(max_size=20) | st.text("[]()x,-0123456789:.;/@", max_size=20)
+    discovers_or_refuses(environment | {name: data.draw(odd)})
+
+
+def test_a_cluster_of_the_largest_size_is_read_quickly() -> None:
+    workers = [f"h{i}:1" for i in range(20_000)]
+    environment = tf_config({"worker": workers}, {"type": "worker", "index": 19_999})
+    before = time.process_time()
+    assert discover(environment=environment)[0].num_workers == 20_000
+    assert time.process_time() - before < 0.5
+
+
+def test_the_examples_in_the_documentation_run() -> None:
+    namespace = {"mr": types.SimpleNamespace(**vars(_cluster))}
+    finder = doctest.DocTestFinder()
+    resolvers = (SimpleClusterResolver, TFConfigClusterResolver, SlurmClusterResolver, KubernetesClusterResolver)
+    tests = [test for resolver in resolvers for test in finder.find(resolver, globs=namespace)]
+    results = [doctest.DocTestRunner().run(test) for test in tests]
+    assert sum(result.attempted for result in results) == 8
+    assert not sum(result.failed for result in results)
+
+
+def test_a_description_by_hand_is_checked_too() -> None:
+    with pytest.raises(ClusterConfigError, match=r"task.type is 'boss'"):
+        Cluster(ClusterSpec.of({"worker": [A]}), "boss")
+    with pytest.raises(ClusterConfigError, match="cluster is a list of 1; it names the workers"):
+        ClusterSpec.of([A])

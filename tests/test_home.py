@@ -1,0 +1,346 @@
+"""Where variables' arrays are: warm steps hand over one list, and nothing is lost when programs share variables."""
+
+import contextlib
+import gc
+import sys
+import threading
+import weakref
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+import mirrored as mr
+from mirrored import _home, _programs, _tracing
+
+# Many steps here come from one factory.
+pytestmark = pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning")
+
+STRATEGY = mr.MirroredStrategy(["cpu:0", "cpu:1"])
+
+
+def variables(values, strategy=STRATEGY, **how):
+    with strategy.scope():
+        return [mr.Variable(np.full(3, value, np.float32), **how) for value in values]
+
+
+def adding_one(*written):
+    """Make a step that adds one to some variables."""
+
+    def step():
+        for variable in written:
+            variable.assign_add(jnp.ones(3))
+
+    return step
+
+
+def home_of(variable):
+    return variable._place[0]
+
+
+def first(variable):
+    values = variable.numpy()
+    assert (values == values[0]).all()
+    return float(values[0])
+
+
+# -- one list
+
+
+@pytest.mark.parametrize("how", [{}, {"synchronization": "on_read", "aggregation": "sum"}], ids=["mirrored", "on read"])
+def test_the_variables_of_a_program_live_in_one_list_that_a_step_replaces(how):
+    made = variables(range(3), **how)
+    step = adding_one(*made)
+    STRATEGY.run(step)
+    home, arrays = home_of(made[0]), home_of(made[0]).arrays
+    STRATEGY.run(step)
+    assert [variable._place for variable in made] == [(home, 0), (home, 1), (home, 2)]
+    assert home.arrays is not arrays
+    assert all(array.is_deleted() for array in arrays)
+    assert home.is_whole and not home.taken
+
+
+def test_programs_that_overwrite_the_same_variables_share_a_home():
+    a, b = variables([0, 0])
+
+    def step(x):
+        a.assign(a + x.sum())
+        b.assign(b - x.sum())
+
+    for size in (1, 2, 1, 2):
+        STRATEGY.run(step, args=(np.ones(size, np.float32),))
+        mr.function(step)(np.ones(size, np.float32))
+    assert {home_of(program.lifted.written[0]) for program in STRATEGY._programs if a in program.lifted.written} == {home_of(a)}
+    assert (first(a), first(b)) == (12, -12)
+
+
+def test_a_home_is_for_exactly_these_variables_in_this_order():
+    a, b, c = variables(range(3))
+    assert _home.home_of([a]) is home_of(a)
+    assert _home.home_of([]).is_whole
+    STRATEGY.run(adding_one(a, b))
+    assert _home.home_of([a, b]) is home_of(a)
+    for others in ([b, a], [a], [b], [a, b, c], [c, a]):
+        assert _home.home_of(others) not in (home_of(a), home_of(b), home_of(c))
+
+
+# -- programs that share some variables
+
+#: What each step writes, of four variables; the last one is a counter of all.
+WRITTEN = [(0, 3), (1, 3), (2, 3), (3,), (0, 1, 2, 3), (3, 0)]
+
+SHARED = variables([0, 0, 0, 0])
+STEPS = [adding_one(*(SHARED[index] for index in indices)) for indices in WRITTEN]
+FUNCTIONS = [mr.function(step) for step in STEPS]
+
+
+def read_and_write(index):
+    SHARED[3 - index].assign(SHARED[index] + 1.0)
+
+
+def check_interleaved(sequence):
+    expected, taken = [0.0] * 4, []
+    for variable in SHARED:
+        variable.assign(np.zeros(3, np.float32))
+    for verb, index in sequence:
+        if verb == "take":
+            taken.append((SHARED[index].value, expected[index]))
+        elif verb == "assign":
+            SHARED[index].assign(np.full(3, 100.0, np.float32))
+            expected[index] = 100.0
+        elif verb == "read":
+            STRATEGY.run(read_and_write, args=(index,))
+            expected[3 - index] = expected[index] + 1
+        else:
+            with mr.eager() if verb == "eager" else contextlib.nullcontext():
+                FUNCTIONS[index]() if verb == "function" else STRATEGY.run(STEPS[index])
+            for written in WRITTEN[index]:
+                expected[written] += 1
+        assert [first(variable) for variable in SHARED] == expected
+    for array, value in taken:
+        np.testing.assert_array_equal(array, np.full(3, value))
+
+
+operations = st.one_of(
+    st.tuples(st.sampled_from(["run", "run", "function", "eager"]), st.sampled_from(range(len(WRITTEN)))),
+    st.tuples(st.sampled_from(["take", "assign", "read"]), st.integers(0, 3)),
+)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.lists(operations, max_size=20))
+def test_interleaved_programs_agree_on_the_variables_and_what_was_taken_stays(sequence):
+    check_interleaved(sequence)
+
+
+def test_programs_that_are_made_again_find_their_variables(monkeypatch):
+    monkeypatch.setattr(_programs, "MAX_PROGRAMS", 1)
+    check_interleaved([("run", index) for index in (0, 1, 1, 0, 4)] + [("take", 3), ("run", 3), ("read", 3), ("run", 0)])
+
+
+def test_a_program_that_fails_leaves_the_variables_where_they_were():
+    a, b = variables([1, 2])
+    STRATEGY.run(adding_one(b))
+    places = [a._place, b._place]
+
+    def fails(arrays):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        _home.overwrite(fails, _home.home_of([a, b]), [a, b])
+    assert [a._place, b._place] == places
+    STRATEGY.run(adding_one(a, b))
+    STRATEGY.run(adding_one(b))
+    assert (first(a), first(b)) == (2, 5)
+
+
+def test_a_ctrl_c_at_any_call_of_steps_that_share_a_variable_loses_nothing():
+    """Raise where Python looks for signals, after a call: first after the first one, then after the second, and so on."""
+    a, b, c = variables([0, 0, 0])
+    left, right = adding_one(a, b), adding_one(b, c)
+    remaining = 0
+
+    def steps():
+        a.value, b.value  # taken: to be copied
+        STRATEGY.run(left)
+        STRATEGY.run(right)
+
+    def stop(frame, event, argument):
+        nonlocal remaining
+        if event != "c_call" and frame.f_code.co_filename.startswith(_tracing._PACKAGE_FOLDER):
+            remaining -= 1
+            if remaining < 0:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    steps()
+    stopped, is_done = 0, False
+    while not is_done:
+        remaining = stopped
+        try:
+            sys.setprofile(stop)
+            steps()
+            is_done = True
+        except KeyboardInterrupt:
+            stopped += 1
+        finally:
+            sys.setprofile(None)
+        assert first(b) == first(a) + first(c)
+    assert stopped > 100
+
+
+def test_variables_move_for_one_thread_at_a_time():
+    """Two threads must not move one variable to two homes, whose copies would drift apart without a word."""
+    a, b = variables([1, 2])
+    is_free = []
+
+    def try_to_move():
+        is_free.append(_home._moving.acquire(blocking=False))
+        if is_free[-1]:
+            _home._moving.release()
+
+    def another_thread_tries(arrays):
+        thread = threading.Thread(target=try_to_move)
+        thread.start()
+        thread.join()
+        return None, arrays
+
+    home = _home.home_of([a, b])
+    for _ in range(2):
+        _home.overwrite(another_thread_tries, home, [a, b])
+    assert is_free == [False, True]  # a warm step moves nothing
+    assert (home_of(a), first(a), first(b)) == (home, 1, 2)
+
+
+def test_threads_with_a_lock_lose_no_step():
+    a, b, c = variables([0, 0, 0])
+    lock = threading.Lock()
+
+    def loop(step):
+        for _ in range(20):
+            with lock:
+                STRATEGY.run(step)
+
+    threads = [threading.Thread(target=loop, args=(step,)) for step in (adding_one(a, b), adding_one(b, c))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (first(a), first(b), first(c)) == (20, 40, 20)
+
+
+# -- memory
+
+
+def test_a_variable_that_dies_frees_its_array_while_others_of_its_home_live():
+    strategy = mr.MirroredStrategy(["cpu:0", "cpu:1"])
+    a, b = variables([0, 0], strategy)
+    step = adding_one(a, b)
+    strategy.run(step)
+    strategy.run(step)
+    home, array = home_of(b), weakref.ref(a._array)
+    assert home_of(a) is home
+    del a
+    gc.collect()
+    assert array() is not None  # the program holds its variables
+    del step, strategy
+    gc.collect()
+    assert array() is None
+    assert home.arrays[0] is None
+    assert first(b) == 2
+    STRATEGY.run(adding_one(b))
+    assert first(b) == 3
+
+
+def test_a_home_that_a_variable_has_left_holds_nothing_of_it():
+    a, b = variables([0, 0])
+    both = adding_one(a, b)
+    STRATEGY.run(both)
+    home = home_of(a)
+    b.value  # taken: copied before it moves
+    STRATEGY.run(adding_one(b))
+    assert home.arrays[1] is None
+    assert not home.is_whole
+    assert (home_of(a), first(a), first(b)) == (home, 1, 2)
+    STRATEGY.run(both)
+    assert (home_of(b), first(a), first(b)) == (home, 2, 3)
+
+
+def test_only_what_was_taken_is_copied():
+    made = variables(range(3))
+    step = adding_one(*made)
+    STRATEGY.run(step)
+    before = [variable._array for variable in made]
+    taken = made[1].value
+    STRATEGY.run(step)
+    assert [array.is_deleted() for array in before] == [True, False, True]
+    assert taken is before[1]
+    np.testing.assert_array_equal(taken, np.full(3, 2.0))
+
+
+# -- the warm path is taken only where it is right
+
+
+def warmed():
+    """Make a step that reads a variable, and run it twice."""
+    [scale] = variables([3])
+
+    def step(x):
+        return x * scale
+
+    for _ in range(2):
+        STRATEGY.run(step, args=(jnp.float32(1),))
+    return scale, step
+
+
+def test_a_warm_step_under_a_transformation_is_part_of_it():
+    _, step = warmed()
+    run = lambda x: STRATEGY.reduce("mean", STRATEGY.run(step, args=(x,)))[0]  # noqa: E731
+    with pytest.raises(mr.ContextError, match=r"Use mr\.function instead of jax\.jit"):
+        jax.jit(run)(jnp.float32(2))
+    assert float(mr.function(run)(jnp.float32(2))) == 6
+    assert float(jax.grad(run)(jnp.float32(2))) == 3
+    plain = lambda x: x * 3  # noqa: E731
+    assert float(STRATEGY.run(plain, args=(jnp.float32(1),))) == 3
+
+    @jax.jit
+    def with_concrete_values(x):
+        with jax.ensure_compile_time_eval():
+            return STRATEGY.run(plain, args=(x,))
+
+    assert float(with_concrete_values(jnp.float32(2))) == 6
+    assert jax.vmap(lambda x: STRATEGY.run(plain, args=(x,)))(jnp.arange(3.0)).tolist() == [0, 3, 6]
+
+
+def test_a_warm_step_is_eager_in_an_eager_block(capsys):
+    scale, _ = warmed()
+
+    def step():
+        print("here")
+        scale.assign_add(jnp.ones(3))
+
+    STRATEGY.run(step)
+    capsys.readouterr()
+    with mr.eager():
+        STRATEGY.run(step)
+    assert capsys.readouterr().out == "here\n"
+    STRATEGY.run(step)
+    assert capsys.readouterr().out == ""
+    assert first(scale) == 6
+
+
+def test_a_warm_step_takes_arrays_from_elsewhere_and_refuses_other_strategies_values():
+    scale, step = warmed()
+    elsewhere = mr.MirroredStrategy(["cpu:2", "cpu:3"])
+    for device in jax.devices()[:4]:
+        result = STRATEGY.run(step, args=(jax.device_put(jnp.float32(1), device),))
+        assert result.sharding.device_set == set(STRATEGY.devices)
+    make = lambda strategy: strategy.distribute_values_from_function(lambda ctx: np.float32(ctx.replica_id_in_sync_group))  # noqa: E731
+    for _ in range(2):
+        assert [value.tolist() for value in STRATEGY.run(step, args=(make(STRATEGY),)).values] == [[0] * 3, [3] * 3]
+        with pytest.raises(mr.StrategyMismatchError, match=r"`x` is a PerReplica whose values lie on \['"):
+            STRATEGY.run(step, args=(make(elsewhere),))
+    assert first(scale) == 3
