@@ -145,7 +145,8 @@ def main() -> None:
     picture = draw(np.array(losses), accuracies, len(losses) // arguments.epochs, arguments.out)
     print(
         f"trained {len(losses)} steps on {strategy.num_replicas_in_sync} replicas in {time.perf_counter() - started:.0f} s: "
-        f"{int(num_right)} of {int(num_seen)} held-out images right ({accuracies[-1]:.1%}), all copies bit-equal, curves in {picture}"
+        f"{int(num_right)} of {int(num_seen)} held-out images right ({accuracies[-1]:.1%}), all copies bit-equal, "
+        f"curves in {picture}"
     )
 
 

@@ -2,11 +2,9 @@
 
 import copy
 import dataclasses
-import doctest
 import json
 import pickle
 import time
-import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +12,6 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from mirrored import _cluster
 from mirrored._cluster import (
     Cluster,
     ClusterResolver,
@@ -602,16 +599,6 @@ def test_a_cluster_of_the_largest_size_is_read_quickly() -> None:
     before = time.process_time()
     assert discover(environment=environment)[0].num_workers == 20_000
     assert time.process_time() - before < 0.5
-
-
-def test_the_examples_in_the_documentation_run() -> None:
-    namespace = {"mr": types.SimpleNamespace(**vars(_cluster))}
-    finder = doctest.DocTestFinder()
-    resolvers = (SimpleClusterResolver, TFConfigClusterResolver, SlurmClusterResolver, KubernetesClusterResolver)
-    tests = [test for resolver in resolvers for test in finder.find(resolver, globs=namespace)]
-    results = [doctest.DocTestRunner().run(test) for test in tests]
-    assert sum(result.attempted for result in results) == 8
-    assert not sum(result.failed for result in results)
 
 
 def test_a_description_by_hand_is_checked_too() -> None:

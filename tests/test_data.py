@@ -153,6 +153,7 @@ def test_rows_of_any_number(dtype: Any) -> None:
         (np.zeros(2, "M8[s]"), TypeError, r"has dtype datetime64\[s\]"),
         (np.zeros(2, [("a", int)]), TypeError, r"has dtype \[\('a', '<i8'\)\]"),
         ((np.ones(2), np.ones(3)), ValueError, r"different numbers of rows \(\[0\]: 2, \[1\]: 3\)"),
+        ({"x": np.ma.array([1, 2], mask=[0, 1])}, TypeError, r"\['x'\] is a masked array, .* Write array\.filled\(value\)"),
         ([np.ones(2), np.ones(3)], ValueError, r"numpy_input is a list whose elements have different shapes, .*: \(x, y\)"),
         ({"x": [[1, 2], [3]]}, ValueError, r"\['x'\] is a list whose elements have different shapes"),
     ],
@@ -495,11 +496,15 @@ def test_a_batch_on_the_devices_is_not_the_array_on_the_host(make: Callable[[Any
         ("bool", "bool"),
         ("float16", "float16"),
         (ml_dtypes.bfloat16,) * 2,
+        (">i2", "int16"),
+        (">f8", "float32"),
     ],
 )
 def test_dtypes_become_those_of_jax(given: Any, held: Any, strategy2: mr.MirroredStrategy) -> None:
-    [batch] = strategy2.distribute_dataset([np.ones(4, given)])
-    assert batch.dtype == held
+    for source in ([np.ones(4, given)], strategy2.make_numpy_dataset(np.ones(4, given)).batch(4)):
+        [batch] = strategy2.distribute_dataset(source)
+        assert batch.dtype == held
+        np.testing.assert_array_equal(joined(batch), np.ones(4))
 
 
 # -- ahead of the step
@@ -569,9 +574,11 @@ def test_an_exception_when_a_pass_starts(strategy2: mr.MirroredStrategy) -> None
         (np.array([None, 1]), TypeError, r"yielded ndarray of dtype object"),
         ({"when": np.zeros(2, "M8[s]")}, TypeError, r"dtype datetime64\[s\] at \['when'\]"),
         (np.zeros(2, [("a", int)]), TypeError, r"which no device can hold"),
+        ({"x": np.zeros(2, np.longdouble)}, TypeError, r"dtype float\d+ at \['x'\], which no device can hold"),
+        ((X, np.ma.array(X, mask=X > 1)), TypeError, r"a masked array at \[1\], and no device holds masks\. Write array\.filled"),
         ((X, object()), TypeError, r"yielded object of dtype object at \[1\]"),
         (np.array([0, 2**31]), ValueError, r"int64 values from 0 to 2147483648, and JAX holds them as int32, .*jax_enable_x64"),
-        ({"id": np.array([0, 2**32], "uint64")}, ValueError, r"uint64 values from 0 to 4294967296 at \['id'\]"),
+        ({"id": np.array([0, 2**32], "uint64")}, ValueError, r"at \['id'\] uint64 values from 0 to 4294967296"),
     ],
     ids=str,
 )  # fmt: skip

@@ -88,6 +88,8 @@ def test_a_single_record_has_no_leading_axis() -> None:
         (np.zeros(0, np.int64), VarLenFeature(np.int64), np.zeros(0, np.int64)),
         ([b"a", b"bc"], VarLenFeature(bytes), np.array([b"a", b"bc"], object)),
         (np.zeros(0, object), VarLenFeature(bytes), np.zeros(0, object)),
+        ([1, 300], VarLenFeature(">i4"), np.array([1, 300], ">i4")),
+        (np.array([1, 2], ">f8").tobytes(), FixedLenFeature((2,), ">f8"), np.array([1, 2], ">f8")),
     ],
 )
 def test_every_kind_of_value_comes_back(value: Any, feature: Any, expected: Any, num_records: int) -> None:
@@ -428,7 +430,7 @@ def test_bytes_that_are_no_example(record: bytes, num_records: int) -> None:
     "records, spec, message",
     [
         ("abc", IMAGES, "records is str; expected bytes or a list of bytes"),
-        (np.array([b"a"]), IMAGES, "records is ndarray"),
+        (np.array([b"a"]), IMAGES, r"records is ndarray; .* a shuffle, write \.batch\(n, batch_fn=list\)"),
         ([b"", "abc"], IMAGES, "record 1 of the batch is 'abc' of type str; expected bytes"),
         ([None], IMAGES, "record 0 of the batch is None"),
         (b"", [1], "spec is list; expected a dict"),

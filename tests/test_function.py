@@ -254,3 +254,9 @@ def test_a_factory_of_functions_may_be_used_often_and_one_function_compiled_agai
     with pytest.warns(mr.RecompilationWarning, match=r"step has been compiled 9 times; .* argument `x` changed from 8 to 9"):
         for i in range(1, 12):
             steps[0](i)
+
+
+def test_values_that_a_user_stacked_elsewhere_are_taken(strategy2):
+    stacked = mr.PerReplica(jnp.arange(2.0))  # on one device only, as `jax.tree.map` may leave it
+    with strategy2.scope():
+        assert float(mr.function(lambda x: strategy2.reduce("sum", x))(stacked)) == 1.0

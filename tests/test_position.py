@@ -54,6 +54,45 @@ class WithStateDict:
         self.start = state["next"]
 
 
+class WithEagerIterator:
+    """As torchdata's StatefulDataLoader: an iterator takes the position when it is made; asking for one makes one."""
+
+    def __init__(self, num_batches: int = 4) -> None:
+        self.num_batches = num_batches
+        self.start = 0
+        self.current: WithEagerIterator.Iterator | None = None
+        self.is_fresh = False
+
+    class Iterator:
+        def __init__(self, loader: "WithEagerIterator") -> None:
+            self.loader, self.next, loader.start = loader, loader.start, 0
+            if self.next > loader.num_batches:
+                raise IndexError(self.next)
+
+        def __iter__(self) -> "WithEagerIterator.Iterator":
+            return self
+
+        def __next__(self) -> np.ndarray:
+            if self.next >= self.loader.num_batches:
+                raise StopIteration
+            self.next += 1
+            return np.arange(3) + 10 * self.next
+
+    def __iter__(self) -> Any:
+        if self.current is None or not self.is_fresh or self.current.next >= self.num_batches:
+            self.current = self.Iterator(self)
+        self.is_fresh = False
+        return self.current
+
+    def state_dict(self) -> dict[str, int]:
+        if self.current is None:
+            self.current, self.is_fresh = self.Iterator(self), True
+        return {"next": self.current.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.current, self.is_fresh, self.start = None, False, state["next"]
+
+
 class Values(grain.transforms.Map):
     def map(self, element: int) -> np.int32:
         return np.int32(element)
@@ -76,6 +115,7 @@ SOURCES: dict[str, Callable[[], Any]] = {
         operations=[Values(), grain.transforms.Batch(4)],
     ),
     "state_dict": WithStateDict,
+    "state_dict, eager": WithEagerIterator,
 }
 
 
@@ -86,7 +126,7 @@ def test_resuming_with_another_number_of_replicas_gives_every_example_once(
 ) -> None:
     options = mr.InputOptions(prefetch=prefetch)
     whole = [rows_of(batch) for batch in STRATEGIES[1].distribute_dataset(SOURCES[source]())]
-    for num_taken in range(source == "state_dict", len(whole) + 1):
+    for num_taken in range(source.startswith("state_dict"), len(whole) + 1):
         iterator = iter(STRATEGIES[before].distribute_dataset(SOURCES[source](), options))
         taken = [rows_of(next(iterator)) for _ in range(num_taken)]
         state = json.loads(json.dumps(iterator.get_state()))
@@ -205,6 +245,11 @@ STATE = {"version": 1, "policy": "DATA", "worker": None}
             ValueError,
             r"it is of a dataset of 12 rows, and this one has 11",
         ),
+        (
+            {**STATE, "source": {"pass": 0, "epoch": 0, "row": 4, "num_rows": 11, "seed": 2}},
+            ValueError,
+            r"its rows are in the order of shuffle seed 2, and here of 1",
+        ),
         ({**STATE, "source": {"pass": -1, "epoch": 0, "row": 4, "num_rows": 11}}, ValueError, r"no such position"),
         ({**STATE, "source": {"pass": 0, "epoch": 0, "row": "4", "num_rows": 11}}, ValueError, r"does not fit"),
     ],
@@ -237,6 +282,23 @@ def test_a_state_dict_that_does_not_fit_is_taken_back() -> None:
     with pytest.raises(ValueError, match=r"the state does not fit WithStateDict: KeyError"):
         iterator.set_state({**STATE, "source": {"wrong": 1}})
     assert len(list(iterator)) == 4
+
+
+@pytest.mark.parametrize("dataset_class", [WithStateDict, WithEagerIterator])
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_the_position_that_a_dataset_holds_is_changed_while_nothing_is_read_ahead(dataset_class: Any, prefetch: int) -> None:
+    distributed = STRATEGIES[2].distribute_dataset(dataset_class(), mr.InputOptions(prefetch=prefetch))
+    whole = [rows_of(batch) for batch in distributed]
+    iterator = iter(distributed)
+    states = [(next(iterator), iterator.get_state())[1] for _ in range(3)]
+    for number, state in enumerate(states, 1):
+        iterator.set_state(state)
+        assert rows_of(next(iterator)) == whole[number]
+        with pytest.raises(ValueError, match=r"the state does not fit With.*nothing has changed"):
+            iterator.set_state({**STATE, "source": {"wrong": 1}})
+        assert iterator.get_state()["source"] == {"next": number + 1}
+        assert [rows_of(batch) for batch in iterator] == whole[number + 1 :]
+        assert [rows_of(batch) for batch in distributed] == whole
 
 
 @hypothesis.settings(deadline=None, max_examples=25, derandomize=True)

@@ -634,6 +634,18 @@ def test_uneven_values_are_refused_by_name_in_eager_mode(strategy2: mr.MirroredS
     assert strategy2.run(lambda x: x, args=([uneven],))[0].shapes == ((1,), (2,))
 
 
+@pytest.mark.parametrize("dtype", ["int64", "uint64"])
+def test_host_integers_that_would_wrap_around_are_refused(strategy2: mr.MirroredStrategy, dtype: str) -> None:
+    large, small = np.array([1, 2**33], dtype), np.array([1, 2], dtype)
+    with pytest.raises(ValueError, match=rf"the argument `x` holds {dtype} values from 1 to 8589934592, .*jax_enable_x64"):
+        strategy2.run(lambda x: x, args=(large,))
+    with pytest.raises(ValueError, match=rf"given to distribute_values_from_function holds {dtype} values from 1 to 8589934592"):
+        strategy2.distribute_values_from_function(lambda ctx: large)
+    with pytest.raises(ValueError, match=r"given to strategy\.reduce holds"):
+        strategy2.reduce("sum", large)
+    assert strategy2.run(lambda x: x, args=(small,)).tolist() == [1, 2]
+
+
 # -- eager
 
 

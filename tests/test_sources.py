@@ -169,6 +169,55 @@ def test_a_hugging_face_dataset_in_small(strategy2: mr.MirroredStrategy) -> None
     check_hugging_face(HuggingFace(COLUMNS), strategy2)
 
 
+class HuggingFaceStream:
+    """As `datasets.IterableDataset`: its own state is used by every pass of that epoch; an index is the name of a column."""
+
+    def __init__(self, num_batches: int = 3) -> None:
+        self.num_batches, self.epoch, self.start, self.next = num_batches, 0, {}, 0
+
+    def with_format(self, kind: str | None) -> "HuggingFaceStream":
+        return HuggingFaceStream(self.num_batches)
+
+    def batch(self, batch_size: int) -> Any: ...
+
+    def iter(self, batch_size: int) -> Any: ...
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, column: str) -> Any:
+        raise KeyError(column)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next, "epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = state
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        start = self.start["next"] if self.start and self.start["epoch"] == self.epoch else 0
+        for number in range(start, self.num_batches):
+            self.next = number + 1
+            yield np.arange(2) + 10 * number + 100 * self.epoch
+
+
+def test_a_hugging_face_stream_is_resumed_in_its_epoch_and_whole_in_the_next(strategy2: mr.MirroredStrategy) -> None:
+    stream = HuggingFaceStream()
+    distributed = strategy2.distribute_dataset(stream)
+    for epoch in (0, 3):
+        stream.set_epoch(epoch)
+        batches = [rows_of(batch) for batch in distributed]
+        assert batches == [[100 * epoch + 10 * k, 100 * epoch + 10 * k + 1] for k in range(3)]
+    with iter(distributed) as iterator:
+        next(iterator)
+        state = iterator.get_state()
+    again = strategy2.distribute_dataset(HuggingFaceStream())
+    resumed = iter(again)
+    resumed.set_state(state)
+    assert [rows_of(batch) for batch in resumed] == batches[1:]
+    assert [rows_of(batch) for batch in again] == [[10 * k, 10 * k + 1] for k in range(3)]
+
+
 @pytest.mark.skipif(importlib.util.find_spec("datasets") is None, reason="datasets is not installed")
 def test_a_real_hugging_face_dataset(strategy2: mr.MirroredStrategy) -> None:
     import datasets
@@ -293,7 +342,13 @@ def test_workers_whose_functions_give_different_numbers_of_elements(num_elements
     ("make", "options", "error", "message"),
     [
         (3, None, TypeError, r"dataset_fn is 3; expected a function of a mr\.InputContext"),
-        (lambda context: 3, None, TypeError, r"distribute_datasets_from_function got 3 of type int"),
+        (
+            lambda context: 3,
+            None,
+            TypeError,
+            r"distribute_datasets_from_function got 3 of type int; expected an iterable of per-replica batches, for example "
+            r".*\.batch\(context\.get_per_replica_batch_size\(global_batch_size\)\)",
+        ),
         (lambda context: iter([]), None, TypeError, r"distribute_datasets_from_function got .* used only once"),
         (lambda context: [], 3, TypeError, r"options is 3; expected mr\.InputOptions"),
         (

@@ -11,6 +11,7 @@ import pickle
 import struct
 import subprocess
 import sys
+import time
 import tracemalloc
 import warnings
 import zlib
@@ -160,7 +161,7 @@ def test_an_iterator_continues_at_any_state(tmp_path: Path, compression: str | N
 def test_a_state_names_the_next_record(tmp_path: Path) -> None:
     iterator = iter(mr.data.tfrecord_dataset(make(tmp_path, [b"abc"] * 3, [b"de"] * 3)).batch(4))
     next(iterator)
-    assert iterator.get_state() == {"file": 1, "record": 1, "offset": 18}
+    assert iterator.get_state() == {"file": 1, "record": 1, "offset": 18, "name": "train-1.tfrecord"}
 
 
 @pytest.mark.parametrize(
@@ -171,6 +172,7 @@ def test_a_state_names_the_next_record(tmp_path: Path) -> None:
         ({"file": 0, "record": 0, "offset": -1}, "expected what get_state"),
         ({"file": 0, "record": 0.0, "offset": 0}, "expected what get_state"),
         ({"file": 2, "record": 0, "offset": 0}, "in file 2, but the dataset has 1 files"),
+        ({"file": 0, "record": 0, "offset": 0, "name": "b"}, "has 'b' as file 0, and the dataset 'train-0.tfrecord'; make"),
     ],
 )
 def test_states_that_are_none_are_refused_and_change_nothing(tmp_path: Path, state: object, message: str) -> None:
@@ -181,6 +183,26 @@ def test_states_that_are_none_are_refused_and_change_nothing(tmp_path: Path, sta
     assert list(iterator) == [b"b", b"c"]
 
 
+def test_a_state_is_of_the_same_files_in_the_same_order_wherever_their_folder_is(tmp_path: Path) -> None:
+    paths = make(tmp_path, [b"a", b"b"], [b"c", b"d"], [b"e"])
+    iterator = iter(mr.data.tfrecord_dataset(paths[:2]))
+    assert [next(iterator) for _ in range(3)] == [b"a", b"b", b"c"]
+    in_the_middle = iterator.get_state()
+    assert list(iterator) == [b"d"]
+    at_the_end = iterator.get_state()
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    resumed = iter(mr.data.tfrecord_dataset([path.rename(folder / path.name) for path in paths[:2]]))
+    resumed.set_state(in_the_middle)
+    assert list(resumed) == [b"d"]
+    resumed.set_state(at_the_end)
+    assert list(resumed) == []
+    for files, state in ((["train-1", "train-0"], in_the_middle), (["train-0", "train-1", "../train-2"], at_the_end)):
+        other = iter(mr.data.tfrecord_dataset([folder / f"{name}.tfrecord" for name in files]))
+        with pytest.raises(ValueError, match="of the same files, in the same order, as when the state was saved"):
+            other.set_state(state)
+
+
 @pytest.mark.parametrize("compression", CODINGS)
 @pytest.mark.parametrize("offset, message", [(10**6, "ends before this position"), (3, "its length is damaged")])
 def test_a_state_of_other_files_is_an_error(tmp_path: Path, compression: str | None, offset: int, message: str) -> None:
@@ -188,6 +210,30 @@ def test_a_state_of_other_files_is_an_error(tmp_path: Path, compression: str | N
     iterator.set_state({"file": 0, "record": 1, "offset": offset})
     with pytest.raises(mr.data.TFRecordError, match=message):
         next(iterator)
+
+
+@pytest.mark.usefixtures("real_chunks")
+def test_runs_of_one_length_are_found_whatever_follows_them(tmp_path: Path) -> None:
+    records = [b"x" * (5 + run % 3) for run in (1, 7, 8, 9, 10, 63, 64, 65, 500, 511, 512, 513, 3000, 2) for _ in range(run)]
+    [path] = make(tmp_path, records)
+    assert list(mr.data.tfrecord_dataset(path)) == records
+
+
+@pytest.mark.usefixtures("real_chunks")
+def test_no_pattern_of_lengths_takes_quadratic_time(tmp_path: Path) -> None:
+    """Where seven frames of one length are as long as three pairs, the eighth frame from each seems to end a run."""
+
+    def seconds(name: str, lengths: tuple[int, int]) -> float:
+        path = tmp_path / name
+        path.write_bytes(b"".join(framed(b"x" * length) for length in lengths) * 10_000)
+        times = []
+        for _ in range(3):
+            start = time.perf_counter()
+            assert sum(map(len, mr.data.tfrecord_dataset(path).batch(1000))) == 20_000
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    assert seconds("bad", (14, 24)) < 10 * seconds("good", (14, 25))  # it was 80 times as long
 
 
 # workers
@@ -268,7 +314,7 @@ def test_damage_says_where_and_what_comes_before_is_read(tmp_path, data, record,
     for _ in range(2):  # it stays an error, and never becomes the end of the data
         with pytest.raises(mr.data.TFRecordError, match=rf"bad\.tfrecord: record {record}, at byte {offset}: .*{message}"):
             next(iterator)
-    assert iterator.get_state() == {"file": 0, "record": record, "offset": offset}
+    assert iterator.get_state() == {"file": 0, "record": record, "offset": offset, "name": "bad.tfrecord"}
 
 
 NOT_COMPRESSED = "incorrect header check; expected a whole .* If the file is not compressed, leave out compression"
@@ -463,6 +509,14 @@ def test_files_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fi
         mr.data.tfrecord_dataset(files)
 
 
+def test_a_pipe_is_no_file(tmp_path: Path) -> None:
+    """It would block when it is opened, and a second epoch would be empty."""
+    os.mkfifo(tmp_path / "train-0.tfrecord")
+    for files in (tmp_path / "train-0.tfrecord", str(tmp_path / "*.tfrecord"), "/dev/zero"):
+        with pytest.raises(ValueError, match="is a pipe or a device, which cannot be read again"):
+            mr.data.tfrecord_dataset(files)
+
+
 @pytest.mark.parametrize("options", [{"compression": "LZ4"}, {"compression": ""}, {"compression": 3}, {"max_record_bytes": -1}])
 def test_options_that_are_none(tmp_path: Path, options: dict) -> None:
     (path,) = make(tmp_path, [])
@@ -533,6 +587,12 @@ def test_a_file_that_cannot_be_written_whole_is_not_written(tmp_path: Path, reco
         mr.data.write_tfrecords(path, [], "LZ4")
     with pytest.raises(FileNotFoundError):
         mr.data.write_tfrecords(tmp_path / "no folder" / "x", [])
+
+
+@pytest.mark.parametrize("path", [b"out.tfrecord", 3, None])
+def test_a_path_that_is_none(path) -> None:
+    with pytest.raises(TypeError, match=r"path is .* expected a path such as 'train-0\.tfrecord'"):
+        mr.data.write_tfrecords(path, [])
 
 
 def test_the_frame_is_tensorflows(tmp_path: Path) -> None:

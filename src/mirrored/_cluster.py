@@ -56,7 +56,7 @@ class SimpleClusterResolver(ClusterResolver):
     Raises:
         ClusterConfigError: when one of them is malformed, or they contradict each other.
 
-    >>> resolver = mr.SimpleClusterResolver({"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}, "worker", 1)
+    >>> resolver = SimpleClusterResolver({"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}, "worker", 1)
     >>> resolver.cluster_spec().as_dict(), resolver.task_type, resolver.task_id
     ({'worker': ['10.0.0.1:2222', '10.0.0.2:2222']}, 'worker', 1)
 
@@ -82,7 +82,7 @@ class TFConfigClusterResolver(ClusterResolver):
         ClusterConfigError: at the access, when it is malformed.
 
     >>> config = '{"cluster": {"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}, "task": {"type": "worker", "index": 1}}'
-    >>> mr.TFConfigClusterResolver(environment={"TF_CONFIG": config}).task_id
+    >>> TFConfigClusterResolver(environment={"TF_CONFIG": config}).task_id
     1
 
     Source: `tf.distribute.cluster_resolver.TFConfigClusterResolver`.
@@ -110,7 +110,7 @@ class SlurmClusterResolver(ClusterResolver):
 
     >>> step = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_NODELIST": "n[2,10]",
     ...         "SLURM_STEP_TASKS_PER_NODE": "2,1"}
-    >>> mr.SlurmClusterResolver(environment=step).cluster_spec().as_dict()
+    >>> SlurmClusterResolver(environment=step).cluster_spec().as_dict()
     {'worker': ['n2:8888', 'n2:8889', 'n10:8888']}
 
     Source: `tf.distribute.cluster_resolver.SlurmClusterResolver`, which sorts the hosts as text.
@@ -141,7 +141,7 @@ class KubernetesClusterResolver(ClusterResolver):
         ClusterConfigError: at the access, when the variables do not describe a cluster.
 
     >>> pod = {"JOB_COMPLETION_INDEX": "1", "HOSTNAME": "digits-1"}
-    >>> mr.KubernetesClusterResolver(num_workers=2, subdomain="pods", environment=pod).cluster_spec().as_dict()
+    >>> KubernetesClusterResolver(num_workers=2, subdomain="pods", environment=pod).cluster_spec().as_dict()
     {'worker': ['digits-0.pods:8476', 'digits-1.pods:8476']}
 
     Source: `tf.distribute.cluster_resolver.KubernetesClusterResolver`, which asks the API and sorts the pods as text.

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ._conversion import check_range
 from ._reduce_op import ReduceOp, VariableAggregation
 from ._typing import REPLICA_AXIS, PyTree, Shape
 
@@ -217,6 +218,8 @@ def as_array(leaf: Any, verb: str) -> jax.Array:
             f"{verb} got {leaf!r} of type {type(leaf).__name__}; expected arrays or numbers, in any nest of "
             "dicts, lists and tuples. Leave other values out of the tree."
         )
+    if isinstance(leaf, np.ndarray | np.generic):
+        check_range(np.asarray(leaf), lambda: f"the value given to {verb} holds")
     # A copy of a host array: JAX may keep its memory, which the user may change.
     return jnp.array(leaf) if isinstance(leaf, np.ndarray) else jnp.asarray(leaf)
 

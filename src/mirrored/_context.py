@@ -219,7 +219,7 @@ class ReplicaContext:
         3
         """
         self._check_current("merge_call")
-        _check_merge_arguments(merge_fn, args, kwargs)
+        check_call("merge_call", "ctx.merge_call(merge, args=(x,))", merge_fn, args, kwargs)
         merged_args, merged_kwargs = jax.tree.map(self._merge, (tuple(args), kwargs or {}), is_leaf=_collectives.is_wrapped)
         outer = current() or Frame(self._strategy, None)
         with entered(dataclasses.replace(outer, strategy=self._strategy, replica=None, axis=self._axis)):
@@ -272,16 +272,17 @@ def _as_key(key: Any) -> jax.Array:
     raise TypeError(f"rng got {key!r}; expected a key from jax.random.key(seed), or an int from which one is made.")
 
 
-def _check_merge_arguments(merge_fn: Any, args: Any, kwargs: Any) -> None:
-    if not callable(merge_fn):
-        raise TypeError(f"merge_call got {merge_fn!r}; expected a function, not called: ctx.merge_call(merge, args=(x,)).")
+def check_call(verb: str, example: str, function: Any, args: Any, kwargs: Any) -> None:
+    """Refuse arguments of a verb that calls a user's function which are no function, tuple and dict."""
+    if not callable(function):
+        raise TypeError(f"{verb} got {function!r}; expected a function, not called: {example}.")
     if not isinstance(args, tuple | list):
         raise TypeError(
-            f"args of merge_call is {type(args).__name__}; expected a tuple or list of the positional arguments after the "
-            "strategy. For one argument write ctx.merge_call(merge, args=(x,)), with the comma."
+            f"args of {verb} is {type(args).__name__}; expected a tuple or list of the positional arguments. For one argument "
+            f"write {example}, with the comma."
         )
     if kwargs is not None and not (isinstance(kwargs, dict) and all(isinstance(name, str) for name in kwargs)):
-        raise TypeError(f"kwargs of merge_call is {kwargs!r}; expected a dict of keyword arguments.")
+        raise TypeError(f"kwargs of {verb} is {kwargs!r}; expected a dict of keyword arguments.")
 
 
 def own_parts(tree: PyTree, axis: ReplicaAxis) -> PyTree:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,6 +30,20 @@ def cast(array: jax.Array, dtype: Any, what: str) -> jax.Array:
             f"yourself: value.astype('{dtype}')."
         )
     return strong(array, dtype)
+
+
+def check_range(array: np.ndarray, what: Callable[[], str]) -> None:
+    """Refuse 64-bit integers that JAX, in its 32-bit mode, would let wrap around; `what` is how the message begins."""
+    held = jax.dtypes.canonicalize_dtype(array.dtype)
+    if held == array.dtype or array.dtype.kind not in "iu" or not array.size:
+        return
+    smallest, largest, limits = array.min(), array.max(), np.iinfo(held)
+    if smallest < limits.min or largest > limits.max:
+        raise ValueError(
+            f"{what()} {array.dtype} values from {smallest} to {largest}, and JAX holds them as {held}, which would wrap "
+            "around. Make them smaller (an index instead of a hash, a difference of times), or switch JAX to 64 bits "
+            "at the start: jax.config.update('jax_enable_x64', True)."
+        )
 
 
 def host_array(value: Any, what: str, dtype: Any) -> np.ndarray:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import Mesh, NamedSharding
 
 from . import _context, _home, _lift, _mesh, _pace, _replicate, _signature, _tracing
 from ._context import Frame
@@ -72,8 +73,8 @@ def call_compiled(fn: UserFunction, args: Sequence[Any], kwargs: dict[str, Any])
         return fn(*args, **kwargs)
     key, arrays = _signature.key_of(fn, args, kwargs)
     leaves = _signature.array_leaves(key)
-    meshes = [array.sharding.mesh for array, leaf in zip(arrays, leaves, strict=True) if leaf.is_per_replica]
-    key = (key, None if frame is None else id(frame.strategy), tuple(meshes))
+    placements = [getattr(array, "sharding", None) for array, leaf in zip(arrays, leaves, strict=True) if leaf.is_per_replica]
+    key = (key, None if frame is None else id(frame.strategy), tuple(placements))
     program = _programs.get(key)
     if program is None:
         call = _signature.take_apart(fn, args, kwargs)
@@ -161,8 +162,10 @@ def _mesh_of(frame: Frame, lifted: Lifted, call: Call) -> ReplicaMesh:
     """Return the devices that the function runs on: those of everything in it, else of the default strategy."""
     meshes = [] if frame.mesh is None else [frame.mesh]
     meshes += [variable._mesh for variable in lifted.variables]
-    stacked = [array for array, leaf in zip(call.arrays, call.array_leaves(), strict=True) if leaf.is_per_replica]
-    meshes += [ReplicaMesh(array.sharding.mesh) for array in stacked]
+    placements = [getattr(array, "sharding", None) for array in call.arrays]
+    for placement, leaf in zip(placements, call.array_leaves(), strict=True):
+        if leaf.is_per_replica and isinstance(placement, NamedSharding) and isinstance(placement.mesh, Mesh):
+            meshes.append(ReplicaMesh(placement.mesh))  # else a user has stacked it elsewhere
     meshes += [ReplicaMesh(mesh) for mesh in _tracing.meshes_in(lifted.closed.jaxpr)]
     for mesh in meshes:
         if mesh != meshes[0]:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from ._conversion import check_range
 from ._errors import StrategyMismatchError
 from ._typing import PyTree, Shape
 from ._values import PerReplica
@@ -105,8 +106,8 @@ def key_of(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
         elif isinstance(leaf, _NUMPY) and not isinstance(leaf, str | bytes):
             array = np.array(leaf)  # a copy: the program reads it later, when the user may have changed it
             if not is_numeric(leaf.dtype):
-                treedef = jax.tree.structure((tuple(args), kwargs), is_leaf=_is_whole)
-                raise TypeError(_numpy_message(leaf, _names(function, treedef)[len(kinds)]))
+                raise TypeError(_numpy_message(leaf, _name_at(len(kinds), function, args, kwargs)))
+            check_range(array, lambda: f"the argument {_name_at(len(kinds), function, args, kwargs)} holds")
             kinds.append(_array_leaf((leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype), False, False, None)))
         else:
             kinds.append(static_key(leaf))
@@ -133,6 +134,10 @@ def check_replicas(arrays: Sequence[Any], leaves: Sequence[ArrayLeaf], names: Ca
 def is_numeric(dtype: np.dtype[Any]) -> bool:
     """Tell whether devices can hold arrays of a numpy dtype."""
     return dtype.kind in "biufc" or (dtype.kind == "V" and jax.numpy.issubdtype(dtype, np.number))  # V: bfloat16 and its like
+
+
+def _name_at(position: int, function: Any, args: Sequence[Any], kwargs: Any) -> str:
+    return _names(function, jax.tree.structure((tuple(args), kwargs), is_leaf=_is_whole))[position]
 
 
 def _numpy_message(array: np.ndarray | np.generic, name: str) -> str:

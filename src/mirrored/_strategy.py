@@ -193,7 +193,7 @@ class Strategy:
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#run
         """
-        _check_run_arguments(fn, args, kwargs)
+        _context.check_call("strategy.run", "strategy.run(step, args=(x,))", fn, args, kwargs)
         if _context.current() is not None:
             _context.require_cross_replica("run", "Call the function directly.")
             self._check_current("run")
@@ -558,18 +558,6 @@ def _require_untraced(verb: str) -> None:
             f"strategy.{verb} was called inside a step or an mr.function, which is traced once and then run many times. "
             f"Call strategy.{verb}(...) outside, after it."
         )
-
-
-def _check_run_arguments(fn: Any, args: Any, kwargs: Any) -> None:
-    if not callable(fn):
-        raise TypeError(f"strategy.run got {fn!r}; expected a function: strategy.run(step, args=(x,)), without calling it.")
-    if not isinstance(args, tuple | list):
-        raise TypeError(
-            f"args is {type(args).__name__}; expected a tuple or list of the positional arguments. For one argument write "
-            "strategy.run(step, args=(x,)), with the comma."
-        )
-    if kwargs is not None and not (isinstance(kwargs, dict) and all(isinstance(name, str) for name in kwargs)):
-        raise TypeError(f"kwargs is {kwargs!r}; expected a dict of keyword arguments.")
 
 
 #: TensorFlow's spellings, and ours.

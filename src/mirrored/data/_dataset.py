@@ -85,7 +85,11 @@ class DistributedDataset:
 
 
 def check_dataset(dataset: Any, verb: str) -> None:
-    """Refuse what cannot be iterated as global batches, or only once without saying so."""
+    """Refuse what cannot be iterated as batches, or only once without saying so."""
+    batches, size = "global batches", "global_batch_size"
+    if verb == "distribute_datasets_from_function":
+        batches, size = "per-replica batches", "context.get_per_replica_batch_size(global_batch_size)"
+    example = f"strategy.make_numpy_dataset(arrays).batch({size})"
     if isinstance(dataset, NumpyDataset):
         dataset._rows_per_batch()
         return
@@ -95,8 +99,7 @@ def check_dataset(dataset: Any, verb: str) -> None:
         isinstance(dataset, dict | tuple) and not _is_batches(dataset)
     ):
         raise TypeError(
-            f"{verb} got {type(dataset).__name__}, one set of arrays; expected a dataset that yields global batches. "
-            "Write strategy.distribute_dataset(strategy.make_numpy_dataset(arrays).batch(global_batch_size))."
+            f"{verb} got {type(dataset).__name__}, one set of arrays; expected a dataset that yields {batches}: {example}."
         )
     if isinstance(dataset, collections.abc.Iterator):
         raise TypeError(
@@ -105,11 +108,10 @@ def check_dataset(dataset: Any, verb: str) -> None:
         )
     if not isinstance(dataset, collections.abc.Iterable) and not hasattr(type(dataset), "__getitem__"):
         raise TypeError(
-            f"{verb} got {dataset!r} of type {type(dataset).__name__}; expected an iterable of global batches, for "
-            "example strategy.make_numpy_dataset(arrays).batch(global_batch_size)."
+            f"{verb} got {dataset!r} of type {type(dataset).__name__}; expected an iterable of {batches}, for example {example}."
         )
     if isinstance(dataset, str | bytes | dict):
-        raise TypeError(f"{verb} got {dataset!r}; expected an iterable of global batches.")
+        raise TypeError(f"{verb} got {dataset!r}; expected an iterable of {batches}.")
 
 
 def _has_length(dataset: Any) -> bool:

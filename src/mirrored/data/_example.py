@@ -84,7 +84,7 @@ def _checked_batch(records: Any) -> Sequence[bytes]:
     if not isinstance(records, list | tuple):
         raise TypeError(
             f"records is {type(records).__name__}; expected bytes or a list of bytes, which mr.data.tfrecord_dataset(files)."
-            "batch(n) yields."
+            "batch(n) yields. After other steps of grain, such as a shuffle, write .batch(n, batch_fn=list)."
         )
     if not set(map(type, records)) <= {bytes}:
         row, wrong = next((row, record) for row, record in enumerate(records) if type(record) is not bytes)
@@ -206,7 +206,11 @@ def _put(
     for name, feature in spec.items():
         constant = _read(f"record {rows[0]} of the batch", name, feature, layout.features)
         spans = layout.spans.get(name)
-        values = cut(feature, layout.kind(name), spans, matrix, records) if spans else np.broadcast_to(constant, (len(rows), *constant.shape))
+        values = (
+            cut(feature, layout.kind(name), spans, matrix, records)
+            if spans
+            else np.broadcast_to(constant, (len(rows), *constant.shape))
+        )
         _assign(results[name], rows, values)
 
 

@@ -103,7 +103,7 @@ class DistributedIterator:
         extra = self._checked(state)
         dataset, was_closed = self._plan.dataset, self._is_closed
         if hasattr(dataset, "load_state_dict"):
-            self.close()  # before: the dataset has one position for all, which the thread would go on changing
+            self.close()  # now: the dataset has one position for all its iterators, which the thread would go on changing
         try:
             source = open_source(dataset, state["source"])
         except Exception:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from .._conversion import check_range
 from .._signature import is_numeric
 from .._typing import PyTree
 from .._values import PerReplica, is_per_replica
@@ -118,7 +119,9 @@ def to_numpy(batch: PyTree) -> PyTree:
                 "host. Pass it to strategy.run as it is."
             )
         if isinstance(leaf, np.ma.MaskedArray):
-            raise TypeError(f"the dataset yielded a masked array{_at(path)}, and no device holds masks. Write array.filled(value).")
+            raise TypeError(
+                f"the dataset yielded a masked array{_at(path)}, and no device holds masks. Write array.filled(value)."
+            )
         array = np.asarray(leaf)
         array = array.astype(array.dtype.newbyteorder("="), copy=False)  # files of other machines, such as IDX
         if not is_numeric(array.dtype) or array.dtype.char in "gG":  # of 16 bytes
@@ -126,7 +129,7 @@ def to_numpy(batch: PyTree) -> PyTree:
                 f"the dataset yielded {type(leaf).__name__} of dtype {array.dtype}{_at(path)}, which no device can hold. "
                 "Encode it as numbers, or leave it out of the batch."
             )
-        _check_range(path, array)
+        check_range(array, lambda: f"the dataset yielded{_at(path)}")
         return array
 
     return jax.tree_util.tree_map_with_path(convert, batch, is_leaf=is_per_replica)
@@ -135,19 +138,6 @@ def to_numpy(batch: PyTree) -> PyTree:
 def copied(batch: PyTree) -> PyTree:
     """Copy the arrays of a batch that is held while the source makes the next."""
     return jax.tree.map(np.array, batch)
-
-
-def _check_range(path: Sequence[Any], array: np.ndarray) -> None:
-    held = jax.dtypes.canonicalize_dtype(array.dtype)
-    if held == array.dtype or array.dtype.kind not in "iu" or not array.size:
-        return
-    smallest, largest, limits = array.min(), array.max(), np.iinfo(held)
-    if smallest < limits.min or largest > limits.max:
-        raise ValueError(
-            f"the dataset yielded {array.dtype} values from {smallest} to {largest}{_at(path)}, and JAX holds them as {held}, "
-            "which would wrap around. Make them smaller (an index instead of a hash, a difference of times), or "
-            "switch JAX to 64 bits at the start: jax.config.update('jax_enable_x64', True)."
-        )
 
 
 def _at(path: Sequence[Any]) -> str:

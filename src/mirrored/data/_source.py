@@ -153,7 +153,9 @@ class _NumpyIterator:
         if not (first >= 0 and epoch >= 0 and 0 <= row <= num_rows):
             raise ValueError(f"no such position: {state}")
         if state["seed"] != self._dataset.shuffle_seed:
-            raise ValueError(f"its rows are in the order of shuffle seed {state['seed']}, and here of {self._dataset.shuffle_seed}")
+            raise ValueError(
+                f"its rows are in the order of shuffle seed {state['seed']}, and here of {self._dataset.shuffle_seed}"
+            )
         self._first, self._epoch, self._row, self._order = first, epoch, row, None
         self._dataset._passes[0] = first + self._dataset.num_epochs  # the next pass is the one after this
 
@@ -236,6 +238,8 @@ def check_rows(arrays: PyTree) -> None:
             raise TypeError(
                 f"{name} is {leaf!r} of type {type(leaf).__name__}; expected a numpy array whose first axis counts rows."
             )
+        if isinstance(leaf, np.ma.MaskedArray):
+            raise TypeError(f"{name} is a masked array, and no device holds masks. Write array.filled(value).")
         if leaf.ndim == 0:
             raise ValueError(f"{name} is a scalar; expected an array whose first axis counts rows.")
         if not is_numeric(leaf.dtype):
@@ -251,7 +255,7 @@ def stacked_lists(arrays: PyTree) -> PyTree:
 
     def stacked(path: Any, leaf: Any) -> np.ndarray:
         try:
-            return np.asarray(leaf)
+            return leaf if isinstance(leaf, np.ma.MaskedArray) else np.asarray(leaf)  # masked: refused later, by name
         except ValueError as error:
             name = jax.tree_util.keystr(path) or "numpy_input"
             raise ValueError(

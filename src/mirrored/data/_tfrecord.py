@@ -163,16 +163,22 @@ def _check_limit(max_record_bytes: Any) -> None:
         raise ValueError(f"max_record_bytes is {max_record_bytes!r}; expected a number of bytes, for example {MAX_RECORD_BYTES}.")
 
 
-def _checked_position(state: Any, num_files: int) -> tuple[int, int, int]:
+def _name(files: Sequence[str], file: int) -> str | None:
+    """Return the name of a file, without its folder, which may be another one in the next run; None after the last."""
+    return os.path.basename(files[file]) if file < len(files) else None
+
+
+def _checked_position(state: Any, files: Sequence[str]) -> tuple[int, int, int]:
     numbers: list[Any] = [state.get(key) for key in POSITION] if isinstance(state, dict) else [None]
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError(f"the state is {state!r}; expected what get_state() returned: a dict with {', '.join(POSITION)}.")
     file, record, offset = numbers
-    if file > num_files:
-        raise ValueError(
-            f"the state is in file {file}, but the dataset has {num_files} files; make it of the same files as when the state "
-            "was saved."
-        )
+    same = "make the dataset of the same files, in the same order, as when the state was saved."
+    if file > len(files):
+        raise ValueError(f"the state is in file {file}, but the dataset has {len(files)} files; {same}")
+    name = _name(files, file)
+    if state.get("name", name) != name:
+        raise ValueError(f"the state has {state['name']!r} as file {file}, and the dataset {name!r}; {same}")
     return file, record, offset
 
 
@@ -235,7 +241,7 @@ def _iterator_class(grain: Any) -> type:
 
         def __init__(self, dataset: Any) -> None:
             super().__init__()
-            self._num_files = len(dataset.files)
+            self._files = dataset.files
             self._reader = RecordReader(dataset.files, dataset.compression, dataset.max_record_bytes)
             self._batch_size, self._drop_remainder = dataset.batch_size, dataset.drop_remainder
             self._is_closed = False
@@ -248,13 +254,14 @@ def _iterator_class(grain: Any) -> type:
                 raise StopIteration
             return records[0] if self._batch_size is None else records
 
-        def get_state(self) -> dict[str, int]:
-            """Return the position of the next record: its file, its number in the file, its first byte."""
-            return dict(zip(POSITION, self._reader.position, strict=True))
+        def get_state(self) -> dict[str, Any]:
+            """Return the position of the next record: its file, its number in the file, its first byte, the file's name."""
+            position = self._reader.position
+            return {**dict(zip(POSITION, position, strict=True)), "name": _name(self._files, position[0])}
 
-        def set_state(self, state: dict[str, int]) -> None:
+        def set_state(self, state: dict[str, Any]) -> None:
             """Continue at a position that `get_state` has returned for a dataset of the same files."""
-            self._reader.seek(*_checked_position(state, self._num_files))
+            self._reader.seek(*_checked_position(state, self._files))
 
         def close(self) -> None:
             """Close the file that is open."""
