@@ -20,7 +20,10 @@ from mirrored._reduce_op import VariableAggregation
 DTYPES = ["float32", "int32", "uint8", "bool", "float16", "bfloat16", "complex64"]
 SIZES = [1, 2, 3, 8]
 few_examples = hypothesis.settings(
-    max_examples=25, deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    max_examples=25,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.filter_too_much],
 )
 
 
