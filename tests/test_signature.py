@@ -433,3 +433,78 @@ strategy.run(lambda: v.assign(k))
 """
     exec(code, names)
     assert names["seen"] == [1.0, 2.0, 3.0] and float(names["v"]) == float(names["old"]) == 3.0
+
+
+# -- the keys that a loop remembers
+
+SCALE = 1
+
+
+def closing(over, nested=None):
+    value = over
+
+    def step(x):
+        return x * value * SCALE + (nested(x) if nested else 0)
+
+    def rebind(new):
+        nonlocal value
+        value = new
+
+    return step, rebind
+
+
+def inner_closing(over):
+    value = over
+
+    def inner(x):
+        return x + value
+
+    def rebind(new):
+        nonlocal value
+        value = new
+
+    return inner, rebind
+
+
+@pytest.mark.parametrize("over", [1, 2.5, "text", None, (1, 2), np.ones(2)])
+def test_a_remembered_key_is_that_of_the_function_as_it_is_now(over, monkeypatch):
+    inner, rebind_inner = inner_closing(over)
+    for nested in (None, inner, functools.partial(inner)):
+        step, rebind = closing(over, nested)
+        known = _signature.KnownFunctions()
+        changes = [
+            lambda: None,
+            lambda rebind=rebind: rebind(3),
+            lambda rebind=rebind: rebind(3.0),
+            lambda rebind=rebind: rebind([]),
+            lambda: monkeypatch.setitem(globals(), "SCALE", 2),
+            lambda: monkeypatch.delitem(globals(), "SCALE"),
+            lambda: monkeypatch.setitem(globals(), "SCALE", 1),
+            lambda: rebind_inner(4),
+            lambda: rebind_inner([]),
+            lambda step=step: setattr(step, "__defaults__", (1,)),
+            lambda step=step: setattr(step, "__defaults__", (2,)),
+            lambda step=step: setattr(step, "__defaults__", None),
+            lambda step=step: setattr(step, "__kwdefaults__", {"x": 1}),
+            lambda step=step: setattr(step, "__code__", closing(1)[0].__code__.replace(co_name="other")),
+        ]
+        for change in changes:
+            known.key_of(step)
+            change()
+            for _ in range(2):
+                assert known.key_of(step) == _signature.function_key(step)
+
+
+def test_only_so_many_functions_are_remembered():
+    known = _signature.KnownFunctions()
+    steps = [closing(i)[0] for i in range(3 * known.MAX)]
+    for step in steps:
+        assert known.key_of(step) == _signature.function_key(step)
+    assert 0 < len(known._known) <= known.MAX
+
+
+def test_what_is_no_plain_function_is_not_remembered():
+    known = _signature.KnownFunctions()
+    for step in (functools.partial(len), "text".upper, len, mr.Variable):
+        assert known.key_of(step) == _signature.function_key(step)
+    assert not known._known

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from . import _tracing
 from ._errors import RecompilationWarning
-from ._signature import ArrayLeaf, Call, leaf_names
+from ._signature import ArrayLeaf, Call, KnownFunctions, leaf_names
 
 #: Programs kept per strategy, least recently used first out.
 MAX_PROGRAMS = 256
@@ -27,6 +27,7 @@ class Programs(Generic[ProgramT]):
         self._last: tuple[Any, ProgramT | None] = (None, None)
         self._last_calls: dict[Any, tuple[int, Call]] = {}
         self._reported: set[Any] = set()
+        self.functions = KnownFunctions()
 
     def __iter__(self) -> Iterator[ProgramT]:
         return iter(self._programs.values())
@@ -54,6 +55,7 @@ class Programs(Generic[ProgramT]):
         self._last = (call.key, program)
         while len(self._programs) > MAX_PROGRAMS:
             self._programs.popitem(last=False)
+            self.functions.forget()
         self._watch(call, id(getattr(call.function, "__code__", call.function)) if counted is None else counted)
 
     def _watch(self, call: Call, counted: Any) -> None:

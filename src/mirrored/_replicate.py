@@ -94,11 +94,16 @@ class Program:
         plan = self.lifted.plan
         for index in self._differing:
             results[index] = PerReplica(results[index], plan.shapes[index])
-        return plan.rebuild(results)
+        return results[0] if self._is_one_array else plan.rebuild(results)
 
     @functools.cached_property
     def _differing(self) -> list[int]:
         return [index for index, same in enumerate(self.is_mirrored) if not same]
+
+    @functools.cached_property
+    def _is_one_array(self) -> bool:
+        plan = self.lifted.plan
+        return plan.static == (None,) and jax.tree_util.treedef_is_leaf(plan.treedef)
 
 
 def run(strategy: Any, mesh: ReplicaMesh, programs: Programs[Program], function: Any, args: Sequence[Any], kwargs: Any) -> PyTree:
@@ -106,7 +111,7 @@ def run(strategy: Any, mesh: ReplicaMesh, programs: Programs[Program], function:
     frame = _context.current()
     if frame is not None and frame.axis is not None:
         return _run_merged(strategy, frame, function, args, kwargs)
-    key, arrays = _signature.key_of(function, args, kwargs)
+    key, arrays = _signature.key_of(function, args, kwargs, programs.functions)
     program = programs.get(key)
     is_plain = (frame is None or frame.bindings is None) and _tracing.is_clean() and not _is_eager.get()
     if program is not None and is_plain and _are_placed(mesh, arrays):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import itertools
+import operator
 import types
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -87,7 +89,9 @@ def take_apart(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[s
     return Call(key, function, arrays, treedef, leaves)
 
 
-def key_of(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
+def key_of(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], known: KnownFunctions | None = None
+) -> tuple[Any, list[Any]]:
     """Return a call's key and its array arguments, which is all that a warm step looks at."""
     if not kwargs and _LEAVES.issuperset(map(type, args)):
         flat, structure = args, len(args)  # most steps: nothing to flatten
@@ -113,7 +117,7 @@ def key_of(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
             kinds.append(static_key(leaf))
             continue
         arrays.append(array)
-    return (function_key(function), structure, tuple(kinds)), arrays
+    return (function_key(function) if known is None else known.key_of(function), structure, tuple(kinds)), arrays
 
 
 def array_leaves(key: Any) -> list[ArrayLeaf]:
@@ -186,6 +190,75 @@ def function_key(function: Any, depth: int = 4) -> Any:
         content = (*function.args, *function.keywords.values())
         return (function_key(function.func, depth), tuple(function.keywords), tuple(_content_key(v, depth) for v in content))
     return id(function)
+
+
+class KnownFunctions:
+    """Remember the keys of the steps of a loop, with the objects that each key was made of.
+
+    Whether those are still the same objects is looked up faster than the key is made.
+    """
+
+    #: So many steps alternate in a loop at most; with more, all are forgotten and learned again.
+    MAX = 16
+
+    def __init__(self) -> None:
+        self._known: dict[types.FunctionType, _Known] = {}
+
+    def key_of(self, function: Any) -> Any:
+        """Return `function_key(function)`."""
+        if type(function) is not types.FunctionType:
+            return function_key(function)
+        known = self._known.get(function)
+        if known is not None and known.is_unchanged(function):
+            return known.key
+        key = function_key(function)
+        self._known.pop(function, None)
+        if (fresh := _remember(function, key)) is not None:
+            if len(self._known) >= self.MAX:
+                self.forget()
+            self._known[function] = fresh
+        return key
+
+    def forget(self) -> None:
+        """Let go of everything: what the steps close over may be large."""
+        self._known.clear()
+
+
+class _Known(NamedTuple):
+    """Hold a function's key, and the places that it was made of with the objects that were there."""
+
+    key: Any
+    code: types.CodeType
+    cells: list[types.CellType]
+    contents: list[Any]
+    names: tuple[str, ...]
+    values: list[Any]
+
+    def is_unchanged(self, function: types.FunctionType) -> bool:
+        if function.__code__ is not self.code or function.__defaults__ or function.__kwdefaults__:
+            return False
+        if not all(map(operator.is_, map(function.__globals__.get, self.names, _absent), self.values)):
+            return False
+        try:
+            return all(map(operator.is_, map(_content_of, self.cells), self.contents))
+        except ValueError:  # a cell was emptied
+            return False
+
+
+_content_of = operator.attrgetter("cell_contents")
+_absent = itertools.repeat(object())  # in place of what is no global, such as a built-in function
+
+
+def _remember(function: types.FunctionType, key: Any) -> _Known | None:
+    """Note what `function_key` looks at; None when that is more than one plain function's closure and globals."""
+    cells, names = list(function.__closure__ or ()), _names_in(function.__code__)
+    if function.__defaults__ or function.__kwdefaults__ or None in [_captured_key(cell, 0) for cell in cells]:
+        return None
+    contents = [cell.cell_contents for cell in cells]
+    if any(isinstance(content, _FUNCTIONS) for content in contents):
+        return None  # what these close over is part of the key too
+    values = list(map(function.__globals__.get, names, _absent))
+    return _Known(key, function.__code__, cells, contents, names, values)
 
 
 def _globals_of(function: types.FunctionType) -> list[Any]:
