@@ -2,7 +2,8 @@
 
 Eight shards of about 200 MB in all, small records (a 28 x 28 image and a label as `tf.train.Example`), batches of
 256, converted to float32 on the host; the files lie in the page cache. Nothing is trained. Every contender checks what
-its format can check: ours and tf.data verify both CRCs of each record, grain's reader and the plain one none.
+its format can check: ours and tf.data verify both CRCs of each record, grain's reader and the plain one none. Turns are long,
+because pipelines fill their buffers in the turns of the others.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ SPEC = {"image": mr.data.FixedLenFeature((PIXELS,), np.uint8), "label": mr.data.
 
 
 def main() -> None:
-    options = parse(__doc__, replicas=2, rounds=30, turn=0.3, peers_python=sys.executable)
+    options = parse(__doc__, replicas=2, rounds=8, turn=1.0, peers_python=sys.executable)
     rounds, turn = (3, 0.01) if options.quick else (options.rounds, options.turn)
     strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(options.replicas)])
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
