@@ -38,7 +38,7 @@ def tfrecord_dataset(
     `.mp_prefetch`, and iterators with `get_state()` and `set_state()`.
 
     Args:
-        files: a path; a pattern such as "train-*.tfrecord", whose files are read in sorted order; or a list of paths.
+        files: a path; a pattern such as `"train-*.tfrecord"`, whose files are read in sorted order; or a list of paths.
         compression: None, "GZIP" or "ZLIB": how each file was written. It is never guessed.
         max_record_bytes: a longer record is an error. A damaged or hostile file can claim any length, and nothing is
             allocated for it before it has been compared with this limit and with the size of the file.
