@@ -48,8 +48,8 @@ def _conv(params: Params, x: jax.Array, y: jax.Array) -> jax.Array:
 LOSSES: dict[str, Callable[..., jax.Array]] = {"W1": _linear, "W2": _mlp, "W3": _conv}
 
 
-def with_mirrored(workload: Workload, num_replicas: int) -> Contender:
-    strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
+def mirrored_step(strategy: mr.Strategy, workload: Workload) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Make a model of its own, and its training step, which returns the loss."""
     with strategy.scope():
         variables = {name: mr.Variable(array, name=name) for name, array in workload.parameters().items()}
         optimizer = mr.Optimizer(optax.adam(LEARNING_RATE), variables)
@@ -63,6 +63,12 @@ def with_mirrored(workload: Workload, num_replicas: int) -> Contender:
         optimizer.apply_gradients(gradients)
         return value
 
+    return step
+
+
+def with_mirrored(workload: Workload, num_replicas: int) -> Contender:
+    strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
+    step = mirrored_step(strategy, workload)
     batches = itertools.cycle(list(strategy.distribute_dataset(workload.batches())))
 
     def run(num_steps: int) -> float:

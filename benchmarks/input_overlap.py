@@ -13,12 +13,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
 import numpy as np
-import optax
 from _harness import Contender, Row, check_losses, interleave, parse, print_table, show_seconds
-from _jax_contenders import LOSSES
-from _workloads import LEARNING_RATE, WORKLOADS, Workload
+from _jax_contenders import mirrored_step
+from _workloads import WORKLOADS, Workload
 
 import mirrored as mr
 
@@ -106,19 +104,8 @@ def fed_by(pipeline: Pipeline, strategy: mr.Strategy, name: str, prefetch: int) 
 
 
 def training(name: str, strategy: mr.Strategy, workload: Workload, batches: Iterator[Any]) -> Contender:
-    """Make a model of its own, and steps that read the loss each time."""
-    with strategy.scope():
-        variables = {key: mr.Variable(array, name=key) for key, array in workload.parameters().items()}
-        optimizer = mr.Optimizer(optax.adam(LEARNING_RATE), variables)
-
-    def step(x: jax.Array, y: jax.Array) -> jax.Array:
-        def loss() -> jax.Array:
-            params = {key: variable.value for key, variable in variables.items()}
-            return mr.losses.compute_average_loss(LOSSES[workload.name](params, x, y))
-
-        value, gradients = mr.value_and_grad(loss, variables)()
-        optimizer.apply_gradients(gradients)
-        return value
+    """Take steps with a model of its own, and read the loss each time."""
+    step = mirrored_step(strategy, workload)
 
     def run(num_steps: int) -> float:
         loss = 0.0

@@ -56,6 +56,16 @@ def _nothing_is_left_behind():
     assert not left, f"a test left threads behind: {left}"
 
 
+@pytest.fixture
+def grains_threads_end():
+    """Wait for the threads of grain's iterators: they end when those are closed, but grain does not wait for them."""
+    yield
+    for thread in threading.enumerate():
+        if thread.name.startswith("grain"):
+            thread.join(30)
+            assert not thread.is_alive(), thread
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _bounded_memory():
     yield

@@ -103,11 +103,3 @@ def run_workers(
             raise error
     plans, steps = zip(*(future.result() for future in futures), strict=True)
     return Run(list(plans), list(steps), sum(dropped))
-
-
-def join_grains_threads() -> None:
-    """Wait for the threads of grain's iterators: they end when those are closed, but grain does not wait for them."""
-    for thread in threading.enumerate():
-        if thread.name.startswith("grain"):
-            thread.join(30)
-            assert not thread.is_alive(), thread

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from grain import experimental as gx
 from hypothesis import strategies as st
-from simulated_workers import Run, join_grains_threads, run_workers
+from simulated_workers import Run, run_workers
 
 import mirrored as mr
 from mirrored.data import _rebatch
@@ -24,11 +24,7 @@ from mirrored.data._workers import InputWorker
 
 few_examples = hypothesis.settings(deadline=None, max_examples=30, derandomize=True)
 
-
-@pytest.fixture(autouse=True)
-def _grains_threads_end():
-    yield
-    join_grains_threads()
+pytestmark = pytest.mark.usefixtures("grains_threads_end")
 
 
 class Files(grain.IterDataset):
@@ -266,6 +262,25 @@ class Custom:
     @classmethod
     def tree_unflatten(cls, aux: Any, children: Any) -> Any:
         return cls(*children)
+
+
+class Numbered(Custom):
+    """A batch class whose text is never the same twice, as one with an address in it may be."""
+
+    made = itertools.count()
+
+    def __repr__(self) -> str:
+        return f"Numbered {next(Numbered.made)}"
+
+
+jax.tree_util.register_pytree_node_class(Numbered)
+
+
+def test_rows_are_compared_by_what_they_hold_not_by_the_text_of_their_class() -> None:
+    batches = [Numbered({"x": np.full(2, n)}) for n in range(3)]
+    assert _rebatch.join_rows(batches).fields["x"].tolist() == [0, 0, 1, 1, 2, 2]
+    with pytest.raises(ValueError, match="rows of different structure"):
+        _rebatch.join_rows([*batches, Numbered({"y": np.full(2, 3)})])
 
 
 def test_workers_whose_batches_do_not_fit_are_told_so() -> None:

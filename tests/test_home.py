@@ -2,10 +2,10 @@
 
 import contextlib
 import gc
-import sys
 import threading
 import weakref
 
+import ctrl_c
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 
 import mirrored as mr
-from mirrored import _home, _programs, _tracing
+from mirrored import _home, _programs
 
 # Many steps here come from one factory.
 pytestmark = pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning")
@@ -158,38 +158,19 @@ def test_a_program_that_fails_leaves_the_variables_where_they_were():
 
 
 def test_a_ctrl_c_at_any_call_of_steps_that_share_a_variable_loses_nothing():
-    """Raise where Python looks for signals, after a call: first after the first one, then after the second, and so on."""
     a, b, c = variables([0, 0, 0])
     left, right = adding_one(a, b), adding_one(b, c)
-    remaining = 0
 
     def steps():
         a.value, b.value  # taken: to be copied
         STRATEGY.run(left)
         STRATEGY.run(right)
 
-    def stop(frame, event, argument):
-        nonlocal remaining
-        if event != "c_call" and frame.f_code.co_filename.startswith(_tracing._PACKAGE_FOLDER):
-            remaining -= 1
-            if remaining < 0:
-                sys.setprofile(None)
-                raise KeyboardInterrupt
+    def check():
+        assert first(b) == first(a) + first(c)
 
     steps()
-    stopped, is_done = 0, False
-    while not is_done:
-        remaining = stopped
-        try:
-            sys.setprofile(stop)
-            steps()
-            is_done = True
-        except KeyboardInterrupt:
-            stopped += 1
-        finally:
-            sys.setprofile(None)
-        assert first(b) == first(a) + first(c)
-    assert stopped > 100
+    assert ctrl_c.after_each_call(steps, check) > 100
 
 
 def test_variables_move_for_one_thread_at_a_time():

@@ -26,7 +26,7 @@ FLOORS = (
     ("_variables", "_mirror_proof"),
     ("_lift", "_signature"),
     ("_guards", "_programs", "_alike", "_slots"),
-    ("_merge",),
+    ("_merge", "_step"),
     ("_uneven",),
     ("_replicate",),
     ("_explain",),

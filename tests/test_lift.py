@@ -2,9 +2,9 @@
 
 import dataclasses
 import signal
-import sys
 import time
 
+import ctrl_c
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import mirrored as mr
-from mirrored import _function, _lift, _tracing
+from mirrored import _function, _lift
 from mirrored._context import Frame
 
 pytestmark = pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning")
@@ -486,31 +486,12 @@ def test_ctrl_c_in_a_loop_of_steps_loses_no_variable(num_replicas):
 
 @pytest.mark.parametrize("way", [0, 1], ids=["run", "mr.function"])
 def test_ctrl_c_after_any_call_in_a_step_loses_no_variable(way):
-    """Raise where Python looks for signals, after a call: first after the first one, then after the second, and so on."""
     made, ways = many_variables(STRATEGY, 3)
-    remaining = 0
 
-    def stop(frame, event, argument):
-        nonlocal remaining
-        if event != "c_call" and frame.f_code.co_filename.startswith(_tracing._PACKAGE_FOLDER):
-            remaining -= 1
-            if remaining < 0:
-                sys.setprofile(None)
-                raise KeyboardInterrupt
-
-    outer, stopped, is_done = sys.getprofile(), 0, False
-    while not is_done:
-        remaining = stopped
-        try:
-            sys.setprofile(stop)
-            ways[way]()
-            is_done = True
-        except KeyboardInterrupt:
-            stopped += 1
-        finally:
-            sys.setprofile(outer)
+    def check():
         assert len(values_of(made)) == 1
-    assert stopped > 30
+
+    assert ctrl_c.after_each_call(ways[way], check) > 30
 
 
 # -- results

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from grain import experimental as gx
 from hypothesis import strategies as st
-from simulated_workers import join_grains_threads, run_workers
+from simulated_workers import run_workers
 from test_auto_shard import Files, interleaved, make_files, pairs
 
 import mirrored as mr
@@ -22,11 +22,7 @@ from mirrored.data._workers import InputWorker
 
 STRATEGIES = {count: mr.MirroredStrategy([f"cpu:{i}" for i in range(count)]) for count in (1, 2, 3)}
 
-
-@pytest.fixture(autouse=True)
-def _grains_threads_end():
-    yield
-    join_grains_threads()
+pytestmark = pytest.mark.usefixtures("grains_threads_end")
 
 
 def rows_of(batch: mr.PerReplica) -> list[int]:

@@ -11,18 +11,14 @@ import jax
 import numpy as np
 import pytest
 from grain import experimental as gx
-from simulated_workers import join_grains_threads, run_workers
+from simulated_workers import run_workers
 
 import mirrored as mr
 from mirrored.data import _rebatch
 from mirrored.data._auto_shard import plan_of_function
 from mirrored.data._workers import InputWorker
 
-
-@pytest.fixture(autouse=True)
-def _grains_threads_end():
-    yield
-    join_grains_threads()
+pytestmark = pytest.mark.usefixtures("grains_threads_end")
 
 
 def rows_of(value: mr.PerReplica) -> list[Any]:

@@ -19,6 +19,8 @@ from . import _mirror_proof, _tracing
 from ._errors import UnevenReplicasError
 from ._tracing import ClosedJaxpr, Jaxpr, Literal
 
+#: What leaves the odd rows out, in messages.
+DROP = "strategy.distribute_dataset(dataset, mr.InputOptions(drop_remainder=True))"
 #: Cheaper to compute again wherever they are used than to carry from one part to the next.
 _CHEAP = frozenset({"broadcast_in_dim", "iota"})
 #: Functions that are also there as a jaxpr, which can be compared.
@@ -282,8 +284,7 @@ def _check_same_collective(traces: Sequence[Trace], collectives: Sequence[Node |
             f"{inside if own == other else ''}. A collective needs one shape on all replicas, however many rows they have: "
             "sum over the rows first, for example ctx.all_reduce('sum', jnp.sum(x, axis=0)); join rows with "
             "ctx.all_gather(x, axis=0); keep loops around collectives independent of the number of rows, or put the loop "
-            "around strategy.run with mr.scan. Or leave the odd rows out: "
-            "strategy.distribute_dataset(dataset, mr.InputOptions(drop_remainder=True))."
+            f"around strategy.run with mr.scan. Or leave the odd rows out: {DROP}."
         )
 
 

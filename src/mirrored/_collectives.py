@@ -86,7 +86,7 @@ def all_gather(tree: PyTree, array_axis: int, axis: ReplicaAxis) -> PyTree:
         array = as_array(leaf, "all_gather")
         position = check_axis(array_axis, array.ndim, "all_gather")
         sizes = axis.each(array.shape[position])
-        stack = axis.stack(_pad_to(max(sizes), array, position))
+        stack = axis.stack(pad_to(array, (*array.shape[:position], max(sizes), *array.shape[position + 1 :])))
         return join_rows(stack, position, sizes)
 
     return jax.tree.map(gather, tree, is_leaf=is_wrapped)
@@ -95,20 +95,19 @@ def all_gather(tree: PyTree, array_axis: int, axis: ReplicaAxis) -> PyTree:
 def stack_uneven(array: jax.Array, axis: ReplicaAxis) -> tuple[jax.Array, tuple[Shape, ...] | None]:
     """Return the replicas' arrays along a new leading axis, padded to the largest, and their shapes if they differ."""
     sizes = [axis.each(size) for size in array.shape]
-    for position, own in enumerate(sizes):
-        array = _pad_to(max(own), array, position)
     differ = any(len(set(own)) > 1 for own in sizes)
-    return axis.stack(array), tuple(zip(*sizes, strict=True)) if differ else None
+    return axis.stack(pad_to(array, tuple(map(max, sizes)))), tuple(zip(*sizes, strict=True)) if differ else None
 
 
-def _pad_to(size: int, array: jax.Array, axis: int) -> jax.Array:
-    missing = size - array.shape[axis]
-    if not missing:
+def pad_to(array: jax.Array, shape: Shape) -> jax.Array:
+    """Return an array of exactly this shape, with zeros behind the real rows."""
+    if array.shape == shape:
         return array
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-        padded = _pad_to(size, jax.random.key_data(array), axis)
+        data = jax.random.key_data(array)
+        padded = pad_to(data, (*shape, *data.shape[array.ndim :]))
         return jax.random.wrap_key_data(padded, impl=jax.random.key_impl(array))
-    return jnp.pad(array, [(0, missing if a == axis else 0) for a in range(array.ndim)])
+    return jnp.pad(array, [(0, size - own) for size, own in zip(shape, array.shape, strict=True)])
 
 
 def join_rows(stack: jax.Array, axis: int, sizes: Sequence[int]) -> jax.Array:

@@ -126,8 +126,7 @@ class CompiledFunction:
 def _make(call: Call, frame: Frame) -> CompiledFunction:
     leaves = call.array_leaves()
     avals = [
-        jax.ShapeDtypeStruct((array.shape if leaf.is_per_replica else leaf.shape), leaf.dtype, weak_type=leaf.is_weak)
-        for leaf, array in zip(leaves, call.arrays, strict=True)
+        leaf.aval(array.shape if leaf.is_per_replica else leaf.shape) for leaf, array in zip(leaves, call.arrays, strict=True)
     ]
     lifted = _lift.lift(lambda arrays: call.apply(arrays, _rewrapped), avals, frame, _global_shape, call.function)
     mesh = _mesh_of(frame, lifted, call)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from ._reduce_op import _NamedChoice
+from ._reduce_op import NamedChoice
 
 
-class AutoShardPolicy(_NamedChoice):
+class AutoShardPolicy(NamedChoice):
     """Say how several workers share the records of one dataset; with one worker all but OFF are the same.
 
     * `AUTO`: `FILE` when the dataset reads files and there is at least one for each worker, and nothing in the

@@ -6,7 +6,7 @@ import enum
 from typing import Any, Self
 
 
-class _NamedChoice(enum.Enum):
+class NamedChoice(enum.Enum):
     """An enum that accepts its members' names in any case, and says all of them when it does not."""
 
     @classmethod
@@ -25,7 +25,7 @@ class _NamedChoice(enum.Enum):
         )
 
 
-class ReduceOp(_NamedChoice):
+class ReduceOp(NamedChoice):
     """Say how values are combined: `SUM` or `MEAN`; their names are accepted everywhere, in any case.
 
     >>> mr.ReduceOp.SUM
@@ -38,7 +38,7 @@ class ReduceOp(_NamedChoice):
     MEAN = "MEAN"
 
 
-class VariableSynchronization(_NamedChoice):
+class VariableSynchronization(NamedChoice):
     """Say when the copies of a variable are brought together.
 
     * `AUTO`: the same as `ON_WRITE`.
@@ -58,7 +58,7 @@ class VariableSynchronization(_NamedChoice):
     ON_READ = "ON_READ"
 
 
-class VariableAggregation(_NamedChoice):
+class VariableAggregation(NamedChoice):
     """Say how the replicas' values of one variable become one value.
 
     * `NONE`: they are not combined. A mirrored variable then takes only values that are provably the

@@ -26,6 +26,7 @@ from ._mesh import ReplicaMesh
 from ._mirror_proof import Findings, State
 from ._programs import Programs
 from ._signature import Call
+from ._step import trace_step
 from ._typing import REPLICA_AXIS, PyTree
 from ._values import PerReplica
 
@@ -246,7 +247,7 @@ def _make_program(strategy: Any, mesh: ReplicaMesh, call: Call) -> Program:
     if _uneven.is_uneven(call):
         lifted = _uneven.lift(call, frame_with, functools.partial(_input_states, call))
     else:
-        lifted = _lift_even(call, frame_with(None))
+        lifted = trace_step(_lift.lift, call, [leaf.shape for leaf in leaves], frame_with(None))
     _refuse_per_replica_results(lifted)
     findings = _mirror_proof.prove(lifted.closed.jaxpr, _input_states(call, lifted))
     _guards.check_assignments(lifted, findings)
@@ -259,19 +260,6 @@ def _make_program(strategy: Any, mesh: ReplicaMesh, call: Call) -> Program:
     name = getattr(call.function, "__qualname__", type(call.function).__name__)
     home, pins = _home.home_of(lifted.written), _signature.pinned(call)
     return Program(name, mesh.num_replicas, lifted, home, findings, mapped, compiled, constants, is_mirrored, pins)
-
-
-def _lift_even(call: Call, frame: Frame) -> Lifted:
-    avals = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.is_weak) for leaf in call.array_leaves()]
-    assert frame.replica is not None
-    with _guards.explained(frame.replica):
-        return _lift.lift(
-            lambda arrays: call.apply(arrays, lambda _, array: array),
-            avals,
-            frame,
-            lambda variable: variable.shape,
-            call.function,
-        )
 
 
 def _map(mesh: ReplicaMesh, lifted: Lifted, is_per_replica: Sequence[bool], is_mirrored: Sequence[bool]) -> Callable[..., Any]:

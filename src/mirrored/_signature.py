@@ -44,6 +44,10 @@ class ArrayLeaf(NamedTuple):
     is_per_replica: bool
     shapes: tuple[Shape, ...] | None = None
 
+    def aval(self, shape: Shape) -> jax.ShapeDtypeStruct:
+        """Return what stands for it in a trace, with a shape of its own."""
+        return jax.ShapeDtypeStruct(shape, self.dtype, weak_type=self.is_weak)
+
 
 _array_leaf = functools.partial(tuple.__new__, ArrayLeaf)  # without the Python function of NamedTuple, in every step
 

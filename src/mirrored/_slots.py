@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ._collectives import pad_to
 from ._typing import Shape
 
 
@@ -37,16 +38,19 @@ class Slots:
     def pack(self, kind: int, values: Sequence[Any]) -> list[jax.Array]:
         """Return all common arrays, with one kind's values in its own and zeros in the rest."""
         own = {key: _plain(v, aval) for key, v, aval in zip(self._keys[kind], values, self._avals[kind], strict=True)}
-        return [
-            _pad(own[key].reshape(-1) if own[key].shape != shape else own[key], shape) if key in own else jnp.zeros(shape, key[0])
-            for key, shape in self._shapes.items()
-        ]
+        return [_filled(own.get(key), key[0], shape) for key, shape in self._shapes.items()]
 
     def unpack(self, kind: int, packed: Sequence[jax.Array]) -> list[Any]:
         """Return one kind's values."""
         arrays = dict(zip(self._shapes, packed, strict=True))
         own = zip(self._keys[kind], self._plain[kind], self._avals[kind], strict=True)
         return [_restored(_cut(arrays[key], plain.shape), aval) for key, plain, aval in own]
+
+
+def _filled(plain: jax.Array | None, dtype: Any, shape: Shape) -> jax.Array:
+    if plain is None:
+        return jnp.zeros(shape, dtype)
+    return plain if plain.shape == shape else pad_to(plain.reshape(-1), shape)
 
 
 def _cut(array: jax.Array, shape: Shape) -> jax.Array:
@@ -64,14 +68,9 @@ def _numbered(dtypes: Sequence[Any]) -> list[tuple[Any, int]]:
 
 
 def padded(array: Any, aval: Any, shape: Shape) -> jax.Array:
-    """Return an array of exactly the shape, with zeros behind the real rows."""
-    plain = _plain(array, aval)
-    return _restored(_pad(plain, (*shape, *plain.shape[len(shape) :])), aval)
-
-
-def _pad(array: jax.Array, shape: Shape) -> jax.Array:
-    widths = [(0, size - own) for size, own in zip(shape, array.shape, strict=True)]
-    return jnp.pad(array, widths) if any(width for _, width in widths) else array
+    """Return a value as an array of exactly the shape, with zeros behind the real rows, as a switch must return it."""
+    is_key = jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
+    return pad_to(array if is_key else _plain(array, aval), shape)
 
 
 def _plain(array: Any, aval: Any) -> jax.Array:

@@ -193,8 +193,7 @@ class Strategy:
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#run
         """
-        if not (callable(fn) and type(args) is tuple and kwargs is None):
-            _context.check_call("strategy.run", "strategy.run(step, args=(x,))", fn, args, kwargs)
+        _context.check_call("strategy.run", "strategy.run(step, args=(x,))", fn, args, kwargs)
         if _context.current() is not None:
             _context.require_cross_replica("run", "Call the function directly.")
             self._check_current("run")

@@ -21,13 +21,12 @@ from ._lift import Lifted, ResultPlan, Touched
 from ._marks import Mark, Purpose, mark
 from ._mirror_proof import State
 from ._signature import ArrayLeaf, Call
+from ._step import trace_step
 from ._typing import Shape
 from ._values import stack_shapes
 
 #: A trace may show that a size was guessed wrong; after this many, sizes are found out one question at a time.
 _MAX_TRACES = 3
-
-_DROP = "strategy.distribute_dataset(dataset, mr.InputOptions(drop_remainder=True))"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,26 +172,13 @@ class _Tracer:
         return self._trace(_lift.lift, kind, sizes, touched=touched)
 
     def _trace(self, trace: Any, kind: int, sizes: _Sizes, **more: Any) -> Any:
-        avals = [
-            jax.ShapeDtypeStruct(shape, leaf.dtype, weak_type=leaf.is_weak)
-            for shape, leaf in zip(self.kinds.shapes[kind], self.leaves, strict=True)
-        ]
-        call, frame = self.call, self.frame_with(sizes)
-        assert frame.replica is not None
         try:
-            with _guards.explained(frame.replica), sizes.tracing():
-                return trace(
-                    lambda arrays: call.apply(arrays, lambda _, array: array),
-                    avals,
-                    frame,
-                    lambda variable: variable.shape,
-                    call.function,
-                    **more,
-                )
+            with sizes.tracing():
+                return trace_step(trace, self.call, self.kinds.shapes[kind], self.frame_with(sizes), **more)
         except Exception as error:
             error.add_note(
                 f"This is about {self.kinds.describe(kind)}: the batch does not divide evenly among the replicas. A step must "
-                f"work with any number of rows, also none. To leave the odd rows out: {_DROP}."
+                f"work with any number of rows, also none. To leave the odd rows out: {_alike.DROP}."
             )
             raise
 
@@ -264,7 +250,7 @@ def _different_questions(kinds: Kinds, asked: Sequence[Sequence[int]]) -> str:
         "the batch does not divide evenly among the replicas, and the step does different things for different numbers of "
         f"rows: {kinds.describe(fewest)} reach {len(asked[fewest])} operations that depend on all replicas' sizes (a mean "
         f"over an axis, all_gather, compute_average_loss), {kinds.describe(most)} reach {len(asked[most])}. Do the same "
-        f"whatever x.shape[0] is, or leave the odd rows out: {_DROP}."
+        f"whatever x.shape[0] is, or leave the odd rows out: {_alike.DROP}."
     )
 
 
@@ -276,7 +262,7 @@ def _merge_traces(
 ) -> Any:
     aligned = [_alike.read_trace(kinds.describe(kind), lifted.closed) for kind, lifted in enumerate(traces)]
     variables = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in traces[0].variables]
-    arrays = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.is_weak) for leaf in leaves]
+    arrays = [leaf.aval(leaf.shape) for leaf in leaves]
     is_common = [True] * len(variables) + [leaf.shapes is None for leaf in leaves]
     num_stages = _alike.compare(aligned, is_common)
     rows = zip(*(trace.outputs for trace in aligned), strict=True)
@@ -308,7 +294,7 @@ def _merge_plans(traces: Sequence[Lifted], kinds: Kinds) -> ResultPlan:
                 "the batch does not divide evenly among the replicas, and replicas with different numbers of rows return "
                 f"different things: {kinds.describe(0)} return {_shown(first)}, {kinds.describe(kind)} return "
                 f"{_shown(lifted.plan)}. Return a number that depends on the rows as an array: jnp.asarray(x.shape[0]). Or "
-                f"leave the odd rows out: {_DROP}."
+                f"leave the odd rows out: {_alike.DROP}."
             )
     outputs = zip(*(lifted.closed.jaxpr.outvars[: lifted.num_results] for lifted in traces), strict=True)
     shapes = [_result_shapes([atom.aval for atom in row], kinds) for row in outputs]

@@ -78,17 +78,14 @@ def join_rows(parts: Sequence[PyTree]) -> PyTree:
 
 def require_same_rows(parts: Sequence[PyTree], what: str) -> None:
     """Refuse batches that differ in more than their number of rows."""
-    described = [_describe_rows(part) for part in parts]
-    for position, text in enumerate(described):
-        if text != described[0]:
+    described = [jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape[1:])}", part) for part in parts]
+    first = jax.tree.flatten(described[0])  # flattened: the text of a batch class may hold its address
+    for position, rows in enumerate(described):
+        if jax.tree.flatten(rows) != first:
             raise ValueError(
-                f"{what} have rows of different structure, dtype or shape: {described[0]}, and number {position} {text}. "
+                f"{what} have rows of different structure, dtype or shape: {described[0]}, and number {position} {rows}. "
                 "Pad the rows to one shape in the pipeline."
             )
-
-
-def _describe_rows(batch: PyTree) -> str:
-    return str(jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape[1:])}", batch))
 
 
 def count_rows(batch: PyTree) -> int:

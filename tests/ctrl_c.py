@@ -1,0 +1,36 @@
+"""Ctrl-C after each call of ours, one after the other."""
+
+import sys
+from collections.abc import Callable
+
+from mirrored import _tracing
+
+
+def after_each_call(work: Callable[[], object], check: Callable[[], object]) -> int:
+    """Run `work` again and again; raise where Python looks for signals, first after the first call, then after the second...
+
+    `check` is called each time. Returns how often `work` was stopped before it came to its end.
+    """
+    remaining = 0
+
+    def stop(frame, event, argument):
+        nonlocal remaining
+        if event != "c_call" and frame.f_code.co_filename.startswith(_tracing._PACKAGE_FOLDER):
+            remaining -= 1
+            if remaining < 0:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    outer, stopped, is_done = sys.getprofile(), 0, False
+    while not is_done:
+        remaining = stopped
+        try:
+            sys.setprofile(stop)
+            work()
+            is_done = True
+        except KeyboardInterrupt:
+            stopped += 1
+        finally:
+            sys.setprofile(outer)
+        check()
+    return stopped
