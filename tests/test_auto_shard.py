@@ -385,3 +385,31 @@ def test_one_line_of_the_log_says_how_a_dataset_is_shared_out(
     assert "AUTO chose FILE: worker i of 2 reads" in line
     with pytest.raises(TypeError, match="the length of Files is not known before it ends"):
         len(distributed)
+
+
+@pytest.mark.parametrize(
+    ("batches", "message"),
+    [
+        ([[4, 4], [4]], r"the data of worker 1 has ended, and worker 0 has more"),
+        ([[4], [4, 4]], r"the data of worker 0 has ended, and worker 1 has more"),
+        ([[4], [5]], r"the next batch of worker 0 has 4 rows, and that of worker 1 5"),
+    ],
+)
+def test_workers_that_read_different_batches_under_data_are_told_so(batches: list[list[int]], message: str) -> None:
+    def make(worker: int) -> list[Any]:
+        return [np.zeros((size, 2), "float32") for size in batches[worker]]
+
+    with pytest.raises(ValueError, match=message + r"\. Under AutoShardPolicy\.DATA every worker reads the same batches"):
+        run_workers(make, 2, policy="data")
+
+
+def test_a_shuffle_without_a_common_seed_is_found_under_data() -> None:
+    """Rows would be lost and others used twice, and nothing would tell."""
+
+    def make(worker: int) -> list[Any]:
+        return [np.random.default_rng(worker).permutation(1000)]
+
+    with pytest.raises(ValueError, match="the next batches of worker 0 and worker 1 hold different records"):
+        run_workers(make, 2, policy="data")
+    run = run_workers(lambda worker: make(7), 2, policy="data")
+    assert sorted(run.global_batches()[0].tolist()) == list(range(1000))

@@ -237,9 +237,9 @@ def test_one_bound_for_all_threads(empty_queue: None) -> None:
 
 def test_only_several_devices_of_this_cpu_are_paced(strategy: mr.MirroredStrategy) -> None:
     assert _pace.is_paced(strategy._mesh.mirrored) is (strategy.num_replicas_in_sync > 1)
-    assert _pace.is_paced(strategy._mesh.stacked) is strategy._mesh.is_virtual
+    assert _pace.is_paced(strategy._mesh.stacked) is strategy._mesh.is_paced
     gpus = np.array([SimpleNamespace(platform="gpu")] * 2, dtype=object)
-    assert not _pace.is_paced(SimpleNamespace(num_devices=2, mesh=SimpleNamespace(devices=gpus)))
+    assert not _pace.is_paced(SimpleNamespace(num_devices=2, is_fully_addressable=True, mesh=SimpleNamespace(devices=gpus)))
 
 
 @pytest.fixture

@@ -2,8 +2,16 @@
 
 from . import data as data
 from . import losses as losses
+from ._cluster import ClusterResolver as ClusterResolver
+from ._cluster import ClusterSpec as ClusterSpec
+from ._cluster import KubernetesClusterResolver as KubernetesClusterResolver
+from ._cluster import SimpleClusterResolver as SimpleClusterResolver
+from ._cluster import SlurmClusterResolver as SlurmClusterResolver
+from ._cluster import TFConfigClusterResolver as TFConfigClusterResolver
 from ._context import ReplicaContext as ReplicaContext
 from ._context import in_cross_replica_context as in_cross_replica_context
+from ._errors import ClusterConfigError as ClusterConfigError
+from ._errors import ClusterStartError as ClusterStartError
 from ._errors import CollectiveHangError as CollectiveHangError
 from ._errors import ContextError as ContextError
 from ._errors import DeviceError as DeviceError
@@ -11,10 +19,12 @@ from ._errors import FactorOfReplicasError as FactorOfReplicasError
 from ._errors import FactorOfReplicasWarning as FactorOfReplicasWarning
 from ._errors import OneProgramError as OneProgramError
 from ._errors import PerReplicaError as PerReplicaError
+from ._errors import ProgramMismatchError as ProgramMismatchError
 from ._errors import RecompilationWarning as RecompilationWarning
 from ._errors import ReplicasDivergeError as ReplicasDivergeError
 from ._errors import StrategyMismatchError as StrategyMismatchError
 from ._errors import UnevenReplicasError as UnevenReplicasError
+from ._errors import WorkerLostError as WorkerLostError
 from ._function import function as function
 from ._gradients import grad as grad
 from ._gradients import value_and_grad as value_and_grad
@@ -22,12 +32,16 @@ from ._loops import cond as cond
 from ._loops import fori_loop as fori_loop
 from ._loops import scan as scan
 from ._options import AutoShardPolicy as AutoShardPolicy
+from ._options import CommunicationImplementation as CollectiveCommunication
+from ._options import CommunicationImplementation as CommunicationImplementation
+from ._options import CommunicationOptions as CommunicationOptions
 from ._options import InputOptions as InputOptions
 from ._reduce_op import ReduceOp as ReduceOp
 from ._reduce_op import VariableAggregation as VariableAggregation
 from ._reduce_op import VariableSynchronization as VariableSynchronization
 from ._replicate import eager as eager
 from ._strategies import MirroredStrategy as MirroredStrategy
+from ._strategies import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
 from ._strategies import OneDeviceStrategy as OneDeviceStrategy
 from ._strategies import get_replica_context as get_replica_context
 from ._strategies import get_strategy as get_strategy

@@ -21,7 +21,10 @@ class ClusterResolver(abc.ABC):
 
     A subclass says where it reads that.
 
-    Source: `tf.distribute.cluster_resolver.ClusterResolver`.
+    >>> isinstance(mr.TFConfigClusterResolver(), mr.ClusterResolver)
+    True
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/cluster_resolver/ClusterResolver.
     """
 
     @abc.abstractmethod
@@ -56,11 +59,11 @@ class SimpleClusterResolver(ClusterResolver):
     Raises:
         ClusterConfigError: when one of them is malformed, or they contradict each other.
 
-    >>> resolver = SimpleClusterResolver({"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}, "worker", 1)
+    >>> resolver = mr.SimpleClusterResolver({"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}, "worker", 1)
     >>> resolver.cluster_spec().as_dict(), resolver.task_type, resolver.task_id
     ({'worker': ['10.0.0.1:2222', '10.0.0.2:2222']}, 'worker', 1)
 
-    Source: `tf.distribute.cluster_resolver.SimpleClusterResolver`.
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/cluster_resolver/SimpleClusterResolver.
     """
 
     def __init__(self, cluster_spec: ClusterSpec | Mapping[str, Sequence[str]], task_type: str, task_id: int) -> None:
@@ -82,10 +85,10 @@ class TFConfigClusterResolver(ClusterResolver):
         ClusterConfigError: at the access, when it is malformed.
 
     >>> config = '{"cluster": {"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}, "task": {"type": "worker", "index": 1}}'
-    >>> TFConfigClusterResolver(environment={"TF_CONFIG": config}).task_id
+    >>> mr.TFConfigClusterResolver(environment={"TF_CONFIG": config}).task_id
     1
 
-    Source: `tf.distribute.cluster_resolver.TFConfigClusterResolver`.
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/cluster_resolver/TFConfigClusterResolver.
     """
 
     def __init__(self, *, environment: Mapping[str, str] | None = None) -> None:
@@ -110,10 +113,10 @@ class SlurmClusterResolver(ClusterResolver):
 
     >>> step = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_NODELIST": "n[2,10]",
     ...         "SLURM_STEP_TASKS_PER_NODE": "2,1"}
-    >>> SlurmClusterResolver(environment=step).cluster_spec().as_dict()
+    >>> mr.SlurmClusterResolver(environment=step).cluster_spec().as_dict()
     {'worker': ['n2:8888', 'n2:8889', 'n10:8888']}
 
-    Source: `tf.distribute.cluster_resolver.SlurmClusterResolver`, which sorts the hosts as text.
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/cluster_resolver/SlurmClusterResolver, which sorts the hosts as text.
     """
 
     def __init__(self, port_base: int = 8888, *, environment: Mapping[str, str] | None = None) -> None:
@@ -141,10 +144,10 @@ class KubernetesClusterResolver(ClusterResolver):
         ClusterConfigError: at the access, when the variables do not describe a cluster.
 
     >>> pod = {"JOB_COMPLETION_INDEX": "1", "HOSTNAME": "digits-1"}
-    >>> KubernetesClusterResolver(num_workers=2, subdomain="pods", environment=pod).cluster_spec().as_dict()
+    >>> mr.KubernetesClusterResolver(num_workers=2, subdomain="pods", environment=pod).cluster_spec().as_dict()
     {'worker': ['digits-0.pods:8476', 'digits-1.pods:8476']}
 
-    Source: `tf.distribute.cluster_resolver.KubernetesClusterResolver`, which asks the API and sorts the pods as text.
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/cluster_resolver/KubernetesClusterResolver, which asks the API and sorts the pods as text.
     """
 
     def __init__(

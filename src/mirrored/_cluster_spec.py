@@ -33,6 +33,12 @@ class ClusterSpec:
     """Name the tasks of a cluster: each task type with the addresses of its tasks, None where nobody said one.
 
     Made by `ClusterSpec.of`, which checks it.
+
+    >>> spec = mr.ClusterSpec.of({"chief": ["10.0.0.1:2222"], "worker": ["10.0.0.2:2222"]})
+    >>> spec.jobs, spec.job("worker")
+    (['chief', 'worker'], ('10.0.0.2:2222',))
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/train/ClusterSpec
     """
 
     tasks: tuple[tuple[str, tuple[str | None, ...]], ...] = ()

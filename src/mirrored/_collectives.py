@@ -40,11 +40,13 @@ class ReplicaAxis:
         size: the number of replicas.
         bound: False in the default replica context outside any `run`, where no mesh axis exists.
         sizes: in an uneven step, knows how large the other replicas' arrays are.
+        bytes_per_pack: see `CommunicationOptions`.
     """
 
     size: int
     bound: bool = True
     sizes: Sizes | None = None
+    bytes_per_pack: int = 0
 
     def each(self, size: int) -> tuple[int, ...]:
         """Return on each replica what is `size` on this one: the length of an axis, a number of rows."""
@@ -161,17 +163,10 @@ def _pairs(array: jax.Array) -> jax.Array:
 
 
 def _packed_real_sum(arrays: Sequence[jax.Array], axis: ReplicaAxis) -> list[jax.Array]:
-    groups: dict[Any, list[int]] = defaultdict(list)
-    num_small: Counter[Any] = Counter()
-    for position, array in enumerate(arrays):
-        if array.size * array.dtype.itemsize >= PACK_BELOW_BYTES:
-            groups[position].append(position)
-        else:
-            groups[array.dtype, num_small[array.dtype] // MAX_ARRAYS_PER_PACK].append(position)
-            num_small[array.dtype] += 1
-    buffers = [_pack([arrays[i] for i in members]) for members in groups.values()]
+    groups = _groups_of_bytes(arrays, axis.bytes_per_pack) if axis.bytes_per_pack else _groups_of_small(arrays)
+    buffers = [_pack([arrays[i] for i in members]) for members in groups]
     sums: list[Any] = [None] * len(arrays)
-    for members, total in zip(groups.values(), axis.sum(buffers) if buffers else (), strict=True):
+    for members, total in zip(groups, axis.sum(buffers) if buffers else (), strict=True):
         for i, part in zip(members, _unpack(total, [arrays[i].shape for i in members]), strict=True):
             sums[i] = part
     return sums
@@ -186,6 +181,33 @@ def _unpack(buffer: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Ar
         return [buffer]
     ends = np.cumsum([np.prod(shape, dtype=int) for shape in shapes])
     return [part.reshape(shape) for part, shape in zip(jnp.split(buffer, ends[:-1]), shapes, strict=True)]
+
+
+def _groups_of_small(arrays: Sequence[jax.Array]) -> list[list[int]]:
+    """Group the positions of small arrays of one dtype; large ones stay alone."""
+    groups: dict[Any, list[int]] = defaultdict(list)
+    num_small: Counter[Any] = Counter()
+    for position, array in enumerate(arrays):
+        if array.size * array.dtype.itemsize >= PACK_BELOW_BYTES:
+            groups[position].append(position)
+        else:
+            groups[array.dtype, num_small[array.dtype] // MAX_ARRAYS_PER_PACK].append(position)
+            num_small[array.dtype] += 1
+    return list(groups.values())
+
+
+def _groups_of_bytes(arrays: Sequence[jax.Array], num_bytes: int) -> list[list[int]]:
+    """Group the positions of arrays of one dtype, in order, until a group has so many bytes."""
+    groups: list[list[int]] = []
+    filling: dict[Any, tuple[list[int], int]] = {}
+    for position, array in enumerate(arrays):
+        group, held = filling.get(array.dtype, ([], num_bytes))
+        if held >= num_bytes:
+            groups.append(group := [])
+            held = 0
+        group.append(position)
+        filling[array.dtype] = group, held + array.size * array.dtype.itemsize
+    return groups
 
 
 def accumulator_dtype(op: ReduceOp, dtype: Any) -> Any:

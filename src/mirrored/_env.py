@@ -20,6 +20,10 @@ class EnvironmentVariable:
         """Return the value in `environment`, by default this process's own; None when it is unset."""
         return current().get(self.name) if environment is None else environment.get(self.name)
 
+    def set_default(self, value: str) -> None:
+        """Set it, unless it is set."""
+        os.environ.setdefault(self.name, value)
+
     def get_int(self) -> int:
         """Return the value as an int, 0 when it is unset or no number."""
         text = self.get() or ""
@@ -35,13 +39,19 @@ CPU_THREADS_FALLBACK = EnvironmentVariable("NPROC", "What XLA reads when PJRT_NP
 XLA_FLAGS = EnvironmentVariable(
     "XLA_FLAGS", "Read, never set: --xla_force_host_platform_device_count says how many CPU devices there will be."
 )
+NCCL_ALGO = EnvironmentVariable("NCCL_ALGO", "Set to Ring for CommunicationImplementation.RING, unless it is set already.")
+DEBUG = EnvironmentVariable(
+    "MIRRORED_DEBUG",
+    "Read: `detail` lets the workers compare programs at every start, not only at the first: docs/design/failures.md.",
+)
 TF_CONFIG = EnvironmentVariable(
     "TF_CONFIG",
     "JSON that names all workers and this one: docs/design/clusters.md. MirroredStrategy is for one machine and ignores it; "
     "the log says so.",
 )
 
-# Who started this worker, and where the others are: _cluster.py, docs/design/clusters.md. All are read, none is set.
+# Who started this worker, and where the others are: _cluster.py, docs/design/clusters.md. All are read; `mirrored launch` gives
+# its workers the address, number and index of JAX_*.
 JAX_COORDINATOR_ADDRESS = EnvironmentVariable("JAX_COORDINATOR_ADDRESS", "host:port of worker 0: Kubeflow TrainJob, or by hand.")
 JAX_COORDINATOR_PORT = EnvironmentVariable("JAX_COORDINATOR_PORT", "The port, where JAX_COORDINATOR_ADDRESS has none.")
 JAX_NUM_PROCESSES = EnvironmentVariable("JAX_NUM_PROCESSES", "The number of workers; jax itself does not read it.")
@@ -76,7 +86,21 @@ KUBERNETES_SERVICE_HOST = EnvironmentVariable(
 JOB_COMPLETION_INDEX = EnvironmentVariable("JOB_COMPLETION_INDEX", "The index of this worker in an indexed Job or a JobSet.")
 HOSTNAME = EnvironmentVariable("HOSTNAME", "The name of a pod: in an indexed Job, the job's name and the index.")
 
+# What `mirrored launch` gives its workers, beside the JAX_* above: launch.py.
+JAX_PLATFORMS = EnvironmentVariable("JAX_PLATFORMS", "Set to cpu by `mirrored launch --cpu-devices`; JAX reads it.")
+JAX_NUM_CPU_DEVICES = EnvironmentVariable("JAX_NUM_CPU_DEVICES", "Set by `mirrored launch --cpu-devices`; JAX reads it.")
+JAX_LOCAL_DEVICE_IDS = EnvironmentVariable(
+    "JAX_LOCAL_DEVICE_IDS", "Set by `mirrored launch` for several workers on one host: the GPUs of this one; JAX reads it."
+)
+MIRRORED_ATTEMPT = EnvironmentVariable("MIRRORED_ATTEMPT", "Set by `mirrored launch`: 0, and one more after every restart.")
+MIRRORED_PROGRESS_FILE = EnvironmentVariable(
+    "MIRRORED_PROGRESS_FILE", "Set by `mirrored launch`: where to write the step of the last checkpoint, in decimal digits."
+)
+NO_COLOR = EnvironmentVariable("NO_COLOR", "When it is set and not empty, `mirrored launch` writes no colours: no-color.org.")
+
 TABLE = tuple(variable for variable in list(globals().values()) if isinstance(variable, EnvironmentVariable))
+#: Those that say who the workers are and where they are: no secrets, so they may be shown.
+CLUSTER = TABLE[TABLE.index(TF_CONFIG) : TABLE.index(HOSTNAME) + 1]
 
 
 def current() -> Mapping[str, str]:

@@ -51,6 +51,18 @@ class ClusterStartError(RuntimeError):
     """Say that the workers of a cluster did not come together: one is missing, or a port is taken."""
 
 
+class WorkerLostError(RuntimeError):
+    """Say that another worker is gone, or did not come where all must."""
+
+
+class ProgramMismatchError(RuntimeError):
+    """Say that the workers came to different programs, which would wait for each other or give wrong numbers."""
+
+
+class CheckpointError(RuntimeError):
+    """Say that a checkpoint cannot be restored, does not fit, or that saving has failed again and again."""
+
+
 class FactorOfReplicasWarning(UserWarning):
     """Warn that an update is R times the one that a single device would make."""
 

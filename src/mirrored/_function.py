@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from . import _context, _home, _lift, _mesh, _pace, _replicate, _signature, _tracing
+from . import _context, _home, _joint, _lift, _mesh, _pace, _placing, _replicate, _signature, _tracing
 from ._context import Frame
 from ._errors import StrategyMismatchError
 from ._home import Home
@@ -89,6 +89,7 @@ class CompiledFunction:
     """A cross-replica function as one compiled program.
 
     Attributes:
+        name: the user's name of the function.
         lifted: the pure function and its variables.
         home: where the arrays of the variables that it writes are.
         mesh: where it runs.
@@ -97,6 +98,7 @@ class CompiledFunction:
         pins: what the cache key identifies by identity.
     """
 
+    name: str
     lifted: Lifted
     home: Home
     mesh: ReplicaMesh
@@ -106,10 +108,10 @@ class CompiledFunction:
 
     def run(self, arrays: Sequence[Any], leaves: Sequence[ArrayLeaf]) -> PyTree:
         lifted = self.lifted
-        others = _home.arrays_of(lifted.read_only), list(map(self._placed, arrays, leaves)), self.constants
+        others = _home.arrays_of(lifted.read_only), self._placed(arrays, leaves), self.constants
         results, _, witness = _home.overwrite(self.compiled, self.home, lifted.written, *others)
         if witness:
-            _pace.started(witness[0])
+            (_pace.started if self.mesh.is_alone else _pace.joined)(witness[0])
         return lifted.plan.rebuild(list(self._wrapped(results)))
 
     def _wrapped(self, results: Sequence[Any]) -> Iterator[Any]:
@@ -117,10 +119,15 @@ class CompiledFunction:
         for array, shapes, is_stacked in zip(results, plan.shapes, plan.stacked, strict=True):
             yield PerReplica(array, shapes) if is_stacked else array
 
-    def _placed(self, array: Any, leaf: ArrayLeaf) -> Any:
-        if leaf.is_per_replica or not isinstance(array, jax.Array) or not array.committed:
-            return array
-        return array if array.sharding == self.mesh.mirrored else jax.device_put(array, self.mesh.mirrored)
+    def _placed(self, arrays: Sequence[Any], leaves: Sequence[ArrayLeaf]) -> list[Any]:
+        """Bring plain arrays to the mesh; with one worker, `jit` moves those that are not tied to other devices."""
+        placed = list(arrays)
+        for index, (array, leaf) in enumerate(zip(arrays, leaves, strict=True)):
+            is_free = self.mesh.is_alone and not (isinstance(array, jax.Array) and array.committed)
+            if not leaf.is_per_replica and not is_free:
+                differ = functools.partial(_placing.refuse_argument, f"an argument of {self.name}, a plain array")
+                [placed[index]] = _placing.mirror(self.mesh, [array], differ, is_checked_late=True)
+        return placed
 
 
 def _make(call: Call, frame: Frame) -> CompiledFunction:
@@ -129,7 +136,10 @@ def _make(call: Call, frame: Frame) -> CompiledFunction:
         leaf.aval(array.shape if leaf.is_per_replica else leaf.shape) for leaf, array in zip(leaves, call.arrays, strict=True)
     ]
     lifted = _lift.lift(lambda arrays: call.apply(arrays, _rewrapped), avals, frame, _global_shape, call.function)
-    mesh = _mesh_of(frame, lifted, call)
+    mesh, name = _mesh_of(frame, lifted, call), getattr(call.function, "__qualname__", type(call.function).__name__)
+    text = "" if mesh.is_alone else lifted.describe()
+    if text:
+        _joint.agree(name, text)
     placements = (
         [mesh.stacked if is_stacked else mesh.mirrored for is_stacked in lifted.plan.stacked],
         [mesh.stacked if variable._on_read else mesh.mirrored for variable in lifted.written],
@@ -137,15 +147,16 @@ def _make(call: Call, frame: Frame) -> CompiledFunction:
     )
     body = functools.partial(_pure, lifted, mesh)
     compiled = jax.jit(body, donate_argnums=0, out_shardings=placements)
-    with jax.ensure_compile_time_eval():
-        constants = [jax.device_put(constant, mesh.mirrored) for constant in lifted.closed.consts]
+    if text:
+        compiled = _joint.watched(name, text, compiled)
+    constants = _placing.mirror(mesh, lifted.closed.consts, _placing.refuse_constant)
     home, pins = _home.home_of(lifted.written), [*_signature.pinned(call), frame.strategy]
-    return CompiledFunction(lifted, home, mesh, compiled, constants, pins)
+    return CompiledFunction(name, lifted, home, mesh, compiled, constants, pins)
 
 
 def _pure(lifted: Lifted, mesh: ReplicaMesh, written: Any, read_only: Any, arrays: Any, constants: Any) -> Any:
     outputs = _tracing.evaluate(lifted.closed, constants, [*written, *read_only, *arrays])
-    witness = [jax.numpy.zeros((), jax.numpy.int32)] if mesh.is_virtual else []
+    witness = [jax.numpy.zeros((), jax.numpy.int32)] if mesh.is_paced else []
     return outputs[: lifted.num_results], outputs[lifted.num_results :], witness
 
 

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import re
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -199,6 +200,15 @@ class Lifted:
     def variables(self) -> tuple[Variable, ...]:
         """All variables, in the order of the pure function's first arguments."""
         return (*self.written, *self.read_only)
+
+    def describe(self) -> str:
+        """Write the program as text that is equal on two workers which may run it together.
+
+        Without names of variables, addresses of objects and lines of files, which may differ all the same.
+        """
+        kinds = [f"{'on read' if v._on_read else 'mirrored'} {v.dtype}{list(v.shape)}" for v in self.variables]
+        program = re.sub(r" at 0x[0-9a-f]+", "", str(self.closed.jaxpr))
+        return f"writes {kinds[: len(self.written)]}\nreads {kinds[len(self.written) :]}\n{program}"
 
 
 def lift(

@@ -32,6 +32,10 @@ class Mark:
     name: str
     where: str
 
+    def __str__(self) -> str:
+        """Leave out what may differ between workers that run the same program: files have other paths there."""
+        return self.purpose.name
+
 
 mark_p = jex_core.Primitive("mirrored_mark")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import os
@@ -34,8 +35,10 @@ class ReplicaMesh:
     mesh: Mesh
 
     def __str__(self) -> str:
-        names = ", ".join(f"{device.platform}:{device.id}" for device in self.devices)
-        return f"{self.num_replicas} replica{'s' if self.num_replicas > 1 else ''} ({names})"
+        count = f"{self.num_replicas} replica{'s' if self.num_replicas > 1 else ''}"
+        if not self.is_alone:
+            return f"{count} ({len(self.local_replicas)} {self.devices[0].platform} here)"
+        return f"{count} ({', '.join(f'{device.platform}:{device.id}' for device in self.devices)})"
 
     @functools.cached_property
     def devices(self) -> tuple[jax.Device, ...]:
@@ -56,14 +59,43 @@ class ReplicaMesh:
         return NamedSharding(self.mesh, PartitionSpec(REPLICA_AXIS))
 
     @functools.cached_property
-    def is_virtual(self) -> bool:
-        """Whether several replicas share this machine's CPU; collectives then need care, see `_pace.py`."""
-        return self.num_replicas > 1 and self.devices[0].platform == "cpu"
+    def local_replicas(self) -> tuple[int, ...]:
+        """The numbers of the replicas whose devices are this process's."""
+        own = self.devices[0].client.process_index()
+        return tuple(i for i, device in enumerate(self.devices) if device.process_index == own)
+
+    @functools.cached_property
+    def is_alone(self) -> bool:
+        """Whether all replicas are this process's, so that no other worker takes part."""
+        return len(self.local_replicas) == self.num_replicas
+
+    @functools.cached_property
+    def is_paced(self) -> bool:
+        """Whether the programs in flight are counted: on virtual CPU devices, and with other workers; see `_pace.py`."""
+        return self.num_replicas > 1 and (self.devices[0].platform == "cpu" or not self.is_alone)
 
 
 def make_mesh(devices: Sequence[jax.Device]) -> ReplicaMesh:
     """Make the mesh of some devices, in the order given."""
     return ReplicaMesh(Mesh(np.array(devices, dtype=object), (REPLICA_AXIS,)))
+
+
+def cluster_mesh() -> ReplicaMesh:
+    """Make the mesh of all workers' best devices, worker by worker; every worker must have equally many.
+
+    Raises:
+        DeviceError: when the workers have different numbers or kinds of devices.
+    """
+    start_backend(0)
+    devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    owned = collections.Counter((device.process_index, device.platform) for device in devices)
+    if len(set(owned.values())) > 1 or len({platform for _, platform in owned}) > 1:
+        listed = ", ".join(f"worker {worker} {count} {platform}" for (worker, platform), count in sorted(owned.items()))
+        raise DeviceError(
+            f"the workers have different devices: {listed}. Each needs the same number of one kind: set CUDA_VISIBLE_DEVICES, "
+            "JAX_PLATFORMS or JAX_NUM_CPU_DEVICES alike on all of them."
+        )
+    return make_mesh(devices)
 
 
 @functools.cache

@@ -6,6 +6,9 @@ import dataclasses
 
 from ._reduce_op import NamedChoice
 
+#: A week; the preflight waits no longer either.
+MAX_TIMEOUT_SECONDS = 7 * 24 * 3600
+
 
 class AutoShardPolicy(NamedChoice):
     """Say how several workers share the records of one dataset; with one worker all but OFF are the same.
@@ -66,3 +69,68 @@ class InputOptions:
         if self.prefetch < 0:
             raise ValueError(f"prefetch is {self.prefetch}; expected 0 or more batches.")
         object.__setattr__(self, "auto_shard_policy", AutoShardPolicy.parse(self.auto_shard_policy, "auto_shard_policy"))
+
+
+class CommunicationImplementation(NamedChoice):
+    """Say what carries values between the workers; `mr.CollectiveCommunication` is its old name.
+
+    * `AUTO`: NCCL between GPUs, gloo between CPUs.
+    * `RING`: NCCL's ring algorithm between GPUs (`NCCL_ALGO=Ring`); gloo, which is a ring, between CPUs.
+    * `NCCL`: NCCL; an error without GPUs.
+    * `MPI`: experimental, between CPUs with one replica each: needs `MPITRAMPOLINE_LIB`, and the workers must be started
+      by mpirun.
+
+    >>> mr.CommunicationImplementation.RING
+    <CommunicationImplementation.RING: 'RING'>
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/CommunicationImplementation
+    """
+
+    AUTO = "AUTO"
+    RING = "RING"
+    NCCL = "NCCL"
+    MPI = "MPI"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CommunicationOptions:
+    """Say how workers communicate.
+
+    Args:
+        implementation: `mr.CommunicationImplementation` or its name.
+        bytes_per_pack: in an all-reduce of a tree, such as that of the gradients, arrays travel together until they have
+            so many bytes. 0: chosen here (arrays below 32 KiB travel together, at most 12; larger ones alone).
+        timeout_seconds: how long to wait for the other workers to start, and how long a step may last, before
+            this worker ends with an error that names the one that is late. None: 300 s to start, and for a step the
+            larger of 300 s and 20 times what steps took so far.
+
+    Raises:
+        TypeError, ValueError: for a value of the wrong type, a negative one, or a timeout of less than a second.
+
+    >>> mr.CommunicationOptions(implementation="ring", timeout_seconds=120)
+    CommunicationOptions(implementation=<CommunicationImplementation.RING: 'RING'>, bytes_per_pack=0, timeout_seconds=120)
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/CommunicationOptions
+    """
+
+    implementation: CommunicationImplementation | str = CommunicationImplementation.AUTO
+    bytes_per_pack: int = 0
+    timeout_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        parsed = CommunicationImplementation.parse(self.implementation, "implementation")
+        object.__setattr__(self, "implementation", parsed)
+        if isinstance(self.bytes_per_pack, bool) or not isinstance(self.bytes_per_pack, int):
+            raise TypeError(f"bytes_per_pack is {self.bytes_per_pack!r}; expected an int, 0 to have it chosen.")
+        if self.bytes_per_pack < 0:
+            raise ValueError(f"bytes_per_pack is {self.bytes_per_pack}; expected 0 or more bytes.")
+        seconds = self.timeout_seconds
+        if seconds is None:
+            return
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+            raise TypeError(f"timeout_seconds is {seconds!r}; expected seconds, or None.")
+        if not 1 <= seconds <= MAX_TIMEOUT_SECONDS:
+            raise ValueError(
+                f"timeout_seconds is {seconds}; expected 1 to {MAX_TIMEOUT_SECONDS} seconds, or None; it must be longer "
+                "than any step."
+            )

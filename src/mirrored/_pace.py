@@ -1,18 +1,23 @@
-"""How many programs may be in flight at once on virtual CPU devices.
+"""How many programs may be in flight at once on virtual CPU devices, and on several workers.
 
 Replicas that share this machine's CPU wait for each other on threads of one pool, and XLA's own limit of
 programs in flight makes further programs wait on threads of the same pool, until the replica that all wait
-for gets none: docs/design/cpu-rendezvous.md. Real accelerators have queues of their own and are left alone.
+for gets none: docs/design/cpu-rendezvous.md. Several workers wait for each other in every program, and a worker that
+runs ahead would take thousands of steps after another was lost: docs/design/failures.md. Real accelerators of one
+process have queues of their own and are left alone.
 """
 
 from __future__ import annotations
 
 import collections
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
+
+from ._progress import progress
 
 #: Programs in flight per process, over all strategies: XLA blocks a thread of the pool from the 33rd on, and programs
 #: that other code dispatches count too.
@@ -20,8 +25,11 @@ MAX_IN_FLIGHT = 16
 #: How many are waited for at once. Waiting in every step would wake this thread in every step, and the replicas
 #: want the cores (benchmarks/step_time.py, W1).
 WAIT_FOR = 8
+#: Programs of several workers in flight: an error of one surfaces at most so many steps late.
+MAX_JOINT_IN_FLIGHT = 2
 
 _in_flight: collections.deque[jax.Array] = collections.deque()
+_joint: collections.deque[tuple[jax.Array, Callable[[Any], None] | None]] = collections.deque()
 _lock = threading.Lock()
 
 
@@ -29,13 +37,18 @@ def dispatch(placement: NamedSharding, program: Any, *arguments: Any) -> Any:
     """Run a program with one result, and keep the number of programs in flight within bounds."""
     result = program(*arguments)
     if not isinstance(result, jax.core.Tracer) and is_paced(placement):
-        started(result)
+        (joined if is_joint(placement) else started)(result)
     return result
 
 
 def is_paced(placement: NamedSharding) -> bool:
     """Tell whether programs on these devices need a bound on their number in flight."""
-    return placement.num_devices > 1 and placement.mesh.devices.flat[0].platform == "cpu"
+    return placement.num_devices > 1 and (placement.mesh.devices.flat[0].platform == "cpu" or is_joint(placement))
+
+
+def is_joint(placement: NamedSharding) -> bool:
+    """Tell whether other workers take part in programs on these devices."""
+    return not placement.is_fully_addressable
 
 
 def started(witness: jax.Array) -> None:
@@ -47,6 +60,32 @@ def started(witness: jax.Array) -> None:
     _in_flight.append(witness)
     if len(_in_flight) >= MAX_IN_FLIGHT:
         _wait()
+
+
+def joined(witness: jax.Array, check: Callable[[Any], None] | None = None) -> None:
+    """Note the same of a program in which other workers take part.
+
+    Args:
+        witness: see `started`.
+        check: is given the witness when it is there, at most two programs later, and raises what is wrong with it.
+    """
+    _joint.append((witness, check))
+    progress.witness = witness
+    if len(_joint) > MAX_JOINT_IN_FLIGHT:
+        finish(MAX_JOINT_IN_FLIGHT)
+
+
+def finish(left: int = 0) -> None:
+    """Wait for the programs of several workers until only so many are in flight, and check what they found."""
+    while len(_joint) > left:
+        with _lock:
+            witness, check = _joint.popleft() if len(_joint) > left else (None, None)
+        if witness is None or witness.is_deleted():
+            continue
+        witness.block_until_ready()
+        progress.finished += 1
+        if check is not None:
+            check(witness)
 
 
 def _wait() -> None:

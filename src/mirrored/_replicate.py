@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from . import _context, _guards, _home, _lift, _mirror_proof, _pace, _signature, _tracing, _uneven
+from . import _context, _guards, _home, _joint, _lift, _mirror_proof, _pace, _placing, _signature, _tracing, _uneven
 from ._collectives import ReplicaAxis
 from ._context import Frame, ReplicaContext
-from ._errors import StrategyMismatchError, UnevenReplicasError
+from ._errors import ContextError, StrategyMismatchError, UnevenReplicasError
 from ._home import Home
 from ._lift import Lifted
 from ._mesh import ReplicaMesh
@@ -61,6 +61,7 @@ class Program:
     Attributes:
         name: the user's name of the step.
         num_replicas: how many replicas it is for.
+        is_joint: whether other workers run it too.
         lifted: the pure function and its variables.
         home: where the arrays of the variables that it writes are.
         findings: what the proof found.
@@ -73,6 +74,7 @@ class Program:
 
     name: str
     num_replicas: int
+    is_joint: bool
     lifted: Lifted
     home: Home
     findings: Findings
@@ -87,7 +89,7 @@ class Program:
         read_only = _home.arrays_of(lifted.read_only) if lifted.read_only else []
         results, _, witness = _home.overwrite(self.compiled, self.home, lifted.written, read_only, arrays, self.constants)
         if witness:
-            _pace.started(witness[0])
+            (_pace.joined if self.is_joint else _pace.started)(witness[0])
         return self.rebuild(results)
 
     def rebuild(self, results: list[Any]) -> PyTree:
@@ -126,7 +128,7 @@ def run(strategy: Any, mesh: ReplicaMesh, programs: Programs[Program], function:
     if _context.is_traced() or any(isinstance(array, jax.core.Tracer) for array in call.arrays):
         return _run_traced(program, call)
     if _is_eager.get():
-        _refuse_eager_uneven(call)
+        _refuse_eager(call, mesh)
         return _run_eagerly(strategy, mesh, program, call)
     return program.run(_place(mesh, call))
 
@@ -207,22 +209,32 @@ def _silenced() -> Iterator[None]:
 
 
 def _first_row(mesh: ReplicaMesh, stack: jax.Array) -> jax.Array:
-    return jax.device_put(stack[0], mesh.mirrored)
+    return _placing.mirror(mesh, [stack[0]])[0]
 
 
 def _are_placed(mesh: ReplicaMesh, arrays: Sequence[Any]) -> bool:
-    """Tell whether no array is tied to other devices, nor traced; everything else `jit` moves by itself."""
+    """Tell whether no array is tied to other devices, nor traced; everything else `jit` moves by itself.
+
+    With several workers it does not: there every array must be placed.
+    """
     for array in arrays:
-        if isinstance(array, np.ndarray) or array.sharding is mesh.stacked or array.sharding is mesh.mirrored:
+        if isinstance(array, np.ndarray):
+            if mesh.is_alone:
+                continue
+            return False
+        if array.sharding is mesh.stacked or array.sharding is mesh.mirrored:
             continue
-        if isinstance(array, jax.core.Tracer) or (array.committed and array.sharding not in (mesh.stacked, mesh.mirrored)):
+        if isinstance(array, jax.core.Tracer):
+            return False
+        if (array.committed or not mesh.is_alone) and array.sharding not in (mesh.stacked, mesh.mirrored):
             return False
     return True
 
 
 def _place(mesh: ReplicaMesh, call: Call) -> list[Any]:
-    """Bring arrays that are tied to other devices to the mesh."""
+    """Bring arrays that are tied to other devices, or are this worker's only, to the mesh."""
     arrays = list(call.arrays)
+    plain: list[int] = []
     for position, array in enumerate(arrays):
         if _are_placed(mesh, (array,)):
             continue
@@ -233,7 +245,17 @@ def _place(mesh: ReplicaMesh, call: Call) -> list[Any]:
                 f"{sorted(str(d) for d in array.sharding.device_set)}, but this strategy runs on "
                 f"{[str(d) for d in mesh.devices]}; it comes from another strategy."
             )
-        arrays[position] = jax.device_put(array, mesh.mirrored)
+        plain.append(position)
+    if not plain:
+        return arrays
+
+    def differ(index: int, workers: Sequence[int]) -> None:
+        name = _signature.argument_names(call)[plain[index]]
+        _placing.refuse_argument(f"the argument {name}, a plain array", index, workers)
+
+    placed = _placing.mirror(mesh, [arrays[position] for position in plain], differ, is_checked_late=True)
+    for position, array in zip(plain, placed, strict=True):
+        arrays[position] = array
     return arrays
 
 
@@ -253,13 +275,25 @@ def _make_program(strategy: Any, mesh: ReplicaMesh, call: Call) -> Program:
     _guards.check_assignments(lifted, findings)
     _guards.check_gradients(findings, mesh.num_replicas)
     is_mirrored = tuple(state.is_mirrored for state in findings.outputs[: lifted.num_results])
-    mapped = _map(mesh, lifted, [leaf.is_per_replica for leaf in leaves], is_mirrored)
-    with jax.ensure_compile_time_eval():
-        constants = [c if isinstance(c, jax.core.Tracer) else jax.device_put(c, mesh.mirrored) for c in lifted.closed.consts]
-    compiled = jax.jit(mapped, donate_argnums=0)
     name = getattr(call.function, "__qualname__", type(call.function).__name__)
+    text = "" if mesh.is_alone else f"{lifted.describe()}\nmirrored results: {is_mirrored}"
+    if text:
+        _joint.agree(name, text)
+    mapped = _map(mesh, lifted, [leaf.is_per_replica for leaf in leaves], is_mirrored)
+    constants = _placed_constants(mesh, lifted.closed.consts)
+    compiled = jax.jit(mapped, donate_argnums=0)
+    if text:
+        compiled = _joint.watched(name, text, compiled)
     home, pins = _home.home_of(lifted.written), _signature.pinned(call)
-    return Program(name, mesh.num_replicas, lifted, home, findings, mapped, compiled, constants, is_mirrored, pins)
+    is_joint = not mesh.is_alone
+    return Program(name, mesh.num_replicas, is_joint, lifted, home, findings, mapped, compiled, constants, is_mirrored, pins)
+
+
+def _placed_constants(mesh: ReplicaMesh, constants: Sequence[Any]) -> list[Any]:
+    """Bring the arrays that a step closes over to the mesh; tracers of a larger program stay."""
+    known = [constant for constant in constants if not isinstance(constant, jax.core.Tracer)]
+    placed = iter(_placing.mirror(mesh, known, _placing.refuse_constant))
+    return [constant if isinstance(constant, jax.core.Tracer) else next(placed) for constant in constants]
 
 
 def _map(mesh: ReplicaMesh, lifted: Lifted, is_per_replica: Sequence[bool], is_mirrored: Sequence[bool]) -> Callable[..., Any]:
@@ -271,7 +305,7 @@ def _map(mesh: ReplicaMesh, lifted: Lifted, is_per_replica: Sequence[bool], is_m
         outputs = _tracing.evaluate(lifted.closed, constants, [*values, *own])
         results = [_stacked_unless(same, r) for r, same in zip(outputs[: lifted.num_results], is_mirrored, strict=True)]
         new = [_stacked_unless(not v._on_read, n) for v, n in zip(lifted.written, outputs[lifted.num_results :], strict=True)]
-        return results, new, [jnp.zeros((), jnp.int32)] if mesh.is_virtual else []
+        return results, new, [jnp.zeros((), jnp.int32)] if mesh.is_paced else []
 
     replicated, stacked = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
     specs_of = lambda variables: [stacked if v._on_read else replicated for v in variables]  # noqa: E731
@@ -295,7 +329,7 @@ def _stacked_unless(is_mirrored: bool, array: Any) -> Any:
 
 
 def _replica_frame(strategy: Any, mesh: ReplicaMesh, bindings: Any, sizes: Any = None) -> Frame:
-    axis = ReplicaAxis(mesh.num_replicas, sizes=sizes)
+    axis = ReplicaAxis(mesh.num_replicas, sizes=sizes, bytes_per_pack=strategy._bytes_per_pack)
     return Frame(strategy, mesh, ReplicaContext(strategy, axis), axis, bindings)
 
 
@@ -311,7 +345,12 @@ def _input_states(call: Call, lifted: Lifted) -> list[State]:
     return states
 
 
-def _refuse_eager_uneven(call: Call) -> None:
+def _refuse_eager(call: Call, mesh: ReplicaMesh) -> None:
+    if not mesh.is_alone:
+        raise ContextError(
+            "mr.eager() runs each operation by itself, which works with one worker only. Run the same script without a "
+            "cluster: the numbers are the same with as many replicas, mr.MirroredStrategy(['cpu:0', 'cpu:1', ...])."
+        )
     for position, leaf in enumerate(call.array_leaves()):
         if leaf.shapes is not None:
             raise UnevenReplicasError(

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from . import _pace
+from . import _joint, _pace
 from ._collectives import Axes, accumulator_dtype, divide, join_rows
 from ._errors import UnevenReplicasError
 from ._reduce_op import ReduceOp, VariableAggregation
@@ -129,4 +129,5 @@ def compiled(function: Callable[..., jax.Array], placement: NamedSharding, *stat
 
 @functools.lru_cache(maxsize=1024)
 def _compile(function: Callable[..., jax.Array], placement: NamedSharding, static: tuple[Any, ...]) -> Any:
-    return jax.jit(lambda array: function(array, *static), out_shardings=placement)
+    program = jax.jit(lambda array: function(array, *static), out_shardings=placement)
+    return _joint.agreed(f"{function.__name__}{static}", program) if _pace.is_joint(placement) else program

@@ -8,10 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
-from . import _context, _env, _mesh
+from . import _cluster, _context, _env, _mesh, _placing, _runtime
+from ._cluster import Cluster, ClusterResolver
 from ._collectives import ReplicaAxis
 from ._context import ReplicaContext
+from ._options import CommunicationImplementation, CommunicationOptions
 from ._strategy import Strategy
 
 _logger = logging.getLogger("mirrored")
@@ -48,6 +51,72 @@ class MirroredStrategy(Strategy):
         if _env.TF_CONFIG.get() is not None:
             _logger.info("TF_CONFIG is set, but MirroredStrategy is for one machine and ignores it")
         super().__init__(_mesh.make_mesh(_mesh.resolve_devices(devices)))
+
+
+class MultiWorkerMirroredStrategy(Strategy):
+    """Train on the devices of several processes, with one copy of every variable on each device.
+
+    Every worker runs the same script. The cluster is found, in this order: `jax.distributed`, when it is initialised
+    already; `cluster`; and the variables `TF_CONFIG`, `JAX_*` (`mirrored launch`, Kubeflow), torchrun's, Open MPI's,
+    MPICH's and Slurm's. Where nothing describes one, this is the only worker. One line of the log says what was found.
+
+    Make it before anything else uses JAX: a process whose devices are in use cannot join the others.
+
+    Args:
+        cluster: a resolver, such as `mr.SimpleClusterResolver`, or None to look at the variables.
+        communication_options: see `mr.CommunicationOptions`.
+
+    Raises:
+        ClusterConfigError: (a ValueError) when the description of the cluster is wrong, or workers differ in it.
+        ClusterStartError: (a RuntimeError) when a worker is missing, a port is taken, or JAX has started already.
+        DeviceError: (a ValueError) when the workers have different numbers of devices.
+        ValueError: for NCCL without GPUs.
+
+    >>> strategy = mr.MultiWorkerMirroredStrategy()
+    >>> strategy.num_workers, strategy.is_chief
+    (1, True)
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/MultiWorkerMirroredStrategy
+    """
+
+    def __init__(
+        self, cluster: ClusterResolver | None = None, *, communication_options: CommunicationOptions | None = None
+    ) -> None:
+        options = CommunicationOptions() if communication_options is None else communication_options
+        if not isinstance(options, CommunicationOptions):
+            raise TypeError(f"communication_options is {options!r}; expected mr.CommunicationOptions(...).")
+        with _runtime.exit_codes():
+            runtime = self._join(cluster, options)
+            mesh = _mesh.cluster_mesh() if runtime is not None else _mesh.make_mesh(_mesh.resolve_devices(None))
+        if options.implementation is CommunicationImplementation.NCCL and mesh.devices[0].platform == "cpu":
+            raise ValueError(
+                "implementation is NCCL, which connects GPUs, but JAX has found none; it uses the CPU. Leave the option out, or "
+                "install JAX for CUDA: pip install 'jax[cuda13]'."
+            )
+        super().__init__(mesh)
+        self._bytes_per_pack = options.bytes_per_pack
+        if runtime is not None:
+            self._coordination = runtime.coordination
+            self._meet()
+
+    def _join(self, cluster: ClusterResolver | None, options: CommunicationOptions) -> _runtime.Runtime | None:
+        if _runtime.current() is None and _runtime.is_connected():
+            self._cluster = None
+            _logger.info("cluster: jax.distributed was initialised already, and is used as it is")
+            return _runtime.attach(options)
+        self._cluster, sentence = _cluster.discover(cluster)
+        _logger.info("cluster: %s", sentence)
+        return _runtime.start(self._cluster, options)
+
+    def _meet(self) -> None:
+        """Let all workers use a collective together at once: the first one of a set of devices waits for 30 s only."""
+        self._coordination.barrier("MultiWorkerMirroredStrategy")
+        _placing.mirror(self._mesh, [np.zeros((), np.int32)])[0].block_until_ready()
+
+    @property
+    def cluster(self) -> Cluster | None:
+        """The cluster: `cluster.spec.as_dict()` has its tasks, `task_type` and `task_id` say which of them this process is."""
+        return self._cluster
 
 
 class OneDeviceStrategy(Strategy):

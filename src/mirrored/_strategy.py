@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import warnings
 import weakref
@@ -11,19 +12,19 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from . import _collectives, _context, _explain, _replicate, _stacked
+from . import _collectives, _context, _distributed_values, _divergence, _explain, _pace, _placing, _replicate, _stacked
+from ._cluster_spec import Cluster
 from ._context import Frame
-from ._errors import ContextError, ReplicasDivergeError, StrategyMismatchError
+from ._coordination import Coordination
+from ._errors import ContextError, StrategyMismatchError
 from ._mesh import ReplicaMesh
 from ._options import AutoShardPolicy, InputOptions
 from ._programs import Programs
 from ._reduce_op import ReduceOp
 from ._replicate import Program
 from ._typing import PyTree, UserFunction
-from ._values import PerReplica, stack_shapes
+from ._values import PerReplica
 from ._variables import Variable, live_variables
 from .data._auto_shard import make_plan, plan_of_function
 from .data._dataset import DistributedDataset, check_dataset
@@ -61,7 +62,8 @@ class Strategy:
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy
     """
 
-    _input_worker = InputWorker()
+    _coordination = Coordination()
+    _bytes_per_pack = 0
 
     def __init__(self, mesh: ReplicaMesh) -> None:
         """Take the devices; users call a subclass."""
@@ -83,13 +85,13 @@ class Strategy:
 
     @property
     def num_workers(self) -> int:
-        """The number of processes that run the program together."""
-        return 1
+        """The number of processes that run the program together, W; each has R / W of the replicas."""
+        return self._coordination.num_workers
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process writes checkpoints and logs: always, when there is one process."""
-        return True
+        """Whether this process writes checkpoints and logs: worker 0, so always when there is one process."""
+        return self._coordination.worker == 0
 
     @property
     def devices(self) -> tuple[jax.Device, ...]:
@@ -97,8 +99,8 @@ class Strategy:
         return self._mesh.devices
 
     @property
-    def cluster(self) -> None:
-        """The cluster: None, because this strategy is for one process."""
+    def cluster(self) -> Cluster | None:
+        """The cluster: its tasks, and which of them this process is. None when this strategy is for one process."""
         return None
 
     def barrier(self, name: str) -> None:
@@ -111,6 +113,9 @@ class Strategy:
             raise TypeError(f"barrier: name is {name!r}; expected a non-empty string.")
         _require_untraced("barrier")
         jax.block_until_ready([variable._array for variable in live_variables(self._mesh)])
+        if not self._mesh.is_alone:
+            _pace.finish()
+            self._coordination.barrier(name)
 
     def __repr__(self) -> str:
         return f"mr.{type(self).__name__}({self._mesh})"
@@ -319,7 +324,7 @@ class Strategy:
         """
         options = self._checked_input(options, "distribute_dataset")
         check_dataset(dataset, "distribute_dataset")
-        worker = self._input_worker
+        worker = self._input_worker()
         plan = make_plan(adapted(dataset), options.auto_shard_policy, worker, self.num_replicas_in_sync)
         return self._register(DistributedDataset(self._mesh, options, worker, plan))
 
@@ -359,7 +364,7 @@ class Strategy:
                 f"auto_shard_policy is {options.auto_shard_policy}, but dataset_fn shares the records out by itself, by "
                 "context.input_pipeline_id. Leave the policy out, or use strategy.distribute_dataset(dataset, options)."
             )
-        worker = self._input_worker
+        worker = self._input_worker()
         dataset = dataset_fn(InputContext(worker.count, worker.index, self.num_replicas_in_sync))
         check_dataset(dataset, "distribute_datasets_from_function")
         return self._register(DistributedDataset(self._mesh, options, worker, plan_of_function(adapted(dataset), worker)))
@@ -370,6 +375,9 @@ class Strategy:
         _context.require_cross_replica(verb, "Distribute the dataset before the step and pass its batches to it.")
         self._check_current(verb)
         return options or InputOptions()
+
+    def _input_worker(self) -> InputWorker:
+        return InputWorker(self._coordination.worker, self.num_workers, coordination=self._coordination)
 
     def _register(self, dataset: DistributedDataset) -> DistributedDataset:
         self._datasets.add(dataset)
@@ -413,39 +421,24 @@ class Strategy:
         _context.require_cross_replica("distribute_values_from_function", "Compute the value in the step itself.")
         self._check_current("distribute_values_from_function")
         count = self.num_replicas_in_sync
-        trees = [value_fn(ValueContext(i, count)) for i in range(count)]
-        leaves = [jax.tree.flatten(tree, is_leaf=_is_distributed) for tree in trees]
-        for replica, (_, treedef) in enumerate(leaves):
-            if treedef != leaves[0][1]:
-                raise ValueError(
-                    f"value_fn returned the structure {leaves[0][1]} for replica 0 and {treedef} for replica {replica}; expected "
-                    "one structure for all."
-                )
-        columns = zip(*(flat for flat, _ in leaves), strict=True)
-        return jax.tree.unflatten(leaves[0][1], [self._from_replicas(column) for column in columns])
+        trees = [value_fn(ValueContext(i, count)) for i in self._mesh.local_replicas]
+        return _distributed_values.distribute(self._mesh, self._coordination, trees)
 
     # -- guarantees
 
     def assert_mirrored(self) -> None:
-        """Compare the real copies of every mirrored variable of this strategy, bit by bit.
+        """Compare the real copies of every mirrored variable of this strategy, on all workers.
 
-        Programs that this library runs cannot make them differ; a broken device or another library can.
+        Programs that this library runs cannot make them differ; a broken device or another library can. With several
+        workers, all must call it; checksums are compared, which find every single changed word.
 
         Raises:
             ReplicasDivergeError: (a ValueError) naming the variable and the replicas that differ from replica 0.
             ContextError: (a RuntimeError) inside a step or an `mr.function`.
         """
         _require_untraced("assert_mirrored")
-        for variable in live_variables(self._mesh):
-            if variable._on_read:
-                continue
-            copies = variable._local_copies()
-            differing = [i for i, copy in copies if copy.tobytes() != copies[0][1].tobytes()]
-            if differing:
-                raise ReplicasDivergeError(
-                    f"the copies of variable {variable.name!r} differ: replicas {differing} from replica {copies[0][0]}. "
-                    f"They were changed behind the library's back, or a device computes wrongly. {variable!r}"
-                )
+        mirrored = [variable for variable in live_variables(self._mesh) if not variable._on_read]
+        _divergence.check(self._mesh, self._coordination, mirrored)
 
     # -- leaves
 
@@ -480,10 +473,19 @@ class Strategy:
             self._check_own_variable(leaf, verb)
             return leaf._as_per_replica() if leaf._on_read else leaf._read(_context.current(), is_taken=False)
         array = _collectives.as_array(leaf, f"strategy.{verb}")
+        if not self._mesh.is_alone:
+            return self._agreed(array, verb)
         if not self._is_elsewhere(array):
             return array
         with jax.ensure_compile_time_eval():  # moved now, also while a larger program is traced
             return jax.device_put(array, self._mesh.mirrored)
+
+    def _agreed(self, array: jax.Array, verb: str) -> jax.Array:
+        """Return what counts as the same value on each replica, after seeing that it is; in a trace it is a constant."""
+        if _context.is_traced() or isinstance(array, jax.core.Tracer):
+            return array
+        differ = functools.partial(_placing.refuse_argument, f"what strategy.{verb} was given, no PerReplica")
+        return _placing.mirror(self._mesh, [array], differ)[0]
 
     def _check_own(self, value: PerReplica, verb: str) -> None:
         if value.num_replicas != self.num_replicas_in_sync:
@@ -518,33 +520,9 @@ class Strategy:
         values = leaf.values
         if isinstance(values[0], jax.core.Tracer):
             return values
-        device = self._mesh.devices[0]  # together, because JAX does not combine arrays of two devices
+        # Together, because JAX does not combine arrays of two devices.
+        device = self._mesh.devices[self._mesh.local_replicas[0]]
         return tuple(jax.device_put(value, device) for value in values)
-
-    def _from_replicas(self, column: Sequence[Any]) -> PerReplica:
-        arrays = [_collectives.as_array(leaf, "distribute_values_from_function") for leaf in column]
-        if len({array.ndim for array in arrays}) > 1:
-            raise ValueError(
-                f"value_fn returned arrays of different ranks, shapes {', '.join(str(a.shape) for a in arrays)}; expected one "
-                "rank for all replicas. Add axes of length one."
-            )
-        dtypes = {array.dtype for array in arrays}
-        if len(dtypes) > 1:
-            names = ", ".join(sorted(map(str, dtypes)))
-            raise TypeError(f"value_fn returned different dtypes: {names}; expected one for all replicas.")
-        _, shapes = stack_shapes([array.shape for array in arrays])
-        if not jnp.issubdtype(arrays[0].dtype, jax.dtypes.prng_key):
-            return PerReplica(self._stack(arrays), shapes)
-        data = self._stack([jax.random.key_data(array) for array in arrays])
-        return PerReplica(jax.random.wrap_key_data(data, impl=jax.random.key_impl(arrays[0])), shapes)
-
-    def _stack(self, arrays: Sequence[jax.Array]) -> jax.Array:
-        """Put each replica's array on its device, padded with zeros to one shape."""
-        padded, _ = stack_shapes([array.shape for array in arrays])
-        stack = np.zeros((len(arrays), *padded), arrays[0].dtype)
-        for replica, array in enumerate(arrays):
-            stack[(replica, *(slice(size) for size in array.shape))] = np.asarray(array)
-        return jax.device_put(stack, self._mesh.stacked)
 
 
 def _is_distributed(value: Any) -> bool:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _collectives, _context, _conversion, _mesh, _stacked, _tracing
+from . import _collectives, _context, _conversion, _mesh, _placing, _stacked, _tracing
 from ._context import Frame
 from ._errors import ContextError, PerReplicaError, ReplicasDivergeError, StrategyMismatchError, UnevenReplicasError
 from ._home import Home
@@ -29,6 +30,8 @@ _ALSO_FORWARDED = frozenset({"block_until_ready", "devices", "tobytes", "tolist"
 #: Every variable that is alive, for `strategy.assert_mirrored()`.
 _live: weakref.WeakSet[Variable] = weakref.WeakSet()
 _numbers = itertools.count()
+#: How many variables were created on some devices; every worker creates those of a cluster, so the numbers agree.
+_created: dict[ReplicaMesh, Iterator[int]] = collections.defaultdict(itertools.count)
 
 
 class Variable:
@@ -72,7 +75,7 @@ class Variable:
     """
 
     __slots__ = (
-        "__weakref__", "_aggregation", "_dtype", "_mesh", "_name", "_on_read", "_place", "_shape", "_trainable",
+        "__weakref__", "_aggregation", "_dtype", "_mesh", "_name", "_number", "_on_read", "_place", "_shape", "_trainable",
     )  # fmt: skip
 
     def __init__(
@@ -103,6 +106,7 @@ class Variable:
             self._array = _placed(array, self._mesh)
             if isinstance(array, jax.Array):
                 self._note_taken()  # the placed array may share the given one's buffer
+        self._number = next(_created[self._mesh])
         _live.add(self)
 
     # -- where its array is
@@ -353,14 +357,20 @@ class Variable:
         if not isinstance(operand, jax.Array | Variable):
             operand = _conversion.host_array(operand, f"{method} to variable {self._name!r}", self._dtype)
         array = jnp.asarray(operand)
-        if not isinstance(array, jax.core.Tracer) and array.committed:
-            array = _placed(array, self._mesh)
+        if not isinstance(array, jax.core.Tracer) and (array.committed or not self._mesh.is_alone):
+            array = self._moved(array)
         if tuple(array.shape) != self._shape:
             raise ValueError(
                 f"{method} to variable {self._name!r} of shape {self._shape} was given a value of shape "
                 f"{tuple(array.shape)}. A variable keeps its shape; use jnp.broadcast_to or reshape the value."
             )
         return self._cast(array, method)
+
+    def _moved(self, array: jax.Array) -> jax.Array:
+        """Bring an array to the variable's devices, as the chief has it; in a trace, as a constant of the program."""
+        if self._mesh.is_alone or not _context.is_traced():
+            return _placed(array, self._mesh)
+        return jnp.asarray(np.asarray(array)) if array.is_fully_addressable else array
 
     def _cast(self, array: jax.Array, method: str) -> jax.Array:
         return _conversion.cast(array, self._dtype, f"{method} to variable {self._name!r}")
@@ -483,8 +493,8 @@ def is_variable(value: Any) -> bool:
 
 
 def live_variables(mesh: ReplicaMesh) -> list[Variable]:
-    """Return the variables that live on some devices, by name."""
-    return sorted((v for v in list(_live) if v._mesh == mesh), key=lambda v: v.name)
+    """Return the variables that live on some devices, in the order of their creation, which is the same on all workers."""
+    return sorted((v for v in list(_live) if v._mesh == mesh), key=lambda v: v._number)
 
 
 def _check_name(name: Any) -> str:
@@ -551,9 +561,7 @@ def _initial_array(value: Any, dtype: Any, name: str) -> jax.Array | np.ndarray:
 
 
 def _placed(array: jax.Array | np.ndarray, mesh: ReplicaMesh) -> jax.Array:
-    if isinstance(array, jax.Array) and array.sharding == mesh.mirrored:
-        return array
-    return jax.device_put(array, mesh.mirrored)
+    return _placing.mirror(mesh, [array])[0]
 
 
 def _plain(array: Any) -> Any:

@@ -27,15 +27,18 @@ class Ahead(Generic[T]):
     garbage, or the interpreter exits.
     """
 
-    def __init__(self, items: Generator[T, None, None], close: Callable[[], None], count: int) -> None:
+    def __init__(
+        self, items: Generator[T, None, None], close: Callable[[], None], count: int, interrupt: Callable[[], None] = lambda: None
+    ) -> None:
         """Start the thread.
 
         Args:
             items: runs in the context variables and the 64 bit mode of this call.
             close: frees what `items` reads from; called once, in the thread, at its end.
             count: how many items may be ready; at least 1.
+            interrupt: ends what `items` may be waiting for, such as other workers; called in any thread.
         """
-        self._channel: _Channel[T] = _Channel(count)
+        self._channel: _Channel[T] = _Channel(count, interrupt)
         context, is_x64 = contextvars.copy_context(), jax.config.jax_enable_x64  # pyrefly: ignore[missing-attribute]
         work = functools.partial(_work, self._channel, items, close, context, is_x64)
         self._channel.start(work)
@@ -59,8 +62,9 @@ class _Channel(Generic[T]):
     The lock is reentrant, because garbage collection can call `close` in either thread at any line.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, interrupt: Callable[[], None]) -> None:
         self._count = count
+        self._interrupt = interrupt
         self._changed = threading.Condition()
         self._ready: collections.deque[T] = collections.deque()
         self._failure: BaseException | None = None
@@ -110,6 +114,7 @@ class _Channel(Generic[T]):
             self._ready.clear()
             self._failure = None
             self._changed.notify_all()
+        self._interrupt()
         thread = self._thread
         if thread is None or thread is threading.current_thread():
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Generator
 from types import TracebackType
@@ -9,6 +10,7 @@ from typing import Any, Self
 
 import jax
 
+from .. import _placing
 from .._mesh import ReplicaMesh
 from .._typing import PyTree
 from .._values import PerReplica
@@ -140,9 +142,10 @@ class DistributedIterator:
 
     def _started(self) -> Ahead[Any] | Batches:
         if self._batches is None:
-            source = self._open()
-            batches = _batches(self._plan.steps(source, self._layout, self._extra), self._mesh, self._layout)
-            self._batches = Ahead(batches, source.close, self._prefetch) if self._prefetch else batches
+            source, worker = self._open(), self._layout.worker.for_iterator()
+            layout = dataclasses.replace(self._layout, worker=worker)
+            batches = _batches(self._plan.steps(source, layout, self._extra), self._mesh, layout)
+            self._batches = Ahead(batches, source.close, self._prefetch, worker.close) if self._prefetch else batches
         return self._batches
 
     def _checked(self, state: Any) -> dict[str, int]:
@@ -178,13 +181,9 @@ def _batches(steps: Steps, mesh: ReplicaMesh, layout: Layout) -> Batches:
 def to_devices(step: Step, mesh: ReplicaMesh, layout: Layout) -> PyTree:
     """Put each replica's rows on its device."""
     leaves, treedef = jax.tree.flatten(step.stacked)
-    is_alone = layout.worker.count == 1  # else device_put would want every replica's rows on every worker
-    arrays = jax.device_put(leaves, mesh.stacked) if is_alone else [_from_local(leaf, mesh) for leaf in leaves]
+    is_alone = layout.worker.count == 1  # then one call for all of them
+    arrays = jax.device_put(leaves, mesh.stacked) if is_alone else [_placing.stack(mesh, leaf) for leaf in leaves]
     return jax.tree.unflatten(treedef, [PerReplica(array, _true_shapes(array, step.sizes)) for array in arrays])
-
-
-def _from_local(leaf: Any, mesh: ReplicaMesh) -> jax.Array:
-    return jax.make_array_from_process_local_data(mesh.stacked, leaf, (mesh.num_replicas, *leaf.shape[1:]))
 
 
 def _true_shapes(array: jax.Array, sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...] | None:

@@ -13,7 +13,7 @@ import jax
 from .._typing import PyTree
 from . import _rebatch
 from ._position import Position, Source
-from ._workers import InputWorker, agree
+from ._workers import InputWorker, agree, agree_on_batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,13 +70,17 @@ class _Parts:
 
 Steps = Generator[Step, None, None]
 
+_END = object()
+
 
 def rows_of_every_batch(source: Source, layout: Layout, extra: dict[str, int]) -> Steps:
     """Take this worker's rows of each global batch, which all workers read."""
     first = layout.worker.index * layout.num_local
-    for batch in source:
-        arrays = _rebatch.to_numpy(batch)
-        num_rows = _rebatch.count_rows(arrays)
+    for batch in itertools.chain(source, [_END]):
+        arrays = None if batch is _END else _rebatch.to_numpy(batch)
+        num_rows = 0 if batch is _END else _rebatch.count_rows(arrays)
+        if not agree_on_batch(layout.worker, arrays, num_rows):
+            return
         kept = num_rows - num_rows % layout.num_replicas if layout.drop_remainder else num_rows
         if kept < num_rows:
             layout.on_drop(num_rows - kept, num_rows)

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 
+from .._coordination import Coordination
 from .._typing import PyTree
 
 #: Gives a JSON value to all workers and returns those of all, in worker order; every worker must call it.
 Exchange: TypeAlias = Callable[[Any], Sequence[Any]]
+
+
+#: Of each array of a batch, so many bytes at either end are compared between the workers.
+_DIGEST_BYTES = 64 * 1024
 
 
 def _alone(value: Any) -> Sequence[Any]:
@@ -27,11 +33,22 @@ class InputWorker:
         index: its number.
         count: how many workers there are, W; each has the same number of replicas, in worker order.
         exchange: how they agree on the sizes of a step; the identity for one worker.
+        close: ends an exchange that another thread is waiting in.
+        coordination: how an iterator gets an exchange of its own.
     """
 
     index: int = 0
     count: int = 1
     exchange: Exchange = _alone
+    close: Callable[[], None] = lambda: None
+    coordination: Coordination | None = None
+
+    def for_iterator(self) -> InputWorker:
+        """Return this worker with an exchange of its own, for one iterator and its thread."""
+        if self.coordination is None or self.count == 1:
+            return self
+        channel = self.coordination.channel("input")
+        return dataclasses.replace(self, exchange=channel.exchange, close=channel.close)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +95,50 @@ def agree(worker: InputWorker, sizes: Sequence[int], like: PyTree, num_replicas:
         like = _decode(next(iter(with_rows.values())), like)
     every = tuple(size for m in messages for size in (m["sizes"] or (0,) * num_local))
     return Agreement(every, like, len(messages) - len(with_rows))
+
+
+def agree_on_batch(worker: InputWorker, batch: PyTree | None, num_rows: int) -> bool:
+    """Compare a global batch, which every worker has read by itself, with those of the others; return whether there is one.
+
+    Args:
+        worker: this worker.
+        batch: its next batch; None at the end of its data.
+        num_rows: of the batch.
+
+    Raises:
+        ValueError: when the batches differ, so that rows would be lost and others used twice, or not all workers have one.
+    """
+    if worker.count == 1:
+        return batch is not None
+    own = None if batch is None else [num_rows, _digest(batch)]
+    every = worker.exchange(own)
+    for index, other in enumerate(every):
+        if other == every[0]:
+            continue
+        if other is None or every[0] is None:
+            ended, going = (index, 0) if other is None else (0, index)
+            what = f"the data of worker {ended} has ended, and worker {going} has more"
+        elif other[0] != every[0][0]:
+            what = f"the next batch of worker 0 has {every[0][0]} rows, and that of worker {index} {other[0]}"
+        else:
+            what = f"the next batches of worker 0 and worker {index} hold different records"
+        raise ValueError(
+            f"{what}. Under AutoShardPolicy.DATA every worker reads the same batches and takes its rows of each; now rows "
+            "would be lost and others used twice. Give what shuffles one seed on all workers, and read the same files in the "
+            "same order; or let each worker read records of its own: auto_shard_policy='file' or 'off', or "
+            "distribute_datasets_from_function."
+        )
+    return own is not None
+
+
+def _digest(batch: PyTree) -> int:
+    """Return a checksum of the beginning and the end of each array: another order of the records changes it."""
+    digest = 0
+    for leaf in jax.tree.leaves(batch):
+        flat = np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
+        digest = zlib.crc32(flat[:_DIGEST_BYTES].tobytes(), digest)
+        digest = zlib.crc32(flat[-_DIGEST_BYTES:].tobytes(), digest)
+    return digest
 
 
 def _encode(tree: PyTree) -> dict[str, Any]:

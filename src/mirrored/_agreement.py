@@ -1,0 +1,126 @@
+"""Do all workers run the same programs in the same order? Asked when a program is new, before its first run. No jax here.
+
+Workers that run different programs get wrong numbers without any error, or wait for each other for ever:
+docs/design/failures.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+from . import _env
+from ._coordination import Coordination
+from ._errors import ProgramMismatchError
+from ._escape import escape, escape_lines
+from ._progress import Progress, progress
+
+#: Lines shown before and after the first that differs, and characters of them.
+_LINES_BEFORE, _LINES_AFTER = 2, 5
+_MAX_LINE, _MAX_EXCERPT = 300, 2000
+_MAX_NAME = 200
+_ADVICE = (
+    "Every worker must run the same programs in the same order, with arrays of the same shapes and dtypes. Look for what differs "
+    "by worker: an `if` such as `if strategy.is_chief:` around strategy.run, batches of other shapes, other versions of the code."
+)
+
+
+class Agreement:
+    """Compare what the workers run.
+
+    Args:
+        coordination: reaches the other workers.
+        progress: where it is noted that this worker waits for the others.
+
+    Attributes:
+        checks_order: whether `check_order` is wanted at every start of a program: MIRRORED_DEBUG=detail.
+    """
+
+    def __init__(self, coordination: Coordination, progress: Progress = progress) -> None:
+        self._coordination, self._progress = coordination, progress
+        self._num_checked = self._num_started = 0
+        self.checks_order = _env.DEBUG.get() == "detail"
+
+    def check(self, name: str, program_text: str) -> None:
+        """See that the next new program is the same on all workers; all workers call it, in the order of their programs.
+
+        Args:
+            name: of the program, for a person.
+            program_text: says all that matters and nothing else: no addresses, no places in files.
+
+        Raises:
+            ProgramMismatchError: on every worker, when one has come to another program.
+        """
+        number = self._num_checked + 1
+        with self._progress.phase(f"the comparison of new program {number}", repr(name), waits=True):
+            seen = self._exchange("agreement", [name[:_MAX_NAME], _digest(program_text)])
+            self._num_checked = number  # only now, so that a call that failed may be made again
+            if all(digest == seen[0][1] for _, digest in seen):
+                return
+            excerpts = self._exchange_excerpts(program_text)
+        title = f"the workers have come to different programs, as their new program {number}"
+        raise ProgramMismatchError(_mismatch(title, [shown for shown, _ in seen], excerpts))
+
+    def check_order(self, name: str, digest: str) -> None:
+        """See that the program that is about to start is the same on all workers; for `checks_order`.
+
+        Raises:
+            ProgramMismatchError: on every worker, when one is about to start another program.
+        """
+        number = self._num_started + 1
+        with self._progress.phase(f"the comparison of start {number} of a program", repr(name), waits=True):
+            seen = self._exchange("order", [name[:_MAX_NAME], digest])
+        self._num_started = number
+        if any(other != seen[0][1] for _, other in seen):
+            title = f"the workers are about to start different programs, as start {number}"
+            raise ProgramMismatchError(_mismatch(title, [shown for shown, _ in seen], [other for _, other in seen]))
+
+    def _exchange(self, channel: str, entry: list[str]) -> list[list[str]]:
+        seen = self._coordination.exchange(channel, entry)
+        return [[str(part) for part in other] if isinstance(other, list) and len(other) == 2 else ["?", "?"] for other in seen]
+
+    def _exchange_excerpts(self, text: str) -> list[str]:
+        """Return what each worker has around the first difference; few bytes are sent, however long the programs are."""
+        same, differ = 0, max(map(_count, self._coordination.exchange("agreement", len(text))))
+        while differ - same > 1:  # the first `same` characters are equal everywhere, the first `differ` are not
+            middle = (same + differ) // 2
+            digests = self._coordination.exchange("agreement", _digest(text[:middle]))
+            if all(digest == digests[0] for digest in digests):
+                same = middle
+            else:
+                differ = middle
+        return [str(other) for other in self._coordination.exchange("agreement", _excerpt(text, same))]
+
+
+def _excerpt(text: str, position: int) -> str:
+    """Return the line of a position with those around it, each cut so that the position can be seen."""
+    if position >= len(text):
+        return "it has ended before the others"
+    lines, number = text.split("\n"), text.count("\n", 0, position)
+    column = position - (text.rfind("\n", 0, position) + 1)
+    shown = [f"line {number + 1} of {len(lines)}:"]
+    for near in range(max(0, number - _LINES_BEFORE), min(len(lines), number + 1 + _LINES_AFTER)):
+        begin = max(0, column - _MAX_LINE // 2) if near == number else 0
+        line = lines[near][begin : begin + _MAX_LINE]
+        shown.append(("..." if begin else "") + line + ("..." if begin + _MAX_LINE < len(lines[near]) else ""))
+    return "\n".join(shown)
+
+
+def _mismatch(title: str, names: Sequence[str], excerpts: Sequence[str]) -> str:
+    groups: dict[tuple[str, str], list[int]] = {}
+    for worker, side in enumerate(zip(names, excerpts, strict=True)):
+        groups.setdefault(side, []).append(worker)
+    parts = [f"{title}:"]
+    for (name, excerpt), workers in groups.items():
+        who = f"worker{'s' * (len(workers) > 1)} {', '.join(map(str, workers))}"
+        parts.append(f"{who}: {escape(name, _MAX_NAME)}\n{escape_lines(excerpt, _MAX_EXCERPT)}")
+    return "\n".join([*parts, _ADVICE])
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
+
+
+def _count(value: Any) -> int:
+    return value if isinstance(value, int) else 1

@@ -1,0 +1,144 @@
+"""How workers tell each other small things: the coordination service of `jax.distributed`, which every cluster has.
+
+Messages are JSON and go through the service's key-value store, not through collectives: a barrier takes a fifth of
+the time of one on the devices, and works while the devices are busy or stuck. No jax here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from ._errors import WorkerLostError
+
+#: How long one call into the service may block: a thread inside one cannot be stopped, and must not outlive the program.
+SLICE_SECONDS = 0.25
+_ROOT = "mirrored/"
+
+
+class Coordination:
+    """Reach the other workers of a cluster.
+
+    Args:
+        client: of the coordination service; None for one worker, which then talks to itself.
+        worker: the index of this worker.
+        num_workers: how many there are.
+        timeout_seconds: how long to wait for another worker in `exchange` and `barrier`; None: for ever, because the
+            guard ends a program that is stuck.
+    """
+
+    def __init__(self, client: Any = None, worker: int = 0, num_workers: int = 1, timeout_seconds: float | None = None) -> None:
+        assert client is not None or num_workers == 1
+        self.worker, self.num_workers, self.timeout_seconds = worker, num_workers, timeout_seconds
+        self._client = client
+        self._channels: dict[str, Channel] = {}
+        self._opened = itertools.count()
+
+    def put(self, key: str, text: str) -> None:
+        """Set a key, which may have a value already."""
+        if self._client is not None:
+            self._client.key_value_set(_ROOT + key, text, allow_overwrite=True)
+
+    def get(self, key: str, timeout_seconds: float) -> str | None:
+        """Wait for a key to be set, and return its value; None at the timeout, or alone."""
+        if self._client is None:
+            return None
+        try:
+            return self._client.blocking_key_value_get(_ROOT + key, max(1, int(timeout_seconds * 1000)))
+        except Exception as error:  # jaxlib's errors have no classes of their own
+            if "DEADLINE_EXCEEDED" in str(error):
+                return None
+            raise
+
+    def list(self, prefix: str) -> dict[str, str]:
+        """Return the keys that begin with `prefix`, which ends in a slash, and their values."""
+        if self._client is None:
+            return {}
+        assert prefix.endswith("/")
+        return {key.removeprefix(_ROOT): value for key, value in self._client.key_value_dir_get(_ROOT + prefix)}
+
+    def delete(self, key: str) -> None:
+        """Remove a key."""
+        if self._client is not None:
+            self._client.key_value_delete(_ROOT + key)
+
+    def exchange(self, channel: str, value: Any, timeout_seconds: float | None = None) -> Sequence[Any]:
+        """Give a JSON value to all workers, and return those of all in worker order.
+
+        Args:
+            channel: its n-th exchange on each worker is the same one.
+            value: anything that JSON holds.
+            timeout_seconds: default: that of this object.
+
+        Raises:
+            WorkerLostError: when a worker has not come after `timeout_seconds`; the message names it.
+        """
+        if channel not in self._channels:
+            self._channels[channel] = Channel(self, f"exchange/{channel}")
+        return self._channels[channel].exchange(value, timeout_seconds)
+
+    def channel(self, name: str) -> Channel:
+        """Open a channel of its own for another thread: the n-th that is opened on each worker is the same one."""
+        return Channel(self, f"exchange/{name}:{next(self._opened)}")
+
+    def barrier(self, name: str, timeout_seconds: float | None = None) -> None:
+        """Wait until every worker has come to a barrier of this name.
+
+        Raises:
+            WorkerLostError: when a worker has not come in time, or came to a barrier of another name.
+        """
+        names = self.exchange("barrier", name, timeout_seconds)
+        if len(set(names)) > 1:
+            listed = ", ".join(f"worker {index} {other!r}" for index, other in enumerate(names))
+            raise WorkerLostError(f"the workers are at different barriers: {listed}. Every worker must call the same ones.")
+
+
+class Channel:
+    """Exchange values with all workers, one after the other."""
+
+    def __init__(self, coordination: Coordination, prefix: str) -> None:
+        self._coordination, self._prefix = coordination, prefix
+        self._round = 0
+        self._closed = threading.Event()
+
+    def exchange(self, value: Any, timeout_seconds: float | None = None) -> Sequence[Any]:
+        """See `Coordination.exchange`."""
+        this = self._coordination
+        text = json.dumps(value)
+        if this.num_workers == 1:
+            return [json.loads(text)]
+        here = f"{self._prefix}/{self._round}/"
+        this.put(f"{here}{this.worker}", text)
+        seconds = this.timeout_seconds if timeout_seconds is None else timeout_seconds
+        deadline = None if seconds is None else time.monotonic() + seconds
+        texts = [text if worker == this.worker else self._await(here, worker, deadline) for worker in range(this.num_workers)]
+        if self._round:  # all have begun this round, so all have read the last
+            this.delete(f"{self._prefix}/{self._round - 1}/{this.worker}")
+        self._round += 1
+        return [json.loads(text) for text in texts]
+
+    def close(self) -> None:
+        """End the exchange that a thread is waiting in: it raises `ChannelClosed`."""
+        self._closed.set()
+
+    def _await(self, here: str, worker: int, deadline: float | None) -> str:
+        while True:
+            if self._closed.is_set():
+                raise ChannelClosed
+            left = SLICE_SECONDS if deadline is None else min(SLICE_SECONDS, deadline - time.monotonic())
+            text = self._coordination.get(f"{here}{worker}", left)
+            if text is not None:
+                return text
+            if deadline is not None and time.monotonic() >= deadline:
+                raise WorkerLostError(
+                    f"worker {worker} did not come to {self._prefix.removeprefix('exchange/')!r}, where worker "
+                    f"{self._coordination.worker} waits for it. Every worker must run the same program."
+                )
+
+
+class ChannelClosed(Exception):
+    """Say that this worker does not want to wait any longer; never seen by users."""

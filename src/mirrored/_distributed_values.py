@@ -1,0 +1,75 @@
+"""How values that were made one by one, for each replica, become PerReplica values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import _collectives, _placing
+from ._coordination import Coordination
+from ._mesh import ReplicaMesh
+from ._typing import PyTree, Shape
+from ._values import PerReplica, stack_shapes
+
+_VERB = "distribute_values_from_function"
+
+
+def distribute(mesh: ReplicaMesh, coordination: Coordination, trees: Sequence[PyTree]) -> PyTree:
+    """Make a tree of PerReplica values of the trees of this worker's replicas.
+
+    Args:
+        mesh: where the replicas are.
+        coordination: how the workers tell each other the shapes, which may differ.
+        trees: one for each replica of this worker, in order.
+    """
+    flat = [jax.tree.flatten(tree, is_leaf=lambda leaf: hasattr(leaf, "__jax_array__")) for tree in trees]
+    arrays = [[_collectives.as_array(leaf, _VERB) for leaf in leaves] for leaves, _ in flat]
+    own = [
+        {"structure": str(treedef), "leaves": [[list(a.shape), str(a.dtype)] for a in row]}
+        for row, (_, treedef) in zip(arrays, flat, strict=True)
+    ]
+    every = own if mesh.is_alone else [replica for worker in coordination.exchange(_VERB, own) for replica in worker]
+    _require_one_structure(every)
+    columns = zip(*arrays, strict=True)
+    kinds = zip(*(replica["leaves"] for replica in every), strict=True)
+    return jax.tree.unflatten(flat[0][1], [_per_replica(mesh, column, kind) for column, kind in zip(columns, kinds, strict=True)])
+
+
+def _require_one_structure(every: Sequence[Any]) -> None:
+    for replica, described in enumerate(every):
+        if described["structure"] != every[0]["structure"]:
+            raise ValueError(
+                f"value_fn returned the structure {every[0]['structure']} for replica 0 and {described['structure']} for replica "
+                f"{replica}; expected one structure for all."
+            )
+
+
+def _per_replica(mesh: ReplicaMesh, arrays: Sequence[jax.Array], kinds: Sequence[tuple[list[int], str]]) -> PerReplica:
+    """Make a PerReplica of one leaf of this worker's replicas; `kinds` has the shape and dtype of every replica's."""
+    every = [tuple(shape) for shape, _ in kinds]
+    if len(set(map(len, every))) > 1:
+        raise ValueError(
+            f"value_fn returned arrays of different ranks, shapes {', '.join(map(str, every))}; expected one "
+            "rank for all replicas. Add axes of length one."
+        )
+    dtypes = sorted({dtype for _, dtype in kinds})
+    if len(dtypes) > 1:
+        raise TypeError(f"value_fn returned different dtypes: {', '.join(dtypes)}; expected one for all replicas.")
+    padded, shapes = stack_shapes(every)
+    if not jnp.issubdtype(arrays[0].dtype, jax.dtypes.prng_key):
+        return PerReplica(_stack(mesh, arrays, padded), shapes)
+    data = [jax.random.key_data(array) for array in arrays]
+    stacked = _stack(mesh, data, (*padded, *data[0].shape[len(padded) :]))
+    return PerReplica(jax.random.wrap_key_data(stacked, impl=jax.random.key_impl(arrays[0])), shapes)
+
+
+def _stack(mesh: ReplicaMesh, arrays: Sequence[jax.Array], padded: Shape) -> jax.Array:
+    """Put each replica's array on its device, padded with zeros to one shape."""
+    rows = np.zeros((len(arrays), *padded), arrays[0].dtype)
+    for place, array in enumerate(arrays):
+        rows[(place, *(slice(size) for size in array.shape))] = np.asarray(array)
+    return _placing.stack(mesh, rows)

@@ -1,0 +1,337 @@
+"""How does a job of several workers end when one of them cannot go on? Soon, on all of them, and with the reason. No jax here.
+
+A thread tells the others where this worker is, and listens for a verdict. Whoever fails, or finds that the job cannot go
+on, publishes one; everybody logs it and leaves with `os._exit`, because the main thread may wait in native code for
+ever, and JAX's own end of the program for minutes: docs/design/failures.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any
+
+from ._coordination import Coordination
+from ._errors import WorkerLostError
+from ._escape import escape
+from ._progress import Progress
+from ._stall import SILENT_SECONDS, Others, Own, Position, judge, listed, named
+from ._verdict import MAX_TEXT, Verdict
+
+_logger = logging.getLogger("mirrored")
+
+#: Exit codes: an error of the user's program; another worker was lost or all are stuck; interrupted; preempted after saving.
+FAILED, RESTART, INTERRUPTED, PREEMPTED = 1, 75, 130, 143
+#: How often a worker says where it is, and how long one call into the service blocks.
+ROUND_SECONDS = 0.5
+#: How long the others have to answer, to show their own error of the same moment, and to leave before worker 0.
+_ANSWER_SECONDS, _GRACE_SECONDS, _LEAVE_SECONDS = 0.6, 0.2, 0.6
+#: Whatever blocks while a worker leaves (a full pipe, a dead service) blocks for so long only.
+_LAST_RESORT_SECONDS = 3.0
+_SERVICE_SILENT_TICKS = 4
+_END_WARNING_SECONDS = 30.0
+#: What errors say when another worker has died. Their class says nothing: it is JaxRuntimeError or ValueError.
+_SIGNS_OF_LOSS = (
+    "Gloo",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Timed out waiting",
+    "coordination_service",
+    "NCCL",
+)
+
+_CALL, _VERDICT, _POSITION, _HERE, _ENDED, _LEFT = (
+    f"guard/{name}" for name in ("call", "verdict", "position", "here", "ended", "left")
+)
+_LEAVE, _DONE = "leave", "done"
+
+
+class Guard:
+    """End this process with a message when its job cannot go on.
+
+    Args:
+        coordination: reaches the other workers.
+        progress: what this process is doing.
+        stall_seconds: how long a worker may wait for another; default: 300 seconds, and 20 steps if they are longer.
+        exit: ends the process at once.
+    """
+
+    def __init__(
+        self,
+        coordination: Coordination,
+        progress: Progress,
+        *,
+        stall_seconds: float | None = None,
+        exit: Callable[[int], Any] = os._exit,
+    ) -> None:
+        self._coordination, self._progress, self._exit = coordination, progress, exit
+        self._worker, self._num_workers = coordination.worker, coordination.num_workers
+        self._own, self._others = Own(progress, stall_seconds), Others()
+        self._process = 0
+        self._threads: list[threading.Thread] = []
+        self._stopped, self._failing, self._has_ended = threading.Event(), threading.Event(), False
+        self._leaving = threading.Lock()
+        self._sys_exit_code = 0
+        self._ticks_in_service = 0
+        self._hooks: tuple[Any, Any] = (None, None)
+
+    def start(self) -> None:
+        """Begin to watch; once."""
+        assert not self._threads
+        self._process = os.getpid()
+        self._hooks = (sys.excepthook, sys.exit)
+        # Exceptions of other threads do not end a Python program, so they do not end a job.
+        sys.excepthook, sys.exit = self._on_exception, self._on_sys_exit  # pyrefly: ignore[bad-assignment]
+        # Daemons, because Python waits for other threads before it runs what is registered with atexit; `stop` joins them.
+        for work in (self._watch, self._watch_service):
+            thread = threading.Thread(target=work, name=f"mirrored-guard-{work.__name__.strip('_')}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def stop(self, *, wait: bool = True) -> None:
+        """End the watch, at the end of the program and before JAX's own end; does nothing the second time.
+
+        Args:
+            wait: for the other workers to come to their end, for as long as they live. JAX would wait for a short time and then
+                abort all of them.
+        """
+        if not self._threads or self._stopped.is_set() or os.getpid() != self._process:
+            return
+        try:
+            if wait:
+                self._end()
+        except KeyboardInterrupt:
+            self._fail(Verdict(f"worker {self._worker} was interrupted while it waited for the others to end"), INTERRUPTED)
+        except Exception as error:  # the service is gone; there is nobody to wait for
+            _logger.debug("the guard of worker %d could not wait for the others: %s", self._worker, error)
+        self._stopped.set()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(_LAST_RESORT_SECONDS)  # at the interpreter's end, a thread in a native call would abort the process
+        if sys.excepthook == self._on_exception:
+            sys.excepthook = self._hooks[0]
+        if sys.exit == self._on_sys_exit:
+            sys.exit = self._hooks[1]
+
+    # ---- what the main thread runs into
+
+    def _on_sys_exit(self, code: Any = None, /) -> None:
+        """Take note of the code, which Python tells nobody else; the exception may still be caught."""
+        self._sys_exit_code = 0 if code is None else code & 0xFF if isinstance(code, int) else FAILED
+        self._hooks[1](code)
+
+    def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        is_interactive = hasattr(sys, "ps1")  # then an exception ends nothing
+        is_ours = os.getpid() == self._process and not self._stopped.is_set() and not is_interactive
+        is_lost = isinstance(error, WorkerLostError) or _speaks_of_loss(error)
+        if not (is_ours and is_lost and self._leaving.locked()):  # else it follows from what is being reported
+            self._hooks[0](kind, error, trace)
+        if not is_ours:
+            return
+        self._failing.set()
+        title = escape(f"{kind.__name__}: {error}".partition("\n")[0], MAX_TEXT // 2)
+        if is_lost:
+            self._fail(self._lost(title), RESTART)
+            return
+        code = INTERRUPTED if issubclass(kind, KeyboardInterrupt) else FAILED
+        verdict = Verdict(f"worker {self._worker} failed at step {self._progress.started} with {title}")
+        detail = "".join(traceback.format_exception(kind, error, trace))
+        self._fail(dataclasses.replace(verdict, detail=detail), code, shown=verdict)  # the traceback has just been printed
+
+    def _end(self) -> None:
+        """Wait for all workers to come to their end."""
+        code = self._sys_exit_code
+        if code not in (0, PREEMPTED):
+            title = f"worker {self._worker} ended its program at step {self._progress.started} with sys.exit({code})"
+            return self._fail(Verdict(title), code)
+        self._has_ended = True
+        self._coordination.put(f"{_ENDED}/{self._worker}", "1")
+        waited, warn_at = 0.0, _END_WARNING_SECONDS
+        for worker in range(self._num_workers):
+            while worker != self._worker and self._coordination.get(f"{_ENDED}/{worker}", ROUND_SECONDS) is None:
+                waited += ROUND_SECONDS
+                if waited >= warn_at:
+                    message = "worker %d has come to the end of its program, and has waited for worker %d for %.0f s"
+                    _logger.warning(message, self._worker, worker, waited)
+                    warn_at *= 2
+        self._coordination.put(_CALL, _DONE)  # wakes the guards
+
+    def _lost(self, title: str) -> Verdict:
+        """Call the roll after an error of a collective: who does not answer is the one that was lost."""
+        step, others = self._progress.started, set(range(self._num_workers)) - {self._worker}
+        present: dict[int, str] = {}
+        try:
+            if (known := self._coordination.get(_VERDICT, 0.001)) is not None:
+                return Verdict.decode(known)
+            self._coordination.put(_CALL, _LEAVE)
+            deadline = time.monotonic() + _ANSWER_SECONDS
+            while len(present) < len(others) and time.monotonic() < deadline:
+                time.sleep(0.01)
+                present = {worker: text for worker, text in self._by_worker(_HERE).items() if worker in others}
+        except Exception:  # jaxlib's errors have no classes of their own
+            return Verdict(f"lost worker 0, which hosts the coordination service, at step {step}", title, (0,))
+        missing = sorted(others - present.keys())
+        who, why = "lost a connection", "all workers answered"
+        if missing:
+            who = f"lost worker{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+            why = f"{named(missing)} not answered"
+        return Verdict(f"{who} at step {step}: a collective failed on worker {self._worker}, and {why}", title, tuple(missing))
+
+    # ---- what the thread of the guard does
+
+    def _watch(self) -> None:
+        last = time.monotonic()
+        try:
+            while not self._stopped.is_set():
+                now = time.monotonic()
+                if self._round(min(now - last, 2 * ROUND_SECONDS)):  # a process that was stopped has not waited in that time
+                    return
+                last = now
+        except Exception as error:  # jaxlib's errors have no classes of their own
+            self._on_service_error(error)
+
+    def _round(self, elapsed: float) -> bool:
+        """Say where this worker is, look at the others where that may be needed, and listen; tell whether this was the last."""
+        own = self._own.look(elapsed, self._has_ended)
+        self._ticks_in_service = 1
+        self._coordination.put(f"{_POSITION}/{self._worker}", own.encode())
+        self._ticks_in_service = 0
+        is_suspicious = own.waits and own.still >= ROUND_SECONDS
+        if is_suspicious or self._worker == 0:
+            self._look_at_others(own, elapsed)
+        if is_suspicious and not own.has_ended:
+            positions = {**self._others.positions, self._worker: own}
+            if text := judge(self._worker, self._own.limit, positions, self._others.silent):
+                title, _, detail = text.partition("\n")
+                silent = tuple(worker for worker, seconds in self._others.silent.items() if seconds >= SILENT_SECONDS)
+                self._fail(Verdict(title, detail, silent, wants_stacks=True), RESTART)
+                return True
+        call = self._coordination.get(_CALL, ROUND_SECONDS)
+        if call is None or self._stopped.is_set():
+            return False
+        if call != _DONE:
+            self._follow()
+        return True
+
+    def _look_at_others(self, own: Position, elapsed: float) -> None:
+        before = dict(self._others.silent)
+        texts = self._by_worker(_POSITION)
+        self._others.look({worker: text for worker, text in texts.items() if worker < self._num_workers}, elapsed)
+        for worker, seconds in self._others.silent.items():
+            if worker != self._worker and before.get(worker, 0.0) < _SERVICE_SILENT_TICKS <= seconds:
+                _logger.warning(
+                    "worker %d has been silent for %.0f s: it is stopped, cut off, dead, or in one long call that lets no other "
+                    "Python thread run; it was last seen so:\n%s",
+                    worker, seconds, listed({**self._others.positions, self._worker: own}, self._others.silent),
+                )  # fmt: skip
+
+    def _watch_service(self) -> None:
+        """Warn when the service does not answer; JAX ends this process a few seconds later, and names nobody."""
+        while not self._stopped.wait(1.0):
+            if self._ticks_in_service:
+                self._ticks_in_service += 1
+                if self._ticks_in_service > max(self._own.limit, _SERVICE_SILENT_TICKS) and self._progress.is_waiting():
+                    title = f"worker 0, which hosts the coordination service, has not answered for {self._own.limit:.0f} s"
+                    self._leave(Verdict(title, lost=(0,), wants_stacks=True), RESTART, is_first=False)
+                    return
+                if self._ticks_in_service == _SERVICE_SILENT_TICKS + 1:
+                    _logger.warning(
+                        "worker 0, which hosts the coordination service, has not answered worker %d for %d s: it is stopped, cut "
+                        "off, or dead",
+                        self._worker, _SERVICE_SILENT_TICKS,
+                    )  # fmt: skip
+
+    def _follow(self) -> None:
+        """Answer a call, and leave with the verdict that follows."""
+        self._coordination.put(f"{_HERE}/{self._worker}", "1")
+        text = self._coordination.get(_VERDICT, _LAST_RESORT_SECONDS)
+        unknown = Verdict("a worker called the others to end, and was gone before it said why")
+        verdict = unknown if text is None else Verdict.decode(text)
+        # An error of the program often comes to all workers at the same step: let this one show its own.
+        if self._failing.wait(_GRACE_SECONDS):
+            self._arm_last_resort(RESTART)
+        else:
+            self._leave(verdict, self._sys_exit_code or RESTART, is_first=False)
+
+    def _on_service_error(self, error: Exception) -> None:
+        if self._stopped.is_set() or self._has_ended or self._failing.is_set():
+            return
+        try:
+            self._coordination.get(_CALL, 0.05)
+        except Exception as second:  # jaxlib's errors have no classes of their own
+            if "CANCELLED" in str(second):  # somebody called jax.distributed.shutdown(): the job has no guard any more
+                return
+            title = f"lost worker 0, which hosts the coordination service, at step {self._progress.started}"
+            self._leave(Verdict(title, str(error), lost=(0,)), RESTART, is_first=False)
+        else:
+            _logger.error("the guard of worker %d ends, because of an error of its own", self._worker, exc_info=error)
+
+    # ---- leaving
+
+    def _fail(self, verdict: Verdict, code: int, shown: Verdict | None = None) -> None:
+        """Publish a verdict, unless there is one, and leave."""
+        shown = shown or verdict
+        with contextlib.suppress(Exception):  # the service may be gone
+            known = self._coordination.get(_VERDICT, 0.001)
+            if known is None:
+                self._coordination.put(_VERDICT, verdict.encode())
+                self._coordination.put(_CALL, _LEAVE)
+            else:
+                shown = Verdict.decode(known)
+        self._leave(shown, code, is_first=True)
+
+    def _leave(self, verdict: Verdict, code: int, is_first: bool) -> None:
+        if not self._leaving.acquire(blocking=False):  # another thread is leaving
+            self._stopped.wait(2 * _LAST_RESORT_SECONDS)
+            return
+        with contextlib.suppress(Exception):
+            self._arm_last_resort(code)
+        with contextlib.suppress(Exception):
+            _logger.critical("worker %d leaves with code %d: %s", self._worker, code, verdict)
+            if verdict.wants_stacks:
+                _logger.critical("worker %d was here:\n%s", self._worker, self._stacks())
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+        if 0 not in verdict.lost:  # else a call into the service would block
+            with contextlib.suppress(Exception):
+                self._coordination.put(f"{_LEFT}/{self._worker}", "1")
+                # Who leaves breaks the collectives of the others, and with worker 0 the service goes: they read and write first.
+                if is_first or self._worker == 0:
+                    self._await_left(set(range(self._num_workers)) - {self._worker, *verdict.lost})
+        self._exit(code)
+
+    def _arm_last_resort(self, code: int) -> None:
+        timer = threading.Timer(_LAST_RESORT_SECONDS, self._exit, (code,))
+        timer.daemon = True
+        timer.start()
+
+    def _stacks(self) -> str:
+        frames, lines = sys._current_frames(), []
+        for thread in threading.enumerate():
+            if thread.ident in frames and thread not in self._threads and not isinstance(thread, threading.Timer):
+                lines += [f"{thread.name}:\n", *traceback.format_stack(frames[thread.ident])]
+        return "".join(lines).rstrip()
+
+    def _await_left(self, workers: Iterable[int]) -> None:
+        deadline = time.monotonic() + _LEAVE_SECONDS
+        while not set(workers) <= self._by_worker(_LEFT).keys() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if self._worker == 0:
+            time.sleep(0.05)  # from "I leave" to having left
+
+    def _by_worker(self, prefix: str) -> dict[int, str]:
+        found = self._coordination.list(f"{prefix}/").items()
+        return {int(index): text for key, text in found if (index := key.rpartition("/")[2]).isdecimal()}
+
+
+def _speaks_of_loss(error: BaseException) -> bool:
+    is_native = type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError", "ValueError", "RuntimeError")
+    return is_native and any(sign in str(error) for sign in _SIGNS_OF_LOSS)

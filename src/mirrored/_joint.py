@@ -1,0 +1,78 @@
+"""Programs that several workers run together: all agree on each before it runs for the first time, and the guard sees each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from . import _runtime
+from ._progress import progress
+
+#: A compiled program: of a `jax.jit`, so it has `lower`.
+Compiled = Any
+
+
+def agree(name: str, text: str) -> None:
+    """Compare a program that is about to run for the first time with what the other workers are about to run.
+
+    Args:
+        name: what users call it.
+        text: the program, equal on two workers exactly when they may run it together.
+
+    Raises:
+        ProgramMismatchError: on every worker, when the programs differ.
+    """
+    _required().agreement.check(name, text)
+
+
+def watched(name: str, text: str, program: Compiled) -> Callable[..., Any]:
+    """Return a program that tells the guard when it starts, and that it is being compiled before."""
+    start, is_compiled = started(name, text, program), False
+
+    def call(*arguments: Any) -> Any:
+        nonlocal is_compiled
+        if not is_compiled:
+            with progress.phase(f"compiling {name}", is_patient=True):
+                program.lower(*arguments).compile()  # which the call below finds
+            is_compiled = True
+        return start(*arguments)
+
+    return call
+
+
+def started(name: str, text: str, program: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a program that tells the guard when it starts."""
+    agreement = _required().agreement
+
+    def call(*arguments: Any) -> Any:
+        if agreement.checks_order:
+            agreement.check_order(name, text)
+        progress.enter(name)
+        return program(*arguments)
+
+    return call
+
+
+def agreed(name: str, program: Compiled) -> Callable[..., Any]:
+    """Return a program of one array that is agreed on, and watched, for each new shape and dtype that it is called with."""
+    known: dict[Any, Callable[..., Any]] = {}
+
+    def call(array: jax.Array) -> Any:
+        if isinstance(array, jax.core.Tracer):
+            return program(array)
+        kind = (array.shape, str(array.dtype))
+        if kind not in known:
+            text = f"{name} of {array.dtype}{list(array.shape)}"
+            agree(name, text)
+            known[kind] = watched(name, text, program)
+        return known[kind](array)
+
+    return call
+
+
+def _required() -> _runtime.Runtime:
+    runtime = _runtime.current()
+    assert runtime is not None, "a program of several workers, and no cluster"
+    return runtime

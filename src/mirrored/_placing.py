@@ -1,0 +1,180 @@
+"""How a value that every worker holds becomes one value on all replicas: the chief's.
+
+With one worker this is `jax.device_put`. With several, each has made its value by itself, so nothing but the program says
+that they are equal, and a copy that differs would never be found. So the chief's bits are sent to all, and the checksums
+of what the others had are compared: docs/design/workers.md.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from . import _joint, _pace
+from ._checksum import checksum
+from ._errors import ReplicasDivergeError, StrategyMismatchError
+from ._mesh import ReplicaMesh
+from ._progress import progress
+from ._typing import REPLICA_AXIS, Shape
+
+_NAME = "sending values from the chief"
+#: Told which of the arrays differ, by position, and on which workers; raises.
+OnDifference = Callable[[int, Sequence[int]], None]
+
+
+def mirror(
+    mesh: ReplicaMesh, arrays: Sequence[Any], on_difference: OnDifference | None = None, is_checked_late: bool = False
+) -> list[jax.Array]:
+    """Return arrays as mirrored ones, with the chief's values; those that are mirrored already stay as they are.
+
+    Args:
+        mesh: where.
+        arrays: of this worker: numpy or JAX arrays, keys of random numbers included. All workers call this with the same
+            number, shapes and dtypes.
+        on_difference: is called on every worker when workers gave different values. None: the chief's value is what
+            counts, and the others need not be equal.
+        is_checked_late: call it at most two programs later, so that the devices do not wait for this process.
+    """
+    placed = list(arrays)
+    missing = [i for i, array in enumerate(arrays) if not (isinstance(array, jax.Array) and array.sharding == mesh.mirrored)]
+    if mesh.is_alone:
+        with jax.ensure_compile_time_eval():  # now, also while a larger program is traced
+            for i in missing:
+                placed[i] = jax.device_put(arrays[i], mesh.mirrored)
+        return placed
+    for i in [i for i in missing if isinstance(arrays[i], jax.Array) and not arrays[i].is_fully_addressable]:
+        placed[i] = _mirrored_again(mesh, arrays[i])
+        missing.remove(i)
+    if missing:
+        new = _from_chief(mesh, [arrays[i] for i in missing], missing, on_difference, is_checked_late)
+        for i, array in zip(missing, new, strict=True):
+            placed[i] = array
+    return placed
+
+
+def stack(mesh: ReplicaMesh, rows: Any) -> jax.Array:
+    """Return an array `[R, ...]` of the rows `[L, ...]` of each worker's own replicas, one on each device."""
+    if mesh.is_alone:
+        return jax.device_put(rows, mesh.stacked)
+    return jax.make_array_from_process_local_data(mesh.stacked, rows, (mesh.num_replicas, *rows.shape[1:]))
+
+
+def _mirrored_again(mesh: ReplicaMesh, array: jax.Array) -> jax.Array:
+    """Mirror an array of all workers that has another placement, as one that the user's own JAX code made may have."""
+    if array.sharding.device_set != mesh.mirrored.device_set:
+        raise StrategyMismatchError(
+            f"an array of shape {array.shape} lies on devices of several workers which are not those of {mesh}. Bring it to this "
+            "strategy's devices first, or pass a numpy array."
+        )
+    _joint.agree("mirroring an array", f"{array.dtype}{list(array.shape)} {array.sharding}")
+    return jax.jit(lambda x: x, out_shardings=mesh.mirrored)(array)
+
+
+def _from_chief(
+    mesh: ReplicaMesh, arrays: list[Any], positions: list[int], on_difference: OnDifference | None, is_checked_late: bool
+) -> list[jax.Array]:
+    is_key = [isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jax.dtypes.prng_key) for array in arrays]
+    with jax.ensure_compile_time_eval():  # also while a larger program is traced
+        plain = [jax.random.key_data(array) if key else array for array, key in zip(arrays, is_key, strict=True)]
+    kinds = tuple((tuple(array.shape), jax.dtypes.canonicalize_dtype(array.dtype)) for array in plain)
+    hosts = [np.asarray(array).astype(dtype, copy=False) for array, (_, dtype) in zip(plain, kinds, strict=True)]
+    rows = [stack(mesh, np.stack([_bits(host)] * len(mesh.local_replicas))) for host in hosts]
+    *values, sums = _program(mesh, kinds)(rows)
+    check = None if on_difference is None else functools.partial(_compare, mesh, positions, on_difference)
+    _pace.joined(sums, check)
+    if check is not None and not is_checked_late:
+        _pace.finish()
+    with jax.ensure_compile_time_eval():
+        return [
+            jax.random.wrap_key_data(value, impl=jax.random.key_impl(array)) if key else value
+            for value, array, key in zip(values, arrays, is_key, strict=True)
+        ]
+
+
+@functools.lru_cache(maxsize=1024)
+def _program(mesh: ReplicaMesh, kinds: tuple[tuple[Shape, Any], ...]) -> Callable[..., Any]:
+    """Make the program that sends the chief's arrays, as bits, to all, and gathers the checksums of all.
+
+    Compiled ahead, so that it runs at once also while a larger program is traced.
+    """
+    text = "\n".join(f"{dtype}{list(shape)}" for shape, dtype in kinds)
+    _joint.agree(_NAME, text)
+
+    def body(rows: list[jax.Array]) -> list[jax.Array]:
+        own = [row[0] for row in rows]
+        is_chief = jax.lax.axis_index(REPLICA_AXIS) == 0
+        first = jax.lax.psum([jnp.where(is_chief, bits, jnp.zeros_like(bits)) for bits in own], REPLICA_AXIS)
+        sums = jax.lax.all_gather(jnp.stack([checksum(bits) for bits in own]), REPLICA_AXIS)
+        return [*(_array_of(bits, *kind) for bits, kind in zip(first, kinds, strict=True)), sums]
+
+    specs = {"in_specs": PartitionSpec(REPLICA_AXIS), "out_specs": PartitionSpec(), "check_vma": False}
+    rows = [jax.ShapeDtypeStruct(_bits_shape(mesh, *kind), _word(kind[1]), sharding=mesh.stacked) for kind in kinds]
+    with progress.phase(f"compiling {_NAME}", is_patient=True):
+        program = jax.jit(jax.shard_map(body, mesh=mesh.mesh, **specs)).lower(rows).compile()
+    return _joint.started(_NAME, text, program)
+
+
+def _compare(mesh: ReplicaMesh, positions: list[int], on_difference: OnDifference, sums: jax.Array) -> None:
+    """Say on every worker which array differed on which workers; `sums` has a row for each replica."""
+    rows = np.asarray(sums)
+    differ = rows != rows[0]
+    for column, position in enumerate(positions):
+        if differ[:, column].any():
+            owners = [mesh.devices[replica].process_index for replica in np.flatnonzero(differ[:, column])]
+            on_difference(position, sorted(set(owners)))
+
+
+def _bits(host: np.ndarray) -> np.ndarray:
+    """Return an array's bits as numbers that add up exactly with zeros: -0.0 + 0.0 would be 0.0."""
+    return np.ascontiguousarray(host).reshape(-1).view(_word(host.dtype))
+
+
+def _word(dtype: Any) -> Any:
+    return np.uint32 if dtype.itemsize % 4 == 0 else np.uint8
+
+
+def _bits_shape(mesh: ReplicaMesh, shape: Shape, dtype: Any) -> Shape:
+    return (mesh.num_replicas, math.prod(shape) * dtype.itemsize // np.dtype(_word(dtype)).itemsize)
+
+
+def _array_of(bits: jax.Array, shape: Shape, dtype: Any) -> jax.Array:
+    """Return the array of which `_bits` made these bits."""
+    if dtype == jnp.bool_:
+        return (bits != 0).reshape(shape)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        parts = _array_of(bits, (*shape, 2), np.finfo(dtype).dtype)
+        return jax.lax.complex(parts[..., 0], parts[..., 1])
+    if jax.dtypes.itemsize_bits(dtype) < 8:
+        return bits.astype(jnp.int8).astype(dtype).reshape(shape)
+    per_element = np.dtype(dtype).itemsize // bits.dtype.itemsize
+    grouped = bits if per_element == 1 else bits.reshape(-1, per_element)
+    return jax.lax.bitcast_convert_type(grouped, dtype).reshape(shape)
+
+
+def refuse_argument(what: str, position: int, workers: Sequence[int]) -> NoReturn:
+    """Say that an argument, which goes whole to every replica, is not the same on all workers."""
+    raise ReplicasDivergeError(
+        f"{what}, is not the same on all workers: {_list(workers)} gave other values than worker 0. A plain array goes whole to "
+        "every replica, so it must be one value. Rows of a batch are shared out by strategy.distribute_dataset(...); one value "
+        "for each replica is made by strategy.distribute_values_from_function(...)."
+    )
+
+
+def refuse_constant(position: int, workers: Sequence[int]) -> NoReturn:
+    """Say that an array that a step closes over is not the same on all workers."""
+    raise ReplicasDivergeError(
+        f"an array that the step closes over (number {position} of them) is not the same on all workers: {_list(workers)} have "
+        "other values than worker 0. Seed what makes it alike on all workers, or keep it in a mr.Variable, which "
+        "starts with the chief's value everywhere."
+    )
+
+
+def _list(workers: Sequence[int]) -> str:
+    return f"worker{'s' if len(workers) > 1 else ''} {', '.join(map(str, workers))}"

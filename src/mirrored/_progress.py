@@ -1,0 +1,80 @@
+"""What is this process doing right now? Written by every step for almost nothing, read by the guard. No jax here.
+
+The fields are plain attributes, so that a step pays one or two assignments; how long nothing has changed is for the
+reader to find out, who looks twice a second.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+
+class Phase:
+    """Name what the stepping thread does between programs, for the duration of a `with` block.
+
+    Attributes:
+        text: what it does, for a person, such as "saving step 12".
+        detail: more about it, which may differ by worker.
+        waits: whether it only waits for other workers; then all of them must come to a phase of the same text.
+        is_patient: whether it may take as long as it likes, as compiling and saving do.
+    """
+
+    __slots__ = ("_progress", "detail", "is_patient", "text", "waits")
+
+    def __init__(self, progress: Progress, text: str, detail: str, waits: bool, is_patient: bool) -> None:
+        self._progress, self.text, self.detail = progress, text, detail
+        self.waits, self.is_patient = waits, is_patient
+
+    def __enter__(self) -> None:
+        self._progress.phases = (*self._progress.phases, self)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._progress.phases = tuple(phase for phase in self._progress.phases if phase is not self)
+
+
+class Progress:
+    """Hold what the guard wants to know of the thread that takes the steps.
+
+    Attributes:
+        started: how many programs in which other workers take part have been started; this is what messages call a step.
+        finished: how many of them are known to have finished.
+        program: the name of the one started last.
+        witness: a result of the one started last that nobody donates (it has `is_deleted` and `is_ready`), so that the guard
+            can see whether this process waits for it; None while the call that starts it has not come back.
+        phases: what goes on between programs; the last one is the innermost.
+    """
+
+    def __init__(self) -> None:
+        self.started = 0
+        self.finished = 0
+        self.program = ""
+        self.witness: Any = None
+        self.phases: tuple[Phase, ...] = ()
+
+    def enter(self, program: str) -> None:
+        """Note that a program is about to be started: before the call, which itself may wait for the other workers.
+
+        Set `witness` to a result of it afterwards.
+        """
+        self.witness = None
+        self.program = program
+        self.started += 1
+
+    def phase(self, text: str, detail: str = "", *, waits: bool = False, is_patient: bool = False) -> Phase:
+        """Return a context for what is done between programs, by the thread that takes the steps; see `Phase`."""
+        return Phase(self, text, detail, waits, is_patient)
+
+    def is_waiting(self) -> bool:
+        """Tell whether the stepping thread can go on only with other workers: in a phase that waits, or for a program."""
+        phases = self.phases
+        if phases:
+            return phases[-1].waits
+        if self.started <= self.finished:
+            return False
+        witness = self.witness
+        return witness is None or not (witness.is_deleted() or witness.is_ready())
+
+
+#: Of this process.
+progress = Progress()

@@ -1,0 +1,201 @@
+"""The one place that starts and ends `jax.distributed`, and that reaches into JAX for what it does not offer.
+
+JAX has no public way to the coordination service's client, to the name under which gloo listens, or to the question
+whether a backend runs; tests/test_runtime.py fails when one of them moves.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import functools
+import importlib.metadata
+import logging
+import platform
+import sys
+import threading
+from collections.abc import Iterator
+from types import TracebackType
+
+import jax
+from jax._src import distributed as _distributed
+from jax._src import xla_bridge as _xla_bridge
+from jax._src.lib import _jax
+
+from . import _env, _preflight
+from ._agreement import Agreement
+from ._cluster_spec import Cluster
+from ._coordination import Coordination
+from ._errors import ClusterConfigError, ClusterStartError, DeviceError
+from ._guard import Guard
+from ._options import CommunicationImplementation, CommunicationOptions
+from ._progress import progress
+
+_logger = logging.getLogger("mirrored")
+
+#: How long to wait for the other workers to start, when nobody says.
+START_SECONDS = 300.0
+#: A worker that the service has not heard of for so long is dead; one that is paused for half of it is not.
+HEARTBEAT_SECONDS = 10
+#: How long JAX waits at the end for the others, which our own guard has seen ending already.
+SHUTDOWN_SECONDS = 30
+
+#: Of a script that ends with such an error; `mirrored launch` and other starters look at them.
+_EXIT_CODES: dict[type[BaseException], int] = {ClusterConfigError: 76, DeviceError: 76, ClusterStartError: 75}
+
+
+@dataclasses.dataclass(frozen=True)
+class Runtime:
+    """Hold what this process shares with the other workers, from the start of the cluster to the end of the process.
+
+    Attributes:
+        coordination: how workers tell each other small things.
+        agreement: sees to it that all run the same programs.
+        guard: ends this process with a message when another is lost, or all are stuck.
+        cluster: the one it was started for; None when the user had started `jax.distributed`.
+        options: with which it was started.
+    """
+
+    coordination: Coordination
+    agreement: Agreement
+    guard: Guard
+    cluster: Cluster | None
+    options: CommunicationOptions
+
+
+_current: Runtime | None = None
+_starting = threading.Lock()
+
+
+def current() -> Runtime | None:
+    """Return what was started; None in a process that is not part of a cluster of several workers."""
+    return _current
+
+
+def is_connected() -> bool:
+    """Tell whether `jax.distributed` was initialised, by us or by the user."""
+    return jax.distributed.is_initialized()
+
+
+@contextlib.contextmanager
+def exit_codes() -> Iterator[None]:
+    """Let a script that ends with an error of its cluster end with the code that says whether to start it again."""
+    try:
+        yield
+    except tuple(_EXIT_CODES):
+        _install_exit_codes()
+        raise
+
+
+@functools.cache
+def _install_exit_codes() -> None:
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        before(kind, error, trace)
+        if kind in _EXIT_CODES:
+            raise SystemExit(_EXIT_CODES[kind])  # from a hook, it sets the code and nothing else
+
+    sys.excepthook = hook
+
+
+def attach(options: CommunicationOptions) -> Runtime | None:
+    """Use a cluster that the user has initialised; None when it has one process."""
+    num_workers = int(_distributed.global_state.num_processes or 1)
+    with _starting:
+        if _current is None and num_workers > 1:
+            _begin(None, options, int(_distributed.global_state.process_id or 0), num_workers)
+        return _current
+
+
+def start(cluster: Cluster, options: CommunicationOptions) -> Runtime | None:
+    """Meet the other workers and start `jax.distributed`; None for a cluster of one worker.
+
+    Raises:
+        ClusterConfigError: when starting again would not help, such as another cluster than the one that runs.
+        ClusterStartError: when a worker is missing, or JAX has started already.
+    """
+    if cluster.num_workers == 1:
+        return None
+    with _starting:
+        if _current is not None:
+            _require_same(_current, cluster)
+            return _current
+        _require_no_backend()
+        seconds = START_SECONDS if options.timeout_seconds is None else options.timeout_seconds
+        meeting = _preflight.check(cluster, _versions(), seconds)
+        _choose_collectives(options)
+        jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM
+        jax.distributed.initialize(
+            coordinator_address=cluster.coordinator_address,
+            num_processes=cluster.num_workers,
+            process_id=cluster.worker_index,
+            cluster_detection_method="deactivate",
+            initialization_timeout=max(1, int(seconds)),
+            coordinator_bind_address=meeting.bind_address,
+            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+            shutdown_timeout_seconds=SHUTDOWN_SECONDS,
+        )
+        _listen_at(meeting.host)
+        return _begin(cluster, options, cluster.worker_index, cluster.num_workers)
+
+
+def _begin(cluster: Cluster | None, options: CommunicationOptions, worker: int, num_workers: int) -> Runtime:
+    global _current
+    coordination = Coordination(_distributed.global_state.client, worker, num_workers)
+    guard = Guard(coordination, progress, stall_seconds=options.timeout_seconds)
+    _current = Runtime(coordination, Agreement(coordination), guard, cluster, options)
+    guard.start()
+    atexit.register(guard.stop)  # before JAX's own function, which was registered earlier
+    return _current
+
+
+def _require_same(runtime: Runtime, cluster: Cluster) -> None:
+    if runtime.cluster is not None and runtime.cluster.digest() != cluster.digest():
+        raise ClusterConfigError(
+            f"this process is {runtime.cluster} already, and cannot also be {cluster}; a process is part of one cluster. Use the "
+            "same cluster for all strategies, or start another process."
+        )
+
+
+def _require_no_backend() -> None:
+    if _xla_bridge.backends_are_initialized():
+        raise ClusterStartError(
+            "JAX had started before the strategy was made, so this process cannot join the other workers any more. Move "
+            "mr.MultiWorkerMirroredStrategy() above the first use of JAX: above every jnp, jax.random, jax.devices, and every "
+            "other strategy or variable."
+        )
+
+
+def _versions() -> dict[str, str]:
+    names = {"mirrored", "jax", "jaxlib", "numpy"}
+    found = {name: importlib.metadata.version(name) for name in sorted(names)}
+    return {**found, "python": ".".join(platform.python_version_tuple()[:2])}
+
+
+def _choose_collectives(options: CommunicationOptions) -> None:
+    """Tell JAX, or NCCL, which implementation to use; both read it when their backend starts."""
+    if options.implementation is CommunicationImplementation.MPI:
+        jax.config.update("jax_cpu_collectives_implementation", "mpi")
+        jax.config.update("jax_cpu_enable_async_dispatch", False)  # MPI wants one thread
+    else:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    if options.implementation is CommunicationImplementation.RING:
+        _env.NCCL_ALGO.set_default("Ring")
+
+
+def _listen_at(host: str | None) -> None:
+    """Let gloo listen where the other workers reach this one: its default, what the host's name resolves to, is often not."""
+    if host is None or _cpu_collectives() != "gloo":
+        return
+
+    def make() -> object:
+        client = _distributed.global_state.client
+        return _xla_bridge.make_cpu_client(_jax.make_gloo_tcp_collectives(distributed_client=client, hostname=host))
+
+    _xla_bridge.register_backend_factory("cpu", functools.partial(make), priority=0, fail_quietly=False)
+
+
+def _cpu_collectives() -> str:
+    return str(jax.config.jax_cpu_collectives_implementation)  # pyrefly: ignore[missing-attribute]

@@ -1,0 +1,204 @@
+"""Where is each worker, and can this job still go on? Decided from what the workers say of themselves. No jax here.
+
+What is certain is said at once: a worker waits for one that has ended, or two wait for different things. What may be
+only slow is given the stall limit: docs/design/failures.md.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+
+from ._escape import escape
+from ._progress import Progress
+
+#: The default of the limit: at least so many seconds, and so many steps.
+MIN_STALL_SECONDS = 300.0
+STALL_STEPS = 20
+#: A worker whose position is as old as this is told from one that speaks; they speak twice a second.
+SILENT_SECONDS = 3.0
+#: For so long two workers must have waited for different things before that is called certain.
+_SETTLED_SECONDS = 1.0
+_MAX_WORD = 200
+
+
+@dataclasses.dataclass(frozen=True)
+class Position:
+    """Say where a worker is.
+
+    Attributes:
+        beat: counts up while its guard lives.
+        started: how many programs of several workers it has started; "step" in messages.
+        program: the name of the one started last.
+        phase: what it does between programs, empty when nothing special.
+        detail: more about that.
+        waits: whether it can go on only with other workers.
+        is_patient: whether what it does may take as long as it likes.
+        has_ended: whether its program has come to its end.
+        still: for how many seconds nothing of this has changed.
+    """
+
+    beat: int
+    started: int
+    program: str
+    phase: str
+    detail: str
+    waits: bool
+    is_patient: bool
+    has_ended: bool
+    still: float
+
+    @property
+    def waits_in_phase(self) -> bool:
+        return self.waits and bool(self.phase)
+
+    @property
+    def waits_in_program(self) -> bool:
+        return self.waits and not self.phase
+
+    def encode(self) -> str:
+        """Return it as what `decode` takes."""
+        return json.dumps(dataclasses.asdict(self))
+
+    def __str__(self) -> str:
+        step = f"step {self.started} (program {escape(self.program, _MAX_WORD)!r})" if self.started else "its first step"
+        if self.has_ended:
+            return f"has ended its program after {step}"
+        if self.waits_in_program:
+            where = f"waits in {step}"
+        elif self.phase:
+            detail = f" ({escape(self.detail, _MAX_WORD)})" if self.detail else ""
+            after = "after" if self.started else "before"
+            where = f"{'waits at ' if self.waits else ''}{escape(self.phase, _MAX_WORD)}{detail}, {after} {step}"
+        else:
+            where = f"in its own code {'after' if self.started else 'before'} {step}"
+        return f"{where}, for {self.still:.0f} s"
+
+
+def decode(text: str) -> Position | None:
+    """Return the position in a text of another worker, None when it is none."""
+    try:
+        position = Position(**json.loads(text))
+    except (ValueError, TypeError, RecursionError):
+        return None
+    types = (int, int, str, str, str, bool, bool, bool, (int, float))
+    return position if all(map(isinstance, dataclasses.astuple(position), types)) else None
+
+
+class Own:
+    """Follow this worker's own position, from one look to the next."""
+
+    def __init__(self, progress: Progress, stall_seconds: float | None) -> None:
+        self._progress, self._stall_seconds = progress, stall_seconds
+        self._state: object = None
+        self._beat, self._started, self._still, self._since_step = 0, 0, 0.0, 0.0
+        self._step_times: collections.deque[float] = collections.deque(maxlen=101)
+
+    def look(self, elapsed: float, has_ended: bool) -> Position:
+        """Return the position, `elapsed` seconds after the last look."""
+        progress = self._progress
+        phases, started, waits = progress.phases, progress.started, progress.is_waiting()
+        state = (started, progress.finished, phases, waits, has_ended)
+        self._beat += 1
+        self._still += elapsed
+        self._since_step += elapsed
+        if started > self._started:
+            self._step_times.append(self._since_step / (started - self._started))
+            self._started, self._since_step = started, 0.0
+        if state != self._state:
+            self._state, self._still = state, 0.0
+        phase, detail = (phases[-1].text, phases[-1].detail) if phases else ("", "")
+        is_patient = any(phase.is_patient for phase in phases)
+        return Position(self._beat, started, progress.program, phase, detail, waits, is_patient, has_ended, self._still)
+
+    @property
+    def limit(self) -> float:
+        """How long a worker may wait for another."""
+        if self._stall_seconds is not None:
+            return self._stall_seconds
+        return max(MIN_STALL_SECONDS, STALL_STEPS * statistics.median(self._step_times or (0.0,)))
+
+
+class Others:
+    """Follow the positions of all workers, and for how long each has been silent."""
+
+    def __init__(self) -> None:
+        self.positions: dict[int, Position] = {}
+        self.silent: dict[int, float] = {}
+
+    def look(self, texts: Mapping[int, str], elapsed: float) -> None:
+        """Take the positions as of `elapsed` seconds after the last look."""
+        for worker, text in texts.items():
+            position, before = decode(text), self.positions.get(worker)
+            if position is None:
+                continue
+            is_new = before is None or position.beat != before.beat
+            self.silent[worker] = 0.0 if is_new else self.silent[worker] + elapsed
+            self.positions[worker] = position
+
+
+def judge(own: int, limit: float, positions: Mapping[int, Position], silent: Mapping[int, float]) -> str | None:
+    """Say why a worker that waits will wait for ever, or has waited too long; None while there is hope.
+
+    Args:
+        own: the worker that waits.
+        limit: for how many seconds it may.
+        positions: of all workers, as far as they have spoken.
+        silent: for how many seconds each has not spoken.
+    """
+    here = positions[own]
+    others = {worker: position for worker, position in sorted(positions.items()) if worker != own}
+    for worker, there in others.items():
+        if reason := _cannot_meet(here, there):
+            return f"worker {worker} {there}, and worker {own} {here}. {reason}\n{listed(positions, silent)}"
+    if here.still < limit:
+        return None
+    quiet = [worker for worker in others if silent.get(worker, 0.0) >= SILENT_SECONDS]
+    late = [worker for worker, there in others.items() if _is_late(here, there) or worker in quiet]
+    if any(others[worker].is_patient and worker not in quiet for worker in late):
+        return None
+    place = here.phase if here.waits_in_phase else f"step {here.started} (program {here.program!r})"
+    who = f"{named(late)} not entered" if late else "no worker has finished"
+    return f"{who} {escape(place, _MAX_WORD)} for {here.still:.0f} s, which is the limit.\n{listed(positions, silent)}"
+
+
+def named(workers: Sequence[int]) -> str:
+    """Return "worker 1 has" or "workers 1, 2 have"."""
+    return f"worker{'s' * (len(workers) > 1)} {', '.join(map(str, workers))} ha{'ve' if len(workers) > 1 else 's'}"
+
+
+def listed(positions: Mapping[int, Position], silent: Mapping[int, float]) -> str:
+    """Return a line for each worker."""
+    lines = []
+    for worker, position in sorted(positions.items()):
+        seconds = silent.get(worker, 0.0)
+        note = f"; it has been silent for {seconds:.0f} s: stopped, cut off, or dead" if seconds >= SILENT_SECONDS else ""
+        lines.append(f"  worker {worker}: {position}{note}")
+    return "\n".join(lines)
+
+
+def _cannot_meet(here: Position, there: Position) -> str | None:
+    if there.has_ended:
+        stuck = here.waits_in_phase or here.started > there.started
+        return "All workers must take the same number of steps, and come to the same barriers." if stuck else None
+    if not there.waits or min(here.still, there.still) < _SETTLED_SECONDS:
+        return None
+    # One that waits in a program has met all phases before it; so one in a phase must have started that program too.
+    differ = (
+        (here.waits_in_phase and there.waits_in_phase and here.phase != there.phase)
+        or (here.waits_in_phase and there.waits_in_program and there.started > here.started)
+        or (there.waits_in_phase and here.waits_in_program and here.started > there.started)
+    )
+    if not differ:
+        return None
+    return (
+        "They wait for each other. Every worker must run the same programs and barriers in the same order: let no "
+        "`if` that differs by worker, such as `if strategy.is_chief:`, stand around them."
+    )
+
+
+def _is_late(here: Position, there: Position) -> bool:
+    return not there.waits or there.started < here.started

@@ -1,0 +1,36 @@
+"""A coordination service in one process: what Coordination needs of jaxlib's client, for tests with threads as workers."""
+
+import threading
+import time
+
+
+class FakeClient:
+    """Keep keys and values as the service does, with its errors."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+        self._changed = threading.Condition()
+
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
+        with self._changed:
+            if key in self.values and not allow_overwrite:
+                raise RuntimeError(f"ALREADY_EXISTS: {key}")
+            self.values[key] = value
+            self._changed.notify_all()
+
+    def blocking_key_value_get(self, key: str, timeout_ms: int) -> str:
+        deadline = time.monotonic() + timeout_ms / 1000
+        with self._changed:
+            while key not in self.values:
+                left = deadline - time.monotonic()
+                if left <= 0 or not self._changed.wait(left):
+                    raise RuntimeError("DEADLINE_EXCEEDED: GetKeyValue() timed out")
+            return self.values[key]
+
+    def key_value_dir_get(self, prefix: str) -> list[tuple[str, str]]:
+        with self._changed:
+            return [(key, value) for key, value in self.values.items() if key.startswith(prefix)]
+
+    def key_value_delete(self, key: str) -> None:
+        with self._changed:
+            self.values.pop(key, None)

@@ -1,0 +1,89 @@
+"""Workers tell each other small things: in order, by worker, and with a message when one does not come."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from fake_service import FakeClient
+
+import mirrored as mr
+from mirrored._coordination import ChannelClosed, Coordination
+
+
+def cluster(num_workers: int) -> list[Coordination]:
+    client = FakeClient()
+    return [Coordination(client, worker, num_workers, timeout_seconds=20) for worker in range(num_workers)]
+
+
+def on_each(workers: list[Coordination], work: Any) -> list[Any]:
+    with ThreadPoolExecutor(len(workers)) as pool:
+        return [future.result() for future in [pool.submit(work, worker) for worker in workers]]
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+def test_an_exchange_gives_the_values_of_all_in_worker_order(num_workers: int) -> None:
+    def work(this: Coordination) -> list[Any]:
+        return [this.exchange("a", {"worker": this.worker, "round": i}) for i in range(5)]
+
+    every = on_each(cluster(num_workers) if num_workers > 1 else [Coordination()], work)
+    assert every == [[[{"worker": w, "round": i} for w in range(num_workers)] for i in range(5)]] * num_workers
+
+
+def test_channels_do_not_meet() -> None:
+    def work(this: Coordination) -> Any:
+        first, second = this.channel("input"), this.channel("input")
+        return [second.exchange("s"), first.exchange("f"), this.exchange("input", "i"), this.exchange("other", "o")]
+
+    assert on_each(cluster(2), work) == [[["s"] * 2, ["f"] * 2, ["i"] * 2, ["o"] * 2]] * 2
+
+
+def test_what_was_read_by_all_is_removed() -> None:
+    workers = cluster(3)
+    on_each(workers, lambda this: [this.exchange("a", i) for i in range(50)])
+    assert len(workers[0]._client.values) == 3, "only the last round is kept"
+
+
+def test_a_worker_that_does_not_come_is_named() -> None:
+    late = Coordination(FakeClient(), 0, 2)
+    with pytest.raises(mr.WorkerLostError, match="worker 1 did not come to 'a', where worker 0 waits for it"):
+        late.exchange("a", 1, timeout_seconds=0.3)
+
+
+def test_barriers_of_different_names_are_found() -> None:
+    def work(this: Coordination) -> None:
+        this.barrier("start")
+        this.barrier(f"end of {this.worker}")
+
+    with pytest.raises(mr.WorkerLostError, match="at different barriers: worker 0 'end of 0', worker 1 'end of 1'"):
+        on_each(cluster(2), work)
+
+
+def test_an_exchange_can_be_ended_from_another_thread() -> None:
+    channel = Coordination(FakeClient(), 0, 2).channel("input")
+    threading.Timer(0.1, channel.close).start()
+    with pytest.raises(ChannelClosed):
+        channel.exchange(1)
+
+
+def test_keys_are_put_listed_and_deleted() -> None:
+    this, other = cluster(2)
+    this.put("a/0", "x")
+    this.put("a/0", "y")
+    this.put("b/0", "z")
+    assert other.get("a/0", 1) == "y"
+    assert other.list("a/") == {"a/0": "y"}
+    other.delete("a/0")
+    assert this.get("a/0", 0.01) is None
+    alone = Coordination()
+    alone.put("a/0", "x")
+    assert (alone.get("a/0", 0.01), alone.list("a/")) == (None, {})
+
+
+def test_an_error_of_the_service_is_not_taken_for_a_timeout() -> None:
+    class Gone(FakeClient):
+        def blocking_key_value_get(self, key: str, timeout_ms: int) -> str:
+            raise RuntimeError("UNAVAILABLE: Socket closed")
+
+    with pytest.raises(RuntimeError, match="UNAVAILABLE"):
+        Coordination(Gone(), 0, 2).get("a", 1)

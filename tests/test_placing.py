@@ -1,0 +1,57 @@
+"""One value on all replicas; what crosses between workers is here tried with two processes' rows made by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mirrored as mr
+from mirrored import _placing
+
+DTYPES = ["bool", "int8", "uint8", "int16", "int32", "uint32", "int4"]
+DTYPES += ["float16", "bfloat16", "float32", "complex64", "float8_e5m2"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (3,), (2, 0), (2, 3)])
+def test_an_array_survives_being_sent_as_bits(dtype: str, shape: tuple[int, ...]) -> None:
+    host = np.asarray(jnp.asarray(np.random.default_rng(0).normal(size=shape) * 3).astype(dtype))
+    bits = _placing._bits(host)
+    assert bits.dtype in (np.uint8, np.uint32)
+    again = jax.jit(lambda b: _placing._array_of(b, shape, host.dtype))(bits)
+    assert again.dtype == host.dtype and again.shape == shape
+    assert np.asarray(again).tobytes() == host.tobytes()
+
+
+@pytest.mark.parametrize("value", [-0.0, np.nan, np.inf, 1e-45])
+def test_special_numbers_keep_their_bits(value: float) -> None:
+    host = np.array([value], np.float32)
+    again = _placing._array_of(jnp.asarray(_placing._bits(host)), (1,), host.dtype)
+    assert np.asarray(again).tobytes() == host.tobytes()
+
+
+def test_wide_numbers_keep_their_bits() -> None:
+    with jax.enable_x64(True):
+        for host in (np.array([1 / 3, -0.0]), np.array([2**60 + 1]), np.array([1 / 3 + 1j])):
+            again = _placing._array_of(jnp.asarray(_placing._bits(host)), host.shape, host.dtype)
+            assert again.dtype == host.dtype and np.asarray(again).tobytes() == host.tobytes()
+
+
+def test_with_one_worker_arrays_are_moved_and_mirrored_ones_stay(strategy3) -> None:
+    mesh = strategy3._mesh
+    own, host = strategy3.reduce("sum", 1.0), np.arange(3.0)
+    placed = _placing.mirror(mesh, [own, host, jax.random.key(0)])
+    assert placed[0] is own
+    assert all(array.sharding == mesh.mirrored for array in placed)
+    assert _placing.stack(mesh, np.ones((3, 2), np.float32)).sharding == mesh.stacked
+
+
+def test_workers_that_differ_are_named(strategy3) -> None:
+    seen = []
+    sums = jnp.array([[1, 2], [1, 2], [1, 3]], jnp.uint32)
+    _placing._compare(strategy3._mesh, [4, 7], lambda position, workers: seen.append((position, list(workers))), sums)
+    assert seen == [(7, [0])]  # the third replica is process 0's here
+    with pytest.raises(mr.ReplicasDivergeError, match=r"the argument x, is not the same on all workers: workers 1, 2 gave other"):
+        _placing.refuse_argument("the argument x", 0, [1, 2])
+    with pytest.raises(mr.ReplicasDivergeError, match=r"closes over \(number 3 of them\).*worker 1 have other|worker 1"):
+        _placing.refuse_constant(3, [1])
