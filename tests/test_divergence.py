@@ -1,11 +1,21 @@
 """Copies that differ are found on the devices, and named."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import mirrored as mr
-from mirrored import _divergence
+from mirrored import _divergence, _variables
+
+
+@pytest.fixture(autouse=True)
+def _no_copy_stays_changed():
+    """Other tests compare all variables that are still alive."""
+    yield
+    for variable in list(_variables._live):
+        if not variable._on_read:
+            variable.assign(variable._local_arrays()[0][1])
 
 
 def flip(variable: mr.Variable, replica: int, word: int = 0, bit: int = 0) -> None:
@@ -47,9 +57,55 @@ def test_variables_of_one_name_are_not_mixed_up(strategy2) -> None:
     assert [v._number for v in pair] == sorted(v._number for v in pair)
 
 
-def test_keys_and_small_dtypes_are_compared(strategy2) -> None:
+@pytest.mark.parametrize("kind", ["key", "bool", "int8", "bfloat16"])
+def test_every_kind_of_value_is_compared(strategy2, kind: str) -> None:
+    first, other = (jax.random.key(1), jax.random.key(2)) if kind == "key" else (jnp.ones(3, kind), jnp.array([1, 1, 0], kind))
     with strategy2.scope():
-        kept = [mr.Variable(jax.random.key(1)), mr.Variable(np.array([True])), mr.Variable(np.int8(3))]
+        variable = mr.Variable(first, name="kept")
     strategy2.assert_mirrored()
-    sums = np.asarray(_divergence.checksums(strategy2._mesh, kept))
-    assert sums.shape == (2, 3) and (sums[0] == sums[1]).all()
+    copies = [jax.device_put(value, device) for value, device in zip((first, other), strategy2.devices, strict=True)]
+    variable._array = jax.make_array_from_single_device_arrays(first.shape, strategy2._mesh.mirrored, copies)
+    with pytest.raises(mr.ReplicasDivergeError, match=r"'kept' differ: replicas \[1\] from replica 0"):
+        strategy2.assert_mirrored()
+
+
+def train(strategy: mr.Strategy, as_function: bool):
+    with strategy.scope():
+        weights = mr.Variable(np.ones((20, 20), np.float32), name="weights")
+        count = mr.Variable(0, name="count")
+
+    def step() -> None:
+        weights.assign(weights.value * 0.5)
+        count.assign_add(1)
+
+    return weights, mr.function(lambda: strategy.run(step)) if as_function else lambda: strategy.run(step)
+
+
+@pytest.mark.parametrize("as_function", [False, True])
+def test_a_bit_that_flips_during_training_is_found(strategy3, as_function: bool, monkeypatch) -> None:
+    monkeypatch.setattr(_divergence, "MAX_COST", 1.0)  # compare often
+    weights, step = train(strategy3, as_function)
+    for _ in range(70):
+        step()
+    flip(weights, 2, word=77, bit=3)
+    with pytest.raises(mr.ReplicasDivergeError, match=r"copies of variable 'weights' differ: replicas \[2\] from replica 0"):
+        for _ in range(20_000):
+            step()
+
+
+def test_copies_are_compared_so_seldom_that_it_costs_one_percent(strategy3) -> None:
+    _, step = train(strategy3, as_function=False)
+    for _ in range(41):
+        step()
+    [watch] = [program.watch for program in strategy3._programs]
+    cheap = watch.every
+    assert cheap is not None and cheap >= 20
+    assert watch.next == 40 + cheap
+    assert cheap > 20, "this step is much cheaper than a comparison"
+
+
+def test_with_one_replica_and_without_writes_nothing_is_watched(strategy2) -> None:
+    one = mr.MirroredStrategy(["cpu:0"])
+    train(one, as_function=False)[1]()
+    strategy2.run(lambda: 1 * np.ones(2))
+    assert [program.watch for program in (*one._programs, *strategy2._programs)] == [None, None]

@@ -46,51 +46,49 @@ class Agreement:
         """See that the next new program is the same on all workers; all workers call it, in the order of their programs.
 
         Args:
-            name: of the program, for a person.
+            name: of the program, for a person; it may differ.
             program_text: says all that matters and nothing else: no addresses, no places in files.
 
         Raises:
             ProgramMismatchError: on every worker, when one has come to another program.
         """
         number = self._num_checked + 1
-        with self._progress.phase(f"the comparison of new program {number}", repr(name), waits=True):
-            seen = self._exchange("agreement", [name[:_MAX_NAME], _digest(program_text)])
-            self._num_checked = number  # only now, so that a call that failed may be made again
-            if all(digest == seen[0][1] for _, digest in seen):
-                return
-            excerpts = self._exchange_excerpts(program_text)
-        title = f"the workers have come to different programs, as their new program {number}"
-        raise ProgramMismatchError(_mismatch(title, [shown for shown, _ in seen], excerpts))
+        self._compare("agreement", f"new program {number}", name, program_text)
+        self._num_checked = number  # only now, so that a call that was interrupted may be made again
 
-    def check_order(self, name: str, digest: str) -> None:
-        """See that the program that is about to start is the same on all workers; for `checks_order`.
+    def check_order(self, name: str, program_text: str) -> None:
+        """See the same of the program that is about to start, new or not; for `checks_order`.
 
         Raises:
             ProgramMismatchError: on every worker, when one is about to start another program.
         """
         number = self._num_started + 1
-        with self._progress.phase(f"the comparison of start {number} of a program", repr(name), waits=True):
-            seen = self._exchange("order", [name[:_MAX_NAME], digest])
+        self._compare("order", f"start {number} of a program", name, program_text)
         self._num_started = number
-        if any(other != seen[0][1] for _, other in seen):
-            title = f"the workers are about to start different programs, as start {number}"
-            raise ProgramMismatchError(_mismatch(title, [shown for shown, _ in seen], [other for _, other in seen]))
+
+    def _compare(self, channel: str, what: str, name: str, text: str) -> None:
+        with self._progress.phase(f"the comparison of {what}", repr(name), waits=True):
+            seen = self._exchange(channel, [name[:_MAX_NAME], _digest(text)])
+            if all(digest == seen[0][1] for _, digest in seen):
+                return
+            excerpts = self._exchange_excerpts(channel, text)
+        raise ProgramMismatchError(_mismatch(what, [shown for shown, _ in seen], excerpts))
 
     def _exchange(self, channel: str, entry: list[str]) -> list[list[str]]:
         seen = self._coordination.exchange(channel, entry)
         return [[str(part) for part in other] if isinstance(other, list) and len(other) == 2 else ["?", "?"] for other in seen]
 
-    def _exchange_excerpts(self, text: str) -> list[str]:
+    def _exchange_excerpts(self, channel: str, text: str) -> list[str]:
         """Return what each worker has around the first difference; few bytes are sent, however long the programs are."""
-        same, differ = 0, max(map(_count, self._coordination.exchange("agreement", len(text))))
+        same, differ = 0, max(map(_count, self._coordination.exchange(channel, len(text))))
         while differ - same > 1:  # the first `same` characters are equal everywhere, the first `differ` are not
             middle = (same + differ) // 2
-            digests = self._coordination.exchange("agreement", _digest(text[:middle]))
+            digests = self._coordination.exchange(channel, _digest(text[:middle]))
             if all(digest == digests[0] for digest in digests):
                 same = middle
             else:
                 differ = middle
-        return [str(other) for other in self._coordination.exchange("agreement", _excerpt(text, same))]
+        return [str(other) for other in self._coordination.exchange(channel, _excerpt(text, same))]
 
 
 def _excerpt(text: str, position: int) -> str:
@@ -107,11 +105,11 @@ def _excerpt(text: str, position: int) -> str:
     return "\n".join(shown)
 
 
-def _mismatch(title: str, names: Sequence[str], excerpts: Sequence[str]) -> str:
+def _mismatch(what: str, names: Sequence[str], excerpts: Sequence[str]) -> str:
     groups: dict[tuple[str, str], list[int]] = {}
     for worker, side in enumerate(zip(names, excerpts, strict=True)):
         groups.setdefault(side, []).append(worker)
-    parts = [f"{title}:"]
+    parts = [f"the workers have come to different programs, as their {what}:"]
     for (name, excerpt), workers in groups.items():
         who = f"worker{'s' * (len(workers) > 1)} {', '.join(map(str, workers))}"
         parts.append(f"{who}: {escape(name, _MAX_NAME)}\n{escape_lines(excerpt, _MAX_EXCERPT)}")

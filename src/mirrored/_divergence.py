@@ -1,87 +1,108 @@
-"""Are the copies of mirrored variables really the same? Looked up on the devices, on all workers."""
+"""Are the copies of mirrored variables really the same? Looked up in the devices' memory, on all workers."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+import math
+import time
+from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
-from . import _home, _joint, _pace
+from . import _home, _runtime
 from ._checksum import checksum
 from ._coordination import Coordination
 from ._errors import ReplicasDivergeError
 from ._mesh import ReplicaMesh
-from ._typing import REPLICA_AXIS
 from ._variables import Variable
 
+#: The share of the time of the runs of a program that comparing its variables may take.
+MAX_COST = 0.01
+#: So many runs are timed, after as many have been left to warm up.
+_MEASURED_RUNS = 20
 
-def check(mesh: ReplicaMesh, coordination: Coordination, variables: Sequence[Variable]) -> None:
+
+def check(mesh: ReplicaMesh, variables: Sequence[Variable]) -> None:
     """Compare the checksums of all copies of mirrored variables; with several workers, all call this together.
 
-    Garbage is collected at other times on other workers, so they agree first on the variables that all still have.
+    Garbage is collected at other times on other workers, so what is compared is what all of them still have.
 
     Raises:
         ReplicasDivergeError: on every worker, naming the first variable whose copies differ, the replicas and the workers.
     """
     if mesh.num_replicas == 1:
         return
-    if not mesh.is_alone:
-        lists = coordination.exchange("variables", [variable._number for variable in variables])
-        common = set(lists[0]).intersection(*lists[1:])
-        variables = [variable for variable in variables if variable._number in common]
-    if not variables:
-        return
-    sums = np.asarray(checksums(mesh, variables))
-    for variable, column in zip(variables, sums.T, strict=True):
-        differing = [replica for replica in range(mesh.num_replicas) if not _is_usual(column, replica)]
-        if differing:
-            raise ReplicasDivergeError(describe(mesh, variable, differing))
+    own = [[variable._number, [checksum(copy) for _, copy in variable._local_arrays()]] for variable in variables]
+    every = _coordination(mesh).exchange("the copies of variables", own)
+    by_worker = [dict(worker) for worker in every]
+    for variable in variables:
+        if all(variable._number in sums for sums in by_worker):
+            column = np.array([value for sums in by_worker for value in sums[variable._number]], np.uint32)
+            _compare(mesh, variable, column)
 
 
-def checksums(mesh: ReplicaMesh, variables: Sequence[Variable]) -> jax.Array:
-    """Return the checksums of all copies of variables, `uint32[R, number of variables]`, the same on every replica."""
-    kinds = tuple((variable.shape, str(variable.dtype)) for variable in variables)
-    result = _program(mesh, kinds)(_home.arrays_of(variables))
-    if mesh.is_paced:
-        (_pace.started if mesh.is_alone else _pace.joined)(result)
-    return result
+def _coordination(mesh: ReplicaMesh) -> Coordination:
+    runtime = None if mesh.is_alone else _runtime.current()
+    return Coordination() if runtime is None else runtime.coordination
 
 
-@functools.lru_cache(maxsize=64)
-def _program(mesh: ReplicaMesh, kinds: tuple[object, ...]) -> Callable[..., jax.Array]:
-    def body(copies: list[jax.Array]) -> jax.Array:
-        return jax.lax.all_gather(jnp.stack([checksum(copy) for copy in copies]), REPLICA_AXIS)
-
-    # The copies come in as mirrored, and nothing here relies on it: each device computes from its own.
-    specs = {"in_specs": PartitionSpec(), "out_specs": PartitionSpec(), "check_vma": False}
-    program = jax.jit(jax.shard_map(body, mesh=mesh.mesh, **specs))
-    if mesh.is_alone:
-        return program
-    name, text = "the comparison of the copies of variables", "\n".join(map(str, kinds))
-    _joint.agree(name, text)
-    return _joint.watched(name, text, program)
-
-
-def _is_usual(column: np.ndarray, replica: int) -> bool:
-    """Tell whether a replica's copy is like most; with a tie, like replica 0's."""
+def _compare(mesh: ReplicaMesh, variable: Variable, column: np.ndarray) -> None:
     values, counts = np.unique(column, return_counts=True)
-    usual = column[0] if list(counts).count(max(counts)) > 1 else values[np.argmax(counts)]
-    return column[replica] == usual
-
-
-def describe(mesh: ReplicaMesh, variable: Variable, differing: Sequence[int]) -> str:
-    """Say which copies of a variable differ from the others."""
-    others = next(replica for replica in range(mesh.num_replicas) if replica not in differing)
-    where = "" if mesh.is_alone else f" (worker {', '.join(str(w) for w in _workers(mesh, differing))})"
-    return (
-        f"the copies of variable {variable.name!r} differ: replicas {list(differing)}{where} from replica {others}. They were "
-        f"changed behind the library's back, or a device computes wrongly. Restore the last checkpoint. {variable!r}"
+    is_tie = list(counts).count(max(counts)) > 1
+    usual = column[0] if is_tie else values[np.argmax(counts)]  # what most have, else what replica 0 has
+    differing = np.flatnonzero(column != usual).tolist()
+    if not differing:
+        return
+    others = int(np.flatnonzero(column == usual)[0])
+    workers = sorted({mesh.devices[replica].process_index for replica in differing})
+    where = "" if mesh.is_alone else f" (worker {', '.join(map(str, workers))})"
+    raise ReplicasDivergeError(
+        f"the copies of variable {variable.name!r} differ: replicas {differing}{where} from replica {others}. They were changed "
+        f"behind the library's back, or a device computes wrongly. Restore the last checkpoint. {variable!r}"
     )
 
 
-def _workers(mesh: ReplicaMesh, replicas: Sequence[int]) -> list[int]:
-    return sorted({mesh.devices[replica].process_index for replica in replicas})
+class Watch:
+    """Compare the copies of the variables that a program writes, every so many of its runs.
+
+    How many is measured once, so that it costs at most 1 % of the time of the runs.
+
+    Attributes:
+        count: runs of the program so far; who runs it counts, and calls `look` when `next` is reached.
+        next: see there.
+        every: runs between two comparisons, None while it is not known.
+    """
+
+    def __init__(self, mesh: ReplicaMesh, variables: Sequence[Variable]) -> None:
+        self._mesh, self._variables = mesh, variables
+        self.count, self.next = 0, _MEASURED_RUNS
+        self.every: int | None = None
+        self._since: float | None = None
+
+    def look(self) -> None:
+        """Do what is due at this run.
+
+        Raises:
+            ReplicasDivergeError: when copies differ.
+        """
+        if self._since is None:
+            self._since = self._now()
+            self.next += _MEASURED_RUNS
+            return
+        now = self._now()
+        check(self._mesh, self._variables)
+        if self.every is None:
+            cost, run = time.perf_counter() - now, (now - self._since) / _MEASURED_RUNS
+            every = max(_MEASURED_RUNS, math.ceil(cost / (MAX_COST * max(run, 1e-6))))
+            self.every = max(_coordination(self._mesh).exchange("how often to compare", every))
+        self.next += self.every
+
+    def _now(self) -> float:
+        jax.block_until_ready(_home.arrays_of(self._variables))
+        return time.perf_counter()
+
+
+def watch(mesh: ReplicaMesh, variables: Sequence[Variable]) -> Watch | None:
+    """Return what watches the copies of the mirrored ones among variables; None when there is nothing to compare."""
+    mirrored = [variable for variable in variables if not variable._on_read]
+    return Watch(mesh, mirrored) if mirrored and mesh.num_replicas > 1 else None

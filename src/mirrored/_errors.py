@@ -44,11 +44,15 @@ class TFRecordError(ValueError):
 
 
 class ClusterConfigError(ValueError):
-    """Say that the description of a cluster is wrong, so that starting again would not help."""
+    """Say that the description of a cluster is wrong, so that starting again would not help; a script ends with code 76."""
+
+    exit_code = 76
 
 
 class ClusterStartError(RuntimeError):
-    """Say that the workers of a cluster did not come together: one is missing, or a port is taken."""
+    """Say that the workers of a cluster did not come together: one is missing, or a port is taken; ends with code 75."""
+
+    exit_code = 75
 
 
 class WorkerLostError(RuntimeError):

@@ -10,8 +10,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from . import _context, _home, _joint, _lift, _mesh, _pace, _placing, _replicate, _signature, _tracing
+from . import _context, _divergence, _home, _joint, _lift, _mesh, _pace, _placing, _replicate, _signature, _tracing
 from ._context import Frame
+from ._divergence import Watch
 from ._errors import StrategyMismatchError
 from ._home import Home
 from ._lift import Lifted
@@ -96,6 +97,7 @@ class CompiledFunction:
         compiled: the program of `(written, read_only, arrays, constants)`; the written arrays are donated.
         constants: the arrays that the function closes over.
         pins: what the cache key identifies by identity.
+        watch: compares the copies of the variables that it writes now and then.
     """
 
     name: str
@@ -105,6 +107,7 @@ class CompiledFunction:
     compiled: Callable[..., Any]
     constants: list[Any]
     pins: list[Any]
+    watch: Watch | None
 
     def run(self, arrays: Sequence[Any], leaves: Sequence[ArrayLeaf]) -> PyTree:
         lifted = self.lifted
@@ -112,6 +115,10 @@ class CompiledFunction:
         results, _, witness = _home.overwrite(self.compiled, self.home, lifted.written, *others)
         if witness:
             (_pace.started if self.mesh.is_alone else _pace.joined)(witness[0])
+        if (watch := self.watch) is not None:
+            watch.count += 1
+            if watch.count == watch.next:
+                watch.look()
         return lifted.plan.rebuild(list(self._wrapped(results)))
 
     def _wrapped(self, results: Sequence[Any]) -> Iterator[Any]:
@@ -151,7 +158,7 @@ def _make(call: Call, frame: Frame) -> CompiledFunction:
         compiled = _joint.watched(name, text, compiled)
     constants = _placing.mirror(mesh, lifted.closed.consts, _placing.refuse_constant)
     home, pins = _home.home_of(lifted.written), [*_signature.pinned(call), frame.strategy]
-    return CompiledFunction(name, lifted, home, mesh, compiled, constants, pins)
+    return CompiledFunction(name, lifted, home, mesh, compiled, constants, pins, _divergence.watch(mesh, lifted.written))
 
 
 def _pure(lifted: Lifted, mesh: ReplicaMesh, written: Any, read_only: Any, arrays: Any, constants: Any) -> Any:

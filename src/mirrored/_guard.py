@@ -23,7 +23,7 @@ from ._coordination import Coordination
 from ._errors import WorkerLostError
 from ._escape import escape
 from ._progress import Progress
-from ._stall import SILENT_SECONDS, Others, Own, Position, judge, listed, named
+from ._stall import Others, Own, Position, judge, listed, named
 from ._verdict import MAX_TEXT, Verdict
 
 _logger = logging.getLogger("mirrored")
@@ -32,11 +32,14 @@ _logger = logging.getLogger("mirrored")
 FAILED, RESTART, INTERRUPTED, PREEMPTED = 1, 75, 130, 143
 #: How often a worker says where it is, and how long one call into the service blocks.
 ROUND_SECONDS = 0.5
-#: How long the others have to answer, to show their own error of the same moment, and to leave before worker 0.
-_ANSWER_SECONDS, _GRACE_SECONDS, _LEAVE_SECONDS = 0.6, 0.2, 0.6
+#: How long the others have to answer, to show their own error of the same moment, and to leave: before the first to know, and
+#: before worker 0, which waits longer because JAX aborts those who are late.
+_ANSWER_SECONDS, _GRACE_SECONDS, _LEAVE_SECONDS, _LAST_LEAVE_SECONDS = 0.6, 0.2, 0.6, 1.5
 #: Whatever blocks while a worker leaves (a full pipe, a dead service) blocks for so long only.
 _LAST_RESORT_SECONDS = 3.0
 _SERVICE_SILENT_TICKS = 4
+#: Who has been silent for so long is not waited for when all leave.
+_UNHEARD_SECONDS = 2.0
 _END_WARNING_SECONDS = 30.0
 #: What errors say when another worker has died. Their class says nothing: it is JaxRuntimeError or ValueError.
 _SIGNS_OF_LOSS = (
@@ -141,7 +144,7 @@ class Guard:
         if is_lost:
             self._fail(self._lost(title), RESTART)
             return
-        code = INTERRUPTED if issubclass(kind, KeyboardInterrupt) else FAILED
+        code = INTERRUPTED if issubclass(kind, KeyboardInterrupt) else getattr(error, "exit_code", FAILED)
         verdict = Verdict(f"worker {self._worker} failed at step {self._progress.started} with {title}")
         detail = "".join(traceback.format_exception(kind, error, trace))
         self._fail(dataclasses.replace(verdict, detail=detail), code, shown=verdict)  # the traceback has just been printed
@@ -211,7 +214,7 @@ class Guard:
             positions = {**self._others.positions, self._worker: own}
             if text := judge(self._worker, self._own.limit, positions, self._others.silent):
                 title, _, detail = text.partition("\n")
-                silent = tuple(worker for worker, seconds in self._others.silent.items() if seconds >= SILENT_SECONDS)
+                silent = tuple(worker for worker, seconds in self._others.silent.items() if seconds >= _UNHEARD_SECONDS)
                 self._fail(Verdict(title, detail, silent, wants_stacks=True), RESTART)
                 return True
         call = self._coordination.get(_CALL, ROUND_SECONDS)
@@ -321,7 +324,7 @@ class Guard:
         return "".join(lines).rstrip()
 
     def _await_left(self, workers: Iterable[int]) -> None:
-        deadline = time.monotonic() + _LEAVE_SECONDS
+        deadline = time.monotonic() + (_LEAVE_SECONDS if self._worker else _LAST_LEAVE_SECONDS)
         while not set(workers) <= self._by_worker(_LEFT).keys() and time.monotonic() < deadline:
             time.sleep(0.01)
         if self._worker == 0:

@@ -55,7 +55,7 @@ def started(name: str, text: str, program: Callable[..., Any]) -> Callable[..., 
     return call
 
 
-def agreed(name: str, program: Compiled) -> Callable[..., Any]:
+def agreed(name: str, text: str, program: Compiled) -> Callable[..., Any]:
     """Return a program of one array that is agreed on, and watched, for each new shape and dtype that it is called with."""
     known: dict[Any, Callable[..., Any]] = {}
 
@@ -64,9 +64,9 @@ def agreed(name: str, program: Compiled) -> Callable[..., Any]:
             return program(array)
         kind = (array.shape, str(array.dtype))
         if kind not in known:
-            text = f"{name} of {array.dtype}{list(array.shape)}"
-            agree(name, text)
-            known[kind] = watched(name, text, program)
+            whole = f"{name}{text} of {array.dtype}{list(array.shape)}"
+            agree(name, whole)
+            known[kind] = watched(name, whole, program)
         return known[kind](array)
 
     return call

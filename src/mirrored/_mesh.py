@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from . import _env
-from ._errors import DeviceError
+from ._errors import ClusterConfigError, DeviceError
 from ._typing import REPLICA_AXIS
 
 _DEVICE_NAME = re.compile(r"/?(?:device:)?(cpu|gpu|tpu|cuda|rocm):(\d+)", re.IGNORECASE | re.ASCII)
@@ -84,14 +84,14 @@ def cluster_mesh() -> ReplicaMesh:
     """Make the mesh of all workers' best devices, worker by worker; every worker must have equally many.
 
     Raises:
-        DeviceError: when the workers have different numbers or kinds of devices.
+        ClusterConfigError: when the workers have different numbers or kinds of devices.
     """
     start_backend(0)
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     owned = collections.Counter((device.process_index, device.platform) for device in devices)
     if len(set(owned.values())) > 1 or len({platform for _, platform in owned}) > 1:
         listed = ", ".join(f"worker {worker} {count} {platform}" for (worker, platform), count in sorted(owned.items()))
-        raise DeviceError(
+        raise ClusterConfigError(
             f"the workers have different devices: {listed}. Each needs the same number of one kind: set CUDA_VISIBLE_DEVICES, "
             "JAX_PLATFORMS or JAX_NUM_CPU_DEVICES alike on all of them."
         )

@@ -85,7 +85,8 @@ def _from_chief(
         plain = [jax.random.key_data(array) if key else array for array, key in zip(arrays, is_key, strict=True)]
     kinds = tuple((tuple(array.shape), jax.dtypes.canonicalize_dtype(array.dtype)) for array in plain)
     hosts = [np.asarray(array).astype(dtype, copy=False) for array, (_, dtype) in zip(plain, kinds, strict=True)]
-    rows = [stack(mesh, np.stack([_bits(host)] * len(mesh.local_replicas))) for host in hosts]
+    sums = np.array([checksum(host) for host in hosts], np.uint32)
+    rows = [stack(mesh, np.stack([bits] * len(mesh.local_replicas))) for bits in (*map(_bits, hosts), sums)]
     *values, sums = _program(mesh, kinds)(rows)
     check = None if on_difference is None else functools.partial(_compare, mesh, positions, on_difference)
     _pace.joined(sums, check)
@@ -108,14 +109,17 @@ def _program(mesh: ReplicaMesh, kinds: tuple[tuple[Shape, Any], ...]) -> Callabl
     _joint.agree(_NAME, text)
 
     def body(rows: list[jax.Array]) -> list[jax.Array]:
-        own = [row[0] for row in rows]
+        *own, sums = [row[0] for row in rows]
         is_chief = jax.lax.axis_index(REPLICA_AXIS) == 0
         first = jax.lax.psum([jnp.where(is_chief, bits, jnp.zeros_like(bits)) for bits in own], REPLICA_AXIS)
-        sums = jax.lax.all_gather(jnp.stack([checksum(bits) for bits in own]), REPLICA_AXIS)
-        return [*(_array_of(bits, *kind) for bits, kind in zip(first, kinds, strict=True)), sums]
+        return [
+            *(_array_of(bits, *kind) for bits, kind in zip(first, kinds, strict=True)),
+            jax.lax.all_gather(sums, REPLICA_AXIS),
+        ]
 
     specs = {"in_specs": PartitionSpec(REPLICA_AXIS), "out_specs": PartitionSpec(), "check_vma": False}
-    rows = [jax.ShapeDtypeStruct(_bits_shape(mesh, *kind), _word(kind[1]), sharding=mesh.stacked) for kind in kinds]
+    shapes = [(_bits_shape(mesh, *kind), _word(kind[1])) for kind in kinds] + [((mesh.num_replicas, len(kinds)), np.uint32)]
+    rows = [jax.ShapeDtypeStruct(shape, word, sharding=mesh.stacked) for shape, word in shapes]
     with progress.phase(f"compiling {_NAME}", is_patient=True):
         program = jax.jit(jax.shard_map(body, mesh=mesh.mesh, **specs)).lower(rows).compile()
     return _joint.started(_NAME, text, program)
@@ -170,7 +174,7 @@ def refuse_argument(what: str, position: int, workers: Sequence[int]) -> NoRetur
 def refuse_constant(position: int, workers: Sequence[int]) -> NoReturn:
     """Say that an array that a step closes over is not the same on all workers."""
     raise ReplicasDivergeError(
-        f"an array that the step closes over (number {position} of them) is not the same on all workers: {_list(workers)} have "
+        f"an array that the step closes over (number {position} of them) is not the same on all workers: {_list(workers)} made "
         "other values than worker 0. Seed what makes it alike on all workers, or keep it in a mr.Variable, which "
         "starts with the chief's value everywhere."
     )

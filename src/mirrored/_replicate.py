@@ -16,9 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from . import _context, _guards, _home, _joint, _lift, _mirror_proof, _pace, _placing, _signature, _tracing, _uneven
+from . import _context, _divergence, _guards, _home, _joint, _lift, _mirror_proof, _pace, _placing, _signature, _tracing, _uneven
 from ._collectives import ReplicaAxis
 from ._context import Frame, ReplicaContext
+from ._divergence import Watch
 from ._errors import ContextError, StrategyMismatchError, UnevenReplicasError
 from ._home import Home
 from ._lift import Lifted
@@ -70,6 +71,7 @@ class Program:
         constants: the arrays that the step closes over, placed on the mesh.
         is_mirrored: for each result array, whether it is the same on every replica.
         pins: what the cache key identifies by identity.
+        watch: compares the copies of the variables that it writes now and then.
     """
 
     name: str
@@ -83,6 +85,7 @@ class Program:
     constants: list[Any]
     is_mirrored: tuple[bool, ...]
     pins: list[Any]
+    watch: Watch | None
 
     def run(self, arrays: list[Any]) -> PyTree:
         lifted = self.lifted
@@ -90,6 +93,10 @@ class Program:
         results, _, witness = _home.overwrite(self.compiled, self.home, lifted.written, read_only, arrays, self.constants)
         if witness:
             (_pace.joined if self.is_joint else _pace.started)(witness[0])
+        if (watch := self.watch) is not None:
+            watch.count += 1
+            if watch.count == watch.next:
+                watch.look()
         return self.rebuild(results)
 
     def rebuild(self, results: list[Any]) -> PyTree:
@@ -285,8 +292,10 @@ def _make_program(strategy: Any, mesh: ReplicaMesh, call: Call) -> Program:
     if text:
         compiled = _joint.watched(name, text, compiled)
     home, pins = _home.home_of(lifted.written), _signature.pinned(call)
-    is_joint = not mesh.is_alone
-    return Program(name, mesh.num_replicas, is_joint, lifted, home, findings, mapped, compiled, constants, is_mirrored, pins)
+    watch = _divergence.watch(mesh, lifted.written)
+    return Program(
+        name, mesh.num_replicas, bool(text), lifted, home, findings, mapped, compiled, constants, is_mirrored, pins, watch
+    )  # fmt: skip
 
 
 def _placed_constants(mesh: ReplicaMesh, constants: Sequence[Any]) -> list[Any]:

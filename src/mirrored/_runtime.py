@@ -27,7 +27,7 @@ from . import _env, _preflight
 from ._agreement import Agreement
 from ._cluster_spec import Cluster
 from ._coordination import Coordination
-from ._errors import ClusterConfigError, ClusterStartError, DeviceError
+from ._errors import ClusterConfigError, ClusterStartError
 from ._guard import Guard
 from ._options import CommunicationImplementation, CommunicationOptions
 from ._progress import progress
@@ -40,9 +40,6 @@ START_SECONDS = 300.0
 HEARTBEAT_SECONDS = 10
 #: How long JAX waits at the end for the others, which our own guard has seen ending already.
 SHUTDOWN_SECONDS = 30
-
-#: Of a script that ends with such an error; `mirrored launch` and other starters look at them.
-_EXIT_CODES: dict[type[BaseException], int] = {ClusterConfigError: 76, DeviceError: 76, ClusterStartError: 75}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +80,7 @@ def exit_codes() -> Iterator[None]:
     """Let a script that ends with an error of its cluster end with the code that says whether to start it again."""
     try:
         yield
-    except tuple(_EXIT_CODES):
+    except (ClusterConfigError, ClusterStartError):
         _install_exit_codes()
         raise
 
@@ -94,8 +91,8 @@ def _install_exit_codes() -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         before(kind, error, trace)
-        if kind in _EXIT_CODES:
-            raise SystemExit(_EXIT_CODES[kind])  # from a hook, it sets the code and nothing else
+        if isinstance(error, ClusterConfigError | ClusterStartError):
+            raise SystemExit(error.exit_code)  # from a hook, it sets the code and nothing else
 
     sys.excepthook = hook
 

@@ -130,4 +130,4 @@ def compiled(function: Callable[..., jax.Array], placement: NamedSharding, *stat
 @functools.lru_cache(maxsize=1024)
 def _compile(function: Callable[..., jax.Array], placement: NamedSharding, static: tuple[Any, ...]) -> Any:
     program = jax.jit(lambda array: function(array, *static), out_shardings=placement)
-    return _joint.agreed(f"{function.__name__}{static}", program) if _pace.is_joint(placement) else program
+    return _joint.agreed(function.__name__, str(static), program) if _pace.is_joint(placement) else program

@@ -21,7 +21,7 @@ STALL_STEPS = 20
 #: A worker whose position is as old as this is told from one that speaks; they speak twice a second.
 SILENT_SECONDS = 3.0
 #: For so long two workers must have waited for different things before that is called certain.
-_SETTLED_SECONDS = 1.0
+_SETTLED_SECONDS = 2.0
 _MAX_WORD = 200
 
 

@@ -67,9 +67,9 @@ class MultiWorkerMirroredStrategy(Strategy):
         communication_options: see `mr.CommunicationOptions`.
 
     Raises:
-        ClusterConfigError: (a ValueError) when the description of the cluster is wrong, or workers differ in it.
+        ClusterConfigError: (a ValueError) when the description of the cluster is wrong, or workers differ in it or in
+            their numbers of devices.
         ClusterStartError: (a RuntimeError) when a worker is missing, a port is taken, or JAX has started already.
-        DeviceError: (a ValueError) when the workers have different numbers of devices.
         ValueError: for NCCL without GPUs.
 
     >>> strategy = mr.MultiWorkerMirroredStrategy()

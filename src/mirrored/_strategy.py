@@ -430,7 +430,7 @@ class Strategy:
         """Compare the real copies of every mirrored variable of this strategy, on all workers.
 
         Programs that this library runs cannot make them differ; a broken device or another library can. With several
-        workers, all must call it; checksums are compared, which find every single changed word.
+        workers, all must call it; checksums are compared.
 
         Raises:
             ReplicasDivergeError: (a ValueError) naming the variable and the replicas that differ from replica 0.
@@ -438,7 +438,7 @@ class Strategy:
         """
         _require_untraced("assert_mirrored")
         mirrored = [variable for variable in live_variables(self._mesh) if not variable._on_read]
-        _divergence.check(self._mesh, self._coordination, mirrored)
+        _divergence.check(self._mesh, mirrored)
 
     # -- leaves
 

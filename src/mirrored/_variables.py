@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
+import operator
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -460,10 +461,14 @@ class Variable:
         return f"{head},\n{copies})"
 
     def _local_copies(self) -> list[tuple[int, np.ndarray]]:
-        """Return this worker's real copies, with their replica numbers."""
-        devices = self._mesh.devices
-        copies = {devices.index(shard.device): shard.data for shard in self._array.addressable_shards}
-        return [(i, np.asarray(_plain(copies[i]))[0] if self._on_read else np.asarray(_plain(copies[i]))) for i in sorted(copies)]
+        """Return this worker's real copies as numpy arrays, with their replica numbers."""
+        arrays = [(i, np.asarray(_plain(copy))) for i, copy in self._local_arrays()]
+        return [(i, array[0]) for i, array in arrays] if self._on_read else arrays
+
+    def _local_arrays(self) -> list[tuple[int, jax.Array]]:
+        """Return what this worker's devices really hold, with the replica numbers, in order."""
+        replicas = {self._mesh.devices[i]: i for i in self._mesh.local_replicas}
+        return sorted(((replicas[s.device], s.data) for s in self._array.addressable_shards), key=operator.itemgetter(0))
 
 
 def _add_operators() -> None:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from processes import run_workers
@@ -30,12 +31,11 @@ def assert_same(several: Mapping[str, Any], one: Mapping[str, Any]) -> None:
         elif name == "start":
             assert value == one[name], name
         else:
-            flatten = lambda nest: np.hstack([flatten(x) for x in nest]) if isinstance(nest, list) else leaf(nest)  # noqa: E731
             np.testing.assert_allclose(flatten(value), flatten(one[name]), rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-def leaf(value: Any) -> Any:
-    return np.hstack([leaf(value[key]) for key in sorted(value)]) if isinstance(value, dict) else np.hstack([np.ravel(value)])
+def flatten(nest: Any) -> np.ndarray:
+    return np.array(jax.tree.leaves(nest), np.float64)
 
 
 def test_two_workers_compute_what_one_does() -> None:

@@ -1,0 +1,76 @@
+"""A worker of a job in which something goes wrong; the first argument says what."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+import mirrored as mr
+
+strategy = mr.MultiWorkerMirroredStrategy(communication_options=mr.CommunicationOptions(timeout_seconds=float(sys.argv[2])))
+assert strategy.cluster is not None
+worker = strategy.cluster.worker_index
+is_last = worker == strategy.num_workers - 1
+with strategy.scope():
+    variable = mr.Variable(0.0, name="variable")
+x = strategy.distribute_values_from_function(lambda context: np.ones(3, np.float32))
+
+
+own = jnp.full(3, float(worker))
+
+
+def add(x: Any) -> Any:
+    return mr.get_replica_context().all_reduce("sum", x)
+
+
+def average(x: Any) -> Any:
+    return mr.get_replica_context().all_reduce("mean", x)
+
+
+def run(function: Callable[..., Any], *args: Any) -> Any:
+    return strategy.run(function, args=args)
+
+
+def steps(until: Callable[[int], bool], what: Callable[[], Any]) -> None:
+    for number in range(10):
+        if until(number):
+            what()
+        run(add, x)
+
+
+def fail() -> None:
+    raise ValueError("the data is gone")
+
+
+mistakes: dict[str, Callable[[], Any]] = {
+    "none": lambda: steps(lambda number: False, fail),
+    "argument": lambda: [run(add, np.full(3, float(worker), np.float32)) for _ in range(5)],
+    "closed-over array": lambda: run(lambda: add(own)),
+    "reduced number": lambda: strategy.reduce("sum", float(worker)),
+    "python number": lambda: run(lambda x: x * (worker + 1.0), x),
+    "extra program": lambda: [run(average, x) if is_last else None, run(add, x)],
+    "order": lambda: [run(f, x) for f in ((add, average) if is_last else (average, add))],
+    "shape": lambda: run(add, np.ones(3 + is_last, np.float32)),
+    "dtype": lambda: run(add, np.ones(3, np.int32 if is_last else np.float32)),
+    "operation": lambda: run((lambda x: average(x)) if is_last else (lambda x: add(x)), x),
+    "more steps": lambda: [run(add, x) for _ in range(10 + 5 * is_last)] + [strategy.reduce("sum", x)],
+    "one ends": lambda: steps(lambda number: number == 5 and is_last, lambda: sys.exit(0)),
+    "one fails": lambda: steps(lambda number: number == 5 and is_last, fail),
+    "shapes of values": lambda: strategy.distribute_values_from_function(
+        lambda context: np.ones((2,) * (1 + context.replica_id_in_sync_group))
+    ),
+    "eager": lambda: eager(),
+    "barriers": lambda: strategy.barrier(f"after the work of {worker}"),
+}
+
+
+def eager() -> None:
+    with mr.eager():
+        run(add, x)
+
+
+mistakes[sys.argv[1]]()
+result = np.asarray(strategy.reduce("sum", x))
+print("RESULT", result, variable.numpy(), flush=True)

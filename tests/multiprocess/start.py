@@ -1,0 +1,27 @@
+"""A worker that starts a job, and says what it is; the first argument says in which way."""
+
+import sys
+
+import jax
+
+import mirrored as mr
+
+way = sys.argv[1]
+options = mr.CommunicationOptions(timeout_seconds=float(sys.argv[2]))
+if way == "jax first":
+    jax.devices()
+if way == "own jax.distributed":
+    import os
+
+    jax.distributed.initialize(
+        os.environ["JAX_COORDINATOR_ADDRESS"], int(os.environ["JAX_NUM_PROCESSES"]), int(os.environ["JAX_PROCESS_ID"])
+    )
+strategy = mr.MultiWorkerMirroredStrategy(communication_options=options)
+again = mr.MultiWorkerMirroredStrategy()
+assert again.devices == strategy.devices
+with strategy.scope():
+    number = mr.Variable(1.0)
+strategy.run(lambda: number.assign(mr.get_replica_context().all_reduce("sum", number.value)))
+print("STARTED", strategy.num_workers, strategy.num_replicas_in_sync, strategy.is_chief, float(number), flush=True)
+with mr.MirroredStrategy().scope():  # this worker's own devices
+    assert float(mr.Variable(float(strategy.is_chief))) == strategy.is_chief

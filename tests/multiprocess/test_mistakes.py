@@ -1,0 +1,65 @@
+"""What differs between workers, and must not, ends in an error on every worker that shows both sides; no number is wrong."""
+
+import re
+from pathlib import Path
+
+import pytest
+from processes import run_workers
+
+SCRIPT = Path(__file__).parent / "mistakes.py"
+DIFFERENT = r"ProgramMismatchError: the workers have come to different programs"
+
+MISTAKES = {
+    "argument": r"ReplicasDivergeError: the argument `x`, a plain array, is not the same on all workers: worker 1 gave other",
+    "closed-over array": r"ReplicasDivergeError: an array that the step closes over .*is not the same on all workers: worker 1 m",
+    "reduced number": r"ReplicasDivergeError: what strategy.reduce was given, no PerReplica, is not the same on all workers",
+    "python number": DIFFERENT,
+    "extra program": DIFFERENT,
+    "order": DIFFERENT,
+    "shape": DIFFERENT,
+    "dtype": DIFFERENT,
+    "operation": DIFFERENT,
+    "shapes of values": r"ValueError: value_fn returned arrays of different ranks, shapes \(2,\), \(2, 2\)",
+    "eager": r"ContextError: mr\.eager\(\) runs each operation by itself, which works with one worker only",
+    "barriers": r"WorkerLostError: the workers are at different barriers: worker 0 'after the work of 0', worker 1 'after",
+}
+ENDED = {
+    "more steps": (75, 75, r"worker 0 waits at .*reduce_stack.* and worker 1 waits in step \d+ \(program 'add'\)"),
+    "one ends": (75, 75, r"worker 1 has ended its program after step \d+"),
+    "one fails": (75, 1, r"worker 1 failed at step \d+ with ValueError: the data is gone"),
+}
+
+
+def check(name: str, message: str, codes: tuple[int, ...]) -> None:
+    ended = run_workers(SCRIPT, 2, name, 20, timeout=60)
+    for worker, code in zip(ended, codes, strict=True):
+        assert worker.code == code, worker.output
+        flat = " ".join(worker.output.split())
+        assert re.search(message, flat), worker.output
+        assert "RESULT" not in worker.output
+        assert worker.seconds < 30
+
+
+@pytest.mark.parametrize("name", ["argument", "operation"])
+def test_the_first_mistakes_end_in_an_error_on_every_worker(name: str) -> None:
+    check(name, MISTAKES[name], (1, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in MISTAKES if name not in ("argument", "operation")])
+def test_every_mistake_ends_in_an_error_on_every_worker(name: str) -> None:
+    codes = (75, 75) if name == "barriers" else (1, 1)
+    check(name, MISTAKES[name], codes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ENDED)
+def test_workers_that_part_end_with_a_message(name: str) -> None:
+    *codes, message = ENDED[name]
+    check(name, message, tuple(codes))
+
+
+@pytest.mark.slow
+def test_the_same_job_without_a_mistake_goes_through() -> None:
+    for worker in run_workers(SCRIPT, 2, "none", 20, timeout=60):
+        assert worker.code == 0 and "RESULT [2. 2. 2.] 0.0" in worker.output, worker.output

@@ -1,0 +1,64 @@
+"""A job starts, or says what is wrong: with the right exit code, in time, and never by a signal."""
+
+import json
+from pathlib import Path
+
+import pytest
+from processes import free_port, run_workers
+
+SCRIPT = Path(__file__).parent / "start.py"
+NOTHING = {"JAX_COORDINATOR_ADDRESS": "", "JAX_NUM_PROCESSES": "", "JAX_PROCESS_ID": ""}
+
+
+def tf_config(index: object, *addresses: str) -> dict[str, str]:
+    return {
+        **NOTHING,
+        "TF_CONFIG": json.dumps({"cluster": {"worker": list(addresses)}, "task": {"type": "worker", "index": index}}),
+    }
+
+
+def test_a_malformed_tf_config_is_one_readable_error_with_its_code() -> None:
+    [worker] = run_workers(SCRIPT, 1, "tf", 20, env=tf_config(2, "127.0.0.1:2222", "127.0.0.1:2223"))
+    assert worker.code == 76, worker.output
+    assert "ClusterConfigError: TF_CONFIG: task.index is 2; with 2 workers give 0 to 1" in worker.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["found", "own jax.distributed"])
+def test_two_workers_start(way: str) -> None:
+    ended = run_workers(SCRIPT, 2, way, 30, devices=2)
+    for worker in ended:
+        assert worker.code == 0, worker.output
+        assert f"STARTED 2 4 {worker.index == 0} 4.0" in worker.output
+
+
+@pytest.mark.slow
+def test_one_worker_needs_no_cluster() -> None:
+    [worker] = run_workers(SCRIPT, 1, "alone", 20, devices=3)
+    assert worker.code == 0 and "STARTED 1 3 True 3.0" in worker.output, worker.output
+
+
+@pytest.mark.slow
+def test_jax_that_has_started_before_is_an_error_that_says_what_to_move() -> None:
+    for worker in run_workers(SCRIPT, 2, "jax first", 20):
+        assert worker.code == 75, worker.output
+        assert "Move mr.MultiWorkerMirroredStrategy() above the first use of JAX" in worker.output
+
+
+@pytest.mark.slow
+def test_a_worker_that_does_not_start_is_named() -> None:
+    port = free_port()
+    [worker] = run_workers(SCRIPT, 1, "found", 2, env=tf_config(0, f"127.0.0.1:{port}", f"127.0.0.1:{free_port()}"))
+    assert worker.code == 75 and worker.seconds < 12, worker.output
+    assert "worker 1" in worker.output and "ClusterStartError" in worker.output
+
+
+@pytest.mark.slow
+def test_workers_with_different_numbers_of_devices_are_told_so(tmp_path: Path) -> None:
+    with_more = "import os; os.environ['JAX_NUM_CPU_DEVICES'] = str(1 + int(os.environ['JAX_PROCESS_ID']))\n"
+    script = SCRIPT.read_text().replace("import jax\n", with_more + "import jax\n", 1)
+    own = tmp_path / "start.py"
+    own.write_text(script)
+    for worker in run_workers(own, 2, "found", 20):
+        assert worker.code == 76, worker.output
+        assert "ClusterConfigError: the workers have different devices: worker 0 1 cpu, worker 1 2 cpu" in worker.output
