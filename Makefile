@@ -39,7 +39,7 @@ setup: .venv/.ready
 
 ## lock: choose new versions (needs uv)
 lock:
-	uv pip compile pyproject.toml --extra data --extra examples --group dev --universal --python-version 3.11 \
+	uv pip compile pyproject.toml --extra checkpoint --extra data --extra examples --group dev --universal --python-version 3.11 \
 	  --no-emit-index-url --custom-compile-command "make lock" --upgrade --quiet --output-file requirements.lock
 
 clean:

@@ -19,6 +19,9 @@ DOCS = PACKAGE.parent.parent / "docs"
 FLOORS = (
     ("_typing", "_errors", "_env", "_escape", "_progress"),
     ("_cluster_spec", "_launchers", "_cluster", "_wire", "_gathering", "_preflight"),
+    ("_launch_ending", "_launch_keeper", "_launch_output", "_launch_signals"),
+    ("_launch_group", "_env_command"),
+    ("launch", "__main__"),
     ("_coordination", "_verdict", "_stall"),
     ("_agreement", "_guard"),
     ("_tracing", "_reduce_op", "_options", "_conversion", "_checksum"),
@@ -49,7 +52,12 @@ FLOORS = (
     ("data",),
     ("_strategy",),
     ("_strategies",),
-    ("losses", "optimizer"),
+    ("losses", "optimizer", "_check_command"),
+    ("_integrity", "_checkpoint_state"),
+    ("_checkpoint_files", "_checkpoint_agreement"),
+    ("_checkpoint_writer",),
+    ("checkpoint",),
+    ("preemption",),
     ("__init__",),
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
@@ -122,7 +130,8 @@ def test_no_import_of_ours_inside_a_function(name: str) -> None:
 def test_the_ground_names_no_jax() -> None:
     ground = ("_env", "_errors", "_cluster_spec", "_launchers", "_cluster", "_wire", "_gathering", "_preflight")
     watch = ("_escape", "_progress", "_coordination", "_verdict", "_stall", "_agreement", "_guard")
-    for name in (*ground, *watch):
+    launcher = ("_launch_ending", "_launch_keeper", "_launch_output", "_launch_signals", "_launch_group", "launch")
+    for name in (*ground, *watch, *launcher):
         assert "import jax" not in MODULES[name].read_text()
 
 
@@ -154,7 +163,7 @@ def test_no_placeholder_is_left() -> None:
 
 
 def test_public_names_are_frozen() -> None:
-    assert {name for name in vars(mr) if not name.startswith("_")} - {"optimizer"} == PUBLIC
+    assert {name for name in vars(mr) if not name.startswith("_")} - {"launch", "checkpoint", "optimizer", "preemption"} == PUBLIC
 
 
 def test_public_names_are_documented_with_examples() -> None:

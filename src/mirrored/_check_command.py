@@ -1,0 +1,191 @@
+"""Does this cluster compute right, and how fast do its workers talk to each other? `mirrored check`.
+
+Every worker runs it, under `mirrored launch` or any other launcher; worker 0 reports for all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import platform
+import re
+import statistics
+import sys
+import time
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._cluster_spec import counted
+from ._coordination import Coordination
+from ._errors import ClusterConfigError, ClusterStartError, DeviceError, RecompilationWarning
+from ._options import CommunicationOptions
+from ._strategies import MultiWorkerMirroredStrategy, get_replica_context
+from ._strategy import Strategy
+from ._values import PerReplica
+
+#: Elements of what is summed and compared: one, a size that nothing divides, and one that no cache holds.
+LENGTHS = (1, 1_009, 1_000_003)
+#: What is summed, of which type, and how far it may be off.
+KINDS = (("integers", np.int32, 0.0), ("whole floats", np.float32, 0.0), ("floats", np.float32, 1e-5))
+#: Bytes for which the time of an all-reduce is measured, and how often.
+SIZES = ((4, 30), (1 << 10, 30), (1 << 20, 15), (64 << 20, 5))
+#: A worker is slow when it takes so many times as long as the middle one.
+SLOW = 2.0
+_MATRIX, _PRODUCTS = 256, 9
+
+
+def main(argv: Sequence[str]) -> int:
+    """Check the cluster; return 0 when it is in order, 1 when it is not."""
+    parser = argparse.ArgumentParser(
+        "mirrored check", description="Compute and measure with all workers of this cluster. On one host: mirrored launch -n 2 "
+        "--cpu-devices 1 -m mirrored check"
+    )  # fmt: skip
+    parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help="seconds to wait for the other workers (60)")
+    options = parser.parse_args(argv)
+    start = time.monotonic()
+    try:
+        strategy, coordination = _meet(options.timeout)
+    except (ClusterConfigError, ClusterStartError, DeviceError, ValueError) as error:
+        sys.stderr.write(f"mirrored check: {error}\n")
+        return 1
+    report = Report(coordination)
+    report.say(f"{counted(coordination.num_workers, 'worker')} met in {time.monotonic() - start:.1f} s, {strategy}")
+    for index, text in enumerate(coordination.exchange("check/who", _who())):
+        report.say(f"worker {index}: {text}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RecompilationWarning)  # each size is a program of its own
+        report.wrong(_compare(strategy, coordination))
+        if strategy.num_replicas_in_sync > 1:
+            for line in _measure(strategy, coordination):
+                report.say(line)
+    for line in _find_slow(coordination):
+        report.say(line)
+    return report.finish()
+
+
+def _meet(timeout: float) -> tuple[Strategy, Coordination]:
+    """Start the cluster; the one place that knows how a strategy reaches the other workers."""
+    strategy = MultiWorkerMirroredStrategy(communication_options=CommunicationOptions(timeout_seconds=timeout))
+    return strategy, strategy._coordination
+
+
+@dataclasses.dataclass
+class Report:
+    """Collect what is wrong on any worker, and let worker 0 print."""
+
+    coordination: Coordination
+    problems: list[str] = dataclasses.field(default_factory=list)
+
+    def say(self, line: str) -> None:
+        """Print a line."""
+        if self.coordination.worker == 0:
+            sys.stdout.write(line + "\n")
+            sys.stdout.flush()
+
+    def wrong(self, problems: Sequence[str]) -> None:
+        """Tell all workers what this one found wrong."""
+        for index, found in enumerate(self.coordination.exchange("check/problems", list(problems)[:20])):
+            self.problems += [f"worker {index}: {problem}" for problem in found]
+
+    def finish(self) -> int:
+        """Print the end, and return the exit code, the same on all workers."""
+        for problem in self.problems:
+            self.say(f"WRONG: {problem}")
+        self.say("not ok" if self.problems else "ok")
+        return 1 if self.problems else 0
+
+
+def _who() -> str:
+    kinds = sorted({device.device_kind for device in jax.local_devices()})
+    versions = f"Python {platform.python_version()}, jax {jax.__version__}"
+    devices = f"{jax.local_device_count()} x {jax.default_backend()} ({', '.join(kinds)})"
+    return f"host {platform.node()}, pid {os.getpid()}, {devices}, {os.cpu_count()} cores, {versions}"
+
+
+def _compare(strategy: Strategy, coordination: Coordination) -> list[str]:
+    """Sum known values over the replicas, and compare with what they must be; and with the other workers' results."""
+    problems = []
+    replicas = strategy.num_replicas_in_sync
+    for length in LENGTHS:
+        base = np.arange(length) % 97
+        for name, dtype, tolerance in KINDS:
+            values = base / 7 if tolerance else base
+            result = np.asarray(_make_all_reduce(strategy, _by_replica(strategy, values.astype(dtype)))())
+            expected = values.astype(np.float64) * (replicas * (replicas + 1) // 2)
+            if not np.allclose(result, expected, rtol=tolerance, atol=0.0):
+                at = int(np.argmax(np.abs(result - expected)))
+                problems.append(f"sum of {length} {name}: element {at} is {result[at]}, expected {expected[at]}")
+            digests = coordination.exchange("check/digests", zlib.crc32(result.tobytes()))
+            if len(set(digests)) > 1:
+                problems.append(f"sum of {length} {name}: the workers have different results")
+    return problems
+
+
+def _by_replica(strategy: Strategy, values: np.ndarray) -> PerReplica:
+    """Give replica i the values times i + 1."""
+    return strategy.distribute_values_from_function(lambda ctx: values * values.dtype.type(ctx.replica_id_in_sync_group + 1))
+
+
+def _make_all_reduce(strategy: Strategy, values: PerReplica) -> Callable[[], Any]:
+    """Return a function that sums these over the replicas; begun and waited for."""
+
+    def step(own: jax.Array) -> Any:
+        context = get_replica_context()
+        assert context is not None
+        return context.all_reduce("sum", own)
+
+    return lambda: jax.block_until_ready(strategy.run(step, args=(values,)))
+
+
+def _measure(strategy: Strategy, coordination: Coordination) -> Iterator[str]:
+    """Measure all-reduces: the median of several, each begun together."""
+    replicas = strategy.num_replicas_in_sync
+    limit = min(coordination.exchange("check/memory", _memory() // (32 * jax.local_device_count())))
+    for size, times in SIZES:
+        size = min(size, limit) // 4 * 4
+        work = _make_all_reduce(strategy, _by_replica(strategy, np.ones(size // 4, np.float32)))
+        seconds = _median(work, times, coordination)
+        seconds = max(coordination.exchange("check/seconds", seconds))
+        rate = f", {size * 2 * (replicas - 1) / replicas / seconds / 1e9:.3f} GB/s for each replica" if size > 1024 else ""
+        yield f"all-reduce of {size} bytes: {seconds * 1e3:.3f} ms{rate}"
+
+
+def _find_slow(coordination: Coordination) -> Iterator[str]:
+    """Let all workers compute the same at the same time, alone, and talk to the coordination service."""
+    matrix = jnp.full((_MATRIX, _MATRIX), 1.0 / _MATRIX)
+    product = jax.jit(lambda x: jax.lax.fori_loop(0, 20, lambda _, y: y @ x, x))
+    computing = _median(lambda: product(matrix).block_until_ready(), _PRODUCTS, coordination)
+    talking = _median(lambda: coordination.put(f"check/ping/{coordination.worker}", "ping"), _PRODUCTS, coordination)
+    for what, own in (("computing", computing), ("talking to worker 0", talking)):
+        seconds = coordination.exchange(f"check/{what}", own)
+        middle = statistics.median_low(seconds)
+        listed = (f"worker {i} {s * 1e3:.2f}" + (" SLOW" if s > SLOW * middle + 1e-3 else "") for i, s in enumerate(seconds))
+        yield f"{what}, ms: {', '.join(listed)}"
+
+
+def _median(work: Callable[[], object], times: int, coordination: Coordination) -> float:
+    """Return the median of the seconds that something takes, after a first time that does not count."""
+    seconds = []
+    for i in range(times + 1):
+        coordination.barrier("check")
+        start = time.perf_counter()
+        work()
+        if i:
+            seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def _memory() -> int:
+    try:
+        found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return int(found[1]) * 1024 if found else 4 << 30

@@ -1,0 +1,173 @@
+"""What the end of an attempt means: who failed first, the launcher's exit code, whether to start again, and the summary."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import signal
+import time
+from collections.abc import Sequence
+
+from ._cluster_spec import counted
+from ._escape import MARGIN
+
+#: A worker's exit codes that mean something to who started it; docs/launch.md has the table.
+PEER_LOST, BAD_CONFIGURATION, PREEMPTED = 75, 76, 143
+
+
+@dataclasses.dataclass(frozen=True)
+class Ending:
+    """Tell how one worker ended.
+
+    Attributes:
+        index: of the worker in the cluster.
+        pid: its process.
+        code: what it returned; of a signal that killed it, the negative number.
+        seconds: how long after the start.
+        at: the time of day, in seconds since 1970.
+        was_asked: whether the launcher had sent it a signal, so that it ended for another's reason.
+        was_killed: whether that was SIGKILL.
+        tail: the last lines of its output, escaped.
+    """
+
+    index: int
+    pid: int
+    code: int
+    seconds: float
+    at: float
+    was_asked: bool
+    was_killed: bool
+    tail: Sequence[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Attempt:
+    """Tell how one attempt ended.
+
+    Attributes:
+        endings: of the workers, the first to end first.
+        signals: what the launcher was sent meanwhile.
+        step: of the last checkpoint that was completed, None when there was none.
+    """
+
+    endings: Sequence[Ending]
+    signals: Sequence[int]
+    step: int | None
+
+    def exit_code(self) -> int:
+        """Return the launcher's exit code."""
+        failed = [ending for ending in self.endings if ending.code]
+        if not failed:
+            return 0
+        if not self.signals:
+            return shell_code(self.culprit().code)
+        number = self.signals[-1]
+        if len(self.signals) == 1 and number != signal.SIGINT:  # Ctrl-C may end programs in any way
+            for ending in failed:
+                if ending.code not in (PEER_LOST, PREEMPTED, -signal.SIGTERM):
+                    return shell_code(ending.code)
+        return 128 + number
+
+    def culprit(self) -> Ending:
+        """Return who failed first, not counting those who left because another had failed."""
+        failed = [ending for ending in self.endings if ending.code]
+        causes = [ending for ending in failed if not ending.was_asked]
+        return next((ending for ending in causes if ending.code != PEER_LOST), (causes or failed)[0])
+
+
+@dataclasses.dataclass
+class Budget:
+    """Count restarts without a new checkpoint.
+
+    Args:
+        max_restarts: how many are allowed; 0: none at all.
+    """
+
+    max_restarts: int
+    used: int = 0
+    best_step: int = -1
+
+    def allows(self, attempt: Attempt) -> bool:
+        """Tell whether to start again after this attempt, and count it."""
+        is_new = attempt.step is not None and attempt.step > self.best_step
+        if is_new:
+            self.best_step, self.used = attempt.step or 0, 0
+        never = attempt.signals or any(ending.code == BAD_CONFIGURATION for ending in attempt.endings)
+        if never or not self.max_restarts:
+            return False
+        if not is_new or attempt.culprit().code not in (PREEMPTED, -signal.SIGTERM):
+            self.used += 1  # else its machine was taken away, and nothing was lost
+        return self.used <= self.max_restarts
+
+    def __str__(self) -> str:
+        since = f"since the checkpoint of step {self.best_step}" if self.best_step >= 0 else "without a checkpoint"
+        return f"restart {self.used} of {self.max_restarts} {since}" if self.used else f"all is saved in step {self.best_step}"
+
+
+def shell_code(code: int) -> int:
+    """Return an exit code as shells write it: 128 and the number of the signal that killed."""
+    return code if code >= 0 else 128 - code
+
+
+def describe_code(code: int) -> str:
+    """Say what an exit code is."""
+    meanings = {PEER_LOST: "lost a peer", BAD_CONFIGURATION: "bad configuration", PREEMPTED: "preempted"}
+    if code >= 0:
+        return f"exit code {code}" + (f", {meanings[code]}" if code in meanings else "")
+    try:
+        return signal.Signals(-code).name
+    except ValueError:  # a real-time signal
+        return f"signal {-code}"
+
+
+def describe_failure(attempt: Attempt) -> str:
+    """Say who failed first, in one line."""
+    culprit = attempt.culprit()
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(culprit.at))
+    how = describe_code(culprit.code)
+    return f"worker {culprit.index} (pid {culprit.pid}) failed first: {how}, {culprit.seconds:.1f} s after the start, at {at}"
+
+
+def summarize(attempt: Attempt, restarts: int, seconds: float, logs: str | None) -> list[str]:
+    """Write the lines that stand at the end of a run; none for one that had nothing to tell.
+
+    Args:
+        attempt: the last one.
+        restarts: how many there were.
+        seconds: since the start of the first attempt.
+        logs: where the log files are, escaped.
+    """
+    total = f"{counted(restarts, 'restart')}, {seconds:.1f} s in all" + (f", logs in {logs}" if logs else "")
+    if not any(ending.code for ending in attempt.endings):
+        return [f"done: {total}"] if restarts else []
+    if attempt.signals:
+        names = " and ".join(signal.Signals(number).name for number in attempt.signals[:2])
+        return [f"ended by {names}: {_groups(attempt.endings)}", total]
+    culprit = attempt.culprit()
+    lines = [describe_failure(attempt)]
+    if culprit.tail:
+        lines += ["its last lines:", *(MARGIN + line for line in culprit.tail)]
+    if others := [ending for ending in attempt.endings if ending is not culprit]:
+        lines.append(f"the others: {_groups(others)}")
+    return [*lines, total]
+
+
+def _groups(endings: Sequence[Ending]) -> str:
+    """Write "exit code 75, lost a peer (workers 0, 2-7); SIGKILL (worker 1, killed by the launcher)"."""
+    groups: dict[str, list[int]] = collections.defaultdict(list)
+    for ending in sorted(endings, key=lambda ending: ending.index):
+        by = ", did not leave and was killed by the launcher" if ending.was_killed and ending.code == -signal.SIGKILL else ""
+        groups[describe_code(ending.code) + by].append(ending.index)
+    return "; ".join(f"{_ranges(indices)}: {how}" for how, indices in groups.items())
+
+
+def _ranges(indices: Sequence[int]) -> str:
+    """Write "workers 0, 2-7"."""
+    ranges: list[list[int]] = []
+    for index in indices:
+        if ranges and index == ranges[-1][1] + 1:
+            ranges[-1][1] = index
+        else:
+            ranges.append([index, index])
+    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
+    return f"worker{'s' if len(indices) > 1 else ''} {text}"

@@ -1,0 +1,289 @@
+"""What happens to the workers of one attempt, from their start until the last of them and all they started are gone.
+
+One thread and one `poll`: output, the ends of workers, signals to the launcher and deadlines are events of one loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from . import _env, _launch_keeper
+from ._launch_ending import PREEMPTED, Attempt, Ending
+from ._launch_output import LineCutter, LogFile, Outlet, Tail, prefix
+from ._launch_signals import Signals
+
+#: How long the others have to leave by themselves when one has failed; the library needs about one second for it.
+FAREWELL_SECONDS = 5.0
+#: How long processes that an ended worker has started may live on, such as those that clean up after it.
+LEFTOVER_SECONDS = 1.0
+_READ_BYTES, _LAST_READS = 1 << 16, 16
+_PROGRESS_BYTES = 32
+
+
+@dataclasses.dataclass
+class Stream:
+    """One of a worker's two streams, and where it goes."""
+
+    fd: int
+    outlet: Outlet
+    prefix: bytes
+    cutter: LineCutter = dataclasses.field(default_factory=LineCutter)
+    is_open: bool = True
+
+
+@dataclasses.dataclass
+class Worker:
+    """One worker: its process, its streams, and what was done to it."""
+
+    index: int
+    process: subprocess.Popen[bytes]
+    streams: list[Stream]
+    log: LogFile | None
+    tail: Tail = dataclasses.field(default_factory=Tail)
+    was_asked: bool = False
+    was_killed: bool = False
+    is_gone: bool = False
+    ended: float = 0.0
+    ended_at: float = 0.0
+
+
+class Group:
+    """Run the workers of one attempt.
+
+    Args:
+        command: the arguments of Python that make a worker.
+        environments: of each worker, without what this class adds: MIRRORED_PROGRESS_FILE.
+        first_index: the index in the cluster of the first of them.
+        num_workers: of the whole cluster, of which other hosts may have a part.
+        grace: seconds between asking workers to leave and killing them.
+        logs: the folder for log files.
+        outlets: for standard output and for errors; the same one twice where both go to the same place.
+        signals: to the launcher.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environments: Sequence[Mapping[str, str]],
+        first_index: int,
+        num_workers: int,
+        *,
+        grace: float,
+        logs: Path | None,
+        outlets: tuple[Outlet, Outlet],
+        signals: Signals,
+    ) -> None:
+        self._command, self._environments, self._first_index, self._num_workers = command, environments, first_index, num_workers
+        self._grace, self._logs, self._outlets, self._signals = grace, logs, outlets, signals
+        self._workers: list[Worker] = []
+        self._plan: list[tuple[float, int]] = []  # when to send which signal
+        self._num_signals = 0
+
+    def run(self) -> Attempt:
+        """Start the workers, and return when all are gone."""
+        folder = tempfile.mkdtemp(prefix="mirrored-")  # 0700
+        progress = Path(folder, "progress")
+        with self._keeper(folder):
+            self._start = time.monotonic()
+            try:
+                for environment in self._environments:
+                    self._spawn({**environment, _env.MIRRORED_PROGRESS_FILE.name: str(progress)})
+                while not all(worker.is_gone for worker in self._workers):
+                    self._step()
+            finally:
+                for worker in self._workers:
+                    self._end(worker)
+            step = _read_step(progress)
+        endings = [self._ending(worker) for worker in sorted(self._workers, key=lambda worker: worker.ended)]
+        return Attempt(endings, list(self._signals.received), step)
+
+    @contextlib.contextmanager
+    def _keeper(self, folder: str) -> Iterator[None]:
+        """Start the process that ends the workers if this one cannot, and removes the folder in any case."""
+        read, self._keeper_pipe = os.pipe()
+        try:
+            command = [*_isolated("keep"), folder]
+            keeper = subprocess.Popen(command, stdin=read, stdout=subprocess.DEVNULL, start_new_session=True)
+        except OSError:
+            os.rmdir(folder)
+            os.close(self._keeper_pipe)
+            raise
+        finally:
+            os.close(read)
+        try:
+            yield
+        finally:
+            os.close(self._keeper_pipe)
+            keeper.wait()
+
+    def _spawn(self, environment: Mapping[str, str]) -> None:
+        index = self._first_index + len(self._workers)
+        log = LogFile(self._logs / f"worker-{index}.log") if self._logs else None
+        process = subprocess.Popen(
+            [*_isolated("enrol"), str(self._keeper_pipe), sys.executable, "-u", *self._command],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,  # the terminal's Ctrl-C comes to the launcher only, which passes it on once
+            pass_fds=(self._keeper_pipe,),
+        )
+        streams = []
+        for pipe_end, outlet in zip((process.stdout, process.stderr), self._outlets, strict=True):
+            assert pipe_end is not None
+            os.set_blocking(pipe_end.fileno(), False)
+            streams.append(Stream(pipe_end.fileno(), outlet, prefix(index, self._num_workers, outlet.has_colour)))
+        self._workers.append(Worker(index, process, streams, log))
+
+    def _step(self) -> None:
+        """Wait for something to happen, and do what follows from it."""
+        self._wait()
+        now = time.monotonic()
+        for worker in self._workers:
+            for stream in worker.streams:
+                if stream.is_open and not stream.outlet.is_full:
+                    self._relay(worker, stream)
+            self._look_after(worker, now)
+        self._obey_signals(now)
+        while self._plan and self._plan[0][0] <= now:
+            self._send(self._plan.pop(0)[1])
+
+    def _wait(self) -> None:
+        poll = select.poll()
+        poll.register(self._signals.wakeup, select.POLLIN)
+        waiting = [outlet for outlet in set(self._outlets) if outlet.is_waiting]
+        for outlet in waiting:
+            poll.register(outlet.fd, select.POLLOUT)
+        for worker in self._workers:
+            for stream in worker.streams:
+                if stream.is_open and not stream.outlet.is_full:
+                    poll.register(stream.fd, select.POLLIN)
+        deadlines = [when for when, _ in self._plan]
+        if any(worker.ended and not worker.is_gone for worker in self._workers):
+            deadlines.append(time.monotonic() + 0.02)  # nothing tells when the last process of a group ends
+        if len(self._signals.received) > self._num_signals:
+            deadlines.append(0.0)
+        timeout = None if not deadlines else max(0, int((min(deadlines) - time.monotonic()) * 1000) + 1)
+        ready = {fd for fd, _ in poll.poll(timeout)}
+        self._signals.drain()
+        for outlet in waiting:
+            if outlet.fd in ready:
+                outlet.flush()
+
+    def _relay(self, worker: Worker, stream: Stream) -> bool:
+        """Pass on what a worker has written; tell whether there was something."""
+        try:
+            data = os.read(stream.fd, _READ_BYTES)
+        except BlockingIOError:
+            return False
+        if data and worker.log and (problem := worker.log.write(data)):
+            self._outlets[1].write(f"mirrored launch: {problem}\n".encode())
+        self._pass_on(worker, stream, stream.cutter.feed(data) if data else stream.cutter.finish())
+        stream.is_open = bool(data)
+        return stream.is_open
+
+    def _pass_on(self, worker: Worker, stream: Stream, lines: Sequence[bytes]) -> None:
+        for line in lines:
+            worker.tail.add(line)
+            stream.outlet.write(stream.prefix + line + b"\n")
+
+    def _look_after(self, worker: Worker, now: float) -> None:
+        """See whether a worker has ended, and what it started."""
+        if not worker.ended and worker.process.poll() is not None:
+            worker.ended, worker.ended_at = now, time.time()
+            code = worker.process.returncode
+            if code and not self._plan and not self._num_signals:
+                farewell = max(FAREWELL_SECONDS, self._grace) if code == PREEMPTED else FAREWELL_SECONDS
+                self._plan = [(now + farewell, signal.SIGTERM), (now + farewell + self._grace, signal.SIGKILL)]
+        if worker.ended and not worker.is_gone:
+            is_over = not any(stream.is_open for stream in worker.streams) and not _is_alive(worker.process.pid)
+            if is_over or now > worker.ended + LEFTOVER_SECONDS:
+                self._end(worker)
+
+    def _obey_signals(self, now: float) -> None:
+        for number in self._signals.received[self._num_signals :]:
+            self._num_signals += 1
+            if self._num_signals == 1:
+                # A terminal that hangs up is a request to save and leave; Python would die of it without a word.
+                self._send(signal.SIGTERM if number == signal.SIGHUP else number)
+                self._plan = [(now + self._grace, signal.SIGKILL)]
+            else:
+                self._plan = [(now, signal.SIGKILL)]
+
+    def _send(self, number: int) -> None:
+        for worker in self._workers:
+            if worker.process.poll() is None:
+                worker.was_asked, worker.was_killed = True, number == signal.SIGKILL
+                if number == signal.SIGKILL:
+                    os.killpg(worker.process.pid, number)
+                else:  # not to what it started: a worker needs its data until it has saved
+                    worker.process.send_signal(number)
+
+    def _end(self, worker: Worker) -> None:
+        """Kill what is left of a worker's process group, and take what is left in its pipes."""
+        if worker.is_gone:
+            return
+        if not worker.ended or _is_alive(worker.process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(worker.process.pid, signal.SIGKILL)
+        worker.process.wait()
+        for stream in worker.streams:
+            for _ in range(_LAST_READS):  # a process that left the group may write for ever
+                if not stream.is_open or not self._relay(worker, stream):
+                    break
+            self._pass_on(worker, stream, stream.cutter.finish())
+        for pipe_end in (worker.process.stdout, worker.process.stderr):
+            assert pipe_end is not None
+            pipe_end.close()
+        if worker.log:
+            worker.log.close()
+        with contextlib.suppress(BrokenPipeError):  # the number may soon be another's
+            os.write(self._keeper_pipe, b"-%d\n" % worker.process.pid)
+        worker.is_gone = True
+
+    def _ending(self, worker: Worker) -> Ending:
+        return Ending(
+            index=worker.index,
+            pid=worker.process.pid,
+            code=worker.process.returncode,
+            seconds=worker.ended - self._start,
+            at=worker.ended_at,
+            was_asked=worker.was_asked,
+            was_killed=worker.was_killed,
+            tail=worker.tail.lines(),
+        )
+
+
+def _isolated(role: str) -> list[str]:
+    return [sys.executable, "-I", "-S", _launch_keeper.__file__, role]
+
+
+def _is_alive(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody in it has become another user
+        return True
+    return True
+
+
+def _read_step(path: Path) -> int | None:
+    """Read which step's checkpoint is complete; what is no number of a step counts as none."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(_PROGRESS_BYTES)
+    except OSError:
+        return None
+    return int(text) if text.isdigit() and len(text) < _PROGRESS_BYTES else None

@@ -1,0 +1,158 @@
+"""Where the output of workers goes: line by line to the launcher's own streams, raw to log files, its end to the summary.
+
+Nothing here waits for a reader: what a stream does not take is kept, up to a limit, and then the workers wait.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import re
+import select
+import stat
+from pathlib import Path
+
+from . import _env
+from ._escape import escape
+
+#: Bytes that may wait for a slow reader before the workers have to.
+PENDING_BYTES = 1 << 20
+#: Bytes after which a line without an end is cut.
+LINE_BYTES = 1 << 16
+#: Of each worker's output, so much is remembered for the summary: lines, characters of each, characters in all.
+TAIL_LINES, TAIL_LINE_CHARACTERS, TAIL_CHARACTERS = 20, 400, 4096
+# A carriage return alone is how progress bars end a line; whether the last one stands alone is seen when more comes.
+_LINE_END = re.compile(rb"\r?\n|\r(?=[^\n])")
+
+
+class Outlet:
+    """Write to one of the launcher's own streams, never longer than it takes at once."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._pending = bytearray()
+        self._is_open = True
+        self._chunk = select.PIPE_BUF
+        with contextlib.suppress(OSError):
+            # A pipe that is ready takes PIPE_BUF bytes, a terminal at least 256.
+            self._chunk = 256 if os.isatty(fd) else 1 << 20 if stat.S_ISREG(os.fstat(fd).st_mode) else select.PIPE_BUF
+        self.has_colour = os.isatty(fd) and not _env.NO_COLOR.get()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there is something left to write."""
+        return bool(self._pending)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the workers that write here have to wait."""
+        return len(self._pending) > PENDING_BYTES
+
+    def write(self, data: bytes) -> None:
+        """Keep bytes until the stream takes them; a stream that nobody reads any more takes nothing."""
+        if self._is_open:
+            self._pending += data
+
+    def flush(self) -> None:
+        """Write a piece to a stream that is ready."""
+        try:
+            del self._pending[: os.write(self.fd, self._pending[: self._chunk])]
+        except BlockingIOError:
+            return
+        except OSError:  # the reader is gone, or the terminal; the training is not
+            self._is_open = False
+            self._pending.clear()
+
+
+class Tail:
+    """Remember the last lines that a worker wrote."""
+
+    def __init__(self) -> None:
+        self._lines: collections.deque[bytes] = collections.deque(maxlen=TAIL_LINES)
+
+    def add(self, line: bytes) -> None:
+        """Remember one line, and forget an old one."""
+        if line.strip():
+            self._lines.append(line[: 4 * TAIL_LINE_CHARACTERS])
+
+    def lines(self) -> list[str]:
+        """Return the last lines, escaped."""
+        kept: list[str] = []
+        left = TAIL_CHARACTERS
+        for line in reversed(self._lines):
+            text = escape(line.decode(errors="backslashreplace"), TAIL_LINE_CHARACTERS)
+            left -= len(text)
+            if left < 0:
+                break
+            kept.append(text)
+        return kept[::-1]
+
+
+class LogFile:
+    """Write a worker's output, as it is, to a file that only its owner can read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+
+    def write(self, data: bytes) -> str | None:
+        """Write, or say why nothing more will be written: a full disk does not end the training."""
+        if self._fd is None:
+            return None
+        try:
+            while data:
+                data = data[os.write(self._fd, data) :]
+        except OSError as error:
+            self.close()
+            return f"cannot write {escape(str(self.path), 400)} any more: {error.strerror}"
+        return None
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+class LineCutter:
+    """Cut what comes from a pipe into lines."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Return the lines that are complete, without their ends; of an endless line, pieces."""
+        text, start, lines = self._rest + data, 0, []
+        for end in _LINE_END.finditer(text):
+            if end.start() > start or end[0] != b"\r":
+                lines.append(text[start : end.start()])
+            start = end.end()
+        while len(text) - start > LINE_BYTES:
+            lines.append(text[start : start + LINE_BYTES])
+            start += LINE_BYTES
+        self._rest = text[start:]
+        return lines
+
+    def finish(self) -> list[bytes]:
+        """Return the last line, which has no end."""
+        rest, self._rest = self._rest.removesuffix(b"\r"), b""
+        return [rest] if rest else []
+
+
+def prefix(index: int, num_workers: int, colour: bool) -> bytes:
+    """Return what stands before each line of a worker, equally wide for all of them."""
+    name = f"[{index}]"
+    space = " " * (len(f"[{num_workers - 1}] ") - len(name))
+    return (f"\x1b[{31 + (index + 1) % 6}m{name}\x1b[0m{space}" if colour else name + space).encode()
+
+
+def make_log_folder(root: Path, attempt: int, node: str) -> Path:
+    """Make a new folder for one attempt; the numbers go on where an earlier run with the same root ended."""
+    while True:
+        folder = root / f"attempt-{attempt}{node}"
+        try:
+            folder.mkdir(mode=0o700)
+            return folder
+        except FileExistsError:
+            attempt += 1

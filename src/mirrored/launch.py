@@ -1,0 +1,286 @@
+"""How to start the workers of a host, and start them again after a failure: the command `mirrored`, docs/launch.md."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import itertools
+import math
+import os
+import select
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from . import _env
+from ._cluster_spec import LOOPBACK, MAX_WORKERS, check_address, describe, join_address, split_address
+from ._errors import ClusterConfigError
+from ._escape import escape
+from ._launch_ending import Budget, describe_failure, summarize
+from ._launch_group import Group
+from ._launch_output import Outlet, make_log_folder
+from ._launch_signals import Signals
+from ._launchers import SOURCES
+
+#: Ports from the coordinator's on that restarts use in turn, so that no attempt meets the port of the one before.
+NUM_PORTS = 16
+USAGE_ERROR = 2
+
+_HELP = """usage: mirrored launch -n N [options] script.py args...   start N workers, and start them again after a failure
+       mirrored check                                     compute and measure with all workers of this cluster
+       mirrored env                                       what a bug report needs: versions, devices, cluster
+       mirrored --version
+
+  mirrored launch --help         the options
+  mirrored launch -n 2 --cpu-devices 1 -m mirrored check
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Say in one line what is wrong and what to write."""
+
+    right = "mirrored launch -n 2 train.py"
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USAGE_ERROR, f"{self.prog}: {message}. Write for example: {self.right}\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `mirrored`.
+
+    Args:
+        argv: the arguments; by default those of this process.
+
+    Returns:
+        The exit code: docs/launch.md has the table.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command = arguments[0] if arguments else ""
+    if command == "launch":
+        return _launch(arguments[1:])
+    if command in ("check", "env"):  # they need jax
+        return importlib.import_module(f"._{command}_command", __package__).main(arguments[1:])
+    if command == "--version":
+        sys.stdout.write(f"mirrored {importlib.import_module(__package__ or 'mirrored').__version__}\n")
+        return 0
+    if command in ("-h", "--help"):
+        sys.stdout.write(_HELP)
+        return 0
+    given = f"there is no command {describe(command)}" if command else "no command was given"
+    sys.stderr.write(f"mirrored: {given}; there are launch, check and env. Write for example: {_Parser.right}\n")
+    return USAGE_ERROR
+
+
+def _launch(argv: Sequence[str]) -> int:
+    options = _parse(argv)
+    _open_standard_streams()
+    out = Outlet(1)
+    outlets = out, out if os.path.sameopenfile(1, 2) else Outlet(2)
+    with Signals() as signals:
+        try:
+            return _run(options, outlets, signals)
+        except OSError as error:
+            _say(outlets[1], f"cannot start the workers: {error}")
+            return 1
+        finally:
+            _flush(outlets, signals)
+
+
+def _run(options: argparse.Namespace, outlets: tuple[Outlet, Outlet], signals: Signals) -> int:
+    """Start the workers until they have done their work, or there is a reason not to start them again."""
+    inherited = _without_other_clusters(_env.current())
+    if hidden := sorted(set(_env.current()) - set(inherited)):
+        _say(outlets[1], f"not passed on to the workers, which get their cluster from here: {', '.join(hidden)}")
+    budget, start, logs, used_ports = Budget(options.max_restarts), time.monotonic(), None, set[int]()
+    for number in itertools.count():
+        if options.log_dir:
+            logs = make_log_folder(options.log_dir, number, f"-node-{options.node_rank}" if options.nnodes > 1 else "")
+        address = _address(options, number, used_ports)
+        attempt = Group(
+            options.command,
+            [inherited | _variables(options, address, number, i) for i in range(options.n)],
+            options.node_rank * options.n,
+            options.nnodes * options.n,
+            grace=options.grace,
+            logs=logs,
+            outlets=outlets,
+            signals=signals,
+        ).run()
+        code = attempt.exit_code()
+        if code == 0 or not budget.allows(attempt):
+            break
+        _say(outlets[1], f"{describe_failure(attempt)}; starting all again ({budget})")
+    where = escape(str(logs), 400) if logs else None
+    for line in summarize(attempt, number, time.monotonic() - start, where):
+        _say(outlets[1], line)
+    return code
+
+
+def _address(options: argparse.Namespace, attempt: int, used: set[int]) -> str:
+    """Return where worker 0 listens in this attempt, which is never where it listened in the one before."""
+    if options.coordinator:
+        host, port = split_address(options.coordinator)
+        return join_address(host, port + attempt % NUM_PORTS)
+    while True:
+        with socket.socket() as sock:
+            sock.bind((LOOPBACK, 0))
+            port = sock.getsockname()[1]
+        if port not in used:
+            used.add(port)
+            return f"{LOOPBACK}:{port}"
+
+
+def _variables(options: argparse.Namespace, address: str, attempt: int, i: int) -> dict[str, str]:
+    """Return what a worker finds its cluster and its devices by."""
+    variables = {
+        _env.JAX_COORDINATOR_ADDRESS: address,
+        _env.JAX_NUM_PROCESSES: options.n * options.nnodes,
+        _env.JAX_PROCESS_ID: options.node_rank * options.n + i,
+        _env.MIRRORED_ATTEMPT: attempt,
+    }
+    if options.cpu_devices:
+        variables |= {_env.JAX_PLATFORMS: "cpu", _env.JAX_NUM_CPU_DEVICES: options.cpu_devices}
+    elif options.n > 1 or options.gpus_per_worker:
+        each = options.gpus_per_worker or 1
+        variables[_env.JAX_LOCAL_DEVICE_IDS] = ",".join(str(gpu) for gpu in range(i * each, (i + 1) * each))
+    return {variable.name: str(value) for variable, value in variables.items()}
+
+
+def _without_other_clusters(environment: Mapping[str, str]) -> dict[str, str]:
+    """Leave out the variables that a worker would look at before those that it gets from here."""
+    ours = {v.name: "0" for v in (_env.JAX_COORDINATOR_ADDRESS, _env.JAX_NUM_PROCESSES, _env.JAX_PROCESS_ID)}
+    kept = dict(environment) | ours
+    for name, is_there, _ in SOURCES:
+        if name == "JAX_*":
+            break
+        for variable in _env.TABLE:
+            if is_there(kept) and not is_there({key: value for key, value in kept.items() if key != variable.name}):
+                del kept[variable.name]
+    return {key: value for key, value in environment.items() if key in kept}
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Read the command line, or exit with 2 and one line."""
+    parser = _Parser(
+        "mirrored launch",
+        usage="mirrored launch -n N [options] script.py args...\n       mirrored launch -n N [options] -m module args...",
+        description="Start N workers on this host, pass on their output line by line, and start all of them again from their "
+        "last checkpoint when one fails.",
+        epilog="Exit codes, signals and several hosts: docs/launch.md.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    takes_value = [
+        add("-n", type=_count, default=1, metavar="N", help="workers on this host (1)"),
+        add("--cpu-devices", type=_count, metavar="K", help="run on the CPU, with K devices in each worker"),
+        add("--gpus-per-worker", type=_count, metavar="G", help="GPUs of each worker (1 when N > 1, else all)"),
+        add("--nnodes", type=_count, default=1, metavar="M", help="hosts, each of which runs this command (1)"),
+        add("--node-rank", type=_index, metavar="I", help="which of them this is, from 0"),
+        add("--coordinator", metavar="HOST:PORT", help="where worker 0 listens; needed for several hosts"),
+        add("--max-restarts", type=_index, default=0, metavar="R", help="restarts without a new checkpoint in between (0)"),
+        add("--grace", type=_seconds, default=30.0, metavar="S", help="seconds that workers have to save and leave (30)"),
+        add("--log-dir", type=Path, metavar="D", help="keep the output of each worker in D/attempt-0/worker-0.log"),
+    ]
+    names = {name for action in takes_value for name in action.option_strings}
+    position = 0
+    while position < len(argv) and argv[position].startswith("-") and argv[position] not in ("-m", "--"):
+        position += 2 if argv[position] in names else 1
+    options = parser.parse_args(argv[:position])
+    command = list(argv[position + (argv[position : position + 1] == ["--"]) :])
+    try:
+        _check(parser, options, command)
+    except ClusterConfigError as error:
+        parser.error(str(error))
+    return options
+
+
+def _check(parser: _Parser, options: argparse.Namespace, command: list[str]) -> None:
+    if not command or command == ["-m"]:
+        parser.error("no module was given after -m" if command else "no script was given")
+    if command[0] != "-m":
+        if not os.path.exists(command[0]):
+            parser.error(f"there is no file {describe(command[0])}")
+        if command[0].startswith("-"):  # Python would take it for an option
+            command[0] = os.path.join(".", command[0])
+    options.command = command
+    if options.cpu_devices and options.gpus_per_worker:
+        parser.error("--cpu-devices and --gpus-per-worker were both given; a worker runs on the CPU or on GPUs")
+    _check_nodes(parser, options)
+    if options.log_dir:
+        options.log_dir = options.log_dir.absolute()
+        try:
+            options.log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            parser.error(f"cannot make the folder {describe(str(options.log_dir))} of --log-dir: {error.strerror}")
+
+
+def _check_nodes(parser: _Parser, options: argparse.Namespace) -> None:
+    parser.right = "mirrored launch -n 4 --nnodes 2 --node-rank 0 --coordinator 10.0.0.1:9000 train.py"
+    if options.nnodes > 1 and options.coordinator is None:
+        parser.error("--nnodes needs --coordinator, where worker 0 listens: an address of the host with --node-rank 0")
+    if options.nnodes > 1 and options.node_rank is None:
+        parser.error(f"--nnodes needs --node-rank: 0 on the first host, {options.nnodes - 1} on the last")
+    options.node_rank = options.node_rank or 0
+    if options.node_rank >= options.nnodes:
+        right = "0" if options.nnodes == 1 else f"0 to {options.nnodes - 1}"
+        parser.error(f"--node-rank is {options.node_rank}; with --nnodes {options.nnodes} give {right}")
+    if options.n * options.nnodes > MAX_WORKERS:
+        parser.error(f"-n {options.n} on {options.nnodes} hosts are more than {MAX_WORKERS} workers")
+    if options.coordinator is not None:
+        _, port = split_address(check_address("--coordinator", options.coordinator))
+        if options.max_restarts and port + NUM_PORTS > 65536:
+            parser.error(f"--coordinator has port {port}; restarts use the {NUM_PORTS} ports from it on, so give at most "
+                         f"{65536 - NUM_PORTS}")  # fmt: skip
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text[:10]) <= MAX_WORKERS:
+        raise argparse.ArgumentTypeError(f"{describe(text)} is no whole number from 1 to {MAX_WORKERS}")
+    return int(text)
+
+
+def _index(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or len(text) > 9:
+        raise argparse.ArgumentTypeError(f"{describe(text)} is no whole number from 0 on")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if math.isfinite(seconds := float(text)) and 0 <= seconds <= 1e6:
+            return seconds
+    raise argparse.ArgumentTypeError(f"{describe(text)} is no number of seconds")
+
+
+def _open_standard_streams() -> None:
+    """Let no pipe of a worker take the number of a stream that was closed when the launcher started."""
+    fd = os.open(os.devnull, os.O_RDWR)
+    while fd <= 2:
+        fd = os.dup(fd)
+    os.close(fd)
+
+
+def _say(outlet: Outlet, text: str) -> None:
+    outlet.write(f"mirrored launch: {text}\n".encode(errors="backslashreplace"))
+
+
+def _flush(outlets: Sequence[Outlet], signals: Signals) -> None:
+    """Write what is left, unless nobody reads it and the user does not want to wait."""
+    known = len(signals.received)
+    while waiting := [outlet for outlet in set(outlets) if outlet.is_waiting]:
+        is_patient = known < 2 and len(signals.received) == known
+        poll = select.poll()
+        poll.register(signals.wakeup, select.POLLIN)
+        for outlet in waiting:
+            poll.register(outlet.fd, select.POLLOUT)
+        ready = {fd for fd, _ in poll.poll(None if is_patient else 0)}
+        signals.drain()
+        for outlet in waiting:
+            if outlet.fd in ready:
+                outlet.flush()
+        if not is_patient and not ready & {outlet.fd for outlet in waiting}:
+            break

@@ -1,0 +1,107 @@
+"""`mirrored check` says ok for a cluster that is in order, and what is wrong for one that is not."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from mirrored import _check_command, launch
+from mirrored._coordination import Coordination
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_check_command, "SIZES", ((4, 2), (8192, 2)))
+    monkeypatch.setattr(_check_command, "LENGTHS", (1, 1009))
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def test_one_worker_is_ok(capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch.main(["check"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^1 worker met in \d\.\d s, mr.MultiWorkerMirroredStrategy\(8 replicas", out)
+    assert re.search(rf"^worker 0: host .*, pid {os.getpid()}, 8 x cpu", out, re.M)
+    assert re.search(r"^all-reduce of 4 bytes: [\d.]+ ms$", out, re.M)
+    assert re.search(r"^all-reduce of 8192 bytes: [\d.]+ ms, [\d.]+ GB/s for each replica$", out, re.M)
+    assert re.search(r"^computing, ms: worker 0 [\d.]+$", out, re.M)
+    assert out.endswith("\nok\n")
+
+
+@pytest.mark.parametrize("kind", ["integers", "whole floats", "floats"])
+def test_a_wrong_sum_is_found(kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    make = _check_command._make_all_reduce
+    calls = iter(range(10**6))
+
+    def make_wrong(*args: Any) -> Callable[[], Any]:
+        work, number = make(*args), next(calls)
+        factor = 1.001 if number == ["integers", "whole floats", "floats"].index(kind) + 3 else 1
+        return lambda: jnp.asarray(work()) * factor
+
+    monkeypatch.setattr(_check_command, "_make_all_reduce", make_wrong)
+    assert launch.main(["check"]) == 1
+    out = capsys.readouterr().out
+    assert re.search(rf"^WRONG: worker 0: sum of 1009 {kind}: element \d+ is [\d.]+, expected [\d.]+$", out, re.M)
+    assert out.count("WRONG") == 1 and out.endswith("\nnot ok\n")
+
+
+class Canned(Coordination):
+    """A worker 0 whose two peers answer with what it says, multiplied."""
+
+    def exchange(self, channel: str, value: Any, timeout_seconds: float | None = None) -> Any:
+        if channel == "check/digests":
+            return [value, value + 1, value]
+        return [value, value * 30, value] if channel == "check/computing" else [value] * 3
+
+
+def test_a_slow_worker_is_marked() -> None:
+    computing, talking = _check_command._find_slow(Canned())
+    assert re.fullmatch(r"computing, ms: worker 0 [\d.]+, worker 1 [\d.]+ SLOW, worker 2 [\d.]+", computing)
+    assert "SLOW" not in talking
+
+
+def test_results_that_differ_by_worker_are_found(strategy2: Any) -> None:
+    problems = _check_command._compare(strategy2, Canned())
+    assert len(problems) == 2 * 3
+    assert problems[0] == "sum of 1 integers: the workers have different results"
+
+
+def test_a_wrong_cluster_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TF_CONFIG", "{")
+    assert launch.main(["check"]) == 1
+    out, err = capsys.readouterr()
+    assert err.startswith("mirrored check: TF_CONFIG: it is not JSON") and err.count("\n") == 1 and out == ""
+
+
+def test_a_missing_worker_is_named() -> None:
+    cluster = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}
+    command = [sys.executable, "-m", "mirrored", "check", "--timeout", "1"]
+    result = subprocess.run(command, env={**os.environ, **cluster}, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1
+    assert result.stderr.startswith("mirrored check: waiting for worker 1; 1 of 2 present after 1 s")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_workers", [2, 3])
+def test_a_cluster_under_the_launcher_is_ok(num_workers: int) -> None:
+    command = ["launch", "-n", str(num_workers), "--cpu-devices", "2", "-m", "mirrored", "check"]
+    start = time.monotonic()
+    result = subprocess.run([sys.executable, "-m", "mirrored", *command], capture_output=True, text=True, timeout=100)
+    assert result.returncode == 0, result.stderr
+    assert f"[0] {num_workers} workers met in " in result.stdout
+    assert all(f"[0] worker {i}: host " in result.stdout for i in range(num_workers))
+    assert re.search(r"all-reduce of 67108864 bytes: [\d.]+ ms, [\d.]+ GB/s", result.stdout)
+    assert result.stdout.splitlines()[-1] == "[0] ok"
+    assert "Warning" not in result.stderr
+    assert time.monotonic() - start < 90

@@ -1,0 +1,76 @@
+"""`mirrored env` reports what a bug report needs, whatever is broken, and no secrets."""
+
+import time
+
+import jax
+import pytest
+
+import mirrored as mr
+from mirrored import _env, _env_command, launch
+
+
+def report(capsys: pytest.CaptureFixture[str]) -> str:
+    assert launch.main(["env"]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.fixture(autouse=True)
+def _quick(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jax is started once; the other tests look at other lines."""
+    if "devices" not in request.node.name:
+        monkeypatch.setattr(_env_command, "_LIST_DEVICES", 'print("{\\"cpu\\": 1}")')
+
+
+def test_devices_versions_and_no_values_but_those_of_the_cluster(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("API_TOKEN", "hunter2")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=3")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    for name, value in (("JAX_COORDINATOR_ADDRESS", "10.0.0.1:9000"), ("JAX_NUM_PROCESSES", "2"), ("JAX_PROCESS_ID", "1")):
+        monkeypatch.setenv(name, value)
+    text = report(capsys)
+    assert f"mirrored {mr.__version__}, jax {jax.__version__}, jaxlib " in text
+    assert "devices:  3 x cpu (" in text
+    assert "cluster:  worker 1 of 2, coordinator 10.0.0.1:9000, from JAX_COORDINATOR_ADDRESS" in text
+    assert "JAX_PROCESS_ID = 1\n" in text and "XLA_FLAGS is set\n" in text
+    assert "device_count" not in text and "hunter2" not in text and "API_TOKEN" not in text
+
+
+def test_a_broken_cluster_is_reported_and_escaped(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TF_CONFIG", "{\x1b[2J" + "x" * 1000)
+    text = report(capsys)
+    assert "cluster:  wrong: TF_CONFIG: it is not JSON" in text
+    assert r"TF_CONFIG = {\x1b[2Jxxx" in text
+    assert "\x1b" not in text and "x" * 301 not in text
+
+
+def test_without_a_cluster(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in _env.TABLE:
+        monkeypatch.delenv(variable.name, raising=False)
+    text = report(capsys)
+    assert text.endswith("cluster:  one worker: no variable describes a cluster\n")
+    assert "CPU cores" in text and "MemAvailable" in text
+
+
+def test_a_driver_that_hangs_or_crashes_is_a_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_env_command, "_LIST_DEVICES", "import os; os.write(2, b'no \\x1b driver\\n'); os.abort()")
+    assert "devices:  JAX cannot list its devices (exit code -6): no \\x1b driver" in report(capsys)
+    monkeypatch.setattr(_env_command, "_LIST_DEVICES", "import time; time.sleep(600)")
+    monkeypatch.setattr(_env_command, "DEVICES_SECONDS", 0.1)
+    start = time.monotonic()
+    assert "JAX did not list its devices within 0 s: a driver hangs" in report(capsys)
+    assert time.monotonic() - start < 3
+
+
+def test_the_variables_of_the_cluster_are_those_of_launchers() -> None:
+    names = {variable.name for variable in _env.CLUSTER}
+    assert {"TF_CONFIG", "JAX_COORDINATOR_ADDRESS", "MASTER_ADDR", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "HOSTNAME"} <= names
+    assert not {"XLA_FLAGS", "NPROC", "PJRT_NPROC", "NO_COLOR", "JAX_PLATFORMS", "MIRRORED_PROGRESS_FILE"} & names
+
+
+def test_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as info:
+        launch.main(["env", "everything"])
+    assert info.value.code == 2
+    assert "unrecognized arguments: everything" in capsys.readouterr().err

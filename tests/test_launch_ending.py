@@ -1,0 +1,105 @@
+"""The exit code, the cause and the restart follow from how the workers ended."""
+
+import signal
+
+import pytest
+
+from mirrored._launch_ending import Attempt, Budget, Ending, describe_code, summarize
+
+TERM, INT, KILL, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGKILL, signal.SIGHUP
+
+
+def attempt(*codes: int, signals: tuple[int, ...] = (), step: int | None = None, asked: tuple[int, ...] = ()) -> Attempt:
+    """An attempt whose workers ended in the order of their indices; those in `asked` because the launcher asked them to."""
+    endings = [
+        Ending(i, 100 + i, code, 1.0 + i, 0.0, i in asked, i in asked and code == -KILL, []) for i, code in enumerate(codes)
+    ]
+    return Attempt(endings, signals, step)
+
+
+@pytest.mark.parametrize(
+    ("it", "code"),
+    [
+        (attempt(0, 0), 0),
+        (attempt(0, 0, signals=(TERM,)), 0),
+        (attempt(0, 0, signals=(INT, INT)), 0),
+        (attempt(75, 3), 3),
+        (attempt(75, 3, 4), 3),
+        (attempt(75, 75), 75),
+        (attempt(75, 76), 76),
+        (attempt(0, -11), 139),
+        (attempt(75, -KILL, asked=(1,)), 75),
+        (attempt(75, -KILL), 137),
+        (attempt(75, 143, asked=(1,)), 75),
+        (attempt(-KILL, asked=(0,)), 137),
+        (attempt(143, 143), 143),
+        (attempt(143, 143, signals=(TERM,)), 143),
+        (attempt(143, 75, 0, -TERM, signals=(TERM,)), 143),
+        (attempt(143, 1, signals=(TERM,)), 1),
+        (attempt(143, -KILL, signals=(TERM,), asked=(0, 1)), 137),
+        (attempt(143, -KILL, signals=(TERM, TERM), asked=(0, 1)), 143),
+        (attempt(143, -KILL, signals=(TERM, INT), asked=(0, 1)), 130),
+        (attempt(1, -INT, signals=(INT,)), 130),
+        (attempt(143, signals=(HUP,)), 129),
+        (attempt(5, signals=(HUP,)), 5),
+    ],
+)
+def test_exit_codes(it: Attempt, code: int) -> None:
+    assert it.exit_code() == code
+
+
+@pytest.mark.parametrize(
+    ("it", "index"),
+    [
+        (attempt(0, 75, 3, 4), 2),
+        (attempt(75, 75), 0),
+        (attempt(0, 75, 75), 1),
+        (attempt(75, -KILL, asked=(1,)), 0),
+        (attempt(0, -KILL, asked=(1,)), 1),
+    ],
+)
+def test_the_culprit(it: Attempt, index: int) -> None:
+    assert it.culprit().index == index
+
+
+def test_the_budget_counts_restarts_without_a_new_checkpoint() -> None:
+    budget = Budget(2)
+    steps = [None, None, 10, 10, 5, None]
+    assert [budget.allows(attempt(1, step=step)) for step in steps] == [True, True, True, True, False, False]
+    assert "since the checkpoint of step 10" in str(budget)
+    assert str(Budget(2, used=1)) == "restart 1 of 2 without a checkpoint"
+
+
+def test_preemption_with_a_new_checkpoint_is_free() -> None:
+    budget = Budget(1)
+    assert all(budget.allows(attempt(143, 143, step=step)) for step in range(5))
+    assert budget.used == 0 and str(budget) == "all is saved in step 4"
+    assert budget.allows(attempt(143, step=4))
+    assert not budget.allows(attempt(143, step=4))
+    assert not Budget(0).allows(attempt(143, step=1))
+
+
+@pytest.mark.parametrize("it", [attempt(76, step=1), attempt(3, 76), attempt(1, signals=(TERM,), step=1)])
+def test_what_is_never_restarted(it: Attempt) -> None:
+    assert not Budget(9).allows(it)
+
+
+def test_codes_in_words() -> None:
+    assert describe_code(0) == "exit code 0"
+    assert describe_code(75) == "exit code 75, lost a peer"
+    assert describe_code(-11) == "SIGSEGV"
+    assert describe_code(-40) == "signal 40"
+
+
+def test_summaries() -> None:
+    assert summarize(attempt(0, 0), 0, 9.0, None) == []
+    assert summarize(attempt(0), 2, 9.04, "/logs") == ["done: 2 restarts, 9.0 s in all, logs in /logs"]
+    stopped = summarize(attempt(143, 143, 143, -KILL, 143, signals=(TERM, INT, INT), asked=(0, 1, 2, 3, 4)), 0, 9.0, None)
+    assert stopped == [
+        "ended by SIGTERM and SIGINT: workers 0-2, 4: exit code 143, preempted; "
+        "worker 3: SIGKILL, did not leave and was killed by the launcher",
+        "0 restarts, 9.0 s in all",
+    ]
+    first, total = summarize(attempt(-6), 1, 3.0, None)
+    assert first.startswith("worker 0 (pid 100) failed first: SIGABRT, 1.0 s after the start, at 19")
+    assert total == "1 restart, 3.0 s in all"

@@ -1,0 +1,123 @@
+"""Output is cut into lines without loss, and what a summary shows is escaped and short."""
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mirrored import _launch_output
+from mirrored._launch_output import LineCutter, LogFile, Outlet, Tail, make_log_folder, prefix
+
+
+def cut(*pieces: bytes) -> list[bytes]:
+    cutter = LineCutter()
+    return [line for piece in pieces for line in cutter.feed(piece)] + cutter.finish()
+
+
+@pytest.mark.parametrize(
+    ("pieces", "lines"),
+    [
+        ([b"a\nb\n"], [b"a", b"b"]),
+        ([b"a\r\nb"], [b"a", b"b"]),
+        ([b"a\r", b"\nb\r"], [b"a", b"b"]),
+        ([b"\n\n"], [b"", b""]),
+        ([b"\r 10%", b"\r 20%\r", b" 30%\n"], [b" 10%", b" 20%", b" 30%"]),
+        ([b"\x00\xff\x1b[0m\n"], [b"\x00\xff\x1b[0m"]),
+        ([b""], []),
+    ],
+)
+def test_lines(pieces: list[bytes], lines: list[bytes]) -> None:
+    assert cut(*pieces) == lines
+
+
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(st.lists(st.text("ab\r\n", max_size=40), max_size=8), st.integers(1, 5))
+def test_nothing_is_lost_however_the_output_is_cut(texts: list[str], limit: int) -> None:
+    pieces = [text.encode() for text in texts]
+    whole = b"".join(pieces)
+    assert cut(*pieces) == cut(whole)
+    assert b"".join(cut(whole)) == whole.replace(b"\r", b"").replace(b"\n", b"")
+    before = _launch_output.LINE_BYTES
+    _launch_output.LINE_BYTES = limit
+    try:
+        cutter = LineCutter()
+        got = [line for piece in pieces for line in cutter.feed(piece)]
+        assert len(cutter._rest) <= limit
+        assert b"".join(got + cutter.finish()).replace(b"\r", b"") == whole.replace(b"\r", b"").replace(b"\n", b"")
+    finally:
+        _launch_output.LINE_BYTES = before
+
+
+def test_prefixes_are_equally_wide() -> None:
+    assert [prefix(i, 11, False) for i in (0, 10)] == [b"[0]  ", b"[10] "]
+    assert prefix(0, 1, False) == b"[0] "
+    assert prefix(3, 11, True) == b"\x1b[35m[3]\x1b[0m  "
+
+
+def test_the_tail_is_the_end_escaped_and_short() -> None:
+    tail = Tail()
+    for i in range(30):
+        tail.add(b"line %d" % i)
+    tail.add(b"")
+    tail.add("\x1b[2J\té\xff".encode("latin-1"))
+    assert tail.lines() == [*(f"line {i}" for i in range(11, 30)), "\\x1b[2J\\t\\xe9\\xff"]
+    for _ in range(30):
+        tail.add(b"\x00" * 100_000)
+    assert 0 < sum(map(len, tail.lines())) <= _launch_output.TAIL_CHARACTERS
+
+
+def test_an_outlet_takes_what_fits_and_forgets_what_nobody_reads() -> None:
+    read, write = os.pipe()
+    outlet = Outlet(write)
+    outlet.write(b"x" * 10_000)
+    outlet.flush()
+    assert os.read(read, 100_000) == b"x" * 4096
+    assert outlet.is_waiting and not outlet.is_full
+    outlet.write(b"x" * _launch_output.PENDING_BYTES)
+    assert outlet.is_full
+    os.close(read)
+    outlet.flush()
+    outlet.write(b"more")
+    assert not outlet.is_waiting and not outlet.is_full
+    os.close(write)
+
+
+def test_an_outlet_that_cannot_take_anything_now_keeps_it() -> None:
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    outlet = Outlet(write)
+    outlet.write(b"x" * 1_000_000)
+    for _ in range(1000):
+        outlet.flush()
+    got = b""
+    while outlet.is_waiting:
+        got += os.read(read, 1_000_000)
+        outlet.flush()
+    assert got + os.read(read, 1_000_000) == b"x" * 1_000_000
+    os.close(read)
+    os.close(write)
+
+
+def test_a_log_file_is_new_and_private(tmp_path: Path) -> None:
+    log = LogFile(tmp_path / "log")
+    assert log.write(b"\x1b\xff\r\n") is None
+    log.close()
+    log.close()
+    assert log.write(b"late") is None
+    assert (tmp_path / "log").read_bytes() == b"\x1b\xff\r\n"
+    assert (tmp_path / "log").stat().st_mode & 0o777 == 0o600
+    with pytest.raises(FileExistsError):
+        LogFile(tmp_path / "log")
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(FileExistsError):
+        LogFile(tmp_path / "link")
+
+
+def test_log_folders_count_on_and_follow_no_links(tmp_path: Path) -> None:
+    (tmp_path / "attempt-1").symlink_to(tmp_path)
+    assert [make_log_folder(tmp_path, number, "").name for number in (0, 1, 2, 0)] == [
+        "attempt-0", "attempt-2", "attempt-3", "attempt-4",
+    ]  # fmt: skip
+    assert make_log_folder(tmp_path, 0, "-node-1").name == "attempt-0-node-1"
