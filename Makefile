@@ -2,11 +2,16 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 
-.PHONY: demo test test-all check bench setup lock clean
+.PHONY: demo demo-cluster test test-all check bench setup lock clean
 
 ## demo: train on real digits with 4 replicas; picture in out/
 demo: setup
 	$(BIN)/python examples/digits.py
+
+## demo-cluster: the same on 2 workers with 2 replicas each; ARGS=--kill-one kills one on the way
+demo-cluster: setup
+	rm -rf out/checkpoints
+	$(BIN)/mirrored launch -n 2 --cpu-devices 2 --max-restarts 2 examples/digits.py --checkpoints out/checkpoints $(ARGS)
 
 ## test: the default test suite
 test: setup

@@ -1,15 +1,19 @@
 """Train a small convolutional network on real handwritten digits, on all GPUs or on four virtual CPU devices.
 
     make demo                                  # sets everything up, then runs this file
+    make demo-cluster                          # the same on 2 workers with 2 replicas each, by `mirrored launch`
+    make demo-cluster ARGS=--kill-one          # one of which is killed on the way
     python examples/digits.py --epochs 10      # in an environment that has the `data` and `examples` extras
     JAX_NUM_CPU_DEVICES=8 python examples/digits.py   # another number of virtual devices
 
 The images are written once as TFRecord shards and read from there. 4 replicas divide neither the last batch of an epoch
 nor that of the held-out images; every image counts exactly once all the same. Writes out/digits.png.
+With --checkpoints every epoch is saved, and the program goes on after the last one that was.
 """
 
 import argparse
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -33,6 +37,7 @@ import matplotlib.pyplot as plt
 NUM_SHARDS = 4
 NUM_HELD_OUT = 359
 GLOBAL_BATCH_SIZE = 120
+STEPS_PER_EPOCH = 12
 FEATURES = {"image": mr.data.FixedLenFeature((8, 8, 1), np.uint8), "label": mr.data.FixedLenFeature((), np.int32)}
 
 
@@ -98,15 +103,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--out", type=Path, default=Path("out"))
+    parser.add_argument("--checkpoints", type=Path, help="a folder that all workers share")
+    parser.add_argument("--kill-one", action="store_true", help="kill the last worker in the middle of its first attempt")
     arguments = parser.parse_args()
     started = time.perf_counter()
-    shards = write_shards(arguments.out / "digits")
 
-    strategy = mr.MirroredStrategy()
-    print(f"{strategy.num_replicas_in_sync} replicas: {', '.join(map(str, strategy.devices))}")
+    strategy = mr.MultiWorkerMirroredStrategy()  # one worker, unless something such as `mirrored launch` says otherwise
+    if strategy.is_chief:
+        write_shards(arguments.out / "digits")
+        print(f"{strategy.num_replicas_in_sync} replicas: {', '.join(map(str, strategy.devices))}")
+    strategy.barrier("the shards are written")
+    shards = write_shards(arguments.out / "digits")
     with strategy.scope():
         weights = {name: mr.Variable(value, name=name) for name, value in initial_weights(jax.random.key(0)).items()}
-        optimizer = mr.Optimizer(optax.adam(2e-3), weights)
+        optimizer = mr.Optimizer(optax.adam(optax.cosine_decay_schedule(4e-3, arguments.epochs * STEPS_PER_EPOCH)), weights)
         num_right, num_seen = (mr.Variable(0, synchronization="on_read", aggregation="sum") for _ in range(2))
 
     def train_step(images: jax.Array, labels: jax.Array) -> jax.Array:
@@ -124,38 +134,60 @@ def main() -> None:
         num_right.assign_add(jnp.sum(predictions == labels))
         num_seen.assign_add(len(labels))
 
-    held_out = strategy.distribute_dataset(batches_of(mr.data.tfrecord_dataset(shards["test"])))
+    options = mr.InputOptions(auto_shard_policy="data")  # the same batches on any number of workers; "file" would read less
+    held_out = strategy.distribute_dataset(batches_of(mr.data.tfrecord_dataset(shards["test"])), options)
 
-    losses, accuracies = [], []
-    progress = tqdm(unit="step")
-    for epoch in range(arguments.epochs):
-        for images, labels in strategy.distribute_dataset(batches_of(shuffled(shards["train"], epoch))):
-            losses.append(strategy.reduce("sum", strategy.run(train_step, args=(images, labels))))
+    losses = np.full((arguments.epochs, STEPS_PER_EPOCH), np.nan, np.float32)
+    accuracies = np.full(arguments.epochs, np.nan)
+    with strategy.scope():
+        named = {"weights": weights, "optimizer": optimizer, "losses": losses, "accuracies": accuracies}
+        checkpoint = mr.Checkpoint(arguments.checkpoints, **named) if arguments.checkpoints else None
+    done = (checkpoint.restore_latest() or 0) if checkpoint else 0
+    progress = tqdm(total=losses.size, unit="step", initial=done * STEPS_PER_EPOCH, disable=not strategy.is_chief)
+    for epoch in range(done, arguments.epochs):
+        steps = []
+        for images, labels in strategy.distribute_dataset(batches_of(shuffled(shards["train"], epoch)), options):
+            steps.append(strategy.reduce("sum", strategy.run(train_step, args=(images, labels))))
             progress.update()
+            if arguments.kill_one and epoch == arguments.epochs // 2 and len(steps) == 4:
+                kill_the_last_worker(strategy)
+        losses[epoch] = np.stack(steps)
         num_right.assign(0)
         num_seen.assign(0)
         for images, labels in held_out:
             strategy.run(test_step, args=(images, labels))
-        accuracies.append(int(num_right) / int(num_seen))
-        progress.total = len(losses) * arguments.epochs // (epoch + 1)
-        progress.set_postfix(loss=f"{float(losses[-1]):.3f}", accuracy=f"{accuracies[-1]:.1%}")
+        accuracies[epoch] = int(num_right) / int(num_seen)
+        progress.set_postfix(loss=f"{losses[epoch, -1]:.3f}", accuracy=f"{accuracies[epoch]:.1%}")
+        if checkpoint:
+            checkpoint.save(epoch + 1)
     progress.close()
+    if checkpoint:
+        checkpoint.close()
     strategy.assert_mirrored()
+    if not strategy.is_chief:
+        return
 
-    picture = draw(np.array(losses), accuracies, len(losses) // arguments.epochs, arguments.out)
+    picture = draw(losses, accuracies, arguments.out)
     print(
-        f"trained {len(losses)} steps on {strategy.num_replicas_in_sync} replicas in {time.perf_counter() - started:.0f} s: "
-        f"{int(num_right)} of {int(num_seen)} held-out images right ({accuracies[-1]:.1%}), all copies bit-equal, "
-        f"curves in {picture}"
+        f"trained {losses.size} steps on {strategy.num_replicas_in_sync} replicas in {time.perf_counter() - started:.0f} s: "
+        f"{round(accuracies[-1] * NUM_HELD_OUT)} of {NUM_HELD_OUT} held-out images right ({accuracies[-1]:.1%}), "
+        f"all copies bit-equal, curves in {picture}"
     )
 
 
-def draw(losses: np.ndarray, accuracies: list[float], steps_per_epoch: int, folder: Path) -> Path:
+def kill_the_last_worker(strategy: mr.Strategy) -> None:
+    """End the last worker without a word, in the first attempt."""
+    is_last = strategy.cluster is not None and strategy.cluster.worker_index == strategy.num_workers - 1
+    if is_last and os.environ.get("MIRRORED_ATTEMPT") == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def draw(losses: np.ndarray, accuracies: np.ndarray, folder: Path) -> Path:
     """Draw the loss of each step and the held-out accuracy of each epoch."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
-    left.semilogy(np.arange(1, len(losses) + 1) / steps_per_epoch, losses, linewidth=0.8)
+    left.semilogy(np.arange(1, losses.size + 1) / STEPS_PER_EPOCH, losses.ravel(), linewidth=0.8)
     left.set(xlabel="epoch", ylabel="loss of the global batch", title="Training")
-    right.plot(np.arange(1, len(accuracies) + 1), 100 * np.array(accuracies), marker="o", markersize=3)
+    right.plot(np.arange(1, len(accuracies) + 1), 100 * accuracies, marker="o", markersize=3)
     right.set(xlabel="epoch", ylabel="held-out images right (%)", title=f"Accuracy: {accuracies[-1]:.1%} at the end")
     for axes in (left, right):
         axes.grid(alpha=0.3)

@@ -71,15 +71,16 @@ LONGER = {
 MAX_BODY = 60
 
 PUBLIC = {
-    "AutoShardPolicy", "ClusterConfigError", "ClusterResolver", "ClusterSpec", "ClusterStartError", "CollectiveCommunication",
-    "CollectiveHangError", "CommunicationImplementation", "CommunicationOptions", "ContextError", "DeviceError",
-    "FactorOfReplicasError", "FactorOfReplicasWarning", "InputContext", "InputOptions", "KubernetesClusterResolver",
-    "MirroredStrategy", "MultiWorkerMirroredStrategy", "OneDeviceStrategy", "SimpleClusterResolver", "SlurmClusterResolver",
-    "TFConfigClusterResolver", "WorkerLostError", "ProgramMismatchError", "OneProgramError", "Optimizer", "PerReplica",
-    "PerReplicaError", "RecompilationWarning", "ReduceOp", "ReplicaContext", "ReplicasDivergeError", "Strategy",
-    "StrategyMismatchError", "UnevenReplicasError", "ValueContext", "Variable", "VariableAggregation", "VariableSynchronization",
-    "cond", "data", "eager", "fori_loop", "function", "get_replica_context", "get_strategy", "grad", "has_strategy",
-    "in_cross_replica_context", "losses", "scan", "value_and_grad",
+    "AutoShardPolicy", "Checkpoint", "CheckpointError", "ClusterConfigError", "ClusterResolver", "ClusterSpec",
+    "ClusterStartError", "CollectiveCommunication", "CollectiveHangError", "CommunicationImplementation",
+    "CommunicationOptions", "ContextError", "DeviceError", "FactorOfReplicasError", "FactorOfReplicasWarning", "InputContext",
+    "InputOptions", "KubernetesClusterResolver", "MirroredStrategy", "MultiWorkerMirroredStrategy", "OneDeviceStrategy",
+    "OneProgramError", "Optimizer", "PerReplica", "PerReplicaError", "PreemptionHandler", "ProgramMismatchError",
+    "RecompilationWarning", "ReduceOp", "ReplicaContext", "ReplicasDivergeError", "SimpleClusterResolver",
+    "SlurmClusterResolver", "Strategy", "StrategyMismatchError", "TFConfigClusterResolver", "UnevenReplicasError",
+    "ValueContext", "Variable", "VariableAggregation", "VariableSynchronization", "WorkerLostError", "cond", "data", "eager",
+    "fori_loop", "function", "get_replica_context", "get_strategy", "grad", "has_strategy", "in_cross_replica_context",
+    "losses", "scan", "value_and_grad",
 }  # fmt: skip
 
 
@@ -183,14 +184,15 @@ _TENSORFLOW_NAMES = {
     "VariableSynchronization", "get_replica_context", "get_strategy", "has_strategy", "in_cross_replica_context", "function",
     "AutoShardPolicy", "InputContext", "InputOptions", "PerReplica", "Optimizer", "MultiWorkerMirroredStrategy",
     "CommunicationOptions", "CommunicationImplementation", "ClusterResolver", "ClusterSpec", "TFConfigClusterResolver",
-    "SimpleClusterResolver", "SlurmClusterResolver", "KubernetesClusterResolver",
+    "SimpleClusterResolver", "SlurmClusterResolver", "KubernetesClusterResolver", "Checkpoint", "PreemptionHandler",
 }  # fmt: skip
 
 
 def test_public_methods_are_documented() -> None:
     api = (DOCS / "api.md").read_text()
+    state = (mr.Checkpoint, mr.PreemptionHandler)
     inputs = (mr.data.NumpyDataset, mr.data.DistributedIterator, mr.InputContext)
-    for owner in (mr.Strategy, mr.ReplicaContext, mr.Variable, mr.Optimizer, mr.PerReplica, *inputs):
+    for owner in (mr.Strategy, mr.ReplicaContext, mr.Variable, mr.Optimizer, mr.PerReplica, *inputs, *state):
         for name, member in vars(owner).items():
             if name.startswith(("_", "experimental_")) or not (callable(member) or isinstance(member, property)):
                 continue
@@ -209,8 +211,8 @@ def test_docstrings_begin_with_one_sentence() -> None:
 def test_importing_wakes_no_backend_and_loads_no_optional_package() -> None:
     code = (
         "import sys, jax, mirrored; jax.config.update('jax_num_cpu_devices', 3); "
-        "print([n for n in ('grain', 'tensorflow', 'torch', 'flax', 'keras', 'matplotlib', 'sklearn') if n in sys.modules], "
-        "jax.device_count())"
+        "optional = ('grain', 'orbax', 'tensorflow', 'torch', 'flax', 'keras', 'matplotlib', 'sklearn'); "
+        "print([name for name in optional if name in sys.modules], jax.device_count())"
     )
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
     assert output.split() == ["[]", "3"]

@@ -10,6 +10,7 @@ from ._cluster import SlurmClusterResolver as SlurmClusterResolver
 from ._cluster import TFConfigClusterResolver as TFConfigClusterResolver
 from ._context import ReplicaContext as ReplicaContext
 from ._context import in_cross_replica_context as in_cross_replica_context
+from ._errors import CheckpointError as CheckpointError
 from ._errors import ClusterConfigError as ClusterConfigError
 from ._errors import ClusterStartError as ClusterStartError
 from ._errors import CollectiveHangError as CollectiveHangError
@@ -50,7 +51,9 @@ from ._strategy import Strategy as Strategy
 from ._strategy import ValueContext as ValueContext
 from ._values import PerReplica as PerReplica
 from ._variables import Variable as Variable
+from .checkpoint import Checkpoint as Checkpoint
 from .data._input_context import InputContext as InputContext
 from .optimizer import Optimizer as Optimizer
+from .preemption import PreemptionHandler as PreemptionHandler
 
 __version__ = "0.1.0"

@@ -28,8 +28,8 @@ from ._verdict import MAX_TEXT, Verdict
 
 _logger = logging.getLogger("mirrored")
 
-#: Exit codes: an error of the user's program; another worker was lost or all are stuck; interrupted; preempted after saving.
-FAILED, RESTART, INTERRUPTED, PREEMPTED = 1, 75, 130, 143
+#: Exit codes: an error of the user's program; another worker was lost or all are stuck; interrupted.
+FAILED, RESTART, INTERRUPTED = 1, 75, 130
 #: How often a worker says where it is, and how long one call into the service blocks.
 ROUND_SECONDS = 0.5
 #: How long the others have to answer, to show their own error of the same moment, and to leave: before the first to know, and
@@ -152,9 +152,7 @@ class Guard:
     def _end(self) -> None:
         """Wait for all workers to come to their end."""
         code = self._sys_exit_code
-        if code not in (0, PREEMPTED):
-            title = f"worker {self._worker} ended its program at step {self._progress.started} with sys.exit({code})"
-            return self._fail(Verdict(title), code)
+        self._progress.phases = (self._progress.phase(f"sys.exit({code})"),) if code else ()
         self._has_ended = True
         self._coordination.put(f"{_ENDED}/{self._worker}", "1")
         waited, warn_at = 0.0, _END_WARNING_SECONDS
@@ -262,7 +260,7 @@ class Guard:
         if self._failing.wait(_GRACE_SECONDS):
             self._arm_last_resort(RESTART)
         else:
-            self._leave(verdict, self._sys_exit_code or RESTART, is_first=False)
+            self._leave(verdict, (self._has_ended and self._sys_exit_code) or RESTART, is_first=False)
 
     def _on_service_error(self, error: Exception) -> None:
         if self._stopped.is_set() or self._has_ended or self._failing.is_set():

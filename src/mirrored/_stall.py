@@ -33,7 +33,7 @@ class Position:
         beat: counts up while its guard lives.
         started: how many programs of several workers it has started; "step" in messages.
         program: the name of the one started last.
-        phase: what it does between programs, empty when nothing special.
+        phase: what it does between programs, or how it has ended; empty when nothing special.
         detail: more about that.
         waits: whether it can go on only with other workers.
         is_patient: whether what it does may take as long as it likes.
@@ -64,17 +64,20 @@ class Position:
         return json.dumps(dataclasses.asdict(self))
 
     def __str__(self) -> str:
-        step = f"step {self.started} (program {escape(self.program, _MAX_WORD)!r})" if self.started else "its first step"
+        step = (
+            f"after step {self.started} (program {escape(self.program, _MAX_WORD)!r})"
+            if self.started
+            else "before its first step"
+        )
+        phase = escape(self.phase, _MAX_WORD) + (f" ({escape(self.detail, _MAX_WORD)})" if self.detail else "")
         if self.has_ended:
-            return f"has ended its program after {step}"
+            return f"has ended its program {step}" + (f", by {phase}" if phase else "")
         if self.waits_in_program:
-            where = f"waits in {step}"
-        elif self.phase:
-            detail = f" ({escape(self.detail, _MAX_WORD)})" if self.detail else ""
-            after = "after" if self.started else "before"
-            where = f"{'waits at ' if self.waits else ''}{escape(self.phase, _MAX_WORD)}{detail}, {after} {step}"
+            where = f"waits in {step.removeprefix('after ')}"
+        elif self.waits:
+            where = f"waits at {phase}, {step}"
         else:
-            where = f"in its own code {'after' if self.started else 'before'} {step}"
+            where = f"{phase or 'in its own code'}{',' if phase else ''} {step}"
         return f"{where}, for {self.still:.0f} s"
 
 

@@ -1,0 +1,257 @@
+"""What a checkpoint is on disk: orbax's files, a record of them, and one rename that makes a step count.
+
+The only module that imports orbax, and only when it is used. Why there is no orbax manager here:
+docs/checkpoints.md, "On disk".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import re
+import shutil
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from . import _integrity
+from ._errors import CheckpointError
+
+_logger = logging.getLogger("mirrored")
+
+#: Of what is written here. A library reads its own format and older ones.
+FORMAT = 1
+RECORD = "record.json"
+_ARRAYS = "arrays"
+_STEP = re.compile(r"0|[1-9][0-9]{0,17}", re.ASCII)
+_SAVING, _REMOVED = ".saving-", ".removed-"
+#: What orbax's files hold as such; arrays of other dtypes, such as float8, are written as their bytes.
+_STORABLE = {
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bfloat16", "float16", "float32", "float64",
+    "complex64", "complex128",
+}  # fmt: skip
+
+
+class DamagedStep(Exception):
+    """Say all that is wrong with a step on disk; users see it in the log, and in a CheckpointError."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("; ".join(problems))
+        self.problems = problems
+
+
+def orbax() -> Any:
+    """Import orbax, or say how to install it."""
+    try:
+        return importlib.import_module("orbax.checkpoint")
+    except ImportError as error:
+        raise ImportError(
+            "mr.Checkpoint needs orbax-checkpoint, which is not installed: pip install 'mirrored[checkpoint]'."
+        ) from error
+
+
+class StepFiles:
+    """Hold the steps in one directory, each a directory of its own that is named after its number.
+
+    Nothing is written outside it: arrays are numbered, and what users call them is in the record only.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def look(self) -> tuple[list[int], list[str]]:
+        """Return the steps that are there, in order, and what else looks like one but is not, with the reason."""
+        steps, strays = [], []
+        try:
+            entries = sorted(os.scandir(self.root), key=lambda entry: entry.name)
+        except FileNotFoundError:
+            return [], []
+        for entry in entries:
+            if _STEP.fullmatch(entry.name):
+                reason = _why_no_step(entry)
+                if reason is None:
+                    steps.append(int(entry.name))
+                else:
+                    strays.append(f"{entry.name} {reason}")
+            elif not entry.name.startswith(_REMOVED):
+                strays.append(f"{entry.name} {'is a save that was cut short' if _is_leftover(entry) else 'is not a step'}")
+        return sorted(steps), strays
+
+    def _sweep(self) -> None:
+        """Remove what saves and removals that were cut short have left behind."""
+        for entry in os.scandir(self.root):
+            if _is_leftover(entry):
+                shutil.rmtree(entry.path, ignore_errors=True)
+
+    def write(self, step: int, arrays: Mapping[str, np.ndarray], record: Mapping[str, Any]) -> int:
+        """Write a step, and then let it take its place at once, so that it is there whole or not at all.
+
+        Args:
+            step: its number. A damaged step of that number is replaced.
+            arrays: by their key in the record; keys are letters and digits.
+            record: JSON; checksums are added.
+
+        Returns:
+            The number of bytes on disk.
+        """
+        self.root.mkdir(parents=True, exist_ok=True)
+        self._sweep()
+        new = self.root / f"{_SAVING}{step}-{os.getpid()}"
+        try:
+            new.mkdir()
+            stored = {key: _storable(array) for key, array in arrays.items() if array.size}
+            if stored:
+                with _checkpointer() as checkpointer:
+                    checkpointer.save(new / _ARRAYS, args=orbax().args.PyTreeSave(stored))
+            files = _integrity.file_checksums(new)
+            checked = {**record, "format": FORMAT, "step": step, "arrays": _describe(arrays), "files": files}
+            _write_synced(new / RECORD, _integrity.encode_record(checked))
+            for folder, _, _ in os.walk(new):
+                _sync(Path(folder))
+            self._replace(step, new)
+        except BaseException:
+            shutil.rmtree(new, ignore_errors=True)
+            raise
+        return sum(size for size, _ in files.values())
+
+    def _replace(self, step: int, new: Path) -> None:
+        target = self.root / str(step)
+        if target.is_dir() and not target.is_symlink():
+            self.remove(step)
+        os.rename(new, target)
+        _sync(self.root)
+
+    def remove(self, step: int) -> None:
+        """Remove a step; it is gone at once, whatever happens while its files are deleted."""
+        removed = self.root / f"{_REMOVED}{step}-{os.getpid()}"
+        shutil.rmtree(removed, ignore_errors=True)
+        os.rename(self.root / str(step), removed)
+        shutil.rmtree(removed, ignore_errors=True)
+
+    def read(self, step: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """Return a step's record and its arrays, all verified.
+
+        Raises:
+            DamagedStep: when anything differs from what was written.
+            CheckpointError: when a newer version of the library wrote it.
+        """
+        directory = self.root / str(step)
+        record = _read_record(directory, step)
+        found = _integrity.file_checksums(directory)
+        found.pop(RECORD, None)
+        problems = _integrity.file_problems(record["files"], found)
+        arrays: dict[str, np.ndarray] = {}
+        try:
+            # One by one from damaged files, to name the arrays: orbax does not end well with several reads of which some fail.
+            for keys in [[key] for key in record["arrays"]] if problems else [list(record["arrays"])]:
+                arrays |= _read_arrays(directory / _ARRAYS, {key: record["arrays"][key] for key in keys})
+        except Exception as error:  # whatever orbax and tensorstore think of damaged files
+            problems.append(f"orbax cannot read the arrays: {type(error).__name__}: {_one_line(error)}")
+        problems += _array_problems(record, arrays)
+        if problems:
+            raise DamagedStep(problems)
+        return record, arrays
+
+
+def _why_no_step(entry: os.DirEntry[str]) -> str | None:
+    if entry.is_symlink():
+        return "is a symbolic link"
+    if not entry.is_dir(follow_symlinks=False):
+        return "is not a directory"
+    return None if os.listdir(entry.path) else "is an empty directory"
+
+
+def _is_leftover(entry: os.DirEntry[str]) -> bool:
+    return entry.name.startswith((_SAVING, _REMOVED)) and entry.is_dir(follow_symlinks=False)
+
+
+def _checkpointer() -> Any:
+    """Make a checkpointer that waits for no other process, as one that all processes share would."""
+    ocp, me = orbax(), jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"mirrored-worker-{me}"
+    )
+    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(multiprocessing_options=alone), multiprocessing_options=alone)
+
+
+def _storable(array: np.ndarray) -> np.ndarray:
+    return array if array.dtype.name in _STORABLE else _integrity.as_bytes(array)
+
+
+def _describe(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    return {
+        key: {"dtype": array.dtype.name, "shape": list(array.shape), "crc32": _integrity.array_checksum(key, array)}
+        for key, array in arrays.items()
+    }
+
+
+def _read_record(directory: Path, step: int) -> dict[str, Any]:
+    try:
+        descriptor = os.open(directory / RECORD, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(descriptor, "rb") as file:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode) or status.st_size > _integrity.MAX_RECORD_BYTES:
+                raise ValueError(f"it is not a file of at most {_integrity.MAX_RECORD_BYTES} bytes")
+            record = _integrity.decode_record(file.read())
+    except (OSError, ValueError) as error:
+        raise DamagedStep([f"file {RECORD} cannot be used: {_one_line(error)}"]) from error
+    if record.get("step") != step:
+        raise DamagedStep([f"file {RECORD} is that of step {record.get('step')!r}"])
+    if not isinstance(record.get("format"), int) or record["format"] > FORMAT:
+        raise CheckpointError(
+            f"{directory} has format {record.get('format')!r}, and this version of mirrored reads formats up to {FORMAT}. It was "
+            f"written by {record.get('versions')}: install that version."
+        )
+    return record
+
+
+def _read_arrays(directory: Path, described: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    with_data = [key for key, about in described.items() if 0 not in about["shape"]]
+    stored: dict[str, np.ndarray] = {}
+    if with_data:
+        ocp = orbax()
+        as_numpy = {key: ocp.RestoreArgs(restore_type=np.ndarray) for key in with_data}
+        with _checkpointer() as checkpointer:
+            wanted = ocp.args.PyTreeRestore(item=dict.fromkeys(with_data, 0), restore_args=as_numpy, partial_restore=True)
+            stored = checkpointer.restore(directory, args=wanted)
+    return {key: _array_of(stored.get(key), about) for key, about in described.items()}
+
+
+def _array_of(stored: np.ndarray | None, about: Mapping[str, Any]) -> np.ndarray:
+    dtype, shape = np.dtype(about["dtype"]), tuple(about["shape"])
+    if stored is None:
+        return np.zeros(shape, dtype)
+    return np.asarray(stored) if about["dtype"] in _STORABLE else np.asarray(stored).view(dtype).reshape(shape)
+
+
+def _array_problems(record: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> list[str]:
+    names = {key: name for name, leaf in record["leaves"].items() for key in (leaf.get("value"), leaf.get("copies"))}
+    wrong = [key for key, array in arrays.items() if _integrity.array_checksum(key, array) != record["arrays"][key]["crc32"]]
+    return [f"array {names.get(key, key)} is damaged: its CRC-32 is not the one that was written" for key in wrong]
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+def _write_synced(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(directory: Path) -> None:
+    """Make the names in a directory survive a power failure, where the file system can."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with contextlib.suppress(OSError):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,377 @@
+"""What of a program's objects a checkpoint holds, as plain host data, and how it gets back into them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import _stacked
+from ._reduce_op import VariableAggregation
+from ._typing import PyTree
+from ._values import PerReplica
+from ._variables import Variable
+from .optimizer import Optimizer
+
+#: By its path, such as `model['layers'][0]`: a variable, an array, a number, or an iterator with a position.
+Leaves: TypeAlias = dict[str, Any]
+
+_NUMBERS = {"bool": "True".__eq__, "int": int, "float": float, "complex": complex}
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """Hold the state of a program at one step.
+
+    Attributes:
+        leaves: for each leaf what it is and where its data is, as JSON.
+        arrays: the data; nobody else holds or changes these arrays.
+    """
+
+    leaves: dict[str, dict[str, Any]]
+    arrays: dict[str, np.ndarray]
+
+
+def leaves_of(named: Mapping[str, PyTree]) -> Leaves:
+    """Return what is to be saved of the objects that a user gave, in an order that is the same on all workers.
+
+    Raises:
+        TypeError: for a leaf that cannot be saved, or into whose place nothing could be put back.
+    """
+    found: Leaves = {}
+    for name in sorted(named):
+        for path, leaf in _walk(name, named[name], is_replaceable=False):
+            if path in found:
+                raise ValueError(f"mr.Checkpoint: two values have the path {path!r}; give their keys different names.")
+            found[path] = leaf
+    return found
+
+
+def _walk(path: str, tree: PyTree, is_replaceable: bool) -> Iterator[tuple[str, Any]]:
+    if isinstance(tree, Optimizer):
+        tree = tree.state
+    children = _children(tree)
+    if children is None:
+        _check_leaf(path, tree, is_replaceable)
+        yield path, tree
+        return
+    for key, child in children[0]:
+        yield from _walk(path + jax.tree_util.keystr(key), child, is_replaceable or isinstance(tree, dict | list))
+
+
+def _children(tree: PyTree) -> tuple[list[tuple[Any, Any]], Any] | None:
+    """Return what is directly below a node, with the keys, and how to make such a node; None for a leaf."""
+    if isinstance(tree, Variable | PerReplica | Optimizer) or has_position(tree):
+        return None
+    children, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
+    is_leaf = len(children) == 1 and not children[0][0]  # its path to itself is empty
+    return None if is_leaf else (children, treedef)
+
+
+def has_position(value: Any) -> bool:
+    """Tell whether a value is an iterator that can say where it stands, and go back there."""
+    return callable(getattr(type(value), "get_state", None)) and callable(getattr(type(value), "set_state", None))
+
+
+def _check_leaf(path: str, leaf: Any, is_replaceable: bool) -> None:
+    if isinstance(leaf, Variable) or has_position(leaf):
+        return
+    if isinstance(leaf, PerReplica):
+        raise TypeError(
+            f"mr.Checkpoint: {path} is a PerReplica, one value per replica. Reduce it with strategy.reduce('mean', value), or "
+            "keep it in a mr.Variable(..., synchronization='on_read')."
+        )
+    if isinstance(leaf, jax.core.Tracer):
+        raise TypeError(f"mr.Checkpoint: {path} is a traced value; save outside of jit and strategy.run.")
+    if isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated):
+        raise TypeError(f"mr.Checkpoint: {path} is an array of which this worker holds only a part; keep it in a mr.Variable.")
+    is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic)
+    if not (is_array and _is_savable(leaf.dtype)) and type(leaf).__name__ not in _NUMBERS:
+        raise TypeError(
+            f"mr.Checkpoint: {path} is {leaf!r} of type {type(leaf).__name__}; expected variables, optimizers, arrays, numbers, "
+            "iterators of distributed datasets, or nests of them."
+        )
+    if not is_replaceable and not (isinstance(leaf, np.ndarray) and leaf.flags.writeable):
+        raise TypeError(
+            f"mr.Checkpoint: {path} is {leaf!r}, and a restored value could not be put in its place. Keep it in a dict or a list "
+            "that the program reads it from: mr.Checkpoint(directory, state={'epoch': 0})."
+        )
+
+
+def _is_savable(dtype: Any) -> bool:
+    return any(jnp.issubdtype(dtype, kind) for kind in (jnp.number, jnp.bool_, jax.dtypes.prng_key)) and dtype.name != "float128"
+
+
+def variables_of(leaves: Leaves) -> list[Variable]:
+    """Return the variables among the leaves, each once."""
+    return list(dict.fromkeys(leaf for leaf in leaves.values() if isinstance(leaf, Variable)))
+
+
+def kinds_of(leaves: Leaves) -> dict[str, str]:
+    """Say of each leaf in words what it is; equal on all workers."""
+    return {path: _kind(leaf) for path, leaf in leaves.items()}
+
+
+def _kind(leaf: Any) -> str:
+    if isinstance(leaf, Variable):
+        aggregation = "" if leaf.aggregation is VariableAggregation.NONE else f", {leaf.aggregation.name}"
+        return f"{'sync-on-read' if leaf._on_read else 'mirrored'} {_dtype_name(leaf)}{list(leaf.shape)}{aggregation}"
+    if has_position(leaf):
+        return "iterator"
+    return f"{_dtype_name(leaf)}{list(leaf.shape)}" if hasattr(leaf, "dtype") else "number"
+
+
+def _dtype_name(array: Any) -> str:
+    return f"keys of {_impl(array)} " if _is_key(array) else array.dtype.name
+
+
+def _is_key(array: Any) -> bool:
+    return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+
+
+def _impl(keys: Any) -> str:
+    return str(jax.random.key_impl(keys._array if isinstance(keys, Variable) else keys))
+
+
+def positions_of(leaves: Leaves) -> dict[str, Any]:
+    """Return where each iterator of this worker stands, as JSON.
+
+    Raises:
+        TypeError: when a position is not JSON.
+    """
+    positions = {}
+    for path, leaf in leaves.items():
+        if has_position(leaf):
+            state = leaf.get_state()
+            try:
+                positions[path] = json.loads(json.dumps(state))
+            except (TypeError, ValueError) as error:
+                raise TypeError(f"mr.Checkpoint: the position of {path} cannot be written as JSON: {error}") from error
+    return positions
+
+
+def take_snapshot(leaves: Leaves, positions: Sequence[Mapping[str, Any]], is_kept: bool) -> Snapshot | None:
+    """Copy the state to this host. Reading sync-on-read variables needs all workers, so all call this.
+
+    Args:
+        leaves: what to copy.
+        positions: of the iterators, by worker.
+        is_kept: whether the copy is wanted here.
+    """
+    on_devices: dict[str, jax.Array] = {}
+    entries: dict[str, dict[str, Any]] = {}
+    host: dict[str, np.ndarray] = {}
+    for path, leaf in leaves.items():
+        if has_position(leaf):
+            entries[path] = {"kind": "position", "by_worker": [worker[path] for worker in positions]}
+        elif isinstance(leaf, Variable | jax.Array):
+            entries[path] = _array_entry(leaf, on_devices)
+        elif hasattr(leaf, "dtype"):
+            entries[path] = {"kind": "array", "value": f"h{len(host)}"}
+            host[f"h{len(host)}"] = np.array(leaf, dtype=leaf.dtype.newbyteorder("="))
+        else:
+            entries[path] = {"kind": "number", "type": type(leaf).__name__, "value": repr(leaf)}
+    if not is_kept:
+        return None
+    own = {key: array.addressable_data(0) if array.is_fully_replicated else array for key, array in on_devices.items()}
+    for array in own.values():
+        array.copy_to_host_async()
+    return Snapshot(entries, host | {key: np.array(array) for key, array in own.items()})
+
+
+def _array_entry(leaf: Variable | jax.Array, arrays: dict[str, jax.Array]) -> dict[str, Any]:
+    """Describe a leaf on devices, and add its plain arrays, which this process can read, to `arrays`."""
+    entry: dict[str, Any] = {"key": _impl(leaf)} if _is_key(leaf) else {}
+
+    def add(array: jax.Array) -> str:
+        key = f"d{len(arrays)}"
+        arrays[key] = jax.random.key_data(array) if _is_key(array) else array
+        return key
+
+    if not isinstance(leaf, Variable):
+        return entry | {"kind": "array", "value": add(leaf)}
+    if not leaf._on_read:
+        return entry | {"kind": "mirrored", "value": add(leaf._array)}
+    mesh, stack = leaf._mesh, leaf._array
+    entry |= {"kind": "on_read", "aggregation": leaf.aggregation.name}
+    entry["copies"] = add(stack if mesh.is_alone else _stacked.compiled(_same, mesh.mirrored)(stack))
+    if leaf.aggregation is not VariableAggregation.NONE:
+        entry["value"] = add(_stacked.compiled(_stacked.aggregate_stack, mesh.mirrored, leaf.aggregation)(stack))
+    return entry
+
+
+def _same(stack: jax.Array) -> jax.Array:
+    return stack
+
+
+# -- back into the objects
+
+
+def differences(leaves: Leaves, saved: Snapshot) -> list[str]:
+    """Say of each leaf why what was saved does not fit it; an empty list when all fit."""
+    problems = []
+    for path in sorted({*leaves, *saved.leaves}):
+        if path not in saved.leaves:
+            problems.append(f"{path} ({_kind(leaves[path])}) is not in the checkpoint")
+        elif path not in leaves:
+            problems.append(f"{path} ({_saved_kind(saved, path)}) is in the checkpoint, and not among what is to be restored")
+        else:
+            problem = _difference(leaves[path], saved, path)
+            problems += [] if problem is None else [f"{path} {problem}"]
+    return problems
+
+
+def _difference(leaf: Any, saved: Snapshot, path: str) -> str | None:
+    entry, here, there = saved.leaves[path], _kind(leaf), _saved_kind(saved, path)
+    if entry["kind"] in ("position", "number"):
+        return None if here == there else f"is {here} here, and {there} in the checkpoint"
+    if here in ("iterator", "number") or _contents(leaf) != _saved_contents(saved, entry):
+        return f"is {here} here, and {there} in the checkpoint"
+    if _takes_copies(leaf, saved, entry):
+        return None
+    on_read_here = isinstance(leaf, Variable) and leaf._on_read
+    if "value" not in entry:
+        count = saved.arrays[entry["copies"]].shape[0]
+        return (
+            f"was saved as {count} values, one for each replica, with aggregation NONE, so there is no single value for {here}"
+            + (f" on {leaf._mesh.num_replicas} replicas" if on_read_here else "")
+            + f". Restore on {count} replicas, or save it with aggregation 'sum', 'mean' or 'only_first_replica'"
+        )
+    if on_read_here and leaf.aggregation is VariableAggregation.NONE:
+        return (
+            f"is {here} with aggregation NONE here, and {there} in the checkpoint: one value does not say what each replica "
+            "gets. Give the variable an aggregation"
+        )
+    return None
+
+
+def _contents(leaf: Any) -> tuple[str, tuple[int, ...]]:
+    return _dtype_name(leaf), tuple(leaf.shape)
+
+
+def _saved_contents(saved: Snapshot, entry: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
+    array = saved.arrays[entry["value"] if "value" in entry else entry["copies"]]
+    shape = array.shape if "value" in entry else array.shape[1:]
+    if "key" not in entry:
+        return array.dtype.name, shape
+    return f"keys of {entry['key']} ", shape[: len(shape) - _key_ndim(entry["key"])]
+
+
+def _key_ndim(impl: str) -> int:
+    return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl))).ndim
+
+
+def _saved_kind(saved: Snapshot, path: str) -> str:
+    entry = saved.leaves[path]
+    if entry["kind"] in ("position", "number"):
+        return {"position": "iterator"}.get(entry["kind"], "number")
+    dtype, shape = _saved_contents(saved, entry)
+    kind = {"mirrored": "mirrored ", "on_read": "sync-on-read "}.get(entry["kind"], "")
+    return f"{kind}{dtype}{list(shape)}"
+
+
+def _takes_copies(leaf: Any, saved: Snapshot, entry: Mapping[str, Any]) -> bool:
+    """Tell whether each replica gets back exactly what it had."""
+    return (
+        isinstance(leaf, Variable)
+        and leaf._on_read
+        and entry.get("aggregation") == leaf.aggregation.name
+        and saved.arrays[entry["copies"]].shape[0] == leaf._mesh.num_replicas
+    )
+
+
+def restore_positions(leaves: Leaves, saved: Snapshot, worker: int, num_workers: int) -> list[tuple[Any, Any]]:
+    """Put this worker's iterators where they stood; return them with where they were before, to undo it.
+
+    With another number of workers than before, the position of the first is tried for all: an iterator knows whether that
+    is right.
+
+    Raises:
+        Exception: of the iterator that refuses its position; the others are where they were.
+    """
+    moved: list[tuple[Any, Any]] = []
+    for path, entry in saved.leaves.items():
+        if entry["kind"] == "position":
+            iterator, by_worker = leaves[path], entry["by_worker"]
+            state = by_worker[worker if len(by_worker) == num_workers else 0]
+            try:
+                before = iterator.get_state()
+            except Exception:  # of a pipeline that has no position before its first batch
+                before = None
+            try:
+                iterator.set_state(state)
+            except Exception:
+                undo_positions(moved)
+                raise
+            moved.append((iterator, before))
+    return moved
+
+
+def undo_positions(moved: Sequence[tuple[Any, Any]]) -> None:
+    """Put iterators back where they were before they were restored."""
+    for iterator, before in moved:
+        if before is not None:
+            iterator.set_state(before)
+
+
+def restore_values(named: Mapping[str, PyTree], leaves: Leaves, saved: Snapshot) -> None:
+    """Put the values back: variables and numpy arrays are written, and what else there is takes its place in its dict or list."""
+    new: Leaves = {}
+    for path, leaf in leaves.items():
+        entry = saved.leaves[path]
+        if isinstance(leaf, Variable):
+            _restore_variable(leaf, saved, entry)
+        elif entry["kind"] == "number":
+            new[path] = _NUMBERS[entry["type"]](entry["value"])
+        elif isinstance(leaf, np.ndarray) and leaf.flags.writeable:
+            leaf[...] = saved.arrays[entry["value"]]
+        elif entry["kind"] != "position":
+            new[path] = _plain_value(leaf, saved.arrays[entry["value"]], entry)
+    for name, tree in named.items():
+        _replaced(name, tree, new)
+
+
+def _restore_variable(variable: Variable, saved: Snapshot, entry: Mapping[str, Any]) -> None:
+    mesh = variable._mesh
+    if _takes_copies(variable, saved, entry):
+        variable._set_array(_on_devices(saved.arrays[entry["copies"]], mesh.stacked, entry.get("key")))
+    else:
+        variable.assign(_on_devices(saved.arrays[entry["value"]], mesh.mirrored, entry.get("key")))
+
+
+def _on_devices(host: np.ndarray, placement: jax.sharding.Sharding, impl: str | None) -> jax.Array:
+    """Put an array that every worker has read on the devices of this one, without asking the others."""
+    array = jax.make_array_from_callback(host.shape, placement, lambda index: host[index])
+    if impl is None:
+        return array
+    return jax.jit(functools.partial(jax.random.wrap_key_data, impl=impl), out_shardings=placement)(array)
+
+
+def _plain_value(leaf: Any, host: np.ndarray, entry: Mapping[str, Any]) -> Any:
+    if not isinstance(leaf, jax.Array):
+        return host[()] if isinstance(leaf, np.generic) else host
+    if leaf.committed or not leaf.is_fully_addressable:
+        return _on_devices(host, leaf.sharding, entry.get("key"))
+    return jax.random.wrap_key_data(jnp.asarray(host), impl=entry["key"]) if "key" in entry else jnp.asarray(host)
+
+
+def _replaced(path: str, tree: PyTree, new: Mapping[str, Any]) -> PyTree:
+    """Return a tree with new leaves: dicts and lists keep their identity, immutable nodes are made anew."""
+    children = None if path in new else _children(tree)
+    if children is None:
+        return new.get(path, tree)
+    pairs, treedef = children
+    values = [_replaced(path + jax.tree_util.keystr(key), child, new) for key, child in pairs]
+    if all(value is child for value, (_, child) in zip(values, pairs, strict=True)):
+        return tree
+    if not isinstance(tree, dict | list):
+        return jax.tree.unflatten(treedef, values)
+    for (key, _), value in zip(pairs, values, strict=True):
+        tree[key[0].key if isinstance(tree, dict) else key[0].idx] = value
+    return tree

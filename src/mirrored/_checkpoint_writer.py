@@ -1,0 +1,121 @@
+"""Who writes checkpoints while training goes on, and what happens when a write fails."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from . import _env
+from ._checkpoint_files import StepFiles
+from ._checkpoint_state import Snapshot
+from ._errors import CheckpointError
+
+_logger = logging.getLogger("mirrored")
+
+
+class Writer:
+    """Write one step after the other in a thread, on the chief; on other workers, know what the chief said last.
+
+    Attributes:
+        latest: the last step that is complete on disk; None when there is none.
+        failures: what went wrong with the saves since then, in words.
+        damaged: steps on disk that could not be restored. They do not count, and go when a new step is complete.
+    """
+
+    def __init__(self, files: StepFiles, max_to_keep: int | None, max_failed_saves: int) -> None:
+        self._files, self._max_to_keep, self._max_failed_saves = files, max_to_keep, max_failed_saves
+        self._thread: threading.Thread | None = None
+        self.latest: int | None = None
+        self.failures: list[str] = []
+        self.damaged: set[int] = set()
+
+    def start(self, step: int, snapshot: Snapshot, about: Mapping[str, Any]) -> None:
+        """Begin to write a snapshot, with more to note about it; the one before must have been finished."""
+        assert self._thread is None
+        # No daemon: the interpreter waits for it.
+        self._thread = threading.Thread(target=self._write, args=(step, snapshot, about), name=f"mirrored-save-{step}")
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait until nothing is being written."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def look(self) -> None:
+        """See which step is the latest on disk."""
+        self.latest = max(self._good_steps(), default=None)
+
+    def learn(self, latest: int | None, failures: list[str]) -> None:
+        """Take over what the chief knows, on another worker."""
+        if latest is not None and latest != self.latest:
+            _note_progress(latest)
+        self.latest, self.failures = latest, failures
+
+    def require_success(self, max_failed_saves: int | None = None) -> None:
+        """Raise when too many saves have failed in a row.
+
+        Raises:
+            CheckpointError: naming each of them; then they are counted anew.
+        """
+        if len(self.failures) < (max_failed_saves or self._max_failed_saves):
+            return
+        failures, self.failures = self.failures, []
+        times = f"{len(failures)} times in a row" if len(failures) > 1 else "and no later save has made up for it"
+        raise CheckpointError(
+            f"saving to {self._files.root} failed {times}: {'; '.join(failures)}. The last step there is {self.latest}. Free "
+            "space on the disk, or choose another directory; max_failed_saves says how many may fail while training goes on."
+        )
+
+    def _good_steps(self) -> list[int]:
+        return [step for step in self._files.look()[0] if step not in self.damaged]
+
+    def _write(self, step: int, snapshot: Snapshot, about: Mapping[str, Any]) -> None:
+        started = time.monotonic()
+        try:
+            num_bytes = self._files.write(step, snapshot.arrays, {**about, "leaves": snapshot.leaves})
+        except Exception as error:  # of the disk: training is worth more than this save
+            self.failures.append(f"step {step}: {type(error).__name__}: {error}")
+            _logger.error(
+                "saving step %d to %s failed with %s: %s. This is failure %d in a row, and training ends at %d; the last step "
+                "there is %s.",
+                step, self._files.root, type(error).__name__, error, len(self.failures), self._max_failed_saves, self.latest,
+            )  # fmt: skip
+            return
+        self.latest, self.failures = step, []
+        self.damaged.discard(step)
+        _logger.info("saved step %d to %s: %d bytes, %.2f s", step, self._files.root, num_bytes, time.monotonic() - started)
+        _note_progress(step)
+        self._remove_old()
+
+    def _remove_old(self) -> None:
+        """Remove what need not be kept, now that a newer step is complete."""
+        steps = self._good_steps()
+        old = [] if self._max_to_keep is None else steps[: -self._max_to_keep]
+        for step in [*old, *sorted(self.damaged)]:
+            try:
+                self._files.remove(step)
+            except FileNotFoundError:  # somebody else has removed it
+                self.damaged.discard(step)
+            except OSError as error:
+                _logger.warning("step %d in %s could not be removed: %s", step, self._files.root, error)
+            else:
+                self.damaged.discard(step)
+
+
+def _note_progress(step: int) -> None:
+    """Tell the launcher, if there is one, how far training has come."""
+    target = _env.MIRRORED_PROGRESS_FILE.get()
+    if not target:
+        return
+    try:
+        temporary = Path(f"{target}.{os.getpid()}")
+        temporary.write_text(str(step))
+        temporary.replace(target)
+    except OSError as error:
+        _logger.warning("the step of the checkpoint could not be written to %s: %s", target, error)

@@ -1,0 +1,396 @@
+"""Saving the state of a program while it trains, and going on from there."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import os
+import re
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from . import _checkpoint_agreement, _checkpoint_files, _checkpoint_state, _context, _divergence, _integrity
+from ._checkpoint_files import DamagedStep, StepFiles
+from ._checkpoint_state import Leaves, Snapshot
+from ._checkpoint_writer import Writer
+from ._errors import CheckpointError, ContextError, StrategyMismatchError
+from ._progress import progress
+from ._strategies import get_strategy
+from ._typing import PyTree
+from ._variables import Variable
+
+_logger = logging.getLogger("mirrored")
+
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}", re.ASCII)
+_CHANNEL = "checkpoint"
+_MAX_STEP = 10**18 - 1
+_PACKAGES = ("mirrored", "jax", "numpy", "orbax-checkpoint")
+
+
+class Checkpoint:
+    """Save variables, optimizers and the position in the data, and restore them on any number of replicas and workers.
+
+    A save copies the state to the host and comes back; the files are written while training goes on. A step is there
+    whole or not at all, whenever the process is killed. What is read is compared with checksums, and a damaged step is
+    reported and left out for the one before it. All workers call the same methods; worker 0 writes, all read, so
+    the directory must be one that they share.
+
+    Args:
+        directory: for this program alone; made when it is missing.
+        max_to_keep: how many steps stay; older ones are removed when a new one is complete. None: all.
+        max_failed_saves: after so many failed saves in a row (a full disk), CheckpointError ends the training; fewer are
+            logged as errors.
+        named: what to save, each under a name of letters, digits, `_`, `.` and `-`: variables, optimizers, iterators of
+            distributed datasets, and nests of them, of arrays and of numbers. Arrays and numbers that are replaced while
+            training belong in a dict or a list, so that restored ones can take their place.
+
+    Raises:
+        TypeError: for something that cannot be saved or restored.
+        ValueError: for a name, a number or a directory that will not do.
+        ImportError: when orbax-checkpoint is missing.
+
+    >>> import tempfile
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> with strategy.scope():
+    ...     w = mr.Variable(0.0, name="w")
+    ...     state = {"epoch": 0}
+    ...     checkpoint = mr.Checkpoint(folder.name, w=w, state=state)
+    >>> step = checkpoint.restore_latest() or 0
+    >>> while step < 30:
+    ...     step += 1
+    ...     _ = w.assign_add(1.0)
+    ...     if step % 10 == 0:
+    ...         checkpoint.save(step)
+    >>> checkpoint.close()
+
+    Another run, on another number of replicas:
+
+    >>> with mr.OneDeviceStrategy().scope():
+    ...     w = mr.Variable(0.0, name="w")
+    ...     with mr.Checkpoint(folder.name, w=w, state={"epoch": 0}) as checkpoint:
+    ...         print(checkpoint.restore_latest(), w.numpy(), checkpoint.steps())
+    30 30.0 [10, 20, 30]
+    >>> folder.cleanup()
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/train/CheckpointManager
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str], /, *, max_to_keep: int | None = 3, max_failed_saves: int = 3, **named: PyTree
+    ) -> None:
+        self._named = _checked_names(named)
+        _check_count(1 if max_to_keep is None else max_to_keep, "max_to_keep")
+        _check_count(max_failed_saves, "max_failed_saves")
+        self._files = StepFiles(_checked_directory(directory))
+        self._strategy = get_strategy()
+        self._leaves()
+        _checkpoint_files.orbax()
+        self._writer = Writer(self._files, max_to_keep, max_failed_saves)
+        self._last: int | None = None  # that this program saved or restored
+        self._is_closed = False
+
+    # -- saving
+
+    def save(self, step: int) -> None:
+        """Save the state under a step number, in the background.
+
+        When this comes back, the next step may change everything. It waits for the save before this one, if that is
+        still being written. A save that fails is logged as an error, and training goes on.
+
+        Args:
+            step: how far training has come; larger than every step that is there. The one that this program saved or
+                restored last is not saved again.
+
+        Raises:
+            CheckpointError: (a RuntimeError) after `max_failed_saves` failed saves in a row, and when workers save different
+                things.
+            ReplicasDivergeError: (a ValueError) when the copies of a mirrored variable differ; nothing is written.
+            ValueError: when there is a later step that was not restored.
+            ContextError: (a RuntimeError) inside a step.
+        """
+        step = _checked_step(step)
+        self._require_usable("save")
+        with progress.phase(f"saving step {step}", is_patient=True):
+            self._writer.finish()
+            leaves, report, error = self._report(step)
+            reports = self._exchange(report, f"save({step})")
+            self._learn(reports[0])
+            if error is not None:
+                raise error
+            _checkpoint_agreement.require_no_error(reports, "save")
+            _checkpoint_agreement.require_same_step(reports)
+            if len({report["digest"] for report in reports}) > 1:
+                _checkpoint_agreement.require_same_kinds(self._exchange(_checkpoint_state.kinds_of(leaves), f"save({step})"))
+            if self._writer.latest == step:
+                _logger.info("step %d is saved already, in %s", step, self._files.root)
+                return
+            self._require_mirrored(leaves)
+            self._last = step
+            positions = [report["positions"] for report in reports]
+            snapshot = _checkpoint_state.take_snapshot(leaves, positions, is_kept=self._strategy.is_chief)
+            if snapshot is not None:
+                self._writer.start(step, snapshot, self._about())
+
+    def _report(self, step: int) -> tuple[Leaves, dict[str, Any], Exception | None]:
+        """Look at this worker's part of the state; what is wrong with it is for all workers to know."""
+        report: dict[str, Any] = {"step": step}
+        leaves: Leaves = {}
+        error = None
+        try:
+            leaves = self._leaves()
+            report["digest"] = _integrity.record_checksum(_checkpoint_state.kinds_of(leaves))
+            report["positions"] = _checkpoint_state.positions_of(leaves)
+            if self._strategy.is_chief:
+                self._writer.look()
+                self._refuse_older(step)
+        except Exception as problem:
+            error, report["error"] = problem, f"{type(problem).__name__}: {problem}"
+        return leaves, {**report, **self._known()}, error
+
+    def _refuse_older(self, step: int) -> None:
+        latest = self._writer.latest
+        if latest is not None and (step < latest or (step == latest and step != self._last)):
+            raise ValueError(
+                f"save({step}), but {self._files.root} holds step {latest}, which this program has not come from. Call "
+                "checkpoint.restore_latest() before training, or start anew in another directory."
+            )
+
+    def _require_mirrored(self, leaves: Leaves) -> None:
+        by_mesh: dict[Any, list[Any]] = {}
+        for variable in _checkpoint_state.variables_of(leaves):
+            if not variable._on_read:
+                by_mesh.setdefault(variable._mesh, []).append(variable)
+        for mesh, variables in by_mesh.items():
+            _divergence.check(mesh, variables)
+
+    def _about(self) -> dict[str, Any]:
+        return {
+            "num_replicas": self._strategy.num_replicas_in_sync,
+            "num_workers": self._strategy.num_workers,
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
+        }
+
+    def wait(self) -> int | None:
+        """Wait until what was saved is on disk, and return the last step that is, None when there is none.
+
+        Raises:
+            CheckpointError: (a RuntimeError) after `max_failed_saves` failed saves in a row.
+        """
+        self._require_usable("wait")
+        with progress.phase("waiting for the checkpoint", is_patient=True):
+            self._writer.finish()
+            if self._strategy.is_chief:
+                self._writer.look()
+            self._learn(self._exchange(self._known(), "wait()")[0])
+        return self._writer.latest
+
+    def _known(self) -> dict[str, Any]:
+        return {"latest": self._writer.latest, "failures": self._writer.failures}
+
+    def _learn(self, chief: dict[str, Any]) -> None:
+        """Take over what worker 0 knows of the saves so far; too many failures end the training on all workers."""
+        if not self._strategy.is_chief:
+            self._writer.learn(chief["latest"], list(chief["failures"]))
+        self._writer.require_success()
+
+    def close(self) -> None:
+        """Wait until what was saved is on disk; again does nothing. A `with` block calls it.
+
+        Raises:
+            CheckpointError: (a RuntimeError) when the last save failed: there is no later one to make up for it.
+        """
+        if self._is_closed:
+            return
+        try:
+            self.wait()
+            self._writer.require_success(max_failed_saves=1)
+        finally:
+            self._is_closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None:
+            self.close()
+        else:  # the other workers may not come to an end together with this one
+            self._writer.finish()
+            self._is_closed = True
+
+    def steps(self) -> list[int]:
+        """Return the steps that are on disk, in order, verified or not."""
+        return self._files.look()[0]
+
+    # -- restoring
+
+    def restore_latest(self) -> int | None:
+        """Restore the newest step that is undamaged, and return its number; None when there is no step.
+
+        Everything that was saved is verified before anything is changed. For each damaged step one error is logged, and
+        the step before it is used; damaged steps are removed when a new one has been saved.
+
+        A mirrored variable gets its value. A sync-on-read variable gets all its copies when the number of replicas is the
+        one of the save, else its aggregated value, by the rule of `assign`. Each may be restored from the other, and
+        from plain arrays. Iterators go on where they stood; with another number of workers, from the position of the first.
+
+        Raises:
+            CheckpointError: (a RuntimeError) when no step is undamaged, when what was saved is not what is to be restored (all
+                differences are listed), and when the workers do not see the same directory. Nothing has changed.
+            ContextError: (a RuntimeError) inside a step.
+        """
+        self._require_usable("restore_latest")
+        with progress.phase("restoring the checkpoint", is_patient=True):
+            self._writer.finish()
+            steps = self._agreed_steps()
+            damaged: dict[int, str] = {}
+            for step in reversed(steps):
+                saved, problem = self._read(step)
+                if saved is not None:
+                    self._restore(step, saved)
+                    self._writer.damaged |= set(damaged)
+                    self._writer.latest = self._last = step
+                    _logger.info("restored step %d from %s", step, self._files.root)
+                    return step
+                damaged[step] = problem
+                _logger.error("step %d in %s is damaged and is not used: %s", step, self._files.root, problem)
+        if damaged:
+            listed = "\n".join(f"  step {step}: {problem}" for step, problem in damaged.items())
+            raise CheckpointError(f"no step in {self._files.root} is undamaged:\n{listed}")
+        return None
+
+    def _agreed_steps(self) -> list[int]:
+        """Return the steps, after seeing that all workers look at the same directory."""
+        steps, strays = self._files.look()
+        for stray in strays:
+            _logger.warning("%s: %s; it is ignored", self._files.root, stray)
+        seen = {"steps": steps, "where": self._where(), "error": self._misfit()}
+        reports = self._exchange(seen, "restore_latest()")
+        _checkpoint_agreement.require_no_error(reports, "restore_latest")
+        _checkpoint_agreement.require_shared(
+            reports, "steps", lambda steps: f"holds the steps {steps}" if steps else "holds none"
+        )
+        return steps
+
+    def _where(self) -> str:
+        return f"{self._files.root} on {socket.gethostname()}"
+
+    def _misfit(self) -> str | None:
+        try:
+            self._leaves()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    def _read(self, step: int) -> tuple[Snapshot | None, str]:
+        """Read a step on all workers; None, and all that is wrong with it, when it is damaged for any of them."""
+        report: dict[str, Any] = {"where": self._where(), "problems": [], "error": None, "id": None}
+        saved = None
+        try:
+            record, arrays = self._files.read(step)
+            saved = Snapshot(record["leaves"], arrays)
+            report["id"] = [record["time"], _integrity.record_checksum(record)]
+        except DamagedStep as damage:
+            report["problems"] = damage.problems
+        except Exception as error:  # such as a disk that does not answer on one worker
+            report["error"] = f"{type(error).__name__}: {error}"
+        reports = self._exchange(report, f"restore_latest(), step {step}")
+        _checkpoint_agreement.require_no_error(reports, "restore_latest")
+        problems = _checkpoint_agreement.by_first_worker([report["problems"] for report in reports])
+        if problems:
+            return None, "; ".join(problems)
+        _checkpoint_agreement.require_shared(reports, "id", lambda saved: f"holds a step {step} of {saved[0]}")
+        return saved, ""
+
+    def _restore(self, step: int, saved: Snapshot) -> None:
+        leaves = self._leaves()
+        problems = _checkpoint_state.differences(leaves, saved)
+        moved: list[tuple[Any, Any]] = []
+        if not problems:
+            try:
+                worker, num_workers = self._strategy._coordination.worker, self._strategy.num_workers
+                moved = _checkpoint_state.restore_positions(leaves, saved, worker, num_workers)
+            except Exception as error:
+                problems = [f"an iterator does not take its position: {type(error).__name__}: {error}"]
+        reports = self._exchange({"problems": problems}, f"restore_latest(), step {step}")
+        wrong = _checkpoint_agreement.by_first_worker([report["problems"] for report in reports])
+        if wrong:
+            _checkpoint_state.undo_positions(moved)
+            listed = "\n".join(f"  {problem}" for problem in wrong)
+            raise CheckpointError(
+                f"step {step} in {self._files.root} does not fit what mr.Checkpoint was given; nothing has changed:\n{listed}\n"
+                "Give it the same objects as in the run that saved, or start anew in another directory."
+            )
+        _checkpoint_state.restore_values(self._named, leaves, saved)
+
+    # -- with the other workers
+
+    def _leaves(self) -> Leaves:
+        leaves = _checkpoint_state.leaves_of(self._named)
+        for path, leaf in leaves.items():
+            if isinstance(leaf, Variable) and not leaf._mesh.is_alone and self._strategy.num_workers == 1:
+                raise StrategyMismatchError(
+                    f"mr.Checkpoint was made outside the scope of the strategy to which {path} belongs, so it does not know the "
+                    "other workers. Make it in `with strategy.scope():`."
+                )
+        return leaves
+
+    def _exchange(self, value: dict[str, Any], where: str) -> Sequence[dict[str, Any]]:
+        with progress.phase(f"at checkpoint.{where}", waits=True):
+            return self._strategy._coordination.exchange(_CHANNEL, value)
+
+    def _require_usable(self, verb: str) -> None:
+        if _context.is_traced():
+            raise ContextError(f"checkpoint.{verb} was called inside a step or another traced function; call it between steps.")
+        if self._is_closed:
+            raise ValueError(f"checkpoint.{verb} was called after close(); make a new mr.Checkpoint.")
+
+    def __repr__(self) -> str:
+        return f"mr.Checkpoint({str(self._files.root)!r}, {', '.join(sorted(self._named))})"
+
+
+def _checked_names(named: dict[str, PyTree]) -> dict[str, PyTree]:
+    if not named:
+        raise TypeError("mr.Checkpoint got nothing to save; expected for example mr.Checkpoint(directory, model=variables).")
+    for name in named:
+        if not _NAME.fullmatch(name):
+            raise ValueError(
+                f"mr.Checkpoint: the name {name!r} will not do; expected 1 to 128 of the characters A-Z, a-z, 0-9, '_', '.' and "
+                "'-', the first not a '.'."
+            )
+    return named
+
+
+def _checked_directory(directory: Any) -> Path:
+    if not isinstance(directory, str | os.PathLike) or not str(directory):
+        raise TypeError(f"mr.Checkpoint: directory is {directory!r}; expected a path.")
+    if "://" in str(directory):
+        raise ValueError(
+            f"mr.Checkpoint: directory is {str(directory)!r}; expected a directory of a file system, where a rename happens at "
+            "once. Mount the bucket, or save to a shared disk."
+        )
+    path = Path(os.path.realpath(directory))
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"mr.Checkpoint: {path} is not a directory.")
+    return path
+
+
+def _check_count(count: Any, name: str) -> None:
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise TypeError(f"mr.Checkpoint: {name} is {count!r}; expected an int.")
+    if count < 1:
+        raise ValueError(f"mr.Checkpoint: {name} is {count}; expected at least 1.")
+
+
+def _checked_step(step: Any) -> int:
+    try:
+        number = int(step.__index__())
+    except (AttributeError, TypeError):
+        number = -1
+    if isinstance(step, bool) or not 0 <= number <= _MAX_STEP:
+        raise TypeError(f"checkpoint.save: step is {step!r}; expected an int of at least 0.")
+    return number

@@ -1,0 +1,239 @@
+"""Leaving in good order when the machine is taken away: SIGTERM on any worker, and all save the same step."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from types import FrameType, TracebackType
+from typing import NoReturn, Self
+
+from ._coordination import SLICE_SECONDS, Coordination
+from ._errors import CheckpointError, ContextError
+from ._progress import progress
+from ._strategy import Strategy
+from .checkpoint import Checkpoint
+
+_logger = logging.getLogger("mirrored")
+
+#: What a preempted program leaves with: 128 + SIGTERM, as if the signal had ended it.
+EXIT_CODE = 143
+_CHANNEL = "preemption"
+_numbers = itertools.count()
+
+
+class PreemptionHandler:
+    """Save and leave with exit code 143 after SIGTERM, which a machine sends before it is taken away.
+
+    The signal may come to any worker, at any time. All workers then agree on one step that none has passed, save when
+    they have taken it, wait until it is on disk, and leave with `SystemExit(143)`. The next start goes on with the
+    step after it: none is repeated. A second SIGTERM, or Ctrl-C, ends the program at once.
+
+    Make it where the loop begins, in the main thread and on all workers, and close it (or leave its `with` block) where
+    the loop ends; a signal that comes in the last step is heeded then.
+
+    Args:
+        checkpoint: what to save with.
+        strategy: whose workers leave together. Default: that of the checkpoint.
+
+    Raises:
+        TypeError: when `checkpoint` is no `mr.Checkpoint`.
+        ContextError: (a RuntimeError) in another thread than the main one, which alone may handle signals.
+
+    >>> import tempfile
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> with strategy.scope():
+    ...     w = mr.Variable(0.0, name="w")
+    ...     checkpoint = mr.Checkpoint(folder.name, w=w)
+    >>> step = checkpoint.restore_latest() or 0
+    >>> with checkpoint, mr.PreemptionHandler(checkpoint) as preemption:
+    ...     while step < 100:
+    ...         step += 1
+    ...         _ = w.assign_add(1.0)
+    ...         preemption.after_step(step)
+    >>> folder.cleanup()
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/PreemptionCheckpointHandler
+    """
+
+    def __init__(self, checkpoint: Checkpoint, *, strategy: Strategy | None = None) -> None:
+        if not isinstance(checkpoint, Checkpoint):
+            raise TypeError(f"mr.PreemptionHandler: checkpoint is {checkpoint!r}; expected a mr.Checkpoint.")
+        if threading.current_thread() is not threading.main_thread():
+            raise ContextError(
+                "mr.PreemptionHandler was made in another thread than the main one, which alone may handle signals in Python. "
+                "Make it in the main thread, and take the steps there."
+            )
+        self._checkpoint = checkpoint
+        self._coordination = (strategy or checkpoint._strategy)._coordination
+        self._lock = threading.Lock()
+        self._step: int | None = None
+        self._is_signalled = self._is_noticed = self._is_closed = False
+        self._process = os.getpid()
+        self._watch = None if self._coordination.num_workers == 1 else _Watch(self, self._coordination)
+        self._previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        signal.signal(signal.SIGTERM, self._on_signal)
+
+    def after_step(self, step: int) -> None:
+        """Note that a step has been taken; call it after each, or after every n-th, with the same numbers on all workers.
+
+        It takes a microsecond or less when no signal has come.
+
+        Args:
+            step: its number, larger than that of the last call: what `checkpoint.save` is given.
+
+        Raises:
+            SystemExit: with code 143, when a signal has come, and this step has been saved.
+            CheckpointError: (a RuntimeError) when it could not be saved.
+        """
+        with self._lock:
+            self._step = step
+            if not self._is_noticed:
+                return
+        if self._watch is None or step >= self._watch.target():
+            self._leave(step)
+
+    def close(self) -> None:
+        """End the handling of signals; with several workers, all must call it. Again does nothing.
+
+        Raises:
+            SystemExit: with code 143, when a signal has come since the last step, and that step has been saved.
+        """
+        if self._is_closed:
+            return
+        self._give_signals_back()
+        is_preempted = self._is_signalled
+        if self._watch is not None:
+            with progress.phase("at the end of preemption handling", waits=True):
+                is_preempted = any(self._coordination.exchange(_CHANNEL, self._is_signalled or self._is_noticed))
+        if is_preempted:
+            self._leave(self._step)
+        self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None:
+            self.close()
+        else:  # the other workers may not come to an end together with this one
+            self._give_signals_back()
+            self._end()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Take note only: this runs in the main thread, between any two of its instructions, whatever locks it holds."""
+        if os.getpid() != self._process:  # a child that was forked, such as one that loads data
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        for again in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(again, signal.SIG_DFL)
+        self._is_signalled = True
+        if self._watch is None:
+            self._is_noticed = True
+
+    def _notice(self) -> int | None:
+        """Let the next call of `after_step` wait for the agreement; return the step of the last one."""
+        with self._lock:
+            self._is_noticed = True
+            return self._step
+
+    def _leave(self, step: int | None) -> NoReturn:
+        try:
+            if step is None:
+                _logger.warning("preempted by SIGTERM before the first step: leaving with exit code %d", EXIT_CODE)
+            else:
+                self._save(step)
+                _logger.warning("preempted by SIGTERM: step %d is saved, leaving with exit code %d", step, EXIT_CODE)
+        finally:
+            self._give_signals_back()
+            self._end()
+        sys.exit(EXIT_CODE)
+
+    def _save(self, step: int) -> None:
+        self._checkpoint.save(step)
+        latest = self._checkpoint.wait()
+        if latest != step:
+            raise CheckpointError(
+                f"this program is preempted, and step {step} could not be saved; the log says why. The last step on disk is "
+                f"{latest}."
+            )
+
+    def _give_signals_back(self) -> None:
+        if self._previous and os.getpid() == self._process:
+            for number, handler in self._previous.items():
+                if number == signal.SIGTERM or self._is_signalled:
+                    signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._previous = {}
+
+    def _end(self) -> None:
+        self._is_closed = True
+        if self._watch is not None:
+            self._watch.stop()
+
+
+class _Watch:
+    """Tell the other workers of a signal, hear of theirs, and agree with them on the step to save.
+
+    In a thread of its own, so that a worker which waits for the agreement and one which is in a step that needs all workers
+    do not wait for each other. Each worker stops before it takes another step, says which it has taken last, and
+    goes on only when it knows the same of all: so none has passed the one after the latest of them.
+    """
+
+    def __init__(self, handler: PreemptionHandler, coordination: Coordination) -> None:
+        self._handler, self._coordination = handler, coordination
+        self._prefix = f"{_CHANNEL}/{next(_numbers)}"
+        self._stopped, self._agreed = threading.Event(), threading.Event()
+        self._target = -1
+        self._error: Exception | None = None
+        # A daemon, because Python waits for other threads before it runs what is registered with atexit.
+        self._thread = threading.Thread(target=self._run, name="mirrored-preemption", daemon=True)
+        self._thread.start()
+        atexit.register(self.stop)
+
+    def target(self) -> int:
+        """Wait for the agreement, and return the first step number to save at."""
+        with progress.phase("agreeing on the step to save at preemption", waits=True):
+            self._agreed.wait()
+        if self._error is not None:
+            raise self._error
+        return self._target
+
+    def stop(self) -> None:
+        """End the thread; it must not be in a native call when the interpreter ends."""
+        atexit.unregister(self.stop)
+        self._stopped.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._await_signal()
+            # Said also by a worker that ends without having heard of a signal, so that the others do not wait for it.
+            last = self._handler._step if self._stopped.is_set() else self._handler._notice()
+            text = json.dumps(None if last is None else int(last))
+            self._coordination.put(f"{self._prefix}/last/{self._coordination.worker}", text)
+            every = [self._last_step_of(worker) for worker in range(self._coordination.num_workers)]
+            self._target = max((step + 1 for step in every if step is not None), default=-1)
+        except Exception as error:  # the service is gone, or a step is no number
+            self._error = error
+        self._agreed.set()
+
+    def _await_signal(self) -> None:
+        while not self._stopped.is_set():
+            if self._handler._is_signalled:
+                self._coordination.put(f"{self._prefix}/signal", str(self._coordination.worker))
+                return
+            if self._coordination.get(f"{self._prefix}/signal", SLICE_SECONDS) is not None:
+                return
+
+    def _last_step_of(self, worker: int) -> int | None:
+        while not self._stopped.is_set():
+            text = self._coordination.get(f"{self._prefix}/last/{worker}", SLICE_SECONDS)
+            if text is not None:
+                return json.loads(text)
+        return None

@@ -1,0 +1,179 @@
+"""One worker of test_checkpoint_workers.py: python checkpoint_worker.py MODE DIRECTORY [...]; says what it found as JSON."""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import mirrored as mr
+from mirrored import _checkpoint_files
+from mirrored.checkpoint import Checkpoint
+from mirrored.preemption import PreemptionHandler
+
+strategy = mr.MultiWorkerMirroredStrategy()
+worker = strategy.cluster.worker_index if strategy.cluster is not None else 0
+found: dict[str, Any] = {}
+
+
+def error_of(call: Any) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+class Model:
+    """A bit of everything."""
+
+    def __init__(self) -> None:
+        self.w = mr.Variable(np.zeros(4, np.float32), name="w")
+        self.seen = mr.Variable(0, name="seen", synchronization="on_read", aggregation="sum")
+        self.mean = mr.Variable(0.0, name="mean", synchronization="on_read", aggregation="mean")
+        self.key = mr.Variable(jax.random.key(0), name="key")
+        self.optimizer = mr.Optimizer(optax.adam(0.1), [self.w])
+        rows = strategy.make_numpy_dataset(np.arange(40, dtype=np.int32)).batch(4)
+        self.data = iter(strategy.distribute_dataset(rows))
+        self.state = {"epoch": 0, "ema": jnp.zeros(2)}
+
+    def named(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def step(self) -> list[int]:
+        batch = next(self.data)
+
+        def step(x: jax.Array) -> None:
+            _, gradients = mr.value_and_grad(lambda: jnp.sum(self.w * jnp.sum(x)), [self.w])()
+            self.optimizer.apply_gradients(gradients)
+            self.seen.assign_add(x.shape[0])
+            self.mean.assign(jnp.sum(x).astype(jnp.float32))
+
+        strategy.run(step, args=(batch,))
+        self.state["epoch"] += 1
+        self.state["ema"] += 1.0
+        return [int(row) for row in strategy.gather(batch, axis=0)]
+
+    def values(self) -> dict[str, Any]:
+        local = [np.asarray(x).tolist() for x in strategy.local_results(self.mean)]
+        return {
+            "w": self.w.numpy().tolist(), "seen": int(self.seen), "mean": float(self.mean), "local": local,
+            "key": jax.random.key_data(self.key.value).tolist(), "mu": self.optimizer.state[0].mu[0].numpy().tolist(),
+            "epoch": self.state["epoch"], "ema": self.state["ema"].tolist(),
+        }  # fmt: skip
+
+
+def save(directory: Path) -> None:
+    """Take three steps, save, take another one, go back: the same again."""
+    with strategy.scope():
+        model = Model()
+        with Checkpoint(directory, **model.named()) as checkpoint:
+            rows = [model.step() for _ in range(3)]
+            found["values"], found["rows"] = model.values(), [row for batch in rows for row in batch]
+            checkpoint.save(3)
+            found["next"] = model.step()
+            assert checkpoint.wait() == 3
+            assert checkpoint.restore_latest() == 3
+            found["again"] = model.values()
+            assert model.step() == found["next"]
+            checkpoint.save(5)
+        found["steps"] = checkpoint.steps()
+        model.data.close()
+
+
+def restore(directory: Path) -> None:
+    """Restore and go on to the end of the data."""
+    with strategy.scope():
+        model = Model()
+        with Checkpoint(directory, **model.named()) as checkpoint:
+            found["step"] = checkpoint.restore_latest()
+            found["values"] = model.values()
+            found["rows"] = []
+            try:
+                while True:
+                    found["rows"] += model.step()
+            except StopIteration:
+                pass
+        model.data.close()
+
+
+def refuse(directory: Path) -> None:
+    """What must fail fails on all workers, and the next thing works."""
+    with strategy.scope():
+        w, extra = mr.Variable(np.ones(4, np.float32), name="w"), mr.Variable(0.0, name="extra")
+    found["outside"] = error_of(lambda: Checkpoint(directory, w=w))
+    with strategy.scope():
+        own = Checkpoint(directory / f"own{worker}", w=w)
+        checkpoint = Checkpoint(directory / "shared", max_failed_saves=2, w=w)
+        other = Checkpoint(directory / "other", w=w, **({"extra": extra} if worker else {}))
+    found["kinds"] = error_of(lambda: other.save(1))
+    found["steps"] = error_of(lambda: checkpoint.save(1 + worker))
+    found["bad"] = error_of(lambda: checkpoint.save(1) if worker == 0 else _save_badly(checkpoint, w))
+    good = w._array
+    if worker == 1:
+        w._array = _with_flipped_bit(good)
+    found["diverged"] = error_of(lambda: checkpoint.save(1))
+    w._array = good
+    found["written"] = sorted(path.name for path in (directory / "shared").glob("*"))
+    checkpoint.save(1)
+    found["saved"] = checkpoint.wait()
+
+    own.save(1)
+    found["own"] = error_of(own.restore_latest)
+    if worker == 1:
+        (directory / "shared" / "1" / "arrays" / "_METADATA").write_bytes(b"damaged")
+    strategy.barrier("damaged")
+    found["damaged"] = error_of(checkpoint.restore_latest)
+
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    _checkpoint_files._write_synced = full
+    found["full"] = [error_of(lambda step=step: checkpoint.save(step)) for step in (7, 8, 9)]
+
+
+def _save_badly(checkpoint: Checkpoint, w: mr.Variable) -> None:
+    checkpoint._named = {"w": w, "bad": "text"}
+    try:
+        checkpoint.save(1)
+    finally:
+        checkpoint._named = {"w": w}
+
+
+def _with_flipped_bit(array: jax.Array) -> jax.Array:
+    shards = [np.array(shard.data) for shard in array.addressable_shards]
+    shards[-1].view(np.uint8)[5] ^= 4
+    placed = [jax.device_put(data, shard.device) for data, shard in zip(shards, array.addressable_shards, strict=True)]
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, placed)
+
+
+def preempt(directory: Path, victims: str, at: str, last: str) -> None:
+    """Train to step `last`; the workers `victims` get SIGTERM in step `at` of the first start."""
+    with strategy.scope():
+        w = mr.Variable(np.zeros((), np.float32), name="w")
+        checkpoint = Checkpoint(directory, w=w)
+    step = first = checkpoint.restore_latest() or 0
+    print("FIRST", first, flush=True)
+    with checkpoint, PreemptionHandler(checkpoint) as handler:
+        while step < int(last):
+            step += 1
+            strategy.run(lambda: [w.assign_add(1.0), None][1])
+            if first == 0 and step == int(at) and str(worker) in victims.split(","):
+                print("SENT", time.time(), flush=True)
+                os.kill(os.getpid(), signal.SIGTERM)
+            print("STEP", step, flush=True)
+            handler.after_step(step)
+    print("DONE", step, float(w), flush=True)
+
+
+if __name__ == "__main__":
+    mode, directory, *rest = sys.argv[1:]
+    {"save": save, "restore": restore, "refuse": refuse, "preempt": preempt}[mode](Path(directory), *rest)
+    print("FOUND" + json.dumps(found), flush=True)

@@ -1,0 +1,89 @@
+"""Checkpoints and preemption with real workers: one writes, all restore, all leave together."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import Ended, run_workers
+
+PROGRAM = Path(__file__).parent / "checkpoint_worker.py"
+
+
+def job(num_workers: int, *args: object, devices: int = 1, **options: Any) -> list[Ended]:
+    return run_workers(PROGRAM, num_workers, *args, devices=devices, timeout=110, **options)
+
+
+def found(ended: list[Ended]) -> list[dict[str, Any]]:
+    for worker in ended:
+        assert worker.code == 0, worker.output
+    return [json.loads(re.search(r"^FOUND(.*)$", worker.output, re.MULTILINE)[1]) for worker in ended]
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "devices"),
+    [(1, 3), pytest.param(2, 2, marks=pytest.mark.slow), pytest.param(3, 1, marks=pytest.mark.slow)],
+)
+def test_two_workers_save_and_others_go_on(tmp_path: Path, num_workers: int, devices: int) -> None:
+    progress = tmp_path / "progress"
+    saved = found(job(2, "save", tmp_path, devices=2, env={"MIRRORED_PROGRESS_FILE": str(progress)}))
+    for own in saved:
+        assert own["again"] == own["values"] and own["steps"] == [3, 5] and own["rows"] == list(range(12))
+        assert {**own["values"], "local": 0} == {**saved[0]["values"], "local": 0}
+    assert progress.read_text() == "5"
+    restored = found(job(num_workers, "restore", tmp_path, devices=devices))
+    for own in restored:
+        assert own["step"] == 5 and own["rows"] == list(range(16, 40))  # what was read after the save is read again
+        assert own["values"]["seen"] == 16 and own["values"]["mean"] == 13.5 and own["values"]["epoch"] == 4
+        assert own["values"]["key"] == saved[0]["values"]["key"] and own["values"]["w"] == restored[0]["values"]["w"]
+    local = [value for own in restored for value in own["values"]["local"]]
+    assert local == ([12.0, 13.0, 14.0, 15.0] if num_workers * devices == 4 else [13.5] * len(local))
+
+
+def test_what_fails_fails_on_all_workers(tmp_path: Path) -> None:
+    own = found(job(2, "refuse", tmp_path))
+    for worker, said in enumerate(own):
+        assert "StrategyMismatchError" in said["outside"] and "with strategy.scope():" in said["outside"]
+        assert "extra is mirrored float32[] on worker 1, and not there on worker 0" in said["kinds"]
+        assert "the workers save different steps: [1, 2]" in said["steps"]
+        assert ("TypeError: mr.Checkpoint: bad is 'text'" if worker else "failed on worker 1") in said["bad"]
+        assert "ReplicasDivergeError" in said["diverged"] and "'w'" in said["diverged"] and "worker 1" in said["diverged"]
+        assert said["written"] == [] and said["saved"] == 1
+        assert re.search(
+            r"own0 on \S+ \(worker 0\) holds the steps \[1\], and .*own1 on \S+ \(worker 1\) holds none", said["own"]
+        )
+        assert "no step in" in said["damaged"] and "_METADATA" in said["damaged"]
+        assert said["full"][:2] == ["no error", "no error"]
+        assert "CheckpointError" in said["full"][2] and "failed 2 times in a row: step 7: OSError" in said["full"][2]
+
+
+def steps_of(ended: Ended) -> list[int]:
+    return [int(step) for step in re.findall(r"^STEP (\d+)$", ended.output, re.MULTILINE)]
+
+
+def preempted_and_resumed(directory: Path, num_workers: int, victims: str, at: int, last: int) -> None:
+    ended = job(num_workers, "preempt", directory, victims, at, last)
+    assert [worker.code for worker in ended] == [143] * num_workers, "\n".join(worker.output for worker in ended)
+    sent = min(float(seconds) for worker in ended for seconds in re.findall(r"^SENT (\S+)$", worker.output, re.MULTILINE))
+    assert max(worker.time for worker in ended) - sent < 10, "two seconds, with much room for a busy machine"
+    stopped = steps_of(ended[0])[-1]
+    assert at <= stopped <= last and all(steps_of(worker) == list(range(1, stopped + 1)) for worker in ended)
+    resumed = job(num_workers, "preempt", directory, victims, at, last)
+    for worker in resumed:
+        assert worker.code == 0, worker.output
+        assert f"FIRST {stopped}\n" in worker.output and steps_of(worker) == list(range(stopped + 1, last + 1))
+        assert f"DONE {last} {float(last)}\n" in worker.output
+
+
+def test_a_signal_to_one_worker_lets_all_leave_at_one_step(tmp_path: Path) -> None:
+    preempted_and_resumed(tmp_path, 2, "1", 20, 2000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_workers", "victims", "at", "last"),
+    [(2, "0", 5, 2000), (2, "0,1", 5, 2000), (3, "2", 1, 3000), (2, "1", 30, 30), (2, "0", 29, 30), (3, "0,1,2", 10, 10)],
+)
+def test_signals_at_any_worker_and_step(tmp_path: Path, num_workers: int, victims: str, at: int, last: int) -> None:
+    preempted_and_resumed(tmp_path, num_workers, victims, at, last)

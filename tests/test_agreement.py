@@ -1,0 +1,181 @@
+"""Workers compare what they run: the same programs pass, each kind of difference is shown, on every worker, with both sides."""
+
+import json
+import re
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import pytest
+from fake_service import FakeClient
+
+from mirrored._agreement import Agreement
+from mirrored._coordination import Coordination
+from mirrored._errors import ProgramMismatchError
+from mirrored._progress import Progress
+
+
+class Job:
+    """Workers that are threads."""
+
+    def __init__(self, num_workers: int) -> None:
+        self.client = FakeClient()
+        self.progress = [Progress() for _ in range(num_workers)]
+        self.workers = [Coordination(self.client, worker, num_workers, timeout_seconds=20) for worker in range(num_workers)]
+        self.agreements = [Agreement(*pair) for pair in zip(self.workers, self.progress, strict=True)]
+
+    def run(self, work: Callable[[int, Agreement], object]) -> list[object]:
+        """Do the work of each worker; return its result, or its ProgramMismatchError."""
+
+        def guarded(worker: int) -> object:
+            try:
+                return work(worker, self.agreements[worker])
+            except ProgramMismatchError as error:
+                return error
+
+        with ThreadPoolExecutor(len(self.workers)) as pool:
+            return list(pool.map(guarded, range(len(self.workers))))
+
+
+def lowered(function: Callable, shape: tuple[int, ...] = (4,), dtype: str = "float32") -> str:
+    return jax.jit(function).lower(jax.ShapeDtypeStruct(shape, dtype)).as_text()
+
+
+TRAIN, EVALUATE = ("train", lowered(jnp.sum)), ("evaluate", lowered(lambda x: (x * x).mean()))
+
+
+@pytest.mark.parametrize("num_workers", [2, 4])
+def test_the_same_programs_pass(num_workers: int) -> None:
+    job = Job(num_workers)
+
+    def work(worker: int, agreement: Agreement) -> str:
+        for _ in range(3):
+            agreement.check(*TRAIN)
+            agreement.check(*EVALUATE)
+        return "done"
+
+    assert job.run(work) == ["done"] * num_workers
+    assert all(progress.phases == () for progress in job.progress)
+
+
+@pytest.mark.parametrize("num_workers", [2, 4])
+@pytest.mark.parametrize(
+    ("odd", "shown"),
+    [
+        ([EVALUATE, TRAIN], ["evaluate", "train"]),  # another order
+        ([("train", lowered(jnp.sum, (5,)))], ["tensor<4xf32>", "tensor<5xf32>"]),
+        ([("train", lowered(jnp.sum, dtype="int32"))], ["tensor<4xf32>", "tensor<4xi32>"]),
+        ([("train", lowered(jnp.max))], ["stablehlo.add", "stablehlo.maximum"]),
+        ([("extra", lowered(lambda x: x + 1)), TRAIN], ["extra", "train"]),
+    ],
+    ids=["order", "shape", "dtype", "operation", "extra"],
+)
+def test_each_kind_of_difference_is_shown_on_every_worker(num_workers: int, odd: list[tuple[str, str]], shown: list[str]) -> None:
+    job = Job(num_workers)
+
+    def work(worker: int, agreement: Agreement) -> None:
+        for name, text in odd if worker == 1 else [TRAIN, EVALUATE]:
+            agreement.check(name, text)
+
+    errors = job.run(work)
+    assert all(isinstance(error, ProgramMismatchError) for error in errors)
+    assert len({str(error) for error in errors}) == 1
+    message = str(errors[0])
+    assert message.startswith("the workers have come to different programs, as their new program 1:")
+    others = "worker 0" if num_workers == 2 else "workers 0, 2, 3"
+    sides = re.findall(r"(?ms)^(workers? [\d, ]+: .*?)(?=^worker|^Every)", message)
+    assert [side.partition(":")[0] for side in sides] == [others, "worker 1"]
+    assert all(part in message for part in shown), message
+    assert "Every worker must run the same programs in the same order" in message and len(message) < 6000
+    assert all(progress.phases == () for progress in job.progress)
+
+
+def test_only_what_differs_is_shown_of_long_programs_and_long_lines() -> None:
+    job = Job(2)
+    lines = [f"%{i} = add %{i - 1}, %1 : tensor<4xf32>" for i in range(3000)]
+    lines[1500] = "a" * 5000
+
+    def work(worker: int, agreement: Agreement) -> None:
+        mine = lines.copy()
+        mine[1500] = "a" * 2500 + f"<{worker}>" + "a" * 2500
+        agreement.check("train", "\n".join(mine))
+
+    message = str(job.run(work)[0])
+    assert "line 1501 of 3000:" in message and "aaa<0>aaa" in message and "aaa<1>aaa" in message
+    assert "%1499 = add" in message and "%1505 = add" in message and "%1507 = add" not in message and "%1490 = add" not in message
+    assert len(message) < 4000
+    assert sum(map(len, job.client.values.values())) < 4000, "little is sent"
+
+
+def test_a_program_that_is_the_beginning_of_another_differs() -> None:
+    message = str(Job(2).run(lambda worker, agreement: agreement.check("train", "a\nb" if worker else "a\nb\nc"))[0])
+    assert "it has ended before the others" in message and "line 2 of 3" in message
+
+
+def test_equal_programs_may_have_different_names() -> None:
+    assert Job(2).run(lambda worker, agreement: agreement.check(f"step{worker}", "the text")) == [None, None]
+
+
+def test_after_an_error_the_workers_are_still_in_step() -> None:
+    def work(worker: int, agreement: Agreement) -> str:
+        with pytest.raises(ProgramMismatchError):
+            agreement.check("train", f"text {worker}")
+        agreement.check(*TRAIN)
+        return "done"
+
+    assert Job(3).run(work) == ["done"] * 3
+
+
+def test_while_it_waits_the_progress_says_for_what() -> None:
+    job = Job(2)
+    thread = threading.Thread(target=job.agreements[0].check, args=TRAIN)
+    thread.start()
+    while not job.progress[0].phases and thread.is_alive():
+        pass
+    (phase,) = job.progress[0].phases
+    assert (phase.text, phase.detail, phase.waits) == ("the comparison of new program 1", "'train'", True)
+    job.agreements[1].check(*TRAIN)
+    thread.join(10)
+    assert not thread.is_alive() and job.progress[0].phases == ()
+
+
+def test_the_order_of_known_programs_is_compared_on_demand() -> None:
+    job = Job(2)
+
+    def work(worker: int, agreement: Agreement) -> None:
+        for name in ["a", "b", "b" if worker else "a"]:
+            agreement.check_order(name, f"the text\nof {name}")
+
+    for error in job.run(work):
+        assert isinstance(error, ProgramMismatchError)
+        assert "the workers have come to different programs, as their start 3 of a program:" in str(error)
+        assert "worker 0: a\n  | line 2 of 2:\n  | the text\n  | of a\nworker 1: b\n" in str(error)
+
+
+@pytest.mark.parametrize(("value", "wanted"), [(None, False), ("", False), ("detail", True), ("Detail", False)])
+def test_the_debug_mode_is_an_environment_variable(value: str | None, wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MIRRORED_DEBUG", raising=False)
+    if value is not None:
+        monkeypatch.setenv("MIRRORED_DEBUG", value)
+    assert Agreement(Coordination()).checks_order is wanted
+
+
+def test_one_worker_agrees_with_itself() -> None:
+    agreement = Agreement(Coordination(), Progress())
+    agreement.check(*TRAIN)
+    agreement.check_order("train", "d")
+
+
+@pytest.mark.parametrize("garbage", ["null", "[]", '["only one"]', '[1, {"a": 2}]', '"text"', "[" * 50 + "]" * 50])
+def test_what_another_process_writes_is_shown_escaped(garbage: str) -> None:
+    client = FakeClient()
+    agreement = Agreement(Coordination(client, 0, 2, timeout_seconds=5), Progress())
+    values = [garbage, json.dumps("no count"), *[json.dumps("x")] * 12, json.dumps("evil\x1b[2J\nCRITICAL")]
+    for number, value in enumerate(values):
+        client.key_value_set(f"mirrored/exchange/agreement/{number}/1", value)
+    with pytest.raises(ProgramMismatchError) as caught:
+        agreement.check("tr\x1bain", "0123456789" * 100)
+    message = str(caught.value)
+    assert "\x1b" not in message and all(line.isprintable() for line in message.split("\n"))

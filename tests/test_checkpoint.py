@@ -1,0 +1,832 @@
+"""Checkpoints: what is saved comes back exactly, and what cannot is said before anything changes."""
+
+import asyncio
+import json
+import logging
+import os
+import random
+import shutil
+import subprocess
+import sys
+import threading
+from collections import OrderedDict, namedtuple
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+
+import mirrored as mr
+from mirrored import _checkpoint_files, _integrity
+from mirrored._errors import CheckpointError
+from mirrored.checkpoint import Checkpoint
+
+ALL_DEVICES = [f"cpu:{i}" for i in range(8)]
+
+Pair = namedtuple("Pair", "first second")
+
+
+def on(num_replicas: int) -> mr.MirroredStrategy:
+    return mr.MirroredStrategy(ALL_DEVICES[:num_replicas])
+
+
+def quiet(*effects: object) -> None:
+    """Return nothing, whatever its arguments do."""
+
+
+def save(directory: Path, step: int, /, **named: object) -> None:
+    with Checkpoint(directory, **named) as checkpoint:
+        checkpoint.save(step)
+
+
+def restore(directory: Path, /, **named: object) -> int | None:
+    with Checkpoint(directory, **named) as checkpoint:
+        return checkpoint.restore_latest()
+
+
+def files_of(step: Path) -> list[Path]:
+    return sorted(path for path in step.rglob("*") if path.is_file())
+
+
+def flip(path: Path, bit: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
+# -- what is saved comes back
+
+
+def test_values_of_every_dtype_come_back_exactly(tmp_path: Path) -> None:
+    names = "bool int8 int16 int32 uint8 uint16 uint32 float16 float32 complex64 bfloat16 int4 uint4 float8_e4m3fn float8_e5m2"
+    values = {name: np.array([[0, 1, 1]]).astype(np.dtype(getattr(ml_dtypes, name, name))) for name in names.split()}
+    variables = {name: mr.Variable(value) for name, value in values.items()}
+    wide = {name: np.array([3, -1]).astype(name) for name in ("int64", "float64", "complex128", ">i4", ">f8")}
+    save(tmp_path, 1, variables=variables, arrays=dict(values), wide=dict(wide))
+    for variable in variables.values():
+        variable.assign(jnp.zeros(variable.shape, variable.dtype))
+    arrays = {name: np.zeros_like(value) for name, value in values.items()}
+    others = {name: np.zeros_like(value) for name, value in wide.items()}
+    assert restore(tmp_path, variables=variables, arrays=arrays, wide=others) == 1
+    for name, value in values.items():
+        assert variables[name].numpy().tobytes() == value.tobytes() == arrays[name].tobytes(), name
+    for name, value in wide.items():
+        np.testing.assert_array_equal(others[name], value)
+        assert others[name].dtype == value.dtype
+
+
+def test_special_floats_scalars_empty_arrays_and_keys_come_back(tmp_path: Path) -> None:
+    special = np.array([np.nan, -np.nan, np.inf, -0.0, 1e-45, 3.4e38], np.float32)
+    special.view(np.uint32)[0] = 0x7FC01234  # a NaN with a payload
+    state = {
+        "special": special.copy(), "empty": np.zeros((0, 3), np.int32), "scalar": np.float32(2.5), "jax": jnp.arange(3),
+        "key": jax.random.key(7), "keys": jax.random.split(jax.random.key(1, impl="rbg"), 3), "int": 10**30,
+        "float": float("-inf"), "bool": True, "complex": 1 - 2j, "none": None, "nothing": [],
+    }  # fmt: skip
+    keys = mr.Variable(jax.random.split(jax.random.key(3), 2))
+    save(tmp_path, 0, state=state, keys=keys)
+    drawn = jax.random.normal(keys.value[1])
+    keys.assign(jax.random.split(jax.random.key(9), 2))
+    new = {
+        "special": np.zeros(6, np.float32), "empty": np.ones((0, 3), np.int32), "scalar": np.float32(0),
+        "jax": jnp.zeros(3, jnp.int32), "key": jax.random.key(0), "keys": jax.random.split(jax.random.key(0, impl="rbg"), 3),
+        "int": 0, "float": 0.0, "bool": False, "complex": 0j, "none": None, "nothing": [],
+    }  # fmt: skip
+    assert restore(tmp_path, state=new, keys=keys) == 0
+    assert new["special"].tobytes() == special.tobytes()
+    assert new["scalar"] == np.float32(2.5) and type(new["scalar"]) is np.float32
+    assert (new["int"], new["float"], new["bool"], new["complex"]) == (10**30, float("-inf"), True, 1 - 2j)
+    assert isinstance(new["jax"], jax.Array) and new["jax"].tolist() == [0, 1, 2]
+    assert jax.random.uniform(new["key"]) == jax.random.uniform(jax.random.key(7))
+    assert jnp.array_equal(jax.random.key_data(new["keys"]), jax.random.key_data(state["keys"]))
+    assert jax.random.normal(keys.value[1]) == drawn
+
+
+def test_restored_values_take_their_place_in_nests(tmp_path: Path) -> None:
+    def make(x: float) -> dict[str, object]:
+        return {
+            "deep": [Pair(x, (jnp.full(2, x), {"a": x})), OrderedDict(b=x)],
+            "optax": optax.adam(0.1).init({"w": jnp.full(3, x)}),
+            1: x, "1": x + 1, "a/b": x, "..": x, "nul\0": x, "['a']": x,
+        }  # fmt: skip
+
+    with pytest.raises(ValueError, match="sorting pytree dictionary keys"):
+        Checkpoint(tmp_path, state={1: 0.0, "1": 0.0})
+    old, new = make(1.5), make(0.0)
+    del old[1], new[1]
+    deep, inner = new["deep"], new["deep"][0].second[1]
+    save(tmp_path, 4, state=old)
+    assert restore(tmp_path, state=new) == 4
+    assert new["deep"] is deep and new["deep"][0].second[1] is inner
+    assert isinstance(new["deep"][0], Pair) and isinstance(new["deep"][1], OrderedDict)
+    assert jax.tree.structure(new) == jax.tree.structure(old)
+    jax.tree.map(np.testing.assert_array_equal, new, old)
+    assert not (tmp_path.parent / "b").exists() and {p.name for p in tmp_path.iterdir()} == {"4"}
+
+
+def test_optimizer_and_step_go_on_as_if_never_interrupted(tmp_path: Path) -> None:
+    def train(strategy: mr.Strategy, directory: Path, num_steps: int, until: int) -> tuple[np.ndarray, int]:
+        with strategy.scope():
+            w = mr.Variable(np.ones(3, np.float32), name="w")
+            optimizer = mr.Optimizer(optax.adam(0.1), [w])
+            checkpoint = Checkpoint(directory, w=w, optimizer=optimizer)
+        first = checkpoint.restore_latest() or 0
+
+        def step(x: jax.Array) -> None:
+            _, gradients = mr.value_and_grad(lambda: jnp.sum(w * w * x), [w])()
+            optimizer.apply_gradients(gradients)
+
+        for number in range(first + 1, min(first + num_steps, until) + 1):
+            strategy.run(step, args=(strategy.distribute_values_from_function(lambda ctx: np.float32(number)),))  # noqa: B023
+            checkpoint.save(number)
+        checkpoint.close()
+        return w.numpy(), first
+
+    whole, _ = train(on(2), tmp_path / "whole", 7, 7)
+    train(on(2), tmp_path / "parts", 3, 7)
+    parts, first = train(on(2), tmp_path / "parts", 4, 7)
+    assert first == 3
+    assert parts.tobytes() == whole.tobytes()
+    other, first = train(on(3), tmp_path / "parts", 1, 7)
+    assert first == 7 and other.tobytes() == whole.tobytes()
+
+
+@pytest.mark.parametrize("kind", ["numpy", "files"])
+def test_no_example_is_repeated_or_lost_across_numbers_of_replicas(tmp_path: Path, kind: str) -> None:
+    batches = [np.arange(i, min(i + 5, 43)) for i in range(0, 43, 5)]
+    seen: list[int] = []
+    for attempt, num_replicas in enumerate([2, 3, 1, 2]):
+        strategy = on(num_replicas)
+        dataset = batches if kind == "files" else strategy.make_numpy_dataset(np.arange(43)).shuffle(seed=3).batch(5)
+        with iter(strategy.distribute_dataset(dataset)) as iterator, Checkpoint(tmp_path, data=iterator) as checkpoint:
+            start = checkpoint.restore_latest() or 0
+            for step, batch in zip(range(start + 1, start + 3 + attempt), iterator, strict=False):
+                seen += [int(row) for value in batch.values for row in value]
+                checkpoint.save(step)
+    assert len(seen) == 43 and sorted(seen) == list(range(43))
+
+
+@pytest.mark.parametrize("aggregation", ["sum", "mean", "only_first_replica", "none"])
+def test_sync_on_read_with_the_same_replicas_is_bit_identical(tmp_path: Path, aggregation: str, strategy, per_replica) -> None:
+    with strategy.scope():
+        v = mr.Variable(np.zeros(2, np.float32), synchronization="on_read", aggregation=aggregation)
+        count = strategy.num_replicas_in_sync
+        values = per_replica(strategy, *(np.array([0.1 * i, np.nan if i == 0 else 7], np.float32) for i in range(count)))
+        strategy.run(lambda x: quiet(v.assign(x)), args=(values,))
+        before = np.asarray(v._array).tobytes()
+        save(tmp_path, 1, v=v)
+        strategy.run(lambda: quiet(v.assign(v * 0)))
+        assert restore(tmp_path, v=v) == 1
+        assert np.asarray(v._array).tobytes() == before
+
+
+@pytest.mark.parametrize(("old", "new"), [(1, 3), (3, 2), (2, 8), (8, 1)])
+@pytest.mark.parametrize("aggregation", ["sum", "mean", "only_first_replica"])
+def test_sync_on_read_with_other_replicas_keeps_its_value(tmp_path: Path, aggregation: str, old: int, new: int, per_replica):
+    dtype = np.int32 if aggregation != "mean" else np.float32
+    with on(old).scope() as strategy:
+        v = mr.Variable(np.zeros(2, dtype), synchronization="on_read", aggregation=aggregation)
+        values = per_replica(strategy, *(np.array([i + 1, 10 * i]).astype(dtype) for i in range(old)))
+        strategy.run(lambda x: quiet(v.assign(x)), args=(values,))
+        value = v.numpy()
+        save(tmp_path, 1, v=v)
+    with on(new).scope():
+        v = mr.Variable(np.zeros(2, dtype), synchronization="on_read", aggregation=aggregation)
+        assert restore(tmp_path, v=v) == 1
+        np.testing.assert_array_equal(v.numpy(), value)
+
+
+def test_aggregation_none_needs_the_same_replicas_and_says_so(tmp_path: Path) -> None:
+    with on(2).scope():
+        v, w = mr.Variable([1.0, 2.0], synchronization="on_read"), mr.Variable(5.0)
+        save(tmp_path, 1, v=v, w=w)
+    with on(3).scope():
+        v, w = mr.Variable([0.0, 0.0], synchronization="on_read"), mr.Variable(0.0)
+        with pytest.raises(CheckpointError, match=r"v was saved as 2 values, .* aggregation NONE.* on 3 replicas. Restore on 2"):
+            restore(tmp_path, v=v, w=w)
+        assert float(w) == 0.0
+
+
+def test_mirrored_sync_on_read_and_plain_are_exchangeable(tmp_path: Path, per_replica) -> None:
+    def make(kind: str) -> object:
+        if kind == "mirrored":
+            return mr.Variable(np.zeros(2, np.float32))
+        if kind == "jax":
+            return {"x": jnp.zeros(2)}
+        if kind == "numpy":
+            return {"x": np.zeros(2, np.float32)}
+        return mr.Variable(np.zeros(2, np.float32), synchronization="on_read", aggregation=kind)
+
+    kinds = ["mirrored", "sum", "mean", "jax", "numpy"]
+    for source in kinds:
+        with on(3).scope() as strategy:
+            thing = make(source)
+            if source in ("sum", "mean"):
+                strategy.run(
+                    lambda x, v=thing: quiet(v.assign(x)), args=(per_replica(strategy, *np.eye(3, 2, dtype=np.float32)),)
+                )
+                expected = thing.numpy()
+            elif source == "mirrored":
+                expected = thing.assign([3.0, 4.0]).numpy()
+            else:
+                expected = np.array([5.0, 6.0], np.float32)
+                thing["x"] = jnp.asarray(expected) if source == "jax" else expected
+            save(tmp_path / source, 1, **({"v": thing} if isinstance(thing, mr.Variable) else {"v": {"x": thing["x"]}}))
+        for target in kinds:
+            with on(2).scope():
+                new = make(target)
+                is_nest = isinstance(new, dict)
+                if is_nest != (source in ("jax", "numpy")):
+                    continue  # their paths differ: v and v['x']
+                assert restore(tmp_path / source, v=new) == 1
+                value = new["x"] if is_nest else new.numpy()
+                np.testing.assert_array_equal(value, expected)
+        with on(2).scope():
+            target = np.zeros(2, np.float32)
+            if source in ("mirrored", "sum", "mean"):
+                assert restore(tmp_path / source, v=target) == 1
+                np.testing.assert_array_equal(target, expected)
+
+
+def test_a_save_does_not_see_what_later_steps_do(tmp_path: Path, strategy2: mr.Strategy, monkeypatch) -> None:
+    gate = threading.Event()
+    write = _checkpoint_files.StepFiles.write
+    monkeypatch.setattr(_checkpoint_files.StepFiles, "write", lambda *args: gate.wait(60) and write(*args))
+    with strategy2.scope():
+        w, n = mr.Variable(np.ones(1000, np.float32)), mr.Variable(1, synchronization="on_read", aggregation="sum")
+        host, state = np.ones(5), {"epoch": 1}
+        with Checkpoint(tmp_path, w=w, n=n, host=host, state=state) as checkpoint:
+            checkpoint.save(1)
+            assert checkpoint.steps() == []
+            for _ in range(3):  # donates the buffers
+                strategy2.run(lambda: quiet(w.assign(w * 2), n.assign_add(5)))
+            host[:] = 9
+            state["epoch"] = 2
+            gate.set()
+            assert checkpoint.wait() == 1
+            assert checkpoint.restore_latest() == 1
+        assert w.numpy().tolist() == [1.0] * 1000 and int(n) == 2 and host.tolist() == [1.0] * 5 and state == {"epoch": 1}
+
+
+def test_one_save_at_a_time(tmp_path: Path, monkeypatch) -> None:
+    running, most = [], []
+    write = _checkpoint_files.StepFiles.write
+
+    def counted(*args):
+        running.append(1)
+        most.append(len(running))
+        result = write(*args)
+        running.pop()
+        return result
+
+    monkeypatch.setattr(_checkpoint_files.StepFiles, "write", counted)
+    w = mr.Variable(0.0)
+    with Checkpoint(tmp_path, max_to_keep=None, w=w) as checkpoint:
+        for step in range(5):
+            checkpoint.save(step)
+    assert most == [1] * 5 and checkpoint.steps() == [0, 1, 2, 3, 4]
+
+
+# -- steps, retention, what is in the directory
+
+
+def test_retention_keeps_the_newest(tmp_path: Path) -> None:
+    with Checkpoint(tmp_path, max_to_keep=2, w=mr.Variable(0.0)) as checkpoint:
+        for step in (1, 5, 9, 10, 100):
+            checkpoint.save(step)
+            checkpoint.wait()
+            assert checkpoint.steps()[-1] == step and len(checkpoint.steps()) <= 2
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["10", "100"]
+
+
+def test_the_same_step_is_saved_once_and_an_older_one_is_refused(tmp_path: Path, caplog) -> None:
+    w = mr.Variable(1.0)
+    with Checkpoint(tmp_path, w=w) as checkpoint, caplog.at_level(logging.INFO, "mirrored"):
+        checkpoint.save(5)
+        checkpoint.save(5)
+        assert "step 5 is saved already" in caplog.text
+    w.assign(2.0)
+    with Checkpoint(tmp_path, w=w) as checkpoint:
+        for step in (4, 5):  # of a program that has not restored anything
+            with pytest.raises(ValueError, match=rf"save\({step}\), but .* holds step 5.*restore_latest\(\) before training"):
+                checkpoint.save(step)
+        assert checkpoint.restore_latest() == 5 and float(w) == 1.0
+        checkpoint.save(5)
+        with pytest.raises(ValueError, match="holds step 5"):
+            checkpoint.save(4)
+        w.assign(2.0)
+        checkpoint.save(6)
+    assert restore(tmp_path, w=w) == 6 and float(w) == 2.0
+
+
+def test_strays_are_ignored_with_a_line_and_nothing_is_written_through_them(tmp_path: Path, caplog) -> None:
+    directory, outside = tmp_path / "ckpt", tmp_path / "outside"
+    w = mr.Variable(3.0)
+    save(directory, 2, w=w)
+    shutil.copytree(directory / "2", outside)
+    (directory / "3").mkdir()
+    (directory / "9").symlink_to(outside)
+    (directory / "8").write_text("a file")
+    (directory / "07").mkdir()
+    (directory / ".saving-4-99").mkdir()
+    (directory / "notes.txt").write_text("mine")
+    before = {p: p.read_bytes() for p in files_of(outside)}
+    assert restore(directory, w=w.assign(0.0)) == 2 and float(w) == 3.0
+    for text in ("3 is an empty directory", "9 is a symbolic link", "8 is not a directory", "07 is not", "cut short", "notes.t"):
+        assert any(text in r.message and r.levelname == "WARNING" for r in caplog.records), text
+    with Checkpoint(directory, w=w, max_failed_saves=9) as checkpoint:
+        assert checkpoint.steps() == [2]
+        checkpoint.save(3)  # takes the place of the empty directory
+        assert checkpoint.wait() == 3
+        checkpoint.save(8)
+        assert checkpoint.wait() == 3 and "saving step 8" in caplog.text and "Not a directory" in caplog.text
+        checkpoint.save(9)
+        assert checkpoint.wait() == 3 and "saving step 9" in caplog.text
+        checkpoint.save(10)
+    assert {p: p.read_bytes() for p in files_of(outside)} == before
+    assert (directory / "notes.txt").read_text() == "mine" and not (directory / ".saving-4-99").exists()
+
+
+def test_a_renamed_step_is_not_taken_for_another(tmp_path: Path, caplog) -> None:
+    w = mr.Variable(1.0)
+    save(tmp_path, 2, w=w)
+    shutil.copytree(tmp_path / "2", tmp_path / "7")
+    assert restore(tmp_path, w=w) == 2
+    assert "step 7" in caplog.text and "is that of step 2" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["../evil", "/abs", ".hidden", "", "a/b", "a\0b", "x" * 129, "ü", "a b", ".."])
+def test_names_that_could_lead_outside_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="will not do; expected 1 to 128"):
+        Checkpoint(tmp_path, **{name: mr.Variable(0.0)})
+
+
+def test_good_names_and_the_words_of_the_signature(tmp_path: Path) -> None:
+    named = {name: mr.Variable(1.0) for name in ("a.b-c_D9", "x" * 128, "directory", "self", "9")}
+    save(tmp_path, 1, **named)
+    assert restore(tmp_path, **named) == 1
+
+
+@pytest.mark.parametrize(
+    ("named", "error", "message"),
+    [
+        ({}, TypeError, "got nothing to save"),
+        ({"epoch": 3}, TypeError, r"epoch is 3, and a restored value could not be put in its place.*state=\{'epoch': 0\}"),
+        ({"x": (jnp.zeros(2), {"a": 1})}, TypeError, r"x\[0\] is .*could not be put in its place"),
+        ({"x": "text"}, TypeError, "x is 'text' of type str; expected variables"),
+        ({"x": {"f": print}}, TypeError, r"x\['f'\] is .* of type builtin_function"),
+        ({"x": {"o": np.array([None])}}, TypeError, r"x\['o'\]"),
+        ({"x": {"d": np.array(["2026-01-01"], "M8[s]")}}, TypeError, r"x\['d'\]"),
+    ],
+)
+def test_what_cannot_be_saved_is_refused_at_once(tmp_path: Path, named, error, message: str) -> None:
+    with pytest.raises(error, match=message):
+        Checkpoint(tmp_path / "new", **named)
+    assert not (tmp_path / "new").exists()
+
+
+def test_per_replica_values_are_refused(tmp_path: Path, strategy2: mr.Strategy, per_replica) -> None:
+    with pytest.raises(TypeError, match=r"x\['a'\] is a PerReplica.*strategy.reduce.*on_read"):
+        Checkpoint(tmp_path, x={"a": per_replica(strategy2, 1.0, 2.0)})
+
+
+def test_arguments_are_checked(tmp_path: Path) -> None:
+    w = mr.Variable(0.0)
+    (tmp_path / "file").write_text("")
+    for name, value, error in [("to_keep", 0, ValueError), ("to_keep", True, TypeError), ("failed_saves", 0, ValueError)]:
+        with pytest.raises(error, match="max_"):
+            Checkpoint(tmp_path, w=w, **{f"max_{name}": value})
+    for directory, error in [(3, TypeError), ("gs://bucket/x", ValueError), ("", TypeError), (tmp_path / "file", ValueError)]:
+        with pytest.raises(error, match="directory"):
+            Checkpoint(directory, w=w)
+    with Checkpoint(tmp_path, w=w) as checkpoint:
+        for step in (-1, 1.5, True, "3", None, 10**18):
+            with pytest.raises(TypeError, match="expected an int of at least 0"):
+                checkpoint.save(step)
+        checkpoint.save(np.int64(3))
+    assert checkpoint.steps() == [3]
+    for call in (lambda: checkpoint.save(4), checkpoint.restore_latest, checkpoint.wait):
+        with pytest.raises(ValueError, match=r"after close\(\)"):
+            call()
+    checkpoint.close()
+
+
+def test_inside_a_step_it_is_refused(tmp_path: Path, strategy2: mr.Strategy) -> None:
+    with strategy2.scope():
+        w = mr.Variable(0.0)
+        with Checkpoint(tmp_path, w=w) as checkpoint:
+            with pytest.raises(mr.ContextError, match="inside a step"):
+                strategy2.run(lambda: checkpoint.save(1))
+            with pytest.raises(mr.ContextError, match="inside a step"):
+                jax.jit(lambda: checkpoint.restore_latest())()
+    assert checkpoint.steps() == []
+
+
+# -- what does not fit
+
+
+def test_all_differences_are_listed_before_anything_changes(tmp_path: Path) -> None:
+    strategy = on(2)
+    with strategy.scope():
+        old = {"a": mr.Variable(1.0), "b": mr.Variable([1.0, 2.0]), "c": mr.Variable(1), "d": 3, "gone": mr.Variable(0.0)}
+        key = {"k": jax.random.key(0)}
+        iterator = iter(strategy.distribute_dataset([np.arange(2)]))
+        save(tmp_path, 1, state=old, key=key, data=iterator)
+        new = {"a": mr.Variable(7.0), "b": mr.Variable([7.0, 7.0, 7.0]), "c": mr.Variable(7.0), "d": np.zeros(2), "new": 5}
+        with pytest.raises(CheckpointError) as caught:
+            restore(tmp_path, state=new, key={"k": jax.random.key(0, impl="rbg")}, data=mr.Variable(0.0))
+    lines = str(caught.value).splitlines()
+    assert "nothing has changed" in lines[0] and "Give it the same objects" in lines[-1]
+    assert [line.split(" is ")[0].split(" (")[0].strip() for line in lines[1:-1]] == [
+        "data", "key['k']", "state['b']", "state['c']", "state['d']", "state['gone']", "state['new']",
+    ]  # fmt: skip
+    assert "state['b'] is mirrored float32[3] here, and mirrored float32[2] in the checkpoint" in str(caught.value)
+    assert [float(new["a"]), new["c"].numpy().item(), new["new"]] == [7.0, 7.0, 5]
+    iterator.close()
+
+
+class Refusing:
+    """An iterator that does not take any position."""
+
+    def get_state(self) -> dict[str, int]:
+        return {"at": 1}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        raise ValueError(f"not {state}")
+
+
+def test_an_iterator_that_refuses_its_position_leaves_all_as_it_was(tmp_path: Path, strategy2: mr.Strategy) -> None:
+    rows = strategy2.make_numpy_dataset(np.arange(8)).batch(2)
+    with strategy2.scope():
+        w, dataset = mr.Variable(1.0), strategy2.distribute_dataset(rows)
+        with iter(dataset) as iterator:
+            next(iterator)
+            save(tmp_path, 1, w=w, data=iterator, other=Refusing())
+        w.assign(2.0)
+        with iter(dataset) as iterator:
+            next(iterator), next(iterator), next(iterator)
+            with pytest.raises(CheckpointError, match=r"an iterator does not take its position: ValueError: not {'at': 1}"):
+                restore(tmp_path, w=w, data=iterator, other=Refusing())
+            assert float(w) == 2.0
+            assert [value.tolist() for value in next(iterator).values] == [[6], [7]]
+
+
+def test_a_checkpoint_of_a_later_format_is_not_taken_for_damage(tmp_path: Path, monkeypatch) -> None:
+    w = mr.Variable(1.0)
+    monkeypatch.setattr(_checkpoint_files, "FORMAT", 2)
+    save(tmp_path, 1, w=w)
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match=r"has format 2, and this version.*written by.*install that version"):
+        restore(tmp_path, w=w)
+
+
+def test_copies_that_differ_are_never_saved(tmp_path: Path, strategy2: mr.Strategy) -> None:
+    with strategy2.scope():
+        w, other = mr.Variable(np.zeros(3, np.float32), name="w"), mr.Variable(0.0, name="other")
+        with Checkpoint(tmp_path, w=w) as checkpoint:
+            shards = [jax.device_put(np.array([0, 0, i], np.float32), device) for i, device in enumerate(strategy2.devices)]
+            good = w._array
+            w._array = jax.make_array_from_single_device_arrays((3,), w._array.sharding, shards)
+            with pytest.raises(mr.ReplicasDivergeError, match="copies of variable 'w' differ"):
+                checkpoint.save(1)
+            assert checkpoint.wait() is None
+            w._array = good
+            checkpoint.save(1)
+            assert checkpoint.wait() == 1
+            scalars = [jax.device_put(np.float32(i), device) for i, device in enumerate(strategy2.devices)]
+            other._array = jax.make_array_from_single_device_arrays((), other._array.sharding, scalars)
+            checkpoint.save(2)  # which does not hold `other`
+
+
+# -- damage
+
+
+def trained(directory: Path, steps: int = 2) -> dict[str, object]:
+    """Save some steps with data that compression cannot shorten, and return what was saved."""
+    noise = np.random.default_rng(0).standard_normal((40, 50)).astype(np.float32)
+    named = {"w": mr.Variable(noise), "state": {"b": mr.Variable(np.arange(9)), "epoch": 5, "z": np.zeros(7)}}
+    with Checkpoint(directory, **named) as checkpoint:
+        for step in range(1, steps + 1):
+            named["w"].assign(noise * step)
+            checkpoint.save(step)
+    return named
+
+
+def flips(directory: Path, count: int, caplog) -> None:
+    named, rng = trained(directory), random.Random(count)
+    newest = named["w"].numpy()
+    originals = {path: path.read_bytes() for path in files_of(directory / "2") if path.stat().st_size}
+    paths = list(originals)
+    weights = [len(data) for data in originals.values()]
+    for i in range(count):
+        # Half of them anywhere in the bytes, half in any file, so that the small files get their share.
+        path = rng.choices(paths, weights)[0] if i % 2 else rng.choice(paths)
+        flip(path, rng.randrange(8 * len(originals[path])))
+        caplog.clear()
+        with Checkpoint(directory, **named) as checkpoint:
+            found = checkpoint.restore_latest()
+        path.write_bytes(originals[path])
+        errors = [r.getMessage() for r in caplog.records if r.levelname == "ERROR" and r.name == "mirrored"]
+        if found == 2:
+            assert path.name == "record.json" and named["w"].numpy().tobytes() == newest.tobytes()
+        else:
+            assert found == 1 and len(errors) == 1 and "step 2" in errors[0] and path.name in errors[0], (path, errors)
+            assert named["w"].numpy().tobytes() == (newest / 2).tobytes()
+
+
+def test_flipped_bits_are_found_and_the_step_before_is_used(tmp_path: Path, caplog) -> None:
+    flips(tmp_path, 40, caplog)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_killed_saves_lose_nothing_that_was_committed() -> None:
+    script = Path(__file__).parent / "chaos_saves.py"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    done = subprocess.run([sys.executable, script, "20"], capture_output=True, text=True, env=environment, timeout=250)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_thousand_flipped_bits_are_found(tmp_path: Path, caplog) -> None:
+    flips(tmp_path, 1000, caplog)
+
+
+def test_damaged_data_names_the_file_and_the_array(tmp_path: Path, caplog) -> None:
+    named = trained(tmp_path)
+    largest = max(files_of(tmp_path / "2"), key=lambda p: p.stat().st_size)
+    flip(largest, 8 * (largest.stat().st_size // 2))
+    assert restore(tmp_path, **named) == 1
+    message = next(r.getMessage() for r in caplog.records if r.levelname == "ERROR" and r.name == "mirrored")
+    assert f"step 2 in {tmp_path} is damaged and is not used" in message
+    assert f"file {largest.relative_to(tmp_path / '2')} is damaged: its CRC-32" in message
+    assert "array w is damaged" in message or "orbax cannot read the arrays" in message
+
+
+@pytest.mark.parametrize("harm", ["truncate", "empty", "remove", "extra", "link", "no_record", "no_arrays"])
+def test_other_damage_is_found(tmp_path: Path, harm: str, caplog) -> None:
+    named, step = trained(tmp_path), tmp_path / "2"
+    victim = max(files_of(step / "arrays"), key=lambda p: p.stat().st_size)
+    match harm:
+        case "truncate":
+            os.truncate(victim, victim.stat().st_size - 1)
+        case "empty":
+            os.truncate(victim, 0)
+        case "remove":
+            victim.unlink()
+        case "extra":
+            victim = step / "arrays" / "zz"
+            victim.write_text("")
+        case "link":
+            moved = victim.rename(tmp_path / "moved")
+            victim.symlink_to(moved)
+        case "no_record":
+            victim = step / "record.json"
+            victim.unlink()
+        case "no_arrays":
+            shutil.rmtree(step / "arrays")
+    assert restore(tmp_path, **named) == 1
+    assert sum(r.levelname == "ERROR" and victim.name in r.getMessage() for r in caplog.records if r.name == "mirrored") == 1
+
+
+def test_a_record_that_is_no_record_is_damage(tmp_path: Path) -> None:
+    named = trained(tmp_path, steps=1)
+    record = tmp_path / "1" / "record.json"
+    good = record.read_bytes()
+    changed = json.loads(good)
+    changed["record"]["step"] = 2
+    for data in (b"", b"{}", b"[]", b"null", b"\xff\xfe", b"[" * 100000, json.dumps(changed).encode(), good[:-3]):
+        record.write_bytes(data)
+        with pytest.raises(CheckpointError, match=r"no step in .* is undamaged:\n  step 1: file record.json cannot be used"):
+            restore(tmp_path, **named)
+    record.unlink()
+    os.mkfifo(record)
+    with pytest.raises(CheckpointError, match="not a file of at most"):
+        restore(tmp_path, **named)
+
+
+def test_wrong_arrays_in_whole_files_are_found(tmp_path: Path, monkeypatch, caplog) -> None:
+    named = trained(tmp_path)
+    storable = _checkpoint_files._storable
+    monkeypatch.setattr(_checkpoint_files, "_storable", lambda a: storable(a + 1 if a.shape == (40, 50) else a))
+    save(tmp_path, 3, **named)
+    monkeypatch.undo()
+    assert restore(tmp_path, **named) == 2
+    assert "step 3" in caplog.text and "array w is damaged: its CRC-32 is not the one that was written" in caplog.text
+
+
+def test_when_no_step_is_good_all_are_listed_and_nothing_changes(tmp_path: Path) -> None:
+    named = trained(tmp_path, steps=3)
+    for step in (1, 2, 3):
+        flip(tmp_path / str(step) / "arrays" / "_METADATA", 9)
+    named["w"].assign(np.zeros((40, 50), np.float32))
+    with pytest.raises(CheckpointError, match=r"(?s)no step in .* is undamaged:\n  step 3: .*\n  step 2: .*\n  step 1: .*_META"):
+        restore(tmp_path, **named)
+    assert not named["w"].numpy().any()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["1", "2", "3"]
+
+
+def test_damaged_steps_make_room_for_new_ones(tmp_path: Path) -> None:
+    w = mr.Variable(0.0)
+    with Checkpoint(tmp_path, max_to_keep=2, w=w) as checkpoint:
+        for step in (10, 20, 30):
+            w.assign(float(step))
+            checkpoint.save(step)
+    assert checkpoint.steps() == [20, 30]
+    flip(tmp_path / "30" / "record.json", 50)
+    with Checkpoint(tmp_path, max_to_keep=2, w=w) as checkpoint:
+        assert checkpoint.restore_latest() == 20 and float(w) == 20.0
+        assert checkpoint.steps() == [20, 30], "nothing goes before something newer is there"
+        checkpoint.save(25)
+        checkpoint.wait()
+        assert checkpoint.steps() == [20, 25]
+    flip(tmp_path / "25" / "record.json", 50)
+    with Checkpoint(tmp_path, max_to_keep=2, w=w) as checkpoint:
+        assert checkpoint.restore_latest() == 20
+        w.assign(2525.0)
+        checkpoint.save(25)
+        checkpoint.wait()
+        assert checkpoint.steps() == [20, 25]
+    assert restore(tmp_path, w=w) == 25 and float(w) == 2525.0
+
+
+# -- writes that fail
+
+
+def test_failed_saves_are_logged_and_too_many_end_training(tmp_path: Path, monkeypatch, caplog) -> None:
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    w = mr.Variable(1.0)
+    with Checkpoint(tmp_path, max_failed_saves=2, w=w) as checkpoint:
+        checkpoint.save(1)
+        assert checkpoint.wait() == 1
+        monkeypatch.setattr(_checkpoint_files, "_write_synced", full)
+        checkpoint.save(2)
+        assert checkpoint.wait() == 1
+        error = next(r.getMessage() for r in caplog.records if r.levelname == "ERROR")
+        assert "saving step 2" in error and "No space left on device" in error and "the last step there is 1" in error
+        monkeypatch.undo()
+        checkpoint.save(3)
+        assert checkpoint.wait() == 3
+        monkeypatch.setattr(_checkpoint_files, "_write_synced", full)
+        checkpoint.save(4)
+        checkpoint.save(5)
+        with pytest.raises(CheckpointError, match=r"failed 2 times in a row: step 4: OSError.*; step 5: .*last step there is 3"):
+            checkpoint.save(6)
+        monkeypatch.undo()
+    assert [p.name for p in sorted(tmp_path.iterdir())] == ["1", "3"]
+
+
+def test_a_last_save_that_failed_is_an_error_at_the_end(tmp_path: Path, monkeypatch) -> None:
+    def broken(*args: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(_checkpoint_files, "_write_synced", broken)
+    with pytest.raises(CheckpointError, match=r"no later save has made up for it.*Input/output error"):
+        save(tmp_path, 1, w=mr.Variable(0.0))
+    with pytest.raises(KeyError, match="mine"), Checkpoint(tmp_path, w=mr.Variable(0.0)) as checkpoint:
+        checkpoint.save(1)
+        raise KeyError("mine")
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path):
+    directory = tmp_path / "tiny"
+    directory.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", directory], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting is not permitted")
+    yield directory
+    subprocess.run(["umount", directory], check=True)
+
+
+def test_a_full_disk_costs_saves_and_not_training(tiny_disk: Path, caplog) -> None:
+    rng = np.random.default_rng(0)
+    w = mr.Variable(rng.standard_normal(200_000).astype(np.float32))  # 0.8 MB that do not compress
+    with Checkpoint(tiny_disk, w=w) as checkpoint:
+        checkpoint.save(1)
+        assert checkpoint.wait() == 1
+        filler = tiny_disk / "filler"
+        filler.write_bytes(rng.bytes(os.statvfs(tiny_disk).f_bavail * os.statvfs(tiny_disk).f_bsize - 300_000))
+        for step in (2, 3):
+            checkpoint.save(step)
+            assert checkpoint.wait() == 1
+        errors = [r.getMessage() for r in caplog.records if r.levelname == "ERROR" and r.name == "mirrored"]
+        assert len(errors) == 2 and all("space" in error for error in errors), errors
+        assert checkpoint.restore_latest() == 1
+        assert sorted(p.name for p in tiny_disk.iterdir()) == ["1", "filler"]
+        filler.unlink()
+        w.assign(w * 2)
+        checkpoint.save(4)
+        assert checkpoint.wait() == 4
+        filler.write_bytes(rng.bytes(os.statvfs(tiny_disk).f_bavail * os.statvfs(tiny_disk).f_bsize - 300_000))
+        for step in (5, 6, 7):
+            checkpoint.save(step)
+        with pytest.raises(CheckpointError, match="failed 3 times in a row"):
+            checkpoint.wait()
+        filler.unlink()
+    assert restore(tiny_disk, w=w) == 4
+
+
+# -- around it
+
+
+def test_the_launcher_is_told_of_each_commit(tmp_path: Path, monkeypatch, caplog) -> None:
+    target = tmp_path / "progress"
+    monkeypatch.setenv("MIRRORED_PROGRESS_FILE", str(target))
+    with Checkpoint(tmp_path / "ckpt", w=mr.Variable(0.0)) as checkpoint:
+        assert not target.exists()
+        checkpoint.save(12)
+        checkpoint.wait()
+        assert target.read_text() == "12" and [p.name for p in tmp_path.iterdir() if "progress" in p.name] == ["progress"]
+        monkeypatch.setenv("MIRRORED_PROGRESS_FILE", str(tmp_path / "missing" / "progress"))
+        checkpoint.save(13)
+        assert checkpoint.wait() == 13
+    assert "could not be written" in caplog.text
+
+
+def test_the_record_is_json_that_says_what_is_there(tmp_path: Path) -> None:
+    strategy = on(2)
+    with strategy.scope(), iter(strategy.distribute_dataset([np.arange(4)] * 3)) as iterator:
+        next(iterator)
+        save(tmp_path, 3, w=mr.Variable(1.0), data=iterator)
+    record = _integrity.decode_record((tmp_path / "3" / "record.json").read_bytes())
+    assert (record["format"], record["step"], record["num_replicas"], record["num_workers"]) == (1, 3, 2, 1)
+    assert record["versions"]["jax"] == jax.__version__ and record["leaves"]["data"]["by_worker"][0]["version"] == 1
+    assert record["leaves"]["w"]["kind"] == "mirrored"
+
+
+def test_without_orbax_the_error_says_what_to_install(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "orbax.checkpoint", None)
+    with pytest.raises(ImportError, match=r"pip install 'mirrored\[checkpoint\]'"):
+        Checkpoint(tmp_path, w=mr.Variable(0.0))
+
+
+def test_a_program_that_ends_without_waiting_loses_that_save_only_and_says_so(tmp_path: Path) -> None:
+    code = """
+import sys, time
+import numpy as np
+import mirrored as mr
+from mirrored import _checkpoint_files
+from mirrored.checkpoint import Checkpoint
+w = mr.Variable(np.zeros(100, np.float32))
+checkpoint = Checkpoint(sys.argv[1], w=w)
+checkpoint.save(1)
+checkpoint.wait()
+write = _checkpoint_files.StepFiles.write
+_checkpoint_files.StepFiles.write = lambda *args: (time.sleep(1), write(*args))[1]
+checkpoint.save(2)
+"""
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and "saving step 2" in done.stderr and "after interpreter shutdown" in done.stderr
+    assert restore(tmp_path, w=mr.Variable(np.zeros(100, np.float32))) == 1
+
+
+def test_a_damaged_step_that_cannot_be_removed_still_does_not_count(tmp_path: Path, monkeypatch, caplog) -> None:
+    w = mr.Variable(0.0)
+    with Checkpoint(tmp_path, w=w) as checkpoint:
+        checkpoint.save(1)
+        checkpoint.save(9)
+    flip(tmp_path / "9" / "record.json", 50)
+    remove = _checkpoint_files.StepFiles.remove
+
+    def refused(self, step: int) -> None:
+        if step == 9:
+            raise PermissionError(13, "Permission denied")
+        remove(self, step)
+
+    monkeypatch.setattr(_checkpoint_files.StepFiles, "remove", refused)
+    with Checkpoint(tmp_path, w=w) as checkpoint:
+        assert checkpoint.restore_latest() == 1
+        checkpoint.save(2)
+        assert checkpoint.wait() == 2 and "step 9" in caplog.text and "could not be removed" in caplog.text
+        checkpoint.save(3)
+        assert checkpoint.wait() == 3
+
+
+def test_nothing_there_restores_nothing(tmp_path: Path) -> None:
+    w = mr.Variable(4.0)
+    assert restore(tmp_path / "new", w=w) is None and float(w) == 4.0
+    assert not (tmp_path / "new").exists()
+
+
+def test_in_a_notebook_whose_event_loop_runs(tmp_path: Path) -> None:
+    async def cell() -> float:
+        w = mr.Variable(3.0)
+        save(tmp_path, 1, w=w)
+        w.assign(0.0)
+        assert restore(tmp_path, w=w) == 1
+        return float(w)
+
+    assert asyncio.run(cell()) == 3.0
+
+
+def test_state_without_any_array(tmp_path: Path) -> None:
+    save(tmp_path, 1, state={"epoch": 3})
+    state = {"epoch": 0}
+    assert restore(tmp_path, state=state) == 1 and state == {"epoch": 3}

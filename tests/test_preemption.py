@@ -1,0 +1,324 @@
+"""SIGTERM: all workers save one common step and leave; nothing is repeated, lost, or waited for in vain."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mirrored as mr
+from mirrored import _checkpoint_files, _checkpoint_state, preemption
+from mirrored._coordination import Coordination
+from mirrored._errors import CheckpointError
+from mirrored.checkpoint import Checkpoint
+from mirrored.preemption import PreemptionHandler
+
+
+@pytest.fixture(autouse=True)
+def _signals_are_as_before():
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    yield
+    after = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    assert after == before
+
+
+def preempt() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+# -- one worker
+
+
+def test_a_signal_saves_the_step_and_leaves(tmp_path: Path, caplog) -> None:
+    w = mr.Variable(0.0)
+    steps = []
+    with pytest.raises(SystemExit) as left, Checkpoint(tmp_path, w=w) as checkpoint, PreemptionHandler(checkpoint) as handler:
+        for step in range(1, 10):
+            w.assign(float(step))
+            if step == 4:
+                preempt()
+            steps.append(step)
+            handler.after_step(step)
+    assert left.value.code == 143 and steps == [1, 2, 3, 4]
+    assert "step 4 is saved, leaving with exit code 143" in caplog.text
+    w.assign(0.0)
+    with Checkpoint(tmp_path, w=w) as checkpoint:
+        assert checkpoint.restore_latest() == 4 and float(w) == 4.0
+
+
+def test_without_a_signal_nothing_happens(tmp_path: Path) -> None:
+    with Checkpoint(tmp_path, w=mr.Variable(0.0)) as checkpoint:
+        with PreemptionHandler(checkpoint) as handler:
+            for step in range(5):
+                handler.after_step(step)
+        assert checkpoint.wait() is None
+
+
+def test_a_signal_in_the_last_step_is_heeded_at_the_end(tmp_path: Path) -> None:
+    w = mr.Variable(0.0)
+    with Checkpoint(tmp_path, w=w) as checkpoint, pytest.raises(SystemExit) as left, PreemptionHandler(checkpoint) as handler:
+        for step in range(1, 4):
+            w.assign(float(step))
+            handler.after_step(step)
+        preempt()
+    assert left.value.code == 143 and checkpoint.steps() == [3]
+
+
+def test_a_signal_before_the_first_step_leaves_without_saving(tmp_path: Path) -> None:
+    with Checkpoint(tmp_path, w=mr.Variable(0.0)) as checkpoint, pytest.raises(SystemExit) as left, PreemptionHandler(checkpoint):
+        preempt()
+    assert left.value.code == 143 and checkpoint.steps() == []
+
+
+def test_a_signal_while_compiling_is_heeded_after_the_step(tmp_path: Path, strategy2: mr.Strategy) -> None:
+    with strategy2.scope():
+        w, sent = mr.Variable(0.0), []
+
+        def step(number: int) -> None:
+            if number == 3 and not sent:  # while it is traced, which happens more than once
+                sent.append(preempt())
+            w.assign(w + 1)
+
+        with Checkpoint(tmp_path, w=w) as checkpoint, pytest.raises(SystemExit), PreemptionHandler(checkpoint) as handler:
+            for number in range(1, 5):
+                strategy2.run(step, args=(number,))
+                handler.after_step(number)
+        assert checkpoint.steps() == [3] and float(w) == 3.0
+
+
+def test_a_signal_while_saving_is_heeded_after_the_save(tmp_path: Path, monkeypatch) -> None:
+    take = _checkpoint_state.take_snapshot
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        preempt()
+        return take(*args, **kwargs)
+
+    monkeypatch.setattr(_checkpoint_state, "take_snapshot", interrupted)
+    w = mr.Variable(0.0)
+    with Checkpoint(tmp_path, w=w) as checkpoint, pytest.raises(SystemExit), PreemptionHandler(checkpoint) as handler:
+        checkpoint.save(7)
+        handler.after_step(7)  # which is saved already
+    assert checkpoint.steps() == [7]
+
+
+def test_a_save_that_fails_is_no_orderly_end(tmp_path: Path, monkeypatch) -> None:
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    w = mr.Variable(0.0)
+    with Checkpoint(tmp_path, w=w) as checkpoint:
+        checkpoint.save(1)
+        checkpoint.wait()
+        monkeypatch.setattr(_checkpoint_files, "_write_synced", full)
+        message = r"preempted, and step 2 could not be saved.*The last step on disk is 1"
+        with pytest.raises(CheckpointError, match=message), PreemptionHandler(checkpoint) as handler:
+            preempt()
+            handler.after_step(2)
+        monkeypatch.undo()
+        checkpoint.save(3)
+
+
+def test_an_error_in_the_loop_comes_through(tmp_path: Path) -> None:
+    with Checkpoint(tmp_path, w=mr.Variable(0.0)) as checkpoint:
+        with pytest.raises(KeyError, match="mine"), PreemptionHandler(checkpoint):
+            preempt()
+            raise KeyError("mine")
+        assert checkpoint.wait() is None
+
+
+def test_the_cost_of_a_step_without_a_signal(tmp_path: Path) -> None:
+    with Checkpoint(tmp_path, w=mr.Variable(0.0)) as checkpoint, PreemptionHandler(checkpoint) as handler:
+        best = 1.0
+        for _ in range(20):
+            start = time.perf_counter()
+            for step in range(1000):
+                handler.after_step(step)
+            best = min(best, (time.perf_counter() - start) / 1000)
+    assert best < 5e-6, best
+
+
+def test_arguments_are_checked(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"expected a mr\.Checkpoint"):
+        PreemptionHandler("directory")
+    with Checkpoint(tmp_path, w=mr.Variable(0.0)) as checkpoint:
+        errors = []
+
+        def elsewhere() -> None:
+            try:
+                PreemptionHandler(checkpoint)
+            except mr.ContextError as error:
+                errors.append(str(error))
+
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        assert "another thread than the main one" in errors[0]
+        handler = PreemptionHandler(checkpoint)
+        handler.close()
+        handler.close()
+
+
+def script(directory: Path, body: str) -> subprocess.Popen[str]:
+    """Run a program that has a handler; `body` is what it does."""
+    head = """
+import os, signal, sys, time, warnings
+from mirrored.checkpoint import Checkpoint
+from mirrored.preemption import PreemptionHandler
+warnings.simplefilter("ignore")
+with Checkpoint(sys.argv[1], state={"a": 1}) as checkpoint, PreemptionHandler(checkpoint) as handler:
+"""
+    command = [sys.executable, "-c", head + textwrap.indent(textwrap.dedent(body), "    "), str(directory)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("again", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_at_once(tmp_path: Path, again: int) -> None:
+    with script(tmp_path, "os.kill(os.getpid(), signal.SIGTERM); print('noted', flush=True); time.sleep(60)") as process:
+        assert process.stdout.readline() == "noted\n"
+        start = time.monotonic()
+        process.send_signal(again)
+        assert process.wait(10) == -again and time.monotonic() - start < 2
+
+
+def test_a_forked_child_dies_of_the_signal(tmp_path: Path) -> None:
+    body = """
+        listen, say = os.pipe()
+        child = os.fork()
+        if not child:
+            os.write(say, b"!")  # Python forgets the signals that come while it forks
+            time.sleep(60)
+            os._exit(0)
+        os.read(listen, 1)
+        os.kill(child, signal.SIGTERM)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    """
+    with script(tmp_path, body) as process:
+        assert process.communicate(timeout=60)[0] == "-15\n" and process.returncode == 0
+
+
+# -- several workers, as threads over one key-value store
+
+
+class Store:
+    """The coordination service's key-value store, in memory."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, str] = {}
+        self._changed = threading.Condition()
+
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
+        with self._changed:
+            self._values[key] = value
+            self._changed.notify_all()
+
+    def blocking_key_value_get(self, key: str, milliseconds: int) -> str:
+        with self._changed:
+            if not self._changed.wait_for(lambda: key in self._values, milliseconds / 1000):
+                raise RuntimeError("DEADLINE_EXCEEDED")
+            return self._values[key]
+
+    def key_value_delete(self, key: str) -> None:
+        with self._changed:
+            self._values.pop(key, None)
+
+
+class Recorder(Checkpoint):
+    """Notes what is saved."""
+
+    def __init__(self) -> None:
+        self.saved: list[int] = []
+
+    def save(self, step: int) -> None:
+        self.saved.append(step)
+
+    def wait(self) -> int:
+        return self.saved[-1]
+
+
+def simulate(monkeypatch, num_workers: int, num_steps: int, stride: int, signals: dict[int, int], delays: random.Random):
+    """Run loops in threads that meet in every step, as in a collective; `signals` says in which step a worker gets one."""
+    monkeypatch.setattr(preemption, "signal", types.SimpleNamespace(
+        SIGTERM=15, SIGINT=2, SIG_DFL=None, getsignal=lambda number: None, signal=lambda number, handler: None
+    ))  # fmt: skip
+    monkeypatch.setattr(preemption.threading, "main_thread", threading.current_thread)
+    monkeypatch.setattr(preemption, "_numbers", iter([0] * num_workers))
+    store, meet = Store(), threading.Barrier(num_workers)
+    recorders, codes, taken = [Recorder() for _ in range(num_workers)], [0] * num_workers, [0] * num_workers
+
+    def work(worker: int, pauses: list[float]) -> None:
+        strategy = types.SimpleNamespace(_coordination=Coordination(store, worker, num_workers, timeout_seconds=30))
+        try:
+            with PreemptionHandler(recorders[worker], strategy=strategy) as handler:
+                for step in range(1, num_steps + 1):
+                    if signals.get(worker) == step:
+                        handler._on_signal(15, None)
+                    meet.wait(30)
+                    time.sleep(pauses[step])
+                    taken[worker] = step
+                    if step % stride == 0:
+                        handler.after_step(step)
+                if signals.get(worker) == num_steps + 1:
+                    handler._on_signal(15, None)
+        except SystemExit as left:
+            codes[worker] = left.code
+        except threading.BrokenBarrierError:
+            codes[worker] = -1
+            raise
+
+    threads = [
+        threading.Thread(target=work, args=(worker, [delays.choice([0, 0, 0.001, 0.01]) for _ in range(num_steps + 1)]))
+        for worker in range(num_workers)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), "a worker waits for ever"
+    return [recorder.saved for recorder in recorders], codes, taken
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_all_workers_leave_at_one_step_that_none_has_passed(monkeypatch, seed: int) -> None:
+    rng = random.Random(seed)
+    num_workers, num_steps, stride = rng.choice([2, 3, 5]), rng.choice([1, 2, 30, 200]), rng.choice([1, 1, 7])
+    signals = {worker: rng.randint(1, num_steps + 1) for worker in range(num_workers) if rng.random() < 0.5} or {0: 1}
+    saved, codes, taken = simulate(monkeypatch, num_workers, num_steps, stride, signals, rng)
+    assert codes == [143] * num_workers, (codes, signals, num_steps, stride)
+    assert len(set(taken)) == 1 and len({tuple(steps) for steps in saved}) == 1, (saved, taken)
+    last = taken[0] - taken[0] % stride
+    assert saved[0] == ([last] if last else [])
+
+
+def test_workers_without_a_signal_end_together(monkeypatch) -> None:
+    saved, codes, taken = simulate(monkeypatch, 3, 20, 1, {}, random.Random(0))
+    assert (saved, codes, taken) == ([[], [], []], [0] * 3, [20] * 3)
+
+
+def test_a_worker_that_ends_without_closing_is_not_waited_for(monkeypatch) -> None:
+    store = Store()
+    monkeypatch.setattr(preemption, "_numbers", iter([0, 0]))
+    handlers = [types.SimpleNamespace(_is_signalled=False, _step=5, _notice=lambda: 4) for _ in range(2)]
+    watches = [preemption._Watch(handler, Coordination(store, worker, 2)) for worker, handler in enumerate(handlers)]
+    watches[1].stop()  # as at the interpreter's end
+    handlers[0]._is_signalled = True
+    assert watches[0].target() == 6
+    watches[0].stop()
+
+
+def test_a_service_that_is_gone_is_an_error_and_no_hang(monkeypatch) -> None:
+    class Gone(Store):
+        def blocking_key_value_get(self, key: str, milliseconds: int) -> str:
+            raise RuntimeError("UNAVAILABLE: Socket closed")
+
+    watch = preemption._Watch(types.SimpleNamespace(_is_signalled=False), Coordination(Gone(), 0, 2))
+    with pytest.raises(RuntimeError, match="Socket closed"):
+        watch.target()
+    watch.stop()
