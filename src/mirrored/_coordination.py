@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ._errors import WorkerLostError
+from ._progress import OTHERS_INPUT
 
 #: How long one call into the service may block: a thread inside one cannot be stopped, and must not outlive the program.
 SLICE_SECONDS = 0.25
@@ -104,6 +105,7 @@ class Channel:
         self._coordination, self._prefix = coordination, prefix
         self._round = 0
         self._closed = threading.Event()
+        self._is_waiting = False
 
     def exchange(self, value: Any, timeout_seconds: float | None = None) -> Sequence[Any]:
         """See `Coordination.exchange`."""
@@ -115,11 +117,17 @@ class Channel:
         this.put(f"{here}{this.worker}", text)
         seconds = this.timeout_seconds if timeout_seconds is None else timeout_seconds
         deadline = None if seconds is None else time.monotonic() + seconds
+        self._is_waiting = True
         texts = [text if worker == this.worker else self._await(here, worker, deadline) for worker in range(this.num_workers)]
+        self._is_waiting = False
         if self._round:  # all have begun this round, so all have read the last
             this.delete(f"{self._prefix}/{self._round - 1}/{this.worker}")
         self._round += 1
         return [json.loads(text) for text in texts]
+
+    def describe(self) -> str:
+        """Say whether another thread is in an exchange; for the guard."""
+        return OTHERS_INPUT if self._is_waiting else "its own pipeline works on it"
 
     def close(self) -> None:
         """End the exchange that a thread is waiting in: it raises `ChannelClosed`."""

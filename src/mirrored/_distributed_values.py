@@ -12,6 +12,7 @@ import numpy as np
 from . import _collectives, _placing
 from ._coordination import Coordination
 from ._mesh import ReplicaMesh
+from ._progress import progress
 from ._typing import PyTree, Shape
 from ._values import PerReplica, stack_shapes
 
@@ -32,7 +33,8 @@ def distribute(mesh: ReplicaMesh, coordination: Coordination, trees: Sequence[Py
         {"structure": str(treedef), "leaves": [[list(a.shape), str(a.dtype)] for a in row]}
         for row, (_, treedef) in zip(arrays, flat, strict=True)
     ]
-    every = own if mesh.is_alone else [replica for worker in coordination.exchange(_VERB, own) for replica in worker]
+    with progress.phase(_VERB, waits=not mesh.is_alone):
+        every = [replica for worker in ([own] if mesh.is_alone else coordination.exchange(_VERB, own)) for replica in worker]
     _require_one_structure(every)
     columns = zip(*arrays, strict=True)
     kinds = zip(*(replica["leaves"] for replica in every), strict=True)

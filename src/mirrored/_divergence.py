@@ -14,6 +14,7 @@ from ._checksum import checksum
 from ._coordination import Coordination
 from ._errors import ReplicasDivergeError
 from ._mesh import ReplicaMesh
+from ._progress import progress
 from ._variables import Variable
 
 #: The share of the time of the runs of a program that comparing its variables may take.
@@ -33,7 +34,8 @@ def check(mesh: ReplicaMesh, variables: Sequence[Variable]) -> None:
     if mesh.num_replicas == 1:
         return
     own = [[variable._number, [checksum(copy) for _, copy in variable._local_arrays()]] for variable in variables]
-    every = _coordination(mesh).exchange("the copies of variables", own)
+    with progress.phase("the comparison of the copies of variables", waits=not mesh.is_alone):
+        every = _coordination(mesh).exchange("the copies of variables", own)
     by_worker = [dict(worker) for worker in every]
     for variable in variables:
         if all(variable._number in sums for sums in by_worker):

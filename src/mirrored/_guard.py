@@ -22,7 +22,8 @@ from typing import Any
 from ._coordination import Coordination
 from ._errors import WorkerLostError
 from ._escape import escape
-from ._progress import Progress
+from ._process import Process
+from ._progress import NEXT_BATCH, Progress
 from ._stall import Others, Own, Position, judge, listed, named
 from ._verdict import MAX_TEXT, Verdict
 
@@ -51,8 +52,8 @@ _SIGNS_OF_LOSS = (
     "NCCL",
 )
 
-_CALL, _VERDICT, _POSITION, _HERE, _ENDED, _LEFT = (
-    f"guard/{name}" for name in ("call", "verdict", "position", "here", "ended", "left")
+_CALL, _VERDICT, _POSITION, _HERE, _ENDED, _LEFT, _PROCESS = (
+    f"guard/{name}" for name in ("call", "verdict", "position", "here", "ended", "left", "process")
 )
 _LEAVE, _DONE = "leave", "done"
 
@@ -85,6 +86,7 @@ class Guard:
         self._sys_exit_code = 0
         self._ticks_in_service = 0
         self._hooks: tuple[Any, Any] = (None, None)
+        self._self = Process.own()
 
     def start(self) -> None:
         """Begin to watch; once."""
@@ -191,6 +193,7 @@ class Guard:
     def _watch(self) -> None:
         last = time.monotonic()
         try:
+            self._coordination.put(f"{_PROCESS}/{self._worker}", self._self.encode())
             while not self._stopped.is_set():
                 now = time.monotonic()
                 if self._round(min(now - last, 2 * ROUND_SECONDS)):  # a process that was stopped has not waited in that time
@@ -206,9 +209,14 @@ class Guard:
         self._coordination.put(f"{_POSITION}/{self._worker}", own.encode())
         self._ticks_in_service = 0
         is_suspicious = own.waits and own.still >= ROUND_SECONDS
+        is_suspicious |= own.phase == NEXT_BATCH and own.still >= self._own.limit
         if is_suspicious or self._worker == 0:
             self._look_at_others(own, elapsed)
         if is_suspicious and not own.has_ended:
+            if dead := self._dead():
+                who = f"worker{'s' * (len(dead) > 1)} {', '.join(map(str, dead))}"
+                self._fail(Verdict(f"lost {who} at step {own.started}: the process is gone", lost=tuple(dead)), RESTART)
+                return True
             positions = {**self._others.positions, self._worker: own}
             if text := judge(self._worker, self._own.limit, positions, self._others.silent):
                 title, _, detail = text.partition("\n")
@@ -221,6 +229,13 @@ class Guard:
         if call != _DONE:
             self._follow()
         return True
+
+    def _dead(self) -> list[int]:
+        """Return the workers of this host whose processes are gone: a collective does not always fail when one dies."""
+        processes = {worker: Process.decode(text) for worker, text in self._by_worker(_PROCESS).items()}
+        return [
+            w for w, process in sorted(processes.items()) if process and process.host == self._self.host and process.is_dead()
+        ]
 
     def _look_at_others(self, own: Position, elapsed: float) -> None:
         before = dict(self._others.silent)

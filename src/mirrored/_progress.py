@@ -6,8 +6,17 @@ reader to find out, who looks twice a second.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
+
+Detail: TypeAlias = str | Callable[[], str]
+
+#: The phase in which a worker wants the next batch of its input, whose pipeline runs in another thread. It may wait for its
+#: own records or for what the other workers have, so nobody is waited for in particular.
+NEXT_BATCH = "the next batch"
+#: What its detail says in the latter case.
+OTHERS_INPUT = "its own is ready; it waits for the other workers' input"
 
 
 class Phase:
@@ -15,14 +24,14 @@ class Phase:
 
     Attributes:
         text: what it does, for a person, such as "saving step 12".
-        detail: more about it, which may differ by worker.
+        detail: more about it, which may differ by worker; a function when it changes in the meantime.
         waits: whether it only waits for other workers; then all of them must come to a phase of the same text.
         is_patient: whether it may take as long as it likes, as compiling and saving do.
     """
 
     __slots__ = ("_progress", "detail", "is_patient", "text", "waits")
 
-    def __init__(self, progress: Progress, text: str, detail: str, waits: bool, is_patient: bool) -> None:
+    def __init__(self, progress: Progress, text: str, detail: Detail, waits: bool, is_patient: bool) -> None:
         self._progress, self.text, self.detail = progress, text, detail
         self.waits, self.is_patient = waits, is_patient
 
@@ -61,7 +70,7 @@ class Progress:
         self.program = program
         self.started += 1
 
-    def phase(self, text: str, detail: str = "", *, waits: bool = False, is_patient: bool = False) -> Phase:
+    def phase(self, text: str, detail: Detail = "", *, waits: bool = False, is_patient: bool = False) -> Phase:
         """Return a context for what is done between programs, by the thread that takes the steps; see `Phase`."""
         return Phase(self, text, detail, waits, is_patient)
 

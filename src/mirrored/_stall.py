@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from ._escape import escape
-from ._progress import Progress
+from ._progress import NEXT_BATCH, OTHERS_INPUT, Progress
 
 #: The default of the limit: at least so many seconds, and so many steps.
 MIN_STALL_SECONDS = 300.0
@@ -114,6 +114,7 @@ class Own:
         if state != self._state:
             self._state, self._still = state, 0.0
         phase, detail = (phases[-1].text, phases[-1].detail) if phases else ("", "")
+        detail = detail() if callable(detail) else detail
         is_patient = any(phase.is_patient for phase in phases)
         return Position(self._beat, started, progress.program, phase, detail, waits, is_patient, has_ended, self._still)
 
@@ -160,9 +161,17 @@ def judge(own: int, limit: float, positions: Mapping[int, Position], silent: Map
     if here.still < limit:
         return None
     quiet = [worker for worker in others if silent.get(worker, 0.0) >= SILENT_SECONDS]
-    late = [worker for worker, there in others.items() if _is_late(here, there) or worker in quiet]
+    if here.phase == NEXT_BATCH:
+        late = [worker for worker, there in others.items() if there.phase != NEXT_BATCH or there.detail != OTHERS_INPUT]
+        late = sorted({*late, *quiet, *([] if here.detail == OTHERS_INPUT else [own])})
+        others = {**others, own: here}
+    else:
+        late = [worker for worker, there in others.items() if _is_late(here, there) or worker in quiet]
     if any(others[worker].is_patient and worker not in quiet for worker in late):
         return None
+    if here.phase == NEXT_BATCH and late:
+        title = f"the input of worker{'s' * (len(late) > 1)} {', '.join(map(str, late))} has given no batch"
+        return f"{title} for {here.still:.0f} s, which is the limit.\n{listed(positions, silent)}"
     place = here.phase if here.waits_in_phase else f"step {here.started} (program {here.program!r})"
     who = f"{named(late)} not entered" if late else "no worker has finished"
     return f"{who} {escape(place, _MAX_WORD)} for {here.still:.0f} s, which is the limit.\n{listed(positions, silent)}"

@@ -21,6 +21,7 @@ from ._errors import ContextError, StrategyMismatchError
 from ._mesh import ReplicaMesh
 from ._options import AutoShardPolicy, InputOptions
 from ._programs import Programs
+from ._progress import progress
 from ._reduce_op import ReduceOp
 from ._replicate import Program
 from ._typing import PyTree, UserFunction
@@ -114,8 +115,9 @@ class Strategy:
         _require_untraced("barrier")
         jax.block_until_ready([variable._array for variable in live_variables(self._mesh)])
         if not self._mesh.is_alone:
-            _pace.finish()
-            self._coordination.barrier(name)
+            with progress.phase(f"the barrier {name!r}", waits=True):
+                _pace.finish()
+                self._coordination.barrier(name)
 
     def __repr__(self) -> str:
         return f"mr.{type(self).__name__}({self._mesh})"

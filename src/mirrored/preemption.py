@@ -198,7 +198,7 @@ class _Watch:
 
     def target(self) -> int:
         """Wait for the agreement, and return the first step number to save at."""
-        with progress.phase("agreeing on the step to save at preemption", waits=True):
+        with progress.phase("agreeing on the step to save at preemption"):  # the others come to it only with a later step
             self._agreed.wait()
         if self._error is not None:
             raise self._error

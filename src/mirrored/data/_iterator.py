@@ -11,7 +11,9 @@ from typing import Any, Self
 import jax
 
 from .. import _placing
+from .._coordination import Channel
 from .._mesh import ReplicaMesh
+from .._progress import NEXT_BATCH, progress
 from .._typing import PyTree
 from .._values import PerReplica
 from ._auto_shard import Plan
@@ -55,6 +57,7 @@ class DistributedIterator:
         self._position: Position = ValueError("the iterator was closed before it read anything, and has no position.")
         self._extra: dict[str, int] = {}
         self._is_closed = False
+        self._channel: Channel | None = None
 
     def __iter__(self) -> Self:
         return self
@@ -63,12 +66,19 @@ class DistributedIterator:
         if self._is_closed:
             raise StopIteration
         try:
-            batch, self._position, self._extra = next(self._started())
+            batch, self._position, self._extra = self._next()
         except BaseException as error:
             if not isinstance(error, KeyboardInterrupt):  # which interrupts the waiting, not the pipeline
                 self.close()
             raise
         return batch
+
+    def _next(self) -> tuple[PyTree, Position, dict[str, int]]:
+        batches = self._started()
+        if self._channel is None:
+            return next(batches)
+        with progress.phase(NEXT_BATCH, self._channel.describe):
+            return next(batches)
 
     def get_state(self) -> dict[str, Any]:
         """Return the position after the last batch that this iterator gave, as a dict of JSON values.
@@ -143,6 +153,7 @@ class DistributedIterator:
     def _started(self) -> Ahead[Any] | Batches:
         if self._batches is None:
             source, worker = self._open(), self._layout.worker.for_iterator()
+            self._channel = worker.channel
             layout = dataclasses.replace(self._layout, worker=worker)
             batches = _batches(self._plan.steps(source, layout, self._extra), self._mesh, layout)
             self._batches = Ahead(batches, source.close, self._prefetch, worker.close) if self._prefetch else batches

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from .._coordination import Coordination
+from .._coordination import Channel, Coordination
 from .._typing import PyTree
 
 #: Gives a JSON value to all workers and returns those of all, in worker order; every worker must call it.
@@ -35,6 +35,7 @@ class InputWorker:
         exchange: how they agree on the sizes of a step; the identity for one worker.
         close: ends an exchange that another thread is waiting in.
         coordination: how an iterator gets an exchange of its own.
+        channel: that exchange.
     """
 
     index: int = 0
@@ -42,13 +43,14 @@ class InputWorker:
     exchange: Exchange = _alone
     close: Callable[[], None] = lambda: None
     coordination: Coordination | None = None
+    channel: Channel | None = None
 
     def for_iterator(self) -> InputWorker:
         """Return this worker with an exchange of its own, for one iterator and its thread."""
         if self.coordination is None or self.count == 1:
             return self
         channel = self.coordination.channel("input")
-        return dataclasses.replace(self, exchange=channel.exchange, close=channel.close)
+        return dataclasses.replace(self, exchange=channel.exchange, close=channel.close, channel=channel)
 
 
 @dataclasses.dataclass(frozen=True)
