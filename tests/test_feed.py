@@ -335,3 +335,18 @@ def test_the_interpreter_exits_with_an_open_feed(num_taken: int, stuck_at: int, 
     program = EXIT.format(num_taken=num_taken, stuck_at=stuck_at, end=end)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
+
+
+def test_what_the_thread_waits_for_is_ended_when_the_feed_is_closed() -> None:
+    """As the exchange with other workers is, which may not come any more."""
+    came, ended = threading.Event(), threading.Event()
+
+    def items() -> Iterator[int]:
+        yield 1
+        came.set()
+        assert ended.wait(30)
+
+    feed = _feed.Ahead(items(), lambda: None, 2, ended.set)
+    assert next(feed) == 1 and came.wait(30)
+    feed.close()
+    assert not feeding()

@@ -4,10 +4,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 import mirrored as mr
+from mirrored import _divergence
 
 strategy = mr.MultiWorkerMirroredStrategy(communication_options=mr.CommunicationOptions(timeout_seconds=float(sys.argv[2])))
 assert strategy.cluster is not None
@@ -62,8 +64,23 @@ mistakes: dict[str, Callable[[], Any]] = {
         lambda context: np.ones((2,) * (1 + context.replica_id_in_sync_group))
     ),
     "eager": lambda: eager(),
+    "flipped bit": lambda: flipped_bit(),
     "barriers": lambda: strategy.barrier(f"after the work of {worker}"),
 }
+
+
+def flipped_bit() -> None:
+    """Change one bit of one device's memory, as a broken device does."""
+    _divergence.MAX_COST = 1.0  # compare every 20 steps
+    for number in range(20_000):
+        if number == 70 and is_last:
+            array = variable._array
+            copies = [np.array(shard.data) for shard in array.addressable_shards]
+            copies[-1].view(np.uint32)[...] ^= np.uint32(1 << 7)
+            devices = [shard.device for shard in array.addressable_shards]
+            parts = [jax.device_put(copy, device) for copy, device in zip(copies, devices, strict=True)]
+            variable._array = jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
+        strategy.run(lambda: variable.assign_add(1.0))
 
 
 def eager() -> None:
