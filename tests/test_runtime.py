@@ -100,3 +100,14 @@ def test_bytes_per_pack_changes_no_number(num_bytes: int) -> None:
 def test_bytes_per_pack_says_what_travels_together(num_bytes: int, groups: list[list[int]]) -> None:
     arrays = [np.zeros(5, np.float32), np.zeros(6, np.float32), np.zeros(4, np.int32), np.zeros((), np.float32)]
     assert _collectives._groups_of_bytes(arrays, num_bytes) == groups
+
+
+def test_tensorflows_names_of_the_arguments_work_and_say_so() -> None:
+    with pytest.warns(DeprecationWarning, match="communication is called communication_options here"):
+        strategy = mr.MultiWorkerMirroredStrategy(communication=mr.CollectiveCommunication.RING)
+    assert strategy.num_workers == 1
+    resolver = mr.TFConfigClusterResolver(environment={})
+    with pytest.warns(DeprecationWarning, match="cluster_resolver is called cluster here"):
+        assert mr.MultiWorkerMirroredStrategy(cluster_resolver=resolver).num_workers == 1
+    with pytest.raises(TypeError, match="got cluster_resolver and cluster, which say the same"):
+        mr.MultiWorkerMirroredStrategy(resolver, cluster_resolver=resolver)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import logging
+import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -18,6 +19,8 @@ from ._options import CommunicationImplementation, CommunicationOptions
 from ._strategy import Strategy
 
 _logger = logging.getLogger("mirrored")
+
+T = TypeVar("T")
 
 
 class MirroredStrategy(Strategy):
@@ -65,6 +68,8 @@ class MultiWorkerMirroredStrategy(Strategy):
     Args:
         cluster: a resolver, such as `mr.SimpleClusterResolver`, or None to look at the variables.
         communication_options: see `mr.CommunicationOptions`.
+        cluster_resolver: TensorFlow's name of `cluster`; works, with a DeprecationWarning.
+        communication: in TensorFlow 2.0, the implementation of the communication options; likewise.
 
     Raises:
         ClusterConfigError: (a ValueError) when the description of the cluster is wrong, or workers differ in it or in
@@ -80,8 +85,16 @@ class MultiWorkerMirroredStrategy(Strategy):
     """
 
     def __init__(
-        self, cluster: ClusterResolver | None = None, *, communication_options: CommunicationOptions | None = None
+        self,
+        cluster: ClusterResolver | None = None,
+        *,
+        communication_options: CommunicationOptions | None = None,
+        cluster_resolver: ClusterResolver | None = None,
+        communication: CommunicationImplementation | str | None = None,
     ) -> None:
+        cluster = _renamed("cluster_resolver", cluster_resolver, "cluster", cluster)
+        chosen = None if communication is None else CommunicationOptions(implementation=communication)
+        communication_options = _renamed("communication", chosen, "communication_options", communication_options)
         options = CommunicationOptions() if communication_options is None else communication_options
         if not isinstance(options, CommunicationOptions):
             raise TypeError(f"communication_options is {options!r}; expected mr.CommunicationOptions(...).")
@@ -117,6 +130,16 @@ class MultiWorkerMirroredStrategy(Strategy):
     def cluster(self) -> Cluster | None:
         """The cluster: `cluster.spec.as_dict()` has its tasks, `task_type` and `task_id` say which of them this process is."""
         return self._cluster
+
+
+def _renamed(old_name: str, old: T | None, new_name: str, new: T | None) -> T | None:
+    """Return what was given under TensorFlow's name of an argument, or under ours."""
+    if old is None:
+        return new
+    if new is not None:
+        raise TypeError(f"MultiWorkerMirroredStrategy got {old_name} and {new_name}, which say the same; give {new_name} only.")
+    warnings.warn(f"{old_name} is called {new_name} here.", DeprecationWarning, stacklevel=3)
+    return old
 
 
 class OneDeviceStrategy(Strategy):
