@@ -112,7 +112,7 @@ class Checkpoint:
             ValueError: when there is a later step that was not restored.
             ContextError: (a RuntimeError) inside a step.
         """
-        step = _checked_step(step)
+        step = checked_step(step, "checkpoint.save")
         self._require_usable("save")
         with progress.phase(f"saving step {step}", is_patient=True):
             self._writer.finish()
@@ -386,11 +386,12 @@ def _check_count(count: Any, name: str) -> None:
         raise ValueError(f"mr.Checkpoint: {name} is {count}; expected at least 1.")
 
 
-def _checked_step(step: Any) -> int:
+def checked_step(step: Any, verb: str) -> int:
+    """Return the number of a step as an int, or say that it is none."""
     try:
         number = int(step.__index__())
     except (AttributeError, TypeError):
         number = -1
     if isinstance(step, bool) or not 0 <= number <= _MAX_STEP:
-        raise TypeError(f"checkpoint.save: step is {step!r}; expected an int of at least 0.")
+        raise TypeError(f"{verb}: step is {step!r}; expected an int of at least 0.")
     return number

@@ -17,7 +17,7 @@ from ._coordination import SLICE_SECONDS, Coordination
 from ._errors import CheckpointError, ContextError
 from ._progress import progress
 from ._strategy import Strategy
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, checked_step
 
 _logger = logging.getLogger("mirrored")
 
@@ -90,7 +90,10 @@ class PreemptionHandler:
         Raises:
             SystemExit: with code 143, when a signal has come, and this step has been saved.
             CheckpointError: (a RuntimeError) when it could not be saved.
+            TypeError: when `step` is no whole number.
         """
+        if type(step) is not int:
+            step = checked_step(step, "preemption.after_step")
         with self._lock:
             self._step = step
             if not self._is_noticed:
