@@ -82,12 +82,12 @@ def with_mirrored(workload: Workload, num_replicas: int) -> Contender:
 
 def by_hand(workload: Workload, num_replicas: int) -> Contender:
     """`jit(shard_map)` with one psum of the gradient tree."""
-    return _by_hand("by hand", workload, num_replicas, lambda gradients: jax.lax.psum(gradients, "data"))
+    return _by_hand("by hand", workload, num_replicas)
 
 
 def by_hand_packed(workload: Workload, num_replicas: int) -> Contender:
     """The same with the small gradients packed into one buffer."""
-    return _by_hand("by hand, packed", workload, num_replicas, _packed_psum)
+    return _by_hand("by hand, packed", workload, num_replicas, packed_psum)
 
 
 def on_one_device(workload: Workload) -> Contender:
@@ -95,7 +95,7 @@ def on_one_device(workload: Workload) -> Contender:
     return _by_hand("one device", workload, 1, lambda gradients: gradients)
 
 
-def _packed_psum(gradients: Params) -> Params:
+def packed_psum(gradients: Params) -> Params:
     small = {name: g for name, g in gradients.items() if g.size < SMALL}
     large = {name: g for name, g in gradients.items() if g.size >= SMALL}
     packed, unpack = ravel_pytree(small)
@@ -103,8 +103,8 @@ def _packed_psum(gradients: Params) -> Params:
     return unpack(packed) | large
 
 
-def _by_hand(name: str, workload: Workload, num_replicas: int, combine: Callable[[Params], Params]) -> Contender:
-    mesh = Mesh(np.array(jax.devices()[:num_replicas]), ("data",))
+def by_hand_step(workload: Workload, mesh: Mesh, combine: Callable[[Params], Params] | None = None) -> tuple[Any, list[Any]]:
+    """Make `(params, state, x, y) -> (params, state, losses)`, and the first two of these."""
     mirrored, split = PartitionSpec(), PartitionSpec("data")
     tx = optax.adam(LEARNING_RATE)
 
@@ -113,16 +113,22 @@ def _by_hand(name: str, workload: Workload, num_replicas: int, combine: Callable
             return jnp.sum(LOSSES[workload.name](params, x, y)) / workload.batch
 
         value, gradients = jax.value_and_grad(loss)(params)
-        updates, state = tx.update(combine(gradients), state, params)
+        combined = jax.lax.psum(gradients, "data") if combine is None else combine(gradients)
+        updates, state = tx.update(combined, state, params)
         return optax.apply_updates(params, updates), state, value[None]
 
     mapped = jax.shard_map(
         step, mesh=mesh, in_specs=(mirrored, mirrored, split, split), out_specs=(mirrored, mirrored, split), check_vma=False
     )
-    compiled = jax.jit(mapped, donate_argnums=(0, 1))
-    params = jax.device_put(workload.parameters(), NamedSharding(mesh, mirrored))
-    state = jax.device_put(tx.init(params), NamedSharding(mesh, mirrored))
-    batches = itertools.cycle([jax.device_put(batch, NamedSharding(mesh, split)) for batch in workload.batches()])
+    params = workload.parameters()
+    state = jax.tree.map(np.asarray, tx.init(params))
+    return jax.jit(mapped, donate_argnums=(0, 1)), jax.device_put([params, state], NamedSharding(mesh, mirrored))
+
+
+def _by_hand(name: str, workload: Workload, num_replicas: int, combine: Callable[[Params], Params] | None = None) -> Contender:
+    mesh = Mesh(np.array(jax.devices()[:num_replicas]), ("data",))
+    compiled, (params, state) = by_hand_step(workload, mesh, combine)
+    batches = itertools.cycle([jax.device_put(batch, NamedSharding(mesh, PartitionSpec("data"))) for batch in workload.batches()])
 
     def run(num_steps: int) -> float:
         nonlocal params, state

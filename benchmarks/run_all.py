@@ -15,6 +15,7 @@ FILES = (
     "compile_time",
     "memory",
     "all_reduce",
+    "workers",
     "tfrecord_read",
     "input_files",
     "input_overlap",

@@ -5,11 +5,14 @@ import json
 import logging
 import os
 import queue
+import re
+import subprocess
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import hypothesis
 import hypothesis.strategies as st
@@ -20,7 +23,8 @@ from mirrored._coordination import Coordination
 from mirrored._errors import WorkerLostError
 from mirrored._escape import escape, escape_lines
 from mirrored._guard import Guard
-from mirrored._progress import Progress
+from mirrored._process import Process
+from mirrored._progress import NEXT_BATCH, OTHERS_INPUT, Progress
 from mirrored._stall import MIN_STALL_SECONDS, Others, Own, Position, decode, judge
 from mirrored._verdict import MAX_TEXT, Verdict
 
@@ -92,6 +96,38 @@ def test_a_stopped_worker_is_late_wherever_it_was() -> None:
     for there in (SAVING, IN_STEP):
         text = judged(IN_STEP, there, silent=20.0)
         assert text is not None and "worker 1 has not entered step 13" in text and "silent for 20 s" in text
+
+
+INPUT = dataclasses.replace(OWN_CODE, phase=NEXT_BATCH, detail="its own pipeline works on it")
+OTHERS = dataclasses.replace(INPUT, detail=OTHERS_INPUT)
+
+
+@pytest.mark.parametrize(
+    ("own", "positions", "title"),
+    [
+        (0, [OTHERS, INPUT], "the input of worker 1 has given no batch for 400 s, which is the limit"),
+        (0, [INPUT, OTHERS], "the input of worker 0 has given no batch"),  # seen by the culprit's own guard
+        (1, [OTHERS, OTHERS, INPUT, OTHERS], "the input of worker 2 has given no batch"),
+        (1, [INPUT, OTHERS, INPUT, OTHERS], "the input of workers 0, 2 has given no batch"),
+        (0, [INPUT, INPUT], "the input of workers 0, 1 has given no batch"),
+        (0, [OTHERS, OWN_CODE], "worker 1 has not entered the next batch for 400 s"),  # its thread may not read further ahead
+        (0, [IN_STEP, INPUT], "worker 1 has not entered step 13 (program 'train') for 400 s"),
+        (0, [OTHERS, OTHERS], "no worker has finished the next batch"),
+    ],
+)
+def test_whose_input_is_stuck_is_named(own: int, positions: list[Position], title: str) -> None:
+    text = judge(own, 300.0, dict(enumerate(positions)), {})
+    assert text is not None and text.startswith(title), text
+    assert "If it only needs longer: mr.CommunicationOptions(timeout_seconds=...)" in text
+    assert judge(own, 500.0, dict(enumerate(positions)), {}) is None, "before the limit, nothing"
+
+
+def test_an_input_is_waited_for_while_a_worker_saves_and_a_stopped_one_is_named() -> None:
+    assert judge(0, 300.0, {0: OTHERS, 1: SAVING}, {}) is None
+    text = judge(0, 300.0, {0: OTHERS, 1: OTHERS}, {1: 20.0})
+    assert text is not None and text.startswith("the input of worker 1 has given no batch") and "silent for 20 s" in text
+    ended = judge(0, 300.0, {0: dataclasses.replace(IN_STEP, still=1.0), 1: ENDED}, {})
+    assert ended is not None and ended.startswith("worker 1 has ended its program")
 
 
 def test_all_late_workers_are_named() -> None:
@@ -479,10 +515,117 @@ def test_a_round_of_a_healthy_job_is_two_calls(make: Make, monkeypatch: Patch) -
     monkeypatch.setattr("mirrored._guard.ROUND_SECONDS", 0.01)
     for worker, calls in ((1, 2), (0, 3)):  # worker 0, which has the service, looks who is silent
         guarded = make(worker, is_started=False)
+        guarded.says(f"process/{1 - worker}", Process.own().encode())
+        assert guarded.guard._round(0.5) is False  # in which it meets the other
+        guarded.service.calls = 0
         for _ in range(5):
             guarded.progress.enter("train")
             assert guarded.guard._round(0.5) is False
         assert guarded.service.calls == 5 * calls
+
+
+class HasNoText(Exception):
+    exit_code = None
+
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+def test_an_exception_without_a_text_ends_the_job_too(make: Make) -> None:
+    guarded = make(worker=1)
+    guarded.says("left/0", "1")
+    assert guarded.fails(HasNoText()) == 1
+    assert (
+        Verdict.decode(guarded.of_key("verdict") or "").title == "worker 1 failed at step 0 with HasNoText: (which has no text)"
+    )
+
+
+@pytest.mark.parametrize(("given", "code"), [(76, 76), (0, 1), (None, 1), ("3", 1), (256, 1), (-1, 1), (True, 1)])
+def test_the_exit_code_of_an_exception_is_kept_when_it_is_one_of_an_error(make: Make, given: object, code: int) -> None:
+    guarded = make(worker=1)
+    guarded.says("left/0", "1")
+    error = ValueError("x")
+    error.exit_code = given  # type: ignore[attr-defined]
+    assert guarded.fails(error) == code
+
+
+@pytest.fixture
+def neighbour() -> Iterator[subprocess.Popen]:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        yield child
+        child.kill()
+
+
+def introduced(child: subprocess.Popen) -> str:
+    fields = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
+    return Process(Process.own().host, child.pid, fields[19]).encode()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux")
+@pytest.mark.parametrize("where", ["own code", "saving", "step", "input"])
+def test_a_worker_of_this_host_that_dies_is_named_at_once_wherever_this_one_is(
+    make: Make, neighbour: subprocess.Popen, where: str, caplog: Log
+) -> None:
+    guarded = make(is_started=False)
+    guarded.says("process/1", introduced(neighbour))
+    if where == "step":
+        guarded.progress.enter("train")
+    elif where != "own code":
+        guarded.progress.phase(NEXT_BATCH if where == "input" else "saving step 3", is_patient=where == "saving").__enter__()
+    assert guarded.guard._round(0.5) is False and guarded.codes.empty(), "it lives"
+    neighbour.kill()
+    neighbour.wait()
+    assert guarded.guard._round(0.5) is True
+    assert guarded.codes.get(timeout=5) == 75
+    assert re.search(r"worker 0 leaves with code 75: lost worker 1 at step \d: the process is gone", caplog.text)
+
+
+def test_a_worker_that_died_after_it_said_why_is_believed(make: Make, neighbour: subprocess.Popen, caplog: Log) -> None:
+    guarded = make(is_started=False)
+    guarded.says("process/1", introduced(neighbour))
+    guarded.says("verdict", Verdict("worker 1 failed at step 3 with ValueError: x", lost=(1,)).encode())
+    guarded.says("call", "leave")
+    neighbour.kill()
+    neighbour.wait()
+    assert guarded.guard._round(0.5) is True and guarded.codes.get(timeout=5) == 75
+    assert "worker 0 leaves with code 75: worker 1 failed at step 3" in caplog.text and "is gone" not in caplog.text
+
+
+def test_after_its_own_end_a_worker_lets_the_others_go(make: Make, neighbour: subprocess.Popen) -> None:
+    guarded = make(is_started=False)
+    guarded.says("process/1", introduced(neighbour))
+    assert guarded.guard._round(0.5) is False
+    guarded.guard._has_ended = True
+    neighbour.kill()
+    neighbour.wait()
+    assert guarded.guard._round(0.5) is False and guarded.codes.empty()
+
+
+def test_a_lost_collective_is_explained_by_a_dead_neighbour_without_a_roll(make: Make, neighbour: subprocess.Popen) -> None:
+    guarded = make(is_started=False, num_workers=3)
+    guarded.says("process/1", introduced(neighbour))
+    guarded.guard._round(0.5)
+    neighbour.kill()
+    neighbour.wait()
+    assert guarded.guard._lost("Gloo").title == "lost worker 1 at step 0: the process is gone"
+    assert guarded.of_key("call") is None
+
+
+@pytest.mark.parametrize("then", ["silence", "the same"])
+def test_a_service_that_is_gone_ends_this_worker_before_jax_does(make: Make, monkeypatch: Patch, caplog: Log, then: str) -> None:
+    guarded = make(worker=1, is_started=False)
+    answers = iter([RuntimeError("UNAVAILABLE: Socket closed")] * (99 if then == "the same" else 1))
+
+    def get(key: str, timeout_ms: int) -> str:
+        raise next(answers, RuntimeError("DEADLINE_EXCEEDED"))
+
+    monkeypatch.setattr(guarded.service, "blocking_key_value_get", get)
+    begin = time.monotonic()
+    guarded.guard._watch()
+    assert guarded.codes.get(timeout=5) == 75 and time.monotonic() - begin < 1.0
+    assert (
+        "lost worker 0, which hosts the coordination service, at step 0" in caplog.text and "error of its own" not in caplog.text
+    )
 
 
 def test_the_traceback_of_an_exception_is_cut(make: Make) -> None:

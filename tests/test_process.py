@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mirrored._process import Process
+from mirrored._process import Neighbours, Process
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux")
 
@@ -58,3 +58,34 @@ def test_it_is_told_to_others_as_it_is() -> None:
     own = Process.own()
     assert Process.decode(own.encode()) == own
     assert json.loads(own.encode())[1] == os.getpid()
+
+
+def test_where_processes_are_hidden_none_is_taken_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hidden(number: int) -> tuple[str, str]:
+        raise FileNotFoundError
+
+    child, process = start()
+    child.kill()
+    child.communicate()
+    with monkeypatch.context() as patch:
+        patch.setattr("mirrored._process._state_of", hidden)
+        neighbours = Neighbours(0, 2)
+    neighbours.meet({1: process.encode()})
+    assert neighbours.are_known and neighbours.dead() == ()
+
+
+def test_neighbours_are_the_other_workers_of_this_host() -> None:
+    child, process = start()
+    neighbours = Neighbours(0, 4)
+    far = Process("another host", 1, "1")
+    try:
+        neighbours.meet({1: process.encode(), 7: process.encode(), 0: process.encode()})
+        assert not neighbours.are_known and neighbours.dead() == ()
+        neighbours.meet({2: far.encode(), 3: "garbage"})
+        assert neighbours.are_known and neighbours.dead() == ()
+    finally:
+        child.kill()
+        child.communicate()
+    assert neighbours.dead() == (1,)
+    neighbours.meet({1: far.encode(), 2: "garbage"})
+    assert neighbours.dead() == (1,), "the first introduction counts"

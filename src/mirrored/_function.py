@@ -156,6 +156,8 @@ def _make(call: Call, frame: Frame) -> CompiledFunction:
     compiled = jax.jit(body, donate_argnums=0, out_shardings=placements)
     if text:
         compiled = _joint.watched(name, text, compiled)
+    for constant in lifted.closed.consts:
+        _placing.check_later(mesh, constant, f"an array that {name} closes over")
     constants = _placing.mirror(mesh, lifted.closed.consts, _placing.refuse_constant)
     home, pins = _home.home_of(lifted.written), [*_signature.pinned(call), frame.strategy]
     return CompiledFunction(name, lifted, home, mesh, compiled, constants, pins, _divergence.watch(mesh, lifted.written))

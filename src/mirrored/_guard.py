@@ -15,16 +15,16 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
 from ._coordination import Coordination
 from ._errors import WorkerLostError
 from ._escape import escape
-from ._process import Process
+from ._process import Neighbours
 from ._progress import NEXT_BATCH, Progress
-from ._stall import Others, Own, Position, judge, listed, named
+from ._stall import Others, Own, Position, judge, listed, named, numbered
 from ._verdict import MAX_TEXT, Verdict
 
 _logger = logging.getLogger("mirrored")
@@ -51,6 +51,10 @@ _SIGNS_OF_LOSS = (
     "coordination_service",
     "NCCL",
 )
+
+#: What an error of the service says when there is none any more.
+_SIGNS_OF_SERVICE_LOSS = ("UNAVAILABLE", "Socket closed", "Connection reset by peer", "Connection refused")
+_PROBE_SECONDS = 0.02
 
 _CALL, _VERDICT, _POSITION, _HERE, _ENDED, _LEFT, _PROCESS = (
     f"guard/{name}" for name in ("call", "verdict", "position", "here", "ended", "left", "process")
@@ -86,7 +90,7 @@ class Guard:
         self._sys_exit_code = 0
         self._ticks_in_service = 0
         self._hooks: tuple[Any, Any] = (None, None)
-        self._self = Process.own()
+        self._neighbours = Neighbours(self._worker, self._num_workers)
 
     def start(self) -> None:
         """Begin to watch; once."""
@@ -115,8 +119,8 @@ class Guard:
                 self._end()
         except KeyboardInterrupt:
             self._fail(Verdict(f"worker {self._worker} was interrupted while it waited for the others to end"), INTERRUPTED)
-        except Exception as error:  # the service is gone; there is nobody to wait for
-            _logger.debug("the guard of worker %d could not wait for the others: %s", self._worker, error)
+        except Exception as error:  # jaxlib's errors have no classes of their own
+            self._on_service_error(error)
         self._stopped.set()
         for thread in self._threads:
             if thread is not threading.current_thread():
@@ -142,11 +146,11 @@ class Guard:
         if not is_ours:
             return
         self._failing.set()
-        title = escape(f"{kind.__name__}: {error}".partition("\n")[0], MAX_TEXT // 2)
+        title = escape(": ".join(filter(None, (kind.__name__, _text_of(error).partition("\n")[0]))), MAX_TEXT // 2)
         if is_lost:
             self._fail(self._lost(title), RESTART)
             return
-        code = INTERRUPTED if issubclass(kind, KeyboardInterrupt) else getattr(error, "exit_code", FAILED)
+        code = INTERRUPTED if issubclass(kind, KeyboardInterrupt) else _exit_code_of(error)
         verdict = Verdict(f"worker {self._worker} failed at step {self._progress.started} with {title}")
         detail = "".join(traceback.format_exception(kind, error, trace))
         self._fail(dataclasses.replace(verdict, detail=detail), code, shown=verdict)  # the traceback has just been printed
@@ -172,11 +176,15 @@ class Guard:
         step, others = self._progress.started, set(range(self._num_workers)) - {self._worker}
         present: dict[int, str] = {}
         try:
-            if (known := self._coordination.get(_VERDICT, 0.001)) is not None:
-                return Verdict.decode(known)
-            self._coordination.put(_CALL, _LEAVE)
+            if not self._neighbours.dead():
+                self._meet()
+                if (known := self._coordination.get(_VERDICT, 0.001)) is not None:
+                    return Verdict.decode(known)
+                self._coordination.put(_CALL, _LEAVE)
             deadline = time.monotonic() + _ANSWER_SECONDS
             while len(present) < len(others) and time.monotonic() < deadline:
+                if dead := self._neighbours.dead():
+                    return self._gone(dead)
                 time.sleep(0.01)
                 present = {worker: text for worker, text in self._by_worker(_HERE).items() if worker in others}
         except Exception:  # jaxlib's errors have no classes of their own
@@ -184,16 +192,19 @@ class Guard:
         missing = sorted(others - present.keys())
         who, why = "lost a connection", "all workers answered"
         if missing:
-            who = f"lost worker{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-            why = f"{named(missing)} not answered"
+            who, why = f"lost {numbered(missing)}", f"{named(missing)} not answered"
         return Verdict(f"{who} at step {step}: a collective failed on worker {self._worker}, and {why}", title, tuple(missing))
+
+    def _gone(self, dead: Sequence[int]) -> Verdict:
+        title = f"lost {numbered(dead)} at step {self._progress.started}: the process is gone"
+        return Verdict(title, lost=tuple(dead))
 
     # ---- what the thread of the guard does
 
     def _watch(self) -> None:
         last = time.monotonic()
         try:
-            self._coordination.put(f"{_PROCESS}/{self._worker}", self._self.encode())
+            self._coordination.put(f"{_PROCESS}/{self._worker}", self._neighbours.introduce())
             while not self._stopped.is_set():
                 now = time.monotonic()
                 if self._round(min(now - last, 2 * ROUND_SECONDS)):  # a process that was stopped has not waited in that time
@@ -208,15 +219,15 @@ class Guard:
         self._ticks_in_service = 1
         self._coordination.put(f"{_POSITION}/{self._worker}", own.encode())
         self._ticks_in_service = 0
+        self._meet()
+        if (dead := self._neighbours.dead()) and not self._has_ended:  # after their end, workers may go
+            self._leave_without(dead)
+            return True
         is_suspicious = own.waits and own.still >= ROUND_SECONDS
         is_suspicious |= own.phase == NEXT_BATCH and own.still >= self._own.limit
         if is_suspicious or self._worker == 0:
             self._look_at_others(own, elapsed)
         if is_suspicious and not own.has_ended:
-            if dead := self._dead():
-                who = f"worker{'s' * (len(dead) > 1)} {', '.join(map(str, dead))}"
-                self._fail(Verdict(f"lost {who} at step {own.started}: the process is gone", lost=tuple(dead)), RESTART)
-                return True
             positions = {**self._others.positions, self._worker: own}
             if text := judge(self._worker, self._own.limit, positions, self._others.silent):
                 title, _, detail = text.partition("\n")
@@ -230,12 +241,18 @@ class Guard:
             self._follow()
         return True
 
-    def _dead(self) -> list[int]:
-        """Return the workers of this host whose processes are gone: a collective does not always fail when one dies."""
-        processes = {worker: Process.decode(text) for worker, text in self._by_worker(_PROCESS).items()}
-        return [
-            w for w, process in sorted(processes.items()) if process and process.host == self._self.host and process.is_dead()
-        ]
+    def _leave_without(self, dead: Sequence[int]) -> None:
+        """Leave because others are gone, unless somebody has said why, or this worker is about to."""
+        if self._failing.is_set():
+            self._arm_last_resort(RESTART)
+        elif 0 not in dead and self._coordination.get(_CALL, 0.001) is not None:
+            self._follow()
+        else:
+            self._fail(self._gone(dead), RESTART)
+
+    def _meet(self) -> None:
+        if not self._neighbours.are_known:
+            self._neighbours.meet(self._by_worker(_PROCESS))
 
     def _look_at_others(self, own: Position, elapsed: float) -> None:
         before = dict(self._others.silent)
@@ -278,30 +295,35 @@ class Guard:
             self._leave(verdict, (self._has_ended and self._sys_exit_code) or RESTART, is_first=False)
 
     def _on_service_error(self, error: Exception) -> None:
-        if self._stopped.is_set() or self._has_ended or self._failing.is_set():
+        """Leave when worker 0 is gone: JAX ends this process 0.1 s later, with a code and a text that name nobody."""
+        if self._stopped.is_set():
             return
-        try:
-            self._coordination.get(_CALL, 0.05)
-        except Exception as second:  # jaxlib's errors have no classes of their own
-            if "CANCELLED" in str(second):  # somebody called jax.distributed.shutdown(): the job has no guard any more
-                return
-            title = f"lost worker 0, which hosts the coordination service, at step {self._progress.started}"
-            self._leave(Verdict(title, str(error), lost=(0,)), RESTART, is_first=False)
-        else:
-            _logger.error("the guard of worker %d ends, because of an error of its own", self._worker, exc_info=error)
+        if 0 not in self._neighbours.dead():
+            try:
+                self._coordination.get(_CALL, _PROBE_SECONDS)
+            except Exception as second:  # jaxlib's errors have no classes of their own
+                if "CANCELLED" in str(second):  # somebody called jax.distributed.shutdown(): the job has no guard any more
+                    return
+            else:
+                if not any(sign in str(error) for sign in _SIGNS_OF_SERVICE_LOSS):
+                    _logger.error("the guard of worker %d ends, because of an error of its own", self._worker, exc_info=error)
+                    return
+        title = f"lost worker 0, which hosts the coordination service, at step {self._progress.started}"
+        self._leave(Verdict(title, str(error), lost=(0,)), (self._has_ended and self._sys_exit_code) or RESTART, is_first=False)
 
     # ---- leaving
 
     def _fail(self, verdict: Verdict, code: int, shown: Verdict | None = None) -> None:
         """Publish a verdict, unless there is one, and leave."""
         shown = shown or verdict
-        with contextlib.suppress(Exception):  # the service may be gone
-            known = self._coordination.get(_VERDICT, 0.001)
-            if known is None:
-                self._coordination.put(_VERDICT, verdict.encode())
-                self._coordination.put(_CALL, _LEAVE)
-            else:
-                shown = Verdict.decode(known)
+        if 0 not in verdict.lost:  # else there is nobody to tell, and a call into the service would block
+            with contextlib.suppress(Exception):  # the service may go in this moment
+                known = self._coordination.get(_VERDICT, 0.001)
+                if known is None:
+                    self._coordination.put(_VERDICT, verdict.encode())
+                    self._coordination.put(_CALL, _LEAVE)
+                else:
+                    shown = Verdict.decode(known)
         self._leave(shown, code, is_first=True)
 
     def _leave(self, verdict: Verdict, code: int, is_first: bool) -> None:
@@ -350,4 +372,16 @@ class Guard:
 
 def _speaks_of_loss(error: BaseException) -> bool:
     is_native = type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError", "ValueError", "RuntimeError")
-    return is_native and any(sign in str(error) for sign in _SIGNS_OF_LOSS)
+    return is_native and any(sign in _text_of(error) for sign in _SIGNS_OF_LOSS)
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # of the user's class
+        return "(which has no text)"
+
+
+def _exit_code_of(error: BaseException) -> int:
+    code = getattr(error, "exit_code", FAILED)
+    return code if type(code) is int and 0 < code < 256 else FAILED

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +25,12 @@ def agree(name: str, text: str) -> None:
         ProgramMismatchError: on every worker, when the programs differ.
     """
     _required().agreement.check(name, text)
+
+
+def exchange(name: str, value: Any) -> Sequence[Any]:
+    """Give a JSON value to all workers, and return those of all; the guard sees that this worker waits."""
+    with progress.phase(name, waits=True):
+        return _required().coordination.exchange(name, value)
 
 
 def watched(name: str, text: str, program: Compiled) -> Callable[..., Any]:

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -125,6 +126,7 @@ class Group:
         finally:
             os.close(self._keeper_pipe)
             keeper.wait()
+            shutil.rmtree(folder, ignore_errors=True)  # when the keeper itself was killed
 
     def _spawn(self, environment: Mapping[str, str]) -> None:
         index = self._first_index + len(self._workers)

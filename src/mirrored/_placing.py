@@ -25,6 +25,7 @@ from ._progress import progress
 from ._typing import REPLICA_AXIS, Shape
 
 _NAME = "sending values from the chief"
+_CHECK = "comparing an array of all workers"
 #: Told which of the arrays differ, by position, and on which workers; raises.
 OnDifference = Callable[[int, Sequence[int]], None]
 
@@ -57,6 +58,32 @@ def mirror(
         for i, array in zip(missing, new, strict=True):
             placed[i] = array
     return placed
+
+
+def check_later(mesh: ReplicaMesh, array: Any, what: str) -> None:
+    """See, at most two programs later, that a mirrored array has the same bits on all workers.
+
+    The user's own JAX code may have computed it of mirrored arrays and of something that each worker has for itself.
+
+    Raises:
+        ReplicasDivergeError: on every worker, later.
+    """
+    if mesh.is_alone or not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):
+        return
+    if array.sharding == mesh.mirrored:  # else it is sent from the chief
+        _joint.started(_CHECK, f"{array.dtype}{list(array.shape)}", lambda: None)()
+        _pace.joined(array, functools.partial(_compare_bits, what))
+
+
+def _compare_bits(what: str, array: jax.Array) -> None:
+    sums = _joint.exchange(_CHECK, checksum(array))
+    workers = [worker for worker, other in enumerate(sums) if other != sums[0]]
+    if workers:
+        raise ReplicasDivergeError(
+            f"{what} is an array on all workers, but {_list(workers)} computed other values than worker 0: outside of a step, of "
+            "something that is not the same on all workers, such as a loss or a random number. Make that one value first: "
+            "strategy.reduce('mean', strategy.distribute_values_from_function(lambda context: value))."
+        )
 
 
 def stack(mesh: ReplicaMesh, rows: Any) -> jax.Array:

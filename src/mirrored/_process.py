@@ -1,10 +1,11 @@
-"""Does another process of this host still run? Asked of the kernel, which knows at once. No jax here."""
+"""Which processes of this host still run? Asked of the kernel, which knows at once. No jax here."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 _MAX_TEXT = 200
@@ -28,6 +29,7 @@ class Process:
     def own(cls) -> Process:
         """Return this process."""
         try:
+            _state_of(1)  # else /proc hides processes, and one that cannot be seen is not a dead one
             boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
             return cls(f"{boot} {os.stat('/proc/self/ns/pid').st_ino}", os.getpid(), _state_of(os.getpid())[1])
         except (OSError, IndexError):
@@ -56,6 +58,41 @@ class Process:
         except (OSError, IndexError):
             return False
         return state in "ZX" or began != self.began  # ended, and nobody has asked how yet; or another has its number
+
+
+class Neighbours:
+    """Know the other workers of this host.
+
+    Args:
+        worker: this one.
+        num_workers: of the job, on all hosts.
+    """
+
+    def __init__(self, worker: int, num_workers: int) -> None:
+        self._own = Process.own()
+        self._worker, self._num_workers = worker, num_workers
+        self._found: dict[int, Process | None] = {}  # None: of another host
+
+    def introduce(self) -> str:
+        """Return what the others `meet`."""
+        return self._own.encode()
+
+    @property
+    def are_known(self) -> bool:
+        """Whether all workers have been met."""
+        return len(self._found) == self._num_workers - 1
+
+    def meet(self, texts: Mapping[int, str]) -> None:
+        """Take note of workers that introduce themselves."""
+        for worker in texts.keys() - self._found.keys() - {self._worker}:
+            if worker < self._num_workers:
+                process = Process.decode(texts[worker])
+                is_near = process is not None and process.host == self._own.host
+                self._found[worker] = process if is_near else None
+
+    def dead(self) -> tuple[int, ...]:
+        """Return those of this host that have ended."""
+        return tuple(worker for worker, process in sorted(self._found.items()) if process is not None and process.is_dead())
 
 
 def _state_of(number: int) -> tuple[str, str]:

@@ -301,6 +301,8 @@ def _make_program(strategy: Any, mesh: ReplicaMesh, call: Call) -> Program:
 def _placed_constants(mesh: ReplicaMesh, constants: Sequence[Any]) -> list[Any]:
     """Bring the arrays that a step closes over to the mesh; tracers of a larger program stay."""
     known = [constant for constant in constants if not isinstance(constant, jax.core.Tracer)]
+    for constant in known:
+        _placing.check_later(mesh, constant, "an array that the step closes over")
     placed = iter(_placing.mirror(mesh, known, _placing.refuse_constant))
     return [constant if isinstance(constant, jax.core.Tracer) else next(placed) for constant in constants]
 

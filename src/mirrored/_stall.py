@@ -23,6 +23,7 @@ SILENT_SECONDS = 3.0
 #: For so long two workers must have waited for different things before that is called certain.
 _SETTLED_SECONDS = 2.0
 _MAX_WORD = 200
+_LONGER = "If it only needs longer: mr.CommunicationOptions(timeout_seconds=...)."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,17 +170,22 @@ def judge(own: int, limit: float, positions: Mapping[int, Position], silent: Map
         late = [worker for worker, there in others.items() if _is_late(here, there) or worker in quiet]
     if any(others[worker].is_patient and worker not in quiet for worker in late):
         return None
-    if here.phase == NEXT_BATCH and late:
-        title = f"the input of worker{'s' * (len(late) > 1)} {', '.join(map(str, late))} has given no batch"
-        return f"{title} for {here.still:.0f} s, which is the limit.\n{listed(positions, silent)}"
-    place = here.phase if here.waits_in_phase else f"step {here.started} (program {here.program!r})"
-    who = f"{named(late)} not entered" if late else "no worker has finished"
-    return f"{who} {escape(place, _MAX_WORD)} for {here.still:.0f} s, which is the limit.\n{listed(positions, silent)}"
+    is_between = here.waits_in_phase or here.phase == NEXT_BATCH
+    place = escape(here.phase if is_between else f"step {here.started} (program {here.program!r})", _MAX_WORD)
+    who = f"{named(late)} not entered {place}" if late else f"no worker has finished {place}"
+    if late and all(others[worker].phase == here.phase == NEXT_BATCH for worker in late):
+        who = f"the input of {numbered(late)} has given no batch"
+    return f"{who} for {here.still:.0f} s, which is the limit. {_LONGER}\n{listed(positions, silent)}"
+
+
+def numbered(workers: Sequence[int]) -> str:
+    """Return "worker 1" or "workers 1, 2"."""
+    return f"worker{'s' * (len(workers) > 1)} {', '.join(map(str, workers))}"
 
 
 def named(workers: Sequence[int]) -> str:
     """Return "worker 1 has" or "workers 1, 2 have"."""
-    return f"worker{'s' * (len(workers) > 1)} {', '.join(map(str, workers))} ha{'ve' if len(workers) > 1 else 's'}"
+    return f"{numbered(workers)} ha{'ve' if len(workers) > 1 else 's'}"
 
 
 def listed(positions: Mapping[int, Position], silent: Mapping[int, float]) -> str:

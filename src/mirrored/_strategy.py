@@ -517,9 +517,12 @@ class Strategy:
     def _local_values(self, leaf: PerReplica | Variable) -> tuple[Any, ...]:
         if isinstance(leaf, Variable):
             self._check_own_variable(leaf, "local_results")
-            leaf = leaf._as_per_replica()
-        self._check_own(leaf, "local_results")
-        values = leaf.values
+            leaf = leaf._as_per_replica() if leaf._on_read or _context.is_traced() else leaf
+        if isinstance(leaf, Variable):  # its copies here; the other workers are not asked
+            values = tuple(jax.numpy.copy(copy) for _, copy in leaf._local_arrays())
+        else:
+            self._check_own(leaf, "local_results")
+            values = leaf.values
         if isinstance(values[0], jax.core.Tracer):
             return values
         # Together, because JAX does not combine arrays of two devices.

@@ -57,9 +57,7 @@ def test_an_exception_ends_all_workers(num_workers: int) -> None:
 @SIZES
 def test_a_killed_worker_is_named_by_the_others(num_workers: int) -> None:
     ended = run("sigkill@5:1", num_workers)
-    require(
-        ended, [75, -9] + [75] * (num_workers - 2), "lost worker 1 at step 6: a collective failed .* worker 1 has not answered"
-    )
+    require(ended, [75, -9] + [75] * (num_workers - 2), "lost worker 1 at step 6: the process is gone")
 
 
 @pytest.mark.slow
@@ -179,9 +177,11 @@ def test_a_short_stop_costs_only_time(culprit: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_worker_that_dies_outside_of_a_step_is_named_before_jax_ends_the_others() -> None:
+def test_a_worker_that_dies_while_the_others_are_outside_of_steps_is_named() -> None:
     with workers(SCRIPT, 2, "hang@5:0", 20, 0) as running:
         wait_for_line(running[0], "FAULT")
         running[1].signal(signal.SIGKILL)
+        killed = time.time()
         one = running[0].wait(30)
-        assert one.code == ABORTED and "worker 1 has been silent for 4 s" in one.output, one.output
+        assert one.code == 75 and one.time - killed < SOON, one
+        assert re.search(r"lost worker 1 at step \d: the process is gone", one.output), one.output

@@ -1,0 +1,170 @@
+"""What does a step of several workers cost, next to the same step written by hand with `jax.distributed`?
+
+Both run in the same processes, so over the same gloo connections, and take turns. The guard, which looks after the workers in
+threads of its own, slows both; so everything is measured again without it. Workers and replicas share this machine's cores.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+from _harness import Contender, Row, check_losses, interleave, parse, print_table, show_seconds
+
+#: By workload: at most so many times the step by hand. W1 takes a millisecond or two, W2 20 ms on an idle machine.
+GOALS = {"W1": 1.15, "W2": 1.05}
+ROUNDS, TURN = 15, 0.5
+START_ROUNDS = 5
+MARK = "RESULT "
+
+
+def main() -> None:
+    options = parse(__doc__, job="", rounds=ROUNDS, turn=TURN, guard=1)
+    if options.job:
+        print(MARK + json.dumps(JOBS[options.job](options)), flush=True)
+        return
+    rounds, turn = (2, 0.02) if options.quick else (options.rounds, options.turn)
+    for num_workers, devices in ((2, 1),) if options.quick else ((2, 1), (2, 2)):
+        rows = []
+        for name, guard in itertools.product(GOALS, (1, 0)):
+            more = [f"--job={name}", f"--rounds={rounds}", f"--turn={turn}", f"--guard={guard}"]
+            found = launched(num_workers, devices, *more)
+            rows += rows_of(f"{name}{'' if guard else ', no guard'}", found, GOALS[name] if guard else None)
+        print_table(f"{num_workers} workers with {devices} CPU device{'s' * (devices > 1)} each: one step", rows)
+    print_table("2 workers: from the command to the end of the first step", starts(1 if options.quick else START_ROUNDS))
+
+
+def launched(num_workers: int, devices: int, *arguments: str) -> Any:
+    """Run this file as a job, and return what its chief has found."""
+    command = [sys.executable, "-m", "mirrored", "launch", "-n", str(num_workers), "--cpu-devices", str(devices), __file__]
+    output = subprocess.run([*command, *arguments], check=True, stdout=subprocess.PIPE, text=True).stdout
+    [found] = [line.removeprefix(f"[0] {MARK}") for line in output.splitlines() if line.startswith(f"[0] {MARK}")]
+    return json.loads(found)
+
+
+def rows_of(name: str, seconds: dict[str, list[float]], goal: float | None) -> list[Row]:
+    def ratios(reference: str) -> list[float]:
+        return [a / b for a, b in zip(seconds["mirrored"], seconds[reference], strict=True)]
+
+    rows = [Row(f"{name}: {how}", show_seconds(statistics.median(seconds[how]))) for how in ("by hand", "by hand, packed")]
+    rows.append(Row(f"{name}: mirrored", show_seconds(statistics.median(seconds["mirrored"])), ratios("by hand"), goal))
+    return [*rows, Row(f"{name}: mirrored, ratio to by hand, packed", "", ratios("by hand, packed"), goal)]
+
+
+def starts(num_rounds: int) -> list[Row]:
+    jobs = {"by hand": "start by hand", "mirrored": "start"}
+    seconds: dict[str, list[float]] = {name: [] for name in jobs}
+    for _ in range(num_rounds):
+        for name, job in jobs.items():
+            start = time.time()
+            seconds[name].append(launched(2, 1, f"--job={job}") - start)
+    ratios = [a / b for a, b in zip(seconds["mirrored"], seconds["by hand"], strict=True)]
+    return [
+        Row("start: by hand", show_seconds(statistics.median(seconds["by hand"]))),
+        Row("start: mirrored", show_seconds(statistics.median(seconds["mirrored"])), ratios),
+    ]
+
+
+# -- in the workers
+
+
+def step_times(options: Any) -> dict[str, list[float]]:
+    """Let both take turns, and return the seconds of a step in each round."""
+    import mirrored as mr
+
+    if not options.guard:
+        from mirrored import _guard
+
+        _guard.Guard.start = _guard.Guard.stop = lambda self: None
+    strategy = mr.MultiWorkerMirroredStrategy()
+    from _workloads import WORKLOADS
+
+    workload = WORKLOADS[options.job]
+    contenders = [written_by_hand(workload), written_by_hand(workload, is_packed=True), with_mirrored(strategy, workload)]
+    check_losses(contenders, num_steps=3, tolerance=1e-4)
+    times = interleave(contenders, options.rounds, options.turn).seconds
+    strategy.barrier("end")
+    return times
+
+
+def with_mirrored(strategy: Any, workload: Any) -> Contender:
+    from _jax_contenders import mirrored_step
+
+    step = mirrored_step(strategy, workload)
+    batches = itertools.cycle(list(strategy.distribute_dataset(workload.batches())))
+
+    def run(num_steps: int) -> float:
+        for batch in itertools.islice(batches, chief_s(num_steps)):
+            losses = strategy.run(step, args=batch)
+        strategy.barrier("end of a turn")
+        return sum(map(float, losses.values))
+
+    return Contender("mirrored", run)
+
+
+def written_by_hand(workload: Any, is_packed: bool = False) -> Contender:
+    """`jit(shard_map)` with one psum of the gradient tree, over the devices of all processes; or the small ones packed."""
+    import jax
+    import numpy as np
+    from _jax_contenders import by_hand_step, packed_psum
+    from jax.experimental import multihost_utils
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    compiled, state = by_hand_step(workload, mesh, packed_psum if is_packed else None)
+    held = [jax.device_put(batch, NamedSharding(mesh, PartitionSpec("data"))) for batch in workload.batches()]
+    batches = itertools.cycle(held)
+
+    def run(num_steps: int) -> float:
+        nonlocal state
+        for batch in itertools.islice(batches, chief_s(num_steps)):
+            *state, losses = compiled(*state, *batch)
+        jax.block_until_ready(state)
+        multihost_utils.sync_global_devices("end of a turn")
+        return sum(float(shard.data[0]) for shard in losses.addressable_shards)
+
+    return Contender("by hand, packed" if is_packed else "by hand", run)
+
+
+def chief_s(num_steps: int) -> int:
+    """Return the chief's number: each worker has measured another one."""
+    from jax.experimental import multihost_utils
+
+    return int(multihost_utils.broadcast_one_to_all(num_steps))
+
+
+def first_step(options: Any) -> float:
+    """Make a strategy, take one step with it, and return when that was."""
+    import mirrored as mr
+
+    strategy = mr.MultiWorkerMirroredStrategy()
+    from _workloads import WORKLOADS
+
+    with_mirrored(strategy, WORKLOADS["W1"]).run(1)
+    return time.time()
+
+
+def first_step_by_hand(options: Any) -> float:
+    import os
+
+    import jax
+
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        os.environ["JAX_COORDINATOR_ADDRESS"], int(os.environ["JAX_NUM_PROCESSES"]), int(os.environ["JAX_PROCESS_ID"])
+    )
+    from _workloads import WORKLOADS
+
+    written_by_hand(WORKLOADS["W1"]).run(1)
+    return time.time()
+
+
+JOBS = {**dict.fromkeys(GOALS, step_times), "start": first_step, "start by hand": first_step_by_hand}
+
+if __name__ == "__main__":
+    main()

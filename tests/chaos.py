@@ -1,0 +1,228 @@
+"""Kill the workers of a training at random moments, and see that it ends exactly as if nothing had happened.
+
+    python tests/chaos.py --runs 100 --kills 3 --workers 2 --replicas 1     # kills at any moment; SIGTERM now and then
+    python tests/chaos.py --saves --runs 50 --kills 20                      # 1000 kills around saves
+    python tests/chaos.py --resize                                          # 2, 3 and 1 workers, one after the other
+
+The program is tests/multiprocess/chaos_worker.py under `mirrored launch`. A run's moments come from its seed, and are
+relative to what the program says that it does, so that a run that failed can be repeated, also on a slower machine.
+"""
+
+import argparse
+import collections
+import dataclasses
+import functools
+import random
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from chaos_checks import (
+    check_commits,
+    check_lives,
+    check_preemptions,
+    check_rows,
+    check_same_bits,
+    read_lives,
+    read_results,
+    seconds_to,
+    steps_redone,
+)
+from chaos_job import Fault, Hit, job
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What a run does, besides the faults."""
+
+    num_workers: int = 2
+    num_replicas: int = 1
+    num_rows: int = 23
+    num_epochs: int = 6
+    options: tuple[object, ...] = ()
+    forget: str = dataclasses.field(default="", compare=False)  # in disturbed runs only
+
+    def arguments(self) -> list[object]:
+        return ["--rows", self.num_rows, "--epochs", self.num_epochs, *self.options]
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a run has shown."""
+
+    hits: list[Hit]
+    seconds_to_start: list[float]
+    seconds_to_step: list[float]
+    steps_redone: list[int]
+    num_attempts: int
+    num_cut_saves: int
+    seconds: float
+
+
+@functools.cache
+def undisturbed(setting: Setting) -> tuple[dict[int, list[int]], list[dict[str, np.ndarray]]]:
+    """Return the rows of each step, and the result, of a run without faults."""
+    with tempfile.TemporaryDirectory(prefix="chaos-") as name:
+        folder = Path(name)
+        with job(folder, setting.num_workers, setting.num_replicas, *setting.arguments()) as running:
+            assert running.end() == 0, "the undisturbed run failed"
+        rows = check_lives(read_lives(folder))
+        check_rows(rows, setting.num_rows, setting.num_epochs)
+        return rows, read_results(folder, 0, setting.num_workers)
+
+
+def disturbed(setting: Setting, faults: Sequence[Fault]) -> Outcome:
+    """Run with faults, and check all that must be true in the end."""
+    expected_rows, expected = undisturbed(setting)
+    with tempfile.TemporaryDirectory(prefix="chaos-") as name:
+        folder, started, hits = Path(name), time.monotonic(), list[Hit]()
+        forget = ["--forget", setting.forget] if setting.forget else []
+        with job(folder, setting.num_workers, setting.num_replicas, *setting.arguments(), *forget) as running:
+            for fault in faults:
+                if (hit := running.strike(fault, hits[-1] if hits else None)) is not None:
+                    hits.append(hit)
+            code = running.end()
+            assert code == 0, f"the launcher ended with {code}"
+            lives = read_lives(folder)
+            rows = check_lives(lives)
+            check_rows(rows, setting.num_rows, setting.num_epochs)
+            assert rows == expected_rows, "the order of the data is another one"
+            check_same_bits(read_results(folder, 0, setting.num_workers), expected)
+            check_commits(running.events)
+            check_preemptions(running.events, hits)
+            return Outcome(
+                hits,
+                seconds_to("START", running.events, hits),
+                seconds_to("STEP", running.events, hits),
+                steps_redone(lives),
+                1 + max(event.attempt for event in running.events),
+                sum(line.startswith("[0]") and "is a save that was cut short" in line for line in running.lines),
+                time.monotonic() - started,
+            )
+
+
+# -- moments
+
+#: How long after each moment a fault may come: what follows it takes about so long.
+DELAYS = {
+    "SPAWN": 0.03, "START": 1.2, "MEET": 0.6, "RESTORE": 0.15, "COMPILE": 1.5, "READ": 0.004, "RUN": 0.004, "STEP": 0.03,
+    "SAVE": 0.15, "END": 0.3,
+}  # fmt: skip
+WITH_STEP = ("READ", "RUN", "STEP", "SAVE")
+#: In this order, so that a run has some of the start and some of the training.
+KINDS = [
+    *((moment, signal.SIGKILL) for moment in ("SPAWN", "STEP", "SAVE", "START", "READ", "RESTORE", "MEET", "RUN", "COMPILE")),
+    ("STEP", signal.SIGTERM),
+    ("END", signal.SIGKILL),
+]
+
+
+def random_faults(seed: int, num_faults: int, num_workers: int, num_steps: int) -> list[Fault]:
+    """Choose moments: all kinds in turn over the seeds, at steps one after the other, so that each is met."""
+    rng, width = random.Random(seed), max(1, (num_steps - 6) // num_faults)
+    kinds = [KINDS[(seed * num_faults + number) % len(KINDS)] for number in range(num_faults)]
+    rng.shuffle(kinds)
+    faults = []
+    for number, (moment, signal_number) in enumerate(sorted(kinds, key=lambda kind: kind[0] == "END")):
+        step = 1 + number * width + rng.randrange(width) if moment in WITH_STEP else 0
+        delay, victim = rng.uniform(0, DELAYS[moment]), rng.randrange(num_workers)
+        victims = (victim,)
+        if moment == "SPAWN":
+            victims = (rng.randrange(num_workers + 1),)
+        elif signal_number == signal.SIGKILL and rng.random() < 0.2:
+            victims += tuple(other for other in range(num_workers) if other != victim)
+        faults.append(Fault(moment, step, victims, delay, signal_number))
+    return faults
+
+
+def faults_around_saves(rng: random.Random, num_faults: int, num_workers: int) -> list[Fault]:
+    """Choose moments around saves, in turn of each worker: while the state is copied, written, takes its place, and after."""
+    faults = []
+    for number in range(num_faults):
+        worker = number % num_workers
+        faults.append(Fault("SAVE", 2 * number + rng.randrange(1, 4), (worker,), rng.choice([0.01, 0.05, 0.12]) * rng.random()))
+    return faults
+
+
+def resized(setting: Setting, sizes: Sequence[tuple[int, int]], seed: int = 0) -> None:
+    """Go on with other numbers of workers, after a kill or a preemption; check rows, order and result."""
+    rng = random.Random(seed)
+    expected_rows, expected = undisturbed(setting)
+    with tempfile.TemporaryDirectory(prefix="chaos-") as name:
+        folder = Path(name)
+        for life, (num_workers, num_replicas) in enumerate(sizes):
+            arguments = [*setting.arguments(), "--life", life]
+            with job(folder, num_workers, num_replicas, *arguments, max_restarts=0) as running:
+                if life < len(sizes) - 1:
+                    step = (life + 1) * len(expected_rows) // len(sizes)
+                    number = signal.SIGTERM if life % 2 else signal.SIGKILL
+                    fault = Fault("STEP", step, (rng.randrange(num_workers),), rng.uniform(0, 0.03), number)
+                    assert running.strike(fault, None) is not None and running.end() != 0
+                else:
+                    assert running.end() == 0
+        rows = check_lives(read_lives(folder))
+        check_rows(rows, setting.num_rows, setting.num_epochs)
+        assert rows == expected_rows, "the order of the data is another one"
+        [*_, first] = reversed(read_results(folder, len(sizes) - 1, sizes[-1][0]))
+        for name in first:
+            if not name.startswith("copies_"):
+                np.testing.assert_allclose(first[name], expected[0][name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def main() -> None:
+    """Run what the command line asks for, and print figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=100)
+    parser.add_argument("--kills", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--replicas", type=int, default=1, help="of each worker")
+    parser.add_argument("--seed", type=int, default=0, help="of the first run; the next has the next")
+    parser.add_argument("--saves", action="store_true", help="kills around saves")
+    parser.add_argument("--resize", action="store_true", help="go on with other numbers of workers")
+    options = parser.parse_args()
+    if options.resize:
+        resized(Setting(options.workers, options.replicas, options=("--noise-by-row",)), RESIZES[options.replicas], options.seed)
+        return
+    starts, steps, redone, hits, missed, cut = [], [], [], collections.Counter(), 0, 0
+    for seed in range(options.seed, options.seed + options.runs):
+        if options.saves:
+            setting = saves_setting(options.kills, options.workers, options.replicas)
+            faults = faults_around_saves(random.Random(seed), options.kills, options.workers)
+        else:
+            setting = Setting(options.workers, options.replicas)
+            faults = random_faults(seed, options.kills, options.workers, len(undisturbed(setting)[0]))
+        outcome = disturbed(setting, faults)
+        starts += outcome.seconds_to_start
+        steps += outcome.seconds_to_step
+        redone += outcome.steps_redone
+        hits.update(f"{hit.fault.moment} {hit.fault.number.name}" for hit in outcome.hits)
+        missed += len(faults) - len(outcome.hits)
+        cut += outcome.num_cut_saves
+        shown = ", ".join(f"{f.number.name} {f.moment}{f' {f.step}' if f.step else ''} {f.victims}" for f in faults)
+        print(f"seed {seed}: {len(outcome.hits)} of {len(faults)} hit, {outcome.num_attempts} attempts, {outcome.seconds:.1f} s, "
+              f"restarts {' '.join(f'{seconds:.1f}' for seconds in outcome.seconds_to_step)}"
+              f"{'' if options.saves else f': {shown}'}", flush=True)  # fmt: skip
+    print(f"{options.runs} runs, {hits.total()} faults, {missed} came too late; all ended as undisturbed ones: {dict(hits)}")
+    for what, seconds in {"start of the next attempt": starts, "first step of the next attempt": steps}.items():
+        if seconds:
+            print(f"SIGKILL to the {what}: median {statistics.median(seconds):.1f} s, max {max(seconds):.1f} s ({len(seconds)})")
+    print(f"saves that were cut short: {cut}")
+    if redone:
+        print(f"steps done again: median {statistics.median(redone)}, max {max(redone)}")
+
+
+def saves_setting(num_kills: int, num_workers: int = 2, num_replicas: int = 1) -> Setting:
+    """Return a run that saves every step, with enough steps for the kills."""
+    options = ("--save-every", 1, "--wait-every", 2, "--pause", 0)
+    return Setting(num_workers, num_replicas, num_rows=20, num_epochs=num_kills, options=options)
+
+
+#: By replicas of a worker: workers and replicas of one start after the other.
+RESIZES = {1: [(2, 1), (3, 1), (1, 1)], 2: [(2, 2), (3, 2), (1, 2)]}
+
+if __name__ == "__main__":
+    main()

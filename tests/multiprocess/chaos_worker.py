@@ -1,0 +1,175 @@
+"""The training that tests/chaos.py kills: small, with a bit of everything whose state could get lost or be used twice.
+
+It says what it is doing, on standard output, before it does it; and it records, in a file of each attempt, the state with
+which it began, the rows that each of its replicas has used in each step, and checksums of the state after it.
+"""
+
+import os
+
+WORKER, ATTEMPT = int(os.environ["JAX_PROCESS_ID"]), int(os.environ["MIRRORED_ATTEMPT"])
+
+
+def say(event: str, number: int = 0) -> None:
+    """Write one line, in one call: no kill leaves half of it."""
+    os.write(1, f"CHAOS {WORKER} {ATTEMPT} {event} {number}\n".encode())
+
+
+say("START", os.getpid())  # before the imports, which take a second
+
+import argparse  # noqa: E402
+import json  # noqa: E402
+import time  # noqa: E402
+import zlib  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import optax  # noqa: E402
+
+import mirrored as mr  # noqa: E402
+
+#: Neither 2, 3 nor 4 divides it.
+BATCH_SIZE = 5
+NUM_FEATURES = 6
+
+
+class Training:
+    """Two layers, dropout, Adam, statistics per replica, and the data."""
+
+    def __init__(self, strategy: mr.Strategy, num_rows: int, num_epochs: int, has_noise_by_row: bool) -> None:
+        rng = np.random.default_rng(0)
+        rows = {
+            "id": np.arange(num_rows, dtype=np.int32),
+            "x": rng.standard_normal((num_rows, NUM_FEATURES)).astype(np.float32),
+            "y": rng.standard_normal(num_rows).astype(np.float32),
+        }
+        self.strategy, self.has_noise_by_row = strategy, has_noise_by_row
+        data = strategy.make_numpy_dataset(rows).shuffle(seed=11).repeat(num_epochs).batch(BATCH_SIZE)
+        self.num_steps = len(data)
+        self.batches = iter(strategy.distribute_dataset(data))
+        self.hidden = mr.Variable(rng.standard_normal((NUM_FEATURES, 8)).astype(np.float32), name="hidden")
+        self.out = mr.Variable(rng.standard_normal(8).astype(np.float32), name="out")
+        self.key = mr.Variable(jax.random.key(5), name="key")
+        self.num_seen = mr.Variable(0, name="num_seen", synchronization="on_read", aggregation="sum")
+        self.sum = mr.Variable(0.0, name="sum", synchronization="on_read", aggregation="sum")
+        self.mean = mr.Variable(0.0, name="mean", synchronization="on_read", aggregation="mean")
+        self.optimizer = mr.Optimizer(optax.adam(0.01), [self.hidden, self.out])
+        self.losses = np.zeros(self.num_steps, np.float32)
+        self.state = {"step": 0, "sum_of_losses": 0.0}
+
+    def saved(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ("strategy", "has_noise_by_row", "num_steps")}
+
+    def train_step(self, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """Take one step on one replica; return the rows that it used, and the loss."""
+        say("COMPILE")  # while it is traced
+        context = mr.get_replica_context()
+        following, key = jax.random.split(self.key.value)
+        self.key.assign(following)
+        if self.has_noise_by_row:  # the same on any number of replicas
+            is_kept = jax.vmap(lambda row: jax.random.bernoulli(jax.random.fold_in(key, row), 0.8, (NUM_FEATURES,)))(batch["id"])
+        else:
+            is_kept = jax.random.bernoulli(context.rng(key), 0.8, batch["x"].shape)
+
+        def loss() -> tuple[jax.Array, jax.Array]:
+            errors = (jnp.tanh((batch["x"] * is_kept) @ self.hidden) @ self.out - batch["y"]) ** 2
+            return mr.losses.compute_average_loss(errors), jnp.sum(errors)
+
+        (value, error), gradients = mr.value_and_grad(loss, [self.hidden, self.out], has_aux=True)()
+        self.optimizer.apply_gradients(gradients)
+        self.num_seen.assign_add(batch["id"].shape[0])
+        self.sum.assign_add(error)
+        self.mean.assign_add(error * context.num_replicas_in_sync)
+        return batch["id"], context.all_reduce("sum", value)
+
+    def take_step(self, step: int) -> list[list[int]]:
+        """Take a step; return the rows that each replica of this worker used."""
+        say("READ", step)
+        batch = next(self.batches)
+        say("RUN", step)
+        used, loss = self.strategy.run(self.train_step, args=(batch,))
+        self.losses[step - 1] = loss
+        self.state["step"], self.state["sum_of_losses"] = step, self.state["sum_of_losses"] + float(loss)
+        return [np.asarray(rows).tolist() for rows in self.strategy.local_results(used)]
+
+    def mirrored(self) -> dict[str, np.ndarray]:
+        """Return all that is the same on every replica."""
+        leaves = jax.tree.leaves(self.optimizer.state, is_leaf=lambda node: isinstance(node, mr.Variable))
+        state = {f"optimizer{i}": np.asarray(leaf) for i, leaf in enumerate(leaves)}
+        key = np.asarray(jax.random.key_data(self.key.value))
+        numbers = np.array([self.state["step"], self.state["sum_of_losses"]])
+        return {"hidden": self.hidden.numpy(), "out": self.out.numpy(), "key": key, **state} | {
+            "losses": self.losses.copy(), "numbers": numbers,
+        }  # fmt: skip
+
+    def copies(self) -> dict[str, np.ndarray]:
+        """Return what each replica of this worker has for itself."""
+        variables = {"num_seen": self.num_seen, "sum": self.sum, "mean": self.mean}
+        return {name: np.stack(list(map(np.asarray, self.strategy.local_results(v)))) for name, v in variables.items()}
+
+    def checksums(self) -> dict[str, int]:
+        return {"mirrored": _checksum(self.mirrored()), "copies": _checksum(self.copies())}
+
+
+def _checksum(arrays: dict[str, np.ndarray]) -> int:
+    return zlib.crc32(b"".join(name.encode() + array.tobytes() for name, array in sorted(arrays.items())))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--life", type=int, default=0, help="which start of the launcher this is")
+    parser.add_argument("--rows", type=int, default=23)
+    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--save-every", type=int, default=5)
+    parser.add_argument("--wait-every", type=int, default=0, help="wait until a save is on disk, and say so")
+    parser.add_argument("--pause", type=float, default=0.02, help="seconds after each step")
+    parser.add_argument("--noise-by-row", action="store_true", help="dropout that is the same on any number of replicas")
+    parser.add_argument("--forget", default="", help="what not to save, to see that it is missed")
+    options = parser.parse_args()
+    records = os.open(
+        options.folder / f"records-{options.life:03d}-{ATTEMPT:03d}-{WORKER}", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600
+    )
+
+    def record(**what: Any) -> None:
+        os.write(records, (json.dumps(what) + "\n").encode())
+
+    say("MEET")
+    strategy = mr.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        training = Training(strategy, options.rows, options.epochs, options.noise_by_row)
+        saved = {name: value for name, value in training.saved().items() if name != options.forget}
+        checkpoint = mr.Checkpoint(options.folder / "checkpoints", max_to_keep=2, **saved)
+    say("RESTORE")
+    first = checkpoint.restore_latest() or 0
+    say("RESTORED", first)
+    record(first=first, num_replicas=strategy.num_replicas_in_sync, num_workers=strategy.num_workers, **training.checksums())
+    with training.batches, checkpoint, mr.PreemptionHandler(checkpoint) as preemption:
+        for step in range(first + 1, training.num_steps + 1):
+            rows = training.take_step(step)
+            record(step=step, rows=rows, **training.checksums())
+            say("STEP", step)
+            time.sleep(options.pause)
+            if step % options.save_every == 0:
+                say("SAVE", step)
+                checkpoint.save(step)
+            if options.wait_every and step % options.wait_every == 0:
+                say("COMMITTED", checkpoint.wait() or 0)
+            preemption.after_step(step)
+        say("END", training.num_steps)
+        checkpoint.save(training.num_steps)
+    result = options.folder / f"result-{options.life:03d}-{WORKER}.npz"
+    temporary = result.with_suffix(".tmp.npz")
+    num_seen, total, mean = (v.numpy() for v in (training.num_seen, training.sum, training.mean))
+    np.savez(
+        temporary, **training.mirrored(), **{f"copies_{name}": value for name, value in training.copies().items()},
+        total_num_seen=num_seen, total_sum=total, total_mean=mean,
+    )  # fmt: skip
+    temporary.replace(result)
+    say("DONE", training.num_steps)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,269 @@
+"""A worker of a job that uses the library as users do, and in which something goes wrong: fault=KIND at=STEP who=WORKER ...
+
+Other arguments, as name=value: steps, limit (seconds, 0 for the default), policy (none, data, file, off), prefetch, pause
+(seconds of the program's own work in each step), folder.
+"""
+
+import atexit
+import json
+import logging
+import os
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import mirrored as mr
+from mirrored._process import Process
+
+given = dict(argument.split("=", 1) for argument in sys.argv[1:])
+fault, at, who = given.get("fault", "none"), int(given.get("at", 5)), given.get("who", "1")
+num_steps, limit, pause = int(given.get("steps", 20)), float(given.get("limit", 0)), float(given.get("pause", 0.01))
+policy, prefetch = given.get("policy", "none"), int(given.get("prefetch", 2))
+logging.basicConfig(format="%(levelname)s %(message)s", level=logging.INFO, force=True)
+
+if roles := given.get("roles"):  # of TF_CONFIG, instead of the variables that are there
+    port = int(os.environ["JAX_COORDINATOR_ADDRESS"].rpartition(":")[2])
+    names = roles.split(",")
+    cluster: dict[str, list[str]] = {name: [] for name in names}
+    for number, name in enumerate(names):
+        cluster[name].append(f"127.0.0.1:{port + number}")
+    mine = int(os.environ["JAX_PROCESS_ID"])
+    task = {"type": names[mine], "index": names[:mine].count(names[mine])}
+    cluster.pop("evaluator", None)
+    os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": task})
+if host := given.get("host"):  # whatever the kernel says, which is one in this test: this is another machine
+    here = Process.own()
+    Process.own = classmethod(lambda cls: cls(f"{here.host} {host}", here.number, here.began))
+strategy = mr.MultiWorkerMirroredStrategy(communication_options=mr.CommunicationOptions(timeout_seconds=limit or None))
+assert strategy.cluster is not None
+worker = strategy.cluster.worker_index
+is_culprit = who in (str(worker), "all")
+
+
+def said(what: str = "") -> None:
+    print(f"FAULT {what or fault} {time.time():.3f}", flush=True)
+
+
+def die() -> None:
+    said()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_in(seconds: float) -> None:
+    threading.Timer(seconds, die).start()
+
+
+def wait_for_ever() -> None:
+    said()
+    time.sleep(1000)
+
+
+class ParserExit(SystemExit):
+    """What a program may derive from SystemExit."""
+
+
+class Unpicklable(Exception):
+    """An exception whose text cannot be had."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+#: An error of a program: what is not printable, what looks like a line of a log, and more of it than anybody reads.
+HOSTILE = "\x1b[2J\x1b]0;owned\x07 \r\nCRITICAL worker 0 leaves with code 0: all is well\n\x00\u202e" + "A" * 2**20
+ERRORS: dict[str, Callable[[], BaseException]] = {
+    "ValueError": lambda: ValueError("the data is gone"),
+    "hostile": lambda: ValueError(HOSTILE),
+    "unpicklable": Unpicklable,
+    "ParserExit": lambda: ParserExit("usage: train.py"),
+}
+
+
+def raise_error(kind: str) -> None:
+    said()
+    raise ERRORS[kind]()
+
+
+# ---- the input
+
+
+class Batches(grain.IterDataset):
+    """Batches of ones, read from "files" of 1000 batches, in which something may go wrong; `pipeline` does it."""
+
+    def __init__(self, files: int = 4) -> None:
+        super().__init__()
+        self.files = tuple(range(files))
+
+    def set_slice(self, sl: slice, sequential_slice: bool = False) -> None:
+        self.files = self.files[sl]
+
+    def __iter__(self) -> grain.DatasetIterator:
+        return _Batches(len(self.files) * 1000)
+
+
+class _Batches(grain.DatasetIterator):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count, self.number = count, 0
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        if is_culprit and self.number == at:
+            pipeline()
+        if self.number == self.count:
+            raise StopIteration
+        self.number += 1
+        return {"x": np.ones((2 * strategy.num_replicas_in_sync, 3), np.float32)}
+
+    def get_state(self) -> dict[str, int]:
+        return {"number": self.number}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        self.number = state["number"]
+
+
+def pipeline() -> None:
+    """Do what goes wrong in the input."""
+    if fault == "input hangs":
+        wait_for_ever()
+    elif fault == "input is slow":
+        time.sleep(3.0)
+    elif fault == "input is killed":
+        die_in(0.7)
+        time.sleep(1000)
+    elif fault == "input fails":
+        raise_error("ValueError")
+
+
+def batches() -> Iterator[Any]:
+    if policy == "none":
+        while True:
+            yield {"x": values}
+    options = mr.InputOptions(auto_shard_policy=policy, prefetch=prefetch)
+    dataset: Any = Batches()
+    if policy == "off":
+        dataset = dataset.map(lambda batch: batch)
+    yield from strategy.distribute_dataset(dataset, options)
+
+
+# ---- the steps
+
+
+def step(batch: Any) -> jax.Array:
+    if fault == "tracing fails" and is_culprit and tracing.is_set():
+        raise_error("ValueError")
+    total = mr.get_replica_context().all_reduce("sum", jnp.mean(batch["x"]))
+    count.assign_add(jnp.where(total > 0, 1.0, 0.0))
+    return total
+
+
+def large(batch: Any) -> jax.Array:
+    """Take seconds to compile."""
+    x = batch["x"]
+    for number in range(300):
+        x = jnp.sort(jnp.sin(x * number), axis=0) + jnp.cumsum(x, axis=1)
+    return mr.get_replica_context().all_reduce("sum", jnp.mean(x))
+
+
+def go_wrong(batch: Any) -> None:
+    """Do what goes wrong between two steps, on the workers that are to blame."""
+    if fault == "killed":
+        die()
+    elif fault == "killed in step":
+        die_in(0.3)  # this worker goes on with its steps
+    elif fault == "outside":  # the others wait in the next step meanwhile
+        die_in(1.0)
+        time.sleep(1000)
+    elif fault == "aside":
+        thread = threading.Thread(target=raise_error, args=("ValueError",))
+        thread.start()
+        thread.join()
+        atexit.register(raise_error, "ValueError")
+    elif fault == "until told":
+        while not Path(given["folder"], "go").exists():
+            time.sleep(0.02)
+    elif fault == "evaluation":
+        time.sleep(float(given["seconds"]))
+    elif fault.startswith("raise "):
+        raise_error(fault.removeprefix("raise "))
+    elif fault == "tracing fails":
+        tracing.set()
+
+
+def go_together(batch: Any) -> None:
+    """Do what all workers do before something goes wrong with one of them."""
+    if fault == "killed while compiling":
+        if is_culprit:
+            die_in(0.5)
+        strategy.run(large, args=(batch,))
+    elif fault == "tracing fails":
+        strategy.run(lambda batch: step(batch), args=(batch,))
+    elif fault == "killed while saving":
+        with strategy.scope():
+            checkpoint = mr.Checkpoint(given["folder"], count=count)
+        if is_culprit:
+            die_in(0.3)
+        for number in range(1, 10_000):
+            checkpoint.save(number)
+            strategy.run(step, args=(batch,))
+
+
+def print_listeners() -> None:
+    """Print the addresses at which this process listens, as the kernel says."""
+    own = {os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()}
+    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+        for fields in map(str.split, Path(table).read_text().splitlines()[1:]):
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in own:
+                address, port = fields[1].split(":")
+                words = struct.unpack(f">{len(address) // 8}I", bytes.fromhex(address))
+                packed = struct.pack(f"={len(words)}I", *words)
+                family = socket.AF_INET if len(words) == 1 else socket.AF_INET6
+                print("LISTENS", socket.inet_ntop(family, packed), int(port, 16), flush=True)
+
+
+def guard_seconds() -> float:
+    """Return the processor time of the guard so far."""
+    own = [thread.native_id for thread in threading.enumerate() if thread.name.startswith("mirrored-guard")]
+    return sum(int(Path(f"/proc/self/task/{number}/schedstat").read_text().split()[0]) for number in own) / 1e9
+
+
+begun = time.monotonic()
+tracing = threading.Event()
+values = strategy.distribute_values_from_function(lambda context: np.ones((2, 3), np.float32))
+with strategy.scope():
+    count = mr.Variable(0.0, name="count", aggregation="mean")
+
+
+def train() -> None:
+    for number, batch in enumerate(batches()):
+        if number == 1:
+            print_listeners()
+        if number == num_steps:
+            break
+        if number == at:
+            if is_culprit:
+                go_wrong(batch)
+            go_together(batch)
+        try:
+            strategy.run(step, args=(batch,))
+        except Exception as error:
+            if "catch" not in given:
+                raise
+            print(f"CAUGHT {number} {type(error).__name__}", flush=True)
+        print(f"STEP {number} {time.time():.3f}", flush=True)
+        time.sleep(pause)
+    print("END", float(count), strategy.num_workers, strategy.is_chief, flush=True)
+    print(f"GUARD {guard_seconds() / (time.monotonic() - begun):.6f}", flush=True)
+
+
+train()

@@ -1,0 +1,152 @@
+"""Training that is killed at any moment, preempted, or goes on with other workers, ends as if nothing had happened."""
+
+import copy
+import dataclasses
+import random
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import chaos
+import chaos_checks
+import pytest
+from chaos import Setting
+from chaos_checks import Life
+from chaos_job import Event, Fault, Hit
+
+#: One size of batch: half the compilation, and so many more kills in the same time.
+SMALL = Setting(num_rows=20, num_epochs=7)
+NUM_KILLS = 3
+NUM_RUNS = 5
+#: The promise is 10 s, for 2 local workers; this machine may be busy.
+RESTART_SECONDS = 30.0
+
+
+def faults(seed: int, setting: Setting) -> list[Fault]:
+    return chaos.random_faults(seed, NUM_KILLS, setting.num_workers, len(chaos.undisturbed(setting)[0]))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("seed", range(NUM_RUNS))
+def test_kills_at_random_moments_leave_no_trace(seed: int) -> None:
+    planned = faults(seed, SMALL)
+    outcome = chaos.disturbed(SMALL, planned)
+    missed = set(planned) - {hit.fault for hit in outcome.hits}
+    assert all(fault.moment == "END" for fault in missed) and outcome.num_attempts > 1, "only the end may come too soon"
+    assert max(outcome.seconds_to_step, default=0.0) < RESTART_SECONDS
+    assert max(outcome.steps_redone, default=0) <= 2 * 5, "the steps since the last save, and those while it was written"
+
+
+def test_the_runs_meet_all_moments() -> None:
+    met = {(f.moment, f.number) for seed in range(NUM_RUNS) for f in chaos.random_faults(seed, NUM_KILLS, 2, 28)}
+    assert met == {(moment, signal.SIGKILL) for moment in chaos.DELAYS} | {("STEP", signal.SIGTERM)}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_kills_leave_no_trace_with_two_replicas_on_each_worker() -> None:
+    setting = Setting(num_workers=2, num_replicas=2)
+    assert len(chaos.disturbed(setting, faults(0, setting)).hits) == NUM_KILLS
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("num_replicas", chaos.RESIZES)
+def test_other_numbers_of_workers_go_on_with_the_same_data(num_replicas: int) -> None:
+    chaos.resized(Setting(2, num_replicas, num_rows=20, num_epochs=7, options=("--noise-by-row",)), chaos.RESIZES[num_replicas])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_no_saved_step_is_lost_when_workers_are_killed_around_saves() -> None:
+    outcome = chaos.disturbed(chaos.saves_setting(20), chaos.faults_around_saves(random.Random(0), 20, 2))
+    assert len(outcome.hits) == 20 and {hit.fault.victims for hit in outcome.hits} == {(0,), (1,)}
+    assert outcome.num_cut_saves > 0, "no kill has met a save"
+
+
+# -- a recovery that forgets something is found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("forgotten", "message"),
+    [
+        ("batches", "was not redone as it had been|used the rows|rows were used"),
+        ("mean", "other copies"),
+    ],
+)
+def test_a_program_that_does_not_save_all_of_its_state_is_found(forgotten: str, message: str) -> None:
+    kill = Fault("STEP", 8, (1,), 0.0)
+    with pytest.raises(AssertionError, match=message):
+        chaos.disturbed(dataclasses.replace(SMALL, forget=forgotten), [kill])
+
+
+def life(first: int, *steps: int, num_replicas: int = 2) -> Life:
+    """Return the records of an attempt of two workers, whose state after step n has the checksum n."""
+    records = {
+        step: {w: {"step": step, "rows": [[2 * step + w]], "mirrored": step, "copies": 10 * step + w} for w in range(2)}
+        for step in steps
+    }
+    begun = {"first": first, "num_replicas": num_replicas, "mirrored": first, "copies": {w: 10 * first + w for w in range(2)}}
+    return Life(begun, records, 2)
+
+
+def damaged(lives: list[Life], change: Callable[[Any], None]) -> list[Life]:
+    lives = copy.deepcopy(lives)
+    change(lives)
+    return lives
+
+
+def test_what_was_redone_counts_once() -> None:
+    lives = [life(0, 1, 2, 3, 4), life(2, 3, 4, 5)]
+    assert chaos_checks.check_lives(lives) == {step: [2 * step, 2 * step + 1] for step in range(1, 6)}
+    assert chaos_checks.steps_redone(lives) == [2]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda lives: lives[1].first.update(mirrored=7), "step 2 was restored with other values than were saved"),
+        (lambda lives: lives[1].first["copies"].update({1: 7}), "step 2: worker 1 has other copies than it saved"),
+        (lambda lives: lives[1].steps[3][1].update(rows=[[0]]), "step 3 was not redone as it had been done, on worker 1"),
+        (lambda lives: lives[1].steps[4][0].update(copies=0), "step 4 was not redone as it had been done, on worker 0"),
+        (lambda lives: lives[1].steps[3].pop(1), "step 3 has no record of some worker"),
+    ],
+)
+def test_wrong_records_are_found(change: Callable[[Any], None], message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        chaos_checks.check_lives(damaged([life(0, 1, 2, 3, 4), life(2, 3, 4, 5)], change))
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ({1: [0, 1], 2: [2, 1], 3: [0, 1], 4: [2]}, "7 rows were used, not 6"),
+        ({1: [0, 1], 2: [1], 3: [2, 1], 4: [0]}, r"epoch 0 used the rows \[0, 1, 1\]"),
+        ({1: [0, 1], 2: [2], 4: [2, 1, 0]}, r"steps are missing: \[1, 2, 4\]"),
+    ],
+)
+def test_rows_that_are_not_used_once_are_found(rows: dict[int, list[int]], message: str) -> None:
+    chaos_checks.check_rows({1: [1, 0], 2: [2], 3: [2, 1], 4: [0]}, num_rows=3, num_epochs=2)
+    with pytest.raises(AssertionError, match=message):
+        chaos_checks.check_rows(rows, num_rows=3, num_epochs=2)
+
+
+def events(*said: tuple[int, str, int]) -> list[Event]:
+    return [Event(float(time), 0, attempt, name, number) for time, (attempt, name, number) in enumerate(said)]
+
+
+def test_a_lost_commit_and_a_repeated_step_are_found() -> None:
+    right = events((0, "STEP", 4), (0, "COMMITTED", 4), (0, "STEP", 5), (1, "RESTORED", 5), (1, "STEP", 6))
+    lost = events((0, "STEP", 4), (0, "COMMITTED", 4), (0, "STEP", 5), (1, "RESTORED", 3), (1, "STEP", 4))
+    preempted = [Hit(Fault("STEP", 4, (0,), 0.0, signal.SIGTERM), 0.5, 0)]
+    chaos_checks.check_commits(right)
+    chaos_checks.check_preemptions(right, preempted)
+    with pytest.raises(AssertionError, match="step 4 was on disk, and 3 was restored"):
+        chaos_checks.check_commits(lost)
+    with pytest.raises(AssertionError, match="step 5 was done when the worker was preempted, 3 was restored"):
+        chaos_checks.check_preemptions(lost, preempted)
+    killed = [Hit(Fault("STEP", 4, (0,), 0.0), 0.5, 0)]
+    assert chaos_checks.seconds_to("STEP", right, killed) == [3.5]
