@@ -8,8 +8,8 @@ import pytest
 import mirrored as mr
 from mirrored import _placing
 
-DTYPES = ["bool", "int8", "uint8", "int16", "int32", "uint32", "int4"]
-DTYPES += ["float16", "bfloat16", "float32", "complex64", "float8_e5m2"]
+DTYPES = ["bool", "int8", "uint8", "int16", "int32", "uint32", "int4", "int2", "uint4"]
+DTYPES += ["float16", "bfloat16", "float32", "complex64", "float8_e5m2", "float8_e8m0fnu", "float4_e2m1fn"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -55,3 +55,13 @@ def test_workers_that_differ_are_named(strategy3) -> None:
         _placing.refuse_argument("the argument x", 0, [1, 2])
     with pytest.raises(mr.ReplicasDivergeError, match=r"closes over \(number 3 of them\).*: worker 1 made other values"):
         _placing.refuse_constant(3, [1])
+
+
+def test_an_array_that_the_workers_computed_otherwise_is_named(strategy3, monkeypatch: pytest.MonkeyPatch) -> None:
+    array = strategy3.reduce("sum", 1.0)
+    monkeypatch.setattr(_placing._joint, "exchange", lambda name, value: [value, value, value + 1])
+    with pytest.raises(mr.ReplicasDivergeError, match=r"what `v` was given is an array .* worker 2 computed other values"):
+        _placing._compare_bits("what `v` was given", array)
+    monkeypatch.setattr(_placing._joint, "exchange", lambda name, value: [value] * 3)
+    _placing._compare_bits("what `v` was given", array)
+    _placing.check_later(strategy3._mesh, array, "with one worker there is nothing to compare")

@@ -182,6 +182,8 @@ def _array_of(bits: jax.Array, shape: Shape, dtype: Any) -> jax.Array:
     if jnp.issubdtype(dtype, jnp.complexfloating):
         parts = _array_of(bits, (*shape, 2), np.finfo(dtype).dtype)
         return jax.lax.complex(parts[..., 0], parts[..., 1])
+    if jax.dtypes.itemsize_bits(dtype) < 8 and jnp.issubdtype(dtype, jnp.floating):
+        return jax.lax.bitcast_convert_type(bits.astype(jnp.uint4), dtype).reshape(shape)
     if jax.dtypes.itemsize_bits(dtype) < 8:
         return bits.astype(jnp.int8).astype(dtype).reshape(shape)
     per_element = np.dtype(dtype).itemsize // bits.dtype.itemsize
