@@ -82,15 +82,43 @@ def trace(function: Callable[..., Any], arguments: Sequence[Any], axis: Any, use
 
 def evaluate(closed: ClosedJaxpr, constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
     """Run a traced function on values, in whatever trace is current."""
-    return jax.core.eval_jaxpr(closed.jaxpr, constants, *arguments)
+    jaxpr = closed.jaxpr
+    if not any(_has_mesh(atom.aval) for equation in jaxpr.eqns for atom in equation.outvars):
+        return jax.core.eval_jaxpr(jaxpr, constants, *arguments)
+    known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *arguments), strict=True))
+    for equation in jaxpr.eqns:
+        own = list(dict.fromkeys(atom for atom in equation.invars if not isinstance(atom, Literal)))
+        known.update(zip(equation.outvars, _run(equation, own, [known[atom] for atom in own]), strict=True))
+    return [atom.val if isinstance(atom, Literal) else known[atom] for atom in jaxpr.outvars]
 
 
 def bind(equation: Any, operands: Sequence[Any]) -> list[Any]:
     """Apply one equation of a jaxpr to values, also in place of its literals, in whatever trace is current."""
     variables = [jex_core.Var(atom.aval) for atom in equation.invars]
+    return _run(equation.replace(invars=variables), variables, operands)
+
+
+def _run(equation: Any, variables: list[Any], operands: Sequence[Any]) -> list[Any]:
     info = jex_core.DebugInfo("mirrored", "one equation", ("",) * len(variables), ("",) * len(equation.outvars))
-    jaxpr = Jaxpr((), variables, equation.outvars, [equation.replace(invars=variables)], equation.effects, info)
-    return jax.core.eval_jaxpr(jaxpr, (), *operands)
+    jaxpr = Jaxpr((), variables, equation.outvars, [equation], equation.effects, info)
+    return [_in_this_mesh(result) for result in jax.core.eval_jaxpr(jaxpr, (), *operands)]
+
+
+def _in_this_mesh(value: Any) -> Any:
+    """Give a value the mesh of the `shard_map` that it is computed in.
+
+    What a function computes with arrays of our strategies that it closes over was traced with their mesh in its type, which
+    JAX does not let meet the types of a `shard_map`. JAX converts operands by itself only where it has traced in `shard_map`.
+    """
+    here = jax.sharding.get_abstract_mesh()
+    if here.empty or not isinstance(value, jax.Array) or not _has_mesh(aval := jax.typeof(value)) or aval.sharding.mesh == here:
+        return value
+    return jax.sharding.reshard(value, jax.sharding.NamedSharding(here, jax.sharding.PartitionSpec()))
+
+
+def _has_mesh(aval: Any) -> bool:
+    placement = getattr(aval, "sharding", None)
+    return placement is not None and not placement.mesh.empty
 
 
 def meshes_in(jaxpr: Jaxpr) -> Iterator[jax.sharding.Mesh]:

@@ -1,0 +1,60 @@
+"""Steps may close over arrays of strategies, and compute with them whatever JAX can."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mirrored as mr
+
+
+def merged(one, x):
+    def merge(strategy, rows):
+        return strategy.reduce("sum", rows) + jax.nn.relu(one)
+
+    return mr.get_replica_context().merge_call(merge, args=(x.sum(0),))
+
+
+USES = {
+    "a jitted function": lambda x, one: jax.nn.relu(one) * x,
+    "in an inner closure": lambda x, one: jax.jit(lambda y: jax.nn.relu(one) * y)(x) * x,
+    "together with an argument": lambda x, one: jax.jit(jnp.multiply)(x, one) + x,
+    "where": lambda x, one: x + jnp.where(one > 0, one, 0),
+    "a sorted one": lambda x, one: jnp.sort(one) + jnp.zeros_like(one) + x,
+    "a gradient": lambda x, one: jax.grad(lambda w: jnp.sum(jax.nn.silu(w * one) * x))(one) + x,
+    "a checkpoint": lambda x, one: jax.checkpoint(lambda y: jax.nn.relu(y * one))(x),
+    "vmap": lambda x, one: jax.vmap(lambda row: jax.nn.relu(row * one))(x),
+    "scan": lambda x, one: jax.lax.scan(lambda c, y: (jax.nn.relu(c * one + y), c), one, jnp.ones((3, 2)))[0] + x,
+    "cond": lambda x, one: jax.lax.cond(x.sum() > 0, lambda: jax.nn.relu(one), lambda: x.sum(0)) + x,
+    "while": lambda x, one: jax.lax.while_loop(lambda c: c.sum() < 10, lambda c: c + jax.nn.relu(one), x.sum(0) + one) + x,
+    "a collective": lambda x, one: mr.get_replica_context().all_reduce("sum", jax.nn.relu(x.sum(0) * one)) + x,
+    "merge_call": lambda x, one: merged(one, x) + x,
+}
+
+
+EVEN, UNEVEN = (2, 2, 2), (1, 3, 0)
+CASES = [(use, "this strategy", EVEN) for use in USES]
+CASES += [(use, "this strategy", UNEVEN) for use in ("a gradient", "a collective", "merge_call")]
+CASES += [("a jitted function", of, sizes) for of in ("another strategy", "one device") for sizes in (EVEN, UNEVEN)]
+
+
+@pytest.mark.parametrize(("use", "of", "sizes"), CASES)
+def test_a_step_computes_with_an_array_that_it_closes_over(strategy3, use: str, of: str, sizes: tuple[int, ...]) -> None:
+    maker = {"this strategy": strategy3, "another strategy": mr.MirroredStrategy(["cpu:4", "cpu:5"])}.get(of)
+    values = np.array([3.0, -1.0], np.float32)
+    one = jax.device_put(values, jax.devices()[2]) if maker is None else maker.run(lambda v: v, args=(values,))
+    rows = [np.arange(2 * size, dtype=np.float32).reshape(size, 2) for size in sizes]
+    x = strategy3.distribute_values_from_function(lambda c: rows[c.replica_id_in_sync_group])
+    expected = strategy3.run(lambda x, one: USES[use](x, one), args=(x, values))
+    closing = lambda x: USES[use](x, one)  # noqa: E731
+    for found in (strategy3.run(closing, args=(x,)), mr.function(lambda x: strategy3.run(closing, args=(x,)))(x)):
+        for own, wanted in zip(found.values, expected.values, strict=True):
+            np.testing.assert_allclose(own, wanted, rtol=1e-6)
+
+
+def test_what_is_computed_of_a_closed_over_array_is_still_known_to_be_the_same(strategy3) -> None:
+    one = strategy3.reduce("sum", np.float32(1))
+    with strategy3.scope():
+        v = mr.Variable(0.0)
+    strategy3.run(lambda: v.assign(jax.nn.relu(one) * 2))
+    assert float(v) == 6.0
