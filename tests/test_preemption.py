@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_service import FakeClient
 
 import mirrored as mr
 from mirrored import _checkpoint_files, _checkpoint_state, preemption
@@ -207,29 +208,6 @@ def test_a_forked_child_dies_of_the_signal(tmp_path: Path) -> None:
 # -- several workers, as threads over one key-value store
 
 
-class Store:
-    """The coordination service's key-value store, in memory."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, str] = {}
-        self._changed = threading.Condition()
-
-    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
-        with self._changed:
-            self._values[key] = value
-            self._changed.notify_all()
-
-    def blocking_key_value_get(self, key: str, milliseconds: int) -> str:
-        with self._changed:
-            if not self._changed.wait_for(lambda: key in self._values, milliseconds / 1000):
-                raise RuntimeError("DEADLINE_EXCEEDED")
-            return self._values[key]
-
-    def key_value_delete(self, key: str) -> None:
-        with self._changed:
-            self._values.pop(key, None)
-
-
 class Recorder(Checkpoint):
     """Notes what is saved."""
 
@@ -250,7 +228,7 @@ def simulate(monkeypatch, num_workers: int, num_steps: int, stride: int, signals
     ))  # fmt: skip
     monkeypatch.setattr(preemption.threading, "main_thread", threading.current_thread)
     monkeypatch.setattr(preemption, "_numbers", iter([0] * num_workers))
-    store, meet = Store(), threading.Barrier(num_workers)
+    store, meet = FakeClient(), threading.Barrier(num_workers)
     recorders, codes, taken = [Recorder() for _ in range(num_workers)], [0] * num_workers, [0] * num_workers
 
     def work(worker: int, pauses: list[float]) -> None:
@@ -303,7 +281,7 @@ def test_workers_without_a_signal_end_together(monkeypatch) -> None:
 
 
 def test_a_worker_that_ends_without_closing_is_not_waited_for(monkeypatch) -> None:
-    store = Store()
+    store = FakeClient()
     monkeypatch.setattr(preemption, "_numbers", iter([0, 0]))
     handlers = [types.SimpleNamespace(_is_signalled=False, _step=5, _notice=lambda: 4) for _ in range(2)]
     watches = [preemption._Watch(handler, Coordination(store, worker, 2)) for worker, handler in enumerate(handlers)]
@@ -314,7 +292,7 @@ def test_a_worker_that_ends_without_closing_is_not_waited_for(monkeypatch) -> No
 
 
 def test_a_service_that_is_gone_is_an_error_and_no_hang(monkeypatch) -> None:
-    class Gone(Store):
+    class Gone(FakeClient):
         def blocking_key_value_get(self, key: str, milliseconds: int) -> str:
             raise RuntimeError("UNAVAILABLE: Socket closed")
 

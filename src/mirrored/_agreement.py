@@ -15,6 +15,7 @@ from ._coordination import Coordination
 from ._errors import ProgramMismatchError
 from ._escape import escape, escape_lines
 from ._progress import Progress, progress
+from ._stall import numbered
 
 #: Lines shown before and after the first that differs, and characters of them.
 _LINES_BEFORE, _LINES_AFTER = 2, 5
@@ -111,8 +112,7 @@ def _mismatch(what: str, names: Sequence[str], excerpts: Sequence[str]) -> str:
         groups.setdefault(side, []).append(worker)
     parts = [f"the workers have come to different programs, as their {what}:"]
     for (name, excerpt), workers in groups.items():
-        who = f"worker{'s' * (len(workers) > 1)} {', '.join(map(str, workers))}"
-        parts.append(f"{who}: {escape(name, _MAX_NAME)}\n{escape_lines(excerpt, _MAX_EXCERPT)}")
+        parts.append(f"{numbered(workers)}: {escape(name, _MAX_NAME)}\n{escape_lines(excerpt, _MAX_EXCERPT)}")
     return "\n".join([*parts, _ADVICE])
 
 

@@ -15,6 +15,7 @@ from ._coordination import Coordination
 from ._errors import ReplicasDivergeError
 from ._mesh import ReplicaMesh
 from ._progress import progress
+from ._stall import numbered
 from ._variables import Variable
 
 #: The share of the time of the runs of a program that comparing its variables may take.
@@ -57,7 +58,7 @@ def _compare(mesh: ReplicaMesh, variable: Variable, column: np.ndarray) -> None:
         return
     others = int(np.flatnonzero(column == usual)[0])
     workers = sorted({mesh.devices[replica].process_index for replica in differing})
-    where = "" if mesh.is_alone else f" (worker {', '.join(map(str, workers))})"
+    where = "" if mesh.is_alone else f" ({numbered(workers)})"
     raise ReplicasDivergeError(
         f"the copies of variable {variable.name!r} differ: replicas {differing}{where} from replica {others}. They were changed "
         f"behind the library's back, or a device computes wrongly. Restore the last checkpoint. {variable!r}"

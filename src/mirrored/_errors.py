@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ._exit_codes import BAD_CONFIGURATION, RESTART
+
 
 class ReplicasDivergeError(ValueError):
     """Say that copies which must be the same on every replica are not, or cannot be shown to be."""
@@ -46,13 +48,13 @@ class TFRecordError(ValueError):
 class ClusterConfigError(ValueError):
     """Say that the description of a cluster is wrong, so that starting again would not help; a script ends with code 76."""
 
-    exit_code = 76
+    exit_code = BAD_CONFIGURATION
 
 
 class ClusterStartError(RuntimeError):
     """Say that the workers of a cluster did not come together: one is missing, or a port is taken; ends with code 75."""
 
-    exit_code = 75
+    exit_code = RESTART
 
 
 class WorkerLostError(RuntimeError):

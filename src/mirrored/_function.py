@@ -129,11 +129,13 @@ class CompiledFunction:
     def _placed(self, arrays: Sequence[Any], leaves: Sequence[ArrayLeaf]) -> list[Any]:
         """Bring plain arrays to the mesh; with one worker, `jit` moves those that are not tied to other devices."""
         placed = list(arrays)
-        for index, (array, leaf) in enumerate(zip(arrays, leaves, strict=True)):
-            is_free = self.mesh.is_alone and not (isinstance(array, jax.Array) and array.committed)
-            if not leaf.is_per_replica and not is_free:
-                differ = functools.partial(_placing.refuse_argument, f"an argument of {self.name}, a plain array")
-                [placed[index]] = _placing.mirror(self.mesh, [array], differ, is_checked_late=True)
+        is_tied = [not self.mesh.is_alone or (isinstance(array, jax.Array) and array.committed) for array in arrays]
+        plain = [i for i, leaf in enumerate(leaves) if is_tied[i] and not leaf.is_per_replica]
+        if plain:
+            differ = functools.partial(_placing.refuse_argument, f"an argument of {self.name}, a plain array")
+            new = _placing.mirror(self.mesh, [arrays[i] for i in plain], differ, is_checked_late=True)
+            for i, array in zip(plain, new, strict=True):
+                placed[i] = array
         return placed
 
 
@@ -143,10 +145,7 @@ def _make(call: Call, frame: Frame) -> CompiledFunction:
         leaf.aval(array.shape if leaf.is_per_replica else leaf.shape) for leaf, array in zip(leaves, call.arrays, strict=True)
     ]
     lifted = _lift.lift(lambda arrays: call.apply(arrays, _rewrapped), avals, frame, _global_shape, call.function)
-    mesh, name = _mesh_of(frame, lifted, call), getattr(call.function, "__qualname__", type(call.function).__name__)
-    text = "" if mesh.is_alone else lifted.describe()
-    if text:
-        _joint.agree(name, text)
+    mesh, name = _mesh_of(frame, lifted, call), call.name
     placements = (
         [mesh.stacked if is_stacked else mesh.mirrored for is_stacked in lifted.plan.stacked],
         [mesh.stacked if variable._on_read else mesh.mirrored for variable in lifted.written],
@@ -154,11 +153,9 @@ def _make(call: Call, frame: Frame) -> CompiledFunction:
     )
     body = functools.partial(_pure, lifted, mesh)
     compiled = jax.jit(body, donate_argnums=0, out_shardings=placements)
-    if text:
-        compiled = _joint.watched(name, text, compiled)
-    for constant in lifted.closed.consts:
-        _placing.check_later(mesh, constant, f"an array that {name} closes over")
-    constants = _placing.mirror(mesh, lifted.closed.consts, _placing.refuse_constant)
+    if not mesh.is_alone:
+        compiled = _joint.prepared(name, lifted.describe(), compiled)
+    constants = _placing.mirror_constants(mesh, lifted.closed.consts, f"an array that {name} closes over")
     home, pins = _home.home_of(lifted.written), [*_signature.pinned(call), frame.strategy]
     return CompiledFunction(name, lifted, home, mesh, compiled, constants, pins, _divergence.watch(mesh, lifted.written))
 

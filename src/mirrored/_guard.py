@@ -22,6 +22,7 @@ from typing import Any
 from ._coordination import Coordination
 from ._errors import WorkerLostError
 from ._escape import escape
+from ._exit_codes import FAILED, INTERRUPTED, RESTART
 from ._process import Neighbours
 from ._progress import NEXT_BATCH, Progress
 from ._stall import Others, Own, Position, judge, listed, named, numbered
@@ -29,8 +30,6 @@ from ._verdict import MAX_TEXT, Verdict
 
 _logger = logging.getLogger("mirrored")
 
-#: Exit codes: an error of the user's program; another worker was lost or all are stuck; interrupted.
-FAILED, RESTART, INTERRUPTED = 1, 75, 130
 #: How often a worker says where it is, and how long one call into the service blocks.
 ROUND_SECONDS = 0.5
 #: How long the others have to answer, to show their own error of the same moment, and to leave: before the first to know, and

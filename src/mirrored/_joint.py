@@ -33,8 +33,9 @@ def exchange(name: str, value: Any) -> Sequence[Any]:
         return _required().coordination.exchange(name, value)
 
 
-def watched(name: str, text: str, program: Compiled) -> Callable[..., Any]:
-    """Return a program that tells the guard when it starts, and that it is being compiled before."""
+def prepared(name: str, text: str, program: Compiled) -> Callable[..., Any]:
+    """Agree on a program, and return it so that it tells the guard when it starts, and that it is being compiled before."""
+    agree(name, text)
     start, is_compiled = started(name, text, program), False
 
     def call(*arguments: Any) -> Any:
@@ -62,7 +63,7 @@ def started(name: str, text: str, program: Callable[..., Any]) -> Callable[..., 
 
 
 def agreed(name: str, text: str, program: Compiled) -> Callable[..., Any]:
-    """Return a program of one array that is agreed on, and watched, for each new shape and dtype that it is called with."""
+    """Return a program of one array that is `prepared` for each new shape and dtype that it is called with."""
     known: dict[Any, Callable[..., Any]] = {}
 
     def call(array: jax.Array) -> Any:
@@ -70,9 +71,7 @@ def agreed(name: str, text: str, program: Compiled) -> Callable[..., Any]:
             return program(array)
         kind = (array.shape, str(array.dtype))
         if kind not in known:
-            whole = f"{name}{text} of {array.dtype}{list(array.shape)}"
-            agree(name, whole)
-            known[kind] = watched(name, whole, program)
+            known[kind] = prepared(name, f"{name}{text} of {array.dtype}{list(array.shape)}", program)
         return known[kind](array)
 
     return call

@@ -10,9 +10,7 @@ from collections.abc import Sequence
 
 from ._cluster_spec import counted
 from ._escape import MARGIN
-
-#: A worker's exit codes that mean something to who started it; docs/launch.md has the table.
-PEER_LOST, BAD_CONFIGURATION, PREEMPTED = 75, 76, 143
+from ._exit_codes import BAD_CONFIGURATION, PREEMPTED, RESTART
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +62,7 @@ class Attempt:
         number = self.signals[-1]
         if len(self.signals) == 1 and number != signal.SIGINT:  # Ctrl-C may end programs in any way
             for ending in failed:
-                if ending.code not in (PEER_LOST, PREEMPTED, -signal.SIGTERM):
+                if ending.code not in (RESTART, PREEMPTED, -signal.SIGTERM):
                     return shell_code(ending.code)
         return 128 + number
 
@@ -72,7 +70,7 @@ class Attempt:
         """Return who failed first, not counting those who left because another had failed."""
         failed = [ending for ending in self.endings if ending.code]
         causes = [ending for ending in failed if not ending.was_asked]
-        return next((ending for ending in causes if ending.code != PEER_LOST), (causes or failed)[0])
+        return next((ending for ending in causes if ending.code != RESTART), (causes or failed)[0])
 
 
 @dataclasses.dataclass
@@ -111,7 +109,7 @@ def shell_code(code: int) -> int:
 
 def describe_code(code: int) -> str:
     """Say what an exit code is."""
-    meanings = {PEER_LOST: "lost a peer", BAD_CONFIGURATION: "bad configuration", PREEMPTED: "preempted"}
+    meanings = {RESTART: "lost a peer", BAD_CONFIGURATION: "bad configuration", PREEMPTED: "preempted"}
     if code >= 0:
         return f"exit code {code}" + (f", {meanings[code]}" if code in meanings else "")
     try:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from ._preflight import MAX_TIMEOUT_SECONDS
 from ._reduce_op import NamedChoice
-
-#: A week; the preflight waits no longer either.
-MAX_TIMEOUT_SECONDS = 7 * 24 * 3600
 
 
 class AutoShardPolicy(NamedChoice):
@@ -131,6 +129,6 @@ class CommunicationOptions:
             raise TypeError(f"timeout_seconds is {seconds!r}; expected seconds, or None.")
         if not 1 <= seconds <= MAX_TIMEOUT_SECONDS:
             raise ValueError(
-                f"timeout_seconds is {seconds}; expected 1 to {MAX_TIMEOUT_SECONDS} seconds, or None; it must be longer "
+                f"timeout_seconds is {seconds}; expected 1 to {MAX_TIMEOUT_SECONDS:.0f} seconds, or None; it must be longer "
                 "than any step."
             )

@@ -22,6 +22,7 @@ from ._checksum import checksum
 from ._errors import ReplicasDivergeError, StrategyMismatchError
 from ._mesh import ReplicaMesh
 from ._progress import progress
+from ._stall import numbered
 from ._typing import REPLICA_AXIS, Shape
 
 _NAME = "sending values from the chief"
@@ -75,14 +76,23 @@ def check_later(mesh: ReplicaMesh, array: Any, what: str) -> None:
         _pace.joined(array, functools.partial(_compare_bits, what))
 
 
+def mirror_constants(mesh: ReplicaMesh, constants: Sequence[Any], what: str) -> list[Any]:
+    """Mirror the arrays that a function closes over, which must be the same on all workers; tracers of a larger program stay."""
+    known = [constant for constant in constants if not isinstance(constant, jax.core.Tracer)]
+    for constant in known:
+        check_later(mesh, constant, what)
+    placed = iter(mirror(mesh, known, refuse_constant))
+    return [constant if isinstance(constant, jax.core.Tracer) else next(placed) for constant in constants]
+
+
 def _compare_bits(what: str, array: jax.Array) -> None:
     sums = _joint.exchange(_CHECK, checksum(array))
     workers = [worker for worker, other in enumerate(sums) if other != sums[0]]
     if workers:
         raise ReplicasDivergeError(
-            f"{what} is an array on all workers, but {_list(workers)} computed other values than worker 0: outside of a step, of "
-            "something that is not the same on all workers, such as a loss or a random number. Make that one value first: "
-            "strategy.reduce('mean', strategy.distribute_values_from_function(lambda context: value))."
+            f"{what} is an array on all workers, but {numbered(workers)} computed other values than worker 0: outside of a "
+            "step, of something that is not the same on all workers, such as a loss or a random number. Make that one value "
+            "first: strategy.reduce('mean', strategy.distribute_values_from_function(lambda context: value))."
         )
 
 
@@ -194,20 +204,16 @@ def _array_of(bits: jax.Array, shape: Shape, dtype: Any) -> jax.Array:
 def refuse_argument(what: str, position: int, workers: Sequence[int]) -> NoReturn:
     """Say that an argument, which goes whole to every replica, is not the same on all workers."""
     raise ReplicasDivergeError(
-        f"{what}, is not the same on all workers: {_list(workers)} gave other values than worker 0. A plain array goes whole to "
-        "every replica, so it must be one value. Rows of a batch are shared out by strategy.distribute_dataset(...); one value "
-        "for each replica is made by strategy.distribute_values_from_function(...)."
+        f"{what}, is not the same on all workers: {numbered(workers)} gave other values than worker 0. A plain array goes "
+        "whole to every replica, so it must be one value. Rows of a batch are shared out by strategy.distribute_dataset(...); "
+        "one value for each replica is made by strategy.distribute_values_from_function(...)."
     )
 
 
 def refuse_constant(position: int, workers: Sequence[int]) -> NoReturn:
     """Say that an array that a step closes over is not the same on all workers."""
     raise ReplicasDivergeError(
-        f"an array that the step closes over (number {position} of them) is not the same on all workers: {_list(workers)} made "
-        "other values than worker 0. Seed what makes it alike on all workers, or keep it in a mr.Variable, which "
+        f"an array that the step closes over (number {position} of them) is not the same on all workers: {numbered(workers)} "
+        "made other values than worker 0. Seed what makes it alike on all workers, or keep it in a mr.Variable, which "
         "starts with the chief's value everywhere."
     )
-
-
-def _list(workers: Sequence[int]) -> str:
-    return f"worker{'s' if len(workers) > 1 else ''} {', '.join(map(str, workers))}"

@@ -282,29 +282,18 @@ def _make_program(strategy: Any, mesh: ReplicaMesh, call: Call) -> Program:
     _guards.check_assignments(lifted, findings)
     _guards.check_gradients(findings, mesh.num_replicas)
     is_mirrored = tuple(state.is_mirrored for state in findings.outputs[: lifted.num_results])
-    name = getattr(call.function, "__qualname__", type(call.function).__name__)
+    name = call.name
     text = "" if mesh.is_alone else f"{lifted.describe()}\nmirrored results: {is_mirrored}"
-    if text:
-        _joint.agree(name, text)
     mapped = _map(mesh, lifted, [leaf.is_per_replica for leaf in leaves], is_mirrored)
-    constants = _placed_constants(mesh, lifted.closed.consts)
     compiled = jax.jit(mapped, donate_argnums=0)
     if text:
-        compiled = _joint.watched(name, text, compiled)
+        compiled = _joint.prepared(name, text, compiled)
+    constants = _placing.mirror_constants(mesh, lifted.closed.consts, "an array that the step closes over")
     home, pins = _home.home_of(lifted.written), _signature.pinned(call)
     watch = _divergence.watch(mesh, lifted.written)
     return Program(
         name, mesh.num_replicas, bool(text), lifted, home, findings, mapped, compiled, constants, is_mirrored, pins, watch
     )  # fmt: skip
-
-
-def _placed_constants(mesh: ReplicaMesh, constants: Sequence[Any]) -> list[Any]:
-    """Bring the arrays that a step closes over to the mesh; tracers of a larger program stay."""
-    known = [constant for constant in constants if not isinstance(constant, jax.core.Tracer)]
-    for constant in known:
-        _placing.check_later(mesh, constant, "an array that the step closes over")
-    placed = iter(_placing.mirror(mesh, known, _placing.refuse_constant))
-    return [constant if isinstance(constant, jax.core.Tracer) else next(placed) for constant in constants]
 
 
 def _map(mesh: ReplicaMesh, lifted: Lifted, is_per_replica: Sequence[bool], is_mirrored: Sequence[bool]) -> Callable[..., Any]:

@@ -49,16 +49,12 @@ class Runtime:
     Attributes:
         coordination: how workers tell each other small things.
         agreement: sees to it that all run the same programs.
-        guard: ends this process with a message when another is lost, or all are stuck.
         cluster: the one it was started for; None when the user had started `jax.distributed`.
-        options: with which it was started.
     """
 
     coordination: Coordination
     agreement: Agreement
-    guard: Guard
     cluster: Cluster | None
-    options: CommunicationOptions
 
 
 _current: Runtime | None = None
@@ -142,7 +138,7 @@ def _begin(cluster: Cluster | None, options: CommunicationOptions, worker: int, 
     global _current
     coordination = Coordination(_distributed.global_state.client, worker, num_workers)
     guard = Guard(coordination, progress, stall_seconds=options.timeout_seconds)
-    _current = Runtime(coordination, Agreement(coordination), guard, cluster, options)
+    _current = Runtime(coordination, Agreement(coordination), cluster)
     guard.start()
     atexit.register(guard.stop)  # before JAX's own function, which was registered earlier
     return _current

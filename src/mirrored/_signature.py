@@ -67,6 +67,11 @@ class Call(NamedTuple):
     treedef: Any
     leaves: list[Any]
 
+    @property
+    def name(self) -> str:
+        """The user's name of the function."""
+        return getattr(self.function, "__qualname__", type(self.function).__name__)
+
     def apply(self, arrays: Sequence[Any], wrap: Callable[[ArrayLeaf, Any], Any]) -> PyTree:
         """Call the function with other arrays in place of the given ones."""
         remaining = iter(arrays)

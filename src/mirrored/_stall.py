@@ -158,7 +158,10 @@ def judge(own: int, limit: float, positions: Mapping[int, Position], silent: Map
     others = {worker: position for worker, position in sorted(positions.items()) if worker != own}
     for worker, there in others.items():
         if reason := _cannot_meet(here, there):
-            return f"worker {worker} {there}, and worker {own} {here}. {reason}\n{listed(positions, silent)}"
+            # Whoever says it first says it alike: one that has ended comes first, else the lower number.
+            first, second = sorted((worker, own), key=lambda one: (not positions[one].has_ended, one))
+            pair = f"worker {first} {positions[first]}, and worker {second} {positions[second]}"
+            return f"{pair}. {reason}\n{listed(positions, silent)}"
     if here.still < limit:
         return None
     quiet = [worker for worker in others if silent.get(worker, 0.0) >= SILENT_SECONDS]

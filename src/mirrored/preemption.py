@@ -15,14 +15,13 @@ from typing import NoReturn, Self
 
 from ._coordination import SLICE_SECONDS, Coordination
 from ._errors import CheckpointError, ContextError
+from ._exit_codes import PREEMPTED
 from ._progress import progress
 from ._strategy import Strategy
 from .checkpoint import Checkpoint, checked_step
 
 _logger = logging.getLogger("mirrored")
 
-#: What a preempted program leaves with: 128 + SIGTERM, as if the signal had ended it.
-EXIT_CODE = 143
 _CHANNEL = "preemption"
 _numbers = itertools.count()
 
@@ -149,14 +148,14 @@ class PreemptionHandler:
     def _leave(self, step: int | None) -> NoReturn:
         try:
             if step is None:
-                _logger.warning("preempted by SIGTERM before the first step: leaving with exit code %d", EXIT_CODE)
+                _logger.warning("preempted by SIGTERM before the first step: leaving with exit code %d", PREEMPTED)
             else:
                 self._save(step)
-                _logger.warning("preempted by SIGTERM: step %d is saved, leaving with exit code %d", step, EXIT_CODE)
+                _logger.warning("preempted by SIGTERM: step %d is saved, leaving with exit code %d", step, PREEMPTED)
         finally:
             self._give_signals_back()
             self._end()
-        sys.exit(EXIT_CODE)
+        sys.exit(PREEMPTED)
 
     def _save(self, step: int) -> None:
         self._checkpoint.save(step)
