@@ -171,12 +171,17 @@ def test_all_verbs_mixed() -> None:
 
 @pytest.mark.slow
 def test_without_the_bound_the_same_steps_deadlock() -> None:
-    """The bound is what the tests above test: with JAX's own pool, the same program hangs without it."""
+    """The bound is what the first test above tests: with JAX's own pool, the same program hangs without it.
+
+    A deadlock is a race that is nearly always lost; steps of 20 collectives win it often, because they are slower to run
+    than to start. So there are a few tries, and those that end well are short.
+    """
     unbounded = STARTED_BY_USER + "\nimport mirrored._pace; mirrored._pace.MAX_IN_FLIGHT = 10**9"
-    code = HEADER.format(start=unbounded.format(count=8)) + LOOP.format(count=8, num_collectives=20, dependent=True, steps=2000)
-    done = run_python(code)
-    assert done.returncode < 0
-    assert "Termination timeout" in done.stderr
+    code = HEADER.format(start=unbounded.format(count=2)) + LOOP.format(count=2, num_collectives=1, dependent=True, steps=2000)
+    tries = (run_python(code) for _ in range(5))
+    hanging = next((done for done in tries if done.returncode), None)
+    assert hanging is not None, "all tries ended well"
+    assert hanging.returncode < 0 and "Termination timeout" in hanging.stderr
 
 
 # -- the bound itself
