@@ -81,6 +81,8 @@ def test_who_waits_in_vain_is_told_for_whom(here: Position, there: Position, par
         (IN_STEP, OWN_CODE, 500.0),  # the limit has not come
         (IN_STEP, SAVING, 300.0),  # saving may take its time
         (IN_STEP, dataclasses.replace(ENDED, started=13), 500.0),  # it has started all that this one waits for
+        (AT_BARRIER, dataclasses.replace(ENDED, still=0.1), 500.0),  # the last it gave may be on its way
+        (dataclasses.replace(AT_BARRIER, still=0.1), ENDED, 500.0),
         (AT_BARRIER, dataclasses.replace(IN_STEP, started=12), 500.0),  # a step that this one has started too
         (IN_STEP, dataclasses.replace(IN_STEP, started=15), 500.0),  # it only runs ahead
         (IN_STEP, dataclasses.replace(AT_BARRIER, still=0.2), 500.0),  # it may have come this moment
@@ -90,6 +92,16 @@ def test_who_waits_in_vain_is_told_for_whom(here: Position, there: Position, par
 )
 def test_who_may_only_be_slow_is_waited_for(here: Position, there: Position, limit: float) -> None:
     assert judged(here, there, limit) is None
+
+
+def test_both_sides_say_the_same() -> None:
+    for pair in [(IN_STEP, AT_BARRIER), (AT_BARRIER, IN_STEP), (AT_BARRIER, ENDED), (IN_STEP, ENDED)]:
+        title = str(judge(0, 300.0, dict(enumerate(pair)), {})).partition("\n")[0]
+        if pair[1].has_ended:
+            assert title.startswith("worker 1 has ended") and ", and worker 0 waits" in title
+        else:
+            assert title.startswith("worker 0 waits") and ", and worker 1 waits" in title
+            assert title == str(judge(1, 300.0, dict(enumerate(pair)), {})).partition("\n")[0]
 
 
 def test_a_stopped_worker_is_late_wherever_it_was() -> None:
@@ -126,7 +138,7 @@ def test_an_input_is_waited_for_while_a_worker_saves_and_a_stopped_one_is_named(
     assert judge(0, 300.0, {0: OTHERS, 1: SAVING}, {}) is None
     text = judge(0, 300.0, {0: OTHERS, 1: OTHERS}, {1: 20.0})
     assert text is not None and text.startswith("the input of worker 1 has given no batch") and "silent for 20 s" in text
-    ended = judge(0, 300.0, {0: dataclasses.replace(IN_STEP, still=1.0), 1: ENDED}, {})
+    ended = judge(0, 300.0, {0: dataclasses.replace(IN_STEP, still=0.0), 1: dataclasses.replace(ENDED, still=0.0)}, {})
     assert ended is not None and ended.startswith("worker 1 has ended its program")
 
 
@@ -511,9 +523,9 @@ def test_an_error_at_a_prompt_ends_nothing(make: Make, monkeypatch: Patch) -> No
     assert guarded.codes.empty() and guarded.of_key("verdict") is None
 
 
-def test_a_round_of_a_healthy_job_is_two_calls(make: Make, monkeypatch: Patch) -> None:
+def test_a_round_of_a_healthy_job_is_three_calls(make: Make, monkeypatch: Patch) -> None:
     monkeypatch.setattr("mirrored._guard.ROUND_SECONDS", 0.01)
-    for worker, calls in ((1, 2), (0, 3)):  # worker 0, which has the service, looks who is silent
+    for worker, calls in ((1, 3), (0, 4)):  # worker 0, which has the service, looks who is silent
         guarded = make(worker, is_started=False)
         guarded.says(f"process/{1 - worker}", Process.own().encode())
         assert guarded.guard._round(0.5) is False  # in which it meets the other

@@ -58,10 +58,13 @@ def test_workers_that_differ_are_named(strategy3) -> None:
 
 
 def test_an_array_that_the_workers_computed_otherwise_is_named(strategy3, monkeypatch: pytest.MonkeyPatch) -> None:
-    array = strategy3.reduce("sum", 1.0)
-    monkeypatch.setattr(_placing._joint, "exchange", lambda name, value: [value, value, value + 1])
-    with pytest.raises(mr.ReplicasDivergeError, match=r"what `v` was given is an array .* worker 2 computed other values"):
-        _placing._compare_bits("what `v` was given", array)
-    monkeypatch.setattr(_placing._joint, "exchange", lambda name, value: [value] * 3)
-    _placing._compare_bits("what `v` was given", array)
-    _placing.check_later(strategy3._mesh, array, "with one worker there is nothing to compare")
+    arrays = {2: strategy3.reduce("sum", 1.0), 5: strategy3.reduce("sum", 2.0)}
+    monkeypatch.setattr(_placing._joint, "exchange", lambda name, row: [row, row, [row[0], row[1] + 1]])
+    with pytest.raises(mr.ReplicasDivergeError, match=r"what `v5` was given is an array .* worker 2 computed other values"):
+        _placing._compare_bits(arrays, lambda index: f"what `v{index}` was given")
+    arrays[5].delete()
+    with pytest.raises(mr.ReplicasDivergeError, match=r"what `v5` was given"):
+        _placing._compare_bits(arrays, lambda index: f"what `v{index}` was given")
+    monkeypatch.setattr(_placing._joint, "exchange", lambda name, row: [row] * 3)
+    _placing._compare_bits(arrays, lambda index: f"what `v{index}` was given")
+    _placing.check_later(strategy3._mesh, [arrays[2]], lambda _: "with one worker there is nothing to compare")

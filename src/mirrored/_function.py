@@ -82,6 +82,7 @@ def call_compiled(fn: UserFunction, args: Sequence[Any], kwargs: dict[str, Any])
         program = _make(call, frame or Frame(None, None))
         # Counted for each function: a decorator in a factory makes many of one code, each for its own variables.
         _programs.add(call._replace(key=key), program, counted=(id(fn), key[1:]))
+        _placing.check_later(program.mesh, arrays, lambda index: f"the argument {_signature.argument_names(call)[index]}")
     return program.run(arrays, leaves)
 
 

@@ -85,7 +85,7 @@ class Guard:
         self._process = 0
         self._threads: list[threading.Thread] = []
         self._stopped, self._failing, self._has_ended = threading.Event(), threading.Event(), False
-        self._leaving = threading.Lock()
+        self._leaving, self._speaking = threading.Lock(), threading.Lock()
         self._sys_exit_code = 0
         self._ticks_in_service = 0
         self._hooks: tuple[Any, Any] = (None, None)
@@ -159,6 +159,7 @@ class Guard:
         code = self._sys_exit_code
         self._progress.phases = (self._progress.phase(f"sys.exit({code})"),) if code else ()
         self._has_ended = True
+        self._say_where(0.0)  # at once: who waits for this worker waits in vain
         self._coordination.put(f"{_ENDED}/{self._worker}", "1")
         waited, warn_at = 0.0, _END_WARNING_SECONDS
         for worker in range(self._num_workers):
@@ -214,15 +215,14 @@ class Guard:
 
     def _round(self, elapsed: float) -> bool:
         """Say where this worker is, look at the others where that may be needed, and listen; tell whether this was the last."""
-        own = self._own.look(elapsed, self._has_ended)
         self._ticks_in_service = 1
-        self._coordination.put(f"{_POSITION}/{self._worker}", own.encode())
+        own = self._say_where(elapsed)
         self._ticks_in_service = 0
         self._meet()
         if (dead := self._neighbours.dead()) and not self._has_ended:  # after their end, workers may go
             self._leave_without(dead)
             return True
-        is_suspicious = own.waits and own.still >= ROUND_SECONDS
+        is_suspicious = own.waits and (own.still >= ROUND_SECONDS or bool(self._by_worker(_ENDED)))
         is_suspicious |= own.phase == NEXT_BATCH and own.still >= self._own.limit
         if is_suspicious or self._worker == 0:
             self._look_at_others(own, elapsed)
@@ -239,6 +239,12 @@ class Guard:
         if call != _DONE:
             self._follow()
         return True
+
+    def _say_where(self, elapsed: float) -> Position:
+        with self._speaking:
+            own = self._own.look(elapsed, self._has_ended)
+            self._coordination.put(f"{_POSITION}/{self._worker}", own.encode())
+            return own
 
     def _leave_without(self, dead: Sequence[int]) -> None:
         """Leave because others are gone, unless somebody has said why, or this worker is about to."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -61,39 +61,47 @@ def mirror(
     return placed
 
 
-def check_later(mesh: ReplicaMesh, array: Any, what: str) -> None:
-    """See, at most two programs later, that a mirrored array has the same bits on all workers.
+def check_later(mesh: ReplicaMesh, arrays: Sequence[Any], name_of: Callable[[int], str]) -> None:
+    """See, at most two programs later, that mirrored arrays have the same bits on all workers.
 
-    The user's own JAX code may have computed it of mirrored arrays and of something that each worker has for itself.
+    The user's own JAX code may have computed them of mirrored arrays and of something that each worker has for itself.
+
+    Args:
+        mesh: where they must be the same.
+        arrays: those that are not mirrored are left alone: they are sent from the chief.
+        name_of: makes the name of one for the message, of its index.
 
     Raises:
         ReplicasDivergeError: on every worker, later.
     """
-    if mesh.is_alone or not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):
-        return
-    if array.sharding == mesh.mirrored:  # else it is sent from the chief
-        _joint.started(_CHECK, f"{array.dtype}{list(array.shape)}", lambda: None)()
-        _pace.joined(array, functools.partial(_compare_bits, what))
+    known = {
+        i: array for i, array in enumerate(arrays) if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer)
+    }
+    mirrored = {i: array for i, array in known.items() if not mesh.is_alone and array.sharding == mesh.mirrored}
+    if mirrored:
+        kinds = ", ".join(f"{array.dtype}{list(array.shape)}" for array in mirrored.values())
+        _joint.started(_CHECK, kinds, lambda: None)()
+        _pace.joined(list(mirrored.values())[-1], lambda _: _compare_bits(mirrored, name_of))
 
 
 def mirror_constants(mesh: ReplicaMesh, constants: Sequence[Any], what: str) -> list[Any]:
     """Mirror the arrays that a function closes over, which must be the same on all workers; tracers of a larger program stay."""
     known = [constant for constant in constants if not isinstance(constant, jax.core.Tracer)]
-    for constant in known:
-        check_later(mesh, constant, what)
+    check_later(mesh, known, lambda _: what)
     placed = iter(mirror(mesh, known, refuse_constant))
     return [constant if isinstance(constant, jax.core.Tracer) else next(placed) for constant in constants]
 
 
-def _compare_bits(what: str, array: jax.Array) -> None:
-    sums = _joint.exchange(_CHECK, checksum(array))
-    workers = [worker for worker, other in enumerate(sums) if other != sums[0]]
-    if workers:
-        raise ReplicasDivergeError(
-            f"{what} is an array on all workers, but {numbered(workers)} computed other values than worker 0: outside of a "
-            "step, of something that is not the same on all workers, such as a loss or a random number. Make that one value "
-            "first: strategy.reduce('mean', strategy.distribute_values_from_function(lambda context: value))."
-        )
+def _compare_bits(arrays: Mapping[int, jax.Array], name_of: Callable[[int], str]) -> None:
+    # The user may have given one away by then; all workers have.
+    rows = _joint.exchange(_CHECK, [0 if array.is_deleted() else checksum(array) for array in arrays.values()])
+    for column, index in enumerate(arrays):
+        if workers := [worker for worker, row in enumerate(rows) if row[column] != rows[0][column]]:
+            raise ReplicasDivergeError(
+                f"{name_of(index)} is an array on all workers, but {numbered(workers)} computed other values than worker 0: "
+                "outside of a step, of something that is not the same on all workers, such as a loss or a random number. Make "
+                "that one value first: strategy.reduce('mean', strategy.distribute_values_from_function(lambda context: value))."
+            )
 
 
 def stack(mesh: ReplicaMesh, rows: Any) -> jax.Array:

@@ -126,7 +126,7 @@ def run(strategy: Any, mesh: ReplicaMesh, programs: Programs[Program], function:
     is_plain = (frame is None or frame.bindings is None) and _tracing.is_clean() and not _is_eager.get()
     if program is not None and is_plain and _are_placed(mesh, arrays):
         return program.run(arrays)
-    call = _signature.take_apart(function, args, kwargs)
+    call, is_new = _signature.take_apart(function, args, kwargs), program is None
     if program is None:
         with _silenced() if _is_eager.get() else contextlib.nullcontext():
             program = _make_program(strategy, mesh, call)
@@ -137,6 +137,8 @@ def run(strategy: Any, mesh: ReplicaMesh, programs: Programs[Program], function:
     if _is_eager.get():
         _refuse_eager(call, mesh)
         return _run_eagerly(strategy, mesh, program, call)
+    if is_new:
+        _placing.check_later(mesh, call.arrays, lambda index: f"the argument {_signature.argument_names(call)[index]}")
     return program.run(_place(mesh, call))
 
 

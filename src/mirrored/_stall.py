@@ -22,6 +22,8 @@ STALL_STEPS = 20
 SILENT_SECONDS = 3.0
 #: For so long two workers must have waited for different things before that is called certain.
 _SETTLED_SECONDS = 2.0
+#: What a worker gave before it ended may take so long to reach the others.
+_ARRIVED_SECONDS = 0.4
 _MAX_WORD = 200
 _LONGER = "If it only needs longer: mr.CommunicationOptions(timeout_seconds=...)."
 
@@ -203,7 +205,8 @@ def listed(positions: Mapping[int, Position], silent: Mapping[int, float]) -> st
 
 def _cannot_meet(here: Position, there: Position) -> str | None:
     if there.has_ended:
-        stuck = here.waits_in_phase or here.started > there.started
+        has_arrived = min(here.still, there.still) >= _ARRIVED_SECONDS
+        stuck = here.started > there.started or (here.waits_in_phase and has_arrived)
         return "All workers must take the same number of steps, and come to the same barriers." if stuck else None
     if not there.waits or min(here.still, there.still) < _SETTLED_SECONDS:
         return None

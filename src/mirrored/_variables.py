@@ -100,7 +100,7 @@ class Variable:
         _check_aggregated_dtype(self._aggregation, array.dtype, self._name)
         self._shape: Shape = tuple(array.shape)
         self._dtype = array.dtype
-        _placing.check_later(self._mesh, array, f"the initial value of variable {self._name!r}")
+        _placing.check_later(self._mesh, [array], lambda _: f"the initial value of variable {self._name!r}")
         if self._on_read:
             broadcast = _stacked.compiled(_stacked.broadcast_stack, self._mesh.stacked, self._mesh.num_replicas)
             self._array = broadcast(_placed(array, self._mesh))
@@ -361,7 +361,7 @@ class Variable:
         array = jnp.asarray(operand)
         if not isinstance(array, jax.core.Tracer) and (array.committed or not self._mesh.is_alone):
             if array is operand and not _context.is_traced():
-                _placing.check_later(self._mesh, array, f"what variable {self._name!r} was given by {method}")
+                _placing.check_later(self._mesh, [array], lambda _: f"what variable {self._name!r} was given by {method}")
             array = self._moved(array)
         if tuple(array.shape) != self._shape:
             raise ValueError(

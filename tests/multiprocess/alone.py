@@ -68,12 +68,18 @@ DIFFERENT: dict[str, Callable[[], Any]] = {
     "initial": lambda: created_from(v.value * (1.0 + worker)),
     "closed over": lambda: closed_over(v.value * (1.0 + worker)),
     "closed over by a function": lambda: function_of(v.value * (1.0 + worker)),
+    "argument": lambda: strategy.run(scaled, args=(x,), kwargs={"by": [one, v.value * (1.0 + worker)]}),
+    "argument of a function": lambda: mr.function(lambda a: strategy.reduce("sum", a))(v.value * (1.0 + worker)),
 }
 
 
 def created_from(value: Any) -> mr.Variable:
     with strategy.scope():
         return mr.Variable(value)
+
+
+def scaled(x: Any, by: list[Any]) -> Any:
+    return x * by[0] * by[1]
 
 
 def closed_over(value: Any) -> Any:
