@@ -5,13 +5,15 @@ import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import MagicMock
 
 import jax
 import jax.numpy as jnp
 import pytest
 from fake_service import FakeClient
 
-from mirrored._agreement import Agreement
+from mirrored import _agreement
+from mirrored._agreement import Agreement, require_same_batches
 from mirrored._coordination import Coordination
 from mirrored._errors import ProgramMismatchError
 from mirrored._progress import Progress
@@ -58,6 +60,26 @@ def test_the_same_programs_pass(num_workers: int) -> None:
 
     assert job.run(work) == ["done"] * num_workers
     assert all(progress.phases == () for progress in job.progress)
+
+
+def test_other_numbers_of_batches_are_told() -> None:
+    for same in (["3", "3"], ["None", "3"], ["None", "None"]):  # not known where another thread takes them
+        require_same_batches(same)
+    with pytest.raises(
+        ProgramMismatchError, match=r"different numbers of batches .*: worker 0 3, worker 1 2\..* next\(iterator\)"
+    ):
+        require_same_batches(["3", "2"])
+
+
+def test_programs_are_compared_at_the_same_batch() -> None:
+    job = Job(1)
+    job.progress[0].ask_for_batch()
+    sent = job.workers[0].exchange = MagicMock(return_value=[["train", _agreement._digest(TRAIN[1]), "1"]] * 2)
+    job.agreements[0].check(*TRAIN)
+    assert sent.call_args.args[1] == ["train", _agreement._digest(TRAIN[1]), "1"]
+    sent.return_value[1] = ["train", _agreement._digest(TRAIN[1]), "0"]
+    with pytest.raises(ProgramMismatchError, match="worker 0 1, worker 1 0"):
+        job.agreements[0].check(*TRAIN)
 
 
 @pytest.mark.parametrize("num_workers", [2, 4])

@@ -35,6 +35,8 @@ OWN_CODE = Position(
 IN_STEP = dataclasses.replace(OWN_CODE, started=13, waits=True)
 AT_BARRIER = dataclasses.replace(OWN_CODE, phase="the barrier 'epoch'", waits=True)
 ENDED = dataclasses.replace(OWN_CODE, has_ended=True)
+INPUT = dataclasses.replace(OWN_CODE, phase=NEXT_BATCH, detail="its own pipeline works on it")
+OTHERS = dataclasses.replace(INPUT, detail=OTHERS_INPUT)
 SAVING = dataclasses.replace(OWN_CODE, phase="saving step 12", is_patient=True)
 
 
@@ -61,6 +63,9 @@ def judged(here: Position, there: Position, limit: float = 300.0, silent: float 
         ),
         (AT_BARRIER, IN_STEP, ["worker 1 waits in step 13", "They wait for each other"]),
         (AT_BARRIER, dataclasses.replace(AT_BARRIER, phase="the end"), ["worker 1 waits at the end", "They wait for each other"]),
+        (AT_BARRIER, OTHERS, ["worker 0 waits at the barrier 'epoch'", "worker 1 waits for the next batch (its own is", "other"]),
+        (OTHERS, dataclasses.replace(IN_STEP, started=13), ["worker 0 waits for the next batch", "worker 1 waits in step 13"]),
+        (OTHERS, ENDED, ["worker 1 has ended its program", "worker 0 waits for the next batch", "steps and batches"]),
         (IN_STEP, OWN_CODE, ["worker 1 has not entered step 13 (program 'train') for 400 s, which is the limit"]),
         (AT_BARRIER, OWN_CODE, ["worker 1 has not entered the barrier 'epoch' for 400 s"]),
         (IN_STEP, dataclasses.replace(IN_STEP, started=12), ["worker 1 has not entered step 13"]),
@@ -81,6 +86,10 @@ def test_who_waits_in_vain_is_told_for_whom(here: Position, there: Position, par
         (IN_STEP, OWN_CODE, 500.0),  # the limit has not come
         (IN_STEP, SAVING, 300.0),  # saving may take its time
         (IN_STEP, dataclasses.replace(ENDED, started=13), 500.0),  # it has started all that this one waits for
+        (OTHERS, dataclasses.replace(IN_STEP, started=12), 500.0),  # a step that this one has started too
+        (OTHERS, INPUT, 500.0),  # whose pipeline works
+        (AT_BARRIER, INPUT, 500.0),  # it may come to it
+        (OTHERS, dataclasses.replace(ENDED, still=1.0), 500.0),
         (AT_BARRIER, dataclasses.replace(ENDED, still=0.1), 500.0),  # the last it gave may be on its way
         (dataclasses.replace(AT_BARRIER, still=0.1), ENDED, 500.0),
         (AT_BARRIER, dataclasses.replace(IN_STEP, started=12), 500.0),  # a step that this one has started too
@@ -108,10 +117,6 @@ def test_a_stopped_worker_is_late_wherever_it_was() -> None:
     for there in (SAVING, IN_STEP):
         text = judged(IN_STEP, there, silent=20.0)
         assert text is not None and "worker 1 has not entered step 13" in text and "silent for 20 s" in text
-
-
-INPUT = dataclasses.replace(OWN_CODE, phase=NEXT_BATCH, detail="its own pipeline works on it")
-OTHERS = dataclasses.replace(INPUT, detail=OTHERS_INPUT)
 
 
 @pytest.mark.parametrize(
@@ -172,6 +177,46 @@ def test_time_counts_while_nothing_changes() -> None:
     with progress.phase("the barrier 'b'", "of the data", waits=True):
         assert str(own.look(0.5, False)) == "waits at the barrier 'b' (of the data), after step 1 (program 'train'), for 0 s"
     assert own.look(0.5, True).has_ended
+
+
+def test_threads_leave_no_phase_behind() -> None:
+    progress = Progress()
+
+    def work() -> None:
+        for _ in range(20_000):
+            with progress.phase("the next batch"):
+                pass
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert progress.phases == ()
+
+
+def test_batches_that_another_thread_takes_are_not_counted() -> None:
+    progress = Progress()
+    progress.ask_for_batch()
+    seen: list[int | None] = []
+    thread = threading.Thread(target=lambda: [progress.ask_for_batch(), seen.append(progress.batches_so_far())])
+    thread.start()
+    thread.join()
+    assert progress.batches_so_far() == 1 and seen == [None]
+
+
+def test_a_witness_that_is_deleted_meanwhile_is_not_waited_for() -> None:
+    class Witness:
+        def is_deleted(self) -> bool:
+            return False
+
+        def is_ready(self) -> bool:
+            raise RuntimeError("Array has been deleted.")
+
+    progress = Progress()
+    progress.enter("train")
+    progress.witness = Witness()
+    assert not progress.is_waiting()
 
 
 def test_a_worker_that_speaks_is_not_silent() -> None:
@@ -516,6 +561,23 @@ def test_a_child_process_is_not_this_worker(make: Make, monkeypatch: Patch) -> N
     assert guarded.printed == [error] and guarded.codes.empty() and guarded.of_key("verdict") is None
 
 
+def test_an_error_is_told_although_the_program_has_a_hook_of_its_own(make: Make, monkeypatch: Patch, caplog: Log) -> None:
+    guarded = make()
+    error = ValueError("in the hook's program")
+    monkeypatch.setattr(sys, "last_value", error, raising=False)  # as Python does before it calls any hook
+    guarded.guard.stop()
+    assert guarded.codes.get(timeout=5) == 1
+    assert "failed at step 0 with ValueError: in the hook's program" in str(Verdict.decode(guarded.of_key("verdict")))
+
+
+def test_an_error_from_before_the_start_is_no_end(make: Make, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(sys, "last_value", ValueError("an old one"), raising=False)
+    guarded = make()
+    guarded.says("ended/1", "1")
+    guarded.guard.stop()
+    assert guarded.codes.empty()
+
+
 def test_an_error_at_a_prompt_ends_nothing(make: Make, monkeypatch: Patch) -> None:
     guarded = make()
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
@@ -608,9 +670,23 @@ def test_after_its_own_end_a_worker_lets_the_others_go(make: Make, neighbour: su
     guarded.says("process/1", introduced(neighbour))
     assert guarded.guard._round(0.5) is False
     guarded.guard._has_ended = True
+    guarded.says("ended/1", "1")
     neighbour.kill()
     neighbour.wait()
     assert guarded.guard._round(0.5) is False and guarded.codes.empty()
+
+
+def test_after_its_own_end_a_worker_hears_of_one_that_died_before_its_own(
+    make: Make, neighbour: subprocess.Popen, caplog: Log
+) -> None:
+    guarded = make(is_started=False)
+    guarded.says("process/1", introduced(neighbour))
+    assert guarded.guard._round(0.5) is False
+    guarded.guard._has_ended = True
+    neighbour.kill()
+    neighbour.wait()
+    assert guarded.guard._round(0.5) is True and guarded.codes.get(timeout=5) == 75
+    assert "worker 0 leaves with code 75: lost worker 1" in caplog.text
 
 
 def test_a_lost_collective_is_explained_by_a_dead_neighbour_without_a_roll(make: Make, neighbour: subprocess.Popen) -> None:

@@ -330,3 +330,10 @@ def test_a_dispatched_result_is_passed_on_as_it_is(strategy2: mr.MirroredStrateg
     array = jax.device_put(jnp.ones(3), strategy2._mesh.mirrored)
     assert _pace.dispatch(strategy2._mesh.mirrored, lambda x: x, array) is array
     assert started == [array]
+
+
+def test_keys_of_random_numbers_are_watched_as_their_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_pace, "_joint", type(_pace._joint)())
+    _pace.joined(jax.random.key(0))
+    assert _pace.progress.witness.is_ready() in (True, False), "what the guard asks; a key cannot tell"
+    _pace.finish()

@@ -22,8 +22,10 @@ _LINES_BEFORE, _LINES_AFTER = 2, 5
 _MAX_LINE, _MAX_EXCERPT = 300, 2000
 _MAX_NAME = 200
 _ADVICE = (
-    "Every worker must run the same programs in the same order, with arrays of the same shapes and dtypes. Look for what differs "
-    "by worker: an `if` such as `if strategy.is_chief:` around strategy.run, batches of other shapes, other versions of the code."
+    "Every worker must run the same programs in the same order, with arrays of the same shapes and dtypes.\nLook for what differs "
+    "by worker: a Python number that the step uses, such as a rank, a learning rate, the time or a random number (it is a "
+    "constant of the program, so make it equal: the same seed, the chief's time), an `if` such as `if strategy.is_chief:` around "
+    "strategy.run, batches of other shapes, other versions of the code."
 )
 
 
@@ -69,15 +71,16 @@ class Agreement:
 
     def _compare(self, channel: str, what: str, name: str, text: str) -> None:
         with self._progress.phase(f"the comparison of {what}", repr(name), waits=True):
-            seen = self._exchange(channel, [name[:_MAX_NAME], _digest(text)])
-            if all(digest == seen[0][1] for _, digest in seen):
+            seen = self._exchange(channel, [name[:_MAX_NAME], _digest(text), str(self._progress.batches_so_far())])
+            if all(digest == seen[0][1] for _, digest, _ in seen):
+                require_same_batches([batches for _, _, batches in seen])
                 return
             excerpts = self._exchange_excerpts(channel, text)
-        raise ProgramMismatchError(_mismatch(what, [shown for shown, _ in seen], excerpts))
+        raise ProgramMismatchError(_mismatch(what, [shown for shown, _, _ in seen], excerpts))
 
     def _exchange(self, channel: str, entry: list[str]) -> list[list[str]]:
         seen = self._coordination.exchange(channel, entry)
-        return [[str(part) for part in other] if isinstance(other, list) and len(other) == 2 else ["?", "?"] for other in seen]
+        return [[str(part) for part in other] if isinstance(other, list) and len(other) == 3 else ["?"] * 3 for other in seen]
 
     def _exchange_excerpts(self, channel: str, text: str) -> list[str]:
         """Return what each worker has around the first difference; few bytes are sent, however long the programs are."""
@@ -104,6 +107,24 @@ def _excerpt(text: str, position: int) -> str:
         line = lines[near][begin : begin + _MAX_LINE]
         shown.append(("..." if begin else "") + line + ("..." if begin + _MAX_LINE < len(lines[near]) else ""))
     return "\n".join(shown)
+
+
+def require_same_batches(batches: Sequence[str]) -> None:
+    """See that all workers have asked for as many batches: at the same program, they are at the same one.
+
+    Args:
+        batches: how many, of each worker; "None" where that is not known.
+
+    Raises:
+        ProgramMismatchError: on every worker.
+    """
+    if "None" not in batches and len(set(batches)) > 1:
+        listed = ", ".join(f"worker {worker} {escape(number, _MAX_NAME)}" for worker, number in enumerate(batches))
+        raise ProgramMismatchError(
+            f"the workers have asked for different numbers of batches of their distributed datasets: {listed}. So a step would "
+            "pair rows of different batches. Every worker must take every batch: let no `if` that differs by worker, such as "
+            "`if strategy.is_chief:`, stand around next(iterator) or a loop over a distributed dataset."
+        )
 
 
 def _mismatch(what: str, names: Sequence[str], excerpts: Sequence[str]) -> str:

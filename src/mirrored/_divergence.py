@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from . import _home, _runtime
+from ._agreement import require_same_batches
 from ._checksum import checksum
 from ._coordination import Coordination
 from ._errors import ReplicasDivergeError
@@ -30,14 +31,16 @@ def check(mesh: ReplicaMesh, variables: Sequence[Variable]) -> None:
     Garbage is collected at other times on other workers, so what is compared is what all of them still have.
 
     Raises:
+        ProgramMismatchError: on every worker, when they have not taken the same number of batches.
         ReplicasDivergeError: on every worker, naming the first variable whose copies differ, the replicas and the workers.
     """
     if mesh.num_replicas == 1:
         return
     own = [[variable._number, [checksum(copy) for _, copy in variable._local_arrays()]] for variable in variables]
     with progress.phase("the comparison of the copies of variables", waits=not mesh.is_alone):
-        every = _coordination(mesh).exchange("the copies of variables", own)
-    by_worker = [dict(worker) for worker in every]
+        every = _coordination(mesh).exchange("the copies of variables", [str(progress.batches_so_far()), own])
+    require_same_batches([batches for batches, _ in every])
+    by_worker = [dict(sums) for _, sums in every]
     for variable in variables:
         if all(variable._number in sums for sums in by_worker):
             column = np.array([value for sums in by_worker for value in sums[variable._number]], np.uint32)

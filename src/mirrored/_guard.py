@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence, Set
 from types import TracebackType
 from typing import Any
 
@@ -25,7 +25,7 @@ from ._escape import escape
 from ._exit_codes import FAILED, INTERRUPTED, RESTART
 from ._process import Neighbours
 from ._progress import NEXT_BATCH, Progress
-from ._stall import Others, Own, Position, judge, listed, named, numbered
+from ._stall import SETTLED_SECONDS, Others, Own, Position, judge, listed, named, numbered
 from ._verdict import MAX_TEXT, Verdict
 
 _logger = logging.getLogger("mirrored")
@@ -89,6 +89,7 @@ class Guard:
         self._sys_exit_code = 0
         self._ticks_in_service = 0
         self._hooks: tuple[Any, Any] = (None, None)
+        self._last_error: BaseException | None = None
         self._neighbours = Neighbours(self._worker, self._num_workers)
 
     def start(self) -> None:
@@ -96,6 +97,7 @@ class Guard:
         assert not self._threads
         self._process = os.getpid()
         self._hooks = (sys.excepthook, sys.exit)
+        self._last_error = _last_error()
         # Exceptions of other threads do not end a Python program, so they do not end a job.
         sys.excepthook, sys.exit = self._on_exception, self._on_sys_exit  # pyrefly: ignore[bad-assignment]
         # Daemons, because Python waits for other threads before it runs what is registered with atexit; `stop` joins them.
@@ -114,7 +116,10 @@ class Guard:
         if not self._threads or self._stopped.is_set() or os.getpid() != self._process:
             return
         try:
-            if wait:
+            error = _last_error()
+            if wait and error is not None and error is not self._last_error and not hasattr(sys, "ps1"):
+                self._fail(*self._told(error))  # a hook of the program's own has taken the place of the guard's
+            elif wait:
                 self._end()
         except KeyboardInterrupt:
             self._fail(Verdict(f"worker {self._worker} was interrupted while it waited for the others to end"), INTERRUPTED)
@@ -145,14 +150,17 @@ class Guard:
         if not is_ours:
             return
         self._failing.set()
-        title = escape(": ".join(filter(None, (kind.__name__, _text_of(error).partition("\n")[0]))), MAX_TEXT // 2)
         if is_lost:
-            self._fail(self._lost(title), RESTART)
+            self._fail(self._lost(_title_of(error)), RESTART)
             return
-        code = INTERRUPTED if issubclass(kind, KeyboardInterrupt) else _exit_code_of(error)
-        verdict = Verdict(f"worker {self._worker} failed at step {self._progress.started} with {title}")
-        detail = "".join(traceback.format_exception(kind, error, trace))
-        self._fail(dataclasses.replace(verdict, detail=detail), code, shown=verdict)  # the traceback has just been printed
+        verdict, code = self._told(error)
+        self._fail(verdict, code, shown=dataclasses.replace(verdict, detail=""))  # the traceback has just been printed
+
+    def _told(self, error: BaseException) -> tuple[Verdict, int]:
+        """Return what the others hear of an error that ends this worker's program, and the code that it leaves with."""
+        code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else _exit_code_of(error)
+        title = f"worker {self._worker} failed at step {self._progress.started} with {_title_of(error)}"
+        return Verdict(title, "".join(traceback.format_exception(error))), code
 
     def _end(self) -> None:
         """Wait for all workers to come to their end."""
@@ -216,14 +224,19 @@ class Guard:
     def _round(self, elapsed: float) -> bool:
         """Say where this worker is, look at the others where that may be needed, and listen; tell whether this was the last."""
         self._ticks_in_service = 1
-        own = self._say_where(elapsed)
-        self._ticks_in_service = 0
+        try:
+            own = self._say_where(elapsed)
+        finally:
+            self._ticks_in_service = 0
         self._meet()
-        if (dead := self._neighbours.dead()) and not self._has_ended:  # after their end, workers may go
+        dead = self._neighbours.dead()
+        if dead and self._has_ended:  # after their end, workers may go
+            dead = tuple(sorted(set(dead) - self._by_worker(_ENDED).keys()))
+        if dead:
             self._leave_without(dead)
             return True
         is_suspicious = own.waits and (own.still >= ROUND_SECONDS or bool(self._by_worker(_ENDED)))
-        is_suspicious |= own.phase == NEXT_BATCH and own.still >= self._own.limit
+        is_suspicious |= own.phase == NEXT_BATCH and own.still >= SETTLED_SECONDS
         if is_suspicious or self._worker == 0:
             self._look_at_others(own, elapsed)
         if is_suspicious and not own.has_ended:
@@ -345,10 +358,18 @@ class Guard:
                 stream.flush()
         if 0 not in verdict.lost:  # else a call into the service would block
             with contextlib.suppress(Exception):
+                # Who leaves breaks the collectives of the others, so the first to know lets them go before it; and with worker 0
+                # the service goes, so it lets all others go.
+                others = set(range(1, self._num_workers)) - {self._worker, *verdict.lost}
+                if is_first and self._worker:
+                    deadline = time.monotonic() + _LEAVE_SECONDS
+                    self._await(_LEFT, others, deadline)
+                    self._await(_HERE, {0}, deadline)
                 self._coordination.put(f"{_LEFT}/{self._worker}", "1")
-                # Who leaves breaks the collectives of the others, and with worker 0 the service goes: they read and write first.
-                if is_first or self._worker == 0:
-                    self._await_left(set(range(self._num_workers)) - {self._worker, *verdict.lost})
+                if self._worker == 0:
+                    deadline = time.monotonic() + _LAST_LEAVE_SECONDS
+                    self._await(_LEFT, others, deadline)
+                    self._await_gone(others, deadline)
         self._exit(code)
 
     def _arm_last_resort(self, code: int) -> None:
@@ -363,12 +384,16 @@ class Guard:
                 lines += [f"{thread.name}:\n", *traceback.format_stack(frames[thread.ident])]
         return "".join(lines).rstrip()
 
-    def _await_left(self, workers: Iterable[int]) -> None:
-        deadline = time.monotonic() + (_LEAVE_SECONDS if self._worker else _LAST_LEAVE_SECONDS)
-        while not set(workers) <= self._by_worker(_LEFT).keys() and time.monotonic() < deadline:
+    def _await(self, prefix: str, workers: Set[int], deadline: float) -> None:
+        while not workers <= self._by_worker(prefix).keys() and time.monotonic() < deadline:
             time.sleep(0.01)
-        if self._worker == 0:
-            time.sleep(0.05)  # from "I leave" to having left
+
+    def _await_gone(self, workers: Set[int], deadline: float) -> None:
+        """Wait from "I leave" to having left; those of other hosts get a moment."""
+        time.sleep(0.05)
+        near = self._neighbours.near() & workers
+        while not near <= set(self._neighbours.dead()) and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def _by_worker(self, prefix: str) -> dict[int, str]:
         found = self._coordination.list(f"{prefix}/").items()
@@ -378,6 +403,15 @@ class Guard:
 def _speaks_of_loss(error: BaseException) -> bool:
     is_native = type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError", "ValueError", "RuntimeError")
     return is_native and any(sign in _text_of(error) for sign in _SIGNS_OF_LOSS)
+
+
+def _title_of(error: BaseException) -> str:
+    return escape(": ".join(filter(None, (type(error).__name__, _text_of(error).partition("\n")[0]))), MAX_TEXT // 2)
+
+
+def _last_error() -> BaseException | None:
+    """Return the error that has ended the main thread: Python notes it before it calls the hook, whoever's that is."""
+    return getattr(sys, "last_value", None)
 
 
 def _text_of(error: BaseException) -> str:

@@ -74,10 +74,10 @@ def check_later(mesh: ReplicaMesh, arrays: Sequence[Any], name_of: Callable[[int
     Raises:
         ReplicasDivergeError: on every worker, later.
     """
-    known = {
-        i: array for i, array in enumerate(arrays) if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer)
-    }
-    mirrored = {i: array for i, array in known.items() if not mesh.is_alone and array.sharding == mesh.mirrored}
+    if mesh.is_alone:
+        return
+    known = {i: array for i, array in enumerate(arrays) if isinstance(array, jax.Array)}
+    mirrored = {i: array for i, array in known.items() if not isinstance(array, jax.core.Tracer) and _is_whole(mesh, array)}
     if mirrored:
         kinds = ", ".join(f"{array.dtype}{list(array.shape)}" for array in mirrored.values())
         _joint.started(_CHECK, kinds, lambda: None)()
@@ -118,8 +118,19 @@ def _mirrored_again(mesh: ReplicaMesh, array: jax.Array) -> jax.Array:
             f"an array of shape {array.shape} lies on devices of several workers which are not those of {mesh}. Bring it to this "
             "strategy's devices first, or pass a numpy array."
         )
-    _joint.agree("mirroring an array", f"{array.dtype}{list(array.shape)} {array.sharding}")
-    return jax.jit(lambda x: x, out_shardings=mesh.mirrored)(array)
+    if _is_whole(mesh, array):  # only its placement has another name, such as P(None, None)
+        copies = [shard.data for shard in array.addressable_shards]
+        return jax.make_array_from_single_device_arrays(array.shape, mesh.mirrored, copies)
+    return _gathering(mesh, array.sharding)(array)
+
+
+def _is_whole(mesh: ReplicaMesh, array: jax.Array) -> bool:
+    return array.sharding.device_set == mesh.mirrored.device_set and array.is_fully_replicated
+
+
+@functools.lru_cache(maxsize=64)
+def _gathering(mesh: ReplicaMesh, placement: jax.sharding.Sharding) -> Callable[[jax.Array], jax.Array]:
+    return _joint.agreed("mirroring an array", f" from {placement}", jax.jit(lambda x: x, out_shardings=mesh.mirrored))
 
 
 def _from_chief(

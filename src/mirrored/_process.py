@@ -90,11 +90,15 @@ class Neighbours:
                 is_near = process is not None and process.host == self._own.host
                 self._found[worker] = process if is_near else None
 
+    def near(self) -> set[int]:
+        """Return those of this host."""
+        return {worker for worker, process in self._found.items() if process is not None}
+
     def dead(self) -> tuple[int, ...]:
         """Return those of this host that have ended."""
         return tuple(worker for worker, process in sorted(self._found.items()) if process is not None and process.is_dead())
 
 
 def _state_of(number: int) -> tuple[str, str]:
-    fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+    fields = Path(f"/proc/{number}/stat").read_text(errors="replace").rpartition(")")[2].split()
     return fields[0], fields[19]

@@ -6,6 +6,7 @@ reader to find out, who looks twice a second.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -36,10 +37,12 @@ class Phase:
         self.waits, self.is_patient = waits, is_patient
 
     def __enter__(self) -> None:
-        self._progress.phases = (*self._progress.phases, self)
+        with self._progress.lock:
+            self._progress.phases = (*self._progress.phases, self)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._progress.phases = tuple(phase for phase in self._progress.phases if phase is not self)
+        with self._progress.lock:
+            self._progress.phases = tuple(phase for phase in self._progress.phases if phase is not self)
 
 
 class Progress:
@@ -52,6 +55,8 @@ class Progress:
         witness: a result of the one started last that nobody donates (it has `is_deleted` and `is_ready`), so that the guard
             can see whether this process waits for it; None while the call that starts it has not come back.
         phases: what goes on between programs; the last one is the innermost.
+        lock: for changes of them, because input may be read by a thread of the user's.
+        batches: how many batches of all workers the main thread has asked for.
     """
 
     def __init__(self) -> None:
@@ -60,6 +65,8 @@ class Progress:
         self.program = ""
         self.witness: Any = None
         self.phases: tuple[Phase, ...] = ()
+        self.lock = threading.Lock()
+        self.batches = 0
 
     def enter(self, program: str) -> None:
         """Note that a program is about to be started: before the call, which itself may wait for the other workers.
@@ -82,7 +89,19 @@ class Progress:
         if self.started <= self.finished:
             return False
         witness = self.witness
-        return witness is None or not (witness.is_deleted() or witness.is_ready())
+        try:
+            return witness is None or not (witness.is_deleted() or witness.is_ready())
+        except RuntimeError:  # deleted between the two questions
+            return False
+
+    def ask_for_batch(self) -> None:
+        """Note that the next batch is wanted; what other threads take is not in step with the programs."""
+        if threading.current_thread() is threading.main_thread():
+            self.batches += 1
+
+    def batches_so_far(self) -> int | None:
+        """Return how many batches have been asked for, which is the same on all workers; None in another thread."""
+        return self.batches if threading.current_thread() is threading.main_thread() else None
 
 
 #: Of this process.

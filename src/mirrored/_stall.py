@@ -21,7 +21,7 @@ STALL_STEPS = 20
 #: A worker whose position is as old as this is told from one that speaks; they speak twice a second.
 SILENT_SECONDS = 3.0
 #: For so long two workers must have waited for different things before that is called certain.
-_SETTLED_SECONDS = 2.0
+SETTLED_SECONDS = 2.0
 #: What a worker gave before it ended may take so long to reach the others.
 _ARRIVED_SECONDS = 0.4
 _MAX_WORD = 200
@@ -62,6 +62,11 @@ class Position:
     def waits_in_program(self) -> bool:
         return self.waits and not self.phase
 
+    @property
+    def waits_between(self) -> bool:
+        """Whether it waits for other workers, and not for a program: in a phase that they must come to, or for their input."""
+        return self.waits_in_phase or (self.phase == NEXT_BATCH and self.detail == OTHERS_INPUT)
+
     def encode(self) -> str:
         """Return it as what `decode` takes."""
         return json.dumps(dataclasses.asdict(self))
@@ -79,6 +84,8 @@ class Position:
             where = f"waits in {step.removeprefix('after ')}"
         elif self.waits:
             where = f"waits at {phase}, {step}"
+        elif self.phase == NEXT_BATCH:
+            where = f"waits for {phase}, {step}"
         else:
             where = f"{phase or 'in its own code'}{',' if phase else ''} {step}"
         return f"{where}, for {self.still:.0f} s"
@@ -204,23 +211,25 @@ def listed(positions: Mapping[int, Position], silent: Mapping[int, float]) -> st
 
 
 def _cannot_meet(here: Position, there: Position) -> str | None:
+    still = min(here.still, there.still)
     if there.has_ended:
-        has_arrived = min(here.still, there.still) >= _ARRIVED_SECONDS
-        stuck = here.started > there.started or (here.waits_in_phase and has_arrived)
-        return "All workers must take the same number of steps, and come to the same barriers." if stuck else None
-    if not there.waits or min(here.still, there.still) < _SETTLED_SECONDS:
+        has_arrived = still >= (_ARRIVED_SECONDS if here.waits_in_phase else SETTLED_SECONDS)
+        stuck = here.started > there.started or (here.waits_between and has_arrived)
+        return "All workers must take the same number of steps and batches, and come to the same barriers." if stuck else None
+    if still < SETTLED_SECONDS:
         return None
-    # One that waits in a program has met all phases before it; so one in a phase must have started that program too.
+    # One that waits in a program has met all phases before it; so one in a phase must have started that program too. And all
+    # workers' batches are ready for one that has come past the next one.
     differ = (
-        (here.waits_in_phase and there.waits_in_phase and here.phase != there.phase)
-        or (here.waits_in_phase and there.waits_in_program and there.started > here.started)
-        or (there.waits_in_phase and here.waits_in_program and here.started > there.started)
+        (here.waits_between and there.waits_between and here.phase != there.phase)
+        or (here.waits_between and there.waits_in_program and there.started > here.started)
+        or (there.waits_between and here.waits_in_program and here.started > there.started)
     )
     if not differ:
         return None
     return (
-        "They wait for each other. Every worker must run the same programs and barriers in the same order: let no "
-        "`if` that differs by worker, such as `if strategy.is_chief:`, stand around them."
+        "They wait for each other. Every worker must run the same programs and barriers, and take the same batches, in the same "
+        "order: let no `if` that differs by worker, such as `if strategy.is_chief:`, stand around them."
     )
 
 

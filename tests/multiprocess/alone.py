@@ -69,6 +69,7 @@ DIFFERENT: dict[str, Callable[[], Any]] = {
     "closed over": lambda: closed_over(v.value * (1.0 + worker)),
     "closed over by a function": lambda: function_of(v.value * (1.0 + worker)),
     "argument": lambda: strategy.run(scaled, args=(x,), kwargs={"by": [one, v.value * (1.0 + worker)]}),
+    "another name of the placement": lambda: strategy.run(lambda y: y + 1, args=(renamed(v.value * (1.0 + worker)),)),
     "argument of a function": lambda: mr.function(lambda a: strategy.reduce("sum", a))(v.value * (1.0 + worker)),
 }
 
@@ -80,6 +81,10 @@ def created_from(value: Any) -> mr.Variable:
 
 def scaled(x: Any, by: list[Any]) -> Any:
     return x * by[0] * by[1]
+
+
+def renamed(value: Any) -> Any:
+    return jax.device_put(value, jax.sharding.NamedSharding(value.sharding.mesh, jax.sharding.PartitionSpec(None, None)))
 
 
 def closed_over(value: Any) -> Any:

@@ -65,6 +65,9 @@ mistakes: dict[str, Callable[[], Any]] = {
     ),
     "eager": lambda: eager(),
     "flipped bit": lambda: flipped_bit(),
+    "batch of the chief": lambda: batches(10, lambda number: number == 0),
+    "later batch of the chief": lambda: batches(1000, lambda number: number == 60),
+    "evaluation of the chief": lambda: [run(add, x), next(iter(numbers())) if strategy.is_chief else None],
     "barriers": lambda: strategy.barrier(f"after the work of {worker}"),
 }
 
@@ -81,6 +84,22 @@ def flipped_bit() -> None:
             parts = [jax.device_put(copy, device) for copy, device in zip(copies, devices, strict=True)]
             variable._array = jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
         strategy.run(lambda: variable.assign_add(1.0))
+
+
+def numbers() -> Any:
+    return strategy.distribute_dataset(strategy.make_numpy_dataset(np.arange(8192.0)).batch(4))
+
+
+def batches(count: int, is_odd: Callable[[int], bool]) -> None:
+    """Train, and take one batch more on the chief."""
+    _divergence.MAX_COST = 1.0  # compare every 20 steps
+    iterator = iter(numbers())
+    for number in range(count):
+        if is_odd(number) and strategy.is_chief:
+            next(iterator)
+        strategy.run(
+            lambda batch: variable.assign_add(mr.get_replica_context().all_reduce("sum", batch.sum())), args=(next(iterator),)
+        )
 
 
 def eager() -> None:

@@ -33,7 +33,8 @@ def test_an_array_that_each_worker_computed_otherwise_is_found(tmp_path: Path) -
             "REFUSED closed over: an array that the step closes over",
             "REFUSED closed over by a function: an array that function_of.<locals>.<lambda> closes over",
             "REFUSED argument: the argument `by[1]` is an array on all workers",
+            "REFUSED another name of the placement: the argument `y` is an array on all workers",
             "REFUSED argument of a function: the argument `a` is an array on all workers",
         ):
             assert given in worker.output
-        assert worker.output.count("worker 1 computed other values than worker 0") == 6
+        assert worker.output.count("worker 1 computed other values than worker 0") == 7

@@ -22,10 +22,16 @@ MISTAKES = {
     "shapes of values": r"ValueError: value_fn returned arrays of different ranks, shapes \(2,\), \(2, 2\)",
     "flipped bit": r"ReplicasDivergeError: the copies of variable 'variable' differ: replicas \[1\] \(worker 1\) from replica 0",
     "eager": r"ContextError: mr\.eager\(\) runs each operation by itself, which works with one worker only",
+    "batch of the chief": r"ProgramMismatchError: the workers have asked for different numbers of batches .*: worker 0 2, worker 1 1\.",
+    "later batch of the chief": r"ProgramMismatchError: the workers have asked for different numbers of batches .*next\(iterator\)",
     "barriers": r"WorkerLostError: the workers are at different barriers: worker 0 'after the work of 0', worker 1 'after",
 }
 ENDED = {
     "more steps": (75, 75, r"worker 0 waits at .*reduce_stack.* and worker 1 waits in step \d+ \(program 'add'\)"),
+    "evaluation of the chief": (
+        *(75, 75),
+        r"worker 0 waits for the next batch .*, and worker 1 waits at .*reduce_stack.* They wait for each other.*is_chief",
+    ),
     "one ends": (75, 75, r"worker 1 has ended its program after step \d+"),
     "one fails": (75, 1, r"worker 1 failed at step \d+ with ValueError: the data is gone"),
 }

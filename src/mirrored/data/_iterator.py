@@ -77,6 +77,7 @@ class DistributedIterator:
         batches = self._started()
         if self._channel is None:
             return next(batches)
+        progress.ask_for_batch()
         with progress.phase(NEXT_BATCH, self._channel.describe):
             return next(batches)
 
