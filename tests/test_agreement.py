@@ -1,5 +1,6 @@
 """Workers compare what they run: the same programs pass, each kind of difference is shown, on every worker, with both sides."""
 
+import functools
 import json
 import re
 import threading
@@ -129,6 +130,19 @@ def test_only_what_differs_is_shown_of_long_programs_and_long_lines() -> None:
     assert "%1499 = add" in message and "%1505 = add" in message and "%1507 = add" not in message and "%1490 = add" not in message
     assert len(message) < 4000
     assert sum(map(len, job.client.values.values())) < 4000, "little is sent"
+
+
+def test_new_programs_and_starts_are_counted() -> None:
+    """The guard tells by the number whether two workers wait at the same comparison."""
+    steps = {"check": "new program 3:", "check_order": "start 3 of a program:"}
+
+    def work(worker: int, agreement: Agreement, method: str) -> None:
+        for number in range(3):
+            getattr(agreement, method)("train", f"text {worker}" if number == 2 else "text")
+
+    for method, expected in steps.items():
+        for error in Job(2).run(functools.partial(work, method=method)):
+            assert f"as their {expected}" in str(error)
 
 
 def test_a_program_that_is_the_beginning_of_another_differs() -> None:

@@ -20,7 +20,7 @@ import mirrored as mr
 from mirrored.data import _rebatch
 from mirrored.data._auto_shard import make_plan
 from mirrored.data._dataset import DistributedDataset
-from mirrored.data._workers import InputWorker
+from mirrored.data._workers import _DIGEST_BYTES, InputWorker, _digest
 
 few_examples = hypothesis.settings(deadline=None, max_examples=30, derandomize=True)
 
@@ -413,3 +413,14 @@ def test_a_shuffle_without_a_common_seed_is_found_under_data() -> None:
         run_workers(make, 2, policy="data")
     run = run_workers(lambda worker: make(7), 2, policy="data")
     assert sorted(run.global_batches()[0].tolist()) == list(range(1000))
+
+
+@pytest.mark.parametrize("leaf", [0, 1, 2])
+@pytest.mark.parametrize("place", [0, _DIGEST_BYTES - 1, -_DIGEST_BYTES, -1])
+def test_another_record_at_either_end_of_any_array_of_a_batch_is_seen(leaf: int, place: int) -> None:
+    def batch() -> list[np.ndarray]:
+        return [np.zeros((3, _DIGEST_BYTES), np.uint8) for _ in range(3)]
+
+    changed = batch()
+    changed[leaf].reshape(-1)[place] = 1
+    assert _digest(changed) != _digest(batch()) == _digest(batch())

@@ -1,5 +1,9 @@
 """Copies that differ are found on the devices, and named."""
 
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -93,6 +97,28 @@ def test_a_bit_that_flips_during_training_is_found(strategy3, as_function: bool,
             step()
 
 
+def test_all_mirrored_variables_that_a_step_writes_are_watched(strategy2) -> None:
+    with strategy2.scope():
+        pair = [mr.Variable(np.zeros(3, np.float32), name=name) for name in ("first", "second")]
+        seen = mr.Variable(0, name="seen", synchronization="on_read", aggregation="sum")
+
+    def step() -> None:
+        for variable in (*pair, seen):
+            variable.assign(variable.value + 1)
+
+    strategy2.run(step)
+    [watch] = [program.watch for program in strategy2._programs]
+    for variable in pair:
+        good = variable._array
+        flip(variable, 1)
+        watch.count = watch.next = 40
+        watch.look()
+        with pytest.raises(mr.ReplicasDivergeError, match=rf"copies of variable '{variable.name}' differ: replicas \[1\]"):
+            watch.look()
+        variable._array, watch._since = good, None
+    assert seen.numpy() == 2
+
+
 def test_copies_are_compared_so_seldom_that_it_costs_one_percent(strategy3) -> None:
     _, step = train(strategy3, as_function=False)
     for _ in range(41):
@@ -109,3 +135,42 @@ def test_with_one_replica_and_without_writes_nothing_is_watched(strategy2) -> No
     train(one, as_function=False)[1]()
     strategy2.run(lambda: 1 * np.ones(2))
     assert [program.watch for program in (*one._programs, *strategy2._programs)] == [None, None]
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch):
+    """Make what the other workers say, of what this one says."""
+
+    def tell(others: Callable[[str, Any], list[Any]]) -> None:
+        coordination = SimpleNamespace(exchange=lambda channel, own: [own, *others(channel, own)])
+        monkeypatch.setattr(_divergence, "_coordination", lambda mesh: coordination)
+
+    return tell
+
+
+def test_all_workers_compare_as_seldom_as_the_one_that_needs_it_most(strategy2, told) -> None:
+    told(lambda channel, own: [["0", []]] if channel == "the copies of variables" else [own * 1000, 7])
+    _, step = train(strategy2, as_function=False)
+    for _ in range(41):
+        step()
+    [watch] = [program.watch for program in strategy2._programs]
+    assert watch.every >= 20_000 and watch.next == 40 + watch.every
+
+
+def test_a_variable_that_another_worker_has_forgotten_is_left_out_and_the_others_are_compared(strategy2, told) -> None:
+    with strategy2.scope():
+        pair = [mr.Variable(np.ones(3, np.float32), name=name) for name in ("forgotten", "kept")]
+    told(lambda channel, own: [["None", [entry for entry in own[1] if entry[0] != pair[0]._number]]])
+    _divergence.check(strategy2._mesh, pair)
+    told(lambda channel, own: [["None", [[number, [0 for _ in sums]] for number, sums in own[1][1:]]]])
+    mesh = SimpleNamespace(num_replicas=4, is_alone=False, devices=[SimpleNamespace(process_index=i // 2) for i in range(4)])
+    with pytest.raises(mr.ReplicasDivergeError, match=r"'kept' differ: replicas \[2, 3\] \(worker 1\) from replica 0"):
+        _divergence.check(mesh, pair)
+
+
+def test_workers_at_different_batches_are_told(strategy2, told) -> None:
+    with strategy2.scope():
+        variable = mr.Variable(1.0)
+    told(lambda channel, own: [[str(int(own[0]) + 1), own[1]]])
+    with pytest.raises(mr.ProgramMismatchError, match="different numbers of batches"):
+        _divergence.check(strategy2._mesh, [variable])

@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import hypothesis
 import hypothesis.strategies as st
@@ -732,3 +733,60 @@ def test_the_traceback_of_an_exception_is_cut(make: Make) -> None:
         sys.excepthook(*sys.exc_info())
     assert guarded.codes.get(timeout=10) == 1
     assert "the end matters" in Verdict.decode(guarded.of_key("verdict") or "").detail
+
+
+def test_whatever_blocks_while_a_worker_leaves_does_not_keep_it(make: Make, monkeypatch: Patch) -> None:
+    monkeypatch.setattr("mirrored._guard._LAST_RESORT_SECONDS", 0.2)
+    guarded, is_over = make(worker=1, is_started=False), threading.Event()
+    monkeypatch.setattr(guarded.service, "key_value_set", lambda *_, **__: is_over.wait(20))
+    leaving = threading.Thread(target=guarded.guard._leave, args=(Verdict("lost worker 2", lost=(2,)), 75, False))
+    leaving.start()
+    try:
+        assert guarded.codes.get(timeout=5) == 75 and leaving.is_alive()
+    finally:
+        is_over.set()
+        leaving.join(10)
+
+
+def test_an_end_is_told_before_the_others_are_waited_for(make: Make, monkeypatch: Patch) -> None:
+    guarded = make(worker=1, is_started=False)
+    guarded.says("ended/0", "1")
+    guarded.guard._sys_exit_code = 3
+    told: list[tuple[str, str]] = []
+    monkeypatch.setattr(guarded.service, "key_value_set", lambda key, value, **_: told.append((key, value)))
+    guarded.guard._end()
+    assert [key.removeprefix("mirrored/guard/") for key, _ in told] == ["position/1", "ended/1", "call"]
+    position = decode(told[0][1])
+    assert position is not None and position.has_ended and position.phase == "sys.exit(3)"
+
+
+def test_an_error_that_is_on_its_way_is_not_overtaken_by_the_verdict_of_another(make: Make, monkeypatch: Patch) -> None:
+    guarded = make(worker=1)
+    guarded.says("left/0", "1")
+    fail = guarded.guard._fail
+
+    def slowly(*arguments: object, **more: object) -> None:
+        guarded.says("verdict", Verdict("worker 0 failed").encode())
+        guarded.says("call", "leave")
+        with pytest.raises(queue.Empty):
+            guarded.codes.get(timeout=0.6)
+        fail(*arguments, **more)
+
+    monkeypatch.setattr(guarded.guard, "_fail", slowly)
+    assert guarded.fails(ValueError("of this worker")) == 1
+
+
+def test_a_process_that_was_stopped_has_not_waited_in_that_time(make: Make, monkeypatch: Patch) -> None:
+    guard, elapsed = make(is_started=False).guard, []
+    monkeypatch.setattr(guard, "_round", lambda seconds: elapsed.append(seconds) or len(elapsed) == 4)
+    monkeypatch.setattr("mirrored._guard.time", SimpleNamespace(monotonic=iter([10.0, 10.0, 10.5, 40.5, 41.0]).__next__))
+    guard._watch()
+    assert elapsed == [0.0, 0.5, 1.0, 0.5]
+
+
+def test_a_verdict_that_is_too_long_is_not_read() -> None:
+    ours = Verdict.decode(Verdict("why" + " so" * 10**5, "x" * 10**6 + "the end").encode())
+    assert ours.title.startswith("why") and ours.detail.endswith("the end"), "one of ours is cut before it is sent"
+    assert len(ours.title) == len(ours.detail) == MAX_TEXT
+    text = json.dumps({"title": "x" * 10**6, "detail": "", "lost": [], "wants_stacks": False})
+    assert "another process has written" in Verdict.decode(text).title

@@ -1,6 +1,7 @@
 """Lifting: a step becomes a pure function. No stale value, no leaked tracer, nothing lost when it stops halfway."""
 
 import dataclasses
+import re
 import signal
 import time
 
@@ -522,3 +523,38 @@ def test_the_result_plan_separates_arrays_from_the_rest():
     plan, arrays = _lift.plan_result({"a": jnp.ones(2), "b": [1, "x", None, w], "c": np.float32(3)})
     assert [tuple(array.shape) for array in arrays] == [(2,), ()]
     assert plan.rebuild(["first", "second"]) == {"a": "first", "b": [1, "x", None, w], "c": "second"}
+
+
+# -- the text by which workers compare their programs
+
+
+def described(step, **of_variable) -> str:
+    """The text of a step's program; it is given a new variable of a new strategy."""
+    strategy = mr.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"])
+    v = variable(np.ones(3, of_variable.pop("dtype", "float32")), strategy, **of_variable)
+    strategy.run(lambda: step(v))
+    [program] = strategy._programs
+    return program.lifted.describe()
+
+
+def test_a_program_is_described_by_what_it_computes_and_of_which_variables():
+    def write(v):
+        v.assign(jax.nn.relu(v.value) * 2)
+
+    def write_otherwise(v):
+        v.assign(jax.nn.relu(v.value) * 3)
+
+    def only_read(v):
+        return jax.lax.reduce(v.value, np.float32(0), lambda a, b: a + b, (0,))
+
+    on_read = {"synchronization": "on_read", "aggregation": "sum"}
+    same = described(write, name="a")
+    assert described(write, name="another") == same, "names do not count"
+    assert not re.search("0x[0-9a-f]{6}", described(only_read)), "addresses are others in every process"
+    others = [
+        described(only_read),
+        described(only_read, **on_read),
+        described(write_otherwise),
+        described(write, dtype="float16"),
+    ]
+    assert len({same, *others}) == 5

@@ -16,6 +16,7 @@ import pytest
 
 import mirrored as mr
 from mirrored import _pace
+from mirrored._progress import Progress
 
 CONFIGURING = ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES", "JAX_PLATFORMS", "PJRT_NPROC", "NPROC")
 #: XLA aborts the process when replicas have waited so long for each other.
@@ -190,6 +191,8 @@ def test_without_the_bound_the_same_steps_deadlock() -> None:
 class Witness:
     """A result that is computed when somebody waits for it."""
 
+    dtype = np.dtype("float32")
+
     def __init__(self, number: int, waited: list[int], is_gone: bool = False) -> None:
         self.number, self.waited, self.is_gone = number, waited, is_gone
 
@@ -238,6 +241,23 @@ def test_one_bound_for_all_threads(empty_queue: None) -> None:
         thread.join()
     assert len(_pace._in_flight) < _pace.MAX_IN_FLIGHT
     assert len(waited) == (200 - len(_pace._in_flight)) // _pace.WAIT_FOR
+
+
+def test_two_programs_of_several_workers_are_in_flight_and_older_ones_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[int] = []
+    checked: list[int] = []
+    progress = Progress()
+    monkeypatch.setattr(_pace, "_joint", type(_pace._joint)())
+    monkeypatch.setattr(_pace, "progress", progress)
+    for number in range(10):
+        witness = Witness(number, waited, is_gone=number == 5)
+        _pace.joined(witness, lambda witness: checked.append(witness.number))
+        assert progress.witness is witness
+        assert len(_pace._joint) <= 2 and len(waited) >= number - 2
+    expected = [number for number in range(10) if number != 5]
+    assert waited == checked == expected[:-2] and progress.finished == len(waited)
+    _pace.finish()
+    assert waited == checked == expected and progress.finished == 9
 
 
 def test_only_several_devices_of_this_cpu_are_paced(strategy: mr.MirroredStrategy) -> None:

@@ -68,3 +68,22 @@ def test_an_array_that_the_workers_computed_otherwise_is_named(strategy3, monkey
     monkeypatch.setattr(_placing._joint, "exchange", lambda name, row: [row] * 3)
     _placing._compare_bits(arrays, lambda index: f"what `v{index}` was given")
     _placing.check_later(strategy3._mesh, [arrays[2]], lambda _: "with one worker there is nothing to compare")
+
+
+def test_workers_agree_on_what_is_sent_before_it_is_compiled(strategy3, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable is made without any step, so nothing else finds that it has another shape on another worker."""
+    said = []
+
+    def differ(name: str, text: str) -> None:
+        said.append(text)
+        raise mr.ProgramMismatchError("different programs")
+
+    monkeypatch.setattr(_placing._joint, "agree", differ)
+    with pytest.raises(mr.ProgramMismatchError):
+        _placing._program(strategy3._mesh, (((2, 3), np.dtype("float32")), ((), np.dtype("int32"))))
+    rows = jax.device_put(np.ones((3, 2), np.float32), strategy3._mesh.stacked)
+    with pytest.raises(mr.ProgramMismatchError):
+        _placing._mirrored_again(strategy3._mesh, rows)
+    assert said == ["float32[2, 3]\nint32[]", f"mirroring an array from {rows.sharding} of float32[3, 2]"]
+    with pytest.raises(mr.StrategyMismatchError, match=r"an array of shape \(3, 2\) lies on devices of several workers which"):
+        _placing._mirrored_again(mr.MirroredStrategy(["cpu:4", "cpu:5"])._mesh, rows)

@@ -347,6 +347,22 @@ def test_a_position_of_a_worker_is_for_that_worker(worker: Any, is_refused: bool
     iterator.close()
 
 
+def test_a_state_says_how_much_of_a_batch_was_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By FILE a step may end in the middle of a batch; without it, rows would be used twice after a restart."""
+    me = InputWorker(0, 2, lambda value: [value, value])
+    plan = make_plan(Files([[1], [2]]).batch(1), "file", me, 2)
+    iterators = [DistributedIterator(plan, Layout(2, me), STRATEGIES[2]._mesh, 0) for _ in range(2)]
+    position = iterators[0]._open().position()
+    monkeypatch.setattr(iterators[0], "_next", lambda: ("a batch", position, {"rows": 3, "batch_size": 4}))
+    assert next(iterators[0]) == "a batch"
+    state = iterators[0].get_state()
+    assert (state["rows"], state["batch_size"]) == (3, 4)
+    iterators[1].set_state(state)
+    assert iterators[1].get_state() == state
+    for iterator in iterators:
+        iterator.close()
+
+
 def test_a_state_holds_nothing_but_json() -> None:
     for make in SOURCES.values():
         with iter(STRATEGIES[2].distribute_dataset(make())) as iterator:

@@ -54,6 +54,10 @@ def test_what_is_no_process_is_none(text: str) -> None:
     assert Process.decode(text) is None
 
 
+def test_a_text_that_is_too_long_is_not_read() -> None:
+    assert Process.decode(json.dumps(["h" * 300, 1, "2"])) is None
+
+
 def test_it_is_told_to_others_as_it_is() -> None:
     own = Process.own()
     assert Process.decode(own.encode()) == own

@@ -155,7 +155,8 @@ def _make(call: Call, frame: Frame) -> CompiledFunction:
     body = functools.partial(_pure, lifted, mesh)
     compiled = jax.jit(body, donate_argnums=0, out_shardings=placements)
     if not mesh.is_alone:
-        compiled = _joint.prepared(name, lifted.describe(), compiled)
+        is_split = [leaf.is_per_replica for leaf in leaves]
+        compiled = _joint.prepared(name, f"arguments by replica: {is_split}\n{lifted.describe()}", compiled)
     constants = _placing.mirror_constants(mesh, lifted.closed.consts, f"an array that {name} closes over")
     home, pins = _home.home_of(lifted.written), [*_signature.pinned(call), frame.strategy]
     return CompiledFunction(name, lifted, home, mesh, compiled, constants, pins, _divergence.watch(mesh, lifted.written))

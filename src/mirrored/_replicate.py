@@ -285,8 +285,9 @@ def _make_program(strategy: Any, mesh: ReplicaMesh, call: Call) -> Program:
     _guards.check_gradients(findings, mesh.num_replicas)
     is_mirrored = tuple(state.is_mirrored for state in findings.outputs[: lifted.num_results])
     name = call.name
-    text = "" if mesh.is_alone else f"{lifted.describe()}\nmirrored results: {is_mirrored}"
-    mapped = _map(mesh, lifted, [leaf.is_per_replica for leaf in leaves], is_mirrored)
+    is_split = [leaf.is_per_replica for leaf in leaves]
+    text = "" if mesh.is_alone else f"arguments by replica: {is_split}\n{lifted.describe()}\nmirrored results: {is_mirrored}"
+    mapped = _map(mesh, lifted, is_split, is_mirrored)
     compiled = jax.jit(mapped, donate_argnums=0)
     if text:
         compiled = _joint.prepared(name, text, compiled)

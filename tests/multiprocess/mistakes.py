@@ -27,6 +27,10 @@ def add(x: Any) -> Any:
     return mr.get_replica_context().all_reduce("sum", x)
 
 
+def twice(x: Any) -> Any:
+    return add(x * 2.0)
+
+
 def average(x: Any) -> Any:
     return mr.get_replica_context().all_reduce("mean", x)
 
@@ -51,6 +55,8 @@ mistakes: dict[str, Callable[[], Any]] = {
     "argument": lambda: [run(add, np.full(3, float(worker), np.float32)) for _ in range(5)],
     "closed-over array": lambda: run(lambda: add(own)),
     "reduced number": lambda: strategy.reduce("sum", float(worker)),
+    "shape of a variable": lambda: make_variable(np.zeros(3 + is_last, np.float32)),
+    "kind of an argument": lambda: [run(add, np.ones(3, np.float32)), run(twice, x if is_last else np.ones(3, np.float32))],
     "python number": lambda: run(lambda x: x * (worker + 1.0), x),
     "extra program": lambda: [run(average, x) if is_last else None, run(add, x)],
     "order": lambda: [run(f, x) for f in ((add, average) if is_last else (average, add))],
@@ -70,6 +76,11 @@ mistakes: dict[str, Callable[[], Any]] = {
     "evaluation of the chief": lambda: [run(add, x), next(iter(numbers())) if strategy.is_chief else None],
     "barriers": lambda: strategy.barrier(f"after the work of {worker}"),
 }
+
+
+def make_variable(value: Any) -> None:
+    with strategy.scope():
+        mr.Variable(value)
 
 
 def flipped_bit() -> None:

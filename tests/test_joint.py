@@ -1,0 +1,84 @@
+"""Before several workers run a program they agree on it, and the guard hears of every start."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mirrored as mr
+from mirrored import _joint
+from mirrored._progress import Progress
+
+
+class Heard:
+    """What this worker said to the others and to the guard, in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, checks_order: bool = False) -> None:
+        self.said: list[tuple[str, ...]] = []
+        self.progress = Progress()
+        agreement = SimpleNamespace(check=self._check, check_order=self._check_order, checks_order=checks_order)
+        monkeypatch.setattr(_joint._runtime, "current", lambda: SimpleNamespace(agreement=agreement))
+        monkeypatch.setattr(_joint, "progress", self.progress)
+
+    def _check(self, name: str, text: str) -> None:
+        self.said.append(("agreed", name, text))
+
+    def _check_order(self, name: str, text: str) -> None:
+        self.said.append(("order", name, text, str(self.progress.started)))
+
+
+def test_a_program_is_agreed_on_and_compiled_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard = Heard(monkeypatch)
+    seen: list[tuple[int, list[tuple[str, bool]]]] = []
+
+    class Program:
+        def lower(self, *arguments: Any) -> Any:
+            seen.append((heard.progress.started, [(phase.text, phase.is_patient) for phase in heard.progress.phases]))
+            return SimpleNamespace(compile=lambda: None)
+
+        def __call__(self, x: int) -> int:
+            seen.append((heard.progress.started, []))
+            return x + 1
+
+    program = _joint.prepared("train", "the text", Program())
+    assert heard.said == [("agreed", "train", "the text")], "before it is compiled, which may take minutes"
+    assert [program(1), program(2)] == [2, 3]
+    assert seen == [(0, [("compiling train", True)]), (1, []), (2, [])]
+    assert heard.progress.program == "train" and heard.said == [("agreed", "train", "the text")], "nothing per step"
+
+
+def test_workers_that_disagree_start_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard = Heard(monkeypatch)
+
+    def differ(name: str, text: str) -> None:
+        raise mr.ProgramMismatchError("different programs")
+
+    _joint._runtime.current().agreement.check = differ
+    with pytest.raises(mr.ProgramMismatchError):
+        _joint.prepared("train", "the text", None)
+    with pytest.raises(mr.ProgramMismatchError):
+        _joint.agreed("reduce", "sum", None)(jnp.ones(2))
+    assert heard.progress.started == 0
+
+
+@pytest.mark.parametrize("checks_order", [False, True])
+def test_in_the_debug_mode_every_start_is_compared_before_it(monkeypatch: pytest.MonkeyPatch, checks_order: bool) -> None:
+    heard = Heard(monkeypatch, checks_order)
+    program = _joint.started("train", "the text", lambda x: x * 2)
+    assert [program(1), program(2)] == [2, 4]
+    assert heard.said == ([("order", "train", "the text", str(number)) for number in (0, 1)] if checks_order else [])
+
+
+def test_every_new_shape_and_dtype_of_an_array_is_another_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard = Heard(monkeypatch)
+    total = _joint.agreed("reduce", " sum", jax.jit(jnp.sum))
+    for array in (jnp.ones(3), jnp.ones(3), jnp.ones(3, int), jnp.ones((3, 1)), jnp.ones(3)):
+        np.testing.assert_array_equal(total(array), 3)
+    kinds = ["float32[3]", "int32[3]", "float32[3, 1]"]
+    assert heard.said == [("agreed", "reduce", f"reduce sum of {kind}") for kind in kinds]
+    assert heard.progress.started == 5
+    jax.eval_shape(total, jnp.ones(7))
+    assert len(heard.said) == 3 and heard.progress.started == 5, "a part of a larger program, which is agreed on as a whole"
