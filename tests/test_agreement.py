@@ -112,6 +112,7 @@ def test_each_kind_of_difference_is_shown_on_every_worker(num_workers: int, odd:
     assert [side.partition(":")[0] for side in sides] == [others, "worker 1"]
     assert all(part in message for part in shown), message
     assert "Every worker must run the same programs in the same order" in message and len(message) < 6000
+    assert re.search(r"(?m)^Look for what differs by worker: a Python number that the step uses, such as a rank", message)
     assert all(progress.phases == () for progress in job.progress)
 
 

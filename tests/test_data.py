@@ -571,6 +571,8 @@ def test_an_exception_when_a_pass_starts(strategy2: mr.MirroredStrategy) -> None
         ((X, X[:2]), ValueError, r"the arrays of one batch have different numbers of rows \(\[0\]: 4, \[1\]: 2\)"),
         (["a", "b"], TypeError, r"yielded str of dtype <U1 at \[0\], which no device can hold\. Encode it as numbers"),
         (np.array(["a", "b"]), TypeError, r"yielded ndarray of dtype <U1, which"),
+        (b"record", TypeError, r"yielded bytes of dtype \|S6, which .* Parse records of files in batches: dataset\.batch\(n\)"),
+        ([b"a", b"bc"], TypeError, r"mr\.data\.parse_example\(records, spec\)"),
         (np.array([None, 1]), TypeError, r"yielded ndarray of dtype object"),
         ({"when": np.zeros(2, "M8[s]")}, TypeError, r"dtype datetime64\[s\] at \['when'\]"),
         (np.zeros(2, [("a", int)]), TypeError, r"which no device can hold"),

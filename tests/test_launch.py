@@ -343,7 +343,7 @@ def test_the_exit_code_is_that_of_the_cause(ends: list[str], expected: int, laun
     assert code == expected
     assert bool(err) == bool(code)
     if "75" in ends[0] and len(ends) > 1 and expected != 75:
-        assert "worker 1 (pid " in err and "failed first" in err and "75, lost a peer" in err
+        assert "worker 1 (pid " in err and "failed first" in err and "75, asks to be started again" in err
 
 
 def test_the_summary_says_who_how_when_and_where(launcher: Launcher, tmp_path: Path) -> None:
@@ -362,7 +362,7 @@ def test_the_summary_says_who_how_when_and_where(launcher: Launcher, tmp_path: P
     assert re.fullmatch(failure, first)
     assert head == "its last lines:"
     assert tail[-1] == "  | ValueError: the reason" and len(tail) == 20 and "  | step 29" in tail
-    assert others == "the others: workers 0, 2-3: exit code 75, lost a peer"
+    assert others == "the others: workers 0, 2-3: exit code 75, asks to be started again"
     assert re.fullmatch(rf"1 restart, \d\.\d s in all, logs in {tmp_path}/logs/attempt-1", total)
 
 
@@ -747,6 +747,11 @@ def test_usage_errors_are_one_line(
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1
     assert message in err and ". Write for example: mirrored launch -n " in err
+    shown = err.partition("Write for example: ")[2]
+    assert ("--nnodes" in shown) == (
+        "node" in message or "coordinator" in message or "65536 workers" in message or "65520" in message
+    )
+    assert ("--log-dir" in shown) == ("folder" in message)
     assert err.startswith("mirrored launch: ")
 
 

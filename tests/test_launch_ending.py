@@ -17,6 +17,12 @@ def attempt(*codes: int, signals: tuple[int, ...] = (), step: int | None = None,
     return Attempt(endings, signals, step)
 
 
+def together(*codes: int, apart: float = 0.3) -> Attempt:
+    """An attempt whose workers ended the last first."""
+    endings = [Ending(i, 100 + i, code, 9 - apart * i, 0.0, False, False, []) for i, code in enumerate(codes)]
+    return Attempt(endings[::-1], (), None)
+
+
 @pytest.mark.parametrize(
     ("it", "code"),
     [
@@ -56,6 +62,10 @@ def test_exit_codes(it: Attempt, code: int) -> None:
         (attempt(0, 75, 75), 1),
         (attempt(75, -KILL, asked=(1,)), 0),
         (attempt(0, -KILL, asked=(1,)), 1),
+        (together(75, 75), 0),
+        (together(75, 75, 75, apart=2.0), 2),
+        (together(3, 75), 0),
+        (together(3, 3), 1),
     ],
 )
 def test_the_culprit(it: Attempt, index: int) -> None:
@@ -86,7 +96,8 @@ def test_what_is_never_restarted(it: Attempt) -> None:
 
 def test_codes_in_words() -> None:
     assert describe_code(0) == "exit code 0"
-    assert describe_code(75) == "exit code 75, lost a peer"
+    assert describe_code(75) == "exit code 75, asks to be started again"
+    assert describe_code(76) == "exit code 76, starting again would not help"
     assert describe_code(-11) == "SIGSEGV"
     assert describe_code(-40) == "signal 40"
 
@@ -103,3 +114,6 @@ def test_summaries() -> None:
     first, total = summarize(attempt(-6), 1, 3.0, None)
     assert first.startswith("worker 0 (pid 100) failed first: SIGABRT, 1.0 s after the start, at 19")
     assert total == "1 restart, 3.0 s in all"
+    first, others, _ = summarize(attempt(143, 75), 0, 3.0, None)
+    assert first.startswith("worker 0 (pid 100) was preempted: exit code 143, 1.0 s after the start, at ")
+    assert others == "the others: worker 1: exit code 75, asks to be started again"

@@ -68,6 +68,43 @@ def test_the_tail_is_the_end_escaped_and_short() -> None:
     assert 0 < sum(map(len, tail.lines())) <= _launch_output.TAIL_CHARACTERS
 
 
+def tail_of(*lines: str) -> list[str]:
+    tail = Tail()
+    for line in lines:
+        tail.add(line.encode())
+    return tail.lines()
+
+
+VERDICT = "CRITICAL:mirrored:worker 1 leaves with code 75: worker 0 is late"
+STACKS = [
+    "worker 1 was here:",
+    "MainThread:",
+    *['  File "train.py", line 3, in <module>', "    step()", "    ~~~~^^"] * 9,
+    "mirrored input:",
+    '  File "threading.py", line 1002, in _bootstrap',
+]
+
+
+def test_a_verdict_is_shown_whole_and_without_stacks() -> None:
+    before, detail = [f"step {i}" for i in range(30)], ["  |   worker 0: in its own code", "  |   worker 1: waits"]
+    assert tail_of(*before, VERDICT, *detail, *STACKS) == [VERDICT, *detail]
+    assert tail_of(*before, VERDICT, *detail, *STACKS, "Fatal error", "  of C") == [VERDICT, *detail, "Fatal error", "  of C"]
+    assert tail_of("old", "worker 1 leaves with code 75: old", VERDICT) == [VERDICT]
+    assert tail_of(VERDICT + "x" * 1000)[0] == VERDICT + "x" * 1000
+    many = tail_of(VERDICT, *before)
+    assert many == [VERDICT, *before[-19:]]
+
+
+def test_what_is_no_verdict_of_the_library_hides_nothing() -> None:
+    error = ["Traceback (most recent call last):", "ValueError: the reason"]
+    own = "worker 1 leaves with code 1: worker 1 failed at step 3 with ValueError: the reason"
+    assert tail_of(*error, own) == [*error, own]
+    assert tail_of(*error, *STACKS) == error
+    lines = [f"step {i}" for i in range(300)]
+    assert tail_of(VERDICT, *lines) == lines[-20:]
+    assert tail_of("I was here:", "  indented") == ["I was here:", "  indented"]
+
+
 def test_an_outlet_takes_what_fits_and_forgets_what_nobody_reads() -> None:
     read, write = os.pipe()
     outlet = Outlet(write)

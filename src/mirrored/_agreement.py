@@ -22,10 +22,10 @@ _LINES_BEFORE, _LINES_AFTER = 2, 5
 _MAX_LINE, _MAX_EXCERPT = 300, 2000
 _MAX_NAME = 200
 _ADVICE = (
-    "Every worker must run the same programs in the same order, with arrays of the same shapes and dtypes.\nLook for what differs "
-    "by worker: a Python number that the step uses, such as a rank, a learning rate, the time or a random number (it is a "
-    "constant of the program, so make it equal: the same seed, the chief's time), an `if` such as `if strategy.is_chief:` around "
-    "strategy.run, batches of other shapes, other versions of the code."
+    "Every worker must run the same programs in the same order, with arrays of the same shapes and dtypes.\n"
+    "Look for what differs by worker: a Python number that the step uses, such as a rank, a learning rate, the time or a "
+    "random number (it is a constant of the program, so make it equal: the same seed, the chief's time), an `if` such as "
+    "`if strategy.is_chief:` around strategy.run, batches of other shapes, other versions of the code."
 )
 
 

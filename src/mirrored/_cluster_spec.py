@@ -233,6 +233,8 @@ def check_address(where: str, address: object) -> str:
     right = "write 'host:port', for example '10.0.0.1:2222'"
     if not isinstance(address, str) or not address:
         refuse(f"{where} is {describe(address)}; {right}")
+    if "://" in address:
+        refuse(f"{where} is {describe(address)}; leave the {describe(address.partition('://')[0] + '://', 20)} out: {right}")
     match = _ADDRESS.fullmatch(address)
     if not match and address.count(":") > 1:
         refuse(f"{where} is {describe(address)}; write an IPv6 address in brackets, for example '[fd00::1]:2222'")

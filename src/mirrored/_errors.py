@@ -52,9 +52,14 @@ class ClusterConfigError(ValueError):
 
 
 class ClusterStartError(RuntimeError):
-    """Say that the workers of a cluster did not come together: one is missing, or a port is taken; ends with code 75."""
+    """Say that the workers of a cluster did not come together: one is missing, or a port is taken; ends with code 75.
 
-    exit_code = RESTART
+    Where starting again would not help, because JAX had started before the strategy was made, with 76.
+    """
+
+    def __init__(self, *args: object, exit_code: int = RESTART) -> None:
+        super().__init__(*args)
+        self.exit_code = exit_code
 
 
 class WorkerLostError(RuntimeError):

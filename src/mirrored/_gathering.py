@@ -20,7 +20,7 @@ from ._wire import Hello
 
 #: Who connects has this long to say hello, and a name server to answer; also the wait for one connection.
 PATIENCE_SECONDS = 2.0
-#: How often a worker that waits says so.
+#: When a worker that waits says so for the first time; then each time after twice as long.
 PROGRESS_SECONDS = 10.0
 #: How long a failure is told to workers that come late, and how long a worker waits for the chief to say it.
 LINGER_SECONDS = 1.0
@@ -38,7 +38,7 @@ def reset_on_close(sock: socket.socket) -> None:
 
 
 class Clock:
-    """Know the deadline, and say every ten seconds what is waited for."""
+    """Know the deadline, and say now and then what is waited for."""
 
     def __init__(self, started: float, deadline: float) -> None:
         self.started, self.deadline, self.next_report = started, deadline, started + PROGRESS_SECONDS
@@ -54,8 +54,8 @@ class Clock:
     def report(self, what: str) -> None:
         """Log `what` when it is time for it."""
         if time.monotonic() >= self.next_report:
-            self.next_report += PROGRESS_SECONDS
-            _logger.info("%s after %s", what, self.waited)
+            _logger.warning("%s after %s", what, self.waited)
+            self.next_report = self.started + 2 * (time.monotonic() - self.started)
 
 
 @dataclasses.dataclass(eq=False)
@@ -105,7 +105,7 @@ class Gathering:
                 self.selector.register(listener, selectors.EVENT_READ)
             while not self.failure and self._missing():
                 if self.clock.left <= 0:
-                    self.failure = "start", f"{self._waiting()} after {self.clock.waited}{self._hint()}"
+                    self.failure = "start", f"{self._waiting()} after {self.clock.waited}{self._hint()}. {self._advice()}"
                 else:
                     self.clock.report(self._waiting())
                     self._turn(min(self.clock.deadline, self.clock.next_report))
@@ -241,6 +241,14 @@ class Gathering:
             f" and {len(missing) - 8} more" if len(missing) > 8 else ""
         )
         return f"waiting for {names}; {self.cluster.num_workers - len(missing)} of {self.cluster.num_workers} present"
+
+    def _advice(self) -> str:
+        are, they = ("Is", "it") if len(self._missing()) == 1 else ("Are", "they")
+        return (
+            f"{are} {they} started, with the same cluster as the chief ({self.cluster.found_in}), and can {they} reach "
+            f"{self.cluster.coordinator_address} (the right address and port, no firewall)? If it only needs longer: "
+            "mr.CommunicationOptions(timeout_seconds=...)"
+        )
 
     def _hint(self) -> str:
         hosts = [listener.getsockname()[0] for listener in self.listeners]

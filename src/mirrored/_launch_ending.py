@@ -12,6 +12,9 @@ from ._cluster_spec import counted
 from ._escape import MARGIN
 from ._exit_codes import BAD_CONFIGURATION, PREEMPTED, RESTART
 
+#: Workers that end within this time fail of the same cause, and which of them was first says nothing.
+TOGETHER_SECONDS = 1.0
+
 
 @dataclasses.dataclass(frozen=True)
 class Ending:
@@ -70,7 +73,11 @@ class Attempt:
         """Return who failed first, not counting those who left because another had failed."""
         failed = [ending for ending in self.endings if ending.code]
         causes = [ending for ending in failed if not ending.was_asked]
-        return next((ending for ending in causes if ending.code != RESTART), (causes or failed)[0])
+        first = (causes or failed)[0]
+        together = [ending for ending in causes if ending.seconds - first.seconds <= TOGETHER_SECONDS]
+        # Of those who leave together, all with 75, worker 0 knows best why: it has met all the others, and has the port.
+        alike = min(together, key=lambda ending: ending.index, default=first)
+        return next((ending for ending in causes if ending.code != RESTART), alike)
 
 
 @dataclasses.dataclass
@@ -109,7 +116,11 @@ def shell_code(code: int) -> int:
 
 def describe_code(code: int) -> str:
     """Say what an exit code is."""
-    meanings = {RESTART: "lost a peer", BAD_CONFIGURATION: "bad configuration", PREEMPTED: "preempted"}
+    meanings = {
+        RESTART: "asks to be started again",
+        BAD_CONFIGURATION: "starting again would not help",
+        PREEMPTED: "preempted",
+    }
     if code >= 0:
         return f"exit code {code}" + (f", {meanings[code]}" if code in meanings else "")
     try:
@@ -119,11 +130,12 @@ def describe_code(code: int) -> str:
 
 
 def describe_failure(attempt: Attempt) -> str:
-    """Say who failed first, in one line."""
+    """Say who failed first, or was preempted, in one line."""
     culprit = attempt.culprit()
+    verb = "was preempted" if culprit.code == PREEMPTED else "failed first"
     at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(culprit.at))
-    how = describe_code(culprit.code)
-    return f"worker {culprit.index} (pid {culprit.pid}) failed first: {how}, {culprit.seconds:.1f} s after the start, at {at}"
+    how = f"exit code {PREEMPTED}" if culprit.code == PREEMPTED else describe_code(culprit.code)
+    return f"worker {culprit.index} (pid {culprit.pid}) {verb}: {how}, {culprit.seconds:.1f} s after the start, at {at}"
 
 
 def summarize(attempt: Attempt, restarts: int, seconds: float, logs: str | None) -> list[str]:
@@ -151,7 +163,7 @@ def summarize(attempt: Attempt, restarts: int, seconds: float, logs: str | None)
 
 
 def _groups(endings: Sequence[Ending]) -> str:
-    """Write "exit code 75, lost a peer (workers 0, 2-7); SIGKILL (worker 1, killed by the launcher)"."""
+    """Write "workers 0, 2-7: exit code 75, asks to be started again; worker 1: SIGKILL, did not leave and was killed ..."."""
     groups: dict[str, list[int]] = collections.defaultdict(list)
     for ending in sorted(endings, key=lambda ending: ending.index):
         by = ", did not leave and was killed by the launcher" if ending.was_killed and ending.code == -signal.SIGKILL else ""

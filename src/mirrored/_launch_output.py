@@ -15,6 +15,7 @@ from pathlib import Path
 
 from . import _env
 from ._escape import escape
+from ._exit_codes import RESTART
 
 #: Bytes that may wait for a slow reader before the workers have to.
 PENDING_BYTES = 1 << 20
@@ -22,6 +23,12 @@ PENDING_BYTES = 1 << 20
 LINE_BYTES = 1 << 16
 #: Of each worker's output, so much is remembered for the summary: lines, characters of each, characters in all.
 TAIL_LINES, TAIL_LINE_CHARACTERS, TAIL_CHARACTERS = 20, 400, 4096
+#: Why the library ended a worker that had no error of its own, shown whole and first; where its threads were, not shown.
+_VERDICT = re.compile(rb"worker \d+ leaves with code %d: " % RESTART)
+_STACKS = re.compile(rb"worker \d+ was here:$")
+_OF_STACKS = re.compile(rb"  |.*:$")
+#: After so many more lines, a verdict was somebody's own text.
+_VERDICT_LINES = 200
 # A carriage return alone is how progress bars end a line; whether the last one stands alone is seen when more comes.
 _LINE_END = re.compile(rb"\r?\n|\r(?=[^\n])")
 
@@ -66,27 +73,42 @@ class Outlet:
 
 
 class Tail:
-    """Remember the last lines that a worker wrote."""
+    """Remember the last lines that a worker wrote; of one that the library ended, from its verdict on, without its stacks."""
 
     def __init__(self) -> None:
         self._lines: collections.deque[bytes] = collections.deque(maxlen=TAIL_LINES)
+        self._verdict = b""
+        self._num_since = 0
+        self._is_in_stacks = False
 
     def add(self, line: bytes) -> None:
         """Remember one line, and forget an old one."""
-        if line.strip():
-            self._lines.append(line[: 4 * TAIL_LINE_CHARACTERS])
+        if not line.strip():
+            return
+        line = line[: 4 * TAIL_LINE_CHARACTERS]
+        if _VERDICT.search(line):
+            self._verdict, self._num_since, self._is_in_stacks = line, 0, False
+            self._lines.clear()
+            return
+        self._num_since += 1
+        if self._num_since > _VERDICT_LINES:
+            self._verdict = b""
+        self._is_in_stacks = bool(_STACKS.search(line) or (self._is_in_stacks and _OF_STACKS.match(line)))
+        if not self._is_in_stacks:
+            self._lines.append(line)
 
     def lines(self) -> list[str]:
         """Return the last lines, escaped."""
         kept: list[str] = []
-        left = TAIL_CHARACTERS
-        for line in reversed(self._lines):
+        verdict = [escape(self._verdict.decode(errors="backslashreplace"), 4 * TAIL_LINE_CHARACTERS)] if self._verdict else []
+        left = TAIL_CHARACTERS - sum(map(len, verdict))
+        for line in list(reversed(self._lines))[: TAIL_LINES - len(verdict)]:
             text = escape(line.decode(errors="backslashreplace"), TAIL_LINE_CHARACTERS)
             left -= len(text)
             if left < 0:
                 break
             kept.append(text)
-        return kept[::-1]
+        return verdict + kept[::-1]
 
 
 class LogFile:

@@ -102,7 +102,11 @@ def _join(cluster: Cluster, hello: Hello, clock: Clock, own: str | None) -> str:
                 except OSError as error:
                     why = error.strerror or str(error)
         if clock.left <= 0:
-            raise ClusterStartError(f"worker {cluster.worker_index} waited {clock.waited} for the chief ({chief}): {why}")
+            raise ClusterStartError(
+                f"worker {cluster.worker_index} waited {clock.waited} for the chief ({chief}): {why}. Is worker 0 started, with "
+                f"the same cluster as here ({cluster.found_in}), and can this host reach it there (the right address and port, "
+                "no firewall)? If it only needs longer: mr.CommunicationOptions(timeout_seconds=...)"
+            )
         clock.report(f"worker {cluster.worker_index} is waiting for the chief ({chief}): {why};")
         time.sleep(max(0.0, min(pause, clock.left)))
         pause = min(2 * pause, 0.5)

@@ -28,6 +28,7 @@ from ._agreement import Agreement
 from ._cluster_spec import Cluster
 from ._coordination import Coordination
 from ._errors import ClusterConfigError, ClusterStartError
+from ._exit_codes import BAD_CONFIGURATION
 from ._guard import Guard
 from ._options import CommunicationImplementation, CommunicationOptions
 from ._progress import progress
@@ -157,7 +158,8 @@ def _require_no_backend() -> None:
         raise ClusterStartError(
             "JAX had started before the strategy was made, so this process cannot join the other workers any more. Move "
             "mr.MultiWorkerMirroredStrategy() above the first use of JAX: above every jnp, jax.random, jax.devices, and every "
-            "other strategy or variable."
+            "other strategy or variable.",
+            exit_code=BAD_CONFIGURATION,
         )
 
 

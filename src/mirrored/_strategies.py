@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import warnings
@@ -15,10 +16,12 @@ from . import _cluster, _context, _env, _mesh, _placing, _runtime
 from ._cluster import Cluster, ClusterResolver
 from ._collectives import ReplicaAxis
 from ._context import ReplicaContext
+from ._errors import ClusterConfigError
 from ._options import CommunicationImplementation, CommunicationOptions
 from ._strategy import Strategy
 
 _logger = logging.getLogger("mirrored")
+_has_warned = False
 
 T = TypeVar("T")
 
@@ -51,8 +54,7 @@ class MirroredStrategy(Strategy):
                 f"cross_device_ops is {cross_device_ops!r}; expected None or 'auto'. XLA chooses the collective for the devices "
                 "(NCCL between GPUs); leave the argument out."
             )
-        if _env.TF_CONFIG.get() is not None:
-            _logger.info("TF_CONFIG is set, but MirroredStrategy is for one machine and ignores it")
+        _look_for_others("MirroredStrategy")
         super().__init__(_mesh.make_mesh(_mesh.resolve_devices(devices)))
 
 
@@ -94,10 +96,12 @@ class MultiWorkerMirroredStrategy(Strategy):
     ) -> None:
         cluster = _renamed("cluster_resolver", cluster_resolver, "cluster", cluster)
         chosen = None if communication is None else CommunicationOptions(implementation=communication)
-        communication_options = _renamed("communication", chosen, "communication_options", communication_options)
+        right = (
+            f"; write communication_options=mr.CommunicationOptions(implementation=mr.{chosen.implementation})" if chosen else ""
+        )
+        communication_options = _renamed("communication", chosen, "communication_options", communication_options, right)
         options = CommunicationOptions() if communication_options is None else communication_options
-        if not isinstance(options, CommunicationOptions):
-            raise TypeError(f"communication_options is {options!r}; expected mr.CommunicationOptions(...).")
+        _refuse_options(cluster, options)
         with _runtime.exit_codes():
             runtime = self._join(cluster, options)
             mesh = _mesh.cluster_mesh() if runtime is not None else _mesh.make_mesh(_mesh.resolve_devices(None))
@@ -132,14 +136,52 @@ class MultiWorkerMirroredStrategy(Strategy):
         return self._cluster
 
 
-def _renamed(old_name: str, old: T | None, new_name: str, new: T | None) -> T | None:
+def _renamed(old_name: str, old: T | None, new_name: str, new: T | None, right: str = "") -> T | None:
     """Return what was given under TensorFlow's name of an argument, or under ours."""
     if old is None:
         return new
     if new is not None:
         raise TypeError(f"MultiWorkerMirroredStrategy got {old_name} and {new_name}, which say the same; give {new_name} only.")
-    warnings.warn(f"{old_name} is called {new_name} here.", DeprecationWarning, stacklevel=3)
+    warnings.warn(f"{old_name} is called {new_name} here{right}.", DeprecationWarning, stacklevel=3)
     return old
+
+
+def _refuse_options(cluster: object, options: object) -> None:
+    """Refuse what TensorFlow's users give where the other argument is, or without its wrapper, with the line to write."""
+    right = "mr.MultiWorkerMirroredStrategy(communication_options=mr.CommunicationOptions(implementation=mr.{}))"
+    if isinstance(cluster, CommunicationOptions):
+        raise TypeError(
+            "cluster is a mr.CommunicationOptions; the first argument is the cluster's resolver. Write "
+            "mr.MultiWorkerMirroredStrategy(communication_options=mr.CommunicationOptions(...))."
+        )
+    if isinstance(cluster, CommunicationImplementation):
+        raise TypeError(f"cluster is {cluster!r}; the first argument is the cluster's resolver. Write {right.format(cluster)}.")
+    if isinstance(options, CommunicationImplementation):
+        raise TypeError(f"communication_options is {options!r}; expected mr.CommunicationOptions. Write {right.format(options)}.")
+    if not isinstance(options, CommunicationOptions):
+        raise TypeError(f"communication_options is {options!r}; expected mr.CommunicationOptions(...).")
+
+
+def _look_for_others(name: str) -> None:
+    """Warn, once in a process, when it is one of several workers by its environment, but is about to train by itself."""
+    if _env.TF_CONFIG.get() is not None:
+        _logger.info("TF_CONFIG is set, but %s is for one machine and ignores it", name)
+    if _runtime.current() is not None or _runtime.is_connected():
+        return
+    with contextlib.suppress(ClusterConfigError):  # a malformed description concerns those who use it
+        cluster, sentence = _cluster.discover()
+        if cluster.num_workers > 1:
+            _warn_of_others(f"this process is {sentence}", name)
+
+
+def _warn_of_others(what: str, name: str) -> None:
+    global _has_warned
+    if not _has_warned:
+        _logger.warning(
+            "%s; but %s uses only the devices of this process, so that each worker trains by itself. To train together, write "
+            "mr.MultiWorkerMirroredStrategy() instead, before anything else uses JAX.", what, name
+        )  # fmt: skip
+    _has_warned = True
 
 
 class OneDeviceStrategy(Strategy):
@@ -161,6 +203,7 @@ class OneDeviceStrategy(Strategy):
     def __init__(self, device: str | jax.Device | None = None) -> None:
         if device is not None and not isinstance(device, str | jax.Device):
             raise TypeError(f"device is {device!r}; expected one device, for example 'gpu:0' or jax.devices()[0].")
+        _look_for_others("OneDeviceStrategy")
         devices = None if device is None else [device]
         super().__init__(_mesh.make_mesh(_mesh.resolve_devices(devices)[:1]))
 
@@ -171,6 +214,7 @@ class DefaultStrategy(Strategy):
 
 @functools.cache
 def _default_strategy() -> DefaultStrategy:
+    _look_for_others("the default strategy")
     return DefaultStrategy(_mesh.default_mesh())
 
 

@@ -211,6 +211,7 @@ def _check(parser: _Parser, options: argparse.Namespace, command: list[str]) -> 
         parser.error("--cpu-devices and --gpus-per-worker were both given; a worker runs on the CPU or on GPUs")
     _check_nodes(parser, options)
     if options.log_dir:
+        parser.right = "mirrored launch -n 2 --log-dir logs train.py"
         options.log_dir = options.log_dir.absolute()
         try:
             options.log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -41,7 +41,7 @@ def test_one_worker_needs_no_cluster() -> None:
 @pytest.mark.slow
 def test_jax_that_has_started_before_is_an_error_that_says_what_to_move() -> None:
     for worker in run_workers(SCRIPT, 2, "jax first", 20):
-        assert worker.code == 75, worker.output
+        assert worker.code == 76, worker.output
         assert "Move mr.MultiWorkerMirroredStrategy() above the first use of JAX" in worker.output
 
 

@@ -1,0 +1,73 @@
+"""A strategy for one process says so in a process that was started as one of several workers."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+import mirrored as mr
+from mirrored import _runtime, _strategies
+
+TWO = {"cluster": {"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}, "task": {"type": "worker", "index": 1}}
+ONE = {"cluster": {"worker": ["10.0.0.1:2222"]}, "task": {"type": "worker", "index": 0}}
+EVALUATOR = TWO | {"task": {"type": "evaluator", "index": 0}}
+
+
+@pytest.fixture(autouse=True)
+def _not_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_strategies, "_has_warned", False)
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if (record.name, record.levelname) == ("mirrored", "WARNING")]
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: mr.MirroredStrategy(["cpu:0"]), "MirroredStrategy"),
+        (lambda: mr.OneDeviceStrategy("cpu:0"), "OneDeviceStrategy"),
+        (_strategies._default_strategy.__wrapped__, "the default strategy"),
+    ],
+    ids=["mirrored", "one", "default"],
+)
+def test_a_worker_that_trains_by_itself_is_told_once(
+    make: Callable[[], object], name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    make()
+    assert warnings(caplog) == []
+    monkeypatch.setenv("TF_CONFIG", json.dumps(TWO))
+    make(), make(), mr.MirroredStrategy(["cpu:0", "cpu:1"])
+    (warning,) = warnings(caplog)
+    assert warning.startswith("this process is worker 1 of 2 (10.0.0.2:2222), coordinator 10.0.0.1:2222, from TF_CONFIG; but ")
+    assert f"but {name} uses only the devices of this process" in warning
+    assert "write mr.MultiWorkerMirroredStrategy() instead" in warning
+
+
+@pytest.mark.parametrize("config", ["{not json", json.dumps(ONE), json.dumps(EVALUATOR)], ids=["malformed", "one", "evaluator"])
+def test_who_has_no_others_is_not_warned(config: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("TF_CONFIG", config)
+    with caplog.at_level(logging.INFO, logger="mirrored"):
+        assert mr.MirroredStrategy(["cpu:0"]).num_workers == 1
+    assert warnings(caplog) == [] and "MirroredStrategy is for one machine and ignores it" in caplog.text
+
+
+@pytest.mark.parametrize("joined", ["is_connected", "current"])
+def test_who_has_joined_the_others_is_not_warned(
+    joined: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TF_CONFIG", json.dumps(TWO))
+    monkeypatch.setattr(_runtime, joined, lambda: True)
+    mr.MirroredStrategy(["cpu:0"])
+    assert warnings(caplog) == []
+
+
+def test_the_warning_is_seen_where_nobody_set_up_logging() -> None:
+    code = "import mirrored as mr; mr.MirroredStrategy(); mr.OneDeviceStrategy()"
+    environment = os.environ | {"TF_CONFIG": json.dumps(TWO), "JAX_PLATFORMS": "cpu"}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0 and result.stderr.count("so that each worker trains by itself") == 1, result.stderr
