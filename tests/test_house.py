@@ -23,7 +23,7 @@ FLOORS = (
     ("_launch_group", "_env_command"),
     ("launch", "__main__"),
     ("_coordination", "_verdict", "_stall"),
-    ("_agreement", "_guard"),
+    ("_agreement", "_uncaught", "_guard"),
     ("_tracing", "_reduce_op", "_options", "_conversion", "_checksum"),
     ("_mesh", "_pace", "_marks", "_collectives", "_home"),
     ("_runtime",),
@@ -130,7 +130,7 @@ def test_no_import_of_ours_inside_a_function(name: str) -> None:
 
 def test_the_ground_names_no_jax() -> None:
     ground = ("_env", "_exit_codes", "_errors", "_cluster_spec", "_launchers", "_cluster", "_wire", "_gathering", "_preflight")
-    watch = ("_escape", "_process", "_progress", "_coordination", "_verdict", "_stall", "_agreement", "_guard")
+    watch = ("_escape", "_process", "_progress", "_coordination", "_verdict", "_stall", "_agreement", "_uncaught", "_guard")
     launcher = ("_launch_ending", "_launch_keeper", "_launch_output", "_launch_signals", "_launch_group", "launch")
     for name in (*ground, *watch, *launcher):
         assert "import jax" not in MODULES[name].read_text()

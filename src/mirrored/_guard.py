@@ -19,14 +19,13 @@ from collections.abc import Callable, Sequence, Set
 from types import TracebackType
 from typing import Any
 
+from . import _uncaught
 from ._coordination import Coordination
-from ._errors import WorkerLostError
-from ._escape import escape
 from ._exit_codes import FAILED, INTERRUPTED, RESTART
 from ._process import Neighbours
 from ._progress import NEXT_BATCH, Progress
 from ._stall import SETTLED_SECONDS, Others, Own, Position, judge, listed, named, numbered
-from ._verdict import MAX_TEXT, Verdict
+from ._verdict import Verdict
 
 _logger = logging.getLogger("mirrored")
 
@@ -41,18 +40,6 @@ _SERVICE_SILENT_TICKS = 4
 #: Who has been silent for so long is not waited for when all leave.
 _UNHEARD_SECONDS = 2.0
 _END_WARNING_SECONDS = 30.0
-#: What errors say when another worker has died. Their class says nothing: it is JaxRuntimeError or ValueError.
-_SIGNS_OF_LOSS = (
-    "Gloo",
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Timed out waiting",
-    "coordination_service",
-    "NCCL",
-)
-
-#: What an error of the service says when there is none any more.
-_SIGNS_OF_SERVICE_LOSS = ("UNAVAILABLE", "Socket closed", "Connection reset by peer", "Connection refused")
 _PROBE_SECONDS = 0.02
 
 _CALL, _VERDICT, _POSITION, _HERE, _ENDED, _LEFT, _PROCESS = (
@@ -97,7 +84,7 @@ class Guard:
         assert not self._threads
         self._process = os.getpid()
         self._hooks = (sys.excepthook, sys.exit)
-        self._last_error = _last_error()
+        self._last_error = _uncaught.last()
         # Exceptions of other threads do not end a Python program, so they do not end a job.
         sys.excepthook, sys.exit = self._on_exception, self._on_sys_exit  # pyrefly: ignore[bad-assignment]
         # Daemons, because Python waits for other threads before it runs what is registered with atexit; `stop` joins them.
@@ -116,7 +103,7 @@ class Guard:
         if not self._threads or self._stopped.is_set() or os.getpid() != self._process:
             return
         try:
-            error = _last_error()
+            error = _uncaught.last()
             if wait and error is not None and error is not self._last_error and not hasattr(sys, "ps1"):
                 self._fail(*self._told(error))  # a hook of the program's own has taken the place of the guard's
             elif wait:
@@ -144,23 +131,22 @@ class Guard:
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         is_interactive = hasattr(sys, "ps1")  # then an exception ends nothing
         is_ours = os.getpid() == self._process and not self._stopped.is_set() and not is_interactive
-        is_lost = isinstance(error, WorkerLostError) or _speaks_of_loss(error)
+        is_lost = _uncaught.tells_of_loss(error)
         if not (is_ours and is_lost and self._leaving.locked()):  # else it follows from what is being reported
             self._hooks[0](kind, error, trace)
         if not is_ours:
             return
         self._failing.set()
         if is_lost:
-            self._fail(self._lost(_title_of(error)), RESTART)
+            self._fail(self._lost(_uncaught.title_of(error)), RESTART)
             return
         verdict, code = self._told(error)
         self._fail(verdict, code, shown=dataclasses.replace(verdict, detail=""))  # the traceback has just been printed
 
     def _told(self, error: BaseException) -> tuple[Verdict, int]:
         """Return what the others hear of an error that ends this worker's program, and the code that it leaves with."""
-        code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else _exit_code_of(error)
-        title = f"worker {self._worker} failed at step {self._progress.started} with {_title_of(error)}"
-        return Verdict(title, "".join(traceback.format_exception(error))), code
+        title = f"worker {self._worker} failed at step {self._progress.started} with {_uncaught.title_of(error)}"
+        return Verdict(title, "".join(traceback.format_exception(error))), _uncaught.exit_code_of(error)
 
     def _end(self) -> None:
         """Wait for all workers to come to their end."""
@@ -323,7 +309,7 @@ class Guard:
                 if "CANCELLED" in str(second):  # somebody called jax.distributed.shutdown(): the job has no guard any more
                     return
             else:
-                if not any(sign in str(error) for sign in _SIGNS_OF_SERVICE_LOSS):
+                if not _uncaught.tells_of_lost_service(error):
                     _logger.error("the guard of worker %d ends, because of an error of its own", self._worker, exc_info=error)
                     return
         title = f"lost worker 0, which hosts the coordination service, at step {self._progress.started}"
@@ -398,29 +384,3 @@ class Guard:
     def _by_worker(self, prefix: str) -> dict[int, str]:
         found = self._coordination.list(f"{prefix}/").items()
         return {int(index): text for key, text in found if (index := key.rpartition("/")[2]).isdecimal()}
-
-
-def _speaks_of_loss(error: BaseException) -> bool:
-    is_native = type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError", "ValueError", "RuntimeError")
-    return is_native and any(sign in _text_of(error) for sign in _SIGNS_OF_LOSS)
-
-
-def _title_of(error: BaseException) -> str:
-    return escape(": ".join(filter(None, (type(error).__name__, _text_of(error).partition("\n")[0]))), MAX_TEXT // 2)
-
-
-def _last_error() -> BaseException | None:
-    """Return the error that has ended the main thread: Python notes it before it calls the hook, whoever's that is."""
-    return getattr(sys, "last_value", None)
-
-
-def _text_of(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception:  # of the user's class
-        return "(which has no text)"
-
-
-def _exit_code_of(error: BaseException) -> int:
-    code = getattr(error, "exit_code", FAILED)
-    return code if type(code) is int and 0 < code < 256 else FAILED

@@ -1,0 +1,58 @@
+"""What does an error that ended the program say of the reason? No jax here."""
+
+from __future__ import annotations
+
+import sys
+
+from ._errors import WorkerLostError
+from ._escape import escape
+from ._exit_codes import FAILED, INTERRUPTED
+from ._verdict import MAX_TEXT
+
+#: What errors say when another worker has died. Their class says nothing: it is JaxRuntimeError or ValueError.
+_SIGNS_OF_LOSS = (
+    "Gloo",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Timed out waiting",
+    "coordination_service",
+    "NCCL",
+)
+#: What an error of the coordination service says when there is none any more.
+_SIGNS_OF_SERVICE_LOSS = ("UNAVAILABLE", "Socket closed", "Connection reset by peer", "Connection refused")
+
+
+def last() -> BaseException | None:
+    """Return the error that has ended the main thread: Python notes it before it calls the hook, whoever's that is."""
+    return getattr(sys, "last_value", None)
+
+
+def tells_of_loss(error: BaseException) -> bool:
+    """Tell whether it follows from another worker's death."""
+    is_native = type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError", "ValueError", "RuntimeError")
+    return isinstance(error, WorkerLostError) or (is_native and any(sign in _text_of(error) for sign in _SIGNS_OF_LOSS))
+
+
+def tells_of_lost_service(error: BaseException) -> bool:
+    """Tell whether an error of a call into the coordination service says that there is none any more."""
+    return any(sign in _text_of(error) for sign in _SIGNS_OF_SERVICE_LOSS)
+
+
+def title_of(error: BaseException) -> str:
+    """Return its class and the first line of its text, as one line that can be logged."""
+    return escape(": ".join(filter(None, (type(error).__name__, _text_of(error).partition("\n")[0]))), MAX_TEXT // 2)
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Return what the program leaves with: what the error says itself, if that is a code of failure."""
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    code = getattr(error, "exit_code", FAILED)
+    return code if type(code) is int and 0 < code < 256 else FAILED
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # of the user's class
+        return "(which has no text)"
