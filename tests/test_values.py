@@ -85,6 +85,13 @@ def test_repr_works_where_there_are_no_values(even):
     assert repr(even) == "PerReplica(shape=(2,), dtype=float32, deleted)"
 
 
+def test_what_is_printed_says_when_other_workers_have_more(strategy2, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = strategy2.distribute_values_from_function(lambda context: np.float32(context.replica_id_in_sync_group))
+    own = {1: x._local_rows()[1]}
+    monkeypatch.setattr(mr.PerReplica, "_local_rows", lambda self: own)
+    assert repr(x) == "PerReplica(shape=(), dtype=float32, 1 of 2 replicas are of this worker:\n  1: 1.)"
+
+
 def test_repr_shows_random_keys(strategy2):
     keys = strategy2.distribute_values_from_function(lambda ctx: jax.random.key(ctx.replica_id_in_sync_group))
     assert "key<fry>" in repr(keys) and "[0 1]" in repr(keys)

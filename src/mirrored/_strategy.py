@@ -57,8 +57,8 @@ class ValueContext:
 class Strategy:
     """Run one program on several replicas, and keep their variables the same.
 
-    Not made directly: `mr.MirroredStrategy`, `mr.OneDeviceStrategy` and the default strategy that
-    `mr.get_strategy()` returns outside every scope differ only in their devices.
+    Not made directly: `mr.MirroredStrategy`, `mr.MultiWorkerMirroredStrategy`, `mr.OneDeviceStrategy` and the default
+    strategy that `mr.get_strategy()` returns outside every scope differ only in their devices.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy
     """

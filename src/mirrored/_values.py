@@ -113,8 +113,10 @@ class PerReplica:
         if isinstance(self._array, jax.Array) and self._array.is_deleted():
             return f"PerReplica(shape={self.shape}, dtype={self.dtype}, deleted)"
         with jax.ensure_compile_time_eval():  # also inside a step
-            rows = ",\n".join(_indent(i, value) for i, value in self._local_rows().items())
-        return f"PerReplica(shape={self.shape}, dtype={self.dtype},\n{rows})"
+            own = self._local_rows()
+            rows = ",\n".join(_indent(i, value) for i, value in own.items())
+        others = "" if len(own) == self.num_replicas else f" {len(own)} of {self.num_replicas} replicas are of this worker:"
+        return f"PerReplica(shape={self.shape}, dtype={self.dtype},{others}\n{rows})"
 
     def __getattr__(self, name: str) -> NoReturn:
         """Say what to do instead of `x.mean()`, `x.item()` and other methods of arrays."""
