@@ -279,6 +279,13 @@ def test_tf_config_is_read_at_every_access(monkeypatch: pytest.MonkeyPatch) -> N
     assert resolver.task_id is None
 
 
+@pytest.mark.parametrize("pod", [TFJOB, TRAINJOB, JAXJOB, TORCHRUN], ids=["TFJob", "TrainJob", "JAXJob", "PyTorchJob"])
+def test_in_kubernetes_names_may_come_late_whoever_describes_the_cluster(pod: dict[str, str]) -> None:
+    environment = {name: value for name, value in pod.items() if name != "KUBERNETES_SERVICE_HOST"}
+    assert KubernetesClusterResolver(environment=environment).cluster().names_come_late
+    assert not discover(environment=environment)[0].names_come_late
+
+
 def test_an_indexed_job_needs_the_number_of_its_pods() -> None:
     pod = {"JOB_COMPLETION_INDEX": "11", "HOSTNAME": "digits-11", "KUBERNETES_SERVICE_HOST": "10.96.0.1"}
     cluster = KubernetesClusterResolver(12, "pods", 9999, environment=pod).cluster()

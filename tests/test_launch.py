@@ -13,10 +13,12 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import mirrored
+from mirrored import _launch_group
 from mirrored import launch as launch_module
 
 SOURCE = Path(mirrored.__file__).parent
@@ -388,6 +390,23 @@ def test_restarts_end_with_the_budget_and_use_fresh_ports(launcher: Launcher) ->
     assert out.splitlines() == ["[0] 0 127.0.0.1:9000", "[0] 1 127.0.0.1:9001"]
 
 
+def test_a_port_that_the_kernel_gives_again_is_not_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    ports = iter([5001, 5001, 5002, 5001, 5002, 5003])
+
+    class Socket(contextlib.nullcontext):
+        bind = staticmethod(lambda address: None)
+        getsockname = staticmethod(lambda: ("127.0.0.1", next(ports)))
+
+        def __enter__(self) -> "Socket":
+            return self
+
+    monkeypatch.setattr(launch_module, "socket", SimpleNamespace(socket=Socket))
+    used: set[int] = set()
+    options = SimpleNamespace(coordinator=None)
+    addresses = [launch_module._address(options, attempt, used) for attempt in range(3)]
+    assert addresses == ["127.0.0.1:5001", "127.0.0.1:5002", "127.0.0.1:5003"]
+
+
 def test_a_restart_that_succeeds_is_a_success(launcher: Launcher) -> None:
     code, out, err = launcher.run("say(ATTEMPT); sys.exit(75 if ATTEMPT < 2 else 0)", "--max-restarts", 3)
     assert (code, out.split()[1::2]) == (0, ["0", "1", "2"])
@@ -415,6 +434,40 @@ def test_a_new_checkpoint_renews_the_budget(launcher: Launcher) -> None:
     code, out, err = launcher.run(body, "--max-restarts", 1)
     assert (code, out.split()[1::2]) == (9, ["0", "1", "2"])  # 15 is not beyond 20
     assert "(restart 1 of 1 since the checkpoint of step 20)" in err
+
+
+def test_each_writer_of_checkpoints_may_have_a_file_of_its_own(launcher: Launcher) -> None:
+    body = """
+    file = os.environ["MIRRORED_PROGRESS_FILE"]
+    with open(file, "w") as opened: opened.write("1000000")  # of a program that a worker starts
+    with open(file + "-0a1b2c3d", "w") as opened: opened.write(str(min(ATTEMPT, 2)))
+    with open(file + "-0a1b2c3d.77", "w") as opened: opened.write(str(ATTEMPT))  # not finished
+    say(ATTEMPT)
+    sys.exit(9)
+    """
+    code, out, err = launcher.run(body, "--max-restarts", 1)
+    assert (code, out.split()[1::2]) == (9, ["0", "1", "2", "3"])
+    assert "(restart 1 of 1 since the checkpoint of step 2)" in err
+
+
+@pytest.mark.parametrize(
+    ("text", "step"),
+    [
+        ("12", 12),
+        ("0", 0),
+        ("9" * 31, int("9" * 31)),
+        ("9" * 32, None),
+        ("9" * 99, None),
+        ("", None),
+        ("-1", None),
+        ("1\n", None),
+    ],
+)
+def test_what_is_no_step_counts_as_none(text: str, step: int | None, tmp_path: Path) -> None:
+    path = tmp_path / "progress"
+    assert _launch_group._read_steps(path) == {}
+    path.write_text(text)
+    assert _launch_group._read_steps(path) == ({} if step is None else {"progress": step})
 
 
 def test_others_that_do_not_leave_are_asked_and_then_killed(launcher: Launcher) -> None:
@@ -557,14 +610,14 @@ def test_exit_codes_after_a_signal(ends: list[str], number: str, expected: int, 
 
 
 def test_who_does_not_leave_within_the_grace_is_killed(launcher: Launcher) -> None:
-    process = launcher.start(STUBBORN, "-n", 2, "--grace", 0.3)
+    process = launcher.start(STUBBORN, "-n", 2, "--grace", 1.0)
     read_until(process, "up", 2)
     process.send_signal(signal.SIGTERM)
     start = time.monotonic()
     code, out, err = finish(process)
     assert code == 137
     assert out.count("asked") == 2
-    assert 0.3 <= time.monotonic() - start < 2
+    assert 1.0 <= time.monotonic() - start < 3
     assert "workers 0-1: SIGKILL, did not leave and was killed by the launcher" in err
 
 

@@ -1,5 +1,6 @@
 """The exit code, the cause and the restart follow from how the workers ended."""
 
+import dataclasses
 import signal
 
 import pytest
@@ -14,13 +15,13 @@ def attempt(*codes: int, signals: tuple[int, ...] = (), step: int | None = None,
     endings = [
         Ending(i, 100 + i, code, 1.0 + i, 0.0, i in asked, i in asked and code == -KILL, []) for i, code in enumerate(codes)
     ]
-    return Attempt(endings, signals, step)
+    return Attempt(endings, signals, {} if step is None else {"progress": step})
 
 
 def together(*codes: int, apart: float = 0.3) -> Attempt:
     """An attempt whose workers ended the last first."""
     endings = [Ending(i, 100 + i, code, 9 - apart * i, 0.0, False, False, []) for i, code in enumerate(codes)]
-    return Attempt(endings[::-1], (), None)
+    return Attempt(endings[::-1], (), {})
 
 
 @pytest.mark.parametrize(
@@ -78,6 +79,14 @@ def test_the_budget_counts_restarts_without_a_new_checkpoint() -> None:
     assert [budget.allows(attempt(1, step=step)) for step in steps] == [True, True, True, True, False, False]
     assert "since the checkpoint of step 10" in str(budget)
     assert str(Budget(2, used=1)) == "restart 1 of 2 without a checkpoint"
+
+
+def test_each_folder_of_checkpoints_has_steps_of_its_own() -> None:
+    """Such as one by step and one, of the best model, by epoch."""
+    budget = Budget(1)
+    for steps in ({"step": 40, "best": 4}, {"step": 80, "best": 4}, {"step": 90}, {"best": 5}):
+        assert budget.allows(dataclasses.replace(attempt(1), steps=steps)) and budget.used == 1
+    assert not budget.allows(dataclasses.replace(attempt(1), steps={"step": 90, "best": 5}))
 
 
 def test_preemption_with_a_new_checkpoint_is_free() -> None:

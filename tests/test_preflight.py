@@ -1,6 +1,7 @@
 """Workers that are all there and alike come together; everything else is an error that names who and where, in time."""
 
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -155,6 +156,31 @@ def test_a_worker_that_left_may_come_again(start) -> None:
     assert all(isinstance(m, Meeting) for m in outcomes([chief, *again], within=4))
 
 
+def test_a_worker_that_left_unseen_may_come_again() -> None:
+    """Its end and the hello of its next start may be there at once, and are then read in any order."""
+    clusters = [worker(["127.0.0.1:1", "127.0.0.1:2"], index) for index in (0, 1)]
+    clock = _gathering.Clock(time.monotonic(), time.monotonic() + 5)
+    gathering = _gathering.Gathering(clusters[0], _wire.introduce(clusters[0], VERSIONS, "chief", "0"), [], clock)
+    pairs = [socket.socketpair() for _ in range(3)]
+    try:
+        peers = [_gathering._Peer(ours, f"127.0.0.1:{i}", clock.deadline) for i, (ours, _) in enumerate(pairs)]
+        for peer in peers:
+            peer.sock.setblocking(False)
+            gathering.peers[peer] = None
+            gathering.selector.register(peer.sock, 1, peer)
+        for i, peer in enumerate(peers[:2]):
+            gathering._judge(peer, _wire.introduce(clusters[1], VERSIONS, "worker", f"start {i}"))
+            assert gathering.failure is None and gathering.present == {1: peer}
+            if not i:
+                pairs[0][1].close()
+        gathering._judge(peers[2], _wire.introduce(clusters[1], VERSIONS, "another", "while the second is there"))
+        assert gathering.failure is not None and "two processes say that they are worker 1" in gathering.failure[1]
+    finally:
+        gathering.selector.close()
+        for sock in itertools.chain(*pairs):
+            sock.close()
+
+
 def test_a_worker_that_connects_twice_is_one_worker(start) -> None:
     workers = addresses(3)
     chief = start(worker(workers, 0))
@@ -192,6 +218,20 @@ def test_a_missing_worker_is_named_everywhere(start) -> None:
         assert isinstance(error, ClusterStartError)
         assert str(error).startswith(f"waiting for worker 2 ({workers[2]}); 3 of 4 present after ")
         assert "Is it started, with the same cluster as the chief (the arguments), and can it reach " + workers[0] in str(error)
+
+
+def test_the_deadline_is_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks: list[_gathering.Clock] = []
+
+    def own_host(cluster: Cluster, clock: _gathering.Clock) -> None:
+        clocks.append(clock)
+        raise ClusterStartError("enough seen")
+
+    monkeypatch.setattr(_preflight, "_own_host", own_host)
+    with pytest.raises(ClusterStartError, match="enough seen"):
+        check(worker(["a:1", "b:1"], 0), VERSIONS, 7.0)
+    [clock] = clocks
+    assert clock.deadline - clock.started == pytest.approx(7.0) and 0 < clock.left <= 7.0
 
 
 def test_many_missing_workers_are_named_in_a_short_line(start) -> None:
@@ -402,6 +442,15 @@ def test_a_program_that_is_not_the_chief_is_an_error_at_once(says: bytes, start)
     assert f"what answers at {workers[0]} is not the chief of this cluster: it says '" in str(error)
 
 
+def test_an_answer_without_an_end_is_not_collected() -> None:
+    ours, theirs = socket.socketpair()
+    now = time.monotonic()
+    with ours, theirs:
+        theirs.sendall(_wire.encode({})[:-2] + b" " * _wire.MAX_LINE)
+        answers = _preflight._answers(ours, _gathering.Clock(now, now - 0.5))
+        assert isinstance(next((answer for answer in answers if answer is not None), None), bytes)
+
+
 def test_a_program_that_says_nothing_is_waited_for_until_the_timeout(start) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         (error,) = outcomes([start(worker([f"127.0.0.1:{server.getsockname()[1]}", *addresses(1)], 1), timeout=0.3)], within=2.3)
@@ -496,6 +545,43 @@ def test_hundreds_of_strangers_are_no_obstacle(start) -> None:
             stack.enter_context(connected(workers[0]))
         results = outcomes([chief, *(start(worker(workers, i)) for i in (1, 2))], within=5)
     assert all(isinstance(m, Meeting) for m in results)
+
+
+def test_a_line_or_a_word_that_is_too_long_is_not_read() -> None:
+    line = hello(worker(["h:1", "h:2"], 1)).rstrip(b"\n")
+    answer = _wire.encode({"state": "go"}).rstrip(b"\n")
+    for parse, right in ((_wire.parse_hello, line), (_wire.parse_answer, answer)):
+        assert parse(right.ljust(_wire.MAX_LINE)) is not None
+        assert parse(right.ljust(_wire.MAX_LINE + 1)) is None
+    for length, is_read in ((300, True), (301, False)):
+        word = "x" * length
+        for change in ({"token": word}, {"workers": [word]}, {"versions": {"jax": word}}, {"versions": {word: "1"}}):
+            assert (_wire.parse_hello(hello(worker(["h:1", "h:2"], 1), **change)) is not None) == is_read, change
+
+
+def test_a_stranger_that_says_too_much_is_cut_off_at_once(start) -> None:
+    workers = addresses(2)
+    chief = start(worker(workers, 0))
+    with connected(workers[0]) as stranger:
+        before = time.monotonic()
+        with contextlib.suppress(ConnectionError):
+            stranger.sendall(b"x" * (_wire.MAX_LINE + 1))
+            assert stranger.recv(1) == b""
+        assert time.monotonic() - before < _gathering.PATIENCE_SECONDS / 2
+    outcomes([chief, start(worker(workers, 1))], within=4)
+
+
+def test_of_too_many_strangers_the_oldest_goes(start) -> None:
+    workers = addresses(2)
+    chief = start(worker(workers, 0))
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(connected(workers[0]))
+        for _ in range(_gathering.MAX_STRANGERS):
+            stack.enter_context(connected(workers[0]))
+        first.settimeout(_gathering.PATIENCE_SECONDS / 2)
+        with pytest.raises(ConnectionResetError):
+            first.recv(1)
+    outcomes([chief, start(worker(workers, 1))], within=4)
 
 
 @settings(deadline=None, derandomize=True, max_examples=100)

@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ._cluster_spec import counted
 from ._escape import MARGIN
@@ -48,12 +48,12 @@ class Attempt:
     Attributes:
         endings: of the workers, the first to end first.
         signals: what the launcher was sent meanwhile.
-        step: of the last checkpoint that was completed, None when there was none.
+        steps: of the last checkpoint that was completed, for each folder of checkpoints.
     """
 
     endings: Sequence[Ending]
     signals: Sequence[int]
-    step: int | None
+    steps: Mapping[str, int]
 
     def exit_code(self) -> int:
         """Return the launcher's exit code."""
@@ -90,23 +90,25 @@ class Budget:
 
     max_restarts: int
     used: int = 0
-    best_step: int = -1
+    best: dict[str, int] = dataclasses.field(default_factory=dict)
+    last_new: int | None = None
 
     def allows(self, attempt: Attempt) -> bool:
         """Tell whether to start again after this attempt, and count it."""
-        is_new = attempt.step is not None and attempt.step > self.best_step
-        if is_new:
-            self.best_step, self.used = attempt.step or 0, 0
+        new = {folder: step for folder, step in attempt.steps.items() if step > self.best.get(folder, -1)}
+        if new:
+            self.best.update(new)
+            self.last_new, self.used = max(new.values()), 0
         never = attempt.signals or any(ending.code == BAD_CONFIGURATION for ending in attempt.endings)
         if never or not self.max_restarts:
             return False
-        if not is_new or attempt.culprit().code not in (PREEMPTED, -signal.SIGTERM):
+        if not new or attempt.culprit().code not in (PREEMPTED, -signal.SIGTERM):
             self.used += 1  # else its machine was taken away, and nothing was lost
         return self.used <= self.max_restarts
 
     def __str__(self) -> str:
-        since = f"since the checkpoint of step {self.best_step}" if self.best_step >= 0 else "without a checkpoint"
-        return f"restart {self.used} of {self.max_restarts} {since}" if self.used else f"all is saved in step {self.best_step}"
+        since = "without a checkpoint" if self.last_new is None else f"since the checkpoint of step {self.last_new}"
+        return f"restart {self.used} of {self.max_restarts} {since}" if self.used else f"all is saved in step {self.last_new}"
 
 
 def shell_code(code: int) -> int:

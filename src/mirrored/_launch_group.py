@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import select
 import shutil
@@ -29,7 +30,8 @@ FAREWELL_SECONDS = 5.0
 #: How long processes that an ended worker has started may live on, such as those that clean up after it.
 LEFTOVER_SECONDS = 1.0
 _READ_BYTES, _LAST_READS = 1 << 16, 16
-_PROGRESS_BYTES = 32
+#: Of what a writer of checkpoints says, and of writers.
+_PROGRESS_BYTES, _MAX_WRITERS = 32, 100
 
 
 @dataclasses.dataclass
@@ -105,9 +107,9 @@ class Group:
             finally:
                 for worker in self._workers:
                     self._end(worker)
-            step = _read_step(progress)
+            steps = _read_steps(progress)
         endings = [self._ending(worker) for worker in sorted(self._workers, key=lambda worker: worker.ended)]
-        return Attempt(endings, list(self._signals.received), step)
+        return Attempt(endings, list(self._signals.received), steps)
 
     @contextlib.contextmanager
     def _keeper(self, folder: str) -> Iterator[None]:
@@ -282,11 +284,15 @@ def _is_alive(group: int) -> bool:
     return True
 
 
-def _read_step(path: Path) -> int | None:
-    """Read which step's checkpoint is complete; what is no number of a step counts as none."""
-    try:
-        with path.open("rb") as file:
-            text = file.read(_PROGRESS_BYTES)
-    except OSError:
-        return None
-    return int(text) if text.isdigit() and len(text) < _PROGRESS_BYTES else None
+def _read_steps(path: Path) -> dict[str, int]:
+    """Read which step's checkpoint is complete, of each writer; what is no number of a step counts as none."""
+    steps: dict[str, int] = {}
+    for file in (path, *itertools.islice(path.parent.glob(f"{path.name}-????????"), _MAX_WRITERS)):
+        try:
+            with file.open("rb") as opened:
+                text = opened.read(_PROGRESS_BYTES)
+        except OSError:
+            continue
+        if text.isdigit() and len(text) < _PROGRESS_BYTES:
+            steps[file.name] = int(text)
+    return steps
