@@ -928,6 +928,9 @@ BAD_INPUT: dict[str, list[Row]] = {
         (lambda world: mr.Checkpoint("unused"), TypeError, r"got nothing to save"),
         (lambda world: mr.Checkpoint("unused", max_to_keep=0, w=world.w), ValueError, r"max_to_keep is 0; expected at least 1"),
     ],
+    "Checkpoint.restore_latest": [
+        (lambda world: world.checkpoint.restore_latest(partial="w"), TypeError, r"partial is 'w'; expected True or False"),
+    ],
     "Checkpoint.save": [
         (lambda world: world.checkpoint.save("1"), TypeError, r"checkpoint\.save: step is '1'; expected an int"),
         (lambda world: world.checkpoint.save(-1), TypeError, r"checkpoint\.save: step is -1; expected an int"),
@@ -941,7 +944,7 @@ BAD_INPUT: dict[str, list[Row]] = {
 
 #: What takes nothing from the user, apart from where it is called.
 WITHOUT_INPUT = {
-    "Checkpoint.close", "Checkpoint.restore_latest", "Checkpoint.steps", "Checkpoint.wait", "ClusterResolver.cluster",
+    "Checkpoint.close", "Checkpoint.steps", "Checkpoint.wait", "ClusterResolver.cluster",
     "ClusterResolver.cluster_spec", "ClusterSpec.as_dict", "KubernetesClusterResolver.cluster", "PreemptionHandler.close",
     "SimpleClusterResolver.cluster", "SlurmClusterResolver.cluster", "TFConfigClusterResolver.cluster",
     "eager", "get_replica_context", "get_strategy", "has_strategy", "in_cross_replica_context", "Strategy.explain",

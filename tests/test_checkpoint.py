@@ -1,15 +1,19 @@
 """Checkpoints: what is saved comes back exactly, and what cannot is said before anything changes."""
 
 import asyncio
+import itertools
 import json
 import logging
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
 import threading
+import zlib
 from collections import OrderedDict, namedtuple
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -20,8 +24,11 @@ import optax
 import pytest
 
 import mirrored as mr
-from mirrored import _checkpoint_files, _integrity
+from mirrored import _checkpoint_agreement, _checkpoint_files, _checkpoint_state, _integrity
+from mirrored._checkpoint_writer import Writer
+from mirrored._coordination import Coordination
 from mirrored._errors import CheckpointError
+from mirrored._progress import progress
 from mirrored.checkpoint import Checkpoint
 
 ALL_DEVICES = [f"cpu:{i}" for i in range(8)]
@@ -154,6 +161,29 @@ def test_optimizer_and_step_go_on_as_if_never_interrupted(tmp_path: Path) -> Non
     assert first == 7 and other.tobytes() == whole.tobytes()
 
 
+@pytest.mark.parametrize(
+    ("worker", "num_workers", "expected"), [(0, 2, "of 0"), (1, 2, "of 1"), (0, 1, "of 0"), (1, 3, "of 0"), (2, 3, "of 0")]
+)
+def test_each_worker_gets_back_its_own_position(worker: int, num_workers: int, expected: str) -> None:
+    """And that of the first when their number has changed, which an iterator may refuse."""
+
+    class Rows:
+        state = "before"
+
+        def get_state(self) -> str:
+            return self.state
+
+        def set_state(self, state: str) -> None:
+            self.state = state
+
+    leaves = {"data": Rows()}
+    saved = _checkpoint_state.take_snapshot(leaves, [{"data": "of 0"}, {"data": "of 1"}], is_kept=True)
+    moved = _checkpoint_state.restore_positions(leaves, saved, worker, num_workers)
+    assert leaves["data"].state == expected
+    _checkpoint_state.undo_positions(moved)
+    assert leaves["data"].state == "before"
+
+
 @pytest.mark.parametrize("kind", ["numpy", "files"])
 def test_no_example_is_repeated_or_lost_across_numbers_of_replicas(tmp_path: Path, kind: str) -> None:
     batches = [np.arange(i, min(i + 5, 43)) for i in range(0, 43, 5)]
@@ -271,6 +301,21 @@ def test_a_save_does_not_see_what_later_steps_do(tmp_path: Path, strategy2: mr.S
         assert w.numpy().tolist() == [1.0] * 1000 and int(n) == 2 and host.tolist() == [1.0] * 5 and state == {"epoch": 1}
 
 
+def test_the_guard_is_told_where_workers_wait(tmp_path: Path, monkeypatch) -> None:
+    waits: list[str] = []
+    exchange = Coordination.exchange
+
+    def noted(self, channel: str, value: object) -> Sequence[object]:
+        waits.append(progress.phases[-1].text)
+        return exchange(self, channel, value)
+
+    monkeypatch.setattr(Coordination, "exchange", noted)
+    with Checkpoint(tmp_path, w=mr.Variable(0.0)) as checkpoint:
+        checkpoint.restore_latest()
+        checkpoint.save(1)
+    assert waits == ["checkpoint.restore_latest()", "checkpoint.save(1)", "checkpoint.wait()"], "it says: waits at ..."
+
+
 def test_one_save_at_a_time(tmp_path: Path, monkeypatch) -> None:
     running, most = [], []
     write = _checkpoint_files.StepFiles.write
@@ -350,6 +395,43 @@ def test_strays_are_ignored_with_a_line_and_nothing_is_written_through_them(tmp_
     assert (directory / "notes.txt").read_text() == "mine" and not (directory / ".saving-4-99").exists()
 
 
+def test_a_mark_is_seen_where_it_is_and_does_not_stay(tmp_path: Path, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(_checkpoint_files, "_SEEN_SECONDS", 0.3)
+    files = _checkpoint_files.StepFiles(tmp_path / "new")
+    elsewhere = _checkpoint_files.StepFiles(tmp_path / "other")
+    with pytest.raises(KeyError), files.mark() as mark:
+        assert files.sees(mark) and not elsewhere.sees(mark) and files.look() == ([], [])
+        raise KeyError
+    assert not list(files.root.iterdir()) and not elsewhere.root.exists()
+    old, young = files.root / ".shared-0", files.root / ".shared-1"  # of programs that were killed, and of one that may run
+    for path in (old, young):
+        path.touch()
+    os.utime(old, (0, 0))
+    with files.mark():
+        assert young.exists() and not old.exists() and files.look() == ([], [])
+    (tmp_path / "file").touch()
+    with _checkpoint_files.StepFiles(tmp_path / "file" / "new").mark() as mark:
+        assert mark is None and "cannot be found out" in caplog.text
+
+
+def test_a_mark_that_comes_late_is_seen(tmp_path: Path) -> None:
+    files = _checkpoint_files.StepFiles(tmp_path / "new")
+    slow = threading.Timer(0.3, lambda: (files.root.mkdir(), (files.root / "mark").touch()))
+    slow.start()
+    assert files.sees("mark")
+    slow.join()
+
+
+def test_a_program_that_changes_its_directory_saves_where_it_began(tmp_path: Path, monkeypatch) -> None:
+    for name in ("here", "elsewhere"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with Checkpoint("ckpt", w=mr.Variable(0.0)) as checkpoint:
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        checkpoint.save(1)
+    assert (tmp_path / "here" / "ckpt" / "1").is_dir() and not list((tmp_path / "elsewhere").iterdir())
+
+
 def test_a_renamed_step_is_not_taken_for_another(tmp_path: Path, caplog) -> None:
     w = mr.Variable(1.0)
     save(tmp_path, 2, w=w)
@@ -377,6 +459,7 @@ def test_good_names_and_the_words_of_the_signature(tmp_path: Path) -> None:
         ({"epoch": 3}, TypeError, r"epoch is 3, and a restored value could not be put in its place.*state=\{'epoch': 0\}"),
         ({"x": (jnp.zeros(2), {"a": 1})}, TypeError, r"x\[0\] is .*could not be put in its place"),
         ({"x": "text"}, TypeError, "x is 'text' of type str; expected variables"),
+        ({"x": {"s": on(1).distribute_dataset([np.arange(2)]).__iter__().get_state()}}, TypeError, r"policy.*iterator itself"),
         ({"x": {"f": print}}, TypeError, r"x\['f'\] is .* of type builtin_function"),
         ({"x": {"o": np.array([None])}}, TypeError, r"x\['o'\]"),
         ({"x": {"d": np.array(["2026-01-01"], "M8[s]")}}, TypeError, r"x\['d'\]"),
@@ -439,8 +522,9 @@ def test_all_differences_are_listed_before_anything_changes(tmp_path: Path) -> N
         with pytest.raises(CheckpointError) as caught:
             restore(tmp_path, state=new, key={"k": jax.random.key(0, impl="rbg")}, data=mr.Variable(0.0))
     lines = str(caught.value).splitlines()
-    assert "nothing has changed" in lines[0] and "Give it the same objects" in lines[-1]
-    assert [line.split(" is ")[0].split(" (")[0].strip() for line in lines[1:-1]] == [
+    assert "nothing has changed" in lines[0] and "Give it the same objects" in lines[-3]
+    assert "...without the iterator...).restore_latest(partial=True)" in lines[-1], "of which some are in the checkpoint only"
+    assert [line.split(" is ")[0].split(" (")[0].strip() for line in lines[1:-3]] == [
         "data", "key['k']", "state['b']", "state['c']", "state['d']", "state['gone']", "state['new']",
     ]  # fmt: skip
     assert "state['b'] is mirrored float32[3] here, and mirrored float32[2] in the checkpoint" in str(caught.value)
@@ -468,10 +552,53 @@ def test_an_iterator_that_refuses_its_position_leaves_all_as_it_was(tmp_path: Pa
         w.assign(2.0)
         with iter(dataset) as iterator:
             next(iterator), next(iterator), next(iterator)
-            with pytest.raises(CheckpointError, match=r"an iterator does not take its position: ValueError: not {'at': 1}"):
+            message = r"(?s)an iterator does not take its position: ValueError: not {'at': 1}.*its beginning:\n.*partial=True\)"
+            with pytest.raises(CheckpointError, match=message):
                 restore(tmp_path, w=w, data=iterator, other=Refusing())
             assert float(w) == 2.0
             assert [value.tolist() for value in next(iterator).values] == [[6], [7]]
+
+
+def test_a_partial_restore_leaves_out_what_is_not_named_and_nothing_else(tmp_path: Path, strategy2: mr.Strategy, caplog) -> None:
+    def partly(**named: object) -> int | None:
+        with Checkpoint(tmp_path, **named) as checkpoint:
+            return checkpoint.restore_latest(partial=True)
+
+    with strategy2.scope():
+        w, other = mr.Variable([1.0, 2.0]), mr.Variable(5.0)
+        with iter(strategy2.distribute_dataset([np.arange(2)] * 3)) as iterator:
+            for step in (1, 2):
+                save(tmp_path, step, w=w.assign_add([1.0, 1.0]), other=other, state={"epoch": step, "batches": iterator})
+    w, state = mr.Variable([0.0, 0.0]), {"epoch": 0}
+    with pytest.raises(CheckpointError, match=r"(?s)\['batches'\] \(iterator\) is in the checkpoint, and not .*partial=True\)"):
+        restore(tmp_path, w=w, state=state)
+    for named, problem in [
+        ({"w": w, "extra": mr.Variable(0.0)}, r"extra \(mirrored float32\[\]\) is not in the checkpoint"),
+        ({"w": w, "other": mr.Variable([0.0])}, r"other is mirrored float32\[1\] here, and mirrored float32\[\] in"),
+    ]:
+        with pytest.raises(CheckpointError, match=problem) as caught:
+            partly(**named)
+        assert "partial=True" not in str(caught.value), "which would not help"
+    assert w.numpy().tolist() == [0.0, 0.0] and state == {"epoch": 0}
+    assert partly(w=w, state=state) == 2 and w.numpy().tolist() == [3.0, 4.0] and state == {"epoch": 2}
+    data = max(files_of(tmp_path / "2" / "arrays"), key=lambda path: path.stat().st_size)
+    flip(data, 4 * data.stat().st_size)
+    assert partly(state=state) == 1 and state == {"epoch": 1} and "step 2" in caplog.text, "though the arrays are not wanted"
+    with strategy2.scope(), iter(strategy2.distribute_dataset([np.arange(2)] * 3)) as iterator:
+        save(tmp_path, 3, w=w, data=iterator)  # training that goes on without the old position
+        assert restore(tmp_path, w=w, data=iterator) == 3
+
+
+def test_workers_that_read_two_different_steps_of_one_number_restore_neither(tmp_path: Path, monkeypatch) -> None:
+    w = mr.Variable(1.0)
+    save(tmp_path, 3, w=w)
+    w.assign(5.0)
+    with Checkpoint(tmp_path, w=w) as checkpoint, monkeypatch.context() as patch:
+        another = {"id": ["2020-02-02T00:00:00Z", "00000000"]}
+        patch.setattr(checkpoint, "_exchange", lambda value, where: [value, {**value, **(another if "id" in value else {})}])
+        with pytest.raises(CheckpointError, match=r"\(worker 0\) holds a step 3 of .*\(worker 1\) holds a step 3 of 2020-02-02"):
+            checkpoint.restore_latest()
+    assert float(w) == 5.0
 
 
 def test_a_checkpoint_of_a_later_format_is_not_taken_for_damage(tmp_path: Path, monkeypatch) -> None:
@@ -609,6 +736,34 @@ def test_a_record_that_is_no_record_is_damage(tmp_path: Path) -> None:
         restore(tmp_path, **named)
 
 
+def test_a_record_that_is_a_link_or_too_large_is_damage(tmp_path: Path, monkeypatch) -> None:
+    named = trained(tmp_path, steps=1)
+    record = tmp_path / "1" / "record.json"
+    with monkeypatch.context() as patch:
+        patch.setattr(_integrity, "MAX_RECORD_BYTES", record.stat().st_size - 1)
+        with pytest.raises(CheckpointError, match="not a file of at most"):
+            restore(tmp_path, **named)
+    assert restore(tmp_path, **named) == 1
+    record.symlink_to(record.rename(tmp_path / "elsewhere"))
+    with pytest.raises(CheckpointError, match=r"step 1: file record.json cannot be used: .*symbolic link"):
+        restore(tmp_path, **named)
+
+
+def test_a_step_survives_a_power_failure_before_it_counts(tmp_path: Path, monkeypatch) -> None:
+    done: list[tuple[str, Path]] = []
+    fsync, rename = os.fsync, os.rename
+    monkeypatch.setattr(os, "fsync", lambda fd: (done.append(("sync", Path(os.readlink(f"/proc/self/fd/{fd}")))), fsync(fd))[1])
+    monkeypatch.setattr(os, "rename", lambda old, new: (done.append(("rename", Path(new))), rename(old, new))[1])
+    save(tmp_path, 4, w=mr.Variable(1.0))
+    monkeypatch.undo()
+    step = tmp_path / "4"
+    named = done.index(("rename", step))
+    assert done[named + 1 :] == [("sync", tmp_path)], "the name"
+    [new] = {path.parent for what, path in done if path.name == "record.json"}
+    synced = {new / path.relative_to(step) for path in (step, *step.rglob("*")) if path.is_dir()}
+    assert synced | {new / "record.json"} <= {path for what, path in done[:named] if what == "sync"}
+
+
 def test_wrong_arrays_in_whole_files_are_found(tmp_path: Path, monkeypatch, caplog) -> None:
     named = trained(tmp_path)
     storable = _checkpoint_files._storable
@@ -737,17 +892,109 @@ def test_a_full_disk_costs_saves_and_not_training(tiny_disk: Path, caplog) -> No
 
 
 def test_the_launcher_is_told_of_each_commit(tmp_path: Path, monkeypatch, caplog) -> None:
-    target = tmp_path / "progress"
-    monkeypatch.setenv("MIRRORED_PROGRESS_FILE", str(target))
+    def told() -> list[tuple[str, str]]:
+        return sorted((path.name, path.read_text()) for path in tmp_path.iterdir() if "progress" in path.name)
+
+    monkeypatch.setenv("MIRRORED_PROGRESS_FILE", str(tmp_path / "progress"))
     with Checkpoint(tmp_path / "ckpt", w=mr.Variable(0.0)) as checkpoint:
-        assert not target.exists()
+        assert told() == []
         checkpoint.save(12)
         checkpoint.wait()
-        assert target.read_text() == "12" and [p.name for p in tmp_path.iterdir() if "progress" in p.name] == ["progress"]
+        [(name, text)] = told()
+        assert re.fullmatch("progress-[0-9a-f]{8}", name) and text == "12"
+        (tmp_path / name).unlink()
+        assert checkpoint.restore_latest() == 12 and told() == [(name, "12")], "the launchers of other hosts hear of it so"
+        with Checkpoint(tmp_path / "best", w=mr.Variable(0.0)) as best:
+            best.save(3)
+        assert sorted(text for _, text in told()) == ["12", "3"]
         monkeypatch.setenv("MIRRORED_PROGRESS_FILE", str(tmp_path / "missing" / "progress"))
         checkpoint.save(13)
         assert checkpoint.wait() == 13
     assert "could not be written" in caplog.text
+
+
+def test_the_launcher_of_another_worker_is_told_too(tmp_path: Path, monkeypatch) -> None:
+    """On several hosts each launcher counts its own restarts without a new checkpoint."""
+    monkeypatch.setenv("MIRRORED_PROGRESS_FILE", str(tmp_path / "progress"))
+    target = tmp_path / f"progress-{zlib.crc32(os.fsencode(tmp_path)):08x}"
+    writer = Writer(_checkpoint_files.StepFiles(tmp_path), None, 3)
+    writer.learn(None, ["step 1: OSError"])
+    assert (writer.latest, writer.failures) == (None, ["step 1: OSError"]) and not target.exists()
+    writer.learn(7, [])
+    assert (writer.latest, writer.failures, target.read_text()) == (7, [], "7")
+    os.link(target, tmp_path / "what a reader has open")
+    writer.learn(9, [])
+    assert target.read_text() == "9" and (tmp_path / "what a reader has open").read_text() == "7", "it is never half written"
+    target.unlink()
+    writer.learn(9, ["step 10: OSError"])
+    assert writer.failures == ["step 10: OSError"] and not target.exists()
+
+
+def test_what_is_not_a_step_of_ours_is_left_alone(tmp_path: Path, caplog) -> None:
+    """Such as the directories of other checkpoints, one for each fold of the data."""
+    for fold in "01":
+        save(tmp_path / fold, 7, w=mr.Variable(float(fold)))
+    (tmp_path / "2").mkdir()
+    (tmp_path / "2" / "notes.txt").write_text("mine")
+    with Checkpoint(tmp_path, max_to_keep=1, w=mr.Variable(9.0)) as checkpoint:
+        assert checkpoint.steps() == [] and checkpoint.restore_latest() is None
+        for step in (10, 20):
+            checkpoint.save(step)
+    assert "2 was not written by mr.Checkpoint" in caplog.text
+    assert (tmp_path / "2" / "notes.txt").read_text() == "mine"
+    w = mr.Variable(5.0)
+    assert restore(tmp_path / "1", w=w) == 7 and float(w) == 1.0
+    caplog.clear()
+    with Checkpoint(tmp_path / "3", max_failed_saves=2, w=w) as checkpoint:
+        (tmp_path / "3" / "1").mkdir(parents=True)
+        (tmp_path / "3" / "1" / "notes.txt").write_text("mine")
+        checkpoint.save(1)
+        assert checkpoint.wait() is None and "saving step 1 to" in caplog.text
+        checkpoint.save(2)
+    assert (tmp_path / "3" / "1" / "notes.txt").read_text() == "mine"
+
+
+def test_two_checkpoints_in_one_directory_do_not_disturb_each_other(tmp_path: Path) -> None:
+    """Such as a cell of a notebook that is run twice."""
+    pair = [Checkpoint(tmp_path, max_to_keep=None, w=mr.Variable(0.0)) for _ in range(2)]
+    for step in range(0, 20, 2):
+        for number, checkpoint in enumerate(pair):
+            checkpoint._writer.start(step + number, snapshot_of(checkpoint), {"num_replicas": 1, "num_workers": 1})
+        for checkpoint in pair:
+            checkpoint._writer.finish()
+            assert checkpoint._writer.failures == []
+    assert pair[0].steps() == list(range(20))
+    for checkpoint in pair:
+        checkpoint.close()
+
+
+def snapshot_of(checkpoint: Checkpoint) -> _checkpoint_state.Snapshot:
+    leaves = checkpoint._leaves()
+    snapshot = _checkpoint_state.take_snapshot(leaves, [_checkpoint_state.positions_of(leaves)], is_kept=True)
+    assert snapshot is not None
+    return snapshot
+
+
+def test_workers_that_call_different_methods_are_told_which() -> None:
+    _checkpoint_agreement.require_same_call(["save", "save"])
+    with pytest.raises(CheckpointError, match=r"different methods of a checkpoint: worker 0 wait, worker 1 save\. All must"):
+        _checkpoint_agreement.require_same_call(["wait", "save"])
+
+
+def test_what_other_workers_say_is_escaped_and_cut() -> None:
+    evil = "first\x1b[2J" + "x" * 300_000 + "\nCRITICAL all is well\x07"
+    with pytest.raises(CheckpointError) as caught:
+        _checkpoint_agreement.require_no_error([{"error": evil}, {}], "save")
+    text = str(caught.value)
+    assert "first\\x1b[2J" in text and "\n  | CRITICAL all is well\\x07" in text and len(text) < 10_000
+    for sentence in (
+        lambda: _checkpoint_agreement.require_seen([{"where": "here", "sees": True}, {"where": evil, "sees": False}]),
+        lambda: _checkpoint_agreement.require_shared([{"where": "a", "x": 1}, {"where": evil, "x": 2}], "x", str),
+    ):
+        with pytest.raises(CheckpointError) as caught:
+            sentence()
+        assert "\x1b" not in str(caught.value) and len(str(caught.value)) < 10_000
+    assert "\x1b" not in _checkpoint_agreement.by_first_worker([[], [evil]])[0]
 
 
 def test_the_record_is_json_that_says_what_is_there(tmp_path: Path) -> None:
@@ -763,7 +1010,7 @@ def test_the_record_is_json_that_says_what_is_there(tmp_path: Path) -> None:
 
 def test_without_orbax_the_error_says_what_to_install(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "orbax.checkpoint", None)
-    with pytest.raises(ImportError, match=r"pip install 'mirrored\[checkpoint\]'"):
+    with pytest.raises(ImportError, match=r"pip install '\.\[checkpoint\]'"):
         Checkpoint(tmp_path, w=mr.Variable(0.0))
 
 
@@ -783,7 +1030,8 @@ _checkpoint_files.StepFiles.write = lambda *args: (time.sleep(1), write(*args))[
 checkpoint.save(2)
 """
     done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0 and "saving step 2" in done.stderr and "after interpreter shutdown" in done.stderr
+    assert done.returncode == 0 and "step 2 is lost: the program ended while it was being saved" in done.stderr
+    assert "where the last step is 1. End the program with checkpoint.close()" in done.stderr
     assert restore(tmp_path, w=mr.Variable(np.zeros(100, np.float32))) == 1
 
 
@@ -807,6 +1055,74 @@ def test_a_damaged_step_that_cannot_be_removed_still_does_not_count(tmp_path: Pa
         assert checkpoint.wait() == 2 and "step 9" in caplog.text and "could not be removed" in caplog.text
         checkpoint.save(3)
         assert checkpoint.wait() == 3
+
+
+RECIPE = re.search(
+    r"```python\n(def train_epochs.*?)```", (Path(__file__).parent.parent / "docs" / "checkpoints.md").read_text(), re.DOTALL
+)[1]
+
+
+KILLED = """
+import json, os, signal, sys
+import jax.numpy as jnp
+import numpy as np
+import mirrored as mr
+strategy = mr.MirroredStrategy(["cpu:0", "cpu:1"])
+directory, kill_at = sys.argv[1], int(sys.argv[2])
+class Killed(mr.Checkpoint):
+    def save(self, step):
+        super().save(step)
+        if step == kill_at:
+            self.wait()
+            os.kill(os.getpid(), signal.SIGKILL)
+mr.Checkpoint = Killed
+say = lambda text: print(text, flush=True)
+gather = strategy.gather
+strategy.gather = lambda x, axis: (value := gather(x, axis=axis), say(json.dumps(value.tolist())))[0]
+"""
+
+
+def run_epochs(directory: Path, kill_at: int, recipe: str = RECIPE) -> tuple[list[str], list[str]]:
+    """Train for three epochs, or up to a step; return the rows of each step, and what came out."""
+    program = f"{KILLED}{recipe}\nprint('END', train_epochs(directory, 3)[1].hex())"
+    command = [sys.executable, "-c", program, directory, str(kill_at)]
+    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "2", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=50)
+    assert done.returncode == (-9 if kill_at else 0), done.stderr
+    lines = done.stdout.splitlines()
+    return [line for line in lines if "END" not in line], [line for line in lines if "END" in line]
+
+
+@pytest.mark.parametrize("kills", [(5,), pytest.param((3, 4, 7, 9), marks=pytest.mark.slow)], ids=str)
+def test_the_epochs_of_the_docs_go_on_bit_for_bit_after_kills(tmp_path: Path, kills: tuple[int, ...]) -> None:
+    used, end = run_epochs(tmp_path / "whole", 0)
+    parts = [run_epochs(tmp_path / "parts", kill_at) for kill_at in (*kills, 0)]
+    assert [line for part, _ in parts for line in part] == used and len(set(used)) == 9 and parts[-1][1] == end
+
+
+@pytest.mark.slow
+def test_the_loop_that_the_docs_warn_of_does_not_go_on_so(tmp_path: Path) -> None:
+    naive = RECIPE.replace('"batches": iter(dataset)', "").replace('in state["batches"]', "in dataset")
+    naive = naive.replace('            state["batches"] = iter(dataset)\n', "")
+    assert "batches" not in naive
+    used, end = run_epochs(tmp_path / "whole", 0, naive)
+    first, _ = run_epochs(tmp_path / "parts", 4, naive)
+    assert first == used[:4] and run_epochs(tmp_path / "parts", 0, naive)[1] != end
+
+
+def test_one_iterator_over_all_epochs_goes_on(tmp_path: Path, strategy2: mr.Strategy) -> None:
+    rows = strategy2.make_numpy_dataset(np.arange(8)).shuffle(seed=0).batch(3).repeat(3)
+    with iter(strategy2.distribute_dataset(rows)) as batches:
+        whole = [strategy2.gather(x, axis=0).tolist() for x in batches]
+    used: list[list[int]] = []
+    for stop in (4, 7, 9):
+        rows = strategy2.make_numpy_dataset(np.arange(8)).shuffle(seed=0).batch(3).repeat(3)  # as in a new process
+        with iter(strategy2.distribute_dataset(rows)) as batches, Checkpoint(tmp_path, batches=batches) as checkpoint:
+            first = checkpoint.restore_latest() or 0
+            for step in range(first + 1, stop + 1):
+                used.append(strategy2.gather(next(batches), axis=0).tolist())
+                checkpoint.save(step)
+    assert used == whole and sorted(itertools.chain(*whole[3:6])) == list(range(8)) and whole[0] != whole[3]
 
 
 def test_nothing_there_restores_nothing(tmp_path: Path) -> None:

@@ -6,9 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from ._errors import CheckpointError
+from ._escape import escape, escape_lines
 
 #: What each worker has told the others, in worker order.
 Reports: TypeAlias = Sequence[dict[str, Any]]
+#: Characters of a text of another worker that are shown.
+_MAX_TEXT = 4096
 
 
 def require_no_error(reports: Reports, verb: str) -> None:
@@ -16,7 +19,7 @@ def require_no_error(reports: Reports, verb: str) -> None:
     for worker, report in enumerate(reports):
         if report.get("error") is not None:
             who = f" on worker {worker}" if len(reports) > 1 else ""
-            raise CheckpointError(f"checkpoint.{verb} failed{who}, and nothing was done: {report['error']}")
+            raise CheckpointError(f"checkpoint.{verb} failed{who}, and nothing was done: {_shown(report['error'])}")
 
 
 def require_same_step(reports: Reports) -> None:
@@ -42,13 +45,55 @@ def require_shared(reports: Reports, field: str, describe: Callable[[Any], str])
     for worker, report in enumerate(reports):
         if report[field] != first[field]:
             raise CheckpointError(
-                f"the workers do not see the same checkpoints: {first['where']} (worker 0) {describe(first[field])}, and "
-                f"{report['where']} (worker {worker}) {describe(report[field])}. All workers need one directory that they "
-                "share, such as one on NFS; nothing was restored."
+                f"the workers do not see the same checkpoints: {_shown(first['where'])} (worker 0) {describe(first[field])}, and "
+                f"{_shown(report['where'])} (worker {worker}) {describe(report[field])}. All workers need one directory that "
+                "they share, such as one on NFS; nothing was restored."
             )
+
+
+def require_seen(reports: Reports) -> None:
+    """See that all workers have seen (`sees`) what worker 0 has written where they look (`where`)."""
+    blind = [f"worker {worker} ({_shown(report['where'])})" for worker, report in enumerate(reports) if not report["sees"]]
+    if blind:
+        where = _shown(reports[0]["where"])
+        raise CheckpointError(
+            f"the workers do not share the directory of the checkpoint: what worker 0 writes to {where} is not "
+            f"seen by {', '.join(blind)}. Worker 0 writes and all workers read, so give mr.Checkpoint one directory of a file "
+            "system that all of them share, such as NFS; nothing was saved or restored."
+        )
+
+
+def misfit(reports: Reports, what: str) -> CheckpointError | None:
+    """Return an error that lists why what was saved fits not all workers; `is_too_much`: it would with less to restore."""
+    problems = by_first_worker([report["problems"] for report in reports])
+    if not problems:
+        return None
+    listed = "\n".join(f"  {problem}" for problem in problems)
+    way = "Give it the same objects as in the run that saved, or start anew in another directory."
+    if any(report["is_too_much"] for report in reports):
+        way += (
+            "\nTo restore no more than what is named, and let the data start at its beginning:\n"
+            "  mr.Checkpoint(directory, ...without the iterator...).restore_latest(partial=True)"
+        )
+    return CheckpointError(f"{what} does not fit what mr.Checkpoint was given; nothing has changed:\n{listed}\n{way}")
 
 
 def by_first_worker(texts: Sequence[Sequence[str]]) -> list[str]:
     """Join what the workers found wrong, each text once, with the first worker that found it when there are several."""
     first = {text: worker for worker, own in reversed(list(enumerate(texts))) for text in own}
-    return [f"{text} (worker {worker})" if len(texts) > 1 else text for text, worker in sorted(first.items())]
+    return [f"{_shown(text)} (worker {worker})" if len(texts) > 1 else text for text, worker in sorted(first.items())]
+
+
+def require_same_call(calls: Sequence[str]) -> None:
+    """See that all workers have called the same method."""
+    if len(set(calls)) > 1:
+        listed = ", ".join(f"worker {worker} {_shown(call)}" for worker, call in enumerate(calls))
+        raise CheckpointError(
+            f"the workers have called different methods of a checkpoint: {listed}. All must make the same calls."
+        )
+
+
+def _shown(text: Any) -> str:
+    """Return a text of another worker so that it can be shown: no control characters, and no longer than it may be."""
+    title, _, rest = str(text).partition("\n")
+    return escape(title, _MAX_TEXT) + (f"\n{escape_lines(rest, _MAX_TEXT)}" if rest else "")

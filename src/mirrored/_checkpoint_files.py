@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.metadata
 import logging
 import os
 import re
+import secrets
 import shutil
 import stat
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +32,20 @@ _logger = logging.getLogger("mirrored")
 FORMAT = 1
 RECORD = "record.json"
 _ARRAYS = "arrays"
+_PACKAGES = ("mirrored", "jax", "numpy", "orbax-checkpoint")
 _STEP = re.compile(r"0|[1-9][0-9]{0,17}", re.ASCII)
-_SAVING, _REMOVED = ".saving-", ".removed-"
+_SAVING, _REMOVED, _MARK = ".saving-", ".removed-", ".shared-"
+#: How long a file that another host has made may take to be seen, and how old one is that no running program waits for.
+_SEEN_SECONDS, _STALE_SECONDS = 5.0, 3600.0
 #: What orbax's files hold as such; arrays of other dtypes, such as float8, are written as their bytes.
 _STORABLE = {
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bfloat16", "float16", "float32", "float64",
     "complex64", "complex128",
 }  # fmt: skip
+
+
+#: By this process: another checkpoint of it may be in the same directory.
+_being_written: set[str] = set()
 
 
 class DamagedStep(Exception):
@@ -52,8 +62,23 @@ def orbax() -> Any:
         return importlib.import_module("orbax.checkpoint")
     except ImportError as error:
         raise ImportError(
-            "mr.Checkpoint needs orbax-checkpoint, which is not installed: pip install 'mirrored[checkpoint]'."
+            "mr.Checkpoint needs orbax-checkpoint, which is not installed: pip install '.[checkpoint]' in mirrored's repository."
         ) from error
+
+
+def checked_directory(directory: Any) -> Path:
+    """Return the path of a directory that steps can be in, or say why it cannot."""
+    if not isinstance(directory, str | os.PathLike) or not str(directory):
+        raise TypeError(f"mr.Checkpoint: directory is {directory!r}; expected a path.")
+    if "://" in str(directory):
+        raise ValueError(
+            f"mr.Checkpoint: directory is {str(directory)!r}; expected a directory of a file system, where a rename happens at "
+            "once. Mount the bucket, or save to a shared disk."
+        )
+    path = Path(os.path.realpath(directory))
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"mr.Checkpoint: {path} is not a directory.")
+    return path
 
 
 class StepFiles:
@@ -79,14 +104,54 @@ class StepFiles:
                     steps.append(int(entry.name))
                 else:
                     strays.append(f"{entry.name} {reason}")
-            elif not entry.name.startswith(_REMOVED):
+            elif not entry.name.startswith((_REMOVED, _MARK)):
                 strays.append(f"{entry.name} {'is a save that was cut short' if _is_leftover(entry) else 'is not a step'}")
         return sorted(steps), strays
+
+    @contextlib.contextmanager
+    def mark(self) -> Iterator[str | None]:
+        """Keep a file of a random name in the directory for the duration of a `with` block.
+
+        Its name is what the block gets; None where nothing can be written.
+        """
+        path = self.root / f"{_MARK}{secrets.token_hex(8)}"
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            self._remove_stale_marks()
+            path.touch(exist_ok=False)
+        except OSError as error:
+            _logger.warning("whether all workers see %s cannot be found out: %s", self.root, error)
+            yield None
+            return
+        try:
+            yield path.name
+        finally:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+    def sees(self, mark: str) -> bool:
+        """Tell whether this worker sees a mark that another one has made, as soon as its file system shows it."""
+        deadline = time.monotonic() + _SEEN_SECONDS
+        while not os.path.exists(self.root / mark):  # which raises nothing, as for a directory that may not be read
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.1)
+            for folder in (self.root.parent, self.root):
+                with contextlib.suppress(OSError):  # to open it makes NFS ask the server anew
+                    os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
+        return True
+
+    def _remove_stale_marks(self) -> None:
+        """Remove the marks of programs that were killed."""
+        for entry in os.scandir(self.root):
+            if entry.name.startswith(_MARK) and entry.stat(follow_symlinks=False).st_mtime < time.time() - _STALE_SECONDS:
+                with contextlib.suppress(OSError):
+                    os.unlink(entry.path)
 
     def _sweep(self) -> None:
         """Remove what saves and removals that were cut short have left behind."""
         for entry in os.scandir(self.root):
-            if _is_leftover(entry):
+            if _is_leftover(entry) and entry.path not in _being_written:
                 shutil.rmtree(entry.path, ignore_errors=True)
 
     def write(self, step: int, arrays: Mapping[str, np.ndarray], record: Mapping[str, Any]) -> int:
@@ -95,14 +160,15 @@ class StepFiles:
         Args:
             step: its number. A damaged step of that number is replaced.
             arrays: by their key in the record; keys are letters and digits.
-            record: JSON; checksums are added.
+            record: JSON; checksums, the time and the versions are added.
 
         Returns:
             The number of bytes on disk.
         """
         self.root.mkdir(parents=True, exist_ok=True)
         self._sweep()
-        new = self.root / f"{_SAVING}{step}-{os.getpid()}"
+        new = self.root / f"{_SAVING}{step}-{os.getpid()}-{secrets.token_hex(4)}"
+        _being_written.add(str(new))
         try:
             new.mkdir()
             stored = {key: _storable(array) for key, array in arrays.items() if array.size}
@@ -110,19 +176,21 @@ class StepFiles:
                 with _checkpointer() as checkpointer:
                     checkpointer.save(new / _ARRAYS, args=orbax().args.PyTreeSave(stored))
             files = _integrity.file_checksums(new)
-            checked = {**record, "format": FORMAT, "step": step, "arrays": _describe(arrays), "files": files}
-            _write_synced(new / RECORD, _integrity.encode_record(checked))
+            whole = {**record, **_about(step), "arrays": _describe(arrays), "files": files}
+            _write_synced(new / RECORD, _integrity.encode_record(whole))
             for folder, _, _ in os.walk(new):
                 _sync(Path(folder))
             self._replace(step, new)
         except BaseException:
             shutil.rmtree(new, ignore_errors=True)
             raise
+        finally:
+            _being_written.discard(str(new))
         return sum(size for size, _ in files.values())
 
     def _replace(self, step: int, new: Path) -> None:
         target = self.root / str(step)
-        if target.is_dir() and not target.is_symlink():
+        if step in self.look()[0]:
             self.remove(step)
         os.rename(new, target)
         _sync(self.root)
@@ -164,7 +232,9 @@ def _why_no_step(entry: os.DirEntry[str]) -> str | None:
         return "is a symbolic link"
     if not entry.is_dir(follow_symlinks=False):
         return "is not a directory"
-    return None if os.listdir(entry.path) else "is an empty directory"
+    if not (names := os.listdir(entry.path)):
+        return "is an empty directory"
+    return None if RECORD in names or _ARRAYS in names else "was not written by mr.Checkpoint"
 
 
 def _is_leftover(entry: os.DirEntry[str]) -> bool:
@@ -178,6 +248,15 @@ def _checkpointer() -> Any:
         primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"mirrored-worker-{me}"
     )
     return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(multiprocessing_options=alone), multiprocessing_options=alone)
+
+
+def _about(step: int) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "step": step,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
+    }
 
 
 def _storable(array: np.ndarray) -> np.ndarray:

@@ -17,6 +17,7 @@ from ._reduce_op import VariableAggregation
 from ._typing import PyTree
 from ._values import PerReplica
 from ._variables import Variable
+from .data._iterator import DistributedIterator
 from .optimizer import Optimizer
 
 #: By its path, such as `model['layers'][0]`: a variable, an array, a number, or an iterator with a position.
@@ -95,7 +96,8 @@ def _check_leaf(path: str, leaf: Any, is_replaceable: bool) -> None:
     if not (is_array and _is_savable(leaf.dtype)) and type(leaf).__name__ not in _NUMBERS:
         raise TypeError(
             f"mr.Checkpoint: {path} is {leaf!r} of type {type(leaf).__name__}; expected variables, optimizers, arrays, numbers, "
-            "iterators of distributed datasets, or nests of them."
+            "iterators of distributed datasets, or nests of them. For the position in the data give the iterator itself instead "
+            "of its get_state(): state = {'epoch': 0, 'batches': iter(dataset)}."
         )
     if not is_replaceable and not (isinstance(leaf, np.ndarray) and leaf.flags.writeable):
         raise TypeError(
@@ -106,6 +108,15 @@ def _check_leaf(path: str, leaf: Any, is_replaceable: bool) -> None:
 
 def _is_savable(dtype: Any) -> bool:
     return any(jnp.issubdtype(dtype, kind) for kind in (jnp.number, jnp.bool_, jax.dtypes.prng_key)) and dtype.name != "float128"
+
+
+def joint_among(leaves: Leaves) -> str | None:
+    """Return the path of a variable, or of an iterator, in which other workers take part; None when there is none."""
+    for path, leaf in leaves.items():
+        is_variable = isinstance(leaf, Variable) and not leaf._mesh.is_alone
+        if is_variable or (isinstance(leaf, DistributedIterator) and leaf._layout.worker.count > 1):
+            return path
+    return None
 
 
 def variables_of(leaves: Leaves) -> list[Variable]:
@@ -290,7 +301,7 @@ def restore_positions(leaves: Leaves, saved: Snapshot, worker: int, num_workers:
     """Put this worker's iterators where they stood; return them with where they were before, to undo it.
 
     With another number of workers than before, the position of the first is tried for all: an iterator knows whether that
-    is right.
+    is right, which it is under `AutoShardPolicy.DATA` only.
 
     Raises:
         Exception: of the iterator that refuses its position; the others are where they were.

@@ -6,7 +6,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping
+import zlib
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,10 @@ from ._checkpoint_state import Snapshot
 from ._errors import CheckpointError
 
 _logger = logging.getLogger("mirrored")
+
+#: What Python says when something of orbax wants a thread after the main one has ended. There is no public way to be called
+#: before: functions registered with atexit run later.
+_HAS_ENDED = "interpreter shutdown"
 
 
 class Writer:
@@ -54,8 +59,13 @@ class Writer:
     def learn(self, latest: int | None, failures: list[str]) -> None:
         """Take over what the chief knows, on another worker."""
         if latest is not None and latest != self.latest:
-            _note_progress(latest)
+            self._note_progress(latest)
         self.latest, self.failures = latest, failures
+
+    def go_on_from(self, step: int, damaged: Set[int]) -> None:
+        """Take note that a step was restored, and which later ones could not be."""
+        self.latest, self.damaged = step, self.damaged | damaged
+        self._note_progress(step)
 
     def require_success(self, max_failed_saves: int | None = None) -> None:
         """Raise when too many saves have failed in a row.
@@ -81,6 +91,13 @@ class Writer:
             num_bytes = self._files.write(step, snapshot.arrays, {**about, "leaves": snapshot.leaves})
         except Exception as error:  # of the disk: training is worth more than this save
             self.failures.append(f"step {step}: {type(error).__name__}: {error}")
+            if _HAS_ENDED in str(error):
+                _logger.error(
+                    "step %d is lost: the program ended while it was being saved to %s, where the last step is %s. End the "
+                    "program with checkpoint.close(), or use `with mr.Checkpoint(...) as checkpoint:`, which wait for the save.",
+                    step, self._files.root, self.latest,
+                )  # fmt: skip
+                return
             _logger.error(
                 "saving step %d to %s failed with %s: %s. This is failure %d in a row, and training ends at %d; the last step "
                 "there is %s.",
@@ -90,7 +107,7 @@ class Writer:
         self.latest, self.failures = step, []
         self.damaged.discard(step)
         _logger.info("saved step %d to %s: %d bytes, %.2f s", step, self._files.root, num_bytes, time.monotonic() - started)
-        _note_progress(step)
+        self._note_progress(step)
         self._remove_old()
 
     def _remove_old(self) -> None:
@@ -107,15 +124,15 @@ class Writer:
             else:
                 self.damaged.discard(step)
 
-
-def _note_progress(step: int) -> None:
-    """Tell the launcher, if there is one, how far training has come."""
-    target = _env.MIRRORED_PROGRESS_FILE.get()
-    if not target:
-        return
-    try:
-        temporary = Path(f"{target}.{os.getpid()}")
-        temporary.write_text(str(step))
-        temporary.replace(target)
-    except OSError as error:
-        _logger.warning("the step of the checkpoint could not be written to %s: %s", target, error)
+    def _note_progress(self, step: int) -> None:
+        """Tell the launcher, if there is one, how far training has come; in a file for each directory of checkpoints."""
+        target = _env.MIRRORED_PROGRESS_FILE.get()
+        if not target:
+            return
+        target = f"{target}-{zlib.crc32(os.fsencode(self._files.root)):08x}"
+        try:
+            temporary = Path(f"{target}.{os.getpid()}")
+            temporary.write_text(str(step))
+            temporary.replace(target)
+        except OSError as error:
+            _logger.warning("the step of the checkpoint could not be written to %s: %s", target, error)

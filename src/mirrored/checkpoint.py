@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import contextlib
 import logging
 import os
 import re
 import socket
-import time
 from collections.abc import Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from . import _checkpoint_agreement, _checkpoint_files, _checkpoint_state, _context, _divergence, _integrity
+from . import _checkpoint_agreement, _checkpoint_files, _checkpoint_state, _context, _divergence, _integrity, _runtime
 from ._checkpoint_files import DamagedStep, StepFiles
 from ._checkpoint_state import Leaves, Snapshot
 from ._checkpoint_writer import Writer
 from ._errors import CheckpointError, ContextError, StrategyMismatchError
 from ._progress import progress
-from ._strategies import get_strategy
+from ._strategies import DefaultStrategy, get_strategy
 from ._typing import PyTree
-from ._variables import Variable
 
 _logger = logging.getLogger("mirrored")
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}", re.ASCII)
 _CHANNEL = "checkpoint"
 _MAX_STEP = 10**18 - 1
-_PACKAGES = ("mirrored", "jax", "numpy", "orbax-checkpoint")
 
 
 class Checkpoint:
@@ -85,13 +81,14 @@ class Checkpoint:
         self._named = _checked_names(named)
         _check_count(1 if max_to_keep is None else max_to_keep, "max_to_keep")
         _check_count(max_failed_saves, "max_failed_saves")
-        self._files = StepFiles(_checked_directory(directory))
+        self._files = StepFiles(_checkpoint_files.checked_directory(directory))
         self._strategy = get_strategy()
         self._leaves()
         _checkpoint_files.orbax()
         self._writer = Writer(self._files, max_to_keep, max_failed_saves)
         self._last: int | None = None  # that this program saved or restored
         self._is_closed = False
+        self._is_shared = self._strategy.num_workers == 1  # the directory, by the workers
 
     # -- saving
 
@@ -106,8 +103,8 @@ class Checkpoint:
                 restored last is not saved again.
 
         Raises:
-            CheckpointError: (a RuntimeError) after `max_failed_saves` failed saves in a row, and when workers save different
-                things.
+            CheckpointError: (a RuntimeError) after `max_failed_saves` failed saves in a row, when workers save different
+                things, and when they do not share the directory.
             ReplicasDivergeError: (a ValueError) when the copies of a mirrored variable differ; nothing is written.
             ValueError: when there is a later step that was not restored.
             ContextError: (a RuntimeError) inside a step.
@@ -116,6 +113,7 @@ class Checkpoint:
         self._require_usable("save")
         with progress.phase(f"saving step {step}", is_patient=True):
             self._writer.finish()
+            self._require_shared(f"save({step})")
             leaves, report, error = self._report(step)
             reports = self._exchange(report, f"save({step})")
             self._learn(reports[0])
@@ -168,12 +166,7 @@ class Checkpoint:
             _divergence.check(mesh, variables)
 
     def _about(self) -> dict[str, Any]:
-        return {
-            "num_replicas": self._strategy.num_replicas_in_sync,
-            "num_workers": self._strategy.num_workers,
-            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
-        }
+        return {"num_replicas": self._strategy.num_replicas_in_sync, "num_workers": self._strategy.num_workers}
 
     def wait(self) -> int | None:
         """Wait until what was saved is on disk, and return the last step that is, None when there is none.
@@ -228,7 +221,7 @@ class Checkpoint:
 
     # -- restoring
 
-    def restore_latest(self) -> int | None:
+    def restore_latest(self, *, partial: bool = False) -> int | None:
         """Restore the newest step that is undamaged, and return its number; None when there is no step.
 
         Everything that was saved is verified before anything is changed. For each damaged step one error is logged, and
@@ -236,24 +229,32 @@ class Checkpoint:
 
         A mirrored variable gets its value. A sync-on-read variable gets all its copies when the number of replicas is the
         one of the save, else its aggregated value, by the rule of `assign`. Each may be restored from the other, and
-        from plain arrays. Iterators go on where they stood; with another number of workers, from the position of the first.
+        from plain arrays. Iterators go on where they stood, on another number of workers only under `AutoShardPolicy.DATA`:
+        else each worker has read files or batches of its own, and its position means nothing to another number of workers.
+
+        Args:
+            partial: leave alone what the checkpoint holds and this object does not name, such as all but the weights for
+                inference. What this object names must still be there. An iterator that is left out starts at its beginning.
 
         Raises:
             CheckpointError: (a RuntimeError) when no step is undamaged, when what was saved is not what is to be restored (all
-                differences are listed), and when the workers do not see the same directory. Nothing has changed.
+                differences are listed), and when the workers do not share the directory. Nothing has changed.
             ContextError: (a RuntimeError) inside a step.
         """
+        if not isinstance(partial, bool):
+            raise TypeError(f"checkpoint.restore_latest: partial is {partial!r}; expected True or False.")
         self._require_usable("restore_latest")
         with progress.phase("restoring the checkpoint", is_patient=True):
             self._writer.finish()
+            self._require_shared("restore_latest()")
             steps = self._agreed_steps()
             damaged: dict[int, str] = {}
             for step in reversed(steps):
                 saved, problem = self._read(step)
                 if saved is not None:
-                    self._restore(step, saved)
-                    self._writer.damaged |= set(damaged)
-                    self._writer.latest = self._last = step
+                    self._restore(step, saved, partial)
+                    self._writer.go_on_from(step, set(damaged))
+                    self._last = step
                     _logger.info("restored step %d from %s", step, self._files.root)
                     return step
                 damaged[step] = problem
@@ -306,9 +307,12 @@ class Checkpoint:
         _checkpoint_agreement.require_shared(reports, "id", lambda saved: f"holds a step {step} of {saved[0]}")
         return saved, ""
 
-    def _restore(self, step: int, saved: Snapshot) -> None:
+    def _restore(self, step: int, saved: Snapshot, is_partial: bool) -> None:
         leaves = self._leaves()
+        if is_partial:
+            saved = Snapshot({path: entry for path, entry in saved.leaves.items() if path in leaves}, saved.arrays)
         problems = _checkpoint_state.differences(leaves, saved)
+        is_too_much = not saved.leaves.keys() <= leaves.keys()
         moved: list[tuple[Any, Any]] = []
         if not problems:
             try:
@@ -316,32 +320,44 @@ class Checkpoint:
                 moved = _checkpoint_state.restore_positions(leaves, saved, worker, num_workers)
             except Exception as error:
                 problems = [f"an iterator does not take its position: {type(error).__name__}: {error}"]
-        reports = self._exchange({"problems": problems}, f"restore_latest(), step {step}")
-        wrong = _checkpoint_agreement.by_first_worker([report["problems"] for report in reports])
-        if wrong:
+                is_too_much = True
+        reports = self._exchange({"problems": problems, "is_too_much": is_too_much}, f"restore_latest(), step {step}")
+        misfit = _checkpoint_agreement.misfit(reports, f"step {step} in {self._files.root}")
+        if misfit is not None:
             _checkpoint_state.undo_positions(moved)
-            listed = "\n".join(f"  {problem}" for problem in wrong)
-            raise CheckpointError(
-                f"step {step} in {self._files.root} does not fit what mr.Checkpoint was given; nothing has changed:\n{listed}\n"
-                "Give it the same objects as in the run that saved, or start anew in another directory."
-            )
+            raise misfit
         _checkpoint_state.restore_values(self._named, leaves, saved)
 
     # -- with the other workers
 
     def _leaves(self) -> Leaves:
         leaves = _checkpoint_state.leaves_of(self._named)
-        for path, leaf in leaves.items():
-            if isinstance(leaf, Variable) and not leaf._mesh.is_alone and self._strategy.num_workers == 1:
-                raise StrategyMismatchError(
-                    f"mr.Checkpoint was made outside the scope of the strategy to which {path} belongs, so it does not know the "
-                    "other workers. Make it in `with strategy.scope():`."
-                )
+        joint = None if self._strategy.num_workers > 1 else _checkpoint_state.joint_among(leaves)
+        if joint or (_runtime.current() is not None and isinstance(self._strategy, DefaultStrategy)):
+            raise StrategyMismatchError(
+                f"mr.Checkpoint was made outside the scope of the strategy to which {joint or 'this worker'} belongs, so each "
+                "worker would write for itself. Make it in `with strategy.scope():`; what one worker saves alone, in "
+                "`with mr.OneDeviceStrategy().scope():`."
+            )
         return leaves
 
+    def _require_shared(self, where: str) -> None:
+        """See once, before anything is lost, that all workers look into the directory that worker 0 writes to."""
+        if self._is_shared:
+            return
+        with self._files.mark() if self._strategy.is_chief else contextlib.nullcontext() as mark:
+            mark = self._exchange({"mark": mark}, where)[0]["mark"]
+            if mark is None:  # worker 0 cannot write there; restoring needs no more than that all see the same steps
+                return
+            reports = self._exchange({"where": self._where(), "sees": self._files.sees(mark)}, where)
+        _checkpoint_agreement.require_seen(reports)
+        self._is_shared = True
+
     def _exchange(self, value: dict[str, Any], where: str) -> Sequence[dict[str, Any]]:
-        with progress.phase(f"at checkpoint.{where}", waits=True):
-            return self._strategy._coordination.exchange(_CHANNEL, value)
+        with progress.phase(f"checkpoint.{where}", waits=True):
+            seen = self._strategy._coordination.exchange(_CHANNEL, [where.partition("(")[0], value])
+        _checkpoint_agreement.require_same_call([call for call, _ in seen])
+        return [other for _, other in seen]
 
     def _require_usable(self, verb: str) -> None:
         if _context.is_traced():
@@ -363,20 +379,6 @@ def _checked_names(named: dict[str, PyTree]) -> dict[str, PyTree]:
                 "'-', the first not a '.'."
             )
     return named
-
-
-def _checked_directory(directory: Any) -> Path:
-    if not isinstance(directory, str | os.PathLike) or not str(directory):
-        raise TypeError(f"mr.Checkpoint: directory is {directory!r}; expected a path.")
-    if "://" in str(directory):
-        raise ValueError(
-            f"mr.Checkpoint: directory is {str(directory)!r}; expected a directory of a file system, where a rename happens at "
-            "once. Mount the bucket, or save to a shared disk."
-        )
-    path = Path(os.path.realpath(directory))
-    if path.exists() and not path.is_dir():
-        raise ValueError(f"mr.Checkpoint: {path} is not a directory.")
-    return path
 
 
 def _check_count(count: Any, name: str) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import _thread
 import atexit
+import contextlib
+import functools
 import itertools
 import json
 import logging
 import os
+import queue
 import signal
 import sys
 import threading
+import weakref
 from types import FrameType, TracebackType
 from typing import NoReturn, Self
 
@@ -24,6 +29,7 @@ _logger = logging.getLogger("mirrored")
 
 _CHANNEL = "preemption"
 _numbers = itertools.count()
+_handlers: weakref.WeakSet[PreemptionHandler] = weakref.WeakSet()
 
 
 class PreemptionHandler:
@@ -74,9 +80,12 @@ class PreemptionHandler:
         self._step: int | None = None
         self._is_signalled = self._is_noticed = self._is_closed = False
         self._process = os.getpid()
+        self._said: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._watch = None if self._coordination.num_workers == 1 else _Watch(self, self._coordination)
         self._previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         signal.signal(signal.SIGTERM, self._on_signal)
+        _handlers.add(self)
+        _forget_in_children()
 
     def after_step(self, step: int) -> None:
         """Note that a step has been taken; call it after each, or after every n-th, with the same numbers on all workers.
@@ -111,7 +120,7 @@ class PreemptionHandler:
         self._give_signals_back()
         is_preempted = self._is_signalled
         if self._watch is not None:
-            with progress.phase("at the end of preemption handling", waits=True):
+            with progress.phase("the end of preemption handling", waits=True):
                 is_preempted = any(self._coordination.exchange(_CHANNEL, self._is_signalled or self._is_noticed))
         if is_preempted:
             self._leave(self._step)
@@ -138,6 +147,16 @@ class PreemptionHandler:
         self._is_signalled = True
         if self._watch is None:
             self._is_noticed = True
+            # Not here, because the main thread may be in the middle of writing; `threading` may hold a lock of its own.
+            with contextlib.suppress(RuntimeError):  # of a machine that has no threads left
+                _thread.start_new_thread(self._say_signal, ())
+
+    def _say_signal(self, where: str = "") -> None:
+        """Say that a signal has come: it has no other effect until the next step, which a program may forget to report."""
+        try:
+            _logger.warning("SIGTERM%s: saving at the next handler.after_step(step), or at handler.close()", where)
+        finally:
+            self._said.put(None)
 
     def _notice(self) -> int | None:
         """Let the next call of `after_step` wait for the agreement; return the step of the last one."""
@@ -148,7 +167,10 @@ class PreemptionHandler:
     def _leave(self, step: int | None) -> NoReturn:
         try:
             if step is None:
-                _logger.warning("preempted by SIGTERM before the first step: leaving with exit code %d", PREEMPTED)
+                _logger.warning(
+                    "preempted by SIGTERM before the first handler.after_step(step), so nothing is saved: leaving with code %d",
+                    PREEMPTED,
+                )
             else:
                 self._save(step)
                 _logger.warning("preempted by SIGTERM: step %d is saved, leaving with exit code %d", step, PREEMPTED)
@@ -174,6 +196,9 @@ class PreemptionHandler:
         self._previous = {}
 
     def _end(self) -> None:
+        if not self._is_closed and self._is_signalled and self._watch is None:
+            with contextlib.suppress(queue.Empty):
+                self._said.get(timeout=1.0)  # else the program may end before the thread has said it
         self._is_closed = True
         if self._watch is not None:
             self._watch.stop()
@@ -229,8 +254,11 @@ class _Watch:
         while not self._stopped.is_set():
             if self._handler._is_signalled:
                 self._coordination.put(f"{self._prefix}/signal", str(self._coordination.worker))
+                self._handler._say_signal()
                 return
-            if self._coordination.get(f"{self._prefix}/signal", SLICE_SECONDS) is not None:
+            worker = self._coordination.get(f"{self._prefix}/signal", SLICE_SECONDS)
+            if worker is not None:
+                self._handler._say_signal(f" on worker {worker}")
                 return
 
     def _last_step_of(self, worker: int) -> int | None:
@@ -239,3 +267,18 @@ class _Watch:
             if text is not None:
                 return json.loads(text)
         return None
+
+
+@functools.cache
+def _forget_in_children() -> None:
+    """Let SIGTERM end forked children, such as those that load data, as it does without us.
+
+    A handler written in Python does not: the signal may come just before the child begins to wait in C.
+    """
+
+    def forget() -> None:
+        for handler in _handlers:
+            if handler._previous:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    os.register_at_fork(after_in_child=forget)

@@ -125,8 +125,13 @@ def refuse(directory: Path) -> None:
     checkpoint.save(1)
     found["saved"] = checkpoint.wait()
 
+    _checkpoint_files._SEEN_SECONDS = 0.5
+    found["apart"] = [error_of(lambda: own.save(1)), error_of(own.restore_latest)]
+    found["own_written"] = sorted(path.name for path in (directory / f"own{worker}").glob("*"))
+    own._is_shared = True  # as where worker 0 must not write
     own.save(1)
     found["own"] = error_of(own.restore_latest)
+    found["marks"] = sorted(path.name for path in directory.rglob(".shared-*"))
     if worker == 1:
         (directory / "shared" / "1" / "arrays" / "_METADATA").write_bytes(b"damaged")
     strategy.barrier("damaged")

@@ -31,7 +31,7 @@ def test_two_workers_save_and_others_go_on(tmp_path: Path, num_workers: int, dev
     for own in saved:
         assert own["again"] == own["values"] and own["steps"] == [3, 5] and own["rows"] == list(range(12))
         assert {**own["values"], "local": 0} == {**saved[0]["values"], "local": 0}
-    assert progress.read_text() == "5"
+    assert [path.read_text() for path in tmp_path.glob("progress-????????")] == ["5"]
     restored = found(job(num_workers, "restore", tmp_path, devices=devices))
     for own in restored:
         assert own["step"] == 5 and own["rows"] == list(range(16, 40))  # what was read after the save is read again
@@ -50,6 +50,10 @@ def test_what_fails_fails_on_all_workers(tmp_path: Path) -> None:
         assert ("TypeError: mr.Checkpoint: bad is 'text'" if worker else "failed on worker 1") in said["bad"]
         assert "ReplicasDivergeError" in said["diverged"] and "'w'" in said["diverged"] and "worker 1" in said["diverged"]
         assert said["written"] == [] and said["saved"] == 1
+        for text in said["apart"]:
+            assert "CheckpointError: the workers do not share the directory" in text
+            assert re.search(r"own0 on \S+ is not seen by worker 1 \(\S+own1 on \S+\)\..*such as NFS", text)
+        assert said["own_written"] == [] and said["marks"] == []
         assert re.search(
             r"own0 on \S+ \(worker 0\) holds the steps \[1\], and .*own1 on \S+ \(worker 1\) holds none", said["own"]
         )
