@@ -334,9 +334,10 @@ class Checkpoint:
         leaves = _checkpoint_state.leaves_of(self._named)
         joint = None if self._strategy.num_workers > 1 else _checkpoint_state.joint_among(leaves)
         if joint or (_runtime.current() is not None and isinstance(self._strategy, DefaultStrategy)):
+            what = repr(joint) if joint else "this worker"
             raise StrategyMismatchError(
-                f"mr.Checkpoint was made outside the scope of the strategy to which {joint or 'this worker'} belongs, so each "
-                "worker would write for itself. Make it in `with strategy.scope():`; what one worker saves alone, in "
+                f"mr.Checkpoint was made outside the scope of the strategy to which {what} belongs, so each worker would write "
+                "for itself. Make it in `with strategy.scope():`; what one worker saves alone, in "
                 "`with mr.OneDeviceStrategy().scope():`."
             )
         return leaves
