@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 
 from ._progress import progress
@@ -70,7 +70,7 @@ def joined(witness: jax.Array, check: Callable[[Any], None] | None = None) -> No
         witness: see `started`.
         check: is given the witness when it is there, at most two programs later, and raises what is wrong with it.
     """
-    if jnp.issubdtype(witness.dtype, jax.dtypes.prng_key):  # the guard cannot ask whether it is ready
+    if not isinstance(witness.dtype, np.dtype):  # a key of random numbers: the guard cannot ask whether it is ready
         witness = jax.random.key_data(witness)
     _joint.append((witness, check))
     progress.witness = witness
