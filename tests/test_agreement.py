@@ -74,7 +74,7 @@ def test_other_numbers_of_batches_are_told() -> None:
 
 def test_programs_are_compared_at_the_same_batch() -> None:
     job = Job(1)
-    job.progress[0].ask_for_batch()
+    job.progress[0].took_batch()
     sent = job.workers[0].exchange = MagicMock(return_value=[["train", _agreement._digest(TRAIN[1]), "1"]] * 2)
     job.agreements[0].check(*TRAIN)
     assert sent.call_args.args[1] == ["train", _agreement._digest(TRAIN[1]), "1"]

@@ -198,9 +198,9 @@ def test_threads_leave_no_phase_behind() -> None:
 
 def test_batches_that_another_thread_takes_are_not_counted() -> None:
     progress = Progress()
-    progress.ask_for_batch()
+    progress.took_batch()
     seen: list[int | None] = []
-    thread = threading.Thread(target=lambda: [progress.ask_for_batch(), seen.append(progress.batches_so_far())])
+    thread = threading.Thread(target=lambda: [progress.took_batch(), seen.append(progress.batches_so_far())])
     thread.start()
     thread.join()
     assert progress.batches_so_far() == 1 and seen == [None]

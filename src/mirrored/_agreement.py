@@ -110,7 +110,7 @@ def _excerpt(text: str, position: int) -> str:
 
 
 def require_same_batches(batches: Sequence[str]) -> None:
-    """See that all workers have asked for as many batches: at the same program, they are at the same one.
+    """See that all workers have taken as many batches: at the same program, they are at the same one.
 
     Args:
         batches: how many, of each worker; "None" where that is not known.
@@ -121,7 +121,7 @@ def require_same_batches(batches: Sequence[str]) -> None:
     if "None" not in batches and len(set(batches)) > 1:
         listed = ", ".join(f"worker {worker} {escape(number, _MAX_NAME)}" for worker, number in enumerate(batches))
         raise ProgramMismatchError(
-            f"the workers have asked for different numbers of batches of their distributed datasets: {listed}. So a step would "
+            f"the workers have taken different numbers of batches of their distributed datasets: {listed}. So a step would "
             "pair rows of different batches. Every worker must take every batch: let no `if` that differs by worker, such as "
             "`if strategy.is_chief:`, stand around next(iterator) or a loop over a distributed dataset."
         )

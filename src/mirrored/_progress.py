@@ -56,7 +56,7 @@ class Progress:
             can see whether this process waits for it; None while the call that starts it has not come back.
         phases: what goes on between programs; the last one is the innermost.
         lock: for changes of them, because input may be read by a thread of the user's.
-        batches: how many batches of all workers the main thread has asked for.
+        batches: how many batches of all workers the main thread has taken.
     """
 
     def __init__(self) -> None:
@@ -94,13 +94,13 @@ class Progress:
         except RuntimeError:  # deleted between the two questions
             return False
 
-    def ask_for_batch(self) -> None:
-        """Note that the next batch is wanted; what other threads take is not in step with the programs."""
+    def took_batch(self) -> None:
+        """Note that a batch was taken; what other threads take is not in step with the programs."""
         if threading.current_thread() is threading.main_thread():
             self.batches += 1
 
     def batches_so_far(self) -> int | None:
-        """Return how many batches have been asked for, which is the same on all workers; None in another thread."""
+        """Return how many batches have been taken, which is the same on all workers; None in another thread."""
         return self.batches if threading.current_thread() is threading.main_thread() else None
 
 

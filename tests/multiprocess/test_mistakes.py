@@ -24,8 +24,8 @@ MISTAKES = {
     "shapes of values": r"ValueError: value_fn returned arrays of different ranks, shapes \(2,\), \(2, 2\)",
     "flipped bit": r"ReplicasDivergeError: the copies of variable 'variable' differ: replicas \[1\] \(worker 1\) from replica 0",
     "eager": r"ContextError: mr\.eager\(\) runs each operation by itself, which works with one worker only",
-    "batch of the chief": r"ProgramMismatchError: the workers have asked for different numbers of .*: worker 0 2, worker 1 1\.",
-    "later batch of the chief": r"ProgramMismatchError: the workers have asked for different numbers of .*next\(iterator\)",
+    "batch of the chief": r"ProgramMismatchError: the workers have taken different numbers of .*: worker 0 2, worker 1 1\.",
+    "later batch of the chief": r"ProgramMismatchError: the workers have taken different numbers of .*next\(iterator\)",
     "barriers": r"WorkerLostError: the workers are at different barriers: worker 0 'after the work of 0', worker 1 'after",
 }
 ENDED = {

@@ -77,9 +77,10 @@ class DistributedIterator:
         batches = self._started()
         if self._channel is None:
             return next(batches)
-        progress.ask_for_batch()
         with progress.phase(NEXT_BATCH, self._channel.describe):
-            return next(batches)
+            batch = next(batches)
+        progress.took_batch()
+        return batch
 
     def get_state(self) -> dict[str, Any]:
         """Return the position after the last batch that this iterator gave, as a dict of JSON values.
