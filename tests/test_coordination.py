@@ -44,6 +44,38 @@ def test_what_was_read_by_all_is_removed() -> None:
     assert len(workers[0]._client.values) == 3, "only the last round is kept"
 
 
+def test_closed_channels_leave_nothing_behind() -> None:
+    """An iterator over the data of each epoch has one; what the last one leaves goes with the next."""
+
+    def work(this: Coordination) -> None:
+        for epoch in range(20):
+            channel = this.channel("input")
+            assert [channel.exchange([epoch, i]) for i in range(4)][-1] == [[epoch, 3]] * 3
+            channel.close()
+            channel.close()
+
+    workers = cluster(3)
+    on_each(workers, work)
+    assert sorted(workers[0]._client.values) == [f"mirrored/exchange/input:19/3/{worker}" for worker in range(3)]
+
+
+def test_what_others_may_still_read_of_a_closed_channel_stays() -> None:
+    """One that was opened before the close says nothing of whether the others have closed it too."""
+    here, there = cluster(2)
+
+    def work(this: Coordination) -> Any:
+        first, second = this.channel("input"), this.channel("input")
+        if this is here:
+            first._coordination.put(first._key(0), '"early"')  # the other has not read it
+            first.close()
+        return second.exchange("s")
+
+    assert on_each([here, there], work) == [["s"] * 2] * 2
+    assert "mirrored/exchange/input:0/0/0" in here._client.values
+    on_each([here, there], lambda this: this.channel("input").exchange("t"))
+    assert "mirrored/exchange/input:0/0/0" not in here._client.values
+
+
 def test_a_worker_that_does_not_come_is_named() -> None:
     late = Coordination(FakeClient(), 0, 2)
     with pytest.raises(mr.WorkerLostError, match="worker 1 did not come to 'a', where worker 0 waits for it"):

@@ -6,7 +6,6 @@ the time of one on the devices, and works while the devices are busy or stuck. N
 
 from __future__ import annotations
 
-import itertools
 import json
 import threading
 import time
@@ -37,7 +36,9 @@ class Coordination:
         self.worker, self.num_workers, self.timeout_seconds = worker, num_workers, timeout_seconds
         self._client = client
         self._channels: dict[str, Channel] = {}
-        self._opened = itertools.count()
+        self._num_opened = 0
+        self._left_over: list[tuple[int, list[str]]] = []
+        self._lock = threading.Lock()
 
     def put(self, key: str, text: str) -> None:
         """Set a key, which may have a value already."""
@@ -84,7 +85,23 @@ class Coordination:
 
     def channel(self, name: str) -> Channel:
         """Open a channel of its own for another thread: the n-th that is opened on each worker is the same one."""
-        return Channel(self, f"exchange/{name}:{next(self._opened)}")
+        number = self._num_opened
+        self._num_opened += 1
+        return Channel(self, f"exchange/{name}:{number}", number)
+
+    def leave_over(self, keys: list[str]) -> None:
+        """Take the last keys of a channel that is closed here: other workers may still read them."""
+        with self._lock:
+            self._left_over.append((self._num_opened, keys))
+
+    def clean_up(self, number: int) -> None:
+        """Remove the keys of channels that were closed before the given one was opened: by now all workers have closed them."""
+        with self._lock:  # threads of several channels come here
+            due = [entry for entry in self._left_over if entry[0] <= number]
+            self._left_over = [entry for entry in self._left_over if entry not in due]
+        for _, keys in due:
+            for key in keys:
+                self.delete(key)
 
     def barrier(self, name: str, timeout_seconds: float | None = None) -> None:
         """Wait until every worker has come to a barrier of this name.
@@ -101,8 +118,8 @@ class Coordination:
 class Channel:
     """Exchange values with all workers, one after the other."""
 
-    def __init__(self, coordination: Coordination, prefix: str) -> None:
-        self._coordination, self._prefix = coordination, prefix
+    def __init__(self, coordination: Coordination, prefix: str, number: int | None = None) -> None:
+        self._coordination, self._prefix, self._number = coordination, prefix, number
         self._round = 0
         self._closed = threading.Event()
         self._is_waiting = False
@@ -121,7 +138,9 @@ class Channel:
         texts = [text if worker == this.worker else self._await(here, worker, deadline) for worker in range(this.num_workers)]
         self._is_waiting = False
         if self._round:  # all have begun this round, so all have read the last
-            this.delete(f"{self._prefix}/{self._round - 1}/{this.worker}")
+            this.delete(self._key(self._round - 1))
+        elif self._number is not None:
+            this.clean_up(self._number)
         self._round += 1
         return [json.loads(text) for text in texts]
 
@@ -131,7 +150,12 @@ class Channel:
 
     def close(self) -> None:
         """End the exchange that a thread is waiting in: it raises `ChannelClosed`."""
-        self._closed.set()
+        if not self._closed.is_set():
+            self._closed.set()
+            self._coordination.leave_over([self._key(number) for number in (self._round - 1, self._round) if number >= 0])
+
+    def _key(self, number: int) -> str:
+        return f"{self._prefix}/{number}/{self._coordination.worker}"
 
     def _await(self, here: str, worker: int, deadline: float | None) -> str:
         while True:
