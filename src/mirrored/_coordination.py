@@ -37,7 +37,7 @@ class Coordination:
         self._client = client
         self._channels: dict[str, Channel] = {}
         self._num_opened = 0
-        self._left_over: list[tuple[int, list[str]]] = []
+        self._left_over: list[tuple[int, Sequence[str]]] = []
         self._lock = threading.Lock()
 
     def put(self, key: str, text: str) -> None:
@@ -89,7 +89,7 @@ class Coordination:
         self._num_opened += 1
         return Channel(self, f"exchange/{name}:{number}", number)
 
-    def leave_over(self, keys: list[str]) -> None:
+    def leave_over(self, keys: Sequence[str]) -> None:
         """Take the last keys of a channel that is closed here: other workers may still read them."""
         with self._lock:
             self._left_over.append((self._num_opened, keys))
