@@ -62,18 +62,38 @@ def test_closed_channels_leave_nothing_behind() -> None:
 def test_what_others_may_still_read_of_a_closed_channel_stays() -> None:
     """One that was opened before the close says nothing of whether the others have closed it too."""
     here, there = cluster(2)
+    key = "mirrored/exchange/input:0/0/0"
 
-    def work(this: Coordination) -> Any:
+    def work(this: Coordination) -> list[bool]:
         first, second = this.channel("input"), this.channel("input")
         if this is here:
-            first._coordination.put(first._key(0), '"early"')  # the other has not read it
+            this.put(first._key(0), '"early"')  # the other has not read it
             first.close()
-        return second.exchange("s")
+        assert second.exchange("s") == ["s"] * 2
+        is_there = [key in this._client.values]
+        assert this.channel("input").exchange("t") == ["t"] * 2
+        return [*is_there, key in this._client.values]
 
-    assert on_each([here, there], work) == [["s"] * 2] * 2
+    assert on_each([here, there], work)[0] == [True, False]
+
+
+def test_the_last_keys_of_another_threads_channel_stay() -> None:
+    """A thread of the program's own may read one dataset while the main thread goes from one to the next."""
+    here, there = cluster(2)
+    first = here.channel("input")
+    here.put(first._key(0), '"early"')
+    first.close()
+    there.channel("input").close()
+    on_each([here, there], lambda this: this.channel("input").exchange("t"))  # in threads of a pool
     assert "mirrored/exchange/input:0/0/0" in here._client.values
-    on_each([here, there], lambda this: this.channel("input").exchange("t"))
-    assert "mirrored/exchange/input:0/0/0" not in here._client.values
+
+
+def test_garbage_collection_may_close_a_channel_while_keys_are_removed() -> None:
+    here = Coordination(FakeClient(), 0, 2)
+    channel = here.channel("input")
+    with here._lock:  # as in the middle of `clean_up`
+        channel.close()
+    assert len(here._left_over) == 1
 
 
 def test_a_worker_that_does_not_come_is_named() -> None:

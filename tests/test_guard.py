@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import traceback
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -146,6 +147,13 @@ def test_an_input_is_waited_for_while_a_worker_saves_and_a_stopped_one_is_named(
     assert text is not None and text.startswith("the input of worker 1 has given no batch") and "silent for 20 s" in text
     ended = judge(0, 300.0, {0: dataclasses.replace(IN_STEP, still=0.0), 1: dataclasses.replace(ENDED, still=0.0)}, {})
     assert ended is not None and ended.startswith("worker 1 has ended its program")
+
+
+def test_what_was_said_long_ago_may_be_over() -> None:
+    """A call that holds Python's lock for long keeps a worker from saying that it goes on."""
+    assert judged(AT_BARRIER, OTHERS, limit=500.0, silent=1.5) is None
+    assert judged(AT_BARRIER, OTHERS, limit=500.0, silent=0.5) is not None
+    assert judged(IN_STEP, ENDED, limit=500.0, silent=1.5) is not None, "but an end is for ever"
 
 
 def test_all_late_workers_are_named() -> None:
@@ -562,17 +570,45 @@ def test_a_child_process_is_not_this_worker(make: Make, monkeypatch: Patch) -> N
     assert guarded.printed == [error] and guarded.codes.empty() and guarded.of_key("verdict") is None
 
 
-def test_an_error_is_told_although_the_program_has_a_hook_of_its_own(make: Make, monkeypatch: Patch, caplog: Log) -> None:
+def at_the_top(error: BaseException) -> BaseException:
+    """Return an error that nobody has caught: its traceback begins at the outermost frame."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+    return error.with_traceback(types.TracebackType(None, frame, 0, 1))
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "title"),
+    [
+        (ValueError("in the hook's program"), 1, "worker 0 failed at step 0 with ValueError: in the hook's program"),
+        (RuntimeError("Gloo all-reduce failed: Connection closed by peer"), 75, "lost worker 1 at step 0"),
+    ],
+)
+def test_an_error_is_told_although_the_program_has_a_hook_of_its_own(
+    error: BaseException, code: int, title: str, make: Make, monkeypatch: Patch
+) -> None:
     guarded = make()
-    error = ValueError("in the hook's program")
-    monkeypatch.setattr(sys, "last_value", error, raising=False)  # as Python does before it calls any hook
+    monkeypatch.setattr(sys, "last_value", at_the_top(error), raising=False)  # as Python does before it calls any hook
     guarded.guard.stop()
-    assert guarded.codes.get(timeout=5) == 1
-    assert "failed at step 0 with ValueError: in the hook's program" in str(Verdict.decode(guarded.of_key("verdict")))
+    assert guarded.codes.get(timeout=5) == code
+    assert title in str(Verdict.decode(guarded.of_key("verdict") or ""))
+
+
+def test_an_error_that_was_caught_is_no_end(make: Make, monkeypatch: Patch) -> None:
+    """pytest, for one, keeps in `sys.last_value` what a test raised."""
+    guarded = make()
+    try:
+        raise ValueError("expected")
+    except ValueError as error:
+        monkeypatch.setattr(sys, "last_value", error, raising=False)
+    guarded.says("ended/1", "1")
+    guarded.guard.stop()
+    assert guarded.codes.empty()
 
 
 def test_an_error_from_before_the_start_is_no_end(make: Make, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(sys, "last_value", ValueError("an old one"), raising=False)
+    monkeypatch.setattr(sys, "last_value", at_the_top(ValueError("an old one")), raising=False)
     guarded = make()
     guarded.says("ended/1", "1")
     guarded.guard.stop()
@@ -790,3 +826,14 @@ def test_a_verdict_that_is_too_long_is_not_read() -> None:
     assert len(ours.title) == len(ours.detail) == MAX_TEXT
     text = json.dumps({"title": "x" * 10**6, "detail": "", "lost": [], "wants_stacks": False})
     assert "another process has written" in Verdict.decode(text).title
+
+
+def test_after_a_pause_a_worker_looks_first_at_what_has_come(make: Make, monkeypatch: Patch) -> None:
+    monkeypatch.setattr("mirrored._guard.ROUND_SECONDS", 0.01)
+    guarded = make(is_started=False)
+    guarded.says("process/1", Process.own().encode())
+    guarded.says("position/1", ENDED.encode())
+    with guarded.progress.phase("the barrier 'epoch'", waits=True):
+        assert [guarded.guard._round(elapsed) for elapsed in (0.009, 0.009)] == [False, False]
+        assert guarded.guard._round(5.0) is False, "the barrier may be passed in this moment"
+        assert guarded.guard._round(0.5) is True and guarded.codes.get(timeout=5) == 75

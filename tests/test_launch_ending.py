@@ -89,6 +89,12 @@ def test_each_folder_of_checkpoints_has_steps_of_its_own() -> None:
     assert not budget.allows(dataclasses.replace(attempt(1), steps={"step": 90, "best": 5}))
 
 
+def test_a_folder_of_each_attempts_own_is_no_progress() -> None:
+    budget = Budget(2)
+    allowed = [budget.allows(dataclasses.replace(attempt(1), steps={f"run-{number}": 10})) for number in range(5)]
+    assert allowed == [True, True, False, False, False]
+
+
 def test_preemption_with_a_new_checkpoint_is_free() -> None:
     budget = Budget(1)
     assert all(budget.allows(attempt(143, 143, step=step)) for step in range(5))

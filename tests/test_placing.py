@@ -87,3 +87,24 @@ def test_workers_agree_on_what_is_sent_before_it_is_compiled(strategy3, monkeypa
     assert said == ["float32[2, 3]\nint32[]", f"mirroring an array from {rows.sharding} of float32[3, 2]"]
     with pytest.raises(mr.StrategyMismatchError, match=r"an array of shape \(3, 2\) lies on devices of several workers which"):
         _placing._mirrored_again(mr.MirroredStrategy(["cpu:4", "cpu:5"])._mesh, rows)
+
+
+def test_what_is_mirrored_again_is_waited_for_like_any_program(strategy3, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the guard would take this worker for one that waits, until its next program."""
+    joined = []
+    monkeypatch.setattr(_placing._joint, "agreed", lambda name, text, program: program)
+    monkeypatch.setattr(_placing._pace, "joined", joined.append)
+    _placing._gathering.cache_clear()
+    rows = jax.device_put(np.arange(6.0).reshape(3, 2), strategy3._mesh.stacked)
+    [array] = [_placing._mirrored_again(strategy3._mesh, rows)]
+    _placing._gathering.cache_clear()
+    assert joined == [array] and array.sharding == strategy3._mesh.mirrored and (np.asarray(array) == np.asarray(rows)).all()
+
+
+def test_another_name_of_the_placement_costs_no_program(strategy3, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_placing, "_gathering", None)
+    array = jax.device_put(
+        np.ones((2, 2)), jax.sharding.NamedSharding(strategy3._mesh.mesh, jax.sharding.PartitionSpec(None, None))
+    )
+    again = _placing._mirrored_again(strategy3._mesh, array)
+    assert again.sharding == strategy3._mesh.mirrored and (np.asarray(again) == 1).all()

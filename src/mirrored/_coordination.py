@@ -37,8 +37,8 @@ class Coordination:
         self._client = client
         self._channels: dict[str, Channel] = {}
         self._num_opened = 0
-        self._left_over: list[tuple[int, Sequence[str]]] = []
-        self._lock = threading.Lock()
+        self._left_over: list[tuple[int, int, Sequence[str]]] = []
+        self._lock = threading.RLock()  # garbage collection can close a channel at any line, also of `clean_up`
 
     def put(self, key: str, text: str) -> None:
         """Set a key, which may have a value already."""
@@ -89,17 +89,22 @@ class Coordination:
         self._num_opened += 1
         return Channel(self, f"exchange/{name}:{number}", number)
 
-    def leave_over(self, keys: Sequence[str]) -> None:
-        """Take the last keys of a channel that is closed here: other workers may still read them."""
-        with self._lock:
-            self._left_over.append((self._num_opened, keys))
+    def leave_over(self, thread: int, keys: Sequence[str]) -> None:
+        """Take the last keys of a channel that is closed here: other workers may still read them.
 
-    def clean_up(self, number: int) -> None:
-        """Remove the keys of channels that were closed before the given one was opened: by now all workers have closed them."""
-        with self._lock:  # threads of several channels come here
-            due = [entry for entry in self._left_over if entry[0] <= number]
+        Args:
+            thread: that opened the channel; what another thread does says nothing of this one on other workers.
+            keys: the last ones of this worker.
+        """
+        with self._lock:
+            self._left_over.append((thread, self._num_opened, keys))
+
+    def clean_up(self, thread: int, number: int) -> None:
+        """Remove the keys of a thread's channels that were closed before it opened another: all workers have closed them."""
+        with self._lock:
+            due = [entry for entry in self._left_over if entry[0] == thread and entry[1] <= number]
             self._left_over = [entry for entry in self._left_over if entry not in due]
-        for _, keys in due:
+        for _, _, keys in due:
             for key in keys:
                 self.delete(key)
 
@@ -120,6 +125,7 @@ class Channel:
 
     def __init__(self, coordination: Coordination, prefix: str, number: int | None = None) -> None:
         self._coordination, self._prefix, self._number = coordination, prefix, number
+        self._opened_by = threading.get_ident()
         self._round = 0
         self._closed = threading.Event()
         self._is_waiting = False
@@ -140,7 +146,7 @@ class Channel:
         if self._round:  # all have begun this round, so all have read the last
             this.delete(self._key(self._round - 1))
         elif self._number is not None:
-            this.clean_up(self._number)
+            this.clean_up(self._opened_by, self._number)
         self._round += 1
         return [json.loads(text) for text in texts]
 
@@ -152,7 +158,9 @@ class Channel:
         """End the exchange that a thread is waiting in: it raises `ChannelClosed`."""
         if not self._closed.is_set():
             self._closed.set()
-            self._coordination.leave_over([self._key(number) for number in (self._round - 1, self._round) if number >= 0])
+            self._coordination.leave_over(
+                self._opened_by, [self._key(number) for number in (self._round - 1, self._round) if number >= 0]
+            )
 
     def _key(self, number: int) -> str:
         return f"{self._prefix}/{number}/{self._coordination.worker}"

@@ -75,6 +75,7 @@ class Guard:
         self._leaving, self._speaking = threading.Lock(), threading.Lock()
         self._sys_exit_code = 0
         self._ticks_in_service = 0
+        self._was_late = False
         self._hooks: tuple[Any, Any] = (None, None)
         self._last_error: BaseException | None = None
         self._neighbours = Neighbours(self._worker, self._num_workers)
@@ -105,7 +106,7 @@ class Guard:
         try:
             error = _uncaught.last()
             if wait and error is not None and error is not self._last_error and not hasattr(sys, "ps1"):
-                self._fail(*self._told(error))  # a hook of the program's own has taken the place of the guard's
+                self._fail_with(error)  # a hook of the program's own has taken the place of the guard's
             elif wait:
                 self._end()
         except KeyboardInterrupt:
@@ -137,16 +138,17 @@ class Guard:
         if not is_ours:
             return
         self._failing.set()
-        if is_lost:
-            self._fail(self._lost(_uncaught.title_of(error)), RESTART)
-            return
-        verdict, code = self._told(error)
-        self._fail(verdict, code, shown=dataclasses.replace(verdict, detail=""))  # the traceback has just been printed
+        self._fail_with(error)
 
-    def _told(self, error: BaseException) -> tuple[Verdict, int]:
-        """Return what the others hear of an error that ends this worker's program, and the code that it leaves with."""
-        title = f"worker {self._worker} failed at step {self._progress.started} with {_uncaught.title_of(error)}"
-        return Verdict(title, "".join(traceback.format_exception(error))), _uncaught.exit_code_of(error)
+    def _fail_with(self, error: BaseException) -> None:
+        """Leave because of an error that ends this worker's program, and tell the others, or find out who is lost."""
+        title = _uncaught.title_of(error)
+        if _uncaught.tells_of_loss(error):
+            self._fail(self._lost(title), RESTART)
+            return
+        shown = Verdict(f"worker {self._worker} failed at step {self._progress.started} with {title}")
+        whole = dataclasses.replace(shown, detail="".join(traceback.format_exception(error)))
+        self._fail(whole, _uncaught.exit_code_of(error), shown)  # the traceback has just been printed
 
     def _end(self) -> None:
         """Wait for all workers to come to their end."""
@@ -209,6 +211,8 @@ class Guard:
 
     def _round(self, elapsed: float) -> bool:
         """Say where this worker is, look at the others where that may be needed, and listen; tell whether this was the last."""
+        # A process that was paused looks first at what has come meanwhile.
+        was_late, self._was_late = self._was_late, elapsed >= 2 * ROUND_SECONDS
         self._ticks_in_service = 1
         try:
             own = self._say_where(elapsed)
@@ -225,7 +229,7 @@ class Guard:
         is_suspicious |= own.phase == NEXT_BATCH and own.still >= SETTLED_SECONDS
         if is_suspicious or self._worker == 0:
             self._look_at_others(own, elapsed)
-        if is_suspicious and not own.has_ended:
+        if is_suspicious and not own.has_ended and (was_late or not self._was_late):
             positions = {**self._others.positions, self._worker: own}
             if text := judge(self._worker, self._own.limit, positions, self._others.silent):
                 title, _, detail = text.partition("\n")

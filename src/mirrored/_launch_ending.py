@@ -95,9 +95,11 @@ class Budget:
 
     def allows(self, attempt: Attempt) -> bool:
         """Tell whether to start again after this attempt, and count it."""
-        new = {folder: step for folder, step in attempt.steps.items() if step > self.best.get(folder, -1)}
+        known = max(self.best.values(), default=-1)  # a new folder in each attempt is no progress
+        new = {folder: step for folder, step in attempt.steps.items() if step > self.best.get(folder, known)}
+        for folder, step in attempt.steps.items():
+            self.best[folder] = max(step, self.best.get(folder, -1))
         if new:
-            self.best.update(new)
             self.last_new, self.used = max(new.values()), 0
         never = attempt.signals or any(ending.code == BAD_CONFIGURATION for ending in attempt.endings)
         if never or not self.max_restarts:

@@ -24,6 +24,8 @@ SILENT_SECONDS = 3.0
 SETTLED_SECONDS = 2.0
 #: What a worker gave before it ended may take so long to reach the others.
 _ARRIVED_SECONDS = 0.4
+#: What a worker said so long ago may be over; only an end is for ever.
+_OLD_SECONDS = 1.0
 _MAX_WORD = 200
 _LONGER = "If it only needs longer: mr.CommunicationOptions(timeout_seconds=...)."
 
@@ -166,7 +168,8 @@ def judge(own: int, limit: float, positions: Mapping[int, Position], silent: Map
     here = positions[own]
     others = {worker: position for worker, position in sorted(positions.items()) if worker != own}
     for worker, there in others.items():
-        if reason := _cannot_meet(here, there):
+        is_old = silent.get(worker, 0.0) >= _OLD_SECONDS and not there.has_ended
+        if not is_old and (reason := _cannot_meet(here, there)):
             # Whoever says it first says it alike: one that has ended comes first, else the lower number.
             first, second = sorted((worker, own), key=lambda one: (not positions[one].has_ended, one))
             pair = f"worker {first} {positions[first]}, and worker {second} {positions[second]}"

@@ -24,7 +24,9 @@ _SIGNS_OF_SERVICE_LOSS = ("UNAVAILABLE", "Socket closed", "Connection reset by p
 
 def last() -> BaseException | None:
     """Return the error that has ended the main thread: Python notes it before it calls the hook, whoever's that is."""
-    return getattr(sys, "last_value", None)
+    error = getattr(sys, "last_value", None)
+    trace = getattr(error, "__traceback__", None)
+    return error if trace is not None and trace.tb_frame.f_back is None else None  # else somebody has caught it
 
 
 def tells_of_loss(error: BaseException) -> bool:

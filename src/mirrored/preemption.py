@@ -278,7 +278,7 @@ def _forget_in_children() -> None:
 
     def forget() -> None:
         for handler in _handlers:
-            if handler._previous:
+            if handler._previous and handler._process == os.getppid():  # not what a child has chosen for its own children
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     os.register_at_fork(after_in_child=forget)

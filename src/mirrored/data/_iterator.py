@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import threading
 from collections.abc import Generator
 from types import TracebackType
 from typing import Any, Self
@@ -77,7 +78,8 @@ class DistributedIterator:
         batches = self._started()
         if self._channel is None:
             return next(batches)
-        with progress.phase(NEXT_BATCH, self._channel.describe):
+        is_main = threading.current_thread() is threading.main_thread()  # only its waiting can be compared with programs
+        with progress.phase(NEXT_BATCH, self._channel.describe if is_main else "in a thread of the program"):
             batch = next(batches)
         progress.took_batch()
         return batch
