@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from ._errors import CheckpointError
-from ._escape import escape, escape_lines
+from ._escape import escape_titled
 
 #: What each worker has told the others, in worker order.
 Reports: TypeAlias = Sequence[dict[str, Any]]
@@ -96,4 +96,4 @@ def require_same_call(calls: Sequence[str]) -> None:
 def _shown(text: Any) -> str:
     """Return a text of another worker so that it can be shown: no control characters, and no longer than it may be."""
     title, _, rest = str(text).partition("\n")
-    return escape(title, _MAX_TEXT) + (f"\n{escape_lines(rest, _MAX_TEXT)}" if rest else "")
+    return escape_titled(title, rest, _MAX_TEXT)

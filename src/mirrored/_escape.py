@@ -22,3 +22,9 @@ def escape_lines(text: str, limit: int) -> str:
     """Return the last `limit` characters of a text of several lines, each escaped and behind a margin."""
     lines = text[-limit:].split("\n")
     return "\n".join(MARGIN + escape(line, limit) for line in lines if line.strip())
+
+
+def escape_titled(title: str, rest: str, limit: int) -> str:
+    """Return a title, escaped, and below it the lines that belong to it, each behind a margin; `limit` characters of each."""
+    lines = escape_lines(rest, limit)
+    return escape(title, limit) + (f"\n{lines}" if lines else "")

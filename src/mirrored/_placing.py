@@ -118,9 +118,8 @@ def _mirrored_again(mesh: ReplicaMesh, array: jax.Array) -> jax.Array:
             f"an array of shape {array.shape} lies on devices of several workers which are not those of {mesh}. Bring it to this "
             "strategy's devices first, or pass a numpy array."
         )
-    if (
-        _is_whole(mesh, array) and array.sharding.memory_kind == mesh.mirrored.memory_kind
-    ):  # only its placement has another name, such as P(None, None)
+    is_near = array.sharding.memory_kind == mesh.mirrored.memory_kind
+    if is_near and _is_whole(mesh, array):  # only its placement has another name, such as P(None, None)
         copies = [shard.data for shard in array.addressable_shards]
         return jax.make_array_from_single_device_arrays(array.shape, mesh.mirrored, copies)
     mirrored = _gathering(mesh, array.sharding)(array)

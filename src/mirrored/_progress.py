@@ -96,12 +96,17 @@ class Progress:
 
     def took_batch(self) -> None:
         """Note that a batch was taken; what other threads take is not in step with the programs."""
-        if threading.current_thread() is threading.main_thread():
+        if in_main_thread():
             self.batches += 1
 
     def batches_so_far(self) -> int | None:
         """Return how many batches have been taken, which is the same on all workers; None in another thread."""
-        return self.batches if threading.current_thread() is threading.main_thread() else None
+        return self.batches if in_main_thread() else None
+
+
+def in_main_thread() -> bool:
+    """Tell whether this is the thread whose batches and waiting can be compared with programs: others are not in step."""
+    return threading.current_thread() is threading.main_thread()
 
 
 #: Of this process.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
-from ._escape import escape, escape_lines
+from ._escape import escape_titled
 
 #: Characters of each text that are sent and shown.
 MAX_TEXT = 4096
@@ -42,5 +42,4 @@ class Verdict:
             return Verdict(f"another process has written {text[:200]!r} where the workers tell each other why they end")
 
     def __str__(self) -> str:
-        detail = escape_lines(self.detail, MAX_TEXT)
-        return escape(self.title, MAX_TEXT) + (f"\n{detail}" if detail else "")
+        return escape_titled(self.title, self.detail, MAX_TEXT)

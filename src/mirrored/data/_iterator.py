@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import threading
 from collections.abc import Generator
 from types import TracebackType
 from typing import Any, Self
@@ -14,7 +13,7 @@ import jax
 from .. import _placing
 from .._coordination import Channel
 from .._mesh import ReplicaMesh
-from .._progress import NEXT_BATCH, progress
+from .._progress import NEXT_BATCH, in_main_thread, progress
 from .._typing import PyTree
 from .._values import PerReplica
 from ._auto_shard import Plan
@@ -78,8 +77,7 @@ class DistributedIterator:
         batches = self._started()
         if self._channel is None:
             return next(batches)
-        is_main = threading.current_thread() is threading.main_thread()  # only its waiting can be compared with programs
-        with progress.phase(NEXT_BATCH, self._channel.describe if is_main else "in a thread of the program"):
+        with progress.phase(NEXT_BATCH, self._channel.describe if in_main_thread() else "in a thread of the program"):
             batch = next(batches)
         progress.took_batch()
         return batch
