@@ -15,9 +15,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 #: What says to a process that it is a worker of a job, or changes what jax does; a test's workers inherit none of it.
+#: Nor PYTHONUNBUFFERED, which writes each piece of a line alone: a log message of another thread may come in between.
 _NOT_INHERITED = re.compile(
     r"(?i:.*_proxy)|TF_CONFIG|JAX_.*|XLA_.*|MIRRORED_.*|SLURM_.*|OMPI_.*|PMI_.*|PMIX_.*|RANK|WORLD_SIZE|LOCAL_.*|MASTER_.*"
-    r"|COORDINATOR_.*|NUM_PROCESSES|PROCESS_ID|PYTEST_.*"
+    r"|COORDINATOR_.*|NUM_PROCESSES|PROCESS_ID|PYTEST_.*|PYTHONUNBUFFERED"
 )
 
 
@@ -100,7 +101,8 @@ def workers(
     """Start `num_workers` processes of a script as one job on this machine's CPU, and kill what still runs at the end.
 
     Args:
-        script: a Python file; it finds JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID.
+        script: a Python file; it finds JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID. It flushes what it
+            prints.
         num_workers: how many processes.
         args: arguments of the script, the same for all.
         devices: CPU devices of each process.
@@ -108,7 +110,6 @@ def workers(
     """
     shared = {name: value for name, value in os.environ.items() if not _NOT_INHERITED.fullmatch(name)}
     shared |= {
-        "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(devices),

@@ -552,7 +552,7 @@ def main(folder: str, first: int, count: int) -> None:
         try:
             program.run()
         except Exception:
-            print(f"SEED {seed} operation {program.count}")
+            print(f"SEED {seed} operation {program.count}", flush=True)
             traceback.print_exc()
             raise
     save(found, folder)

@@ -141,5 +141,5 @@ whole()
 strategy.barrier("end")
 found["mirrored"] = strategy.num_workers
 if strategy.is_chief:
-    print("FOUND" + json.dumps(found))
+    print("FOUND" + json.dumps(found), flush=True)
 sys.stdout.flush()
