@@ -4,6 +4,7 @@ import functools
 import json
 import re
 import threading
+import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import MagicMock
@@ -13,11 +14,10 @@ import jax.numpy as jnp
 import pytest
 from fake_service import FakeClient
 
-from mirrored import _agreement
-from mirrored._agreement import Agreement, require_same_batches
+from mirrored._agreement import Agreement, digest, require_same_history
 from mirrored._coordination import Coordination
 from mirrored._errors import ProgramMismatchError
-from mirrored._progress import Progress
+from mirrored._progress import UNKNOWN, Progress
 
 
 class Job:
@@ -63,23 +63,43 @@ def test_the_same_programs_pass(num_workers: int) -> None:
     assert all(progress.phases == () for progress in job.progress)
 
 
+@pytest.mark.parametrize("column", [0, 1])
+def test_what_is_the_same_or_not_known_passes(column: int) -> None:
+    ours, theirs = ["3", "ab12", "train"], ["3", "ab12", "train"]
+    require_same_history([ours, theirs])
+    theirs[column] = UNKNOWN
+    for histories in ([ours, theirs], [theirs, ours], [theirs, theirs]):
+        require_same_history(histories)
+
+
 def test_other_numbers_of_batches_are_told() -> None:
-    for same in (["3", "3"], ["None", "3"], ["None", "None"]):  # not known where another thread takes them
-        require_same_batches(same)
     with pytest.raises(
-        ProgramMismatchError, match=r"different numbers of batches .*: worker 0 3, worker 1 2\..* next\(iterator\)"
+        ProgramMismatchError, match=r"different numbers of batches .*: worker 0: 3; worker 1: 2\..* next\(iterator\)"
     ):
-        require_same_batches(["3", "2"])
+        require_same_history([["3", "ab", "train"], ["2", "cd", "train"]])
 
 
-def test_programs_are_compared_at_the_same_batch() -> None:
+def test_another_order_is_told_with_what_was_done_last() -> None:
+    with pytest.raises(
+        ProgramMismatchError,
+        match=r"in different orders.*: worker 0: train, evaluate; worker 1: evaluate, \\ntrain\.\n[^$]*DEBUG=detail",
+    ):
+        require_same_history([["3", "ab", "train, evaluate"], ["3", "cd", "evaluate, \ntrain"]])
+
+
+def test_programs_are_compared_at_the_same_place() -> None:
     job = Job(1)
     job.progress[0].took_batch()
-    sent = job.workers[0].exchange = MagicMock(return_value=[["train", _agreement._digest(TRAIN[1]), "1"]] * 2)
+    job.progress[0].did("train", b"train")
+    own = ["train", digest(TRAIN[1]), *job.progress[0].history()]
+    sent = job.workers[0].exchange = MagicMock(return_value=[own, own])
     job.agreements[0].check(*TRAIN)
-    assert sent.call_args.args[1] == ["train", _agreement._digest(TRAIN[1]), "1"]
-    sent.return_value[1] = ["train", _agreement._digest(TRAIN[1]), "0"]
-    with pytest.raises(ProgramMismatchError, match="worker 0 1, worker 1 0"):
+    assert sent.call_args.args[1] == own and own[2:] == ["1", f"{zlib.crc32(b'train'):08x}", "train"]
+    sent.return_value[1] = [*own[:2], "0", *own[3:]]
+    with pytest.raises(ProgramMismatchError, match="worker 0: 1; worker 1: 0"):
+        job.agreements[0].check(*TRAIN)
+    sent.return_value[1] = [*own[:3], "0", "evaluate"]
+    with pytest.raises(ProgramMismatchError, match="worker 0: train; worker 1: evaluate"):
         job.agreements[0].check(*TRAIN)
 
 

@@ -130,7 +130,20 @@ def test_copies_are_compared_so_seldom_that_it_costs_one_percent(strategy3) -> N
     assert cheap > 20, "this step is much cheaper than a comparison"
 
 
-def test_with_one_replica_and_without_writes_nothing_is_watched(strategy2) -> None:
+def test_variables_that_a_program_only_reads_are_watched(strategy2) -> None:
+    with strategy2.scope():
+        frozen = mr.Variable(np.ones(3, np.float32), name="frozen")
+    for evaluate in (lambda: strategy2.run(lambda: frozen.value * 2), mr.function(lambda: frozen.value * 2)):
+        for _ in range(39):
+            evaluate()
+        good = frozen._array
+        flip(frozen, 1)
+        with pytest.raises(mr.ReplicasDivergeError, match="copies of variable 'frozen' differ"):
+            evaluate()
+        frozen._array = good
+
+
+def test_with_one_replica_and_without_variables_nothing_is_watched(strategy2) -> None:
     one = mr.MirroredStrategy(["cpu:0"])
     train(one, as_function=False)[1]()
     strategy2.run(lambda: 1 * np.ones(2))
@@ -149,7 +162,7 @@ def told(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_all_workers_compare_as_seldom_as_the_one_that_needs_it_most(strategy2, told) -> None:
-    told(lambda channel, own: [["0", []]] if channel == "the copies of variables" else [own * 1000, 7])
+    told(lambda channel, own: [[own[0], []]] if channel == "the copies of variables" else [own * 1000, 7])
     _, step = train(strategy2, as_function=False)
     for _ in range(41):
         step()
@@ -160,9 +173,9 @@ def test_all_workers_compare_as_seldom_as_the_one_that_needs_it_most(strategy2, 
 def test_a_variable_that_another_worker_has_forgotten_is_left_out_and_the_others_are_compared(strategy2, told) -> None:
     with strategy2.scope():
         pair = [mr.Variable(np.ones(3, np.float32), name=name) for name in ("forgotten", "kept")]
-    told(lambda channel, own: [["None", [entry for entry in own[1] if entry[0] != pair[0]._number]]])
+    told(lambda channel, own: [[own[0], [entry for entry in own[1] if entry[0] != pair[0]._number]]])
     _divergence.check(strategy2._mesh, pair)
-    told(lambda channel, own: [["None", [[number, [0 for _ in sums]] for number, sums in own[1][1:]]]])
+    told(lambda channel, own: [[own[0], [[number, [0 for _ in sums]] for number, sums in own[1][1:]]]])
     mesh = SimpleNamespace(num_replicas=4, is_alone=False, devices=[SimpleNamespace(process_index=i // 2) for i in range(4)])
     with pytest.raises(mr.ReplicasDivergeError, match=r"'kept' differ: replicas \[2, 3\] \(worker 1\) from replica 0"):
         _divergence.check(mesh, pair)
@@ -171,6 +184,12 @@ def test_a_variable_that_another_worker_has_forgotten_is_left_out_and_the_others
 def test_workers_at_different_batches_are_told(strategy2, told) -> None:
     with strategy2.scope():
         variable = mr.Variable(1.0)
-    told(lambda channel, own: [[str(int(own[0]) + 1), own[1]]])
+    told(lambda channel, own: [[[str(int(own[0][0]) + 1), *own[0][1:]], own[1]]])
     with pytest.raises(mr.ProgramMismatchError, match="different numbers of batches"):
         _divergence.check(strategy2._mesh, [variable])
+
+
+def test_workers_that_did_other_things_are_told(strategy2, told) -> None:
+    told(lambda channel, own: [[[own[0][0], "other", "evaluate"], own[1]]])
+    with pytest.raises(mr.ProgramMismatchError, match=r"different orders.*worker 1: evaluate"):
+        _divergence.check(strategy2._mesh, [])

@@ -26,7 +26,7 @@ from mirrored._errors import WorkerLostError
 from mirrored._escape import escape, escape_lines
 from mirrored._guard import Guard
 from mirrored._process import Process
-from mirrored._progress import NEXT_BATCH, OTHERS_INPUT, Progress
+from mirrored._progress import NEXT_BATCH, OTHERS_INPUT, UNKNOWN, Progress
 from mirrored._stall import MIN_STALL_SECONDS, Others, Own, Position, decode, judge
 from mirrored._verdict import MAX_TEXT, Verdict
 
@@ -180,7 +180,7 @@ def test_time_counts_while_nothing_changes() -> None:
     progress = Progress()
     own = Own(progress, None)
     assert [own.look(0.5, False).still for _ in range(3)] == [0.0, 0.5, 1.0]
-    progress.enter("train")
+    progress.enter("train", b"train")
     position = own.look(0.5, False)
     assert (position.still, position.started, position.waits, position.beat) == (0.0, 1, True, 4)
     with progress.phase("the barrier 'b'", "of the data", waits=True):
@@ -207,11 +207,11 @@ def test_threads_leave_no_phase_behind() -> None:
 def test_batches_that_another_thread_takes_are_not_counted() -> None:
     progress = Progress()
     progress.took_batch()
-    seen: list[int | None] = []
-    thread = threading.Thread(target=lambda: [progress.took_batch(), seen.append(progress.batches_so_far())])
+    seen: list[list[str]] = []
+    thread = threading.Thread(target=lambda: [progress.took_batch(), seen.append(progress.history())])
     thread.start()
     thread.join()
-    assert progress.batches_so_far() == 1 and seen == [None]
+    assert progress.history()[0] == "1" and seen == [[UNKNOWN] * 3]
 
 
 def test_a_witness_that_is_deleted_meanwhile_is_not_waited_for() -> None:
@@ -223,7 +223,7 @@ def test_a_witness_that_is_deleted_meanwhile_is_not_waited_for() -> None:
             raise RuntimeError("Array has been deleted.")
 
     progress = Progress()
-    progress.enter("train")
+    progress.enter("train", b"train")
     progress.witness = Witness()
     assert not progress.is_waiting()
 
@@ -524,7 +524,7 @@ def test_a_stalled_worker_is_named_after_the_limit(make: Make, caplog: Log) -> N
     guarded.progress.started = 4
     guarded.says("left/1", "1")
     start = time.monotonic()
-    guarded.progress.enter("train")
+    guarded.progress.enter("train", b"train")
     assert guarded.codes.get(timeout=20) == 75
     assert 0.9 < time.monotonic() - start < 6.0
     assert "worker 1 has not entered step 5 (program 'train') for 1 s, which is the limit" in caplog.text
@@ -630,7 +630,7 @@ def test_a_round_of_a_healthy_job_is_three_calls(make: Make, monkeypatch: Patch)
         assert guarded.guard._round(0.5) is False  # in which it meets the other
         guarded.service.calls = 0
         for _ in range(5):
-            guarded.progress.enter("train")
+            guarded.progress.enter("train", b"train")
             assert guarded.guard._round(0.5) is False
         assert guarded.service.calls == 5 * calls
 
@@ -680,7 +680,7 @@ def test_a_worker_of_this_host_that_dies_is_named_at_once_wherever_this_one_is(
     guarded = make(is_started=False)
     guarded.says("process/1", introduced(neighbour))
     if where == "step":
-        guarded.progress.enter("train")
+        guarded.progress.enter("train", b"train")
     elif where != "own code":
         guarded.progress.phase(NEXT_BATCH if where == "input" else "saving step 3", is_patient=where == "saving").__enter__()
     assert guarded.guard._round(0.5) is False and guarded.codes.empty(), "it lives"

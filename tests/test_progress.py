@@ -1,10 +1,11 @@
 """What the process says that it is doing: true at every moment, and almost free."""
 
+import threading
 import timeit
 
 import pytest
 
-from mirrored._progress import Progress
+from mirrored._progress import UNKNOWN, Progress
 
 
 class Witness:
@@ -22,29 +23,29 @@ class Witness:
 def test_it_waits_from_before_a_program_starts_until_its_result_is_there() -> None:
     progress = Progress()
     assert not progress.is_waiting()
-    progress.enter("train")
+    progress.enter("train", b"train")
     assert (progress.started, progress.program, progress.is_waiting()) == (1, "train", True)
     progress.witness = witness = Witness()
     assert progress.is_waiting()
     witness.ready = True
     assert not progress.is_waiting()
-    progress.enter("train")
+    progress.enter("train", b"train")
     assert progress.is_waiting(), "the result of the program before says nothing of this one"
 
 
 def test_a_result_that_was_donated_and_a_program_known_to_have_finished_are_not_waited_for() -> None:
     progress = Progress()
-    progress.enter("train")
+    progress.enter("train", b"train")
     progress.witness = Witness(deleted=True)
     assert not progress.is_waiting()
-    progress.enter("train")
+    progress.enter("train", b"train")
     progress.finished = 2
     assert not progress.is_waiting()
 
 
 def test_phases_nest_and_end_also_with_an_error() -> None:
     progress = Progress()
-    progress.enter("train")
+    progress.enter("train", b"train")
     with progress.phase("saving step 1", is_patient=True):
         assert not progress.is_waiting(), "it saves while a program runs"
         with progress.phase("the barrier 'saved'", "of the checkpoint", waits=True):
@@ -68,11 +69,39 @@ def test_phases_of_two_threads_do_not_end_each_other() -> None:
     assert progress.phases == (two,)
 
 
+def test_the_trail_is_of_what_was_done_in_its_order() -> None:
+    def trail(*digests: bytes) -> str:
+        progress = Progress()
+        for digest in digests:
+            progress.enter("train", digest)
+        return progress.history()[1]
+
+    assert trail(b"a", b"b", b"a") == trail(b"a", b"b", b"a")
+    assert len({trail(), trail(b"a"), trail(b"a", b"b"), trail(b"b", b"a"), trail(b"a", b"b", b"b")}) == 5
+
+
+def test_the_trail_is_not_known_after_another_thread_had_part_in_it() -> None:
+    progress = Progress()
+    progress.did("assign", b"0")
+    assert progress.history()[1:] == [f"{progress.trail:08x}", "assign"]
+    thread = threading.Thread(target=lambda: progress.did("assign", b"0"))
+    thread.start()
+    thread.join()
+    assert progress.history() == ["0", UNKNOWN, "assign, assign"]
+
+
+def test_only_the_last_names_are_kept() -> None:
+    progress = Progress()
+    for number in range(20):
+        progress.did(str(number), b"")
+    assert progress.history()[2] == ", ".join(map(str, range(12, 20)))
+
+
 def test_a_step_pays_almost_nothing() -> None:
     progress, witness = Progress(), Witness()
 
     def step() -> None:
-        progress.enter("train")
+        progress.enter("train", b"train")
         progress.witness = witness
 
     # 0.1 us on an idle machine; the limit leaves room for a busy one.

@@ -14,18 +14,20 @@ from . import _env
 from ._coordination import Coordination
 from ._errors import ProgramMismatchError
 from ._escape import escape, escape_lines
-from ._progress import Progress, progress
+from ._progress import UNKNOWN, Progress, progress
 from ._stall import numbered
 
 #: Lines shown before and after the first that differs, and characters of them.
 _LINES_BEFORE, _LINES_AFTER = 2, 5
 _MAX_LINE, _MAX_EXCERPT = 300, 2000
 _MAX_NAME = 200
+_MAX_LATEST = 500
 _ADVICE = (
     "Every worker must run the same programs in the same order, with arrays of the same shapes and dtypes.\n"
     "Look for what differs by worker: a Python number that the step uses, such as a rank, a learning rate, the time or a "
     "random number (it is a constant of the program, so make it equal: the same seed, the chief's time), an `if` such as "
-    "`if strategy.is_chief:` around strategy.run, batches of other shapes, other versions of the code."
+    "`if strategy.is_chief:` around strategy.run, batches of other shapes, other versions of the code, variables that are "
+    "created or used in an order that differs, such as that of a set."
 )
 
 
@@ -71,24 +73,25 @@ class Agreement:
 
     def _compare(self, channel: str, what: str, name: str, text: str) -> None:
         with self._progress.phase(f"the comparison of {what}", repr(name), waits=True):
-            seen = self._exchange(channel, [name[:_MAX_NAME], _digest(text), str(self._progress.batches_so_far())])
-            if all(digest == seen[0][1] for _, digest, _ in seen):
-                require_same_batches([batches for _, _, batches in seen])
+            seen = self._exchange(channel, [name[:_MAX_NAME], digest(text), *self._progress.history()])
+            if all(own == seen[0][1] for _, own, *_ in seen):
+                require_same_history([history for _, _, *history in seen])
                 return
             excerpts = self._exchange_excerpts(channel, text)
-        raise ProgramMismatchError(_mismatch(what, [shown for shown, _, _ in seen], excerpts))
+        raise ProgramMismatchError(_mismatch(what, [shown for shown, *_ in seen], excerpts))
 
     def _exchange(self, channel: str, entry: list[str]) -> list[list[str]]:
         seen = self._coordination.exchange(channel, entry)
-        return [[str(part) for part in other] if isinstance(other, list) and len(other) == 3 else ["?"] * 3 for other in seen]
+        is_one = [isinstance(other, list) and len(other) == len(entry) for other in seen]
+        return [[str(part) for part in other] if one else ["?"] * len(entry) for other, one in zip(seen, is_one, strict=True)]
 
     def _exchange_excerpts(self, channel: str, text: str) -> list[str]:
         """Return what each worker has around the first difference; few bytes are sent, however long the programs are."""
         same, differ = 0, max(map(_count, self._coordination.exchange(channel, len(text))))
         while differ - same > 1:  # the first `same` characters are equal everywhere, the first `differ` are not
             middle = (same + differ) // 2
-            digests = self._coordination.exchange(channel, _digest(text[:middle]))
-            if all(digest == digests[0] for digest in digests):
+            digests = self._coordination.exchange(channel, digest(text[:middle]))
+            if all(other == digests[0] for other in digests):
                 same = middle
             else:
                 differ = middle
@@ -109,22 +112,32 @@ def _excerpt(text: str, position: int) -> str:
     return "\n".join(shown)
 
 
-def require_same_batches(batches: Sequence[str]) -> None:
-    """See that all workers have taken as many batches: at the same program, they are at the same one.
+def require_same_history(histories: Sequence[Sequence[str]]) -> None:
+    """See that all workers have taken as many batches and done the same: at the same program, they are at the same place.
 
     Args:
-        batches: how many, of each worker; "None" where that is not known.
+        histories: of each worker, `Progress.history`.
 
     Raises:
         ProgramMismatchError: on every worker.
     """
-    if "None" not in batches and len(set(batches)) > 1:
-        listed = ", ".join(f"worker {worker} {escape(number, _MAX_NAME)}" for worker, number in enumerate(batches))
+    batches, trails, latest = zip(*histories, strict=True)
+    if UNKNOWN not in batches and len(set(batches)) > 1:
         raise ProgramMismatchError(
-            f"the workers have taken different numbers of batches of their distributed datasets: {listed}. So a step would "
-            "pair rows of different batches. Every worker must take every batch: let no `if` that differs by worker, such as "
-            "`if strategy.is_chief:`, stand around next(iterator) or a loop over a distributed dataset."
+            f"the workers have taken different numbers of batches of their distributed datasets: {_listed(batches)}. So a step "
+            "would pair rows of different batches. Every worker must take every batch: let no `if` that differs by worker, such "
+            "as `if strategy.is_chief:`, stand around next(iterator) or a loop over a distributed dataset."
         )
+    if UNKNOWN not in trails and len(set(trails)) > 1:
+        raise ProgramMismatchError(
+            "the workers have run known programs in different orders, or with other variables, so that results are wrong. The "
+            f"last things each has done: {_listed(latest)}.\n{_ADVICE}\nMIRRORED_DEBUG=detail in the environment of all workers "
+            "finds the first that differs."
+        )
+
+
+def _listed(texts: Sequence[str]) -> str:
+    return "; ".join(f"worker {worker}: {escape(text, _MAX_LATEST)}" for worker, text in enumerate(texts))
 
 
 def _mismatch(what: str, names: Sequence[str], excerpts: Sequence[str]) -> str:
@@ -137,7 +150,8 @@ def _mismatch(what: str, names: Sequence[str], excerpts: Sequence[str]) -> str:
     return "\n".join([*parts, _ADVICE])
 
 
-def _digest(text: str) -> str:
+def digest(text: str) -> str:
+    """Return a short text that is equal for equal texts only."""
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
 

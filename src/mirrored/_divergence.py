@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from . import _home, _runtime
-from ._agreement import require_same_batches
+from ._agreement import require_same_history
 from ._checksum import checksum
 from ._coordination import Coordination
 from ._errors import ReplicasDivergeError
@@ -31,15 +31,15 @@ def check(mesh: ReplicaMesh, variables: Sequence[Variable]) -> None:
     Garbage is collected at other times on other workers, so what is compared is what all of them still have.
 
     Raises:
-        ProgramMismatchError: on every worker, when they have not taken the same number of batches.
+        ProgramMismatchError: on every worker, when they have not taken the same number of batches, or run the same programs.
         ReplicasDivergeError: on every worker, naming the first variable whose copies differ, the replicas and the workers.
     """
     if mesh.num_replicas == 1:
         return
     own = [[variable._number, [checksum(copy) for _, copy in variable._local_arrays()]] for variable in variables]
     with progress.phase("the comparison of the copies of variables", waits=not mesh.is_alone):
-        every = _coordination(mesh).exchange("the copies of variables", [str(progress.batches_so_far()), own])
-    require_same_batches([batches for batches, _ in every])
+        every = _coordination(mesh).exchange("the copies of variables", [progress.history(), own])
+    require_same_history([history for history, _ in every])
     by_worker = [dict(sums) for _, sums in every]
     for variable in variables:
         if all(variable._number in sums for sums in by_worker):
@@ -69,7 +69,7 @@ def _compare(mesh: ReplicaMesh, variable: Variable, column: np.ndarray) -> None:
 
 
 class Watch:
-    """Compare the copies of the variables that a program writes, every so many of its runs.
+    """Compare the copies of the variables that a program uses, and what the workers have done, every so many of its runs.
 
     How many is measured once, so that it costs at most 1 % of the time of the runs.
 
@@ -109,6 +109,10 @@ class Watch:
 
 
 def watch(mesh: ReplicaMesh, variables: Sequence[Variable]) -> Watch | None:
-    """Return what watches the copies of the mirrored ones among variables; None when there is nothing to compare."""
+    """Return what watches the copies of the mirrored ones among variables; None when there is nothing to compare.
+
+    Those that a program only reads too: a copy that differs makes its results wrong. With several workers also a program without
+    variables, because of what else is compared.
+    """
     mirrored = [variable for variable in variables if not variable._on_read]
-    return Watch(mesh, mirrored) if mirrored and mesh.num_replicas > 1 else None
+    return Watch(mesh, mirrored) if not mesh.is_alone or (mirrored and mesh.num_replicas > 1) else None

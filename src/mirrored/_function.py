@@ -159,7 +159,7 @@ def _make(call: Call, frame: Frame) -> CompiledFunction:
         compiled = _joint.prepared(name, f"arguments by replica: {is_split}\n{lifted.describe()}", compiled)
     constants = _placing.mirror_constants(mesh, lifted.closed.consts, f"an array that {name} closes over")
     home, pins = _home.home_of(lifted.written), [*_signature.pinned(call), frame.strategy]
-    return CompiledFunction(name, lifted, home, mesh, compiled, constants, pins, _divergence.watch(mesh, lifted.written))
+    return CompiledFunction(name, lifted, home, mesh, compiled, constants, pins, _divergence.watch(mesh, lifted.variables))
 
 
 def _pure(lifted: Lifted, mesh: ReplicaMesh, written: Any, read_only: Any, arrays: Any, constants: Any) -> Any:

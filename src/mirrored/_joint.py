@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from . import _runtime
+from ._agreement import digest
 from ._progress import progress
 
 #: A compiled program: of a `jax.jit`, so it has `lower`.
@@ -33,6 +34,17 @@ def exchange(name: str, value: Any) -> Sequence[Any]:
         return _required().coordination.exchange(name, value)
 
 
+def note(what: str) -> None:
+    """Note that something is done, besides programs, that all workers must do alike and in the same order.
+
+    Args:
+        what: equal on all workers.
+    """
+    if (agreement := _required().agreement).checks_order:
+        agreement.check_order(what, what)
+    progress.did(what, digest(what).encode())
+
+
 def prepared(name: str, text: str, program: Compiled) -> Callable[..., Any]:
     """Agree on a program, and return it so that it tells the guard when it starts, and that it is being compiled before."""
     agree(name, text)
@@ -51,12 +63,12 @@ def prepared(name: str, text: str, program: Compiled) -> Callable[..., Any]:
 
 def started(name: str, text: str, program: Callable[..., Any]) -> Callable[..., Any]:
     """Return a program that tells the guard when it starts."""
-    agreement = _required().agreement
+    agreement, own_digest = _required().agreement, digest(text).encode()
 
     def call(*arguments: Any) -> Any:
         if agreement.checks_order:
             agreement.check_order(name, text)
-        progress.enter(name)
+        progress.enter(name, own_digest)
         return program(*arguments)
 
     return call

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from . import _context, _tracing
+from ._checksum import checksum
 from ._context import Frame
 from ._errors import ContextError
 from ._tracing import ClosedJaxpr
@@ -30,6 +31,10 @@ from ._variables import Variable
 Fallback = Callable[[Variable], jax.Array]
 
 ResultT = TypeVar("ResultT")
+
+#: What changes a program's numbers and not its text.
+_SETTINGS = ("jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable")
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 class Bindings:
@@ -204,11 +209,22 @@ class Lifted:
     def describe(self) -> str:
         """Write the program as text that is equal on two workers which may run it together.
 
-        Without names of variables, addresses of objects and lines of files, which may differ all the same.
+        Without names of variables, addresses of objects and lines of files, which may differ all the same. Variables have
+        the number of their creation instead: two may have the same shape and dtype.
         """
-        kinds = [f"{'on read' if v._on_read else 'mirrored'} {v.dtype}{list(v.shape)}" for v in self.variables]
-        program = re.sub(r" at 0x[0-9a-f]+", "", str(self.closed.jaxpr))
-        return f"writes {kinds[: len(self.written)]}\nreads {kinds[len(self.written) :]}\n{program}"
+        kinds = [f"{v._number}: {'on read' if v._on_read else 'mirrored'} {v.dtype}{list(v.shape)}" for v in self.variables]
+        settings = ", ".join(f"{name}={getattr(jax.config, name)}" for name in _SETTINGS)
+        inner = [checksum(array) for array in _tracing.inner_constants(self.closed.jaxpr) if _is_whole_here(array)]
+        return (
+            f"writes variables {kinds[: len(self.written)]}\nreads variables {kinds[len(self.written) :]}\nsettings {settings}\n"
+            f"checksums of arrays that inner functions close over {inner}\n{_ADDRESS.sub('', str(self.closed.jaxpr))}"
+        )
+
+
+def _is_whole_here(array: Any) -> bool:
+    if isinstance(array, jax.core.Tracer):
+        return False
+    return not isinstance(array, jax.Array) or array.is_fully_addressable or array.is_fully_replicated
 
 
 def lift(

@@ -6,7 +6,9 @@ reader to find out, who looks twice a second.
 
 from __future__ import annotations
 
+import collections
 import threading
+import zlib
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -18,6 +20,10 @@ Detail: TypeAlias = str | Callable[[], str]
 NEXT_BATCH = "the next batch"
 #: What its detail says in the latter case.
 OTHERS_INPUT = "its own is ready; it waits for the other workers' input"
+#: Stands in a history for what another thread has done, in no order that can be compared.
+UNKNOWN = "unknown"
+#: How many names of things done are kept for messages.
+_NUM_LATEST = 8
 
 
 class Phase:
@@ -57,6 +63,9 @@ class Progress:
         phases: what goes on between programs; the last one is the innermost.
         lock: for changes of them, because input may be read by a thread of the user's.
         batches: how many batches of all workers the main thread has taken.
+        trail: a checksum of all that must be done alike and in the same order on all workers.
+        latest: the names of the last of it.
+        is_threaded: whether some of it was done by another thread than the main one, in an order that chance decides.
     """
 
     def __init__(self) -> None:
@@ -67,15 +76,30 @@ class Progress:
         self.phases: tuple[Phase, ...] = ()
         self.lock = threading.Lock()
         self.batches = 0
+        self.trail = 0
+        self.latest: collections.deque[str] = collections.deque(maxlen=_NUM_LATEST)
+        self.is_threaded = False
 
-    def enter(self, program: str) -> None:
+    def enter(self, program: str, digest: bytes) -> None:
         """Note that a program is about to be started: before the call, which itself may wait for the other workers.
 
         Set `witness` to a result of it afterwards.
+
+        Args:
+            program: its name.
+            digest: equal on two workers exactly when they may run it together.
         """
         self.witness = None
         self.program = program
+        self.did(program, digest)
         self.started += 1
+
+    def did(self, what: str, digest: bytes) -> None:
+        """Note something that all workers must do alike and in the same order."""
+        self.trail = zlib.crc32(digest, self.trail)
+        self.latest.append(what)
+        if not in_main_thread():
+            self.is_threaded = True
 
     def phase(self, text: str, detail: Detail = "", *, waits: bool = False, is_patient: bool = False) -> Phase:
         """Return a context for what is done between programs, by the thread that takes the steps; see `Phase`."""
@@ -99,9 +123,11 @@ class Progress:
         if in_main_thread():
             self.batches += 1
 
-    def batches_so_far(self) -> int | None:
-        """Return how many batches have been taken, which is the same on all workers; None in another thread."""
-        return self.batches if in_main_thread() else None
+    def history(self) -> list[str]:
+        """Return what is the same on all workers at the same program, for `require_same_history`, or that it is not known."""
+        if not in_main_thread():
+            return [UNKNOWN] * 3
+        return [str(self.batches), UNKNOWN if self.is_threaded else f"{self.trail:08x}", ", ".join(self.latest)]
 
 
 def in_main_thread() -> bool:

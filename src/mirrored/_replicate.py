@@ -293,7 +293,7 @@ def _make_program(strategy: Any, mesh: ReplicaMesh, call: Call) -> Program:
         compiled = _joint.prepared(name, text, compiled)
     constants = _placing.mirror_constants(mesh, lifted.closed.consts, "an array that the step closes over")
     home, pins = _home.home_of(lifted.written), _signature.pinned(call)
-    watch = _divergence.watch(mesh, lifted.written)
+    watch = _divergence.watch(mesh, lifted.variables)
     return Program(
         name, mesh.num_replicas, bool(text), lifted, home, findings, mapped, compiled, constants, is_mirrored, pins, watch
     )  # fmt: skip

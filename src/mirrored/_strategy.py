@@ -473,6 +473,7 @@ class Strategy:
             return leaf
         if isinstance(leaf, Variable):
             self._check_own_variable(leaf, verb)
+            leaf._note_use(verb)
             return leaf._as_per_replica() if leaf._on_read else leaf._read(_context.current(), is_taken=False)
         array = _collectives.as_array(leaf, f"strategy.{verb}")
         if not self._mesh.is_alone:

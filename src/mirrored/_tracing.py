@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
+import numpy as np
 
 from ._typing import REPLICA_AXIS
 
@@ -131,6 +132,19 @@ def meshes_in(jaxpr: Jaxpr) -> Iterator[jax.sharding.Mesh]:
                 yield placement.mesh
         for inner in jex_core.jaxprs_in_params(equation.params):
             yield from meshes_in(inner)
+
+
+def inner_constants(jaxpr: Jaxpr) -> Iterator[Any]:
+    """Yield the arrays that functions inside a traced function close over: their text shows no more than shapes of them."""
+    for equation in jaxpr.eqns:
+        for inner in jax.tree.leaves(tuple(equation.params.values())):
+            if isinstance(inner, ClosedJaxpr):
+                yield from inner.consts
+                yield from inner_constants(inner.jaxpr)
+            elif isinstance(inner, Jaxpr):
+                yield from inner_constants(inner)
+            elif isinstance(inner, np.ndarray | jax.Array):
+                yield inner
 
 
 def placeholder(shape: tuple[int, ...], dtype: Any) -> jax.Array:

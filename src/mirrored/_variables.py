@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _collectives, _context, _conversion, _mesh, _placing, _stacked, _tracing
+from . import _collectives, _context, _conversion, _joint, _mesh, _placing, _stacked, _tracing
 from ._context import Frame
 from ._errors import ContextError, PerReplicaError, ReplicasDivergeError, StrategyMismatchError, UnevenReplicasError
 from ._home import Home
@@ -208,6 +208,7 @@ class Variable:
             )
         if frame is not None and frame.axis is not None:
             return _collectives.aggregate(self._aggregation, stored, frame.axis)
+        self._note_use("read")
         return _stacked.compiled(_stacked.aggregate_stack, self._mesh.mirrored, self._aggregation)(stored)
 
     def _load(self, frame: Frame | None) -> jax.Array:
@@ -394,8 +395,14 @@ class Variable:
         if isinstance(value, jax.core.Tracer):
             raise ContextError(_context.foreign_trace_message("written", self._name, frame))
         array = value if self._on_read else _placed(value, self._mesh)
+        self._note_use("assign to")
         self._note_taken()
         self._array = array
+
+    def _note_use(self, what: str) -> None:
+        """Let the workers see, with their next comparison, whether all use the same variable."""
+        if not self._mesh.is_alone and not _context.is_traced():
+            _joint.note(f"{what} variable {self._number}")
 
     def _check_mesh(self, frame: Frame) -> None:
         if frame.mesh is not None and frame.mesh != self._mesh:

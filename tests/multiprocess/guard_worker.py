@@ -62,7 +62,7 @@ class Job:
             with progress.phase(f"compiling {name!r}", is_patient=True):
                 self._programs[name] = program.lower(argument).compile()
         program = self._programs[name]
-        progress.enter(name)
+        progress.enter(name, name.encode())
         progress.witness = result = program(argument)
         return float(result.addressable_data(0))
 

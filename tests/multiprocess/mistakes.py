@@ -17,10 +17,13 @@ worker = strategy.cluster.worker_index
 is_last = worker == strategy.num_workers - 1
 with strategy.scope():
     variable = mr.Variable(0.0, name="variable")
+    frozen = mr.Variable(3.0, name="frozen")
+    counters = [mr.Variable(0.0, synchronization="on_read", aggregation="sum") for _ in range(2)]
 x = strategy.distribute_values_from_function(lambda context: np.ones(3, np.float32))
 
 
 own = jnp.full(3, float(worker))
+table = np.arange(3.0, dtype=np.float32) + worker
 
 
 def add(x: Any) -> Any:
@@ -33,6 +36,16 @@ def twice(x: Any) -> Any:
 
 def average(x: Any) -> Any:
     return mr.get_replica_context().all_reduce("mean", x)
+
+
+@jax.jit
+def scaled(x: Any) -> Any:
+    return x * own
+
+
+@jax.jit
+def scanned(x: Any) -> Any:
+    return jax.lax.scan(lambda total, row: (total + row, None), x, table)[0]
 
 
 def run(function: Callable[..., Any], *args: Any) -> Any:
@@ -54,6 +67,15 @@ mistakes: dict[str, Callable[[], Any]] = {
     "none": lambda: steps(lambda number: False, fail),
     "argument": lambda: [run(add, np.full(3, float(worker), np.float32)) for _ in range(5)],
     "closed-over array": lambda: run(lambda: add(own)),
+    "array in an inner jit": lambda: run(lambda x: add(scaled(x)), x),
+    "numpy table in an inner jit": lambda: run(lambda x: add(scanned(x)), x),
+    "settings": lambda: [jax.config.update("jax_threefry_partitionable", is_last), run(average, x)],
+    "another variable": lambda: run(lambda: [frozen, variable][is_last].assign_add(1.0)),
+    "another variable read": lambda: run(lambda x: add(x * [frozen, variable][is_last].value), x),
+    "another variable assigned": lambda: [[frozen, variable][is_last].assign(5.0), run(add, x)],
+    "another variable reduced": lambda: [strategy.reduce("sum", [frozen, variable][is_last]), run(add, x)],
+    "another variable aggregated": lambda: [np.asarray(counters[is_last].value), run(add, x)],
+    "order of known programs": lambda: known_programs(),
     "reduced number": lambda: strategy.reduce("sum", float(worker)),
     "shape of a variable": lambda: make_variable(np.zeros(3 + is_last, np.float32)),
     "kind of an argument": lambda: [run(add, np.ones(3, np.float32)), run(twice, x if is_last else np.ones(3, np.float32))],
@@ -70,7 +92,8 @@ mistakes: dict[str, Callable[[], Any]] = {
         lambda context: np.ones((2,) * (1 + context.replica_id_in_sync_group))
     ),
     "eager": lambda: eager(),
-    "flipped bit": lambda: flipped_bit(),
+    "flipped bit": lambda: flipped_bit(variable, lambda: variable.assign_add(1.0)),
+    "flipped bit of a frozen variable": lambda: flipped_bit(frozen, lambda: add(frozen.value)),
     "batch of the chief": lambda: batches(10, lambda number: number == 0),
     "later batch of the chief": lambda: batches(1000, lambda number: number == 60),
     "evaluation of the chief": lambda: [run(add, x), next(iter(numbers())) if strategy.is_chief else None],
@@ -83,7 +106,18 @@ def make_variable(value: Any) -> None:
         mr.Variable(value)
 
 
-def flipped_bit() -> None:
+def known_programs() -> None:
+    """Run programs that all workers know, in another order on one of them."""
+    _divergence.MAX_COST = 1.0  # compare every 20 steps
+    programs = [add, average]
+    for _ in range(500):
+        for function in programs:
+            run(function, x)
+        if is_last:
+            programs = [average, add]
+
+
+def flipped_bit(variable: mr.Variable, step: Callable[[], Any]) -> None:
     """Change one bit of one device's memory, as a broken device does."""
     _divergence.MAX_COST = 1.0  # compare every 20 steps
     for number in range(20_000):
@@ -94,7 +128,7 @@ def flipped_bit() -> None:
             devices = [shard.device for shard in array.addressable_shards]
             parts = [jax.device_put(copy, device) for copy, device in zip(copies, devices, strict=True)]
             variable._array = jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
-        strategy.run(lambda: variable.assign_add(1.0))
+        strategy.run(step)
 
 
 def numbers() -> Any:

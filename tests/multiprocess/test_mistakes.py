@@ -8,10 +8,20 @@ from processes import run_workers
 
 SCRIPT = Path(__file__).parent / "mistakes.py"
 DIFFERENT = r"ProgramMismatchError: the workers have come to different programs"
+ORDER = r"ProgramMismatchError: the workers have run known programs in different orders, or with other variables, .*done:"
 
 MISTAKES = {
     "argument": r"ReplicasDivergeError: the argument `x`, a plain array, is not the same on all workers: worker 1 gave other",
     "closed-over array": r"ReplicasDivergeError: an array that the step closes over .*is not the same on all workers: worker 1 m",
+    "array in an inner jit": DIFFERENT + r".*inner functions close over \[\d+\].*inner functions close over \[\d+\]",
+    "numpy table in an inner jit": DIFFERENT,
+    "settings": DIFFERENT + r".*jax_threefry_partitionable=False.*jax_threefry_partitionable=True",
+    "another variable": DIFFERENT + r".*writes variables \['1: mirrored.*writes variables \['0: mirrored",
+    "another variable read": DIFFERENT + r".*reads variables \['1: mirrored.*reads variables \['0: mirrored",
+    "another variable assigned": ORDER + r" worker 0: .*, assign to variable 1; worker 1: .*, assign to variable 0\.",
+    "another variable reduced": ORDER + r" worker 0: .*, reduce variable 1; worker 1: .*, reduce variable 0\.",
+    "another variable aggregated": ORDER + r" worker 0: .*, read variable 2; worker 1: .*, read variable 3\.",
+    "order of known programs": ORDER + r" worker 0: .*add, average, add, average.*; worker 1: .*average, add, average, add",
     "reduced number": r"ReplicasDivergeError: what strategy.reduce was given, no PerReplica, is not the same on all workers",
     "shape of a variable": DIFFERENT,
     "kind of an argument": DIFFERENT + r".*arguments by replica: \[False\].*arguments by replica: \[True\]",
@@ -23,8 +33,9 @@ MISTAKES = {
     "operation": DIFFERENT,
     "shapes of values": r"ValueError: value_fn returned arrays of different ranks, shapes \(2,\), \(2, 2\)",
     "flipped bit": r"ReplicasDivergeError: the copies of variable 'variable' differ: replicas \[1\] \(worker 1\) from replica 0",
+    "flipped bit of a frozen variable": r"ReplicasDivergeError: the copies of variable 'frozen' differ: replicas \[1\]",
     "eager": r"ContextError: mr\.eager\(\) runs each operation by itself, which works with one worker only",
-    "batch of the chief": r"ProgramMismatchError: the workers have taken different numbers of .*: worker 0 2, worker 1 1\.",
+    "batch of the chief": r"ProgramMismatchError: the workers have taken different numbers of .*: worker 0: 2; worker 1: 1\.",
     "later batch of the chief": r"ProgramMismatchError: the workers have taken different numbers of .*next\(iterator\)",
     "barriers": r"WorkerLostError: the workers are at different barriers: worker 0 'after the work of 0', worker 1 'after",
 }
