@@ -63,7 +63,9 @@ KILLS = [
     # what the dying worker did, workers, devices of each, which
     ("killed", 2, 2, 1),
     pytest.param("killed while compiling", 2, 2, 1, marks=slow),
+    pytest.param("killed while compiling", 4, 1, 2, marks=slow),
     pytest.param("killed while saving", 2, 1, 1, marks=slow),
+    pytest.param("killed while saving", 4, 1, 3, marks=slow),
     pytest.param("input is killed", 4, 1, 3, marks=slow),
     pytest.param("outside", 2, 1, 1, marks=slow),
 ]
@@ -77,11 +79,14 @@ def test_a_dead_worker_is_named_at_once(fault: str, num_workers: int, devices: i
 
 
 @slow
-@pytest.mark.parametrize(("fault", "num_workers", "devices"), [("killed in step", 2, 2), ("input is killed", 4, 1)])
-def test_a_dead_chief_is_named_at_once(fault: str, num_workers: int, devices: int) -> None:
+@pytest.mark.parametrize(
+    ("fault", "num_workers", "devices"),
+    [("killed in step", 2, 2), ("input is killed", 4, 1), ("killed while compiling", 2, 1), ("killed while saving", 2, 1)],
+)
+def test_a_dead_chief_is_named_at_once(fault: str, num_workers: int, devices: int, tmp_path: Path) -> None:
     """Where JAX is faster it aborts, and its text says the same."""
     policy = "policy=file" if fault.startswith("input") else "policy=none"
-    ended = run(fault, num_workers, policy, devices=devices, who=0)
+    ended = run(fault, num_workers, policy, f"folder={tmp_path}", devices=devices, who=0)
     message = r"leaves with code 75: lost worker 0|UNAVAILABLE: Failed to send RPC to coordination service"
     require(ended, others(num_workers, 0, KILLED, (75, ABORTED)), message)
 
