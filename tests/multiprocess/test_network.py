@@ -81,21 +81,26 @@ def test_a_job_across_hosts_listens_on_their_addresses_only_and_survives_a_short
             assert {host for host, _ in found} == {address} and len(found) == number, found
 
 
-def test_both_sides_of_a_cut_end(hosts: dict[str, str]) -> None:
-    with workers(SCRIPT, 2, "steps=2000", env=hosts) as running:
+@pytest.mark.parametrize("num_workers", [2, 4])
+def test_both_sides_of_a_cut_end(hosts: dict[str, str], num_workers: int) -> None:
+    """Workers 0 and 2 are on one side."""
+    env = {"TEST_HOSTS": ",".join([hosts["TEST_HOSTS"]] * (num_workers // 2))}
+    with workers(SCRIPT, num_workers, "steps=2000", env=env) as running:
         wait_until_all_train(running)
         set_cable("down")
         cut = time.time()
         try:
-            chief, other = [worker.wait(60) for worker in running]
+            ended = [worker.wait(60) for worker in running]
         finally:
             set_cable("up")
-    for one, message in (
-        (chief, "worker 1 has been silent for 4 s: it is stopped, cut off, dead"),
-        (other, "worker 0, which hosts the coordination service, has not answered worker 1 for 4 s: it is stopped, cut off"),
-    ):
-        assert one.code in (75, ABORTED) and one.time - cut < HEARTBEAT + SOON, one
-        assert message in one.output, one.output
+    for one in ended:
+        assert one.code in (75, ABORTED) and one.time - cut < HEARTBEAT + SOON, one.output
+    for other in ended[1::2]:
+        assert f"worker {other.index} has been silent for 4 s: it is stopped, cut off, dead" in ended[0].output, ended[0].output
+        message = (
+            f"worker 0, which hosts the coordination service, has not answered worker {other.index} for 4 s: it is stopped, cut"
+        )
+        assert message in other.output, other.output
 
 
 @pytest.mark.parametrize(
