@@ -1,6 +1,7 @@
 """Checkpoints: what is saved comes back exactly, and what cannot is said before anything changes."""
 
 import asyncio
+import errno
 import itertools
 import json
 import logging
@@ -8,6 +9,7 @@ import os
 import random
 import re
 import shutil
+import stat
 import subprocess
 import sys
 import threading
@@ -694,7 +696,9 @@ def test_damaged_data_names_the_file_and_the_array(tmp_path: Path, caplog) -> No
     assert "array w is damaged" in message or "orbax cannot read the arrays" in message
 
 
-@pytest.mark.parametrize("harm", ["truncate", "empty", "remove", "extra", "link", "no_record", "no_arrays"])
+@pytest.mark.parametrize(
+    "harm", ["truncate", "empty", "remove", "extra", "link", "no_record", "folder_for_record", "socket_for_record", "no_arrays"]
+)
 def test_other_damage_is_found(tmp_path: Path, harm: str, caplog) -> None:
     named, step = trained(tmp_path), tmp_path / "2"
     victim = max(files_of(step / "arrays"), key=lambda p: p.stat().st_size)
@@ -714,10 +718,120 @@ def test_other_damage_is_found(tmp_path: Path, harm: str, caplog) -> None:
         case "no_record":
             victim = step / "record.json"
             victim.unlink()
+        case "folder_for_record":
+            victim = step / "record.json"
+            victim.unlink()
+            victim.mkdir()
+        case "socket_for_record":
+            victim = step / "record.json"
+            victim.unlink()
+            os.mknod(victim, stat.S_IFSOCK | 0o600)
         case "no_arrays":
             shutil.rmtree(step / "arrays")
     assert restore(tmp_path, **named) == 1
     assert sum(r.levelname == "ERROR" and victim.name in r.getMessage() for r in caplog.records if r.name == "mirrored") == 1
+
+
+def refuse(patch: pytest.MonkeyPatch, owner: object, name: str, refused: str, error: Exception) -> None:
+    """Let a function raise an error for each path whose name is `refused`."""
+    real = getattr(owner, name)
+
+    def refusing(path: str | os.PathLike[str] = ".", *more: object, **named: object) -> object:
+        if os.path.basename(path) == refused:
+            raise error
+        return real(path, *more, **named)
+
+    patch.setattr(owner, name, refusing)
+
+
+#: What fails, for what path in a step, with what, and what of the path is in the message.
+UNREAD = {
+    "open the record": (os, "open", "record.json", OSError(errno.EMFILE, "too many"), "2/record.json"),
+    "read the record": (_integrity, "decode_record", "", OSError(errno.EIO, "input/output"), "2/record.json"),
+    "list the folder": (os, "scandir", "arrays", OSError(errno.EACCES, "denied", "2/arrays"), "2/arrays"),
+    "read a file": (_integrity, "_file_checksum", "_METADATA", OSError(errno.ESTALE, "stale"), "2/arrays/_METADATA"),
+    "read the arrays": (_checkpoint_files, "_read_arrays", "arrays", OSError(errno.ENFILE, "too many"), "2/arrays"),
+    "have the memory": (_checkpoint_files, "_read_arrays", "arrays", MemoryError("no memory"), "2/arrays"),
+}
+
+
+@pytest.mark.parametrize("what", UNREAD)
+def test_what_could_not_be_read_is_no_damage(tmp_path: Path, what: str, monkeypatch, caplog) -> None:
+    owner, name, refused, error, shown = UNREAD[what]
+    named = trained(tmp_path)
+    named["w"].assign(np.zeros((40, 50), np.float32))
+    before = {path: path.read_bytes() for path in files_of(tmp_path)}
+    with Checkpoint(tmp_path, max_to_keep=2, **named) as checkpoint:
+        with monkeypatch.context() as patch:
+            if name == "decode_record":  # as from `file.read()`, which names no file
+                patch.setattr(owner, name, lambda data: (_ for _ in ()).throw(error))
+            else:
+                refuse(patch, owner, name, refused, error)
+            with pytest.raises(CheckpointError) as caught:
+                checkpoint.restore_latest()
+        text = str(caught.value)
+        assert str(error).partition(":")[0] in text and shown in text and "nothing was restored or removed" in text
+        assert f"mv {tmp_path}/2 {tmp_path}/unread-2" in text and "damaged" not in text + caplog.text
+        assert {path: path.read_bytes() for path in files_of(tmp_path)} == before and not named["w"].numpy().any()
+        assert checkpoint.restore_latest() == 2 and named["w"].numpy().any(), "and it can be run again"
+        checkpoint.save(3)
+    assert checkpoint.steps() == [2, 3]
+    (tmp_path / "3").rename(tmp_path / "unread-3")  # the way to go on that the message names
+    assert restore(tmp_path, **named) == 2
+
+
+def test_a_damaged_step_is_damaged_also_where_not_all_of_it_can_be_read(tmp_path: Path, monkeypatch, caplog) -> None:
+    named = trained(tmp_path)
+    flip(tmp_path / "2" / "arrays" / "_METADATA", 9)
+    other = max(files_of(tmp_path / "2"), key=lambda p: p.stat().st_size)
+    checksum = _integrity._file_checksum
+
+    def of_a_bad_disk(path: Path) -> list[int]:
+        if path == other:
+            raise OSError(errno.EIO, "Input/output error")
+        return checksum(path)
+
+    monkeypatch.setattr(_integrity, "_file_checksum", of_a_bad_disk)
+    assert restore(tmp_path, **named) == 1
+    assert "file arrays/_METADATA is damaged" in caplog.text and "missing" not in caplog.text
+
+
+@pytest.mark.parametrize("here", ["whole", "damaged", "unread", "unlisted"])
+def test_no_step_is_passed_over_where_one_worker_could_not_read_it(tmp_path: Path, here: str, monkeypatch) -> None:
+    named = trained(tmp_path)
+    with Checkpoint(tmp_path, **named) as checkpoint, monkeypatch.context() as patch:
+        told: list[dict[str, object]] = []
+
+        def exchange(value: dict[str, object], where: str) -> list[dict[str, object]]:
+            told.append(value)
+            return [value, {**value, "error": "of worker 1"} if "problems" in value and here in ("whole", "damaged") else value]
+
+        patch.setattr(checkpoint, "_exchange", exchange)
+        if here == "damaged":
+            flip(tmp_path / "2" / "arrays" / "_METADATA", 9)
+        elif here == "unread":
+            refuse(patch, os, "open", "record.json", OSError(errno.EIO, "Input/output error"))
+        elif here == "unlisted":
+            refuse(patch, os, "listdir", "2", PermissionError(errno.EACCES, "Permission denied"))
+        worker = 0 if here.startswith("un") else 1
+        with pytest.raises(CheckpointError, match=f"failed on worker {worker}, and nothing was done"):
+            checkpoint.restore_latest()
+        assert len(told) == (1 if here == "unlisted" else 2), "the others have been told"
+    assert checkpoint.steps() == [1, 2]
+
+
+def test_a_step_that_cannot_be_read_back_while_it_is_written_does_not_count(tmp_path: Path, monkeypatch, caplog) -> None:
+    named = trained(tmp_path)
+    with Checkpoint(tmp_path, **named) as checkpoint:
+        for name, refused in (("scandir", "d"), ("_file_checksum", "_METADATA")):
+            with monkeypatch.context() as patch:
+                owner = os if name == "scandir" else _integrity
+                refuse(patch, owner, name, refused, OSError(errno.EMFILE, "Too many open files"))
+                checkpoint.save(3)
+                assert checkpoint.wait() == 2 and "saving step 3" in caplog.text
+                caplog.clear()
+        checkpoint.save(4)
+    assert restore(tmp_path, **named) == 4
 
 
 def test_a_record_that_is_no_record_is_damage(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Workers tell each other small things: in order, by worker, and with a message when one does not come."""
 
+import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 from fake_service import FakeClient
 
 import mirrored as mr
+from mirrored import _coordination
 from mirrored._coordination import ChannelClosed, Coordination
 
 
@@ -116,6 +118,40 @@ def test_an_exchange_can_be_ended_from_another_thread() -> None:
     threading.Timer(0.1, channel.close).start()
     with pytest.raises(ChannelClosed):
         channel.exchange(1)
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 200_000, "no JSON\x1b[2J", "", '"' + "A" * 1000 + '"'], ids=["deep", "text", "empty", "long"]
+)
+def test_what_is_no_value_of_another_worker_is_an_error_that_names_it(text: str, monkeypatch) -> None:
+    monkeypatch.setattr(_coordination, "MAX_TEXT", 1001 if text.startswith('"') else 10**6)
+    here, there = cluster(2)
+    there.put("exchange/a/0/1", text)
+    with pytest.raises(mr.ProgramMismatchError, match=r"worker 1 has given .* at 'a'; expected JSON of at most") as caught:
+        here.exchange("a", 1)
+    assert len(str(caught.value)) < 1000 and "\x1b" not in str(caught.value)
+
+
+def test_too_much_is_refused_on_all_workers_alike_and_not_sent(monkeypatch) -> None:
+    monkeypatch.setattr(_coordination, "MAX_TEXT", 1000)
+    workers = cluster(2)
+
+    def work(this: Coordination) -> tuple[str, Any]:
+        with pytest.raises(mr.ProgramMismatchError) as caught:
+            this.exchange("a", "A" * (5000 if this.worker else 998))
+        return str(caught.value), this.exchange("a", "A" * 998)
+
+    (said, following), other = on_each(workers, work)
+    assert (said, following) == other and "worker 1 has given more than 1000 characters" in said
+    assert following == ["A" * 998] * 2 and max(map(len, workers[0]._client.values.values())) <= 1001
+
+
+def test_a_barrier_whose_name_is_none_is_another_barrier() -> None:
+    here, there = cluster(2)
+    there.put("exchange/barrier/0/1", json.dumps({"a": "\x1b" * 1000}))
+    with pytest.raises(mr.WorkerLostError, match=r"different barriers: worker 0 'x', worker 1 .*\\x1b") as caught:
+        here.barrier("x")
+    assert len(str(caught.value)) < 1000
 
 
 def test_keys_are_put_listed_and_deleted() -> None:

@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import textwrap
 import threading
 import time
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +26,18 @@ from mirrored.preemption import PreemptionHandler
 
 
 @pytest.fixture(autouse=True)
-def _signals_are_as_before():
+def _signals_are_as_before(monkeypatch):
+    monkeypatch.setattr(preemption, "NOTICE_SECONDS", 0.05)  # programs in processes of their own have the real one
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     yield
     after = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-    assert after == before
+    assert after == before and not catches("self")
+
+
+def catches(process: int | str) -> bool:
+    """Tell whether a process has a handler of SIGTERM; Python's own table may say otherwise."""
+    mask = re.search(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{process}/status").read_text(), re.MULTILINE)[1]
+    return bool(int(mask, 16) >> (signal.SIGTERM - 1) & 1)
 
 
 def preempt() -> None:
@@ -211,25 +220,126 @@ with Checkpoint(sys.argv[1], state={"a": 1}) as checkpoint, PreemptionHandler(ch
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize("again", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_signal_ends_at_once(tmp_path: Path, again: int) -> None:
-    body = """
-        os.kill(os.getpid(), signal.SIGTERM)
-        print("noted", flush=True)
-        while True:  # as in native code, which no exception reaches
-            try:
-                time.sleep(60)
-            except KeyboardInterrupt:
-                pass
-    """
-    with script(tmp_path, body) as process:
-        assert process.stdout.readline() == "noted\n"
-        start = time.monotonic()
-        process.send_signal(again)
+class Recorder(Checkpoint):
+    """Notes what is saved."""
+
+    def __init__(self) -> None:
+        self.saved: list[int] = []
+
+    def save(self, step: int) -> None:
+        self.saved.append(step)
+
+    def wait(self) -> int:
+        return self.saved[-1]
+
+
+ALONE = types.SimpleNamespace(_coordination=Coordination())
+
+STUCK = """
+    import ctypes
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("noted", flush=True)
+    mutex = ctypes.create_string_buffer(256)
+    lock = ctypes.CDLL(None).pthread_mutex_lock
+    lock(mutex), lock(mutex)  # native code which waits for itself, and which no signal interrupts
+"""
+
+
+def test_a_second_signal_after_the_notice_ends_at_once_also_in_native_code(tmp_path: Path) -> None:
+    with script(tmp_path, STUCK) as process:
         try:
-            assert process.wait(10) == -again and time.monotonic() - start < 2
+            assert process.stdout.readline() == "noted\n"
+            start = time.monotonic()
+            while catches(process.pid):
+                process.send_signal(signal.SIGTERM)  # these are ignored
+                assert process.poll() is None and time.monotonic() - start < 10
+                time.sleep(0.005)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(2) == -signal.SIGTERM
         finally:
             process.kill()
+
+
+def test_ctrl_c_after_a_signal_ends_at_once(tmp_path: Path) -> None:
+    with script(tmp_path, STUCK) as process:
+        try:
+            assert process.stdout.readline() == "noted\n"
+            process.send_signal(signal.SIGINT)
+            assert process.wait(10) == -signal.SIGINT
+        finally:
+            process.kill()
+
+
+def test_signals_close_together_are_one_notice(tmp_path: Path) -> None:
+    """As from systemd or Slurm to all processes, of which the launcher passes its own on; a late one while the program leaves."""
+    body = """
+        os.kill(os.getpid(), signal.SIGTERM)
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()  # Python waits for it before it ends
+        time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+        handler.after_step(2)
+    """
+    with script(tmp_path, body) as process:
+        assert process.wait(60) == 143
+    assert [path.name for path in tmp_path.iterdir()] == ["2"]
+
+
+@pytest.fixture
+def unhandled() -> Iterator[list[int]]:
+    """The signals that come while no handler of ours takes them."""
+    seen: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+    yield seen
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_a_signal_while_all_agree_that_there_is_none_has_its_own_effect(unhandled: list[int]) -> None:
+    with PreemptionHandler(Recorder(), strategy=ALONE) as handler:
+        handler._watch = types.SimpleNamespace(stop=lambda: None)
+        handler._coordination = types.SimpleNamespace(exchange=lambda channel, value: [value, preempt()])
+    assert unhandled == [signal.SIGTERM]
+
+
+def test_a_signal_while_the_last_step_is_saved_does_not_end_it(unhandled: list[int]) -> None:
+    """Another worker has told of the notice; this one gets its own only when it is saving at the end."""
+
+    class Slow(Recorder):
+        def save(self, step: int) -> None:
+            preempt()
+            super().save(step)
+
+    recorder = Slow()
+    with pytest.raises(SystemExit) as left, PreemptionHandler(recorder, strategy=ALONE) as handler:
+        handler.after_step(3)
+        handler._watch = types.SimpleNamespace(stop=lambda: None)
+        handler._coordination = types.SimpleNamespace(exchange=lambda channel, value: [value, True])
+    assert (left.value.code, recorder.saved, unhandled) == (143, [3], [])
+
+
+def test_the_notice_of_one_handler_does_not_end_in_the_next() -> None:
+    with pytest.raises(SystemExit), PreemptionHandler(Recorder(), strategy=ALONE) as first:
+        preempt()
+    with PreemptionHandler(Recorder(), strategy=ALONE) as second:
+        first._end_notice()  # as of a thread that comes late
+        assert catches("self")
+        preempt()
+        deadline = time.monotonic() + 10
+        while catches("self"):
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        with pytest.raises(SystemExit):
+            second.close()
+
+
+def test_without_threads_a_second_signal_ends_the_program(monkeypatch) -> None:
+    def none_left(*args: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with pytest.raises(SystemExit), PreemptionHandler(Recorder(), strategy=ALONE):
+        with monkeypatch.context() as patch:
+            patch.setattr(preemption._thread, "start_new_thread", none_left)
+            preempt()
+        assert not catches("self")
 
 
 def test_a_forked_child_dies_of_the_signal(tmp_path: Path) -> None:
@@ -251,7 +361,7 @@ def test_a_forked_child_dies_of_the_signal(tmp_path: Path) -> None:
 def test_sigterm_has_its_own_effect_in_every_forked_child(tmp_path: Path) -> None:
     """A handler written in Python would only take note of it when the child waits in C, as children of a pool do."""
     code = """
-    import os, signal, sys
+    import os, signal, subprocess, sys
     import mirrored as mr
     from mirrored import preemption
     checkpoint = mr.Checkpoint(sys.argv[1], w=mr.Variable(0.0))
@@ -263,6 +373,14 @@ def test_sigterm_has_its_own_effect_in_every_forked_child(tmp_path: Path) -> Non
     for _ in range(2):
         with mr.PreemptionHandler(checkpoint):
             assert of_child() == 1
+    try:
+        with mr.PreemptionHandler(checkpoint):
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert of_child() == 1
+            program = "import signal; assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL"
+            subprocess.run([sys.executable, "-I", "-S", "-c", program], check=True)
+    except SystemExit:
+        pass
     signal.signal(signal.SIGTERM, lambda *_: None)
     assert of_child() == 0, "without a handler of ours it stays what the program made it"
     """
@@ -273,19 +391,6 @@ def test_sigterm_has_its_own_effect_in_every_forked_child(tmp_path: Path) -> Non
 
 
 # -- several workers, as threads over one key-value store
-
-
-class Recorder(Checkpoint):
-    """Notes what is saved."""
-
-    def __init__(self) -> None:
-        self.saved: list[int] = []
-
-    def save(self, step: int) -> None:
-        self.saved.append(step)
-
-    def wait(self) -> int:
-        return self.saved[-1]
 
 
 def simulate(monkeypatch, num_workers: int, num_steps: int, stride: int, signals: dict[int, int], delays: random.Random):
@@ -405,7 +510,7 @@ def test_what_one_handler_said_is_not_heard_by_the_next(monkeypatch) -> None:
 
 def test_the_agreed_step_is_the_one_that_is_saved() -> None:
     recorder, ended = Recorder(), threading.Event()
-    with PreemptionHandler(recorder, strategy=types.SimpleNamespace(_coordination=Coordination())) as handler:
+    with PreemptionHandler(recorder, strategy=ALONE) as handler:
         handler._watch = types.SimpleNamespace(target=lambda: 5, stop=ended.set)
         handler.after_step(3)
         handler._notice()

@@ -7,12 +7,14 @@ docs/checkpoints.md, "On disk".
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import importlib.metadata
 import logging
 import os
 import re
 import secrets
+import shlex
 import shutil
 import stat
 import time
@@ -43,6 +45,10 @@ _STORABLE = {
     "complex64", "complex128",
 }  # fmt: skip
 
+
+#: What the system says of a name where there is no file: nothing, a link, or something of another kind. All else that it says,
+#: such as of a disk that does not answer or of too many open files, says nothing of what was written.
+_NO_FILE = {errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO}
 
 #: By this process: another checkpoint of it may be in the same directory.
 _being_written: set[str] = set()
@@ -175,7 +181,9 @@ class StepFiles:
             if stored:
                 with _checkpointer() as checkpointer:
                     checkpointer.save(new / _ARRAYS, args=orbax().args.PyTreeSave(stored))
-            files = _integrity.file_checksums(new)
+            files, unread = _integrity.file_checksums(new)
+            for error in unread.values():
+                raise error
             whole = {**record, **_about(step), "arrays": _describe(arrays), "files": files}
             _write_synced(new / RECORD, _integrity.encode_record(whole))
             for folder, _, _ in os.walk(new):
@@ -207,24 +215,44 @@ class StepFiles:
 
         Raises:
             DamagedStep: when anything differs from what was written.
-            CheckpointError: when a newer version of the library wrote it.
+            CheckpointError: when a newer version of the library wrote it, and when nothing that could be read differs, but
+                not all could be.
         """
         directory = self.root / str(step)
-        record = _read_record(directory, step)
-        found = _integrity.file_checksums(directory)
+        try:
+            record = _read_record(directory, step)
+            found, unread = _integrity.file_checksums(directory)
+        except OSError as error:
+            raise self._not_read(step, directory, error) from error
         found.pop(RECORD, None)
-        problems = _integrity.file_problems(record["files"], found)
+        unread.pop(RECORD, None)
+        written = {name: about for name, about in record["files"].items() if name not in unread}
+        problems = _integrity.file_problems(written, found)
+        for name, error in {} if problems else unread.items():
+            raise self._not_read(step, directory / name, error) from error
         arrays: dict[str, np.ndarray] = {}
         try:
             # One by one from damaged files, to name the arrays: orbax does not end well with several reads of which some fail.
             for keys in [[key] for key in record["arrays"]] if problems else [list(record["arrays"])]:
                 arrays |= _read_arrays(directory / _ARRAYS, {key: record["arrays"][key] for key in keys})
-        except Exception as error:  # whatever orbax and tensorstore think of damaged files
+        except Exception as error:
+            if not problems:  # its files are those that were written
+                raise self._not_read(step, directory / _ARRAYS, error) from error
             problems.append(f"orbax cannot read the arrays: {type(error).__name__}: {_one_line(error)}")
         problems += _array_problems(record, arrays)
         if problems:
             raise DamagedStep(problems)
         return record, arrays
+
+    def _not_read(self, step: int, path: Path, error: Exception) -> CheckpointError:
+        """Return what to raise when a step could not be read, and nothing says that it is damaged."""
+        where = "" if getattr(error, "filename", None) else f": {str(path)!r}"
+        away = shlex.join(["mv", str(self.root / str(step)), str(self.root / f"unread-{step}")])
+        return CheckpointError(
+            f"step {step} could not be read: {type(error).__name__}: {_one_line(error)}{where}. No damage was found, so nothing "
+            "was restored or removed. Run the program again; if this stays, and an older step will do, move this one away: "
+            f"{away}"
+        )
 
 
 def _why_no_step(entry: os.DirEntry[str]) -> str | None:
@@ -279,6 +307,9 @@ def _read_record(directory: Path, step: int) -> dict[str, Any]:
                 raise ValueError(f"it is not a file of at most {_integrity.MAX_RECORD_BYTES} bytes")
             record = _integrity.decode_record(file.read())
     except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno not in _NO_FILE:
+            error.filename = str(directory / RECORD)  # which one of reading lacks
+            raise
         raise DamagedStep([f"file {RECORD} cannot be used: {_one_line(error)}"]) from error
     if record.get("step") != step:
         raise DamagedStep([f"file {RECORD} is that of step {record.get('step')!r}"])

@@ -12,12 +12,34 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from ._errors import WorkerLostError
+from ._errors import ProgramMismatchError, WorkerLostError
 from ._progress import OTHERS_INPUT
 
 #: How long one call into the service may block: a thread inside one cannot be stopped, and must not outlive the program.
 SLICE_SECONDS = 0.25
+#: Characters that a worker may give to the others at once. With 60 million, the service was so busy that it heard no heartbeats.
+MAX_TEXT = 16 * 1024 * 1024
+_MAX_SHOWN = 200
 _ROOT = "mirrored/"
+
+
+def decoded(text: str, worker: int, where: str) -> Any:
+    """Return the JSON value in a text of a worker.
+
+    Raises:
+        ProgramMismatchError: when there is none, or the text is too long or nested too deeply.
+    """
+    try:
+        if len(text) <= MAX_TEXT:
+            return json.loads(text)
+        what = f"more than {MAX_TEXT} characters"
+    except (ValueError, RecursionError):
+        what = repr(text[:_MAX_SHOWN])
+    raise ProgramMismatchError(
+        f"worker {worker} has given {what} to the other workers at {where!r}; expected JSON of at most {MAX_TEXT} characters. "
+        "Every worker must run the same version of the program; a checkpoint may not name so many things, and the position of an "
+        "iterator may not be so long."
+    )
 
 
 class Coordination:
@@ -78,6 +100,7 @@ class Coordination:
 
         Raises:
             WorkerLostError: when a worker has not come after `timeout_seconds`; the message names it.
+            ProgramMismatchError: when a worker has given something else, or too much; the message names it.
         """
         if channel not in self._channels:
             self._channels[channel] = Channel(self, f"exchange/{channel}")
@@ -115,8 +138,8 @@ class Coordination:
             WorkerLostError: when a worker has not come in time, or came to a barrier of another name.
         """
         names = self.exchange("barrier", name, timeout_seconds)
-        if len(set(names)) > 1:
-            listed = ", ".join(f"worker {index} {other!r}" for index, other in enumerate(names))
+        if any(other != name for other in names):
+            listed = ", ".join(f"worker {index} {str(other)[:_MAX_SHOWN]!r}" for index, other in enumerate(names))
             raise WorkerLostError(f"the workers are at different barriers: {listed}. Every worker must call the same ones.")
 
 
@@ -137,7 +160,7 @@ class Channel:
         if this.num_workers == 1:
             return [json.loads(text)]
         here = f"{self._prefix}/{self._round}/"
-        this.put(f"{here}{this.worker}", text)
+        this.put(f"{here}{this.worker}", text[: MAX_TEXT + 1])  # of one that is too long, enough for all to see it
         seconds = this.timeout_seconds if timeout_seconds is None else timeout_seconds
         deadline = None if seconds is None else time.monotonic() + seconds
         self._is_waiting = True
@@ -148,7 +171,7 @@ class Channel:
         elif self._number is not None:
             this.clean_up(self._opened_by, self._number)
         self._round += 1
-        return [json.loads(text) for text in texts]
+        return [decoded(text, worker, self._name) for worker, text in enumerate(texts)]
 
     def describe(self) -> str:
         """Say whether another thread is in an exchange; for the guard."""
@@ -161,6 +184,10 @@ class Channel:
             self._coordination.leave_over(
                 self._opened_by, [self._key(number) for number in (self._round - 1, self._round) if number >= 0]
             )
+
+    @property
+    def _name(self) -> str:
+        return self._prefix.removeprefix("exchange/")
 
     def _key(self, number: int) -> str:
         return f"{self._prefix}/{number}/{self._coordination.worker}"
@@ -175,8 +202,8 @@ class Channel:
                 return text
             if deadline is not None and time.monotonic() >= deadline:
                 raise WorkerLostError(
-                    f"worker {worker} did not come to {self._prefix.removeprefix('exchange/')!r}, where worker "
-                    f"{self._coordination.worker} waits for it. Every worker must run the same program."
+                    f"worker {worker} did not come to {self._name!r}, where worker {self._coordination.worker} waits for it. "
+                    "Every worker must run the same program."
                 )
 
 

@@ -28,24 +28,35 @@ def as_bytes(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def file_checksums(directory: Path) -> dict[str, list[int]]:
-    """Return the size and the CRC-32 of each file under a directory, by its path with slashes.
+def file_checksums(directory: Path) -> tuple[dict[str, list[int]], dict[str, OSError]]:
+    """Return the size and the CRC-32 of each file under a directory, and the error of each that cannot be read.
 
-    What is neither a file nor a directory, such as a symbolic link, has the size -1 and is not opened.
+    Both by the path with slashes. What is neither a file nor a directory, such as a symbolic link, has the size -1 and is
+    not opened.
+
+    Raises:
+        OSError: when a directory cannot be listed: what is in it is not missing.
     """
-    return {path.relative_to(directory).as_posix(): _file_checksum(path) for path in _files(directory)}
+    found: dict[str, list[int]] = {}
+    unread: dict[str, OSError] = {}
+    for path in _files(directory):
+        name = path.relative_to(directory).as_posix()
+        try:
+            found[name] = _file_checksum(path)
+        except OSError as error:
+            unread[name] = error
+    return found, unread
 
 
 def _files(directory: Path) -> list[Path]:
-    return sorted(Path(folder, name) for folder, names in _walk(directory) for name in names)
-
-
-def _walk(directory: Path) -> list[tuple[str, list[str]]]:
-    """List each folder with all that is not a real folder in it."""
-    found = []
-    for folder, folders, files in os.walk(directory):
-        found.append((folder, files + [name for name in folders if os.path.islink(os.path.join(folder, name))]))
-    return found
+    """List all that is not a real folder, in all folders; `os.walk` passes over those that it cannot list."""
+    files, folders = [], [directory]
+    while folders:
+        with os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                is_folder = stat.S_ISDIR(entry.stat(follow_symlinks=False).st_mode)
+                (folders if is_folder else files).append(Path(entry.path))
+    return sorted(files)
 
 
 def _file_checksum(path: Path) -> list[int]:

@@ -27,6 +27,8 @@ _ARRIVED_SECONDS = 0.4
 #: What a worker said so long ago may be over; only an end is for ever.
 _OLD_SECONDS = 1.0
 _MAX_WORD = 200
+#: A longer text of a worker is no position.
+_MAX_TEXT = 1_000_000
 _LONGER = "If it only needs longer: mr.CommunicationOptions(timeout_seconds=...)."
 
 
@@ -95,6 +97,8 @@ class Position:
 
 def decode(text: str) -> Position | None:
     """Return the position in a text of another worker, None when it is none."""
+    if len(text) > _MAX_TEXT:
+        return None
     try:
         position = Position(**json.loads(text))
     except (ValueError, TypeError, RecursionError):

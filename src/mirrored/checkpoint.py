@@ -237,8 +237,9 @@ class Checkpoint:
                 inference. What this object names must still be there. An iterator that is left out starts at its beginning.
 
         Raises:
-            CheckpointError: (a RuntimeError) when no step is undamaged, when what was saved is not what is to be restored (all
-                differences are listed), and when the workers do not share the directory. Nothing has changed.
+            CheckpointError: (a RuntimeError) when no step is undamaged, when one cannot be read for another reason than damage,
+                such as too many open files, when what was saved is not what is to be restored (all differences are listed), and
+                when the workers do not share the directory. Nothing has changed.
             ContextError: (a RuntimeError) inside a step.
         """
         if not isinstance(partial, bool):
@@ -266,11 +267,8 @@ class Checkpoint:
 
     def _agreed_steps(self) -> list[int]:
         """Return the steps, after seeing that all workers look at the same directory."""
-        steps, strays = self._files.look()
-        for stray in strays:
-            _logger.warning("%s: %s; it is ignored", self._files.root, stray)
-        seen = {"steps": steps, "where": self._where(), "error": self._misfit()}
-        reports = self._exchange(seen, "restore_latest()")
+        steps, error = self._look()
+        reports = self._exchange({"steps": steps, "where": self._where(), "error": error}, "restore_latest()")
         _checkpoint_agreement.require_no_error(reports, "restore_latest")
         _checkpoint_agreement.require_shared(
             reports, "steps", lambda steps: f"holds the steps {steps}" if steps else "holds none"
@@ -280,12 +278,15 @@ class Checkpoint:
     def _where(self) -> str:
         return f"{self._files.root} on {socket.gethostname()}"
 
-    def _misfit(self) -> str | None:
+    def _look(self) -> tuple[list[int], str | None]:
         try:
             self._leaves()
+            steps, strays = self._files.look()
         except Exception as error:
-            return f"{type(error).__name__}: {error}"
-        return None
+            return [], f"{type(error).__name__}: {error}"
+        for stray in strays:
+            _logger.warning("%s: %s; it is ignored", self._files.root, stray)
+        return steps, None
 
     def _read(self, step: int) -> tuple[Snapshot | None, str]:
         """Read a step on all workers; None, and all that is wrong with it, when it is damaged for any of them."""
@@ -298,11 +299,10 @@ class Checkpoint:
         except DamagedStep as damage:
             report["problems"] = damage.problems
         except Exception as error:  # such as a disk that does not answer on one worker
-            report["error"] = f"{type(error).__name__}: {error}"
+            report["error"] = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         reports = self._exchange(report, f"restore_latest(), step {step}")
         _checkpoint_agreement.require_no_error(reports, "restore_latest")
-        problems = _checkpoint_agreement.by_first_worker([report["problems"] for report in reports])
-        if problems:
+        if problems := _checkpoint_agreement.by_first_worker([report["problems"] for report in reports]):
             return None, "; ".join(problems)
         _checkpoint_agreement.require_shared(reports, "id", lambda saved: f"holds a step {step} of {saved[0]}")
         return saved, ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import atexit
 import contextlib
+import ctypes
 import functools
 import itertools
 import json
@@ -14,11 +15,12 @@ import queue
 import signal
 import sys
 import threading
+import time
 import weakref
 from types import FrameType, TracebackType
 from typing import NoReturn, Self
 
-from ._coordination import SLICE_SECONDS, Coordination
+from ._coordination import SLICE_SECONDS, Coordination, decoded
 from ._errors import CheckpointError, ContextError
 from ._exit_codes import PREEMPTED
 from ._progress import progress
@@ -27,7 +29,13 @@ from .checkpoint import Checkpoint, checked_step
 
 _logger = logging.getLogger("mirrored")
 
+#: SIGTERMs that follow the first so soon are the same notice: systemd and Slurm may signal the launcher and the workers alike,
+#: and the launcher passes on its own, so that two come within milliseconds. Who wants the program to end at once is slower.
+NOTICE_SECONDS = 1.0
+
 _CHANNEL = "preemption"
+#: As `signal.signal`, which works in the main thread only. Python documents it in its C API; it is part of the stable ABI.
+_set_disposition = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)(("PyOS_setsig", ctypes.pythonapi))
 _numbers = itertools.count()
 _handlers: weakref.WeakSet[PreemptionHandler] = weakref.WeakSet()
 
@@ -37,7 +45,8 @@ class PreemptionHandler:
 
     The signal may come to any worker, at any time. All workers then agree on one step that none has passed, save when
     they have taken it, wait until it is on disk, and leave with `SystemExit(143)`. The next start goes on with the
-    step after it: none is repeated. A second SIGTERM, or Ctrl-C, ends the program at once.
+    step after it: none is repeated. More SIGTERMs within one second are the same notice; a later one ends the program at once,
+    and so does Ctrl-C at any time after the first.
 
     Make it where the loop begins, in the main thread and on all workers, and close it (or leave its `with` block) where
     the loop ends; a signal that comes in the last step is heeded then.
@@ -79,6 +88,7 @@ class PreemptionHandler:
         self._lock = threading.Lock()
         self._step: int | None = None
         self._is_signalled = self._is_noticed = self._is_closed = False
+        self._quiet_until = 0.0
         self._process = os.getpid()
         self._said: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._watch = None if self._coordination.num_workers == 1 else _Watch(self, self._coordination)
@@ -117,14 +127,18 @@ class PreemptionHandler:
         """
         if self._is_closed:
             return
-        self._give_signals_back()
-        is_preempted = self._is_signalled
-        if self._watch is not None:
-            with progress.phase("the end of preemption handling", waits=True):
-                is_preempted = any(self._coordination.exchange(_CHANNEL, self._is_signalled or self._is_noticed))
-        if is_preempted:
-            self._leave(self._step)
-        self._end()
+        try:
+            is_preempted = self._is_signalled
+            if self._watch is not None:
+                with progress.phase("the end of preemption handling", waits=True):
+                    is_preempted = any(self._coordination.exchange(_CHANNEL, self._is_signalled or self._is_noticed))
+            if is_preempted:
+                self._leave(self._step)
+        finally:
+            self._end()
+            self._give_signals_back()
+        if self._is_signalled:  # after all had agreed that there is no signal: let it have the effect that it has without us
+            signal.raise_signal(signal.SIGTERM)
 
     def __enter__(self) -> Self:
         return self
@@ -133,8 +147,8 @@ class PreemptionHandler:
         if kind is None:
             self.close()
         else:  # the other workers may not come to an end together with this one
-            self._give_signals_back()
             self._end()
+            self._give_signals_back()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """Take note only: this runs in the main thread, between any two of its instructions, whatever locks it holds."""
@@ -142,14 +156,28 @@ class PreemptionHandler:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
-        for again in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(again, signal.SIG_DFL)
+        if self._is_signalled:
+            return
         self._is_signalled = True
+        self._quiet_until = time.monotonic() + NOTICE_SECONDS
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        works = [self._end_notice]
         if self._watch is None:
             self._is_noticed = True
-            # Not here, because the main thread may be in the middle of writing; `threading` may hold a lock of its own.
-            with contextlib.suppress(RuntimeError):  # of a machine that has no threads left
-                _thread.start_new_thread(self._say_signal, ())
+            works.append(self._say_signal)
+        # Not here, because the main thread may be in the middle of writing; `threading` may hold a lock of its own.
+        try:
+            for work in works:
+                _thread.start_new_thread(work, ())
+        except RuntimeError:  # of a machine that has no threads left
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def _end_notice(self) -> None:
+        """Let SIGTERM end the program from now on, whatever the main thread does: it may be in native code for ever."""
+        time.sleep(NOTICE_SECONDS)
+        with self._lock:
+            if signal.getsignal(signal.SIGTERM) == self._on_signal:  # else it has been given back
+                _set_disposition(signal.SIGTERM, signal.SIG_DFL)
 
     def _say_signal(self, where: str = "") -> None:
         """Say that a signal has come: it has no other effect until the next step, which a program may forget to report."""
@@ -162,6 +190,8 @@ class PreemptionHandler:
         """Let the next call of `after_step` wait for the agreement; return the step of the last one."""
         with self._lock:
             self._is_noticed = True
+            if not self._is_signalled:  # its own may still be on the way
+                self._quiet_until = time.monotonic() + NOTICE_SECONDS
             return self._step
 
     def _leave(self, step: int | None) -> NoReturn:
@@ -175,8 +205,8 @@ class PreemptionHandler:
                 self._save(step)
                 _logger.warning("preempted by SIGTERM: step %d is saved, leaving with exit code %d", step, PREEMPTED)
         finally:
-            self._give_signals_back()
             self._end()
+            self._give_signals_back()
         sys.exit(PREEMPTED)
 
     def _save(self, step: int) -> None:
@@ -189,10 +219,14 @@ class PreemptionHandler:
             )
 
     def _give_signals_back(self) -> None:
+        """Restore what signals do, after those of one notice: a late one would kill a program that leaves in good order."""
         if self._previous and os.getpid() == self._process:
-            for number, handler in self._previous.items():
-                if number == signal.SIGTERM or self._is_signalled:
-                    signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            while (left := self._quiet_until - time.monotonic()) > 0:
+                time.sleep(left)
+            with self._lock:
+                for number, handler in self._previous.items():
+                    if number == signal.SIGTERM or self._is_signalled:
+                        signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._previous = {}
 
     def _end(self) -> None:
@@ -265,7 +299,7 @@ class _Watch:
         while not self._stopped.is_set():
             text = self._coordination.get(f"{self._prefix}/last/{worker}", SLICE_SECONDS)
             if text is not None:
-                return json.loads(text)
+                return decoded(text, worker, _CHANNEL)
         return None
 
 

@@ -17,12 +17,15 @@ def say(event: str, number: int = 0) -> None:
 say("START", os.getpid())  # before the imports, which take a second
 
 import argparse  # noqa: E402
+import contextlib  # noqa: E402
 import json  # noqa: E402
 import time  # noqa: E402
 import zlib  # noqa: E402
+from collections.abc import Iterator  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
+import grain  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
@@ -33,22 +36,58 @@ import mirrored as mr  # noqa: E402
 #: Neither 2, 3 nor 4 divides it.
 BATCH_SIZE = 5
 NUM_FEATURES = 6
+#: So much of the rows is in each file.
+FILE_PARTS = (13, 7, 21, 4, 9)
+
+
+def make_rows(rng: np.random.Generator, num_rows: int) -> dict[str, np.ndarray]:
+    return {
+        "id": np.arange(num_rows, dtype=np.int32),
+        "x": rng.standard_normal((num_rows, NUM_FEATURES)).astype(np.float32),
+        "y": rng.standard_normal(num_rows).astype(np.float32),
+    }
+
+
+def write_files(folder: Path, rows: dict[str, np.ndarray]) -> None:
+    """Write the rows to TFRecord files of different lengths, each there whole or not at all."""
+    folder.mkdir(exist_ok=True)
+    examples = [mr.data.make_example({name: column[i] for name, column in rows.items()}) for i in range(len(rows["id"]))]
+    ends = np.cumsum(FILE_PARTS) * len(examples) // sum(FILE_PARTS)
+    for number, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        path = folder / f"{number}.tfrecord"
+        if not path.exists():
+            mr.data.write_tfrecords(str(path.with_suffix(".part")), examples[begin:end])
+            path.with_suffix(".part").replace(path)
+
+
+def batches_of_files(strategy: mr.Strategy, folder: Path, epoch: int) -> Iterator[dict[str, jax.Array]]:
+    """Return the batches of an epoch; each worker reads files of its own."""
+    files = mr.data.tfrecord_dataset(str(folder / "*.tfrecord"))
+    records = grain.experimental.WindowShuffleIterDataset(files, window_size=8, seed=epoch).batch(BATCH_SIZE, batch_fn=list)
+    features = {
+        "id": mr.data.FixedLenFeature((), np.int32),
+        "x": mr.data.FixedLenFeature((NUM_FEATURES,), np.float32),
+        "y": mr.data.FixedLenFeature((), np.float32),
+    }
+    data = records.map(lambda batch: mr.data.parse_example(batch, features))
+    return iter(strategy.distribute_dataset(data, mr.InputOptions(auto_shard_policy="file")))
 
 
 class Training:
-    """Two layers, dropout, Adam, statistics per replica, and the data."""
+    """Two layers, dropout, Adam, statistics per replica, and the data: arrays, or files with an iterator for each epoch."""
 
-    def __init__(self, strategy: mr.Strategy, num_rows: int, num_epochs: int, has_noise_by_row: bool) -> None:
+    def __init__(self, strategy: mr.Strategy, num_rows: int, num_epochs: int, has_noise_by_row: bool, files: Path | None) -> None:
         rng = np.random.default_rng(0)
-        rows = {
-            "id": np.arange(num_rows, dtype=np.int32),
-            "x": rng.standard_normal((num_rows, NUM_FEATURES)).astype(np.float32),
-            "y": rng.standard_normal(num_rows).astype(np.float32),
-        }
-        self.strategy, self.has_noise_by_row = strategy, has_noise_by_row
-        data = strategy.make_numpy_dataset(rows).shuffle(seed=11).repeat(num_epochs).batch(BATCH_SIZE)
-        self.num_steps = len(data)
-        self.batches = iter(strategy.distribute_dataset(data))
+        rows = make_rows(rng, num_rows)
+        self.strategy, self.has_noise_by_row, self.files = strategy, has_noise_by_row, files
+        self.batches: dict[str, Any] = {"epoch": 0}
+        if files is None:
+            data = strategy.make_numpy_dataset(rows).shuffle(seed=11).repeat(num_epochs).batch(BATCH_SIZE)
+            self.num_steps = len(data)
+            self.batches["now"] = iter(strategy.distribute_dataset(data))
+        else:
+            self.num_steps = num_epochs * sum(1 for _ in batches_of_files(strategy, files, 0))
+            self.batches["now"] = batches_of_files(strategy, files, 0)
         self.hidden = mr.Variable(rng.standard_normal((NUM_FEATURES, 8)).astype(np.float32), name="hidden")
         self.out = mr.Variable(rng.standard_normal(8).astype(np.float32), name="out")
         self.key = mr.Variable(jax.random.key(5), name="key")
@@ -60,7 +99,21 @@ class Training:
         self.state = {"step": 0, "sum_of_losses": 0.0}
 
     def saved(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("strategy", "has_noise_by_row", "num_steps")}
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if name not in ("strategy", "has_noise_by_row", "files", "num_steps")
+        }
+
+    def go_on(self) -> None:
+        """Let the restored position be one in the epoch that it is of: each has an order of its own."""
+        if self.files is not None:
+            position = self.batches["now"].get_state()
+            self.batches["now"] = batches_of_files(self.strategy, self.files, self.batches["epoch"])
+            self.batches["now"].set_state(position)
+
+    def close(self) -> None:
+        self.batches["now"].close()
 
     def train_step(self, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         """Take one step on one replica; return the rows that it used, and the loss."""
@@ -87,7 +140,12 @@ class Training:
     def take_step(self, step: int) -> list[list[int]]:
         """Take a step; return the rows that each replica of this worker used."""
         say("READ", step)
-        batch = next(self.batches)
+        batch = next(self.batches["now"], None)
+        if batch is None:
+            assert self.files is not None, "the arrays give one iterator over all epochs"
+            self.batches["epoch"] += 1
+            self.batches["now"] = batches_of_files(self.strategy, self.files, self.batches["epoch"])
+            batch = next(self.batches["now"])
         say("RUN", step)
         used, loss = self.strategy.run(self.train_step, args=(batch,))
         self.losses[step - 1] = loss
@@ -127,6 +185,7 @@ def main() -> None:
     parser.add_argument("--wait-every", type=int, default=0, help="wait until a save is on disk, and say so")
     parser.add_argument("--pause", type=float, default=0.02, help="seconds after each step")
     parser.add_argument("--noise-by-row", action="store_true", help="dropout that is the same on any number of replicas")
+    parser.add_argument("--files", action="store_true", help="read the rows from files, each worker from its own")
     parser.add_argument("--forget", default="", help="what not to save, to see that it is missed")
     options = parser.parse_args()
     records = os.open(
@@ -136,17 +195,21 @@ def main() -> None:
     def record(**what: Any) -> None:
         os.write(records, (json.dumps(what) + "\n").encode())
 
+    files = options.folder / "files" if options.files else None
+    if files and WORKER == 0:  # the others read them when all have met
+        write_files(files, make_rows(np.random.default_rng(0), options.rows))
     say("MEET")
     strategy = mr.MultiWorkerMirroredStrategy()
     with strategy.scope():
-        training = Training(strategy, options.rows, options.epochs, options.noise_by_row)
+        training = Training(strategy, options.rows, options.epochs, options.noise_by_row, files)
         saved = {name: value for name, value in training.saved().items() if name != options.forget}
         checkpoint = mr.Checkpoint(options.folder / "checkpoints", max_to_keep=2, **saved)
     say("RESTORE")
     first = checkpoint.restore_latest() or 0
+    training.go_on()
     say("RESTORED", first)
     record(first=first, num_replicas=strategy.num_replicas_in_sync, num_workers=strategy.num_workers, **training.checksums())
-    with training.batches, checkpoint, mr.PreemptionHandler(checkpoint) as preemption:
+    with contextlib.closing(training), checkpoint, mr.PreemptionHandler(checkpoint) as preemption:
         for step in range(first + 1, training.num_steps + 1):
             rows = training.take_step(step)
             record(step=step, rows=rows, **training.checksums())

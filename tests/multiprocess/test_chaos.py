@@ -16,6 +16,8 @@ from chaos_job import Event, Fault, Hit
 
 #: One size of batch: half the compilation, and so many more kills in the same time.
 SMALL = Setting(num_rows=20, num_epochs=7)
+#: Five files of 2 to 10 records: worker 0 has 21 of them, worker 1 has 6.
+FILES = Setting(num_rows=27, num_epochs=3, options=("--files", "--save-every", 2))
 NUM_KILLS = 3
 NUM_RUNS = 5
 #: The promise is 10 s, for 2 local workers; this machine may be busy.
@@ -48,6 +50,15 @@ def test_the_runs_meet_all_moments() -> None:
 def test_kills_leave_no_trace_with_two_replicas_on_each_worker() -> None:
     setting = Setting(num_workers=2, num_replicas=2)
     assert len(chaos.disturbed(setting, faults(0, setting)).hits) == NUM_KILLS
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_kills_leave_no_trace_where_each_worker_reads_files_of_its_own() -> None:
+    """An epoch has 7 steps: kills within one and around the end of one, where the saved position is at the end or before it."""
+    kills = [Fault("STEP", 5, (1,), 0.01), Fault("READ", 8, (0,), 0.002), Fault("STEP", 15, (1,), 0.0)]
+    outcome = chaos.disturbed(FILES, kills)
+    assert len(outcome.hits) == len(kills) and outcome.num_attempts == 1 + len(kills)
 
 
 @pytest.mark.slow

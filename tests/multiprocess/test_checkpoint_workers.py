@@ -1,12 +1,15 @@
 """Checkpoints and preemption with real workers: one writes, all restore, all leave together."""
 
 import json
+import os
 import re
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import Ended, run_workers
+from processes import Ended, run_workers, wait_for_line, workers
 
 PROGRAM = Path(__file__).parent / "checkpoint_worker.py"
 
@@ -91,3 +94,43 @@ def test_a_signal_to_one_worker_lets_all_leave_at_one_step(tmp_path: Path) -> No
 )
 def test_signals_at_any_worker_and_step(tmp_path: Path, num_workers: int, victims: str, at: int, last: int) -> None:
     preempted_and_resumed(tmp_path, num_workers, victims, at, last)
+
+
+#: What says that a worker takes steps; the launcher writes a prefix before it.
+RUNS = r"(?m)^(\[{}\] )?STEP 5$"
+FOR_EVER = ("none", 0, 10**6)
+
+
+@pytest.mark.slow
+def test_two_signals_to_each_worker_are_one_notice(tmp_path: Path) -> None:
+    with workers(PROGRAM, 2, "preempt", tmp_path, *FOR_EVER) as running:
+        for worker in running:
+            wait_for_line(worker, RUNS.format(worker.index))
+        for _ in range(2):
+            for worker in running:
+                worker.signal(signal.SIGTERM)
+            time.sleep(0.01)  # else the kernel would make one of them
+        ended = [worker.wait() for worker in running]
+    assert [worker.code for worker in ended] == [143, 143], "\n".join(worker.output for worker in ended)
+    assert {str(steps_of(worker)[-1]) for worker in ended} == {path.name for path in tmp_path.iterdir()}
+
+
+def test_a_signal_to_the_launcher_and_its_workers_is_one_notice(tmp_path: Path) -> None:
+    """As systemd sends it to a control group, and Slurm to a step."""
+    command, saved = tmp_path / "command.py", tmp_path / "saved"
+    command.write_text("import sys\nfrom mirrored.launch import main\nsys.exit(main())\n")
+    with workers(command, 1, "launch", "-n", 2, "--cpu-devices", 1, PROGRAM, "preempt", saved, *FOR_EVER) as (launcher,):
+        for index in range(2):
+            wait_for_line(launcher, RUNS.format(index))
+        pid = launcher.process.pid
+        children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        pids = [child for child in children if PROGRAM.name.encode() in Path(f"/proc/{child}/cmdline").read_bytes()]
+        assert len(pids) == 2
+        for child in pids:
+            os.kill(child, signal.SIGTERM)
+        time.sleep(0.01)  # else the kernel would make one of them
+        launcher.signal(signal.SIGTERM)
+        ended = launcher.wait()
+    assert ended.code == 143 and "workers 0-1: exit code 143, preempted" in ended.output, ended.output
+    step = re.findall(r"STEP (\d+)$", ended.output, re.MULTILINE)[-1]
+    assert [path.name for path in saved.iterdir()] == [step]
