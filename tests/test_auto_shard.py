@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from simulated_workers import Run, run_workers
 
 import mirrored as mr
-from mirrored.data import _rebatch
+from mirrored.data import _rebatch, _workers
 from mirrored.data._auto_shard import make_plan
 from mirrored.data._dataset import DistributedDataset
 from mirrored.data._workers import _DIGEST_BYTES, InputWorker, _digest
@@ -290,6 +290,11 @@ def test_workers_whose_batches_do_not_fit_are_told_so() -> None:
     message = r"workers yielded batches that do not fit together: worker 0 .*float32\[3\], worker 1 .*float32\[4\]"
     with pytest.raises(ValueError, match=message):
         run_workers(make, 2, policy="off")
+
+
+def test_what_another_worker_says_of_its_batch_is_shown_escaped() -> None:
+    rows = {"structure": "evil\n\x1b[2J", "leaves": [["float32\x1b", [3]]]}
+    assert _workers._show(rows) == r"evil\n\x1b[2J of float32\x1b[3]"
 
 
 def test_off_divides_each_workers_batches_among_its_own_replicas() -> None:

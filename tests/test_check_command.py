@@ -65,6 +65,24 @@ class Canned(Coordination):
         return [value, value * 30, value] if channel == "check/computing" else [value] * 3
 
 
+class Foreign(Coordination):
+    """A worker 0 whose peer draws on the terminal."""
+
+    def exchange(self, channel: str, value: Any, timeout_seconds: float | None = None) -> Any:
+        return ["host \x1b[2J"] if channel == "check/who" else [["sum\nok\x1b[2J"]]
+
+
+def test_what_other_workers_say_is_shown_escaped(
+    strategy2: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_check_command, "_meet", lambda _: (strategy2, Foreign()))
+    for name, result in (("_compare", []), ("_measure", []), ("_find_slow", [])):
+        monkeypatch.setattr(_check_command, name, lambda *_, result=result: result)
+    assert _check_command.main([]) == 1
+    out = capsys.readouterr().out
+    assert r"worker 0: host \x1b[2J" in out.splitlines() and r"WRONG: worker 0: sum\nok\x1b[2J" in out.splitlines()
+
+
 def test_a_slow_worker_is_marked() -> None:
     computing, talking = _check_command._find_slow(Canned())
     assert re.fullmatch(r"computing, ms: worker 0 [\d.]+, worker 1 [\d.]+ SLOW, worker 2 [\d.]+", computing)

@@ -385,7 +385,10 @@ def test_a_timeout_is_a_number_of_seconds(timeout: Any) -> None:
 
 @pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize("bound_to", ["127.0.0.1", "", "::"])
-def test_a_port_that_is_taken_is_an_error_at_once_and_whoever_has_it_keeps_it(bound_to: str, share: bool, start) -> None:
+def test_a_port_that_stays_taken_is_an_error_in_time_and_whoever_has_it_keeps_it(
+    bound_to: str, share: bool, start, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_preflight, "LINGER_SECONDS", 0.1)
     with socket.socket(socket.AF_INET6 if bound_to == "::" else socket.AF_INET) as listener:
         if bound_to == "::":
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
@@ -395,16 +398,125 @@ def test_a_port_that_is_taken_is_an_error_at_once_and_whoever_has_it_keeps_it(bo
         listener.bind((bound_to, 0))
         listener.listen()
         port = listener.getsockname()[1]
-        (error,) = outcomes([start(worker([f"127.0.0.1:{port}", *addresses(1)], 0), timeout=30)], within=2)
+        with caplog.at_level(logging.WARNING, logger="mirrored"):
+            (error,) = outcomes([start(worker([f"127.0.0.1:{port}", *addresses(1)], 0), timeout=0.5)], within=2.5)
         assert isinstance(error, ClusterStartError)
-        assert f"port {port} on 127.0.0.1 is taken by another program or job" in str(error)
-        with contextlib.suppress(BlockingIOError):  # the question whether it is one of us
-            listener.setblocking(False)
-            listener.accept()[0].close()
+        assert f"port {port} on 127.0.0.1 is taken by another program or job, after " in str(error)
+        assert f"worker 0 is waiting for port {port} on 127.0.0.1, which another run or program has; after 0 s" in caplog.messages
+        listener.settimeout(5)
         with socket.create_connection(("127.0.0.1", port)) as client:
-            listener.setblocking(True)
-            listener.accept()[0].close()
+            while (accepted := listener.accept())[1][1] != client.getsockname()[1]:
+                accepted[0].close()  # the question whether it is one of us
+            accepted[0].close()
             assert client.recv(1) == b""
+
+
+SETTINGS = b"\x00\x00\x12\x04\x00\x00\x00\x00\x00" + b"\x00\x04\x00\x40\x00\x00" * 3  # what gRPC says first
+
+
+@contextlib.contextmanager
+def program_at(address: str, says: bytes) -> Iterator[Callable[[int], None]]:
+    """Let somebody have a port who says something to everyone; yield what waits until so many have come."""
+    came = threading.Semaphore(0)
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                with server.accept()[0] as peer, contextlib.suppress(OSError):
+                    peer.sendall(says)
+                    came.release()
+                    peer.recv(1 << 16)
+
+    def wait_for(count: int) -> None:
+        assert all(came.acquire(timeout=10) for _ in range(count))
+
+    host, port = address.rsplit(":", 1)
+    server = socket.create_server((host, int(port)))
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield wait_for
+    finally:
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join()
+        server.close()
+
+
+def test_a_port_of_another_program_is_an_error_at_once(start) -> None:
+    workers = addresses(2)
+    with program_at(workers[0], b"HTTP/1.1 400 Bad Request\r\n\r\n"):
+        (error,) = outcomes([start(worker(workers, 0), timeout=30)], within=2)
+    assert isinstance(error, ClusterStartError) and "is taken by another program or job, after 0 s" in str(error)
+
+
+def test_an_earlier_run_that_ends_is_waited_for(start) -> None:
+    workers = addresses(3)
+    with program_at(workers[0], SETTINGS) as wait_for:
+        futures = [start(worker(workers, i), timeout=30) for i in range(3)]
+        wait_for(9)
+        assert not any(future.done() for future in futures)
+    assert all(isinstance(m, Meeting) for m in outcomes(futures, within=10))
+
+
+def test_a_job_that_does_not_end_is_named_after_the_timeout(start) -> None:
+    workers = addresses(2)
+    with program_at(workers[0], SETTINGS):
+        errors = outcomes([start(worker(workers, i), timeout=0.5) for i in range(2)], within=2.5)
+    for error, text in zip(errors, ["taken by another program", "a job runs there, an earlier run of this one or"], strict=True):
+        assert isinstance(error, ClusterStartError) and text in str(error) and workers[0].rsplit(":", 1)[1] in str(error)
+
+
+def test_a_chief_that_waits_for_its_port_says_so_less_and_less_often(caplog: pytest.LogCaptureFixture) -> None:
+    (address,) = addresses(1)
+    clock = _gathering.Clock(time.monotonic() - 100, time.monotonic() + 0.6)
+    ours = _wire.introduce(worker([address, *addresses(1)], 0), VERSIONS, "chief", "0")
+    with program_at(address, SETTINGS), socket.socket() as sock, pytest.raises(OSError, match="in use"):
+        host, port = address.rsplit(":", 1)
+        _preflight._bind(sock, (host, int(port)), ours, clock)
+    assert caplog.messages == [f"worker 0 is waiting for port {port} on {host}, which another run or program has; after 100 s"]
+
+
+def test_a_worker_that_waited_for_another_job_does_not_disturb_it(start) -> None:
+    workers = addresses(2)
+    chief = start(worker(workers, 0))
+    with connected(workers[0]) as sock:
+        sock.sendall(hello(worker([workers[0], *addresses(2)], 1), is_late=True))
+        assert b"another cluster starts there (worker 1 (127.0.0.1:" in sock.recv(1000)
+    assert all(isinstance(m, Meeting) for m in outcomes([chief, start(worker(workers, 1))], within=5))
+
+
+def test_a_job_that_took_the_port_of_another_leaves_it_to_that(start) -> None:
+    ours = addresses(2)
+    with program_at(ours[0], SETTINGS) as wait_for:
+        taker = start(worker([ours[0], *addresses(2)], 0), timeout=30)
+        wait_for(2)
+    first = start(worker(ours, 1), timeout=30)  # our job starts again
+    (error,) = outcomes([taker], within=10)
+    assert isinstance(error, ClusterStartError)
+    assert "worker 1 (127.0.0.1:" in str(error) and "was told of 2 workers, the chief" in str(error)
+    assert f"port {ours[0].rsplit(':', 1)[1]} belongs to another job, which has started again: give each its own" in str(error)
+    assert all(isinstance(m, Meeting) for m in outcomes([first, start(worker(ours, 0))], within=10))
+
+
+def test_a_connection_to_a_host_that_vanished_does_not_stay(start) -> None:
+    workers = addresses(2)
+    chief = start(worker(workers, 0))
+    seen = []
+
+    class Watched(_gathering._Peer):
+        def say(self, **message: Any) -> bool:
+            seen.append([self.sock.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in _gathering._KEEP_ALIVE])
+            seen.append(self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE))
+            return super().say(**message)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_gathering, "_Peer", Watched)
+        outcomes([chief, start(worker(workers, 1))], within=4)
+    assert seen[:2] == [[5, 2, 3], 1]
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as sock:
+        now = time.monotonic()
+        _preflight._connect(sock, server.getsockname(), _gathering.Clock(now, now + 5))
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
 
 
 def test_a_privileged_or_impossible_port_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,7 +540,7 @@ def test_another_cluster_on_the_port_does_not_disturb_the_first(start) -> None:
 
 
 @pytest.mark.parametrize(
-    "says", [b"\x00\x00\x12\x04\x00\x00\x00\x00\x00", b"HTTP/1.1 400 Bad Request\r\n\r\n", b'{"a": 1}\n', b"x" * 99_999]
+    "says", [b"\x00\x00\x12\x04\x00\x00\x00\x00\x01", b"HTTP/1.1 400 Bad Request\r\n\r\n", b'{"a": 1}\n', b"x" * 99_999]
 )
 def test_a_program_that_is_not_the_chief_is_an_error_at_once(says: bytes, start) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -501,6 +613,7 @@ STRANGERS = {
     "a nest": b"[" * 5000 + b"\n",
     "a wrong index": hello(worker(["h:1", "h:2"], 1), index=-1),
     "a fractional index": hello(worker(["h:1", "h:2"], 1), index=1.5),
+    "a late one that is no bool": hello(worker(["h:1", "h:2"], 1), is_late=1),
     "a true index": hello(worker(["h:1", "h:2"], 1), index=True),
     "a field more": hello(worker(["h:1", "h:2"], 1), more=1),
     "versions that are none": hello(worker(["h:1", "h:2"], 1), versions=[]),
@@ -632,7 +745,7 @@ print("done", flush=True)
 """
 
 
-def test_jax_starts_on_the_port_and_a_second_job_there_ends_alone(start) -> None:
+def test_jax_starts_on_the_port_and_a_second_job_there_waits_without_disturbing_it(start) -> None:
     workers = addresses(2)
     environment = {key: value for key, value in os.environ.items() if "proxy" not in key.lower()} | {
         "PYTHONPATH": str(Path(_preflight.__file__).parent.parent),
@@ -657,11 +770,13 @@ def test_jax_starts_on_the_port_and_a_second_job_there_ends_alone(start) -> None
         said = [p.stdout.readline() for p in job if p.stdout]
         assert [line.split(",")[0] for line in said] == [f"up worker {i} of 2 ({workers[i]})" for i in range(2)]
         # The same job once more, which gRPC would let in, so that it kills the first.
-        second, third = outcomes([start(worker(workers, i), timeout=30) for i in range(2)], within=2)
+        second, third = outcomes([start(worker(workers, i), timeout=1) for i in range(2)], within=3)
         assert isinstance(second, ClusterStartError) and "is taken by another program or job" in str(second)
-        assert isinstance(third, ClusterStartError) and "is not the chief of this cluster" in str(third)
+        assert isinstance(third, ClusterStartError) and "a job runs there" in str(third)
+        next_run = [start(worker(workers, i), timeout=60) for i in range(2)]
         for p in job:
             assert p.poll() is None and p.stdin
             p.stdin.write("\n")
             p.stdin.flush()
         assert [(p.communicate(timeout=60)[0], p.returncode) for p in job] == [("done\n", 0)] * 2
+        assert all(isinstance(m, Meeting) for m in outcomes(next_run, within=60))

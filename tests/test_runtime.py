@@ -1,10 +1,15 @@
 """What is used of JAX's private side is still there, and does what it did."""
 
 import inspect
+import mmap
 import os
 import re
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -14,16 +19,18 @@ from jax._src import distributed, xla_bridge
 from jax._src.lib import _jax
 
 import mirrored as mr
-from mirrored import _collectives, _preflight, _runtime
+from mirrored import _collectives, _preflight, _runtime, _uncaught
 from mirrored._agreement import Agreement
 from mirrored._cluster_spec import Cluster, ClusterSpec
 from mirrored._coordination import Coordination
+from mirrored._progress import progress
+from mirrored._stall import Own
 
 
 def test_the_client_of_the_coordination_service_is_where_it_was() -> None:
     state = distributed.global_state
     assert {"client", "process_id", "num_processes"} <= set(vars(state)) | set(vars(type(state)))
-    methods = {"key_value_set", "blocking_key_value_get", "key_value_dir_get", "key_value_delete"}
+    methods = {"key_value_dir_get_bytes", "key_value_set", "blocking_key_value_get", "key_value_dir_get", "key_value_delete"}
     assert methods <= set(dir(_jax.DistributedRuntimeClient))
     assert "allow_overwrite" in (_jax.DistributedRuntimeClient.key_value_set.__doc__ or "")
 
@@ -89,10 +96,126 @@ def test_jax_is_told_where_to_listen_and_how_soon_a_silent_worker_is_dead(monkey
     assert _runtime.start(cluster, options) == (cluster, options, 0, 2)
     assert told == {
         "coordinator_address": "chief:1", "num_processes": 2, "process_id": 0, "cluster_detection_method": "deactivate",
-        "coordinator_bind_address": "10.0.0.1:1", "gloo": "10.0.0.1", "initialization_timeout": 20,
+        "coordinator_bind_address": "10.0.0.1:1", "gloo": "10.0.0.1", "initialization_timeout": 60,
         "heartbeat_timeout_seconds": 10, "shutdown_timeout_seconds": 30,
         "jax_enable_preemption_service": False, "jax_cpu_collectives_implementation": "gloo",
     }  # fmt: skip
+
+
+@pytest.fixture
+def connecting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[..., None]], object]]:
+    """Start a worker whose `jax.distributed.initialize` is a function of the test."""
+    monkeypatch.setattr(_runtime, "_require_no_backend", lambda: None)
+    monkeypatch.setattr(_runtime._preflight, "check", lambda *_: _preflight.Meeting())
+    monkeypatch.setattr(_runtime.jax, "config", SimpleNamespace(update=lambda *_: None))
+    monkeypatch.setattr(_runtime, "_listen_at", lambda _: None)
+    monkeypatch.setattr(_runtime, "_begin", lambda *given: given)
+    monkeypatch.setattr(_runtime, "_CONNECT_WARNING_SECONDS", 0.05)
+    monkeypatch.setattr(_runtime, "_CHIEF_SECONDS", 0.1)
+
+    def start(initialize: Callable[..., None]) -> object:
+        monkeypatch.setattr(_runtime.jax.distributed, "initialize", initialize)
+        return _runtime.start(two_workers("chief:1", "b:1"), mr.CommunicationOptions(timeout_seconds=1))
+
+    yield start
+    for thread in threading.enumerate():
+        if thread.name == "mirrored-connect":
+            thread.join(10)
+
+
+def test_a_worker_that_is_gone_after_the_meeting_is_an_error_in_time(connecting, caplog: pytest.LogCaptureFixture) -> None:
+    never, before = threading.Event(), time.monotonic()
+    with pytest.raises(mr.ClusterStartError, match=r"worker 0 met all 2 workers, but one of them was gone before") as info:
+        connecting(lambda **_: never.wait(10))
+    assert time.monotonic() - before < 3 and info.value.exit_code == 75
+    assert "worker 0 waits for all 2 workers, which have met, to connect to jax.distributed at chief:1; is one" in caplog.text
+    never.set()
+
+
+def test_what_jax_raises_when_it_connects_is_raised(connecting, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(**_: object) -> None:
+        raise RuntimeError("jax's own")
+
+    with pytest.raises(RuntimeError, match="jax's own"):
+        connecting(fail)
+    assert connecting(lambda **_: None)[2:] == (0, 2) and not caplog.messages
+
+
+def devices_of(known: Mapping[str, Sequence[int]], process: int = 0, manager: object = None) -> SimpleNamespace:
+    """Be a state of `jax.distributed` in which these workers have told their devices, by platform."""
+
+    def list_keys(prefix: str) -> list[tuple[str, bytes]]:
+        platform = prefix.partition(":")[0]
+        return [(f"{platform}:local_topology/{platform}/{worker}", b"\x80") for worker in known.get(platform, ())]
+
+    client = SimpleNamespace(key_value_dir_get_bytes=list_keys)
+    return SimpleNamespace(client=client, process_id=process, num_processes=2, preemption_sync_manager=manager)
+
+
+@pytest.mark.parametrize(
+    ("known", "process", "waits", "text"),
+    [
+        ({}, 0, False, ""),
+        ({"cpu": [0]}, 0, True, "its cpu devices are known to the others"),
+        ({"cpu": [0]}, 1, False, "its cpu devices have not started yet"),
+        ({"cpu": [0, 1]}, 0, False, ""),
+        ({"cpu": [0, 1], "cuda": [1]}, 0, False, "its cuda devices have not started yet"),
+        ({"cpu": [0, 1], "cuda": [1]}, 1, True, "its cuda devices are known to the others"),
+    ],
+)
+def test_who_waits_for_the_devices_of_others_is_told_from_who_starts_its_own(
+    known: Mapping[str, Sequence[int]], process: int, waits: bool, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_runtime._distributed, "global_state", devices_of(known, process))
+    own = Own(progress, 5.0)
+    with _runtime.starting_devices():
+        assert own.look(0.5, False).detail == text
+        assert own.look(0.5, False).waits == waits
+    assert own.look(0.5, False).phase == ""
+
+
+def test_jax_s_own_limit_for_devices_names_the_worker_and_asks_for_a_new_start() -> None:
+    why = "GetKeyValue() timed out with key: cpu:local_topology/cpu/1 and duration: 2m (set JAX_PLATFORMS='' to ...)"
+    error = RuntimeError(f"Unable to initialize backend 'cpu': INTERNAL: Getting local topologies failed: Error 1: {why}")
+    with pytest.raises(mr.WorkerLostError, match="the devices of worker 1 have not started for 2m"), _runtime.starting_devices():
+        raise error
+    with pytest.raises(RuntimeError, match="another"), _runtime.starting_devices():
+        raise RuntimeError("another")
+    with open(Path(_jax.__file__).parent / "libjax_common.so", "rb") as file:  # what it says stands there
+        library = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    with library:
+        for sign in ("Getting local topologies failed", "GetKeyValue() timed out"):
+            assert library.find(sign.encode()) >= 0
+            assert _uncaught.tells_of_loss(RuntimeError(f"INTERNAL: {sign}: ..."))
+        assert library.find(b"local_topology/") >= 0 and library.find(b"timed out with key: ") >= 0
+
+
+def test_the_users_own_jax_distributed_and_cluster_must_agree(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_runtime._distributed, "global_state", devices_of({}))
+    monkeypatch.setattr(_runtime, "_begin", lambda *given: given)
+    monkeypatch.setattr(_runtime, "_current", None)
+    for wrong in (two_workers("a:1", "b:1", "c:1"), Cluster(ClusterSpec.of({"worker": ["a:1", "b:1"]}), "worker", 1)):
+        with pytest.raises(mr.ClusterConfigError, match=r"cluster= says worker . of . .*, coordinator a:1, but .* worker 0 of 2"):
+            _runtime.attach(mr.CommunicationOptions(), wrong)
+    _runtime.attach(mr.CommunicationOptions())
+    assert not caplog.messages
+    _runtime.attach(mr.CommunicationOptions(), two_workers("a:1", "b:1"))
+    assert caplog.messages == [
+        "cluster= is not used: jax.distributed was initialised before, for the same worker and number of workers"
+    ]
+
+
+def test_a_preemption_service_that_swallows_sigterm_is_told(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert hasattr(distributed.State(), "preemption_sync_manager")
+    monkeypatch.setattr(_runtime._distributed, "global_state", devices_of({}, manager=object()))
+    monkeypatch.setattr(_runtime, "_begin", lambda *given: given)
+    monkeypatch.setattr(_runtime, "_current", None)
+    _runtime.attach(mr.CommunicationOptions())
+    assert 'Call jax.config.update("jax_enable_preemption_service", False) before jax.distributed' in caplog.text
 
 
 def test_the_guard_watches_from_the_start_to_the_end_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:

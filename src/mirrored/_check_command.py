@@ -26,6 +26,7 @@ import numpy as np
 from ._cluster_spec import counted
 from ._coordination import Coordination
 from ._errors import ClusterConfigError, ClusterStartError, DeviceError, RecompilationWarning
+from ._escape import escape
 from ._options import CommunicationOptions
 from ._strategies import MultiWorkerMirroredStrategy, get_replica_context
 from ._strategy import Strategy
@@ -40,6 +41,8 @@ SIZES = ((4, 30), (1 << 10, 30), (1 << 20, 15), (64 << 20, 5))
 #: A worker is slow when it takes so many times as long as the middle one.
 SLOW = 2.0
 _MATRIX, _PRODUCTS = 256, 9
+#: Characters of what another worker says that are shown.
+_MAX_TEXT = 1000
 
 
 def main(argv: Sequence[str]) -> int:
@@ -59,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     report = Report(coordination)
     report.say(f"{counted(coordination.num_workers, 'worker')} met in {time.monotonic() - start:.1f} s, {strategy}")
     for index, text in enumerate(coordination.exchange("check/who", _who())):
-        report.say(f"worker {index}: {text}")
+        report.say(f"worker {index}: {escape(str(text), _MAX_TEXT)}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RecompilationWarning)  # each size is a program of its own
         report.wrong(_compare(strategy, coordination))
@@ -93,7 +96,7 @@ class Report:
     def wrong(self, problems: Sequence[str]) -> None:
         """Tell all workers what this one found wrong."""
         for index, found in enumerate(self.coordination.exchange("check/problems", list(problems)[:20])):
-            self.problems += [f"worker {index}: {problem}" for problem in found]
+            self.problems += [f"worker {index}: {escape(str(problem), _MAX_TEXT)}" for problem in found]
 
     def finish(self) -> int:
         """Print the end, and return the exit code, the same on all workers."""

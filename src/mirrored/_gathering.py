@@ -26,6 +26,8 @@ PROGRESS_SECONDS = 10.0
 LINGER_SECONDS = 1.0
 #: Connections that have not said hello; the oldest goes when there are more.
 MAX_STRANGERS = 64
+#: When the kernel asks a host that says nothing whether it is still there: it is given up after 5 + 3 * 2 seconds.
+_KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 #: What a failure is for all workers: the words of `_wire` for the two errors.
 ERRORS = {"config": ClusterConfigError, "start": ClusterStartError}
 
@@ -37,11 +39,24 @@ def reset_on_close(sock: socket.socket) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
+def keep_alive(sock: socket.socket) -> None:
+    """Let a connection end soon after the other host, which can say nothing any more."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEP_ALIVE.items():
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
 class Clock:
-    """Know the deadline, and say now and then what is waited for."""
+    """Know the deadline, say now and then what is waited for, and remember whether that was a run that has the port.
+
+    Attributes:
+        has_met_a_run: whether a job ran at the address: an earlier run of this one, or another that has the same port.
+    """
 
     def __init__(self, started: float, deadline: float) -> None:
         self.started, self.deadline, self.next_report = started, deadline, started + PROGRESS_SECONDS
+        self.has_met_a_run = False
 
     @property
     def left(self) -> float:
@@ -161,6 +176,7 @@ class Gathering:
         except OSError as error:
             raise ClusterStartError(f"worker 0 cannot take more connections: {error}") from error
         sock.setblocking(False)
+        keep_alive(sock)
         peer = _Peer(sock, join_address(*address[:2]), time.monotonic() + PATIENCE_SECONDS)
         self.peers[peer] = None
         self.selector.register(sock, selectors.EVENT_READ, peer)
@@ -188,11 +204,8 @@ class Gathering:
                 )
 
     def _judge(self, peer: _Peer, hello: Hello) -> None:
-        if hello.index == 0 and hello.digest != self.hello.digest:
-            # Another job's worker 0 found the port taken by us. That is its trouble, not ours.
-            port = split_address(self.cluster.coordinator_address or "")[1]
-            peer.say(state="error", kind="start", text=f"port {port} is taken: another cluster starts there")
-            self._drop(peer)
+        if hello.digest != self.hello.digest and (hello.index == 0 or hello.is_late or self.clock.has_met_a_run):
+            self._refuse_job(peer, hello)
             return
         peer.hello = hello
         if not self.failure:
@@ -204,6 +217,17 @@ class Gathering:
             self._drop(before)
         self.present[hello.index] = peer
         peer.say(state="waiting")
+
+    def _refuse_job(self, peer: _Peer, hello: Hello) -> None:
+        """Send away a worker of another job that was given the same port; or leave the port to the job that had it before."""
+        port = split_address(self.cluster.coordinator_address or "")[1]
+        _, text = self._difference(peer, hello) or ("", "")
+        if hello.index and self.clock.has_met_a_run and not hello.is_late:
+            self.failure = "start", f"{text}. Or port {port} belongs to another job, which has started again: give each its own"
+        else:
+            text = f"port {port} is taken: another cluster starts there ({text})"
+            peer.say(state="error", kind="start", text=text[: _wire.MAX_TEXT])
+        self._drop(peer)
 
     def _difference(self, peer: _Peer, hello: Hello) -> tuple[str, str] | None:
         """Say in what a worker differs from worker 0, or that another one has its index."""

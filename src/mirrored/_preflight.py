@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import math
 import os
 import queue
 import secrets
@@ -20,7 +21,7 @@ from typing import Any
 from . import _wire
 from ._cluster_spec import Cluster, describe, join_address, split_address
 from ._errors import ClusterConfigError, ClusterStartError
-from ._gathering import ERRORS, LINGER_SECONDS, PATIENCE_SECONDS, Clock, Gathering, reset_on_close
+from ._gathering import ERRORS, LINGER_SECONDS, PATIENCE_SECONDS, Clock, Gathering, keep_alive, reset_on_close
 from ._wire import Hello
 
 MAX_TIMEOUT_SECONDS = 7 * 24 * 3600.0
@@ -94,7 +95,7 @@ def _join(cluster: Cluster, hello: Hello, clock: Clock, own: str | None) -> str:
             with socket.socket(family, socket.SOCK_STREAM) as sock:
                 try:
                     _connect(sock, address, clock)
-                    sock.sendall(_wire.encode(hello.message()))
+                    sock.sendall(_wire.encode(dataclasses.replace(hello, is_late=clock.has_met_a_run).message()))
                     why = _await_start(sock, chief, clock)
                     if not why:
                         host = sock.getsockname()[0]
@@ -121,6 +122,7 @@ def _is_loopback(host: str) -> bool:
 def _connect(sock: socket.socket, address: Any, clock: Clock) -> None:
     sock.settimeout(max(0.01, min(PATIENCE_SECONDS, clock.left)))
     sock.connect(address)
+    keep_alive(sock)
     if sock.getsockname() == sock.getpeername():
         # On one host, the kernel may choose the chief's port for our end too, and then connects us to ourselves.
         reset_on_close(sock)
@@ -128,15 +130,21 @@ def _connect(sock: socket.socket, address: Any, clock: Clock) -> None:
 
 
 def _await_start(sock: socket.socket, chief: str, clock: Clock) -> str:
-    """Wait for worker 0's word: return "" for go, the reason to try again, or raise what it says."""
+    """Wait for worker 0's word: return "" for go, the reason to try again, or raise what it says.
+
+    A run that ends is waited for, because the launchers of several hosts do not start anew at the same moment.
+    """
     state = "it accepts connections but says nothing"
     for answer in _answers(sock, clock):
         if answer is None:
             clock.report(f"waiting for the chief ({chief}): {state};")
+        elif isinstance(answer, bytes) and _wire.is_grpc(answer):
+            clock.has_met_a_run = True
+            return "a job runs there, an earlier run of this one or another that has the same port"
         elif isinstance(answer, bytes):
             raise ClusterStartError(
                 f"what answers at {chief} is not the chief of this cluster: it says {describe(answer.decode('latin1'), 40)}; "
-                "another program, or an earlier run of this job, has the port"
+                "another program has the port"
             )
         elif answer["state"] == "go":
             return ""
@@ -174,7 +182,7 @@ def _listen(cluster: Cluster, hello: Hello, clock: Clock) -> list[socket.socket]
         for family, address in _resolve(*split_address(chief), cluster, clock):
             sock = socket.socket(family, socket.SOCK_STREAM)
             listeners.append(sock)
-            if not _take(sock, address, chief, hello):
+            if not _take(sock, address, chief, hello, clock):
                 listeners.pop().close()
         if not listeners:
             raise _foreign(cluster, chief)
@@ -185,13 +193,13 @@ def _listen(cluster: Cluster, hello: Hello, clock: Clock) -> list[socket.socket]
     return listeners
 
 
-def _take(sock: socket.socket, address: Any, chief: str, hello: Hello) -> bool:
+def _take(sock: socket.socket, address: Any, chief: str, hello: Hello, clock: Clock) -> bool:
     """Bind and listen; return False for an address of another host, raise when the port is taken."""
     if sock.family == socket.AF_INET6:
         sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
     sock.setblocking(False)
     try:
-        _bind(sock, address, hello)
+        _bind(sock, address, hello, clock)
         sock.listen(128)
         # Inherited by the connections, so that none of them keeps jax from the port.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -201,32 +209,44 @@ def _take(sock: socket.socket, address: Any, chief: str, hello: Hello) -> bool:
         host, port = address[:2]
         if error.errno == errno.EADDRINUSE:
             raise ClusterStartError(
-                f"port {port} on {host} is taken by another program or job, perhaps one that just ended; "
-                f"give the chief ({chief}) another port"
+                f"port {port} on {host} is taken by another program or job, after {clock.waited}; give the chief ({chief}) "
+                "another port"
             ) from error
         raise ClusterConfigError(f"the chief cannot listen at {chief} ({host}): {error.strerror}") from error
     return True
 
 
-def _bind(sock: socket.socket, address: Any, hello: Hello) -> None:
+def _bind(sock: socket.socket, address: Any, hello: Hello, clock: Clock) -> None:
     """Bind without sharing, which finds every other socket on the port, also one of jax, which does share.
 
-    What is there but does not listen is left from an ended run, and jax may bind beside it; or it is about to listen.
+    What is there but does not listen is left from an ended run, and jax may bind beside it; or it is about to listen. A job
+    that runs there may be an earlier run of this one, which ends: it is waited for.
     """
-    until = time.monotonic() + LINGER_SECONDS
+    pause, first_report = 0.05, clock.started + LINGER_SECONDS  # a slip is seen early
     while True:
         for share in (0, 1):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, share)
             try:
                 return sock.bind(address)
             except OSError as error:
-                if error.errno != errno.EADDRINUSE or time.monotonic() > until or _is_listened_to(address, hello):
+                if error.errno != errno.EADDRINUSE or clock.left <= 0:
                     raise
-        time.sleep(0.05)
+            if _is_listened_to(address, dataclasses.replace(hello, is_late=clock.has_met_a_run)):
+                clock.has_met_a_run = True
+                break
+        clock.next_report, first_report = min(clock.next_report, first_report), math.inf
+        clock.report(f"worker 0 is waiting for port {address[1]} on {address[0]}, which another run or program has;")
+        time.sleep(max(0.0, min(pause, clock.left)))
+        pause = min(2 * pause, 0.5)
 
 
 def _is_listened_to(address: Any, hello: Hello) -> bool:
-    """Tell whether someone listens at an address; raise what it says when it is the start of a cluster."""
+    """Tell whether someone listens at an address.
+
+    Raises:
+        ClusterConfigError, ClusterStartError: what it says when it is the start of a cluster.
+        OSError: when what it says shows that it is neither that nor jax.
+    """
     clock = Clock(time.monotonic(), time.monotonic() + 0.2)  # for the connection; the answer has LINGER_SECONDS more
     family = socket.AF_INET6 if len(address) == 4 else socket.AF_INET
     try:
@@ -238,6 +258,8 @@ def _is_listened_to(address: Any, hello: Hello) -> bool:
         return False
     except OSError:
         return True
+    if isinstance(answer, bytes) and not _wire.is_grpc(answer):
+        raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
     if isinstance(answer, dict) and answer["state"] == "error":
         raise ERRORS[answer["kind"]](answer["text"])
     return True

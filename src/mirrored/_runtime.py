@@ -13,10 +13,13 @@ import functools
 import importlib.metadata
 import logging
 import platform
+import re
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from types import TracebackType
+from typing import Any
 
 import jax
 from jax._src import distributed as _distributed
@@ -27,7 +30,7 @@ from . import _env, _preflight
 from ._agreement import Agreement
 from ._cluster_spec import Cluster
 from ._coordination import Coordination
-from ._errors import ClusterConfigError, ClusterStartError
+from ._errors import ClusterConfigError, ClusterStartError, WorkerLostError
 from ._exit_codes import BAD_CONFIGURATION
 from ._guard import Guard
 from ._options import CommunicationImplementation, CommunicationOptions
@@ -39,6 +42,14 @@ _logger = logging.getLogger("mirrored")
 START_SECONDS = 300.0
 #: A worker that the service has not heard of for so long is dead; one that is paused for half of it is not.
 HEARTBEAT_SECONDS = 10
+#: How long the workers may take from having met to being connected: who does not come any more has died in between.
+CONNECT_SECONDS, _CONNECT_WARNING_SECONDS = 30.0, 5.0
+#: Worker 0 hosts what the others connect to, and so gives up after them.
+_CHIEF_SECONDS = 2.0
+#: Under which names JAX's backends tell each other their devices.
+_PLATFORMS = ("cpu", "cuda", "rocm")
+#: What JAX says when one of these names has not come.
+_LATE_DEVICES = re.compile(r"timed out with key: [a-z]+:local_topology/[a-z]+/(\d+) and duration: (\w+)")
 #: How long JAX waits at the end for the others, which our own guard has seen ending already.
 SHUTDOWN_SECONDS = 30
 
@@ -94,12 +105,33 @@ def _install_exit_codes() -> None:
     sys.excepthook = hook
 
 
-def attach(options: CommunicationOptions) -> Runtime | None:
-    """Use a cluster that the user has initialised; None when it has one process."""
-    num_workers = int(_distributed.global_state.num_processes or 1)
+def attach(options: CommunicationOptions, cluster: Cluster | None = None) -> Runtime | None:
+    """Use what the user has initialised; None when it has one process.
+
+    Args:
+        options: of the strategy.
+        cluster: what the user has given besides; it decides nothing any more.
+
+    Raises:
+        ClusterConfigError: when that says something else.
+    """
+    state = _distributed.global_state
+    worker, num_workers = int(state.process_id or 0), int(state.num_processes or 1)
+    if cluster is not None:
+        if (cluster.worker_index, cluster.num_workers) != (worker, num_workers):
+            raise ClusterConfigError(
+                f"cluster= says {cluster}, but jax.distributed.initialize(...) was called before, and says worker {worker} of "
+                f"{num_workers}. Leave one of them out; without the call, the workers meet first, and errors name them."
+            )
+        _logger.warning("cluster= is not used: jax.distributed was initialised before, for the same worker and number of workers")
+    if state.preemption_sync_manager is not None and num_workers > 1:
+        _logger.warning(
+            "JAX's preemption service swallows SIGTERM, so this process neither ends by it nor saves. Call "
+            'jax.config.update("jax_enable_preemption_service", False) before jax.distributed.initialize(...)'
+        )
     with _starting:
         if _current is None and num_workers > 1:
-            _begin(None, options, int(_distributed.global_state.process_id or 0), num_workers)
+            _begin(None, options, worker, num_workers)
         return _current
 
 
@@ -121,18 +153,84 @@ def start(cluster: Cluster, options: CommunicationOptions) -> Runtime | None:
         meeting = _preflight.check(cluster, _versions(), seconds)
         _choose_collectives(options)
         jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM
-        jax.distributed.initialize(
-            coordinator_address=cluster.coordinator_address,
-            num_processes=cluster.num_workers,
-            process_id=cluster.worker_index,
-            cluster_detection_method="deactivate",
-            initialization_timeout=max(1, int(seconds)),
-            coordinator_bind_address=meeting.bind_address,
-            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
-            shutdown_timeout_seconds=SHUTDOWN_SECONDS,
-        )
+        _connect(cluster, meeting, min(seconds, CONNECT_SECONDS))
         _listen_at(meeting.host)
         return _begin(cluster, options, cluster.worker_index, cluster.num_workers)
+
+
+def _connect(cluster: Cluster, meeting: _preflight.Meeting, seconds: float) -> None:
+    """Start `jax.distributed` in a thread of its own: when a worker is missing, JAX aborts the process instead of raising."""
+    errors: list[BaseException] = []
+
+    def initialize() -> None:
+        try:
+            jax.distributed.initialize(
+                coordinator_address=cluster.coordinator_address,
+                num_processes=cluster.num_workers,
+                process_id=cluster.worker_index,
+                cluster_detection_method="deactivate",
+                initialization_timeout=2 * int(CONNECT_SECONDS),  # the abort, for which this process does not wait
+                coordinator_bind_address=meeting.bind_address,
+                heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+                shutdown_timeout_seconds=SHUTDOWN_SECONDS,
+            )
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=initialize, name="mirrored-connect", daemon=True)
+    thread.start()
+    deadline = time.monotonic() + seconds + (_CHIEF_SECONDS if cluster.is_chief else 0.0)
+    thread.join(min(seconds, _CONNECT_WARNING_SECONDS))
+    if thread.is_alive():
+        what = "worker %d waits for all %d workers, which have met, to connect to jax.distributed at %s; is one gone since?"
+        _logger.warning(what, cluster.worker_index, cluster.num_workers, cluster.coordinator_address)
+        thread.join(max(0.0, deadline - time.monotonic()))
+    if thread.is_alive():
+        raise ClusterStartError(
+            f"worker {cluster.worker_index} met all {cluster.num_workers} workers, but one of them was gone before it had "
+            f"connected to jax.distributed at {cluster.coordinator_address}, or has not done so for {seconds:.0f} s: the output "
+            "of the others says which. Start all again; this process cannot go on, and JAX would end it"
+        )
+    if errors:
+        raise errors[0]
+
+
+@contextlib.contextmanager
+def starting_devices() -> Iterator[None]:
+    """Be in the phase in which JAX starts this worker's devices, and waits for what the other workers have.
+
+    JAX's keys tell the two apart, so that the guard can name the worker whose devices do not start. JAX has a limit too.
+
+    Raises:
+        WorkerLostError: when that is over before the guard's.
+    """
+
+    def look() -> str:  # called by the guard, twice a second
+        phase.waits, text = _is_waiting_for_devices()
+        return text
+
+    phase = progress.phase("the exchange of devices", look)
+    try:
+        with phase:
+            yield
+    except RuntimeError as error:
+        if late := _LATE_DEVICES.search(str(error)):
+            text = f"the devices of worker {late[1]} have not started for {late[2]}, which is JAX's limit"
+            raise WorkerLostError(text) from error
+        raise
+
+
+def _is_waiting_for_devices() -> tuple[bool, str]:
+    state = _distributed.global_state
+    client: Any = state.client
+    workers = set(range(int(state.num_processes or 1)))
+    for kind in _PLATFORMS:
+        keys = client.key_value_dir_get_bytes(f"{kind}:local_topology/{kind}/")
+        known = {int(index) for key, _ in keys if (index := key.rpartition("/")[2]).isdecimal()}
+        if known and not workers <= known:
+            own = state.process_id in known
+            return own, f"its {kind} devices " + ("are known to the others" if own else "have not started yet")
+    return False, ""
 
 
 def _begin(cluster: Cluster | None, options: CommunicationOptions, worker: int, num_workers: int) -> Runtime:

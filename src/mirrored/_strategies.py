@@ -104,7 +104,11 @@ class MultiWorkerMirroredStrategy(Strategy):
         _refuse_options(cluster, options)
         with _runtime.exit_codes():
             runtime = self._join(cluster, options)
-            mesh = _mesh.cluster_mesh() if runtime is not None else _mesh.make_mesh(_mesh.resolve_devices(None))
+            if runtime is None:
+                mesh = _mesh.make_mesh(_mesh.resolve_devices(None))
+            else:
+                with _runtime.starting_devices():
+                    mesh = _mesh.cluster_mesh()
         if options.implementation is CommunicationImplementation.NCCL and mesh.devices[0].platform == "cpu":
             raise ValueError(
                 "implementation is NCCL, which connects GPUs, but JAX has found none; it uses the CPU. Leave the option out, or "
@@ -120,7 +124,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         if _runtime.current() is None and _runtime.is_connected():
             self._cluster = None
             _logger.info("cluster: jax.distributed was initialised already, and is used as it is")
-            return _runtime.attach(options)
+            return _runtime.attach(options, None if cluster is None else _cluster.discover(cluster)[0])
         self._cluster, sentence = _cluster.discover(cluster)
         _logger.info("cluster: %s", sentence)
         return _runtime.start(self._cluster, options)

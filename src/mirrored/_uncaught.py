@@ -16,6 +16,8 @@ _SIGNS_OF_LOSS = (
     "Connection reset by peer",
     "Timed out waiting",
     "coordination_service",
+    "Getting local topologies failed",
+    "GetKeyValue() timed out",
     "NCCL",
 )
 #: What an error of the coordination service says when there is none any more.

@@ -34,6 +34,7 @@ class Hello:
         versions: name -> version.
         process: its host and process number, for a person.
         token: tells a process that connects again from another one with the same index.
+        is_late: whether it has met a running job at the address: then two clusters that differ may be two jobs.
     """
 
     index: int
@@ -43,6 +44,7 @@ class Hello:
     versions: Mapping[str, str]
     process: str
     token: str
+    is_late: bool = False
 
     def message(self) -> dict[str, Any]:
         """Return it as what `encode` takes."""
@@ -72,9 +74,11 @@ def parse_hello(line: bytes) -> Hello | None:
         return None
     if not all(type(number) is int and 0 <= number <= MAX_WORKERS for number in (index, num_workers)):
         return None
+    if not isinstance(message["is_late"], bool):
+        return None
     if not all(_is_word(word) for word in (*workers, *versions, *versions.values(), digest, process, token)):
         return None
-    return Hello(index, num_workers, digest, tuple(workers), versions, process, token)
+    return Hello(index, num_workers, digest, tuple(workers), versions, process, token, message["is_late"])
 
 
 def parse_answer(line: bytes) -> dict[str, str] | None:
@@ -94,6 +98,11 @@ def may_be_ours(line: bytes) -> bool:
     """Tell whether a line that is not yet complete begins like ours."""
     start = encode({})[:-2]
     return line[: len(start)] == start[: len(line)]
+
+
+def is_grpc(data: bytes) -> bool:
+    """Tell whether it begins as what gRPC says first, and so jax's service: HTTP/2's settings."""
+    return data[3:9] == b"\x04\x00\x00\x00\x00\x00"
 
 
 def difference(they: str, theirs: Hello, me: str, mine: Hello) -> str:

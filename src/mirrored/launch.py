@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from . import _env
-from ._cluster_spec import LOOPBACK, MAX_WORKERS, check_address, describe, join_address, split_address
+from ._cluster_spec import LOOPBACK, MAX_WORKERS, check_address, describe
 from ._errors import ClusterConfigError
 from ._escape import escape
 from ._launch_ending import Budget, describe_failure, summarize
@@ -26,8 +26,6 @@ from ._launch_output import Outlet, make_log_folder
 from ._launch_signals import Signals
 from ._launchers import SOURCES
 
-#: Ports from the coordinator's on that restarts use in turn, so that no attempt meets the port of the one before.
-NUM_PORTS = 16
 USAGE_ERROR = 2
 
 _HELP = """usage: mirrored launch -n N [options] script.py args...   start N workers, and start them again after a failure
@@ -99,7 +97,7 @@ def _run(options: argparse.Namespace, outlets: tuple[Outlet, Outlet], signals: S
     for number in itertools.count():
         if options.log_dir:
             logs = make_log_folder(options.log_dir, number, f"-node-{options.node_rank}" if options.nnodes > 1 else "")
-        address = _address(options, number, used_ports)
+        address = options.coordinator or _free_address(used_ports)
         attempt = Group(
             options.command,
             [inherited | _variables(options, address, number, i) for i in range(options.n)],
@@ -120,11 +118,8 @@ def _run(options: argparse.Namespace, outlets: tuple[Outlet, Outlet], signals: S
     return code
 
 
-def _address(options: argparse.Namespace, attempt: int, used: set[int]) -> str:
-    """Return where worker 0 listens in this attempt, which is never where it listened in the one before."""
-    if options.coordinator:
-        host, port = split_address(options.coordinator)
-        return join_address(host, port + attempt % NUM_PORTS)
+def _free_address(used: set[int]) -> str:
+    """Return where worker 0 listens in this attempt, which is never where it listened in one before."""
     while True:
         with socket.socket() as sock:
             sock.bind((LOOPBACK, 0))
@@ -232,10 +227,7 @@ def _check_nodes(parser: _Parser, options: argparse.Namespace) -> None:
     if options.n * options.nnodes > MAX_WORKERS:
         parser.error(f"-n {options.n} on {options.nnodes} hosts are more than {MAX_WORKERS} workers")
     if options.coordinator is not None:
-        _, port = split_address(check_address("--coordinator", options.coordinator))
-        if options.max_restarts and port + NUM_PORTS > 65536:
-            parser.error(f"--coordinator has port {port}; restarts use the {NUM_PORTS} ports from it on, so give at most "
-                         f"{65536 - NUM_PORTS}")  # fmt: skip
+        options.coordinator = check_address("--coordinator", options.coordinator)
 
 
 def _count(text: str) -> int:

@@ -1,6 +1,8 @@
 """A worker that starts a job, and says what it is; the first argument says in which way."""
 
+import os
 import sys
+import time
 
 import jax
 
@@ -11,11 +13,14 @@ options = mr.CommunicationOptions(timeout_seconds=float(sys.argv[2]))
 if way == "jax first":
     jax.devices()
 if way == "own jax.distributed":
-    import os
-
     jax.distributed.initialize(
         os.environ["JAX_COORDINATOR_ADDRESS"], int(os.environ["JAX_NUM_PROCESSES"]), int(os.environ["JAX_PROCESS_ID"])
     )
+if way == "gone after the meeting":
+    connect = jax.distributed.initialize
+    jax.distributed.initialize = lambda **given: os._exit(9) if given["process_id"] == 1 else connect(**given)
+if way == "devices stuck" and os.environ["JAX_PROCESS_ID"] == "1":
+    jax.local_devices = lambda **_: time.sleep(1000)
 strategy = mr.MultiWorkerMirroredStrategy(communication_options=options)
 again = mr.MultiWorkerMirroredStrategy()
 assert again.devices == strategy.devices

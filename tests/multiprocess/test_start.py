@@ -30,6 +30,7 @@ def test_two_workers_start(way: str) -> None:
     for worker in ended:
         assert worker.code == 0, worker.output
         assert f"STARTED 2 4 {worker.index == 0} 4.0" in worker.output
+        assert ("preemption service swallows SIGTERM" in worker.output) == (way == "own jax.distributed")
 
 
 @pytest.mark.slow
@@ -51,6 +52,21 @@ def test_a_worker_that_does_not_start_is_named() -> None:
     [worker] = run_workers(SCRIPT, 1, "found", 2, env=tf_config(0, f"127.0.0.1:{port}", f"127.0.0.1:{free_port()}"))
     assert worker.code == 75 and worker.seconds < 12, worker.output
     assert "worker 1" in worker.output and "ClusterStartError" in worker.output
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_between_the_meeting_and_jax_ends_the_others_with_an_error() -> None:
+    first, second = run_workers(SCRIPT, 2, "gone after the meeting", 2)
+    assert second.code == 9 and first.code == 75 and first.seconds < 25, first.output
+    assert "ClusterStartError: worker 0 met all 2 workers, but one of them was gone" in first.output
+
+
+@pytest.mark.slow
+def test_a_worker_whose_devices_do_not_start_is_named() -> None:
+    for worker in run_workers(SCRIPT, 2, "devices stuck", 3):
+        assert worker.code == 75 and worker.seconds < 25, worker.output
+        assert "worker 1 has not entered the exchange of devices for 3 s" in worker.output
+        assert "worker 1: the exchange of devices (its cpu devices have not started yet)" in worker.output
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from .._coordination import Channel, Coordination
+from .._escape import escape
 from .._typing import PyTree
 
 #: Gives a JSON value to all workers and returns those of all, in worker order; every worker must call it.
@@ -19,6 +20,8 @@ Exchange: TypeAlias = Callable[[Any], Sequence[Any]]
 
 #: Of each array of a batch, so many bytes at either end are compared between the workers.
 _DIGEST_BYTES = 64 * 1024
+#: Characters of the structure of another worker's batch that are shown.
+_MAX_SHOWN = 1000
 
 
 def _alone(value: Any) -> Sequence[Any]:
@@ -151,7 +154,8 @@ def _encode(tree: PyTree) -> dict[str, Any]:
 
 
 def _show(rows: dict[str, Any]) -> str:
-    return f"{rows['structure']} of " + ", ".join(f"{dtype}{shape}" for dtype, shape in rows["leaves"])
+    text = f"{rows['structure']} of " + ", ".join(f"{dtype}{shape}" for dtype, shape in rows["leaves"])
+    return escape(text, _MAX_SHOWN)
 
 
 def _decode(rows: dict[str, Any], like: PyTree) -> PyTree:
