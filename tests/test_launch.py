@@ -29,7 +29,7 @@ import sys, types
 package = types.ModuleType("mirrored")
 package.__path__ = [{str(SOURCE)!r}]
 sys.modules["mirrored"] = package
-from mirrored import _launch_group, launch
+from mirrored import _launch_group, _launch_signals, launch
 assert not {{"jax", "numpy"}} & set(sys.modules)
 """
 HEAD = """
@@ -229,7 +229,7 @@ def test_who_stops_reading_does_not_stop_the_training(launcher: Launcher, tmp_pa
 @pytest.mark.parametrize("stderr", [subprocess.PIPE, subprocess.STDOUT])
 def test_a_reader_that_is_stuck_holds_workers_back_but_not_the_launcher(stderr: int, launcher: Launcher) -> None:
     body = "while True: print('x' * 1000), print('x' * 1000, file=sys.stderr)"
-    process = launcher.start(body, "--grace", 0.2, stderr=stderr)
+    process = launcher.start(body, "--grace", 0.2, stderr=stderr, patch="_launch_signals.NOTICE_SECONDS = 0.0")
     wait_until(lambda: len(launcher.alive()) >= 2)
 
     def read_by(pid: int) -> int:
@@ -673,7 +673,7 @@ def test_who_does_not_leave_within_the_grace_is_killed(launcher: Launcher) -> No
 
 @pytest.mark.parametrize(("second", "expected"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_second_signal_ends_at_once(second: signal.Signals, expected: int, launcher: Launcher) -> None:
-    process = launcher.start(STUBBORN, "-n", 2, "--grace", 60)
+    process = launcher.start(STUBBORN, "-n", 2, "--grace", 60, patch="_launch_signals.NOTICE_SECONDS = 0.0")
     read_until(process, "up", 2)
     process.send_signal(signal.SIGTERM)
     read_until(process, "asked", 2)
@@ -681,6 +681,25 @@ def test_a_second_signal_ends_at_once(second: signal.Signals, expected: int, lau
     process.send_signal(second)
     assert finish(process)[0] == expected
     assert time.monotonic() - start < 1.5
+
+
+def test_sigterms_of_one_notice_are_one(launcher: Launcher) -> None:
+    body = """
+    def save(*_):
+        say('asked')
+        time.sleep(0.5)
+        sys.exit(143)
+    signal.signal(signal.SIGTERM, save)
+    say('up')
+    while True: signal.pause()
+    """
+    process = launcher.start(body, "--grace", 60)
+    read_until(process, "up", 1)
+    process.send_signal(signal.SIGTERM)
+    read_until(process, "asked", 1)
+    process.send_signal(signal.SIGTERM)
+    code, _, err = finish(process)
+    assert code == 143 and "exit code 143, preempted" in err
 
 
 def test_nohup_holds(launcher: Launcher, tmp_path: Path) -> None:

@@ -5,8 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 from types import FrameType
 from typing import Any
+
+#: SIGTERMs that follow the first so soon are the same notice, as in preemption.py: whoever signals all processes of a job signals
+#: the launcher and also what started it, such as `srun`, which passes its own on.
+NOTICE_SECONDS = 1.0
 
 
 class Signals:
@@ -15,6 +20,7 @@ class Signals:
     def __init__(self) -> None:
         self.received: list[int] = []
         self._before: dict[int, Any] = {}
+        self._notice_ends = 0.0
 
     def __enter__(self) -> Signals:
         self.wakeup, self._write = os.pipe()
@@ -35,6 +41,10 @@ class Signals:
         os.close(self._write)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGTERM:
+            if time.monotonic() < self._notice_ends:
+                return
+            self._notice_ends = time.monotonic() + NOTICE_SECONDS
         self.received.append(number)
 
     def drain(self) -> None:

@@ -207,7 +207,9 @@ def _find_device(entry: Any, num_cpu_devices: int) -> jax.Device:
 def _local_devices(platform: str) -> Sequence[jax.Device]:
     try:
         return jax.local_devices(backend=platform)
-    except RuntimeError:  # JAX has no such backend here
+    except RuntimeError as error:  # JAX has no such backend here
+        if "topologies failed" in str(error):  # those of another worker, for which JAX has waited minutes: not again
+            raise
         return ()
 
 
