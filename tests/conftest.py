@@ -61,10 +61,11 @@ def _nothing_is_left_behind():
 
 @pytest.fixture
 def grains_threads_end():
-    """Wait for the threads of grain's iterators: they end when those are closed, but grain does not wait for them."""
+    """Wait for the threads of grain's iterators: they end when those are closed or collected, but grain does not wait for them."""
     yield
-    for thread in threading.enumerate():
-        if thread.name.startswith("grain"):
+    if threads := [thread for thread in threading.enumerate() if thread.name.startswith("grain")]:
+        gc.collect()
+        for thread in threads:
             thread.join(30)
             assert not thread.is_alive(), thread
 
