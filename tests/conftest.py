@@ -61,7 +61,7 @@ def _nothing_is_left_behind():
 
 @pytest.fixture
 def grains_threads_end():
-    """Wait for the threads of grain's iterators: they end when those are closed or collected, but grain does not wait for them."""
+    """Wait for the threads of grain's iterators: they end when those are closed or collected, and nobody waits."""
     yield
     if threads := [thread for thread in threading.enumerate() if thread.name.startswith("grain")]:
         gc.collect()
