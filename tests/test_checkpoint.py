@@ -780,6 +780,31 @@ def test_what_could_not_be_read_is_no_damage(tmp_path: Path, what: str, monkeypa
     assert restore(tmp_path, **named) == 2
 
 
+def test_a_step_that_another_process_removes_while_it_is_read_says_so(tmp_path: Path, monkeypatch) -> None:
+    named = trained(tmp_path)
+
+    def removed(*_: object) -> None:
+        shutil.rmtree(tmp_path / "2")
+        raise FileNotFoundError("no such file")
+
+    monkeypatch.setattr(_checkpoint_files, "_read_arrays", removed)
+    with pytest.raises(CheckpointError, match=r"step 2 was removed while it was read, by another process .*max_to_keep"):
+        restore(tmp_path, **named)
+
+
+def test_a_step_that_another_process_removes_while_it_is_listed_is_none(tmp_path: Path, monkeypatch, caplog) -> None:
+    trained(tmp_path)
+    listdir = os.listdir
+
+    def removed(path: str = ".") -> list[str]:
+        if os.path.basename(path) == "1":
+            shutil.rmtree(path)
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", removed)
+    assert _checkpoint_files.StepFiles(tmp_path).look() == ([2], [])
+
+
 def test_a_damaged_step_is_damaged_also_where_not_all_of_it_can_be_read(tmp_path: Path, monkeypatch, caplog) -> None:
     named = trained(tmp_path)
     flip(tmp_path / "2" / "arrays" / "_METADATA", 9)

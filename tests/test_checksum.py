@@ -44,3 +44,9 @@ def test_bits_count_not_values() -> None:
     assert (checksum(jnp.array([jnp.nan]))) == (checksum(jnp.array([jnp.nan])))
     assert (checksum(jax.random.key(0))) != (checksum(jax.random.key(1)))
     assert checksum(jnp.zeros((0,))) == checksum(np.zeros((0,)))
+
+
+def test_a_key_is_added_up_also_while_a_program_is_traced() -> None:
+    key, seen = jax.random.key(3), []
+    jax.jit(lambda x: (seen.append(checksum(key)), x)[1])(1.0)
+    assert seen == [checksum(key)]

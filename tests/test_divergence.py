@@ -1,5 +1,6 @@
 """Copies that differ are found on the devices, and named."""
 
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 import mirrored as mr
-from mirrored import _divergence, _variables
+from mirrored import _divergence, _function, _variables
 
 
 @pytest.fixture(autouse=True)
@@ -141,6 +142,22 @@ def test_variables_that_a_program_only_reads_are_watched(strategy2) -> None:
         with pytest.raises(mr.ReplicasDivergeError, match="copies of variable 'frozen' differ"):
             evaluate()
         frozen._array = good
+
+
+@pytest.mark.parametrize("as_function", [False, True])
+def test_with_several_workers_only_runs_in_the_main_thread_count(strategy2, as_function: bool) -> None:
+    _, step = train(strategy2, as_function)
+    step()
+    programs = [next(reversed(list(_function._programs)))] if as_function else strategy2._programs
+    [watch] = [program.watch for program in programs]
+    for is_joint, expected in ((False, 2), (True, 2)):
+        watch.is_joint = is_joint
+        thread = threading.Thread(target=step)
+        thread.start()
+        thread.join()
+        assert watch.count == expected
+    step()
+    assert watch.count == 3
 
 
 def test_with_one_replica_and_without_variables_nothing_is_watched(strategy2) -> None:

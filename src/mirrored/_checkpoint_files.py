@@ -105,7 +105,10 @@ class StepFiles:
             return [], []
         for entry in entries:
             if _STEP.fullmatch(entry.name):
-                reason = _why_no_step(entry)
+                try:
+                    reason = _why_no_step(entry)
+                except FileNotFoundError:  # another process has just removed it
+                    continue
                 if reason is None:
                     steps.append(int(entry.name))
                 else:
@@ -246,6 +249,11 @@ class StepFiles:
 
     def _not_read(self, step: int, path: Path, error: Exception) -> CheckpointError:
         """Return what to raise when a step could not be read, and nothing says that it is damaged."""
+        if not (self.root / str(step)).exists():
+            return CheckpointError(
+                f"step {step} was removed while it was read, by another process that keeps only its newest steps. Nothing was "
+                "restored: call restore_latest() again, and let the other keep more steps: max_to_keep."
+            )
         where = "" if getattr(error, "filename", None) else f": {str(path)!r}"
         away = shlex.join(["mv", str(self.root / str(step)), str(self.root / f"unread-{step}")])
         return CheckpointError(

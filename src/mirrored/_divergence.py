@@ -71,16 +71,19 @@ def _compare(mesh: ReplicaMesh, variable: Variable, column: np.ndarray) -> None:
 class Watch:
     """Compare the copies of the variables that a program uses, and what the workers have done, every so many of its runs.
 
+    With several workers only runs in the main thread count: those of another are in no order that the workers share.
+
     How many is measured once, so that it costs at most 1 % of the time of the runs.
 
     Attributes:
+        is_joint: whether other workers take part.
         count: runs of the program so far; who runs it counts, and calls `look` when `next` is reached.
         next: see there.
         every: runs between two comparisons, None while it is not known.
     """
 
     def __init__(self, mesh: ReplicaMesh, variables: Sequence[Variable]) -> None:
-        self._mesh, self._variables = mesh, variables
+        self._mesh, self._variables, self.is_joint = mesh, variables, not mesh.is_alone
         self.count, self.next = 0, _MEASURED_RUNS
         self.every: int | None = None
         self._since: float | None = None

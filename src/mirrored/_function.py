@@ -18,6 +18,7 @@ from ._home import Home
 from ._lift import Lifted
 from ._mesh import ReplicaMesh
 from ._programs import Programs
+from ._progress import in_main_thread
 from ._signature import ArrayLeaf, Call
 from ._typing import PyTree, Shape, UserFunction
 from ._values import PerReplica
@@ -116,7 +117,7 @@ class CompiledFunction:
         results, _, witness = _home.overwrite(self.compiled, self.home, lifted.written, *others)
         if witness:
             (_pace.started if self.mesh.is_alone else _pace.joined)(witness[0])
-        if (watch := self.watch) is not None:
+        if (watch := self.watch) is not None and (not watch.is_joint or in_main_thread()):
             watch.count += 1
             if watch.count == watch.next:
                 watch.look()

@@ -214,7 +214,9 @@ class Lifted:
         """
         kinds = [f"{v._number}: {'on read' if v._on_read else 'mirrored'} {v.dtype}{list(v.shape)}" for v in self.variables]
         settings = ", ".join(f"{name}={getattr(jax.config, name)}" for name in _SETTINGS)
-        inner = [checksum(array) for array in _tracing.inner_constants(self.closed.jaxpr) if _is_whole_here(array)]
+        arrays = [array for array in _tracing.inner_constants(self.closed.jaxpr) if _is_whole_here(array)]
+        sums = {key: checksum(array) for key, array in {id(array): array for array in arrays}.items()}  # one may be used often
+        inner = [sums[id(array)] for array in arrays]
         return (
             f"writes variables {kinds[: len(self.written)]}\nreads variables {kinds[len(self.written) :]}\nsettings {settings}\n"
             f"checksums of arrays that inner functions close over {inner}\n{_ADDRESS.sub('', str(self.closed.jaxpr))}"

@@ -96,10 +96,10 @@ class Progress:
 
     def did(self, what: str, digest: bytes) -> None:
         """Note something that all workers must do alike and in the same order."""
-        self.trail = zlib.crc32(digest, self.trail)
-        self.latest.append(what)
         if not in_main_thread():
             self.is_threaded = True
+        self.trail = zlib.crc32(digest, self.trail)
+        self.latest.append(what)
 
     def phase(self, text: str, detail: Detail = "", *, waits: bool = False, is_patient: bool = False) -> Phase:
         """Return a context for what is done between programs, by the thread that takes the steps; see `Phase`."""

@@ -26,6 +26,7 @@ from ._lift import Lifted
 from ._mesh import ReplicaMesh
 from ._mirror_proof import Findings, State
 from ._programs import Programs
+from ._progress import in_main_thread
 from ._signature import Call
 from ._step import trace_step
 from ._typing import REPLICA_AXIS, PyTree
@@ -93,7 +94,7 @@ class Program:
         results, _, witness = _home.overwrite(self.compiled, self.home, lifted.written, read_only, arrays, self.constants)
         if witness:
             (_pace.joined if self.is_joint else _pace.started)(witness[0])
-        if (watch := self.watch) is not None:
+        if (watch := self.watch) is not None and (not watch.is_joint or in_main_thread()):
             watch.count += 1
             if watch.count == watch.next:
                 watch.look()

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from . import _collectives, _context, _distributed_values, _divergence, _explain, _pace, _placing, _replicate, _stacked
+from ._agreement import require_same_history
 from ._cluster_spec import Cluster
 from ._context import Frame
 from ._coordination import Coordination
@@ -109,6 +110,9 @@ class Strategy:
 
         Args:
             name: the same on all workers, for the message when one does not come.
+
+        Raises:
+            ProgramMismatchError: (a RuntimeError) on every worker, when they have not run the same programs in the same order.
         """
         if not isinstance(name, str) or not name:
             raise TypeError(f"barrier: name is {name!r}; expected a non-empty string.")
@@ -118,6 +122,7 @@ class Strategy:
             with progress.phase(f"the barrier {name!r}", waits=True):
                 _pace.finish()
                 self._coordination.barrier(name)
+                require_same_history(self._coordination.exchange("barrier", progress.history()))
 
     def __repr__(self) -> str:
         return f"mr.{type(self).__name__}({self._mesh})"

@@ -76,6 +76,9 @@ mistakes: dict[str, Callable[[], Any]] = {
     "another variable reduced": lambda: [strategy.reduce("sum", [frozen, variable][is_last]), run(add, x)],
     "another variable aggregated": lambda: [np.asarray(counters[is_last].value), run(add, x)],
     "order of known programs": lambda: known_programs(),
+    "order before a barrier": lambda: (
+        [run(f, x) for f in (add, average, *((add, average) if is_last else (average, add)))] + [strategy.barrier("the end")]
+    ),
     "reduced number": lambda: strategy.reduce("sum", float(worker)),
     "shape of a variable": lambda: make_variable(np.zeros(3 + is_last, np.float32)),
     "kind of an argument": lambda: [run(add, np.ones(3, np.float32)), run(twice, x if is_last else np.ones(3, np.float32))],

@@ -22,6 +22,7 @@ MISTAKES = {
     "another variable reduced": ORDER + r" worker 0: .*, reduce variable 1; worker 1: .*, reduce variable 0\.",
     "another variable aggregated": ORDER + r" worker 0: .*, read variable 2; worker 1: .*, read variable 3\.",
     "order of known programs": ORDER + r" worker 0: .*add, average, add, average.*; worker 1: .*average, add, average, add",
+    "order before a barrier": ORDER + r" worker 0: .*, average, add; worker 1: .*, add, average\.",
     "reduced number": r"ReplicasDivergeError: what strategy.reduce was given, no PerReplica, is not the same on all workers",
     "shape of a variable": DIFFERENT,
     "kind of an argument": DIFFERENT + r".*arguments by replica: \[False\].*arguments by replica: \[True\]",
