@@ -9,8 +9,9 @@ import time
 from types import FrameType
 from typing import Any
 
-#: SIGTERMs that follow the first so soon are the same notice, as in preemption.py: whoever signals all processes of a job signals
-#: the launcher and also what started it, such as `srun`, which passes its own on.
+#: SIGTERMs that follow the first so soon are the same notice, for the launcher and for a worker's preemption handler: systemd
+#: and Slurm may signal all processes of a job, and what starts others, as the launcher and `srun` do, passes its own on, so that
+#: two come within milliseconds. Who wants an end at once is slower.
 NOTICE_SECONDS = 1.0
 
 

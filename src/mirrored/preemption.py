@@ -23,15 +23,12 @@ from typing import NoReturn, Self
 from ._coordination import SLICE_SECONDS, Coordination, decoded
 from ._errors import CheckpointError, ContextError
 from ._exit_codes import PREEMPTED
+from ._launch_signals import NOTICE_SECONDS
 from ._progress import progress
 from ._strategy import Strategy
 from .checkpoint import Checkpoint, checked_step
 
 _logger = logging.getLogger("mirrored")
-
-#: SIGTERMs that follow the first so soon are the same notice: systemd and Slurm may signal the launcher and the workers alike,
-#: and the launcher passes on its own, so that two come within milliseconds. Who wants the program to end at once is slower.
-NOTICE_SECONDS = 1.0
 
 _CHANNEL = "preemption"
 #: As `signal.signal`, which works in the main thread only. Python documents it in its C API; it is part of the stable ABI.
