@@ -112,30 +112,82 @@ def test_all_mirrored_variables_that_a_step_writes_are_watched(strategy2) -> Non
     for variable in pair:
         good = variable._array
         flip(variable, 1)
-        watch.count = watch.next = 40
-        watch.look()
         with pytest.raises(mr.ReplicasDivergeError, match=rf"copies of variable '{variable.name}' differ: replicas \[1\]"):
             watch.look()
-        variable._array, watch._since = good, None
+        variable._array = good
     assert seen.numpy() == 2
 
 
-def test_copies_are_compared_so_seldom_that_it_costs_one_percent(strategy3) -> None:
-    _, step = train(strategy3, as_function=False)
-    for _ in range(41):
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch):
+    """Make a run take 1 ms and a comparison what the test says, in seconds; return that, and when there were comparisons."""
+    made = SimpleNamespace(now=100.0, cost=0.005, looked=[], run=0.001)
+
+    def compare(mesh: Any, variables: Any, every: int) -> int:
+        made.now += made.cost
+        made.looked.append((made.count, every))
+        return every
+
+    def run_until(watch: _divergence.Watch, count: int) -> list[tuple[int, int]]:
+        made.looked = []
+        for made.count in range(watch.count + 1, count + 1):
+            made.now += made.run
+            watch.count = made.count
+            if watch.count >= watch.next:
+                watch.look()
+        return made.looked
+
+    made.run_until = run_until
+    monkeypatch.setattr(_divergence, "check", compare)
+    monkeypatch.setattr(_divergence.time, "perf_counter", lambda: made.now)
+    return made
+
+
+def test_copies_are_compared_so_seldom_that_it_costs_one_percent(strategy2, clock) -> None:
+    watch = _divergence.Watch(strategy2._mesh, [])
+    assert [count for count, _ in clock.run_until(watch, 500)] == [20, 40, 120, 440], (
+        "often at first, up to four times as seldom each"
+    )
+    looked = clock.run_until(watch, 100_000)
+    assert {every for _, every in looked} == {500}, "5 ms in 500 runs of 1 ms"
+
+
+def test_one_slow_comparison_makes_only_the_next_come_late(strategy2, clock) -> None:
+    watch = _divergence.Watch(strategy2._mesh, [])
+    clock.cost = 1000.0  # the machine slept
+    assert [every for _, every in clock.run_until(watch, 40)] == [20, 80]
+    clock.cost = 0.005
+    assert [every for _, every in clock.run_until(watch, 3000)] == [320, 500, 500, 500, 500, 500, 500]
+    clock.cost = 1000.0
+    [(count, _)] = clock.run_until(watch, watch.next)
+    clock.cost = 0.005
+    assert [every for _, every in clock.run_until(watch, count + 3000)] == [2000, 500, 500]
+
+
+def test_long_runs_are_compared_every_twenty(strategy2, clock) -> None:
+    watch = _divergence.Watch(strategy2._mesh, [])
+    clock.run = 1.0
+    assert [count for count, _ in clock.run_until(watch, 100)] == [20, 40, 60, 80, 100]
+
+
+def test_copies_that_differ_are_found_at_each_run_until_they_are_mended(strategy2, monkeypatch) -> None:
+    weights, step = train(strategy2, as_function=False)
+    for _ in range(19):
         step()
-    [watch] = [program.watch for program in strategy3._programs]
-    cheap = watch.every
-    assert cheap is not None and cheap >= 20
-    assert watch.next == 40 + cheap
-    assert cheap > 20, "this step is much cheaper than a comparison"
+    good = weights._array
+    flip(weights, 1)
+    for _ in range(2):
+        with pytest.raises(mr.ReplicasDivergeError, match="copies of variable 'weights' differ"):
+            step()
+    weights._array = good
+    step()
 
 
 def test_variables_that_a_program_only_reads_are_watched(strategy2) -> None:
     with strategy2.scope():
         frozen = mr.Variable(np.ones(3, np.float32), name="frozen")
     for evaluate in (lambda: strategy2.run(lambda: frozen.value * 2), mr.function(lambda: frozen.value * 2)):
-        for _ in range(39):
+        for _ in range(19):
             evaluate()
         good = frozen._array
         flip(frozen, 1)
@@ -179,20 +231,20 @@ def told(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_all_workers_compare_as_seldom_as_the_one_that_needs_it_most(strategy2, told) -> None:
-    told(lambda channel, own: [[own[0], []]] if channel == "the copies of variables" else [own * 1000, 7])
+    told(lambda channel, own: [[own[0], [], own[2] + 50], [own[0], [], 7]])
     _, step = train(strategy2, as_function=False)
-    for _ in range(41):
+    for _ in range(20):
         step()
     [watch] = [program.watch for program in strategy2._programs]
-    assert watch.every >= 20_000 and watch.next == 40 + watch.every
+    assert watch.every == 70 and watch.next == 90
 
 
 def test_a_variable_that_another_worker_has_forgotten_is_left_out_and_the_others_are_compared(strategy2, told) -> None:
     with strategy2.scope():
         pair = [mr.Variable(np.ones(3, np.float32), name=name) for name in ("forgotten", "kept")]
-    told(lambda channel, own: [[own[0], [entry for entry in own[1] if entry[0] != pair[0]._number]]])
+    told(lambda channel, own: [[own[0], [entry for entry in own[1] if entry[0] != pair[0]._number], 0]])
     _divergence.check(strategy2._mesh, pair)
-    told(lambda channel, own: [[own[0], [[number, [0 for _ in sums]] for number, sums in own[1][1:]]]])
+    told(lambda channel, own: [[own[0], [[number, [0 for _ in sums]] for number, sums in own[1][1:]], 0]])
     mesh = SimpleNamespace(num_replicas=4, is_alone=False, devices=[SimpleNamespace(process_index=i // 2) for i in range(4)])
     with pytest.raises(mr.ReplicasDivergeError, match=r"'kept' differ: replicas \[2, 3\] \(worker 1\) from replica 0"):
         _divergence.check(mesh, pair)
@@ -201,12 +253,12 @@ def test_a_variable_that_another_worker_has_forgotten_is_left_out_and_the_others
 def test_workers_at_different_batches_are_told(strategy2, told) -> None:
     with strategy2.scope():
         variable = mr.Variable(1.0)
-    told(lambda channel, own: [[[str(int(own[0][0]) + 1), *own[0][1:]], own[1]]])
+    told(lambda channel, own: [[[str(int(own[0][0]) + 1), *own[0][1:]], own[1], 0]])
     with pytest.raises(mr.ProgramMismatchError, match="different numbers of batches"):
         _divergence.check(strategy2._mesh, [variable])
 
 
 def test_workers_that_did_other_things_are_told(strategy2, told) -> None:
-    told(lambda channel, own: [[[own[0][0], "other", "evaluate"], own[1]]])
+    told(lambda channel, own: [[[own[0][0], "other", "evaluate"], own[1], 0]])
     with pytest.raises(mr.ProgramMismatchError, match=r"different orders.*worker 1: evaluate"):
         _divergence.check(strategy2._mesh, [])

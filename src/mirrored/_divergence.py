@@ -21,30 +21,39 @@ from ._variables import Variable
 
 #: The share of the time of the runs of a program that comparing its variables may take.
 MAX_COST = 0.01
-#: So many runs are timed, after as many have been left to warm up.
-_MEASURED_RUNS = 20
+#: So many runs come before the first comparison, and between two at least.
+_MIN_RUNS = 20
+#: So many times longer than the last interval the next may be at most: one slow comparison says little.
+_MAX_GROWTH = 4
 
 
-def check(mesh: ReplicaMesh, variables: Sequence[Variable]) -> None:
+def check(mesh: ReplicaMesh, variables: Sequence[Variable], every: int = 0) -> int:
     """Compare the checksums of all copies of mirrored variables; with several workers, all call this together.
 
     Garbage is collected at other times on other workers, so what is compared is what all of them still have.
+
+    Args:
+        every: after how many runs this worker would like to compare again.
+
+    Returns:
+        the largest number that a worker gave as `every`.
 
     Raises:
         ProgramMismatchError: on every worker, when they have not taken the same number of batches, or run the same programs.
         ReplicasDivergeError: on every worker, naming the first variable whose copies differ, the replicas and the workers.
     """
     if mesh.num_replicas == 1:
-        return
+        return every
     own = [[variable._number, [checksum(copy) for _, copy in variable._local_arrays()]] for variable in variables]
     with progress.phase("the comparison of the copies of variables", waits=not mesh.is_alone):
-        every = _coordination(mesh).exchange("the copies of variables", [progress.history(), own])
-    require_same_history([history for history, _ in every])
-    by_worker = [dict(sums) for _, sums in every]
+        told = _coordination(mesh).exchange("the copies of variables", [progress.history(), own, every])
+    require_same_history([history for history, _, _ in told])
+    by_worker = [dict(sums) for _, sums, _ in told]
     for variable in variables:
         if all(variable._number in sums for sums in by_worker):
             column = np.array([value for sums in by_worker for value in sums[variable._number]], np.uint32)
             _compare(mesh, variable, column)
+    return max(wish for _, _, wish in told)
 
 
 def _coordination(mesh: ReplicaMesh) -> Coordination:
@@ -73,37 +82,35 @@ class Watch:
 
     With several workers only runs in the main thread count: those of another are in no order that the workers share.
 
-    How many is measured once, so that it costs at most 1 % of the time of the runs.
+    How many is measured anew at each comparison, so that they cost 1 % of the time of the runs: a slow one makes the next
+    come later, but by itself not so late that none comes.
 
     Attributes:
         is_joint: whether other workers take part.
-        count: runs of the program so far; who runs it counts, and calls `look` when `next` is reached.
+        count: runs of the program so far; who runs it counts, and calls `look` from `next` on.
+            An error leaves `next` as it is, so that the next run finds what is wrong again.
         next: see there.
-        every: runs between two comparisons, None while it is not known.
+        every: runs between the last comparison and the next; the same on all workers.
     """
 
     def __init__(self, mesh: ReplicaMesh, variables: Sequence[Variable]) -> None:
         self._mesh, self._variables, self.is_joint = mesh, variables, not mesh.is_alone
-        self.count, self.next = 0, _MEASURED_RUNS
-        self.every: int | None = None
-        self._since: float | None = None
+        self.count, self.next, self.every = 0, _MIN_RUNS, _MIN_RUNS
+        self._cost = self._since = 0.0  # seconds that the last comparison took, and when it ended
 
     def look(self) -> None:
-        """Do what is due at this run.
+        """Compare, and find out when to do it again.
 
         Raises:
+            ProgramMismatchError: see `check`.
             ReplicasDivergeError: when copies differ.
         """
-        if self._since is None:
-            self._since = self._now()
-            self.next += _MEASURED_RUNS
-            return
-        now = self._now()
-        check(self._mesh, self._variables)
-        if self.every is None:
-            cost, run = time.perf_counter() - now, (now - self._since) / _MEASURED_RUNS
-            every = max(_MEASURED_RUNS, math.ceil(cost / (MAX_COST * max(run, 1e-6))))
-            self.every = max(_coordination(self._mesh).exchange("how often to compare", every))
+        start = self._now()
+        run = (start - self._since) / self.every
+        wish = math.ceil(self._cost / (MAX_COST * max(run, 1e-6)))
+        self.every = check(self._mesh, self._variables, min(max(wish, _MIN_RUNS), _MAX_GROWTH * self.every))
+        self._since = time.perf_counter()
+        self._cost = self._since - start
         self.next += self.every
 
     def _now(self) -> float:

@@ -119,7 +119,7 @@ class CompiledFunction:
             (_pace.started if self.mesh.is_alone else _pace.joined)(witness[0])
         if (watch := self.watch) is not None and (not watch.is_joint or in_main_thread()):
             watch.count += 1
-            if watch.count == watch.next:
+            if watch.count >= watch.next:
                 watch.look()
         return lifted.plan.rebuild(list(self._wrapped(results)))
 

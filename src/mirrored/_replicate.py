@@ -96,7 +96,7 @@ class Program:
             (_pace.joined if self.is_joint else _pace.started)(witness[0])
         if (watch := self.watch) is not None and (not watch.is_joint or in_main_thread()):
             watch.count += 1
-            if watch.count == watch.next:
+            if watch.count >= watch.next:
                 watch.look()
         return self.rebuild(results)
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 def launched(*command: object) -> tuple[int, str]:
     """Run a launcher to its end; return its exit code, and what it and the workers wrote."""
     env = {name: value for name, value in os.environ.items() if not _NOT_INHERITED.fullmatch(name)}
-    env |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "PYTHONUNBUFFERED": "1"}
+    env |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
     with subprocess.Popen(
         list(map(str, command)),
         env=env,
