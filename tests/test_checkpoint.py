@@ -397,6 +397,16 @@ def test_strays_are_ignored_with_a_line_and_nothing_is_written_through_them(tmp_
     assert (directory / "notes.txt").read_text() == "mine" and not (directory / ".saving-4-99").exists()
 
 
+def test_what_nfs_leaves_of_a_removed_file_that_was_open_is_no_damage(tmp_path: Path) -> None:
+    w = mr.Variable(3.0)
+    save(tmp_path, 2, w=w)
+    (tmp_path / "2" / ".nfs000000000004").write_text("of somebody who read it")
+    assert restore(tmp_path, w=w.assign(0.0)) == 2 and float(w) == 3.0
+    (tmp_path / "2" / "other").write_text("of nobody")
+    with pytest.raises(CheckpointError, match="file other does not belong there"):
+        restore(tmp_path, w=w)
+
+
 def test_a_mark_is_seen_where_it_is_and_does_not_stay(tmp_path: Path, monkeypatch, caplog) -> None:
     monkeypatch.setattr(_checkpoint_files, "_SEEN_SECONDS", 0.3)
     files = _checkpoint_files.StepFiles(tmp_path / "new")

@@ -80,14 +80,18 @@ def test_the_trail_is_of_what_was_done_in_its_order() -> None:
     assert len({trail(), trail(b"a"), trail(b"a", b"b"), trail(b"b", b"a"), trail(b"a", b"b", b"b")}) == 5
 
 
-def test_the_trail_is_not_known_after_another_thread_had_part_in_it() -> None:
+def test_the_trail_is_not_known_after_another_thread_had_part_in_it(caplog) -> None:
+    caplog.set_level("INFO", "mirrored")
     progress = Progress()
     progress.did("assign", b"0")
     assert progress.history()[1:] == [f"{progress.trail:08x}", "assign"]
-    thread = threading.Thread(target=lambda: progress.did("assign", b"0"))
-    thread.start()
-    thread.join()
-    assert progress.history() == ["0", UNKNOWN, "assign, assign"]
+    for _ in range(2):
+        thread = threading.Thread(target=lambda: progress.did("assign", b"0"), name="evaluation")
+        thread.start()
+        thread.join()
+    assert progress.history() == ["0", UNKNOWN, "assign, assign, assign"]
+    [message] = caplog.messages
+    assert "assign was started by the thread 'evaluation': the order of what the workers do is not compared" in message
 
 
 def test_only_the_last_names_are_kept() -> None:

@@ -49,13 +49,17 @@ def file_checksums(directory: Path) -> tuple[dict[str, list[int]], dict[str, OSE
 
 
 def _files(directory: Path) -> list[Path]:
-    """List all that is not a real folder, in all folders; `os.walk` passes over those that it cannot list."""
+    """List all that is not a real folder, in all folders; `os.walk` passes over those that it cannot list.
+
+    Without `.nfs...`: so NFS calls a file that was removed while somebody had it open.
+    """
     files, folders = [], [directory]
     while folders:
         with os.scandir(folders.pop()) as entries:
             for entry in entries:
                 is_folder = stat.S_ISDIR(entry.stat(follow_symlinks=False).st_mode)
-                (folders if is_folder else files).append(Path(entry.path))
+                if is_folder or not entry.name.startswith(".nfs"):
+                    (folders if is_folder else files).append(Path(entry.path))
     return sorted(files)
 
 

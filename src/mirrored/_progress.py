@@ -7,11 +7,14 @@ reader to find out, who looks twice a second.
 from __future__ import annotations
 
 import collections
+import logging
 import threading
 import zlib
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, TypeAlias
+
+_logger = logging.getLogger("mirrored")
 
 Detail: TypeAlias = str | Callable[[], str]
 
@@ -96,8 +99,14 @@ class Progress:
 
     def did(self, what: str, digest: bytes) -> None:
         """Note something that all workers must do alike and in the same order."""
-        if not in_main_thread():
+        if not (self.is_threaded or in_main_thread()):
             self.is_threaded = True
+            _logger.info(
+                "%s was started by the thread %r: the order of what the workers do is not compared from now on, since that of "
+                "threads is chance",
+                what,
+                threading.current_thread().name,
+            )
         self.trail = zlib.crc32(digest, self.trail)
         self.latest.append(what)
 
