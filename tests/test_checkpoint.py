@@ -1163,25 +1163,34 @@ def test_without_orbax_the_error_says_what_to_install(tmp_path: Path, monkeypatc
         Checkpoint(tmp_path, w=mr.Variable(0.0))
 
 
-def test_a_program_that_ends_without_waiting_loses_that_save_only_and_says_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("end", "code"), [("", 0), ("raise ValueError('the end')", 1), ("sys.exit(7)", 7)])
+def test_a_program_that_ends_without_waiting_loses_nothing(tmp_path: Path, end: str, code: int) -> None:
+    done = run_slowly_saved(tmp_path, f"checkpoint.save(1)\n{end}")
+    assert done.returncode == code and "lost" not in done.stderr and ("Error" in done.stderr) == (code == 1), done.stderr
+    assert restore(tmp_path, w=mr.Variable(np.zeros(100, np.float32))) == 1
+
+
+def test_a_thread_that_saves_after_the_program_has_ended_loses_that_save_only_and_says_so(tmp_path: Path) -> None:
+    late = "threading.Thread(target=lambda: [time.sleep(1), checkpoint.save(2)]).start()"
+    done = run_slowly_saved(tmp_path, f"checkpoint.save(1)\ncheckpoint.wait()\n{late}")
+    assert "step 2 is lost: the program had ended when it was to be saved" in done.stderr, done.stderr
+    assert "where the last step is 1. Let the main thread wait for the thread that saves" in done.stderr
+    assert restore(tmp_path, w=mr.Variable(np.zeros(100, np.float32))) == 1
+
+
+def run_slowly_saved(directory: Path, rest: str) -> subprocess.CompletedProcess[str]:
+    """Run a program whose saves take half a second longer."""
     code = """
-import sys, time
+import sys, threading, time
 import numpy as np
 import mirrored as mr
 from mirrored import _checkpoint_files
-from mirrored.checkpoint import Checkpoint
 w = mr.Variable(np.zeros(100, np.float32))
-checkpoint = Checkpoint(sys.argv[1], w=w)
-checkpoint.save(1)
-checkpoint.wait()
+checkpoint = mr.Checkpoint(sys.argv[1], w=w)
 write = _checkpoint_files.StepFiles.write
-_checkpoint_files.StepFiles.write = lambda *args: (time.sleep(1), write(*args))[1]
-checkpoint.save(2)
+_checkpoint_files.StepFiles.write = lambda *args: (time.sleep(0.5), write(*args))[1]
 """
-    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0 and "step 2 is lost: the program ended while it was being saved" in done.stderr
-    assert "where the last step is 1. End the program with checkpoint.close()" in done.stderr
-    assert restore(tmp_path, w=mr.Variable(np.zeros(100, np.float32))) == 1
+    return subprocess.run([sys.executable, "-c", code + rest, directory], capture_output=True, text=True, timeout=50)
 
 
 def test_a_damaged_step_that_cannot_be_removed_still_does_not_count(tmp_path: Path, monkeypatch, caplog) -> None:

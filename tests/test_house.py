@@ -17,7 +17,7 @@ DOCS = PACKAGE.parent.parent / "docs"
 
 #: A file imports only from floors above it in this list, or from its own.
 FLOORS = (
-    ("_typing", "_exit_codes", "_errors", "_env", "_escape", "_process", "_progress"),
+    ("_typing", "_exit_codes", "_errors", "_env", "_escape", "_process", "_progress", "_shutdown"),
     ("_cluster_spec", "_launchers", "_cluster", "_wire", "_gathering", "_preflight"),
     ("_launch_ending", "_launch_keeper", "_launch_output", "_launch_signals"),
     ("_launch_group", "_env_command"),
@@ -130,7 +130,18 @@ def test_no_import_of_ours_inside_a_function(name: str) -> None:
 
 def test_the_ground_names_no_jax() -> None:
     ground = ("_env", "_exit_codes", "_errors", "_cluster_spec", "_launchers", "_cluster", "_wire", "_gathering", "_preflight")
-    watch = ("_escape", "_process", "_progress", "_coordination", "_verdict", "_stall", "_agreement", "_uncaught", "_guard")
+    watch = (
+        "_escape",
+        "_process",
+        "_progress",
+        "_shutdown",
+        "_coordination",
+        "_verdict",
+        "_stall",
+        "_agreement",
+        "_uncaught",
+        "_guard",
+    )
     launcher = ("_launch_ending", "_launch_keeper", "_launch_output", "_launch_signals", "_launch_group", "launch")
     for name in (*ground, *watch, *launcher):
         assert "import jax" not in MODULES[name].read_text()

@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 import zlib
 from collections.abc import Mapping, Set
 from pathlib import Path
@@ -15,12 +16,24 @@ from . import _env
 from ._checkpoint_files import StepFiles
 from ._checkpoint_state import Snapshot
 from ._errors import CheckpointError
+from ._progress import progress
+from ._shutdown import before_pools_end
 
 _logger = logging.getLogger("mirrored")
 
-#: What Python says when something of orbax wants a thread after the main one has ended. There is no public way to be called
-#: before: functions registered with atexit run later.
+#: What Python says when orbax wants a thread after the program has ended: the save was begun by a thread that had not.
 _HAS_ENDED = "interpreter shutdown"
+
+_writers: weakref.WeakSet[Writer] = weakref.WeakSet()
+
+
+def _finish_all() -> None:
+    for writer in list(_writers):
+        with progress.phase("waiting for the checkpoint", is_patient=True):
+            writer.finish()
+
+
+before_pools_end(_finish_all)
 
 
 class Writer:
@@ -38,11 +51,11 @@ class Writer:
         self.latest: int | None = None
         self.failures: list[str] = []
         self.damaged: set[int] = set()
+        _writers.add(self)
 
     def start(self, step: int, snapshot: Snapshot, about: Mapping[str, Any]) -> None:
         """Begin to write a snapshot, with more to note about it; the one before must have been finished."""
         assert self._thread is None
-        # No daemon: the interpreter waits for it.
         self._thread = threading.Thread(target=self._write, args=(step, snapshot, about), name=f"mirrored-save-{step}")
         self._thread.start()
 
@@ -93,8 +106,8 @@ class Writer:
             self.failures.append(f"step {step}: {type(error).__name__}: {error}")
             if _HAS_ENDED in str(error):
                 _logger.error(
-                    "step %d is lost: the program ended while it was being saved to %s, where the last step is %s. End the "
-                    "program with checkpoint.close(), or use `with mr.Checkpoint(...) as checkpoint:`, which wait for the save.",
+                    "step %d is lost: the program had ended when it was to be saved to %s, where the last step is %s. Let the "
+                    "main thread wait for the thread that saves.",
                     step, self._files.root, self.latest,
                 )  # fmt: skip
                 return

@@ -1,0 +1,17 @@
+"""What is done when the program has ended, and threads can still start others. No jax here.
+
+This is the one place with a private part of the standard library. Functions of `atexit` run when pools of threads take no more
+work, so that a thread that writes with them cannot come to its end any more; there is no public way to be called before.
+"""
+
+from __future__ import annotations
+
+import atexit
+import concurrent.futures.thread  # noqa: F401  registers the end of the pools: what is registered later runs earlier
+import threading
+from collections.abc import Callable
+
+
+def before_pools_end(function: Callable[[], object]) -> None:
+    """Call a function when the main thread has ended, also with an error, while pools of threads still take work."""
+    getattr(threading, "_register_atexit", atexit.register)(function)

@@ -1,0 +1,33 @@
+"""The end of a program, with pools of threads that still work. It fails when Python's private function moves."""
+
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import threading, time
+from concurrent.futures import ThreadPoolExecutor
+from mirrored import _shutdown
+
+def work():
+    with ThreadPoolExecutor() as pool:
+        time.sleep(0.3)
+        print(pool.submit(lambda: "done").result(), flush=True)
+
+thread = threading.Thread(target=work)
+if {is_waited_for}:
+    _shutdown.before_pools_end(thread.join)
+thread.start()
+{end}
+"""
+
+
+@pytest.mark.parametrize(("end", "code"), [("", 0), ("raise ValueError('the end')", 1), ("raise SystemExit(7)", 7)])
+def test_pools_take_work_until_the_function_has_come_back(end: str, code: int) -> None:
+    for is_waited_for in (True, False):
+        program = PROGRAM.format(is_waited_for=is_waited_for, end=end)
+        ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
+        assert ended.returncode == code
+        assert ended.stdout == ("done\n" if is_waited_for else "")
+        assert ("cannot schedule new futures" in ended.stderr) != is_waited_for, ended.stderr
