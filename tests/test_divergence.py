@@ -1,6 +1,7 @@
 """Copies that differ are found on the devices, and named."""
 
 import threading
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -139,6 +140,7 @@ def clock(monkeypatch: pytest.MonkeyPatch):
 
     made.run_until = run_until
     monkeypatch.setattr(_divergence, "check", compare)
+    monkeypatch.setattr(_divergence, "_watches", weakref.WeakSet())  # without those of other tests
     monkeypatch.setattr(_divergence.time, "perf_counter", lambda: made.now)
     return made
 
@@ -162,6 +164,18 @@ def test_one_slow_comparison_makes_only_the_next_come_late(strategy2, clock) -> 
     [(count, _)] = clock.run_until(watch, watch.next)
     clock.cost = 0.005
     assert [every for _, every in clock.run_until(watch, count + 3000)] == [2000, 500, 500]
+
+
+def test_programs_that_run_in_turns_share_one_percent(strategy2, clock) -> None:
+    early, *turns = [_divergence.Watch(strategy2._mesh, []) for _ in range(4)]
+    clock.run_until(early, 30)  # and does not run any more
+    for count in range(1, 5000):
+        for watch in turns:
+            clock.run_until(watch, count)
+    begun, num_compared = clock.now, 0
+    for count in range(5000, 20_000):
+        num_compared += sum(len(clock.run_until(watch, count)) for watch in turns)
+    assert num_compared * clock.cost / (clock.now - begun) == pytest.approx(0.01, rel=0.05)
 
 
 def test_long_runs_are_compared_every_twenty(strategy2, clock) -> None:

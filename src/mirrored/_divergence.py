@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
+import weakref
 from collections.abc import Sequence
 
 import jax
@@ -19,12 +21,15 @@ from ._progress import progress
 from ._stall import numbered
 from ._variables import Variable
 
-#: The share of the time of the runs of a program that comparing its variables may take.
+#: The share of the time that comparing may take.
 MAX_COST = 0.01
 #: So many runs come before the first comparison, and between two at least.
 _MIN_RUNS = 20
 #: So many times longer than the last interval the next may be at most: one slow comparison says little.
 _MAX_GROWTH = 4
+
+_watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+_watches_lock = threading.Lock()  # threads may compile and run programs at the same time
 
 
 def check(mesh: ReplicaMesh, variables: Sequence[Variable], every: int = 0) -> int:
@@ -82,8 +87,8 @@ class Watch:
 
     With several workers only runs in the main thread count: those of another are in no order that the workers share.
 
-    How many is measured anew at each comparison, so that they cost 1 % of the time of the runs: a slow one makes the next
-    come later, but by itself not so late that none comes.
+    How many is measured anew at each comparison, so that they cost 1 % of the time; programs that run in turns share it. A slow
+    one makes the next come later, but by itself not so late that none comes.
 
     Attributes:
         is_joint: whether other workers take part.
@@ -97,6 +102,8 @@ class Watch:
         self._mesh, self._variables, self.is_joint = mesh, variables, not mesh.is_alone
         self.count, self.next, self.every = 0, _MIN_RUNS, _MIN_RUNS
         self._cost = self._since = 0.0  # seconds that the last comparison took, and when it ended
+        with _watches_lock:
+            _watches.add(self)
 
     def look(self) -> None:
         """Compare, and find out when to do it again.
@@ -107,7 +114,9 @@ class Watch:
         """
         start = self._now()
         run = (start - self._since) / self.every
-        wish = math.ceil(self._cost / (MAX_COST * max(run, 1e-6)))
+        with _watches_lock:
+            sharing = sum(watch._since >= self._since for watch in _watches)  # that have compared since this one did, with itself
+        wish = math.ceil(sharing * self._cost / (MAX_COST * max(run, 1e-6)))
         self.every = check(self._mesh, self._variables, min(max(wish, _MIN_RUNS), _MAX_GROWTH * self.every))
         self._since = time.perf_counter()
         self._cost = self._since - start
