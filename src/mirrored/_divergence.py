@@ -26,7 +26,7 @@ MAX_COST = 0.01
 #: So many runs come before the first comparison, and between two at least.
 _MIN_RUNS = 20
 #: So many times longer than the last interval the next may be at most: one slow comparison says little.
-_MAX_GROWTH = 4
+_MAX_GROWTH = 10
 
 _watches: weakref.WeakSet[Watch] = weakref.WeakSet()
 _watches_lock = threading.Lock()  # threads may compile and run programs at the same time
