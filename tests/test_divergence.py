@@ -235,15 +235,14 @@ def test_with_one_replica_and_without_variables_nothing_is_watched(strategy2) ->
 def told(monkeypatch: pytest.MonkeyPatch):
     """Make what the other workers say, of what this one says."""
 
-    def tell(others: Callable[[str, Any], list[Any]]) -> None:
-        coordination = SimpleNamespace(exchange=lambda channel, own: [own, *others(channel, own)])
-        monkeypatch.setattr(_divergence, "_coordination", lambda mesh: coordination)
+    def tell(others: Callable[[Any], list[Any]]) -> None:
+        monkeypatch.setattr(_divergence, "_exchange", lambda mesh, own: [own, *others(own)])
 
     return tell
 
 
 def test_all_workers_compare_as_seldom_as_the_one_that_needs_it_most(strategy2, told) -> None:
-    told(lambda channel, own: [[own[0], [], own[2] + 50], [own[0], [], 7]])
+    told(lambda own: [[own[0], [], own[2] + 50], [own[0], [], 7]])
     _, step = train(strategy2, as_function=False)
     for _ in range(20):
         step()
@@ -254,9 +253,9 @@ def test_all_workers_compare_as_seldom_as_the_one_that_needs_it_most(strategy2, 
 def test_a_variable_that_another_worker_has_forgotten_is_left_out_and_the_others_are_compared(strategy2, told) -> None:
     with strategy2.scope():
         pair = [mr.Variable(np.ones(3, np.float32), name=name) for name in ("forgotten", "kept")]
-    told(lambda channel, own: [[own[0], [entry for entry in own[1] if entry[0] != pair[0]._number], 0]])
+    told(lambda own: [[own[0], [entry for entry in own[1] if entry[0] != pair[0]._number], 0]])
     _divergence.check(strategy2._mesh, pair)
-    told(lambda channel, own: [[own[0], [[number, [0 for _ in sums]] for number, sums in own[1][1:]], 0]])
+    told(lambda own: [[own[0], [[number, [0 for _ in sums]] for number, sums in own[1][1:]], 0]])
     mesh = SimpleNamespace(num_replicas=4, is_alone=False, devices=[SimpleNamespace(process_index=i // 2) for i in range(4)])
     with pytest.raises(mr.ReplicasDivergeError, match=r"'kept' differ: replicas \[2, 3\] \(worker 1\) from replica 0"):
         _divergence.check(mesh, pair)
@@ -265,12 +264,12 @@ def test_a_variable_that_another_worker_has_forgotten_is_left_out_and_the_others
 def test_workers_at_different_batches_are_told(strategy2, told) -> None:
     with strategy2.scope():
         variable = mr.Variable(1.0)
-    told(lambda channel, own: [[[str(int(own[0][0]) + 1), *own[0][1:]], own[1], 0]])
+    told(lambda own: [[[str(int(own[0][0]) + 1), *own[0][1:]], own[1], 0]])
     with pytest.raises(mr.ProgramMismatchError, match="different numbers of batches"):
         _divergence.check(strategy2._mesh, [variable])
 
 
 def test_workers_that_did_other_things_are_told(strategy2, told) -> None:
-    told(lambda channel, own: [[[own[0][0], "other", "evaluate"], own[1], 0]])
+    told(lambda own: [[[own[0][0], "other", "evaluate"], own[1], 0]])
     with pytest.raises(mr.ProgramMismatchError, match=r"different orders.*worker 1: evaluate"):
         _divergence.check(strategy2._mesh, [])

@@ -7,14 +7,14 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
-from . import _home, _runtime
+from . import _home, _joint
 from ._agreement import require_same_history
 from ._checksum import checksum
-from ._coordination import Coordination
 from ._errors import ReplicasDivergeError
 from ._mesh import ReplicaMesh
 from ._progress import progress
@@ -50,8 +50,7 @@ def check(mesh: ReplicaMesh, variables: Sequence[Variable], every: int = 0) -> i
     if mesh.num_replicas == 1:
         return every
     own = [[variable._number, [checksum(copy) for _, copy in variable._local_arrays()]] for variable in variables]
-    with progress.phase("the comparison of the copies of variables", waits=not mesh.is_alone):
-        told = _coordination(mesh).exchange("the copies of variables", [progress.history(), own, every])
+    told = _exchange(mesh, [progress.history(), own, every])
     require_same_history([history for history, _, _ in told])
     by_worker = [dict(sums) for _, sums, _ in told]
     for variable in variables:
@@ -61,9 +60,8 @@ def check(mesh: ReplicaMesh, variables: Sequence[Variable], every: int = 0) -> i
     return max(wish for _, _, wish in told)
 
 
-def _coordination(mesh: ReplicaMesh) -> Coordination:
-    runtime = None if mesh.is_alone else _runtime.current()
-    return Coordination() if runtime is None else runtime.coordination
+def _exchange(mesh: ReplicaMesh, own: list[Any]) -> Sequence[list[Any]]:
+    return [own] if mesh.is_alone else _joint.exchange("the comparison of the copies of variables", own)
 
 
 def _compare(mesh: ReplicaMesh, variable: Variable, column: np.ndarray) -> None:
