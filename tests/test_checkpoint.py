@@ -1,6 +1,7 @@
 """Checkpoints: what is saved comes back exactly, and what cannot is said before anything changes."""
 
 import asyncio
+import contextlib
 import errno
 import itertools
 import json
@@ -397,11 +398,23 @@ def test_strays_are_ignored_with_a_line_and_nothing_is_written_through_them(tmp_
     assert (directory / "notes.txt").read_text() == "mine" and not (directory / ".saving-4-99").exists()
 
 
-def test_what_nfs_leaves_of_a_removed_file_that_was_open_is_no_damage(tmp_path: Path) -> None:
+def test_what_nfs_leaves_of_a_removed_file_that_was_open_is_no_damage(tmp_path: Path, monkeypatch) -> None:
     w = mr.Variable(3.0)
     save(tmp_path, 2, w=w)
-    (tmp_path / "2" / ".nfs000000000004").write_text("of somebody who read it")
+    left = tmp_path / "2" / ".nfs000000000004"
+    left.write_text("of somebody who read it")
     assert restore(tmp_path, w=w.assign(0.0)) == 2 and float(w) == 3.0
+    scandir = os.scandir
+
+    def listed(path: Path) -> contextlib.AbstractContextManager[list[os.DirEntry[str]]]:
+        with scandir(path) as entries:
+            found = list(entries)
+        left.unlink(missing_ok=True)  # its reader has closed it
+        return contextlib.nullcontext(found)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_integrity.os, "scandir", listed)
+        assert not _integrity.file_checksums(tmp_path / "2")[1] and not left.exists()
     (tmp_path / "2" / "other").write_text("of nobody")
     with pytest.raises(CheckpointError, match="file other does not belong there"):
         restore(tmp_path, w=w)
@@ -1170,18 +1183,51 @@ def test_a_program_that_ends_without_waiting_loses_nothing(tmp_path: Path, end: 
     assert restore(tmp_path, w=mr.Variable(np.zeros(100, np.float32))) == 1
 
 
-def test_a_thread_that_saves_after_the_program_has_ended_loses_that_save_only_and_says_so(tmp_path: Path) -> None:
+def test_a_save_that_begins_after_the_program_has_ended_is_lost_and_says_so(tmp_path: Path) -> None:
     late = "threading.Thread(target=lambda: [time.sleep(1), checkpoint.save(2)]).start()"
     done = run_slowly_saved(tmp_path, f"checkpoint.save(1)\ncheckpoint.wait()\n{late}")
-    assert "step 2 is lost: the program had ended when it was to be saved" in done.stderr, done.stderr
-    assert "where the last step is 1. Let the main thread wait for the thread that saves" in done.stderr
+    assert "step 2 is lost: the program had ended before it was saved" in done.stderr, done.stderr
+    assert "where the last step is 1. End the main thread with checkpoint.close(), after the last save." in done.stderr
     assert restore(tmp_path, w=mr.Variable(np.zeros(100, np.float32))) == 1
+
+
+def test_ctrl_c_while_the_program_waits_for_its_last_save_is_shown_and_so_is_the_loss(tmp_path: Path) -> None:
+    interrupt = "threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()"
+    done = run_slowly_saved(tmp_path, f"checkpoint.save(1)\n{interrupt}")
+    assert "KeyboardInterrupt" in done.stderr and "step 1 is lost: the program had ended" in done.stderr, done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_wait_that_was_interrupted_may_be_made_again(tmp_path: Path) -> None:
+    wait = """
+threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+try:
+    checkpoint.wait()
+except KeyboardInterrupt:
+    print(checkpoint.steps(), checkpoint.wait(), checkpoint.steps())
+"""
+    done = run_slowly_saved(tmp_path, f"checkpoint.save(1)\n{wait}")
+    assert done.stdout == "[] 1 [1]\n", done.stderr
+
+
+def test_a_forked_child_ends_whatever_the_other_threads_held(tmp_path: Path) -> None:
+    fork = """
+from mirrored._progress import progress
+progress.lock.acquire()
+checkpoint.save(1) if sys.argv[2:] else None
+child = os.fork()
+if not child:
+    sys.exit(3)
+progress.lock.release()
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    assert run_slowly_saved(tmp_path, fork).stdout == "3\n"
 
 
 def run_slowly_saved(directory: Path, rest: str) -> subprocess.CompletedProcess[str]:
     """Run a program whose saves take half a second longer."""
     code = """
-import sys, threading, time
+import os, signal, sys, threading, time
 import numpy as np
 import mirrored as mr
 from mirrored import _checkpoint_files

@@ -31,3 +31,17 @@ def test_pools_take_work_until_the_function_has_come_back(end: str, code: int) -
         assert ended.returncode == code
         assert ended.stdout == ("done\n" if is_waited_for else "")
         assert ("cannot schedule new futures" in ended.stderr) != is_waited_for, ended.stderr
+
+
+def test_an_error_is_shown_and_what_else_is_to_be_done_is_done() -> None:
+    program = """
+from mirrored import _shutdown
+
+def interrupted():
+    raise KeyboardInterrupt
+
+_shutdown.before_pools_end(lambda: print("the rest", flush=True))
+_shutdown.before_pools_end(interrupted)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
+    assert ended.returncode == 0 and ended.stdout == "the rest\n" and "KeyboardInterrupt" in ended.stderr

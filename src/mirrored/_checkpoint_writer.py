@@ -21,16 +21,17 @@ from ._shutdown import before_pools_end
 
 _logger = logging.getLogger("mirrored")
 
-#: What Python says when orbax wants a thread after the program has ended: the save was begun by a thread that had not.
-_HAS_ENDED = "interpreter shutdown"
+#: What Python says when orbax wants a thread after the program has ended: the save began too late, or the wait was interrupted.
+_HAS_ENDED = ("interpreter shutdown", "futures after shutdown")
 
 _writers: weakref.WeakSet[Writer] = weakref.WeakSet()
 
 
 def _finish_all() -> None:
     for writer in list(_writers):
-        with progress.phase("waiting for the checkpoint", is_patient=True):
-            writer.finish()
+        if writer.is_writing():  # else nothing is touched: a forked child may have inherited a lock that nobody releases
+            with progress.phase("waiting for the checkpoint", is_patient=True):
+                writer.finish()
 
 
 before_pools_end(_finish_all)
@@ -48,6 +49,7 @@ class Writer:
     def __init__(self, files: StepFiles, max_to_keep: int | None, max_failed_saves: int) -> None:
         self._files, self._max_to_keep, self._max_failed_saves = files, max_to_keep, max_failed_saves
         self._thread: threading.Thread | None = None
+        self._is_written = threading.Event()
         self.latest: int | None = None
         self.failures: list[str] = []
         self.damaged: set[int] = set()
@@ -55,15 +57,27 @@ class Writer:
 
     def start(self, step: int, snapshot: Snapshot, about: Mapping[str, Any]) -> None:
         """Begin to write a snapshot, with more to note about it; the one before must have been finished."""
-        assert self._thread is None
-        self._thread = threading.Thread(target=self._write, args=(step, snapshot, about), name=f"mirrored-save-{step}")
+        assert not self.is_writing()
+        # Waited for by an event: a `join` that Ctrl-C interrupts makes Python 3.11 believe that the thread has ended.
+        self._is_written = is_written = threading.Event()
+
+        def work() -> None:
+            try:
+                self._write(step, snapshot, about)
+            finally:
+                is_written.set()
+
+        self._thread = threading.Thread(target=work, name=f"mirrored-save-{step}")
         self._thread.start()
+
+    def is_writing(self) -> bool:
+        """Tell whether a step is being written, in this process and not in one that it was forked from."""
+        return self._thread is not None and not self._is_written.is_set() and self._thread.is_alive()
 
     def finish(self) -> None:
         """Wait until nothing is being written."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        if self.is_writing():
+            self._is_written.wait()
 
     def look(self) -> None:
         """See which step is the latest on disk."""
@@ -104,10 +118,10 @@ class Writer:
             num_bytes = self._files.write(step, snapshot.arrays, {**about, "leaves": snapshot.leaves})
         except Exception as error:  # of the disk: training is worth more than this save
             self.failures.append(f"step {step}: {type(error).__name__}: {error}")
-            if _HAS_ENDED in str(error):
+            if any(sign in str(error) for sign in _HAS_ENDED):
                 _logger.error(
-                    "step %d is lost: the program had ended when it was to be saved to %s, where the last step is %s. Let the "
-                    "main thread wait for the thread that saves.",
+                    "step %d is lost: the program had ended before it was saved to %s, where the last step is %s. End the "
+                    "main thread with checkpoint.close(), after the last save.",
                     step, self._files.root, self.latest,
                 )  # fmt: skip
                 return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 import threading
 import time
@@ -21,12 +22,10 @@ from ._progress import progress
 from ._stall import numbered
 from ._variables import Variable
 
-#: The share of the time that comparing may take.
+#: The share of the time that comparing takes in the long run.
 MAX_COST = 0.01
 #: So many runs come before the first comparison, and between two at least.
 _MIN_RUNS = 20
-#: So many times longer than the last interval the next may be at most: one slow comparison says little.
-_MAX_GROWTH = 10
 
 _watches: weakref.WeakSet[Watch] = weakref.WeakSet()
 _watches_lock = threading.Lock()  # threads may compile and run programs at the same time
@@ -85,8 +84,8 @@ class Watch:
 
     With several workers only runs in the main thread count: those of another are in no order that the workers share.
 
-    How many is measured anew at each comparison, so that they cost 1 % of the time; programs that run in turns share it. A slow
-    one makes the next come later, but by itself not so late that none comes.
+    How many is measured anew at each comparison, so that they cost 1 % of the time; programs that run in turns share it. The
+    cheaper of the last two comparisons counts: one that a busy machine makes slow must not put the next off.
 
     Attributes:
         is_joint: whether other workers take part.
@@ -99,7 +98,9 @@ class Watch:
     def __init__(self, mesh: ReplicaMesh, variables: Sequence[Variable]) -> None:
         self._mesh, self._variables, self.is_joint = mesh, variables, not mesh.is_alone
         self.count, self.next, self.every = 0, _MIN_RUNS, _MIN_RUNS
-        self._cost = self._since = 0.0  # seconds that the last comparison took, and when it ended
+        self._since = 0.0  # when the last comparison ended, in seconds
+        self._costs: collections.deque[float] = collections.deque(maxlen=2)  # seconds that the last two took
+        self._counts: dict[int, int] = {}  # of all programs at the last comparison, by the `id` of what watches them
         with _watches_lock:
             _watches.add(self)
 
@@ -110,15 +111,27 @@ class Watch:
             ProgramMismatchError: see `check`.
             ReplicasDivergeError: when copies differ.
         """
-        start = self._now()
-        run = (start - self._since) / self.every
-        with _watches_lock:
-            sharing = sum(watch._since >= self._since for watch in _watches)  # that have compared since this one did, with itself
-        wish = math.ceil(sharing * self._cost / (MAX_COST * max(run, 1e-6)))
-        self.every = check(self._mesh, self._variables, min(max(wish, _MIN_RUNS), _MAX_GROWTH * self.every))
+        due, self.next = self.next, self.next + self.every  # so that other threads do not compare as well
+        try:
+            start = self._now()
+            self.every = check(self._mesh, self._variables, self._wish(start))
+        except BaseException:
+            self.next = due
+            raise
         self._since = time.perf_counter()
-        self._cost = self._since - start
-        self.next += self.every
+        self._costs.append(self._since - start)
+        self.next = due + self.every
+
+    def _wish(self, now: float) -> int:
+        """Return after how many runs to compare again, as far as this worker can tell."""
+        with _watches_lock:
+            counts = {id(watch): watch.count for watch in _watches}
+        num_sharing = sum(count != self._counts.get(key) for key, count in counts.items())  # that have run, with this one
+        self._counts = counts
+        if len(self._costs) < 2:
+            return _MIN_RUNS
+        run = (now - self._since) / self.every
+        return max(_MIN_RUNS, math.ceil(num_sharing * min(self._costs) / (MAX_COST * max(run, 1e-6))))
 
     def _now(self) -> float:
         jax.block_until_ready(_home.arrays_of(self._variables))

@@ -57,8 +57,8 @@ def _files(directory: Path) -> list[Path]:
     while folders:
         with os.scandir(folders.pop()) as entries:
             for entry in entries:
-                is_folder = stat.S_ISDIR(entry.stat(follow_symlinks=False).st_mode)
-                if is_folder or not entry.name.startswith(".nfs"):
+                if not entry.name.startswith(".nfs"):  # asked first: it may be gone already
+                    is_folder = stat.S_ISDIR(entry.stat(follow_symlinks=False).st_mode)
                     (folders if is_folder else files).append(Path(entry.path))
     return sorted(files)
 

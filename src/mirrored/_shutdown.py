@@ -8,10 +8,21 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures.thread  # noqa: F401  registers the end of the pools: what is registered later runs earlier
+import sys
 import threading
 from collections.abc import Callable
 
 
 def before_pools_end(function: Callable[[], object]) -> None:
-    """Call a function when the main thread has ended, also with an error, while pools of threads still take work."""
-    getattr(threading, "_register_atexit", atexit.register)(function)
+    """Call a function when the main thread has ended, also with an error, while pools of threads still take work.
+
+    What it raises, such as KeyboardInterrupt, goes to `sys.excepthook`: Python would leave out what else is to be done then.
+    """
+
+    def call() -> None:
+        try:
+            function()
+        except BaseException as error:
+            sys.excepthook(type(error), error, error.__traceback__)
+
+    getattr(threading, "_register_atexit", atexit.register)(call)

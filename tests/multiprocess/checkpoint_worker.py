@@ -178,7 +178,24 @@ def preempt(directory: Path, victims: str, at: str, last: str) -> None:
     print("DONE", step, float(w), flush=True)
 
 
+def end(directory: Path, is_interrupted: str) -> None:
+    """End with a save under way, which takes two seconds; Ctrl-C may come to worker 0 meanwhile."""
+    with strategy.scope():
+        checkpoint = Checkpoint(directory, w=mr.Variable(np.zeros(100, np.float32), name="w"))
+    write = _checkpoint_files.StepFiles.write
+
+    def written(*args: Any) -> Any:
+        time.sleep(1)
+        if is_interrupted == "yes":
+            os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1)
+        return write(*args)
+
+    _checkpoint_files.StepFiles.write = written
+    checkpoint.save(1)
+
+
 if __name__ == "__main__":
     mode, directory, *rest = sys.argv[1:]
-    {"save": save, "restore": restore, "refuse": refuse, "preempt": preempt}[mode](Path(directory), *rest)
+    {"save": save, "restore": restore, "refuse": refuse, "preempt": preempt, "end": end}[mode](Path(directory), *rest)
     print("FOUND" + json.dumps(found), flush=True)

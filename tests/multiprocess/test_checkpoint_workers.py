@@ -65,6 +65,20 @@ def test_what_fails_fails_on_all_workers(tmp_path: Path) -> None:
         assert "CheckpointError" in said["full"][2] and "failed 2 times in a row: step 7: OSError" in said["full"][2]
 
 
+@pytest.mark.slow
+def test_workers_that_end_without_waiting_lose_nothing(tmp_path: Path) -> None:
+    found(job(2, "end", tmp_path, "no"))
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_a_worker_waits_for_its_last_save_ends_all(tmp_path: Path) -> None:
+    chief, other = job(2, "end", tmp_path, "yes")
+    assert (chief.code, other.code) == (130, 75), chief.output + other.output
+    assert re.search(r"worker 0 failed at step \d+ with KeyboardInterrupt", other.output), other.output
+    assert chief.seconds < 30 and not (tmp_path / "1").exists()
+
+
 def steps_of(ended: Ended) -> list[int]:
     return [int(step) for step in re.findall(r"^STEP (\d+)$", ended.output, re.MULTILINE)]
 
