@@ -1176,13 +1176,21 @@ def test_without_orbax_the_error_says_what_to_install(tmp_path: Path, monkeypatc
         Checkpoint(tmp_path, w=mr.Variable(0.0))
 
 
-@pytest.mark.parametrize(("end", "code"), [("", 0), ("raise ValueError('the end')", 1), ("sys.exit(7)", 7)])
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        ("", 0),
+        pytest.param("raise ValueError('the end')", 1, marks=pytest.mark.slow),
+        pytest.param("sys.exit(7)", 7, marks=pytest.mark.slow),
+    ],
+)
 def test_a_program_that_ends_without_waiting_loses_nothing(tmp_path: Path, end: str, code: int) -> None:
     done = run_slowly_saved(tmp_path, f"checkpoint.save(1)\n{end}")
     assert done.returncode == code and "lost" not in done.stderr and ("Error" in done.stderr) == (code == 1), done.stderr
     assert restore(tmp_path, w=mr.Variable(np.zeros(100, np.float32))) == 1
 
 
+@pytest.mark.slow
 def test_a_save_that_begins_after_the_program_has_ended_is_lost_and_says_so(tmp_path: Path) -> None:
     late = "threading.Thread(target=lambda: [time.sleep(1), checkpoint.save(2)]).start()"
     done = run_slowly_saved(tmp_path, f"checkpoint.save(1)\ncheckpoint.wait()\n{late}")
@@ -1191,30 +1199,30 @@ def test_a_save_that_begins_after_the_program_has_ended_is_lost_and_says_so(tmp_
     assert restore(tmp_path, w=mr.Variable(np.zeros(100, np.float32))) == 1
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_the_program_waits_for_its_last_save_is_shown_and_so_is_the_loss(tmp_path: Path) -> None:
-    interrupt = "threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()"
-    done = run_slowly_saved(tmp_path, f"checkpoint.save(1)\n{interrupt}")
+    done = run_slowly_saved(tmp_path, f"{INTERRUPT}checkpoint.save(1)")
     assert "KeyboardInterrupt" in done.stderr and "step 1 is lost: the program had ended" in done.stderr, done.stderr
     assert not list(tmp_path.iterdir())
 
 
 def test_a_wait_that_was_interrupted_may_be_made_again(tmp_path: Path) -> None:
     wait = """
-threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
 try:
+    checkpoint.save(1)
     checkpoint.wait()
 except KeyboardInterrupt:
-    print(checkpoint.steps(), checkpoint.wait(), checkpoint.steps())
+    print(checkpoint.wait(), checkpoint.steps())
 """
-    done = run_slowly_saved(tmp_path, f"checkpoint.save(1)\n{wait}")
-    assert done.stdout == "[] 1 [1]\n", done.stderr
+    done = run_slowly_saved(tmp_path, INTERRUPT + wait)
+    assert done.stdout == "1 [1]\n", done.stderr
 
 
 def test_a_forked_child_ends_whatever_the_other_threads_held(tmp_path: Path) -> None:
     fork = """
 from mirrored._progress import progress
+checkpoint.save(1)
 progress.lock.acquire()
-checkpoint.save(1) if sys.argv[2:] else None
 child = os.fork()
 if not child:
     sys.exit(3)
@@ -1222,6 +1230,20 @@ progress.lock.release()
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
     assert run_slowly_saved(tmp_path, fork).stdout == "3\n"
+
+
+#: Makes the thread that saves wait until the main thread waits for it, and interrupt that.
+INTERRUPT = """
+from mirrored._progress import progress
+
+def interrupt():
+    while not any(phase.text == "waiting for the checkpoint" for phase in progress.phases):
+        time.sleep(0.01)
+    time.sleep(0.1)
+    os.kill(os.getpid(), signal.SIGINT)
+
+_checkpoint_files.StepFiles.write = lambda *args: (interrupt(), time.sleep(0.5), write(*args))[2]
+"""
 
 
 def run_slowly_saved(directory: Path, rest: str) -> subprocess.CompletedProcess[str]:

@@ -5,10 +5,18 @@ import sys
 
 import pytest
 
+from mirrored import _shutdown
+
+#: The module by itself: importing jax takes a second.
+LOAD = f"""
+import importlib.util
+spec = importlib.util.spec_from_file_location("_shutdown", {_shutdown.__file__!r})
+_shutdown = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(_shutdown)
+"""
 PROGRAM = """
 import threading, time
 from concurrent.futures import ThreadPoolExecutor
-from mirrored import _shutdown
 
 def work():
     with ThreadPoolExecutor() as pool:
@@ -26,7 +34,7 @@ thread.start()
 @pytest.mark.parametrize(("end", "code"), [("", 0), ("raise ValueError('the end')", 1), ("raise SystemExit(7)", 7)])
 def test_pools_take_work_until_the_function_has_come_back(end: str, code: int) -> None:
     for is_waited_for in (True, False):
-        program = PROGRAM.format(is_waited_for=is_waited_for, end=end)
+        program = LOAD + PROGRAM.format(is_waited_for=is_waited_for, end=end)
         ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
         assert ended.returncode == code
         assert ended.stdout == ("done\n" if is_waited_for else "")
@@ -35,13 +43,11 @@ def test_pools_take_work_until_the_function_has_come_back(end: str, code: int) -
 
 def test_an_error_is_shown_and_what_else_is_to_be_done_is_done() -> None:
     program = """
-from mirrored import _shutdown
-
 def interrupted():
     raise KeyboardInterrupt
 
 _shutdown.before_pools_end(lambda: print("the rest", flush=True))
 _shutdown.before_pools_end(interrupted)
 """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
+    ended = subprocess.run([sys.executable, "-c", LOAD + program], capture_output=True, text=True, timeout=50)
     assert ended.returncode == 0 and ended.stdout == "the rest\n" and "KeyboardInterrupt" in ended.stderr
