@@ -195,8 +195,9 @@ def test_long_runs_are_compared_every_twenty(strategy2, clock) -> None:
     assert [count for count, _ in clock.run_until(watch, 100)] == [20, 40, 60, 80, 100]
 
 
-def test_copies_that_differ_are_found_at_each_run_until_they_are_mended(strategy2, monkeypatch) -> None:
-    weights, step = train(strategy2, as_function=False)
+@pytest.mark.parametrize("as_function", [False, True])
+def test_copies_that_differ_are_found_at_each_run_until_they_are_mended(strategy2, as_function: bool) -> None:
+    weights, step = train(strategy2, as_function)
     for _ in range(19):
         step()
     good = weights._array
