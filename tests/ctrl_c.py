@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable
 
-from mirrored import _tracing
+from mirrored._jax import user_code
 
 
 def after_each_call(work: Callable[[], object], check: Callable[[], object]) -> int:
@@ -15,7 +15,7 @@ def after_each_call(work: Callable[[], object], check: Callable[[], object]) -> 
 
     def stop(frame, event, argument):
         nonlocal remaining
-        if event != "c_call" and frame.f_code.co_filename.startswith(_tracing._PACKAGE_FOLDER):
+        if event != "c_call" and frame.f_code.co_filename.startswith(user_code._PACKAGE_FOLDER):
             remaining -= 1
             if remaining < 0:
                 sys.setprofile(None)

@@ -5,14 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mirrored import _alike, _merge, _tracing
+from mirrored import _alike, _merge
 from mirrored._collectives import ReplicaAxis
+from mirrored._jax import tracing
 
 
 def programs_of(step, *row_counts, columns=2):
     """Trace a step of `(mirrored [columns], rows [n, columns])` for several numbers of rows."""
     shapes = [(jax.ShapeDtypeStruct((columns,), "float32"), jax.ShapeDtypeStruct((n, columns), "float32")) for n in row_counts]
-    traces = [_tracing.trace(lambda w, x: step(w, x), own, ReplicaAxis(4), step) for own in shapes]
+    traces = [tracing.trace(lambda w, x: step(w, x), own, ReplicaAxis(4), step) for own in shapes]
     return [_alike.read_trace(f"the replicas with {n} rows", trace) for n, trace in zip(row_counts, traces, strict=True)]
 
 

@@ -16,6 +16,8 @@ from jax.sharding import PartitionSpec
 
 import mirrored as mr
 from mirrored import _mirror_proof
+from mirrored._collectives import ReplicaAxis
+from mirrored._jax import primitives, tracing
 from mirrored._mirror_proof import SAME, Sameness, varying
 from mirrored._typing import REPLICA_AXIS as AXIS
 
@@ -31,7 +33,11 @@ def psum(x):
 
 def prove(function, num_replicas=3):
     """Prove a function of a mirrored and a per-replica vector; its results are flattened."""
-    closed = jax.make_jaxpr(lambda m, v: jax.tree.leaves(function(m, v)), axis_env=[(AXIS, num_replicas)])(VECTOR, VECTOR)
+
+    def flat(m, v):
+        return jax.tree.leaves(function(m, v))
+
+    closed = tracing.trace(flat, (VECTOR, VECTOR), ReplicaAxis(num_replicas), function)
     return closed, _mirror_proof.prove(closed.jaxpr, [SAME, varying("the argument `v`")])
 
 
@@ -300,8 +306,8 @@ def test_a_random_step_runs_and_stays_mirrored_or_is_refused(num_replicas):
 @pytest.mark.parametrize(
     ("name", "wrong", "program"),
     [
-        ("_MAKE_SAME", _mirror_proof._MAKE_SAME | {"ppermute"}, lambda m, v: jax.lax.ppermute(v, AXIS, ring())),
-        ("_PURE", _mirror_proof._PURE | {"rng_uniform"}, lambda m, v: jax.lax.rng_uniform(0.0, 1.0, (SIZE,))),
+        ("MAKE_SAME", primitives.MAKE_SAME | {"ppermute"}, lambda m, v: jax.lax.ppermute(v, AXIS, ring())),
+        ("PURE", primitives.PURE | {"rng_uniform"}, lambda m, v: jax.lax.rng_uniform(0.0, 1.0, (SIZE,))),
         ("join", lambda states: list(states)[-1], lambda m, v: jax.lax.cond(v[0] > 0, lambda: m, lambda: -m)),
     ],
     ids=["collective", "primitive", "predicate"],

@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _mirror_proof, _tracing
 from ._errors import UnevenReplicasError
-from ._tracing import ClosedJaxpr, Jaxpr, Literal
+from ._jax import jaxprs, user_code
+from ._jax.jaxprs import ClosedJaxpr, Jaxpr, Literal
+from ._jax.primitives import INLINE_CALLS
 
 #: What leaves the odd rows out, in messages.
 DROP = "strategy.distribute_dataset(dataset, mr.InputOptions(drop_remainder=True))"
@@ -101,9 +102,9 @@ def _append(nodes: list[Node], jaxpr: Jaxpr, constants: Sequence[Value], argumen
 
     for equation in jaxpr.eqns:
         inputs = [read(atom) for atom in equation.invars]
-        has_collective = _mirror_proof.has_collective(equation)
-        inner = _mirror_proof.callee(equation)
-        if inner is not None and (equation.primitive.name in ("jit", "closed_call") or has_collective):
+        has_collective = jaxprs.has_collective(equation)
+        inner = jaxprs.callee(equation)
+        if inner is not None and (equation.primitive.name in INLINE_CALLS or has_collective):
             outputs = _append(nodes, inner.jaxpr, [_constant(c) for c in inner.consts], inputs)
         else:
             outputs = [Value(variable.aval) for variable in equation.outvars]
@@ -185,7 +186,7 @@ def _number_node(table: dict[Any, int], node: Node, last_effect: int) -> int:
     operands = [_number_of(table, value) for value in node.inputs]
     stage = max((value.stage for value in node.inputs), default=0)
     number = None
-    if not _mirror_proof.is_function_of_operands(node.equation):
+    if not jaxprs.is_function_of_operands(node.equation):
         if node.equation.effects:
             stage = last_effect = max(stage, last_effect)
     elif None not in operands:
@@ -298,5 +299,5 @@ def _describe(node: Node | None) -> str:
     equation = node.equation
     operands = ", ".join(f"{value.aval.dtype}{list(value.aval.shape)}" for value in node.inputs)
     name = equation.primitive.name
-    kind = f"`{name}`" if not list(_mirror_proof.inner_jaxprs(equation)) else f"a collective inside `{name}`"
-    return f"reach {kind} of {operands} at {_tracing.equation_line(equation) or '<unknown>'}"
+    kind = f"`{name}`" if not list(jaxprs.inner_jaxprs(equation)) else f"a collective inside `{name}`"
+    return f"reach {kind} of {operands} at {user_code.equation_line(equation) or '<unknown>'}"

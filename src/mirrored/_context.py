@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _collectives, _tracing
+from . import _collectives
 from ._collectives import ReplicaAxis
 from ._errors import ContextError, StrategyMismatchError, UnevenReplicasError
+from ._jax import tracing, user_code
 from ._mesh import ReplicaMesh
 from ._reduce_op import ReduceOp
 from ._typing import PyTree
@@ -71,7 +72,7 @@ def entered(frame: Frame) -> Iterator[Frame]:
 def is_traced() -> bool:
     """Tell whether code is part of a program that is being traced, by this library or by JAX."""
     frame = _current.get()
-    return (frame is not None and (frame.bindings is not None or frame.axis is not None)) or _tracing.is_staging()
+    return (frame is not None and (frame.bindings is not None or frame.axis is not None)) or tracing.is_staging()
 
 
 def check_enterable(strategy: Any) -> None:
@@ -305,13 +306,13 @@ def foreign_trace_message(action: str, name: str, frame: Frame | None) -> str:
     """Explain why a variable cannot be used under a transformation that does not know about it."""
     if frame is not None and frame.bindings is not None:
         return (
-            f"variable {name!r} was {action} at {_tracing.user_line()} under a JAX transformation inside the step "
+            f"variable {name!r} was {action} at {user_code.user_line()} under a JAX transformation inside the step "
             "(jit, scan, cond, while_loop, vmap or grad), whose body would leak the new value. Use mr.scan, "
             "mr.fori_loop and mr.cond instead of those of jax.lax, and mr.value_and_grad instead of jax.grad; or return "
             "the value and assign it outside."
         )
     return (
-        f"variable {name!r} was {action} at {_tracing.user_line()} under a JAX transformation (jit, scan, cond, vmap, "
+        f"variable {name!r} was {action} at {user_code.user_line()} under a JAX transformation (jit, scan, cond, vmap, "
         "shard_map) that does not know about it, so its value of this moment would be baked into the compiled "
         "program. Use mr.function instead of jax.jit and mr.scan instead of jax.lax.scan, or pass variable.value "
         "as an argument."

@@ -10,11 +10,12 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from . import _context, _divergence, _home, _joint, _lift, _mesh, _pace, _placing, _replicate, _signature, _tracing
+from . import _context, _divergence, _home, _joint, _lift, _mesh, _pace, _placing, _replicate, _signature
 from ._context import Frame
 from ._divergence import Watch
 from ._errors import StrategyMismatchError
 from ._home import Home
+from ._jax import jaxprs, tracing
 from ._lift import Lifted
 from ._mesh import ReplicaMesh
 from ._programs import Programs
@@ -164,7 +165,7 @@ def _make(call: Call, frame: Frame) -> CompiledFunction:
 
 
 def _pure(lifted: Lifted, mesh: ReplicaMesh, written: Any, read_only: Any, arrays: Any, constants: Any) -> Any:
-    outputs = _tracing.evaluate(lifted.closed, constants, [*written, *read_only, *arrays])
+    outputs = tracing.evaluate(lifted.closed, constants, [*written, *read_only, *arrays])
     witness = [jax.numpy.zeros((), jax.numpy.int32)] if mesh.is_paced else []
     return outputs[: lifted.num_results], outputs[lifted.num_results :], witness
 
@@ -185,7 +186,7 @@ def _mesh_of(frame: Frame, lifted: Lifted, call: Call) -> ReplicaMesh:
     for placement, leaf in zip(placements, call.array_leaves(), strict=True):
         if leaf.is_per_replica and isinstance(placement, NamedSharding) and isinstance(placement.mesh, Mesh):
             meshes.append(ReplicaMesh(placement.mesh))  # else a user has stacked it elsewhere
-    meshes += [ReplicaMesh(mesh) for mesh in _tracing.meshes_in(lifted.closed.jaxpr)]
+    meshes += [ReplicaMesh(mesh) for mesh in jaxprs.meshes_in(lifted.closed.jaxpr)]
     for mesh in meshes:
         if mesh != meshes[0]:
             raise StrategyMismatchError(

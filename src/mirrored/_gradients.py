@@ -8,9 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from . import _context, _lift, _tracing
+from . import _context, _lift
 from ._errors import ContextError, StrategyMismatchError
-from ._marks import Mark, Purpose, mark
+from ._jax import user_code
+from ._jax.marks import Mark, Purpose, mark
 from ._typing import PyTree, UserFunction
 from ._variables import Variable, is_variable
 
@@ -74,7 +75,7 @@ def value_and_grad(fn: UserFunction, variables: PyTree, has_aux: bool = False) -
         return _lift.with_few_compilations(lambda caches: differentiate(caches, args, kwargs))
 
     def differentiate(caches: Callable[[], Any] | None, args: Any, kwargs: Any) -> Any:
-        where = _tracing.user_line()
+        where = user_code.user_line()
         kept: dict[str, Any] = {}
 
         def loss_of(values: list[jax.Array]) -> Any:

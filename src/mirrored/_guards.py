@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import jax
 
-from . import _tracing
 from ._context import ReplicaContext
 from ._errors import FactorOfReplicasError, FactorOfReplicasWarning, OneProgramError, ReplicasDivergeError
+from ._jax import user_code
+from ._jax.marks import Mark, Purpose
 from ._lift import Lifted
-from ._marks import Mark, Purpose
 from ._mirror_proof import Findings, Sameness, State
 
 
@@ -65,7 +65,7 @@ def check_gradients(findings: Findings, num_replicas: int) -> None:
 
 
 def _warn_of_factor(message: str) -> None:
-    warnings.warn(message, FactorOfReplicasWarning, stacklevel=_tracing.user_stacklevel())
+    warnings.warn(message, FactorOfReplicasWarning, stacklevel=user_code.user_stacklevel())
 
 
 #: What JAX raises when Python wants the value of a traced array: in `if`, as an index, as a numpy array.
@@ -89,7 +89,7 @@ def explained(context: ReplicaContext) -> Iterator[None]:
 
 def _one_program_message(error: Exception) -> str:
     return (
-        f"Python needed the value of something that differs by replica, at {_tracing.raising_line(error)}. "
+        f"Python needed the value of something that differs by replica, at {user_code.raising_line(error)}. "
         "All replicas run one program, so "
         "replica_id_in_sync_group is not known while it is traced, and `if ctx.replica_id_in_sync_group == 0:` cannot "
         "choose. To compute a different value on one replica: jnp.where(ctx.replica_id_in_sync_group == 0, a, b), or "

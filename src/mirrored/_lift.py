@@ -18,11 +18,12 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 
-from . import _context, _tracing
+from . import _context
 from ._checksum import checksum
 from ._context import Frame
 from ._errors import ContextError
-from ._tracing import ClosedJaxpr
+from ._jax import jaxprs, tracing, user_code
+from ._jax.jaxprs import ClosedJaxpr
 from ._typing import PyTree, Shape
 from ._values import PerReplica
 from ._variables import Variable
@@ -43,7 +44,7 @@ class Bindings:
     Args:
         values: what stands for some variables.
         fallback: reads the others.
-        renew: starts a new set of JAX's inner caches, see `_tracing.separate_caches`. None: JAX's caches are
+        renew: starts a new set of JAX's inner caches, see `tracing.separate_caches`. None: JAX's caches are
             shared with other code, so a variable may not be read inside an inner jit or scan.
 
     Attributes:
@@ -53,14 +54,14 @@ class Bindings:
     def __init__(self, values: Mapping[Variable, jax.Array], fallback: Fallback, renew: Callable[[], None] | None) -> None:
         self._values = dict(values)
         self._fallback = fallback
-        self._trace_state = _tracing.trace_state()
+        self._trace_state = tracing.trace_state()
         self._was_read_deeper = False
         self._renew = renew
         self.written: dict[Variable, str] = {}
 
     def read(self, variable: Variable) -> jax.Array:
-        if not self._was_read_deeper and _tracing.trace_state() != self._trace_state:
-            if self._renew is None and _tracing.is_staging():
+        if not self._was_read_deeper and tracing.trace_state() != self._trace_state:
+            if self._renew is None and tracing.is_staging():
                 raise ReadInsideJit
             self._was_read_deeper = self._renew is not None
         return self.value_of(variable)
@@ -71,10 +72,10 @@ class Bindings:
         return self._fallback(variable) if value is None else value
 
     def write(self, variable: Variable, value: jax.Array) -> None:
-        if _tracing.trace_state() != self._trace_state:
+        if tracing.trace_state() != self._trace_state:
             raise ContextError(_context.foreign_trace_message("written", variable.name, _context.current()))
         self._values[variable] = value
-        self.written[variable] = _tracing.user_line()
+        self.written[variable] = user_code.user_line()
         if self._was_read_deeper and self._renew is not None:
             self._renew()
             self._was_read_deeper = False
@@ -82,7 +83,7 @@ class Bindings:
     @property
     def caches(self) -> Callable[[], Any]:
         """The caches for bindings on top of these, see `with_few_compilations`."""
-        return _shared_caches if self._renew is None else _tracing.separate_caches
+        return _shared_caches if self._renew is None else tracing.separate_caches
 
     def values(self, variables: Sequence[Variable]) -> list[jax.Array]:
         """Return the present values of some variables."""
@@ -106,7 +107,7 @@ def with_few_compilations(compute: Callable[[Callable[[], Any]], ResultT]) -> Re
     try:
         return compute(_shared_caches)
     except ReadInsideJit:
-        return compute(_tracing.separate_caches)
+        return compute(tracing.separate_caches)
 
 
 @contextlib.contextmanager
@@ -124,7 +125,7 @@ def bound(
     """
     frame = _context.current() or Frame(None, None)
     if caches is None:
-        caches = _tracing.separate_caches if frame.bindings is None else frame.bindings.caches
+        caches = tracing.separate_caches if frame.bindings is None else frame.bindings.caches
     with caches() as renew:
         bindings = Bindings(values, outer or outer_reader(), renew)
         with _context.entered(dataclasses.replace(frame, bindings=bindings)):
@@ -147,7 +148,7 @@ def outer_reader() -> Fallback:
     frame = _context.current()
     if frame is not None and frame.bindings is not None:
         return frame.bindings.value_of
-    is_foreign = _tracing.is_staging()
+    is_foreign = tracing.is_staging()
 
     def stored_array(variable: Variable) -> jax.Array:
         if is_foreign:
@@ -214,7 +215,7 @@ class Lifted:
         """
         kinds = [f"{v._number}: {'on read' if v._on_read else 'mirrored'} {v.dtype}{list(v.shape)}" for v in self.variables]
         settings = ", ".join(f"{name}={getattr(jax.config, name)}" for name in _SETTINGS)
-        arrays = [array for array in _tracing.inner_constants(self.closed.jaxpr) if _is_whole_here(array)]
+        arrays = [array for array in jaxprs.inner_constants(self.closed.jaxpr) if _is_whole_here(array)]
         sums = {key: checksum(array) for key, array in {id(array): array for array in arrays}.items()}  # one may be used often
         inner = [sums[id(array)] for array in arrays]
         return (
@@ -252,7 +253,7 @@ def lift(
     seen: dict[str, Any] = {}
 
     def pure(values: Sequence[jax.Array], arguments: Sequence[jax.Array]) -> list[jax.Array]:
-        with _tracing.separate_caches() as renew:
+        with tracing.separate_caches() as renew:
             bindings = Bindings(dict(zip(variables, values, strict=True)), _undiscovered, renew)
             with _context.entered(dataclasses.replace(frame, bindings=bindings)):
                 seen["plan"], results = plan_result(function(arguments))
@@ -262,7 +263,7 @@ def lift(
         return [*results, *bindings.values(written)]
 
     values = [jax.ShapeDtypeStruct(shape_of(variable), variable.dtype) for variable in variables]
-    closed = _tracing.trace(pure, (values, list(arrays)), frame.axis, user_function)
+    closed = tracing.trace(pure, (values, list(arrays)), frame.axis, user_function)
     # Copied, because `jax.device_put` may keep a numpy array's own memory, which its owner may change.
     own = [np.array(constant) if isinstance(constant, np.ndarray) else constant for constant in closed.consts]
     return Lifted(ClosedJaxpr(closed.jaxpr, own), written, seen["lines"], read_only, seen["plan"])
@@ -288,17 +289,17 @@ def discover(
 
     def stand_in(variable: Variable) -> jax.Array:
         touched[variable] = None
-        return _tracing.placeholder(shape_of(variable), variable.dtype)
+        return tracing.placeholder(shape_of(variable), variable.dtype)
 
     def record(arguments: Sequence[jax.Array]) -> list[jax.Array]:
-        with _tracing.separate_caches() as renew:
+        with tracing.separate_caches() as renew:
             bindings = Bindings({}, stand_in, renew)
             with _context.entered(dataclasses.replace(frame, bindings=bindings)):
                 function(arguments)
         written.update(bindings.written)
         return []
 
-    _tracing.trace(record, (list(arrays),), frame.axis, user_function)
+    tracing.trace(record, (list(arrays),), frame.axis, user_function)
     return Touched(tuple(written), tuple(variable for variable in touched if variable not in written))
 
 

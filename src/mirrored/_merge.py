@@ -11,10 +11,10 @@ from typing import Any
 
 import jax
 
-from . import _mirror_proof, _tracing
 from ._alike import Node, Trace, Value
 from ._errors import UnevenReplicasError
-from ._marks import mark_p
+from ._jax import jaxprs, tracing
+from ._jax.marks import mark_p
 from ._slots import Slots, padded
 from ._typing import Shape
 
@@ -104,7 +104,7 @@ class _Run:
                 values = dict(self.carried[kind])
                 for node in nodes[kind]:
                     operands = [self._read_own(kind, values, value) for value in node.inputs]
-                    values.update(zip(node.outputs, _tracing.bind(node.equation, operands), strict=True))
+                    values.update(zip(node.outputs, tracing.bind(node.equation, operands), strict=True))
                 taken = [self._read_own(kind, values, row[kind]) for row in places.values()]
                 avals = [row[kind].aval for row in places.values()]
                 shapes = map(self._shape_at, places, avals)
@@ -127,7 +127,7 @@ class _Run:
         elif value in (cheap := self._cheap[kind]):
             node = cheap[value]
             operands = [self._read_own(kind, values, operand) for operand in node.inputs]
-            values.update(zip(node.outputs, _tracing.bind(node.equation, operands), strict=True))
+            values.update(zip(node.outputs, tracing.bind(node.equation, operands), strict=True))
         else:
             return self._known_or_constant(value)
         return values[value]
@@ -141,7 +141,7 @@ class _Run:
         return self.known.setdefault(value.number, value.content)  # one copy of a constant that several traces have
 
     def _keep(self, node: Node, operands: Sequence[Any]) -> None:
-        results = _tracing.bind(node.equation, operands)
+        results = tracing.bind(node.equation, operands)
         self.known.update(zip((value.number for value in node.outputs), results, strict=True))
 
     def _shape_at(self, place: Place, aval: Any) -> Shape:
@@ -167,7 +167,7 @@ def _live_nodes(trace: Trace) -> list[Node]:
     needed = set(trace.outputs)
     live: list[Node] = []
     for node in reversed(trace.nodes):
-        has_effect = node.equation.primitive is mark_p or not _mirror_proof.is_function_of_operands(node.equation)
+        has_effect = node.equation.primitive is mark_p or not jaxprs.is_function_of_operands(node.equation)
         if has_effect or not needed.isdisjoint(node.outputs):
             needed.update(node.inputs)
             live.append(node)

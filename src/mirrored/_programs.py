@@ -7,8 +7,8 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
-from . import _tracing
 from ._errors import RecompilationWarning
+from ._jax import user_code
 from ._signature import ArrayLeaf, Call, KnownFunctions, leaf_names
 
 #: Programs kept per strategy, least recently used first out.
@@ -65,7 +65,7 @@ class Programs(Generic[ProgramT]):
             return
         self._reported.add(counted)
         message = _recompilation_message(before, call, count + 1)
-        warnings.warn(message, RecompilationWarning, stacklevel=_tracing.user_stacklevel())
+        warnings.warn(message, RecompilationWarning, stacklevel=user_code.user_stacklevel())
 
 
 def _recompilation_message(before: Call, after: Call, count: int) -> str:

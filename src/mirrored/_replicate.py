@@ -16,12 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from . import _context, _divergence, _guards, _home, _joint, _lift, _mirror_proof, _pace, _placing, _signature, _tracing, _uneven
+from . import _context, _divergence, _guards, _home, _joint, _lift, _mirror_proof, _pace, _placing, _signature, _uneven
 from ._collectives import ReplicaAxis
 from ._context import Frame, ReplicaContext
 from ._divergence import Watch
 from ._errors import ContextError, StrategyMismatchError, UnevenReplicasError
 from ._home import Home
+from ._jax import tracing
 from ._lift import Lifted
 from ._mesh import ReplicaMesh
 from ._mirror_proof import Findings, State
@@ -124,7 +125,7 @@ def run(strategy: Any, mesh: ReplicaMesh, programs: Programs[Program], function:
         return _run_merged(strategy, frame, function, args, kwargs)
     key, arrays = _signature.key_of(function, args, kwargs, programs.functions)
     program = programs.get(key)
-    is_plain = (frame is None or frame.bindings is None) and _tracing.is_clean() and not _is_eager.get()
+    is_plain = (frame is None or frame.bindings is None) and tracing.is_clean() and not _is_eager.get()
     if program is not None and is_plain and _are_placed(mesh, arrays):
         return program.run(arrays)
     call, is_new = _signature.take_apart(function, args, kwargs), program is None
@@ -306,7 +307,7 @@ def _map(mesh: ReplicaMesh, lifted: Lifted, is_per_replica: Sequence[bool], is_m
     def body(written: list[Any], read_only: list[Any], arrays: list[Any], constants: list[Any]) -> Any:
         values = [_unstacked(a, v._on_read) for a, v in zip((*written, *read_only), lifted.variables, strict=True)]
         own = [_unstacked(a, split) for a, split in zip(arrays, is_per_replica, strict=True)]
-        outputs = _tracing.evaluate(lifted.closed, constants, [*values, *own])
+        outputs = tracing.evaluate(lifted.closed, constants, [*values, *own])
         results = [_stacked_unless(same, r) for r, same in zip(outputs[: lifted.num_results], is_mirrored, strict=True)]
         new = [_stacked_unless(not v._on_read, n) for v, n in zip(lifted.written, outputs[lifted.num_results :], strict=True)]
         return results, new, [jnp.zeros((), jnp.int32)] if mesh.is_paced else []

@@ -14,11 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from . import _alike, _guards, _lift, _merge, _mirror_proof, _signature, _tracing
+from . import _alike, _guards, _lift, _merge, _mirror_proof, _signature
 from ._context import Frame
 from ._errors import UnevenReplicasError
+from ._jax import tracing
+from ._jax.marks import Mark, Purpose, mark
 from ._lift import Lifted, ResultPlan, Touched
-from ._marks import Mark, Purpose, mark
 from ._mirror_proof import State
 from ._signature import ArrayLeaf, Call
 from ._step import trace_step
@@ -141,7 +142,7 @@ class _Sizes:
 
         For another kind its arguments may have other shapes the second time, and then it asks twice.
         """
-        with _tracing.separate_caches() as self._renew_caches:
+        with tracing.separate_caches() as self._renew_caches:
             yield
 
     def each(self, size: int) -> tuple[int, ...]:
@@ -274,7 +275,7 @@ def _merge_traces(
         index = mark(jnp.asarray(kinds.of_replica)[axis.index()], Mark(Purpose.ROWS, _origin(kinds), ""))
         return _merge.run_merged(aligned, num_stages, output_shapes, index, [*values, *arguments])
 
-    return _tracing.trace(merged, (variables, arrays), axis, function)
+    return tracing.trace(merged, (variables, arrays), axis, function)
 
 
 def _origin(kinds: Kinds) -> str:

@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _collectives, _context, _conversion, _joint, _mesh, _placing, _stacked, _tracing
+from . import _collectives, _context, _conversion, _joint, _mesh, _placing, _stacked
 from ._context import Frame
 from ._errors import ContextError, PerReplicaError, ReplicasDivergeError, StrategyMismatchError, UnevenReplicasError
 from ._home import Home
-from ._marks import Mark, Purpose, mark
+from ._jax import tracing, user_code
+from ._jax.marks import Mark, Purpose, mark
 from ._mesh import ReplicaMesh
 from ._reduce_op import VariableAggregation, VariableSynchronization
 from ._typing import ArrayLike, Shape
@@ -216,7 +217,7 @@ class Variable:
         if frame is not None and frame.bindings is not None:
             self._check_mesh(frame)
             return frame.bindings.read(self)
-        if _tracing.is_staging():
+        if tracing.is_staging():
             raise ContextError(_context.foreign_trace_message("read", self._name, frame))
         return self._array
 
@@ -381,7 +382,7 @@ class Variable:
         return _conversion.cast(array, self._dtype, f"{method} to variable {self._name!r}")
 
     def _marked(self, value: jax.Array) -> jax.Array:
-        return mark(jnp.asarray(value), Mark(Purpose.ASSIGN, self._name, _tracing.user_line()))
+        return mark(jnp.asarray(value), Mark(Purpose.ASSIGN, self._name, user_code.user_line()))
 
     def _store(self, frame: Frame | None, value: jax.Array) -> None:
         if frame is not None and frame.bindings is not None:
@@ -545,14 +546,14 @@ def _check_aggregated_dtype(aggregation: VariableAggregation, dtype: Any, name: 
 
 def _creation_mesh(name: str) -> ReplicaMesh:
     frame = _context.current()
-    if (frame is not None and frame.bindings is not None) or _tracing.is_staging():
+    if (frame is not None and frame.bindings is not None) or tracing.is_staging():
         raise ContextError(_created_in_trace_message(name))
     return frame.mesh if frame is not None and frame.mesh is not None else _mesh.default_mesh()
 
 
 def _created_in_trace_message(name: str) -> str:
     return (
-        f"variable {name!r} was created inside a step or another traced function, at {_tracing.user_line()}. A step is "
+        f"variable {name!r} was created inside a step or another traced function, at {user_code.user_line()}. A step is "
         "traced once and run many times; create variables before it, in `with strategy.scope():`."
     )
 

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from . import _context, _stacked, _tracing
+from . import _context, _stacked
 from ._context import Frame
 from ._errors import ContextError, PerReplicaError, StrategyMismatchError
-from ._marks import Mark, Purpose, mark
+from ._jax import user_code
+from ._jax.marks import Mark, Purpose, mark
 from ._reduce_op import ReduceOp
 from ._typing import PyTree
 from ._values import PerReplica, is_per_replica
@@ -52,7 +53,7 @@ class Optimizer:
             raise TypeError(f"tx is {tx!r}; expected an optax transformation, for example optax.adam(1e-3).")
         if (frame := _context.current()) is not None and frame.bindings is not None:
             raise ContextError(
-                f"mr.Optimizer was created inside a step, at {_tracing.user_line()}. Its state must outlive the step: create "
+                f"mr.Optimizer was created inside a step, at {user_code.user_line()}. Its state must outlive the step: create "
                 "it once, before, next to the variables."
             )
         self._tx = tx
@@ -137,7 +138,7 @@ class Optimizer:
             return [_one_value(g, v, aggregate) for g, v in zip(gradients, variables, strict=True)]
         if not aggregate:
             return gradients
-        where = _tracing.user_line()
+        where = user_code.user_line()
         marked = [mark(jnp.asarray(g), Mark(Purpose.GRADIENT, v.name, where)) for g, v in zip(gradients, variables, strict=True)]
         return frame.replica.all_reduce(ReduceOp.SUM, marked)
 

@@ -7,7 +7,7 @@ import pytest
 
 import mirrored as mr
 from mirrored import _mirror_proof
-from mirrored._marks import Mark, Purpose, mark, mark_p
+from mirrored._jax.marks import Mark, Purpose, mark, mark_p
 from mirrored._mirror_proof import SAME, Sameness, varying
 from mirrored._typing import REPLICA_AXIS as AXIS
 

@@ -1,33 +1,20 @@
-"""What we must know about JAX's tracing, in one place.
-
-Everything here that is not in the public `jax` namespace is in `jax.extend`, whose stability JAX does not
-promise; `tests/test_tracing.py` fails loudly when any of it moves.
-"""
+"""How JAX traces: in which trace the program is, which caches it uses, and how a function becomes a jaxpr and runs again."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import itertools
-import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
-import numpy as np
 
-from ._typing import REPLICA_AXIS
-
-Jaxpr = jex_core.Jaxpr
-ClosedJaxpr = jex_core.ClosedJaxpr
-Literal = jex_core.Literal
-
-_PACKAGE_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_JAX_FOLDER = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
-_NOT_USER_CODE = (_PACKAGE_FOLDER, _JAX_FOLDER, "<frozen", os.path.dirname(contextlib.__file__) + os.sep + "contextlib")
+from .._typing import REPLICA_AXIS
+from .jaxprs import ClosedJaxpr, Jaxpr, Literal
 
 _cache_token = jax.make_user_context(None)
 _new_token = itertools.count()
@@ -78,7 +65,48 @@ def trace(function: Callable[..., Any], arguments: Sequence[Any], axis: Any, use
     function.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
     function.__wrapped__ = user_function  # type: ignore[attr-defined]
     axis_env = None if axis is None else [(REPLICA_AXIS, axis.size)]
-    return jax.make_jaxpr(function, axis_env=axis_env)(*arguments)
+    return _lowered(jax.make_jaxpr(function, axis_env=axis_env)(*arguments), axis_env)
+
+
+def _lowered(closed: ClosedJaxpr, axis_env: Any) -> ClosedJaxpr:
+    """Put a call of what they stand for in the place of JAX's high-level primitives (`hijax`), as compiling it does later.
+
+    Such a primitive, of which anybody may define one, is an object with a method that says what it computes: nothing of that,
+    not even a collective, is in the jaxpr. Since jax 0.12, `searchsorted`, `nonzero` and what uses them are ones.
+    """
+    jaxpr = closed.jaxpr
+    if not jaxpr.is_high:
+        return closed
+    equations = [_lowered_equation(equation, axis_env) if _is_high(equation) else equation for equation in jaxpr.eqns]
+    return ClosedJaxpr(jaxpr.replace(eqns=equations, is_high=False), closed.consts)
+
+
+def _is_high(equation: Any) -> bool:
+    return equation.primitive.is_high(*(atom.aval for atom in equation.invars), **equation.params)
+
+
+def _lowered_equation(equation: Any, axis_env: Any) -> Any:
+    variables = [jex_core.Var(atom.aval) for atom in equation.invars]
+    calls: list[Any] = []
+
+    @jax.jit
+    def call(*operands: Any) -> list[Any]:
+        return _run(equation.replace(invars=variables), variables, operands)
+
+    def record(*operands: Any) -> list[Any]:
+        calls.append(call.trace(*operands).lojax.jaxpr)
+        return call(*operands)
+
+    arguments = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in variables]
+    [around] = jax.make_jaxpr(record, axis_env=axis_env)(*arguments).eqns
+    [lowered] = calls
+    return around.replace(
+        invars=equation.invars,
+        outvars=equation.outvars,
+        params={**around.params, "jaxpr": lowered},
+        source_info=equation.source_info,
+        ctx=equation.ctx,
+    )
 
 
 def evaluate(closed: ClosedJaxpr, constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
@@ -100,9 +128,37 @@ def bind(equation: Any, operands: Sequence[Any]) -> list[Any]:
 
 
 def _run(equation: Any, variables: list[Any], operands: Sequence[Any]) -> list[Any]:
+    equation = _for_meshes_of(operands, equation)
     info = jex_core.DebugInfo("mirrored", "one equation", ("",) * len(variables), ("",) * len(equation.outvars))
     jaxpr = Jaxpr((), variables, equation.outvars, [equation], equation.effects, info)
     return [_in_this_mesh(result) for result in jax.core.eval_jaxpr(jaxpr, (), *operands)]
+
+
+def _for_meshes_of(operands: Sequence[Any], equation: Any) -> Any:
+    """Return an equation with the mesh of the operands that it is to run with.
+
+    It keeps the mesh of the arrays that it was traced with, such as those of ours that a function closes over, in its settings
+    and parameters, and JAX lets no other mesh meet that one.
+    """
+    meshes = [aval.sharding.mesh for aval in map(jax.typeof, operands) if _has_mesh(aval)]
+    if not meshes or equation.ctx.cur_abstract_mesh.empty:
+        return equation
+    here = jax.sharding.get_abstract_mesh()
+    mesh = here if here in meshes else meshes[0]
+    params = {name: _moved(value, mesh) for name, value in equation.params.items()}
+    return equation.replace(params=params, ctx=_settings_in(mesh, equation.ctx))
+
+
+def _moved(value: Any, mesh: Any) -> Any:
+    is_in_type = isinstance(value, jax.sharding.NamedSharding) and isinstance(value.mesh, jax.sharding.AbstractMesh)
+    return jax.sharding.NamedSharding(mesh, value.spec) if is_in_type else value
+
+
+@functools.lru_cache
+def _settings_in(mesh: Any, settings: Any) -> Any:
+    with settings.manager, jax.sharding.use_abstract_mesh(mesh):
+        [equation] = jax.make_jaxpr(jax.lax.neg)(0.0).eqns
+    return equation.ctx
 
 
 def _in_this_mesh(value: Any) -> Any:
@@ -122,74 +178,9 @@ def _has_mesh(aval: Any) -> bool:
     return placement is not None and not placement.mesh.empty
 
 
-def meshes_in(jaxpr: Jaxpr) -> Iterator[jax.sharding.Mesh]:
-    """Yield the meshes that a traced cross-replica function maps over or places results on."""
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "shard_map":
-            yield equation.params["mesh"]
-        for placement in equation.params.get("out_shardings", ()):
-            if isinstance(placement, jax.sharding.NamedSharding) and isinstance(placement.mesh, jax.sharding.Mesh):
-                yield placement.mesh
-        for inner in jex_core.jaxprs_in_params(equation.params):
-            yield from meshes_in(inner)
-
-
-def inner_constants(jaxpr: Jaxpr) -> Iterator[Any]:
-    """Yield the arrays that functions inside a traced function close over: their text shows no more than shapes of them."""
-    for equation in jaxpr.eqns:
-        for inner in jax.tree.leaves(tuple(equation.params.values())):
-            if isinstance(inner, ClosedJaxpr):
-                yield from inner.consts
-                yield from inner_constants(inner.jaxpr)
-            elif isinstance(inner, Jaxpr):
-                yield from inner_constants(inner)
-            elif isinstance(inner, np.ndarray | jax.Array):
-                yield inner
-
-
 def placeholder(shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """Make a value of which only the shape and dtype matter, in the current trace."""
     return jnp.zeros(shape, dtype)
-
-
-def user_line() -> str:
-    """Return `file:line` of the innermost frame that is neither ours nor JAX's."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        filename = frame.f_code.co_filename
-        if not filename.startswith(_NOT_USER_CODE):
-            return f"{filename}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "<unknown>"
-
-
-def user_stacklevel() -> int:
-    """Return the `stacklevel` with which the caller's `warnings.warn` points at the user's line."""
-    frame, level = sys._getframe(1), 1
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_USER_CODE):
-        frame, level = frame.f_back, level + 1
-    return level
-
-
-def raising_line(error: BaseException) -> str:
-    """Return `file:line` of the innermost user code that an exception came through."""
-    where = "<unknown>"
-    traceback = error.__traceback__
-    while traceback is not None:
-        filename = traceback.tb_frame.f_code.co_filename
-        if not filename.startswith(_NOT_USER_CODE):
-            where = f"{filename}:{traceback.tb_lineno}"
-        traceback = traceback.tb_next
-    return where
-
-
-def equation_line(equation: Any) -> str | None:
-    """Return `file:line` of the user's code that made an equation of a jaxpr, or None when JAX does not know it."""
-    traceback = equation.source_info.traceback
-    for frame in traceback.frames if traceback is not None else ():
-        if not frame.file_name.startswith(_NOT_USER_CODE):
-            return f"{frame.file_name}:{frame.line_num}"
-    return None
 
 
 _CLEAN = trace_state()

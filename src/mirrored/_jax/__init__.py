@@ -1,0 +1,1 @@
+"""What JAX does not promise: the only wing that names `jax.extend` or a private part of JAX."""

@@ -1,0 +1,200 @@
+"""What a traced program consists of: its equations, what they call, and which of them are collectives.
+
+Jaxprs are read by what both ends of JAX's tried versions offer. The parts of a loop are counted by shapes, since the
+names of its parameters move: `scan` has lost `num_consts` and `num_carry` with jax 0.11.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend.core as jex_core
+import numpy as np
+
+from .._typing import REPLICA_AXIS
+from .marks import mark_p
+from .primitives import CALLS, CONTROL_FLOW, LOCAL, PURE
+
+Jaxpr = jex_core.Jaxpr
+#: The same class as Jaxpr since jax 0.11; before, a pair of a Jaxpr and its constants.
+ClosedJaxpr = jex_core.ClosedJaxpr
+Literal = jex_core.Literal
+
+
+def inner_jaxprs(equation: Any) -> Iterator[ClosedJaxpr]:
+    """Yield the jaxprs among an equation's parameters."""
+    for value in equation.params.values():
+        for inner in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(inner, ClosedJaxpr):
+                yield inner
+            elif isinstance(inner, Jaxpr):
+                yield ClosedJaxpr(inner, ())
+
+
+def all_equations(jaxpr: Jaxpr) -> Iterator[Any]:
+    """Yield the equations of a program, also those inside others."""
+    for equation in jaxpr.eqns:
+        yield equation
+        yield from inside(equation)
+
+
+def inside(equation: Any) -> Iterator[Any]:
+    """Yield the equations inside an equation, at any depth."""
+    for inner in inner_jaxprs(equation):
+        yield from all_equations(inner.jaxpr)
+
+
+def callee(equation: Any) -> ClosedJaxpr | None:
+    """Return what an equation calls; None if it is no call, or not in the way that we know."""
+    inner = list(inner_jaxprs(equation)) if equation.primitive.name in CALLS else []
+    if len(inner) != 1:
+        return None
+    [closed] = inner
+    fits = len(closed.jaxpr.invars) == len(equation.invars) and len(closed.jaxpr.outvars) == len(equation.outvars)
+    return closed if fits else None
+
+
+# -- loops and conditions
+
+
+class Scan(NamedTuple):
+    """The body of a scan, and how its operands divide: constants, then the carry, then rows."""
+
+    body: Jaxpr
+    num_consts: int
+    num_carry: int
+
+
+def scan_of(equation: Any) -> Scan:
+    """Take a `scan` apart.
+
+    An operand with one axis more than what the body takes in its place is sliced into rows; a result with one axis more
+    than what the body gives is stacked of them.
+    """
+    [closed] = inner_jaxprs(equation)
+    body = closed.jaxpr
+    num_rows = _num_longer(equation.invars, body.invars)
+    num_carry = len(equation.outvars) - _num_longer(equation.outvars, body.outvars)
+    return Scan(body, len(equation.invars) - num_carry - num_rows, num_carry)
+
+
+def _num_longer(outer: Any, inner: Any) -> int:
+    return sum(_rank(a) > _rank(b) for a, b in zip(outer, inner, strict=True))
+
+
+def _rank(atom: Any) -> int:
+    return len(getattr(atom.aval, "shape", ()))  # a token has no shape
+
+
+class While(NamedTuple):
+    """The condition and body of a while loop; its operands are the constants of each, then the carry."""
+
+    cond: Jaxpr
+    body: Jaxpr
+    num_cond_consts: int
+    num_body_consts: int
+
+
+def while_of(equation: Any) -> While:
+    """Take a `while` apart: what its jaxprs take before what the loop carries are their constants."""
+    cond, body = (equation.params[name].jaxpr for name in ("cond_jaxpr", "body_jaxpr"))
+    num_carry = len(equation.outvars)
+    return While(cond, body, len(cond.invars) - num_carry, len(body.invars) - num_carry)
+
+
+def branches_of(equation: Any) -> list[Jaxpr]:
+    """Return the branches of a `cond`, which take all its operands but the first, the index."""
+    return [closed.jaxpr for closed in equation.params["branches"]]
+
+
+class Solver(NamedTuple):
+    """What a linear solve runs: a jaxpr, on these of the operands. Its other functions are for derivatives only."""
+
+    jaxpr: Jaxpr
+    operands: list[int]
+
+
+def solver_of(equation: Any) -> Solver:
+    """Take a `custom_linear_solve` apart."""
+    counts = equation.params["const_lengths"]
+    first, after_all = counts.matvec + counts.vecmat, sum(counts)
+    operands = [*range(first, first + counts.solve), *range(after_all, len(equation.invars))]
+    return Solver(equation.params["jaxprs"].solve.jaxpr, operands)
+
+
+# -- collectives
+
+
+def axis_names(equation: Any) -> tuple[Any, ...]:
+    """Return the mesh axes that an equation names; those of a `vmap` are numbers."""
+    names = equation.params.get("axes", equation.params.get("axis_name", ()))
+    return names if isinstance(names, tuple) else (names,)
+
+
+def is_collective(equation: Any) -> bool:
+    """Tell whether an equation itself reaches other replicas."""
+    return REPLICA_AXIS in axis_names(equation) and equation.primitive.name not in LOCAL
+
+
+def has_collective(equation: Any) -> bool:
+    """Tell whether an equation is, or has inside, a collective over the replicas."""
+    return any(map(is_collective, itertools.chain([equation], inside(equation))))
+
+
+def is_over_groups(equation: Any) -> bool:
+    """Tell whether a collective joins groups of replicas only, and not all of them."""
+    return equation.params.get("axis_index_groups") is not None
+
+
+def num_bytes(equation: Any) -> int:
+    """Return how many bytes each replica gives to a collective."""
+    avals = [atom.aval for atom in equation.invars]
+    return sum(aval.size * aval.dtype.itemsize for aval in avals if hasattr(aval.dtype, "itemsize"))
+
+
+# -- what an equation depends on
+
+
+def is_plain(equation: Any) -> bool:
+    """Tell whether an equation is known to be pure, apart from what is inside it."""
+    return equation.primitive.name in PURE | CALLS | CONTROL_FLOW
+
+
+def is_function_of_operands(equation: Any) -> bool:
+    """Tell whether an equation is known to compute its results from its operands and the replica's number alone."""
+    return all(map(_is_local_and_plain, itertools.chain([equation], inside(equation))))
+
+
+def _is_local_and_plain(equation: Any) -> bool:
+    if equation.primitive is mark_p or equation.primitive.name == "axis_index":
+        return True
+    return is_plain(equation) and not is_collective(equation)
+
+
+# -- what a program holds
+
+
+def meshes_in(jaxpr: Jaxpr) -> Iterator[jax.sharding.Mesh]:
+    """Yield the meshes that a traced cross-replica function maps over or places results on."""
+    for equation in all_equations(jaxpr):
+        if equation.primitive.name == "shard_map":
+            yield equation.params["mesh"]
+        for placement in equation.params.get("out_shardings", ()):
+            if isinstance(placement, jax.sharding.NamedSharding) and isinstance(placement.mesh, jax.sharding.Mesh):
+                yield placement.mesh
+
+
+def inner_constants(jaxpr: Jaxpr) -> Iterator[Any]:
+    """Yield the arrays that functions inside a traced function close over: their text shows no more than shapes of them."""
+    for equation in jaxpr.eqns:
+        for inner in jax.tree.leaves(tuple(equation.params.values())):
+            if isinstance(inner, ClosedJaxpr):
+                yield from inner.consts
+                yield from inner_constants(inner.jaxpr)
+            elif isinstance(inner, Jaxpr):
+                yield from inner_constants(inner)
+            elif isinstance(inner, np.ndarray | jax.Array):
+                yield inner

@@ -1,0 +1,39 @@
+"""The names of JAX's primitives that the mirror proof knows, over all tried versions of JAX.
+
+`tests/test_primitives.py` says which of them only some versions have, and fails when a name has come or gone.
+"""
+
+from __future__ import annotations
+
+_PURE_NAMES = """
+abs acos acosh add add_any after_all and approx_top_k argmax argmin asin asinh atan atan2 atanh bessel_i0e bessel_i1e
+bitcast_convert_type broadcast_in_dim cbrt ceil cholesky cholesky_update clamp clz complex concatenate conj
+conv_general_dilated convert_element_type copy cos cosh create_token cumlogsumexp cummax cummin cumprod cumsum
+custom_linear_solve device_put digamma div dot_general dynamic_slice dynamic_update_slice eig eigh empty2 eq eq_to erf erf_inv
+erfc exp exp2 expm1 fft floor from_edtype gather ge geqp3 geqrf gt hessenberg householder_product igamma igamma_grad_a igammac
+imag integer_pow iota iota_2x32_shape is_finite layout_constraint le le_to lgamma log log1p log2 logistic lt lt_to lu
+lu_pivots_to_permutation max min mul mulhi name ne neg nextafter not one_minus_square optimization_barrier or ormqr pad
+philox2x32 philox4x32 platform_index polygamma polynomial population_count pow pvary qr ragged_dot_general random_bits
+random_clone random_fold_in random_gamma random_seed random_split random_unwrap random_wrap real reduce reduce_and reduce_max
+reduce_min reduce_or reduce_precision reduce_prod reduce_sum reduce_window reduce_window_max reduce_window_min
+reduce_window_sum reduce_xor regularized_incomplete_beta rem reshape reshard rev rng_bit_generator round rsqrt scaled_dot
+scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub schur select_and_gather_add select_and_scatter
+select_and_scatter_add select_n sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh slice
+sort split sqrt square squeeze stack stop_gradient sub svd symmetric_product tan tanh threefry2x32 threefry4x32 tie tile
+to_edtype top_k transpose triangular_solve tridiagonal tridiagonal_solve unstack with_memory_space_constraint xor zeta
+"""
+#: Pure functions of their operands, whatever their parameters; those with a jaxpr as a parameter are also checked inside.
+PURE = frozenset(_PURE_NAMES.split())
+#: Run the only jaxpr among their parameters once, with all operands in order.
+CALLS = frozenset({
+    "closed_call", "composite", "custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "eval_jaxpr", "jit", "linear_call",
+    "remat2", "remat_opt",
+})  # fmt: skip
+#: Those of them that mean nothing beyond that, so that their equations may stand in their place.
+INLINE_CALLS = frozenset({"closed_call", "eval_jaxpr", "jit"})
+#: Run jaxprs in a way of their own, which `jaxprs` knows.
+CONTROL_FLOW = frozenset({"cond", "custom_linear_solve", "scan", "while"})
+#: Collectives with the same result on every replica, when they run over the whole axis.
+MAKE_SAME = frozenset({"psum", "pmax", "pmin", "all_gather", "pbroadcast", "psum_invariant", "all_gather_invariant"})
+#: Name the replica axis, but reach no other replica. Whatever else names it is a collective.
+LOCAL = frozenset({"axis_index", "pvary"})

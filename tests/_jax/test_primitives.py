@@ -1,0 +1,110 @@
+"""Each name in the tables is a primitive of this version of JAX, and each public primitive of JAX is in a table."""
+
+import gc
+import warnings
+
+import jax
+import jax.extend.core as jex_core
+import jax.numpy as jnp
+import jax.scipy.sparse.linalg
+import numpy as np
+import pytest
+from programs import VECTOR, equations, only
+
+from mirrored._jax import jaxprs, primitives
+from mirrored._typing import REPLICA_AXIS as AXIS
+
+KNOWN = primitives.PURE | primitives.CALLS | primitives.CONTROL_FLOW | primitives.MAKE_SAME | primitives.LOCAL
+#: The first version with a name of the tables, and the first without it; all others are there in all tried versions.
+SINCE = {"log2": (0, 11, 2), "one_minus_square": (0, 11, 2), "polynomial": (0, 12)}
+GONE = {"closed_call": (0, 11, 1)}
+
+
+def test_every_primitive_that_the_proof_knows_exists():
+    """A name that JAX has dropped or changed is a hole: the new one would be refused, or not seen as a collective."""
+    jax.make_jaxpr(jnp.sin)(1.0)
+    existing = {thing.name for thing in gc.get_objects() if isinstance(thing, jex_core.Primitive)}
+    version = jax.__version_info__
+    missing = {name for name, first in SINCE.items() if version < first} | {name for name, end in GONE.items() if version >= end}
+    assert sorted(KNOWN - existing) == sorted(missing), "JAX has dropped a primitive, or dropped one at another version"
+
+
+def test_the_public_primitives_are_all_decided():
+    """A new public primitive must be put into a list, or be left out on purpose: here."""
+    public = {getattr(jex_core.primitives, name).name for name in dir(jex_core.primitives) if name.endswith("_p")}
+    exchanged = {"all_to_all", "ppermute", "ragged_all_to_all"}  # collectives, by their axis
+    unknown = {"rng_uniform", "get", "swap", "call", "custom_lin"}  # unlike on each device; refs; never traced
+    assert sorted(public - KNOWN - exchanged - unknown) == [], "JAX has new primitives: decide about each"
+
+
+def test_the_calls_that_jax_itself_writes_are_entered():
+    """`explain` and uneven steps look through what JAX wraps a program in when it is evaluated again."""
+    closed = jax.make_jaxpr(lambda x: 2 * jnp.sin(x))(VECTOR)
+    wrapped = jax.make_jaxpr(jex_core.jaxpr_as_fun(closed))(VECTOR)
+    [again] = jex_core.jaxpr_as_fun(wrapped)(VECTOR)
+    assert {e.primitive.name for e in wrapped.eqns if list(jaxprs.inner_jaxprs(e))} <= primitives.INLINE_CALLS
+    np.testing.assert_allclose(again, 2 * np.sin(VECTOR), rtol=1e-6)
+
+
+def test_what_scans_call_empty_is_zero_on_every_device():
+    """Unlike `empty`, which is memory as it was found: that one may never be in the list of pure primitives."""
+
+    def emptied():
+        return jex_core.primitives.empty2_p.bind(dtype=np.dtype("float32"), memory_space=jax.memory.Space.Device)
+
+    assert "stablehlo.constant dense<0.000000e+00> : tensor<f32>" in jax.jit(emptied).lower().as_text()
+    assert "empty" not in primitives.PURE
+
+
+def send(x, axis_name, permutation):
+    """Call what JAX has deprecated, where it is still there."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return jax.lax.psend(x, axis_name, permutation)
+
+
+COLLECTIVES = {
+    "psum": (lambda x: jax.lax.psum(x, AXIS), "axes"),
+    "pmax": (lambda x: jax.lax.pmax(x, AXIS), "axes"),
+    "pmin": (lambda x: jax.lax.pmin(x, AXIS), "axes"),
+    "all_gather": (lambda x: jax.lax.all_gather(x, AXIS), "axis_name"),
+    "reduce_scatter": (lambda x: jax.lax.psum_scatter(x, AXIS), "axis_name"),
+    "all_to_all": (lambda x: jax.lax.all_to_all(x, AXIS, 0, 0), "axis_name"),
+    "ppermute": (lambda x: jax.lax.ppermute(x, AXIS, [(0, 1)]), "axis_name"),
+    "pbroadcast": (lambda x: jax.lax.pbroadcast(x, (AXIS,), 0), "axis_name"),
+    "ragged_all_to_all": (lambda x: jax.lax.ragged_all_to_all(x, x, *[np.ones(3, "int32")] * 4, axis_name=AXIS), "axis_name"),
+    "psend": (lambda x: send(x, AXIS, [(0, 1)]), "axis_name"),
+    "axis_index": (lambda x: jax.lax.axis_index(AXIS), "axis_name"),
+}
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_collective_names_its_axis_in_a_parameter(name):
+    function, parameter = COLLECTIVES[name]
+    equation = only(name, function)
+    assert equation.params[parameter] in (AXIS, (AXIS,))
+    assert jaxprs.axis_names(equation) == (AXIS,)
+    assert jaxprs.is_collective(equation) == (name != "axis_index")
+
+
+@pytest.mark.parametrize("name", ["psum", "pmax", "pmin", "all_gather"])
+def test_groups_are_in_a_parameter(name):
+    collective = {"psum": jax.lax.psum, "pmax": jax.lax.pmax, "pmin": jax.lax.pmin, "all_gather": jax.lax.all_gather}[name]
+    assert not jaxprs.is_over_groups(only(name, lambda x: collective(x, AXIS)))
+    groups = [[0], [1], [2]]
+    try:
+        equation = only(name, lambda x: collective(x, AXIS, axis_index_groups=groups))
+    except NotImplementedError:
+        return
+    assert jaxprs.is_over_groups(equation)
+
+
+def test_a_mean_is_a_sum_and_the_size_of_the_axis_is_a_constant():
+    assert [e.primitive.name for e in equations(lambda x: jax.lax.pmean(x, AXIS))] == ["psum", "div"]
+    assert [e.primitive.name for e in equations(lambda x: x * jax.lax.axis_size(AXIS))] == ["mul"]
+
+
+def test_the_axis_of_a_vmap_is_no_name_in_the_jaxpr():
+    equation = only("psum", lambda x: jax.vmap(lambda y: jax.lax.psum(y, AXIS), axis_name=AXIS)(x))
+    assert equation.params["axes"] == (0,) and not jaxprs.is_collective(equation)
+    assert only("psum", lambda x: jax.vmap(lambda y: jax.lax.psum(y, (AXIS, "i")), axis_name="i")(x)).params["axes"] == (AXIS, 0)

@@ -1,0 +1,227 @@
+"""In which trace the program is, which caches JAX uses, and how functions are traced and run."""
+
+import os
+import subprocess
+import sys
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import hijax
+from programs import VECTOR
+
+import mirrored as mr
+from mirrored._collectives import ReplicaAxis
+from mirrored._jax import jaxprs, tracing, user_code
+from mirrored._typing import REPLICA_AXIS as AXIS
+
+
+def test_the_trace_state_is_equal_within_a_trace_and_different_in_another():
+    states = {}
+
+    def note(name):
+        states[name] = (tracing.trace_state(), tracing.trace_state())
+
+    def body(x):
+        note("jit")
+        jax.jit(lambda y: (note("inner jit"), y)[1])(x)
+        jax.lax.scan(lambda c, _: (note("scan"), (c, None))[1], x, None, length=2)
+        jax.lax.cond(True, lambda: (note("cond"), x)[1], lambda: x)
+        jax.vmap(lambda y: (note("vmap"), y)[1])(x)
+        jax.grad(lambda y: (note("grad"), y.sum())[1])(x)
+        states["after"] = states["jit"][0] == tracing.trace_state()
+        return x
+
+    note("outside")
+    jax.jit(body)(VECTOR)
+    assert states.pop("after") and states["outside"][0] == tracing.trace_state()
+    assert all(first == second for first, second in states.values())
+    names = list(states)
+    assert all(states[a][0] != states[b][0] for i, a in enumerate(names) for b in names[:i])
+
+
+@pytest.mark.parametrize(
+    ("transform", "expected"),
+    [
+        (lambda f: f, False),
+        (lambda f: jax.jit(f), True),
+        (lambda f: lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, None, length=1)[0], True),
+        (lambda f: lambda x: jax.lax.cond(x[0] > 0, f, f, x), True),
+        (lambda f: lambda x: jax.lax.while_loop(lambda c: c[0] < 0, f, x), True),
+        (lambda f: lambda x: jax.eval_shape(f, x), True),
+        (lambda f: lambda x: jax.make_jaxpr(f)(x), True),
+        (lambda f: jax.checkpoint(f), True),
+        (lambda f: jax.vmap(f), False),
+        (lambda f: jax.grad(lambda x: f(x).sum()), False),
+        (lambda f: jax.jit(jax.vmap(f)), True),
+        (lambda f: jax.jit(jax.grad(lambda x: f(x).sum())), True),
+    ],
+    ids=["eager", "jit", "scan", "cond", "while", "eval_shape", "make_jaxpr", "remat", "vmap", "grad", "jit_vmap", "jit_grad"],
+)
+def test_staging_means_that_operations_are_recorded(transform, expected):
+    seen = []
+    transform(lambda x: (seen.append(tracing.is_staging()), x * 1.0)[1])(VECTOR)
+    assert set(seen) == {expected}
+
+
+def test_inner_caches_are_shared_without_and_apart_with_a_token():
+    traced = []
+
+    @jax.jit
+    def inner(x):
+        traced.append(1)
+        return x * 2
+
+    def outer(x):
+        return inner(x)
+
+    jax.make_jaxpr(outer)(VECTOR), jax.make_jaxpr(outer)(VECTOR)
+    assert len(traced) == 1, "JAX has stopped to cache inner traces: separate_caches is no longer needed"
+    with tracing.separate_caches() as renew:
+        jax.make_jaxpr(outer)(VECTOR)
+        assert len(traced) == 2
+        jax.make_jaxpr(outer)(VECTOR)
+        assert len(traced) == 2
+        renew()
+        jax.make_jaxpr(outer)(VECTOR)
+        assert len(traced) == 3
+    jax.make_jaxpr(outer)(VECTOR)
+    assert len(traced) == 3, "leaving the block restores the caches"
+
+
+@pytest.mark.parametrize("construct", ["scan", "cond", "while", "remat", "custom_jvp"])
+def test_a_body_that_reads_something_that_changes_is_traced_again(construct):
+    """What a cached body would do instead: keep the tracer of a dead trace."""
+    box = {}
+
+    def body(c):
+        return c + box["value"]
+
+    custom = jax.custom_jvp(body)
+    custom.defjvp(lambda primals, tangents: (body(*primals), tangents[0]))
+    run = {
+        "scan": lambda x: jax.lax.scan(scan_body, x, None, length=2)[0],
+        "cond": lambda x: jax.lax.cond(x[0] > 0, body, body, x),
+        "while": lambda x: jax.lax.while_loop(is_small, body, x),
+        "remat": lambda x: jax.checkpoint(body)(x),
+        "custom_jvp": custom,
+    }[construct]
+    scan_body = lambda c, _: (body(c), None)  # noqa: E731
+    is_small = lambda c: c[0] < 2  # noqa: E731
+
+    def outer(x):
+        with tracing.separate_caches() as renew:
+            box["value"] = x
+            first = run(x)
+            box["value"] = 2 * x
+            renew()
+            return first, run(x)
+
+    first, second = jax.jit(outer)(VECTOR)
+    again_first, _ = jax.jit(lambda x: outer(x))(VECTOR)
+    assert (np.asarray(second) > np.asarray(first)).all() and (again_first == first).all()
+
+
+def test_trace_binds_the_axis_and_speaks_of_the_users_function():
+    def users_step(x):
+        return jax.lax.psum(x, AXIS)
+
+    def wrapper(x):
+        return users_step(x)
+
+    closed = tracing.trace(wrapper, (VECTOR,), ReplicaAxis(3), users_step)
+    assert [e.primitive.name for e in closed.jaxpr.eqns] == ["psum"]
+    with pytest.raises(NameError, match="unbound axis name"):
+        tracing.trace(lambda x: users_step(x), (VECTOR,), None, users_step)
+    with pytest.raises(jax.errors.TracerBoolConversionError, match="function users_step at"):
+        tracing.trace(lambda x: 1 if x[0] else 2, (VECTOR,), None, users_step)
+
+
+def test_a_traced_function_is_evaluated_with_other_constants():
+    captured = jnp.arange(3.0)
+    closed = jax.make_jaxpr(lambda x: x + captured)(VECTOR)
+    [result] = tracing.evaluate(closed, [captured * 10], [VECTOR])
+    assert result.tolist() == [1.0, 11.0, 21.0]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bool_, jnp.bfloat16, jax.random.key(0).dtype], ids=str)
+def test_a_placeholder_has_shape_and_dtype(dtype):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        value = tracing.placeholder((2, 0), dtype)
+    assert value.shape == (2, 0) and value.dtype == dtype
+
+
+def test_importing_inside_a_trace_does_not_confuse_staging():
+    """`_CLEAN` is taken at import; it is only a shortcut."""
+    program = (
+        "import jax\n"
+        "def f(x):\n"
+        "    from mirrored._jax import tracing\n"
+        "    assert tracing._CLEAN == tracing.trace_state()\n"
+        "    return x\n"
+        "jax.jit(f)(1.0)\n"
+        "from mirrored._jax import tracing\n"
+        "assert not tracing.is_staging()\n"
+        "jax.jit(lambda x: [x, setattr(f, 'seen', tracing.is_staging())][0])(2.0)\n"
+        "assert f.seen\n"
+    )
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    subprocess.run([sys.executable, "-c", program], check=True, env=environment, timeout=100)
+
+
+class Doubled(getattr(hijax, "HiPrim", None) or hijax.VJPHiPrimitive):
+    """A high-level primitive of a user, of which the jaxpr shows no more than the name."""
+
+    def __init__(self, aval, reduce):
+        self.in_avals, self.out_aval, self.params = (aval,), aval, {"reduce": reduce}
+        super().__init__()
+
+    def expand(self, x):
+        return jax.lax.psum(x, AXIS) * 2 if self.reduce else x * 2
+
+
+def high(reduce):
+    def function(x):
+        aval = jax.typeof(x)
+        y = Doubled(aval, reduce)(x)
+        return jax.lax.scan(lambda c, _: (c + Doubled(aval, reduce)(x), None), y, None, length=2)[0] + 1
+
+    return function
+
+
+@pytest.mark.parametrize("reduce", [True, False])
+def test_high_level_primitives_are_traced_as_what_they_stand_for(reduce):
+    """A collective inside one would not be seen. JAX lowers them when it compiles; we do it when we trace."""
+    function = high(reduce)
+    closed = tracing.trace(lambda x: [function(x)], (VECTOR,), ReplicaAxis(3), function)
+    found = list(jaxprs.all_equations(closed.jaxpr))
+    assert not [e for e in found if "hi_prim" in e.primitive.name]
+    assert sum(map(jaxprs.is_collective, found)) == 2 * reduce
+    first = function.__code__.co_firstlineno
+    assert {user_code.equation_line(e) for e in closed.jaxpr.eqns} == {f"{__file__}:{first + n}" for n in (2, 3)}
+    mesh = jax.sharding.Mesh(jax.devices()[:3], (AXIS,))
+
+    def body(x):
+        return tracing.evaluate(closed, closed.consts, [x])[0]
+
+    replicated = jax.sharding.PartitionSpec()
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=replicated, out_specs=replicated, check_vma=False)
+    assert jax.jit(mapped)(VECTOR).tolist() == [1 + (3 if reduce else 1) * 2 * 3] * 3
+
+
+def test_a_step_with_a_high_level_primitive_is_proven(strategy3):
+    """Since jax 0.12, `searchsorted` is one."""
+    with strategy3.scope():
+        edges, count = mr.Variable([0.0, 1.0, 2.0]), mr.Variable(0)
+
+    def step(x):
+        count.assign(jnp.searchsorted(edges, 1.5))
+        return jax.lax.map(lambda row: jnp.searchsorted(edges.value, row), x)
+
+    own = strategy3.distribute_values_from_function(lambda c: np.arange(3.0) - c.replica_id_in_sync_group)
+    places = strategy3.run(step, args=(own,))
+    assert int(count) == 2
+    assert [value.tolist() for value in places.values] == [[0, 1, 2], [0, 0, 1], [0, 0, 0]]
