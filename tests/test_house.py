@@ -27,7 +27,7 @@ FLOORS = (
     ("_jax.primitives",),
     ("_jax.marks",),
     ("_jax.jaxprs", "_jax.user_code"),
-    ("_jax", "_jax.tracing", "_reduce_op", "_options", "_conversion", "_checksum"),
+    ("_jax", "_jax.tracing", "_jax.distributed", "_reduce_op", "_options", "_conversion", "_checksum"),
     ("_mesh", "_pace", "_collectives", "_home"),
     ("_runtime",),
     ("_joint",),

@@ -1,11 +1,8 @@
-"""What is used of JAX's private side is still there, and does what it did."""
+"""How a process becomes a worker, and what it is told when it cannot."""
 
-import inspect
 import mmap
 import os
 import re
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +12,6 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from jax._src import distributed, xla_bridge
 from jax._src.lib import _jax
 
 import mirrored as mr
@@ -23,42 +19,20 @@ from mirrored import _collectives, _preflight, _runtime, _uncaught
 from mirrored._agreement import Agreement
 from mirrored._cluster_spec import Cluster, ClusterSpec
 from mirrored._coordination import Coordination
+from mirrored._jax import distributed
 from mirrored._progress import progress
 from mirrored._stall import Own
 
 
-def test_the_client_of_the_coordination_service_is_where_it_was() -> None:
-    state = distributed.global_state
-    assert {"client", "process_id", "num_processes"} <= set(vars(state)) | set(vars(type(state)))
-    methods = {"key_value_dir_get_bytes", "key_value_set", "blocking_key_value_get", "key_value_dir_get", "key_value_delete"}
-    assert methods <= set(dir(_jax.DistributedRuntimeClient))
-    assert "allow_overwrite" in (_jax.DistributedRuntimeClient.key_value_set.__doc__ or "")
-
-
-def test_a_cpu_client_can_be_made_with_collectives_of_ones_own() -> None:
-    assert list(inspect.signature(xla_bridge.make_cpu_client).parameters) == ["collectives"]
-    assert "hostname" in (_jax.make_gloo_tcp_collectives.__doc__ or "")
-    assert {"priority", "fail_quietly"} <= set(inspect.signature(xla_bridge.register_backend_factory).parameters)
-
-
 def test_whether_a_backend_runs_can_be_asked() -> None:
     jax.devices()
-    assert xla_bridge.backends_are_initialized() is True
+    assert distributed.has_backend() is True
     with pytest.raises(
         mr.ClusterStartError, match=r"Move\s+mr.MultiWorkerMirroredStrategy\(\) above the first use of JAX"
     ) as info:
         _runtime._require_no_backend()
     assert info.value.exit_code == 76  # the next attempt would come to the same line
     assert mr.ClusterStartError("worker 1 is missing").exit_code == 75
-
-
-def test_the_settings_exist() -> None:
-    for name in ("jax_enable_preemption_service", "jax_cpu_collectives_implementation"):
-        assert hasattr(jax.config, name), name
-    code = "import jax; jax.config.update('jax_cpu_enable_async_dispatch', False)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-    parameters = inspect.signature(jax.distributed.initialize).parameters
-    assert {"heartbeat_timeout_seconds", "shutdown_timeout_seconds", "coordinator_bind_address"} <= set(parameters)
 
 
 def two_workers(*addresses: str) -> Cluster:
@@ -88,9 +62,9 @@ def test_jax_is_told_where_to_listen_and_how_soon_a_silent_worker_is_dead(monkey
     meeting = _preflight.Meeting("10.0.0.1", "10.0.0.1:1")
     monkeypatch.setattr(_runtime, "_require_no_backend", lambda: None)
     monkeypatch.setattr(_runtime._preflight, "check", lambda *_: meeting)
-    monkeypatch.setattr(_runtime.jax, "config", SimpleNamespace(update=told.__setitem__))
+    monkeypatch.setattr(distributed.jax, "config", SimpleNamespace(update=told.__setitem__))
     monkeypatch.setattr(_runtime.jax.distributed, "initialize", lambda **given: told.update(given))
-    monkeypatch.setattr(_runtime, "_listen_at", lambda host: told.update(gloo=host))
+    monkeypatch.setattr(distributed, "listen_at", lambda host: told.update(gloo=host))
     monkeypatch.setattr(_runtime, "_begin", lambda *given: given)
     cluster, options = two_workers("chief:1", "b:1"), mr.CommunicationOptions(timeout_seconds=20)
     assert _runtime.start(cluster, options) == (cluster, options, 0, 2)
@@ -108,7 +82,7 @@ def connecting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[.
     monkeypatch.setattr(_runtime, "_require_no_backend", lambda: None)
     monkeypatch.setattr(_runtime._preflight, "check", lambda *_: _preflight.Meeting())
     monkeypatch.setattr(_runtime.jax, "config", SimpleNamespace(update=lambda *_: None))
-    monkeypatch.setattr(_runtime, "_listen_at", lambda _: None)
+    monkeypatch.setattr(distributed, "listen_at", lambda _: None)
     monkeypatch.setattr(_runtime, "_begin", lambda *given: given)
     monkeypatch.setattr(_runtime, "_CONNECT_WARNING_SECONDS", 0.05)
     monkeypatch.setattr(_runtime, "_CHIEF_SECONDS", 0.1)
@@ -166,7 +140,7 @@ def devices_of(known: Mapping[str, Sequence[int]], process: int = 0, manager: ob
 def test_who_waits_for_the_devices_of_others_is_told_from_who_starts_its_own(
     known: Mapping[str, Sequence[int]], process: int, waits: bool, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_runtime._distributed, "global_state", devices_of(known, process))
+    monkeypatch.setattr(distributed._distributed, "global_state", devices_of(known, process))
     own = Own(progress, 5.0)
     with _runtime.starting_devices():
         assert own.look(0.5, False).detail == text
@@ -193,7 +167,7 @@ def test_jax_s_own_limit_for_devices_names_the_worker_and_asks_for_a_new_start()
 def test_the_users_own_jax_distributed_and_cluster_must_agree(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_runtime._distributed, "global_state", devices_of({}))
+    monkeypatch.setattr(distributed._distributed, "global_state", devices_of({}))
     monkeypatch.setattr(_runtime, "_begin", lambda *given: given)
     monkeypatch.setattr(_runtime, "_current", None)
     for wrong in (two_workers("a:1", "b:1", "c:1"), Cluster(ClusterSpec.of({"worker": ["a:1", "b:1"]}), "worker", 1)):
@@ -210,8 +184,7 @@ def test_the_users_own_jax_distributed_and_cluster_must_agree(
 def test_a_preemption_service_that_swallows_sigterm_is_told(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert hasattr(distributed.State(), "preemption_sync_manager")
-    monkeypatch.setattr(_runtime._distributed, "global_state", devices_of({}, manager=object()))
+    monkeypatch.setattr(distributed._distributed, "global_state", devices_of({}, manager=object()))
     monkeypatch.setattr(_runtime, "_begin", lambda *given: given)
     monkeypatch.setattr(_runtime, "_current", None)
     _runtime.attach(mr.CommunicationOptions())
@@ -233,24 +206,10 @@ def test_the_guard_watches_from_the_start_to_the_end_of_the_program(monkeypatch:
 
     monkeypatch.setattr(_runtime, "Guard", Watcher)
     monkeypatch.setattr(_runtime, "_current", None)
-    monkeypatch.setattr(_runtime._distributed, "global_state", SimpleNamespace(client=object()))
+    monkeypatch.setattr(distributed._distributed, "global_state", SimpleNamespace(client=object()))
     monkeypatch.setattr(_runtime.atexit, "register", lambda function: did.append("at exit") or function())
     runtime = _runtime._begin(None, mr.CommunicationOptions(timeout_seconds=20), 1, 2)
     assert did == [(1, 2, 20), "start", "at exit", "stop"] and _runtime.current() is runtime
-
-
-def test_gloo_listens_where_the_other_workers_reach_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    factories: dict[str, object] = {}
-    monkeypatch.setattr(_runtime._xla_bridge, "register_backend_factory", lambda name, make, **_: factories.update({name: make}))
-    monkeypatch.setattr(_runtime._xla_bridge, "make_cpu_client", lambda collectives: ("client", collectives))
-    monkeypatch.setattr(_runtime._jax, "make_gloo_tcp_collectives", lambda distributed_client, hostname: hostname)
-    monkeypatch.setattr(_runtime, "_cpu_collectives", lambda: "mpi")
-    _runtime._listen_at("10.0.0.1")
-    monkeypatch.setattr(_runtime, "_cpu_collectives", lambda: "gloo")
-    _runtime._listen_at(None)
-    assert factories == {}
-    _runtime._listen_at("10.0.0.1")
-    assert factories["cpu"]() == ("client", "10.0.0.1")
 
 
 def test_a_process_is_part_of_one_cluster(monkeypatch: pytest.MonkeyPatch) -> None:

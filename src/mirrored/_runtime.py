@@ -1,8 +1,4 @@
-"""The one place that starts and ends `jax.distributed`, and that reaches into JAX for what it does not offer.
-
-JAX has no public way to the coordination service's client, to the name under which gloo listens, or to the question
-whether a backend runs; tests/test_runtime.py fails when one of them moves.
-"""
+"""The one place that starts and ends `jax.distributed`."""
 
 from __future__ import annotations
 
@@ -13,18 +9,13 @@ import functools
 import importlib.metadata
 import logging
 import platform
-import re
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Any
 
 import jax
-from jax._src import distributed as _distributed
-from jax._src import xla_bridge as _xla_bridge
-from jax._src.lib import _jax
 
 from . import _env, _preflight
 from ._agreement import Agreement
@@ -33,6 +24,7 @@ from ._coordination import Coordination
 from ._errors import ClusterConfigError, ClusterStartError, WorkerLostError
 from ._exit_codes import BAD_CONFIGURATION
 from ._guard import Guard
+from ._jax import distributed
 from ._options import CommunicationImplementation, CommunicationOptions
 from ._progress import progress
 
@@ -46,10 +38,6 @@ HEARTBEAT_SECONDS = 10
 CONNECT_SECONDS, _CONNECT_WARNING_SECONDS = 30.0, 5.0
 #: Worker 0 hosts what the others connect to, and so gives up after them.
 _CHIEF_SECONDS = 2.0
-#: Under which names JAX's backends tell each other their devices.
-_PLATFORMS = ("cpu", "cuda", "rocm")
-#: What JAX says when one of these names has not come.
-_LATE_DEVICES = re.compile(r"timed out with key: [a-z]+:local_topology/[a-z]+/(\d+) and duration: (\w+)")
 #: How long JAX waits at the end for the others, which our own guard has seen ending already.
 SHUTDOWN_SECONDS = 30
 
@@ -115,8 +103,7 @@ def attach(options: CommunicationOptions, cluster: Cluster | None = None) -> Run
     Raises:
         ClusterConfigError: when that says something else.
     """
-    state = _distributed.global_state
-    worker, num_workers = int(state.process_id or 0), int(state.num_processes or 1)
+    worker, num_workers = distributed.place()
     if cluster is not None:
         if (cluster.worker_index, cluster.num_workers) != (worker, num_workers):
             raise ClusterConfigError(
@@ -124,7 +111,7 @@ def attach(options: CommunicationOptions, cluster: Cluster | None = None) -> Run
                 f"{num_workers}. Leave one of them out; without the call, the workers meet first, and errors name them."
             )
         _logger.warning("cluster= is not used: jax.distributed was initialised before, for the same worker and number of workers")
-    if state.preemption_sync_manager is not None and num_workers > 1:
+    if num_workers > 1 and distributed.swallows_sigterm():
         _logger.warning(
             "JAX's preemption service swallows SIGTERM, so this process neither ends by it nor saves. Call "
             'jax.config.update("jax_enable_preemption_service", False) before jax.distributed.initialize(...)'
@@ -154,7 +141,7 @@ def start(cluster: Cluster, options: CommunicationOptions) -> Runtime | None:
         _choose_collectives(options)
         jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM
         _connect(cluster, meeting, min(seconds, CONNECT_SECONDS))
-        _listen_at(meeting.host)
+        distributed.listen_at(meeting.host)
         return _begin(cluster, options, cluster.worker_index, cluster.num_workers)
 
 
@@ -214,28 +201,24 @@ def starting_devices() -> Iterator[None]:
         with phase:
             yield
     except RuntimeError as error:
-        if late := _LATE_DEVICES.search(str(error)):
-            text = f"the devices of worker {late[1]} have not started for {late[2]}, which is JAX's limit"
+        if late := distributed.late_devices(error):
+            text = f"the devices of worker {late.worker} have not started for {late.limit}, which is JAX's limit"
             raise WorkerLostError(text) from error
         raise
 
 
 def _is_waiting_for_devices() -> tuple[bool, str]:
-    state = _distributed.global_state
-    client: Any = state.client
-    workers = set(range(int(state.num_processes or 1)))
-    for kind in _PLATFORMS:
-        keys = client.key_value_dir_get_bytes(f"{kind}:local_topology/{kind}/")
-        known = {int(index) for key, _ in keys if (index := key.rpartition("/")[2]).isdecimal()}
-        if known and not workers <= known:
-            own = state.process_id in known
+    worker, num_workers = distributed.place()
+    for kind, known in distributed.known_devices():
+        if not known.issuperset(range(num_workers)):
+            own = worker in known
             return own, f"its {kind} devices " + ("are known to the others" if own else "have not started yet")
     return False, ""
 
 
 def _begin(cluster: Cluster | None, options: CommunicationOptions, worker: int, num_workers: int) -> Runtime:
     global _current
-    coordination = Coordination(_distributed.global_state.client, worker, num_workers)
+    coordination = Coordination(distributed.client(), worker, num_workers)
     guard = Guard(coordination, progress, stall_seconds=options.timeout_seconds)
     _current = Runtime(coordination, Agreement(coordination), cluster)
     guard.start()
@@ -252,7 +235,7 @@ def _require_same(runtime: Runtime, cluster: Cluster) -> None:
 
 
 def _require_no_backend() -> None:
-    if _xla_bridge.backends_are_initialized():
+    if distributed.has_backend():
         raise ClusterStartError(
             "JAX had started before the strategy was made, so this process cannot join the other workers any more. Move "
             "mr.MultiWorkerMirroredStrategy() above the first use of JAX: above every jnp, jax.random, jax.devices, and every "
@@ -269,26 +252,7 @@ def _versions() -> dict[str, str]:
 
 def _choose_collectives(options: CommunicationOptions) -> None:
     """Tell JAX, or NCCL, which implementation to use; both read it when their backend starts."""
-    if options.implementation is CommunicationImplementation.MPI:
-        jax.config.update("jax_cpu_collectives_implementation", "mpi")
-        jax.config.update("jax_cpu_enable_async_dispatch", False)  # MPI wants one thread
-    else:
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    is_mpi = options.implementation is CommunicationImplementation.MPI
+    distributed.choose_cpu_collectives("mpi" if is_mpi else "gloo")
     if options.implementation is CommunicationImplementation.RING:
         _env.NCCL_ALGO.set_default("Ring")
-
-
-def _listen_at(host: str | None) -> None:
-    """Let gloo listen where the other workers reach this one: its default, what the host's name resolves to, is often not."""
-    if host is None or _cpu_collectives() != "gloo":
-        return
-
-    def make() -> object:
-        client = _distributed.global_state.client
-        return _xla_bridge.make_cpu_client(_jax.make_gloo_tcp_collectives(distributed_client=client, hostname=host))
-
-    _xla_bridge.register_backend_factory("cpu", functools.partial(make), priority=0, fail_quietly=False)
-
-
-def _cpu_collectives() -> str:
-    return str(jax.config.jax_cpu_collectives_implementation)  # pyrefly: ignore[missing-attribute]

@@ -1,0 +1,103 @@
+"""What `jax.distributed` does not offer: its client, where gloo listens, whether a backend runs, who waits for devices."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+from jax._src import distributed as _distributed
+from jax._src import xla_bridge as _xla_bridge
+from jax._src.lib import _jax
+
+#: Under which names JAX's backends tell each other their devices.
+_PLATFORMS = ("cpu", "cuda", "rocm")
+#: What JAX says when one of these names has not come.
+_LATE_DEVICES = re.compile(r"timed out with key: [a-z]+:local_topology/[a-z]+/(\d+) and duration: (\w+)")
+
+
+class Place(NamedTuple):
+    """Which of how many processes this one is, as `jax.distributed` was told."""
+
+    worker: int
+    num_workers: int
+
+
+def client() -> Any:
+    """Return the client of the coordination service."""
+    return _distributed.global_state.client
+
+
+def place() -> Place:
+    """Return which of how many processes this one is."""
+    state = _distributed.global_state
+    return Place(int(state.process_id or 0), int(state.num_processes or 1))
+
+
+def swallows_sigterm() -> bool:
+    """Tell whether JAX's preemption service runs, which keeps SIGTERM for itself."""
+    return _distributed.global_state.preemption_sync_manager is not None
+
+
+def has_backend() -> bool:
+    """Tell whether JAX has started a backend, after which a process can join no cluster."""
+    return _xla_bridge.backends_are_initialized()
+
+
+# -- devices
+
+
+class KnownDevices(NamedTuple):
+    """For a platform, the workers whose devices all others know."""
+
+    platform: str
+    workers: frozenset[int]
+
+
+def known_devices() -> Iterator[KnownDevices]:
+    """Yield for each platform that has started somewhere which workers have told their devices."""
+    for platform in _PLATFORMS:
+        keys = client().key_value_dir_get_bytes(f"{platform}:local_topology/{platform}/")
+        known = frozenset(int(index) for key, _ in keys if (index := key.rpartition("/")[2]).isdecimal())
+        if known:
+            yield KnownDevices(platform, known)
+
+
+class LateDevices(NamedTuple):
+    """The worker whose devices have not come, and JAX's limit for it, such as `2m`."""
+
+    worker: str
+    limit: str
+
+
+def late_devices(error: BaseException) -> LateDevices | None:
+    """Return of whom an error of JAX's start says that its devices have not come, if it says that."""
+    found = _LATE_DEVICES.search(str(error))
+    return None if found is None else LateDevices(found[1], found[2])
+
+
+# -- collectives of CPU devices
+
+
+def choose_cpu_collectives(name: str) -> None:
+    """Tell JAX which collectives the CPU devices of several processes use, gloo or mpi; it asks when the backend starts."""
+    jax.config.update("jax_cpu_collectives_implementation", name)
+    if name == "mpi":
+        jax.config.update("jax_cpu_enable_async_dispatch", False)  # MPI wants one thread
+
+
+def listen_at(host: str | None) -> None:
+    """Let gloo listen where the other workers reach this one: its default, what the host's name resolves to, is often not."""
+    if host is None or _cpu_collectives() != "gloo":
+        return
+
+    def make() -> object:
+        return _xla_bridge.make_cpu_client(_jax.make_gloo_tcp_collectives(distributed_client=client(), hostname=host))
+
+    _xla_bridge.register_backend_factory("cpu", functools.partial(make), priority=0, fail_quietly=False)
+
+
+def _cpu_collectives() -> str:
+    return str(jax.config.jax_cpu_collectives_implementation)  # pyrefly: ignore[missing-attribute]
