@@ -1,8 +1,10 @@
-# The only things that must be on the machine are Python 3.11 (or later) with pip and venv, and make.
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
-BIN := .venv/bin
+# The only things that must be on the machine are Python 3.11, 3.12 or 3.13 with pip and venv, and make. The newest is taken;
+# `make PYTHON=... VENV=... setup` makes another environment.
+PYTHON ?= $(shell tools/newest-python)
+VENV ?= .venv
+BIN := $(VENV)/bin
 
-.PHONY: demo demo-cluster test test-all check bench setup lock clean
+.PHONY: demo demo-cluster test test-oldest test-all check bench setup lock clean
 
 ## demo: train on real digits with 4 replicas; picture in out/
 demo: setup
@@ -16,6 +18,10 @@ demo-cluster: setup
 ## test: the default test suite
 test: setup
 	$(BIN)/python -m pytest -q
+
+## test-oldest: the default test suite with the oldest Python and JAX that are supported
+test-oldest:
+	$(MAKE) test VENV=.venv-oldest PYTHON=$$(tools/newest-python 3.11)
 
 ## test-all: the default suite and the slow tests
 test-all: setup
@@ -34,13 +40,15 @@ bench: setup
 	$(BIN)/python benchmarks/run_all.py
 
 ## setup: make .venv with exactly the versions of requirements.lock
-setup: .venv/.ready
+setup: $(VENV)/.ready
 
-.venv/.ready: requirements.lock pyproject.toml
-	$(PYTHON) -m venv .venv
+$(VENV)/.ready: requirements.lock pyproject.toml
+	@test -n "$(PYTHON)"
+	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
-	touch $@
+	@$(BIN)/python -c "import platform, jax; print('Python', platform.python_version(), 'with jax', jax.__version__)"
+	@touch $@
 
 ## lock: choose new versions (needs uv)
 lock:
@@ -48,4 +56,4 @@ lock:
 	  --no-emit-index-url --custom-compile-command "make lock" --upgrade --quiet --output-file requirements.lock
 
 clean:
-	rm -rf .venv out
+	rm -rf .venv .venv-oldest out

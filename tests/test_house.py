@@ -24,7 +24,7 @@ FLOORS = (
     ("launch", "__main__"),
     ("_coordination", "_verdict", "_stall"),
     ("_agreement", "_uncaught", "_guard"),
-    ("_jax.primitives",),
+    ("_jax.primitives", "_jax.versions"),
     ("_jax.marks",),
     ("_jax.jaxprs", "_jax.user_code"),
     ("_jax", "_jax.tracing", "_jax.distributed", "_reduce_op", "_options", "_conversion", "_checksum"),

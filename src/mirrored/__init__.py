@@ -1,5 +1,9 @@
 """Synchronous data-parallel training for JAX with the programming model of tf.distribute.MirroredStrategy."""
 
+from ._jax import versions as _versions
+
+_versions.warn_if_untried()  # before anything that could fail because of it
+
 from . import data as data
 from . import losses as losses
 from ._cluster import ClusterResolver as ClusterResolver

@@ -160,7 +160,7 @@ def test_a_call_has_one_jaxpr_that_takes_its_operands(name):
 
 
 def test_the_table_of_calls_is_complete():
-    """`closed_call`, and `eval_jaxpr` in its place since jax 0.11, are written only by JAX's own passes."""
+    """`closed_call`, and `eval_jaxpr` since jax 0.11.1, are written only by JAX's own passes."""
     assert set(CALLS) | {"closed_call", "eval_jaxpr"} == primitives.CALLS
 
 

@@ -1,0 +1,23 @@
+"""Which versions of JAX the library was tried with: what it knows of JAX beyond its promises moves between versions."""
+
+from __future__ import annotations
+
+import warnings
+
+import jax
+
+#: The oldest that the package's metadata allows, and the newest; CI runs both.
+OLDEST, NEWEST = (0, 10, 2), (0, 12, 0, 1)
+
+
+def warn_if_untried() -> None:
+    """Warn when this JAX is older or newer than those that were tried."""
+    if OLDEST <= jax.__version_info__ <= NEWEST:
+        return
+    oldest, newest = (".".join(map(str, version)) for version in (OLDEST, NEWEST))
+    warnings.warn(
+        f"this is jax {jax.__version__}; this version of mirrored was tried with jax {oldest} to {newest}. It should work, or "
+        f"fail with an error, but its guarantees were not tested here. Install a tried one with `pip install jax=={newest}` "
+        f"(Python 3.12 or later; for 3.11: jax=={oldest}), or look for a newer mirrored",
+        stacklevel=3,
+    )
