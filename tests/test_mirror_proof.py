@@ -105,6 +105,11 @@ LEAVES = {
     "qr": lambda a, b: jnp.linalg.qr(jnp.outer(a, b) + jnp.eye(SIZE))[0][0],
     "cg": lambda a, b: jax.scipy.sparse.linalg.cg(lambda x: x * (1 + a * a), b, maxiter=2)[0],
     "cg_psum": lambda a, b: jax.scipy.sparse.linalg.cg(lambda x: x * (1 + a * a) + psum(x), b, maxiter=2)[0],
+    "log2": lambda a, b: jnp.log2(1 + jnp.abs(a)),
+    "tanh": lambda a, b: jnp.tanh(a),  # its derivative is a primitive of its own since jax 0.11.2
+    "polyval": lambda a, b: jnp.polyval(a, b),
+    "searchsorted": lambda a, b: jnp.searchsorted(jnp.sort(a), b).astype(jnp.float32),
+    "nonzero": lambda a, b: jnp.nonzero(a > b, size=SIZE)[0].astype(jnp.float32),
     "psum": lambda a, b: psum(a),
     "pmean": lambda a, b: jax.lax.pmean(a, AXIS),
     "pmax": lambda a, b: jax.lax.pmax(jax.lax.stop_gradient(a), AXIS),
@@ -348,6 +353,7 @@ KEPT = {
         jax.random.bernoulli(jax.random.split(jax.random.key(2, impl="rbg"))[0]),
         jax.random.permutation(jax.random.key(3), m),
     ),
+    "polynomials": lambda m, v: (jnp.polyval(m, m), jnp.log2(m), jax.grad(lambda x: jnp.tanh(x).sum() + jnp.arcsin(x).sum())(m)),
     "sorting": lambda m, v: (jnp.argsort(m), jax.lax.top_k(m, 2), jnp.median(m), jnp.unique(m, size=3), jnp.searchsorted(m, 0.5)),
     "indexing": lambda m, v: (m.at[0].set(1.0), m.at[jnp.array([0, 0])].add(m[1]), m[jnp.array([2, 1])], m.at[1].multiply(2.0)),
     "windows": lambda m, v: (
