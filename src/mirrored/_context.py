@@ -49,7 +49,7 @@ class Frame:
 
     strategy: Any
     mesh: ReplicaMesh | None
-    replica: ReplicaContext | None = None
+    replica: Any = None  # a ReplicaContext
     axis: ReplicaAxis | None = None
     bindings: Bindings | None = None
 

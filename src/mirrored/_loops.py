@@ -246,9 +246,9 @@ def _check_length(length: Any) -> None:
 
 
 def _check_bounds(lower: Any, upper: Any) -> None:
-    for bound in (lower, upper):
-        is_int_array = hasattr(bound, "dtype") and bound.ndim == 0 and jnp.issubdtype(bound.dtype, jnp.integer)
-        if not isinstance(bound, int) and not is_int_array:
+    for limit in (lower, upper):
+        is_int_array = hasattr(limit, "dtype") and limit.ndim == 0 and jnp.issubdtype(limit.dtype, jnp.integer)
+        if not isinstance(limit, int) and not is_int_array:
             raise TypeError(f"mr.fori_loop got the bounds {lower!r} and {upper!r}; expected two ints.")
 
 
