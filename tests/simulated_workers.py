@@ -12,7 +12,7 @@ import numpy as np
 
 from mirrored.data._auto_shard import Plan, make_plan
 from mirrored.data._source import open_source
-from mirrored.data._steps import Layout, Step
+from mirrored.data._steps import LocalReplicas, Step
 from mirrored.data._workers import InputWorker
 
 
@@ -84,7 +84,7 @@ def run_workers(
     def read(index: int, exchange: Any) -> tuple[Plan, list[Step]]:
         worker = InputWorker(index, num_workers, exchange)
         plan = make(make_dataset(index), policy, worker, num_workers * num_local)
-        layout = Layout(num_workers * num_local, worker, drop_remainder, lambda lost, _: dropped.append(lost))
+        layout = LocalReplicas(num_workers * num_local, worker, drop_remainder, lambda lost, _: dropped.append(lost))
         text, extra = positions[index] if positions else (None, {})
         source = open_source(plan.dataset, None if text is None else json.loads(text))
         steps = []

@@ -13,16 +13,14 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from mirrored._cluster import (
-    Cluster,
     ClusterResolver,
-    ClusterSpec,
     KubernetesClusterResolver,
     SimpleClusterResolver,
     SlurmClusterResolver,
     TFConfigClusterResolver,
     discover,
 )
-from mirrored._cluster_spec import check_address, join_address, split_address
+from mirrored._cluster_spec import Cluster, ClusterSpec, check_address, join_address, split_address
 from mirrored._errors import ClusterConfigError
 from mirrored._launchers import MAX_TEXT, expand_nodes
 

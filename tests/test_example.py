@@ -303,7 +303,7 @@ RECORDS = st.builds(
 FUZZ = settings(deadline=None, max_examples=200, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
-def everything_read(layout: _layout.Layout, row: bytes) -> dict[str, bytes]:
+def everything_read(layout: _layout.ValuePlaces, row: bytes) -> dict[str, bytes]:
     """What a layout says of a record that matches it, against what protobuf says: of every feature, exactly."""
     parsed = _example.example_class().FromString(row).features.feature
     assert set(parsed) == set(layout.features)

@@ -23,11 +23,11 @@ from fake_service import FakeClient
 
 from mirrored._coordination import Coordination
 from mirrored._errors import WorkerLostError
-from mirrored._escape import escape, escape_lines
 from mirrored._guard import Guard
 from mirrored._process import Process
 from mirrored._progress import NEXT_BATCH, OTHERS_INPUT, UNKNOWN, Progress
 from mirrored._stall import MIN_STALL_SECONDS, Others, Own, Position, decode, judge
+from mirrored._text import escape, escape_lines
 from mirrored._verdict import MAX_TEXT, Verdict
 
 Log, Patch = pytest.LogCaptureFixture, pytest.MonkeyPatch

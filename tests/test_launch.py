@@ -19,8 +19,7 @@ from types import SimpleNamespace
 import pytest
 
 import mirrored
-from mirrored import _launch_group
-from mirrored import launch as launch_module
+from mirrored import _launch_group, launch
 
 SOURCE = Path(mirrored.__file__).parent
 #: The launcher without the package's own imports: it needs no jax, and so this starts in a tenth of the time.
@@ -401,9 +400,9 @@ def test_a_port_that_the_kernel_gives_again_is_not_taken_again(monkeypatch: pyte
         def __enter__(self) -> "Socket":
             return self
 
-    monkeypatch.setattr(launch_module, "socket", SimpleNamespace(socket=Socket))
+    monkeypatch.setattr(launch, "socket", SimpleNamespace(socket=Socket))
     used: set[int] = set()
-    addresses = [launch_module._free_address(used) for _ in range(3)]
+    addresses = [launch._free_address(used) for _ in range(3)]
     assert addresses == ["127.0.0.1:5001", "127.0.0.1:5002", "127.0.0.1:5003"]
 
 
@@ -859,10 +858,10 @@ def test_usage_errors_are_one_line(
 ) -> None:
     script = tmp_path / "script.py"
     script.touch()
-    monkeypatch.setattr(launch_module, "Group", None)  # nothing is started
+    monkeypatch.setattr(launch, "Group", None)  # nothing is started
     start = time.monotonic()
     with pytest.raises(SystemExit) as info:
-        launch_module.main(["launch", *(str(script) if option == "SCRIPT" else option for option in options)])
+        launch.main(["launch", *(str(script) if option == "SCRIPT" else option for option in options)])
     assert info.value.code == 2
     assert time.monotonic() - start < 0.5
     out, err = capsys.readouterr()
@@ -880,18 +879,18 @@ def test_the_last_port_is_right(launcher: Launcher) -> None:
 
 @pytest.mark.parametrize("argv", [[], ["lunch"], ["\x1b"]])
 def test_commands_that_are_not_there(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert launch_module.main(argv) == 2
+    assert launch.main(argv) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and "there are launch, check and env" in err and "\x1b" not in err
 
 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert launch_module.main(["--version"]) == 0
+    assert launch.main(["--version"]) == 0
     assert capsys.readouterr().out == f"mirrored {mirrored.__version__}\n"
-    assert launch_module.main(["--help"]) == 0
+    assert launch.main(["--help"]) == 0
     assert "mirrored launch -n N [options] script.py" in capsys.readouterr().out
     with pytest.raises(SystemExit) as info:
-        launch_module.main(["launch", "--help"])
+        launch.main(["launch", "--help"])
     assert info.value.code == 0
     assert "--max-restarts R" in capsys.readouterr().out
 

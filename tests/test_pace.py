@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import mirrored as mr
-from mirrored import _pace
+from mirrored import _pace, _progress
 from mirrored._progress import Progress
 
 CONFIGURING = ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES", "JAX_PLATFORMS", "PJRT_NPROC", "NPROC")
@@ -355,5 +355,5 @@ def test_a_dispatched_result_is_passed_on_as_it_is(strategy2: mr.MirroredStrateg
 def test_keys_of_random_numbers_are_watched_as_their_data(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_pace, "_joint", type(_pace._joint)())
     _pace.joined(jax.random.key(0))
-    assert _pace.progress.witness.is_ready() in (True, False), "what the guard asks; a key cannot tell"
+    assert _progress.progress.witness.is_ready() in (True, False), "what the guard asks; a key cannot tell"
     _pace.finish()

@@ -17,7 +17,7 @@ from test_auto_shard import Files, interleaved, make_files, pairs
 import mirrored as mr
 from mirrored.data._auto_shard import make_plan
 from mirrored.data._iterator import DistributedIterator
-from mirrored.data._steps import Layout
+from mirrored.data._steps import LocalReplicas
 from mirrored.data._workers import InputWorker
 
 STRATEGIES = {count: mr.MirroredStrategy([f"cpu:{i}" for i in range(count)]) for count in (1, 2, 3)}
@@ -337,7 +337,7 @@ def test_workers_go_on_where_each_of_them_was(
 def test_a_position_of_a_worker_is_for_that_worker(worker: Any, is_refused: bool) -> None:
     me = InputWorker(0, 2, lambda value: [value, value])
     plan = make_plan(Files([[1], [2]]).batch(1), "file", me, 2)
-    iterator = DistributedIterator(plan, Layout(2, me), STRATEGIES[2]._mesh, 0)
+    iterator = DistributedIterator(plan, LocalReplicas(2, me), STRATEGIES[2]._mesh, 0)
     state = {**iterator.get_state(), "worker": worker}
     if is_refused:
         with pytest.raises(ValueError, match=r"each worker has a position of its own\. With mr\.InputOptions\(auto_shard"):
@@ -351,7 +351,7 @@ def test_a_state_says_how_much_of_a_batch_was_taken(monkeypatch: pytest.MonkeyPa
     """By FILE a step may end in the middle of a batch; without it, rows would be used twice after a restart."""
     me = InputWorker(0, 2, lambda value: [value, value])
     plan = make_plan(Files([[1], [2]]).batch(1), "file", me, 2)
-    iterators = [DistributedIterator(plan, Layout(2, me), STRATEGIES[2]._mesh, 0) for _ in range(2)]
+    iterators = [DistributedIterator(plan, LocalReplicas(2, me), STRATEGIES[2]._mesh, 0) for _ in range(2)]
     position = iterators[0]._open().position()
     monkeypatch.setattr(iterators[0], "_next", lambda: ("a batch", position, {"rows": 3, "batch_size": 4}))
     assert next(iterators[0]) == "a batch"

@@ -18,7 +18,7 @@ import pytest
 from fake_service import FakeClient
 
 import mirrored as mr
-from mirrored import _checkpoint_files, _checkpoint_state, preemption
+from mirrored import _checkpoint_files, _checkpoint_state, _coordination, preemption
 from mirrored._coordination import Coordination
 from mirrored._errors import CheckpointError
 from mirrored.checkpoint import Checkpoint
@@ -460,7 +460,7 @@ def test_a_worker_that_ends_without_closing_is_not_waited_for(monkeypatch) -> No
         types.SimpleNamespace(_is_signalled=False, _step=5, _notice=lambda: 4, _say_signal=lambda where="": said.append(where))
         for _ in range(2)
     ]
-    watches = [preemption._Watch(handler, Coordination(store, worker, 2)) for worker, handler in enumerate(handlers)]
+    watches = [preemption._SignalWatch(handler, Coordination(store, worker, 2)) for worker, handler in enumerate(handlers)]
     watches[1].stop()  # as at the interpreter's end
     handlers[0]._is_signalled = True
     assert watches[0].target() == 6
@@ -479,7 +479,7 @@ def test_a_service_that_is_gone_is_an_error_and_no_hang(monkeypatch) -> None:
         def blocking_key_value_get(self, key: str, milliseconds: int) -> str:
             raise RuntimeError("UNAVAILABLE: Socket closed")
 
-    watch = preemption._Watch(types.SimpleNamespace(_is_signalled=False), Coordination(Gone(), 0, 2))
+    watch = preemption._SignalWatch(types.SimpleNamespace(_is_signalled=False), Coordination(Gone(), 0, 2))
     with pytest.raises(RuntimeError, match="Socket closed"):
         watch.target()
     watch.stop()
@@ -499,11 +499,11 @@ def test_what_one_handler_said_is_not_heard_by_the_next(monkeypatch) -> None:
             types.SimpleNamespace(_is_signalled=has_signal, _step=step, _notice=lambda step=step: step, _say_signal=quiet)
             for _ in both
         ]
-        watches = [preemption._Watch(handler, this) for handler, this in zip(handlers, both, strict=True)]
+        watches = [preemption._SignalWatch(handler, this) for handler, this in zip(handlers, both, strict=True)]
         if has_signal:
             assert [watch.target() for watch in watches] == [501, 501]
         else:
-            assert not watches[0]._agreed.wait(2 * preemption.SLICE_SECONDS)
+            assert not watches[0]._agreed.wait(2 * _coordination.SLICE_SECONDS)
         for watch in watches:
             watch.stop()
 

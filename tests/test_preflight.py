@@ -20,7 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mirrored import _gathering, _preflight, _wire
-from mirrored._cluster import Cluster, ClusterSpec, discover
+from mirrored._cluster import discover
+from mirrored._cluster_spec import Cluster, ClusterSpec
 from mirrored._errors import ClusterConfigError, ClusterStartError
 from mirrored._preflight import Meeting, check
 
@@ -307,8 +308,8 @@ def test_a_cluster_too_large_for_a_line_is_compared_by_its_digest() -> None:
     many = [f"h{i}.example.org:1" for i in range(500)]
     mine, theirs = (_wire.introduce(worker(w, 0), {}, "p", "t") for w in (many, [*many[:-1], "other:1"]))
     assert not mine.workers and len(_wire.encode(mine.message())) < _wire.MAX_LINE
-    assert _wire.difference("they", theirs, "me", mine) == "they was given another cluster than me; give both the same"
-    assert _wire.difference("they", mine, "me", mine) == ""
+    assert _wire.first_difference("they", theirs, "me", mine) == "they was given another cluster than me; give both the same"
+    assert _wire.first_difference("they", mine, "me", mine) == ""
 
 
 def test_an_address_of_another_host_is_an_error_on_the_worker_that_has_it(start) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 import mirrored as mr
 from mirrored import _collectives, _stacked
-from mirrored._reduce_op import VariableAggregation
+from mirrored._options import VariableAggregation
 
 DTYPES = ["float32", "int32", "uint8", "bool", "float16", "bfloat16", "complex64"]
 SIZES = [1, 2, 3, 8]

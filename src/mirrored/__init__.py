@@ -7,11 +7,11 @@ _versions.warn_if_untried()  # before anything that could fail because of it
 from . import data as data
 from . import losses as losses
 from ._cluster import ClusterResolver as ClusterResolver
-from ._cluster import ClusterSpec as ClusterSpec
 from ._cluster import KubernetesClusterResolver as KubernetesClusterResolver
 from ._cluster import SimpleClusterResolver as SimpleClusterResolver
 from ._cluster import SlurmClusterResolver as SlurmClusterResolver
 from ._cluster import TFConfigClusterResolver as TFConfigClusterResolver
+from ._cluster_spec import ClusterSpec as ClusterSpec
 from ._context import ReplicaContext as ReplicaContext
 from ._context import in_cross_replica_context as in_cross_replica_context
 from ._errors import CheckpointError as CheckpointError
@@ -41,9 +41,9 @@ from ._options import CommunicationImplementation as CollectiveCommunication
 from ._options import CommunicationImplementation as CommunicationImplementation
 from ._options import CommunicationOptions as CommunicationOptions
 from ._options import InputOptions as InputOptions
-from ._reduce_op import ReduceOp as ReduceOp
-from ._reduce_op import VariableAggregation as VariableAggregation
-from ._reduce_op import VariableSynchronization as VariableSynchronization
+from ._options import ReduceOp as ReduceOp
+from ._options import VariableAggregation as VariableAggregation
+from ._options import VariableSynchronization as VariableSynchronization
 from ._replicate import eager as eager
 from ._strategies import MirroredStrategy as MirroredStrategy
 from ._strategies import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy

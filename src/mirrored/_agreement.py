@@ -13,9 +13,8 @@ from typing import Any
 from . import _env
 from ._coordination import Coordination
 from ._errors import ProgramMismatchError
-from ._escape import escape, escape_lines
 from ._progress import UNKNOWN, Progress, progress
-from ._stall import numbered
+from ._text import escape, escape_lines, numbered
 
 #: Lines shown before and after the first that differs, and characters of them.
 _LINES_BEFORE, _LINES_AFTER = 2, 5

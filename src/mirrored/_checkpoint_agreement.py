@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from ._errors import CheckpointError
-from ._escape import escape_titled
+from ._text import escape_titled
 
 #: What each worker has told the others, in worker order.
 Reports: TypeAlias = Sequence[dict[str, Any]]

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _stacked
-from ._reduce_op import VariableAggregation
+from ._options import VariableAggregation
 from ._typing import PyTree
 from ._values import PerReplica
 from ._variables import Variable

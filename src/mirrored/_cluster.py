@@ -10,10 +10,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from . import _env, _launchers
-from ._cluster_spec import Cluster as Cluster
-from ._cluster_spec import ClusterSpec as ClusterSpec
-from ._cluster_spec import check_count, describe, refuse, said_by
+from ._cluster_spec import Cluster, ClusterSpec, check_count, refuse, said_by
 from ._launchers import DEFAULT_PORT, SOURCES, decimal, has
+from ._text import describe
 
 
 class ClusterResolver(abc.ABC):

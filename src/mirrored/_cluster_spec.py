@@ -10,13 +10,13 @@ import dataclasses
 import functools
 import hashlib
 import ipaddress
-import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 from ._errors import ClusterConfigError
+from ._text import counted, describe
 
 #: Workers of one cluster; a slip such as "n[1-99999999]" must not take the memory.
 MAX_WORKERS = 2**16
@@ -190,21 +190,6 @@ def has_port(address: str) -> bool:
     return bool(_ADDRESS.fullmatch(address))
 
 
-def describe(value: object, length: int = 60) -> str:
-    """Show a value from outside in a message: escaped, and cut at a length."""
-    if isinstance(value, str):
-        return ascii(value[:length]) + ("..." if len(value) > length else "")
-    if isinstance(value, Mapping):
-        return f"an object with {', '.join(describe(key, 20) for key in itertools.islice(value, 4)) or 'nothing'}"
-    if isinstance(value, list | tuple):
-        return f"a list of {len(value)}"
-    if value is None or isinstance(value, bool):
-        return json.dumps(value)
-    if isinstance(value, int):
-        return str(value) if abs(value) < 10**20 else "a huge number"
-    return ascii(value)[:length] if isinstance(value, float) else f"a {type(value).__name__}"
-
-
 def _check_role(role: object) -> str:
     if role not in ("chief", "worker"):
         refuse(f"cluster has the task type {describe(role)}{_role_hint(role)}")
@@ -274,11 +259,6 @@ def check_count(name: str, count: object) -> int:
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_WORKERS:
         refuse(f"{name} is {describe(count)}; expected a whole number from 1 to {MAX_WORKERS}")
     return count
-
-
-def counted(number: int, noun: str) -> str:
-    """Write "1 worker", "2 workers"."""
-    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def refuse(text: str) -> NoReturn:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._conversion import check_range
-from ._reduce_op import ReduceOp, VariableAggregation
+from ._options import ReduceOp, VariableAggregation
 from ._typing import REPLICA_AXIS, PyTree, Shape
 
 Axes = tuple[int, ...]

@@ -17,12 +17,12 @@ from ._collectives import ReplicaAxis
 from ._errors import ContextError, StrategyMismatchError, UnevenReplicasError
 from ._jax import tracing, user_code
 from ._mesh import ReplicaMesh
-from ._reduce_op import ReduceOp
+from ._options import ReduceOp
 from ._typing import PyTree
 from ._values import PerReplica
 
 
-class Bindings(Protocol):
+class VariableValues(Protocol):
     """Stand for the variables' values while a function is traced."""
 
     @property
@@ -51,7 +51,7 @@ class Frame:
     mesh: ReplicaMesh | None
     replica: Any = None  # a ReplicaContext
     axis: ReplicaAxis | None = None
-    bindings: Bindings | None = None
+    bindings: VariableValues | None = None
 
 
 _current: contextvars.ContextVar[Frame | None] = contextvars.ContextVar("mirrored_frame", default=None)

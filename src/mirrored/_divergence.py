@@ -19,7 +19,7 @@ from ._checksum import checksum
 from ._errors import ReplicasDivergeError
 from ._mesh import ReplicaMesh
 from ._progress import progress
-from ._stall import numbered
+from ._text import numbered
 from ._variables import Variable
 
 #: The share of the time that comparing takes in the long run.

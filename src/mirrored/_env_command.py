@@ -17,7 +17,7 @@ from pathlib import Path
 from . import _env
 from ._cluster import discover
 from ._errors import ClusterConfigError
-from ._escape import escape
+from ._text import escape
 
 #: How long the devices are waited for; a driver that hangs is part of the report.
 DEVICES_SECONDS = 60.0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from ._exit_codes import BAD_CONFIGURATION, RESTART
-
 
 class ReplicasDivergeError(ValueError):
     """Say that copies which must be the same on every replica are not, or cannot be shown to be."""
@@ -45,10 +43,18 @@ class TFRecordError(ValueError):
     """Say that a TFRecord file is damaged, cut short, or written in another way than was said."""
 
 
+#: The description of the cluster is wrong: starting again would not help.
+BAD_CONFIGURATION = 76
+
+
 class ClusterConfigError(ValueError):
     """Say that the description of a cluster is wrong, so that starting again would not help; a script ends with code 76."""
 
     exit_code = BAD_CONFIGURATION
+
+
+#: Another worker was lost, or all are stuck: start the job again.
+RESTART = 75
 
 
 class ClusterStartError(RuntimeError):
@@ -80,3 +86,16 @@ class FactorOfReplicasWarning(UserWarning):
 
 class RecompilationWarning(UserWarning):
     """Warn that a function is compiled again and again, and name the argument that causes it."""
+
+
+#: An error of the user's program.
+FAILED = 1
+#: Ctrl-C.
+INTERRUPTED = 130
+#: The machine was about to be taken away, and the state is saved: 128 + SIGTERM, as if the signal had ended it.
+PREEMPTED = 143
+
+#: SIGTERMs that follow the first so soon are the same notice, for the launcher and for a worker's preemption handler: systemd
+#: and Slurm may signal all processes of a job, and what starts others, as the launcher and `srun` do, passes its own on, so that
+#: two come within milliseconds. Who wants an end at once is slower.
+NOTICE_SECONDS = 1.0

@@ -72,7 +72,7 @@ def call_compiled(fn: UserFunction, args: Sequence[Any], kwargs: dict[str, Any])
     frame = _context.current()
     if _context.is_traced():
         return fn(*args, **kwargs)
-    if _replicate._is_eager.get():
+    if _replicate.is_eager.get():
         return fn(*args, **kwargs)
     key, arrays = _signature.key_of(fn, args, kwargs)
     leaves = _signature.array_leaves(key)

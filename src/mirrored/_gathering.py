@@ -14,8 +14,9 @@ import time
 from typing import Any, NoReturn
 
 from . import _wire
-from ._cluster_spec import Cluster, describe, join_address, split_address
+from ._cluster_spec import Cluster, join_address, split_address
 from ._errors import ClusterConfigError, ClusterStartError
+from ._text import describe
 from ._wire import Hello
 
 #: Who connects has this long to say hello, and a name server to answer; also the wait for one connection.
@@ -233,7 +234,7 @@ class Gathering:
         """Say in what a worker differs from worker 0, or that another one has its index."""
         they = f"worker {hello.index} ({peer.address}, {describe(hello.process)})"
         me = f"the chief ({self.cluster.coordinator_address}, {describe(self.hello.process)})"
-        if difference := _wire.difference(they, hello, me, self.hello):
+        if difference := _wire.first_difference(they, hello, me, self.hello):
             return "config", difference
         before = self.present.get(hello.index)
         if hello.index == 0 or (before and before.hello and before.hello.token != hello.token and not before.is_gone()):

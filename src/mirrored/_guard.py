@@ -21,10 +21,11 @@ from typing import Any
 
 from . import _uncaught
 from ._coordination import Coordination
-from ._exit_codes import FAILED, INTERRUPTED, RESTART
+from ._errors import FAILED, INTERRUPTED, RESTART
 from ._process import Neighbours
 from ._progress import NEXT_BATCH, Progress
-from ._stall import SETTLED_SECONDS, Others, Own, Position, judge, listed, named, numbered
+from ._stall import SETTLED_SECONDS, Others, Own, Position, judge, listed
+from ._text import named, numbered
 from ._verdict import Verdict
 
 _logger = logging.getLogger("mirrored")
@@ -85,7 +86,7 @@ class Guard:
         assert not self._threads
         self._process = os.getpid()
         self._hooks = (sys.excepthook, sys.exit)
-        self._last_error = _uncaught.last()
+        self._last_error = _uncaught.last_error()
         # Exceptions of other threads do not end a Python program, so they do not end a job.
         sys.excepthook, sys.exit = self._on_exception, self._on_sys_exit  # pyrefly: ignore[bad-assignment]
         # Daemons, because Python waits for other threads before it runs what is registered with atexit; `stop` joins them.
@@ -104,7 +105,7 @@ class Guard:
         if not self._threads or self._stopped.is_set() or os.getpid() != self._process:
             return
         try:
-            error = _uncaught.last()
+            error = _uncaught.last_error()
             if wait and error is not None and error is not self._last_error and not hasattr(sys, "ps1"):
                 self._fail_with(error)  # a hook of the program's own has taken the place of the guard's
             elif wait:

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from . import _env, _launch_keeper
-from ._exit_codes import PREEMPTED
+from ._errors import PREEMPTED
 from ._launch_ending import Attempt, Ending
 from ._launch_output import LineCutter, LogFile, Outlet, Tail, prefix
 from ._launch_signals import Signals

@@ -14,8 +14,8 @@ import stat
 from pathlib import Path
 
 from . import _env
-from ._escape import escape
-from ._exit_codes import RESTART
+from ._errors import RESTART
+from ._text import escape
 
 #: Bytes that may wait for a slow reader before the workers have to.
 PENDING_BYTES = 1 << 20

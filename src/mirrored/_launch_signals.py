@@ -9,10 +9,7 @@ import time
 from types import FrameType
 from typing import Any
 
-#: SIGTERMs that follow the first so soon are the same notice, for the launcher and for a worker's preemption handler: systemd
-#: and Slurm may signal all processes of a job, and what starts others, as the launcher and `srun` do, passes its own on, so that
-#: two come within milliseconds. Who wants an end at once is slower.
-NOTICE_SECONDS = 1.0
+from ._errors import NOTICE_SECONDS
 
 
 class Signals:

@@ -254,12 +254,12 @@ def lift(
 
     def pure(values: Sequence[jax.Array], arguments: Sequence[jax.Array]) -> list[jax.Array]:
         with tracing.separate_caches() as renew:
-            bindings = Bindings(dict(zip(variables, values, strict=True)), _undiscovered, renew)
+            bindings = Bindings(dict(zip(variables, values, strict=True)), undiscovered, renew)
             with _context.entered(dataclasses.replace(frame, bindings=bindings)):
                 seen["plan"], results = plan_result(function(arguments))
         seen["lines"] = tuple(bindings.written.get(variable, "<unknown>") for variable in written)
         if not set(bindings.written) <= set(written):
-            _undiscovered(next(v for v in bindings.written if v not in written))
+            undiscovered(next(v for v in bindings.written if v not in written))
         return [*results, *bindings.values(written)]
 
     values = [jax.ShapeDtypeStruct(shape_of(variable), variable.dtype) for variable in variables]
@@ -303,7 +303,7 @@ def discover(
     return Touched(tuple(written), tuple(variable for variable in touched if variable not in written))
 
 
-def _undiscovered(variable: Variable) -> jax.Array:
+def undiscovered(variable: Variable) -> jax.Array:
     raise ContextError(
         f"variable {variable.name!r} was used when the function was traced, but not when its variables were "
         "discovered a moment before. A step must do the same every time it is traced: look for code in it that "

@@ -22,7 +22,7 @@ from ._checksum import checksum
 from ._errors import ReplicasDivergeError, StrategyMismatchError
 from ._mesh import ReplicaMesh
 from ._progress import progress
-from ._stall import numbered
+from ._text import numbered
 from ._typing import REPLICA_AXIS, Shape
 
 _NAME = "sending values from the chief"

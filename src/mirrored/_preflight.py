@@ -19,12 +19,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from . import _wire
-from ._cluster_spec import Cluster, describe, join_address, split_address
+from ._cluster_spec import Cluster, join_address, split_address
 from ._errors import ClusterConfigError, ClusterStartError
 from ._gathering import ERRORS, LINGER_SECONDS, PATIENCE_SECONDS, Clock, Gathering, keep_alive, reset_on_close
+from ._options import MAX_TIMEOUT_SECONDS
+from ._text import describe
 from ._wire import Hello
-
-MAX_TIMEOUT_SECONDS = 7 * 24 * 3600.0
 
 _Address = tuple[socket.AddressFamily, Any]
 

@@ -33,7 +33,7 @@ from ._step import trace_step
 from ._typing import REPLICA_AXIS, PyTree
 from ._values import PerReplica
 
-_is_eager: contextvars.ContextVar[bool] = contextvars.ContextVar("mirrored_eager", default=False)
+is_eager: contextvars.ContextVar[bool] = contextvars.ContextVar("mirrored_eager", default=False)
 
 
 @contextlib.contextmanager
@@ -50,11 +50,11 @@ def eager() -> Iterator[None]:
     ...     int(strategy.run(step, args=(np.int32(1),)))
     2
     """
-    token = _is_eager.set(True)
+    token = is_eager.set(True)
     try:
         yield
     finally:
-        _is_eager.reset(token)
+        is_eager.reset(token)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,18 +125,18 @@ def run(strategy: Any, mesh: ReplicaMesh, programs: Programs[Program], function:
         return _run_merged(strategy, frame, function, args, kwargs)
     key, arrays = _signature.key_of(function, args, kwargs, programs.functions)
     program = programs.get(key)
-    is_plain = (frame is None or frame.bindings is None) and tracing.is_clean() and not _is_eager.get()
+    is_plain = (frame is None or frame.bindings is None) and tracing.is_clean() and not is_eager.get()
     if program is not None and is_plain and _are_placed(mesh, arrays):
         return program.run(arrays)
     call, is_new = _signature.take_apart(function, args, kwargs), program is None
     if program is None:
-        with _silenced() if _is_eager.get() else contextlib.nullcontext():
+        with _silenced() if is_eager.get() else contextlib.nullcontext():
             program = _make_program(strategy, mesh, call)
         if not _holds_tracers(program):
             programs.add(call, program)
     if _context.is_traced() or any(isinstance(array, jax.core.Tracer) for array in call.arrays):
         return _run_traced(program, call)
-    if _is_eager.get():
+    if is_eager.get():
         _refuse_eager(call, mesh)
         return _run_eagerly(strategy, mesh, program, call)
     if is_new:
@@ -181,7 +181,7 @@ def _run_eagerly(strategy: Any, mesh: ReplicaMesh, program: Program, call: Call)
         local = [_unstacked(a, v._on_read) for a, v in zip(values, lifted.variables, strict=True)]
         own = [_unstacked(a, leaf.is_per_replica) for a, leaf in zip(arrays, call.array_leaves(), strict=True)]
         with caches() as renew:
-            bindings = _lift.Bindings(dict(zip(lifted.variables, local, strict=True)), _lift._undiscovered, renew)
+            bindings = _lift.Bindings(dict(zip(lifted.variables, local, strict=True)), _lift.undiscovered, renew)
             with _context.entered(_replica_frame(strategy, mesh, bindings)):
                 new_lifted["plan"], results = _lift.plan_result(call.apply(own, lambda _, array: array))
         return [jnp.asarray(x)[None] for x in (*results, *bindings.values(lifted.written))]
@@ -278,7 +278,7 @@ def _make_program(strategy: Any, mesh: ReplicaMesh, call: Call) -> Program:
     _signature.check_replicas(call.arrays, leaves, lambda: _signature.argument_names(call), mesh.num_replicas)
     frame_with = functools.partial(_replica_frame, strategy, mesh, None)
     if _uneven.is_uneven(call):
-        lifted = _uneven.lift(call, frame_with, functools.partial(_input_states, call))
+        lifted = _uneven.lift_uneven(call, frame_with, functools.partial(_input_states, call))
     else:
         lifted = trace_step(_lift.lift, call, [leaf.shape for leaf in leaves], frame_with(None))
     _refuse_per_replica_results(lifted)

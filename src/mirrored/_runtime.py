@@ -21,8 +21,7 @@ from . import _env, _preflight
 from ._agreement import Agreement
 from ._cluster_spec import Cluster
 from ._coordination import Coordination
-from ._errors import ClusterConfigError, ClusterStartError, WorkerLostError
-from ._exit_codes import BAD_CONFIGURATION
+from ._errors import BAD_CONFIGURATION, ClusterConfigError, ClusterStartError, WorkerLostError
 from ._guard import Guard
 from ._jax import distributed
 from ._options import CommunicationImplementation, CommunicationOptions

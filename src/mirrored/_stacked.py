@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from . import _joint, _pace
 from ._collectives import Axes, accumulator_dtype, divide, join_rows
 from ._errors import UnevenReplicasError
-from ._reduce_op import ReduceOp, VariableAggregation
+from ._options import ReduceOp, VariableAggregation
 from ._typing import Shape
 from ._values import PerReplica
 

@@ -10,10 +10,10 @@ import collections
 import dataclasses
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from ._escape import escape
 from ._progress import NEXT_BATCH, OTHERS_INPUT, Progress
+from ._text import escape, named, numbered
 
 #: The default of the limit: at least so many seconds, and so many steps.
 MIN_STALL_SECONDS = 300.0
@@ -195,16 +195,6 @@ def judge(own: int, limit: float, positions: Mapping[int, Position], silent: Map
     if late and all(others[worker].phase == here.phase == NEXT_BATCH for worker in late):
         who = f"the input of {numbered(late)} has given no batch"
     return f"{who} for {here.still:.0f} s, which is the limit. {_LONGER}\n{listed(positions, silent)}"
-
-
-def numbered(workers: Sequence[int]) -> str:
-    """Return "worker 1" or "workers 1, 2"."""
-    return f"worker{'s' * (len(workers) > 1)} {', '.join(map(str, workers))}"
-
-
-def named(workers: Sequence[int]) -> str:
-    """Return "worker 1 has" or "workers 1, 2 have"."""
-    return f"{numbered(workers)} ha{'ve' if len(workers) > 1 else 's'}"
 
 
 def listed(positions: Mapping[int, Position], silent: Mapping[int, float]) -> str:

@@ -13,7 +13,8 @@ import jax
 import numpy as np
 
 from . import _cluster, _context, _env, _mesh, _placing, _runtime
-from ._cluster import Cluster, ClusterResolver
+from ._cluster import ClusterResolver
+from ._cluster_spec import Cluster
 from ._collectives import ReplicaAxis
 from ._context import ReplicaContext
 from ._errors import ClusterConfigError

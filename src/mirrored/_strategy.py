@@ -20,10 +20,9 @@ from ._context import Frame
 from ._coordination import Coordination
 from ._errors import ContextError, StrategyMismatchError
 from ._mesh import ReplicaMesh
-from ._options import AutoShardPolicy, InputOptions
+from ._options import AutoShardPolicy, InputOptions, ReduceOp
 from ._programs import Programs
 from ._progress import progress
-from ._reduce_op import ReduceOp
 from ._replicate import Program
 from ._typing import PyTree, UserFunction
 from ._values import PerReplica

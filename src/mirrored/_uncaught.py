@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from ._errors import WorkerLostError
-from ._escape import escape
-from ._exit_codes import FAILED, INTERRUPTED
+from ._errors import FAILED, INTERRUPTED, WorkerLostError
+from ._text import escape
 from ._verdict import MAX_TEXT
 
 #: What errors say when another worker has died. Their class says nothing: it is JaxRuntimeError or ValueError.
@@ -24,7 +23,7 @@ _SIGNS_OF_LOSS = (
 _SIGNS_OF_SERVICE_LOSS = ("UNAVAILABLE", "Socket closed", "Connection reset by peer", "Connection refused")
 
 
-def last() -> BaseException | None:
+def last_error() -> BaseException | None:
     """Return the error that has ended the main thread: Python notes it before it calls the hook, whoever's that is."""
     error = getattr(sys, "last_value", None)
     trace = getattr(error, "__traceback__", None)

@@ -68,7 +68,7 @@ def is_uneven(call: Call) -> bool:
     return any(leaf.shapes is not None for leaf in call.array_leaves())
 
 
-def lift(call: Call, frame_with: Callable[[Any], Frame], states_of: Callable[[Lifted], list[State]]) -> Lifted:
+def lift_uneven(call: Call, frame_with: Callable[[Any], Frame], states_of: Callable[[Lifted], list[State]]) -> Lifted:
     """Make one pure function of a step in which replicas have different numbers of rows.
 
     Args:
@@ -112,7 +112,7 @@ class _UnknownSize(BaseException):
     """Stop a trace at a question whose answer is not known yet; users never see it."""
 
 
-class _Sizes:
+class _AskedSizes:
     """Tell a step that is traced for one kind how large something is on all replicas.
 
     A step asks in the same order whatever its rows, so the k-th question of every trace is the same one. What the
@@ -166,13 +166,13 @@ class _Tracer:
     kinds: Kinds
     frame_with: Callable[[Any], Frame]
 
-    def discover(self, kind: int, sizes: _Sizes) -> Touched:
+    def discover(self, kind: int, sizes: _AskedSizes) -> Touched:
         return self._trace(_lift.discover, kind, sizes)
 
-    def lift(self, kind: int, sizes: _Sizes, touched: Touched) -> Lifted:
+    def lift(self, kind: int, sizes: _AskedSizes, touched: Touched) -> Lifted:
         return self._trace(_lift.lift, kind, sizes, touched=touched)
 
-    def _trace(self, trace: Any, kind: int, sizes: _Sizes, **more: Any) -> Any:
+    def _trace(self, trace: Any, kind: int, sizes: _AskedSizes, **more: Any) -> Any:
         try:
             with sizes.tracing():
                 return trace_step(trace, self.call, self.kinds.shapes[kind], self.frame_with(sizes), **more)
@@ -183,8 +183,8 @@ class _Tracer:
             )
             raise
 
-    def sizes(self, known: Sequence[Sequence[int]], may_guess: bool = True) -> list[_Sizes]:
-        return [_Sizes(self.kinds, kind, known, may_guess) for kind in range(len(self.kinds.shapes))]
+    def sizes(self, known: Sequence[Sequence[int]], may_guess: bool = True) -> list[_AskedSizes]:
+        return [_AskedSizes(self.kinds, kind, known, may_guess) for kind in range(len(self.kinds.shapes))]
 
 
 def _trace_all(tracer: _Tracer) -> tuple[Touched, list[Lifted]]:
@@ -208,7 +208,7 @@ def _trace_all(tracer: _Tracer) -> tuple[Touched, list[Lifted]]:
     return found
 
 
-def _trace_until_sizes_agree(tracer: _Tracer, sizes: Sequence[_Sizes]) -> tuple[Touched, list[Lifted]] | None:
+def _trace_until_sizes_agree(tracer: _Tracer, sizes: Sequence[_AskedSizes]) -> tuple[Touched, list[Lifted]] | None:
     """Discover with these sizes, and trace until those that are asked about are those that the answers assume."""
     touched = _union([tracer.discover(kind, own) for kind, own in enumerate(sizes)])
     for _ in range(_MAX_TRACES):

@@ -21,7 +21,7 @@ from ._home import Home
 from ._jax import tracing, user_code
 from ._jax.marks import Mark, Purpose, mark
 from ._mesh import ReplicaMesh
-from ._reduce_op import VariableAggregation, VariableSynchronization
+from ._options import VariableAggregation, VariableSynchronization
 from ._typing import ArrayLike, Shape
 from ._values import PerReplica
 

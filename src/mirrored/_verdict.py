@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
-from ._escape import escape_titled
+from ._text import escape_titled
 
 #: Characters of each text that are sent and shown.
 MAX_TEXT = 4096

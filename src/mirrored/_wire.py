@@ -11,7 +11,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ._cluster_spec import MAX_WORKERS, Cluster, describe
+from ._cluster_spec import MAX_WORKERS, Cluster
+from ._text import describe
 
 #: Says that this is our protocol, and which version of it.
 MAGIC = "mirrored-preflight-1"
@@ -105,7 +106,7 @@ def is_grpc(data: bytes) -> bool:
     return data[3:9] == b"\x04\x00\x00\x00\x00\x00"
 
 
-def difference(they: str, theirs: Hello, me: str, mine: Hello) -> str:
+def first_difference(they: str, theirs: Hello, me: str, mine: Hello) -> str:
     """Say in what two workers differ so that they cannot train together; "" when in nothing."""
     if theirs.num_workers != mine.num_workers:
         return f"{they} was told of {theirs.num_workers} workers, {me} of {mine.num_workers}; give both the same cluster"

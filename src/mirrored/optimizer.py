@@ -14,7 +14,7 @@ from ._context import Frame
 from ._errors import ContextError, PerReplicaError, StrategyMismatchError
 from ._jax import user_code
 from ._jax.marks import Mark, Purpose, mark
-from ._reduce_op import ReduceOp
+from ._options import ReduceOp
 from ._typing import PyTree
 from ._values import PerReplica, is_per_replica
 from ._variables import Variable, is_variable

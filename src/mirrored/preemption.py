@@ -21,9 +21,7 @@ from types import FrameType, TracebackType
 from typing import NoReturn, Self
 
 from ._coordination import SLICE_SECONDS, Coordination, decoded
-from ._errors import CheckpointError, ContextError
-from ._exit_codes import PREEMPTED
-from ._launch_signals import NOTICE_SECONDS
+from ._errors import NOTICE_SECONDS, PREEMPTED, CheckpointError, ContextError
 from ._progress import progress
 from ._strategy import Strategy
 from .checkpoint import Checkpoint, checked_step
@@ -88,7 +86,7 @@ class PreemptionHandler:
         self._quiet_until = 0.0
         self._process = os.getpid()
         self._said: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._watch = None if self._coordination.num_workers == 1 else _Watch(self, self._coordination)
+        self._watch = None if self._coordination.num_workers == 1 else _SignalWatch(self, self._coordination)
         self._previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         signal.signal(signal.SIGTERM, self._on_signal)
         _handlers.add(self)
@@ -235,7 +233,7 @@ class PreemptionHandler:
             self._watch.stop()
 
 
-class _Watch:
+class _SignalWatch:
     """Tell the other workers of a signal, hear of theirs, and agree with them on the step to save.
 
     In a thread of its own, so that a worker which waits for the agreement and one which is in a step that needs all workers

@@ -97,7 +97,8 @@ def _lowered_equation(equation: Any, axis_env: Any) -> Any:
         calls.append(call.trace(*operands).lojax.jaxpr)
         return call(*operands)
 
-    arguments = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in variables]
+    avals: list[Any] = [v.aval for v in variables]
+    arguments = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in avals]
     [around] = jax.make_jaxpr(record, axis_env=axis_env)(*arguments).eqns
     [lowered] = calls
     return around.replace(

@@ -7,7 +7,7 @@ from typing import Any
 
 from .._options import AutoShardPolicy
 from . import _grain, _steps
-from ._steps import Layout, Steps
+from ._steps import LocalReplicas, Steps
 from ._workers import InputWorker
 
 
@@ -30,7 +30,7 @@ class Plan:
         """Whether all workers read the same batches, so that a position holds for any number of workers."""
         return self.kind == "DATA"
 
-    def steps(self, source: Any, layout: Layout, extra: dict[str, int]) -> Steps:
+    def steps(self, source: Any, layout: LocalReplicas, extra: dict[str, int]) -> Steps:
         """Return the steps of this worker from the position of an open source on."""
         makers = {
             "DATA": _steps.rows_of_every_batch,

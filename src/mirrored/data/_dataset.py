@@ -16,7 +16,7 @@ from . import _grain
 from ._auto_shard import Plan
 from ._iterator import DistributedIterator
 from ._source import NumpyDataset
-from ._steps import Layout
+from ._steps import LocalReplicas
 from ._workers import InputWorker
 
 _logger = logging.getLogger("mirrored")
@@ -50,7 +50,7 @@ class DistributedDataset:
             _logger.info("dataset %s", self.describe())
 
     def __iter__(self) -> DistributedIterator:
-        layout = Layout(self._mesh.num_replicas, self._worker, self._options.drop_remainder, self._report_dropped)
+        layout = LocalReplicas(self._mesh.num_replicas, self._worker, self._options.drop_remainder, self._report_dropped)
         return DistributedIterator(self._plan, layout, self._mesh, self._options.prefetch)
 
     def __len__(self) -> int:

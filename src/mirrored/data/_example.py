@@ -11,7 +11,7 @@ import numpy as np
 
 from .._signature import is_numeric
 from ._feature import Feature, FixedLenFeature, VarLenFeature, cut, read, read_all
-from ._layout import Layout, find_layout
+from ._layout import ValuePlaces, find_layout
 from ._record_reader import needs
 
 #: With fewer records of one length it costs more to find where their values lie than to parse them.
@@ -183,7 +183,7 @@ def _parse_alike(batch: Sequence[bytes], rows: np.ndarray, spec: Mapping[str, Fe
     return rows
 
 
-def _are_bools(layout: Layout, matrix: np.ndarray, spec: Mapping[str, Feature]) -> np.ndarray:
+def _are_bools(layout: ValuePlaces, matrix: np.ndarray, spec: Mapping[str, Feature]) -> np.ndarray:
     """Tell for each record whether what is wanted as bool is 0 or 1; if not, the error is left to the other path."""
     fits = np.ones(len(matrix), bool)
     for name, feature in spec.items():
@@ -194,7 +194,7 @@ def _are_bools(layout: Layout, matrix: np.ndarray, spec: Mapping[str, Feature]) 
 
 
 def _put(
-    layout: Layout,
+    layout: ValuePlaces,
     matrix: np.ndarray,
     batch: Sequence[bytes],
     rows: np.ndarray,
@@ -218,10 +218,10 @@ def _put(
 class _Length:
     """What is known of the records of one length: layouts, and how many more were of no use."""
 
-    layouts: list[Layout] = dataclasses.field(default_factory=list)
+    layouts: list[ValuePlaces] = dataclasses.field(default_factory=list)
     misses: int = 0
 
-    def find_more(self, record: bytes) -> Layout | None:
+    def find_more(self, record: bytes) -> ValuePlaces | None:
         """Find the layout of a record that matches none, unless that has been of no use, or it is no Example."""
         if len(self.layouts) >= MAX_LAYOUTS or self.misses >= MAX_MISSES:
             return None

@@ -38,7 +38,7 @@ class Ahead(Generic[T]):
             count: how many items may be ready; at least 1.
             interrupt: ends what `items` may be waiting for, such as other workers; called in any thread.
         """
-        self._channel: _Channel[T] = _Channel(count, interrupt)
+        self._channel: _Queue[T] = _Queue(count, interrupt)
         context, is_x64 = contextvars.copy_context(), jax.config.jax_enable_x64  # pyrefly: ignore[missing-attribute]
         work = functools.partial(_work, self._channel, items, close, context, is_x64)
         self._channel.start(work)
@@ -56,7 +56,7 @@ class Ahead(Generic[T]):
         self._channel.close()
 
 
-class _Channel(Generic[T]):
+class _Queue(Generic[T]):
     """Hold what the thread and its reader share.
 
     The lock is reentrant, because garbage collection can call `close` in either thread at any line.
@@ -132,13 +132,13 @@ def _end(failure: BaseException | None) -> NoReturn:
 
 
 def _work(
-    channel: _Channel[T], items: Generator[T, None, None], close: Callable[[], None], context: contextvars.Context, is_x64: bool
+    channel: _Queue[T], items: Generator[T, None, None], close: Callable[[], None], context: contextvars.Context, is_x64: bool
 ) -> None:
     with jax.enable_x64(is_x64):
         context.run(_run_ahead, channel, items, close)
 
 
-def _run_ahead(channel: _Channel[T], items: Generator[T, None, None], close: Callable[[], None]) -> None:
+def _run_ahead(channel: _Queue[T], items: Generator[T, None, None], close: Callable[[], None]) -> None:
     failure: BaseException | None = None
     try:
         while channel.wait_for_room():
@@ -156,7 +156,7 @@ def _run_ahead(channel: _Channel[T], items: Generator[T, None, None], close: Cal
     del failure  # it holds this frame
 
 
-_open_channels: weakref.WeakSet[_Channel[Any]] = weakref.WeakSet()
+_open_channels: weakref.WeakSet[_Queue[Any]] = weakref.WeakSet()
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from ._auto_shard import Plan
 from ._feed import Ahead
 from ._position import Position, Source
 from ._source import open_source
-from ._steps import Layout, Step, Steps
+from ._steps import LocalReplicas, Step, Steps
 
 #: Of the states that `get_state` returns.
 _VERSION = 1
@@ -46,7 +46,7 @@ class DistributedIterator:
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/DistributedIterator
     """
 
-    def __init__(self, plan: Plan, layout: Layout, mesh: ReplicaMesh, prefetch: int) -> None:
+    def __init__(self, plan: Plan, layout: LocalReplicas, mesh: ReplicaMesh, prefetch: int) -> None:
         """Take what a DistributedDataset knows; nothing is read yet."""
         self._plan = plan
         self._layout = layout
@@ -185,13 +185,13 @@ class DistributedIterator:
         return extra
 
 
-def _batches(steps: Steps, mesh: ReplicaMesh, layout: Layout) -> Batches:
+def _batches(steps: Steps, mesh: ReplicaMesh, layout: LocalReplicas) -> Batches:
     """Yield the steps as PerReplica values, with the position after each."""
     for step in steps:
         yield to_devices(step, mesh, layout), step.position, step.extra
 
 
-def to_devices(step: Step, mesh: ReplicaMesh, layout: Layout) -> PyTree:
+def to_devices(step: Step, mesh: ReplicaMesh, layout: LocalReplicas) -> PyTree:
     """Put each replica's rows on its device."""
     leaves, treedef = jax.tree.flatten(step.stacked)
     is_alone = layout.worker.count == 1  # then one call for all of them

@@ -26,7 +26,7 @@ Span = tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class ValuePlaces:
     """Say which bytes of a record are values that may differ; all others are its structure, or constant.
 
     Attributes:
@@ -60,7 +60,7 @@ class Layout:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Value:
+class _FoundValue:
     """A value to be found: the elements of a feature that lie together.
 
     Attributes:
@@ -87,7 +87,7 @@ class _Value:
             self.elements[:] = list(data) if self.is_varint else np.frombuffer(data, "<f4").tolist()
 
 
-def find_layout(record: bytes, example_class: Any) -> Layout:
+def find_layout(record: bytes, example_class: Any) -> ValuePlaces:
     """Find where the values of a record lie; raise protobuf's DecodeError if it cannot be parsed."""
     message = example_class.FromString(record)
     values = list(_values(message))
@@ -101,23 +101,23 @@ def find_layout(record: bytes, example_class: Any) -> Layout:
     spans = {name: sorted(places) for name, places in found.items() if len(places) == wanted[name]}
     varints = [spans[value.name][0] for value in values if value.is_varint and value.name in spans]
     fixed = list(_between([span for places in spans.values() for span in places], np.frombuffer(record, np.uint8)))
-    return Layout(example_class.FromString(record).features.feature, spans, len(record), fixed, varints)
+    return ValuePlaces(example_class.FromString(record).features.feature, spans, len(record), fixed, varints)
 
 
-def _values(message: Any) -> Iterator[_Value]:
+def _values(message: Any) -> Iterator[_FoundValue]:
     """List the values that can be found by their bytes."""
     for name, feature in message.features.feature.items():
         kind = feature.WhichOneof("kind")
         elements = getattr(feature, kind).value if kind else ()
         if kind == "bytes_list" and all(elements):
-            yield from (_Value(name, elements, index, element, len(element)) for index, element in enumerate(elements))
+            yield from (_FoundValue(name, elements, index, element, len(element)) for index, element in enumerate(elements))
         elif kind == "float_list" and elements:
-            yield _Value(name, elements, None, np.array(elements, "<f4").tobytes(), 4, is_float=True)
+            yield _FoundValue(name, elements, None, np.array(elements, "<f4").tobytes(), 4, is_float=True)
         elif kind == "int64_list" and elements and all(0 <= element < 0x80 for element in elements):
-            yield _Value(name, elements, None, bytes(elements), 1, is_varint=True)
+            yield _FoundValue(name, elements, None, bytes(elements), 1, is_varint=True)
 
 
-def _locate(value: _Value, data: bytearray, message: Any) -> int | None:
+def _locate(value: _FoundValue, data: bytearray, message: Any) -> int | None:
     """Find the bytes that protobuf reads as this value, and overwrite both with filler; None if they cannot be told."""
     size = len(value.encoded)
     for start in _places(data, value.encoded, MAX_PLACES):
@@ -137,7 +137,7 @@ def _locate(value: _Value, data: bytearray, message: Any) -> int | None:
     return None
 
 
-def _is_unmistakable(value: _Value, marker: bytes, changed: bytearray, start: int) -> bool:
+def _is_unmistakable(value: _FoundValue, marker: bytes, changed: bytearray, start: int) -> bool:
     """Tell whether only the changed bytes can be read as the marker, so that whoever reads the marker reads them."""
     count = len(value.encoded) // value.word
     expected = [start + index * value.word for index in range(count)]
@@ -154,7 +154,7 @@ def _reads_as(data: bytearray, message: Any) -> bool:
     return read.SerializeToString(deterministic=True) == message.SerializeToString(deterministic=True)
 
 
-def _markers(value: _Value) -> Iterator[bytes]:
+def _markers(value: _FoundValue) -> Iterator[bytes]:
     """Propose words to mark a place with."""
     if value.word == 1:
         yield from (bytes([byte]) for byte in range(0x80 if value.is_varint else 0x100))

@@ -34,7 +34,7 @@ class Step:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class LocalReplicas:
     """Say where this worker's replicas are among all, and whether they must get equal numbers of rows.
 
     Attributes:
@@ -73,7 +73,7 @@ Steps = Generator[Step, None, None]
 _END = object()
 
 
-def rows_of_every_batch(source: Source, layout: Layout, extra: dict[str, int]) -> Steps:
+def rows_of_every_batch(source: Source, layout: LocalReplicas, extra: dict[str, int]) -> Steps:
     """Take this worker's rows of each global batch, which all workers read."""
     first = layout.worker.index * layout.num_local
     for batch in itertools.chain(source, [_END]):
@@ -95,7 +95,7 @@ def rows_of_every_batch(source: Source, layout: Layout, extra: dict[str, int]) -
         yield Step(stacked, tuple(sizes), source.position())
 
 
-def own_batches(source: Source, layout: Layout, extra: dict[str, int]) -> Steps:
+def own_batches(source: Source, layout: LocalReplicas, extra: dict[str, int]) -> Steps:
     """Divide each batch of this worker's own stream among its own replicas."""
 
     def taken() -> Iterator[_Parts]:
@@ -108,7 +108,7 @@ def own_batches(source: Source, layout: Layout, extra: dict[str, int]) -> Steps:
     return _in_step(taken(), source, layout)
 
 
-def one_element_each(source: Source, layout: Layout, extra: dict[str, int]) -> Steps:
+def one_element_each(source: Source, layout: LocalReplicas, extra: dict[str, int]) -> Steps:
     """Give each of this worker's replicas the next element of its own stream; at the end some get none."""
 
     def taken() -> Iterator[_Parts]:
@@ -119,7 +119,7 @@ def one_element_each(source: Source, layout: Layout, extra: dict[str, int]) -> S
     return _in_step(taken(), source, layout)
 
 
-def rows_of_own_files(source: Source, layout: Layout, extra: dict[str, int]) -> Steps:
+def rows_of_own_files(source: Source, layout: LocalReplicas, extra: dict[str, int]) -> Steps:
     """Take this worker's share of each global batch from its own files, across the batches that they yield.
 
     Args:
@@ -142,7 +142,7 @@ def rows_of_own_files(source: Source, layout: Layout, extra: dict[str, int]) -> 
     yield from _in_step(taken(), source, layout)
 
 
-def _in_step(taken: Iterator[_Parts], source: Source, layout: Layout) -> Steps:
+def _in_step(taken: Iterator[_Parts], source: Source, layout: LocalReplicas) -> Steps:
     """Take as many steps as the worker with the most rows; the others have replicas without rows meanwhile."""
     worker, like, last = layout.worker, None, _Parts([], source.position())
     while True:

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from .._coordination import Channel, Coordination
-from .._escape import escape
+from .._text import escape
 from .._typing import PyTree
 
 #: Gives a JSON value to all workers and returns those of all, in worker order; every worker must call it.
@@ -57,7 +57,7 @@ class InputWorker:
 
 
 @dataclasses.dataclass(frozen=True)
-class Agreement:
+class CommonStep:
     """What all workers know of a step before they take it.
 
     Attributes:
@@ -71,7 +71,7 @@ class Agreement:
     num_ended: int
 
 
-def agree(worker: InputWorker, sizes: Sequence[int], like: PyTree, num_replicas: int) -> Agreement:
+def agree(worker: InputWorker, sizes: Sequence[int], like: PyTree, num_replicas: int) -> CommonStep:
     """Tell the other workers how many rows this one's replicas have, and learn the same of them.
 
     Args:
@@ -85,7 +85,7 @@ def agree(worker: InputWorker, sizes: Sequence[int], like: PyTree, num_replicas:
     """
     num_local = num_replicas // worker.count
     if worker.count == 1:
-        return Agreement(tuple(sizes) or (0,) * num_local, like, int(not sizes))
+        return CommonStep(tuple(sizes) or (0,) * num_local, like, int(not sizes))
     message = {"sizes": list(sizes), "rows": _encode(like) if sizes else None}
     messages = worker.exchange(message)
     with_rows = {index: m["rows"] for index, m in enumerate(messages) if m["sizes"]}
@@ -99,7 +99,7 @@ def agree(worker: InputWorker, sizes: Sequence[int], like: PyTree, num_replicas:
     if with_rows and not sizes:
         like = _decode(next(iter(with_rows.values())), like)
     every = tuple(size for m in messages for size in (m["sizes"] or (0,) * num_local))
-    return Agreement(every, like, len(messages) - len(with_rows))
+    return CommonStep(every, like, len(messages) - len(with_rows))
 
 
 def agree_on_batch(worker: InputWorker, batch: PyTree | None, num_rows: int) -> bool:

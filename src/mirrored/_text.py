@@ -1,0 +1,64 @@
+"""How values, workers and texts of others are shown."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+
+#: Begins each line of such a text in the log.
+MARGIN = "  | "
+
+
+def escape(text: str, limit: int) -> str:
+    r"""Return at most about `limit` characters of one line, with what is not printable written out as in Python.
+
+    >>> escape("a\x1b[2Kb\nc", 100)
+    'a\\x1b[2Kb\\nc'
+    """
+    shown = "".join(
+        c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode("ascii") for c in text[:limit]
+    )
+    return shown if len(text) <= limit else f"{shown}..."
+
+
+def escape_lines(text: str, limit: int) -> str:
+    """Return the last `limit` characters of a text of several lines, each escaped and behind a margin."""
+    lines = text[-limit:].split("\n")
+    return "\n".join(MARGIN + escape(line, limit) for line in lines if line.strip())
+
+
+def escape_titled(title: str, rest: str, limit: int) -> str:
+    """Return a title, escaped, and below it the lines that belong to it, each behind a margin; `limit` characters of each."""
+    lines = escape_lines(rest, limit)
+    return escape(title, limit) + (f"\n{lines}" if lines else "")
+
+
+def describe(value: object, length: int = 60) -> str:
+    """Show a value from outside in a message: escaped, and cut at a length."""
+    if isinstance(value, str):
+        return ascii(value[:length]) + ("..." if len(value) > length else "")
+    if isinstance(value, Mapping):
+        return f"an object with {', '.join(describe(key, 20) for key in itertools.islice(value, 4)) or 'nothing'}"
+    if isinstance(value, list | tuple):
+        return f"a list of {len(value)}"
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    if isinstance(value, int):
+        return str(value) if abs(value) < 10**20 else "a huge number"
+    return ascii(value)[:length] if isinstance(value, float) else f"a {type(value).__name__}"
+
+
+def counted(number: int, noun: str) -> str:
+    """Write "1 worker", "2 workers"."""
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def numbered(workers: Sequence[int]) -> str:
+    """Return "worker 1" or "workers 1, 2"."""
+    return f"worker{'s' * (len(workers) > 1)} {', '.join(map(str, workers))}"
+
+
+def named(workers: Sequence[int]) -> str:
+    """Return "worker 1 has" or "workers 1, 2 have"."""
+    return f"{numbered(workers)} ha{'ve' if len(workers) > 1 else 's'}"

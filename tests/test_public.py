@@ -1,0 +1,71 @@
+"""The public surface: frozen, documented with examples, and light to import."""
+
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import mirrored as mr
+
+DOCS = Path(mr.__file__).parents[2] / "docs"
+
+PUBLIC = {
+    "AutoShardPolicy", "Checkpoint", "CheckpointError", "ClusterConfigError", "ClusterResolver", "ClusterSpec",
+    "ClusterStartError", "CollectiveCommunication", "CollectiveHangError", "CommunicationImplementation",
+    "CommunicationOptions", "ContextError", "DeviceError", "FactorOfReplicasError", "FactorOfReplicasWarning", "InputContext",
+    "InputOptions", "KubernetesClusterResolver", "MirroredStrategy", "MultiWorkerMirroredStrategy", "OneDeviceStrategy",
+    "OneProgramError", "Optimizer", "PerReplica", "PerReplicaError", "PreemptionHandler", "ProgramMismatchError",
+    "RecompilationWarning", "ReduceOp", "ReplicaContext", "ReplicasDivergeError", "SimpleClusterResolver",
+    "SlurmClusterResolver", "Strategy", "StrategyMismatchError", "TFConfigClusterResolver", "UnevenReplicasError",
+    "ValueContext", "Variable", "VariableAggregation", "VariableSynchronization", "WorkerLostError", "cond", "data", "eager",
+    "fori_loop", "function", "get_replica_context", "get_strategy", "grad", "has_strategy", "in_cross_replica_context",
+    "losses", "scan", "value_and_grad",
+}  # fmt: skip
+
+
+def test_public_names_are_frozen() -> None:
+    assert {name for name in vars(mr) if not name.startswith("_")} - {"launch", "checkpoint", "optimizer", "preemption"} == PUBLIC
+
+
+def test_public_names_are_documented_with_examples() -> None:
+    api = (DOCS / "api.md").read_text()
+    for name in PUBLIC - {"data", "losses"}:
+        thing = getattr(mr, name)
+        assert f"mirrored.{name}" in api, f"{name} is not in docs/api.md"
+        assert inspect.getdoc(thing), name
+        is_error = inspect.isclass(thing) and issubclass(thing, Exception)
+        if not is_error and thing is not mr.Strategy:
+            assert ">>>" in inspect.getdoc(thing), f"{name} has no example"
+            assert "Source: " in inspect.getdoc(thing) or name not in _TENSORFLOW_NAMES, f"{name} names no source"
+
+
+_TENSORFLOW_NAMES = {
+    "MirroredStrategy", "OneDeviceStrategy", "ReduceOp", "ReplicaContext", "ValueContext", "Variable", "VariableAggregation",
+    "VariableSynchronization", "get_replica_context", "get_strategy", "has_strategy", "in_cross_replica_context", "function",
+    "AutoShardPolicy", "InputContext", "InputOptions", "PerReplica", "Optimizer", "MultiWorkerMirroredStrategy",
+    "CommunicationOptions", "CommunicationImplementation", "ClusterResolver", "ClusterSpec", "TFConfigClusterResolver",
+    "SimpleClusterResolver", "SlurmClusterResolver", "KubernetesClusterResolver", "Checkpoint", "PreemptionHandler",
+}  # fmt: skip
+
+
+def test_public_methods_are_documented() -> None:
+    api = (DOCS / "api.md").read_text()
+    state = (mr.Checkpoint, mr.PreemptionHandler)
+    inputs = (mr.data.NumpyDataset, mr.data.DistributedIterator, mr.InputContext)
+    for owner in (mr.Strategy, mr.ReplicaContext, mr.Variable, mr.Optimizer, mr.PerReplica, *inputs, *state):
+        for name, member in vars(owner).items():
+            if name.startswith(("_", "experimental_")) or not (callable(member) or isinstance(member, property)):
+                continue
+            assert inspect.getdoc(member), f"{owner.__name__}.{name}"
+            assert re.search(rf"\b{name}\b", api), f"{owner.__name__}.{name} is not in docs/api.md"
+
+
+def test_importing_wakes_no_backend_and_loads_no_optional_package() -> None:
+    code = (
+        "import sys, jax, mirrored; jax.config.update('jax_num_cpu_devices', 3); "
+        "optional = ('grain', 'orbax', 'tensorflow', 'torch', 'flax', 'keras', 'matplotlib', 'sklearn'); "
+        "print([name for name in optional if name in sys.modules], jax.device_count())"
+    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
+    assert output.split() == ["[]", "3"]
