@@ -15,9 +15,10 @@ import pytest
 from jax._src.lib import _jax
 
 import mirrored as mr
-from mirrored import _collectives, _preflight, _runtime, _uncaught
+from mirrored import _collectives, _runtime, _uncaught
 from mirrored._agreement import Agreement
-from mirrored._cluster_spec import Cluster, ClusterSpec
+from mirrored._cluster import meeting as _meeting
+from mirrored._cluster.spec import Cluster, ClusterSpec
 from mirrored._coordination import Coordination
 from mirrored._jax import distributed
 from mirrored._progress import progress
@@ -48,7 +49,7 @@ def test_the_workers_compare_their_versions_within_the_timeout(options, seconds,
         raise mr.ClusterStartError("enough seen")
 
     monkeypatch.setattr(_runtime, "_require_no_backend", lambda: None)
-    monkeypatch.setattr(_runtime._preflight, "check", check)
+    monkeypatch.setattr(_runtime, "meet", check)
     cluster = two_workers("a:1", "b:1")
     with pytest.raises(mr.ClusterStartError, match="enough seen"):
         _runtime.start(cluster, mr.CommunicationOptions(**options))
@@ -59,9 +60,9 @@ def test_the_workers_compare_their_versions_within_the_timeout(options, seconds,
 
 def test_jax_is_told_where_to_listen_and_how_soon_a_silent_worker_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     told: dict[str, object] = {}
-    meeting = _preflight.Meeting("10.0.0.1", "10.0.0.1:1")
+    meeting = _meeting.Meeting("10.0.0.1", "10.0.0.1:1")
     monkeypatch.setattr(_runtime, "_require_no_backend", lambda: None)
-    monkeypatch.setattr(_runtime._preflight, "check", lambda *_: meeting)
+    monkeypatch.setattr(_runtime, "meet", lambda *_: meeting)
     monkeypatch.setattr(distributed.jax, "config", SimpleNamespace(update=told.__setitem__))
     monkeypatch.setattr(_runtime.jax.distributed, "initialize", lambda **given: told.update(given))
     monkeypatch.setattr(distributed, "listen_at", lambda host: told.update(gloo=host))
@@ -80,7 +81,7 @@ def test_jax_is_told_where_to_listen_and_how_soon_a_silent_worker_is_dead(monkey
 def connecting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[..., None]], object]]:
     """Start a worker whose `jax.distributed.initialize` is a function of the test."""
     monkeypatch.setattr(_runtime, "_require_no_backend", lambda: None)
-    monkeypatch.setattr(_runtime._preflight, "check", lambda *_: _preflight.Meeting())
+    monkeypatch.setattr(_runtime, "meet", lambda *_: _meeting.Meeting())
     monkeypatch.setattr(_runtime.jax, "config", SimpleNamespace(update=lambda *_: None))
     monkeypatch.setattr(distributed, "listen_at", lambda _: None)
     monkeypatch.setattr(_runtime, "_begin", lambda *given: given)

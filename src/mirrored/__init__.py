@@ -6,12 +6,12 @@ _versions.warn_if_untried()  # before anything that could fail because of it
 
 from . import data as data
 from . import losses as losses
-from ._cluster import ClusterResolver as ClusterResolver
-from ._cluster import KubernetesClusterResolver as KubernetesClusterResolver
-from ._cluster import SimpleClusterResolver as SimpleClusterResolver
-from ._cluster import SlurmClusterResolver as SlurmClusterResolver
-from ._cluster import TFConfigClusterResolver as TFConfigClusterResolver
-from ._cluster_spec import ClusterSpec as ClusterSpec
+from ._cluster.resolvers import ClusterResolver as ClusterResolver
+from ._cluster.resolvers import KubernetesClusterResolver as KubernetesClusterResolver
+from ._cluster.resolvers import SimpleClusterResolver as SimpleClusterResolver
+from ._cluster.resolvers import SlurmClusterResolver as SlurmClusterResolver
+from ._cluster.resolvers import TFConfigClusterResolver as TFConfigClusterResolver
+from ._cluster.spec import ClusterSpec as ClusterSpec
 from ._context import ReplicaContext as ReplicaContext
 from ._context import in_cross_replica_context as in_cross_replica_context
 from ._errors import CheckpointError as CheckpointError

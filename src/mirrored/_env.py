@@ -50,7 +50,7 @@ TF_CONFIG = EnvironmentVariable(
     "the log says so.",
 )
 
-# Who started this worker, and where the others are: _cluster.py, docs/design/clusters.md. All are read; `mirrored launch` gives
+# Who started this worker, and where the others are: `_cluster/`, docs/design/clusters.md. All are read; `mirrored launch` gives
 # its workers the address, number and index of JAX_*.
 JAX_COORDINATOR_ADDRESS = EnvironmentVariable("JAX_COORDINATOR_ADDRESS", "host:port of worker 0: Kubeflow TrainJob, or by hand.")
 JAX_COORDINATOR_PORT = EnvironmentVariable("JAX_COORDINATOR_PORT", "The port, where JAX_COORDINATOR_ADDRESS has none.")

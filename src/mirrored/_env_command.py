@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from . import _env
-from ._cluster import discover
+from ._cluster.resolvers import discover
 from ._errors import ClusterConfigError
 from ._text import escape
 

@@ -17,9 +17,10 @@ from types import TracebackType
 
 import jax
 
-from . import _env, _preflight
+from . import _env
 from ._agreement import Agreement
-from ._cluster_spec import Cluster
+from ._cluster.meeting import Meeting, meet
+from ._cluster.spec import Cluster
 from ._coordination import Coordination
 from ._errors import BAD_CONFIGURATION, ClusterConfigError, ClusterStartError, WorkerLostError
 from ._guard import Guard
@@ -136,7 +137,7 @@ def start(cluster: Cluster, options: CommunicationOptions) -> Runtime | None:
             return _current
         _require_no_backend()
         seconds = START_SECONDS if options.timeout_seconds is None else options.timeout_seconds
-        meeting = _preflight.check(cluster, _versions(), seconds)
+        meeting = meet(cluster, _versions(), seconds)
         _choose_collectives(options)
         jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM
         _connect(cluster, meeting, min(seconds, CONNECT_SECONDS))
@@ -144,7 +145,7 @@ def start(cluster: Cluster, options: CommunicationOptions) -> Runtime | None:
         return _begin(cluster, options, cluster.worker_index, cluster.num_workers)
 
 
-def _connect(cluster: Cluster, meeting: _preflight.Meeting, seconds: float) -> None:
+def _connect(cluster: Cluster, meeting: Meeting, seconds: float) -> None:
     """Start `jax.distributed` in a thread of its own: when a worker is missing, JAX aborts the process instead of raising."""
     errors: list[BaseException] = []
 

@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from . import _cluster, _context, _env, _mesh, _placing, _runtime
-from ._cluster import ClusterResolver
-from ._cluster_spec import Cluster
+from . import _context, _env, _mesh, _placing, _runtime
+from ._cluster import resolvers
+from ._cluster.resolvers import ClusterResolver
+from ._cluster.spec import Cluster
 from ._collectives import ReplicaAxis
 from ._context import ReplicaContext
 from ._errors import ClusterConfigError
@@ -125,8 +126,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         if _runtime.current() is None and _runtime.is_connected():
             self._cluster = None
             _logger.info("cluster: jax.distributed was initialised already, and is used as it is")
-            return _runtime.attach(options, None if cluster is None else _cluster.discover(cluster)[0])
-        self._cluster, sentence = _cluster.discover(cluster)
+            return _runtime.attach(options, None if cluster is None else resolvers.discover(cluster)[0])
+        self._cluster, sentence = resolvers.discover(cluster)
         _logger.info("cluster: %s", sentence)
         return _runtime.start(self._cluster, options)
 
@@ -174,7 +175,7 @@ def _look_for_others(name: str) -> None:
     if _runtime.current() is not None or _runtime.is_connected():
         return
     with contextlib.suppress(ClusterConfigError):  # a malformed description concerns those who use it
-        cluster, sentence = _cluster.discover()
+        cluster, sentence = resolvers.discover()
         if cluster.num_workers > 1:
             _warn_of_others(f"this process is {sentence}", name)
 

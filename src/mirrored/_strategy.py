@@ -15,7 +15,7 @@ import jax
 
 from . import _collectives, _context, _distributed_values, _divergence, _explain, _pace, _placing, _replicate, _stacked
 from ._agreement import require_same_history
-from ._cluster_spec import Cluster
+from ._cluster.spec import Cluster
 from ._context import Frame
 from ._coordination import Coordination
 from ._errors import ContextError, StrategyMismatchError

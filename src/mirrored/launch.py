@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import NoReturn
 
 from . import _env
-from ._cluster_spec import LOOPBACK, MAX_WORKERS, check_address
+from ._cluster.environments import SOURCES
+from ._cluster.spec import LOOPBACK, MAX_WORKERS, check_address
 from ._errors import ClusterConfigError
 from ._launch_ending import Budget, describe_failure, summarize
 from ._launch_group import Group
 from ._launch_output import Outlet, make_log_folder
 from ._launch_signals import Signals
-from ._launchers import SOURCES
 from ._text import describe, escape
 
 USAGE_ERROR = 2

@@ -13,11 +13,11 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from . import _env
-from ._cluster_spec import LOOPBACK, MAX_WORKERS, Cluster, ClusterSpec, check_address, has_port, join_address, refuse, said_by
-from ._env import EnvironmentVariable
-from ._errors import ClusterConfigError
-from ._text import counted, describe
+from .. import _env
+from .._env import EnvironmentVariable
+from .._errors import ClusterConfigError
+from .._text import counted, describe
+from .spec import LOOPBACK, MAX_WORKERS, Cluster, ClusterSpec, check_address, has_port, join_address, refuse, said_by
 
 EXAMPLE = '{"cluster": {"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}, "task": {"type": "worker", "index": 0}}'
 

@@ -15,8 +15,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
-from ._errors import ClusterConfigError
-from ._text import counted, describe
+from .._errors import ClusterConfigError
+from .._text import counted, describe
 
 #: Workers of one cluster; a slip such as "n[1-99999999]" must not take the memory.
 MAX_WORKERS = 2**16

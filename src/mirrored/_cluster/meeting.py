@@ -18,13 +18,12 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from . import _wire
-from ._cluster_spec import Cluster, join_address, split_address
-from ._errors import ClusterConfigError, ClusterStartError
-from ._gathering import ERRORS, LINGER_SECONDS, PATIENCE_SECONDS, Clock, Gathering, keep_alive, reset_on_close
-from ._options import MAX_TIMEOUT_SECONDS
-from ._text import describe
-from ._wire import Hello
+from .._errors import ClusterConfigError, ClusterStartError
+from .._options import MAX_TIMEOUT_SECONDS
+from .._text import describe
+from .gathering import ERRORS, LINGER_SECONDS, PATIENCE_SECONDS, Clock, Gathering, keep_alive, reset_on_close
+from .hello import MAX_LINE, Hello, encode, introduce, is_grpc, may_be_ours, parse_answer
+from .spec import Cluster, join_address, split_address
 
 _Address = tuple[socket.AddressFamily, Any]
 
@@ -43,7 +42,7 @@ class Meeting:
     bind_address: str | None = None
 
 
-def check(cluster: Cluster, versions: Mapping[str, str], timeout_seconds: float) -> Meeting:
+def meet(cluster: Cluster, versions: Mapping[str, str], timeout_seconds: float) -> Meeting:
     """Wait until all workers are there, and check that they have the same cluster and versions.
 
     On return, worker 0's port is free again, and `jax.distributed.initialize` may take it. One worker, and an
@@ -72,7 +71,7 @@ def check(cluster: Cluster, versions: Mapping[str, str], timeout_seconds: float)
     started = time.monotonic()
     clock = Clock(started, started + timeout_seconds)
     own = _own_host(cluster, clock)
-    hello = _wire.introduce(cluster, versions, f"{socket.gethostname()} pid {os.getpid()}", secrets.token_hex(8))
+    hello = introduce(cluster, versions, f"{socket.gethostname()} pid {os.getpid()}", secrets.token_hex(8))
     if not cluster.is_chief:
         return Meeting(_join(cluster, hello, clock, own))
     listeners = _listen(cluster, hello, clock)
@@ -95,7 +94,7 @@ def _join(cluster: Cluster, hello: Hello, clock: Clock, own: str | None) -> str:
             with socket.socket(family, socket.SOCK_STREAM) as sock:
                 try:
                     _connect(sock, address, clock)
-                    sock.sendall(_wire.encode(dataclasses.replace(hello, is_late=clock.has_met_a_run).message()))
+                    sock.sendall(encode(dataclasses.replace(hello, is_late=clock.has_met_a_run).message()))
                     why = _await_start(sock, chief, clock)
                     if not why:
                         host = sock.getsockname()[0]
@@ -138,7 +137,7 @@ def _await_start(sock: socket.socket, chief: str, clock: Clock) -> str:
     for answer in _answers(sock, clock):
         if answer is None:
             clock.report(f"waiting for the chief ({chief}): {state};")
-        elif isinstance(answer, bytes) and _wire.is_grpc(answer):
+        elif isinstance(answer, bytes) and is_grpc(answer):
             clock.has_met_a_run = True
             return "a job runs there, an earlier run of this one or another that has the same port"
         elif isinstance(answer, bytes):
@@ -161,7 +160,7 @@ def _answers(sock: socket.socket, clock: Clock) -> Iterator[dict[str, str] | byt
     while (left := clock.left + LINGER_SECONDS) > 0:
         sock.settimeout(max(0.01, min(left, clock.next_report - time.monotonic())))
         try:
-            data = sock.recv(_wire.MAX_LINE)
+            data = sock.recv(MAX_LINE)
         except TimeoutError:
             yield None
             continue
@@ -169,8 +168,8 @@ def _answers(sock: socket.socket, clock: Clock) -> Iterator[dict[str, str] | byt
             return
         *lines, buffer = (buffer + data).split(b"\n")
         for line in lines:
-            yield _wire.parse_answer(line) or line
-        if len(buffer) > _wire.MAX_LINE or not _wire.may_be_ours(buffer):
+            yield parse_answer(line) or line
+        if len(buffer) > MAX_LINE or not may_be_ours(buffer):
             yield buffer
 
 
@@ -252,13 +251,13 @@ def _is_listened_to(address: Any, hello: Hello) -> bool:
     try:
         with socket.socket(family, socket.SOCK_STREAM) as sock:
             _connect(sock, address, clock)
-            sock.sendall(_wire.encode(hello.message()))
+            sock.sendall(encode(hello.message()))
             answer = next(_answers(sock, clock), None)
     except ConnectionRefusedError:
         return False
     except OSError:
         return True
-    if isinstance(answer, bytes) and not _wire.is_grpc(answer):
+    if isinstance(answer, bytes) and not is_grpc(answer):
         raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
     if isinstance(answer, dict) and answer["state"] == "error":
         raise ERRORS[answer["kind"]](answer["text"])

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from mirrored._cluster import (
+from mirrored._cluster.environments import MAX_TEXT, expand_nodes
+from mirrored._cluster.resolvers import (
     ClusterResolver,
     KubernetesClusterResolver,
     SimpleClusterResolver,
@@ -20,9 +21,8 @@ from mirrored._cluster import (
     TFConfigClusterResolver,
     discover,
 )
-from mirrored._cluster_spec import Cluster, ClusterSpec, check_address, join_address, split_address
+from mirrored._cluster.spec import Cluster, ClusterSpec, check_address, join_address, split_address
 from mirrored._errors import ClusterConfigError
-from mirrored._launchers import MAX_TEXT, expand_nodes
 
 A, B, C = "10.0.0.1:2222", "10.0.0.2:2222", "10.0.0.3:2222"
 FUZZ = settings(deadline=None, derandomize=True, max_examples=150, suppress_health_check=[HealthCheck.too_slow])

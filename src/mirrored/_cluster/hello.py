@@ -11,8 +11,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ._cluster_spec import MAX_WORKERS, Cluster
-from ._text import describe
+from .._text import describe
+from .spec import MAX_WORKERS, Cluster
 
 #: Says that this is our protocol, and which version of it.
 MAGIC = "mirrored-preflight-1"

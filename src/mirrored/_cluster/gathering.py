@@ -13,11 +13,10 @@ import struct
 import time
 from typing import Any, NoReturn
 
-from . import _wire
-from ._cluster_spec import Cluster, join_address, split_address
-from ._errors import ClusterConfigError, ClusterStartError
-from ._text import describe
-from ._wire import Hello
+from .._errors import ClusterConfigError, ClusterStartError
+from .._text import describe
+from .hello import MAX_LINE, MAX_TEXT, Hello, encode, first_difference, parse_hello
+from .spec import Cluster, join_address, split_address
 
 #: Who connects has this long to say hello, and a name server to answer; also the wait for one connection.
 PATIENCE_SECONDS = 2.0
@@ -29,7 +28,7 @@ LINGER_SECONDS = 1.0
 MAX_STRANGERS = 64
 #: When the kernel asks a host that says nothing whether it is still there: it is given up after 5 + 3 * 2 seconds.
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
-#: What a failure is for all workers: the words of `_wire` for the two errors.
+#: What a failure is for all workers: the words of `hello` for the two errors.
 ERRORS = {"config": ClusterConfigError, "start": ClusterStartError}
 
 _logger = logging.getLogger("mirrored")
@@ -87,7 +86,7 @@ class _Peer:
     def say(self, **message: Any) -> bool:
         """Send a line; it is so short that it fits, or the peer does not read."""
         try:
-            return self.sock.send(line := _wire.encode(message)) == len(line)
+            return self.sock.send(line := encode(message)) == len(line)
         except OSError:
             return False
 
@@ -156,7 +155,7 @@ class Gathering:
 
     def _tell(self, peer: _Peer) -> None:
         kind, text = self.failure or ("start", "")
-        peer.say(state="error", kind=kind, text=text[: _wire.MAX_TEXT])
+        peer.say(state="error", kind=kind, text=text[:MAX_TEXT])
         self.told.add(peer.hello.index if peer.hello else 0)
         self.told.discard(0)
 
@@ -189,7 +188,7 @@ class Gathering:
         if peer not in self.peers:
             return
         try:
-            data = peer.sock.recv(_wire.MAX_LINE)
+            data = peer.sock.recv(MAX_LINE)
         except BlockingIOError:
             return
         except OSError:
@@ -198,8 +197,8 @@ class Gathering:
             self._drop(peer, "left")
         elif not peer.hello:
             peer.buffer += data
-            if b"\n" in peer.buffer or len(peer.buffer) > _wire.MAX_LINE:
-                hello = _wire.parse_hello(bytes(peer.buffer).partition(b"\n")[0])
+            if b"\n" in peer.buffer or len(peer.buffer) > MAX_LINE:
+                hello = parse_hello(bytes(peer.buffer).partition(b"\n")[0])
                 self._drop(peer, f"said {describe(peer.buffer[:40].decode('latin1'))}") if hello is None else self._judge(
                     peer, hello
                 )
@@ -227,14 +226,14 @@ class Gathering:
             self.failure = "start", f"{text}. Or port {port} belongs to another job, which has started again: give each its own"
         else:
             text = f"port {port} is taken: another cluster starts there ({text})"
-            peer.say(state="error", kind="start", text=text[: _wire.MAX_TEXT])
+            peer.say(state="error", kind="start", text=text[:MAX_TEXT])
         self._drop(peer)
 
     def _difference(self, peer: _Peer, hello: Hello) -> tuple[str, str] | None:
         """Say in what a worker differs from worker 0, or that another one has its index."""
         they = f"worker {hello.index} ({peer.address}, {describe(hello.process)})"
         me = f"the chief ({self.cluster.coordinator_address}, {describe(self.hello.process)})"
-        if difference := _wire.first_difference(they, hello, me, self.hello):
+        if difference := first_difference(they, hello, me, self.hello):
             return "config", difference
         before = self.present.get(hello.index)
         if hello.index == 0 or (before and before.hello and before.hello.token != hello.token and not before.is_gone()):

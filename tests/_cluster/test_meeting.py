@@ -19,11 +19,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mirrored import _gathering, _preflight, _wire
-from mirrored._cluster import discover
-from mirrored._cluster_spec import Cluster, ClusterSpec
+from mirrored._cluster import gathering as _gathering
+from mirrored._cluster import hello as _hello
+from mirrored._cluster import meeting
+from mirrored._cluster.meeting import Meeting, meet
+from mirrored._cluster.resolvers import discover
+from mirrored._cluster.spec import Cluster, ClusterSpec
 from mirrored._errors import ClusterConfigError, ClusterStartError
-from mirrored._preflight import Meeting, check
 
 VERSIONS = {"jax": "0.10.2", "mirrored": "0.1.0"}
 Outcome = tuple[Meeting | Exception, float]
@@ -50,7 +52,7 @@ def worker(workers: Sequence[str], index: int, **more: Any) -> Cluster:
 def checked(cluster: Cluster, versions: Mapping[str, str], timeout: float) -> Outcome:
     before = time.monotonic()
     try:
-        return check(cluster, versions, timeout), time.monotonic() - before
+        return meet(cluster, versions, timeout), time.monotonic() - before
     except Exception as error:
         return error, time.monotonic() - before
 
@@ -134,8 +136,8 @@ def test_workers_whose_addresses_nobody_said_come_together(start) -> None:
 
 def test_one_worker_and_an_evaluator_need_nobody() -> None:
     spec = ClusterSpec.of({"worker": ["203.0.113.1:1", "203.0.113.2:1"]})
-    assert check(Cluster(), VERSIONS, 5) == check(Cluster(spec, "evaluator"), VERSIONS, 5) == Meeting()
-    assert check(worker(["203.0.113.1:1"], 0), VERSIONS, 5) == Meeting()
+    assert meet(Cluster(), VERSIONS, 5) == meet(Cluster(spec, "evaluator"), VERSIONS, 5) == Meeting()
+    assert meet(worker(["203.0.113.1:1"], 0), VERSIONS, 5) == Meeting()
 
 
 def test_the_order_in_which_workers_start_does_not_matter(start) -> None:
@@ -161,7 +163,7 @@ def test_a_worker_that_left_unseen_may_come_again() -> None:
     """Its end and the hello of its next start may be there at once, and are then read in any order."""
     clusters = [worker(["127.0.0.1:1", "127.0.0.1:2"], index) for index in (0, 1)]
     clock = _gathering.Clock(time.monotonic(), time.monotonic() + 5)
-    gathering = _gathering.Gathering(clusters[0], _wire.introduce(clusters[0], VERSIONS, "chief", "0"), [], clock)
+    gathering = _gathering.Gathering(clusters[0], _hello.introduce(clusters[0], VERSIONS, "chief", "0"), [], clock)
     pairs = [socket.socketpair() for _ in range(3)]
     try:
         peers = [_gathering._Peer(ours, f"127.0.0.1:{i}", clock.deadline) for i, (ours, _) in enumerate(pairs)]
@@ -170,11 +172,11 @@ def test_a_worker_that_left_unseen_may_come_again() -> None:
             gathering.peers[peer] = None
             gathering.selector.register(peer.sock, 1, peer)
         for i, peer in enumerate(peers[:2]):
-            gathering._judge(peer, _wire.introduce(clusters[1], VERSIONS, "worker", f"start {i}"))
+            gathering._judge(peer, _hello.introduce(clusters[1], VERSIONS, "worker", f"start {i}"))
             assert gathering.failure is None and gathering.present == {1: peer}
             if not i:
                 pairs[0][1].close()
-        gathering._judge(peers[2], _wire.introduce(clusters[1], VERSIONS, "another", "while the second is there"))
+        gathering._judge(peers[2], _hello.introduce(clusters[1], VERSIONS, "another", "while the second is there"))
         assert gathering.failure is not None and "two processes say that they are worker 1" in gathering.failure[1]
     finally:
         gathering.selector.close()
@@ -228,9 +230,9 @@ def test_the_deadline_is_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
         clocks.append(clock)
         raise ClusterStartError("enough seen")
 
-    monkeypatch.setattr(_preflight, "_own_host", own_host)
+    monkeypatch.setattr(meeting, "_own_host", own_host)
     with pytest.raises(ClusterStartError, match="enough seen"):
-        check(worker(["a:1", "b:1"], 0), VERSIONS, 7.0)
+        meet(worker(["a:1", "b:1"], 0), VERSIONS, 7.0)
     [clock] = clocks
     assert clock.deadline - clock.started == pytest.approx(7.0) and 0 < clock.left <= 7.0
 
@@ -306,10 +308,10 @@ def test_different_clusters_are_an_error_that_names_the_first_difference(start) 
 
 def test_a_cluster_too_large_for_a_line_is_compared_by_its_digest() -> None:
     many = [f"h{i}.example.org:1" for i in range(500)]
-    mine, theirs = (_wire.introduce(worker(w, 0), {}, "p", "t") for w in (many, [*many[:-1], "other:1"]))
-    assert not mine.workers and len(_wire.encode(mine.message())) < _wire.MAX_LINE
-    assert _wire.first_difference("they", theirs, "me", mine) == "they was given another cluster than me; give both the same"
-    assert _wire.first_difference("they", mine, "me", mine) == ""
+    mine, theirs = (_hello.introduce(worker(w, 0), {}, "p", "t") for w in (many, [*many[:-1], "other:1"]))
+    assert not mine.workers and len(_hello.encode(mine.message())) < _hello.MAX_LINE
+    assert _hello.first_difference("they", theirs, "me", mine) == "they was given another cluster than me; give both the same"
+    assert _hello.first_difference("they", mine, "me", mine) == ""
 
 
 def test_an_address_of_another_host_is_an_error_on_the_worker_that_has_it(start) -> None:
@@ -343,7 +345,7 @@ def test_a_name_server_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.
     monkeypatch.setattr(socket, "getaddrinfo", never)
     before = time.monotonic()
     with pytest.raises(ClusterStartError, match=r"no name server answered within 1\.9 s"):
-        check(worker(["localhost:1", "127.0.0.1:1"], 0), VERSIONS, 30)
+        meet(worker(["localhost:1", "127.0.0.1:1"], 0), VERSIONS, 30)
     assert time.monotonic() - before < 2.2
     silent.set()
     for thread in threading.enumerate():
@@ -378,7 +380,7 @@ def test_a_chief_that_only_its_own_host_can_reach_says_so(start) -> None:
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), True, "60", None, 10**9])
 def test_a_timeout_is_a_number_of_seconds(timeout: Any) -> None:
     with pytest.raises(ClusterConfigError, match=r"timeout_seconds is .*; expected seconds up to"):
-        check(worker(addresses(2), 0), VERSIONS, timeout)
+        meet(worker(addresses(2), 0), VERSIONS, timeout)
 
 
 # The port.
@@ -389,7 +391,7 @@ def test_a_timeout_is_a_number_of_seconds(timeout: Any) -> None:
 def test_a_port_that_stays_taken_is_an_error_in_time_and_whoever_has_it_keeps_it(
     bound_to: str, share: bool, start, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_preflight, "LINGER_SECONDS", 0.1)
+    monkeypatch.setattr(meeting, "LINGER_SECONDS", 0.1)
     with socket.socket(socket.AF_INET6 if bound_to == "::" else socket.AF_INET) as listener:
         if bound_to == "::":
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
@@ -470,10 +472,10 @@ def test_a_job_that_does_not_end_is_named_after_the_timeout(start) -> None:
 def test_a_chief_that_waits_for_its_port_says_so_less_and_less_often(caplog: pytest.LogCaptureFixture) -> None:
     (address,) = addresses(1)
     clock = _gathering.Clock(time.monotonic() - 100, time.monotonic() + 0.6)
-    ours = _wire.introduce(worker([address, *addresses(1)], 0), VERSIONS, "chief", "0")
+    ours = _hello.introduce(worker([address, *addresses(1)], 0), VERSIONS, "chief", "0")
     with program_at(address, SETTINGS), socket.socket() as sock, pytest.raises(OSError, match="in use"):
         host, port = address.rsplit(":", 1)
-        _preflight._bind(sock, (host, int(port)), ours, clock)
+        meeting._bind(sock, (host, int(port)), ours, clock)
     assert caplog.messages == [f"worker 0 is waiting for port {port} on {host}, which another run or program has; after 100 s"]
 
 
@@ -516,7 +518,7 @@ def test_a_connection_to_a_host_that_vanished_does_not_stay(start) -> None:
     assert seen[:2] == [[5, 2, 3], 1]
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as sock:
         now = time.monotonic()
-        _preflight._connect(sock, server.getsockname(), _gathering.Clock(now, now + 5))
+        meeting._connect(sock, server.getsockname(), _gathering.Clock(now, now + 5))
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
 
 
@@ -527,7 +529,7 @@ def test_a_privileged_or_impossible_port_is_an_error_that_names_it(monkeypatch: 
 
     monkeypatch.setattr(socket.socket, "bind", refuse)
     with pytest.raises(ClusterConfigError, match=r"the chief cannot listen at 127.0.0.1:80 \(127.0.0.1\): Permission denied"):
-        check(worker(["127.0.0.1:80", "127.0.0.1:81"], 0), VERSIONS, 5)
+        meet(worker(["127.0.0.1:80", "127.0.0.1:81"], 0), VERSIONS, 5)
 
 
 def test_another_cluster_on_the_port_does_not_disturb_the_first(start) -> None:
@@ -559,8 +561,8 @@ def test_an_answer_without_an_end_is_not_collected() -> None:
     ours, theirs = socket.socketpair()
     now = time.monotonic()
     with ours, theirs:
-        theirs.sendall(_wire.encode({})[:-2] + b" " * _wire.MAX_LINE)
-        answers = _preflight._answers(ours, _gathering.Clock(now, now - 0.5))
+        theirs.sendall(_hello.encode({})[:-2] + b" " * _hello.MAX_LINE)
+        answers = meeting._answers(ours, _gathering.Clock(now, now - 0.5))
         assert isinstance(next((answer for answer in answers if answer is not None), None), bytes)
 
 
@@ -575,7 +577,7 @@ def test_what_a_false_chief_says_is_shown_escaped(start) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         future = start(worker([f"127.0.0.1:{server.getsockname()[1]}", *addresses(1)], 1))
         with server.accept()[0] as peer:
-            peer.sendall(_wire.encode({"state": "error", "kind": "config", "text": text}))
+            peer.sendall(_hello.encode({"state": "error", "kind": "config", "text": text}))
             (error,) = outcomes([future], within=3)
     assert str(error) == r"evil\n\x1b[2Jtext \u202e \xe9"
 
@@ -592,7 +594,7 @@ def test_a_worker_does_not_take_its_own_connection_for_the_chief(monkeypatch: py
 
     monkeypatch.setattr(socket.socket, "connect", to_itself)
     with pytest.raises(ClusterStartError, match="Connection refused"):
-        check(worker(workers, 1), VERSIONS, 0.3)
+        meet(worker(workers, 1), VERSIONS, 0.3)
     assert can_bind(f"{host}:{port}")
 
 
@@ -600,7 +602,7 @@ def test_a_worker_does_not_take_its_own_connection_for_the_chief(monkeypatch: py
 
 
 def hello(cluster: Cluster, **change: Any) -> bytes:
-    return _wire.encode(_wire.introduce(cluster, VERSIONS, "test", "t").message() | change)
+    return _hello.encode(_hello.introduce(cluster, VERSIONS, "test", "t").message() | change)
 
 
 STRANGERS = {
@@ -663,14 +665,14 @@ def test_hundreds_of_strangers_are_no_obstacle(start) -> None:
 
 def test_a_line_or_a_word_that_is_too_long_is_not_read() -> None:
     line = hello(worker(["h:1", "h:2"], 1)).rstrip(b"\n")
-    answer = _wire.encode({"state": "go"}).rstrip(b"\n")
-    for parse, right in ((_wire.parse_hello, line), (_wire.parse_answer, answer)):
-        assert parse(right.ljust(_wire.MAX_LINE)) is not None
-        assert parse(right.ljust(_wire.MAX_LINE + 1)) is None
+    answer = _hello.encode({"state": "go"}).rstrip(b"\n")
+    for parse, right in ((_hello.parse_hello, line), (_hello.parse_answer, answer)):
+        assert parse(right.ljust(_hello.MAX_LINE)) is not None
+        assert parse(right.ljust(_hello.MAX_LINE + 1)) is None
     for length, is_read in ((300, True), (301, False)):
         word = "x" * length
         for change in ({"token": word}, {"workers": [word]}, {"versions": {"jax": word}}, {"versions": {word: "1"}}):
-            assert (_wire.parse_hello(hello(worker(["h:1", "h:2"], 1), **change)) is not None) == is_read, change
+            assert (_hello.parse_hello(hello(worker(["h:1", "h:2"], 1), **change)) is not None) == is_read, change
 
 
 def test_a_stranger_that_says_too_much_is_cut_off_at_once(start) -> None:
@@ -679,7 +681,7 @@ def test_a_stranger_that_says_too_much_is_cut_off_at_once(start) -> None:
     with connected(workers[0]) as stranger:
         before = time.monotonic()
         with contextlib.suppress(ConnectionError):
-            stranger.sendall(b"x" * (_wire.MAX_LINE + 1))
+            stranger.sendall(b"x" * (_hello.MAX_LINE + 1))
             assert stranger.recv(1) == b""
         assert time.monotonic() - before < _gathering.PATIENCE_SECONDS / 2
     outcomes([chief, start(worker(workers, 1))], within=4)
@@ -704,8 +706,8 @@ def test_of_too_many_strangers_the_oldest_goes(start) -> None:
     | st.lists(st.none() | st.integers() | st.text(max_size=5), max_size=3).map(lambda x: json.dumps(x).encode())
 )
 def test_no_bytes_are_an_error_to_the_parser(line: bytes) -> None:
-    assert _wire.parse_hello(line) is None
-    assert _wire.parse_answer(line) is None
+    assert _hello.parse_hello(line) is None
+    assert _hello.parse_answer(line) is None
 
 
 SIMPLE = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
@@ -717,7 +719,7 @@ SIMPLE = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_s
     SIMPLE | st.lists(SIMPLE, max_size=2) | st.dictionaries(st.text(max_size=5), SIMPLE, max_size=2),
 )
 def test_a_hello_with_odd_fields_is_refused_or_right(field: str, odd: object) -> None:
-    parsed = _wire.parse_hello(hello(worker(["h:1", "h:2"], 1), **{field: odd}))
+    parsed = _hello.parse_hello(hello(worker(["h:1", "h:2"], 1), **{field: odd}))
     if parsed is not None:
         assert type(parsed.index) is int and type(parsed.num_workers) is int
         words = [*parsed.workers, *parsed.versions.values(), parsed.digest, parsed.process, parsed.token]
@@ -728,16 +730,16 @@ def test_a_hello_with_odd_fields_is_refused_or_right(field: str, odd: object) ->
 
 JOB = """
 import sys, jax
-from mirrored import _cluster, _preflight
-cluster, found = _cluster.discover()
+from mirrored._cluster import meeting, resolvers
+cluster, found = resolvers.discover()
 try:
-    meeting = _preflight.check(cluster, {"jax": jax.__version__}, 60)
+    met = meeting.meet(cluster, {"jax": jax.__version__}, 60)
 except Exception as error:
     print(type(error).__name__, error, flush=True)
     sys.exit(76)
 jax.distributed.initialize(
     cluster.coordinator_address, cluster.num_workers, cluster.worker_index, cluster_detection_method="deactivate",
-    coordinator_bind_address=meeting.bind_address,
+    coordinator_bind_address=met.bind_address,
 )
 print("up", found, flush=True)
 sys.stdin.readline()
@@ -749,7 +751,7 @@ print("done", flush=True)
 def test_jax_starts_on_the_port_and_a_second_job_there_waits_without_disturbing_it(start) -> None:
     workers = addresses(2)
     environment = {key: value for key, value in os.environ.items() if "proxy" not in key.lower()} | {
-        "PYTHONPATH": str(Path(_preflight.__file__).parent.parent),
+        "PYTHONPATH": str(Path(meeting.__file__).parent.parent),
         "JAX_PLATFORMS": "cpu",
     }
 

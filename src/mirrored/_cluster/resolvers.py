@@ -9,10 +9,11 @@ import abc
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from . import _env, _launchers
-from ._cluster_spec import Cluster, ClusterSpec, check_count, refuse, said_by
-from ._launchers import DEFAULT_PORT, SOURCES, decimal, has
-from ._text import describe
+from .. import _env
+from .._text import describe
+from . import environments
+from .environments import DEFAULT_PORT, SOURCES, decimal, has
+from .spec import Cluster, ClusterSpec, check_count, refuse, said_by
 
 
 class ClusterResolver(abc.ABC):
@@ -96,7 +97,7 @@ class TFConfigClusterResolver(ClusterResolver):
     def cluster(self) -> Cluster:
         """Return what TF_CONFIG says."""
         environment = _environment(self._environment)
-        return _late(environment, _launchers.from_tf_config(environment)) if has(environment, _env.TF_CONFIG) else Cluster()
+        return _late(environment, environments.from_tf_config(environment)) if has(environment, _env.TF_CONFIG) else Cluster()
 
 
 class SlurmClusterResolver(ClusterResolver):
@@ -125,7 +126,7 @@ class SlurmClusterResolver(ClusterResolver):
     def cluster(self) -> Cluster:
         """Return what Slurm's variables say."""
         environment = _environment(self._environment)
-        return _late(environment, _launchers.slurm_step(environment, self._port_base))
+        return _late(environment, environments.slurm_step(environment, self._port_base))
 
 
 class KubernetesClusterResolver(ClusterResolver):
@@ -210,7 +211,7 @@ def discover(explicit: object = None, environment: Mapping[str, str] | None = No
         )
     there = [(name, read) for name, is_there, read in SOURCES if is_there(environment)]
     if not there:
-        return Cluster(found_in="nothing"), "one worker: no variable describes a cluster" + _launchers.near_miss(environment)
+        return Cluster(found_in="nothing"), "one worker: no variable describes a cluster" + environments.near_miss(environment)
     cluster = _late(environment, there[0][1](environment))
     ignored = f"; not used: {', '.join(name for name, _ in there[1:])}" if there[1:] else ""
     return cluster, f"{cluster}, from {cluster.found_in}{ignored}"
