@@ -78,7 +78,7 @@ def step_times(options: Any) -> dict[str, list[float]]:
     import mirrored as mr
 
     if not options.guard:
-        from mirrored import _guard
+        from mirrored._workers import guard as _guard
 
         _guard.Guard.start = _guard.Guard.stop = lambda self: None
     strategy = mr.MultiWorkerMirroredStrategy()

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from mirrored import _check_command, launch
-from mirrored._coordination import Coordination
+from mirrored._workers.coordination import Coordination
 
 
 @pytest.fixture(autouse=True)

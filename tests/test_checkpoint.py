@@ -29,9 +29,9 @@ import pytest
 import mirrored as mr
 from mirrored import _checkpoint_agreement, _checkpoint_files, _checkpoint_state, _integrity
 from mirrored._checkpoint_writer import Writer
-from mirrored._coordination import Coordination
 from mirrored._errors import CheckpointError
-from mirrored._progress import progress
+from mirrored._workers.coordination import Coordination
+from mirrored._workers.progress import progress
 from mirrored.checkpoint import Checkpoint
 
 ALL_DEVICES = [f"cpu:{i}" for i in range(8)]
@@ -1220,7 +1220,7 @@ except KeyboardInterrupt:
 
 def test_a_forked_child_ends_whatever_the_other_threads_held(tmp_path: Path) -> None:
     fork = """
-from mirrored._progress import progress
+from mirrored._workers.progress import progress
 checkpoint.save(1)
 progress.lock.acquire()
 child = os.fork()
@@ -1234,7 +1234,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 #: Makes the thread that saves wait until the main thread waits for it, and interrupt that.
 INTERRUPT = """
-from mirrored._progress import progress
+from mirrored._workers.progress import progress
 
 def interrupt():
     while not any(phase.text == "waiting for the checkpoint" for phase in progress.phases):

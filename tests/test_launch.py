@@ -280,7 +280,9 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", ["TF_CONFIG", ""])
 def test_the_launcher_s_cluster_wins_over_other_launchers(name: str, launcher: Launcher) -> None:
-    boot = BOOT.replace("from mirrored import _launch_group, _launch_signals, launch", "from mirrored._cluster.resolvers import discover")
+    boot = BOOT.replace(
+        "from mirrored import _launch_group, _launch_signals, launch", "from mirrored._cluster.resolvers import discover"
+    )
     body = boot + "say(discover()[1])\nsay('RANK' in os.environ, 'TF_CONFIG' in os.environ)\nsys.exit(1)"
     environment = {key: value for key, value in OTHERS.items() if name or key != "TF_CONFIG"}
     code, out, err = launcher.run(body, "-n", 2, "--max-restarts", 1, environment=environment)

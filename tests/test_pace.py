@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 import mirrored as mr
-from mirrored import _pace, _progress
-from mirrored._progress import Progress
+from mirrored import _pace
+from mirrored._workers import progress as _progress
+from mirrored._workers.progress import Progress
 
 CONFIGURING = ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES", "JAX_PLATFORMS", "PJRT_NPROC", "NPROC")
 #: XLA aborts the process when replicas have waited so long for each other.

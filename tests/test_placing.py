@@ -59,13 +59,13 @@ def test_workers_that_differ_are_named(strategy3) -> None:
 
 def test_an_array_that_the_workers_computed_otherwise_is_named(strategy3, monkeypatch: pytest.MonkeyPatch) -> None:
     arrays = {2: strategy3.reduce("sum", 1.0), 5: strategy3.reduce("sum", 2.0)}
-    monkeypatch.setattr(_placing._joint, "exchange", lambda name, row: [row, row, [row[0], row[1] + 1]])
+    monkeypatch.setattr(_placing.joint_programs, "exchange", lambda name, row: [row, row, [row[0], row[1] + 1]])
     with pytest.raises(mr.ReplicasDivergeError, match=r"what `v5` was given is an array .* worker 2 computed other values"):
         _placing._compare_bits(arrays, lambda index: f"what `v{index}` was given")
     arrays[5].delete()
     with pytest.raises(mr.ReplicasDivergeError, match=r"what `v5` was given"):
         _placing._compare_bits(arrays, lambda index: f"what `v{index}` was given")
-    monkeypatch.setattr(_placing._joint, "exchange", lambda name, row: [row] * 3)
+    monkeypatch.setattr(_placing.joint_programs, "exchange", lambda name, row: [row] * 3)
     _placing._compare_bits(arrays, lambda index: f"what `v{index}` was given")
     _placing.check_later(strategy3._mesh, [arrays[2]], lambda _: "with one worker there is nothing to compare")
 
@@ -78,7 +78,7 @@ def test_workers_agree_on_what_is_sent_before_it_is_compiled(strategy3, monkeypa
         said.append(text)
         raise mr.ProgramMismatchError("different programs")
 
-    monkeypatch.setattr(_placing._joint, "agree", differ)
+    monkeypatch.setattr(_placing.joint_programs, "agree", differ)
     with pytest.raises(mr.ProgramMismatchError):
         _placing._program(strategy3._mesh, (((2, 3), np.dtype("float32")), ((), np.dtype("int32"))))
     rows = jax.device_put(np.ones((3, 2), np.float32), strategy3._mesh.stacked)
@@ -92,7 +92,7 @@ def test_workers_agree_on_what_is_sent_before_it_is_compiled(strategy3, monkeypa
 def test_what_is_mirrored_again_is_waited_for_like_any_program(strategy3, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the guard would take this worker for one that waits, until its next program."""
     joined = []
-    monkeypatch.setattr(_placing._joint, "agreed", lambda name, text, program: program)
+    monkeypatch.setattr(_placing.joint_programs, "agreed", lambda name, text, program: program)
     monkeypatch.setattr(_placing._pace, "joined", joined.append)
     _placing._gathering.cache_clear()
     rows = jax.device_put(np.arange(6.0).reshape(3, 2), strategy3._mesh.stacked)

@@ -18,9 +18,10 @@ import pytest
 from fake_service import FakeClient
 
 import mirrored as mr
-from mirrored import _checkpoint_files, _checkpoint_state, _coordination, preemption
-from mirrored._coordination import Coordination
+from mirrored import _checkpoint_files, _checkpoint_state, preemption
 from mirrored._errors import CheckpointError
+from mirrored._workers import coordination
+from mirrored._workers.coordination import Coordination
 from mirrored.checkpoint import Checkpoint
 from mirrored.preemption import PreemptionHandler
 
@@ -503,7 +504,7 @@ def test_what_one_handler_said_is_not_heard_by_the_next(monkeypatch) -> None:
         if has_signal:
             assert [watch.target() for watch in watches] == [501, 501]
         else:
-            assert not watches[0]._agreed.wait(2 * _coordination.SLICE_SECONDS)
+            assert not watches[0]._agreed.wait(2 * coordination.SLICE_SECONDS)
         for watch in watches:
             watch.stop()
 

@@ -10,7 +10,8 @@ from collections.abc import Callable
 import pytest
 
 import mirrored as mr
-from mirrored import _runtime, _strategies
+from mirrored import _strategies
+from mirrored._workers import runtime
 
 TWO = {"cluster": {"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}, "task": {"type": "worker", "index": 1}}
 ONE = {"cluster": {"worker": ["10.0.0.1:2222"]}, "task": {"type": "worker", "index": 0}}
@@ -61,7 +62,7 @@ def test_who_has_joined_the_others_is_not_warned(
     joined: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("TF_CONFIG", json.dumps(TWO))
-    monkeypatch.setattr(_runtime, joined, lambda: True)
+    monkeypatch.setattr(runtime, joined, lambda: True)
     mr.MirroredStrategy(["cpu:0"])
     assert warnings(caplog) == []
 

@@ -16,8 +16,8 @@ from . import _env
 from ._checkpoint_files import StepFiles
 from ._checkpoint_state import Snapshot
 from ._errors import CheckpointError
-from ._progress import progress
 from ._shutdown import before_pools_end
+from ._workers.progress import progress
 
 _logger = logging.getLogger("mirrored")
 

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _collectives, _placing
-from ._coordination import Coordination
 from ._mesh import ReplicaMesh
-from ._progress import progress
 from ._typing import PyTree, Shape
 from ._values import PerReplica, stack_shapes
+from ._workers.coordination import Coordination
+from ._workers.progress import progress
 
 _VERB = "distribute_values_from_function"
 

@@ -13,14 +13,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from . import _home, _joint
-from ._agreement import require_same_history
+from . import _home
 from ._checksum import checksum
 from ._errors import ReplicasDivergeError
 from ._mesh import ReplicaMesh
-from ._progress import progress
 from ._text import numbered
 from ._variables import Variable
+from ._workers import joint_programs
+from ._workers.progress import progress
+from ._workers.same_program import require_same_history
 
 #: The share of the time that comparing takes in the long run.
 MAX_COST = 0.01
@@ -60,7 +61,7 @@ def check(mesh: ReplicaMesh, variables: Sequence[Variable], every: int = 0) -> i
 
 
 def _exchange(mesh: ReplicaMesh, own: list[Any]) -> Sequence[list[Any]]:
-    return [own] if mesh.is_alone else _joint.exchange("the comparison of the copies of variables", own)
+    return [own] if mesh.is_alone else joint_programs.exchange("the comparison of the copies of variables", own)
 
 
 def _compare(mesh: ReplicaMesh, variable: Variable, column: np.ndarray) -> None:

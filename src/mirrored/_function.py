@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from . import _context, _divergence, _home, _joint, _lift, _mesh, _pace, _placing, _replicate, _signature
+from . import _context, _divergence, _home, _lift, _mesh, _pace, _placing, _replicate, _signature
 from ._context import Frame
 from ._divergence import Watch
 from ._errors import StrategyMismatchError
@@ -19,11 +19,12 @@ from ._jax import jaxprs, tracing
 from ._lift import Lifted
 from ._mesh import ReplicaMesh
 from ._programs import Programs
-from ._progress import in_main_thread
 from ._signature import ArrayLeaf, Call
 from ._typing import PyTree, Shape, UserFunction
 from ._values import PerReplica
 from ._variables import Variable
+from ._workers import joint_programs
+from ._workers.progress import in_main_thread
 
 _programs: Programs[CompiledFunction] = Programs()
 
@@ -158,7 +159,7 @@ def _make(call: Call, frame: Frame) -> CompiledFunction:
     compiled = jax.jit(body, donate_argnums=0, out_shardings=placements)
     if not mesh.is_alone:
         is_split = [leaf.is_per_replica for leaf in leaves]
-        compiled = _joint.prepared(name, f"arguments by replica: {is_split}\n{lifted.describe()}", compiled)
+        compiled = joint_programs.prepared(name, f"arguments by replica: {is_split}\n{lifted.describe()}", compiled)
     constants = _placing.mirror_constants(mesh, lifted.closed.consts, f"an array that {name} closes over")
     home, pins = _home.home_of(lifted.written), [*_signature.pinned(call), frame.strategy]
     return CompiledFunction(name, lifted, home, mesh, compiled, constants, pins, _divergence.watch(mesh, lifted.variables))

@@ -17,13 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from . import _joint, _pace
+from . import _pace
 from ._checksum import checksum
 from ._errors import ReplicasDivergeError, StrategyMismatchError
 from ._mesh import ReplicaMesh
-from ._progress import progress
 from ._text import numbered
 from ._typing import REPLICA_AXIS, Shape
+from ._workers import joint_programs
+from ._workers.progress import progress
 
 _NAME = "sending values from the chief"
 _CHECK = "comparing an array of all workers"
@@ -80,7 +81,7 @@ def check_later(mesh: ReplicaMesh, arrays: Sequence[Any], name_of: Callable[[int
     mirrored = {i: array for i, array in known.items() if not isinstance(array, jax.core.Tracer) and _is_whole(mesh, array)}
     if mirrored:
         kinds = ", ".join(f"{array.dtype}{list(array.shape)}" for array in mirrored.values())
-        _joint.started(_CHECK, kinds, lambda: None)()
+        joint_programs.started(_CHECK, kinds, lambda: None)()
         _pace.joined(list(mirrored.values())[-1], lambda _: _compare_bits(mirrored, name_of))
 
 
@@ -94,7 +95,7 @@ def mirror_constants(mesh: ReplicaMesh, constants: Sequence[Any], what: str) -> 
 
 def _compare_bits(arrays: Mapping[int, jax.Array], name_of: Callable[[int], str]) -> None:
     # The user may have given one away by then; all workers have.
-    rows = _joint.exchange(_CHECK, [0 if array.is_deleted() else checksum(array) for array in arrays.values()])
+    rows = joint_programs.exchange(_CHECK, [0 if array.is_deleted() else checksum(array) for array in arrays.values()])
     for column, index in enumerate(arrays):
         if workers := [worker for worker, row in enumerate(rows) if row[column] != rows[0][column]]:
             raise ReplicasDivergeError(
@@ -133,7 +134,7 @@ def _is_whole(mesh: ReplicaMesh, array: jax.Array) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _gathering(mesh: ReplicaMesh, placement: jax.sharding.Sharding) -> Callable[[jax.Array], jax.Array]:
-    return _joint.agreed("mirroring an array", f" from {placement}", jax.jit(lambda x: x, out_shardings=mesh.mirrored))
+    return joint_programs.agreed("mirroring an array", f" from {placement}", jax.jit(lambda x: x, out_shardings=mesh.mirrored))
 
 
 def _from_chief(
@@ -165,7 +166,7 @@ def _program(mesh: ReplicaMesh, kinds: tuple[tuple[Shape, Any], ...]) -> Callabl
     Compiled ahead, so that it runs at once also while a larger program is traced.
     """
     text = "\n".join(f"{dtype}{list(shape)}" for shape, dtype in kinds)
-    _joint.agree(_NAME, text)
+    joint_programs.agree(_NAME, text)
 
     def body(rows: list[jax.Array]) -> list[jax.Array]:
         *own, sums = [row[0] for row in rows]
@@ -181,7 +182,7 @@ def _program(mesh: ReplicaMesh, kinds: tuple[tuple[Shape, Any], ...]) -> Callabl
     rows = [jax.ShapeDtypeStruct(shape, word, sharding=mesh.stacked) for shape, word in shapes]
     with progress.phase(f"compiling {_NAME}", is_patient=True):
         program = jax.jit(jax.shard_map(body, mesh=mesh.mesh, **specs)).lower(rows).compile()
-    return _joint.started(_NAME, text, program)
+    return joint_programs.started(_NAME, text, program)
 
 
 def _compare(mesh: ReplicaMesh, positions: list[int], on_difference: OnDifference, sums: jax.Array) -> None:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from . import _context, _divergence, _guards, _home, _joint, _lift, _mirror_proof, _pace, _placing, _signature, _uneven
+from . import _context, _divergence, _guards, _home, _lift, _mirror_proof, _pace, _placing, _signature, _uneven
 from ._collectives import ReplicaAxis
 from ._context import Frame, ReplicaContext
 from ._divergence import Watch
@@ -27,11 +27,12 @@ from ._lift import Lifted
 from ._mesh import ReplicaMesh
 from ._mirror_proof import Findings, State
 from ._programs import Programs
-from ._progress import in_main_thread
 from ._signature import Call
 from ._step import trace_step
 from ._typing import REPLICA_AXIS, PyTree
 from ._values import PerReplica
+from ._workers import joint_programs
+from ._workers.progress import in_main_thread
 
 is_eager: contextvars.ContextVar[bool] = contextvars.ContextVar("mirrored_eager", default=False)
 
@@ -292,7 +293,7 @@ def _make_program(strategy: Any, mesh: ReplicaMesh, call: Call) -> Program:
     mapped = _map(mesh, lifted, is_split, is_mirrored)
     compiled = jax.jit(mapped, donate_argnums=0)
     if text:
-        compiled = _joint.prepared(name, text, compiled)
+        compiled = joint_programs.prepared(name, text, compiled)
     constants = _placing.mirror_constants(mesh, lifted.closed.consts, "an array that the step closes over")
     home, pins = _home.home_of(lifted.written), _signature.pinned(call)
     watch = _divergence.watch(mesh, lifted.variables)

@@ -15,12 +15,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from . import _joint, _pace
+from . import _pace
 from ._collectives import Axes, accumulator_dtype, divide, join_rows
 from ._errors import UnevenReplicasError
 from ._options import ReduceOp, VariableAggregation
 from ._typing import Shape
 from ._values import PerReplica
+from ._workers import joint_programs
 
 
 def reduce_stack(stack: jax.Array, op: ReduceOp, axes: Axes, shapes: tuple[Shape, ...] | None) -> jax.Array:
@@ -130,4 +131,4 @@ def compiled(function: Callable[..., jax.Array], placement: NamedSharding, *stat
 @functools.lru_cache(maxsize=1024)
 def _compile(function: Callable[..., jax.Array], placement: NamedSharding, static: tuple[Any, ...]) -> Any:
     program = jax.jit(lambda array: function(array, *static), out_shardings=placement)
-    return _joint.agreed(function.__name__, str(static), program) if _pace.is_joint(placement) else program
+    return joint_programs.agreed(function.__name__, str(static), program) if _pace.is_joint(placement) else program

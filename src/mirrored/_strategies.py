@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from . import _context, _env, _mesh, _placing, _runtime
+from . import _context, _env, _mesh, _placing
 from ._cluster import resolvers
 from ._cluster.resolvers import ClusterResolver
 from ._cluster.spec import Cluster
@@ -21,6 +21,7 @@ from ._context import ReplicaContext
 from ._errors import ClusterConfigError
 from ._options import CommunicationImplementation, CommunicationOptions
 from ._strategy import Strategy
+from ._workers.runtime import Runtime, attach, current, exit_codes, is_connected, start, starting_devices
 
 _logger = logging.getLogger("mirrored")
 _has_warned = False
@@ -104,12 +105,12 @@ class MultiWorkerMirroredStrategy(Strategy):
         communication_options = _renamed("communication", chosen, "communication_options", communication_options, right)
         options = CommunicationOptions() if communication_options is None else communication_options
         _refuse_options(cluster, options)
-        with _runtime.exit_codes():
+        with exit_codes():
             runtime = self._join(cluster, options)
             if runtime is None:
                 mesh = _mesh.make_mesh(_mesh.resolve_devices(None))
             else:
-                with _runtime.starting_devices():
+                with starting_devices():
                     mesh = _mesh.cluster_mesh()
         if options.implementation is CommunicationImplementation.NCCL and mesh.devices[0].platform == "cpu":
             raise ValueError(
@@ -122,14 +123,14 @@ class MultiWorkerMirroredStrategy(Strategy):
             self._coordination = runtime.coordination
             self._meet()
 
-    def _join(self, cluster: ClusterResolver | None, options: CommunicationOptions) -> _runtime.Runtime | None:
-        if _runtime.current() is None and _runtime.is_connected():
+    def _join(self, cluster: ClusterResolver | None, options: CommunicationOptions) -> Runtime | None:
+        if current() is None and is_connected():
             self._cluster = None
             _logger.info("cluster: jax.distributed was initialised already, and is used as it is")
-            return _runtime.attach(options, None if cluster is None else resolvers.discover(cluster)[0])
+            return attach(options, None if cluster is None else resolvers.discover(cluster)[0])
         self._cluster, sentence = resolvers.discover(cluster)
         _logger.info("cluster: %s", sentence)
-        return _runtime.start(self._cluster, options)
+        return start(self._cluster, options)
 
     def _meet(self) -> None:
         """Let all workers use a collective together at once: the first one of a set of devices waits for 30 s only."""
@@ -172,7 +173,7 @@ def _look_for_others(name: str) -> None:
     """Warn, once in a process, when it is one of several workers by its environment, but is about to train by itself."""
     if _env.TF_CONFIG.get() is not None:
         _logger.info("TF_CONFIG is set, but %s is for one machine and ignores it", name)
-    if _runtime.current() is not None or _runtime.is_connected():
+    if current() is not None or is_connected():
         return
     with contextlib.suppress(ClusterConfigError):  # a malformed description concerns those who use it
         cluster, sentence = resolvers.discover()

@@ -14,19 +14,19 @@ from typing import Any
 import jax
 
 from . import _collectives, _context, _distributed_values, _divergence, _explain, _pace, _placing, _replicate, _stacked
-from ._agreement import require_same_history
 from ._cluster.spec import Cluster
 from ._context import Frame
-from ._coordination import Coordination
 from ._errors import ContextError, StrategyMismatchError
 from ._mesh import ReplicaMesh
 from ._options import AutoShardPolicy, InputOptions, ReduceOp
 from ._programs import Programs
-from ._progress import progress
 from ._replicate import Program
 from ._typing import PyTree, UserFunction
 from ._values import PerReplica
 from ._variables import Variable, live_variables
+from ._workers.coordination import Coordination
+from ._workers.progress import progress
+from ._workers.same_program import require_same_history
 from .data._auto_shard import make_plan, plan_of_function
 from .data._dataset import DistributedDataset, check_dataset
 from .data._input_context import InputContext

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _collectives, _context, _conversion, _joint, _mesh, _placing, _stacked
+from . import _collectives, _context, _conversion, _mesh, _placing, _stacked
 from ._context import Frame
 from ._errors import ContextError, PerReplicaError, ReplicasDivergeError, StrategyMismatchError, UnevenReplicasError
 from ._home import Home
@@ -24,6 +24,7 @@ from ._mesh import ReplicaMesh
 from ._options import VariableAggregation, VariableSynchronization
 from ._typing import ArrayLike, Shape
 from ._values import PerReplica
+from ._workers import joint_programs
 
 _NONE = VariableAggregation.NONE
 
@@ -403,7 +404,7 @@ class Variable:
     def _note_use(self, what: str) -> None:
         """Let the workers see, with their next comparison, whether all use the same variable."""
         if not self._mesh.is_alone and not _context.is_traced():
-            _joint.note(f"{what} variable {self._number}")
+            joint_programs.note(f"{what} variable {self._number}")
 
     def _check_mesh(self, frame: Frame) -> None:
         if frame.mesh is not None and frame.mesh != self._mesh:

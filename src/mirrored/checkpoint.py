@@ -11,14 +11,15 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from . import _checkpoint_agreement, _checkpoint_files, _checkpoint_state, _context, _divergence, _integrity, _runtime
+from . import _checkpoint_agreement, _checkpoint_files, _checkpoint_state, _context, _divergence, _integrity
 from ._checkpoint_files import DamagedStep, StepFiles
 from ._checkpoint_state import Leaves, Snapshot
 from ._checkpoint_writer import Writer
 from ._errors import CheckpointError, ContextError, StrategyMismatchError
-from ._progress import progress
 from ._strategies import DefaultStrategy, get_strategy
 from ._typing import PyTree
+from ._workers import runtime
+from ._workers.progress import progress
 
 _logger = logging.getLogger("mirrored")
 
@@ -333,7 +334,7 @@ class Checkpoint:
     def _leaves(self) -> Leaves:
         leaves = _checkpoint_state.leaves_of(self._named)
         joint = None if self._strategy.num_workers > 1 else _checkpoint_state.joint_among(leaves)
-        if joint or (_runtime.current() is not None and isinstance(self._strategy, DefaultStrategy)):
+        if joint or (runtime.current() is not None and isinstance(self._strategy, DefaultStrategy)):
             what = repr(joint) if joint else "this worker"
             raise StrategyMismatchError(
                 f"mr.Checkpoint was made outside the scope of the strategy to which {what} belongs, so each worker would write "

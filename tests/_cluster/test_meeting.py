@@ -730,7 +730,8 @@ def test_a_hello_with_odd_fields_is_refused_or_right(field: str, odd: object) ->
 
 JOB = """
 import sys, jax
-from mirrored._cluster import meeting, resolvers
+from mirrored._cluster import meeting
+from mirrored._cluster import resolvers
 cluster, found = resolvers.discover()
 try:
     met = meeting.meet(cluster, {"jax": jax.__version__}, 60)

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import mirrored as mr
-from mirrored._process import Process
+from mirrored._workers.neighbours import Process
 
 given = dict(argument.split("=", 1) for argument in sys.argv[1:])
 fault, at, who = given.get("fault", "none"), int(given.get("at", 5)), given.get("who", "1")

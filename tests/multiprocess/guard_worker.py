@@ -16,10 +16,10 @@ import numpy as np
 from jax._src import distributed
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mirrored._agreement import Agreement
-from mirrored._coordination import Coordination
-from mirrored._guard import Guard
-from mirrored._progress import progress
+from mirrored._workers.coordination import Coordination
+from mirrored._workers.guard import Guard
+from mirrored._workers.progress import progress
+from mirrored._workers.same_program import Agreement
 
 WORKER, NUM_WORKERS = int(os.environ["JAX_PROCESS_ID"]), int(os.environ["JAX_NUM_PROCESSES"])
 

@@ -11,11 +11,11 @@ from typing import Any, Self
 import jax
 
 from .. import _placing
-from .._coordination import Channel
 from .._mesh import ReplicaMesh
-from .._progress import NEXT_BATCH, in_main_thread, progress
 from .._typing import PyTree
 from .._values import PerReplica
+from .._workers.coordination import Channel
+from .._workers.progress import NEXT_BATCH, in_main_thread, progress
 from ._auto_shard import Plan
 from ._feed import Ahead
 from ._position import Position, Source

@@ -10,11 +10,11 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-from . import _env
-from ._coordination import Coordination
-from ._errors import ProgramMismatchError
-from ._progress import UNKNOWN, Progress, progress
-from ._text import escape, escape_lines, numbered
+from .. import _env
+from .._errors import ProgramMismatchError
+from .._text import escape, escape_lines, numbered
+from .coordination import Coordination
+from .progress import UNKNOWN, Progress, progress
 
 #: Lines shown before and after the first that differs, and characters of them.
 _LINES_BEFORE, _LINES_AFTER = 2, 5

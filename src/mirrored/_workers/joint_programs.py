@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 
-from . import _runtime
-from ._agreement import digest
-from ._progress import progress
+from .progress import progress
+from .runtime import Runtime, current
+from .same_program import digest
 
 #: A compiled program: of a `jax.jit`, so it has `lower`.
 Compiled = Any
@@ -89,7 +89,7 @@ def agreed(name: str, text: str, program: Compiled) -> Callable[..., Any]:
     return call
 
 
-def _required() -> _runtime.Runtime:
-    runtime = _runtime.current()
+def _required() -> Runtime:
+    runtime = current()
     assert runtime is not None, "a program of several workers, and no cluster"
     return runtime

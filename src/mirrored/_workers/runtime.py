@@ -17,16 +17,16 @@ from types import TracebackType
 
 import jax
 
-from . import _env
-from ._agreement import Agreement
-from ._cluster.meeting import Meeting, meet
-from ._cluster.spec import Cluster
-from ._coordination import Coordination
-from ._errors import BAD_CONFIGURATION, ClusterConfigError, ClusterStartError, WorkerLostError
-from ._guard import Guard
-from ._jax import distributed
-from ._options import CommunicationImplementation, CommunicationOptions
-from ._progress import progress
+from .. import _env
+from .._cluster.meeting import Meeting, meet
+from .._cluster.spec import Cluster
+from .._errors import BAD_CONFIGURATION, ClusterConfigError, ClusterStartError, WorkerLostError
+from .._jax import distributed
+from .._options import CommunicationImplementation, CommunicationOptions
+from .coordination import Coordination
+from .guard import Guard
+from .progress import progress
+from .same_program import Agreement
 
 _logger = logging.getLogger("mirrored")
 

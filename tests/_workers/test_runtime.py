@@ -15,14 +15,16 @@ import pytest
 from jax._src.lib import _jax
 
 import mirrored as mr
-from mirrored import _collectives, _runtime, _uncaught
-from mirrored._agreement import Agreement
+from mirrored import _collectives
 from mirrored._cluster import meeting as _meeting
 from mirrored._cluster.spec import Cluster, ClusterSpec
-from mirrored._coordination import Coordination
 from mirrored._jax import distributed
-from mirrored._progress import progress
-from mirrored._stall import Own
+from mirrored._workers import runtime as _runtime
+from mirrored._workers import verdict
+from mirrored._workers.coordination import Coordination
+from mirrored._workers.progress import progress
+from mirrored._workers.same_program import Agreement
+from mirrored._workers.stall import Own
 
 
 def test_whether_a_backend_runs_can_be_asked() -> None:
@@ -161,7 +163,7 @@ def test_jax_s_own_limit_for_devices_names_the_worker_and_asks_for_a_new_start()
     with library:
         for sign in ("Getting local topologies failed", "GetKeyValue() timed out"):
             assert library.find(sign.encode()) >= 0
-            assert _uncaught.tells_of_loss(RuntimeError(f"INTERNAL: {sign}: ..."))
+            assert verdict.tells_of_loss(RuntimeError(f"INTERNAL: {sign}: ..."))
         assert library.find(b"local_topology/") >= 0 and library.find(b"timed out with key: ") >= 0
 
 

@@ -5,7 +5,7 @@ import timeit
 
 import pytest
 
-from mirrored._progress import UNKNOWN, Progress
+from mirrored._workers.progress import UNKNOWN, Progress
 
 
 class Witness:

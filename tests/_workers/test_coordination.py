@@ -9,8 +9,8 @@ import pytest
 from fake_service import FakeClient
 
 import mirrored as mr
-from mirrored import _coordination
-from mirrored._coordination import ChannelClosed, Coordination
+from mirrored._workers import coordination
+from mirrored._workers.coordination import ChannelClosed, Coordination
 
 
 def cluster(num_workers: int) -> list[Coordination]:
@@ -124,7 +124,7 @@ def test_an_exchange_can_be_ended_from_another_thread() -> None:
     "text", ["[" * 200_000, "no JSON\x1b[2J", "", '"' + "A" * 1000 + '"'], ids=["deep", "text", "empty", "long"]
 )
 def test_what_is_no_value_of_another_worker_is_an_error_that_names_it(text: str, monkeypatch) -> None:
-    monkeypatch.setattr(_coordination, "MAX_TEXT", 1001 if text.startswith('"') else 10**6)
+    monkeypatch.setattr(coordination, "MAX_TEXT", 1001 if text.startswith('"') else 10**6)
     here, there = cluster(2)
     there.put("exchange/a/0/1", text)
     with pytest.raises(mr.ProgramMismatchError, match=r"worker 1 has given .* at 'a'; expected JSON of at most") as caught:
@@ -133,7 +133,7 @@ def test_what_is_no_value_of_another_worker_is_an_error_that_names_it(text: str,
 
 
 def test_too_much_is_refused_on_all_workers_alike_and_not_sent(monkeypatch) -> None:
-    monkeypatch.setattr(_coordination, "MAX_TEXT", 1000)
+    monkeypatch.setattr(coordination, "MAX_TEXT", 1000)
     workers = cluster(2)
 
     def work(this: Coordination) -> tuple[str, Any]:

@@ -19,14 +19,13 @@ from collections.abc import Callable, Sequence, Set
 from types import TracebackType
 from typing import Any
 
-from . import _uncaught
-from ._coordination import Coordination
-from ._errors import FAILED, INTERRUPTED, RESTART
-from ._process import Neighbours
-from ._progress import NEXT_BATCH, Progress
-from ._stall import SETTLED_SECONDS, Others, Own, Position, judge, listed
-from ._text import named, numbered
-from ._verdict import Verdict
+from .._errors import FAILED, INTERRUPTED, RESTART
+from .._text import named, numbered
+from .coordination import Coordination
+from .neighbours import Neighbours
+from .progress import NEXT_BATCH, Progress
+from .stall import SETTLED_SECONDS, Others, Own, Position, judge, listed
+from .verdict import Verdict, exit_code_of, last_error, tells_of_loss, tells_of_lost_service, title_of
 
 _logger = logging.getLogger("mirrored")
 
@@ -86,7 +85,7 @@ class Guard:
         assert not self._threads
         self._process = os.getpid()
         self._hooks = (sys.excepthook, sys.exit)
-        self._last_error = _uncaught.last_error()
+        self._last_error = last_error()
         # Exceptions of other threads do not end a Python program, so they do not end a job.
         sys.excepthook, sys.exit = self._on_exception, self._on_sys_exit  # pyrefly: ignore[bad-assignment]
         # Daemons, because Python waits for other threads before it runs what is registered with atexit; `stop` joins them.
@@ -105,7 +104,7 @@ class Guard:
         if not self._threads or self._stopped.is_set() or os.getpid() != self._process:
             return
         try:
-            error = _uncaught.last_error()
+            error = last_error()
             if wait and error is not None and error is not self._last_error and not hasattr(sys, "ps1"):
                 self._fail_with(error)  # a hook of the program's own has taken the place of the guard's
             elif wait:
@@ -133,7 +132,7 @@ class Guard:
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         is_interactive = hasattr(sys, "ps1")  # then an exception ends nothing
         is_ours = os.getpid() == self._process and not self._stopped.is_set() and not is_interactive
-        is_lost = _uncaught.tells_of_loss(error)
+        is_lost = tells_of_loss(error)
         if not (is_ours and is_lost and self._leaving.locked()):  # else it follows from what is being reported
             self._hooks[0](kind, error, trace)
         if not is_ours:
@@ -143,13 +142,13 @@ class Guard:
 
     def _fail_with(self, error: BaseException) -> None:
         """Leave because of an error that ends this worker's program, and tell the others, or find out who is lost."""
-        title = _uncaught.title_of(error)
-        if _uncaught.tells_of_loss(error):
+        title = title_of(error)
+        if tells_of_loss(error):
             self._fail(self._lost(title), RESTART)
             return
         shown = Verdict(f"worker {self._worker} failed at step {self._progress.started} with {title}")
         whole = dataclasses.replace(shown, detail="".join(traceback.format_exception(error)))
-        self._fail(whole, _uncaught.exit_code_of(error), shown)  # the traceback has just been printed
+        self._fail(whole, exit_code_of(error), shown)  # the traceback has just been printed
 
     def _end(self) -> None:
         """Wait for all workers to come to their end."""
@@ -314,7 +313,7 @@ class Guard:
                 if "CANCELLED" in str(second):  # somebody called jax.distributed.shutdown(): the job has no guard any more
                     return
             else:
-                if not _uncaught.tells_of_lost_service(error):
+                if not tells_of_lost_service(error):
                     _logger.error("the guard of worker %d ends, because of an error of its own", self._worker, exc_info=error)
                     return
         title = f"lost worker 0, which hosts the coordination service, at step {self._progress.started}"

@@ -12,8 +12,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from ._errors import ProgramMismatchError, WorkerLostError
-from ._progress import OTHERS_INPUT
+from .._errors import ProgramMismatchError, WorkerLostError
+from .progress import OTHERS_INPUT
 
 #: How long one call into the service may block: a thread inside one cannot be stopped, and must not outlive the program.
 SLICE_SECONDS = 0.25

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import mirrored as mr
-from mirrored import _joint
-from mirrored._progress import Progress
+from mirrored._workers import joint_programs
+from mirrored._workers.progress import Progress
 
 
 class Heard:
@@ -20,8 +20,8 @@ class Heard:
         self.said: list[tuple[str, ...]] = []
         self.progress = Progress()
         agreement = SimpleNamespace(check=self._check, check_order=self._check_order, checks_order=checks_order)
-        monkeypatch.setattr(_joint._runtime, "current", lambda: SimpleNamespace(agreement=agreement))
-        monkeypatch.setattr(_joint, "progress", self.progress)
+        monkeypatch.setattr(joint_programs, "current", lambda: SimpleNamespace(agreement=agreement))
+        monkeypatch.setattr(joint_programs, "progress", self.progress)
 
     def _check(self, name: str, text: str) -> None:
         self.said.append(("agreed", name, text))
@@ -43,7 +43,7 @@ def test_a_program_is_agreed_on_and_compiled_before_it_starts(monkeypatch: pytes
             seen.append((heard.progress.started, []))
             return x + 1
 
-    program = _joint.prepared("train", "the text", Program())
+    program = joint_programs.prepared("train", "the text", Program())
     assert heard.said == [("agreed", "train", "the text")], "before it is compiled, which may take minutes"
     assert [program(1), program(2)] == [2, 3]
     assert seen == [(0, [("compiling train", True)]), (1, []), (2, [])]
@@ -56,25 +56,25 @@ def test_workers_that_disagree_start_nothing(monkeypatch: pytest.MonkeyPatch) ->
     def differ(name: str, text: str) -> None:
         raise mr.ProgramMismatchError("different programs")
 
-    _joint._runtime.current().agreement.check = differ
+    joint_programs.current().agreement.check = differ
     with pytest.raises(mr.ProgramMismatchError):
-        _joint.prepared("train", "the text", None)
+        joint_programs.prepared("train", "the text", None)
     with pytest.raises(mr.ProgramMismatchError):
-        _joint.agreed("reduce", "sum", None)(jnp.ones(2))
+        joint_programs.agreed("reduce", "sum", None)(jnp.ones(2))
     assert heard.progress.started == 0
 
 
 @pytest.mark.parametrize("checks_order", [False, True])
 def test_in_the_debug_mode_every_start_is_compared_before_it(monkeypatch: pytest.MonkeyPatch, checks_order: bool) -> None:
     heard = Heard(monkeypatch, checks_order)
-    program = _joint.started("train", "the text", lambda x: x * 2)
+    program = joint_programs.started("train", "the text", lambda x: x * 2)
     assert [program(1), program(2)] == [2, 4]
     assert heard.said == ([("order", "train", "the text", str(number)) for number in (0, 1)] if checks_order else [])
 
 
 def test_every_new_shape_and_dtype_of_an_array_is_another_program(monkeypatch: pytest.MonkeyPatch) -> None:
     heard = Heard(monkeypatch)
-    total = _joint.agreed("reduce", " sum", jax.jit(jnp.sum))
+    total = joint_programs.agreed("reduce", " sum", jax.jit(jnp.sum))
     for array in (jnp.ones(3), jnp.ones(3), jnp.ones(3, int), jnp.ones((3, 1)), jnp.ones(3)):
         np.testing.assert_array_equal(total(array), 3)
     kinds = ["float32[3]", "int32[3]", "float32[3, 1]"]

@@ -12,8 +12,8 @@ import json
 import statistics
 from collections.abc import Mapping
 
-from ._progress import NEXT_BATCH, OTHERS_INPUT, Progress
-from ._text import escape, named, numbered
+from .._text import escape, named, numbered
+from .progress import NEXT_BATCH, OTHERS_INPUT, Progress
 
 #: The default of the limit: at least so many seconds, and so many steps.
 MIN_STALL_SECONDS = 300.0

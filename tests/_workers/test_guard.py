@@ -21,14 +21,14 @@ import hypothesis.strategies as st
 import pytest
 from fake_service import FakeClient
 
-from mirrored._coordination import Coordination
 from mirrored._errors import WorkerLostError
-from mirrored._guard import Guard
-from mirrored._process import Process
-from mirrored._progress import NEXT_BATCH, OTHERS_INPUT, UNKNOWN, Progress
-from mirrored._stall import MIN_STALL_SECONDS, Others, Own, Position, decode, judge
 from mirrored._text import escape, escape_lines
-from mirrored._verdict import MAX_TEXT, Verdict
+from mirrored._workers.coordination import Coordination
+from mirrored._workers.guard import Guard
+from mirrored._workers.neighbours import Process
+from mirrored._workers.progress import NEXT_BATCH, OTHERS_INPUT, UNKNOWN, Progress
+from mirrored._workers.stall import MIN_STALL_SECONDS, Others, Own, Position, decode, judge
+from mirrored._workers.verdict import MAX_TEXT, Verdict
 
 Log, Patch = pytest.LogCaptureFixture, pytest.MonkeyPatch
 OWN_CODE = Position(
@@ -447,7 +447,7 @@ def test_an_error_of_the_same_moment_is_shown_as_its_own(make: Make) -> None:
 
 
 def test_a_call_without_a_verdict_ends_too(make: Make, caplog: Log, monkeypatch: Patch) -> None:
-    monkeypatch.setattr("mirrored._guard._LAST_RESORT_SECONDS", 0.3)
+    monkeypatch.setattr("mirrored._workers.guard._LAST_RESORT_SECONDS", 0.3)
     guarded = make(worker=1)
     guarded.says("call", "leave")
     assert guarded.codes.get(timeout=10) == 75
@@ -502,7 +502,7 @@ def test_a_caught_sys_exit_is_no_end(make: Make) -> None:
 
 
 def test_waiting_at_the_end_is_told(make: Make, caplog: Log, monkeypatch: Patch) -> None:
-    monkeypatch.setattr("mirrored._guard._END_WARNING_SECONDS", 0.5)
+    monkeypatch.setattr("mirrored._workers.guard._END_WARNING_SECONDS", 0.5)
     guarded = make()
 
     class Ends(logging.Handler):
@@ -532,7 +532,7 @@ def test_a_stalled_worker_is_named_after_the_limit(make: Make, caplog: Log) -> N
 
 
 def test_a_silent_worker_is_told_once_and_not_ended(make: Make, caplog: Log, monkeypatch: Patch) -> None:
-    monkeypatch.setattr("mirrored._guard.ROUND_SECONDS", 0.01)
+    monkeypatch.setattr("mirrored._workers.guard.ROUND_SECONDS", 0.01)
     guarded = make(is_started=False)
     guarded.says("position/1", OWN_CODE.encode())
     for _ in range(8):
@@ -623,7 +623,7 @@ def test_an_error_at_a_prompt_ends_nothing(make: Make, monkeypatch: Patch) -> No
 
 
 def test_a_round_of_a_healthy_job_is_three_calls(make: Make, monkeypatch: Patch) -> None:
-    monkeypatch.setattr("mirrored._guard.ROUND_SECONDS", 0.01)
+    monkeypatch.setattr("mirrored._workers.guard.ROUND_SECONDS", 0.01)
     for worker, calls in ((1, 3), (0, 4)):  # worker 0, which has the service, looks who is silent
         guarded = make(worker, is_started=False)
         guarded.says(f"process/{1 - worker}", Process.own().encode())
@@ -772,7 +772,7 @@ def test_the_traceback_of_an_exception_is_cut(make: Make) -> None:
 
 
 def test_whatever_blocks_while_a_worker_leaves_does_not_keep_it(make: Make, monkeypatch: Patch) -> None:
-    monkeypatch.setattr("mirrored._guard._LAST_RESORT_SECONDS", 0.2)
+    monkeypatch.setattr("mirrored._workers.guard._LAST_RESORT_SECONDS", 0.2)
     guarded, is_over = make(worker=1, is_started=False), threading.Event()
     monkeypatch.setattr(guarded.service, "key_value_set", lambda *_, **__: is_over.wait(20))
     leaving = threading.Thread(target=guarded.guard._leave, args=(Verdict("lost worker 2", lost=(2,)), 75, False))
@@ -815,7 +815,7 @@ def test_an_error_that_is_on_its_way_is_not_overtaken_by_the_verdict_of_another(
 def test_a_process_that_was_stopped_has_not_waited_in_that_time(make: Make, monkeypatch: Patch) -> None:
     guard, elapsed = make(is_started=False).guard, []
     monkeypatch.setattr(guard, "_round", lambda seconds: elapsed.append(seconds) or len(elapsed) == 4)
-    monkeypatch.setattr("mirrored._guard.time", SimpleNamespace(monotonic=iter([10.0, 10.0, 10.5, 40.5, 41.0]).__next__))
+    monkeypatch.setattr("mirrored._workers.guard.time", SimpleNamespace(monotonic=iter([10.0, 10.0, 10.5, 40.5, 41.0]).__next__))
     guard._watch()
     assert elapsed == [0.0, 0.5, 1.0, 0.5]
 
@@ -829,7 +829,7 @@ def test_a_verdict_that_is_too_long_is_not_read() -> None:
 
 
 def test_after_a_pause_a_worker_looks_first_at_what_has_come(make: Make, monkeypatch: Patch) -> None:
-    monkeypatch.setattr("mirrored._guard.ROUND_SECONDS", 0.01)
+    monkeypatch.setattr("mirrored._workers.guard.ROUND_SECONDS", 0.01)
     guarded = make(is_started=False)
     guarded.says("process/1", Process.own().encode())
     guarded.says("position/1", ENDED.encode())

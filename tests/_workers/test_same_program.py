@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import pytest
 from fake_service import FakeClient
 
-from mirrored._agreement import Agreement, digest, require_same_history
-from mirrored._coordination import Coordination
 from mirrored._errors import ProgramMismatchError
-from mirrored._progress import UNKNOWN, Progress
+from mirrored._workers.coordination import Coordination
+from mirrored._workers.progress import UNKNOWN, Progress
+from mirrored._workers.same_program import Agreement, digest, require_same_history
 
 
 class Job:

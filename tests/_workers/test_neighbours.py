@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mirrored._process import Neighbours, Process
+from mirrored._workers.neighbours import Neighbours, Process
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux")
 
@@ -72,7 +72,7 @@ def test_where_processes_are_hidden_none_is_taken_for_dead(monkeypatch: pytest.M
     child.kill()
     child.communicate()
     with monkeypatch.context() as patch:
-        patch.setattr("mirrored._process._state_of", hidden)
+        patch.setattr("mirrored._workers.neighbours._state_of", hidden)
         neighbours = Neighbours(0, 2)
     neighbours.meet({1: process.encode()})
     assert neighbours.are_known and neighbours.dead() == ()

@@ -1,0 +1,1 @@
+"""What workers tell each other, and how a job that is stuck ends."""
