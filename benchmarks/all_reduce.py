@@ -1,6 +1,6 @@
 """What does an all-reduce cost, and from which size on does an array travel better alone than packed with others?
 
-The second table is the reason for `PACK_BELOW_BYTES` in `mirrored/_collectives.py`.
+The second table is the reason for `PACK_BELOW_BYTES` in `_replicas/collectives.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from _harness import Contender, Row, Times, check_losses, interleave, parse, pri
 from jax.sharding import NamedSharding, PartitionSpec
 
 import mirrored as mr
-from mirrored import _collectives
+from mirrored._replicas import collectives
 
 #: No goal is set for the all-reduce alone; ours should not lose to the simplest way of writing it.
 GOAL = 1.05
@@ -34,7 +34,7 @@ def main() -> None:
     for count, size in cases:
         against_by_hand(replicas, count, size, rounds, turn)
     rows = [packed_or_alone(replicas, count, size, rounds, turn) for count, size in (SWEEP[:2] if options.quick else SWEEP)]
-    limit = show_bytes(_collectives.PACK_BELOW_BYTES)
+    limit = show_bytes(collectives.PACK_BELOW_BYTES)
     print_table(f"packed below {limit}, {replicas} replicas, {rounds} rounds; ratio of the chosen way to the other", rows)
 
 
@@ -64,7 +64,7 @@ def packed_or_alone(num_replicas: int, count: int, size: int, rounds: int, turn:
             contenders.append(with_mirrored(name, num_replicas, count, size))
             contenders[-1].run(1)  # compiles, while the limit is in force
     times = measure(contenders, rounds, turn)
-    chosen, other = ways if size < _collectives.PACK_BELOW_BYTES else reversed(ways)
+    chosen, other = ways if size < collectives.PACK_BELOW_BYTES else reversed(ways)
     value = f"{chosen} {show_seconds(times.median(chosen))}, {other} {show_seconds(times.median(other))}"
     return Row(f"{count} x {show_bytes(size)}", value, times.ratios(chosen, other), GOAL)
 
@@ -76,11 +76,11 @@ def measure(contenders: list[Contender], rounds: int, turn: float) -> Times:
 
 @contextmanager
 def packing_below(limit: int) -> Iterator[None]:
-    before, _collectives.PACK_BELOW_BYTES = _collectives.PACK_BELOW_BYTES, limit
+    before, collectives.PACK_BELOW_BYTES = collectives.PACK_BELOW_BYTES, limit
     try:
         yield
     finally:
-        _collectives.PACK_BELOW_BYTES = before
+        collectives.PACK_BELOW_BYTES = before
 
 
 def with_mirrored(name: str, num_replicas: int, count: int, size: int) -> Contender:

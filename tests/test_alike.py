@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from mirrored import _alike, _merge
-from mirrored._collectives import ReplicaAxis
 from mirrored._jax import tracing
+from mirrored._replicas.collectives import ReplicaAxis
 
 
 def programs_of(step, *row_counts, columns=2):

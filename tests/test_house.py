@@ -155,7 +155,7 @@ def test_a_warm_run_stays_in_few_files(num_variables: int, strategy2: mr.Strateg
         strategy2.run(step)
     finally:
         sys.setprofile(None)
-    hot = {"_strategy.py", "_replicate.py", "_home.py", "_signature.py", "_pace.py"}
-    glue = {"_context.py", "tracing.py", "_programs.py", "_lift.py"}  # one-line look-ups
+    hot = {"_strategy.py", "_replicate.py", "_home.py", "_signature.py", "in_flight.py"}
+    glue = {"context.py", "frames.py", "tracing.py", "_programs.py", "_lift.py"}  # one-line look-ups
     assert files <= hot | glue
     assert calls <= 33, calls  # and none per variable

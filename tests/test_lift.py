@@ -15,7 +15,7 @@ import pytest
 
 import mirrored as mr
 from mirrored import _function, _lift
-from mirrored._context import Frame
+from mirrored._replicas.frames import Frame
 
 pytestmark = pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning")
 

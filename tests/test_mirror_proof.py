@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec
 
 import mirrored as mr
 from mirrored import _mirror_proof
-from mirrored._collectives import ReplicaAxis
 from mirrored._jax import primitives, tracing
 from mirrored._mirror_proof import SAME, Sameness, varying
+from mirrored._replicas.collectives import ReplicaAxis
 from mirrored._typing import REPLICA_AXIS as AXIS
 
 SIZE = 4

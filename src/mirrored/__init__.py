@@ -12,8 +12,6 @@ from ._cluster.resolvers import SimpleClusterResolver as SimpleClusterResolver
 from ._cluster.resolvers import SlurmClusterResolver as SlurmClusterResolver
 from ._cluster.resolvers import TFConfigClusterResolver as TFConfigClusterResolver
 from ._cluster.spec import ClusterSpec as ClusterSpec
-from ._context import ReplicaContext as ReplicaContext
-from ._context import in_cross_replica_context as in_cross_replica_context
 from ._errors import CheckpointError as CheckpointError
 from ._errors import ClusterConfigError as ClusterConfigError
 from ._errors import ClusterStartError as ClusterStartError
@@ -44,6 +42,9 @@ from ._options import InputOptions as InputOptions
 from ._options import ReduceOp as ReduceOp
 from ._options import VariableAggregation as VariableAggregation
 from ._options import VariableSynchronization as VariableSynchronization
+from ._replicas.context import ReplicaContext as ReplicaContext
+from ._replicas.frames import in_cross_replica_context as in_cross_replica_context
+from ._replicas.per_replica import PerReplica as PerReplica
 from ._replicate import eager as eager
 from ._strategies import MirroredStrategy as MirroredStrategy
 from ._strategies import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
@@ -53,7 +54,6 @@ from ._strategies import get_strategy as get_strategy
 from ._strategies import has_strategy as has_strategy
 from ._strategy import Strategy as Strategy
 from ._strategy import ValueContext as ValueContext
-from ._values import PerReplica as PerReplica
 from ._variables import Variable as Variable
 from .checkpoint import Checkpoint as Checkpoint
 from .data._input_context import InputContext as InputContext

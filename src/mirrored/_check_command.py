@@ -25,10 +25,10 @@ import numpy as np
 
 from ._errors import ClusterConfigError, ClusterStartError, DeviceError, RecompilationWarning
 from ._options import CommunicationOptions
+from ._replicas.per_replica import PerReplica
 from ._strategies import MultiWorkerMirroredStrategy, get_replica_context
 from ._strategy import Strategy
 from ._text import counted, escape
-from ._values import PerReplica
 from ._workers.coordination import Coordination
 
 #: Elements of what is summed and compared: one, a size that nothing divides, and one that no cache holds.

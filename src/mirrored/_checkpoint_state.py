@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _stacked
 from ._options import VariableAggregation
+from ._replicas import cross_replica
+from ._replicas.per_replica import PerReplica
 from ._typing import PyTree
-from ._values import PerReplica
 from ._variables import Variable
 from .data._iterator import DistributedIterator
 from .optimizer import Optimizer
@@ -211,9 +211,9 @@ def _array_entry(leaf: Variable | jax.Array, arrays: dict[str, jax.Array]) -> di
         return entry | {"kind": "mirrored", "value": add(leaf._array)}
     mesh, stack = leaf._mesh, leaf._array
     entry |= {"kind": "on_read", "aggregation": leaf.aggregation.name}
-    entry["copies"] = add(stack if mesh.is_alone else _stacked.compiled(_same, mesh.mirrored)(stack))
+    entry["copies"] = add(stack if mesh.is_alone else cross_replica.compiled(_same, mesh.mirrored)(stack))
     if leaf.aggregation is not VariableAggregation.NONE:
-        entry["value"] = add(_stacked.compiled(_stacked.aggregate_stack, mesh.mirrored, leaf.aggregation)(stack))
+        entry["value"] = add(cross_replica.compiled(cross_replica.aggregate_stack, mesh.mirrored, leaf.aggregation)(stack))
     return entry
 
 

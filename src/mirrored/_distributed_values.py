@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _collectives, _placing
-from ._mesh import ReplicaMesh
+from ._replicas import placement
+from ._replicas.arrays import as_array
+from ._replicas.mesh import ReplicaMesh
+from ._replicas.per_replica import PerReplica, stack_shapes
 from ._typing import PyTree, Shape
-from ._values import PerReplica, stack_shapes
 from ._workers.coordination import Coordination
 from ._workers.progress import progress
 
@@ -28,7 +29,7 @@ def distribute(mesh: ReplicaMesh, coordination: Coordination, trees: Sequence[Py
         trees: one for each replica of this worker, in order.
     """
     flat = [jax.tree.flatten(tree, is_leaf=lambda leaf: hasattr(leaf, "__jax_array__")) for tree in trees]
-    arrays = [[_collectives.as_array(leaf, _VERB) for leaf in leaves] for leaves, _ in flat]
+    arrays = [[as_array(leaf, _VERB) for leaf in leaves] for leaves, _ in flat]
     own = [
         {"structure": str(treedef), "leaves": [[list(a.shape), str(a.dtype)] for a in row]}
         for row, (_, treedef) in zip(arrays, flat, strict=True)
@@ -74,4 +75,4 @@ def _stack(mesh: ReplicaMesh, arrays: Sequence[jax.Array], padded: Shape) -> jax
     rows = np.zeros((len(arrays), *padded), arrays[0].dtype)
     for place, array in enumerate(arrays):
         rows[(place, *(slice(size) for size in array.shape))] = np.asarray(array)
-    return _placing.stack(mesh, rows)
+    return placement.stack(mesh, rows)

@@ -14,9 +14,9 @@ import jax
 import numpy as np
 
 from . import _home
-from ._checksum import checksum
 from ._errors import ReplicasDivergeError
-from ._mesh import ReplicaMesh
+from ._replicas.mesh import ReplicaMesh
+from ._replicas.placement import checksum
 from ._text import numbered
 from ._variables import Variable
 from ._workers import joint_programs

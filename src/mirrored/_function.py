@@ -10,18 +10,20 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from . import _context, _divergence, _home, _lift, _mesh, _pace, _placing, _replicate, _signature
-from ._context import Frame
+from . import _divergence, _home, _lift, _replicate, _signature
 from ._divergence import Watch
 from ._errors import StrategyMismatchError
 from ._home import Home
 from ._jax import jaxprs, tracing
 from ._lift import Lifted
-from ._mesh import ReplicaMesh
 from ._programs import Programs
+from ._replicas import frames, in_flight
+from ._replicas.frames import Frame
+from ._replicas.mesh import ReplicaMesh, default_mesh
+from ._replicas.per_replica import PerReplica
+from ._replicas.placement import check_later, mirror, mirror_constants, refuse_argument
 from ._signature import ArrayLeaf, Call
 from ._typing import PyTree, Shape, UserFunction
-from ._values import PerReplica
 from ._variables import Variable
 from ._workers import joint_programs
 from ._workers.progress import in_main_thread
@@ -70,8 +72,8 @@ def function(fn: UserFunction) -> UserFunction:
 
 def call_compiled(fn: UserFunction, args: Sequence[Any], kwargs: dict[str, Any]) -> PyTree:
     """Call a function as one program, or in place when a larger program is being traced."""
-    frame = _context.current()
-    if _context.is_traced():
+    frame = frames.current()
+    if frames.is_traced():
         return fn(*args, **kwargs)
     if _replicate.is_eager.get():
         return fn(*args, **kwargs)
@@ -85,7 +87,7 @@ def call_compiled(fn: UserFunction, args: Sequence[Any], kwargs: dict[str, Any])
         program = _make(call, frame or Frame(None, None))
         # Counted for each function: a decorator in a factory makes many of one code, each for its own variables.
         _programs.add(call._replace(key=key), program, counted=(id(fn), key[1:]))
-        _placing.check_later(program.mesh, arrays, lambda index: f"the argument {_signature.argument_names(call)[index]}")
+        check_later(program.mesh, arrays, lambda index: f"the argument {_signature.argument_names(call)[index]}")
     return program.run(arrays, leaves)
 
 
@@ -118,7 +120,7 @@ class CompiledFunction:
         others = _home.arrays_of(lifted.read_only), self._placed(arrays, leaves), self.constants
         results, _, witness = _home.overwrite(self.compiled, self.home, lifted.written, *others)
         if witness:
-            (_pace.started if self.mesh.is_alone else _pace.joined)(witness[0])
+            (in_flight.started if self.mesh.is_alone else in_flight.joined)(witness[0])
         if (watch := self.watch) is not None and (not watch.is_joint or in_main_thread()):
             watch.count += 1
             if watch.count >= watch.next:
@@ -136,8 +138,8 @@ class CompiledFunction:
         is_tied = [not self.mesh.is_alone or (isinstance(array, jax.Array) and array.committed) for array in arrays]
         plain = [i for i, leaf in enumerate(leaves) if is_tied[i] and not leaf.is_per_replica]
         if plain:
-            differ = functools.partial(_placing.refuse_argument, f"an argument of {self.name}, a plain array")
-            new = _placing.mirror(self.mesh, [arrays[i] for i in plain], differ, is_checked_late=True)
+            differ = functools.partial(refuse_argument, f"an argument of {self.name}, a plain array")
+            new = mirror(self.mesh, [arrays[i] for i in plain], differ, is_checked_late=True)
             for i, array in zip(plain, new, strict=True):
                 placed[i] = array
         return placed
@@ -160,7 +162,7 @@ def _make(call: Call, frame: Frame) -> CompiledFunction:
     if not mesh.is_alone:
         is_split = [leaf.is_per_replica for leaf in leaves]
         compiled = joint_programs.prepared(name, f"arguments by replica: {is_split}\n{lifted.describe()}", compiled)
-    constants = _placing.mirror_constants(mesh, lifted.closed.consts, f"an array that {name} closes over")
+    constants = mirror_constants(mesh, lifted.closed.consts, f"an array that {name} closes over")
     home, pins = _home.home_of(lifted.written), [*_signature.pinned(call), frame.strategy]
     return CompiledFunction(name, lifted, home, mesh, compiled, constants, pins, _divergence.watch(mesh, lifted.variables))
 
@@ -194,4 +196,4 @@ def _mesh_of(frame: Frame, lifted: Lifted, call: Call) -> ReplicaMesh:
                 f"an mr.function uses two strategies: {meshes[0]} and {mesh}. It is compiled as one "
                 "program, which runs on one set of devices; write one mr.function for each strategy."
             )
-    return meshes[0] if meshes else _mesh.default_mesh()
+    return meshes[0] if meshes else default_mesh()

@@ -8,10 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from . import _context, _lift
+from . import _lift
 from ._errors import ContextError, StrategyMismatchError
 from ._jax import user_code
 from ._jax.marks import Mark, Purpose, mark
+from ._replicas import frames
 from ._typing import PyTree, UserFunction
 from ._variables import Variable, is_variable
 
@@ -70,7 +71,7 @@ def value_and_grad(fn: UserFunction, variables: PyTree, has_aux: bool = False) -
     leaves, treedef = _check_variables(variables)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if _context.is_traced():
+        if frames.is_traced():
             return differentiate(None, args, kwargs)
         return _lift.with_few_compilations(lambda caches: differentiate(caches, args, kwargs))
 
@@ -126,7 +127,7 @@ def _check_variables(variables: PyTree) -> tuple[list[Variable], Any]:
 
 def _refuse_copies(variables: list[Variable]) -> None:
     """Refuse, outside a step, a sync-on-read variable: its one value there is made of copies, which have the gradients."""
-    frame = _context.current()
+    frame = frames.current()
     for variable in variables:
         if variable._on_read and (frame is None or frame.replica is None):
             raise ContextError(

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Iterator
 
-import jax
-
-from ._context import ReplicaContext
-from ._errors import FactorOfReplicasError, FactorOfReplicasWarning, OneProgramError, ReplicasDivergeError
+from ._errors import FactorOfReplicasError, FactorOfReplicasWarning, ReplicasDivergeError
 from ._jax import user_code
 from ._jax.marks import Mark, Purpose
 from ._lift import Lifted
@@ -66,33 +61,3 @@ def check_gradients(findings: Findings, num_replicas: int) -> None:
 
 def _warn_of_factor(message: str) -> None:
     warnings.warn(message, FactorOfReplicasWarning, stacklevel=user_code.user_stacklevel())
-
-
-#: What JAX raises when Python wants the value of a traced array: in `if`, as an index, as a numpy array.
-_NEEDS_A_VALUE = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerIntegerConversionError,
-    jax.errors.TracerArrayConversionError,
-)
-
-
-@contextlib.contextmanager
-def explained(context: ReplicaContext) -> Iterator[None]:
-    """Explain the one-program rule where Python tried to branch on a replica's number."""
-    try:
-        yield
-    except _NEEDS_A_VALUE as error:
-        if not context._knows_id:
-            raise
-        raise OneProgramError(_one_program_message(error)) from error
-
-
-def _one_program_message(error: Exception) -> str:
-    return (
-        f"Python needed the value of something that differs by replica, at {user_code.raising_line(error)}. "
-        "All replicas run one program, so "
-        "replica_id_in_sync_group is not known while it is traced, and `if ctx.replica_id_in_sync_group == 0:` cannot "
-        "choose. To compute a different value on one replica: jnp.where(ctx.replica_id_in_sync_group == 0, a, b), or "
-        "jax.lax.cond(ctx.replica_id_in_sync_group == 0, make_a, make_b). To set a variable on all replicas: assign it "
-        "outside strategy.run, variable.assign(value). To take replica 0's value: aggregation='only_first_replica'."
-    )

@@ -18,14 +18,14 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 
-from . import _context
-from ._checksum import checksum
-from ._context import Frame
 from ._errors import ContextError
 from ._jax import jaxprs, tracing, user_code
 from ._jax.jaxprs import ClosedJaxpr
+from ._replicas import frames
+from ._replicas.frames import Frame
+from ._replicas.per_replica import PerReplica
+from ._replicas.placement import checksum
 from ._typing import PyTree, Shape
-from ._values import PerReplica
 from ._variables import Variable
 
 #: Called by `Bindings` for a variable that is not bound; gives its value in the enclosing place.
@@ -73,7 +73,7 @@ class Bindings:
 
     def write(self, variable: Variable, value: jax.Array) -> None:
         if tracing.trace_state() != self._trace_state:
-            raise ContextError(_context.foreign_trace_message("written", variable.name, _context.current()))
+            raise ContextError(frames.foreign_trace_message("written", variable.name, frames.current()))
         self._values[variable] = value
         self.written[variable] = user_code.user_line()
         if self._was_read_deeper and self._renew is not None:
@@ -123,36 +123,36 @@ def bound(
         outer: reads the others; `outer_reader()` of the place where the loop was called. Default: of this place.
         caches: see `with_few_compilations`. Default: those of this place.
     """
-    frame = _context.current() or Frame(None, None)
+    frame = frames.current() or Frame(None, None)
     if caches is None:
         caches = tracing.separate_caches if frame.bindings is None else frame.bindings.caches
     with caches() as renew:
         bindings = Bindings(values, outer or outer_reader(), renew)
-        with _context.entered(dataclasses.replace(frame, bindings=bindings)):
+        with frames.entered(dataclasses.replace(frame, bindings=bindings)):
             yield bindings
 
 
 def read_outer(variable: Variable) -> jax.Array:
     """Return what stands for a variable in the current place."""
-    frame = _context.current()
+    frame = frames.current()
     return variable._load(frame)
 
 
 def write_outer(variable: Variable, value: jax.Array) -> None:
     """Set what stands for a variable in the current place."""
-    variable._store(_context.current(), value)
+    variable._store(frames.current(), value)
 
 
 def outer_reader() -> Fallback:
     """Return what reads variables in the current place; outside a step, an error where a value would be baked in."""
-    frame = _context.current()
+    frame = frames.current()
     if frame is not None and frame.bindings is not None:
         return frame.bindings.value_of
     is_foreign = tracing.is_staging()
 
     def stored_array(variable: Variable) -> jax.Array:
         if is_foreign:
-            raise ContextError(_context.foreign_trace_message("read", variable.name, None))
+            raise ContextError(frames.foreign_trace_message("read", variable.name, None))
         return variable._array
 
     return stored_array
@@ -255,7 +255,7 @@ def lift(
     def pure(values: Sequence[jax.Array], arguments: Sequence[jax.Array]) -> list[jax.Array]:
         with tracing.separate_caches() as renew:
             bindings = Bindings(dict(zip(variables, values, strict=True)), undiscovered, renew)
-            with _context.entered(dataclasses.replace(frame, bindings=bindings)):
+            with frames.entered(dataclasses.replace(frame, bindings=bindings)):
                 seen["plan"], results = plan_result(function(arguments))
         seen["lines"] = tuple(bindings.written.get(variable, "<unknown>") for variable in written)
         if not set(bindings.written) <= set(written):
@@ -294,7 +294,7 @@ def discover(
     def record(arguments: Sequence[jax.Array]) -> list[jax.Array]:
         with tracing.separate_caches() as renew:
             bindings = Bindings({}, stand_in, renew)
-            with _context.entered(dataclasses.replace(frame, bindings=bindings)):
+            with frames.entered(dataclasses.replace(frame, bindings=bindings)):
                 function(arguments)
         written.update(bindings.written)
         return []

@@ -9,12 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from . import _context, _lift
-from ._collectives import as_array
+from . import _lift
 from ._errors import UnevenReplicasError
 from ._function import call_compiled
+from ._replicas import frames
+from ._replicas.arrays import as_array
+from ._replicas.per_replica import PerReplica
 from ._typing import PyTree
-from ._values import PerReplica
 from ._variables import Variable
 
 
@@ -55,7 +56,7 @@ def scan(
     """
     _check_callable(fn, "mr.scan")
     _check_length(length)
-    if _context.is_traced():
+    if frames.is_traced():
         return _scan(fn, init, xs, length)
     return call_compiled(functools.partial(_scan, fn), (_without_numbers(init), xs, length), {})
 
@@ -82,7 +83,7 @@ def fori_loop(lower: Any, upper: Any, body: Callable[[Any, PyTree], PyTree], ini
     """
     _check_callable(body, "mr.fori_loop")
     _check_bounds(lower, upper)
-    if _context.is_traced():
+    if frames.is_traced():
         return _fori_loop(body, lower, upper, init)
     return call_compiled(functools.partial(_fori_loop, body), (lower, upper, _without_numbers(init)), {})
 
@@ -110,7 +111,7 @@ def cond(pred: Any, true_fn: Callable[..., PyTree], false_fn: Callable[..., PyTr
     """
     _check_callable(true_fn, "mr.cond")
     _check_callable(false_fn, "mr.cond")
-    if _context.is_traced():
+    if frames.is_traced():
         return _cond(true_fn, false_fn, pred, *operands)
     return call_compiled(functools.partial(_cond, true_fn, false_fn), _without_numbers((pred, *operands)), {})
 

@@ -16,21 +16,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from . import _context, _divergence, _guards, _home, _lift, _mirror_proof, _pace, _placing, _signature, _uneven
-from ._collectives import ReplicaAxis
-from ._context import Frame, ReplicaContext
+from . import _divergence, _guards, _home, _lift, _mirror_proof, _signature, _uneven
 from ._divergence import Watch
 from ._errors import ContextError, StrategyMismatchError, UnevenReplicasError
 from ._home import Home
 from ._jax import tracing
 from ._lift import Lifted
-from ._mesh import ReplicaMesh
 from ._mirror_proof import Findings, State
 from ._programs import Programs
+from ._replicas import frames, in_flight, placement
+from ._replicas.collectives import ReplicaAxis
+from ._replicas.context import ReplicaContext, own_parts
+from ._replicas.frames import Frame
+from ._replicas.mesh import ReplicaMesh
+from ._replicas.per_replica import PerReplica
 from ._signature import Call
 from ._step import trace_step
 from ._typing import REPLICA_AXIS, PyTree
-from ._values import PerReplica
 from ._workers import joint_programs
 from ._workers.progress import in_main_thread
 
@@ -95,7 +97,7 @@ class Program:
         read_only = _home.arrays_of(lifted.read_only) if lifted.read_only else []
         results, _, witness = _home.overwrite(self.compiled, self.home, lifted.written, read_only, arrays, self.constants)
         if witness:
-            (_pace.joined if self.is_joint else _pace.started)(witness[0])
+            (in_flight.joined if self.is_joint else in_flight.started)(witness[0])
         if (watch := self.watch) is not None and (not watch.is_joint or in_main_thread()):
             watch.count += 1
             if watch.count >= watch.next:
@@ -121,7 +123,7 @@ class Program:
 
 def run(strategy: Any, mesh: ReplicaMesh, programs: Programs[Program], function: Any, args: Sequence[Any], kwargs: Any) -> PyTree:
     """Call `function` on every replica: find or make its program, and run it."""
-    frame = _context.current()
+    frame = frames.current()
     if frame is not None and frame.axis is not None:
         return _run_merged(strategy, frame, function, args, kwargs)
     key, arrays = _signature.key_of(function, args, kwargs, programs.functions)
@@ -135,13 +137,13 @@ def run(strategy: Any, mesh: ReplicaMesh, programs: Programs[Program], function:
             program = _make_program(strategy, mesh, call)
         if not _holds_tracers(program):
             programs.add(call, program)
-    if _context.is_traced() or any(isinstance(array, jax.core.Tracer) for array in call.arrays):
+    if frames.is_traced() or any(isinstance(array, jax.core.Tracer) for array in call.arrays):
         return _run_traced(program, call)
     if is_eager.get():
         _refuse_eager(call, mesh)
         return _run_eagerly(strategy, mesh, program, call)
     if is_new:
-        _placing.check_later(mesh, call.arrays, lambda index: f"the argument {_signature.argument_names(call)[index]}")
+        placement.check_later(mesh, call.arrays, lambda index: f"the argument {_signature.argument_names(call)[index]}")
     return program.run(_place(mesh, call))
 
 
@@ -164,8 +166,8 @@ def _run_merged(strategy: Any, frame: Frame, function: Any, args: Sequence[Any],
     """Run a step from within `merge_call`: every replica is there already, so call it in place."""
     assert frame.axis is not None
     context = ReplicaContext(strategy, frame.axis)
-    own_args, own_kwargs = _context.own_parts((tuple(args), kwargs), frame.axis)
-    with _context.entered(dataclasses.replace(frame, replica=context)):
+    own_args, own_kwargs = own_parts((tuple(args), kwargs), frame.axis)
+    with frames.entered(dataclasses.replace(frame, replica=context)):
         result = function(*own_args, **own_kwargs)
     return jax.tree.map(lambda x: PerReplica(frame.axis.stack(x)) if isinstance(x, jax.Array) else x, result)
 
@@ -183,7 +185,7 @@ def _run_eagerly(strategy: Any, mesh: ReplicaMesh, program: Program, call: Call)
         own = [_unstacked(a, leaf.is_per_replica) for a, leaf in zip(arrays, call.array_leaves(), strict=True)]
         with caches() as renew:
             bindings = _lift.Bindings(dict(zip(lifted.variables, local, strict=True)), _lift.undiscovered, renew)
-            with _context.entered(_replica_frame(strategy, mesh, bindings)):
+            with frames.entered(_replica_frame(strategy, mesh, bindings)):
                 new_lifted["plan"], results = _lift.plan_result(call.apply(own, lambda _, array: array))
         return [jnp.asarray(x)[None] for x in (*results, *bindings.values(lifted.written))]
 
@@ -221,7 +223,7 @@ def _silenced() -> Iterator[None]:
 
 
 def _first_row(mesh: ReplicaMesh, stack: jax.Array) -> jax.Array:
-    return _placing.mirror(mesh, [stack[0]])[0]
+    return placement.mirror(mesh, [stack[0]])[0]
 
 
 def _are_placed(mesh: ReplicaMesh, arrays: Sequence[Any]) -> bool:
@@ -263,9 +265,9 @@ def _place(mesh: ReplicaMesh, call: Call) -> list[Any]:
 
     def differ(index: int, workers: Sequence[int]) -> None:
         name = _signature.argument_names(call)[plain[index]]
-        _placing.refuse_argument(f"the argument {name}, a plain array", index, workers)
+        placement.refuse_argument(f"the argument {name}, a plain array", index, workers)
 
-    placed = _placing.mirror(mesh, [arrays[position] for position in plain], differ, is_checked_late=True)
+    placed = placement.mirror(mesh, [arrays[position] for position in plain], differ, is_checked_late=True)
     for position, array in zip(plain, placed, strict=True):
         arrays[position] = array
     return arrays
@@ -294,7 +296,7 @@ def _make_program(strategy: Any, mesh: ReplicaMesh, call: Call) -> Program:
     compiled = jax.jit(mapped, donate_argnums=0)
     if text:
         compiled = joint_programs.prepared(name, text, compiled)
-    constants = _placing.mirror_constants(mesh, lifted.closed.consts, "an array that the step closes over")
+    constants = placement.mirror_constants(mesh, lifted.closed.consts, "an array that the step closes over")
     home, pins = _home.home_of(lifted.written), _signature.pinned(call)
     watch = _divergence.watch(mesh, lifted.variables)
     return Program(

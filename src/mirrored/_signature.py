@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from ._conversion import check_range
 from ._errors import StrategyMismatchError
+from ._replicas.arrays import check_range, is_numeric
+from ._replicas.per_replica import PerReplica
 from ._typing import PyTree, Shape
-from ._values import PerReplica
 from ._variables import Variable
 
 _BY_REPR = (float, complex)  # 0.0 and -0.0 differ, nan equals itself
@@ -142,11 +142,6 @@ def check_replicas(arrays: Sequence[Any], leaves: Sequence[ArrayLeaf], names: Ca
                 f"the argument {names()[position]} is a PerReplica of {array.shape[0]} replicas, but this strategy has "
                 f"{num_replicas}; it comes from another strategy. Distribute the data with the strategy that runs the step."
             )
-
-
-def is_numeric(dtype: np.dtype[Any]) -> bool:
-    """Tell whether devices can hold arrays of a numpy dtype."""
-    return dtype.kind in "biufc" or (dtype.kind == "V" and jax.numpy.issubdtype(dtype, np.number))  # V: bfloat16 and its like
 
 
 def _name_at(position: int, function: Any, args: Sequence[Any], kwargs: Any) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ._collectives import pad_to
+from ._replicas.collectives import pad_to
 from ._typing import Shape
 
 

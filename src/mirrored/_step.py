@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from . import _guards
-from ._context import Frame
+from ._replicas import context
+from ._replicas.frames import Frame
 from ._signature import Call
 from ._typing import Shape
 
@@ -25,7 +25,7 @@ def trace_step(trace: Callable[..., ResultT], call: Call, shapes: Sequence[Shape
     """
     avals = [leaf.aval(shape) for leaf, shape in zip(call.array_leaves(), shapes, strict=True)]
     assert frame.replica is not None
-    with _guards.explained(frame.replica):
+    with context.explained(frame.replica):
         return trace(
             lambda arrays: call.apply(arrays, lambda _, array: array),
             avals,

@@ -12,14 +12,16 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from . import _context, _env, _mesh, _placing
+from . import _env
 from ._cluster import resolvers
 from ._cluster.resolvers import ClusterResolver
 from ._cluster.spec import Cluster
-from ._collectives import ReplicaAxis
-from ._context import ReplicaContext
 from ._errors import ClusterConfigError
 from ._options import CommunicationImplementation, CommunicationOptions
+from ._replicas import frames, placement
+from ._replicas.collectives import ReplicaAxis
+from ._replicas.context import ReplicaContext
+from ._replicas.mesh import cluster_mesh, default_mesh, make_mesh, resolve_devices
 from ._strategy import Strategy
 from ._workers.runtime import Runtime, attach, current, exit_codes, is_connected, start, starting_devices
 
@@ -58,7 +60,7 @@ class MirroredStrategy(Strategy):
                 "(NCCL between GPUs); leave the argument out."
             )
         _look_for_others("MirroredStrategy")
-        super().__init__(_mesh.make_mesh(_mesh.resolve_devices(devices)))
+        super().__init__(make_mesh(resolve_devices(devices)))
 
 
 class MultiWorkerMirroredStrategy(Strategy):
@@ -108,10 +110,10 @@ class MultiWorkerMirroredStrategy(Strategy):
         with exit_codes():
             runtime = self._join(cluster, options)
             if runtime is None:
-                mesh = _mesh.make_mesh(_mesh.resolve_devices(None))
+                mesh = make_mesh(resolve_devices(None))
             else:
                 with starting_devices():
-                    mesh = _mesh.cluster_mesh()
+                    mesh = cluster_mesh()
         if options.implementation is CommunicationImplementation.NCCL and mesh.devices[0].platform == "cpu":
             raise ValueError(
                 "implementation is NCCL, which connects GPUs, but JAX has found none; it uses the CPU. Leave the option out, or "
@@ -135,7 +137,7 @@ class MultiWorkerMirroredStrategy(Strategy):
     def _meet(self) -> None:
         """Let all workers use a collective together at once: the first one of a set of devices waits for 30 s only."""
         self._coordination.barrier("MultiWorkerMirroredStrategy")
-        _placing.mirror(self._mesh, [np.zeros((), np.int32)])[0].block_until_ready()
+        placement.mirror(self._mesh, [np.zeros((), np.int32)])[0].block_until_ready()
 
     @property
     def cluster(self) -> Cluster | None:
@@ -212,7 +214,7 @@ class OneDeviceStrategy(Strategy):
             raise TypeError(f"device is {device!r}; expected one device, for example 'gpu:0' or jax.devices()[0].")
         _look_for_others("OneDeviceStrategy")
         devices = None if device is None else [device]
-        super().__init__(_mesh.make_mesh(_mesh.resolve_devices(devices)[:1]))
+        super().__init__(make_mesh(resolve_devices(devices)[:1]))
 
 
 class DefaultStrategy(Strategy):
@@ -222,7 +224,7 @@ class DefaultStrategy(Strategy):
 @functools.cache
 def _default_strategy() -> DefaultStrategy:
     _look_for_others("the default strategy")
-    return DefaultStrategy(_mesh.default_mesh())
+    return DefaultStrategy(default_mesh())
 
 
 def get_strategy() -> Strategy:
@@ -236,7 +238,7 @@ def get_strategy() -> Strategy:
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/get_strategy
     """
-    frame = _context.current()
+    frame = frames.current()
     return frame.strategy if frame is not None and frame.strategy is not None else _default_strategy()
 
 
@@ -248,7 +250,7 @@ def has_strategy() -> bool:
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/has_strategy
     """
-    frame = _context.current()
+    frame = frames.current()
     return frame is not None and frame.strategy is not None
 
 
@@ -265,7 +267,7 @@ def get_replica_context() -> ReplicaContext | None:
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/get_replica_context
     """
-    frame = _context.current()
+    frame = frames.current()
     if frame is None or (frame.strategy is None and frame.axis is None):
         return ReplicaContext(_default_strategy(), ReplicaAxis(1, bound=False))
     return frame.replica

@@ -13,16 +13,17 @@ from typing import Any
 
 import jax
 
-from . import _collectives, _context, _distributed_values, _divergence, _explain, _pace, _placing, _replicate, _stacked
+from . import _distributed_values, _divergence, _explain, _replicate
 from ._cluster.spec import Cluster
-from ._context import Frame
 from ._errors import ContextError, StrategyMismatchError
-from ._mesh import ReplicaMesh
 from ._options import AutoShardPolicy, InputOptions, ReduceOp
 from ._programs import Programs
+from ._replicas import arrays, collectives, context, cross_replica, frames, in_flight, placement
+from ._replicas.frames import Frame
+from ._replicas.mesh import ReplicaMesh
+from ._replicas.per_replica import PerReplica
 from ._replicate import Program
 from ._typing import PyTree, UserFunction
-from ._values import PerReplica
 from ._variables import Variable, live_variables
 from ._workers.coordination import Coordination
 from ._workers.progress import progress
@@ -119,7 +120,7 @@ class Strategy:
         jax.block_until_ready([variable._array for variable in live_variables(self._mesh)])
         if not self._mesh.is_alone:
             with progress.phase(f"the barrier {name!r}", waits=True):
-                _pace.finish()
+                in_flight.finish()
                 self._coordination.barrier(name)
                 require_same_history(self._coordination.exchange("barrier", progress.history()))
 
@@ -155,14 +156,14 @@ class Strategy:
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#scope
         """
-        _context.check_enterable(self)
-        outer = _context.current()
+        frames.check_enterable(self)
+        outer = frames.current()
         frame = Frame(self, self._mesh) if outer is None else dataclasses.replace(outer, strategy=self, mesh=self._mesh)
-        with _context.entered(frame):
+        with frames.entered(frame):
             yield self
 
     def _check_current(self, verb: str) -> None:
-        frame = _context.current()
+        frame = frames.current()
         if frame is not None and frame.strategy is not None and frame.strategy is not self:
             raise StrategyMismatchError(
                 f"{verb} of {self!r} was called in the scope of {frame.strategy!r}. Leave that scope first, or call {verb} of "
@@ -204,9 +205,9 @@ class Strategy:
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#run
         """
-        _context.check_call("strategy.run", "strategy.run(step, args=(x,))", fn, args, kwargs)
-        if _context.current() is not None:
-            _context.require_cross_replica("run", "Call the function directly.")
+        context.check_call("strategy.run", "strategy.run(step, args=(x,))", fn, args, kwargs)
+        if frames.current() is not None:
+            frames.require_cross_replica("run", "Call the function directly.")
             self._check_current("run")
         return _replicate.run(self, self._mesh, self._programs, fn, args, kwargs or {})
 
@@ -241,9 +242,9 @@ class Strategy:
         """
         op = ReduceOp.parse(reduce_op, "reduce_op")
         self._check_current("reduce")
-        frame = _context.current()
+        frame = frames.current()
         if frame is not None and frame.replica is not None:
-            return _collectives.all_reduce(op, value, frame.replica._axis, axis, "strategy.reduce")
+            return collectives.all_reduce(op, value, frame.replica._axis, axis, "strategy.reduce")
         return jax.tree.map(lambda leaf: self._reduce_leaf(op, leaf, axis), value, is_leaf=_is_distributed)
 
     def gather(self, value: PyTree, axis: int) -> PyTree:
@@ -267,7 +268,7 @@ class Strategy:
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#gather
         """
-        _context.require_cross_replica("gather", "Use mr.get_replica_context().all_gather(value, axis) there.")
+        frames.require_cross_replica("gather", "Use mr.get_replica_context().all_gather(value, axis) there.")
         self._check_current("gather")
         return jax.tree.map(lambda leaf: self._gather_leaf(leaf, axis), value, is_leaf=_is_distributed)
 
@@ -287,7 +288,7 @@ class Strategy:
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#experimental_local_results
         """
-        _context.require_cross_replica("local_results", "The value there is this replica's own already.")
+        frames.require_cross_replica("local_results", "The value there is this replica's own already.")
         self._check_current("local_results")
         leaves, treedef = jax.tree.flatten(value, is_leaf=_is_distributed)
         if not any(_is_distributed(leaf) for leaf in leaves):
@@ -378,7 +379,7 @@ class Strategy:
     def _checked_input(self, options: InputOptions | None, verb: str) -> InputOptions:
         if options is not None and not isinstance(options, InputOptions):
             raise TypeError(f"options is {options!r}; expected mr.InputOptions(...).")
-        _context.require_cross_replica(verb, "Distribute the dataset before the step and pass its batches to it.")
+        frames.require_cross_replica(verb, "Distribute the dataset before the step and pass its batches to it.")
         self._check_current(verb)
         return options or InputOptions()
 
@@ -424,7 +425,7 @@ class Strategy:
         """
         if not callable(value_fn):
             raise TypeError(f"value_fn is {value_fn!r}; expected a function of a mr.ValueContext.")
-        _context.require_cross_replica("distribute_values_from_function", "Compute the value in the step itself.")
+        frames.require_cross_replica("distribute_values_from_function", "Compute the value in the step itself.")
         self._check_current("distribute_values_from_function")
         count = self.num_replicas_in_sync
         trees = [value_fn(ValueContext(i, count)) for i in self._mesh.local_replicas]
@@ -450,25 +451,25 @@ class Strategy:
 
     def _reduce_leaf(self, op: ReduceOp, leaf: Any, axis: Any) -> jax.Array:
         value = self._own(leaf, "reduce")
-        axes = _collectives.normalize_axes(axis, value.ndim, "reduce")
+        axes = collectives.normalize_axes(axis, value.ndim, "reduce")
         if not isinstance(value, PerReplica):
-            return self._apply(_stacked.reduce_mirrored, value, op, axes, self.num_replicas_in_sync)
-        _stacked.require_equal_except(axes, value, "reduce")
-        return self._apply(_stacked.reduce_stack, value._array, op, axes, value._shapes)
+            return self._apply(cross_replica.reduce_mirrored, value, op, axes, self.num_replicas_in_sync)
+        cross_replica.require_equal_except(axes, value, "reduce")
+        return self._apply(cross_replica.reduce_stack, value._array, op, axes, value._shapes)
 
     def _gather_leaf(self, leaf: Any, axis: Any) -> jax.Array:
         value = self._own(leaf, "gather")
-        position = _collectives.check_axis(axis, value.ndim, "gather")
+        position = collectives.check_axis(axis, value.ndim, "gather")
         if not isinstance(value, PerReplica):
-            return self._apply(_stacked.gather_mirrored, value, position, self.num_replicas_in_sync)
-        _stacked.require_equal_except((position,), value, "gather")
-        return self._apply(_stacked.gather_stack, value._array, position, value._shapes)
+            return self._apply(cross_replica.gather_mirrored, value, position, self.num_replicas_in_sync)
+        cross_replica.require_equal_except((position,), value, "gather")
+        return self._apply(cross_replica.gather_stack, value._array, position, value._shapes)
 
     def _apply(self, function: Any, array: jax.Array, *static: Any) -> jax.Array:
-        frame = _context.current()
+        frame = frames.current()
         if frame is not None and frame.axis is not None:
             return function(array, *static)  # in merge_call every replica holds the whole stack
-        return _stacked.compiled(function, self._mesh.mirrored, *static)(array)
+        return cross_replica.compiled(function, self._mesh.mirrored, *static)(array)
 
     def _own(self, leaf: Any, verb: str) -> PerReplica | jax.Array:
         """Return a leaf as a PerReplica of this strategy, or as an array that is the same on each replica."""
@@ -478,8 +479,8 @@ class Strategy:
         if isinstance(leaf, Variable):
             self._check_own_variable(leaf, verb)
             leaf._note_use(verb)
-            return leaf._as_per_replica() if leaf._on_read else leaf._read(_context.current(), is_taken=False)
-        array = _collectives.as_array(leaf, f"strategy.{verb}")
+            return leaf._as_per_replica() if leaf._on_read else leaf._read(frames.current(), is_taken=False)
+        array = arrays.as_array(leaf, f"strategy.{verb}")
         if not self._mesh.is_alone:
             return self._agreed(array, verb)
         if not self._is_elsewhere(array):
@@ -489,10 +490,10 @@ class Strategy:
 
     def _agreed(self, array: jax.Array, verb: str) -> jax.Array:
         """Return what counts as the same value on each replica, after seeing that it is; in a trace it is a constant."""
-        if _context.is_traced() or isinstance(array, jax.core.Tracer):
+        if frames.is_traced() or isinstance(array, jax.core.Tracer):
             return array
-        differ = functools.partial(_placing.refuse_argument, f"what strategy.{verb} was given, no PerReplica")
-        return _placing.mirror(self._mesh, [array], differ)[0]
+        differ = functools.partial(placement.refuse_argument, f"what strategy.{verb} was given, no PerReplica")
+        return placement.mirror(self._mesh, [array], differ)[0]
 
     def _check_own(self, value: PerReplica, verb: str) -> None:
         if value.num_replicas != self.num_replicas_in_sync:
@@ -522,7 +523,7 @@ class Strategy:
     def _local_values(self, leaf: PerReplica | Variable) -> tuple[Any, ...]:
         if isinstance(leaf, Variable):
             self._check_own_variable(leaf, "local_results")
-            leaf = leaf._as_per_replica() if leaf._on_read or _context.is_traced() else leaf
+            leaf = leaf._as_per_replica() if leaf._on_read or frames.is_traced() else leaf
         if isinstance(leaf, Variable):  # its copies here; the other workers are not asked
             values = tuple(jax.numpy.copy(copy) for _, copy in leaf._local_arrays())
         else:
@@ -540,7 +541,7 @@ def _is_distributed(value: Any) -> bool:
 
 
 def _require_untraced(verb: str) -> None:
-    frame = _context.current()
+    frame = frames.current()
     if frame is not None and frame.bindings is not None:
         raise ContextError(
             f"strategy.{verb} was called inside a step or an mr.function, which is traced once and then run many times. "

@@ -15,16 +15,16 @@ import jax
 import jax.numpy as jnp
 
 from . import _alike, _guards, _lift, _merge, _mirror_proof, _signature
-from ._context import Frame
 from ._errors import UnevenReplicasError
 from ._jax import tracing
 from ._jax.marks import Mark, Purpose, mark
 from ._lift import Lifted, ResultPlan, Touched
 from ._mirror_proof import State
+from ._replicas.frames import Frame
+from ._replicas.per_replica import stack_shapes
 from ._signature import ArrayLeaf, Call
 from ._step import trace_step
 from ._typing import Shape
-from ._values import stack_shapes
 
 #: A trace may show that a size was guessed wrong; after this many, sizes are found out one question at a time.
 _MAX_TRACES = 3

@@ -14,16 +14,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _collectives, _context, _conversion, _mesh, _placing, _stacked
-from ._context import Frame
 from ._errors import ContextError, PerReplicaError, ReplicasDivergeError, StrategyMismatchError, UnevenReplicasError
 from ._home import Home
 from ._jax import tracing, user_code
 from ._jax.marks import Mark, Purpose, mark
-from ._mesh import ReplicaMesh
 from ._options import VariableAggregation, VariableSynchronization
+from ._replicas import collectives, cross_replica, frames, placement
+from ._replicas.arrays import cast, converted_number, host_array, strong
+from ._replicas.frames import Frame
+from ._replicas.mesh import ReplicaMesh, default_mesh
+from ._replicas.per_replica import PerReplica
 from ._typing import ArrayLike, Shape
-from ._values import PerReplica
 from ._workers import joint_programs
 
 _NONE = VariableAggregation.NONE
@@ -102,9 +103,9 @@ class Variable:
         _check_aggregated_dtype(self._aggregation, array.dtype, self._name)
         self._shape: Shape = tuple(array.shape)
         self._dtype = array.dtype
-        _placing.check_later(self._mesh, [array], lambda _: f"the initial value of variable {self._name!r}")
+        placement.check_later(self._mesh, [array], lambda _: f"the initial value of variable {self._name!r}")
         if self._on_read:
-            broadcast = _stacked.compiled(_stacked.broadcast_stack, self._mesh.stacked, self._mesh.num_replicas)
+            broadcast = cross_replica.compiled(cross_replica.broadcast_stack, self._mesh.stacked, self._mesh.num_replicas)
             self._array = broadcast(_placed(array, self._mesh))
         else:
             self._array = _placed(array, self._mesh)
@@ -188,11 +189,11 @@ class Variable:
             ContextError: under a JAX transformation outside a step that would bake the value in.
             ValueError: outside a step, for a sync-on-read variable with aggregation NONE.
         """
-        return self._read(_context.current(), is_taken=True)
+        return self._read(frames.current(), is_taken=True)
 
     def numpy(self) -> np.ndarray:
         """Return a copy of the value as a numpy array."""
-        return np.array(self._read(_context.current(), is_taken=False))
+        return np.array(self._read(frames.current(), is_taken=False))
 
     def _read(self, frame: Frame | None, is_taken: bool) -> jax.Array:
         stored = self._load(frame)
@@ -209,9 +210,9 @@ class Variable:
                 "them with strategy.local_results(variable)."
             )
         if frame is not None and frame.axis is not None:
-            return _collectives.aggregate(self._aggregation, stored, frame.axis)
+            return collectives.aggregate(self._aggregation, stored, frame.axis)
         self._note_use("read")
-        return _stacked.compiled(_stacked.aggregate_stack, self._mesh.mirrored, self._aggregation)(stored)
+        return cross_replica.compiled(cross_replica.aggregate_stack, self._mesh.mirrored, self._aggregation)(stored)
 
     def _load(self, frame: Frame | None) -> jax.Array:
         """Return what is stored: one copy inside a step, else the mirrored array or the stack of copies."""
@@ -219,18 +220,18 @@ class Variable:
             self._check_mesh(frame)
             return frame.bindings.read(self)
         if tracing.is_staging():
-            raise ContextError(_context.foreign_trace_message("read", self._name, frame))
+            raise ContextError(frames.foreign_trace_message("read", self._name, frame))
         return self._array
 
     def _as_per_replica(self) -> PerReplica:
         """Return all copies as a PerReplica, in cross-replica context."""
-        frame = _context.current()
+        frame = frames.current()
         stored = self._load(frame)
         if frame is not None and frame.axis is not None:
             return PerReplica(frame.axis.stack(stored))
         if self._on_read:
             return PerReplica(jnp.copy(stored))
-        broadcast = _stacked.compiled(_stacked.broadcast_stack, self._mesh.stacked, self._mesh.num_replicas)
+        broadcast = cross_replica.compiled(cross_replica.broadcast_stack, self._mesh.stacked, self._mesh.num_replicas)
         return PerReplica(broadcast(stored))
 
     # -- writing
@@ -263,7 +264,7 @@ class Variable:
         return self._write("assign_sub", delta, jnp.subtract)
 
     def _write(self, method: str, operand: Any, combine: Callable[..., jax.Array] | None) -> Variable:
-        frame = _context.current()
+        frame = frames.current()
         if frame is not None and frame.replica is not None:
             new = self._replica_value(frame, method, operand, combine)
         else:
@@ -275,7 +276,7 @@ class Variable:
         assert frame.axis is not None
         update = self._converted(operand, method)
         if not self._on_read and self._aggregation is not _NONE:
-            update = _collectives.aggregate(self._aggregation, update, frame.axis)
+            update = collectives.aggregate(self._aggregation, update, frame.axis)
         new = update if combine is None else combine(self._load(frame), update)
         return self._marked(new) if not self._on_read and self._aggregation is _NONE else new
 
@@ -299,8 +300,8 @@ class Variable:
         if self._aggregation is VariableAggregation.SUM:
             update = self._converted(operand, method)
             total = update if combine is None else combine(self._read(frame, is_taken=False), update)
-            return self._copies(frame, _stacked.split_stack, total)
-        update = self._copies(frame, _stacked.broadcast_stack, self._converted(operand, method))
+            return self._copies(frame, cross_replica.split_stack, total)
+        update = self._copies(frame, cross_replica.broadcast_stack, self._converted(operand, method))
         return update if combine is None else combine(self._load(frame), update)
 
     def _copies(self, frame: Frame | None, distribute: Any, value: jax.Array) -> jax.Array:
@@ -308,7 +309,7 @@ class Variable:
         if frame is not None and frame.axis is not None:
             stack = distribute(value, frame.axis.size)
             return jax.lax.dynamic_index_in_dim(stack, frame.axis.index(), keepdims=False)
-        return _stacked.compiled(distribute, self._mesh.stacked, self._mesh.num_replicas)(value)
+        return cross_replica.compiled(distribute, self._mesh.stacked, self._mesh.num_replicas)(value)
 
     def _own_rows(self, frame: Frame | None, method: str, operand: PerReplica) -> jax.Array:
         self._check_per_replica(method, operand)
@@ -330,8 +331,8 @@ class Variable:
             )
         stack = self._cast(operand._array, method)
         if frame is not None and frame.axis is not None:
-            return _stacked.aggregate_stack(stack, self._aggregation)
-        return _stacked.compiled(_stacked.aggregate_stack, self._mesh.mirrored, self._aggregation)(stack)
+            return cross_replica.aggregate_stack(stack, self._aggregation)
+        return cross_replica.compiled(cross_replica.aggregate_stack, self._mesh.mirrored, self._aggregation)(stack)
 
     def _check_per_replica(self, method: str, operand: PerReplica) -> None:
         if operand.num_replicas != self._mesh.num_replicas:
@@ -360,11 +361,11 @@ class Variable:
                 "all replicas. Pass it to the step in strategy.run(fn, args=...): there it is this replica's value."
             )
         if not isinstance(operand, jax.Array | Variable):
-            operand = _conversion.host_array(operand, f"{method} to variable {self._name!r}", self._dtype)
+            operand = host_array(operand, f"{method} to variable {self._name!r}", self._dtype)
         array = jnp.asarray(operand)
         if not isinstance(array, jax.core.Tracer) and (array.committed or not self._mesh.is_alone):
-            if array is operand and not _context.is_traced():
-                _placing.check_later(self._mesh, [array], lambda _: f"what variable {self._name!r} was given by {method}")
+            if array is operand and not frames.is_traced():
+                placement.check_later(self._mesh, [array], lambda _: f"what variable {self._name!r} was given by {method}")
             array = self._moved(array)
         if tuple(array.shape) != self._shape:
             raise ValueError(
@@ -375,12 +376,12 @@ class Variable:
 
     def _moved(self, array: jax.Array) -> jax.Array:
         """Bring an array to the variable's devices, as the chief has it; in a trace, as a constant of the program."""
-        if self._mesh.is_alone or not _context.is_traced():
+        if self._mesh.is_alone or not frames.is_traced():
             return _placed(array, self._mesh)
         return jnp.asarray(np.asarray(array)) if array.is_fully_addressable else array
 
     def _cast(self, array: jax.Array, method: str) -> jax.Array:
-        return _conversion.cast(array, self._dtype, f"{method} to variable {self._name!r}")
+        return cast(array, self._dtype, f"{method} to variable {self._name!r}")
 
     def _marked(self, value: jax.Array) -> jax.Array:
         return mark(jnp.asarray(value), Mark(Purpose.ASSIGN, self._name, user_code.user_line()))
@@ -395,7 +396,7 @@ class Variable:
     def _set_array(self, value: jax.Array, frame: Frame | None = None) -> None:
         """Keep a new array, which somebody else may hold too."""
         if isinstance(value, jax.core.Tracer):
-            raise ContextError(_context.foreign_trace_message("written", self._name, frame))
+            raise ContextError(frames.foreign_trace_message("written", self._name, frame))
         array = value if self._on_read else _placed(value, self._mesh)
         self._note_use("assign to")
         self._note_taken()
@@ -403,7 +404,7 @@ class Variable:
 
     def _note_use(self, what: str) -> None:
         """Let the workers see, with their next comparison, whether all use the same variable."""
-        if not self._mesh.is_alone and not _context.is_traced():
+        if not self._mesh.is_alone and not frames.is_traced():
             joint_programs.note(f"{what} variable {self._number}")
 
     def _check_mesh(self, frame: Frame) -> None:
@@ -419,7 +420,7 @@ class Variable:
         return self.value
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.array(self._read(_context.current(), is_taken=False), dtype=dtype)
+        return np.array(self._read(frames.current(), is_taken=False), dtype=dtype)
 
     __array_priority__ = 100  # numpy arrays leave the operators to the variable, as to JAX arrays
 
@@ -431,7 +432,7 @@ class Variable:
 
     def _apply(self, method: str, *operands: Any) -> Any:
         """Call an operator of the value; a result that is the stored array itself, as of `v[:]`, is taken like `value`."""
-        result = getattr(self._read(_context.current(), is_taken=False), method)(*operands)
+        result = getattr(self._read(frames.current(), is_taken=False), method)(*operands)
         if result is self._array:
             self._note_taken()
         return result
@@ -445,10 +446,10 @@ class Variable:
         return self._shape[0]
 
     def __iter__(self) -> Any:
-        return iter(self._read(_context.current(), is_taken=False))
+        return iter(self._read(frames.current(), is_taken=False))
 
     def __format__(self, spec: str) -> str:
-        return format(self._read(_context.current(), is_taken=False), spec) if spec else repr(self)
+        return format(self._read(frames.current(), is_taken=False), spec) if spec else repr(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -467,7 +468,7 @@ class Variable:
             head += ", synchronization=ON_READ"
         if self._aggregation is not _NONE:
             head += f", aggregation={self._aggregation.name}"
-        if (frame := _context.current()) is not None and frame.bindings is not None:
+        if (frame := frames.current()) is not None and frame.bindings is not None:
             return f"{head}, traced)"
         copies = ",\n".join(f"  {i}: {_abridged(copy, len(str(i)))}" for i, copy in self._local_copies())
         return f"{head},\n{copies})"
@@ -491,7 +492,7 @@ def _add_operators() -> None:
         def operator(self: Variable, other: Any) -> Any:
             if isinstance(other, PerReplica):
                 return NotImplemented
-            return self._apply(method, other._read(_context.current(), is_taken=False) if isinstance(other, Variable) else other)
+            return self._apply(method, other._read(frames.current(), is_taken=False) if isinstance(other, Variable) else other)
 
         return operator
 
@@ -546,10 +547,10 @@ def _check_aggregated_dtype(aggregation: VariableAggregation, dtype: Any, name: 
 
 
 def _creation_mesh(name: str) -> ReplicaMesh:
-    frame = _context.current()
+    frame = frames.current()
     if (frame is not None and frame.bindings is not None) or tracing.is_staging():
         raise ContextError(_created_in_trace_message(name))
-    return frame.mesh if frame is not None and frame.mesh is not None else _mesh.default_mesh()
+    return frame.mesh if frame is not None and frame.mesh is not None else default_mesh()
 
 
 def _created_in_trace_message(name: str) -> str:
@@ -570,15 +571,15 @@ def _initial_array(value: Any, dtype: Any, name: str) -> jax.Array | np.ndarray:
     if isinstance(value, jax.core.Tracer):
         raise ContextError(_created_in_trace_message(name))
     if isinstance(value, jax.Array):
-        return _conversion.strong(value, value.dtype if dtype is None else dtype)
+        return strong(value, value.dtype if dtype is None else dtype)
     what = f"the initial value of variable {name!r}"
-    array = _conversion.host_array(value, what, dtype)
+    array = host_array(value, what, dtype)
     canonical = jax.dtypes.canonicalize_dtype(array.dtype if dtype is None else dtype)
-    return _conversion.converted_number(array, what, canonical) if array.dtype.kind in "iu" else array.astype(canonical)
+    return converted_number(array, what, canonical) if array.dtype.kind in "iu" else array.astype(canonical)
 
 
 def _placed(array: jax.Array | np.ndarray, mesh: ReplicaMesh) -> jax.Array:
-    return _placing.mirror(mesh, [array])[0]
+    return placement.mirror(mesh, [array])[0]
 
 
 def _plain(array: Any) -> Any:

@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from . import _checkpoint_agreement, _checkpoint_files, _checkpoint_state, _context, _divergence, _integrity
+from . import _checkpoint_agreement, _checkpoint_files, _checkpoint_state, _divergence, _integrity
 from ._checkpoint_files import DamagedStep, StepFiles
 from ._checkpoint_state import Leaves, Snapshot
 from ._checkpoint_writer import Writer
 from ._errors import CheckpointError, ContextError, StrategyMismatchError
+from ._replicas import frames
 from ._strategies import DefaultStrategy, get_strategy
 from ._typing import PyTree
 from ._workers import runtime
@@ -362,7 +363,7 @@ class Checkpoint:
         return [other for _, other in seen]
 
     def _require_usable(self, verb: str) -> None:
-        if _context.is_traced():
+        if frames.is_traced():
             raise ContextError(f"checkpoint.{verb} was called inside a step or another traced function; call it between steps.")
         if self._is_closed:
             raise ValueError(f"checkpoint.{verb} was called after close(); make a new mr.Checkpoint.")

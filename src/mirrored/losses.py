@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _context
 from ._errors import ContextError
+from ._replicas import frames
+from ._replicas.context import ReplicaContext
 
 
 def compute_average_loss(
@@ -73,8 +74,8 @@ def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
     return jnp.sum(_as_numbers(regularization_loss, "regularization_loss")) / context.num_replicas_in_sync
 
 
-def _replica_context(name: str) -> _context.ReplicaContext:
-    frame = _context.current()
+def _replica_context(name: str) -> ReplicaContext:
+    frame = frames.current()
     if frame is None or frame.replica is None:
         raise ContextError(
             f"mr.losses.{name} was called outside a step. It scales one replica's loss for a sum over the replicas; "
@@ -102,7 +103,7 @@ def _broadcast_weight(sample_weight: Any, losses: jax.Array) -> jax.Array:
     return weight.reshape(*weight.shape, *(1,) * (losses.ndim - weight.ndim))
 
 
-def _global_batch_size(given: Any, losses: jax.Array, context: _context.ReplicaContext) -> Any:
+def _global_batch_size(given: Any, losses: jax.Array, context: ReplicaContext) -> Any:
     if given is None:
         return sum(context._axis.each(losses.shape[0]))
     is_number = isinstance(given, int | float | np.integer | np.floating) and not isinstance(given, bool)

@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from . import _context, _stacked
-from ._context import Frame
 from ._errors import ContextError, PerReplicaError, StrategyMismatchError
 from ._jax import user_code
 from ._jax.marks import Mark, Purpose, mark
 from ._options import ReduceOp
+from ._replicas import cross_replica, frames
+from ._replicas.frames import Frame
+from ._replicas.per_replica import PerReplica, is_per_replica
 from ._typing import PyTree
-from ._values import PerReplica, is_per_replica
 from ._variables import Variable, is_variable
 
 
@@ -51,7 +51,7 @@ class Optimizer:
     def __init__(self, tx: optax.GradientTransformation, variables: PyTree) -> None:
         if not (hasattr(tx, "init") and hasattr(tx, "update")):
             raise TypeError(f"tx is {tx!r}; expected an optax transformation, for example optax.adam(1e-3).")
-        if (frame := _context.current()) is not None and frame.bindings is not None:
+        if (frame := frames.current()) is not None and frame.bindings is not None:
             raise ContextError(
                 f"mr.Optimizer was created inside a step, at {user_code.user_line()}. Its state must outlive the step: create "
                 "it once, before, next to the variables."
@@ -60,7 +60,7 @@ class Optimizer:
         self._leaves, self._treedef = jax.tree.flatten(variables, is_leaf=is_variable)
         _check_variables(self._leaves)
         # The state lives with the variables, also when the optimizer is made outside their scope.
-        with _context.entered(Frame(None, self._leaves[0]._mesh)):
+        with frames.entered(Frame(None, self._leaves[0]._mesh)):
             values = self._as_tree([variable.value for variable in self._leaves])
             paths, self._state_treedef = jax.tree_util.tree_flatten_with_path(tx.init(values))
             self._state = [Variable(leaf, name=f"optimizer{jax.tree_util.keystr(path)}", trainable=False) for path, leaf in paths]
@@ -93,7 +93,7 @@ class Optimizer:
                 gradient at all.
             TypeError: for a gradient that is not an array or None.
         """
-        frame = _context.current()
+        frame = frames.current()
         gradients = self._aligned(grads)
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]
         summed = self._combined(frame, [gradients[i] for i in present], [self._leaves[i] for i in present], aggregate)
@@ -229,8 +229,8 @@ def _one_value(gradient: Any, variable: Variable, aggregate: bool) -> jax.Array:
         )
     variable._check_per_replica("apply_gradients", gradient)
     if isinstance(gradient._array, jax.core.Tracer):
-        return _stacked.reduce_stack(gradient._array, ReduceOp.SUM, (), None)
-    summed = _stacked.compiled(_stacked.reduce_stack, variable._mesh.mirrored, ReduceOp.SUM, (), None)
+        return cross_replica.reduce_stack(gradient._array, ReduceOp.SUM, (), None)
+    summed = cross_replica.compiled(cross_replica.reduce_stack, variable._mesh.mirrored, ReduceOp.SUM, (), None)
     return summed(gradient._array)
 
 

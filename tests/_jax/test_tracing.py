@@ -13,8 +13,8 @@ from jax.experimental import hijax
 from programs import VECTOR
 
 import mirrored as mr
-from mirrored._collectives import ReplicaAxis
 from mirrored._jax import jaxprs, tracing, user_code
+from mirrored._replicas.collectives import ReplicaAxis
 from mirrored._typing import REPLICA_AXIS as AXIS
 
 

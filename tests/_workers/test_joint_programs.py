@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mirrored as mr
-from mirrored._workers import joint_programs
+from mirrored._workers import joint_programs, runtime
 from mirrored._workers.progress import Progress
 
 
@@ -56,7 +56,7 @@ def test_workers_that_disagree_start_nothing(monkeypatch: pytest.MonkeyPatch) ->
     def differ(name: str, text: str) -> None:
         raise mr.ProgramMismatchError("different programs")
 
-    joint_programs.current().agreement.check = differ
+    runtime.current().agreement.check = differ
     with pytest.raises(mr.ProgramMismatchError):
         joint_programs.prepared("train", "the text", None)
     with pytest.raises(mr.ProgramMismatchError):

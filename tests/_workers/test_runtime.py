@@ -15,10 +15,10 @@ import pytest
 from jax._src.lib import _jax
 
 import mirrored as mr
-from mirrored import _collectives
 from mirrored._cluster import meeting as _meeting
 from mirrored._cluster.spec import Cluster, ClusterSpec
 from mirrored._jax import distributed
+from mirrored._replicas import collectives as _collectives
 from mirrored._workers import runtime as _runtime
 from mirrored._workers import verdict
 from mirrored._workers.coordination import Coordination

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._mesh import ReplicaMesh
 from .._options import InputOptions
-from .._values import PerReplica
+from .._replicas.mesh import ReplicaMesh
+from .._replicas.per_replica import PerReplica
 from . import _grain
 from ._auto_shard import Plan
 from ._iterator import DistributedIterator

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .._signature import is_numeric
+from .._replicas.arrays import is_numeric
 from ._feature import Feature, FixedLenFeature, VarLenFeature, cut, read, read_all
 from ._layout import ValuePlaces, find_layout
 from ._record_reader import needs

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .._signature import is_numeric
+from .._replicas.arrays import is_numeric
 from ._layout import Span
 
 

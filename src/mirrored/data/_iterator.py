@@ -10,10 +10,10 @@ from typing import Any, Self
 
 import jax
 
-from .. import _placing
-from .._mesh import ReplicaMesh
+from .._replicas import placement
+from .._replicas.mesh import ReplicaMesh
+from .._replicas.per_replica import PerReplica
 from .._typing import PyTree
-from .._values import PerReplica
 from .._workers.coordination import Channel
 from .._workers.progress import NEXT_BATCH, in_main_thread, progress
 from ._auto_shard import Plan
@@ -195,7 +195,7 @@ def to_devices(step: Step, mesh: ReplicaMesh, layout: LocalReplicas) -> PyTree:
     """Put each replica's rows on its device."""
     leaves, treedef = jax.tree.flatten(step.stacked)
     is_alone = layout.worker.count == 1  # then one call for all of them
-    arrays = jax.device_put(leaves, mesh.stacked) if is_alone else [_placing.stack(mesh, leaf) for leaf in leaves]
+    arrays = jax.device_put(leaves, mesh.stacked) if is_alone else [placement.stack(mesh, leaf) for leaf in leaves]
     return jax.tree.unflatten(treedef, [PerReplica(array, _true_shapes(array, step.sizes)) for array in arrays])
 
 

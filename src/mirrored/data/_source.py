@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._signature import is_numeric
+from .._replicas.arrays import is_numeric
+from .._replicas.per_replica import PerReplica, is_per_replica
 from .._typing import PyTree
-from .._values import PerReplica, is_per_replica
 from . import _grain
 from ._position import Source, resumed
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import mirrored as mr
-from mirrored import _collectives
+from mirrored._replicas import collectives as _collectives
 
 
 def replica():

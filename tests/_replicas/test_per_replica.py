@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import mirrored as mr
-from mirrored._values import stack_shapes
+from mirrored._replicas.per_replica import stack_shapes
 
 WAYS_OUT = r"strategy\.reduce\(.*strategy\.gather\(.*strategy\.local_results\("
 

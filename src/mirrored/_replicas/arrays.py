@@ -1,4 +1,4 @@
-"""How what a user gives a variable becomes an array of the variable's dtype, without losing anything silently."""
+"""How what a user gives becomes an array, without losing anything silently."""
 
 from __future__ import annotations
 
@@ -85,3 +85,32 @@ def strong(array: jax.Array, dtype: Any) -> jax.Array:
     """Convert an array, and forget that it was a Python number: a variable's type must not change with what it is given."""
     is_converted = array.dtype != dtype or getattr(array, "weak_type", False)
     return jax.lax.convert_element_type(array, dtype) if is_converted else array
+
+
+def as_array(leaf: Any, verb: str) -> jax.Array:
+    """Turn a leaf into an array, or say that it cannot be combined over replicas."""
+    if isinstance(leaf, str | bytes) or not _is_array_like(leaf):
+        raise TypeError(
+            f"{verb} got {leaf!r} of type {type(leaf).__name__}; expected arrays or numbers, in any nest of "
+            "dicts, lists and tuples. Leave other values out of the tree."
+        )
+    if isinstance(leaf, np.ndarray | np.generic):
+        check_range(np.asarray(leaf), lambda: f"the value given to {verb} holds")
+    # A copy of a host array: JAX may keep its memory, which the user may change.
+    return jnp.array(leaf) if isinstance(leaf, np.ndarray) else jnp.asarray(leaf)
+
+
+def is_wrapped(leaf: Any) -> bool:
+    """Keep variables and PerReplica values whole: each knows what it is as one array, or that it is not."""
+    return hasattr(leaf, "__jax_array__")
+
+
+def _is_array_like(leaf: Any) -> bool:
+    if isinstance(leaf, np.ndarray | np.generic):
+        return leaf.dtype.kind in "biufc" or leaf.dtype.isbuiltin == 2  # 2: bfloat16 and the like
+    return isinstance(leaf, jax.Array | bool | int | float | complex) or hasattr(leaf, "__jax_array__")
+
+
+def is_numeric(dtype: np.dtype[Any]) -> bool:
+    """Tell whether devices can hold arrays of a numpy dtype."""
+    return dtype.kind in "biufc" or (dtype.kind == "V" and jax.numpy.issubdtype(dtype, np.number))  # V: bfloat16 and its like

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from ._workers.progress import progress
+from .._workers.progress import progress
 
 #: Programs in flight per process, over all strategies: XLA blocks a thread of the pool from the 33rd on, and programs
 #: that other code dispatches count too.

@@ -14,9 +14,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from . import _env
-from ._errors import ClusterConfigError, DeviceError
-from ._typing import REPLICA_AXIS
+from .. import _env
+from .._errors import ClusterConfigError, DeviceError
+from .._typing import REPLICA_AXIS
 
 _DEVICE_NAME = re.compile(r"/?(?:device:)?(cpu|gpu|tpu|cuda|rocm):(\d+)", re.IGNORECASE | re.ASCII)
 
@@ -71,7 +71,7 @@ class ReplicaMesh:
 
     @functools.cached_property
     def is_paced(self) -> bool:
-        """Whether the programs in flight are counted: on virtual CPU devices, and with other workers; see `_pace.py`."""
+        """Whether the programs in flight are counted: on virtual CPU devices, and with other workers; see `in_flight`."""
         return self.num_replicas > 1 and (self.devices[0].platform == "cpu" or not self.is_alone)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import mirrored as mr
-from mirrored import _pace
+from mirrored._replicas import in_flight
 from mirrored._workers import progress as _progress
 from mirrored._workers.progress import Progress
 
@@ -30,7 +30,7 @@ import threading
 import jax, jax.numpy as jnp, numpy as np
 {start}
 import mirrored as mr
-from mirrored import _pace
+from mirrored._replicas import in_flight
 
 def strategy_of(count):
     return mr.MirroredStrategy([f"cpu:{{i}}" for i in range(count)])
@@ -178,7 +178,7 @@ def test_without_the_bound_the_same_steps_deadlock() -> None:
     A deadlock is a race that is nearly always lost; steps of 20 collectives win it often, because they are slower to run
     than to start. So there are a few tries, and those that end well are short.
     """
-    unbounded = STARTED_BY_USER + "\nimport mirrored._pace; mirrored._pace.MAX_IN_FLIGHT = 10**9"
+    unbounded = STARTED_BY_USER + "\nfrom mirrored._replicas import in_flight; in_flight.MAX_IN_FLIGHT = 10**9"
     code = HEADER.format(start=unbounded.format(count=2)) + LOOP.format(count=2, num_collectives=1, dependent=True, steps=2000)
     tries = (run_python(code) for _ in range(5))
     hanging = next((done for done in tries if done.returncode), None)
@@ -207,24 +207,24 @@ class Witness:
 
 @pytest.fixture
 def empty_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_pace, "_in_flight", type(_pace._in_flight)())
+    monkeypatch.setattr(in_flight, "_in_flight", type(in_flight._in_flight)())
 
 
 def test_older_programs_are_waited_for_before_there_are_too_many(empty_queue: None) -> None:
     waited: list[int] = []
     for number in range(100):
-        _pace.started(Witness(number, waited))
-        assert number - (waited[-1] if waited else -1) <= _pace.MAX_IN_FLIGHT
-        assert len(_pace._in_flight) < _pace.MAX_IN_FLIGHT
-    assert waited == list(range(_pace.WAIT_FOR - 1, waited[-1] + 1, _pace.WAIT_FOR))
-    assert _pace.MAX_IN_FLIGHT < 32, "XLA's own limit, at which it blocks"
+        in_flight.started(Witness(number, waited))
+        assert number - (waited[-1] if waited else -1) <= in_flight.MAX_IN_FLIGHT
+        assert len(in_flight._in_flight) < in_flight.MAX_IN_FLIGHT
+    assert waited == list(range(in_flight.WAIT_FOR - 1, waited[-1] + 1, in_flight.WAIT_FOR))
+    assert in_flight.MAX_IN_FLIGHT < 32, "XLA's own limit, at which it blocks"
 
 
 def test_a_result_that_was_deleted_is_not_waited_for(empty_queue: None) -> None:
     waited: list[int] = []
-    last = _pace.WAIT_FOR - 1
-    for number in range(_pace.MAX_IN_FLIGHT):
-        _pace.started(Witness(number, waited, is_gone=number == last))
+    last = in_flight.WAIT_FOR - 1
+    for number in range(in_flight.MAX_IN_FLIGHT):
+        in_flight.started(Witness(number, waited, is_gone=number == last))
     assert waited == [last - 1]
 
 
@@ -233,52 +233,52 @@ def test_one_bound_for_all_threads(empty_queue: None) -> None:
 
     def start_many(first: int) -> None:
         for number in range(first, first + 100):
-            _pace.started(Witness(number, waited))
+            in_flight.started(Witness(number, waited))
 
     threads = [threading.Thread(target=start_many, args=(first,)) for first in (0, 1000)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(_pace._in_flight) < _pace.MAX_IN_FLIGHT
-    assert len(waited) == (200 - len(_pace._in_flight)) // _pace.WAIT_FOR
+    assert len(in_flight._in_flight) < in_flight.MAX_IN_FLIGHT
+    assert len(waited) == (200 - len(in_flight._in_flight)) // in_flight.WAIT_FOR
 
 
 def test_two_programs_of_several_workers_are_in_flight_and_older_ones_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[int] = []
     checked: list[int] = []
     progress = Progress()
-    monkeypatch.setattr(_pace, "_joint", type(_pace._joint)())
-    monkeypatch.setattr(_pace, "progress", progress)
+    monkeypatch.setattr(in_flight, "_joint", type(in_flight._joint)())
+    monkeypatch.setattr(in_flight, "progress", progress)
     for number in range(10):
         witness = Witness(number, waited, is_gone=number == 5)
-        _pace.joined(witness, lambda witness: checked.append(witness.number))
+        in_flight.joined(witness, lambda witness: checked.append(witness.number))
         assert progress.witness is witness
-        assert len(_pace._joint) <= 2 and len(waited) >= number - 2
+        assert len(in_flight._joint) <= 2 and len(waited) >= number - 2
     expected = [number for number in range(10) if number != 5]
     assert waited == checked == expected[:-2] and progress.finished == len(waited)
-    _pace.finish()
+    in_flight.finish()
     assert waited == checked == expected and progress.finished == 9
 
 
 def test_only_several_devices_of_this_cpu_are_paced(strategy: mr.MirroredStrategy) -> None:
-    assert _pace.is_paced(strategy._mesh.mirrored) is (strategy.num_replicas_in_sync > 1)
-    assert _pace.is_paced(strategy._mesh.stacked) is strategy._mesh.is_paced
+    assert in_flight.is_paced(strategy._mesh.mirrored) is (strategy.num_replicas_in_sync > 1)
+    assert in_flight.is_paced(strategy._mesh.stacked) is strategy._mesh.is_paced
     gpus = np.array([SimpleNamespace(platform="gpu")] * 2, dtype=object)
-    assert not _pace.is_paced(SimpleNamespace(num_devices=2, is_fully_addressable=True, mesh=SimpleNamespace(devices=gpus)))
+    assert not in_flight.is_paced(SimpleNamespace(num_devices=2, is_fully_addressable=True, mesh=SimpleNamespace(devices=gpus)))
 
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[jax.Array]:
     """The results of the programs that were paced."""
     witnesses: list[jax.Array] = []
-    original = _pace.started
+    original = in_flight.started
 
     def record(witness: jax.Array) -> None:
         witnesses.append(witness)
         original(witness)
 
-    monkeypatch.setattr(_pace, "started", record)
+    monkeypatch.setattr(in_flight, "started", record)
     return witnesses
 
 
@@ -349,12 +349,12 @@ def test_a_program_that_is_traced_into_another_is_not_in_flight(strategy2: mr.Mi
 
 def test_a_dispatched_result_is_passed_on_as_it_is(strategy2: mr.MirroredStrategy, started: list[jax.Array]) -> None:
     array = jax.device_put(jnp.ones(3), strategy2._mesh.mirrored)
-    assert _pace.dispatch(strategy2._mesh.mirrored, lambda x: x, array) is array
+    assert in_flight.dispatch(strategy2._mesh.mirrored, lambda x: x, array) is array
     assert started == [array]
 
 
 def test_keys_of_random_numbers_are_watched_as_their_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_pace, "_joint", type(_pace._joint)())
-    _pace.joined(jax.random.key(0))
+    monkeypatch.setattr(in_flight, "_joint", type(in_flight._joint)())
+    in_flight.joined(jax.random.key(0))
     assert _progress.progress.witness.is_ready() in (True, False), "what the guard asks; a key cannot tell"
-    _pace.finish()
+    in_flight.finish()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import mirrored as mr
-from mirrored import _mesh
+from mirrored._replicas import mesh
 
 CONFIGURING = ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES", "JAX_PLATFORMS", "PJRT_NPROC", "NPROC")
 
@@ -107,10 +107,10 @@ def test_importing_the_package_does_not_start_jax() -> None:
 
 def test_pool_is_twice_the_devices_and_not_below_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(6), raising=False)
-    assert [_mesh.cpu_pool_size(count) for count in (1, 3, 4, 16)] == [6, 6, 8, 32]
+    assert [mesh.cpu_pool_size(count) for count in (1, 3, 4, 16)] == [6, 6, 8, 32]
     monkeypatch.delattr(os, "sched_getaffinity")
     monkeypatch.setattr(os, "cpu_count", lambda: 5)
-    assert _mesh.cpu_pool_size(1) == 5
+    assert mesh.cpu_pool_size(1) == 5
 
 
 def test_jax_without_cpu_devices_is_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,10 +123,10 @@ def test_jax_without_cpu_devices_is_no_obstacle(monkeypatch: pytest.MonkeyPatch)
         return gpus
 
     monkeypatch.setattr(jax, "local_devices", local_devices)
-    assert _mesh.resolve_devices(None) == tuple(gpus)
-    assert _mesh.resolve_devices(["gpu:1"]) == (gpus[1],)
+    assert mesh.resolve_devices(None) == tuple(gpus)
+    assert mesh.resolve_devices(["gpu:1"]) == (gpus[1],)
     with pytest.raises(mr.DeviceError, match=r"devices contains 'cpu:0', but this process has 0 cpu devices \(none\)"):
-        _mesh.resolve_devices(["cpu:0"])
+        mesh.resolve_devices(["cpu:0"])
 
 
 # -- naming devices
@@ -202,9 +202,9 @@ def test_a_device_and_its_name_are_the_same_device() -> None:
 
 def test_devices_of_two_kinds() -> None:
     mixture = [SimpleNamespace(platform="cpu"), SimpleNamespace(platform="gpu")]
-    _mesh._refuse_mixture(mixture[:1])
+    mesh._refuse_mixture(mixture[:1])
     with pytest.raises(mr.DeviceError, match=r"devices mixes cpu and gpu devices .* Name only gpu devices"):
-        _mesh._refuse_mixture(mixture)
+        mesh._refuse_mixture(mixture)
 
 
 @pytest.mark.parametrize("device", [["cpu:0"], 0, ("cpu:0",)])

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._conversion import check_range
-from ._options import ReduceOp, VariableAggregation
-from ._typing import REPLICA_AXIS, PyTree, Shape
+from .._options import ReduceOp, VariableAggregation
+from .._typing import REPLICA_AXIS, PyTree, Shape
+from .arrays import as_array, is_wrapped
 
 Axes = tuple[int, ...]
 
@@ -230,30 +230,6 @@ def divide(total: jax.Array, count: int, dtype: Any) -> jax.Array:
     """Finish a MEAN: integers become floating point, other dtypes come back as they were."""
     mean = total / float(count)  # an int of 2**31 or more does not fit JAX's default int
     return mean.astype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else mean
-
-
-def as_array(leaf: Any, verb: str) -> jax.Array:
-    """Turn a leaf into an array, or say that it cannot be combined over replicas."""
-    if isinstance(leaf, str | bytes) or not _is_array_like(leaf):
-        raise TypeError(
-            f"{verb} got {leaf!r} of type {type(leaf).__name__}; expected arrays or numbers, in any nest of "
-            "dicts, lists and tuples. Leave other values out of the tree."
-        )
-    if isinstance(leaf, np.ndarray | np.generic):
-        check_range(np.asarray(leaf), lambda: f"the value given to {verb} holds")
-    # A copy of a host array: JAX may keep its memory, which the user may change.
-    return jnp.array(leaf) if isinstance(leaf, np.ndarray) else jnp.asarray(leaf)
-
-
-def is_wrapped(leaf: Any) -> bool:
-    """Keep variables and PerReplica values whole: each knows what it is as one array, or that it is not."""
-    return hasattr(leaf, "__jax_array__")
-
-
-def _is_array_like(leaf: Any) -> bool:
-    if isinstance(leaf, np.ndarray | np.generic):
-        return leaf.dtype.kind in "biufc" or leaf.dtype.isbuiltin == 2  # 2: bfloat16 and the like
-    return isinstance(leaf, jax.Array | bool | int | float | complex) or hasattr(leaf, "__jax_array__")
 
 
 def check_axis(axis: Any, ndim: int, verb: str) -> int:

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import mirrored as mr
-from mirrored import _collectives, _stacked
 from mirrored._options import VariableAggregation
+from mirrored._replicas import collectives, cross_replica
 
 DTYPES = ["float32", "int32", "uint8", "bool", "float16", "bfloat16", "complex64"]
 SIZES = [1, 2, 3, 8]
@@ -210,7 +210,7 @@ def test_a_mean_of_large_integers_does_not_overflow(strategy, per_replica):
 
 
 def test_a_mean_of_more_elements_than_an_int32_counts():
-    assert _collectives.divide(jnp.float32(2.0**33), 2**32, jnp.dtype("float32")) == 2.0
+    assert collectives.divide(jnp.float32(2.0**33), 2**32, jnp.dtype("float32")) == 2.0
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8", "uint16", "bool", "float16", "bfloat16", "complex64", "float8_e4m3fn"])
@@ -297,7 +297,7 @@ def test_gather_of_a_mirrored_value_is_r_times_it(strategy):
 # -- split: parts whose sum is exact
 
 
-_split = jax.jit(_stacked.split_stack, static_argnums=1)
+_split = jax.jit(cross_replica.split_stack, static_argnums=1)
 
 _ELEMENTS = {
     "float32": st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=False),
@@ -360,7 +360,7 @@ def test_a_split_keeps_what_has_no_parts_and_the_extremes(dtype):
 @pytest.mark.parametrize("value", [True, jax.random.key(0)], ids=["bool", "key"])
 def test_what_is_no_number_cannot_be_split(value):
     with pytest.raises(TypeError, match="cannot be split into a sum over replicas"):
-        _stacked.split_stack(jnp.asarray(value), 2)
+        cross_replica.split_stack(jnp.asarray(value), 2)
 
 
 # -- aggregation of copies
@@ -369,12 +369,12 @@ def test_what_is_no_number_cannot_be_split(value):
 @pytest.mark.parametrize("mode, expected", [("SUM", [9, 12]), ("MEAN", [3, 4]), ("ONLY_FIRST_REPLICA", [1, 2])])
 def test_aggregation_makes_one_value_of_the_copies(mode, expected):
     stack = jnp.float32([[1, 2], [3, 4], [5, 6]])
-    assert _stacked.aggregate_stack(stack, VariableAggregation[mode]).tolist() == expected
+    assert cross_replica.aggregate_stack(stack, VariableAggregation[mode]).tolist() == expected
 
 
 def test_the_mean_of_half_precision_copies_does_not_overflow():
     stack = jnp.full((8, 1), 60000, jnp.float16)
-    result = _stacked.aggregate_stack(stack, VariableAggregation.MEAN)
+    result = cross_replica.aggregate_stack(stack, VariableAggregation.MEAN)
     assert result.dtype == jnp.float16 and result[0] == 60000
 
 
@@ -382,8 +382,8 @@ def test_the_mean_of_half_precision_copies_does_not_overflow():
 
 
 def test_one_program_serves_all_values_of_one_shape(strategy2, per_replica):
-    _stacked._compile.cache_clear()
+    cross_replica._compile.cache_clear()
     for i in range(4):
         strategy2.reduce("sum", per_replica(strategy2, np.full(3, i), np.full(3, 2 * i)))
-    program = _stacked._compile(_stacked.reduce_stack, strategy2._mesh.mirrored, (mr.ReduceOp.SUM, (), None))
-    assert _stacked._compile.cache_info().misses == 1 and program._cache_size() == 1
+    program = cross_replica._compile(cross_replica.reduce_stack, strategy2._mesh.mirrored, (mr.ReduceOp.SUM, (), None))
+    assert cross_replica._compile.cache_info().misses == 1 and program._cache_size() == 1

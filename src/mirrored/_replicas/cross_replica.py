@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from . import _pace
-from ._collectives import Axes, accumulator_dtype, divide, join_rows
-from ._errors import UnevenReplicasError
-from ._options import ReduceOp, VariableAggregation
-from ._typing import Shape
-from ._values import PerReplica
-from ._workers import joint_programs
+from .._errors import UnevenReplicasError
+from .._options import ReduceOp, VariableAggregation
+from .._typing import Shape
+from .._workers import joint_programs
+from . import in_flight
+from .collectives import Axes, accumulator_dtype, divide, join_rows
+from .per_replica import PerReplica
 
 
 def reduce_stack(stack: jax.Array, op: ReduceOp, axes: Axes, shapes: tuple[Shape, ...] | None) -> jax.Array:
@@ -125,10 +125,10 @@ def require_equal_except(axes: Axes, value: PerReplica, verb: str) -> None:
 
 def compiled(function: Callable[..., jax.Array], placement: NamedSharding, *static: Any) -> Callable[..., jax.Array]:
     """Return `function(array, *static)` as a compiled program with a known placement of its result."""
-    return functools.partial(_pace.dispatch, placement, _compile(function, placement, static))
+    return functools.partial(in_flight.dispatch, placement, _compile(function, placement, static))
 
 
 @functools.lru_cache(maxsize=1024)
 def _compile(function: Callable[..., jax.Array], placement: NamedSharding, static: tuple[Any, ...]) -> Any:
     program = jax.jit(lambda array: function(array, *static), out_shardings=placement)
-    return joint_programs.agreed(function.__name__, str(static), program) if _pace.is_joint(placement) else program
+    return joint_programs.agreed(function.__name__, str(static), program) if in_flight.is_joint(placement) else program

@@ -1,121 +1,24 @@
-"""Where the program is: the stack of contexts, and what a replica can ask for."""
+"""What a step can ask about its replica, and how it reaches the others."""
 
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _collectives
-from ._collectives import ReplicaAxis
-from ._errors import ContextError, StrategyMismatchError, UnevenReplicasError
-from ._jax import tracing, user_code
-from ._mesh import ReplicaMesh
-from ._options import ReduceOp
-from ._typing import PyTree
-from ._values import PerReplica
-
-
-class VariableValues(Protocol):
-    """Stand for the variables' values while a function is traced."""
-
-    @property
-    def caches(self) -> Callable[[], Any]: ...
-
-    def read(self, variable: Any) -> jax.Array: ...
-
-    def value_of(self, variable: Any) -> jax.Array: ...
-
-    def write(self, variable: Any, value: jax.Array) -> None: ...
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Frame:
-    """Describe one place in the program.
-
-    Attributes:
-        strategy: whose scope or replica this is; None in an `mr.function` outside every scope.
-        mesh: the strategy's devices.
-        replica: what the step can ask for; None in cross-replica context.
-        axis: how to reach the other replicas; set inside a step, also in its `merge_call`.
-        bindings: where variables are read and written while tracing; None means in their arrays.
-    """
-
-    strategy: Any
-    mesh: ReplicaMesh | None
-    replica: Any = None  # a ReplicaContext
-    axis: ReplicaAxis | None = None
-    bindings: VariableValues | None = None
-
-
-_current: contextvars.ContextVar[Frame | None] = contextvars.ContextVar("mirrored_frame", default=None)
-#: Returns the innermost frame, or None outside every scope.
-current = _current.get
-
-
-@contextlib.contextmanager
-def entered(frame: Frame) -> Iterator[Frame]:
-    """Make a frame the current one for the duration of a block."""
-    token = _current.set(frame)
-    try:
-        yield frame
-    finally:
-        _current.reset(token)
-
-
-def is_traced() -> bool:
-    """Tell whether code is part of a program that is being traced, by this library or by JAX."""
-    frame = _current.get()
-    return (frame is not None and (frame.bindings is not None or frame.axis is not None)) or tracing.is_staging()
-
-
-def check_enterable(strategy: Any) -> None:
-    """Refuse a scope of one strategy inside a scope, or a step, of another."""
-    frame = current()
-    if frame is None or frame.strategy is None:
-        return
-    if frame.replica is not None:
-        raise ContextError(
-            "strategy.scope() was entered inside a step that strategy.run is running. A step is one replica's "
-            "program; make variables before it, in `with strategy.scope():`, and use "
-            "mr.get_replica_context().merge_call(fn) for the few things that concern all replicas."
-        )
-    if frame.strategy is not strategy:
-        raise StrategyMismatchError(
-            f"the scope of {strategy!r} was entered inside the scope of {frame.strategy!r}. Scopes of different "
-            "strategies do not nest, because a variable belongs to one of them; leave the outer scope first."
-        )
-
-
-def require_cross_replica(verb: str, instead: str) -> None:
-    """Refuse a verb that concerns all replicas when it is called inside one of them."""
-    frame = _current.get()
-    if frame is not None and frame.replica is not None:
-        raise ContextError(
-            f"strategy.{verb} was called inside a step that strategy.run is running, where only one replica's "
-            f"values are known. {instead}"
-        )
-
-
-def in_cross_replica_context() -> bool:
-    """Tell whether this is cross-replica context: inside `strategy.scope()`, but not inside a step.
-
-    >>> mr.in_cross_replica_context()
-    False
-    >>> with strategy.scope():
-    ...     mr.in_cross_replica_context()
-    True
-
-    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/in_cross_replica_context
-    """
-    frame = current()
-    return frame is not None and frame.strategy is not None and frame.replica is None
+from .._errors import ContextError, OneProgramError, UnevenReplicasError
+from .._jax import user_code
+from .._options import ReduceOp
+from .._typing import PyTree
+from . import arrays, collectives
+from .collectives import ReplicaAxis
+from .frames import Frame, current, entered
+from .per_replica import PerReplica
 
 
 class ReplicaContext:
@@ -180,7 +83,7 @@ class ReplicaContext:
         {'a': 0.5, 'b': 2.0}
         """
         self._check_current("all_reduce")
-        return _collectives.all_reduce(ReduceOp.parse(reduce_op, "reduce_op"), value, self._axis)
+        return collectives.all_reduce(ReduceOp.parse(reduce_op, "reduce_op"), value, self._axis)
 
     def all_gather(self, value: PyTree, axis: int) -> PyTree:
         """Concatenate each leaf over the replicas along `axis`, in replica order; all get the result.
@@ -199,7 +102,7 @@ class ReplicaContext:
         [0 1]
         """
         self._check_current("all_gather")
-        return _collectives.all_gather(value, axis, self._axis)
+        return collectives.all_gather(value, axis, self._axis)
 
     def merge_call(self, merge_fn: Callable[..., PyTree], args: Sequence[Any] = (), kwargs: Any = None) -> PyTree:
         """Call `merge_fn(strategy, *args, **kwargs)` once, in cross-replica context.
@@ -221,7 +124,7 @@ class ReplicaContext:
         """
         self._check_current("merge_call")
         check_call("merge_call", "ctx.merge_call(merge, args=(x,))", merge_fn, args, kwargs)
-        merged_args, merged_kwargs = jax.tree.map(self._merge, (tuple(args), kwargs or {}), is_leaf=_collectives.is_wrapped)
+        merged_args, merged_kwargs = jax.tree.map(self._merge, (tuple(args), kwargs or {}), is_leaf=arrays.is_wrapped)
         outer = current() or Frame(self._strategy, None)
         with entered(dataclasses.replace(outer, strategy=self._strategy, replica=None, axis=self._axis)):
             result = merge_fn(self._strategy, *merged_args, **merged_kwargs)
@@ -247,7 +150,7 @@ class ReplicaContext:
     def _merge(self, value: Any) -> Any:
         if not isinstance(value, jax.Array):
             return value
-        return PerReplica(*_collectives.stack_uneven(value, self._axis))
+        return PerReplica(*collectives.stack_uneven(value, self._axis))
 
     def _check_current(self, verb: str) -> None:
         frame = current()
@@ -299,21 +202,34 @@ def own_parts(tree: PyTree, axis: ReplicaAxis) -> PyTree:
             )
         return jax.lax.dynamic_index_in_dim(value._array, axis.index(), keepdims=False)
 
-    return jax.tree.map(own, tree, is_leaf=_collectives.is_wrapped)
+    return jax.tree.map(own, tree, is_leaf=arrays.is_wrapped)
 
 
-def foreign_trace_message(action: str, name: str, frame: Frame | None) -> str:
-    """Explain why a variable cannot be used under a transformation that does not know about it."""
-    if frame is not None and frame.bindings is not None:
-        return (
-            f"variable {name!r} was {action} at {user_code.user_line()} under a JAX transformation inside the step "
-            "(jit, scan, cond, while_loop, vmap or grad), whose body would leak the new value. Use mr.scan, "
-            "mr.fori_loop and mr.cond instead of those of jax.lax, and mr.value_and_grad instead of jax.grad; or return "
-            "the value and assign it outside."
-        )
+#: What JAX raises when Python wants the value of a traced array: in `if`, as an index, as a numpy array.
+_NEEDS_A_VALUE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.TracerArrayConversionError,
+)
+
+
+@contextlib.contextmanager
+def explained(context: ReplicaContext) -> Iterator[None]:
+    """Explain the one-program rule where Python tried to branch on a replica's number."""
+    try:
+        yield
+    except _NEEDS_A_VALUE as error:
+        if not context._knows_id:
+            raise
+        raise OneProgramError(_one_program_message(error)) from error
+
+
+def _one_program_message(error: Exception) -> str:
     return (
-        f"variable {name!r} was {action} at {user_code.user_line()} under a JAX transformation (jit, scan, cond, vmap, "
-        "shard_map) that does not know about it, so its value of this moment would be baked into the compiled "
-        "program. Use mr.function instead of jax.jit and mr.scan instead of jax.lax.scan, or pass variable.value "
-        "as an argument."
+        f"Python needed the value of something that differs by replica, at {user_code.raising_line(error)}. "
+        "All replicas run one program, so "
+        "replica_id_in_sync_group is not known while it is traced, and `if ctx.replica_id_in_sync_group == 0:` cannot "
+        "choose. To compute a different value on one replica: jnp.where(ctx.replica_id_in_sync_group == 0, a, b), or "
+        "jax.lax.cond(ctx.replica_id_in_sync_group == 0, make_a, make_b). To set a variable on all replicas: assign it "
+        "outside strategy.run, variable.assign(value). To take replica 0's value: aggregation='only_first_replica'."
     )

@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from ._errors import PerReplicaError
-from ._typing import PyTree, Shape
+from .._errors import PerReplicaError
+from .._typing import PyTree, Shape
 
 _WAYS_OUT = (
     "A PerReplica holds one value for each replica, so it has no single value. Choose what you mean: "

@@ -1,0 +1,1 @@
+"""Devices, values of many replicas, collectives between them, and the context that a step runs in."""

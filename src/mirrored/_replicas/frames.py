@@ -1,0 +1,129 @@
+"""Where the program is: inside which scope, step and trace."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import jax
+
+from .._errors import ContextError, StrategyMismatchError
+from .._jax import tracing, user_code
+from .collectives import ReplicaAxis
+from .mesh import ReplicaMesh
+
+
+class VariableValues(Protocol):
+    """Stand for the variables' values while a function is traced."""
+
+    @property
+    def caches(self) -> Callable[[], Any]: ...
+
+    def read(self, variable: Any) -> jax.Array: ...
+
+    def value_of(self, variable: Any) -> jax.Array: ...
+
+    def write(self, variable: Any, value: jax.Array) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frame:
+    """Describe one place in the program.
+
+    Attributes:
+        strategy: whose scope or replica this is; None in an `mr.function` outside every scope.
+        mesh: the strategy's devices.
+        replica: what the step can ask for; None in cross-replica context.
+        axis: how to reach the other replicas; set inside a step, also in its `merge_call`.
+        bindings: where variables are read and written while tracing; None means in their arrays.
+    """
+
+    strategy: Any
+    mesh: ReplicaMesh | None
+    replica: Any = None  # a ReplicaContext
+    axis: ReplicaAxis | None = None
+    bindings: VariableValues | None = None
+
+
+_current: contextvars.ContextVar[Frame | None] = contextvars.ContextVar("mirrored_frame", default=None)
+#: Returns the innermost frame, or None outside every scope.
+current = _current.get
+
+
+@contextlib.contextmanager
+def entered(frame: Frame) -> Iterator[Frame]:
+    """Make a frame the current one for the duration of a block."""
+    token = _current.set(frame)
+    try:
+        yield frame
+    finally:
+        _current.reset(token)
+
+
+def is_traced() -> bool:
+    """Tell whether code is part of a program that is being traced, by this library or by JAX."""
+    frame = _current.get()
+    return (frame is not None and (frame.bindings is not None or frame.axis is not None)) or tracing.is_staging()
+
+
+def check_enterable(strategy: Any) -> None:
+    """Refuse a scope of one strategy inside a scope, or a step, of another."""
+    frame = current()
+    if frame is None or frame.strategy is None:
+        return
+    if frame.replica is not None:
+        raise ContextError(
+            "strategy.scope() was entered inside a step that strategy.run is running. A step is one replica's "
+            "program; make variables before it, in `with strategy.scope():`, and use "
+            "mr.get_replica_context().merge_call(fn) for the few things that concern all replicas."
+        )
+    if frame.strategy is not strategy:
+        raise StrategyMismatchError(
+            f"the scope of {strategy!r} was entered inside the scope of {frame.strategy!r}. Scopes of different "
+            "strategies do not nest, because a variable belongs to one of them; leave the outer scope first."
+        )
+
+
+def require_cross_replica(verb: str, instead: str) -> None:
+    """Refuse a verb that concerns all replicas when it is called inside one of them."""
+    frame = _current.get()
+    if frame is not None and frame.replica is not None:
+        raise ContextError(
+            f"strategy.{verb} was called inside a step that strategy.run is running, where only one replica's "
+            f"values are known. {instead}"
+        )
+
+
+def in_cross_replica_context() -> bool:
+    """Tell whether this is cross-replica context: inside `strategy.scope()`, but not inside a step.
+
+    >>> mr.in_cross_replica_context()
+    False
+    >>> with strategy.scope():
+    ...     mr.in_cross_replica_context()
+    True
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/in_cross_replica_context
+    """
+    frame = current()
+    return frame is not None and frame.strategy is not None and frame.replica is None
+
+
+def foreign_trace_message(action: str, name: str, frame: Frame | None) -> str:
+    """Explain why a variable cannot be used under a transformation that does not know about it."""
+    if frame is not None and frame.bindings is not None:
+        return (
+            f"variable {name!r} was {action} at {user_code.user_line()} under a JAX transformation inside the step "
+            "(jit, scan, cond, while_loop, vmap or grad), whose body would leak the new value. Use mr.scan, "
+            "mr.fori_loop and mr.cond instead of those of jax.lax, and mr.value_and_grad instead of jax.grad; or return "
+            "the value and assign it outside."
+        )
+    return (
+        f"variable {name!r} was {action} at {user_code.user_line()} under a JAX transformation (jit, scan, cond, vmap, "
+        "shard_map) that does not know about it, so its value of this moment would be baked into the compiled "
+        "program. Use mr.function instead of jax.jit and mr.scan instead of jax.lax.scan, or pass variable.value "
+        "as an argument."
+    )
