@@ -28,7 +28,9 @@ import sys, types
 package = types.ModuleType("mirrored")
 package.__path__ = [{str(SOURCE)!r}]
 sys.modules["mirrored"] = package
-from mirrored import _launch_group, _launch_signals, launch
+from mirrored import _launch_group
+from mirrored import _launch_signals
+from mirrored import launch
 assert not {{"jax", "numpy"}} & set(sys.modules)
 """
 HEAD = """

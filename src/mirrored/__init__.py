@@ -54,7 +54,7 @@ from ._strategies import get_strategy as get_strategy
 from ._strategies import has_strategy as has_strategy
 from ._strategy import Strategy as Strategy
 from ._strategy import ValueContext as ValueContext
-from ._variables import Variable as Variable
+from ._variables.variable import Variable as Variable
 from .checkpoint import Checkpoint as Checkpoint
 from .data._input_context import InputContext as InputContext
 from .optimizer import Optimizer as Optimizer

@@ -16,7 +16,7 @@ from ._options import VariableAggregation
 from ._replicas import cross_replica
 from ._replicas.per_replica import PerReplica
 from ._typing import PyTree
-from ._variables import Variable
+from ._variables.variable import Variable
 from .data._iterator import DistributedIterator
 from .optimizer import Optimizer
 

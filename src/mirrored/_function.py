@@ -10,10 +10,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from . import _divergence, _home, _lift, _replicate, _signature
-from ._divergence import Watch
+from . import _lift, _replicate, _signature
 from ._errors import StrategyMismatchError
-from ._home import Home
 from ._jax import jaxprs, tracing
 from ._lift import Lifted
 from ._programs import Programs
@@ -24,7 +22,10 @@ from ._replicas.per_replica import PerReplica
 from ._replicas.placement import check_later, mirror, mirror_constants, refuse_argument
 from ._signature import ArrayLeaf, Call
 from ._typing import PyTree, Shape, UserFunction
-from ._variables import Variable
+from ._variables import equal_copies, storage
+from ._variables.equal_copies import Watch
+from ._variables.storage import Home
+from ._variables.variable import Variable
 from ._workers import joint_programs
 from ._workers.progress import in_main_thread
 
@@ -117,8 +118,8 @@ class CompiledFunction:
 
     def run(self, arrays: Sequence[Any], leaves: Sequence[ArrayLeaf]) -> PyTree:
         lifted = self.lifted
-        others = _home.arrays_of(lifted.read_only), self._placed(arrays, leaves), self.constants
-        results, _, witness = _home.overwrite(self.compiled, self.home, lifted.written, *others)
+        others = storage.arrays_of(lifted.read_only), self._placed(arrays, leaves), self.constants
+        results, _, witness = storage.overwrite(self.compiled, self.home, lifted.written, *others)
         if witness:
             (in_flight.started if self.mesh.is_alone else in_flight.joined)(witness[0])
         if (watch := self.watch) is not None and (not watch.is_joint or in_main_thread()):
@@ -163,8 +164,8 @@ def _make(call: Call, frame: Frame) -> CompiledFunction:
         is_split = [leaf.is_per_replica for leaf in leaves]
         compiled = joint_programs.prepared(name, f"arguments by replica: {is_split}\n{lifted.describe()}", compiled)
     constants = mirror_constants(mesh, lifted.closed.consts, f"an array that {name} closes over")
-    home, pins = _home.home_of(lifted.written), [*_signature.pinned(call), frame.strategy]
-    return CompiledFunction(name, lifted, home, mesh, compiled, constants, pins, _divergence.watch(mesh, lifted.variables))
+    home, pins = storage.home_of(lifted.written), [*_signature.pinned(call), frame.strategy]
+    return CompiledFunction(name, lifted, home, mesh, compiled, constants, pins, equal_copies.watch(mesh, lifted.variables))
 
 
 def _pure(lifted: Lifted, mesh: ReplicaMesh, written: Any, read_only: Any, arrays: Any, constants: Any) -> Any:

@@ -14,7 +14,8 @@ from ._jax import user_code
 from ._jax.marks import Mark, Purpose, mark
 from ._replicas import frames
 from ._typing import PyTree, UserFunction
-from ._variables import Variable, is_variable
+from ._variables.bindings import bound, read_outer, with_few_compilations, write_outer
+from ._variables.variable import Variable, is_variable
 
 
 def grad(fn: UserFunction, variables: PyTree, has_aux: bool = False) -> Callable[..., Any]:
@@ -73,14 +74,14 @@ def value_and_grad(fn: UserFunction, variables: PyTree, has_aux: bool = False) -
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if frames.is_traced():
             return differentiate(None, args, kwargs)
-        return _lift.with_few_compilations(lambda caches: differentiate(caches, args, kwargs))
+        return with_few_compilations(lambda caches: differentiate(caches, args, kwargs))
 
     def differentiate(caches: Callable[[], Any] | None, args: Any, kwargs: Any) -> Any:
         where = user_code.user_line()
         kept: dict[str, Any] = {}
 
         def loss_of(values: list[jax.Array]) -> Any:
-            with _lift.bound(dict(zip(leaves, values, strict=True)), caches=caches) as bindings:
+            with bound(dict(zip(leaves, values, strict=True)), caches=caches) as bindings:
                 result = fn(*args, **kwargs)
                 loss, aux = _split(result, has_aux)
                 kept["plan"], aux_arrays = _lift.plan_result(aux)
@@ -89,10 +90,10 @@ def value_and_grad(fn: UserFunction, variables: PyTree, has_aux: bool = False) -
             return mark(_scalar(loss), Mark(Purpose.LOSS, "loss", where)), (aux_arrays, written)
 
         _refuse_copies(leaves)
-        before = [_lift.read_outer(variable) for variable in leaves]
+        before = [read_outer(variable) for variable in leaves]
         (loss, (aux_arrays, written)), gradients = jax.value_and_grad(loss_of, has_aux=True)(before)
         for variable, value in zip(kept["written"], written, strict=True):
-            _lift.write_outer(variable, value)
+            write_outer(variable, value)
         value = (loss, kept["plan"].rebuild(aux_arrays)) if has_aux else loss
         return value, jax.tree.unflatten(treedef, gradients)
 

@@ -6,156 +6,31 @@ values, and once with the variables' values as arguments. docs/design/lifting.md
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
 import re
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from ._errors import ContextError
-from ._jax import jaxprs, tracing, user_code
+from ._jax import jaxprs, tracing
 from ._jax.jaxprs import ClosedJaxpr
 from ._replicas import frames
 from ._replicas.frames import Frame
 from ._replicas.per_replica import PerReplica
 from ._replicas.placement import checksum
 from ._typing import PyTree, Shape
-from ._variables import Variable
-
-#: Called by `Bindings` for a variable that is not bound; gives its value in the enclosing place.
-Fallback = Callable[[Variable], jax.Array]
-
-ResultT = TypeVar("ResultT")
+from ._variables.bindings import Bindings
+from ._variables.variable import Variable
 
 #: What changes a program's numbers and not its text.
 _SETTINGS = ("jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable")
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-
-
-class Bindings:
-    """Hold the values that stand for variables while a function is traced.
-
-    Args:
-        values: what stands for some variables.
-        fallback: reads the others.
-        renew: starts a new set of JAX's inner caches, see `tracing.separate_caches`. None: JAX's caches are
-            shared with other code, so a variable may not be read inside an inner jit or scan.
-
-    Attributes:
-        written: the variables that were written, in order, each with the user's line of its last write.
-    """
-
-    def __init__(self, values: Mapping[Variable, jax.Array], fallback: Fallback, renew: Callable[[], None] | None) -> None:
-        self._values = dict(values)
-        self._fallback = fallback
-        self._trace_state = tracing.trace_state()
-        self._was_read_deeper = False
-        self._renew = renew
-        self.written: dict[Variable, str] = {}
-
-    def read(self, variable: Variable) -> jax.Array:
-        if not self._was_read_deeper and tracing.trace_state() != self._trace_state:
-            if self._renew is None and tracing.is_staging():
-                raise ReadInsideJit
-            self._was_read_deeper = self._renew is not None
-        return self.value_of(variable)
-
-    def value_of(self, variable: Variable) -> jax.Array:
-        """Return what stands for a variable, for bindings on top of these, which watch over their own reads."""
-        value = self._values.get(variable)
-        return self._fallback(variable) if value is None else value
-
-    def write(self, variable: Variable, value: jax.Array) -> None:
-        if tracing.trace_state() != self._trace_state:
-            raise ContextError(frames.foreign_trace_message("written", variable.name, frames.current()))
-        self._values[variable] = value
-        self.written[variable] = user_code.user_line()
-        if self._was_read_deeper and self._renew is not None:
-            self._renew()
-            self._was_read_deeper = False
-
-    @property
-    def caches(self) -> Callable[[], Any]:
-        """The caches for bindings on top of these, see `with_few_compilations`."""
-        return _shared_caches if self._renew is None else tracing.separate_caches
-
-    def values(self, variables: Sequence[Variable]) -> list[jax.Array]:
-        """Return the present values of some variables."""
-        return [self.read(variable) for variable in variables]
-
-
-def _shared_caches() -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext(None)
-
-
-class ReadInsideJit(BaseException):
-    """Say that code which shares JAX's caches must be started again with caches of its own; users never see it."""
-
-
-def with_few_compilations(compute: Callable[[Callable[[], Any]], ResultT]) -> ResultT:
-    """Call `compute(caches)` outside a trace: with JAX's shared caches, and only if need be with separate ones.
-
-    Separate caches make JAX compile every operation again, which is hardly ever needed: only when a variable
-    is read inside an inner jit or scan.
-    """
-    try:
-        return compute(_shared_caches)
-    except ReadInsideJit:
-        return compute(tracing.separate_caches)
-
-
-@contextlib.contextmanager
-def bound(
-    values: Mapping[Variable, jax.Array],
-    outer: Fallback | None = None,
-    caches: Callable[[], Any] | None = None,
-) -> Iterator[Bindings]:
-    """Bind variables on top of whatever binds them now: the inside of a loop body or a differentiated function.
-
-    Args:
-        values: what stands for some variables.
-        outer: reads the others; `outer_reader()` of the place where the loop was called. Default: of this place.
-        caches: see `with_few_compilations`. Default: those of this place.
-    """
-    frame = frames.current() or Frame(None, None)
-    if caches is None:
-        caches = tracing.separate_caches if frame.bindings is None else frame.bindings.caches
-    with caches() as renew:
-        bindings = Bindings(values, outer or outer_reader(), renew)
-        with frames.entered(dataclasses.replace(frame, bindings=bindings)):
-            yield bindings
-
-
-def read_outer(variable: Variable) -> jax.Array:
-    """Return what stands for a variable in the current place."""
-    frame = frames.current()
-    return variable._load(frame)
-
-
-def write_outer(variable: Variable, value: jax.Array) -> None:
-    """Set what stands for a variable in the current place."""
-    variable._store(frames.current(), value)
-
-
-def outer_reader() -> Fallback:
-    """Return what reads variables in the current place; outside a step, an error where a value would be baked in."""
-    frame = frames.current()
-    if frame is not None and frame.bindings is not None:
-        return frame.bindings.value_of
-    is_foreign = tracing.is_staging()
-
-    def stored_array(variable: Variable) -> jax.Array:
-        if is_foreign:
-            raise ContextError(frames.foreign_trace_message("read", variable.name, None))
-        return variable._array
-
-    return stored_array
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,14 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from . import _lift
 from ._errors import UnevenReplicasError
 from ._function import call_compiled
 from ._replicas import frames
 from ._replicas.arrays import as_array
 from ._replicas.per_replica import PerReplica
 from ._typing import PyTree
-from ._variables import Variable
+from ._variables.bindings import Fallback, bound, outer_reader, read_outer, write_outer
+from ._variables.variable import Variable
 
 
 def scan(
@@ -117,26 +117,26 @@ def cond(pred: Any, true_fn: Callable[..., PyTree], false_fn: Callable[..., PyTr
 
 
 def _cond(true_fn: Any, false_fn: Any, pred: Any, *operands: PyTree) -> PyTree:
-    outer = _lift.outer_reader()
+    outer = outer_reader()
     operands = _as_arrays(operands, "the operands of mr.cond")
     written = dict.fromkeys(v for fn in (true_fn, false_fn) for v in _written_by(outer, fn, *operands))
 
     def branch(fn: Any) -> Any:
         def run(values: Any, operands: PyTree) -> Any:
-            with _lift.bound(dict(zip(written, values, strict=True)), outer) as bindings:
+            with bound(dict(zip(written, values, strict=True)), outer) as bindings:
                 result = _map_whole(lambda leaf: None if isinstance(leaf, Variable) else leaf, fn(*operands))
                 return _as_arrays(result, "the result of mr.cond"), bindings.values(list(written))
 
         return run
 
-    before = [_lift.read_outer(variable) for variable in written]
+    before = [read_outer(variable) for variable in written]
     result, after = jax.lax.cond(pred, branch(true_fn), branch(false_fn), before, operands)
     _write_back(list(written), after)
     return result
 
 
 def _scan(fn: Any, init: PyTree, xs: PyTree, length: int | None) -> tuple[PyTree, PyTree]:
-    outer = _lift.outer_reader()
+    outer = outer_reader()
     init = _as_arrays(init, "the carry of mr.scan")
     rows = _map_whole(_replicas_second, xs)
 
@@ -149,18 +149,18 @@ def _scan(fn: Any, init: PyTree, xs: PyTree, length: int | None) -> tuple[PyTree
 
     def body(state: Any, x: PyTree) -> Any:
         carry, values = state
-        with _lift.bound(dict(zip(written, values, strict=True)), outer) as bindings:
+        with bound(dict(zip(written, values, strict=True)), outer) as bindings:
             carry, y = user_body(carry, x)
             return (carry, bindings.values(written)), y
 
-    before = [_lift.read_outer(variable) for variable in written]
+    before = [read_outer(variable) for variable in written]
     (carry, after), ys = jax.lax.scan(body, (init, before), rows, length)
     _write_back(written, after)
     return carry, _map_whole(_replicas_first, ys)
 
 
 def _fori_loop(fn: Any, lower: Any, upper: Any, init: PyTree) -> PyTree:
-    outer = _lift.outer_reader()
+    outer = outer_reader()
     init = _as_arrays(init, "the carry of mr.fori_loop")
 
     def user_body(i: Any, carry: PyTree) -> PyTree:
@@ -170,21 +170,21 @@ def _fori_loop(fn: Any, lower: Any, upper: Any, init: PyTree) -> PyTree:
 
     def body(i: Any, state: Any) -> Any:
         carry, values = state
-        with _lift.bound(dict(zip(written, values, strict=True)), outer) as bindings:
+        with bound(dict(zip(written, values, strict=True)), outer) as bindings:
             return user_body(i, carry), bindings.values(written)
 
-    before = [_lift.read_outer(variable) for variable in written]
+    before = [read_outer(variable) for variable in written]
     carry, after = jax.lax.fori_loop(lower, upper, body, (init, before))
     _write_back(written, after)
     return carry
 
 
-def _written_by(outer: _lift.Fallback, body: Any, *arguments: PyTree) -> list[Variable]:
+def _written_by(outer: Fallback, body: Any, *arguments: PyTree) -> list[Variable]:
     """Trace a loop's body once to find the variables that it writes."""
     written: dict[Variable, str] = {}
 
     def record(*traced: PyTree) -> None:
-        with _lift.bound({}, outer) as bindings:
+        with bound({}, outer) as bindings:
             body(*traced)
         written.update(bindings.written)
 
@@ -194,7 +194,7 @@ def _written_by(outer: _lift.Fallback, body: Any, *arguments: PyTree) -> list[Va
 
 def _write_back(written: list[Variable], values: list[jax.Array]) -> None:
     for variable, value in zip(written, values, strict=True):
-        _lift.write_outer(variable, value)
+        write_outer(variable, value)
 
 
 def _map_whole(function: Callable[[Any], Any], tree: PyTree) -> PyTree:

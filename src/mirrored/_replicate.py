@@ -16,10 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from . import _divergence, _guards, _home, _lift, _mirror_proof, _signature, _uneven
-from ._divergence import Watch
+from . import _guards, _lift, _mirror_proof, _signature, _uneven
 from ._errors import ContextError, StrategyMismatchError, UnevenReplicasError
-from ._home import Home
 from ._jax import tracing
 from ._lift import Lifted
 from ._mirror_proof import Findings, State
@@ -33,6 +31,10 @@ from ._replicas.per_replica import PerReplica
 from ._signature import Call
 from ._step import trace_step
 from ._typing import REPLICA_AXIS, PyTree
+from ._variables import equal_copies, storage
+from ._variables.bindings import Bindings, read_outer, with_few_compilations, write_outer
+from ._variables.equal_copies import Watch
+from ._variables.storage import Home
 from ._workers import joint_programs
 from ._workers.progress import in_main_thread
 
@@ -94,8 +96,8 @@ class Program:
 
     def run(self, arrays: list[Any]) -> PyTree:
         lifted = self.lifted
-        read_only = _home.arrays_of(lifted.read_only) if lifted.read_only else []
-        results, _, witness = _home.overwrite(self.compiled, self.home, lifted.written, read_only, arrays, self.constants)
+        read_only = storage.arrays_of(lifted.read_only) if lifted.read_only else []
+        results, _, witness = storage.overwrite(self.compiled, self.home, lifted.written, read_only, arrays, self.constants)
         if witness:
             (in_flight.joined if self.is_joint else in_flight.started)(witness[0])
         if (watch := self.watch) is not None and (not watch.is_joint or in_main_thread()):
@@ -154,11 +156,11 @@ def _run_traced(program: Program, call: Call) -> PyTree:
     """Make the program part of a larger one that is being traced."""
     _signature.check_replicas(call.arrays, call.array_leaves(), lambda: _signature.argument_names(call), program.num_replicas)
     lifted = program.lifted
-    written = [_lift.read_outer(variable) for variable in lifted.written]
-    read_only = [_lift.read_outer(variable) for variable in lifted.read_only]
+    written = [read_outer(variable) for variable in lifted.written]
+    read_only = [read_outer(variable) for variable in lifted.read_only]
     results, new, _ = program.mapped(written, read_only, call.arrays, program.constants)
     for variable, value in zip(lifted.written, new, strict=True):
-        _lift.write_outer(variable, value)
+        write_outer(variable, value)
     return program.rebuild(results)
 
 
@@ -184,7 +186,7 @@ def _run_eagerly(strategy: Any, mesh: ReplicaMesh, program: Program, call: Call)
         local = [_unstacked(a, v._on_read) for a, v in zip(values, lifted.variables, strict=True)]
         own = [_unstacked(a, leaf.is_per_replica) for a, leaf in zip(arrays, call.array_leaves(), strict=True)]
         with caches() as renew:
-            bindings = _lift.Bindings(dict(zip(lifted.variables, local, strict=True)), _lift.undiscovered, renew)
+            bindings = Bindings(dict(zip(lifted.variables, local, strict=True)), _lift.undiscovered, renew)
             with frames.entered(_replica_frame(strategy, mesh, bindings)):
                 new_lifted["plan"], results = _lift.plan_result(call.apply(own, lambda _, array: array))
         return [jnp.asarray(x)[None] for x in (*results, *bindings.values(lifted.written))]
@@ -192,14 +194,14 @@ def _run_eagerly(strategy: Any, mesh: ReplicaMesh, program: Program, call: Call)
     replicated, stacked = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
     value_specs = [stacked if v._on_read else replicated for v in lifted.variables]
     array_specs = [stacked if leaf.is_per_replica else replicated for leaf in call.array_leaves()]
-    values, arrays = _home.arrays_of(lifted.variables), _place(mesh, call)
+    values, arrays = storage.arrays_of(lifted.variables), _place(mesh, call)
 
     def compute(caches: Callable[[], Any]) -> list[Any]:
         own_body = functools.partial(body, caches)
         specs = {"in_specs": (value_specs, array_specs), "out_specs": stacked, "check_vma": False}
         return jax.shard_map(own_body, mesh=mesh.mesh, **specs)(values, arrays)
 
-    outputs = _lift.with_few_compilations(compute)
+    outputs = with_few_compilations(compute)
     results = outputs[: lifted.num_results]
     for variable, new in zip(lifted.written, outputs[lifted.num_results :], strict=True):
         variable._set_array(new if variable._on_read else _first_row(mesh, new))
@@ -297,8 +299,8 @@ def _make_program(strategy: Any, mesh: ReplicaMesh, call: Call) -> Program:
     if text:
         compiled = joint_programs.prepared(name, text, compiled)
     constants = placement.mirror_constants(mesh, lifted.closed.consts, "an array that the step closes over")
-    home, pins = _home.home_of(lifted.written), _signature.pinned(call)
-    watch = _divergence.watch(mesh, lifted.variables)
+    home, pins = storage.home_of(lifted.written), _signature.pinned(call)
+    watch = equal_copies.watch(mesh, lifted.variables)
     return Program(
         name, mesh.num_replicas, bool(text), lifted, home, findings, mapped, compiled, constants, is_mirrored, pins, watch
     )  # fmt: skip

@@ -18,7 +18,7 @@ from ._errors import StrategyMismatchError
 from ._replicas.arrays import check_range, is_numeric
 from ._replicas.per_replica import PerReplica
 from ._typing import PyTree, Shape
-from ._variables import Variable
+from ._variables.variable import Variable
 
 _BY_REPR = (float, complex)  # 0.0 and -0.0 differ, nan equals itself
 _BY_VALUE = (bool, int, str, bytes, type(None))

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from . import _distributed_values, _divergence, _explain, _replicate
+from . import _distributed_values, _explain, _replicate
 from ._cluster.spec import Cluster
 from ._errors import ContextError, StrategyMismatchError
 from ._options import AutoShardPolicy, InputOptions, ReduceOp
@@ -24,7 +24,8 @@ from ._replicas.mesh import ReplicaMesh
 from ._replicas.per_replica import PerReplica
 from ._replicate import Program
 from ._typing import PyTree, UserFunction
-from ._variables import Variable, live_variables
+from ._variables import equal_copies
+from ._variables.variable import Variable, live_variables
 from ._workers.coordination import Coordination
 from ._workers.progress import progress
 from ._workers.same_program import require_same_history
@@ -445,7 +446,7 @@ class Strategy:
         """
         _require_untraced("assert_mirrored")
         mirrored = [variable for variable in live_variables(self._mesh) if not variable._on_read]
-        _divergence.check(self._mesh, mirrored)
+        equal_copies.check(self._mesh, mirrored)
 
     # -- leaves
 

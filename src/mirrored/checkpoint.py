@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from . import _checkpoint_agreement, _checkpoint_files, _checkpoint_state, _divergence, _integrity
+from . import _checkpoint_agreement, _checkpoint_files, _checkpoint_state, _integrity
 from ._checkpoint_files import DamagedStep, StepFiles
 from ._checkpoint_state import Leaves, Snapshot
 from ._checkpoint_writer import Writer
@@ -19,6 +19,7 @@ from ._errors import CheckpointError, ContextError, StrategyMismatchError
 from ._replicas import frames
 from ._strategies import DefaultStrategy, get_strategy
 from ._typing import PyTree
+from ._variables import equal_copies
 from ._workers import runtime
 from ._workers.progress import progress
 
@@ -165,7 +166,7 @@ class Checkpoint:
             if not variable._on_read:
                 by_mesh.setdefault(variable._mesh, []).append(variable)
         for mesh, variables in by_mesh.items():
-            _divergence.check(mesh, variables)
+            equal_copies.check(mesh, variables)
 
     def _about(self) -> dict[str, Any]:
         return {"num_replicas": self._strategy.num_replicas_in_sync, "num_workers": self._strategy.num_workers}

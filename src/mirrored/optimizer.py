@@ -17,7 +17,7 @@ from ._replicas import cross_replica, frames
 from ._replicas.frames import Frame
 from ._replicas.per_replica import PerReplica, is_per_replica
 from ._typing import PyTree
-from ._variables import Variable, is_variable
+from ._variables.variable import Variable, is_variable
 
 
 class Optimizer:

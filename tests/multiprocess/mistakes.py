@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import mirrored as mr
-from mirrored import _divergence
+from mirrored._variables import equal_copies
 
 strategy = mr.MultiWorkerMirroredStrategy(communication_options=mr.CommunicationOptions(timeout_seconds=float(sys.argv[2])))
 assert strategy.cluster is not None
@@ -111,7 +111,7 @@ def make_variable(value: Any) -> None:
 
 def known_programs() -> None:
     """Run programs that all workers know, in another order on one of them."""
-    _divergence.MAX_COST = 1.0  # compare every 20 steps
+    equal_copies.MAX_COST = 1.0  # compare every 20 steps
     programs = [add, average]
     for _ in range(500):
         for function in programs:
@@ -122,7 +122,7 @@ def known_programs() -> None:
 
 def flipped_bit(variable: mr.Variable, step: Callable[[], Any]) -> None:
     """Change one bit of one device's memory, as a broken device does."""
-    _divergence.MAX_COST = 1.0  # compare every 20 steps
+    equal_copies.MAX_COST = 1.0  # compare every 20 steps
     for number in range(20_000):
         if number == 70 and is_last:
             array = variable._array
@@ -140,7 +140,7 @@ def numbers() -> Any:
 
 def batches(count: int, is_odd: Callable[[int], bool]) -> None:
     """Train, and take one batch more on the chief."""
-    _divergence.MAX_COST = 1.0  # compare every 20 steps
+    equal_copies.MAX_COST = 1.0  # compare every 20 steps
     iterator = iter(numbers())
     for number in range(count):
         if is_odd(number) and strategy.is_chief:

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 
 import mirrored as mr
-from mirrored import _home, _programs
+from mirrored import _programs
+from mirrored._variables import storage
 
 # Many steps here come from one factory.
 pytestmark = pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning")
@@ -79,12 +80,12 @@ def test_programs_that_overwrite_the_same_variables_share_a_home():
 
 def test_a_home_is_for_exactly_these_variables_in_this_order():
     a, b, c = variables(range(3))
-    assert _home.home_of([a]) is home_of(a)
-    assert _home.home_of([]).is_whole
+    assert storage.home_of([a]) is home_of(a)
+    assert storage.home_of([]).is_whole
     STRATEGY.run(adding_one(a, b))
-    assert _home.home_of([a, b]) is home_of(a)
+    assert storage.home_of([a, b]) is home_of(a)
     for others in ([b, a], [a], [b], [a, b, c], [c, a]):
-        assert _home.home_of(others) not in (home_of(a), home_of(b), home_of(c))
+        assert storage.home_of(others) not in (home_of(a), home_of(b), home_of(c))
 
 
 # -- programs that share some variables
@@ -150,7 +151,7 @@ def test_a_program_that_fails_leaves_the_variables_where_they_were():
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        _home.overwrite(fails, _home.home_of([a, b]), [a, b])
+        storage.overwrite(fails, storage.home_of([a, b]), [a, b])
     assert [a._place, b._place] == places
     STRATEGY.run(adding_one(a, b))
     STRATEGY.run(adding_one(b))
@@ -179,9 +180,9 @@ def test_variables_move_for_one_thread_at_a_time():
     is_free = []
 
     def try_to_move():
-        is_free.append(_home._moving.acquire(blocking=False))
+        is_free.append(storage._moving.acquire(blocking=False))
         if is_free[-1]:
-            _home._moving.release()
+            storage._moving.release()
 
     def another_thread_tries(arrays):
         thread = threading.Thread(target=try_to_move)
@@ -189,9 +190,9 @@ def test_variables_move_for_one_thread_at_a_time():
         thread.join()
         return None, arrays
 
-    home = _home.home_of([a, b])
+    home = storage.home_of([a, b])
     for _ in range(2):
-        _home.overwrite(another_thread_tries, home, [a, b])
+        storage.overwrite(another_thread_tries, home, [a, b])
     assert is_free == [False, True]  # a warm step moves nothing
     assert (home_of(a), first(a), first(b)) == (home, 1, 2)
 

@@ -14,18 +14,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._errors import ContextError, PerReplicaError, ReplicasDivergeError, StrategyMismatchError, UnevenReplicasError
-from ._home import Home
-from ._jax import tracing, user_code
-from ._jax.marks import Mark, Purpose, mark
-from ._options import VariableAggregation, VariableSynchronization
-from ._replicas import collectives, cross_replica, frames, placement
-from ._replicas.arrays import cast, converted_number, host_array, strong
-from ._replicas.frames import Frame
-from ._replicas.mesh import ReplicaMesh, default_mesh
-from ._replicas.per_replica import PerReplica
-from ._typing import ArrayLike, Shape
-from ._workers import joint_programs
+from .._errors import ContextError, PerReplicaError, ReplicasDivergeError, StrategyMismatchError, UnevenReplicasError
+from .._jax import tracing, user_code
+from .._jax.marks import Mark, Purpose, mark
+from .._options import VariableAggregation, VariableSynchronization
+from .._replicas import collectives, cross_replica, frames, placement
+from .._replicas.arrays import cast, host_array
+from .._replicas.frames import Frame
+from .._replicas.mesh import ReplicaMesh
+from .._replicas.per_replica import PerReplica
+from .._typing import ArrayLike, Shape
+from .._workers import joint_programs
+from .initial import check_aggregated_dtype, check_name, creation_mesh, initial_array, is_on_read
+from .storage import Home
 
 _NONE = VariableAggregation.NONE
 
@@ -33,7 +34,6 @@ _NONE = VariableAggregation.NONE
 _ALSO_FORWARDED = frozenset({"block_until_ready", "devices", "tobytes", "tolist"})
 #: Every variable that is alive, for `strategy.assert_mirrored()`.
 _live: weakref.WeakSet[Variable] = weakref.WeakSet()
-_numbers = itertools.count()
 #: How many variables were created on some devices; every worker creates those of a cluster, so the numbers agree.
 _created: dict[ReplicaMesh, Iterator[int]] = collections.defaultdict(itertools.count)
 
@@ -93,14 +93,14 @@ class Variable:
         aggregation: VariableAggregation | str = "none",
     ) -> None:
         self._place = (Home([None], is_whole=True), 0)
-        self._name = _check_name(name)
-        self._on_read = _is_on_read(synchronization, self._name)
+        self._name = check_name(name)
+        self._on_read = is_on_read(synchronization, self._name)
         self._aggregation = VariableAggregation.parse(aggregation, "aggregation")
         self._trainable = (not self._on_read) if trainable is None else bool(trainable)
-        self._mesh = _creation_mesh(self._name)
+        self._mesh = creation_mesh(self._name)
         value = initial_value() if callable(initial_value) and not isinstance(initial_value, Variable) else initial_value
-        array = _initial_array(value, dtype, self._name)
-        _check_aggregated_dtype(self._aggregation, array.dtype, self._name)
+        array = initial_array(value.value if isinstance(value, Variable) else value, dtype, self._name)
+        check_aggregated_dtype(self._aggregation, array.dtype, self._name)
         self._shape: Shape = tuple(array.shape)
         self._dtype = array.dtype
         placement.check_later(self._mesh, [array], lambda _: f"the initial value of variable {self._name!r}")
@@ -513,69 +513,6 @@ def is_variable(value: Any) -> bool:
 def live_variables(mesh: ReplicaMesh) -> list[Variable]:
     """Return the variables that live on some devices, in the order of their creation, which is the same on all workers."""
     return sorted((v for v in list(_live) if v._mesh == mesh), key=lambda v: v._number)
-
-
-def _check_name(name: Any) -> str:
-    if name is None:
-        return f"variable_{next(_numbers)}"
-    if not isinstance(name, str) or not name:
-        raise TypeError(f"name is {name!r}; expected a non-empty string.")
-    return name
-
-
-def _is_on_read(synchronization: Any, name: str) -> bool:
-    mode = VariableSynchronization.parse(synchronization, "synchronization")
-    if mode is VariableSynchronization.NONE:
-        raise ValueError(
-            f"variable {name!r}: synchronization NONE is not supported. Use 'on_write' for a mirrored variable or "
-            "'on_read' for one value per replica."
-        )
-    return mode is VariableSynchronization.ON_READ
-
-
-def _check_aggregated_dtype(aggregation: VariableAggregation, dtype: Any, name: str) -> None:
-    if jnp.issubdtype(dtype, jax.dtypes.extended) and aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN):
-        raise ValueError(
-            f"variable {name!r} has dtype {dtype} and aggregation {aggregation.name}, but random keys cannot be added. Use "
-            "aggregation='only_first_replica' or 'none'."
-        )
-    if aggregation is VariableAggregation.MEAN and not jnp.issubdtype(dtype, jnp.inexact):
-        raise ValueError(
-            f"variable {name!r} has dtype {dtype} and aggregation MEAN, whose results are fractions. Use a floating "
-            "dtype, dtype='float32', or aggregation='sum'."
-        )
-
-
-def _creation_mesh(name: str) -> ReplicaMesh:
-    frame = frames.current()
-    if (frame is not None and frame.bindings is not None) or tracing.is_staging():
-        raise ContextError(_created_in_trace_message(name))
-    return frame.mesh if frame is not None and frame.mesh is not None else default_mesh()
-
-
-def _created_in_trace_message(name: str) -> str:
-    return (
-        f"variable {name!r} was created inside a step or another traced function, at {user_code.user_line()}. A step is "
-        "traced once and run many times; create variables before it, in `with strategy.scope():`."
-    )
-
-
-def _initial_array(value: Any, dtype: Any, name: str) -> jax.Array | np.ndarray:
-    if isinstance(value, PerReplica):
-        raise PerReplicaError(
-            f"variable {name!r}: the initial value is a PerReplica, one value per replica; expected one value. Reduce it "
-            "first, or assign it to a sync-on-read variable."
-        )
-    if isinstance(value, Variable):
-        value = value.value
-    if isinstance(value, jax.core.Tracer):
-        raise ContextError(_created_in_trace_message(name))
-    if isinstance(value, jax.Array):
-        return strong(value, value.dtype if dtype is None else dtype)
-    what = f"the initial value of variable {name!r}"
-    array = host_array(value, what, dtype)
-    canonical = jax.dtypes.canonicalize_dtype(array.dtype if dtype is None else dtype)
-    return converted_number(array, what, canonical) if array.dtype.kind in "iu" else array.astype(canonical)
 
 
 def _placed(array: jax.Array | np.ndarray, mesh: ReplicaMesh) -> jax.Array:

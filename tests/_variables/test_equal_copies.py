@@ -12,14 +12,16 @@ import numpy as np
 import pytest
 
 import mirrored as mr
-from mirrored import _divergence, _function, _variables
+from mirrored import _function
+from mirrored._variables import equal_copies
+from mirrored._variables import variable as _variable
 
 
 @pytest.fixture(autouse=True)
 def _no_copy_stays_changed():
     """Other tests compare all variables that are still alive."""
     yield
-    for variable in list(_variables._live):
+    for variable in list(_variable._live):
         if not variable._on_read:
             variable.assign(variable._local_arrays()[0][1])
 
@@ -89,7 +91,7 @@ def train(strategy: mr.Strategy, as_function: bool):
 
 @pytest.mark.parametrize("as_function", [False, True])
 def test_a_bit_that_flips_during_training_is_found(strategy3, as_function: bool, monkeypatch) -> None:
-    monkeypatch.setattr(_divergence, "MAX_COST", 1.0)  # compare often
+    monkeypatch.setattr(equal_copies, "MAX_COST", 1.0)  # compare often
     weights, step = train(strategy3, as_function)
     for _ in range(70):
         step()
@@ -129,7 +131,7 @@ def clock(monkeypatch: pytest.MonkeyPatch):
         made.looked.append((made.count, every))
         return every
 
-    def run_until(watch: _divergence.Watch, count: int) -> list[tuple[int, int]]:
+    def run_until(watch: equal_copies.Watch, count: int) -> list[tuple[int, int]]:
         made.looked = []
         for made.count in range(watch.count + 1, count + 1):
             made.now += made.run
@@ -139,14 +141,14 @@ def clock(monkeypatch: pytest.MonkeyPatch):
         return made.looked
 
     made.run_until = run_until
-    monkeypatch.setattr(_divergence, "check", compare)
-    monkeypatch.setattr(_divergence, "_watches", weakref.WeakSet())  # without those of other tests
-    monkeypatch.setattr(_divergence.time, "perf_counter", lambda: made.now)
+    monkeypatch.setattr(equal_copies, "check", compare)
+    monkeypatch.setattr(equal_copies, "_watches", weakref.WeakSet())  # without those of other tests
+    monkeypatch.setattr(equal_copies.time, "perf_counter", lambda: made.now)
     return made
 
 
 def test_copies_are_compared_so_seldom_that_it_costs_one_percent(strategy2, clock) -> None:
-    watch = _divergence.Watch(strategy2._mesh, [])
+    watch = equal_copies.Watch(strategy2._mesh, [])
     assert [count for count, _ in clock.run_until(watch, 500)] == [20, 40, 60], "two comparisons are measured"
     looked = clock.run_until(watch, 100_000)
     assert {every for _, every in looked} == {500}, "5 ms in 500 runs of 1 ms"
@@ -154,7 +156,7 @@ def test_copies_are_compared_so_seldom_that_it_costs_one_percent(strategy2, cloc
 
 @pytest.mark.parametrize("slow", [0, 1, 2, 5])
 def test_one_slow_comparison_puts_nothing_off(strategy2, clock, slow: int) -> None:
-    watch = _divergence.Watch(strategy2._mesh, [])
+    watch = equal_copies.Watch(strategy2._mesh, [])
     intervals = []
     for number in range(10):
         clock.cost = 1000.0 if number == slow else 0.005  # the machine slept
@@ -165,7 +167,7 @@ def test_one_slow_comparison_puts_nothing_off(strategy2, clock, slow: int) -> No
 
 @pytest.mark.parametrize("costs", [(0.005, 0.005, 0.005), (0.001, 0.02, 0.1)])
 def test_programs_that_run_in_turns_share_one_percent(strategy2, clock, costs: tuple[float, ...]) -> None:
-    early, *turns = [_divergence.Watch(strategy2._mesh, []) for _ in range(1 + len(costs))]
+    early, *turns = [equal_copies.Watch(strategy2._mesh, []) for _ in range(1 + len(costs))]
     clock.run_until(early, 30)  # and does not run any more
     spent, begun = 0.0, 0.0
     for count in range(1, 60_000):
@@ -177,20 +179,20 @@ def test_programs_that_run_in_turns_share_one_percent(strategy2, clock, costs: t
 
 
 def test_threads_that_run_one_program_do_not_all_compare(strategy2, monkeypatch) -> None:
-    watch = _divergence.Watch(strategy2._mesh, [])
+    watch = equal_copies.Watch(strategy2._mesh, [])
     watch.count, compared = watch.next, []
 
     def compare(mesh: Any, variables: Any, every: int) -> int:
         compared.append(watch.count < watch.next)  # what another thread asks meanwhile
         return every
 
-    monkeypatch.setattr(_divergence, "check", compare)
+    monkeypatch.setattr(equal_copies, "check", compare)
     watch.look()
     assert compared == [True] and watch.next == 40
 
 
 def test_long_runs_are_compared_every_twenty(strategy2, clock) -> None:
-    watch = _divergence.Watch(strategy2._mesh, [])
+    watch = equal_copies.Watch(strategy2._mesh, [])
     clock.run = 1.0
     assert [count for count, _ in clock.run_until(watch, 100)] == [20, 40, 60, 80, 100]
 
@@ -250,7 +252,7 @@ def told(monkeypatch: pytest.MonkeyPatch):
     """Make what the other workers say, of what this one says."""
 
     def tell(others: Callable[[Any], list[Any]]) -> None:
-        monkeypatch.setattr(_divergence, "_exchange", lambda mesh, own: [own, *others(own)])
+        monkeypatch.setattr(equal_copies, "_exchange", lambda mesh, own: [own, *others(own)])
 
     return tell
 
@@ -268,11 +270,11 @@ def test_a_variable_that_another_worker_has_forgotten_is_left_out_and_the_others
     with strategy2.scope():
         pair = [mr.Variable(np.ones(3, np.float32), name=name) for name in ("forgotten", "kept")]
     told(lambda own: [[own[0], [entry for entry in own[1] if entry[0] != pair[0]._number], 0]])
-    _divergence.check(strategy2._mesh, pair)
+    equal_copies.check(strategy2._mesh, pair)
     told(lambda own: [[own[0], [[number, [0 for _ in sums]] for number, sums in own[1][1:]], 0]])
     mesh = SimpleNamespace(num_replicas=4, is_alone=False, devices=[SimpleNamespace(process_index=i // 2) for i in range(4)])
     with pytest.raises(mr.ReplicasDivergeError, match=r"'kept' differ: replicas \[2, 3\] \(worker 1\) from replica 0"):
-        _divergence.check(mesh, pair)
+        equal_copies.check(mesh, pair)
 
 
 def test_workers_at_different_batches_are_told(strategy2, told) -> None:
@@ -280,10 +282,10 @@ def test_workers_at_different_batches_are_told(strategy2, told) -> None:
         variable = mr.Variable(1.0)
     told(lambda own: [[[str(int(own[0][0]) + 1), *own[0][1:]], own[1], 0]])
     with pytest.raises(mr.ProgramMismatchError, match="different numbers of batches"):
-        _divergence.check(strategy2._mesh, [variable])
+        equal_copies.check(strategy2._mesh, [variable])
 
 
 def test_workers_that_did_other_things_are_told(strategy2, told) -> None:
     told(lambda own: [[[own[0][0], "other", "evaluate"], own[1], 0]])
     with pytest.raises(mr.ProgramMismatchError, match=r"different orders.*worker 1: evaluate"):
-        _divergence.check(strategy2._mesh, [])
+        equal_copies.check(strategy2._mesh, [])

@@ -13,15 +13,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from . import _home
-from ._errors import ReplicasDivergeError
-from ._replicas.mesh import ReplicaMesh
-from ._replicas.placement import checksum
-from ._text import numbered
-from ._variables import Variable
-from ._workers import joint_programs
-from ._workers.progress import progress
-from ._workers.same_program import require_same_history
+from .._errors import ReplicasDivergeError
+from .._replicas.mesh import ReplicaMesh
+from .._replicas.placement import checksum
+from .._text import numbered
+from .._workers import joint_programs
+from .._workers.progress import progress
+from .._workers.same_program import require_same_history
+from . import storage
+from .variable import Variable
 
 #: The share of the time that comparing takes in the long run.
 MAX_COST = 0.01
@@ -135,7 +135,7 @@ class Watch:
         return max(_MIN_RUNS, math.ceil(num_sharing * min(self._costs) / (MAX_COST * max(run, 1e-6))))
 
     def _now(self) -> float:
-        jax.block_until_ready(_home.arrays_of(self._variables))
+        jax.block_until_ready(storage.arrays_of(self._variables))
         return time.perf_counter()
 
 

@@ -1,0 +1,1 @@
+"""State: variables, the arrays behind them, and whether their copies are equal."""
