@@ -25,7 +25,7 @@ from _harness import Contender, Row, interleave, parse, print_table, show_second
 from _peers import has_module, remote
 
 import mirrored as mr
-from mirrored.data._example import example_class
+from mirrored.data._records.example import example_class
 
 #: Of the time of tf.data with `experimental_distribute_dataset`; and of a plain Python reader with the same parser.
 GOAL_DISTRIBUTED, GOAL_PLAIN = 0.8, 1.0

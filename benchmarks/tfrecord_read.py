@@ -15,7 +15,7 @@ import numpy as np
 from _harness import Contender, Row, Times, check_losses, interleave, parse, print_table, show_seconds
 
 import mirrored as mr
-from mirrored.data import _example
+from mirrored.data._records import example
 
 #: Seconds for a GB: 1 GB/s, for records of 100 KB.
 GOAL_SECONDS = 1.0
@@ -96,7 +96,7 @@ def parse_alike(records: list[bytes]) -> dict[str, np.ndarray]:
 
 def parse_record(record: bytes) -> tuple[np.ndarray, int]:
     """Parse as one would with protobuf alone."""
-    features = _example.example_class().FromString(record).features.feature
+    features = example.example_class().FromString(record).features.feature
     return np.frombuffer(features["image"].bytes_list.value[0], np.uint8), features["label"].int64_list.value[0]
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from mirrored.data._auto_shard import Plan, make_plan
-from mirrored.data._source import open_source
-from mirrored.data._steps import LocalReplicas, Step
-from mirrored.data._workers import InputWorker
+from mirrored.data._sharing.agree import InputWorker
+from mirrored.data._sharing.plan import Plan, make_plan
+from mirrored.data._sharing.steps import LocalReplicas, Step
+from mirrored.data._sources.open import open_source
 
 
 @dataclasses.dataclass

@@ -29,11 +29,12 @@ from ._variables.variable import Variable, live_variables
 from ._workers.coordination import Coordination
 from ._workers.progress import progress
 from ._workers.same_program import require_same_history
-from .data._auto_shard import make_plan, plan_of_function
 from .data._dataset import DistributedDataset, check_dataset
 from .data._input_context import InputContext
-from .data._source import NumpyDataset, adapted, stacked_lists
-from .data._workers import InputWorker
+from .data._sharing.agree import InputWorker
+from .data._sharing.plan import make_plan, plan_of_function
+from .data._sources.numpy_dataset import NumpyDataset, stacked_lists
+from .data._sources.open import adapted
 
 _logger = logging.getLogger("mirrored")
 

@@ -2,11 +2,11 @@
 
 from .._errors import TFRecordError as TFRecordError
 from ._dataset import DistributedDataset as DistributedDataset
-from ._example import make_example as make_example
-from ._example import parse_example as parse_example
-from ._feature import FixedLenFeature as FixedLenFeature
-from ._feature import VarLenFeature as VarLenFeature
 from ._iterator import DistributedIterator as DistributedIterator
-from ._source import NumpyDataset as NumpyDataset
-from ._tfrecord import tfrecord_dataset as tfrecord_dataset
-from ._tfrecord import write_tfrecords as write_tfrecords
+from ._records.example import make_example as make_example
+from ._records.example import parse_example as parse_example
+from ._records.feature import FixedLenFeature as FixedLenFeature
+from ._records.feature import VarLenFeature as VarLenFeature
+from ._records.tfrecord import tfrecord_dataset as tfrecord_dataset
+from ._records.tfrecord import write_tfrecords as write_tfrecords
+from ._sources.numpy_dataset import NumpyDataset as NumpyDataset

@@ -12,12 +12,12 @@ import numpy as np
 from .._options import InputOptions
 from .._replicas.mesh import ReplicaMesh
 from .._replicas.per_replica import PerReplica
-from . import _grain
-from ._auto_shard import Plan
 from ._iterator import DistributedIterator
-from ._source import NumpyDataset
-from ._steps import LocalReplicas
-from ._workers import InputWorker
+from ._sharing.agree import InputWorker
+from ._sharing.plan import Plan
+from ._sharing.steps import LocalReplicas
+from ._sources import grain
+from ._sources.numpy_dataset import NumpyDataset
 
 _logger = logging.getLogger("mirrored")
 
@@ -115,7 +115,7 @@ def check_dataset(dataset: Any, verb: str) -> None:
 
 
 def _has_length(dataset: Any) -> bool:
-    return not _grain.is_pipeline(dataset) or _grain.has_length(dataset)
+    return not grain.is_pipeline(dataset) or grain.has_length(dataset)
 
 
 def _is_batches(dataset: Any) -> bool:

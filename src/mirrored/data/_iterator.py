@@ -16,11 +16,11 @@ from .._replicas.per_replica import PerReplica
 from .._typing import PyTree
 from .._workers.coordination import Channel
 from .._workers.progress import NEXT_BATCH, in_main_thread, progress
-from ._auto_shard import Plan
-from ._feed import Ahead
-from ._position import Position, Source
-from ._source import open_source
-from ._steps import LocalReplicas, Step, Steps
+from ._prefetch import Ahead
+from ._sharing.plan import Plan
+from ._sharing.steps import LocalReplicas, Step, Steps
+from ._sources.open import open_source
+from ._sources.position import Position, Source
 
 #: Of the states that `get_state` returns.
 _VERSION = 1

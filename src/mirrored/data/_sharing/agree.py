@@ -10,9 +10,9 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from .._text import escape
-from .._typing import PyTree
-from .._workers.coordination import Channel, Coordination
+from ..._text import escape
+from ..._typing import PyTree
+from ..._workers.coordination import Channel, Coordination
 
 #: Gives a JSON value to all workers and returns those of all, in worker order; every worker must call it.
 Exchange: TypeAlias = Callable[[Any], Sequence[Any]]

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import mirrored as mr
-from mirrored.data import _feed
+from mirrored.data import _prefetch
 
 X = np.arange(4, dtype="int32")
 
@@ -240,7 +240,7 @@ def test_no_batch_is_kept_by_an_exception_or_a_closed_iterator(strategy2: mr.Mir
     gc.collect()
     assert batch() is None
     iterator.close()
-    assert all(not channel._ready for channel in _feed._open_channels)
+    assert all(not channel._ready for channel in _prefetch._open_channels)
 
 
 def test_garbage_collected_in_the_thread_itself_ends_it(strategy2: mr.MirroredStrategy) -> None:
@@ -272,7 +272,7 @@ def test_garbage_collected_in_the_thread_itself_ends_it(strategy2: mr.MirroredSt
 def test_closing_does_not_wait_for_ever_for_a_pipeline_that_is_stuck(
     strategy2: mr.MirroredStrategy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_feed, "MAX_WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(_prefetch, "MAX_WAIT_SECONDS", 0.05)
     may_go_on = threading.Event()
 
     class Stuck:
@@ -302,8 +302,8 @@ EXIT = """
 import threading, sys
 import numpy as np, jax.numpy as jnp
 import mirrored as mr
-from mirrored.data import _feed
-_feed.MAX_WAIT_SECONDS = 0.2
+from mirrored.data import _prefetch
+_prefetch.MAX_WAIT_SECONDS = 0.2
 strategy = mr.MirroredStrategy(["cpu:0", "cpu:1"])
 
 class Source:
@@ -346,7 +346,7 @@ def test_what_the_thread_waits_for_is_ended_when_the_feed_is_closed() -> None:
         came.set()
         assert ended.wait(30)
 
-    feed = _feed.Ahead(items(), lambda: None, 2, ended.set)
+    feed = _prefetch.Ahead(items(), lambda: None, 2, ended.set)
     assert next(feed) == 1 and came.wait(30)
     feed.close()
     assert not feeding()

@@ -16,7 +16,8 @@ import pytest
 from hypothesis import strategies as st
 
 import mirrored as mr
-from mirrored.data import DistributedDataset, NumpyDataset, _rebatch
+from mirrored.data import DistributedDataset, NumpyDataset
+from mirrored.data._sharing import rows as _rows
 
 few_examples = hypothesis.settings(deadline=None, max_examples=40, derandomize=True)
 
@@ -215,7 +216,7 @@ def test_rows_are_no_batches() -> None:
 @few_examples
 @hypothesis.given(num_rows=st.integers(0, 200), num_replicas=st.integers(1, 20))
 def test_split_sizes(num_rows: int, num_replicas: int) -> None:
-    sizes = _rebatch.split_sizes(num_rows, num_replicas)
+    sizes = _rows.split_sizes(num_rows, num_replicas)
     assert len(sizes) == num_replicas
     assert sum(sizes) == num_rows
     assert max(sizes) - min(sizes) <= 1
@@ -232,14 +233,14 @@ def test_split_sizes(num_rows: int, num_replicas: int) -> None:
 )
 def test_stacked_rows_are_the_batch_cut_in_order(num_rows: int, num_replicas: int, shape: list[int], extra: int) -> None:
     batch = {"x": np.random.default_rng(0).integers(1, 99, (num_rows, *shape))}
-    sizes = _rebatch.split_sizes(num_rows, num_replicas)
+    sizes = _rows.split_sizes(num_rows, num_replicas)
     longest = max(sizes) + extra
-    stacked = _rebatch.stack_rows(_rebatch.split_rows(batch, sizes), longest)["x"]
+    stacked = _rows.stack_rows(_rows.split_rows(batch, sizes), longest)["x"]
     assert stacked.shape == (num_replicas, longest, *shape)
     np.testing.assert_array_equal(np.concatenate([row[:size] for row, size in zip(stacked, sizes, strict=True)]), batch["x"])
     assert not any(row[size:].any() for row, size in zip(stacked, sizes, strict=True))
     if len(set(sizes)) == 1 and not extra:
-        np.testing.assert_array_equal(_rebatch.reshape_rows(batch, 0, num_replicas, longest)["x"], stacked)
+        np.testing.assert_array_equal(_rows.reshape_rows(batch, 0, num_replicas, longest)["x"], stacked)
 
 
 SIZES = {count: mr.MirroredStrategy([f"cpu:{i}" for i in range(count)]) for count in (1, 2, 3, 8)}
@@ -264,7 +265,7 @@ def test_the_rows_of_the_replicas_in_order_are_the_batch(
     kept = [batch[: len(batch) // count * count] if drop_remainder else batch for batch in batches]
     for _ in range(2):
         for batch, (x, named) in zip([batch for batch in kept if len(batch)], distributed, strict=True):
-            sizes = _rebatch.split_sizes(len(batch), count)
+            sizes = _rows.split_sizes(len(batch), count)
             assert [len(value) for value in x.values] == sizes
             assert x.shapes == tuple((size,) for size in sizes)
             assert named["y"].shapes == tuple((size, 2) for size in sizes)
@@ -293,7 +294,7 @@ def test_every_row_of_an_uneven_batch_arrives(source: str, strategy: mr.Mirrored
     distributed = strategy.distribute_dataset(numpy if source == "numpy" else list(numpy))
     assert len(distributed) == 3
     for batch, expected in zip(distributed, numpy, strict=True):
-        sizes = _rebatch.split_sizes(len(expected["x"]), count)
+        sizes = _rows.split_sizes(len(expected["x"]), count)
         assert [len(value) for value in batch["x"].values] == [len(value) for value in batch["y"].values] == sizes
         is_even = len(set(sizes)) == 1
         assert (batch["x"]._shapes is None) == is_even

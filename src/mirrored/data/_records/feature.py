@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from .._replicas.arrays import is_numeric
-from ._layout import Span
+from ..._replicas.arrays import is_numeric
+from .value_places import Span
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from .._replicas.arrays import is_numeric
-from ._feature import Feature, FixedLenFeature, VarLenFeature, cut, read, read_all
-from ._layout import ValuePlaces, find_layout
-from ._record_reader import needs
+from ..._replicas.arrays import is_numeric
+from .feature import Feature, FixedLenFeature, VarLenFeature, cut, read, read_all
+from .record_reader import needs
+from .value_places import ValuePlaces, find_layout
 
 #: With fewer records of one length it costs more to find where their values lie than to parse them.
 MIN_RECORDS = 8

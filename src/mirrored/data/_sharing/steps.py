@@ -10,10 +10,10 @@ from typing import Any
 
 import jax
 
-from .._typing import PyTree
-from . import _rebatch
-from ._position import Position, Source
-from ._workers import InputWorker, agree, agree_on_batch
+from ..._typing import PyTree
+from .._sources.position import Position, Source
+from .agree import InputWorker, agree, agree_on_batch
+from .rows import copied, count_rows, join_rows, require_same_rows, reshape_rows, split_rows, split_sizes, stack_rows, to_numpy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,8 +77,8 @@ def rows_of_every_batch(source: Source, layout: LocalReplicas, extra: dict[str, 
     """Take this worker's rows of each global batch, which all workers read."""
     first = layout.worker.index * layout.num_local
     for batch in itertools.chain(source, [_END]):
-        arrays = None if batch is _END else _rebatch.to_numpy(batch)
-        num_rows = 0 if batch is _END else _rebatch.count_rows(arrays)
+        arrays = None if batch is _END else to_numpy(batch)
+        num_rows = 0 if batch is _END else count_rows(arrays)
         if not agree_on_batch(layout.worker, arrays, num_rows):
             return
         kept = num_rows - num_rows % layout.num_replicas if layout.drop_remainder else num_rows
@@ -86,12 +86,12 @@ def rows_of_every_batch(source: Source, layout: LocalReplicas, extra: dict[str, 
             layout.on_drop(num_rows - kept, num_rows)
         if not kept:
             continue
-        sizes = _rebatch.split_sizes(kept, layout.num_replicas)
+        sizes = split_sizes(kept, layout.num_replicas)
         start = sum(sizes[:first])
         if source.is_owned and sizes[0] == sizes[-1]:
-            stacked = _rebatch.reshape_rows(arrays, start, layout.num_local, sizes[0])
+            stacked = reshape_rows(arrays, start, layout.num_local, sizes[0])
         else:
-            stacked = _rebatch.stack_rows(_rebatch.split_rows(arrays, layout.mine(sizes), start), sizes[0])
+            stacked = stack_rows(split_rows(arrays, layout.mine(sizes), start), sizes[0])
         yield Step(stacked, tuple(sizes), source.position())
 
 
@@ -100,10 +100,10 @@ def own_batches(source: Source, layout: LocalReplicas, extra: dict[str, int]) ->
 
     def taken() -> Iterator[_Parts]:
         for batch in source:
-            arrays = _rebatch.to_numpy(batch)
-            sizes = _rebatch.split_sizes(_rebatch.count_rows(arrays), layout.num_local)
+            arrays = to_numpy(batch)
+            sizes = split_sizes(count_rows(arrays), layout.num_local)
             if sizes[0]:
-                yield _Parts(_rebatch.split_rows(arrays, sizes), source.position())
+                yield _Parts(split_rows(arrays, sizes), source.position())
 
     return _in_step(taken(), source, layout)
 
@@ -112,8 +112,8 @@ def one_element_each(source: Source, layout: LocalReplicas, extra: dict[str, int
     """Give each of this worker's replicas the next element of its own stream; at the end some get none."""
 
     def taken() -> Iterator[_Parts]:
-        while elements := [_rebatch.copied(_rebatch.to_numpy(e)) for e in itertools.islice(source, layout.num_local)]:
-            _rebatch.require_same_rows(elements, "the elements of one step")
+        while elements := [copied(to_numpy(e)) for e in itertools.islice(source, layout.num_local)]:
+            require_same_rows(elements, "the elements of one step")
             yield _Parts(elements, source.position())
 
     return _in_step(taken(), source, layout)
@@ -130,14 +130,14 @@ def rows_of_own_files(source: Source, layout: LocalReplicas, extra: dict[str, in
     held = _Held(source, extra.get("rows", 0))
     batch_size = max(layout.worker.exchange(extra.get("batch_size") or held.num_rows()))
     rest = batch_size % layout.num_replicas if layout.drop_remainder else 0  # it begins the next global batch
-    sizes = _rebatch.split_sizes(max(batch_size - rest, layout.num_replicas), layout.num_replicas)
+    sizes = split_sizes(max(batch_size - rest, layout.num_replicas), layout.num_replicas)
     share = sum(layout.mine(sizes))  # at least one row, or the records of this worker would never come
 
     def taken() -> Iterator[_Parts]:
         while (rows := held.take(share)) is not None:
-            sizes = _rebatch.split_sizes(_rebatch.count_rows(rows), layout.num_local)
+            sizes = split_sizes(count_rows(rows), layout.num_local)
             position, skip = held.position()
-            yield _Parts(_rebatch.split_rows(rows, sizes), position, {"rows": skip, "batch_size": batch_size})
+            yield _Parts(split_rows(rows, sizes), position, {"rows": skip, "batch_size": batch_size})
 
     yield from _in_step(taken(), source, layout)
 
@@ -148,7 +148,7 @@ def _in_step(taken: Iterator[_Parts], source: Source, layout: LocalReplicas) -> 
     while True:
         mine = next(taken, None)
         last = mine or dataclasses.replace(last, parts=[])
-        sizes = [_rebatch.count_rows(part) for part in last.parts]
+        sizes = [count_rows(part) for part in last.parts]
         sizes += [0] * (layout.num_local - len(sizes) if sizes else 0)
         like = jax.tree.map(lambda leaf: leaf[:0], last.parts[0]) if sizes else like
         agreed = agree(worker, sizes, like, layout.num_replicas)
@@ -165,7 +165,7 @@ def _in_step(taken: Iterator[_Parts], source: Source, layout: LocalReplicas) -> 
             every = (smallest,) * layout.num_replicas
         if any(every):
             parts = parts + [like] * (layout.num_local - len(parts))
-            yield Step(_rebatch.stack_rows(parts, max(every)), every, last.position, last.extra)
+            yield Step(stack_rows(parts, max(every)), every, last.position, last.extra)
 
 
 class _Held:
@@ -183,7 +183,7 @@ class _Held:
     def num_rows(self) -> int:
         """Return how many rows the next batch has left; 0 at the end."""
         self._fill(1)
-        return _rebatch.count_rows(self._batches[0][0]) - self._skip if self._batches else 0
+        return count_rows(self._batches[0][0]) - self._skip if self._batches else 0
 
     def take(self, num_rows: int) -> PyTree | None:
         """Return the next so many rows, or what is left, or None at the end."""
@@ -196,11 +196,11 @@ class _Held:
         for batch, _ in self._batches:
             part = jax.tree.map(lambda leaf, a=skip, b=skip + missing: leaf[a:b], batch)
             rows.append(part)
-            missing -= _rebatch.count_rows(part)
+            missing -= count_rows(part)
             skip = 0
             if not missing:
                 break
-        joined = _rebatch.join_rows(rows)
+        joined = join_rows(rows)
         self._advance(wanted)
         return joined
 
@@ -215,8 +215,8 @@ class _Held:
                 batch = next(self._source)
             except StopIteration:
                 return
-            arrays = _rebatch.copied(_rebatch.to_numpy(batch))
-            count = _rebatch.count_rows(arrays)
+            arrays = copied(to_numpy(batch))
+            count = count_rows(arrays)
             if count:
                 self._batches.append((arrays, position))
                 self._left += count
@@ -224,6 +224,6 @@ class _Held:
     def _advance(self, num_rows: int) -> None:
         self._left -= num_rows
         self._skip += num_rows
-        while self._batches and self._skip >= (count := _rebatch.count_rows(self._batches[0][0])):
+        while self._batches and self._skip >= (count := count_rows(self._batches[0][0])):
             self._skip -= count
             self._batches.popleft()

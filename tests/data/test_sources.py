@@ -14,9 +14,9 @@ from grain import experimental as gx
 from simulated_workers import run_workers
 
 import mirrored as mr
-from mirrored.data import _rebatch
-from mirrored.data._auto_shard import plan_of_function
-from mirrored.data._workers import InputWorker
+from mirrored.data._sharing import rows as _rows
+from mirrored.data._sharing.agree import InputWorker
+from mirrored.data._sharing.plan import plan_of_function
 
 pytestmark = pytest.mark.usefixtures("grains_threads_end")
 
@@ -382,5 +382,5 @@ def test_the_split_of_the_function_is_its_own(strategy2: mr.MirroredStrategy) ->
     ours = strategy2.distribute_dataset(strategy2.make_numpy_dataset(rows).batch(4))
     for a, b in zip(by_hand, ours, strict=True):
         assert jax.tree.all(jax.tree.map(np.array_equal, a.values, b.values))
-    assert _rebatch.split_sizes(4, 2) == [2, 2]
+    assert _rows.split_sizes(4, 2) == [2, 2]
     assert InputWorker().exchange(3) == [3]

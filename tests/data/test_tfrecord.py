@@ -25,7 +25,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import mirrored as mr
-from mirrored.data import _record_reader
+from mirrored.data._records import record_reader
 
 CODINGS = (None, "GZIP", "ZLIB")
 COMPRESS = {None: bytes, "GZIP": gzip.compress, "ZLIB": zlib.compress}
@@ -62,8 +62,8 @@ def split(records: list[bytes]) -> list[list[bytes]]:
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch):
     """Chunks so small that records, headers and runs cross their borders."""
-    monkeypatch.setattr(_record_reader, "CHUNK_BYTES", 256)
-    monkeypatch.setattr(_record_reader, "COMPRESSED_BYTES", 64)
+    monkeypatch.setattr(record_reader, "CHUNK_BYTES", 256)
+    monkeypatch.setattr(record_reader, "COMPRESSED_BYTES", 64)
 
 
 def open_files(folder: Path | str = "/") -> list[str]:
@@ -347,7 +347,7 @@ def test_damaged_compression_says_where(tmp_path: Path, compression: str, harm, 
 def test_garbage_after_a_zlib_stream_is_found_also_where_a_read_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, data = tmp_path / "bad.tfrecord", zlib.compress(SOUND)
     path.write_bytes(data + b"garbage")
-    monkeypatch.setattr(_record_reader, "COMPRESSED_BYTES", len(data))
+    monkeypatch.setattr(record_reader, "COMPRESSED_BYTES", len(data))
     with pytest.raises(mr.data.TFRecordError, match="something follows the end"):
         list(mr.data.tfrecord_dataset(path, "ZLIB"))
 
@@ -419,8 +419,8 @@ def peak(read) -> int:
 
 @pytest.fixture
 def real_chunks(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(_record_reader, "CHUNK_BYTES", 1 << 19)
-    monkeypatch.setattr(_record_reader, "COMPRESSED_BYTES", 1 << 16)
+    monkeypatch.setattr(record_reader, "CHUNK_BYTES", 1 << 19)
+    monkeypatch.setattr(record_reader, "COMPRESSED_BYTES", 1 << 16)
 
 
 @pytest.mark.usefixtures("small_chunks", "real_chunks")

@@ -12,13 +12,13 @@ import pytest
 from grain import experimental as gx
 from hypothesis import strategies as st
 from simulated_workers import run_workers
-from test_auto_shard import Files, interleaved, make_files, pairs
+from test_plan import Files, interleaved, make_files, pairs
 
 import mirrored as mr
-from mirrored.data._auto_shard import make_plan
 from mirrored.data._iterator import DistributedIterator
-from mirrored.data._steps import LocalReplicas
-from mirrored.data._workers import InputWorker
+from mirrored.data._sharing.agree import InputWorker
+from mirrored.data._sharing.plan import make_plan
+from mirrored.data._sharing.steps import LocalReplicas
 
 STRATEGIES = {count: mr.MirroredStrategy([f"cpu:{i}" for i in range(count)]) for count in (1, 2, 3)}
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ._record_reader import needs
+from .record_reader import needs
 
 #: Places tried for one value; a value that is found in more places is taken to be constant.
 MAX_PLACES = 64

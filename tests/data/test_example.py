@@ -13,8 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import mirrored as mr
-from mirrored.data import FixedLenFeature, VarLenFeature, _example, _layout, make_example, parse_example
-from mirrored.data._feature import cut, read
+from mirrored.data import FixedLenFeature, VarLenFeature, make_example, parse_example
+from mirrored.data._records import example as _example
+from mirrored.data._records import value_places
+from mirrored.data._records.feature import cut, read
 
 IMAGES = {"image": FixedLenFeature((4, 3), np.uint8), "label": FixedLenFeature((), np.int64)}
 
@@ -157,7 +159,9 @@ def test_what_is_known_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             )
     assert _example._known_of.cache_info().currsize <= _example.MAX_LENGTHS
     found: list[bytes] = []
-    monkeypatch.setattr(_example, "find_layout", lambda record, cls: found.append(record) or _layout.find_layout(record, cls))
+    monkeypatch.setattr(
+        _example, "find_layout", lambda record, cls: found.append(record) or value_places.find_layout(record, cls)
+    )
     for _ in range(10):  # each record has another constant: no layout is of use, and soon none is looked for
         parse_example([make_example({"x": 1000 + i}) for i in range(20)], {"x": FixedLenFeature((), np.int64)})
     assert len(found) <= _example.MAX_MISSES
@@ -265,7 +269,7 @@ def test_a_list_of_which_not_every_element_can_be_found_is_not_cut() -> None:
     every_byte = int64_list(0, *(i << 7 | 0x7F for i in range(128)), *(0x3FFF - i for i in range(128)))
     records = [example(entry(b"every", every_byte), entry(b"x", bytes_list(b"a", b"word %03d" % i))) for i in range(20)]
     assert set(bytes(range(256))) <= set(every_byte + records[0])
-    assert "x" not in _layout.find_layout(records[0], _example.example_class()).spans
+    assert "x" not in value_places.find_layout(records[0], _example.example_class()).spans
     parsed = parse_example(records, {"x": FixedLenFeature((2,), bytes)})["x"]
     assert parsed.tolist() == [[b"a", b"word %03d" % i] for i in range(20)]
 
@@ -274,7 +278,7 @@ def test_a_number_that_is_longer_than_it_needs_to_be_is_not_taken_for_a_byte_els
     """The first marker that occurs once is the number itself, in a field that means nothing."""
     records = [example(entry(b"xy", int64_list(1, num_bytes=2), field(5, bytes([i, 2])))) for i in range(1, 20)]
     assert records[0].count(0) and records[0].count(1) == 1
-    assert _layout.find_layout(records[0], _example.example_class()).spans == {}
+    assert value_places.find_layout(records[0], _example.example_class()).spans == {}
     assert parse_example(records, {"xy": FixedLenFeature((), np.int64)})["xy"].tolist() == [1] * 19
 
 
@@ -303,7 +307,7 @@ RECORDS = st.builds(
 FUZZ = settings(deadline=None, max_examples=200, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
-def everything_read(layout: _layout.ValuePlaces, row: bytes) -> dict[str, bytes]:
+def everything_read(layout: value_places.ValuePlaces, row: bytes) -> dict[str, bytes]:
     """What a layout says of a record that matches it, against what protobuf says: of every feature, exactly."""
     parsed = _example.example_class().FromString(row).features.feature
     assert set(parsed) == set(layout.features)
@@ -324,7 +328,7 @@ def everything_read(layout: _layout.ValuePlaces, row: bytes) -> dict[str, bytes]
 @FUZZ
 @given(RECORDS, st.randoms(use_true_random=False))
 def test_no_record_that_matches_a_layout_is_read_in_another_way_than_protobuf_does(record: bytes, random) -> None:
-    layout = _layout.find_layout(record, _example.example_class())
+    layout = value_places.find_layout(record, _example.example_class())
     everything_read(layout, record)
     rows = [bytearray(record) for _ in range(40)]
     for row in rows:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from .._typing import PyTree
+from ..._typing import PyTree
 
 #: A position as JSON text, or the exception that says why there is none.
 Position: TypeAlias = str | Exception

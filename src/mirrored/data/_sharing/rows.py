@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._replicas.arrays import check_range, is_numeric
-from .._replicas.per_replica import PerReplica, is_per_replica
-from .._typing import PyTree
+from ..._replicas.arrays import check_range, is_numeric
+from ..._replicas.per_replica import PerReplica, is_per_replica
+from ..._typing import PyTree
 
 
 def split_sizes(num_rows: int, num_replicas: int) -> list[int]:

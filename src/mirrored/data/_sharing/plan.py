@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from .._options import AutoShardPolicy
-from . import _grain, _steps
-from ._steps import LocalReplicas, Steps
-from ._workers import InputWorker
+from ..._options import AutoShardPolicy
+from .._sources import grain
+from . import steps
+from .agree import InputWorker
+from .steps import LocalReplicas, Steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,10 +34,10 @@ class Plan:
     def steps(self, source: Any, layout: LocalReplicas, extra: dict[str, int]) -> Steps:
         """Return the steps of this worker from the position of an open source on."""
         makers = {
-            "DATA": _steps.rows_of_every_batch,
-            "FILE": _steps.rows_of_own_files,
-            "OFF": _steps.own_batches,
-            "FUNCTION": _steps.one_element_each,
+            "DATA": steps.rows_of_every_batch,
+            "FILE": steps.rows_of_own_files,
+            "OFF": steps.own_batches,
+            "FUNCTION": steps.one_element_each,
         }
         return makers[self.kind](source, layout, extra)
 
@@ -60,10 +61,10 @@ def make_plan(dataset: Any, policy: AutoShardPolicy | str, worker: InputWorker, 
         return Plan(dataset, "DATA", f"DATA: {by_row}")
     reason = _why_not_by_file(dataset, worker.count, is_certain=policy is AutoShardPolicy.AUTO)
     if reason is None:
-        files = _grain.files_of(dataset)
+        files = grain.files_of(dataset)
         mine = f"worker i of {worker.count} reads the files i, i + {worker.count}, ...{'' if files is None else f' of {files}'}"
         how = f"{'' if policy is AutoShardPolicy.FILE else 'AUTO chose '}FILE: {mine} and gives its share of each global batch"
-        return Plan(_grain.only_files_of(dataset, worker.index, worker.count), "FILE", how)
+        return Plan(grain.only_files_of(dataset, worker.index, worker.count), "FILE", how)
     if policy is AutoShardPolicy.FILE:
         raise ValueError(
             f"auto_shard_policy FILE cannot share this dataset out among {workers}: {reason}. Use "
@@ -81,6 +82,6 @@ def plan_of_function(dataset: Any, worker: InputWorker) -> Plan:
 
 
 def _why_not_by_file(dataset: Any, num_workers: int, is_certain: bool) -> str | None:
-    if not _grain.is_pipeline(dataset):
+    if not grain.is_pipeline(dataset):
         return f"{type(dataset).__name__} is no dataset of files"
-    return _grain.why_not_by_file(dataset, num_workers, is_certain)
+    return grain.why_not_by_file(dataset, num_workers, is_certain)

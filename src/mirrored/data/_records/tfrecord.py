@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ._record_reader import FOOTER, MAX_RECORD_BYTES, WINDOW_BITS, RecordReader, crc32c, masked, needs
+from .record_reader import FOOTER, MAX_RECORD_BYTES, WINDOW_BITS, RecordReader, crc32c, masked, needs
 
 if TYPE_CHECKING:
     import grain

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._errors import TFRecordError
+from ..._errors import TFRecordError
 
 #: Bytes read at a time: large enough to spread numpy's overhead, small enough for the processor's caches.
 CHUNK_BYTES = 1 << 19

@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 from simulated_workers import Run, run_workers
 
 import mirrored as mr
-from mirrored.data import _rebatch, _workers
-from mirrored.data._auto_shard import make_plan
 from mirrored.data._dataset import DistributedDataset
-from mirrored.data._workers import _DIGEST_BYTES, InputWorker, _digest
+from mirrored.data._sharing import agree
+from mirrored.data._sharing import rows as _rows
+from mirrored.data._sharing.agree import _DIGEST_BYTES, InputWorker, _digest
+from mirrored.data._sharing.plan import make_plan
 
 few_examples = hypothesis.settings(deadline=None, max_examples=30, derandomize=True)
 
@@ -139,7 +140,7 @@ def test_every_record_exactly_once_and_paired_whatever_the_pipeline(
     if kinds(run) == "DATA":
         assert [batch["x"].tolist() for batch in batches] == [batch["x"].tolist() for batch in whole]
         for step in run.steps[0]:
-            assert list(step.sizes) == _rebatch.split_sizes(sum(step.sizes), num_workers * num_local)
+            assert list(step.sizes) == _rows.split_sizes(sum(step.sizes), num_workers * num_local)
 
 
 @few_examples
@@ -156,7 +157,7 @@ def test_by_file_a_step_is_one_global_batch_while_all_workers_have_records(
     count = num_workers * num_local
     run = run_workers(lambda worker: pairs(Files(make_files(sizes))).batch(batch_size), num_workers, num_local, "file")
     held = [sum(sizes[worker::num_workers]) for worker in range(num_workers)]
-    full = _rebatch.split_sizes(max(count, min(batch_size, max(held))), count)
+    full = _rows.split_sizes(max(count, min(batch_size, max(held))), count)
     share = [sum(full[w * num_local : (w + 1) * num_local]) for w in range(num_workers)]
     assert [step.sizes for step in run.steps[0]] == _expected_sizes(held, share, num_local)
     run.global_batches()
@@ -166,7 +167,7 @@ def _expected_sizes(held: list[int], share: list[int], num_local: int) -> list[t
     held, steps = list(held), []
     while any(held):
         taken = [min(rows, most) for rows, most in zip(held, share, strict=True)]
-        steps.append(tuple(itertools.chain(*(_rebatch.split_sizes(rows, num_local) for rows in taken))))
+        steps.append(tuple(itertools.chain(*(_rows.split_sizes(rows, num_local) for rows in taken))))
         held = [rows - gone for rows, gone in zip(held, taken, strict=True)]
     return steps
 
@@ -278,9 +279,9 @@ jax.tree_util.register_pytree_node_class(Numbered)
 
 def test_rows_are_compared_by_what_they_hold_not_by_the_text_of_their_class() -> None:
     batches = [Numbered({"x": np.full(2, n)}) for n in range(3)]
-    assert _rebatch.join_rows(batches).fields["x"].tolist() == [0, 0, 1, 1, 2, 2]
+    assert _rows.join_rows(batches).fields["x"].tolist() == [0, 0, 1, 1, 2, 2]
     with pytest.raises(ValueError, match="rows of different structure"):
-        _rebatch.join_rows([*batches, Numbered({"y": np.full(2, 3)})])
+        _rows.join_rows([*batches, Numbered({"y": np.full(2, 3)})])
 
 
 def test_workers_whose_batches_do_not_fit_are_told_so() -> None:
@@ -294,7 +295,7 @@ def test_workers_whose_batches_do_not_fit_are_told_so() -> None:
 
 def test_what_another_worker_says_of_its_batch_is_shown_escaped() -> None:
     rows = {"structure": "evil\n\x1b[2J", "leaves": [["float32\x1b", [3]]]}
-    assert _workers._show(rows) == r"evil\n\x1b[2J of float32\x1b[3]"
+    assert agree._show(rows) == r"evil\n\x1b[2J of float32\x1b[3]"
 
 
 def test_off_divides_each_workers_batches_among_its_own_replicas() -> None:

@@ -1,0 +1,1 @@
+"""Which worker and replica gets which rows."""

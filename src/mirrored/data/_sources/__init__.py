@@ -1,0 +1,1 @@
+"""Where batches come from: datasets of several libraries, and their positions."""
