@@ -155,7 +155,7 @@ def test_a_warm_run_stays_in_few_files(num_variables: int, strategy2: mr.Strateg
         strategy2.run(step)
     finally:
         sys.setprofile(None)
-    hot = {"_strategy.py", "_replicate.py", "storage.py", "_signature.py", "in_flight.py"}
-    glue = {"context.py", "frames.py", "tracing.py", "_programs.py", "_lift.py"}  # one-line look-ups
+    hot = {"_strategy.py", "replicate.py", "storage.py", "call.py", "function_key.py", "program.py", "in_flight.py"}
+    glue = {"context.py", "frames.py", "tracing.py", "cache.py", "lift.py"}  # one-line look-ups
     assert files <= hot | glue
     assert calls <= 33, calls  # and none per variable

@@ -42,10 +42,10 @@ from ._options import InputOptions as InputOptions
 from ._options import ReduceOp as ReduceOp
 from ._options import VariableAggregation as VariableAggregation
 from ._options import VariableSynchronization as VariableSynchronization
+from ._program.eager import eager as eager
 from ._replicas.context import ReplicaContext as ReplicaContext
 from ._replicas.frames import in_cross_replica_context as in_cross_replica_context
 from ._replicas.per_replica import PerReplica as PerReplica
-from ._replicate import eager as eager
 from ._strategies import MirroredStrategy as MirroredStrategy
 from ._strategies import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
 from ._strategies import OneDeviceStrategy as OneDeviceStrategy

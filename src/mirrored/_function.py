@@ -10,17 +10,17 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from . import _lift, _replicate, _signature
 from ._errors import StrategyMismatchError
 from ._jax import jaxprs, tracing
-from ._lift import Lifted
-from ._programs import Programs
+from ._program import lift, replicate
+from ._program.cache import Programs
+from ._program.call import ArrayLeaf, Call, argument_names, array_leaves, key_of, pinned, take_apart
+from ._program.lift import Lifted
 from ._replicas import frames, in_flight
 from ._replicas.frames import Frame
 from ._replicas.mesh import ReplicaMesh, default_mesh
 from ._replicas.per_replica import PerReplica
 from ._replicas.placement import check_later, mirror, mirror_constants, refuse_argument
-from ._signature import ArrayLeaf, Call
 from ._typing import PyTree, Shape, UserFunction
 from ._variables import equal_copies, storage
 from ._variables.equal_copies import Watch
@@ -76,19 +76,19 @@ def call_compiled(fn: UserFunction, args: Sequence[Any], kwargs: dict[str, Any])
     frame = frames.current()
     if frames.is_traced():
         return fn(*args, **kwargs)
-    if _replicate.is_eager.get():
+    if replicate.is_eager.get():
         return fn(*args, **kwargs)
-    key, arrays = _signature.key_of(fn, args, kwargs)
-    leaves = _signature.array_leaves(key)
+    key, arrays = key_of(fn, args, kwargs)
+    leaves = array_leaves(key)
     placements = [getattr(array, "sharding", None) for array, leaf in zip(arrays, leaves, strict=True) if leaf.is_per_replica]
     key = (key, None if frame is None else id(frame.strategy), tuple(placements))
     program = _programs.get(key)
     if program is None:
-        call = _signature.take_apart(fn, args, kwargs)
+        call = take_apart(fn, args, kwargs)
         program = _make(call, frame or Frame(None, None))
         # Counted for each function: a decorator in a factory makes many of one code, each for its own variables.
         _programs.add(call._replace(key=key), program, counted=(id(fn), key[1:]))
-        check_later(program.mesh, arrays, lambda index: f"the argument {_signature.argument_names(call)[index]}")
+        check_later(program.mesh, arrays, lambda index: f"the argument {argument_names(call)[index]}")
     return program.run(arrays, leaves)
 
 
@@ -151,7 +151,7 @@ def _make(call: Call, frame: Frame) -> CompiledFunction:
     avals = [
         leaf.aval(array.shape if leaf.is_per_replica else leaf.shape) for leaf, array in zip(leaves, call.arrays, strict=True)
     ]
-    lifted = _lift.lift(lambda arrays: call.apply(arrays, _rewrapped), avals, frame, _global_shape, call.function)
+    lifted = lift.lift(lambda arrays: call.apply(arrays, _rewrapped), avals, frame, _global_shape, call.function)
     mesh, name = _mesh_of(frame, lifted, call), call.name
     placements = (
         [mesh.stacked if is_stacked else mesh.mirrored for is_stacked in lifted.plan.stacked],
@@ -164,7 +164,7 @@ def _make(call: Call, frame: Frame) -> CompiledFunction:
         is_split = [leaf.is_per_replica for leaf in leaves]
         compiled = joint_programs.prepared(name, f"arguments by replica: {is_split}\n{lifted.describe()}", compiled)
     constants = mirror_constants(mesh, lifted.closed.consts, f"an array that {name} closes over")
-    home, pins = storage.home_of(lifted.written), [*_signature.pinned(call), frame.strategy]
+    home, pins = storage.home_of(lifted.written), [*pinned(call), frame.strategy]
     return CompiledFunction(name, lifted, home, mesh, compiled, constants, pins, equal_copies.watch(mesh, lifted.variables))
 
 

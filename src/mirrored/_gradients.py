@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from . import _lift
 from ._errors import ContextError, StrategyMismatchError
 from ._jax import user_code
 from ._jax.marks import Mark, Purpose, mark
+from ._program import lift
 from ._replicas import frames
 from ._typing import PyTree, UserFunction
 from ._variables.bindings import bound, read_outer, with_few_compilations, write_outer
@@ -84,7 +84,7 @@ def value_and_grad(fn: UserFunction, variables: PyTree, has_aux: bool = False) -
             with bound(dict(zip(leaves, values, strict=True)), caches=caches) as bindings:
                 result = fn(*args, **kwargs)
                 loss, aux = _split(result, has_aux)
-                kept["plan"], aux_arrays = _lift.plan_result(aux)
+                kept["plan"], aux_arrays = lift.plan_result(aux)
                 kept["written"] = list(bindings.written)
                 written = bindings.values(kept["written"])
             return mark(_scalar(loss), Mark(Purpose.LOSS, "loss", where)), (aux_arrays, written)

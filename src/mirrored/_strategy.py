@@ -13,16 +13,17 @@ from typing import Any
 
 import jax
 
-from . import _distributed_values, _explain, _replicate
+from . import _distributed_values
 from ._cluster.spec import Cluster
 from ._errors import ContextError, StrategyMismatchError
 from ._options import AutoShardPolicy, InputOptions, ReduceOp
-from ._programs import Programs
+from ._program import replicate
+from ._program.cache import Programs
+from ._program.program import Program, describe_program
 from ._replicas import arrays, collectives, context, cross_replica, frames, in_flight, placement
 from ._replicas.frames import Frame
 from ._replicas.mesh import ReplicaMesh
 from ._replicas.per_replica import PerReplica
-from ._replicate import Program
 from ._typing import PyTree, UserFunction
 from ._variables import equal_copies
 from ._variables.variable import Variable, live_variables
@@ -138,7 +139,7 @@ class Strategy:
         ...all-reduce of 1.0 KiB...
         """
         lines = [f"{type(self).__name__}: {self._mesh}"]
-        lines += [f"program {_explain.describe_program(program)}" for program in self._programs]
+        lines += [f"program {describe_program(program)}" for program in self._programs]
         lines += [f"dataset {dataset.describe()}" for dataset in self._datasets]
         return "\n".join(lines)
 
@@ -211,7 +212,7 @@ class Strategy:
         if frames.current() is not None:
             frames.require_cross_replica("run", "Call the function directly.")
             self._check_current("run")
-        return _replicate.run(self, self._mesh, self._programs, fn, args, kwargs or {})
+        return replicate.run(self, self._mesh, self._programs, fn, args, kwargs or {})
 
     def reduce(self, reduce_op: ReduceOp | str, value: PyTree, axis: int | Sequence[int] | None = None) -> PyTree:
         """Combine a value over the replicas, and optionally over axes of each replica's value.

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import mirrored as mr
-from mirrored import _mirror_proof
 from mirrored._jax.marks import Mark, Purpose, mark, mark_p
-from mirrored._mirror_proof import SAME, Sameness, varying
+from mirrored._program import proof
+from mirrored._program.proof import SAME, Sameness, varying
 from mirrored._typing import REPLICA_AXIS as AXIS
 
 NOTE = Mark(Purpose.GRADIENT, "w", "here.py:1")
@@ -18,7 +18,7 @@ VECTOR = np.linspace(0.1, 1, 4, dtype="float32")
 def prove(function):
     """Prove a function of a mirrored and a per-replica vector."""
     jaxpr = jax.make_jaxpr(function, axis_env=[(AXIS, 3)])(VECTOR, VECTOR).jaxpr
-    return _mirror_proof.prove(jaxpr, [SAME, varying("v")])
+    return proof.prove(jaxpr, [SAME, varying("v")])
 
 
 def marks_of(function):

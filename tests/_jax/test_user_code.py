@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 from programs import VECTOR, equations, only
 
-from mirrored import _mirror_proof
 from mirrored._jax import user_code
+from mirrored._program import proof
 from mirrored._typing import REPLICA_AXIS as AXIS
 
 
@@ -38,7 +38,7 @@ def test_an_equation_whose_line_jax_has_lost_has_none_and_the_pass_takes_the_one
 
     assert user_code.equation_line(only("psum", function)) is None
     jaxpr = jax.make_jaxpr(function, axis_env=[(AXIS, 3)])(VECTOR).jaxpr
-    [collective] = _mirror_proof.prove(jaxpr, [_mirror_proof.SAME]).collectives
+    [collective] = proof.prove(jaxpr, [proof.SAME]).collectives
     assert collective.where == f"{__file__}:{around.__code__.co_firstlineno}"
 
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 
 import mirrored as mr
-from mirrored import _programs
+from mirrored._program import cache
 from mirrored._variables import storage
 
 # Many steps here come from one factory.
@@ -138,7 +138,7 @@ def test_interleaved_programs_agree_on_the_variables_and_what_was_taken_stays(se
 
 
 def test_programs_that_are_made_again_find_their_variables(monkeypatch):
-    monkeypatch.setattr(_programs, "MAX_PROGRAMS", 1)
+    monkeypatch.setattr(cache, "MAX_PROGRAMS", 1)
     check_interleaved([("run", index) for index in (0, 1, 1, 0, 4)] + [("take", 3), ("run", 3), ("read", 3), ("run", 0)])
 
 

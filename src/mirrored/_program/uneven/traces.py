@@ -1,6 +1,6 @@
 """Uneven steps: replicas with different numbers of rows run one compiled program, each on its true rows.
 
-The step is traced once for each distinct set of shapes, and `_merge` makes one program of the traces.
+The step is traced once for each distinct set of shapes, and `_program/uneven/merge` makes one program of the traces.
 docs/design/uneven-steps.md says how, and why copies still cannot diverge.
 """
 
@@ -14,17 +14,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from . import _alike, _guards, _lift, _merge, _mirror_proof, _signature
-from ._errors import UnevenReplicasError
-from ._jax import tracing
-from ._jax.marks import Mark, Purpose, mark
-from ._lift import Lifted, ResultPlan, Touched
-from ._mirror_proof import State
-from ._replicas.frames import Frame
-from ._replicas.per_replica import stack_shapes
-from ._signature import ArrayLeaf, Call
-from ._step import trace_step
-from ._typing import Shape
+from ..._errors import UnevenReplicasError
+from ..._jax import tracing
+from ..._jax.marks import Mark, Purpose, mark
+from ..._replicas.frames import Frame
+from ..._replicas.per_replica import stack_shapes
+from ..._typing import Shape
+from .. import function_key, lift, proof, refusals
+from ..call import ArrayLeaf, Call, argument_names
+from ..lift import Lifted, ResultPlan, Touched, trace_step
+from ..proof import State
+from . import align, merge
 
 #: A trace may show that a size was guessed wrong; after this many, sizes are found out one question at a time.
 _MAX_TRACES = 3
@@ -85,7 +85,7 @@ def lift_uneven(call: Call, frame_with: Callable[[Any], Frame], states_of: Calla
     kinds = _find_kinds(call, leaves)
     touched, traces = _trace_all(_Tracer(call, leaves, kinds, frame_with))
     for lifted in traces:
-        _guards.check_assignments(lifted, _mirror_proof.prove(lifted.closed.jaxpr, states_of(lifted)))
+        refusals.check_assignments(lifted, proof.prove(lifted.closed.jaxpr, states_of(lifted)))
     plan = _merge_plans(traces, kinds)
     closed = _merge_traces(traces, kinds, leaves, plan, frame_with(None), call.function)
     lines = tuple(map(_known_line, zip(*(lifted.write_lines for lifted in traces), strict=True)))
@@ -102,7 +102,7 @@ def _find_kinds(call: Call, leaves: Sequence[ArrayLeaf]) -> Kinds:
     of_each = [tuple(leaf.shapes[r] if leaf.shapes else leaf.shape for leaf in leaves) for r in range(num_replicas)]
     shapes = tuple(dict.fromkeys(of_each))
     of_replica = tuple(shapes.index(own) for own in of_each)
-    return Kinds(shapes, of_replica, varied, _signature.argument_names(call)[varied])
+    return Kinds(shapes, of_replica, varied, argument_names(call)[varied])
 
 
 # -- tracing for each kind
@@ -167,10 +167,10 @@ class _Tracer:
     frame_with: Callable[[Any], Frame]
 
     def discover(self, kind: int, sizes: _AskedSizes) -> Touched:
-        return self._trace(_lift.discover, kind, sizes)
+        return self._trace(lift.discover, kind, sizes)
 
     def lift(self, kind: int, sizes: _AskedSizes, touched: Touched) -> Lifted:
-        return self._trace(_lift.lift, kind, sizes, touched=touched)
+        return self._trace(lift.lift, kind, sizes, touched=touched)
 
     def _trace(self, trace: Any, kind: int, sizes: _AskedSizes, **more: Any) -> Any:
         try:
@@ -179,7 +179,7 @@ class _Tracer:
         except Exception as error:
             error.add_note(
                 f"This is about {self.kinds.describe(kind)}: the batch does not divide evenly among the replicas. A step must "
-                f"work with any number of rows, also none. To leave the odd rows out: {_alike.DROP}."
+                f"work with any number of rows, also none. To leave the odd rows out: {align.DROP}."
             )
             raise
 
@@ -251,7 +251,7 @@ def _different_questions(kinds: Kinds, asked: Sequence[Sequence[int]]) -> str:
         "the batch does not divide evenly among the replicas, and the step does different things for different numbers of "
         f"rows: {kinds.describe(fewest)} reach {len(asked[fewest])} operations that depend on all replicas' sizes (a mean "
         f"over an axis, all_gather, compute_average_loss), {kinds.describe(most)} reach {len(asked[most])}. Do the same "
-        f"whatever x.shape[0] is, or leave the odd rows out: {_alike.DROP}."
+        f"whatever x.shape[0] is, or leave the odd rows out: {align.DROP}."
     )
 
 
@@ -261,11 +261,11 @@ def _different_questions(kinds: Kinds, asked: Sequence[Sequence[int]]) -> str:
 def _merge_traces(
     traces: Sequence[Lifted], kinds: Kinds, leaves: Sequence[ArrayLeaf], plan: ResultPlan, frame: Frame, function: Any
 ) -> Any:
-    aligned = [_alike.read_trace(kinds.describe(kind), lifted.closed) for kind, lifted in enumerate(traces)]
+    aligned = [align.read_trace(kinds.describe(kind), lifted.closed) for kind, lifted in enumerate(traces)]
     variables = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in traces[0].variables]
     arrays = [leaf.aval(leaf.shape) for leaf in leaves]
     is_common = [True] * len(variables) + [leaf.shapes is None for leaf in leaves]
-    num_stages = _alike.compare(aligned, is_common)
+    num_stages = align.compare(aligned, is_common)
     rows = zip(*(trace.outputs for trace in aligned), strict=True)
     output_shapes = [stack_shapes([value.aval.shape for value in row])[0] for row in rows]
     axis = frame.axis
@@ -273,7 +273,7 @@ def _merge_traces(
 
     def merged(values: Sequence[jax.Array], arguments: Sequence[jax.Array]) -> list[jax.Array]:
         index = mark(jnp.asarray(kinds.of_replica)[axis.index()], Mark(Purpose.ROWS, _origin(kinds), ""))
-        return _merge.run_merged(aligned, num_stages, output_shapes, index, [*values, *arguments])
+        return merge.run_merged(aligned, num_stages, output_shapes, index, [*values, *arguments])
 
     return tracing.trace(merged, (variables, arrays), axis, function)
 
@@ -295,7 +295,7 @@ def _merge_plans(traces: Sequence[Lifted], kinds: Kinds) -> ResultPlan:
                 "the batch does not divide evenly among the replicas, and replicas with different numbers of rows return "
                 f"different things: {kinds.describe(0)} return {_shown(first)}, {kinds.describe(kind)} return "
                 f"{_shown(lifted.plan)}. Return a number that depends on the rows as an array: jnp.asarray(x.shape[0]). Or "
-                f"leave the odd rows out: {_alike.DROP}."
+                f"leave the odd rows out: {align.DROP}."
             )
     outputs = zip(*(lifted.closed.jaxpr.outvars[: lifted.num_results] for lifted in traces), strict=True)
     shapes = [_result_shapes([atom.aval for atom in row], kinds) for row in outputs]
@@ -310,7 +310,7 @@ def _is_same_static(a: tuple[Any] | None, b: tuple[Any] | None) -> bool:
     if a is None or b is None:
         return a is b
     [first], [second] = a, b
-    if _signature.static_key(first) == _signature.static_key(second):
+    if function_key.static_key(first) == function_key.static_key(second):
         return True
     # A step may make an object anew in each trace. Equal numbers with different keys are 0.0 and -0.0, or True and 1.
     return type(first) is type(second) and not isinstance(first, int | float | complex) and bool(first == second)

@@ -18,12 +18,12 @@ import enum
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ._errors import CollectiveHangError
-from ._jax import jaxprs, user_code
-from ._jax.jaxprs import Jaxpr
-from ._jax.marks import Mark, Purpose, mark_p
-from ._jax.primitives import MAKE_SAME, PURE
-from ._typing import REPLICA_AXIS
+from .._errors import CollectiveHangError
+from .._jax import jaxprs, user_code
+from .._jax.jaxprs import Jaxpr
+from .._jax.marks import Mark, Purpose, mark_p
+from .._jax.primitives import MAKE_SAME, PURE
+from .._typing import REPLICA_AXIS
 
 
 class Sameness(enum.IntEnum):

@@ -12,21 +12,22 @@ import inspect
 import re
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
 
-from ._errors import ContextError
-from ._jax import jaxprs, tracing
-from ._jax.jaxprs import ClosedJaxpr
-from ._replicas import frames
-from ._replicas.frames import Frame
-from ._replicas.per_replica import PerReplica
-from ._replicas.placement import checksum
-from ._typing import PyTree, Shape
-from ._variables.bindings import Bindings
-from ._variables.variable import Variable
+from .._errors import ContextError
+from .._jax import jaxprs, tracing
+from .._jax.jaxprs import ClosedJaxpr
+from .._replicas import context, frames
+from .._replicas.frames import Frame
+from .._replicas.per_replica import PerReplica
+from .._replicas.placement import checksum
+from .._typing import PyTree, Shape
+from .._variables.bindings import Bindings
+from .._variables.variable import Variable
+from .call import Call
 
 #: What changes a program's numbers and not its text.
 _SETTINGS = ("jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable")
@@ -237,3 +238,29 @@ def _fields_of(leaf: Any, depth: int = 3) -> Iterator[tuple[str, Any]]:
         yield name, value
         if jax.tree_util.all_leaves([value]) and not isinstance(value, jax.Array | np.ndarray):
             yield from _fields_of(value, depth - 1)
+
+
+ResultT = TypeVar("ResultT")
+
+
+def trace_step(trace: Callable[..., ResultT], call: Call, shapes: Sequence[Shape], frame: Frame, **more: Any) -> ResultT:
+    """Call `_program/lift.lift` or `_program/lift.discover` for a step.
+
+    Args:
+        trace: one of the two.
+        call: the step and its arguments.
+        shapes: of each array argument, on the replica whose program is traced.
+        frame: the replica context in which to trace.
+        more: further arguments of `trace`.
+    """
+    avals = [leaf.aval(shape) for leaf, shape in zip(call.array_leaves(), shapes, strict=True)]
+    assert frame.replica is not None
+    with context.explained(frame.replica):
+        return trace(
+            lambda arrays: call.apply(arrays, lambda _, array: array),
+            avals,
+            frame,
+            lambda variable: variable.shape,
+            call.function,
+            **more,
+        )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import warnings
 
-from ._errors import FactorOfReplicasError, FactorOfReplicasWarning, ReplicasDivergeError
-from ._jax import user_code
-from ._jax.marks import Mark, Purpose
-from ._lift import Lifted
-from ._mirror_proof import Findings, Sameness, State
+from .._errors import FactorOfReplicasError, FactorOfReplicasWarning, ReplicasDivergeError
+from .._jax import user_code
+from .._jax.marks import Mark, Purpose
+from .lift import Lifted
+from .proof import Findings, Sameness, State
 
 
 def check_assignments(lifted: Lifted, findings: Findings) -> None:

@@ -15,9 +15,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 import mirrored as mr
-from mirrored import _mirror_proof
 from mirrored._jax import primitives, tracing
-from mirrored._mirror_proof import SAME, Sameness, varying
+from mirrored._program import proof
+from mirrored._program.proof import SAME, Sameness, varying
 from mirrored._replicas.collectives import ReplicaAxis
 from mirrored._typing import REPLICA_AXIS as AXIS
 
@@ -38,7 +38,7 @@ def prove(function, num_replicas=3):
         return jax.tree.leaves(function(m, v))
 
     closed = tracing.trace(flat, (VECTOR, VECTOR), ReplicaAxis(num_replicas), function)
-    return closed, _mirror_proof.prove(closed.jaxpr, [SAME, varying("the argument `v`")])
+    return closed, proof.prove(closed.jaxpr, [SAME, varying("the argument `v`")])
 
 
 def copies(function, num_replicas=3):
@@ -319,7 +319,7 @@ def test_a_random_step_runs_and_stays_mirrored_or_is_refused(num_replicas):
 )
 def test_the_soundness_test_notices_a_wrong_proof(monkeypatch, name, wrong, program):
     assert wrongly_mirrored(program) == []
-    monkeypatch.setattr(_mirror_proof, name, wrong)
+    monkeypatch.setattr(proof, name, wrong)
     assert wrongly_mirrored(program) == [0]
 
 

@@ -16,8 +16,10 @@ import numpy as np
 import pytest
 
 import mirrored as mr
-from mirrored import _signature
-from mirrored._signature import ArrayLeaf, argument_names, function_key, leaf_names, static_key, take_apart
+from mirrored._program import call as _call
+from mirrored._program import function_key as _function_key
+from mirrored._program.call import ArrayLeaf, argument_names, leaf_names, take_apart
+from mirrored._program.function_key import function_key, static_key
 
 
 class Color(enum.Enum):
@@ -328,7 +330,7 @@ def test_a_function_that_captures_itself_ends() -> None:
 
     countdown = make()
     assert function_key(countdown) == function_key(countdown)
-    assert _signature.pinned(take_apart(countdown, (), {}))
+    assert _call.pinned(take_apart(countdown, (), {}))
 
 
 # -- identity stays true
@@ -357,7 +359,7 @@ def test_what_a_key_identifies_by_identity_is_kept_alive(wrap: Callable[[Any], A
     held = Held()
     alive = weakref.ref(held)
     function, args = wrap(held)
-    pins = _signature.pinned(take_apart(function, args, {}))
+    pins = _call.pinned(take_apart(function, args, {}))
     del held, function, args
     gc.collect()
     assert alive() is not None
@@ -471,7 +473,7 @@ def test_a_remembered_key_is_that_of_the_function_as_it_is_now(over, monkeypatch
     inner, rebind_inner = inner_closing(over)
     for nested in (None, inner, functools.partial(inner)):
         step, rebind = closing(over, nested)
-        known = _signature.KnownFunctions()
+        known = _function_key.KnownFunctions()
         changes = [
             lambda: None,
             lambda rebind=rebind: rebind(3),
@@ -492,19 +494,19 @@ def test_a_remembered_key_is_that_of_the_function_as_it_is_now(over, monkeypatch
             known.key_of(step)
             change()
             for _ in range(2):
-                assert known.key_of(step) == _signature.function_key(step)
+                assert known.key_of(step) == _function_key.function_key(step)
 
 
 def test_only_so_many_functions_are_remembered():
-    known = _signature.KnownFunctions()
+    known = _function_key.KnownFunctions()
     steps = [closing(i)[0] for i in range(3 * known.MAX)]
     for step in steps:
-        assert known.key_of(step) == _signature.function_key(step)
+        assert known.key_of(step) == _function_key.function_key(step)
     assert 0 < len(known._known) <= known.MAX
 
 
 def test_what_is_no_plain_function_is_not_remembered():
-    known = _signature.KnownFunctions()
+    known = _function_key.KnownFunctions()
     for step in (functools.partial(len), "text".upper, len, mr.Variable):
-        assert known.key_of(step) == _signature.function_key(step)
+        assert known.key_of(step) == _function_key.function_key(step)
     assert not known._known

@@ -14,7 +14,8 @@ import optax
 import pytest
 
 import mirrored as mr
-from mirrored import _function, _lift
+from mirrored import _function
+from mirrored._program import lift
 from mirrored._replicas.frames import Frame
 
 pytestmark = pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning")
@@ -313,7 +314,7 @@ def test_variables_are_read_and_written_in_their_right_roles():
         a.assign(a + b)
         return unused.shape
 
-    lifted = _lift.lift(lambda _: step(), [], Frame(None, None), lambda v: v.shape, step)
+    lifted = lift.lift(lambda _: step(), [], Frame(None, None), lambda v: v.shape, step)
     assert (lifted.written, lifted.read_only, lifted.variables) == ((a,), (b,), (a, b))
     assert lifted.write_lines[0].endswith(f"test_lift.py:{step.__code__.co_firstlineno + 1}")
     assert len(lifted.closed.jaxpr.invars) == 2
@@ -528,7 +529,7 @@ def test_an_object_that_hides_arrays_is_refused_and_others_pass():
 
 
 def test_the_result_plan_separates_arrays_from_the_rest():
-    plan, arrays = _lift.plan_result({"a": jnp.ones(2), "b": [1, "x", None, w], "c": np.float32(3)})
+    plan, arrays = lift.plan_result({"a": jnp.ones(2), "b": [1, "x", None, w], "c": np.float32(3)})
     assert [tuple(array.shape) for array in arrays] == [(2,), ()]
     assert plan.rebuild(["first", "second"]) == {"a": "first", "b": [1, "x", None, w], "c": "second"}
 
@@ -572,7 +573,7 @@ def test_a_program_is_described_by_which_of_equal_variables_it_uses():
     pair = [variable(np.ones(3), STRATEGY) for _ in range(2)]
     texts = []
     for used in pair:
-        lifted = _lift.lift(
+        lifted = lift.lift(
             lambda _, used=used: [used.assign_add(jnp.ones(3)), None][1], [], Frame(None, None), lambda v: v.shape, None
         )
         texts.append(lifted.describe())

@@ -20,7 +20,7 @@ import optax
 import pytest
 
 import mirrored as mr
-from mirrored import _programs
+from mirrored._program import cache
 
 Pair = collections.namedtuple("Pair", "first second")
 
@@ -379,7 +379,7 @@ def test_a_captured_variable_may_change_without_another_program(strategy2: mr.Mi
 
 
 def test_the_program_least_recently_used_goes_first(strategy2: mr.MirroredStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_programs, "MAX_PROGRAMS", 3)
+    monkeypatch.setattr(cache, "MAX_PROGRAMS", 3)
     traced: list[int] = []
 
     def step(size: int) -> Any:
@@ -397,7 +397,7 @@ def test_the_program_least_recently_used_goes_first(strategy2: mr.MirroredStrate
 
 
 def test_a_program_that_is_gone_holds_nothing(strategy2: mr.MirroredStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_programs, "MAX_PROGRAMS", 1)
+    monkeypatch.setattr(cache, "MAX_PROGRAMS", 1)
 
     class Captured:
         value = 1.0
@@ -484,7 +484,7 @@ def test_recompilation_for_what_is_captured_is_reported(strategy2: mr.MirroredSt
 
 
 def test_a_few_programs_of_one_function_are_silent(strategy2: mr.MirroredStrategy) -> None:
-    limit = _programs.MAX_SILENT_RECOMPILATIONS
+    limit = cache.MAX_SILENT_RECOMPILATIONS
     assert recompiled(lambda i: strategy2.run(named, args=(i,)), count=limit) == []
     assert recompiled(lambda i: strategy2.run(named, args=(i % limit,)), count=3 * limit) == []
     assert len(recompiled(lambda i: strategy2.run(named, args=(limit,)), count=1)) == 1

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mirrored import _alike, _merge
 from mirrored._jax import tracing
+from mirrored._program.uneven import align, merge
 from mirrored._replicas.collectives import ReplicaAxis
 
 
@@ -14,12 +14,12 @@ def programs_of(step, *row_counts, columns=2):
     """Trace a step of `(mirrored [columns], rows [n, columns])` for several numbers of rows."""
     shapes = [(jax.ShapeDtypeStruct((columns,), "float32"), jax.ShapeDtypeStruct((n, columns), "float32")) for n in row_counts]
     traces = [tracing.trace(lambda w, x: step(w, x), own, ReplicaAxis(4), step) for own in shapes]
-    return [_alike.read_trace(f"the replicas with {n} rows", trace) for n, trace in zip(row_counts, traces, strict=True)]
+    return [align.read_trace(f"the replicas with {n} rows", trace) for n, trace in zip(row_counts, traces, strict=True)]
 
 
 def compared(step, *row_counts):
     programs = programs_of(step, *row_counts)
-    return programs, _alike.compare(programs, [True, False])
+    return programs, align.compare(programs, [True, False])
 
 
 def names(nodes):
@@ -85,4 +85,4 @@ def test_collectives_that_need_not_wait_for_each_other_share_a_stage():
 
 def test_what_nobody_needs_is_left_out():
     programs, _ = compared(lambda w, x: (jnp.sin(x), jnp.cos(x))[0], 3, 2)
-    assert names(_merge._live_nodes(programs[0])) == ["sin"]
+    assert names(merge._live_nodes(programs[0])) == ["sin"]

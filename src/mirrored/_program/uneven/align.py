@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._errors import UnevenReplicasError
-from ._jax import jaxprs, user_code
-from ._jax.jaxprs import ClosedJaxpr, Jaxpr, Literal
-from ._jax.primitives import INLINE_CALLS
+from ..._errors import UnevenReplicasError
+from ..._jax import jaxprs, user_code
+from ..._jax.jaxprs import ClosedJaxpr, Jaxpr, Literal
+from ..._jax.primitives import INLINE_CALLS
 
 #: What leaves the odd rows out, in messages.
 DROP = "strategy.distribute_dataset(dataset, mr.InputOptions(drop_remainder=True))"

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mirrored._slots import Slots
+from mirrored._program.uneven.merge import Slots
 
 
 def carried(*rows):

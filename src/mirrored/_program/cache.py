@@ -7,9 +7,10 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
-from ._errors import RecompilationWarning
-from ._jax import user_code
-from ._signature import ArrayLeaf, Call, KnownFunctions, leaf_names
+from .._errors import RecompilationWarning
+from .._jax import user_code
+from .call import ArrayLeaf, Call, leaf_names
+from .function_key import KnownFunctions
 
 #: Programs kept per strategy, least recently used first out.
 MAX_PROGRAMS = 256

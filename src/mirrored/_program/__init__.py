@@ -1,0 +1,1 @@
+"""From a step function to a compiled program."""

@@ -1,0 +1,118 @@
+"""Steps that run operation by operation, to print values and to stop in a debugger."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import io
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from .._errors import ContextError, UnevenReplicasError
+from .._replicas import frames, placement
+from .._replicas.mesh import ReplicaMesh
+from .._typing import REPLICA_AXIS, PyTree
+from .._variables import storage
+from .._variables.bindings import Bindings, with_few_compilations
+from . import lift
+from .call import Call, argument_names
+from .program import Program, place, replica_frame, unstacked
+
+is_eager: contextvars.ContextVar[bool] = contextvars.ContextVar("mirrored_eager", default=False)
+
+
+@contextlib.contextmanager
+def eager() -> Iterator[None]:
+    """Run steps operation by operation inside this block, to print values and to stop in a debugger.
+
+    `print(x)` in a step then shows the value on each replica, and breakpoints stop in the step with real
+    values. Results are the same as compiled ones; it is many times slower. The first call with new shapes
+    also traces the step, silently, to prove that mirrored values stay mirrored.
+
+    >>> def step(x):
+    ...     return x + 1
+    >>> with mr.eager():
+    ...     int(strategy.run(step, args=(np.int32(1),)))
+    2
+    """
+    token = is_eager.set(True)
+    try:
+        yield
+    finally:
+        is_eager.reset(token)
+
+
+def run_eagerly(strategy: Any, mesh: ReplicaMesh, program: Program, call: Call) -> PyTree:
+    """Run the user's function operation by operation, then check and keep what it wrote.
+
+    All results come back stacked; which of them are mirrored is what the proof of the traced program says.
+    """
+    lifted = program.lifted
+    new_lifted: dict[str, Any] = {}
+
+    def body(caches: Callable[[], Any], values: list[Any], arrays: list[Any]) -> list[Any]:
+        local = [unstacked(a, v._on_read) for a, v in zip(values, lifted.variables, strict=True)]
+        own = [unstacked(a, leaf.is_per_replica) for a, leaf in zip(arrays, call.array_leaves(), strict=True)]
+        with caches() as renew:
+            bindings = Bindings(dict(zip(lifted.variables, local, strict=True)), lift.undiscovered, renew)
+            with frames.entered(replica_frame(strategy, mesh, bindings)):
+                new_lifted["plan"], results = lift.plan_result(call.apply(own, lambda _, array: array))
+        return [jnp.asarray(x)[None] for x in (*results, *bindings.values(lifted.written))]
+
+    replicated, stacked = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
+    value_specs = [stacked if v._on_read else replicated for v in lifted.variables]
+    array_specs = [stacked if leaf.is_per_replica else replicated for leaf in call.array_leaves()]
+    values, arrays = storage.arrays_of(lifted.variables), place(mesh, call)
+
+    def compute(caches: Callable[[], Any]) -> list[Any]:
+        own_body = functools.partial(body, caches)
+        specs = {"in_specs": (value_specs, array_specs), "out_specs": stacked, "check_vma": False}
+        return jax.shard_map(own_body, mesh=mesh.mesh, **specs)(values, arrays)
+
+    outputs = with_few_compilations(compute)
+    results = outputs[: lifted.num_results]
+    for variable, new in zip(lifted.written, outputs[lifted.num_results :], strict=True):
+        variable._set_array(new if variable._on_read else _first_row(mesh, new))
+    rows = [_first_row(mesh, r) if same else r for r, same in zip(results, program.is_mirrored, strict=True)]
+    return dataclasses.replace(program, lifted=dataclasses.replace(lifted, plan=new_lifted["plan"])).rebuild(rows)
+
+
+@contextlib.contextmanager
+def silenced() -> Iterator[None]:
+    """Keep the proof's trace of a step from printing and from stopping at `breakpoint()`."""
+    printed, hook = io.StringIO(), sys.breakpointhook
+    sys.breakpointhook = lambda *args, **kwargs: None
+    try:
+        with contextlib.redirect_stdout(printed):
+            yield
+    except BaseException:
+        sys.stdout.write(printed.getvalue())
+        raise
+    finally:
+        sys.breakpointhook = hook
+
+
+def _first_row(mesh: ReplicaMesh, stack: jax.Array) -> jax.Array:
+    return placement.mirror(mesh, [stack[0]])[0]
+
+
+def refuse_eager(call: Call, mesh: ReplicaMesh) -> None:
+    if not mesh.is_alone:
+        raise ContextError(
+            "mr.eager() runs each operation by itself, which works with one worker only. Run the same script without a "
+            "cluster: the numbers are the same with as many replicas, mr.MirroredStrategy(['cpu:0', 'cpu:1', ...])."
+        )
+    for position, leaf in enumerate(call.array_leaves()):
+        if leaf.shapes is not None:
+            raise UnevenReplicasError(
+                f"the argument {argument_names(call)[position]} has a different shape on each replica: "
+                f"{', '.join(map(str, leaf.shapes))}. Inside mr.eager() all replicas run each operation together, so shapes "
+                "must be equal: look at a batch that the number of replicas divides. Outside mr.eager() it runs as it is."
+            )

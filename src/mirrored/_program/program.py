@@ -1,0 +1,168 @@
+"""A step that is proven and compiled: what it holds, how it runs, what it says of itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._errors import StrategyMismatchError
+from .._replicas import in_flight, placement
+from .._replicas.collectives import ReplicaAxis
+from .._replicas.context import ReplicaContext
+from .._replicas.frames import Frame
+from .._replicas.mesh import ReplicaMesh
+from .._replicas.per_replica import PerReplica
+from .._typing import PyTree
+from .._variables import storage
+from .._variables.equal_copies import Watch
+from .._variables.storage import Home
+from .._workers.progress import in_main_thread
+from .call import Call, argument_names
+from .lift import Lifted
+from .proof import Findings
+
+
+def describe_program(program: Program) -> str:
+    """Say which variables a step touches, and what it communicates."""
+    findings, lifted = program.findings, program.lifted
+    sizes: dict[str, list[int]] = {}
+    for collective in findings.collectives:
+        name = {"psum": "all-reduce", "all_gather": "all-gather"}.get(collective.name, collective.name)
+        sizes.setdefault(name + (" in a loop" if collective.in_loop else ""), []).append(collective.num_bytes)
+    communication = ", ".join(f"{len(b)} {name} of {_bytes(sum(b))}" for name, b in sizes.items()) or "no communication"
+    return f"{program.name}: {len(lifted.written)} variables written, {len(lifted.read_only)} read; {communication}"
+
+
+def _bytes(count: int) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.1f} {unit}" if unit != "B" else f"{count} B"
+        count = count / 1024  # type: ignore[assignment]
+    return f"{count:.1f} GiB"
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A step, proven and ready to run on a mesh.
+
+    Attributes:
+        name: the user's name of the step.
+        num_replicas: how many replicas it is for.
+        is_joint: whether other workers run it too.
+        lifted: the pure function and its variables.
+        home: where the arrays of the variables that it writes are.
+        findings: what the proof found.
+        mapped: the pure function of global arrays `(written, read_only, arrays, constants)`.
+        compiled: `mapped`, compiled; the written variables' arrays are donated.
+        constants: the arrays that the step closes over, placed on the mesh.
+        is_mirrored: for each result array, whether it is the same on every replica.
+        pins: what the cache key identifies by identity.
+        watch: compares the copies of the variables that it writes now and then.
+    """
+
+    name: str
+    num_replicas: int
+    is_joint: bool
+    lifted: Lifted
+    home: Home
+    findings: Findings
+    mapped: Callable[..., Any]
+    compiled: Callable[..., Any]
+    constants: list[Any]
+    is_mirrored: tuple[bool, ...]
+    pins: list[Any]
+    watch: Watch | None
+
+    def run(self, arrays: list[Any]) -> PyTree:
+        lifted = self.lifted
+        read_only = storage.arrays_of(lifted.read_only) if lifted.read_only else []
+        results, _, witness = storage.overwrite(self.compiled, self.home, lifted.written, read_only, arrays, self.constants)
+        if witness:
+            (in_flight.joined if self.is_joint else in_flight.started)(witness[0])
+        if (watch := self.watch) is not None and (not watch.is_joint or in_main_thread()):
+            watch.count += 1
+            if watch.count >= watch.next:
+                watch.look()
+        return self.rebuild(results)
+
+    def rebuild(self, results: list[Any]) -> PyTree:
+        """Make the step's result of the program's, in place."""
+        plan = self.lifted.plan
+        for index in self._differing:
+            results[index] = PerReplica(results[index], plan.shapes[index])
+        return results[0] if self._is_one_array else plan.rebuild(results)
+
+    @functools.cached_property
+    def _differing(self) -> list[int]:
+        return [index for index, same in enumerate(self.is_mirrored) if not same]
+
+    @functools.cached_property
+    def _is_one_array(self) -> bool:
+        plan = self.lifted.plan
+        return plan.static == (None,) and jax.tree_util.treedef_is_leaf(plan.treedef)
+
+
+def are_placed(mesh: ReplicaMesh, arrays: Sequence[Any]) -> bool:
+    """Tell whether no array is tied to other devices, nor traced; everything else `jit` moves by itself.
+
+    With several workers it does not: there every array must be placed.
+    """
+    for array in arrays:
+        if isinstance(array, np.ndarray):
+            if mesh.is_alone:
+                continue
+            return False
+        if array.sharding is mesh.stacked or array.sharding is mesh.mirrored:
+            continue
+        if isinstance(array, jax.core.Tracer):
+            return False
+        if (array.committed or not mesh.is_alone) and array.sharding not in (mesh.stacked, mesh.mirrored):
+            return False
+    return True
+
+
+def place(mesh: ReplicaMesh, call: Call) -> list[Any]:
+    """Bring arrays that are tied to other devices, or are this worker's only, to the mesh."""
+    arrays = list(call.arrays)
+    plain: list[int] = []
+    for position, array in enumerate(arrays):
+        if are_placed(mesh, (array,)):
+            continue
+        leaf = call.array_leaves()[position]
+        if leaf.is_per_replica:
+            raise StrategyMismatchError(
+                f"the argument {argument_names(call)[position]} is a PerReplica whose values lie on "
+                f"{sorted(str(d) for d in array.sharding.device_set)}, but this strategy runs on "
+                f"{[str(d) for d in mesh.devices]}; it comes from another strategy."
+            )
+        plain.append(position)
+    if not plain:
+        return arrays
+
+    def differ(index: int, workers: Sequence[int]) -> None:
+        name = argument_names(call)[plain[index]]
+        placement.refuse_argument(f"the argument {name}, a plain array", index, workers)
+
+    placed = placement.mirror(mesh, [arrays[position] for position in plain], differ, is_checked_late=True)
+    for position, array in zip(plain, placed, strict=True):
+        arrays[position] = array
+    return arrays
+
+
+def unstacked(array: Any, is_stacked: bool) -> Any:
+    return jnp.squeeze(array, 0) if is_stacked else array
+
+
+def stacked_unless(is_mirrored: bool, array: Any) -> Any:
+    return array if is_mirrored else jnp.expand_dims(array, 0)
+
+
+def replica_frame(strategy: Any, mesh: ReplicaMesh, bindings: Any, sizes: Any = None) -> Frame:
+    axis = ReplicaAxis(mesh.num_replicas, sizes=sizes, bytes_per_pack=strategy._bytes_per_pack)
+    return Frame(strategy, mesh, ReplicaContext(strategy, axis), axis, bindings)

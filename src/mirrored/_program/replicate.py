@@ -1,0 +1,162 @@
+"""From a step function to one compiled program on every replica: prove, compile, cache, dispatch."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from .._jax import tracing
+from .._replicas import frames, placement
+from .._replicas.context import ReplicaContext, own_parts
+from .._replicas.frames import Frame
+from .._replicas.mesh import ReplicaMesh
+from .._replicas.per_replica import PerReplica
+from .._typing import REPLICA_AXIS, PyTree
+from .._variables import equal_copies, storage
+from .._variables.bindings import read_outer, write_outer
+from .._workers import joint_programs
+from . import lift, proof, refusals
+from .cache import Programs
+from .call import Call, argument_names, check_replicas, key_of, pinned, take_apart
+from .eager import is_eager, refuse_eager, run_eagerly, silenced
+from .lift import Lifted, trace_step
+from .program import Program, are_placed, place, replica_frame, stacked_unless, unstacked
+from .proof import State
+from .uneven import traces
+
+
+def run(strategy: Any, mesh: ReplicaMesh, programs: Programs[Program], function: Any, args: Sequence[Any], kwargs: Any) -> PyTree:
+    """Call `function` on every replica: find or make its program, and run it."""
+    frame = frames.current()
+    if frame is not None and frame.axis is not None:
+        return _run_merged(strategy, frame, function, args, kwargs)
+    key, arrays = key_of(function, args, kwargs, programs.functions)
+    program = programs.get(key)
+    is_plain = (frame is None or frame.bindings is None) and tracing.is_clean() and not is_eager.get()
+    if program is not None and is_plain and are_placed(mesh, arrays):
+        return program.run(arrays)
+    call, is_new = take_apart(function, args, kwargs), program is None
+    if program is None:
+        with silenced() if is_eager.get() else contextlib.nullcontext():
+            program = _make_program(strategy, mesh, call)
+        if not _holds_tracers(program):
+            programs.add(call, program)
+    if frames.is_traced() or any(isinstance(array, jax.core.Tracer) for array in call.arrays):
+        return _run_traced(program, call)
+    if is_eager.get():
+        refuse_eager(call, mesh)
+        return run_eagerly(strategy, mesh, program, call)
+    if is_new:
+        placement.check_later(mesh, call.arrays, lambda index: f"the argument {argument_names(call)[index]}")
+    return program.run(place(mesh, call))
+
+
+# -- running
+
+
+def _run_traced(program: Program, call: Call) -> PyTree:
+    """Make the program part of a larger one that is being traced."""
+    check_replicas(call.arrays, call.array_leaves(), lambda: argument_names(call), program.num_replicas)
+    lifted = program.lifted
+    written = [read_outer(variable) for variable in lifted.written]
+    read_only = [read_outer(variable) for variable in lifted.read_only]
+    results, new, _ = program.mapped(written, read_only, call.arrays, program.constants)
+    for variable, value in zip(lifted.written, new, strict=True):
+        write_outer(variable, value)
+    return program.rebuild(results)
+
+
+def _run_merged(strategy: Any, frame: Frame, function: Any, args: Sequence[Any], kwargs: Any) -> PyTree:
+    """Run a step from within `merge_call`: every replica is there already, so call it in place."""
+    assert frame.axis is not None
+    context = ReplicaContext(strategy, frame.axis)
+    own_args, own_kwargs = own_parts((tuple(args), kwargs), frame.axis)
+    with frames.entered(dataclasses.replace(frame, replica=context)):
+        result = function(*own_args, **own_kwargs)
+    return jax.tree.map(lambda x: PerReplica(frame.axis.stack(x)) if isinstance(x, jax.Array) else x, result)
+
+
+# -- making a program
+
+
+def _make_program(strategy: Any, mesh: ReplicaMesh, call: Call) -> Program:
+    leaves = call.array_leaves()
+    check_replicas(call.arrays, leaves, lambda: argument_names(call), mesh.num_replicas)
+    frame_with = functools.partial(replica_frame, strategy, mesh, None)
+    if traces.is_uneven(call):
+        lifted = traces.lift_uneven(call, frame_with, functools.partial(_input_states, call))
+    else:
+        lifted = trace_step(lift.lift, call, [leaf.shape for leaf in leaves], frame_with(None))
+    _refuse_per_replica_results(lifted)
+    findings = proof.prove(lifted.closed.jaxpr, _input_states(call, lifted))
+    refusals.check_assignments(lifted, findings)
+    refusals.check_gradients(findings, mesh.num_replicas)
+    is_mirrored = tuple(state.is_mirrored for state in findings.outputs[: lifted.num_results])
+    name = call.name
+    is_split = [leaf.is_per_replica for leaf in leaves]
+    text = "" if mesh.is_alone else f"arguments by replica: {is_split}\n{lifted.describe()}\nmirrored results: {is_mirrored}"
+    mapped = _map(mesh, lifted, is_split, is_mirrored)
+    compiled = jax.jit(mapped, donate_argnums=0)
+    if text:
+        compiled = joint_programs.prepared(name, text, compiled)
+    constants = placement.mirror_constants(mesh, lifted.closed.consts, "an array that the step closes over")
+    home, pins = storage.home_of(lifted.written), pinned(call)
+    watch = equal_copies.watch(mesh, lifted.variables)
+    return Program(
+        name, mesh.num_replicas, bool(text), lifted, home, findings, mapped, compiled, constants, is_mirrored, pins, watch
+    )  # fmt: skip
+
+
+def _map(mesh: ReplicaMesh, lifted: Lifted, is_per_replica: Sequence[bool], is_mirrored: Sequence[bool]) -> Callable[..., Any]:
+    """Make the function of global arrays: each replica takes its rows, runs the step, and gives rows back."""
+
+    def body(written: list[Any], read_only: list[Any], arrays: list[Any], constants: list[Any]) -> Any:
+        values = [unstacked(a, v._on_read) for a, v in zip((*written, *read_only), lifted.variables, strict=True)]
+        own = [unstacked(a, split) for a, split in zip(arrays, is_per_replica, strict=True)]
+        outputs = tracing.evaluate(lifted.closed, constants, [*values, *own])
+        results = [stacked_unless(same, r) for r, same in zip(outputs[: lifted.num_results], is_mirrored, strict=True)]
+        new = [stacked_unless(not v._on_read, n) for v, n in zip(lifted.written, outputs[lifted.num_results :], strict=True)]
+        return results, new, [jnp.zeros((), jnp.int32)] if mesh.is_paced else []
+
+    replicated, stacked = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
+    specs_of = lambda variables: [stacked if v._on_read else replicated for v in variables]  # noqa: E731
+    in_specs = (
+        specs_of(lifted.written),
+        specs_of(lifted.read_only),
+        [stacked if split else replicated for split in is_per_replica],
+        replicated,
+    )
+    out_specs = ([replicated if same else stacked for same in is_mirrored], specs_of(lifted.written), replicated)
+    # check_vma=False: gradients are local, and `_program/proof` takes the place of JAX's own check.
+    return jax.shard_map(body, mesh=mesh.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def _input_states(call: Call, lifted: Lifted) -> list[State]:
+    states = []
+    for variable in lifted.variables:
+        origin = f"the sync-on-read variable {variable.name!r}, which has one value per replica"
+        states.append(proof.varying(origin) if variable._on_read else proof.SAME)
+    names = argument_names(call)
+    for leaf, name in zip(call.array_leaves(), names, strict=True):
+        origin = f"the argument {name}, of which each replica has its own"
+        states.append(proof.varying(origin) if leaf.is_per_replica else proof.SAME)
+    return states
+
+
+def _refuse_per_replica_results(lifted: Lifted) -> None:
+    if any(lifted.plan.stacked):
+        raise TypeError(
+            "the step returned a PerReplica, which it must have taken from outside. Pass the PerReplica to the step in "
+            "strategy.run(fn, args=(...)): inside it is this replica's own array, and may be returned."
+        )
+
+
+def _holds_tracers(program: Program) -> bool:
+    return any(isinstance(constant, jax.core.Tracer) for constant in program.constants)

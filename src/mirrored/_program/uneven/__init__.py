@@ -1,0 +1,1 @@
+"""Replicas with different numbers of rows in one program."""
