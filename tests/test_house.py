@@ -30,7 +30,7 @@ MAX_LINES, MAX_BODY, MAX_ARGUMENTS = 400, 60, 7
 #: Files that may be longer, and why.
 LONGER = {
     "checkpoint": 410,
-    "_strategy": 610,  # the public verbs: half of it is their documentation
+    "_strategy.strategy": 500,  # the public verbs: half of it is their documentation
     "_variables.variable": 560,  # one class with the operators and conversions of an array
 }
 PATHS = {path.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", "."): path for path in sorted(PACKAGE.rglob("*.py"))}
@@ -155,7 +155,7 @@ def test_a_warm_run_stays_in_few_files(num_variables: int, strategy2: mr.Strateg
         strategy2.run(step)
     finally:
         sys.setprofile(None)
-    hot = {"_strategy.py", "replicate.py", "storage.py", "call.py", "function_key.py", "program.py", "in_flight.py"}
+    hot = {"strategy.py", "replicate.py", "storage.py", "call.py", "function_key.py", "program.py", "in_flight.py"}
     glue = {"context.py", "frames.py", "tracing.py", "cache.py", "lift.py"}  # one-line look-ups
     assert files <= hot | glue
     assert calls <= 33, calls  # and none per variable

@@ -26,8 +26,9 @@ import numpy as np
 from ._errors import ClusterConfigError, ClusterStartError, DeviceError, RecompilationWarning
 from ._options import CommunicationOptions
 from ._replicas.per_replica import PerReplica
-from ._strategies import MultiWorkerMirroredStrategy, get_replica_context
-from ._strategy import Strategy
+from ._strategy.current import get_replica_context
+from ._strategy.strategies import MultiWorkerMirroredStrategy
+from ._strategy.strategy import Strategy
 from ._text import counted, escape
 from ._workers.coordination import Coordination
 

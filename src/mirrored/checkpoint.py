@@ -17,7 +17,7 @@ from ._checkpoint_state import Leaves, Snapshot
 from ._checkpoint_writer import Writer
 from ._errors import CheckpointError, ContextError, StrategyMismatchError
 from ._replicas import frames
-from ._strategies import DefaultStrategy, get_strategy
+from ._strategy.current import DefaultStrategy, get_strategy
 from ._typing import PyTree
 from ._variables import equal_copies
 from ._workers import runtime

@@ -21,7 +21,7 @@ from types import FrameType, TracebackType
 from typing import NoReturn, Self
 
 from ._errors import NOTICE_SECONDS, PREEMPTED, CheckpointError, ContextError
-from ._strategy import Strategy
+from ._strategy.strategy import Strategy
 from ._workers.coordination import SLICE_SECONDS, Coordination, decoded
 from ._workers.progress import progress
 from .checkpoint import Checkpoint, checked_step

@@ -14,9 +14,9 @@ import optax
 import pytest
 
 import mirrored as mr
-from mirrored import _function
 from mirrored._program import lift
 from mirrored._replicas.frames import Frame
+from mirrored._transforms import function
 
 pytestmark = pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning")
 
@@ -304,7 +304,7 @@ def test_an_assignment_from_anywhere_does_not_compile_again(strategy2):
         compiled(x)
     [program] = strategy2._programs
     assert program.compiled._cache_size() == 1
-    assert next(reversed(list(_function._programs))).compiled._cache_size() == 1
+    assert next(reversed(list(function._programs))).compiled._cache_size() == 1
 
 
 def test_variables_are_read_and_written_in_their_right_roles():

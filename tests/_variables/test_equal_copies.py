@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import mirrored as mr
-from mirrored import _function
+from mirrored._transforms import function
 from mirrored._variables import equal_copies
 from mirrored._variables import variable as _variable
 
@@ -228,7 +228,7 @@ def test_variables_that_a_program_only_reads_are_watched(strategy2) -> None:
 def test_with_several_workers_only_runs_in_the_main_thread_count(strategy2, as_function: bool) -> None:
     _, step = train(strategy2, as_function)
     step()
-    programs = [next(reversed(list(_function._programs)))] if as_function else strategy2._programs
+    programs = [next(reversed(list(function._programs)))] if as_function else strategy2._programs
     [watch] = [program.watch for program in programs]
     for is_joint, expected in ((False, 2), (True, 2)):
         watch.is_joint = is_joint

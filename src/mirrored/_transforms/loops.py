@@ -9,14 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ._errors import UnevenReplicasError
-from ._function import call_compiled
-from ._replicas import frames
-from ._replicas.arrays import as_array
-from ._replicas.per_replica import PerReplica
-from ._typing import PyTree
-from ._variables.bindings import Fallback, bound, outer_reader, read_outer, write_outer
-from ._variables.variable import Variable
+from .._errors import UnevenReplicasError
+from .._replicas import frames
+from .._replicas.arrays import as_array
+from .._replicas.per_replica import PerReplica
+from .._typing import PyTree
+from .._variables.bindings import Fallback, bound, outer_reader, read_outer, write_outer
+from .._variables.variable import Variable
+from .function import call_compiled
 
 
 def scan(

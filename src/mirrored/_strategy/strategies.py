@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import warnings
 from collections.abc import Sequence
@@ -12,18 +11,17 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from . import _env
-from ._cluster import resolvers
-from ._cluster.resolvers import ClusterResolver
-from ._cluster.spec import Cluster
-from ._errors import ClusterConfigError
-from ._options import CommunicationImplementation, CommunicationOptions
-from ._replicas import frames, placement
-from ._replicas.collectives import ReplicaAxis
-from ._replicas.context import ReplicaContext
-from ._replicas.mesh import cluster_mesh, default_mesh, make_mesh, resolve_devices
-from ._strategy import Strategy
-from ._workers.runtime import Runtime, attach, current, exit_codes, is_connected, start, starting_devices
+from .. import _env
+from .._cluster import resolvers
+from .._cluster.resolvers import ClusterResolver
+from .._cluster.spec import Cluster
+from .._errors import ClusterConfigError
+from .._options import CommunicationImplementation, CommunicationOptions
+from .._replicas import placement
+from .._replicas.mesh import cluster_mesh, make_mesh, resolve_devices
+from .._workers import runtime
+from .._workers.runtime import Runtime
+from .strategy import Strategy
 
 _logger = logging.getLogger("mirrored")
 _has_warned = False
@@ -59,7 +57,7 @@ class MirroredStrategy(Strategy):
                 f"cross_device_ops is {cross_device_ops!r}; expected None or 'auto'. XLA chooses the collective for the devices "
                 "(NCCL between GPUs); leave the argument out."
             )
-        _look_for_others("MirroredStrategy")
+        look_for_others("MirroredStrategy")
         super().__init__(make_mesh(resolve_devices(devices)))
 
 
@@ -107,12 +105,12 @@ class MultiWorkerMirroredStrategy(Strategy):
         communication_options = _renamed("communication", chosen, "communication_options", communication_options, right)
         options = CommunicationOptions() if communication_options is None else communication_options
         _refuse_options(cluster, options)
-        with exit_codes():
-            runtime = self._join(cluster, options)
-            if runtime is None:
+        with runtime.exit_codes():
+            joined = self._join(cluster, options)
+            if joined is None:
                 mesh = make_mesh(resolve_devices(None))
             else:
-                with starting_devices():
+                with runtime.starting_devices():
                     mesh = cluster_mesh()
         if options.implementation is CommunicationImplementation.NCCL and mesh.devices[0].platform == "cpu":
             raise ValueError(
@@ -121,18 +119,18 @@ class MultiWorkerMirroredStrategy(Strategy):
             )
         super().__init__(mesh)
         self._bytes_per_pack = options.bytes_per_pack
-        if runtime is not None:
-            self._coordination = runtime.coordination
+        if joined is not None:
+            self._coordination = joined.coordination
             self._meet()
 
     def _join(self, cluster: ClusterResolver | None, options: CommunicationOptions) -> Runtime | None:
-        if current() is None and is_connected():
+        if runtime.current() is None and runtime.is_connected():
             self._cluster = None
             _logger.info("cluster: jax.distributed was initialised already, and is used as it is")
-            return attach(options, None if cluster is None else resolvers.discover(cluster)[0])
+            return runtime.attach(options, None if cluster is None else resolvers.discover(cluster)[0])
         self._cluster, sentence = resolvers.discover(cluster)
         _logger.info("cluster: %s", sentence)
-        return start(self._cluster, options)
+        return runtime.start(self._cluster, options)
 
     def _meet(self) -> None:
         """Let all workers use a collective together at once: the first one of a set of devices waits for 30 s only."""
@@ -171,11 +169,11 @@ def _refuse_options(cluster: object, options: object) -> None:
         raise TypeError(f"communication_options is {options!r}; expected mr.CommunicationOptions(...).")
 
 
-def _look_for_others(name: str) -> None:
+def look_for_others(name: str) -> None:
     """Warn, once in a process, when it is one of several workers by its environment, but is about to train by itself."""
     if _env.TF_CONFIG.get() is not None:
         _logger.info("TF_CONFIG is set, but %s is for one machine and ignores it", name)
-    if current() is not None or is_connected():
+    if runtime.current() is not None or runtime.is_connected():
         return
     with contextlib.suppress(ClusterConfigError):  # a malformed description concerns those who use it
         cluster, sentence = resolvers.discover()
@@ -212,62 +210,6 @@ class OneDeviceStrategy(Strategy):
     def __init__(self, device: str | jax.Device | None = None) -> None:
         if device is not None and not isinstance(device, str | jax.Device):
             raise TypeError(f"device is {device!r}; expected one device, for example 'gpu:0' or jax.devices()[0].")
-        _look_for_others("OneDeviceStrategy")
+        look_for_others("OneDeviceStrategy")
         devices = None if device is None else [device]
         super().__init__(make_mesh(resolve_devices(devices)[:1]))
-
-
-class DefaultStrategy(Strategy):
-    """Be the strategy outside every scope: one replica on the first device."""
-
-
-@functools.cache
-def _default_strategy() -> DefaultStrategy:
-    _look_for_others("the default strategy")
-    return DefaultStrategy(default_mesh())
-
-
-def get_strategy() -> Strategy:
-    """Return the strategy of the innermost scope or step; outside of all, the default one with one replica.
-
-    >>> mr.get_strategy().num_replicas_in_sync
-    1
-    >>> with strategy.scope():
-    ...     mr.get_strategy().num_replicas_in_sync
-    2
-
-    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/get_strategy
-    """
-    frame = frames.current()
-    return frame.strategy if frame is not None and frame.strategy is not None else _default_strategy()
-
-
-def has_strategy() -> bool:
-    """Tell whether this is inside a strategy's scope or step.
-
-    >>> mr.has_strategy()
-    False
-
-    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/has_strategy
-    """
-    frame = frames.current()
-    return frame is not None and frame.strategy is not None
-
-
-def get_replica_context() -> ReplicaContext | None:
-    """Return the replica context inside a step, and None in cross-replica context.
-
-    Outside every scope it is that of the default strategy: one replica, number 0.
-
-    >>> strategy.run(lambda: mr.get_replica_context().num_replicas_in_sync)
-    2
-    >>> with strategy.scope():
-    ...     print(mr.get_replica_context())
-    None
-
-    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/get_replica_context
-    """
-    frame = frames.current()
-    if frame is None or (frame.strategy is None and frame.axis is None):
-        return ReplicaContext(_default_strategy(), ReplicaAxis(1, bound=False))
-    return frame.replica

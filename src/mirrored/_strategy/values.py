@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._replicas import placement
-from ._replicas.arrays import as_array
-from ._replicas.mesh import ReplicaMesh
-from ._replicas.per_replica import PerReplica, stack_shapes
-from ._typing import PyTree, Shape
-from ._workers.coordination import Coordination
-from ._workers.progress import progress
+from .._replicas import placement
+from .._replicas.arrays import as_array
+from .._replicas.mesh import ReplicaMesh
+from .._replicas.per_replica import PerReplica, stack_shapes
+from .._typing import PyTree, Shape
+from .._workers.coordination import Coordination
+from .._workers.progress import progress
 
 _VERB = "distribute_values_from_function"
 

@@ -10,24 +10,24 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from ._errors import StrategyMismatchError
-from ._jax import jaxprs, tracing
-from ._program import lift, replicate
-from ._program.cache import Programs
-from ._program.call import ArrayLeaf, Call, argument_names, array_leaves, key_of, pinned, take_apart
-from ._program.lift import Lifted
-from ._replicas import frames, in_flight
-from ._replicas.frames import Frame
-from ._replicas.mesh import ReplicaMesh, default_mesh
-from ._replicas.per_replica import PerReplica
-from ._replicas.placement import check_later, mirror, mirror_constants, refuse_argument
-from ._typing import PyTree, Shape, UserFunction
-from ._variables import equal_copies, storage
-from ._variables.equal_copies import Watch
-from ._variables.storage import Home
-from ._variables.variable import Variable
-from ._workers import joint_programs
-from ._workers.progress import in_main_thread
+from .._errors import StrategyMismatchError
+from .._jax import jaxprs, tracing
+from .._program import eager, lift
+from .._program.cache import Programs
+from .._program.call import ArrayLeaf, Call, argument_names, array_leaves, key_of, pinned, take_apart
+from .._program.lift import Lifted
+from .._replicas import frames, in_flight
+from .._replicas.frames import Frame
+from .._replicas.mesh import ReplicaMesh, default_mesh
+from .._replicas.per_replica import PerReplica
+from .._replicas.placement import check_later, mirror, mirror_constants, refuse_argument
+from .._typing import PyTree, Shape, UserFunction
+from .._variables import equal_copies, storage
+from .._variables.equal_copies import Watch
+from .._variables.storage import Home
+from .._variables.variable import Variable
+from .._workers import joint_programs
+from .._workers.progress import in_main_thread
 
 _programs: Programs[CompiledFunction] = Programs()
 
@@ -76,7 +76,7 @@ def call_compiled(fn: UserFunction, args: Sequence[Any], kwargs: dict[str, Any])
     frame = frames.current()
     if frames.is_traced():
         return fn(*args, **kwargs)
-    if replicate.is_eager.get():
+    if eager.is_eager.get():
         return fn(*args, **kwargs)
     key, arrays = key_of(fn, args, kwargs)
     leaves = array_leaves(key)

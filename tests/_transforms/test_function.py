@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mirrored as mr
-from mirrored import _function
+from mirrored._transforms import function
 
 pytestmark = pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning")
 
@@ -231,7 +231,7 @@ def test_it_holds_the_programs_constants_once(strategy2):
     big = jnp.arange(1000.0)
     use = mr.function(lambda: big.sum())
     assert float(use()) == float(use()) == 499500.0
-    program = next(reversed(list(_function._programs)))
+    program = next(reversed(list(function._programs)))
     assert [constant.shape for constant in program.constants] == [(1000,)]
 
 

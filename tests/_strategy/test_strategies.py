@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 import mirrored as mr
-from mirrored import _strategies
+from mirrored._strategy import current, strategies
 from mirrored._workers import runtime
 
 TWO = {"cluster": {"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}, "task": {"type": "worker", "index": 1}}
@@ -20,7 +20,7 @@ EVALUATOR = TWO | {"task": {"type": "evaluator", "index": 0}}
 
 @pytest.fixture(autouse=True)
 def _not_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_strategies, "_has_warned", False)
+    monkeypatch.setattr(strategies, "_has_warned", False)
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -32,7 +32,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     [
         (lambda: mr.MirroredStrategy(["cpu:0"]), "MirroredStrategy"),
         (lambda: mr.OneDeviceStrategy("cpu:0"), "OneDeviceStrategy"),
-        (_strategies._default_strategy.__wrapped__, "the default strategy"),
+        (current._default_strategy.__wrapped__, "the default strategy"),
     ],
     ids=["mirrored", "one", "default"],
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import logging
 import warnings
 import weakref
@@ -13,29 +12,29 @@ from typing import Any
 
 import jax
 
-from . import _distributed_values
-from ._cluster.spec import Cluster
-from ._errors import ContextError, StrategyMismatchError
-from ._options import AutoShardPolicy, InputOptions, ReduceOp
-from ._program import replicate
-from ._program.cache import Programs
-from ._program.program import Program, describe_program
-from ._replicas import arrays, collectives, context, cross_replica, frames, in_flight, placement
-from ._replicas.frames import Frame
-from ._replicas.mesh import ReplicaMesh
-from ._replicas.per_replica import PerReplica
-from ._typing import PyTree, UserFunction
-from ._variables import equal_copies
-from ._variables.variable import Variable, live_variables
-from ._workers.coordination import Coordination
-from ._workers.progress import progress
-from ._workers.same_program import require_same_history
-from .data._dataset import DistributedDataset, check_dataset
-from .data._input_context import InputContext
-from .data._sharing.agree import InputWorker
-from .data._sharing.plan import make_plan, plan_of_function
-from .data._sources.numpy_dataset import NumpyDataset, stacked_lists
-from .data._sources.open import adapted
+from .._cluster.spec import Cluster
+from .._errors import ContextError, StrategyMismatchError
+from .._options import AutoShardPolicy, InputOptions, ReduceOp
+from .._program import replicate
+from .._program.cache import Programs
+from .._program.program import Program, describe_program
+from .._replicas import collectives, context, frames, in_flight
+from .._replicas.frames import Frame
+from .._replicas.mesh import ReplicaMesh
+from .._typing import PyTree, UserFunction
+from .._variables import equal_copies
+from .._variables.variable import live_variables
+from .._workers.coordination import Coordination
+from .._workers.progress import progress
+from .._workers.same_program import require_same_history
+from ..data._dataset import DistributedDataset, check_dataset
+from ..data._input_context import InputContext
+from ..data._sharing.agree import InputWorker
+from ..data._sharing.plan import make_plan, plan_of_function
+from ..data._sources.numpy_dataset import NumpyDataset, stacked_lists
+from ..data._sources.open import adapted
+from .leaves import Leaves
+from .values import distribute
 
 _logger = logging.getLogger("mirrored")
 
@@ -248,7 +247,7 @@ class Strategy:
         frame = frames.current()
         if frame is not None and frame.replica is not None:
             return collectives.all_reduce(op, value, frame.replica._axis, axis, "strategy.reduce")
-        return jax.tree.map(lambda leaf: self._reduce_leaf(op, leaf, axis), value, is_leaf=_is_distributed)
+        return self._leaves.map(lambda leaf: self._leaves.reduce(op, leaf, axis), value)
 
     def gather(self, value: PyTree, axis: int) -> PyTree:
         """Concatenate the replicas' values along `axis`, in replica order.
@@ -273,7 +272,7 @@ class Strategy:
         """
         frames.require_cross_replica("gather", "Use mr.get_replica_context().all_gather(value, axis) there.")
         self._check_current("gather")
-        return jax.tree.map(lambda leaf: self._gather_leaf(leaf, axis), value, is_leaf=_is_distributed)
+        return self._leaves.map(lambda leaf: self._leaves.gather(leaf, axis), value)
 
     def local_results(self, value: PyTree) -> tuple[Any, ...]:
         """Return this worker's values, one for each local replica.
@@ -293,15 +292,7 @@ class Strategy:
         """
         frames.require_cross_replica("local_results", "The value there is this replica's own already.")
         self._check_current("local_results")
-        leaves, treedef = jax.tree.flatten(value, is_leaf=_is_distributed)
-        if not any(_is_distributed(leaf) for leaf in leaves):
-            return (value,)
-        columns = [self._local_values(leaf) if _is_distributed(leaf) else None for leaf in leaves]
-        count = next(len(column) for column in columns if column is not None)
-        rows = [
-            [leaf if column is None else column[i] for leaf, column in zip(leaves, columns, strict=True)] for i in range(count)
-        ]
-        return tuple(jax.tree.unflatten(treedef, row) for row in rows)
+        return self._leaves.local_results(value)
 
     # -- input
 
@@ -432,7 +423,11 @@ class Strategy:
         self._check_current("distribute_values_from_function")
         count = self.num_replicas_in_sync
         trees = [value_fn(ValueContext(i, count)) for i in self._mesh.local_replicas]
-        return _distributed_values.distribute(self._mesh, self._coordination, trees)
+        return distribute(self._mesh, self._coordination, trees)
+
+    @property
+    def _leaves(self) -> Leaves:
+        return Leaves(self._mesh, self)
 
     # -- guarantees
 
@@ -449,98 +444,6 @@ class Strategy:
         _require_untraced("assert_mirrored")
         mirrored = [variable for variable in live_variables(self._mesh) if not variable._on_read]
         equal_copies.check(self._mesh, mirrored)
-
-    # -- leaves
-
-    def _reduce_leaf(self, op: ReduceOp, leaf: Any, axis: Any) -> jax.Array:
-        value = self._own(leaf, "reduce")
-        axes = collectives.normalize_axes(axis, value.ndim, "reduce")
-        if not isinstance(value, PerReplica):
-            return self._apply(cross_replica.reduce_mirrored, value, op, axes, self.num_replicas_in_sync)
-        cross_replica.require_equal_except(axes, value, "reduce")
-        return self._apply(cross_replica.reduce_stack, value._array, op, axes, value._shapes)
-
-    def _gather_leaf(self, leaf: Any, axis: Any) -> jax.Array:
-        value = self._own(leaf, "gather")
-        position = collectives.check_axis(axis, value.ndim, "gather")
-        if not isinstance(value, PerReplica):
-            return self._apply(cross_replica.gather_mirrored, value, position, self.num_replicas_in_sync)
-        cross_replica.require_equal_except((position,), value, "gather")
-        return self._apply(cross_replica.gather_stack, value._array, position, value._shapes)
-
-    def _apply(self, function: Any, array: jax.Array, *static: Any) -> jax.Array:
-        frame = frames.current()
-        if frame is not None and frame.axis is not None:
-            return function(array, *static)  # in merge_call every replica holds the whole stack
-        return cross_replica.compiled(function, self._mesh.mirrored, *static)(array)
-
-    def _own(self, leaf: Any, verb: str) -> PerReplica | jax.Array:
-        """Return a leaf as a PerReplica of this strategy, or as an array that is the same on each replica."""
-        if isinstance(leaf, PerReplica):
-            self._check_own(leaf, verb)
-            return leaf
-        if isinstance(leaf, Variable):
-            self._check_own_variable(leaf, verb)
-            leaf._note_use(verb)
-            return leaf._as_per_replica() if leaf._on_read else leaf._read(frames.current(), is_taken=False)
-        array = arrays.as_array(leaf, f"strategy.{verb}")
-        if not self._mesh.is_alone:
-            return self._agreed(array, verb)
-        if not self._is_elsewhere(array):
-            return array
-        with jax.ensure_compile_time_eval():  # moved now, also while a larger program is traced
-            return jax.device_put(array, self._mesh.mirrored)
-
-    def _agreed(self, array: jax.Array, verb: str) -> jax.Array:
-        """Return what counts as the same value on each replica, after seeing that it is; in a trace it is a constant."""
-        if frames.is_traced() or isinstance(array, jax.core.Tracer):
-            return array
-        differ = functools.partial(placement.refuse_argument, f"what strategy.{verb} was given, no PerReplica")
-        return placement.mirror(self._mesh, [array], differ)[0]
-
-    def _check_own(self, value: PerReplica, verb: str) -> None:
-        if value.num_replicas != self.num_replicas_in_sync:
-            raise StrategyMismatchError(
-                f"{verb} got a PerReplica of {value.num_replicas} replicas, but {self!r} has {self.num_replicas_in_sync}; "
-                "it comes from another strategy. Use that strategy's verb."
-            )
-        if self._is_elsewhere(value._array):
-            raise StrategyMismatchError(
-                f"{verb} got a PerReplica whose values lie on {sorted(map(str, value._array.sharding.device_set))}, which are "
-                f"not the devices of {self!r}; it comes from another strategy. Use that strategy's verb."
-            )
-
-    def _check_own_variable(self, variable: Variable, verb: str) -> None:
-        if variable._mesh != self._mesh:
-            raise StrategyMismatchError(
-                f"{verb} got variable {variable.name!r}, which lives on {variable._mesh}, but this is {self!r}. "
-                "Use the strategy in whose scope it was created, or pass variable.value."
-            )
-
-    def _is_elsewhere(self, array: Any) -> bool:
-        """Tell whether an array is tied to devices that are not this strategy's."""
-        if isinstance(array, jax.core.Tracer) or not isinstance(array, jax.Array) or not array.committed:
-            return False
-        return array.sharding.device_set != self._mesh.mirrored.device_set
-
-    def _local_values(self, leaf: PerReplica | Variable) -> tuple[Any, ...]:
-        if isinstance(leaf, Variable):
-            self._check_own_variable(leaf, "local_results")
-            leaf = leaf._as_per_replica() if leaf._on_read or frames.is_traced() else leaf
-        if isinstance(leaf, Variable):  # its copies here; the other workers are not asked
-            values = tuple(jax.numpy.copy(copy) for _, copy in leaf._local_arrays())
-        else:
-            self._check_own(leaf, "local_results")
-            values = leaf.values
-        if isinstance(values[0], jax.core.Tracer):
-            return values
-        # Together, because JAX does not combine arrays of two devices.
-        device = self._mesh.devices[self._mesh.local_replicas[0]]
-        return tuple(jax.device_put(value, device) for value in values)
-
-
-def _is_distributed(value: Any) -> bool:
-    return isinstance(value, PerReplica | Variable)
 
 
 def _require_untraced(verb: str) -> None:

@@ -8,14 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ._errors import ContextError, StrategyMismatchError
-from ._jax import user_code
-from ._jax.marks import Mark, Purpose, mark
-from ._program import lift
-from ._replicas import frames
-from ._typing import PyTree, UserFunction
-from ._variables.bindings import bound, read_outer, with_few_compilations, write_outer
-from ._variables.variable import Variable, is_variable
+from .._errors import ContextError, StrategyMismatchError
+from .._jax import user_code
+from .._jax.marks import Mark, Purpose, mark
+from .._program import lift
+from .._replicas import frames
+from .._typing import PyTree, UserFunction
+from .._variables.bindings import bound, read_outer, with_few_compilations, write_outer
+from .._variables.variable import Variable, is_variable
 
 
 def grad(fn: UserFunction, variables: PyTree, has_aux: bool = False) -> Callable[..., Any]:

@@ -1,0 +1,1 @@
+"""The strategies and their verbs."""

@@ -1,0 +1,135 @@
+"""The verbs of a strategy for one leaf of a nest: a PerReplica, a variable, an array or a number."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from .._errors import StrategyMismatchError
+from .._options import ReduceOp
+from .._replicas import arrays, collectives, cross_replica, frames, placement
+from .._replicas.mesh import ReplicaMesh
+from .._replicas.per_replica import PerReplica
+from .._typing import PyTree
+from .._variables.variable import Variable
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaves:
+    """The leaves that a strategy is given, in cross-replica context.
+
+    Attributes:
+        mesh: the strategy's devices.
+        strategy: whose leaves they are; messages show it.
+    """
+
+    mesh: ReplicaMesh
+    strategy: Any
+
+    def map(self, function: Callable[[Any], Any], value: PyTree) -> PyTree:
+        """Apply a function to each leaf of a nest, in which PerReplica values and variables are leaves."""
+        return jax.tree.map(function, value, is_leaf=_is_distributed)
+
+    def local_results(self, value: PyTree) -> tuple[Any, ...]:
+        """Return a nest's values on this worker, one nest for each local replica; a 1-tuple when nothing in it differs."""
+        leaves, treedef = jax.tree.flatten(value, is_leaf=_is_distributed)
+        if not any(map(_is_distributed, leaves)):
+            return (value,)
+        columns = [self._local_values(leaf) if _is_distributed(leaf) else None for leaf in leaves]
+        count = next(len(column) for column in columns if column is not None)
+        rows = [[leaf if c is None else c[i] for leaf, c in zip(leaves, columns, strict=True)] for i in range(count)]
+        return tuple(jax.tree.unflatten(treedef, row) for row in rows)
+
+    def reduce(self, op: ReduceOp, leaf: Any, axis: Any) -> jax.Array:
+        value = self._own(leaf, "reduce")
+        axes = collectives.normalize_axes(axis, value.ndim, "reduce")
+        if not isinstance(value, PerReplica):
+            return self._apply(cross_replica.reduce_mirrored, value, op, axes, self.mesh.num_replicas)
+        cross_replica.require_equal_except(axes, value, "reduce")
+        return self._apply(cross_replica.reduce_stack, value._array, op, axes, value._shapes)
+
+    def gather(self, leaf: Any, axis: Any) -> jax.Array:
+        value = self._own(leaf, "gather")
+        position = collectives.check_axis(axis, value.ndim, "gather")
+        if not isinstance(value, PerReplica):
+            return self._apply(cross_replica.gather_mirrored, value, position, self.mesh.num_replicas)
+        cross_replica.require_equal_except((position,), value, "gather")
+        return self._apply(cross_replica.gather_stack, value._array, position, value._shapes)
+
+    def _apply(self, function: Any, array: jax.Array, *static: Any) -> jax.Array:
+        frame = frames.current()
+        if frame is not None and frame.axis is not None:
+            return function(array, *static)  # in merge_call every replica holds the whole stack
+        return cross_replica.compiled(function, self.mesh.mirrored, *static)(array)
+
+    def _own(self, leaf: Any, verb: str) -> PerReplica | jax.Array:
+        """Return a leaf as a PerReplica of this strategy, or as an array that is the same on each replica."""
+        if isinstance(leaf, PerReplica):
+            self._check_own(leaf, verb)
+            return leaf
+        if isinstance(leaf, Variable):
+            self._check_own_variable(leaf, verb)
+            leaf._note_use(verb)
+            return leaf._as_per_replica() if leaf._on_read else leaf._read(frames.current(), is_taken=False)
+        array = arrays.as_array(leaf, f"strategy.{verb}")
+        if not self.mesh.is_alone:
+            return self._agreed(array, verb)
+        if not self._is_elsewhere(array):
+            return array
+        with jax.ensure_compile_time_eval():  # moved now, also while a larger program is traced
+            return jax.device_put(array, self.mesh.mirrored)
+
+    def _agreed(self, array: jax.Array, verb: str) -> jax.Array:
+        """Return what counts as the same value on each replica, after seeing that it is; in a trace it is a constant."""
+        if frames.is_traced() or isinstance(array, jax.core.Tracer):
+            return array
+        differ = functools.partial(placement.refuse_argument, f"what strategy.{verb} was given, no PerReplica")
+        return placement.mirror(self.mesh, [array], differ)[0]
+
+    def _check_own(self, value: PerReplica, verb: str) -> None:
+        if value.num_replicas != self.mesh.num_replicas:
+            raise StrategyMismatchError(
+                f"{verb} got a PerReplica of {value.num_replicas} replicas, but {self.strategy!r} has {self.mesh.num_replicas}; "
+                "it comes from another strategy. Use that strategy's verb."
+            )
+        if self._is_elsewhere(value._array):
+            raise StrategyMismatchError(
+                f"{verb} got a PerReplica whose values lie on {sorted(map(str, value._array.sharding.device_set))}, which are "
+                f"not the devices of {self.strategy!r}; it comes from another strategy. Use that strategy's verb."
+            )
+
+    def _check_own_variable(self, variable: Variable, verb: str) -> None:
+        if variable._mesh != self.mesh:
+            raise StrategyMismatchError(
+                f"{verb} got variable {variable.name!r}, which lives on {variable._mesh}, but this is {self.strategy!r}. "
+                "Use the strategy in whose scope it was created, or pass variable.value."
+            )
+
+    def _is_elsewhere(self, array: Any) -> bool:
+        """Tell whether an array is tied to devices that are not this strategy's."""
+        if isinstance(array, jax.core.Tracer) or not isinstance(array, jax.Array) or not array.committed:
+            return False
+        return array.sharding.device_set != self.mesh.mirrored.device_set
+
+    def _local_values(self, leaf: PerReplica | Variable) -> tuple[Any, ...]:
+        if isinstance(leaf, Variable):
+            self._check_own_variable(leaf, "local_results")
+            leaf = leaf._as_per_replica() if leaf._on_read or frames.is_traced() else leaf
+        if isinstance(leaf, Variable):  # its copies here; the other workers are not asked
+            values = tuple(jax.numpy.copy(copy) for _, copy in leaf._local_arrays())
+        else:
+            self._check_own(leaf, "local_results")
+            values = leaf.values
+        if isinstance(values[0], jax.core.Tracer):
+            return values
+        # Together, because JAX does not combine arrays of two devices.
+        device = self.mesh.devices[self.mesh.local_replicas[0]]
+        return tuple(jax.device_put(value, device) for value in values)
+
+
+def _is_distributed(value: Any) -> bool:
+    return isinstance(value, PerReplica | Variable)

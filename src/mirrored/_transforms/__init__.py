@@ -1,0 +1,1 @@
+"""Functions of functions: `mr.function`, loops, gradients."""
