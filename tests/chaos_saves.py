@@ -22,7 +22,7 @@ import numpy as np
 import orbax.checkpoint  # noqa: F401  # now, so that each process is there at once
 
 import mirrored as mr
-from mirrored.checkpoint import Checkpoint
+from mirrored._checkpoint.checkpoint import Checkpoint
 
 _SHAPE = (300, 100)
 

@@ -29,7 +29,7 @@ FLOOR_OF = {wing: floor for floor, wings in enumerate(FLOORS) for wing in wings}
 MAX_LINES, MAX_BODY, MAX_ARGUMENTS = 400, 60, 7
 #: Files that may be longer, and why.
 LONGER = {
-    "checkpoint": 410,
+    "_checkpoint.checkpoint": 410,  # the public class: half of it is its documentation
     "_strategy.strategy": 500,  # the public verbs: half of it is their documentation
     "_variables.variable": 560,  # one class with the operators and conversions of an array
 }

@@ -6,6 +6,8 @@ _versions.warn_if_untried()  # before anything that could fail because of it
 
 from . import data as data
 from . import losses as losses
+from ._checkpoint.checkpoint import Checkpoint as Checkpoint
+from ._checkpoint.preemption import PreemptionHandler as PreemptionHandler
 from ._cluster.resolvers import ClusterResolver as ClusterResolver
 from ._cluster.resolvers import KubernetesClusterResolver as KubernetesClusterResolver
 from ._cluster.resolvers import SimpleClusterResolver as SimpleClusterResolver
@@ -55,9 +57,7 @@ from ._transforms.loops import cond as cond
 from ._transforms.loops import fori_loop as fori_loop
 from ._transforms.loops import scan as scan
 from ._variables.variable import Variable as Variable
-from .checkpoint import Checkpoint as Checkpoint
 from .data._input_context import InputContext as InputContext
 from .optimizer import Optimizer as Optimizer
-from .preemption import PreemptionHandler as PreemptionHandler
 
 __version__ = "0.1.0"

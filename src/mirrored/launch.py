@@ -19,11 +19,11 @@ from typing import NoReturn
 from . import _env
 from ._cluster.environments import SOURCES
 from ._cluster.spec import LOOPBACK, MAX_WORKERS, check_address
+from ._command.ending import Budget, describe_failure, summarize
+from ._command.group import Group
+from ._command.output import Outlet, make_log_folder
+from ._command.signals import Signals
 from ._errors import ClusterConfigError
-from ._launch_ending import Budget, describe_failure, summarize
-from ._launch_group import Group
-from ._launch_output import Outlet, make_log_folder
-from ._launch_signals import Signals
 from ._text import describe, escape
 
 USAGE_ERROR = 2
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command == "launch":
         return _launch(arguments[1:])
     if command in ("check", "env"):  # they need jax
-        return importlib.import_module(f"._{command}_command", __package__).main(arguments[1:])
+        return importlib.import_module(f"._command.{command}", __package__).main(arguments[1:])
     if command == "--version":
         sys.stdout.write(f"mirrored {importlib.import_module(__package__ or 'mirrored').__version__}\n")
         return 0

@@ -752,7 +752,7 @@ print("done", flush=True)
 def test_jax_starts_on_the_port_and_a_second_job_there_waits_without_disturbing_it(start) -> None:
     workers = addresses(2)
     environment = {key: value for key, value in os.environ.items() if "proxy" not in key.lower()} | {
-        "PYTHONPATH": str(Path(meeting.__file__).parent.parent),
+        "PYTHONPATH": str(Path(meeting.__file__).parents[2]),
         "JAX_PLATFORMS": "cpu",
     }
 

@@ -14,9 +14,9 @@ import numpy as np
 import optax
 
 import mirrored as mr
-from mirrored import _checkpoint_files
-from mirrored.checkpoint import Checkpoint
-from mirrored.preemption import PreemptionHandler
+from mirrored._checkpoint import files
+from mirrored._checkpoint.checkpoint import Checkpoint
+from mirrored._checkpoint.preemption import PreemptionHandler
 
 strategy = mr.MultiWorkerMirroredStrategy()
 worker = strategy.cluster.worker_index if strategy.cluster is not None else 0
@@ -125,7 +125,7 @@ def refuse(directory: Path) -> None:
     checkpoint.save(1)
     found["saved"] = checkpoint.wait()
 
-    _checkpoint_files._SEEN_SECONDS = 0.5
+    files._SEEN_SECONDS = 0.5
     found["apart"] = [error_of(lambda: own.save(1)), error_of(own.restore_latest)]
     found["own_written"] = sorted(path.name for path in (directory / f"own{worker}").glob("*"))
     own._is_shared = True  # as where worker 0 must not write
@@ -140,7 +140,7 @@ def refuse(directory: Path) -> None:
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    _checkpoint_files._write_synced = full
+    files._write_synced = full
     found["full"] = [error_of(lambda step=step: checkpoint.save(step)) for step in (7, 8, 9)]
 
 
@@ -182,7 +182,7 @@ def end(directory: Path, is_interrupted: str) -> None:
     """End with a save under way, which takes two seconds; Ctrl-C may come to worker 0 meanwhile."""
     with strategy.scope():
         checkpoint = Checkpoint(directory, w=mr.Variable(np.zeros(100, np.float32), name="w"))
-    write = _checkpoint_files.StepFiles.write
+    write = files.StepFiles.write
 
     def written(*args: Any) -> Any:
         time.sleep(1)
@@ -191,7 +191,7 @@ def end(directory: Path, is_interrupted: str) -> None:
         time.sleep(1)
         return write(*args)
 
-    _checkpoint_files.StepFiles.write = written
+    files.StepFiles.write = written
     checkpoint.save(1)
 
 

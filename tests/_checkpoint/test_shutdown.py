@@ -5,12 +5,12 @@ import sys
 
 import pytest
 
-from mirrored import _shutdown
+from mirrored._checkpoint import shutdown
 
 #: The module by itself: importing jax takes a second.
 LOAD = f"""
 import importlib.util
-spec = importlib.util.spec_from_file_location("_shutdown", {_shutdown.__file__!r})
+spec = importlib.util.spec_from_file_location("_shutdown", {shutdown.__file__!r})
 _shutdown = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(_shutdown)
 """

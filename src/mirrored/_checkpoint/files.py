@@ -25,8 +25,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from . import _integrity
-from ._errors import CheckpointError
+from .._errors import CheckpointError
+from . import checksums
 
 _logger = logging.getLogger("mirrored")
 
@@ -184,11 +184,11 @@ class StepFiles:
             if stored:
                 with _checkpointer() as checkpointer:
                     checkpointer.save(new / _ARRAYS, args=orbax().args.PyTreeSave(stored))
-            files, unread = _integrity.file_checksums(new)
+            files, unread = checksums.file_checksums(new)
             for error in unread.values():
                 raise error
             whole = {**record, **_about(step), "arrays": _describe(arrays), "files": files}
-            _write_synced(new / RECORD, _integrity.encode_record(whole))
+            _write_synced(new / RECORD, checksums.encode_record(whole))
             for folder, _, _ in os.walk(new):
                 _sync(Path(folder))
             self._replace(step, new)
@@ -224,13 +224,13 @@ class StepFiles:
         directory = self.root / str(step)
         try:
             record = _read_record(directory, step)
-            found, unread = _integrity.file_checksums(directory)
+            found, unread = checksums.file_checksums(directory)
         except OSError as error:
             raise self._not_read(step, directory, error) from error
         found.pop(RECORD, None)
         unread.pop(RECORD, None)
         written = {name: about for name, about in record["files"].items() if name not in unread}
-        problems = _integrity.file_problems(written, found)
+        problems = checksums.file_problems(written, found)
         for name, error in {} if problems else unread.items():
             raise self._not_read(step, directory / name, error) from error
         arrays: dict[str, np.ndarray] = {}
@@ -296,12 +296,12 @@ def _about(step: int) -> dict[str, Any]:
 
 
 def _storable(array: np.ndarray) -> np.ndarray:
-    return array if array.dtype.name in _STORABLE else _integrity.as_bytes(array)
+    return array if array.dtype.name in _STORABLE else checksums.as_bytes(array)
 
 
 def _describe(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
     return {
-        key: {"dtype": array.dtype.name, "shape": list(array.shape), "crc32": _integrity.array_checksum(key, array)}
+        key: {"dtype": array.dtype.name, "shape": list(array.shape), "crc32": checksums.array_checksum(key, array)}
         for key, array in arrays.items()
     }
 
@@ -311,9 +311,9 @@ def _read_record(directory: Path, step: int) -> dict[str, Any]:
         descriptor = os.open(directory / RECORD, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:
             status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode) or status.st_size > _integrity.MAX_RECORD_BYTES:
-                raise ValueError(f"it is not a file of at most {_integrity.MAX_RECORD_BYTES} bytes")
-            record = _integrity.decode_record(file.read())
+            if not stat.S_ISREG(status.st_mode) or status.st_size > checksums.MAX_RECORD_BYTES:
+                raise ValueError(f"it is not a file of at most {checksums.MAX_RECORD_BYTES} bytes")
+            record = checksums.decode_record(file.read())
     except (OSError, ValueError) as error:
         if isinstance(error, OSError) and error.errno not in _NO_FILE:
             error.filename = str(directory / RECORD)  # which one of reading lacks
@@ -350,7 +350,7 @@ def _array_of(stored: np.ndarray | None, about: Mapping[str, Any]) -> np.ndarray
 
 def _array_problems(record: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> list[str]:
     names = {key: name for name, leaf in record["leaves"].items() for key in (leaf.get("value"), leaf.get("copies"))}
-    wrong = [key for key, array in arrays.items() if _integrity.array_checksum(key, array) != record["arrays"][key]["crc32"]]
+    wrong = [key for key, array in arrays.items() if checksums.array_checksum(key, array) != record["arrays"][key]["crc32"]]
     return [f"array {names.get(key, key)} is damaged: its CRC-32 is not the one that was written" for key in wrong]
 
 

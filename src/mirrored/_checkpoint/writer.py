@@ -12,12 +12,12 @@ from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
-from . import _env
-from ._checkpoint_files import StepFiles
-from ._checkpoint_state import Snapshot
-from ._errors import CheckpointError
-from ._shutdown import before_pools_end
-from ._workers.progress import progress
+from .. import _env
+from .._errors import CheckpointError
+from .._workers.progress import progress
+from .files import StepFiles
+from .shutdown import before_pools_end
+from .state import Snapshot
 
 _logger = logging.getLogger("mirrored")
 

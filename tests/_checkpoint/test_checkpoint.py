@@ -27,12 +27,14 @@ import optax
 import pytest
 
 import mirrored as mr
-from mirrored import _checkpoint_agreement, _checkpoint_files, _checkpoint_state, _integrity
-from mirrored._checkpoint_writer import Writer
+from mirrored._checkpoint import checksums, same_on_workers
+from mirrored._checkpoint import files as _files
+from mirrored._checkpoint import state as _state
+from mirrored._checkpoint.checkpoint import Checkpoint
+from mirrored._checkpoint.writer import Writer
 from mirrored._errors import CheckpointError
 from mirrored._workers.coordination import Coordination
 from mirrored._workers.progress import progress
-from mirrored.checkpoint import Checkpoint
 
 ALL_DEVICES = [f"cpu:{i}" for i in range(8)]
 
@@ -180,10 +182,10 @@ def test_each_worker_gets_back_its_own_position(worker: int, num_workers: int, e
             self.state = state
 
     leaves = {"data": Rows()}
-    saved = _checkpoint_state.take_snapshot(leaves, [{"data": "of 0"}, {"data": "of 1"}], is_kept=True)
-    moved = _checkpoint_state.restore_positions(leaves, saved, worker, num_workers)
+    saved = _state.take_snapshot(leaves, [{"data": "of 0"}, {"data": "of 1"}], is_kept=True)
+    moved = _state.restore_positions(leaves, saved, worker, num_workers)
     assert leaves["data"].state == expected
-    _checkpoint_state.undo_positions(moved)
+    _state.undo_positions(moved)
     assert leaves["data"].state == "before"
 
 
@@ -286,8 +288,8 @@ def test_mirrored_sync_on_read_and_plain_are_exchangeable(tmp_path: Path, per_re
 
 def test_a_save_does_not_see_what_later_steps_do(tmp_path: Path, strategy2: mr.Strategy, monkeypatch) -> None:
     gate = threading.Event()
-    write = _checkpoint_files.StepFiles.write
-    monkeypatch.setattr(_checkpoint_files.StepFiles, "write", lambda *args: gate.wait(60) and write(*args))
+    write = _files.StepFiles.write
+    monkeypatch.setattr(_files.StepFiles, "write", lambda *args: gate.wait(60) and write(*args))
     with strategy2.scope():
         w, n = mr.Variable(np.ones(1000, np.float32)), mr.Variable(1, synchronization="on_read", aggregation="sum")
         host, state = np.ones(5), {"epoch": 1}
@@ -321,7 +323,7 @@ def test_the_guard_is_told_where_workers_wait(tmp_path: Path, monkeypatch) -> No
 
 def test_one_save_at_a_time(tmp_path: Path, monkeypatch) -> None:
     running, most = [], []
-    write = _checkpoint_files.StepFiles.write
+    write = _files.StepFiles.write
 
     def counted(*args):
         running.append(1)
@@ -330,7 +332,7 @@ def test_one_save_at_a_time(tmp_path: Path, monkeypatch) -> None:
         running.pop()
         return result
 
-    monkeypatch.setattr(_checkpoint_files.StepFiles, "write", counted)
+    monkeypatch.setattr(_files.StepFiles, "write", counted)
     w = mr.Variable(0.0)
     with Checkpoint(tmp_path, max_to_keep=None, w=w) as checkpoint:
         for step in range(5):
@@ -413,17 +415,17 @@ def test_what_nfs_leaves_of_a_removed_file_that_was_open_is_no_damage(tmp_path: 
         return contextlib.nullcontext(found)
 
     with monkeypatch.context() as patched:
-        patched.setattr(_integrity.os, "scandir", listed)
-        assert not _integrity.file_checksums(tmp_path / "2")[1] and not left.exists()
+        patched.setattr(checksums.os, "scandir", listed)
+        assert not checksums.file_checksums(tmp_path / "2")[1] and not left.exists()
     (tmp_path / "2" / "other").write_text("of nobody")
     with pytest.raises(CheckpointError, match="file other does not belong there"):
         restore(tmp_path, w=w)
 
 
 def test_a_mark_is_seen_where_it_is_and_does_not_stay(tmp_path: Path, monkeypatch, caplog) -> None:
-    monkeypatch.setattr(_checkpoint_files, "_SEEN_SECONDS", 0.3)
-    files = _checkpoint_files.StepFiles(tmp_path / "new")
-    elsewhere = _checkpoint_files.StepFiles(tmp_path / "other")
+    monkeypatch.setattr(_files, "_SEEN_SECONDS", 0.3)
+    files = _files.StepFiles(tmp_path / "new")
+    elsewhere = _files.StepFiles(tmp_path / "other")
     with pytest.raises(KeyError), files.mark() as mark:
         assert files.sees(mark) and not elsewhere.sees(mark) and files.look() == ([], [])
         raise KeyError
@@ -435,12 +437,12 @@ def test_a_mark_is_seen_where_it_is_and_does_not_stay(tmp_path: Path, monkeypatc
     with files.mark():
         assert young.exists() and not old.exists() and files.look() == ([], [])
     (tmp_path / "file").touch()
-    with _checkpoint_files.StepFiles(tmp_path / "file" / "new").mark() as mark:
+    with _files.StepFiles(tmp_path / "file" / "new").mark() as mark:
         assert mark is None and "cannot be found out" in caplog.text
 
 
 def test_a_mark_that_comes_late_is_seen(tmp_path: Path) -> None:
-    files = _checkpoint_files.StepFiles(tmp_path / "new")
+    files = _files.StepFiles(tmp_path / "new")
     slow = threading.Timer(0.3, lambda: (files.root.mkdir(), (files.root / "mark").touch()))
     slow.start()
     assert files.sees("mark")
@@ -628,7 +630,7 @@ def test_workers_that_read_two_different_steps_of_one_number_restore_neither(tmp
 
 def test_a_checkpoint_of_a_later_format_is_not_taken_for_damage(tmp_path: Path, monkeypatch) -> None:
     w = mr.Variable(1.0)
-    monkeypatch.setattr(_checkpoint_files, "FORMAT", 2)
+    monkeypatch.setattr(_files, "FORMAT", 2)
     save(tmp_path, 1, w=w)
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match=r"has format 2, and this version.*written by.*install that version"):
@@ -696,7 +698,7 @@ def test_flipped_bits_are_found_and_the_step_before_is_used(tmp_path: Path, capl
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_killed_saves_lose_nothing_that_was_committed() -> None:
-    script = Path(__file__).parent / "chaos_saves.py"
+    script = Path(__file__).parents[1] / "chaos_saves.py"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     done = subprocess.run([sys.executable, script, "20"], capture_output=True, text=True, env=environment, timeout=250)
     assert done.returncode == 0, done.stderr
@@ -770,11 +772,11 @@ def refuse(patch: pytest.MonkeyPatch, owner: object, name: str, refused: str, er
 #: What fails, for what path in a step, with what, and what of the path is in the message.
 UNREAD = {
     "open the record": (os, "open", "record.json", OSError(errno.EMFILE, "too many"), "2/record.json"),
-    "read the record": (_integrity, "decode_record", "", OSError(errno.EIO, "input/output"), "2/record.json"),
+    "read the record": (checksums, "decode_record", "", OSError(errno.EIO, "input/output"), "2/record.json"),
     "list the folder": (os, "scandir", "arrays", OSError(errno.EACCES, "denied", "2/arrays"), "2/arrays"),
-    "read a file": (_integrity, "_file_checksum", "_METADATA", OSError(errno.ESTALE, "stale"), "2/arrays/_METADATA"),
-    "read the arrays": (_checkpoint_files, "_read_arrays", "arrays", OSError(errno.ENFILE, "too many"), "2/arrays"),
-    "have the memory": (_checkpoint_files, "_read_arrays", "arrays", MemoryError("no memory"), "2/arrays"),
+    "read a file": (checksums, "_file_checksum", "_METADATA", OSError(errno.ESTALE, "stale"), "2/arrays/_METADATA"),
+    "read the arrays": (_files, "_read_arrays", "arrays", OSError(errno.ENFILE, "too many"), "2/arrays"),
+    "have the memory": (_files, "_read_arrays", "arrays", MemoryError("no memory"), "2/arrays"),
 }
 
 
@@ -810,7 +812,7 @@ def test_a_step_that_another_process_removes_while_it_is_read_says_so(tmp_path: 
         shutil.rmtree(tmp_path / "2")
         raise FileNotFoundError("no such file")
 
-    monkeypatch.setattr(_checkpoint_files, "_read_arrays", removed)
+    monkeypatch.setattr(_files, "_read_arrays", removed)
     with pytest.raises(CheckpointError, match=r"step 2 was removed while it was read, by another process .*max_to_keep"):
         restore(tmp_path, **named)
 
@@ -825,21 +827,21 @@ def test_a_step_that_another_process_removes_while_it_is_listed_is_none(tmp_path
         return listdir(path)
 
     monkeypatch.setattr(os, "listdir", removed)
-    assert _checkpoint_files.StepFiles(tmp_path).look() == ([2], [])
+    assert _files.StepFiles(tmp_path).look() == ([2], [])
 
 
 def test_a_damaged_step_is_damaged_also_where_not_all_of_it_can_be_read(tmp_path: Path, monkeypatch, caplog) -> None:
     named = trained(tmp_path)
     flip(tmp_path / "2" / "arrays" / "_METADATA", 9)
     other = max(files_of(tmp_path / "2"), key=lambda p: p.stat().st_size)
-    checksum = _integrity._file_checksum
+    checksum = checksums._file_checksum
 
     def of_a_bad_disk(path: Path) -> list[int]:
         if path == other:
             raise OSError(errno.EIO, "Input/output error")
         return checksum(path)
 
-    monkeypatch.setattr(_integrity, "_file_checksum", of_a_bad_disk)
+    monkeypatch.setattr(checksums, "_file_checksum", of_a_bad_disk)
     assert restore(tmp_path, **named) == 1
     assert "file arrays/_METADATA is damaged" in caplog.text and "missing" not in caplog.text
 
@@ -873,7 +875,7 @@ def test_a_step_that_cannot_be_read_back_while_it_is_written_does_not_count(tmp_
     with Checkpoint(tmp_path, **named) as checkpoint:
         for name, refused in (("scandir", "d"), ("_file_checksum", "_METADATA")):
             with monkeypatch.context() as patch:
-                owner = os if name == "scandir" else _integrity
+                owner = os if name == "scandir" else checksums
                 refuse(patch, owner, name, refused, OSError(errno.EMFILE, "Too many open files"))
                 checkpoint.save(3)
                 assert checkpoint.wait() == 2 and "saving step 3" in caplog.text
@@ -902,7 +904,7 @@ def test_a_record_that_is_a_link_or_too_large_is_damage(tmp_path: Path, monkeypa
     named = trained(tmp_path, steps=1)
     record = tmp_path / "1" / "record.json"
     with monkeypatch.context() as patch:
-        patch.setattr(_integrity, "MAX_RECORD_BYTES", record.stat().st_size - 1)
+        patch.setattr(checksums, "MAX_RECORD_BYTES", record.stat().st_size - 1)
         with pytest.raises(CheckpointError, match="not a file of at most"):
             restore(tmp_path, **named)
     assert restore(tmp_path, **named) == 1
@@ -928,8 +930,8 @@ def test_a_step_survives_a_power_failure_before_it_counts(tmp_path: Path, monkey
 
 def test_wrong_arrays_in_whole_files_are_found(tmp_path: Path, monkeypatch, caplog) -> None:
     named = trained(tmp_path)
-    storable = _checkpoint_files._storable
-    monkeypatch.setattr(_checkpoint_files, "_storable", lambda a: storable(a + 1 if a.shape == (40, 50) else a))
+    storable = _files._storable
+    monkeypatch.setattr(_files, "_storable", lambda a: storable(a + 1 if a.shape == (40, 50) else a))
     save(tmp_path, 3, **named)
     monkeypatch.undo()
     assert restore(tmp_path, **named) == 2
@@ -982,7 +984,7 @@ def test_failed_saves_are_logged_and_too_many_end_training(tmp_path: Path, monke
     with Checkpoint(tmp_path, max_failed_saves=2, w=w) as checkpoint:
         checkpoint.save(1)
         assert checkpoint.wait() == 1
-        monkeypatch.setattr(_checkpoint_files, "_write_synced", full)
+        monkeypatch.setattr(_files, "_write_synced", full)
         checkpoint.save(2)
         assert checkpoint.wait() == 1
         error = next(r.getMessage() for r in caplog.records if r.levelname == "ERROR")
@@ -990,7 +992,7 @@ def test_failed_saves_are_logged_and_too_many_end_training(tmp_path: Path, monke
         monkeypatch.undo()
         checkpoint.save(3)
         assert checkpoint.wait() == 3
-        monkeypatch.setattr(_checkpoint_files, "_write_synced", full)
+        monkeypatch.setattr(_files, "_write_synced", full)
         checkpoint.save(4)
         checkpoint.save(5)
         with pytest.raises(CheckpointError, match=r"failed 2 times in a row: step 4: OSError.*; step 5: .*last step there is 3"):
@@ -1003,7 +1005,7 @@ def test_a_last_save_that_failed_is_an_error_at_the_end(tmp_path: Path, monkeypa
     def broken(*args: object) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(_checkpoint_files, "_write_synced", broken)
+    monkeypatch.setattr(_files, "_write_synced", broken)
     with pytest.raises(CheckpointError, match=r"no later save has made up for it.*Input/output error"):
         save(tmp_path, 1, w=mr.Variable(0.0))
     with pytest.raises(KeyError, match="mine"), Checkpoint(tmp_path, w=mr.Variable(0.0)) as checkpoint:
@@ -1079,7 +1081,7 @@ def test_the_launcher_of_another_worker_is_told_too(tmp_path: Path, monkeypatch)
     """On several hosts each launcher counts its own restarts without a new checkpoint."""
     monkeypatch.setenv("MIRRORED_PROGRESS_FILE", str(tmp_path / "progress"))
     target = tmp_path / f"progress-{zlib.crc32(os.fsencode(tmp_path)):08x}"
-    writer = Writer(_checkpoint_files.StepFiles(tmp_path), None, 3)
+    writer = Writer(_files.StepFiles(tmp_path), None, 3)
     writer.learn(None, ["step 1: OSError"])
     assert (writer.latest, writer.failures) == (None, ["step 1: OSError"]) and not target.exists()
     writer.learn(7, [])
@@ -1130,33 +1132,33 @@ def test_two_checkpoints_in_one_directory_do_not_disturb_each_other(tmp_path: Pa
         checkpoint.close()
 
 
-def snapshot_of(checkpoint: Checkpoint) -> _checkpoint_state.Snapshot:
+def snapshot_of(checkpoint: Checkpoint) -> _state.Snapshot:
     leaves = checkpoint._leaves()
-    snapshot = _checkpoint_state.take_snapshot(leaves, [_checkpoint_state.positions_of(leaves)], is_kept=True)
+    snapshot = _state.take_snapshot(leaves, [_state.positions_of(leaves)], is_kept=True)
     assert snapshot is not None
     return snapshot
 
 
 def test_workers_that_call_different_methods_are_told_which() -> None:
-    _checkpoint_agreement.require_same_call(["save", "save"])
+    same_on_workers.require_same_call(["save", "save"])
     with pytest.raises(CheckpointError, match=r"different methods of a checkpoint: worker 0 wait, worker 1 save\. All must"):
-        _checkpoint_agreement.require_same_call(["wait", "save"])
+        same_on_workers.require_same_call(["wait", "save"])
 
 
 def test_what_other_workers_say_is_escaped_and_cut() -> None:
     evil = "first\x1b[2J" + "x" * 300_000 + "\nCRITICAL all is well\x07"
     with pytest.raises(CheckpointError) as caught:
-        _checkpoint_agreement.require_no_error([{"error": evil}, {}], "save")
+        same_on_workers.require_no_error([{"error": evil}, {}], "save")
     text = str(caught.value)
     assert "first\\x1b[2J" in text and "\n  | CRITICAL all is well\\x07" in text and len(text) < 10_000
     for sentence in (
-        lambda: _checkpoint_agreement.require_seen([{"where": "here", "sees": True}, {"where": evil, "sees": False}]),
-        lambda: _checkpoint_agreement.require_shared([{"where": "a", "x": 1}, {"where": evil, "x": 2}], "x", str),
+        lambda: same_on_workers.require_seen([{"where": "here", "sees": True}, {"where": evil, "sees": False}]),
+        lambda: same_on_workers.require_shared([{"where": "a", "x": 1}, {"where": evil, "x": 2}], "x", str),
     ):
         with pytest.raises(CheckpointError) as caught:
             sentence()
         assert "\x1b" not in str(caught.value) and len(str(caught.value)) < 10_000
-    assert "\x1b" not in _checkpoint_agreement.by_first_worker([[], [evil]])[0]
+    assert "\x1b" not in same_on_workers.by_first_worker([[], [evil]])[0]
 
 
 def test_the_record_is_json_that_says_what_is_there(tmp_path: Path) -> None:
@@ -1164,7 +1166,7 @@ def test_the_record_is_json_that_says_what_is_there(tmp_path: Path) -> None:
     with strategy.scope(), iter(strategy.distribute_dataset([np.arange(4)] * 3)) as iterator:
         next(iterator)
         save(tmp_path, 3, w=mr.Variable(1.0), data=iterator)
-    record = _integrity.decode_record((tmp_path / "3" / "record.json").read_bytes())
+    record = checksums.decode_record((tmp_path / "3" / "record.json").read_bytes())
     assert (record["format"], record["step"], record["num_replicas"], record["num_workers"]) == (1, 3, 2, 1)
     assert record["versions"]["jax"] == jax.__version__ and record["leaves"]["data"]["by_worker"][0]["version"] == 1
     assert record["leaves"]["w"]["kind"] == "mirrored"
@@ -1242,7 +1244,7 @@ def interrupt():
     time.sleep(0.1)
     os.kill(os.getpid(), signal.SIGINT)
 
-_checkpoint_files.StepFiles.write = lambda *args: (interrupt(), time.sleep(0.5), write(*args))[2]
+_files.StepFiles.write = lambda *args: (interrupt(), time.sleep(0.5), write(*args))[2]
 """
 
 
@@ -1252,11 +1254,11 @@ def run_slowly_saved(directory: Path, rest: str) -> subprocess.CompletedProcess[
 import os, signal, sys, threading, time
 import numpy as np
 import mirrored as mr
-from mirrored import _checkpoint_files
+from mirrored._checkpoint import files as _files
 w = mr.Variable(np.zeros(100, np.float32))
 checkpoint = mr.Checkpoint(sys.argv[1], w=w)
-write = _checkpoint_files.StepFiles.write
-_checkpoint_files.StepFiles.write = lambda *args: (time.sleep(0.5), write(*args))[1]
+write = _files.StepFiles.write
+_files.StepFiles.write = lambda *args: (time.sleep(0.5), write(*args))[1]
 """
     return subprocess.run([sys.executable, "-c", code + rest, directory], capture_output=True, text=True, timeout=50)
 
@@ -1267,14 +1269,14 @@ def test_a_damaged_step_that_cannot_be_removed_still_does_not_count(tmp_path: Pa
         checkpoint.save(1)
         checkpoint.save(9)
     flip(tmp_path / "9" / "record.json", 50)
-    remove = _checkpoint_files.StepFiles.remove
+    remove = _files.StepFiles.remove
 
     def refused(self, step: int) -> None:
         if step == 9:
             raise PermissionError(13, "Permission denied")
         remove(self, step)
 
-    monkeypatch.setattr(_checkpoint_files.StepFiles, "remove", refused)
+    monkeypatch.setattr(_files.StepFiles, "remove", refused)
     with Checkpoint(tmp_path, w=w) as checkpoint:
         assert checkpoint.restore_latest() == 1
         checkpoint.save(2)
@@ -1284,7 +1286,7 @@ def test_a_damaged_step_that_cannot_be_removed_still_does_not_count(tmp_path: Pa
 
 
 RECIPE = re.search(
-    r"```python\n(def train_epochs.*?)```", (Path(__file__).parent.parent / "docs" / "checkpoints.md").read_text(), re.DOTALL
+    r"```python\n(def train_epochs.*?)```", (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text(), re.DOTALL
 )[1]
 
 

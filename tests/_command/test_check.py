@@ -12,14 +12,15 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from mirrored import _check_command, launch
+from mirrored import launch
+from mirrored._command import check
 from mirrored._workers.coordination import Coordination
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_check_command, "SIZES", ((4, 2), (8192, 2)))
-    monkeypatch.setattr(_check_command, "LENGTHS", (1, 1009))
+    monkeypatch.setattr(check, "SIZES", ((4, 2), (8192, 2)))
+    monkeypatch.setattr(check, "LENGTHS", (1, 1009))
 
 
 def free_port() -> int:
@@ -41,7 +42,7 @@ def test_one_worker_is_ok(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("kind", ["integers", "whole floats", "floats"])
 def test_a_wrong_sum_is_found(kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    make = _check_command._make_all_reduce
+    make = check._make_all_reduce
     calls = iter(range(10**6))
 
     def make_wrong(*args: Any) -> Callable[[], Any]:
@@ -49,7 +50,7 @@ def test_a_wrong_sum_is_found(kind: str, capsys: pytest.CaptureFixture[str], mon
         factor = 1.001 if number == ["integers", "whole floats", "floats"].index(kind) + 3 else 1
         return lambda: jnp.asarray(work()) * factor
 
-    monkeypatch.setattr(_check_command, "_make_all_reduce", make_wrong)
+    monkeypatch.setattr(check, "_make_all_reduce", make_wrong)
     assert launch.main(["check"]) == 1
     out = capsys.readouterr().out
     assert re.search(rf"^WRONG: worker 0: sum of 1009 {kind}: element \d+ is [\d.]+, expected [\d.]+$", out, re.M)
@@ -75,22 +76,22 @@ class Foreign(Coordination):
 def test_what_other_workers_say_is_shown_escaped(
     strategy2: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_check_command, "_meet", lambda _: (strategy2, Foreign()))
+    monkeypatch.setattr(check, "_meet", lambda _: (strategy2, Foreign()))
     for name, result in (("_compare", []), ("_measure", []), ("_find_slow", [])):
-        monkeypatch.setattr(_check_command, name, lambda *_, result=result: result)
-    assert _check_command.main([]) == 1
+        monkeypatch.setattr(check, name, lambda *_, result=result: result)
+    assert check.main([]) == 1
     out = capsys.readouterr().out
     assert r"worker 0: host \x1b[2J" in out.splitlines() and r"WRONG: worker 0: sum\nok\x1b[2J" in out.splitlines()
 
 
 def test_a_slow_worker_is_marked() -> None:
-    computing, talking = _check_command._find_slow(Canned())
+    computing, talking = check._find_slow(Canned())
     assert re.fullmatch(r"computing, ms: worker 0 [\d.]+, worker 1 [\d.]+ SLOW, worker 2 [\d.]+", computing)
     assert "SLOW" not in talking
 
 
 def test_results_that_differ_by_worker_are_found(strategy2: Any) -> None:
-    problems = _check_command._compare(strategy2, Canned())
+    problems = check._compare(strategy2, Canned())
     assert len(problems) == 2 * 3
     assert problems[0] == "sum of 1 integers: the workers have different results"
 

@@ -23,14 +23,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._errors import ClusterConfigError, ClusterStartError, DeviceError, RecompilationWarning
-from ._options import CommunicationOptions
-from ._replicas.per_replica import PerReplica
-from ._strategy.current import get_replica_context
-from ._strategy.strategies import MultiWorkerMirroredStrategy
-from ._strategy.strategy import Strategy
-from ._text import counted, escape
-from ._workers.coordination import Coordination
+from .._errors import ClusterConfigError, ClusterStartError, DeviceError, RecompilationWarning
+from .._options import CommunicationOptions
+from .._replicas.per_replica import PerReplica
+from .._strategy.current import get_replica_context
+from .._strategy.strategies import MultiWorkerMirroredStrategy
+from .._strategy.strategy import Strategy
+from .._text import counted, escape
+from .._workers.coordination import Coordination
 
 #: Elements of what is summed and compared: one, a size that nothing divides, and one that no cache holds.
 LENGTHS = (1, 1_009, 1_000_003)

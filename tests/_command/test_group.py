@@ -19,7 +19,8 @@ from types import SimpleNamespace
 import pytest
 
 import mirrored
-from mirrored import _launch_group, launch
+from mirrored import launch
+from mirrored._command import group
 
 SOURCE = Path(mirrored.__file__).parent
 #: The launcher without the package's own imports: it needs no jax, and so this starts in a tenth of the time.
@@ -28,8 +29,7 @@ import sys, types
 package = types.ModuleType("mirrored")
 package.__path__ = [{str(SOURCE)!r}]
 sys.modules["mirrored"] = package
-from mirrored import _launch_group
-from mirrored import _launch_signals
+from mirrored._command import group, signals
 from mirrored import launch
 assert not {{"jax", "numpy"}} & set(sys.modules)
 """
@@ -230,7 +230,7 @@ def test_who_stops_reading_does_not_stop_the_training(launcher: Launcher, tmp_pa
 @pytest.mark.parametrize("stderr", [subprocess.PIPE, subprocess.STDOUT])
 def test_a_reader_that_is_stuck_holds_workers_back_but_not_the_launcher(stderr: int, launcher: Launcher) -> None:
     body = "while True: print('x' * 1000), print('x' * 1000, file=sys.stderr)"
-    process = launcher.start(body, "--grace", 0.2, stderr=stderr, patch="_launch_signals.NOTICE_SECONDS = 0.0")
+    process = launcher.start(body, "--grace", 0.2, stderr=stderr, patch="signals.NOTICE_SECONDS = 0.0")
     wait_until(lambda: len(launcher.alive()) >= 2)
 
     def read_by(pid: int) -> int:
@@ -282,9 +282,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", ["TF_CONFIG", ""])
 def test_the_launcher_s_cluster_wins_over_other_launchers(name: str, launcher: Launcher) -> None:
-    boot = BOOT.replace(
-        "from mirrored import _launch_group, _launch_signals, launch", "from mirrored._cluster.resolvers import discover"
-    )
+    boot = BOOT.replace("from mirrored import launch", "from mirrored._cluster.resolvers import discover")
     body = boot + "say(discover()[1])\nsay('RANK' in os.environ, 'TF_CONFIG' in os.environ)\nsys.exit(1)"
     environment = {key: value for key, value in OTHERS.items() if name or key != "TF_CONFIG"}
     code, out, err = launcher.run(body, "-n", 2, "--max-restarts", 1, environment=environment)
@@ -468,9 +466,9 @@ def test_each_writer_of_checkpoints_may_have_a_file_of_its_own(launcher: Launche
 )
 def test_what_is_no_step_counts_as_none(text: str, step: int | None, tmp_path: Path) -> None:
     path = tmp_path / "progress"
-    assert _launch_group._read_steps(path) == {}
+    assert group._read_steps(path) == {}
     path.write_text(text)
-    assert _launch_group._read_steps(path) == ({} if step is None else {"progress": step})
+    assert group._read_steps(path) == ({} if step is None else {"progress": step})
 
 
 def test_others_that_do_not_leave_are_asked_and_then_killed(launcher: Launcher) -> None:
@@ -483,7 +481,7 @@ def test_others_that_do_not_leave_are_asked_and_then_killed(launcher: Launcher) 
     if INDEX == 3: time.sleep(0.1); say("left"); sys.exit(75)
     while True: signal.pause()
     """
-    patch = "_launch_group.FAREWELL_SECONDS = 0.5"
+    patch = "group.FAREWELL_SECONDS = 0.5"
     code, out, err = launcher.run(body, "-n", 4, "--grace", 0.5, patch=patch, arguments=(str(launcher.folder / "up"),))
     assert code == 3
     assert sorted(out.splitlines()) == ["[1] asked", "[2] asked", "[3] left"]
@@ -494,7 +492,7 @@ def test_others_that_do_not_leave_are_asked_and_then_killed(launcher: Launcher) 
 
 def test_a_worker_that_hangs_while_others_gave_up_is_no_cause_of_137(launcher: Launcher) -> None:
     body = "INDEX and sys.exit(75)\n" + STUBBORN
-    code, _, err = launcher.run(body, "-n", 3, "--grace", 0.1, patch="_launch_group.FAREWELL_SECONDS = 0.2")
+    code, _, err = launcher.run(body, "-n", 3, "--grace", 0.1, patch="group.FAREWELL_SECONDS = 0.2")
     assert code == 75
     assert "worker 0: SIGKILL, did not leave" in err
 
@@ -509,7 +507,7 @@ def test_who_saves_after_a_preemption_is_not_disturbed(launcher: Launcher) -> No
         say("saved")
     sys.exit(143)
     """
-    code, out, _ = launcher.run(body, "-n", 2, "--grace", 5, patch="_launch_group.FAREWELL_SECONDS = 0.05")
+    code, out, _ = launcher.run(body, "-n", 2, "--grace", 5, patch="group.FAREWELL_SECONDS = 0.05")
     assert code == 143
     assert sorted(out.splitlines()) == ["[0] up", "[1] saved", "[1] up"]
 
@@ -524,7 +522,7 @@ class Popen(subprocess.Popen):
         Popen.left -= 1
         if Popen.left < 0: raise BlockingIOError(11, "Resource temporarily unavailable")
         super().__init__(*args, **kwargs)
-_launch_group.subprocess.Popen = Popen
+group.subprocess.Popen = Popen
 """.replace("NUMBER", str(number))
     code, _, err = launcher.run("time.sleep(600)", "-n", 3, patch=patch)
     assert code == 1
@@ -676,7 +674,7 @@ def test_who_does_not_leave_within_the_grace_is_killed(launcher: Launcher) -> No
 
 @pytest.mark.parametrize(("second", "expected"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_second_signal_ends_at_once(second: signal.Signals, expected: int, launcher: Launcher) -> None:
-    process = launcher.start(STUBBORN, "-n", 2, "--grace", 60, patch="_launch_signals.NOTICE_SECONDS = 0.0")
+    process = launcher.start(STUBBORN, "-n", 2, "--grace", 60, patch="signals.NOTICE_SECONDS = 0.0")
     read_until(process, "up", 2)
     process.send_signal(signal.SIGTERM)
     read_until(process, "asked", 2)
@@ -760,7 +758,7 @@ def test_nothing_is_left_when_the_keeper_is_killed(launcher: Launcher) -> None:
 
 def test_what_a_worker_has_started_ends_with_it(launcher: Launcher) -> None:
     start = time.monotonic()
-    code, out, _ = launcher.run(FAMILY + "time.sleep(0.2)", patch="_launch_group.LEFTOVER_SECONDS = 0.3")
+    code, out, _ = launcher.run(FAMILY + "time.sleep(0.2)", patch="group.LEFTOVER_SECONDS = 0.3")
     assert (code, out) == (0, "[0] child\n")
     assert time.monotonic() - start < 4
     wait_until(lambda: not launcher.alive(), 1)
@@ -768,7 +766,7 @@ def test_what_a_worker_has_started_ends_with_it(launcher: Launcher) -> None:
 
 def test_a_daemon_that_holds_the_output_does_not_hold_the_launcher(launcher: Launcher) -> None:
     body = "import subprocess; say(subprocess.Popen(['sleep', '600'], start_new_session=True).pid)"
-    code, out, _ = launcher.run(body, patch="_launch_group.LEFTOVER_SECONDS = 0.3")
+    code, out, _ = launcher.run(body, patch="group.LEFTOVER_SECONDS = 0.3")
     assert code == 0
     os.kill(int(out.split()[1]), signal.SIGKILL)  # it left the group by its own wish
 
@@ -813,10 +811,10 @@ def test_logs_of_hosts_in_one_folder(launcher: Launcher, tmp_path: Path) -> None
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_full_disk_does_not_end_the_training(launcher: Launcher, tmp_path: Path) -> None:
     patch = """
-from mirrored import _launch_output
-class Full(_launch_output.LogFile):
+from mirrored._command import output
+class Full(output.LogFile):
     def __init__(self, path): self.path, self._fd = path, __import__("os").open("/dev/full", 1)
-_launch_group.LogFile = Full
+group.LogFile = Full
 """
     code, out, err = launcher.run("say(1); say(2)", "--log-dir", tmp_path / "logs", patch=patch)
     assert (code, out) == (0, "[0] 1\n[0] 2\n")

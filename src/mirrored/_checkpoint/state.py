@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._options import VariableAggregation
-from ._replicas import cross_replica
-from ._replicas.per_replica import PerReplica
-from ._typing import PyTree
-from ._variables.variable import Variable
-from .data._iterator import DistributedIterator
-from .optimizer import Optimizer
+from .._options import VariableAggregation
+from .._replicas import cross_replica
+from .._replicas.per_replica import PerReplica
+from .._typing import PyTree
+from .._variables.variable import Variable
+from ..data._iterator import DistributedIterator
+from ..optimizer import Optimizer
 
 #: By its path, such as `model['layers'][0]`: a variable, an array, a number, or an iterator with a position.
 Leaves: TypeAlias = dict[str, Any]

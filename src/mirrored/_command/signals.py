@@ -9,7 +9,7 @@ import time
 from types import FrameType
 from typing import Any
 
-from ._errors import NOTICE_SECONDS
+from .._errors import NOTICE_SECONDS
 
 
 class Signals:

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from mirrored._launch_ending import Attempt, Budget, Ending, describe_code, summarize
+from mirrored._command.ending import Attempt, Budget, Ending, describe_code, summarize
 
 TERM, INT, KILL, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGKILL, signal.SIGHUP
 

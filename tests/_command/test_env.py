@@ -6,7 +6,8 @@ import jax
 import pytest
 
 import mirrored as mr
-from mirrored import _env, _env_command, launch
+from mirrored import _env, launch
+from mirrored._command import env
 
 
 def report(capsys: pytest.CaptureFixture[str]) -> str:
@@ -18,7 +19,7 @@ def report(capsys: pytest.CaptureFixture[str]) -> str:
 def _quick(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Jax is started once; the other tests look at other lines."""
     if "devices" not in request.node.name:
-        monkeypatch.setattr(_env_command, "_LIST_DEVICES", 'print("{\\"cpu\\": 1}")')
+        monkeypatch.setattr(env, "_LIST_DEVICES", 'print("{\\"cpu\\": 1}")')
 
 
 def test_devices_versions_and_no_values_but_those_of_the_cluster(
@@ -54,10 +55,10 @@ def test_without_a_cluster(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
 
 
 def test_a_driver_that_hangs_or_crashes_is_a_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_env_command, "_LIST_DEVICES", "import os; os.write(2, b'no \\x1b driver\\n'); os.abort()")
+    monkeypatch.setattr(env, "_LIST_DEVICES", "import os; os.write(2, b'no \\x1b driver\\n'); os.abort()")
     assert "devices:  JAX cannot list its devices (exit code -6): no \\x1b driver" in report(capsys)
-    monkeypatch.setattr(_env_command, "_LIST_DEVICES", "import time; time.sleep(600)")
-    monkeypatch.setattr(_env_command, "DEVICES_SECONDS", 0.1)
+    monkeypatch.setattr(env, "_LIST_DEVICES", "import time; time.sleep(600)")
+    monkeypatch.setattr(env, "DEVICES_SECONDS", 0.1)
     start = time.monotonic()
     assert "JAX did not list its devices within 0 s: a driver hangs" in report(capsys)
     assert time.monotonic() - start < 3

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mirrored import _launch_output
-from mirrored._launch_output import LineCutter, LogFile, Outlet, Tail, make_log_folder, prefix
+from mirrored._command import output
+from mirrored._command.output import LineCutter, LogFile, Outlet, Tail, make_log_folder, prefix
 
 
 def cut(*pieces: bytes) -> list[bytes]:
@@ -39,15 +39,15 @@ def test_nothing_is_lost_however_the_output_is_cut(texts: list[str], limit: int)
     whole = b"".join(pieces)
     assert cut(*pieces) == cut(whole)
     assert b"".join(cut(whole)) == whole.replace(b"\r", b"").replace(b"\n", b"")
-    before = _launch_output.LINE_BYTES
-    _launch_output.LINE_BYTES = limit
+    before = output.LINE_BYTES
+    output.LINE_BYTES = limit
     try:
         cutter = LineCutter()
         got = [line for piece in pieces for line in cutter.feed(piece)]
         assert len(cutter._rest) <= limit
         assert b"".join(got + cutter.finish()).replace(b"\r", b"") == whole.replace(b"\r", b"").replace(b"\n", b"")
     finally:
-        _launch_output.LINE_BYTES = before
+        output.LINE_BYTES = before
 
 
 def test_prefixes_are_equally_wide() -> None:
@@ -65,7 +65,7 @@ def test_the_tail_is_the_end_escaped_and_short() -> None:
     assert tail.lines() == [*(f"line {i}" for i in range(11, 30)), "\\x1b[2J\\t\\xe9\\xff"]
     for _ in range(30):
         tail.add(b"\x00" * 100_000)
-    assert 0 < sum(map(len, tail.lines())) <= _launch_output.TAIL_CHARACTERS
+    assert 0 < sum(map(len, tail.lines())) <= output.TAIL_CHARACTERS
 
 
 def tail_of(*lines: str) -> list[str]:
@@ -112,7 +112,7 @@ def test_an_outlet_takes_what_fits_and_forgets_what_nobody_reads() -> None:
     outlet.flush()
     assert os.read(read, 100_000) == b"x" * 4096
     assert outlet.is_waiting and not outlet.is_full
-    outlet.write(b"x" * _launch_output.PENDING_BYTES)
+    outlet.write(b"x" * output.PENDING_BYTES)
     assert outlet.is_full
     os.close(read)
     outlet.flush()

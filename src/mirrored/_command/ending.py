@@ -8,8 +8,8 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 
-from ._errors import BAD_CONFIGURATION, PREEMPTED, RESTART
-from ._text import MARGIN, counted
+from .._errors import BAD_CONFIGURATION, PREEMPTED, RESTART
+from .._text import MARGIN, counted
 
 #: Workers that end within this time fail of the same cause, and which of them was first says nothing.
 TOGETHER_SECONDS = 1.0

@@ -20,10 +20,10 @@ import weakref
 from types import FrameType, TracebackType
 from typing import NoReturn, Self
 
-from ._errors import NOTICE_SECONDS, PREEMPTED, CheckpointError, ContextError
-from ._strategy.strategy import Strategy
-from ._workers.coordination import SLICE_SECONDS, Coordination, decoded
-from ._workers.progress import progress
+from .._errors import NOTICE_SECONDS, PREEMPTED, CheckpointError, ContextError
+from .._strategy.strategy import Strategy
+from .._workers.coordination import SLICE_SECONDS, Coordination, decoded
+from .._workers.progress import progress
 from .checkpoint import Checkpoint, checked_step
 
 _logger = logging.getLogger("mirrored")

@@ -18,12 +18,12 @@ import pytest
 from fake_service import FakeClient
 
 import mirrored as mr
-from mirrored import _checkpoint_files, _checkpoint_state, preemption
+from mirrored._checkpoint import files, preemption, state
+from mirrored._checkpoint.checkpoint import Checkpoint
+from mirrored._checkpoint.preemption import PreemptionHandler
 from mirrored._errors import CheckpointError
 from mirrored._workers import coordination
 from mirrored._workers.coordination import Coordination
-from mirrored.checkpoint import Checkpoint
-from mirrored.preemption import PreemptionHandler
 
 
 @pytest.fixture(autouse=True)
@@ -126,13 +126,13 @@ def test_a_signal_while_compiling_is_heeded_after_the_step(tmp_path: Path, strat
 
 
 def test_a_signal_while_saving_is_heeded_after_the_save(tmp_path: Path, monkeypatch) -> None:
-    take = _checkpoint_state.take_snapshot
+    take = state.take_snapshot
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         preempt()
         return take(*args, **kwargs)
 
-    monkeypatch.setattr(_checkpoint_state, "take_snapshot", interrupted)
+    monkeypatch.setattr(state, "take_snapshot", interrupted)
     w = mr.Variable(0.0)
     with Checkpoint(tmp_path, w=w) as checkpoint, pytest.raises(SystemExit), PreemptionHandler(checkpoint) as handler:
         checkpoint.save(7)
@@ -148,7 +148,7 @@ def test_a_save_that_fails_is_no_orderly_end(tmp_path: Path, monkeypatch) -> Non
     with Checkpoint(tmp_path, w=w) as checkpoint:
         checkpoint.save(1)
         checkpoint.wait()
-        monkeypatch.setattr(_checkpoint_files, "_write_synced", full)
+        monkeypatch.setattr(files, "_write_synced", full)
         message = r"preempted, and step 2 could not be saved.*The last step on disk is 1"
         with pytest.raises(CheckpointError, match=message), PreemptionHandler(checkpoint) as handler:
             preempt()
@@ -212,8 +212,8 @@ def script(directory: Path, body: str) -> subprocess.Popen[str]:
     """Run a program that has a handler; `body` is what it does."""
     head = """
 import logging, os, signal, sys, threading, time, warnings
-from mirrored.checkpoint import Checkpoint
-from mirrored.preemption import PreemptionHandler
+from mirrored._checkpoint.checkpoint import Checkpoint
+from mirrored._checkpoint.preemption import PreemptionHandler
 warnings.simplefilter("ignore")
 with Checkpoint(sys.argv[1], state={"a": 1}) as checkpoint, PreemptionHandler(checkpoint) as handler:
 """
@@ -364,7 +364,7 @@ def test_sigterm_has_its_own_effect_in_every_forked_child(tmp_path: Path) -> Non
     code = """
     import os, signal, subprocess, sys
     import mirrored as mr
-    from mirrored import preemption
+    from mirrored._checkpoint import preemption
     checkpoint = mr.Checkpoint(sys.argv[1], w=mr.Variable(0.0))
     def of_child():
         child = os.fork()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from ._errors import CheckpointError
-from ._text import escape_titled
+from .._errors import CheckpointError
+from .._text import escape_titled
 
 #: What each worker has told the others, in worker order.
 Reports: TypeAlias = Sequence[dict[str, Any]]

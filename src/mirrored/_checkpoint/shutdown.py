@@ -1,4 +1,4 @@
-"""What is done when the program has ended, and threads can still start others. No jax here.
+"""What is done when the program has ended, and threads can still start others.
 
 This is the one place with a private part of the standard library. Functions of `atexit` run when pools of threads take no more
 work, so that a thread that writes with them cannot come to its end any more; there is no public way to be called before.
@@ -7,7 +7,7 @@ work, so that a thread that writes with them cannot come to its end any more; th
 from __future__ import annotations
 
 import atexit
-import concurrent.futures.thread  # noqa: F401  registers the end of the pools: what is registered later runs earlier
+import concurrent.futures.thread  # noqa: F401  # it registers first that pools end: what is registered last is called first
 import sys
 import threading
 from collections.abc import Callable

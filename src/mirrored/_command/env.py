@@ -14,10 +14,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from . import _env
-from ._cluster.resolvers import discover
-from ._errors import ClusterConfigError
-from ._text import escape
+from .. import _env
+from .._cluster.resolvers import discover
+from .._errors import ClusterConfigError
+from .._text import escape
 
 #: How long the devices are waited for; a driver that hangs is part of the report.
 DEVICES_SECONDS = 60.0

@@ -19,11 +19,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from . import _env, _launch_keeper
-from ._errors import PREEMPTED
-from ._launch_ending import Attempt, Ending
-from ._launch_output import LineCutter, LogFile, Outlet, Tail, prefix
-from ._launch_signals import Signals
+from .. import _env
+from .._errors import PREEMPTED
+from . import keeper
+from .ending import Attempt, Ending
+from .output import LineCutter, LogFile, Outlet, Tail, prefix
+from .signals import Signals
 
 #: How long the others have to leave by themselves when one has failed; the library needs about one second for it.
 FAREWELL_SECONDS = 5.0
@@ -117,7 +118,7 @@ class Group:
         read, self._keeper_pipe = os.pipe()
         try:
             command = [*_isolated("keep"), folder]
-            keeper = subprocess.Popen(command, stdin=read, stdout=subprocess.DEVNULL, start_new_session=True)
+            process = subprocess.Popen(command, stdin=read, stdout=subprocess.DEVNULL, start_new_session=True)
         except OSError:
             os.rmdir(folder)
             os.close(self._keeper_pipe)
@@ -128,7 +129,7 @@ class Group:
             yield
         finally:
             os.close(self._keeper_pipe)
-            keeper.wait()
+            process.wait()
             shutil.rmtree(folder, ignore_errors=True)  # when the keeper itself was killed
 
     def _spawn(self, environment: Mapping[str, str]) -> None:
@@ -271,7 +272,7 @@ class Group:
 
 
 def _isolated(role: str) -> list[str]:
-    return [sys.executable, "-I", "-S", _launch_keeper.__file__, role]
+    return [sys.executable, "-I", "-S", keeper.__file__, role]
 
 
 def _is_alive(group: int) -> bool:

@@ -13,9 +13,9 @@ import select
 import stat
 from pathlib import Path
 
-from . import _env
-from ._errors import RESTART
-from ._text import escape
+from .. import _env
+from .._errors import RESTART
+from .._text import escape
 
 #: Bytes that may wait for a slow reader before the workers have to.
 PENDING_BYTES = 1 << 20

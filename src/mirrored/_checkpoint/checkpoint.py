@@ -11,17 +11,17 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from . import _checkpoint_agreement, _checkpoint_files, _checkpoint_state, _integrity
-from ._checkpoint_files import DamagedStep, StepFiles
-from ._checkpoint_state import Leaves, Snapshot
-from ._checkpoint_writer import Writer
-from ._errors import CheckpointError, ContextError, StrategyMismatchError
-from ._replicas import frames
-from ._strategy.current import DefaultStrategy, get_strategy
-from ._typing import PyTree
-from ._variables import equal_copies
-from ._workers import runtime
-from ._workers.progress import progress
+from .._errors import CheckpointError, ContextError, StrategyMismatchError
+from .._replicas import frames
+from .._strategy.current import DefaultStrategy, get_strategy
+from .._typing import PyTree
+from .._variables import equal_copies
+from .._workers import runtime
+from .._workers.progress import progress
+from . import checksums, files, same_on_workers, state
+from .files import DamagedStep, StepFiles
+from .state import Leaves, Snapshot
+from .writer import Writer
 
 _logger = logging.getLogger("mirrored")
 
@@ -84,10 +84,10 @@ class Checkpoint:
         self._named = _checked_names(named)
         _check_count(1 if max_to_keep is None else max_to_keep, "max_to_keep")
         _check_count(max_failed_saves, "max_failed_saves")
-        self._files = StepFiles(_checkpoint_files.checked_directory(directory))
+        self._files = StepFiles(files.checked_directory(directory))
         self._strategy = get_strategy()
         self._leaves()
-        _checkpoint_files.orbax()
+        files.orbax()
         self._writer = Writer(self._files, max_to_keep, max_failed_saves)
         self._last: int | None = None  # that this program saved or restored
         self._is_closed = False
@@ -122,17 +122,17 @@ class Checkpoint:
             self._learn(reports[0])
             if error is not None:
                 raise error
-            _checkpoint_agreement.require_no_error(reports, "save")
-            _checkpoint_agreement.require_same_step(reports)
+            same_on_workers.require_no_error(reports, "save")
+            same_on_workers.require_same_step(reports)
             if len({report["digest"] for report in reports}) > 1:
-                _checkpoint_agreement.require_same_kinds(self._exchange(_checkpoint_state.kinds_of(leaves), f"save({step})"))
+                same_on_workers.require_same_kinds(self._exchange(state.kinds_of(leaves), f"save({step})"))
             if self._writer.latest == step:
                 _logger.info("step %d is saved already, in %s", step, self._files.root)
                 return
             self._require_mirrored(leaves)
             self._last = step
             positions = [report["positions"] for report in reports]
-            snapshot = _checkpoint_state.take_snapshot(leaves, positions, is_kept=self._strategy.is_chief)
+            snapshot = state.take_snapshot(leaves, positions, is_kept=self._strategy.is_chief)
             if snapshot is not None:
                 self._writer.start(step, snapshot, self._about())
 
@@ -143,8 +143,8 @@ class Checkpoint:
         error = None
         try:
             leaves = self._leaves()
-            report["digest"] = _integrity.record_checksum(_checkpoint_state.kinds_of(leaves))
-            report["positions"] = _checkpoint_state.positions_of(leaves)
+            report["digest"] = checksums.record_checksum(state.kinds_of(leaves))
+            report["positions"] = state.positions_of(leaves)
             if self._strategy.is_chief:
                 self._writer.look()
                 self._refuse_older(step)
@@ -162,7 +162,7 @@ class Checkpoint:
 
     def _require_mirrored(self, leaves: Leaves) -> None:
         by_mesh: dict[Any, list[Any]] = {}
-        for variable in _checkpoint_state.variables_of(leaves):
+        for variable in state.variables_of(leaves):
             if not variable._on_read:
                 by_mesh.setdefault(variable._mesh, []).append(variable)
         for mesh, variables in by_mesh.items():
@@ -272,10 +272,8 @@ class Checkpoint:
         """Return the steps, after seeing that all workers look at the same directory."""
         steps, error = self._look()
         reports = self._exchange({"steps": steps, "where": self._where(), "error": error}, "restore_latest()")
-        _checkpoint_agreement.require_no_error(reports, "restore_latest")
-        _checkpoint_agreement.require_shared(
-            reports, "steps", lambda steps: f"holds the steps {steps}" if steps else "holds none"
-        )
+        same_on_workers.require_no_error(reports, "restore_latest")
+        same_on_workers.require_shared(reports, "steps", lambda steps: f"holds the steps {steps}" if steps else "holds none")
         return steps
 
     def _where(self) -> str:
@@ -298,44 +296,44 @@ class Checkpoint:
         try:
             record, arrays = self._files.read(step)
             saved = Snapshot(record["leaves"], arrays)
-            report["id"] = [record["time"], _integrity.record_checksum(record)]
+            report["id"] = [record["time"], checksums.record_checksum(record)]
         except DamagedStep as damage:
             report["problems"] = damage.problems
         except Exception as error:  # such as a disk that does not answer on one worker
             report["error"] = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         reports = self._exchange(report, f"restore_latest(), step {step}")
-        _checkpoint_agreement.require_no_error(reports, "restore_latest")
-        if problems := _checkpoint_agreement.by_first_worker([report["problems"] for report in reports]):
+        same_on_workers.require_no_error(reports, "restore_latest")
+        if problems := same_on_workers.by_first_worker([report["problems"] for report in reports]):
             return None, "; ".join(problems)
-        _checkpoint_agreement.require_shared(reports, "id", lambda saved: f"holds a step {step} of {saved[0]}")
+        same_on_workers.require_shared(reports, "id", lambda saved: f"holds a step {step} of {saved[0]}")
         return saved, ""
 
     def _restore(self, step: int, saved: Snapshot, is_partial: bool) -> None:
         leaves = self._leaves()
         if is_partial:
             saved = Snapshot({path: entry for path, entry in saved.leaves.items() if path in leaves}, saved.arrays)
-        problems = _checkpoint_state.differences(leaves, saved)
+        problems = state.differences(leaves, saved)
         is_too_much = not saved.leaves.keys() <= leaves.keys()
         moved: list[tuple[Any, Any]] = []
         if not problems:
             try:
                 worker, num_workers = self._strategy._coordination.worker, self._strategy.num_workers
-                moved = _checkpoint_state.restore_positions(leaves, saved, worker, num_workers)
+                moved = state.restore_positions(leaves, saved, worker, num_workers)
             except Exception as error:
                 problems = [f"an iterator does not take its position: {type(error).__name__}: {error}"]
                 is_too_much = True
         reports = self._exchange({"problems": problems, "is_too_much": is_too_much}, f"restore_latest(), step {step}")
-        misfit = _checkpoint_agreement.misfit(reports, f"step {step} in {self._files.root}")
+        misfit = same_on_workers.misfit(reports, f"step {step} in {self._files.root}")
         if misfit is not None:
-            _checkpoint_state.undo_positions(moved)
+            state.undo_positions(moved)
             raise misfit
-        _checkpoint_state.restore_values(self._named, leaves, saved)
+        state.restore_values(self._named, leaves, saved)
 
     # -- with the other workers
 
     def _leaves(self) -> Leaves:
-        leaves = _checkpoint_state.leaves_of(self._named)
-        joint = None if self._strategy.num_workers > 1 else _checkpoint_state.joint_among(leaves)
+        leaves = state.leaves_of(self._named)
+        joint = None if self._strategy.num_workers > 1 else state.joint_among(leaves)
         if joint or (runtime.current() is not None and isinstance(self._strategy, DefaultStrategy)):
             what = repr(joint) if joint else "this worker"
             raise StrategyMismatchError(
@@ -354,13 +352,13 @@ class Checkpoint:
             if mark is None:  # worker 0 cannot write there; restoring needs no more than that all see the same steps
                 return
             reports = self._exchange({"where": self._where(), "sees": self._files.sees(mark)}, where)
-        _checkpoint_agreement.require_seen(reports)
+        same_on_workers.require_seen(reports)
         self._is_shared = True
 
     def _exchange(self, value: dict[str, Any], where: str) -> Sequence[dict[str, Any]]:
         with progress.phase(f"checkpoint.{where}", waits=True):
             seen = self._strategy._coordination.exchange(_CHANNEL, [where.partition("(")[0], value])
-        _checkpoint_agreement.require_same_call([call for call, _ in seen])
+        same_on_workers.require_same_call([call for call, _ in seen])
         return [other for _, other in seen]
 
     def _require_usable(self, verb: str) -> None:
