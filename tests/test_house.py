@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from offers import OFFERS
 
 import mirrored as mr
 
@@ -33,6 +34,10 @@ LONGER = {
     "_strategy.strategy": 500,  # the public verbs: half of it is their documentation
     "_variables.variable": 560,  # one class with the operators and conversions of an array
 }
+#: Files that start threads: none starts one at import, and each ends its own.
+THREADS = {
+    "_checkpoint.preemption", "_checkpoint.writer", "_cluster.meeting", "_workers.guard", "_workers.runtime", "data._prefetch",
+}  # fmt: skip
 PATHS = {path.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", "."): path for path in sorted(PACKAGE.rglob("*.py"))}
 TREES = {name: ast.parse(path.read_text()) for name, path in PATHS.items()}
 
@@ -86,6 +91,32 @@ def test_private_names_do_not_leave_their_wing() -> None:
     assert [(name, source) for name, source in taken if wing(name) != wing(source)] == []
 
 
+def taken(name: str) -> Iterator[str]:
+    """Yield `module.name` of what a file takes from other wings, by name or through the module."""
+    modules = {}
+    for module, member, node in imports(name):
+        if member:
+            yield f"{module}.{member}"
+        else:
+            alias = next(a for a in node.names if module.split(".")[-1] == a.name)
+            modules[alias.asname or alias.name] = module
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+            yield f"{modules[node.value.id]}.{node.attr}"
+
+
+def test_a_wing_offers_what_others_take_and_nothing_else() -> None:
+    """A new name across a border is a visible change: add it to tests/offers.py, where the wing's offer is one list."""
+    found = defaultdict(set)
+    for name in PATHS:
+        for offer in taken(name):
+            if wing(offer) != wing(name) and wing(offer) in OFFERS:
+                found[wing(offer)].add(offer.removeprefix(f"{wing(offer)}."))
+    assert {wing: sorted(names) for wing, names in found.items()} == {
+        wing: sorted(names.split()) for wing, names in OFFERS.items()
+    }
+
+
 def test_what_jax_does_not_promise_is_named_in_one_wing_and_the_ground_names_no_jax() -> None:
     beyond = re.compile(r"jax\.extend|jax\._src|jax\.interpreters|from jax import (_src|extend)")
     assert [name for name, path in PATHS.items() if wing(name) != "_jax" and beyond.search(path.read_text())] == []
@@ -97,6 +128,11 @@ def test_what_jax_does_not_promise_is_named_in_one_wing_and_the_ground_names_no_
 
 def test_the_environment_is_read_in_one_file() -> None:
     assert [name for name, path in PATHS.items() if name != "_env" and re.search(r"os\.(environ|getenv)", path.read_text())] == []
+
+
+def test_threads_start_where_the_house_says() -> None:
+    starts = {name for name, path in PATHS.items() if re.search(r"\bThread\(|PoolExecutor|start_new_thread\(", path.read_text())}
+    assert starts == THREADS
 
 
 def test_no_two_classes_have_one_name() -> None:

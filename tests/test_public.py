@@ -1,6 +1,7 @@
 """The public surface: frozen, documented with examples, and light to import."""
 
 import inspect
+import pickle
 import re
 import subprocess
 import sys
@@ -69,3 +70,16 @@ def test_importing_wakes_no_backend_and_loads_no_optional_package() -> None:
     )
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
     assert output.split() == ["[]", "3"]
+
+
+def test_errors_are_shown_under_the_name_to_catch() -> None:
+    things = [getattr(mr, name) for name in PUBLIC]
+    errors = [thing for thing in things if isinstance(thing, type) and issubclass(thing, Exception)]
+    assert len(errors) > 12
+    for error in (*errors, mr.data.TFRecordError):
+        home = mr.data if error is mr.data.TFRecordError else mr
+        assert (error.__module__, getattr(home, error.__name__)) == (home.__name__, error)
+        assert pickle.loads(pickle.dumps(error)) is error  # noqa: S301
+    code = "import mirrored as mr; raise mr.PerReplicaError('x')"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert shown.stderr.rstrip().endswith("mirrored.PerReplicaError: x")

@@ -61,3 +61,7 @@ from .data._input_context import InputContext as InputContext
 from .optimizer import Optimizer as Optimizer
 
 __version__ = "0.1.0"
+
+for _thing in list(vars().values()):
+    if isinstance(_thing, type) and issubclass(_thing, Exception):
+        _thing.__module__ = __name__  # tracebacks show the name to write behind `except`

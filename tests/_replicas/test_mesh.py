@@ -86,9 +86,7 @@ def test_devices_asked_for_after_jax_has_started_name_two_ways_out() -> None:
     done = run_python(code)
     assert done.returncode == 1
     message = done.stderr.splitlines()[-1]
-    assert message.startswith(
-        "mirrored._errors.DeviceError: devices contains 'cpu:1', but this process has 1 cpu devices (cpu:0)."
-    )
+    assert message.startswith("mirrored.DeviceError: devices contains 'cpu:1', but this process has 1 cpu devices (cpu:0).")
     assert "make the strategy before anything else uses JAX" in message
     assert "JAX_NUM_CPU_DEVICES=3" in message
 
