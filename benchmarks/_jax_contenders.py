@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from _harness import Contender
-from _workloads import LEARNING_RATE, Workload
+from _workloads import HEADS, LAYERS, LEARNING_RATE, WIDTH, Workload
 from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -44,8 +44,25 @@ def _conv(params: Params, x: jax.Array, y: jax.Array) -> jax.Array:
     return _cross_entropy(x.mean((1, 2)) @ params["w"] + params["b"], y)
 
 
+def _normalized(x: jax.Array, scale: jax.Array) -> jax.Array:
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6) * scale
+
+
+def _transformer(params: Params, x: jax.Array, y: jax.Array) -> jax.Array:
+    h = params["embedding"][x] + params["position"]
+    mask = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))
+    for i in range(LAYERS):
+        a = _normalized(h, params[f"scale{i}a"])
+        heads = [(a @ params[f"{name}{i}"]).reshape(*x.shape, HEADS, -1) for name in ("query", "key", "value")]
+        scores = jnp.einsum("bqhd,bkhd->bhqk", heads[0], heads[1]) / np.sqrt(WIDTH / HEADS)
+        weights = jax.nn.softmax(jnp.where(mask, scores, -1e9), axis=-1)
+        h = h + jnp.einsum("bhqk,bkhd->bqhd", weights, heads[2]).reshape(h.shape) @ params[f"out{i}"]
+        h = h + jax.nn.gelu(_normalized(h, params[f"scale{i}b"]) @ params[f"up{i}"]) @ params[f"down{i}"]
+    return _cross_entropy(h @ params["w"], y).mean(axis=-1)
+
+
 #: The losses of the examples, `(params, x, y) -> [batch]`, by workload.
-LOSSES: dict[str, Callable[..., jax.Array]] = {"W1": _linear, "W2": _mlp, "W3": _conv}
+LOSSES: dict[str, Callable[..., jax.Array]] = {"W1": _linear, "W2": _mlp, "W3": _conv, "W4": _transformer}
 
 
 def mirrored_step(strategy: mr.Strategy, workload: Workload) -> Callable[[jax.Array, jax.Array], jax.Array]:

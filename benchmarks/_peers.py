@@ -15,6 +15,8 @@ PEERS = (
     ("TensorFlow MirroredStrategy", "tensorflow", "peer_tensorflow.py"),
     ("PyTorch DDP, one process each", "torch", "peer_torch.py"),
 )
+#: What they have.
+WORKLOADS = ("W1", "W2", "W3")
 
 
 @contextlib.contextmanager
@@ -22,7 +24,7 @@ def running(workload: str, num_replicas: int, python: str) -> Iterator[list[Cont
     """Start the peers that `python` has, for the duration of a block."""
     with contextlib.ExitStack() as stack:
         contenders = []
-        for name, module, file in PEERS:
+        for name, module, file in PEERS if workload in WORKLOADS else ():
             if not has_module(python, module):
                 print(f"skipped: {name}, because {python} has no {module}")
                 continue

@@ -21,7 +21,7 @@ GOAL_SMALL, GOAL_LARGE, LARGE = 1.15, 1.03, 0.020
 
 
 def main() -> None:
-    options = parse(__doc__, replicas=2, workloads="W1,W2,W3", rounds=60, turn=0.1, peers_python=sys.executable)
+    options = parse(__doc__, replicas=2, workloads="W1,W2,W3,W4", rounds=60, turn=0.1, peers_python=sys.executable)
     mr.MirroredStrategy([f"cpu:{i}" for i in range(options.replicas)])  # starts the backend with so many devices
     for name in options.workloads.split(","):
         measure(WORKLOADS[name], options)

@@ -13,7 +13,7 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 FILES = {
     "uneven_step": ("plain: uneven step", "normalized: uneven step", "compiling"),
     "input_files": ("mirrored", "plain reader", "grain's TFRecord reader"),
-    "step_time": ("W1:", "W2:", "W3:", "by hand", "mirrored", "by hand, packed", "one device"),
+    "step_time": ("W1:", "W2:", "W3:", "W4:", "by hand", "mirrored", "by hand, packed", "one device"),
     "overhead": ("2 variables", "200 variables", "60 us"),
     "compile_time": ("mirrored, R=8", "1.30", "traces of the user's function"),
     "memory": ("by hand", "mirrored"),
