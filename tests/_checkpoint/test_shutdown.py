@@ -51,3 +51,9 @@ _shutdown.before_pools_end(interrupted)
 """
     ended = subprocess.run([sys.executable, "-c", LOAD + program], capture_output=True, text=True, timeout=50)
     assert ended.returncode == 0 and ended.stdout == "the rest\n" and "KeyboardInterrupt" in ended.stderr
+
+
+def test_it_does_not_matter_who_imports_the_pools_first() -> None:
+    program = "_shutdown.before_pools_end(lambda: thread.join())\n" + PROGRAM.format(is_waited_for=False, end="")
+    ended = subprocess.run([sys.executable, "-c", LOAD + program], capture_output=True, text=True, timeout=50)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "done\n", "")
