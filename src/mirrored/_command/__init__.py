@@ -1,1 +1,1 @@
-"""The parts of the command `mirrored`. No jax here."""
+"""The parts of the command `mirrored`."""

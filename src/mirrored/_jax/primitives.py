@@ -1,6 +1,6 @@
 """The names of JAX's primitives that the mirror proof knows, over all tried versions of JAX.
 
-`tests/test_primitives.py` says which of them only some versions have, and fails when a name has come or gone.
+`tests/_jax/test_primitives.py` says which of them only some versions have, and fails when a name has come or gone.
 """
 
 from __future__ import annotations

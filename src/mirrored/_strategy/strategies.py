@@ -1,4 +1,4 @@
-"""The strategies, which differ only in their devices, and which of them is current."""
+"""The strategies, which differ only in their devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where global batches come from: arrays in memory, or anything that can be iterated again."""
+"""Arrays in memory as a dataset of global batches."""
 
 from __future__ import annotations
 
