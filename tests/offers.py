@@ -49,8 +49,8 @@ OFFERS = {
     """,
     "_program": """
         cache.Programs call.ArrayLeaf call.Call call.argument_names call.array_leaves call.key_of call.pinned call.take_apart
-        eager.eager eager.is_eager lift.Lifted lift.lift lift.plan_result program.Program program.describe_program
-        replicate.run
+        eager.eager eager.is_eager lift.Lifted lift.lift lift.plan_result program.Program program.StepProgram
+        program.describe_program replicate.run
     """,
     "_transforms": """
         function.function gradients.grad gradients.value_and_grad loops.cond loops.fori_loop loops.scan

@@ -23,7 +23,7 @@ from .._variables import storage
 from .._variables.bindings import Bindings, with_few_compilations
 from . import lift
 from .call import Call, argument_names
-from .program import Program, place, replica_frame, unstacked
+from .program import StepProgram, place, replica_frame, unstacked
 
 is_eager: contextvars.ContextVar[bool] = contextvars.ContextVar("mirrored_eager", default=False)
 
@@ -49,7 +49,7 @@ def eager() -> Iterator[None]:
         is_eager.reset(token)
 
 
-def run_eagerly(strategy: Any, mesh: ReplicaMesh, program: Program, call: Call) -> PyTree:
+def run_eagerly(strategy: Any, mesh: ReplicaMesh, program: StepProgram, call: Call) -> PyTree:
     """Run the user's function operation by operation, then check and keep what it wrote.
 
     All results come back stacked; which of them are mirrored is what the proof of the traced program says.

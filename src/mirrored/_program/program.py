@@ -28,7 +28,7 @@ from .lift import Lifted
 from .proof import Findings
 
 
-def describe_program(program: Program) -> str:
+def describe_program(program: StepProgram) -> str:
     """Say which variables a step touches, and what it communicates."""
     findings, lifted = program.findings, program.lifted
     sizes: dict[str, list[int]] = {}
@@ -49,47 +49,58 @@ def _bytes(count: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A step, proven and ready to run on a mesh.
+    """A pure function of variables and arrays, compiled for a mesh, with the variables that it updates.
 
     Attributes:
-        name: the user's name of the step.
-        num_replicas: how many replicas it is for.
-        is_joint: whether other workers run it too.
+        name: the user's name of the function.
+        mesh: the devices that it runs on.
         lifted: the pure function and its variables.
         home: where the arrays of the variables that it writes are.
-        findings: what the proof found.
-        mapped: the pure function of global arrays `(written, read_only, arrays, constants)`.
-        compiled: `mapped`, compiled; the written variables' arrays are donated.
-        constants: the arrays that the step closes over, placed on the mesh.
-        is_mirrored: for each result array, whether it is the same on every replica.
+        compiled: the program of `(written, read_only, arrays, constants)`; the written variables' arrays are donated.
+        constants: the arrays that the function closes over, placed on the mesh.
         pins: what the cache key identifies by identity.
         watch: compares the copies of the variables that it writes now and then.
     """
 
     name: str
-    num_replicas: int
-    is_joint: bool
+    mesh: ReplicaMesh
     lifted: Lifted
     home: Home
-    findings: Findings
-    mapped: Callable[..., Any]
     compiled: Callable[..., Any]
     constants: list[Any]
-    is_mirrored: tuple[bool, ...]
     pins: list[Any]
     watch: Watch | None
 
-    def run(self, arrays: list[Any]) -> PyTree:
+    def execute(self, arrays: list[Any]) -> list[Any]:
+        """Run on placed arrays, keep what the variables became, and return the arrays of the result."""
         lifted = self.lifted
         read_only = storage.arrays_of(lifted.read_only) if lifted.read_only else []
         results, _, witness = storage.overwrite(self.compiled, self.home, lifted.written, read_only, arrays, self.constants)
         if witness:
-            (in_flight.joined if self.is_joint else in_flight.started)(witness[0])
+            (in_flight.started if self.mesh.is_alone else in_flight.joined)(witness[0])
         if (watch := self.watch) is not None and (not watch.is_joint or in_main_thread()):
             watch.count += 1
             if watch.count >= watch.next:
                 watch.look()
-        return self.rebuild(results)
+        return results
+
+
+@dataclasses.dataclass(frozen=True)
+class StepProgram(Program):
+    """The program of a step, proven.
+
+    Attributes:
+        findings: what the proof found.
+        mapped: the pure function of global arrays, before it is compiled.
+        is_mirrored: for each result array, whether it is the same on every replica.
+    """
+
+    findings: Findings
+    mapped: Callable[..., Any]
+    is_mirrored: tuple[bool, ...]
+
+    def run(self, arrays: list[Any]) -> PyTree:
+        return self.rebuild(self.execute(arrays))
 
     def rebuild(self, results: list[Any]) -> PyTree:
         """Make the step's result of the program's, in place."""

@@ -27,12 +27,14 @@ from .cache import Programs
 from .call import Call, argument_names, check_replicas, key_of, pinned, take_apart
 from .eager import is_eager, refuse_eager, run_eagerly, silenced
 from .lift import Lifted, trace_step
-from .program import Program, are_placed, place, replica_frame, stacked_unless, unstacked
+from .program import StepProgram, are_placed, place, replica_frame, stacked_unless, unstacked
 from .proof import State
 from .uneven import traces
 
 
-def run(strategy: Any, mesh: ReplicaMesh, programs: Programs[Program], function: Any, args: Sequence[Any], kwargs: Any) -> PyTree:
+def run(
+    strategy: Any, mesh: ReplicaMesh, programs: Programs[StepProgram], function: Any, args: Sequence[Any], kwargs: Any
+) -> PyTree:
     """Call `function` on every replica: find or make its program, and run it."""
     frame = frames.current()
     if frame is not None and frame.axis is not None:
@@ -61,9 +63,9 @@ def run(strategy: Any, mesh: ReplicaMesh, programs: Programs[Program], function:
 # -- running
 
 
-def _run_traced(program: Program, call: Call) -> PyTree:
+def _run_traced(program: StepProgram, call: Call) -> PyTree:
     """Make the program part of a larger one that is being traced."""
-    check_replicas(call.arrays, call.array_leaves(), lambda: argument_names(call), program.num_replicas)
+    check_replicas(call.arrays, call.array_leaves(), lambda: argument_names(call), program.mesh.num_replicas)
     lifted = program.lifted
     written = [read_outer(variable) for variable in lifted.written]
     read_only = [read_outer(variable) for variable in lifted.read_only]
@@ -86,7 +88,7 @@ def _run_merged(strategy: Any, frame: Frame, function: Any, args: Sequence[Any],
 # -- making a program
 
 
-def _make_program(strategy: Any, mesh: ReplicaMesh, call: Call) -> Program:
+def _make_program(strategy: Any, mesh: ReplicaMesh, call: Call) -> StepProgram:
     leaves = call.array_leaves()
     check_replicas(call.arrays, leaves, lambda: argument_names(call), mesh.num_replicas)
     frame_with = functools.partial(replica_frame, strategy, mesh, None)
@@ -109,9 +111,7 @@ def _make_program(strategy: Any, mesh: ReplicaMesh, call: Call) -> Program:
     constants = placement.mirror_constants(mesh, lifted.closed.consts, "an array that the step closes over")
     home, pins = storage.home_of(lifted.written), pinned(call)
     watch = equal_copies.watch(mesh, lifted.variables)
-    return Program(
-        name, mesh.num_replicas, bool(text), lifted, home, findings, mapped, compiled, constants, is_mirrored, pins, watch
-    )  # fmt: skip
+    return StepProgram(name, mesh, lifted, home, compiled, constants, pins, watch, findings, mapped, is_mirrored)
 
 
 def _map(mesh: ReplicaMesh, lifted: Lifted, is_per_replica: Sequence[bool], is_mirrored: Sequence[bool]) -> Callable[..., Any]:
@@ -158,5 +158,5 @@ def _refuse_per_replica_results(lifted: Lifted) -> None:
         )
 
 
-def _holds_tracers(program: Program) -> bool:
+def _holds_tracers(program: StepProgram) -> bool:
     return any(isinstance(constant, jax.core.Tracer) for constant in program.constants)

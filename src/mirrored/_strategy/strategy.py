@@ -17,7 +17,7 @@ from .._errors import ContextError, StrategyMismatchError
 from .._options import AutoShardPolicy, InputOptions, ReduceOp
 from .._program import replicate
 from .._program.cache import Programs
-from .._program.program import Program, describe_program
+from .._program.program import StepProgram, describe_program
 from .._replicas import collectives, context, frames, in_flight
 from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh
@@ -76,7 +76,7 @@ class Strategy:
                 "mr.Strategy is not made directly; write mr.MirroredStrategy(devices) or mr.OneDeviceStrategy(device)."
             )
         self._mesh = mesh
-        self._programs: Programs[Program] = Programs()
+        self._programs: Programs[StepProgram] = Programs()
         self._datasets: weakref.WeakSet[DistributedDataset] = weakref.WeakSet()
         _logger.info("%s: %s", type(self).__name__, mesh)
 

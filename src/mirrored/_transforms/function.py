@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,20 +16,18 @@ from .._program import eager, lift
 from .._program.cache import Programs
 from .._program.call import ArrayLeaf, Call, argument_names, array_leaves, key_of, pinned, take_apart
 from .._program.lift import Lifted
-from .._replicas import frames, in_flight
+from .._program.program import Program
+from .._replicas import frames
 from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh, default_mesh
 from .._replicas.per_replica import PerReplica
 from .._replicas.placement import check_later, mirror, mirror_constants, refuse_argument
 from .._typing import PyTree, Shape, UserFunction
 from .._variables import equal_copies, storage
-from .._variables.equal_copies import Watch
-from .._variables.storage import Home
 from .._variables.variable import Variable
 from .._workers import joint_programs
-from .._workers.progress import in_main_thread
 
-_programs: Programs[CompiledFunction] = Programs()
+_programs: Programs[FunctionProgram] = Programs()
 
 
 def function(fn: UserFunction) -> UserFunction:
@@ -93,40 +91,12 @@ def call_compiled(fn: UserFunction, args: Sequence[Any], kwargs: dict[str, Any])
 
 
 @dataclasses.dataclass(frozen=True)
-class CompiledFunction:
-    """A cross-replica function as one compiled program.
-
-    Attributes:
-        name: the user's name of the function.
-        lifted: the pure function and its variables.
-        home: where the arrays of the variables that it writes are.
-        mesh: where it runs.
-        compiled: the program of `(written, read_only, arrays, constants)`; the written arrays are donated.
-        constants: the arrays that the function closes over.
-        pins: what the cache key identifies by identity.
-        watch: compares the copies of the variables that it writes now and then.
-    """
-
-    name: str
-    lifted: Lifted
-    home: Home
-    mesh: ReplicaMesh
-    compiled: Callable[..., Any]
-    constants: list[Any]
-    pins: list[Any]
-    watch: Watch | None
+class FunctionProgram(Program):
+    """The program of a cross-replica function."""
 
     def run(self, arrays: Sequence[Any], leaves: Sequence[ArrayLeaf]) -> PyTree:
-        lifted = self.lifted
-        others = storage.arrays_of(lifted.read_only), self._placed(arrays, leaves), self.constants
-        results, _, witness = storage.overwrite(self.compiled, self.home, lifted.written, *others)
-        if witness:
-            (in_flight.started if self.mesh.is_alone else in_flight.joined)(witness[0])
-        if (watch := self.watch) is not None and (not watch.is_joint or in_main_thread()):
-            watch.count += 1
-            if watch.count >= watch.next:
-                watch.look()
-        return lifted.plan.rebuild(list(self._wrapped(results)))
+        results = self.execute(self._placed(arrays, leaves))
+        return self.lifted.plan.rebuild(list(self._wrapped(results)))
 
     def _wrapped(self, results: Sequence[Any]) -> Iterator[Any]:
         plan = self.lifted.plan
@@ -146,7 +116,7 @@ class CompiledFunction:
         return placed
 
 
-def _make(call: Call, frame: Frame) -> CompiledFunction:
+def _make(call: Call, frame: Frame) -> FunctionProgram:
     leaves = call.array_leaves()
     avals = [
         leaf.aval(array.shape if leaf.is_per_replica else leaf.shape) for leaf, array in zip(leaves, call.arrays, strict=True)
@@ -165,7 +135,8 @@ def _make(call: Call, frame: Frame) -> CompiledFunction:
         compiled = joint_programs.prepared(name, f"arguments by replica: {is_split}\n{lifted.describe()}", compiled)
     constants = mirror_constants(mesh, lifted.closed.consts, f"an array that {name} closes over")
     home, pins = storage.home_of(lifted.written), [*pinned(call), frame.strategy]
-    return CompiledFunction(name, lifted, home, mesh, compiled, constants, pins, equal_copies.watch(mesh, lifted.variables))
+    watch = equal_copies.watch(mesh, lifted.variables)
+    return FunctionProgram(name, mesh, lifted, home, compiled, constants, pins, watch)
 
 
 def _pure(lifted: Lifted, mesh: ReplicaMesh, written: Any, read_only: Any, arrays: Any, constants: Any) -> Any:
