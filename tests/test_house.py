@@ -174,6 +174,11 @@ def test_docstrings_begin_with_one_sentence() -> None:
     nodes = ((name, node) for kind in (ast.FunctionDef, ast.ClassDef, ast.Module) for name, node in each(kind))
     firsts = [(name, (ast.get_docstring(node) or ".").split("\n\n")[0].strip()) for name, node in nodes]
     assert [(name, first) for name, first in firsts if not first.endswith((".", ":", "?"))] == []
+    verbs = re.compile(
+        r"(Say|Tell|Hold|Be|Keep|Describe|Name|Run|Read|Write|Know|Make|Stand|Watch|Collect|Find|Answer|Compare|Warn) "
+    )
+    classes = [(name, node.name) for name, node in each(ast.ClassDef) if verbs.match(ast.get_docstring(node) or "")]
+    assert classes == [], "a class is a noun"
 
 
 def way(step: Callable[[], object]) -> tuple[set[str], int]:

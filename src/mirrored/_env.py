@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 @dataclasses.dataclass(frozen=True)
 class EnvironmentVariable:
-    """Describe one environment variable: its name, and what the library does with it."""
+    """One environment variable: its name, and what the library does with it."""
 
     name: str
     use: str

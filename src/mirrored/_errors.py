@@ -4,43 +4,43 @@ from __future__ import annotations
 
 
 class ReplicasDivergeError(ValueError):
-    """Say that copies which must be the same on every replica are not, or cannot be shown to be."""
+    """Copies that must be the same on every replica are not, or cannot be shown to be."""
 
 
 class CollectiveHangError(ValueError):
-    """Say that only some replicas would reach a collective, so that all would wait for ever."""
+    """Only some replicas would reach a collective, so that all would wait for ever."""
 
 
 class FactorOfReplicasError(ValueError):
-    """Say that a gradient would be summed over the replicas twice."""
+    """A gradient would be summed over the replicas twice."""
 
 
 class UnevenReplicasError(ValueError):
-    """Say that the replicas hold different shapes where equal ones are needed."""
+    """The replicas hold different shapes where equal ones are needed."""
 
 
 class PerReplicaError(TypeError):
-    """Say that a PerReplica was used as if it were one array."""
+    """A PerReplica was used as if it were one array."""
 
 
 class OneProgramError(TypeError):
-    """Say that Python tried to branch on a value that differs by replica."""
+    """Python tried to branch on a value that differs by replica."""
 
 
 class ContextError(RuntimeError):
-    """Say that something was called in the wrong context (replica, cross-replica, foreign trace)."""
+    """Something was called in the wrong context (replica, cross-replica, foreign trace)."""
 
 
 class StrategyMismatchError(RuntimeError):
-    """Say that values, variables or scopes of two strategies were mixed."""
+    """Values, variables or scopes of two strategies were mixed."""
 
 
 class DeviceError(ValueError):
-    """Say that a device does not exist, is named twice, or can no longer be made."""
+    """A device does not exist, is named twice, or can no longer be made."""
 
 
 class TFRecordError(ValueError):
-    """Say that a TFRecord file is damaged, cut short, or written in another way than was said."""
+    """A TFRecord file is damaged, cut short, or written in another way than was said."""
 
 
 #: The description of the cluster is wrong: starting again would not help.
@@ -48,7 +48,7 @@ BAD_CONFIGURATION = 76
 
 
 class ClusterConfigError(ValueError):
-    """Say that the description of a cluster is wrong, so that starting again would not help; a script ends with code 76."""
+    """The description of a cluster is wrong, so that starting again would not help. A script ends with code 76."""
 
     exit_code = BAD_CONFIGURATION
 
@@ -58,7 +58,7 @@ RESTART = 75
 
 
 class ClusterStartError(RuntimeError):
-    """Say that the workers of a cluster did not come together: one is missing, or a port is taken; ends with code 75.
+    """The workers of a cluster did not come together: one is missing, or a port is taken. A script ends with code 75.
 
     Where starting again would not help, because JAX had started before the strategy was made, with 76.
     """
@@ -69,23 +69,23 @@ class ClusterStartError(RuntimeError):
 
 
 class WorkerLostError(RuntimeError):
-    """Say that another worker is gone, or did not come where all must."""
+    """Another worker is gone, or did not come where all must."""
 
 
 class ProgramMismatchError(RuntimeError):
-    """Say that the workers came to different programs, which would wait for each other or give wrong numbers."""
+    """The workers came to different programs, which would wait for each other or give wrong numbers."""
 
 
 class CheckpointError(RuntimeError):
-    """Say that a checkpoint cannot be restored, does not fit, or that saving has failed again and again."""
+    """A checkpoint cannot be restored or does not fit, or saving has failed again and again."""
 
 
 class FactorOfReplicasWarning(UserWarning):
-    """Warn that an update is R times the one that a single device would make."""
+    """An update is R times the one that a single device would make."""
 
 
 class RecompilationWarning(UserWarning):
-    """Warn that a function is compiled again and again, and name the argument that causes it."""
+    """A function is compiled again and again. The message names the argument that causes it."""
 
 
 #: An error of the user's program.

@@ -27,7 +27,7 @@ class NamedChoice(enum.Enum):
 
 
 class AutoShardPolicy(NamedChoice):
-    """Say how several workers share the records of one dataset; with one worker all but OFF are the same.
+    """A policy by which several workers share the records of one dataset. With one worker all but OFF are the same.
 
     * `AUTO`: `FILE` when the dataset reads files and there is at least one for each worker, and nothing in the
       pipeline depends on records of several files; else `DATA`. One line of the log says which and why.
@@ -53,7 +53,7 @@ class AutoShardPolicy(NamedChoice):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InputOptions:
-    """Say how a dataset is distributed.
+    """The options of a distributed dataset.
 
     Args:
         drop_remainder: leave out rows so that all replicas get the same number: the last `n mod R` rows of a
@@ -88,7 +88,7 @@ class InputOptions:
 
 
 class CommunicationImplementation(NamedChoice):
-    """Say what carries values between the workers; `mr.CollectiveCommunication` is its old name.
+    """The implementation that carries values between the workers. `mr.CollectiveCommunication` is the enum's old name.
 
     * `AUTO`: NCCL between GPUs, gloo between CPUs.
     * `RING`: NCCL's ring algorithm between GPUs (`NCCL_ALGO=Ring`); gloo, which is a ring, between CPUs.
@@ -110,7 +110,7 @@ class CommunicationImplementation(NamedChoice):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CommunicationOptions:
-    """Say how workers communicate.
+    """The options of the communication between workers.
 
     Args:
         implementation: `mr.CommunicationImplementation` or its name.
@@ -156,7 +156,7 @@ MAX_TIMEOUT_SECONDS = 7 * 24 * 3600.0
 
 
 class ReduceOp(NamedChoice):
-    """Say how values are combined: `SUM` or `MEAN`; their names are accepted everywhere, in any case.
+    """The operation that combines values: `SUM` or `MEAN`. The names are accepted everywhere, in any case.
 
     >>> mr.ReduceOp.SUM
     <ReduceOp.SUM: 'SUM'>
@@ -169,7 +169,7 @@ class ReduceOp(NamedChoice):
 
 
 class VariableSynchronization(NamedChoice):
-    """Say when the copies of a variable are brought together.
+    """The time at which the copies of a variable are brought together.
 
     * `AUTO`: the same as `ON_WRITE`.
     * `ON_WRITE`: mirrored. Every write leaves the same value on all replicas.
@@ -189,7 +189,7 @@ class VariableSynchronization(NamedChoice):
 
 
 class VariableAggregation(NamedChoice):
-    """Say how the replicas' values of one variable become one value.
+    """The way in which the replicas' values of one variable become one value.
 
     * `NONE`: they are not combined. A mirrored variable then takes only values that are provably the
       same on every replica; a sync-on-read variable cannot be read outside a replica.

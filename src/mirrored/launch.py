@@ -39,7 +39,7 @@ _HELP = """usage: mirrored launch -n N [options] script.py args...   start N wor
 
 
 class _Parser(argparse.ArgumentParser):
-    """Say in one line what is wrong and what to write."""
+    """A parser that says in one line what is wrong and what to write."""
 
     right = "mirrored launch -n 2 train.py"
 

@@ -21,7 +21,7 @@ from ._variables.variable import Variable, is_variable
 
 
 class Optimizer:
-    """Update variables with an optax transformation; in a step, from the sum of the replicas' gradients.
+    """An optax transformation and the variables that it updates. In a step it uses the sum of the replicas' gradients.
 
     The transformation's state is created once, as mirrored variables, so create the optimizer in
     `strategy.scope()` like the variables.

@@ -31,7 +31,7 @@ _MAX_STEP = 10**18 - 1
 
 
 class Checkpoint:
-    """Save variables, optimizers and the position in the data, and restore them on any number of replicas and workers.
+    """The variables, optimizers and position in the data of a program, saved for any number of replicas and workers.
 
     A save copies the state to the host and comes back; the files are written while training goes on. A step is there
     whole or not at all, whenever the process is killed. What is read is compared with checksums, and a damaged step is

@@ -55,7 +55,7 @@ _being_written: set[str] = set()
 
 
 class DamagedStep(Exception):
-    """Say all that is wrong with a step on disk; users see it in the log, and in a CheckpointError."""
+    """A step on disk is damaged. Users see all that is wrong with it in the log, and in a CheckpointError."""
 
     def __init__(self, problems: list[str]) -> None:
         super().__init__("; ".join(problems))
@@ -88,7 +88,7 @@ def checked_directory(directory: Any) -> Path:
 
 
 class StepFiles:
-    """Hold the steps in one directory, each a directory of its own that is named after its number.
+    """The steps in one directory, each a directory of its own that is named after its number.
 
     Nothing is written outside it: arrays are numbered, and what users call them is in the record only.
     """

@@ -36,7 +36,7 @@ _handlers: weakref.WeakSet[PreemptionHandler] = weakref.WeakSet()
 
 
 class PreemptionHandler:
-    """Save and leave with exit code 143 after SIGTERM, which a machine sends before it is taken away.
+    """A handler that saves after SIGTERM, the notice that a machine is taken away, and leaves with exit code 143.
 
     The signal may come to any worker, at any time. All workers then agree on one step that none has passed, save when
     they have taken it, wait until it is on disk, and leave with `SystemExit(143)`. The next start goes on with the
@@ -234,7 +234,7 @@ class PreemptionHandler:
 
 
 class _SignalWatch:
-    """Tell the other workers of a signal, hear of theirs, and agree with them on the step to save.
+    """The agreement of all workers, after a signal to any of them, on the step to save.
 
     In a thread of its own, so that a worker which waits for the agreement and one which is in a step that needs all workers
     do not wait for each other. Each worker stops before it takes another step, says which it has taken last, and

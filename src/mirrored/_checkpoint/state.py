@@ -28,7 +28,7 @@ _NUMBERS = {"bool": "True".__eq__, "int": int, "float": float, "complex": comple
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """Hold the state of a program at one step.
+    """The state of a program at one step.
 
     Attributes:
         leaves: for each leaf what it is and where its data is, as JSON.

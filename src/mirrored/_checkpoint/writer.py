@@ -38,7 +38,7 @@ before_pools_end(_finish_all)
 
 
 class Writer:
-    """Write one step after the other in a thread, on the chief; on other workers, know what the chief said last.
+    """The writes of steps on the chief, one after the other in a thread. On other workers, what the chief said of them last.
 
     Attributes:
         latest: the last step that is complete on disk; None when there is none.

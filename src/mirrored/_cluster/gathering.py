@@ -48,7 +48,7 @@ def keep_alive(sock: socket.socket) -> None:
 
 
 class Clock:
-    """Know the deadline, say now and then what is waited for, and remember whether that was a run that has the port.
+    """A deadline, and the time of the next report of what is waited for.
 
     Attributes:
         has_met_a_run: whether a job ran at the address: an earlier run of this one, or another that has the same port.
@@ -75,7 +75,7 @@ class Clock:
 
 @dataclasses.dataclass(eq=False)
 class _Peer:
-    """Hold a connection to worker 0: a stranger until it has said hello."""
+    """A connection to worker 0: a stranger's, until it has said hello."""
 
     sock: socket.socket
     address: str
@@ -100,7 +100,7 @@ class _Peer:
 
 
 class Gathering:
-    """Be worker 0: collect a hello from every other worker, and tell all of them the outcome.
+    """Worker 0's side of the meeting, which collects a hello from every other worker and tells all of them the outcome.
 
     One thread serves all connections without blocking on any, so that a stranger cannot hold up the others.
     """

@@ -25,7 +25,7 @@ _MAX_VERSIONS = 16
 
 @dataclasses.dataclass(frozen=True)
 class Hello:
-    """Introduce a worker to worker 0.
+    """The line of JSON in which a worker introduces itself to worker 0.
 
     Args:
         index: which worker it says it is.

@@ -30,7 +30,7 @@ _Address = tuple[socket.AddressFamily, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Meeting:
-    """Say what the workers learnt from meeting; None where there was no need to meet.
+    """What a worker learnt from meeting the others. The fields are None where there was no need to meet.
 
     Args:
         host: the numeric address at which other workers reach this one, for the collectives.

@@ -17,7 +17,7 @@ from .spec import Cluster, ClusterSpec, check_count, refuse, said_by
 
 
 class ClusterResolver(abc.ABC):
-    """Say what the cluster is and which of its tasks this process is.
+    """A source of the cluster's description: its tasks, and which of them this process is.
 
     A subclass says where it reads that.
 
@@ -49,7 +49,7 @@ class ClusterResolver(abc.ABC):
 
 
 class SimpleClusterResolver(ClusterResolver):
-    """Take the cluster from the arguments.
+    """A resolver that takes the cluster from its arguments.
 
     Args:
         cluster_spec: task type -> addresses, equal on all workers.
@@ -76,7 +76,7 @@ class SimpleClusterResolver(ClusterResolver):
 
 
 class TFConfigClusterResolver(ClusterResolver):
-    """Read the cluster from the variable TF_CONFIG, at every access; without it there is no cluster.
+    """A resolver that reads the cluster from the variable TF_CONFIG at every access. Without it there is no cluster.
 
     Args:
         environment: the variables to look in; by default this process's own.
@@ -101,7 +101,7 @@ class TFConfigClusterResolver(ClusterResolver):
 
 
 class SlurmClusterResolver(ClusterResolver):
-    """Read the cluster from the variables that `srun` sets; hosts keep Slurm's order, in which node2 is before node10.
+    """A resolver that reads the variables that `srun` sets. Hosts keep Slurm's order, in which node2 is before node10.
 
     Args:
         port_base: the port of the first worker on each host; the next ones there count up. Give each job that
@@ -130,7 +130,7 @@ class SlurmClusterResolver(ClusterResolver):
 
 
 class KubernetesClusterResolver(ClusterResolver):
-    """Read the cluster from the variables of a pod; the Kubernetes API is not asked, so no permission is needed.
+    """A resolver that reads the variables of a pod. The Kubernetes API is not asked, so no permission is needed.
 
     A TFJob sets TF_CONFIG, a TrainJob sets JAX_*, a JAXJob and a PyTorchJob set their own. The pods of an indexed Job
     or a JobSet know only their own name and index, so the arguments say the rest.

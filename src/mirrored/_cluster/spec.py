@@ -30,7 +30,7 @@ _PORT = re.compile(r"[1-9][0-9]{0,4}")
 
 @dataclasses.dataclass(frozen=True)
 class ClusterSpec:
-    """Name the tasks of a cluster: each task type with the addresses of its tasks, None where nobody said one.
+    """The tasks of a cluster: each task type with the addresses of its tasks, None where nobody said one.
 
     Made by `ClusterSpec.of`, which checks it.
 
@@ -78,7 +78,7 @@ class ClusterSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """Describe a cluster as one of its processes sees it.
+    """A cluster as one of its processes sees it.
 
     Args:
         spec: the tasks; empty for one worker that is not part of a cluster.

@@ -82,7 +82,7 @@ def _meet(timeout: float) -> tuple[Strategy, Coordination]:
 
 @dataclasses.dataclass
 class Report:
-    """Collect what is wrong on any worker, and let worker 0 print."""
+    """The report of what is wrong on any worker, which worker 0 prints."""
 
     coordination: Coordination
     problems: list[str] = dataclasses.field(default_factory=list)

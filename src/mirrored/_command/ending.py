@@ -17,7 +17,7 @@ TOGETHER_SECONDS = 1.0
 
 @dataclasses.dataclass(frozen=True)
 class Ending:
-    """Tell how one worker ended.
+    """How one worker ended.
 
     Attributes:
         index: of the worker in the cluster.
@@ -42,7 +42,7 @@ class Ending:
 
 @dataclasses.dataclass(frozen=True)
 class Attempt:
-    """Tell how one attempt ended.
+    """How one attempt ended.
 
     Attributes:
         endings: of the workers, the first to end first.
@@ -81,7 +81,7 @@ class Attempt:
 
 @dataclasses.dataclass
 class Budget:
-    """Count restarts without a new checkpoint.
+    """A count of the restarts without a new checkpoint.
 
     Args:
         max_restarts: how many are allowed; 0: none at all.

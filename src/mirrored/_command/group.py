@@ -63,7 +63,7 @@ class Worker:
 
 
 class Group:
-    """Run the workers of one attempt.
+    """The workers of one attempt on this host, from their start until all are gone.
 
     Args:
         command: the arguments of Python that make a worker.

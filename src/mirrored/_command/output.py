@@ -34,7 +34,7 @@ _LINE_END = re.compile(rb"\r?\n|\r(?=[^\n])")
 
 
 class Outlet:
-    """Write to one of the launcher's own streams, never longer than it takes at once."""
+    """One of the launcher's own streams, which is never given more than it takes at once."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -73,7 +73,7 @@ class Outlet:
 
 
 class Tail:
-    """Remember the last lines that a worker wrote; of one that the library ended, from its verdict on, without its stacks."""
+    """The last lines that a worker wrote; of one that the library ended, from its verdict on, without its stacks."""
 
     def __init__(self) -> None:
         self._lines: collections.deque[bytes] = collections.deque(maxlen=TAIL_LINES)
@@ -112,7 +112,7 @@ class Tail:
 
 
 class LogFile:
-    """Write a worker's output, as it is, to a file that only its owner can read."""
+    """A file with a worker's output as it is, which only its owner can read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -138,7 +138,7 @@ class LogFile:
 
 
 class LineCutter:
-    """Cut what comes from a pipe into lines."""
+    """The output that comes from a pipe, cut into lines."""
 
     def __init__(self) -> None:
         self._rest = b""

@@ -13,7 +13,7 @@ from .._errors import NOTICE_SECONDS
 
 
 class Signals:
-    """Collect the signals that end the launcher, and wake its loop for them and for the end of a worker."""
+    """The signals that end the launcher. They wake its loop, and so does the end of a worker."""
 
     def __init__(self) -> None:
         self.received: list[int] = []

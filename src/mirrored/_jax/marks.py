@@ -16,7 +16,7 @@ from jax.interpreters import ad, batching, mlir
 
 
 class Purpose(enum.Enum):
-    """Say what a marked value is used for."""
+    """What a marked value is used for."""
 
     ASSIGN = "assigned to a mirrored variable"
     GRADIENT = "given to an optimizer that sums over the replicas"
@@ -26,7 +26,7 @@ class Purpose(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """Say what a value is for, for which variable, and where the user wrote it."""
+    """What a value is for, for which variable, and where the user wrote it."""
 
     purpose: Purpose
     name: str

@@ -21,7 +21,7 @@ ProgramT = TypeVar("ProgramT")
 
 
 class Programs(Generic[ProgramT]):
-    """Keep the programs of one strategy, and notice a function that is compiled again and again."""
+    """A cache of the programs of one strategy, which notices a function that is compiled again and again."""
 
     def __init__(self) -> None:
         self._programs: collections.OrderedDict[Any, ProgramT] = collections.OrderedDict()

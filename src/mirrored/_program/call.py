@@ -25,7 +25,7 @@ _LEAVES = frozenset({*_WHOLE, *BY_REPR, bool, int, str, bytes})
 
 
 class ArrayLeaf(NamedTuple):
-    """Describe an array argument: a mirrored one, or one replica's slice of a PerReplica.
+    """An array argument: a mirrored one, or one replica's slice of a PerReplica.
 
     Attributes:
         shape, dtype, is_weak: its type, without the replica axis.

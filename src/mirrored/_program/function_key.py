@@ -56,7 +56,7 @@ def function_key(function: Any, depth: int = 4) -> Any:
 
 
 class KnownFunctions:
-    """Remember the keys of the steps of a loop, with the objects that each key was made of.
+    """The keys of the steps of a loop, with the objects that each key was made of.
 
     Whether those are still the same objects is looked up faster than the key is made.
     """
@@ -88,7 +88,7 @@ class KnownFunctions:
 
 
 class _Known(NamedTuple):
-    """Hold a function's key, and the places that it was made of with the objects that were there."""
+    """A function's key, and the places that it was made of with the objects that were there."""
 
     key: Any
     code: types.CodeType

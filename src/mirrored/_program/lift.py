@@ -36,7 +36,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 @dataclasses.dataclass(frozen=True)
 class ResultPlan:
-    """Say how to rebuild a function's result from the arrays of a compiled program.
+    """The plan by which a function's result is rebuilt from the arrays of a compiled program.
 
     Attributes:
         treedef: the structure, with variables, PerReplica values and static objects as leaves.
@@ -146,7 +146,7 @@ def lift(
 
 
 class Touched(NamedTuple):
-    """Name the variables that a function writes, and those that it only reads."""
+    """The variables that a function writes, and those that it only reads."""
 
     written: tuple[Variable, ...]
     read_only: tuple[Variable, ...]

@@ -27,7 +27,7 @@ from .._typing import REPLICA_AXIS
 
 
 class Sameness(enum.IntEnum):
-    """Order the states; see the module's docstring."""
+    """The three states of a value, the lowest first. The module's docstring explains them."""
 
     SAME = 0
     REDUCED = 1
@@ -36,7 +36,7 @@ class Sameness(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class State:
-    """Say in which state a value is and, when it is VARYING, what made it so."""
+    """The state of a value and, when it is VARYING, what made it so."""
 
     sameness: Sameness
     origin: str = ""
@@ -57,7 +57,7 @@ def varying(origin: str) -> State:
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """Describe one collective of a program: what it is, how many bytes each replica contributes, and where."""
+    """One collective of a program: what it is, how many bytes each replica contributes, and where."""
 
     name: str
     num_bytes: int
@@ -67,7 +67,7 @@ class Collective:
 
 @dataclasses.dataclass
 class Findings:
-    """Hold what the pass found out about a program.
+    """What the pass found out about a program.
 
     Attributes:
         outputs: the state of each output.
@@ -106,7 +106,7 @@ def join(states: Iterable[State]) -> State:
 
 @dataclasses.dataclass(frozen=True)
 class _Pass:
-    """Walk a jaxpr once.
+    """One pass of the proof over a jaxpr.
 
     Attributes:
         findings: where marks and collectives are noted; None while a loop's fixed point is searched.

@@ -27,14 +27,14 @@ MAX_ARRAYS_PER_PACK = 12
 
 
 class Sizes(Protocol):
-    """Know the sizes on all replicas while a step is traced for one of several shapes."""
+    """The sizes on all replicas, while a step is traced for one of several shapes."""
 
     def each(self, size: int) -> tuple[int, ...]: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaAxis:
-    """Say how one replica reaches the others: the mesh axis, or nothing when it is the only one.
+    """The means by which one replica reaches the others: the mesh axis, or nothing when it is the only one.
 
     Attributes:
         size: the number of replicas.

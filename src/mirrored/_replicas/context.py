@@ -22,7 +22,7 @@ from .per_replica import PerReplica
 
 
 class ReplicaContext:
-    """Answer what a step can ask about its replica, and reach the other replicas.
+    """The replica that a step runs on: its number, its strategy, and its collectives with the other replicas.
 
     `mr.get_replica_context()` returns it inside the function given to `strategy.run`. Its collectives may be
     used under `jax.lax.scan`, `cond`, `while_loop` and nested `jax.jit`, as long as all replicas reach them.

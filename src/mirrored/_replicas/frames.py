@@ -17,7 +17,7 @@ from .mesh import ReplicaMesh
 
 
 class VariableValues(Protocol):
-    """Stand for the variables' values while a function is traced."""
+    """The values of variables while a function is traced, as a frame reads and writes them."""
 
     @property
     def caches(self) -> Callable[[], Any]: ...
@@ -31,7 +31,7 @@ class VariableValues(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Frame:
-    """Describe one place in the program.
+    """One place in the program.
 
     Attributes:
         strategy: whose scope or replica this is; None in an `mr.function` outside every scope.

@@ -26,7 +26,7 @@ MAX_CPU_DEVICES = 1024
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaMesh:
-    """Hold the devices of all replicas, in replica order, and the two placements that exist.
+    """The devices of all replicas, in replica order, and the two placements that exist.
 
     Axis types are Auto: `jax.make_mesh` would make them Explicit, and then every array's type would
     carry the mesh.

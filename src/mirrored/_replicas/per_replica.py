@@ -20,7 +20,7 @@ _WAYS_OUT = (
 
 
 class PerReplica:
-    """Hold one value for each replica, as returned by `run` and by distributed datasets.
+    """One value for each replica, as returned by `run` and by distributed datasets.
 
     Physically it is one `jax.Array` with a new leading axis of length R that is sharded over the replicas.
     Replicas may hold different shapes (of the same rank): then each is padded to the largest, `shapes` says

@@ -13,7 +13,7 @@ from .strategy import Strategy
 
 
 class DefaultStrategy(Strategy):
-    """Be the strategy outside every scope: one replica on the first device."""
+    """The strategy outside every scope: one replica on the first device."""
 
 
 @functools.cache

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class MirroredStrategy(Strategy):
-    """Train on several devices of one machine, with one copy of every variable on each.
+    """A strategy for several devices of one machine, with one copy of every variable on each.
 
     Args:
         devices: `jax.Device` objects or names such as `"gpu:0"`, `"/gpu:0"`, `"GPU:0"`, `"cpu:3"`, one for
@@ -62,7 +62,7 @@ class MirroredStrategy(Strategy):
 
 
 class MultiWorkerMirroredStrategy(Strategy):
-    """Train on the devices of several processes, with one copy of every variable on each device.
+    """A strategy for the devices of several processes, with one copy of every variable on each device.
 
     Every worker runs the same script. The cluster is found, in this order: `jax.distributed`, when it is initialised
     already; `cluster`; and the variables `TF_CONFIG`, `JAX_*` (`mirrored launch`, Kubeflow), torchrun's, Open MPI's,
@@ -192,7 +192,7 @@ def _warn_of_others(what: str, name: str) -> None:
 
 
 class OneDeviceStrategy(Strategy):
-    """Run on one device: the same program and the same types as on several.
+    """A strategy for one device, with the same program and the same types as on several.
 
     Args:
         device: a `jax.Device` or a name such as `"gpu:0"`. None: the first accelerator, or the CPU.

@@ -41,7 +41,7 @@ _logger = logging.getLogger("mirrored")
 
 @dataclasses.dataclass(frozen=True)
 class ValueContext:
-    """Tell a function for `distribute_values_from_function` which replica it makes the value of.
+    """The replica for which a function given to `distribute_values_from_function` makes a value.
 
     Attributes:
         replica_id_in_sync_group: the replica's number, a Python int.
@@ -58,7 +58,7 @@ class ValueContext:
 
 
 class Strategy:
-    """Run one program on several replicas, and keep their variables the same.
+    """The replicas that run one program together and keep their variables the same.
 
     Not made directly: `mr.MirroredStrategy`, `mr.MultiWorkerMirroredStrategy`, `mr.OneDeviceStrategy` and the default
     strategy that `mr.get_strategy()` returns outside every scope differ only in their devices.

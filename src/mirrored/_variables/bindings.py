@@ -22,7 +22,7 @@ ResultT = TypeVar("ResultT")
 
 
 class Bindings:
-    """Hold the values that stand for variables while a function is traced.
+    """The values that stand for variables while a function is traced.
 
     Args:
         values: what stands for some variables.
@@ -78,7 +78,7 @@ def _shared_caches() -> contextlib.AbstractContextManager[None]:
 
 
 class ReadInsideJit(BaseException):
-    """Say that code which shares JAX's caches must be started again with caches of its own; users never see it."""
+    """Code that shares JAX's caches must be started again with caches of its own. Users never see it."""
 
 
 def with_few_compilations(compute: Callable[[Callable[[], Any]], ResultT]) -> ResultT:

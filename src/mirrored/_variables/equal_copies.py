@@ -81,7 +81,7 @@ def _compare(mesh: ReplicaMesh, variable: Variable, column: np.ndarray) -> None:
 
 
 class Watch:
-    """Compare the copies of the variables that a program uses, and what the workers have done, every so many of its runs.
+    """The comparison, every so many runs of a program, of the copies of its variables and of what the workers have done.
 
     With several workers only runs in the main thread count: those of another are in no order that the workers share.
 

@@ -20,7 +20,7 @@ _moving = threading.RLock()
 
 
 class Home:
-    """Hold the arrays of the variables that a program overwrites, in the one list that the program takes.
+    """The arrays of the variables that a program overwrites, in the one list that the program takes.
 
     Each variable has a place in one home: first in its own, then in that of the program that overwrote it last.
     So a warm step hands over one list, keeps another, and touches no variable. docs/design/variables.md says more.

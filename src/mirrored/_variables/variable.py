@@ -39,7 +39,7 @@ _created: dict[ReplicaMesh, Iterator[int]] = collections.defaultdict(itertools.c
 
 
 class Variable:
-    """Hold named mutable state: the same on every replica, or one value for each.
+    """Named mutable state: the same on every replica, or one value for each.
 
     Create variables in `strategy.scope()`; there the initial value is computed once and copied to every
     replica. A variable is used like an array (`x @ w + b`, `jnp.sum(w)`), and as a pytree it stands for its

@@ -43,7 +43,7 @@ def decoded(text: str, worker: int, where: str) -> Any:
 
 
 class Coordination:
-    """Reach the other workers of a cluster.
+    """This worker's connection to the others of its cluster, for messages and barriers.
 
     Args:
         client: of the coordination service; None for one worker, which then talks to itself.
@@ -144,7 +144,7 @@ class Coordination:
 
 
 class Channel:
-    """Exchange values with all workers, one after the other."""
+    """Exchanges of values with all workers, one after the other."""
 
     def __init__(self, coordination: Coordination, prefix: str, number: int | None = None) -> None:
         self._coordination, self._prefix, self._number = coordination, prefix, number
@@ -208,4 +208,4 @@ class Channel:
 
 
 class ChannelClosed(Exception):
-    """Say that this worker does not want to wait any longer; never seen by users."""
+    """This worker does not want to wait any longer. Users never see it."""

@@ -49,7 +49,7 @@ _LEAVE, _DONE = "leave", "done"
 
 
 class Guard:
-    """End this process with a message when its job cannot go on.
+    """The guard of this process, which ends it with a message when its job cannot go on.
 
     Args:
         coordination: reaches the other workers.

@@ -13,7 +13,7 @@ _MAX_TEXT = 200
 
 @dataclasses.dataclass(frozen=True)
 class Process:
-    """Name a process so that no other is taken for it.
+    """A process, named so that no other is taken for it.
 
     Attributes:
         host: the kernel that runs, and the namespace in which the number holds; empty where the kernel does not say.
@@ -61,7 +61,7 @@ class Process:
 
 
 class Neighbours:
-    """Know the other workers of this host.
+    """The other workers of this host.
 
     Args:
         worker: this one.

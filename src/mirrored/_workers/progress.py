@@ -30,7 +30,7 @@ _NUM_LATEST = 8
 
 
 class Phase:
-    """Name what the stepping thread does between programs, for the duration of a `with` block.
+    """What the stepping thread does between programs, for the duration of a `with` block.
 
     Attributes:
         text: what it does, for a person, such as "saving step 12".
@@ -55,7 +55,7 @@ class Phase:
 
 
 class Progress:
-    """Hold what the guard wants to know of the thread that takes the steps.
+    """What the guard wants to know of the thread that takes the steps.
 
     Attributes:
         started: how many programs in which other workers take part have been started; this is what messages call a step.

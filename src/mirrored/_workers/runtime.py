@@ -44,7 +44,7 @@ SHUTDOWN_SECONDS = 30
 
 @dataclasses.dataclass(frozen=True)
 class Runtime:
-    """Hold what this process shares with the other workers, from the start of the cluster to the end of the process.
+    """What this process shares with the other workers, from the start of the cluster to the end of the process.
 
     Attributes:
         coordination: how workers tell each other small things.

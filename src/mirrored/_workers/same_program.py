@@ -31,7 +31,7 @@ _ADVICE = (
 
 
 class Agreement:
-    """Compare what the workers run.
+    """The comparison of the programs that the workers run.
 
     Args:
         coordination: reaches the other workers.

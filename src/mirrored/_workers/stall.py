@@ -34,7 +34,7 @@ _LONGER = "If it only needs longer: mr.CommunicationOptions(timeout_seconds=...)
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-    """Say where a worker is.
+    """A worker's position in its program.
 
     Attributes:
         beat: counts up while its guard lives.
@@ -108,7 +108,7 @@ def decode(text: str) -> Position | None:
 
 
 class Own:
-    """Follow this worker's own position, from one look to the next."""
+    """This worker's own position, from one look to the next."""
 
     def __init__(self, progress: Progress, stall_seconds: float | None) -> None:
         self._progress, self._stall_seconds = progress, stall_seconds
@@ -143,7 +143,7 @@ class Own:
 
 
 class Others:
-    """Follow the positions of all workers, and for how long each has been silent."""
+    """The positions of all workers, and for how long each has been silent."""
 
     def __init__(self) -> None:
         self.positions: dict[int, Position] = {}

@@ -15,7 +15,7 @@ MAX_TEXT = 4096
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """Say why a job ends.
+    """The reason why a job ends.
 
     Attributes:
         title: one line.

@@ -23,7 +23,7 @@ _logger = logging.getLogger("mirrored")
 
 
 class DistributedDataset:
-    """Divide the batches of a dataset among the replicas; made by `strategy.distribute_dataset`.
+    """A dataset whose batches are divided among the replicas, made by `strategy.distribute_dataset`.
 
     Iterating yields trees of PerReplica values. It can be iterated again whenever the dataset can, and has a
     length when the dataset has one (with `drop_remainder`, batches of which nothing is left count as well,

@@ -7,7 +7,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class InputContext:
-    """Tell a function for `distribute_datasets_from_function` which worker it makes the dataset of.
+    """The worker for which a function given to `distribute_datasets_from_function` makes a dataset.
 
     Attributes:
         num_input_pipelines: how many times the function is called in all: once on each worker.

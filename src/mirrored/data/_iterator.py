@@ -29,7 +29,7 @@ Batches = Generator[tuple[PyTree, Position, dict[str, int]], None, None]
 
 
 class DistributedIterator:
-    """Iterate over a distributed dataset; made by `iter(distributed_dataset)`.
+    """An iterator over a distributed dataset, made by `iter(distributed_dataset)`.
 
     Batches are prepared and moved to the devices in the background. That ends, and files and memory are freed,
     when the data ends, when the pipeline raises, and when the loop is left. Where an iterator is kept, `close`

@@ -20,7 +20,7 @@ MAX_WAIT_SECONDS = 5.0
 
 
 class Ahead(Generic[T]):
-    """Iterate over a generator that runs in a thread, at most `count` items ahead of the one in use.
+    """An iterator over a generator that runs in a thread, at most `count` items ahead of the one in use.
 
     An exception of the generator comes after the items before it, the same object with its traceback. The
     thread ends, and the generator is closed, when it is exhausted, fails, `close` is called, this object is
@@ -57,7 +57,7 @@ class Ahead(Generic[T]):
 
 
 class _Queue(Generic[T]):
-    """Hold what the thread and its reader share.
+    """What the thread and its reader share.
 
     The lock is reentrant, because garbage collection can call `close` in either thread at any line.
     """

@@ -34,7 +34,7 @@ _CUSTOM_DERIVATIVE = frozenset({"custom_jvp_call", "custom_vjp_call"})
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Value:
-    """Stand for a value in one trace.
+    """A value in one trace.
 
     Attributes:
         aval: its shape and dtype.
@@ -51,7 +51,7 @@ class Value:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Node:
-    """Stand for an equation, with its trace's values in place of the jaxpr's variables."""
+    """An equation, with its trace's values in place of the jaxpr's variables."""
 
     equation: Any
     inputs: list[Value]
@@ -73,7 +73,7 @@ class Node:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Trace:
-    """Hold one trace: its arguments, its nodes in order, and its outputs."""
+    """One trace: its arguments, its nodes in order, and its outputs."""
 
     name: str
     arguments: list[Value]

@@ -48,7 +48,7 @@ def run_merged(
 
 
 class _Run:
-    """Hold what is known while the one program is put together.
+    """What is known while the one program is put together.
 
     Attributes:
         known: what is computed once, by number.
@@ -204,7 +204,7 @@ def _find_last_uses(live: Sequence[Node], places: dict[Place, tuple[tuple[Value,
 
 
 class Slots:
-    """Carry values of several kinds of replicas from one part of a program to a later one, in common arrays.
+    """Common arrays that carry values of several kinds of replicas from one part of a program to a later one.
 
     The i-th value of a dtype of each kind travels in the i-th array of that dtype: as it is when all have
     one shape, else flat and padded.

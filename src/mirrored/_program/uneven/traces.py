@@ -32,7 +32,7 @@ _MAX_TRACES = 3
 
 @dataclasses.dataclass(frozen=True)
 class Kinds:
-    """Sort the replicas by the shapes of their arguments.
+    """The kinds of the replicas, by the shapes of their arguments.
 
     Attributes:
         shapes: for each kind, the shape of each array argument.
@@ -109,11 +109,11 @@ def _find_kinds(call: Call, leaves: Sequence[ArrayLeaf]) -> Kinds:
 
 
 class _UnknownSize(BaseException):
-    """Stop a trace at a question whose answer is not known yet; users never see it."""
+    """A trace has asked for a size that is not known yet. Users never see it."""
 
 
 class _AskedSizes:
-    """Tell a step that is traced for one kind how large something is on all replicas.
+    """The sizes on all replicas that a step asks for while it is traced for one kind.
 
     A step asks in the same order whatever its rows, so the k-th question of every trace is the same one. What the
     other kinds asked, when they were traced before, is known; the rest is guessed.
@@ -159,7 +159,7 @@ class _AskedSizes:
 
 @dataclasses.dataclass(frozen=True)
 class _Tracer:
-    """Trace a step with the shapes of one kind of replicas; an error says which replicas it is about."""
+    """The traces of a step, each with the shapes of one kind of replicas. An error says which replicas it is about."""
 
     call: Call
     leaves: Sequence[ArrayLeaf]

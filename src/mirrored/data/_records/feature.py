@@ -16,7 +16,7 @@ from .value_places import Span
 
 @dataclasses.dataclass(frozen=True)
 class FixedLenFeature:
-    """Say that each record has `prod(shape)` values of a feature: an entry of the spec of `mr.data.parse_example`.
+    """A feature of which each record has `prod(shape)` values: an entry of the spec of `mr.data.parse_example`.
 
     Attributes:
         shape: of the feature in one record; the values are in row-major order.
@@ -69,7 +69,7 @@ class FixedLenFeature:
 
 @dataclasses.dataclass(frozen=True)
 class VarLenFeature:
-    """Say that each record has any number of values of a feature, none if it lacks it: each gives an array of its own.
+    """A feature with any number of values in each record, none where it is missing. Each record gives an array of its own.
 
     Attributes:
         dtype: `bytes`, np.float32, or an integer dtype or bool, as for `mr.data.FixedLenFeature`; nothing is decoded.

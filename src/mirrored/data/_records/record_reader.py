@@ -40,7 +40,7 @@ ZLIB_MAGIC = (b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")
 
 
 class RecordReader:
-    """Read the records of several files in order, as many at a time as asked for."""
+    """A reader of the records of several files in order, as many at a time as asked for."""
 
     def __init__(self, files: Sequence[str], compression: str | None, max_record_bytes: int) -> None:
         """Start at the first file; none is opened before it is read."""
@@ -257,7 +257,7 @@ def needs(package: str) -> ModuleType:
 
 
 class _Inflated:
-    """Read what a gzip or zlib file holds; never decompress more than is asked for, whatever the file claims."""
+    """The content of a gzip or zlib file. No more is decompressed than is asked for, whatever the file claims."""
 
     def __init__(self, file: io.FileIO, compression: str) -> None:
         self._file = file

@@ -197,7 +197,7 @@ def __getattr__(name: str) -> Any:
 
 def _dataset_class(grain: Any) -> type:
     class TFRecordDataset(grain.IterDataset):
-        """Read records, or lists of records after `batch`; made by `mr.data.tfrecord_dataset`."""
+        """A dataset of records, or of lists of records after `batch`, made by `mr.data.tfrecord_dataset`."""
 
         __qualname__ = "TFRecordDataset"
 
@@ -235,7 +235,7 @@ def _dataset_class(grain: Any) -> type:
 
 def _iterator_class(grain: Any) -> type:
     class TFRecordIterator(grain.DatasetIterator):
-        """Iterate over a TFRecordDataset; the state is the position of the next record."""
+        """An iterator over a TFRecordDataset. The state is the position of the next record."""
 
         __qualname__ = "TFRecordIterator"
 

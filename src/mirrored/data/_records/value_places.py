@@ -27,7 +27,7 @@ Span = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True)
 class ValuePlaces:
-    """Say which bytes of a record are values that may differ; all others are its structure, or constant.
+    """The bytes of a record that are values which may differ. All others are its structure, or constant.
 
     Attributes:
         features: what protobuf reads from the record that the layout was made from, by name; no name outside is to be

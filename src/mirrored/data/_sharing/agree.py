@@ -30,7 +30,7 @@ def _alone(value: Any) -> Sequence[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class InputWorker:
-    """Say which worker this is.
+    """This worker, among those that read the input together.
 
     Attributes:
         index: its number.

@@ -14,7 +14,7 @@ from .steps import LocalReplicas, Steps
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Hold what one worker reads, and how its replicas share it.
+    """What one worker reads, and how its replicas share it.
 
     Attributes:
         dataset: what this worker iterates over.

@@ -18,7 +18,7 @@ from .rows import copied, count_rows, join_rows, require_same_rows, reshape_rows
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """Hold the rows of this worker's replicas for one step.
+    """The rows of this worker's replicas for one step.
 
     Attributes:
         stacked: arrays `[L, rows, ...]` for L local replicas, padded with zeros to the longest of all replicas.
@@ -35,7 +35,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class LocalReplicas:
-    """Say where this worker's replicas are among all, and whether they must get equal numbers of rows.
+    """The place of this worker's replicas among all, and whether they must get equal numbers of rows.
 
     Attributes:
         num_replicas: of all workers, R.
@@ -61,7 +61,7 @@ class LocalReplicas:
 
 @dataclasses.dataclass(frozen=True)
 class _Parts:
-    """Hold what this worker has for one step, before the others are asked: at most one part for each local replica."""
+    """What this worker has for one step, before the others are asked: at most one part for each local replica."""
 
     parts: list[PyTree]
     position: Position
@@ -169,7 +169,7 @@ def _in_step(taken: Iterator[_Parts], source: Source, layout: LocalReplicas) -> 
 
 
 class _Held:
-    """Hold the batches of a source of which some rows have not been taken yet."""
+    """The batches of a source of which some rows have not been taken yet."""
 
     def __init__(self, source: Source, skip: int) -> None:
         self._source = source

@@ -16,7 +16,7 @@ from ..._typing import PyTree
 
 @dataclasses.dataclass(frozen=True)
 class NumpyDataset:
-    """Hold rows in memory, and yield them as batches: a dataset made by `strategy.make_numpy_dataset`.
+    """A dataset that yields rows in memory as batches, made by `strategy.make_numpy_dataset`.
 
     Each method returns a new dataset; a dataset can be iterated again and again. As in tf.data their order
     matters in one way: everything applies to rows, and `batch` comes last.
@@ -108,7 +108,7 @@ class NumpyDataset:
 
 
 class _NumpyIterator:
-    """Iterate over one pass of a NumpyDataset; the position is the pass, the epoch in it and the row in that."""
+    """An iterator over one pass of a NumpyDataset. The position is the pass, the epoch in it and the row in that."""
 
     def __init__(self, dataset: NumpyDataset) -> None:
         self._dataset = dataset

@@ -12,7 +12,7 @@ from .position import Source, resumed
 
 
 class _SequenceIterator:
-    """Iterate over batches by their number."""
+    """An iterator over batches by their number."""
 
     def __init__(self, batches: Any) -> None:
         self._batches = batches

@@ -17,7 +17,7 @@ Position: TypeAlias = str | Exception
 
 
 class Source:
-    """Iterate over the elements of a dataset, and know the position after each.
+    """An iterator over the elements of a dataset that knows the position after each.
 
     Two protocols are understood: datasets with `state_dict` and `load_state_dict` (Hugging Face, torchdata), and
     iterators with `get_state` and `set_state` (grain, and ours).
