@@ -10,7 +10,7 @@ import numpy as np
 
 from ._errors import ContextError
 from ._replicas import frames
-from ._replicas.context import ReplicaContext
+from ._replicas.context import ReplicaContext as _ReplicaContext
 
 
 def compute_average_loss(
@@ -74,7 +74,7 @@ def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
     return jnp.sum(_as_numbers(regularization_loss, "regularization_loss")) / context.num_replicas_in_sync
 
 
-def _replica_context(name: str) -> ReplicaContext:
+def _replica_context(name: str) -> _ReplicaContext:
     frame = frames.current()
     if frame is None or frame.replica is None:
         raise ContextError(
@@ -103,7 +103,7 @@ def _broadcast_weight(sample_weight: Any, losses: jax.Array) -> jax.Array:
     return weight.reshape(*weight.shape, *(1,) * (losses.ndim - weight.ndim))
 
 
-def _global_batch_size(given: Any, losses: jax.Array, context: ReplicaContext) -> Any:
+def _global_batch_size(given: Any, losses: jax.Array, context: _ReplicaContext) -> Any:
     if given is None:
         return sum(context._axis.each(losses.shape[0]))
     is_number = isinstance(given, int | float | np.integer | np.floating) and not isinstance(given, bool)

@@ -20,7 +20,7 @@ class Heard:
         self.said: list[tuple[str, ...]] = []
         self.progress = Progress()
         agreement = SimpleNamespace(check=self._check, check_order=self._check_order, checks_order=checks_order)
-        monkeypatch.setattr(joint_programs, "current", lambda: SimpleNamespace(agreement=agreement))
+        monkeypatch.setattr(runtime, "current", lambda: SimpleNamespace(agreement=agreement))
         monkeypatch.setattr(joint_programs, "progress", self.progress)
 
     def _check(self, name: str, text: str) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 
 import jax
 
+from . import runtime
 from .progress import progress
-from .runtime import Runtime, current
+from .runtime import Runtime
 from .same_program import digest
 
 #: A compiled program: of a `jax.jit`, so it has `lower`.
@@ -90,6 +91,6 @@ def agreed(name: str, text: str, program: Compiled) -> Callable[..., Any]:
 
 
 def _required() -> Runtime:
-    runtime = current()
-    assert runtime is not None, "a program of several workers, and no cluster"
-    return runtime
+    found = runtime.current()
+    assert found is not None, "a program of several workers, and no cluster"
+    return found
