@@ -37,8 +37,9 @@ def prove(function, num_replicas=3):
     def flat(m, v):
         return jax.tree.leaves(function(m, v))
 
-    closed = tracing.trace(flat, (VECTOR, VECTOR), ReplicaAxis(num_replicas), function)
-    return closed, proof.prove(closed.jaxpr, [SAME, varying("the argument `v`")])
+    axis = ReplicaAxis(num_replicas)
+    closed = tracing.trace(flat, (VECTOR, VECTOR), axis, function)
+    return closed, proof.prove(tracing.lowered(closed, axis).jaxpr, [SAME, varying("the argument `v`")])
 
 
 def copies(function, num_replicas=3):

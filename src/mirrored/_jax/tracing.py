@@ -14,11 +14,12 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 
 from .._typing import REPLICA_AXIS
-from .jaxprs import ClosedJaxpr, Jaxpr, Literal
+from .jaxprs import ClosedJaxpr, Jaxpr, Literal, inner_constants
 
 _cache_token = jax.make_user_context(None)
 _new_token = itertools.count()
 _trace_state = jex_core.get_opaque_trace_state
+_WIDE = frozenset({"int64", "uint64", "float64", "complex128"})
 
 
 def trace_state() -> Any:
@@ -64,28 +65,34 @@ def trace(function: Callable[..., Any], arguments: Sequence[Any], axis: Any, use
     """
     function.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
     function.__wrapped__ = user_function  # type: ignore[attr-defined]
-    axis_env = None if axis is None else [(REPLICA_AXIS, axis.size)]
-    return _lowered(jax.make_jaxpr(function, axis_env=axis_env)(*arguments), axis_env)
+    return jax.make_jaxpr(function, axis_env=_axis_env(axis))(*arguments)
 
 
-def _lowered(closed: ClosedJaxpr, axis_env: Any) -> ClosedJaxpr:
-    """Put a call of what they stand for in the place of JAX's high-level primitives (`hijax`), as compiling it does later.
+def _axis_env(axis: Any) -> list[tuple[str, int]] | None:
+    return None if axis is None else [(REPLICA_AXIS, axis.size)]
+
+
+def lowered(closed: ClosedJaxpr, axis: Any) -> ClosedJaxpr:
+    """Return a traced function with a call of what they stand for in the place of JAX's high-level primitives (`hijax`).
 
     Such a primitive, of which anybody may define one, is an object with a method that says what it computes: nothing of that,
-    not even a collective, is in the jaxpr. Since jax 0.12, `searchsorted`, `nonzero` and what uses them are ones.
+    not even a collective, is in the jaxpr. Since jax 0.12, `searchsorted`, `nonzero` and what uses them are ones. This is for
+    looking at a function: derivatives that a user has defined around such a primitive are lost.
     """
     jaxpr = closed.jaxpr
     if not jaxpr.is_high:
         return closed
-    equations = [_lowered_equation(equation, axis_env) if _is_high(equation) else equation for equation in jaxpr.eqns]
+    equations = [_lowered_equation(equation, axis) if _can_be_lowered(equation) else equation for equation in jaxpr.eqns]
     return ClosedJaxpr(jaxpr.replace(eqns=equations, is_high=False), closed.consts)
 
 
-def _is_high(equation: Any) -> bool:
-    return equation.primitive.is_high(*(atom.aval for atom in equation.invars), **equation.params)
+def _can_be_lowered(equation: Any) -> bool:
+    """Tell whether an equation has such primitives, and takes arrays only; what stays is unknown to the proof."""
+    avals = [atom.aval for atom in equation.invars]
+    return equation.primitive.is_high(*avals, **equation.params) and all(type(a) is jax.core.ShapedArray for a in avals)
 
 
-def _lowered_equation(equation: Any, axis_env: Any) -> Any:
+def _lowered_equation(equation: Any, axis: Any) -> Any:
     variables = [jex_core.Var(atom.aval) for atom in equation.invars]
     calls: list[Any] = []
 
@@ -98,13 +105,14 @@ def _lowered_equation(equation: Any, axis_env: Any) -> Any:
         return call(*operands)
 
     avals: list[Any] = [v.aval for v in variables]
-    arguments = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in avals]
-    [around] = jax.make_jaxpr(record, axis_env=axis_env)(*arguments).eqns
-    [lowered] = calls
+    with jax.enable_x64(True) if any(aval.dtype.name in _WIDE for aval in avals) else contextlib.nullcontext():
+        arguments = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in avals]
+        [around] = jax.make_jaxpr(record, axis_env=_axis_env(axis))(*arguments).eqns
+    [inside] = calls
     return around.replace(
         invars=equation.invars,
         outvars=equation.outvars,
-        params={**around.params, "jaxpr": lowered},
+        params={**around.params, "jaxpr": inside},
         source_info=equation.source_info,
         ctx=equation.ctx,
     )
@@ -113,13 +121,21 @@ def _lowered_equation(equation: Any, axis_env: Any) -> Any:
 def evaluate(closed: ClosedJaxpr, constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
     """Run a traced function on values, in whatever trace is current."""
     jaxpr = closed.jaxpr
-    if not any(_has_mesh(atom.aval) for equation in jaxpr.eqns for atom in equation.outvars):
+    if not _knows_a_mesh(closed):
         return jax.core.eval_jaxpr(jaxpr, constants, *arguments)
     known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *arguments), strict=True))
     for equation in jaxpr.eqns:
         own = list(dict.fromkeys(atom for atom in equation.invars if not isinstance(atom, Literal)))
         known.update(zip(equation.outvars, _run(equation, own, [known[atom] for atom in own]), strict=True))
     return [atom.val if isinstance(atom, Literal) else known[atom] for atom in jaxpr.outvars]
+
+
+def _knows_a_mesh(closed: ClosedJaxpr) -> bool:
+    """Tell whether arrays of ours are in the types of a traced function, or among the constants of functions inside it."""
+    atoms = (atom for equation in closed.jaxpr.eqns for atom in (*equation.invars, *equation.outvars))
+    if any(_has_mesh(atom.aval) for atom in atoms):
+        return True
+    return any(_has_mesh(jax.typeof(constant)) for constant in inner_constants(closed.jaxpr))
 
 
 def bind(equation: Any, operands: Sequence[Any]) -> list[Any]:
@@ -157,8 +173,16 @@ def _moved(value: Any, mesh: Any) -> Any:
 
 @functools.lru_cache
 def _settings_in(mesh: Any, settings: Any) -> Any:
-    with settings.manager, jax.sharding.use_abstract_mesh(mesh):
-        [equation] = jax.make_jaxpr(jax.lax.neg)(0.0).eqns
+    try:
+        with settings.manager, jax.sharding.use_abstract_mesh(mesh):
+            return _settings_here()
+    except ValueError:  # JAX lets no mesh be entered inside one of another size
+        with jax.sharding.use_abstract_mesh(mesh):
+            return _settings_here()
+
+
+def _settings_here() -> Any:
+    [equation] = jax.make_jaxpr(jax.lax.neg)(0.0).eqns
     return equation.ctx
 
 

@@ -63,12 +63,14 @@ class Lifted:
 
     Attributes:
         closed: the traced function; its constants are the arrays that the user's function closes over.
+        shown: the same for looking at it, with JAX's high-level primitives as what they stand for.
         written: the variables it writes; `write_lines` has the user's line of each one's last write.
         read_only: the variables it only reads.
         plan: how the result is rebuilt.
     """
 
     closed: ClosedJaxpr
+    shown: ClosedJaxpr
     written: tuple[Variable, ...]
     write_lines: tuple[str, ...]
     read_only: tuple[Variable, ...]
@@ -91,12 +93,12 @@ class Lifted:
         """
         kinds = [f"{v._number}: {'on read' if v._on_read else 'mirrored'} {v.dtype}{list(v.shape)}" for v in self.variables]
         settings = ", ".join(f"{name}={getattr(jax.config, name)}" for name in _SETTINGS)
-        arrays = [array for array in jaxprs.inner_constants(self.closed.jaxpr) if _is_whole_here(array)]
+        arrays = [array for array in jaxprs.inner_constants(self.shown.jaxpr) if _is_whole_here(array)]
         sums = {key: checksum(array) for key, array in {id(array): array for array in arrays}.items()}  # one may be used often
         inner = [sums[id(array)] for array in arrays]
         return (
             f"writes variables {kinds[: len(self.written)]}\nreads variables {kinds[len(self.written) :]}\nsettings {settings}\n"
-            f"checksums of arrays that inner functions close over {inner}\n{_ADDRESS.sub('', str(self.closed.jaxpr))}"
+            f"checksums of arrays that inner functions close over {inner}\n{_ADDRESS.sub('', str(self.shown.jaxpr))}"
         )
 
 
@@ -142,7 +144,8 @@ def lift(
     closed = tracing.trace(pure, (values, list(arrays)), frame.axis, user_function)
     # Copied, because `jax.device_put` may keep a numpy array's own memory, which its owner may change.
     own = [np.array(constant) if isinstance(constant, np.ndarray) else constant for constant in closed.consts]
-    return Lifted(ClosedJaxpr(closed.jaxpr, own), written, seen["lines"], read_only, seen["plan"])
+    closed = ClosedJaxpr(closed.jaxpr, own)
+    return Lifted(closed, tracing.lowered(closed, frame.axis), written, seen["lines"], read_only, seen["plan"])
 
 
 class Touched(NamedTuple):

@@ -97,7 +97,7 @@ def _make_program(strategy: Any, mesh: ReplicaMesh, call: Call) -> StepProgram:
     else:
         lifted = trace_step(lift.lift, call, [leaf.shape for leaf in leaves], frame_with(None))
     _refuse_per_replica_results(lifted)
-    findings = proof.prove(lifted.closed.jaxpr, _input_states(call, lifted))
+    findings = proof.prove(lifted.shown.jaxpr, _input_states(call, lifted))
     refusals.check_assignments(lifted, findings)
     refusals.check_gradients(findings, mesh.num_replicas)
     is_mirrored = tuple(state.is_mirrored for state in findings.outputs[: lifted.num_results])

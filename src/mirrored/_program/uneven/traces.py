@@ -85,11 +85,11 @@ def lift_uneven(call: Call, frame_with: Callable[[Any], Frame], states_of: Calla
     kinds = _find_kinds(call, leaves)
     touched, traces = _trace_all(_Tracer(call, leaves, kinds, frame_with))
     for lifted in traces:
-        refusals.check_assignments(lifted, proof.prove(lifted.closed.jaxpr, states_of(lifted)))
+        refusals.check_assignments(lifted, proof.prove(lifted.shown.jaxpr, states_of(lifted)))
     plan = _merge_plans(traces, kinds)
     closed = _merge_traces(traces, kinds, leaves, plan, frame_with(None), call.function)
     lines = tuple(map(_known_line, zip(*(lifted.write_lines for lifted in traces), strict=True)))
-    return Lifted(closed, touched.written, lines, touched.read_only, plan)
+    return Lifted(closed, closed, touched.written, lines, touched.read_only, plan)
 
 
 def _known_line(lines: Sequence[str]) -> str:
@@ -261,7 +261,7 @@ def _different_questions(kinds: Kinds, asked: Sequence[Sequence[int]]) -> str:
 def _merge_traces(
     traces: Sequence[Lifted], kinds: Kinds, leaves: Sequence[ArrayLeaf], plan: ResultPlan, frame: Frame, function: Any
 ) -> Any:
-    aligned = [align.read_trace(kinds.describe(kind), lifted.closed) for kind, lifted in enumerate(traces)]
+    aligned = [align.read_trace(kinds.describe(kind), lifted.shown) for kind, lifted in enumerate(traces)]
     variables = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in traces[0].variables]
     arrays = [leaf.aval(leaf.shape) for leaf in leaves]
     is_common = [True] * len(variables) + [leaf.shapes is None for leaf in leaves]
