@@ -8,7 +8,7 @@ OFFERS = {
         jaxprs.inner_constants jaxprs.inner_jaxprs jaxprs.inside jaxprs.is_collective jaxprs.is_function_of_operands
         jaxprs.is_over_groups jaxprs.is_plain jaxprs.meshes_in jaxprs.num_bytes jaxprs.scan_of jaxprs.solver_of
         jaxprs.while_of marks.Mark marks.Purpose marks.mark marks.mark_p primitives.INLINE_CALLS primitives.MAKE_SAME
-        primitives.PURE tracing.bind tracing.evaluate tracing.is_clean tracing.is_staging tracing.placeholder
+        primitives.PURE tracing.bind tracing.evaluate tracing.is_clean tracing.is_staging tracing.lowered tracing.placeholder
         tracing.separate_caches tracing.trace tracing.trace_state user_code.equation_line user_code.raising_line
         user_code.user_line user_code.user_stacklevel versions.warn_if_untried
     """,
