@@ -1178,6 +1178,7 @@ def test_without_orbax_the_error_says_what_to_install(tmp_path: Path, monkeypatc
         Checkpoint(tmp_path, w=mr.Variable(0.0))
 
 
+@pytest.mark.skipif((3, 12, 0) <= sys.version_info[:3] <= (3, 12, 1), reason="this Python starts no threads at a program's end")
 @pytest.mark.parametrize(
     ("end", "code"),
     [

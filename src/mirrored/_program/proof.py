@@ -165,12 +165,12 @@ class _Pass:
         inside = list(jaxprs.inside(equation))
         self.refuse_collectives(equation, inside)
         state = join(inputs)
-        if all(0 in getattr(atom.aval, "shape", (1,)) for atom in equation.outvars):
-            return SAME  # nothing can differ in arrays without elements, such as `jnp.empty((0,))`
         if not state.is_mirrored:
             return state
         if name in PURE and all(map(jaxprs.is_plain, inside)):
             return state
+        if all(0 in getattr(atom.aval, "shape", (1,)) for atom in equation.outvars):
+            return state  # nothing can differ in arrays without elements, such as `jnp.empty((0,))`
         return varying(f"`{name}` at {self.line(equation)}, whose results the proof knows nothing about")
 
     def refuse_collectives(self, equation: Any, inside: Sequence[Any]) -> None:
