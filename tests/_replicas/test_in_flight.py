@@ -172,6 +172,7 @@ def test_all_verbs_mixed() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="not seen with jax 0.12: docs/design/cpu-rendezvous.md")
 def test_without_the_bound_the_same_steps_deadlock() -> None:
     """The bound is what the first test above tests: with JAX's own pool, the same program hangs without it.
 
