@@ -1,6 +1,7 @@
 """The house stands: floors, borders, one word for one thing, short ways. docs/design/house.md says why."""
 
 import ast
+import gc
 import re
 import sys
 from collections import Counter, defaultdict
@@ -191,11 +192,14 @@ def way(step: Callable[[], object]) -> tuple[set[str], int]:
             files.add(Path(frame.f_code.co_filename).relative_to(PACKAGE).with_suffix("").as_posix())
             calls += 1
 
+    gc.collect()
+    gc.disable()  # variables of other tests would end in between
     sys.setprofile(count)
     try:
         step()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return files, calls
 
 
