@@ -27,6 +27,12 @@ class FakeClient:
                     raise RuntimeError("DEADLINE_EXCEEDED: GetKeyValue() timed out")
             return self.values[key]
 
+    def key_value_try_get(self, key: str) -> str:
+        with self._changed:
+            if key not in self.values:
+                raise RuntimeError(f"NOT_FOUND: key not found. Key: {key}")
+            return self.values[key]
+
     def key_value_dir_get(self, prefix: str) -> list[tuple[str, str]]:
         with self._changed:
             return [(key, value) for key, value in self.values.items() if key.startswith(prefix)]

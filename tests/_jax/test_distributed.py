@@ -17,6 +17,7 @@ def test_the_client_of_the_coordination_service_is_where_it_was() -> None:
     state = private.global_state
     assert {"client", "process_id", "num_processes"} <= set(vars(state)) | set(vars(type(state)))
     methods = {"key_value_dir_get_bytes", "key_value_set", "blocking_key_value_get", "key_value_dir_get", "key_value_delete"}
+    methods |= {"key_value_try_get"}
     assert methods <= set(dir(_jax.DistributedRuntimeClient))
     assert "allow_overwrite" in (_jax.DistributedRuntimeClient.key_value_set.__doc__ or "")
 

@@ -295,6 +295,10 @@ class Service(FakeClient):
         self._call()
         return super().blocking_key_value_get(key, timeout_ms)
 
+    def key_value_try_get(self, key: str) -> str:
+        self._call()
+        return super().key_value_try_get(key)
+
     def key_value_dir_get(self, prefix: str) -> list[tuple[str, str]]:
         self._call()
         return super().key_value_dir_get(prefix)
@@ -734,6 +738,22 @@ def test_a_lost_collective_is_explained_by_a_dead_neighbour_without_a_roll(make:
     neighbour.wait()
     assert guarded.guard._lost("Gloo").title == "lost worker 1 at step 0: the process is gone"
     assert guarded.of_key("call") is None
+
+
+def test_the_reason_that_a_gone_worker_gave_is_told_also_when_the_service_is_slow(
+    make: Make, monkeypatch: Patch, caplog: Log
+) -> None:
+    guarded = make(worker=0, is_started=False)
+    guarded.says("verdict", Verdict("worker 1 failed at step 5 with ValueError: x").encode())
+
+    def get(key: str, timeout_ms: int) -> str:
+        raise RuntimeError("DEADLINE_EXCEEDED: GetKeyValue() timed out")
+
+    monkeypatch.setattr(guarded.service, "blocking_key_value_get", get)
+    monkeypatch.setattr(guarded.guard._neighbours, "dead", lambda: (1,))
+    guarded.guard._fail_with(ValueError("UNKNOWN: Gloo all-reduce failed: Connection closed by peer"))
+    assert guarded.codes.get(timeout=10) == 75
+    assert "worker 1 failed at step 5 with ValueError: x" in caplog.text and "the process is gone" not in caplog.text
 
 
 @pytest.mark.parametrize("then", ["silence", "the same"])

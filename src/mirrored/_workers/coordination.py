@@ -78,6 +78,17 @@ class Coordination:
                 return None
             raise
 
+    def peek(self, key: str) -> str | None:
+        """Return the value of a key that is set; else None. A `get` with a short timeout is no such look: the call may be slow."""
+        if self._client is None:
+            return None
+        try:
+            return self._client.key_value_try_get(_ROOT + key)
+        except Exception as error:  # jaxlib's errors have no classes of their own
+            if "NOT_FOUND" in str(error):
+                return None
+            raise
+
     def list(self, prefix: str) -> dict[str, str]:
         """Return the keys that begin with `prefix`, which ends in a slash, and their values."""
         if self._client is None:

@@ -174,7 +174,7 @@ class Guard:
         try:
             if not self._neighbours.dead():
                 self._meet()
-                if (known := self._coordination.get(_VERDICT, 0.001)) is not None:
+                if (known := self._coordination.peek(_VERDICT)) is not None:
                     return Verdict.decode(known)
                 self._coordination.put(_CALL, _LEAVE)
             deadline = time.monotonic() + _ANSWER_SECONDS
@@ -253,7 +253,7 @@ class Guard:
         """Leave because others are gone, unless somebody has said why, or this worker is about to."""
         if self._failing.is_set():
             self._arm_last_resort(RESTART)
-        elif 0 not in dead and self._coordination.get(_CALL, 0.001) is not None:
+        elif 0 not in dead and self._coordination.peek(_CALL) is not None:
             self._follow()
         else:
             self._fail(self._gone(dead), RESTART)
@@ -326,7 +326,7 @@ class Guard:
         shown = shown or verdict
         if 0 not in verdict.lost:  # else there is nobody to tell, and a call into the service would block
             with contextlib.suppress(Exception):  # the service may go in this moment
-                known = self._coordination.get(_VERDICT, 0.001)
+                known = self._coordination.peek(_VERDICT)
                 if known is None:
                     self._coordination.put(_VERDICT, verdict.encode())
                     self._coordination.put(_CALL, _LEAVE)
