@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from named import named
 
 import mirrored as mr
 from mirrored._program import call as _call
@@ -58,7 +59,7 @@ def same_key(first: Any, second: Any) -> bool:
         0, True, 2.5, 1j, "relu", b"relu", None, Color.RED, Config(3), int, jnp.float32, step, max, np.str_("relu"), range(3),
         frozenset({1}), object(), Unhashable(), np.dtype("float32"), functools.partial(step, 1), Ellipsis, slice(None),
     ],
-    ids=repr,
+    ids=named,
 )  # fmt: skip
 def test_what_is_no_array_is_compiled_in(static: Any) -> None:
     call = take_apart(step, (static,), {})
@@ -82,7 +83,7 @@ def test_what_is_no_array_is_compiled_in(static: Any) -> None:
         (jnp.asarray(2.0), (), "float32", True),
         (jnp.asarray(2), (), "int32", True),
     ],
-    ids=str,
+    ids=named,
 )
 def test_an_array_is_passed(array: Any, shape: tuple[int, ...], dtype: str, is_weak: bool) -> None:
     call = take_apart(step, (array,), {})
@@ -151,7 +152,7 @@ def test_a_numpy_array_without_numbers_is_refused_by_name(array: Any) -> None:
         ((Color.RED,), (Color.RED,)),
         (("a" * 1000,), ("a" * 1000,)),
     ],
-    ids=str,
+    ids=named,
 )
 def test_calls_that_share_a_program(args: tuple[Any, ...], others: tuple[Any, ...]) -> None:
     assert same_key(key(*args), key(*others))
@@ -186,7 +187,7 @@ def test_calls_that_share_a_program(args: tuple[Any, ...], others: tuple[Any, ..
         ((np.float32(1),), (1.0,)),
         (({"a": 1},), ({"b": 1},)),
     ],
-    ids=str,
+    ids=named,
 )
 def test_calls_that_need_two_programs(args: tuple[Any, ...], others: tuple[Any, ...]) -> None:
     assert key(*args) != key(*others)

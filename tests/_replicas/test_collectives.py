@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from named import named
 
 import mirrored as mr
 from mirrored._replicas import collectives as _collectives
@@ -38,7 +39,7 @@ def collectives(strategy, step):
 # -- all_reduce
 
 
-@pytest.mark.parametrize("op", ["sum", "MEAN", mr.ReduceOp.SUM, mr.ReduceOp.MEAN], ids=str)
+@pytest.mark.parametrize("op", ["sum", "MEAN", mr.ReduceOp.SUM, mr.ReduceOp.MEAN], ids=named)
 def test_all_reduce_gives_all_replicas_the_same(strategy, op):
     result = strategy.run(lambda: replica().all_reduce(op, number()))
     is_mean = str(op).upper().endswith("MEAN")
@@ -165,7 +166,7 @@ def test_an_empty_tree_needs_no_collective(strategy2):
 
 
 @pytest.mark.parametrize(
-    "leaf", ["a", b"a", object(), np.array(["a"]), np.array([None]), np.array(["2020"], "M8[D]"), {1, 2}], ids=repr
+    "leaf", ["a", b"a", object(), np.array(["a"]), np.array([None]), np.array(["2020"], "M8[D]"), {1, 2}], ids=named
 )
 def test_a_leaf_that_is_no_number_is_refused(strategy2, leaf):
     with pytest.raises(TypeError, match=r"all_reduce got .*; expected arrays or numbers, in any nest"):
@@ -610,7 +611,7 @@ def test_rng_takes_a_key_that_is_a_variable_or_traced(strategy3):
     assert drawn[0] == drawn[1] == drawn[2] and len(set(drawn[0])) == 3
 
 
-@pytest.mark.parametrize("key", ["seed", 1.5, None, np.float32(1), jnp.ones(2)], ids=repr)
+@pytest.mark.parametrize("key", ["seed", 1.5, None, np.float32(1), jnp.ones(2)], ids=named)
 def test_rng_refuses_what_is_no_key(strategy2, key):
     with pytest.raises(TypeError, match=r"rng got .*; expected a key from jax\.random\.key\(seed\), or an int"):
         strategy2.run(lambda: replica().rng(key))

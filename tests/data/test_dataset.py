@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import strategies as st
+from named import named
 
 import mirrored as mr
 from mirrored.data import DistributedDataset, NumpyDataset
@@ -158,7 +159,7 @@ def test_rows_of_any_number(dtype: Any) -> None:
         ([np.ones(2), np.ones(3)], ValueError, r"numpy_input is a list whose elements have different shapes, .*: \(x, y\)"),
         ({"x": [[1, 2], [3]]}, ValueError, r"\['x'\] is a list whose elements have different shapes"),
     ],
-    ids=str,
+    ids=named,
 )
 def test_what_is_no_set_of_rows(arrays: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
@@ -264,14 +265,14 @@ def test_the_rows_of_the_replicas_in_order_are_the_batch(
     )
     kept = [batch[: len(batch) // count * count] if drop_remainder else batch for batch in batches]
     for _ in range(2):
-        for batch, (x, named) in zip([batch for batch in kept if len(batch)], distributed, strict=True):
+        for batch, (x, by_key) in zip([batch for batch in kept if len(batch)], distributed, strict=True):
             sizes = _rows.split_sizes(len(batch), count)
             assert [len(value) for value in x.values] == sizes
             assert x.shapes == tuple((size,) for size in sizes)
-            assert named["y"].shapes == tuple((size, 2) for size in sizes)
+            assert by_key["y"].shapes == tuple((size, 2) for size in sizes)
             assert x._array.shape == (count, max(sizes))
             np.testing.assert_array_equal(joined(x), batch)
-            np.testing.assert_array_equal(joined(named["y"]), np.stack([batch, batch], axis=1))
+            np.testing.assert_array_equal(joined(by_key["y"]), np.stack([batch, batch], axis=1))
 
 
 def test_each_replicas_rows_are_on_its_device(strategy: mr.MirroredStrategy) -> None:
@@ -583,7 +584,7 @@ def test_an_exception_when_a_pass_starts(strategy2: mr.MirroredStrategy) -> None
         (np.array([0, 2**31]), ValueError, r"int64 values from 0 to 2147483648, and JAX holds them as int32, .*jax_enable_x64"),
         ({"id": np.array([0, 2**32], "uint64")}, ValueError, r"at \['id'\] uint64 values from 0 to 4294967296"),
     ],
-    ids=str,
+    ids=named,
 )  # fmt: skip
 def test_what_is_no_global_batch(batch: Any, error: type[Exception], message: str, strategy2: mr.MirroredStrategy) -> None:
     distributed = strategy2.distribute_dataset([X, batch])
