@@ -4,7 +4,7 @@ PYTHON ?= $(shell tools/newest-python)
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo demo-cluster test test-oldest test-all check bench setup lock clean
+.PHONY: demo demo-cluster test test-oldest test-all check mutants bench setup lock clean
 
 ## demo: train on real digits with 4 replicas; picture in out/
 demo: setup
@@ -34,6 +34,10 @@ check: setup
 	$(BIN)/pyrefly check
 	$(BIN)/python -m sphinx -q -W -b html docs out/docs
 	$(BIN)/python -m pytest -q tests/test_docs.py tests/test_house.py
+
+## mutants: damage the source in many small ways; each damage must fail its test
+mutants: setup
+	$(BIN)/python tests/mutants.py
 
 ## bench: measure against hand-written JAX, and peers that are installed
 bench: setup
