@@ -11,6 +11,7 @@ import numpy as np
 from ._errors import ContextError
 from ._replicas import frames
 from ._replicas.context import ReplicaContext as _ReplicaContext
+from ._replicas.context import axis_of as _axis_of
 
 
 def compute_average_loss(
@@ -105,7 +106,7 @@ def _broadcast_weight(sample_weight: Any, losses: jax.Array) -> jax.Array:
 
 def _global_batch_size(given: Any, losses: jax.Array, context: _ReplicaContext) -> Any:
     if given is None:
-        return sum(context._axis.each(losses.shape[0]))
+        return sum(_axis_of(context).each(losses.shape[0]))
     is_number = isinstance(given, int | float | np.integer | np.floating) and not isinstance(given, bool)
     is_scalar_array = isinstance(given, jax.Array | np.ndarray) and given.ndim == 0
     if is_scalar_array or (is_number and given >= 1 and given == given // 1):

@@ -15,9 +15,10 @@ from ._jax.marks import Mark, Purpose, mark
 from ._options import ReduceOp
 from ._replicas import cross_replica, frames
 from ._replicas.frames import Frame
-from ._replicas.per_replica import PerReplica, is_per_replica
+from ._replicas.per_replica import PerReplica, is_per_replica, stack_of
 from ._typing import PyTree
-from ._variables.variable import Variable, is_variable
+from ._variables.assignment import check_per_replica
+from ._variables.variable import Variable, is_variable, spec_of
 
 
 class Optimizer:
@@ -60,7 +61,7 @@ class Optimizer:
         self._leaves, self._treedef = jax.tree.flatten(variables, is_leaf=is_variable)
         _check_variables(self._leaves)
         # The state lives with the variables, also when the optimizer is made outside their scope.
-        with frames.entered(Frame(None, self._leaves[0]._mesh)):
+        with frames.entered(Frame(None, spec_of(self._leaves[0]).mesh)):
             values = self._as_tree([variable.value for variable in self._leaves])
             paths, self._state_treedef = jax.tree_util.tree_flatten_with_path(tx.init(values))
             self._state = [Variable(leaf, name=f"optimizer{jax.tree_util.keystr(path)}", trainable=False) for path, leaf in paths]
@@ -227,11 +228,11 @@ def _one_value(gradient: Any, variable: Variable, aggregate: bool) -> jax.Array:
             f"apply_gradients(aggregate=False) outside a step got a PerReplica as the gradient of {variable.name!r}. Reduce "
             "it with strategy.reduce('sum', gradient), or leave aggregate=False out."
         )
-    variable._check_per_replica("apply_gradients", gradient)
-    if isinstance(gradient._array, jax.core.Tracer):
-        return cross_replica.reduce_stack(gradient._array, ReduceOp.SUM, (), None)
-    summed = cross_replica.compiled(cross_replica.reduce_stack, variable._mesh.mirrored, ReduceOp.SUM, (), None)
-    return summed(gradient._array)
+    spec, stack = spec_of(variable), stack_of(gradient)
+    check_per_replica(spec, "apply_gradients", gradient)
+    if isinstance(stack, jax.core.Tracer):
+        return cross_replica.reduce_stack(stack, ReduceOp.SUM, (), None)
+    return cross_replica.compiled(cross_replica.reduce_stack, spec.mesh.mirrored, ReduceOp.SUM, (), None)(stack)
 
 
 def _check_variables(leaves: list[Any]) -> None:
@@ -244,13 +245,13 @@ def _check_variables(leaves: list[Any]) -> None:
             raise TypeError(
                 f"mr.Optimizer got {leaf!r} of type {type(leaf).__name__} among its variables; expected mr.Variable objects."
             )
-        if leaf._on_read:
+        if spec_of(leaf).is_on_read:
             raise ValueError(
                 f"variable {leaf.name!r} is sync-on-read: each replica has its own value, and an optimizer needs mirrored ones."
             )
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise TypeError(f"variable {leaf.name!r} has dtype {leaf.dtype}; only floating point variables can be trained.")
-        if leaf._mesh != leaves[0]._mesh:
+        if spec_of(leaf).mesh != spec_of(leaves[0]).mesh:
             raise StrategyMismatchError(
                 f"variables {leaves[0].name!r} and {leaf.name!r} belong to different strategies; one optimizer needs variables "
                 "of one strategy. Create them in the same `with strategy.scope():`."

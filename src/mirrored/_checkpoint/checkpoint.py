@@ -16,6 +16,7 @@ from .._replicas import frames
 from .._strategy.current import DefaultStrategy, get_strategy
 from .._typing import PyTree
 from .._variables import equal_copies
+from .._variables.variable import spec_of
 from .._workers import runtime
 from .._workers.progress import progress
 from . import checksums, files, same_on_workers, state
@@ -163,8 +164,8 @@ class Checkpoint:
     def _require_mirrored(self, leaves: Leaves) -> None:
         by_mesh: dict[Any, list[Any]] = {}
         for variable in state.variables_of(leaves):
-            if not variable._on_read:
-                by_mesh.setdefault(variable._mesh, []).append(variable)
+            if not spec_of(variable).is_on_read:
+                by_mesh.setdefault(spec_of(variable).mesh, []).append(variable)
         for mesh, variables in by_mesh.items():
             equal_copies.check(mesh, variables)
 

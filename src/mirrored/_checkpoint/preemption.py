@@ -21,7 +21,7 @@ from types import FrameType, TracebackType
 from typing import NoReturn, Self
 
 from .._errors import NOTICE_SECONDS, PREEMPTED, CheckpointError, ContextError
-from .._strategy.strategy import Strategy
+from .._strategy.strategy import Strategy, coordination_of
 from .._workers.coordination import SLICE_SECONDS, Coordination, decoded
 from .._workers.progress import progress
 from .checkpoint import Checkpoint, checked_step
@@ -79,7 +79,7 @@ class PreemptionHandler:
                 "Make it in the main thread, and take the steps there."
             )
         self._checkpoint = checkpoint
-        self._coordination = (strategy or checkpoint._strategy)._coordination
+        self._coordination = coordination_of(strategy or checkpoint._strategy)
         self._lock = threading.Lock()
         self._step: int | None = None
         self._is_signalled = self._is_noticed = self._is_closed = False

@@ -16,8 +16,8 @@ from .._options import VariableAggregation
 from .._replicas import cross_replica
 from .._replicas.per_replica import PerReplica
 from .._typing import PyTree
-from .._variables.variable import Variable
-from ..data._iterator import DistributedIterator
+from .._variables.variable import Variable, set_stored, spec_of, stored_array
+from ..data._iterator import DistributedIterator, num_workers_of
 from ..optimizer import Optimizer
 
 #: By its path, such as `model['layers'][0]`: a variable, an array, a number, or an iterator with a position.
@@ -113,8 +113,8 @@ def _is_savable(dtype: Any) -> bool:
 def joint_among(leaves: Leaves) -> str | None:
     """Return the path of a variable, or of an iterator, in which other workers take part; None when there is none."""
     for path, leaf in leaves.items():
-        is_variable = isinstance(leaf, Variable) and not leaf._mesh.is_alone
-        if is_variable or (isinstance(leaf, DistributedIterator) and leaf._layout.worker.count > 1):
+        is_variable = isinstance(leaf, Variable) and not spec_of(leaf).mesh.is_alone
+        if is_variable or (isinstance(leaf, DistributedIterator) and num_workers_of(leaf) > 1):
             return path
     return None
 
@@ -132,7 +132,7 @@ def kinds_of(leaves: Leaves) -> dict[str, str]:
 def _kind(leaf: Any) -> str:
     if isinstance(leaf, Variable):
         aggregation = "" if leaf.aggregation is VariableAggregation.NONE else f", {leaf.aggregation.name}"
-        return f"{'sync-on-read' if leaf._on_read else 'mirrored'} {_dtype_name(leaf)}{list(leaf.shape)}{aggregation}"
+        return f"{'sync-on-read' if spec_of(leaf).is_on_read else 'mirrored'} {_dtype_name(leaf)}{list(leaf.shape)}{aggregation}"
     if has_position(leaf):
         return "iterator"
     return f"{_dtype_name(leaf)}{list(leaf.shape)}" if hasattr(leaf, "dtype") else "number"
@@ -147,7 +147,7 @@ def _is_key(array: Any) -> bool:
 
 
 def _impl(keys: Any) -> str:
-    return str(jax.random.key_impl(keys._array if isinstance(keys, Variable) else keys))
+    return str(jax.random.key_impl(stored_array(keys) if isinstance(keys, Variable) else keys))
 
 
 def positions_of(leaves: Leaves) -> dict[str, Any]:
@@ -207,13 +207,14 @@ def _array_entry(leaf: Variable | jax.Array, arrays: dict[str, jax.Array]) -> di
 
     if not isinstance(leaf, Variable):
         return entry | {"kind": "array", "value": add(leaf)}
-    if not leaf._on_read:
-        return entry | {"kind": "mirrored", "value": add(leaf._array)}
-    mesh, stack = leaf._mesh, leaf._array
+    stored = stored_array(leaf)
+    if not spec_of(leaf).is_on_read:
+        return entry | {"kind": "mirrored", "value": add(stored)}
+    mesh = spec_of(leaf).mesh
     entry |= {"kind": "on_read", "aggregation": leaf.aggregation.name}
-    entry["copies"] = add(stack if mesh.is_alone else cross_replica.compiled(_same, mesh.mirrored)(stack))
+    entry["copies"] = add(stored if mesh.is_alone else cross_replica.compiled(_same, mesh.mirrored)(stored))
     if leaf.aggregation is not VariableAggregation.NONE:
-        entry["value"] = add(cross_replica.compiled(cross_replica.aggregate_stack, mesh.mirrored, leaf.aggregation)(stack))
+        entry["value"] = add(cross_replica.compiled(cross_replica.aggregate_stack, mesh.mirrored, leaf.aggregation)(stored))
     return entry
 
 
@@ -246,12 +247,12 @@ def _difference(leaf: Any, saved: Snapshot, path: str) -> str | None:
         return f"is {here} here, and {there} in the checkpoint"
     if _takes_copies(leaf, saved, entry):
         return None
-    on_read_here = isinstance(leaf, Variable) and leaf._on_read
+    on_read_here = isinstance(leaf, Variable) and spec_of(leaf).is_on_read
     if "value" not in entry:
         count = saved.arrays[entry["copies"]].shape[0]
         return (
             f"was saved as {count} values, one for each replica, with aggregation NONE, so there is no single value for {here}"
-            + (f" on {leaf._mesh.num_replicas} replicas" if on_read_here else "")
+            + (f" on {spec_of(leaf).mesh.num_replicas} replicas" if on_read_here else "")
             + f". Restore on {count} replicas, or save it with aggregation 'sum', 'mean' or 'only_first_replica'"
         )
     if on_read_here and leaf.aggregation is VariableAggregation.NONE:
@@ -291,9 +292,9 @@ def _takes_copies(leaf: Any, saved: Snapshot, entry: Mapping[str, Any]) -> bool:
     """Tell whether each replica gets back exactly what it had."""
     return (
         isinstance(leaf, Variable)
-        and leaf._on_read
+        and spec_of(leaf).is_on_read
         and entry.get("aggregation") == leaf.aggregation.name
-        and saved.arrays[entry["copies"]].shape[0] == leaf._mesh.num_replicas
+        and saved.arrays[entry["copies"]].shape[0] == spec_of(leaf).mesh.num_replicas
     )
 
 
@@ -349,9 +350,9 @@ def restore_values(named: Mapping[str, PyTree], leaves: Leaves, saved: Snapshot)
 
 
 def _restore_variable(variable: Variable, saved: Snapshot, entry: Mapping[str, Any]) -> None:
-    mesh = variable._mesh
+    mesh = spec_of(variable).mesh
     if _takes_copies(variable, saved, entry):
-        variable._set_array(_on_devices(saved.arrays[entry["copies"]], mesh.stacked, entry.get("key")))
+        set_stored(variable, _on_devices(saved.arrays[entry["copies"]], mesh.stacked, entry.get("key")))
     else:
         variable.assign(_on_devices(saved.arrays[entry["value"]], mesh.mirrored, entry.get("key")))
 

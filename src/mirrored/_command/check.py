@@ -28,7 +28,7 @@ from .._options import CommunicationOptions
 from .._replicas.per_replica import PerReplica
 from .._strategy.current import get_replica_context
 from .._strategy.strategies import MultiWorkerMirroredStrategy
-from .._strategy.strategy import Strategy
+from .._strategy.strategy import Strategy, coordination_of
 from .._text import counted, escape
 from .._workers.coordination import Coordination
 
@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
 def _meet(timeout: float) -> tuple[Strategy, Coordination]:
     """Start the cluster; the one place that knows how a strategy reaches the other workers."""
     strategy = MultiWorkerMirroredStrategy(communication_options=CommunicationOptions(timeout_seconds=timeout))
-    return strategy, strategy._coordination
+    return strategy, coordination_of(strategy)
 
 
 @dataclasses.dataclass

@@ -18,18 +18,18 @@ from .jaxprs import ClosedJaxpr, Jaxpr, Literal, inner_constants
 
 _cache_token = jax.make_user_context(None)
 _new_token = itertools.count()
-_trace_state = jex_core.get_opaque_trace_state
 _WIDE = frozenset({"int64", "uint64", "float64", "complex128"})
 
 
-def trace_state() -> Any:
-    """Return a token that is equal for two points of a program iff they belong to the same JAX trace."""
-    return _trace_state(convention="nnx")
+#: An opaque value that changes when a trace begins or ends.
+trace_state = functools.partial(jex_core.get_opaque_trace_state, convention="nnx")
+#: Its value when JAX traces nothing.
+CLEAN = trace_state()
 
 
 def is_clean() -> bool:
     """Tell whether JAX traces nothing at all."""
-    return _trace_state(convention="nnx") == _CLEAN
+    return trace_state() == CLEAN
 
 
 def is_staging() -> bool:
@@ -206,6 +206,3 @@ def _has_mesh(aval: Any) -> bool:
 def placeholder(shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """Make a value of which only the shape and dtype matter, in the current trace."""
     return jnp.zeros(shape, dtype)
-
-
-_CLEAN = trace_state()

@@ -10,7 +10,6 @@ from typing import Any, Generic, TypeVar
 from .._errors import RecompilationWarning
 from .._jax import user_code
 from .call import ArrayLeaf, Call, leaf_names
-from .function_key import KnownFunctions
 
 #: Programs kept per strategy, least recently used first out.
 MAX_PROGRAMS = 256
@@ -25,22 +24,16 @@ class Programs(Generic[ProgramT]):
 
     def __init__(self) -> None:
         self._programs: collections.OrderedDict[Any, ProgramT] = collections.OrderedDict()
-        self._last: tuple[Any, ProgramT | None] = (None, None)
         self._last_calls: dict[Any, tuple[int, Call]] = {}
         self._reported: set[Any] = set()
-        self.functions = KnownFunctions()
 
     def __iter__(self) -> Iterator[ProgramT]:
         return iter(self._programs.values())
 
     def get(self, key: Any) -> ProgramT | None:
-        last_key, program = self._last
-        if key == last_key:  # a loop of steps; no need to hash the key, nor to note the use again
-            return program
         program = self._programs.get(key)
         if program is not None:
             self._programs.move_to_end(key)
-            self._last = (key, program)
         return program
 
     def add(self, call: Call, program: ProgramT, counted: Any = None) -> None:
@@ -53,10 +46,8 @@ class Programs(Generic[ProgramT]):
                 new function in each turn of a loop.
         """
         self._programs[call.key] = program
-        self._last = (call.key, program)
         while len(self._programs) > MAX_PROGRAMS:
             self._programs.popitem(last=False)
-            self.functions.forget()
         self._watch(call, id(getattr(call.function, "__code__", call.function)) if counted is None else counted)
 
     def _watch(self, call: Call, counted: Any) -> None:

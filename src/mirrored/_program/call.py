@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
+import itertools
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,15 +15,17 @@ import numpy as np
 
 from .._errors import StrategyMismatchError
 from .._replicas.arrays import check_range, is_numeric
-from .._replicas.per_replica import PerReplica
+from .._replicas.per_replica import PerReplica, stack_of, uneven_shapes
 from .._typing import PyTree, Shape
 from .._variables.variable import Variable
-from .function_key import BY_REPR, KnownFunctions, captured_key, function_key, globals_of, static_key
 
 _WHOLE = (PerReplica, Variable)
+_BY_REPR = (float, complex)  # 0.0 and -0.0 differ, nan equals itself
+_BY_VALUE = (bool, int, str, bytes, type(None))
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _NUMPY = (np.ndarray, np.generic)
 #: Types of arguments that hold no others (without numpy's arrays, which share programs with those of JAX).
-_LEAVES = frozenset({*_WHOLE, *BY_REPR, bool, int, str, bytes})
+_LEAVES = frozenset({*_WHOLE, *_BY_REPR, bool, int, str, bytes})
 
 
 class ArrayLeaf(NamedTuple):
@@ -77,6 +81,14 @@ class Call(NamedTuple):
     def array_leaves(self) -> list[ArrayLeaf]:
         return [leaf for leaf in self.leaves if isinstance(leaf, ArrayLeaf)]
 
+    def is_uneven(self) -> bool:
+        """Tell whether some argument has a different shape on different replicas."""
+        return any(leaf.shapes is not None for leaf in self.array_leaves())
+
+    def keyed_again(self) -> Call:
+        """Return the call with the key that it has after a trace, which may have set globals, such as a count of traces."""
+        return self._replace(key=(function_key(self.function), *self.key[1:]))
+
 
 def _is_whole(leaf: Any) -> bool:
     return type(leaf) in _WHOLE
@@ -93,9 +105,7 @@ def take_apart(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[s
     return Call(key, function, arrays, treedef, leaves)
 
 
-def key_of(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], known: KnownFunctions | None = None
-) -> tuple[Any, list[Any]]:
+def key_of(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
     """Return a call's key and its array arguments, which is all that a warm step looks at."""
     if not kwargs and _LEAVES.issuperset(map(type, args)):
         flat, structure = args, len(args)  # most steps: nothing to flatten
@@ -105,8 +115,8 @@ def key_of(
     kinds: list[Any] = []  # for each leaf, an ArrayLeaf or a static key
     for leaf in flat:
         if isinstance(leaf, PerReplica):
-            array = leaf._array
-            kinds.append(_array_leaf((array.shape[1:], array.dtype, False, True, leaf._shapes)))
+            array = stack_of(leaf)
+            kinds.append(_array_leaf((array.shape[1:], array.dtype, False, True, uneven_shapes(leaf))))
         elif isinstance(leaf, jax.Array):
             array = leaf
             is_weak = getattr(array, "weak_type", False)  # random keys have none
@@ -121,7 +131,7 @@ def key_of(
             kinds.append(static_key(leaf))
             continue
         arrays.append(array)
-    return (function_key(function) if known is None else known.key_of(function), structure, tuple(kinds)), arrays
+    return (function_key(function), structure, tuple(kinds)), arrays
 
 
 def array_leaves(key: Any) -> list[ArrayLeaf]:
@@ -150,6 +160,88 @@ def _numpy_message(array: np.ndarray | np.generic, name: str) -> str:
     )
 
 
+def static_key(value: Any) -> Any:
+    """Return a hashable that is equal for static values which give the same program."""
+    if isinstance(value, (*_BY_REPR, *_BY_VALUE, *_FUNCTIONS)):
+        return _content_key(value, _MAX_DEPTH)
+    try:
+        hash(value)
+    except TypeError:
+        return (type(value), id(value))
+    return (type(value), value)
+
+
+#: Functions in a function's closure are told apart by theirs, so many levels deep.
+_MAX_DEPTH = 4
+
+
+def function_key(function: Any, depth: int = _MAX_DEPTH) -> Any:
+    """Return a hashable that is equal for functions which give the same program.
+
+    A function that is defined again and again in a loop keeps its code; it is the same program while the
+    things that it closes over, and the module's globals that it names, are the same objects, or equal numbers and strings.
+    """
+    if isinstance(function, types.FunctionType):
+        # Here as in `_content_key`, without a call for each value that is compared by identity: this is in every step.
+        named = [id(v) if not _is_by_content(type(v)) else _content_key(v, 0) for v in _globals_of(function)]
+        identity = (id(function.__code__), id(function.__globals__), tuple(named))
+        if function.__defaults__ or function.__kwdefaults__:
+            identity += tuple([_content_key(v, depth) for v in _defaults_of(function)])
+        if not function.__closure__:
+            return identity
+        own = [id(v) if not _is_by_content(type(v)) else _content_key(v, depth) for v in map(_content_of, function.__closure__)]
+        return (identity, tuple(own))
+    if isinstance(function, types.MethodType):
+        return (function_key(function.__func__, depth), id(function.__self__))
+    if isinstance(function, functools.partial):
+        content = (*function.args, *function.keywords.values())
+        return (function_key(function.func, depth), tuple(function.keywords), tuple([_content_key(v, depth) for v in content]))
+    return id(function)
+
+
+def _content_key(value: Any, depth: int) -> Any:
+    if not _is_by_content(type(value)):
+        return id(value)
+    if isinstance(value, _BY_REPR):
+        return (type(value), repr(value))
+    if isinstance(value, _BY_VALUE):
+        return (type(value), value)
+    return function_key(value, depth - 1) if depth else id(value)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_by_content(kind: type) -> bool:
+    return issubclass(kind, (*_BY_REPR, *_BY_VALUE, *_FUNCTIONS))
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_in(code: types.CodeType) -> tuple[str, ...]:
+    """Return the globals that code reads; `co_names` has attributes too, and `output.loss` does not read a global `loss`."""
+    own = [i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"]
+    inner = [name for const in code.co_consts if isinstance(const, types.CodeType) for name in _names_in(const)]
+    return tuple(dict.fromkeys((*own, *inner)))
+
+
+#: In place of a name that is no global, such as that of a built-in function.
+_ABSENT = object()
+
+
+def _globals_of(function: types.FunctionType) -> Iterator[Any]:
+    """Return the module-level objects that a function names, which a notebook or a loop in a script may rebind."""
+    return map(function.__globals__.get, _names_in(function.__code__), itertools.repeat(_ABSENT))
+
+
+def _defaults_of(function: types.FunctionType) -> list[Any]:
+    return [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).keys(), *(function.__kwdefaults__ or {}).values()]
+
+
+def _content_of(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return None
+
+
 def pinned(call: Call) -> list[Any]:
     """Return the objects whose identity is in the call's key; while they are held no other object can have it."""
     pins: list[Any] = [leaf for leaf in call.leaves if not isinstance(leaf, ArrayLeaf)]
@@ -162,10 +254,8 @@ def pinned(call: Call) -> list[Any]:
         visited.add(id(value))
         pins.append(value)
         if isinstance(value, types.FunctionType):
-            pins.append((value.__code__, value.__globals__, globals_of(value)))
-            cells = [cell for cell in value.__closure__ or () if captured_key(cell, 0) is not None]
-            waiting += [cell.cell_contents for cell in cells]
-            waiting += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+            pins.append((value.__code__, value.__globals__, list(_globals_of(value))))
+            waiting += [*map(_content_of, value.__closure__ or ()), *_defaults_of(value)]
         elif isinstance(value, types.MethodType):
             waiting += [value.__func__, value.__self__]
         elif isinstance(value, functools.partial):

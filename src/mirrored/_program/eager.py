@@ -17,13 +17,15 @@ from jax.sharding import PartitionSpec
 
 from .._errors import ContextError, UnevenReplicasError
 from .._replicas import frames, placement
+from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh
 from .._typing import REPLICA_AXIS, PyTree
 from .._variables import storage
 from .._variables.bindings import Bindings, with_few_compilations
+from .._variables.variable import set_stored, spec_of
 from . import lift
 from .call import Call, argument_names
-from .program import StepProgram, place, replica_frame, unstacked
+from .program import StepProgram, place, unstacked
 
 is_eager: contextvars.ContextVar[bool] = contextvars.ContextVar("mirrored_eager", default=False)
 
@@ -49,7 +51,7 @@ def eager() -> Iterator[None]:
         is_eager.reset(token)
 
 
-def run_eagerly(strategy: Any, mesh: ReplicaMesh, program: StepProgram, call: Call) -> PyTree:
+def run_eagerly(frame_with: Callable[..., Frame], mesh: ReplicaMesh, program: StepProgram, call: Call) -> PyTree:
     """Run the user's function operation by operation, then check and keep what it wrote.
 
     All results come back stacked; which of them are mirrored is what the proof of the traced program says.
@@ -58,18 +60,21 @@ def run_eagerly(strategy: Any, mesh: ReplicaMesh, program: StepProgram, call: Ca
     new_lifted: dict[str, Any] = {}
 
     def body(caches: Callable[[], Any], values: list[Any], arrays: list[Any]) -> list[Any]:
-        local = [unstacked(a, v._on_read) for a, v in zip(values, lifted.variables, strict=True)]
+        local = [unstacked(a, spec_of(v).is_on_read) for a, v in zip(values, lifted.variables, strict=True)]
         own = [unstacked(a, leaf.is_per_replica) for a, leaf in zip(arrays, call.array_leaves(), strict=True)]
         with caches() as renew:
             bindings = Bindings(dict(zip(lifted.variables, local, strict=True)), lift.undiscovered, renew)
-            with frames.entered(replica_frame(strategy, mesh, bindings)):
+            with frames.entered(frame_with(bindings=bindings)):
                 new_lifted["plan"], results = lift.plan_result(call.apply(own, lambda _, array: array))
         return [jnp.asarray(x)[None] for x in (*results, *bindings.values(lifted.written))]
 
     replicated, stacked = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
-    value_specs = [stacked if v._on_read else replicated for v in lifted.variables]
+    value_specs = [stacked if spec_of(v).is_on_read else replicated for v in lifted.variables]
     array_specs = [stacked if leaf.is_per_replica else replicated for leaf in call.array_leaves()]
-    values, arrays = storage.arrays_of(lifted.variables), place(mesh, call)
+    values, arrays = (
+        storage.arrays_of(lifted.variables),
+        place(mesh, call.arrays, call.array_leaves(), lambda: argument_names(call)),
+    )
 
     def compute(caches: Callable[[], Any]) -> list[Any]:
         own_body = functools.partial(body, caches)
@@ -79,7 +84,7 @@ def run_eagerly(strategy: Any, mesh: ReplicaMesh, program: StepProgram, call: Ca
     outputs = with_few_compilations(compute)
     results = outputs[: lifted.num_results]
     for variable, new in zip(lifted.written, outputs[lifted.num_results :], strict=True):
-        variable._set_array(new if variable._on_read else _first_row(mesh, new))
+        set_stored(variable, new if spec_of(variable).is_on_read else _first_row(mesh, new))
     rows = [_first_row(mesh, r) if same else r for r, same in zip(results, program.is_mirrored, strict=True)]
     return dataclasses.replace(program, lifted=dataclasses.replace(lifted, plan=new_lifted["plan"])).rebuild(rows)
 

@@ -22,11 +22,11 @@ from .._jax import jaxprs, tracing
 from .._jax.jaxprs import ClosedJaxpr
 from .._replicas import context, frames
 from .._replicas.frames import Frame
-from .._replicas.per_replica import PerReplica
+from .._replicas.per_replica import PerReplica, stack_of, uneven_shapes
 from .._replicas.placement import checksum
 from .._typing import PyTree, Shape
 from .._variables.bindings import Bindings
-from .._variables.variable import Variable
+from .._variables.variable import Variable, spec_of
 from .call import Call
 
 #: What changes a program's numbers and not its text.
@@ -91,7 +91,8 @@ class Lifted:
         Without names of variables, addresses of objects and lines of files, which may differ all the same. Variables have
         the number of their creation instead: two may have the same shape and dtype.
         """
-        kinds = [f"{v._number}: {'on read' if v._on_read else 'mirrored'} {v.dtype}{list(v.shape)}" for v in self.variables]
+        specs = map(spec_of, self.variables)
+        kinds = [f"{s.number}: {'on read' if s.is_on_read else 'mirrored'} {s.dtype}{list(s.shape)}" for s in specs]
         settings = ", ".join(f"{name}={getattr(jax.config, name)}" for name in _SETTINGS)
         arrays = [array for array in jaxprs.inner_constants(self.shown.jaxpr) if _is_whole_here(array)]
         sums = {key: checksum(array) for key, array in {id(array): array for array in arrays}.items()}  # one may be used often
@@ -199,7 +200,7 @@ def plan_result(result: PyTree) -> tuple[ResultPlan, list[jax.Array]]:
     stacked: list[bool] = []
     for leaf in leaves:
         if isinstance(leaf, PerReplica):
-            value, leaf_shapes = leaf._array, leaf._shapes
+            value, leaf_shapes = stack_of(leaf), uneven_shapes(leaf)
         elif isinstance(leaf, jax.Array | np.ndarray | np.generic):
             value, leaf_shapes = leaf, None
         else:

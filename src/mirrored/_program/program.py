@@ -23,7 +23,7 @@ from .._variables import storage
 from .._variables.equal_copies import Watch
 from .._variables.storage import Home
 from .._workers.progress import in_main_thread
-from .call import Call, argument_names
+from .call import ArrayLeaf
 from .lift import Lifted
 from .proof import Findings
 
@@ -107,11 +107,16 @@ class StepProgram(Program):
         plan = self.lifted.plan
         for index in self._differing:
             results[index] = PerReplica(results[index], plan.shapes[index])
-        return results[0] if self._is_one_array else plan.rebuild(results)
+        return results[0] if self._is_one_array else self._rebuild(results)
 
     @functools.cached_property
     def _differing(self) -> list[int]:
         return [index for index, same in enumerate(self.is_mirrored) if not same]
+
+    @functools.cached_property
+    def _rebuild(self) -> Callable[[list[Any]], PyTree]:
+        plan = self.lifted.plan
+        return plan.rebuild if any(leaf is not None for leaf in plan.static) else plan.treedef.unflatten
 
     @functools.cached_property
     def _is_one_array(self) -> bool:
@@ -138,32 +143,34 @@ def are_placed(mesh: ReplicaMesh, arrays: Sequence[Any]) -> bool:
     return True
 
 
-def place(mesh: ReplicaMesh, call: Call) -> list[Any]:
-    """Bring arrays that are tied to other devices, or are this worker's only, to the mesh."""
-    arrays = list(call.arrays)
-    plain: list[int] = []
-    for position, array in enumerate(arrays):
-        if are_placed(mesh, (array,)):
-            continue
-        leaf = call.array_leaves()[position]
-        if leaf.is_per_replica:
+def place(mesh: ReplicaMesh, arrays: Sequence[Any], leaves: Sequence[ArrayLeaf], names: Callable[[], Sequence[str]]) -> list[Any]:
+    """Bring arrays that are tied to other devices, or are this worker's only, to the mesh.
+
+    Args:
+        mesh: the devices of the program.
+        arrays: its array arguments.
+        leaves: what they are.
+        names: makes their names, for messages.
+    """
+    placed = list(arrays)
+    plain = [i for i, array in enumerate(arrays) if not are_placed(mesh, (array,))]
+    for position in plain:
+        if leaves[position].is_per_replica:
             raise StrategyMismatchError(
-                f"the argument {argument_names(call)[position]} is a PerReplica whose values lie on "
-                f"{sorted(str(d) for d in array.sharding.device_set)}, but this strategy runs on "
+                f"the argument {names()[position]} is a PerReplica whose values lie on "
+                f"{sorted(str(d) for d in arrays[position].sharding.device_set)}, but this strategy runs on "
                 f"{[str(d) for d in mesh.devices]}; it comes from another strategy."
             )
-        plain.append(position)
     if not plain:
-        return arrays
+        return placed
 
     def differ(index: int, workers: Sequence[int]) -> None:
-        name = argument_names(call)[plain[index]]
-        placement.refuse_argument(f"the argument {name}, a plain array", index, workers)
+        placement.refuse_argument(f"the argument {names()[plain[index]]}, a plain array", index, workers)
 
-    placed = placement.mirror(mesh, [arrays[position] for position in plain], differ, is_checked_late=True)
-    for position, array in zip(plain, placed, strict=True):
-        arrays[position] = array
-    return arrays
+    new = placement.mirror(mesh, [arrays[position] for position in plain], differ, is_checked_late=True)
+    for position, array in zip(plain, new, strict=True):
+        placed[position] = array
+    return placed
 
 
 def unstacked(array: Any, is_stacked: bool) -> Any:
@@ -174,6 +181,7 @@ def stacked_unless(is_mirrored: bool, array: Any) -> Any:
     return array if is_mirrored else jnp.expand_dims(array, 0)
 
 
-def replica_frame(strategy: Any, mesh: ReplicaMesh, bindings: Any, sizes: Any = None) -> Frame:
-    axis = ReplicaAxis(mesh.num_replicas, sizes=sizes, bytes_per_pack=strategy._bytes_per_pack)
+def replica_frame(strategy: Any, mesh: ReplicaMesh, bytes_per_pack: int, sizes: Any = None, bindings: Any = None) -> Frame:
+    """Return the place inside a step."""
+    axis = ReplicaAxis(mesh.num_replicas, sizes=sizes, bytes_per_pack=bytes_per_pack)
     return Frame(strategy, mesh, ReplicaContext(strategy, axis), axis, bindings)

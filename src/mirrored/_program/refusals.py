@@ -7,6 +7,7 @@ import warnings
 from .._errors import FactorOfReplicasError, FactorOfReplicasWarning, ReplicasDivergeError
 from .._jax import user_code
 from .._jax.marks import Mark, Purpose
+from .._variables.variable import spec_of
 from .lift import Lifted
 from .proof import Findings, Sameness, State
 
@@ -17,7 +18,7 @@ def check_assignments(lifted: Lifted, findings: Findings) -> None:
             raise ReplicasDivergeError(_diverge_message(note, state))
     new_states = findings.outputs[lifted.num_results :]
     for variable, where, state in zip(lifted.written, lifted.write_lines, new_states, strict=True):
-        if not variable._on_read and not state.is_mirrored:
+        if not spec_of(variable).is_on_read and not state.is_mirrored:
             raise ReplicasDivergeError(_diverge_message(Mark(Purpose.ASSIGN, variable.name, where), state))
 
 

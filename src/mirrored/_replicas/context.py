@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from .._typing import PyTree
 from . import arrays, collectives
 from .collectives import ReplicaAxis
 from .frames import Frame, current, entered
-from .per_replica import PerReplica
+from .per_replica import PerReplica, stack_of, uneven_shapes
 
 
 class ReplicaContext:
@@ -165,6 +166,10 @@ class ReplicaContext:
             )
 
 
+#: How a context reaches the other replicas.
+axis_of: Callable[[ReplicaContext], ReplicaAxis] = operator.attrgetter("_axis")
+
+
 def _as_key(key: Any) -> jax.Array:
     if isinstance(key, int | np.integer):
         return jax.random.key(key)
@@ -195,12 +200,12 @@ def own_parts(tree: PyTree, axis: ReplicaAxis) -> PyTree:
     def own(value: Any) -> Any:
         if not isinstance(value, PerReplica):
             return value
-        if value._shapes is not None:
+        if uneven_shapes(value) is not None:
             raise UnevenReplicasError(
                 f"a PerReplica with different shapes {value.shapes} cannot be handed to the replicas of one program. "
                 "Pad the values to one shape first."
             )
-        return jax.lax.dynamic_index_in_dim(value._array, axis.index(), keepdims=False)
+        return jax.lax.dynamic_index_in_dim(stack_of(value), axis.index(), keepdims=False)
 
     return jax.tree.map(own, tree, is_leaf=arrays.is_wrapped)
 

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from .. import _env
 from .._errors import ClusterConfigError, DeviceError
 from .._typing import REPLICA_AXIS
+from . import in_flight
 
 _DEVICE_NAME = re.compile(r"/?(?:device:)?(cpu|gpu|tpu|cuda|rocm):(\d+)", re.IGNORECASE | re.ASCII)
 
@@ -72,7 +73,7 @@ class ReplicaMesh:
     @functools.cached_property
     def is_paced(self) -> bool:
         """Whether the programs in flight are counted: on virtual CPU devices, and with other workers; see `in_flight`."""
-        return self.num_replicas > 1 and (self.devices[0].platform == "cpu" or not self.is_alone)
+        return in_flight.is_paced(self.mirrored)
 
 
 def make_mesh(devices: Sequence[jax.Device]) -> ReplicaMesh:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -214,6 +215,12 @@ def _is_plain(value: jax.Array) -> bool:
 def is_per_replica(value: Any) -> bool:
     """Tell whether a value is a PerReplica; the `is_leaf` of every flattening that must see them whole."""
     return isinstance(value, PerReplica)
+
+
+#: The one array `[R, ...]` of all replicas' values, padded when they differ in shape.
+stack_of: Callable[[PerReplica], Any] = operator.attrgetter("_array")
+#: The shape of each replica's value when they differ, else None.
+uneven_shapes: Callable[[PerReplica], tuple[Shape, ...] | None] = operator.attrgetter("_shapes")
 
 
 def stack_shapes(shapes: Sequence[Shape]) -> tuple[Shape, tuple[Shape, ...] | None]:

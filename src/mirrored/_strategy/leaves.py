@@ -13,9 +13,9 @@ from .._errors import StrategyMismatchError
 from .._options import ReduceOp
 from .._replicas import arrays, collectives, cross_replica, frames, placement
 from .._replicas.mesh import ReplicaMesh
-from .._replicas.per_replica import PerReplica
+from .._replicas.per_replica import PerReplica, stack_of, uneven_shapes
 from .._typing import PyTree
-from .._variables.variable import Variable
+from .._variables.variable import Variable, all_copies, local_arrays, note_use, one_value, spec_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Leaves:
         if not isinstance(value, PerReplica):
             return self._apply(cross_replica.reduce_mirrored, value, op, axes, self.mesh.num_replicas)
         cross_replica.require_equal_except(axes, value, "reduce")
-        return self._apply(cross_replica.reduce_stack, value._array, op, axes, value._shapes)
+        return self._apply(cross_replica.reduce_stack, stack_of(value), op, axes, uneven_shapes(value))
 
     def gather(self, leaf: Any, axis: Any) -> jax.Array:
         value = self._own(leaf, "gather")
@@ -58,7 +58,7 @@ class Leaves:
         if not isinstance(value, PerReplica):
             return self._apply(cross_replica.gather_mirrored, value, position, self.mesh.num_replicas)
         cross_replica.require_equal_except((position,), value, "gather")
-        return self._apply(cross_replica.gather_stack, value._array, position, value._shapes)
+        return self._apply(cross_replica.gather_stack, stack_of(value), position, uneven_shapes(value))
 
     def _apply(self, function: Any, array: jax.Array, *static: Any) -> jax.Array:
         frame = frames.current()
@@ -73,8 +73,8 @@ class Leaves:
             return leaf
         if isinstance(leaf, Variable):
             self._check_own_variable(leaf, verb)
-            leaf._note_use(verb)
-            return leaf._as_per_replica() if leaf._on_read else leaf._read(frames.current(), is_taken=False)
+            note_use(leaf, verb)
+            return all_copies(leaf) if spec_of(leaf).is_on_read else one_value(leaf)
         array = arrays.as_array(leaf, f"strategy.{verb}")
         if not self.mesh.is_alone:
             return self._agreed(array, verb)
@@ -96,16 +96,16 @@ class Leaves:
                 f"{verb} got a PerReplica of {value.num_replicas} replicas, but {self.strategy!r} has {self.mesh.num_replicas}; "
                 "it comes from another strategy. Use that strategy's verb."
             )
-        if self._is_elsewhere(value._array):
+        if self._is_elsewhere(stack_of(value)):
             raise StrategyMismatchError(
-                f"{verb} got a PerReplica whose values lie on {sorted(map(str, value._array.sharding.device_set))}, which are "
+                f"{verb} got a PerReplica whose values lie on {sorted(map(str, stack_of(value).sharding.device_set))}, which are "
                 f"not the devices of {self.strategy!r}; it comes from another strategy. Use that strategy's verb."
             )
 
     def _check_own_variable(self, variable: Variable, verb: str) -> None:
-        if variable._mesh != self.mesh:
+        if spec_of(variable).mesh != self.mesh:
             raise StrategyMismatchError(
-                f"{verb} got variable {variable.name!r}, which lives on {variable._mesh}, but this is {self.strategy!r}. "
+                f"{verb} got variable {variable.name!r}, which lives on {spec_of(variable).mesh}, but this is {self.strategy!r}. "
                 "Use the strategy in whose scope it was created, or pass variable.value."
             )
 
@@ -118,9 +118,9 @@ class Leaves:
     def _local_values(self, leaf: PerReplica | Variable) -> tuple[Any, ...]:
         if isinstance(leaf, Variable):
             self._check_own_variable(leaf, "local_results")
-            leaf = leaf._as_per_replica() if leaf._on_read or frames.is_traced() else leaf
+            leaf = all_copies(leaf) if spec_of(leaf).is_on_read or frames.is_traced() else leaf
         if isinstance(leaf, Variable):  # its copies here; the other workers are not asked
-            values = tuple(jax.numpy.copy(copy) for _, copy in leaf._local_arrays())
+            values = tuple(jax.numpy.copy(copy) for _, copy in local_arrays(leaf))
         else:
             self._check_own(leaf, "local_results")
             values = leaf.values

@@ -117,8 +117,7 @@ class MultiWorkerMirroredStrategy(Strategy):
                 "implementation is NCCL, which connects GPUs, but JAX has found none; it uses the CPU. Leave the option out, or "
                 "install JAX for CUDA: pip install 'jax[cuda13]'."
             )
-        super().__init__(mesh)
-        self._bytes_per_pack = options.bytes_per_pack
+        super().__init__(mesh, bytes_per_pack=options.bytes_per_pack)
         if joined is not None:
             self._coordination = joined.coordination
             self._meet()

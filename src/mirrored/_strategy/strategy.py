@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import operator
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -15,15 +16,14 @@ import jax
 from .._cluster.spec import Cluster
 from .._errors import ContextError, StrategyMismatchError
 from .._options import AutoShardPolicy, InputOptions, ReduceOp
-from .._program import replicate
-from .._program.cache import Programs
-from .._program.program import StepProgram, describe_program
+from .._program.program import describe_program
+from .._program.steps import Steps
 from .._replicas import collectives, context, frames, in_flight
 from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh
 from .._typing import PyTree, UserFunction
 from .._variables import equal_copies
-from .._variables.variable import live_variables
+from .._variables.variable import live_variables, spec_of, stored_array
 from .._workers.coordination import Coordination
 from .._workers.progress import progress
 from .._workers.same_program import require_same_history
@@ -67,16 +67,15 @@ class Strategy:
     """
 
     _coordination = Coordination()
-    _bytes_per_pack = 0
 
-    def __init__(self, mesh: ReplicaMesh) -> None:
+    def __init__(self, mesh: ReplicaMesh, *, bytes_per_pack: int = 0) -> None:
         """Take the devices; users call a subclass."""
         if not isinstance(mesh, ReplicaMesh):
             raise TypeError(
                 "mr.Strategy is not made directly; write mr.MirroredStrategy(devices) or mr.OneDeviceStrategy(device)."
             )
         self._mesh = mesh
-        self._programs: Programs[StepProgram] = Programs()
+        self._steps = Steps(mesh, bytes_per_pack)
         self._datasets: weakref.WeakSet[DistributedDataset] = weakref.WeakSet()
         _logger.info("%s: %s", type(self).__name__, mesh)
 
@@ -119,7 +118,7 @@ class Strategy:
         if not isinstance(name, str) or not name:
             raise TypeError(f"barrier: name is {name!r}; expected a non-empty string.")
         _require_untraced("barrier")
-        jax.block_until_ready([variable._array for variable in live_variables(self._mesh)])
+        jax.block_until_ready([stored_array(variable) for variable in live_variables(self._mesh)])
         if not self._mesh.is_alone:
             with progress.phase(f"the barrier {name!r}", waits=True):
                 in_flight.finish()
@@ -138,7 +137,7 @@ class Strategy:
         ...all-reduce of 1.0 KiB...
         """
         lines = [f"{type(self).__name__}: {self._mesh}"]
-        lines += [f"program {describe_program(program)}" for program in self._programs]
+        lines += [f"program {describe_program(program)}" for program in self._steps.programs]
         lines += [f"dataset {dataset.describe()}" for dataset in self._datasets]
         return "\n".join(lines)
 
@@ -207,11 +206,12 @@ class Strategy:
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#run
         """
-        context.check_call("strategy.run", "strategy.run(step, args=(x,))", fn, args, kwargs)
+        if type(args) is not tuple or kwargs is not None or not callable(fn):
+            context.check_call("strategy.run", "strategy.run(step, args=(x,))", fn, args, kwargs)
         if frames.current() is not None:
             frames.require_cross_replica("run", "Call the function directly.")
             self._check_current("run")
-        return replicate.run(self, self._mesh, self._programs, fn, args, kwargs or {})
+        return self._steps.run(self, fn, args, kwargs or {})
 
     def reduce(self, reduce_op: ReduceOp | str, value: PyTree, axis: int | Sequence[int] | None = None) -> PyTree:
         """Combine a value over the replicas, and optionally over axes of each replica's value.
@@ -246,7 +246,7 @@ class Strategy:
         self._check_current("reduce")
         frame = frames.current()
         if frame is not None and frame.replica is not None:
-            return collectives.all_reduce(op, value, frame.replica._axis, axis, "strategy.reduce")
+            return collectives.all_reduce(op, value, context.axis_of(frame.replica), axis, "strategy.reduce")
         return self._leaves.map(lambda leaf: self._leaves.reduce(op, leaf, axis), value)
 
     def gather(self, value: PyTree, axis: int) -> PyTree:
@@ -442,8 +442,12 @@ class Strategy:
             ContextError: (a RuntimeError) inside a step or an `mr.function`.
         """
         _require_untraced("assert_mirrored")
-        mirrored = [variable for variable in live_variables(self._mesh) if not variable._on_read]
+        mirrored = [variable for variable in live_variables(self._mesh) if not spec_of(variable).is_on_read]
         equal_copies.check(self._mesh, mirrored)
+
+
+#: How a strategy's workers reach each other.
+coordination_of: Callable[[Strategy], Coordination] = operator.attrgetter("_coordination")
 
 
 def _require_untraced(verb: str) -> None:

@@ -16,15 +16,15 @@ from .._program import eager, lift
 from .._program.cache import Programs
 from .._program.call import ArrayLeaf, Call, argument_names, array_leaves, key_of, pinned, take_apart
 from .._program.lift import Lifted
-from .._program.program import Program
+from .._program.program import Program, place
 from .._replicas import frames
 from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh, default_mesh
 from .._replicas.per_replica import PerReplica
-from .._replicas.placement import check_later, mirror, mirror_constants, refuse_argument
+from .._replicas.placement import check_later, mirror_constants
 from .._typing import PyTree, Shape, UserFunction
 from .._variables import equal_copies, storage
-from .._variables.variable import Variable
+from .._variables.variable import Variable, spec_of
 from .._workers import joint_programs
 
 _programs: Programs[FunctionProgram] = Programs()
@@ -85,35 +85,28 @@ def call_compiled(fn: UserFunction, args: Sequence[Any], kwargs: dict[str, Any])
         call = take_apart(fn, args, kwargs)
         program = _make(call, frame or Frame(None, None))
         # Counted for each function: a decorator in a factory makes many of one code, each for its own variables.
-        _programs.add(call._replace(key=key), program, counted=(id(fn), key[1:]))
+        _programs.add(call._replace(key=(call.keyed_again().key, *key[1:])), program, counted=(id(fn), key[1:]))
         check_later(program.mesh, arrays, lambda index: f"the argument {argument_names(call)[index]}")
-    return program.run(arrays, leaves)
+    # A PerReplica lies where it is: `_mesh_of` has chosen the devices after it.
+    plain = [position for position, leaf in enumerate(leaves) if not leaf.is_per_replica]
+    names = lambda: [argument_names(take_apart(fn, args, kwargs))[position] for position in plain]  # noqa: E731
+    placed = place(program.mesh, [arrays[position] for position in plain], [leaves[position] for position in plain], names)
+    for position, array in zip(plain, placed, strict=True):
+        arrays[position] = array
+    return program.run(arrays)
 
 
 @dataclasses.dataclass(frozen=True)
 class FunctionProgram(Program):
     """The program of a cross-replica function."""
 
-    def run(self, arrays: Sequence[Any], leaves: Sequence[ArrayLeaf]) -> PyTree:
-        results = self.execute(self._placed(arrays, leaves))
-        return self.lifted.plan.rebuild(list(self._wrapped(results)))
+    def run(self, arrays: list[Any]) -> PyTree:
+        return self.lifted.plan.rebuild(list(self._wrapped(self.execute(arrays))))
 
     def _wrapped(self, results: Sequence[Any]) -> Iterator[Any]:
         plan = self.lifted.plan
         for array, shapes, is_stacked in zip(results, plan.shapes, plan.stacked, strict=True):
             yield PerReplica(array, shapes) if is_stacked else array
-
-    def _placed(self, arrays: Sequence[Any], leaves: Sequence[ArrayLeaf]) -> list[Any]:
-        """Bring plain arrays to the mesh; with one worker, `jit` moves those that are not tied to other devices."""
-        placed = list(arrays)
-        is_tied = [not self.mesh.is_alone or (isinstance(array, jax.Array) and array.committed) for array in arrays]
-        plain = [i for i, leaf in enumerate(leaves) if is_tied[i] and not leaf.is_per_replica]
-        if plain:
-            differ = functools.partial(refuse_argument, f"an argument of {self.name}, a plain array")
-            new = mirror(self.mesh, [arrays[i] for i in plain], differ, is_checked_late=True)
-            for i, array in zip(plain, new, strict=True):
-                placed[i] = array
-        return placed
 
 
 def _make(call: Call, frame: Frame) -> FunctionProgram:
@@ -125,7 +118,7 @@ def _make(call: Call, frame: Frame) -> FunctionProgram:
     mesh, name = _mesh_of(frame, lifted, call), call.name
     placements = (
         [mesh.stacked if is_stacked else mesh.mirrored for is_stacked in lifted.plan.stacked],
-        [mesh.stacked if variable._on_read else mesh.mirrored for variable in lifted.written],
+        [mesh.stacked if spec_of(variable).is_on_read else mesh.mirrored for variable in lifted.written],
         mesh.mirrored,
     )
     body = functools.partial(_pure, lifted, mesh)
@@ -150,13 +143,13 @@ def _rewrapped(leaf: ArrayLeaf, array: Any) -> Any:
 
 
 def _global_shape(variable: Variable) -> Shape:
-    return (variable._mesh.num_replicas, *variable.shape) if variable._on_read else variable.shape
+    return spec_of(variable).stored_shape
 
 
 def _mesh_of(frame: Frame, lifted: Lifted, call: Call) -> ReplicaMesh:
     """Return the devices that the function runs on: those of everything in it, else of the default strategy."""
     meshes = [] if frame.mesh is None else [frame.mesh]
-    meshes += [variable._mesh for variable in lifted.variables]
+    meshes += [spec_of(variable).mesh for variable in lifted.variables]
     placements = [getattr(array, "sharding", None) for array in call.arrays]
     for placement, leaf in zip(placements, call.array_leaves(), strict=True):
         if leaf.is_per_replica and isinstance(placement, NamedSharding) and isinstance(placement.mesh, Mesh):

@@ -14,8 +14,8 @@ from .._jax.marks import Mark, Purpose, mark
 from .._program import lift
 from .._replicas import frames
 from .._typing import PyTree, UserFunction
-from .._variables.bindings import bound, read_outer, with_few_compilations, write_outer
-from .._variables.variable import Variable, is_variable
+from .._variables.bindings import bound, with_few_compilations
+from .._variables.variable import Variable, is_variable, load, spec_of, store
 
 
 def grad(fn: UserFunction, variables: PyTree, has_aux: bool = False) -> Callable[..., Any]:
@@ -90,10 +90,10 @@ def value_and_grad(fn: UserFunction, variables: PyTree, has_aux: bool = False) -
             return mark(_scalar(loss), Mark(Purpose.LOSS, "loss", where)), (aux_arrays, written)
 
         _refuse_copies(leaves)
-        before = [read_outer(variable) for variable in leaves]
+        before = [load(variable) for variable in leaves]
         (loss, (aux_arrays, written)), gradients = jax.value_and_grad(loss_of, has_aux=True)(before)
         for variable, value in zip(kept["written"], written, strict=True):
-            write_outer(variable, value)
+            store(variable, value)
         value = (loss, kept["plan"].rebuild(aux_arrays)) if has_aux else loss
         return value, jax.tree.unflatten(treedef, gradients)
 
@@ -117,7 +117,7 @@ def _check_variables(variables: PyTree) -> tuple[list[Variable], Any]:
                 f"variable {leaf.name!r} has dtype {leaf.dtype}, and only floating point variables have gradients. Leave it out."
             )
     for position, leaf in enumerate(leaves):
-        if leaf._mesh != leaves[0]._mesh:
+        if spec_of(leaf).mesh != spec_of(leaves[0]).mesh:
             raise StrategyMismatchError(
                 f"variables {leaves[0].name!r} and {leaf.name!r} belong to different strategies; take each one's gradients alone."
             )
@@ -130,7 +130,7 @@ def _refuse_copies(variables: list[Variable]) -> None:
     """Refuse, outside a step, a sync-on-read variable: its one value there is made of copies, which have the gradients."""
     frame = frames.current()
     for variable in variables:
-        if variable._on_read and (frame is None or frame.replica is None):
+        if spec_of(variable).is_on_read and (frame is None or frame.replica is None):
             raise ContextError(
                 f"variable {variable.name!r} is sync-on-read: outside a step it has one value per replica and no gradient of "
                 "its own. Differentiate in strategy.run(fn), or with respect to a mirrored variable."

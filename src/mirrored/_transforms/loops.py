@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from .._errors import UnevenReplicasError
 from .._replicas import frames
 from .._replicas.arrays import as_array
-from .._replicas.per_replica import PerReplica
+from .._replicas.per_replica import PerReplica, stack_of, uneven_shapes
 from .._typing import PyTree
-from .._variables.bindings import Fallback, bound, outer_reader, read_outer, write_outer
-from .._variables.variable import Variable
+from .._variables.bindings import Fallback, bound, outer_reader
+from .._variables.variable import Variable, load, store
 from .function import call_compiled
 
 
@@ -129,7 +129,7 @@ def _cond(true_fn: Any, false_fn: Any, pred: Any, *operands: PyTree) -> PyTree:
 
         return run
 
-    before = [read_outer(variable) for variable in written]
+    before = [load(variable) for variable in written]
     result, after = jax.lax.cond(pred, branch(true_fn), branch(false_fn), before, operands)
     _write_back(list(written), after)
     return result
@@ -153,7 +153,7 @@ def _scan(fn: Any, init: PyTree, xs: PyTree, length: int | None) -> tuple[PyTree
             carry, y = user_body(carry, x)
             return (carry, bindings.values(written)), y
 
-    before = [read_outer(variable) for variable in written]
+    before = [load(variable) for variable in written]
     (carry, after), ys = jax.lax.scan(body, (init, before), rows, length)
     _write_back(written, after)
     return carry, _map_whole(_replicas_first, ys)
@@ -173,7 +173,7 @@ def _fori_loop(fn: Any, lower: Any, upper: Any, init: PyTree) -> PyTree:
         with bound(dict(zip(written, values, strict=True)), outer) as bindings:
             return user_body(i, carry), bindings.values(written)
 
-    before = [read_outer(variable) for variable in written]
+    before = [load(variable) for variable in written]
     carry, after = jax.lax.fori_loop(lower, upper, body, (init, before))
     _write_back(written, after)
     return carry
@@ -194,7 +194,7 @@ def _written_by(outer: Fallback, body: Any, *arguments: PyTree) -> list[Variable
 
 def _write_back(written: list[Variable], values: list[jax.Array]) -> None:
     for variable, value in zip(written, values, strict=True):
-        write_outer(variable, value)
+        store(variable, value)
 
 
 def _map_whole(function: Callable[[Any], Any], tree: PyTree) -> PyTree:
@@ -213,7 +213,7 @@ def _as_arrays(tree: PyTree, what: str) -> PyTree:
 
 def _replicas_second(x: Any) -> Any:
     """Turn `[R, K, ...]` into `[K, R, ...]`, so that a loop takes one step of all replicas at a time."""
-    if isinstance(x, PerReplica) and x._shapes is not None:
+    if isinstance(x, PerReplica) and uneven_shapes(x) is not None:
         raise UnevenReplicasError(
             f"xs of mr.scan holds a PerReplica with different shapes, {', '.join(map(str, x.shapes))}; all replicas take every "
             "step of the loop together. Give them the same number of rows."
@@ -224,11 +224,11 @@ def _replicas_second(x: Any) -> Any:
             "xs of mr.scan holds a scalar, which has no axis to loop over; expected arrays of shape [K, ...]. For a list of "
             "numbers write jnp.asarray([1.0, 2.0])."
         )
-    return PerReplica(jnp.moveaxis(x._array, 1, 0)) if isinstance(x, PerReplica) else array
+    return PerReplica(jnp.moveaxis(stack_of(x), 1, 0)) if isinstance(x, PerReplica) else array
 
 
 def _replicas_first(y: Any) -> Any:
-    return PerReplica(jnp.moveaxis(y._array, 1, 0)) if isinstance(y, PerReplica) else y
+    return PerReplica(jnp.moveaxis(stack_of(y), 1, 0)) if isinstance(y, PerReplica) else y
 
 
 def _checked_pair(result: Any) -> tuple[PyTree, PyTree]:

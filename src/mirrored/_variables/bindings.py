@@ -13,7 +13,7 @@ from .._errors import ContextError
 from .._jax import tracing, user_code
 from .._replicas import frames
 from .._replicas.frames import Frame
-from .variable import Variable
+from .variable import Variable, stored_array
 
 #: Called by `Bindings` for a variable that is not bound; gives its value in the enclosing place.
 Fallback = Callable[[Variable], jax.Array]
@@ -115,17 +115,6 @@ def bound(
             yield bindings
 
 
-def read_outer(variable: Variable) -> jax.Array:
-    """Return what stands for a variable in the current place."""
-    frame = frames.current()
-    return variable._load(frame)
-
-
-def write_outer(variable: Variable, value: jax.Array) -> None:
-    """Set what stands for a variable in the current place."""
-    variable._store(frames.current(), value)
-
-
 def outer_reader() -> Fallback:
     """Return what reads variables in the current place; outside a step, an error where a value would be baked in."""
     frame = frames.current()
@@ -133,9 +122,9 @@ def outer_reader() -> Fallback:
         return frame.bindings.value_of
     is_foreign = tracing.is_staging()
 
-    def stored_array(variable: Variable) -> jax.Array:
+    def stored(variable: Variable) -> jax.Array:
         if is_foreign:
             raise ContextError(frames.foreign_trace_message("read", variable.name, None))
-        return variable._array
+        return stored_array(variable)
 
-    return stored_array
+    return stored

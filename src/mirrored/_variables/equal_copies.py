@@ -21,7 +21,7 @@ from .._workers import joint_programs
 from .._workers.progress import progress
 from .._workers.same_program import require_same_history
 from . import storage
-from .variable import Variable
+from .variable import Variable, local_arrays, spec_of
 
 #: The share of the time that comparing takes in the long run.
 MAX_COST = 0.01
@@ -49,13 +49,13 @@ def check(mesh: ReplicaMesh, variables: Sequence[Variable], every: int = 0) -> i
     """
     if mesh.num_replicas == 1:
         return every
-    own = [[variable._number, [checksum(copy) for _, copy in variable._local_arrays()]] for variable in variables]
+    own = [[spec_of(variable).number, [checksum(copy) for _, copy in local_arrays(variable)]] for variable in variables]
     told = _exchange(mesh, [progress.history(), own, every])
     require_same_history([history for history, _, _ in told])
     by_worker = [dict(sums) for _, sums, _ in told]
     for variable in variables:
-        if all(variable._number in sums for sums in by_worker):
-            column = np.array([value for sums in by_worker for value in sums[variable._number]], np.uint32)
+        if all(spec_of(variable).number in sums for sums in by_worker):
+            column = np.array([value for sums in by_worker for value in sums[spec_of(variable).number]], np.uint32)
             _compare(mesh, variable, column)
     return max(wish for _, _, wish in told)
 
@@ -145,5 +145,5 @@ def watch(mesh: ReplicaMesh, variables: Sequence[Variable]) -> Watch | None:
     Those that a program only reads too: a copy that differs makes its results wrong. With several workers also a program without
     variables, because of what else is compared.
     """
-    mirrored = [variable for variable in variables if not variable._on_read]
+    mirrored = [variable for variable in variables if not spec_of(variable).is_on_read]
     return Watch(mesh, mirrored) if not mesh.is_alone or (mirrored and mesh.num_replicas > 1) else None

@@ -28,7 +28,8 @@ def check_name(name: Any) -> str:
     return name
 
 
-def is_on_read(synchronization: Any, name: str) -> bool:
+def takes_each_value(synchronization: Any, name: str) -> bool:
+    """Tell whether the variable is sync-on-read."""
     mode = VariableSynchronization.parse(synchronization, "synchronization")
     if mode is VariableSynchronization.NONE:
         raise ValueError(

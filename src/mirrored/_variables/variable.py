@@ -14,18 +14,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._errors import ContextError, PerReplicaError, ReplicasDivergeError, StrategyMismatchError, UnevenReplicasError
-from .._jax import tracing, user_code
-from .._jax.marks import Mark, Purpose, mark
+from .._errors import ContextError, StrategyMismatchError
+from .._jax import tracing
 from .._options import VariableAggregation, VariableSynchronization
 from .._replicas import collectives, cross_replica, frames, placement
-from .._replicas.arrays import cast, host_array
 from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh
 from .._replicas.per_replica import PerReplica
 from .._typing import ArrayLike, Shape
 from .._workers import joint_programs
-from .initial import check_aggregated_dtype, check_name, creation_mesh, initial_array, is_on_read
+from .assignment import Assignment, placed
+from .initial import check_aggregated_dtype, check_name, creation_mesh, initial_array, takes_each_value
+from .spec import VariableSpec
 from .storage import Home
 
 _NONE = VariableAggregation.NONE
@@ -78,9 +78,7 @@ class Variable:
     Source: https://www.tensorflow.org/api_docs/python/tf/Variable
     """
 
-    __slots__ = (
-        "__weakref__", "_aggregation", "_dtype", "_mesh", "_name", "_number", "_on_read", "_place", "_shape", "_trainable",
-    )  # fmt: skip
+    __slots__ = ("__weakref__", "_place", "_spec")
 
     def __init__(
         self,
@@ -93,25 +91,31 @@ class Variable:
         aggregation: VariableAggregation | str = "none",
     ) -> None:
         self._place = (Home([None], is_whole=True), 0)
-        self._name = check_name(name)
-        self._on_read = is_on_read(synchronization, self._name)
-        self._aggregation = VariableAggregation.parse(aggregation, "aggregation")
-        self._trainable = (not self._on_read) if trainable is None else bool(trainable)
-        self._mesh = creation_mesh(self._name)
+        name = check_name(name)
+        is_on_read = takes_each_value(synchronization, name)
+        how = VariableAggregation.parse(aggregation, "aggregation")
+        mesh = creation_mesh(name)
         value = initial_value() if callable(initial_value) and not isinstance(initial_value, Variable) else initial_value
-        array = initial_array(value.value if isinstance(value, Variable) else value, dtype, self._name)
-        check_aggregated_dtype(self._aggregation, array.dtype, self._name)
-        self._shape: Shape = tuple(array.shape)
-        self._dtype = array.dtype
-        placement.check_later(self._mesh, [array], lambda _: f"the initial value of variable {self._name!r}")
-        if self._on_read:
-            broadcast = cross_replica.compiled(cross_replica.broadcast_stack, self._mesh.stacked, self._mesh.num_replicas)
-            self._array = broadcast(_placed(array, self._mesh))
+        array = initial_array(value.value if isinstance(value, Variable) else value, dtype, name)
+        check_aggregated_dtype(how, array.dtype, name)
+        placement.check_later(mesh, [array], lambda _: f"the initial value of variable {name!r}")
+        if is_on_read:
+            broadcast = cross_replica.compiled(cross_replica.broadcast_stack, mesh.stacked, mesh.num_replicas)
+            self._array = broadcast(placed(array, mesh))
         else:
-            self._array = _placed(array, self._mesh)
+            self._array = placed(array, mesh)
             if isinstance(array, jax.Array):
                 self._note_taken()  # the placed array may share the given one's buffer
-        self._number = next(_created[self._mesh])
+        self._spec = VariableSpec(
+            name=name,
+            shape=tuple(array.shape),
+            dtype=array.dtype,
+            mesh=mesh,
+            number=next(_created[mesh]),
+            is_on_read=is_on_read,
+            aggregation=how,
+            trainable=(not is_on_read) if trainable is None else bool(trainable),
+        )
         _live.add(self)
 
     # -- where its array is
@@ -140,42 +144,42 @@ class Variable:
     @property
     def name(self) -> str:
         """The variable's name, for messages and checkpoints."""
-        return self._name
+        return self._spec.name
 
     @property
     def shape(self) -> Shape:
         """The shape of one copy."""
-        return self._shape
+        return self._spec.shape
 
     @property
     def dtype(self) -> np.dtype[Any]:
         """The dtype, which no assignment changes."""
-        return self._dtype
+        return self._spec.dtype
 
     @property
     def ndim(self) -> int:
         """The number of axes of one copy."""
-        return len(self._shape)
+        return len(self._spec.shape)
 
     @property
     def size(self) -> int:
         """The number of elements of one copy."""
-        return int(np.prod(self._shape, dtype=int))
+        return int(np.prod(self._spec.shape, dtype=int))
 
     @property
     def trainable(self) -> bool:
         """Whether optimizers should train it; a hint."""
-        return self._trainable
+        return self._spec.trainable
 
     @property
     def synchronization(self) -> VariableSynchronization:
         """`ON_WRITE` (mirrored) or `ON_READ`."""
-        return VariableSynchronization.ON_READ if self._on_read else VariableSynchronization.ON_WRITE
+        return VariableSynchronization.ON_READ if self._spec.is_on_read else VariableSynchronization.ON_WRITE
 
     @property
     def aggregation(self) -> VariableAggregation:
         """How the replicas' values become one."""
-        return self._aggregation
+        return self._spec.aggregation
 
     # -- reading
 
@@ -199,20 +203,20 @@ class Variable:
         stored = self._load(frame)
         if frame is not None and frame.replica is not None:
             return stored
-        if not self._on_read:
+        if not self._spec.is_on_read:
             if is_taken and stored is self._array:
                 self._note_taken()
             return stored
-        if self._aggregation is _NONE:
+        if self._spec.aggregation is _NONE:
             raise ValueError(
-                f"variable {self._name!r} has one value per replica and aggregation NONE, so it has no single value "
+                f"variable {self.name!r} has one value per replica and aggregation NONE, so it has no single value "
                 "outside a step. Give it aggregation='sum', 'mean' or 'only_first_replica', or look at all of "
                 "them with strategy.local_results(variable)."
             )
         if frame is not None and frame.axis is not None:
-            return collectives.aggregate(self._aggregation, stored, frame.axis)
-        self._note_use("read")
-        return cross_replica.compiled(cross_replica.aggregate_stack, self._mesh.mirrored, self._aggregation)(stored)
+            return collectives.aggregate(self._spec.aggregation, stored, frame.axis)
+        note_use(self, "read")
+        return cross_replica.compiled(cross_replica.aggregate_stack, self._spec.mesh.mirrored, self._spec.aggregation)(stored)
 
     def _load(self, frame: Frame | None) -> jax.Array:
         """Return what is stored: one copy inside a step, else the mirrored array or the stack of copies."""
@@ -220,19 +224,8 @@ class Variable:
             self._check_mesh(frame)
             return frame.bindings.read(self)
         if tracing.is_staging():
-            raise ContextError(frames.foreign_trace_message("read", self._name, frame))
+            raise ContextError(frames.foreign_trace_message("read", self.name, frame))
         return self._array
-
-    def _as_per_replica(self) -> PerReplica:
-        """Return all copies as a PerReplica, in cross-replica context."""
-        frame = frames.current()
-        stored = self._load(frame)
-        if frame is not None and frame.axis is not None:
-            return PerReplica(frame.axis.stack(stored))
-        if self._on_read:
-            return PerReplica(jnp.copy(stored))
-        broadcast = cross_replica.compiled(cross_replica.broadcast_stack, self._mesh.stacked, self._mesh.num_replicas)
-        return PerReplica(broadcast(stored))
 
     # -- writing
 
@@ -265,152 +258,32 @@ class Variable:
 
     def _write(self, method: str, operand: Any, combine: Callable[..., jax.Array] | None) -> Variable:
         frame = frames.current()
-        if frame is not None and frame.replica is not None:
-            new = self._replica_value(frame, method, operand, combine)
-        else:
-            new = self._cross_replica_value(frame, method, operand, combine)
+        load = functools.partial(self._load, frame)
+        read = functools.partial(self._read, frame, is_taken=False)
+        new = Assignment(self._spec, method, operand, combine, load, read).new_value(frame)
         self._store(frame, new)
         return self
-
-    def _replica_value(self, frame: Frame, method: str, operand: Any, combine: Any) -> jax.Array:
-        assert frame.axis is not None
-        update = self._converted(operand, method)
-        if not self._on_read and self._aggregation is not _NONE:
-            update = collectives.aggregate(self._aggregation, update, frame.axis)
-        new = update if combine is None else combine(self._load(frame), update)
-        return self._marked(new) if not self._on_read and self._aggregation is _NONE else new
-
-    def _cross_replica_value(self, frame: Frame | None, method: str, operand: Any, combine: Any) -> jax.Array:
-        if self._on_read:
-            return self._cross_replica_copies(frame, method, operand, combine)
-        update = self._one_value(frame, method, operand)
-        new = update if combine is None else combine(self._load(frame), update)
-        return self._marked(new) if frame is not None and frame.axis is not None else new
-
-    def _cross_replica_copies(self, frame: Frame | None, method: str, operand: Any, combine: Any) -> jax.Array:
-        if self._aggregation is _NONE:
-            raise ValueError(
-                f"{method} to variable {self._name!r} outside a step: it has one value per replica and aggregation "
-                "NONE, so one value does not say what each replica gets. Assign inside strategy.run, or give the "
-                "variable an aggregation. Nothing was changed."
-            )
-        if isinstance(operand, PerReplica):
-            update = self._own_rows(frame, method, operand)
-            return update if combine is None else combine(self._load(frame), update)
-        if self._aggregation is VariableAggregation.SUM:
-            update = self._converted(operand, method)
-            total = update if combine is None else combine(self._read(frame, is_taken=False), update)
-            return self._copies(frame, cross_replica.split_stack, total)
-        update = self._copies(frame, cross_replica.broadcast_stack, self._converted(operand, method))
-        return update if combine is None else combine(self._load(frame), update)
-
-    def _copies(self, frame: Frame | None, distribute: Any, value: jax.Array) -> jax.Array:
-        """Make the stack of copies (or, in `merge_call`, this replica's copy) from one value."""
-        if frame is not None and frame.axis is not None:
-            stack = distribute(value, frame.axis.size)
-            return jax.lax.dynamic_index_in_dim(stack, frame.axis.index(), keepdims=False)
-        return cross_replica.compiled(distribute, self._mesh.stacked, self._mesh.num_replicas)(value)
-
-    def _own_rows(self, frame: Frame | None, method: str, operand: PerReplica) -> jax.Array:
-        self._check_per_replica(method, operand)
-        stack = self._cast(operand._array, method)
-        if frame is not None and frame.axis is not None:
-            return jax.lax.dynamic_index_in_dim(stack, frame.axis.index(), keepdims=False)
-        return stack
-
-    def _one_value(self, frame: Frame | None, method: str, operand: Any) -> jax.Array:
-        if not isinstance(operand, PerReplica):
-            return self._converted(operand, method)
-        self._check_per_replica(method, operand)
-        if self._aggregation is _NONE:
-            raise ReplicasDivergeError(
-                f"{method} to variable {self._name!r} was given a PerReplica, one value per replica, but the variable "
-                "is mirrored and has no aggregation to make one value of them. Reduce it first: "
-                f"variable.{method}(strategy.reduce('mean', value)), or create the variable with "
-                "aggregation='mean'."
-            )
-        stack = self._cast(operand._array, method)
-        if frame is not None and frame.axis is not None:
-            return cross_replica.aggregate_stack(stack, self._aggregation)
-        return cross_replica.compiled(cross_replica.aggregate_stack, self._mesh.mirrored, self._aggregation)(stack)
-
-    def _check_per_replica(self, method: str, operand: PerReplica) -> None:
-        if operand.num_replicas != self._mesh.num_replicas:
-            raise StrategyMismatchError(
-                f"{method} to variable {self._name!r} of {self._mesh.num_replicas} replicas was given a PerReplica of "
-                f"{operand.num_replicas} replicas; it comes from another strategy."
-            )
-        array = operand._array
-        if not isinstance(array, jax.core.Tracer) and array.sharding.device_set != self._mesh.stacked.device_set:
-            raise StrategyMismatchError(
-                f"{method} to variable {self._name!r}, which lives on {self._mesh}, was given a PerReplica on "
-                f"{sorted(map(str, array.devices()))}; it comes from another strategy."
-            )
-        if operand.shape != self._shape:
-            error = UnevenReplicasError if None in operand.shape else ValueError
-            raise error(
-                f"{method} to variable {self._name!r} of shape {self._shape} was given a PerReplica with shapes "
-                f"{', '.join(map(str, operand.shapes))}."
-            )
-
-    def _converted(self, operand: Any, method: str) -> jax.Array:
-        """Turn an operand into an array of the variable's shape and dtype, or say what is wrong with it."""
-        if isinstance(operand, PerReplica):
-            raise PerReplicaError(
-                f"{method} to variable {self._name!r} inside a step was given a PerReplica, which holds the values of "
-                "all replicas. Pass it to the step in strategy.run(fn, args=...): there it is this replica's value."
-            )
-        if not isinstance(operand, jax.Array | Variable):
-            operand = host_array(operand, f"{method} to variable {self._name!r}", self._dtype)
-        array = jnp.asarray(operand)
-        if not isinstance(array, jax.core.Tracer) and (array.committed or not self._mesh.is_alone):
-            if array is operand and not frames.is_traced():
-                placement.check_later(self._mesh, [array], lambda _: f"what variable {self._name!r} was given by {method}")
-            array = self._moved(array)
-        if tuple(array.shape) != self._shape:
-            raise ValueError(
-                f"{method} to variable {self._name!r} of shape {self._shape} was given a value of shape "
-                f"{tuple(array.shape)}. A variable keeps its shape; use jnp.broadcast_to or reshape the value."
-            )
-        return self._cast(array, method)
-
-    def _moved(self, array: jax.Array) -> jax.Array:
-        """Bring an array to the variable's devices, as the chief has it; in a trace, as a constant of the program."""
-        if self._mesh.is_alone or not frames.is_traced():
-            return _placed(array, self._mesh)
-        return jnp.asarray(np.asarray(array)) if array.is_fully_addressable else array
-
-    def _cast(self, array: jax.Array, method: str) -> jax.Array:
-        return cast(array, self._dtype, f"{method} to variable {self._name!r}")
-
-    def _marked(self, value: jax.Array) -> jax.Array:
-        return mark(jnp.asarray(value), Mark(Purpose.ASSIGN, self._name, user_code.user_line()))
 
     def _store(self, frame: Frame | None, value: jax.Array) -> None:
         if frame is not None and frame.bindings is not None:
             self._check_mesh(frame)
             frame.bindings.write(self, value)
         else:
-            self._set_array(value, frame)
+            self._keep(value, frame)
 
-    def _set_array(self, value: jax.Array, frame: Frame | None = None) -> None:
+    def _keep(self, value: jax.Array, frame: Frame | None) -> None:
         """Keep a new array, which somebody else may hold too."""
         if isinstance(value, jax.core.Tracer):
-            raise ContextError(frames.foreign_trace_message("written", self._name, frame))
-        array = value if self._on_read else _placed(value, self._mesh)
-        self._note_use("assign to")
+            raise ContextError(frames.foreign_trace_message("written", self.name, frame))
+        array = value if self._spec.is_on_read else placed(value, self._spec.mesh)
+        note_use(self, "assign to")
         self._note_taken()
         self._array = array
 
-    def _note_use(self, what: str) -> None:
-        """Let the workers see, with their next comparison, whether all use the same variable."""
-        if not self._mesh.is_alone and not frames.is_traced():
-            joint_programs.note(f"{what} variable {self._number}")
-
     def _check_mesh(self, frame: Frame) -> None:
-        if frame.mesh is not None and frame.mesh != self._mesh:
+        if frame.mesh is not None and frame.mesh != self._spec.mesh:
             raise StrategyMismatchError(
-                f"variable {self._name!r} lives on {self._mesh}, but {frame.strategy!r} runs on "
+                f"variable {self.name!r} lives on {self._spec.mesh}, but {frame.strategy!r} runs on "
                 f"{frame.mesh}. Create it inside that strategy: `with strategy.scope(): v = mr.Variable(...)`."
             )
 
@@ -441,9 +314,9 @@ class Variable:
         return self._apply("__getitem__", key)
 
     def __len__(self) -> int:
-        if not self._shape:
-            raise TypeError(f"variable {self._name!r} is a scalar and has no len().")
-        return self._shape[0]
+        if not self._spec.shape:
+            raise TypeError(f"variable {self.name!r} is a scalar and has no len().")
+        return self._spec.shape[0]
 
     def __iter__(self) -> Any:
         return iter(self._read(frames.current(), is_taken=False))
@@ -453,7 +326,7 @@ class Variable:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            f"variable {self._name!r} cannot be copied or pickled: two variables with one name would drift apart. Make a new "
+            f"variable {self.name!r} cannot be copied or pickled: two variables with one name would drift apart. Make a new "
             "one with mr.Variable(variable.value), or keep variable.numpy()."
         )
 
@@ -463,25 +336,15 @@ class Variable:
         return self is other
 
     def __repr__(self) -> str:
-        head = f"mr.Variable(name={self._name!r}, shape={self._shape}, dtype={self._dtype}"
-        if self._on_read:
+        head = f"mr.Variable(name={self.name!r}, shape={self._spec.shape}, dtype={self._spec.dtype}"
+        if self._spec.is_on_read:
             head += ", synchronization=ON_READ"
-        if self._aggregation is not _NONE:
-            head += f", aggregation={self._aggregation.name}"
+        if self._spec.aggregation is not _NONE:
+            head += f", aggregation={self._spec.aggregation.name}"
         if (frame := frames.current()) is not None and frame.bindings is not None:
             return f"{head}, traced)"
-        copies = ",\n".join(f"  {i}: {_abridged(copy, len(str(i)))}" for i, copy in self._local_copies())
+        copies = ",\n".join(f"  {i}: {_abridged(copy, len(str(i)))}" for i, copy in _local_copies(self))
         return f"{head},\n{copies})"
-
-    def _local_copies(self) -> list[tuple[int, np.ndarray]]:
-        """Return this worker's real copies as numpy arrays, with their replica numbers."""
-        arrays = [(i, np.asarray(_plain(copy))) for i, copy in self._local_arrays()]
-        return [(i, array[0]) for i, array in arrays] if self._on_read else arrays
-
-    def _local_arrays(self) -> list[tuple[int, jax.Array]]:
-        """Return what this worker's devices really hold, with the replica numbers, in order."""
-        replicas = {self._mesh.devices[i]: i for i in self._mesh.local_replicas}
-        return sorted(((replicas[s.device], s.data) for s in self._array.addressable_shards), key=operator.itemgetter(0))
 
 
 def _add_operators() -> None:
@@ -512,11 +375,63 @@ def is_variable(value: Any) -> bool:
 
 def live_variables(mesh: ReplicaMesh) -> list[Variable]:
     """Return the variables that live on some devices, in the order of their creation, which is the same on all workers."""
-    return sorted((v for v in list(_live) if v._mesh == mesh), key=lambda v: v._number)
+    return sorted((v for v in list(_live) if v._spec.mesh == mesh), key=lambda v: v._spec.number)
 
 
-def _placed(array: jax.Array | np.ndarray, mesh: ReplicaMesh) -> jax.Array:
-    return placement.mirror(mesh, [array])[0]
+#: What the variable is.
+spec_of: Callable[[Variable], VariableSpec] = operator.attrgetter("_spec")
+#: What is stored: the mirrored array, or the stack of all copies. It is the variable's own: the next step overwrites it.
+stored_array: Callable[[Variable], jax.Array] = operator.attrgetter("_array")
+
+
+def set_stored(variable: Variable, array: jax.Array) -> None:
+    """Store a new array, of the shape of the old one."""
+    variable._keep(array, None)
+
+
+def load(variable: Variable) -> jax.Array:
+    """Return what is stored, or what stands for it in the current trace."""
+    return variable._load(frames.current())
+
+
+def store(variable: Variable, array: jax.Array) -> None:
+    """Set what is stored, or what stands for it in the current trace."""
+    variable._store(frames.current(), array)
+
+
+def one_value(variable: Variable) -> jax.Array:
+    """Return the value for a computation that nobody keeps the array of: it is not copied before the next step."""
+    return variable._read(frames.current(), is_taken=False)
+
+
+def note_use(variable: Variable, what: str) -> None:
+    """Let the workers see, with their next comparison, whether all use the same variable."""
+    if not variable._spec.mesh.is_alone and not frames.is_traced():
+        joint_programs.note(f"{what} variable {variable._spec.number}")
+
+
+def all_copies(variable: Variable) -> PerReplica:
+    """Return all copies as a PerReplica, in cross-replica context."""
+    frame, spec = frames.current(), variable._spec
+    stored = variable._load(frame)
+    if frame is not None and frame.axis is not None:
+        return PerReplica(frame.axis.stack(stored))
+    if spec.is_on_read:
+        return PerReplica(jnp.copy(stored))
+    return PerReplica(cross_replica.compiled(cross_replica.broadcast_stack, spec.mesh.stacked, spec.mesh.num_replicas)(stored))
+
+
+def local_arrays(variable: Variable) -> list[tuple[int, jax.Array]]:
+    """Return what this worker's devices really hold, with the replica numbers, in order."""
+    mesh = variable._spec.mesh
+    replicas = {mesh.devices[i]: i for i in mesh.local_replicas}
+    return sorted(((replicas[s.device], s.data) for s in variable._array.addressable_shards), key=operator.itemgetter(0))
+
+
+def _local_copies(variable: Variable) -> list[tuple[int, np.ndarray]]:
+    """Return this worker's real copies as numpy arrays, with their replica numbers."""
+    arrays = [(i, np.asarray(_plain(copy))) for i, copy in local_arrays(variable)]
+    return [(i, array[0]) for i, array in arrays] if variable._spec.is_on_read else arrays
 
 
 def _plain(array: Any) -> Any:

@@ -79,7 +79,7 @@ class Coordination:
             raise
 
     def peek(self, key: str) -> str | None:
-        """Return the value of a key that is set; else None. A `get` with a short timeout is no such look: the call may be slow."""
+        """Return the value of a key that is set, else None; a `get` with a short timeout is no such look."""
         if self._client is None:
             return None
         try:

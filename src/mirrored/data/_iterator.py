@@ -185,6 +185,11 @@ class DistributedIterator:
         return extra
 
 
+def num_workers_of(iterator: DistributedIterator) -> int:
+    """Return how many workers take the batches together."""
+    return iterator._layout.worker.count
+
+
 def _batches(steps: Steps, mesh: ReplicaMesh, layout: LocalReplicas) -> Batches:
     """Yield the steps as PerReplica values, with the position after each."""
     for step in steps:

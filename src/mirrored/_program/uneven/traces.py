@@ -20,8 +20,8 @@ from ..._jax.marks import Mark, Purpose, mark
 from ..._replicas.frames import Frame
 from ..._replicas.per_replica import stack_shapes
 from ..._typing import Shape
-from .. import function_key, lift, proof, refusals
-from ..call import ArrayLeaf, Call, argument_names
+from .. import lift, proof, refusals
+from ..call import ArrayLeaf, Call, argument_names, static_key
 from ..lift import Lifted, ResultPlan, Touched, trace_step
 from ..proof import State
 from . import align, merge
@@ -61,11 +61,6 @@ class Kinds:
     def _row_counts(self) -> Iterator[tuple[int, ...]]:
         for shapes in zip(*self.shapes, strict=True):
             yield from (sizes for sizes in zip(*shapes, strict=True) if len(set(sizes)) > 1)
-
-
-def is_uneven(call: Call) -> bool:
-    """Tell whether some argument has a different shape on different replicas."""
-    return any(leaf.shapes is not None for leaf in call.array_leaves())
 
 
 def lift_uneven(call: Call, frame_with: Callable[[Any], Frame], states_of: Callable[[Lifted], list[State]]) -> Lifted:
@@ -310,7 +305,7 @@ def _is_same_static(a: tuple[Any] | None, b: tuple[Any] | None) -> bool:
     if a is None or b is None:
         return a is b
     [first], [second] = a, b
-    if function_key.static_key(first) == function_key.static_key(second):
+    if static_key(first) == static_key(second):
         return True
     # A step may make an object anew in each trace. Equal numbers with different keys are 0.0 and -0.0, or True and 1.
     return type(first) is type(second) and not isinstance(first, int | float | complex) and bool(first == second)

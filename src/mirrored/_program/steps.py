@@ -20,7 +20,7 @@ from .._replicas.mesh import ReplicaMesh
 from .._replicas.per_replica import PerReplica
 from .._typing import REPLICA_AXIS, PyTree
 from .._variables import equal_copies, storage
-from .._variables.bindings import read_outer, write_outer
+from .._variables.variable import load, spec_of, store
 from .._workers import joint_programs
 from . import lift, proof, refusals
 from .cache import Programs
@@ -32,32 +32,58 @@ from .proof import State
 from .uneven import traces
 
 
-def run(
-    strategy: Any, mesh: ReplicaMesh, programs: Programs[StepProgram], function: Any, args: Sequence[Any], kwargs: Any
-) -> PyTree:
-    """Call `function` on every replica: find or make its program, and run it."""
-    frame = frames.current()
-    if frame is not None and frame.axis is not None:
-        return _run_merged(strategy, frame, function, args, kwargs)
-    key, arrays = key_of(function, args, kwargs, programs.functions)
-    program = programs.get(key)
-    is_plain = (frame is None or frame.bindings is None) and tracing.is_clean() and not is_eager.get()
-    if program is not None and is_plain and are_placed(mesh, arrays):
-        return program.run(arrays)
-    call, is_new = take_apart(function, args, kwargs), program is None
-    if program is None:
-        with silenced() if is_eager.get() else contextlib.nullcontext():
-            program = _make_program(strategy, mesh, call)
-        if not _holds_tracers(program):
-            programs.add(call, program)
-    if frames.is_traced() or any(isinstance(array, jax.core.Tracer) for array in call.arrays):
-        return _run_traced(program, call)
-    if is_eager.get():
-        refuse_eager(call, mesh)
-        return run_eagerly(strategy, mesh, program, call)
-    if is_new:
-        placement.check_later(mesh, call.arrays, lambda index: f"the argument {argument_names(call)[index]}")
-    return program.run(place(mesh, call))
+class Steps:
+    """The steps of a strategy: each is proven and compiled once for each kind of arguments, and kept.
+
+    Args:
+        mesh: the strategy's devices.
+        bytes_per_pack: see `CommunicationOptions`.
+
+    Attributes:
+        programs: those that are kept.
+    """
+
+    def __init__(self, mesh: ReplicaMesh, bytes_per_pack: int = 0) -> None:
+        self._mesh, self._bytes_per_pack = mesh, bytes_per_pack
+        self._last: tuple[Any, StepProgram | None] = (None, None)
+        self.programs: Programs[StepProgram] = Programs()
+
+    def run(self, strategy: Any, function: Any, args: Sequence[Any], kwargs: Any) -> PyTree:
+        """Call `function` on every replica: find or make its program, and run it."""
+        frame = frames.current()
+        if frame is not None and frame.axis is not None:
+            return _run_merged(strategy, frame, function, args, kwargs)
+        key, arrays = key_of(function, args, kwargs)
+        last_key, program = self._last
+        if key != last_key:  # a loop of steps needs not hash its key
+            program = self.programs.get(key)
+            if program is not None:
+                self._last = (key, program)
+        is_plain = (frame is None or frame.bindings is None) and tracing.trace_state() == tracing.CLEAN and not is_eager.get()
+        if program is not None and is_plain and are_placed(self._mesh, arrays):
+            return program.run(arrays)
+        return self._run_otherwise(strategy, program, take_apart(function, args, kwargs))
+
+    def _run_otherwise(self, strategy: Any, program: StepProgram | None, call: Call) -> PyTree:
+        """Run a step that is new, traced, eager, or whose arguments are elsewhere."""
+        is_new, mesh = program is None, self._mesh
+        frame_with = functools.partial(replica_frame, strategy, mesh, self._bytes_per_pack)
+        if program is None:
+            with silenced() if is_eager.get() else contextlib.nullcontext():
+                program = _make_program(mesh, call, frame_with)
+            if not any(isinstance(constant, jax.core.Tracer) for constant in program.constants):
+                call = call.keyed_again()
+                self.programs.add(call, program)
+                self._last = (call.key, program)
+        if frames.is_traced() or any(isinstance(array, jax.core.Tracer) for array in call.arrays):
+            return _run_traced(program, call)
+        if is_eager.get():
+            refuse_eager(call, mesh)
+            return run_eagerly(frame_with, mesh, program, call)
+        names = functools.partial(argument_names, call)
+        if is_new and not mesh.is_alone:
+            placement.check_later(mesh, call.arrays, lambda index: f"the argument {names()[index]}")
+        return program.run(place(mesh, call.arrays, call.array_leaves(), names))
 
 
 # -- running
@@ -67,11 +93,11 @@ def _run_traced(program: StepProgram, call: Call) -> PyTree:
     """Make the program part of a larger one that is being traced."""
     check_replicas(call.arrays, call.array_leaves(), lambda: argument_names(call), program.mesh.num_replicas)
     lifted = program.lifted
-    written = [read_outer(variable) for variable in lifted.written]
-    read_only = [read_outer(variable) for variable in lifted.read_only]
+    written = [load(variable) for variable in lifted.written]
+    read_only = [load(variable) for variable in lifted.read_only]
     results, new, _ = program.mapped(written, read_only, call.arrays, program.constants)
     for variable, value in zip(lifted.written, new, strict=True):
-        write_outer(variable, value)
+        store(variable, value)
     return program.rebuild(results)
 
 
@@ -88,11 +114,10 @@ def _run_merged(strategy: Any, frame: Frame, function: Any, args: Sequence[Any],
 # -- making a program
 
 
-def _make_program(strategy: Any, mesh: ReplicaMesh, call: Call) -> StepProgram:
+def _make_program(mesh: ReplicaMesh, call: Call, frame_with: Callable[[Any], Frame]) -> StepProgram:
     leaves = call.array_leaves()
     check_replicas(call.arrays, leaves, lambda: argument_names(call), mesh.num_replicas)
-    frame_with = functools.partial(replica_frame, strategy, mesh, None)
-    if traces.is_uneven(call):
+    if call.is_uneven():
         lifted = traces.lift_uneven(call, frame_with, functools.partial(_input_states, call))
     else:
         lifted = trace_step(lift.lift, call, [leaf.shape for leaf in leaves], frame_with(None))
@@ -108,7 +133,9 @@ def _make_program(strategy: Any, mesh: ReplicaMesh, call: Call) -> StepProgram:
     compiled = jax.jit(mapped, donate_argnums=0)
     if text:
         compiled = joint_programs.prepared(name, text, compiled)
-    constants = placement.mirror_constants(mesh, lifted.closed.consts, "an array that the step closes over")
+    constants = lifted.closed.consts and placement.mirror_constants(
+        mesh, lifted.closed.consts, "an array that the step closes over"
+    )
     home, pins = storage.home_of(lifted.written), pinned(call)
     watch = equal_copies.watch(mesh, lifted.variables)
     return StepProgram(name, mesh, lifted, home, compiled, constants, pins, watch, findings, mapped, is_mirrored)
@@ -118,15 +145,18 @@ def _map(mesh: ReplicaMesh, lifted: Lifted, is_per_replica: Sequence[bool], is_m
     """Make the function of global arrays: each replica takes its rows, runs the step, and gives rows back."""
 
     def body(written: list[Any], read_only: list[Any], arrays: list[Any], constants: list[Any]) -> Any:
-        values = [unstacked(a, v._on_read) for a, v in zip((*written, *read_only), lifted.variables, strict=True)]
+        values = [unstacked(a, spec_of(v).is_on_read) for a, v in zip((*written, *read_only), lifted.variables, strict=True)]
         own = [unstacked(a, split) for a, split in zip(arrays, is_per_replica, strict=True)]
         outputs = tracing.evaluate(lifted.closed, constants, [*values, *own])
         results = [stacked_unless(same, r) for r, same in zip(outputs[: lifted.num_results], is_mirrored, strict=True)]
-        new = [stacked_unless(not v._on_read, n) for v, n in zip(lifted.written, outputs[lifted.num_results :], strict=True)]
+        new = [
+            stacked_unless(not spec_of(v).is_on_read, n)
+            for v, n in zip(lifted.written, outputs[lifted.num_results :], strict=True)
+        ]
         return results, new, [jnp.zeros((), jnp.int32)] if mesh.is_paced else []
 
     replicated, stacked = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
-    specs_of = lambda variables: [stacked if v._on_read else replicated for v in variables]  # noqa: E731
+    specs_of = lambda variables: [stacked if spec_of(v).is_on_read else replicated for v in variables]  # noqa: E731
     in_specs = (
         specs_of(lifted.written),
         specs_of(lifted.read_only),
@@ -142,7 +172,7 @@ def _input_states(call: Call, lifted: Lifted) -> list[State]:
     states = []
     for variable in lifted.variables:
         origin = f"the sync-on-read variable {variable.name!r}, which has one value per replica"
-        states.append(proof.varying(origin) if variable._on_read else proof.SAME)
+        states.append(proof.varying(origin) if spec_of(variable).is_on_read else proof.SAME)
     names = argument_names(call)
     for leaf, name in zip(call.array_leaves(), names, strict=True):
         origin = f"the argument {name}, of which each replica has its own"
@@ -156,7 +186,3 @@ def _refuse_per_replica_results(lifted: Lifted) -> None:
             "the step returned a PerReplica, which it must have taken from outside. Pass the PerReplica to the step in "
             "strategy.run(fn, args=(...)): inside it is this replica's own array, and may be returned."
         )
-
-
-def _holds_tracers(program: StepProgram) -> bool:
-    return any(isinstance(constant, jax.core.Tracer) for constant in program.constants)

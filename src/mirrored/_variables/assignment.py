@@ -1,0 +1,177 @@
+"""What a variable becomes when it is assigned to: in a step, in `merge_call`, outside."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._errors import PerReplicaError, ReplicasDivergeError, StrategyMismatchError, UnevenReplicasError
+from .._jax import user_code
+from .._jax.marks import Mark, Purpose, mark
+from .._options import VariableAggregation
+from .._replicas import collectives, cross_replica, frames, placement
+from .._replicas.arrays import cast, host_array
+from .._replicas.collectives import ReplicaAxis
+from .._replicas.frames import Frame
+from .._replicas.mesh import ReplicaMesh
+from .._replicas.per_replica import PerReplica, stack_of
+from .spec import VariableSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Assignment:
+    """A value that is given to a variable.
+
+    Attributes:
+        spec: what the variable is.
+        method: the user's verb: `assign`, `assign_add` or `assign_sub`.
+        operand: what the user gave.
+        combine: makes the new value of the old one and the operand; None: the operand is the new value.
+        load: returns what is stored: one copy inside a step, else the mirrored array or the stack of copies.
+        read: returns the one value.
+    """
+
+    spec: VariableSpec
+    method: str
+    operand: Any
+    combine: Callable[..., jax.Array] | None
+    load: Callable[[], jax.Array]
+    read: Callable[[], jax.Array]
+
+    def new_value(self, frame: Frame | None) -> jax.Array:
+        """Return what is to be stored."""
+        axis = None if frame is None else frame.axis
+        if frame is not None and frame.replica is not None:
+            assert axis is not None
+            return self._in_replica(axis)
+        return self._of_copies(axis) if self.spec.is_on_read else self._across_replicas(axis)
+
+    def _in_replica(self, axis: ReplicaAxis) -> jax.Array:
+        """Return this replica's copy; one that is mirrored is marked for the proof, or aggregated."""
+        update = self._converted()
+        if self.spec.is_on_read:
+            return self._combined(update)
+        if self.spec.aggregation is VariableAggregation.NONE:
+            return self._marked(self._combined(update))
+        return self._combined(collectives.aggregate(self.spec.aggregation, update, axis))
+
+    def _across_replicas(self, axis: ReplicaAxis | None) -> jax.Array:
+        """Return the one value of a mirrored variable, in cross-replica context."""
+        update = self._aggregated(self.operand, axis) if isinstance(self.operand, PerReplica) else self._converted()
+        new = self._combined(update)
+        return new if axis is None else self._marked(new)
+
+    def _of_copies(self, axis: ReplicaAxis | None) -> jax.Array:
+        """Return the stack of copies of a sync-on-read variable, in `merge_call` this replica's copy."""
+        spec = self.spec
+        if spec.aggregation is VariableAggregation.NONE:
+            raise ValueError(
+                f"{self.method} to variable {spec.name!r} outside a step: it has one value per replica and aggregation "
+                "NONE, so one value does not say what each replica gets. Assign inside strategy.run, or give the "
+                "variable an aggregation. Nothing was changed."
+            )
+        if isinstance(self.operand, PerReplica):
+            return self._combined(_own(self._stack(self.operand), axis))
+        if spec.aggregation is VariableAggregation.SUM:
+            update = self._converted()
+            total = update if self.combine is None else self.combine(self.read(), update)
+            return self._copies(cross_replica.split_stack, total, axis)
+        return self._combined(self._copies(cross_replica.broadcast_stack, self._converted(), axis))
+
+    def _combined(self, update: jax.Array) -> jax.Array:
+        return update if self.combine is None else self.combine(self.load(), update)
+
+    def _aggregated(self, operand: PerReplica, axis: ReplicaAxis | None) -> jax.Array:
+        spec = self.spec
+        check_per_replica(spec, self.method, operand)
+        if spec.aggregation is VariableAggregation.NONE:
+            raise ReplicasDivergeError(
+                f"{self.method} to variable {spec.name!r} was given a PerReplica, one value per replica, but the variable "
+                "is mirrored and has no aggregation to make one value of them. Reduce it first: "
+                f"variable.{self.method}(strategy.reduce('mean', value)), or create the variable with "
+                "aggregation='mean'."
+            )
+        stack = self._cast(stack_of(operand))
+        if axis is not None:
+            return cross_replica.aggregate_stack(stack, spec.aggregation)
+        return cross_replica.compiled(cross_replica.aggregate_stack, spec.mesh.mirrored, spec.aggregation)(stack)
+
+    def _stack(self, operand: PerReplica) -> jax.Array:
+        check_per_replica(self.spec, self.method, operand)
+        return self._cast(stack_of(operand))
+
+    def _copies(self, distribute: Any, value: jax.Array, axis: ReplicaAxis | None) -> jax.Array:
+        """Make the stack of copies (or, in `merge_call`, this replica's copy) from one value."""
+        if axis is not None:
+            return _own(distribute(value, axis.size), axis)
+        return cross_replica.compiled(distribute, self.spec.mesh.stacked, self.spec.mesh.num_replicas)(value)
+
+    def _converted(self) -> jax.Array:
+        """Turn the operand into an array of the variable's shape and dtype, or say what is wrong with it."""
+        spec, operand, what = self.spec, self.operand, f"{self.method} to variable {self.spec.name!r}"
+        if isinstance(operand, PerReplica):
+            raise PerReplicaError(
+                f"{what} inside a step was given a PerReplica, which holds the values of "
+                "all replicas. Pass it to the step in strategy.run(fn, args=...): there it is this replica's value."
+            )
+        if not isinstance(operand, jax.Array) and not hasattr(type(operand), "__jax_array__"):
+            operand = host_array(operand, what, spec.dtype)
+        array = jnp.asarray(operand)
+        if not isinstance(array, jax.core.Tracer) and (array.committed or not spec.mesh.is_alone):
+            if array is operand and not frames.is_traced():
+                placement.check_later(spec.mesh, [array], lambda _: f"what variable {spec.name!r} was given by {self.method}")
+            array = _moved(array, spec.mesh)
+        if tuple(array.shape) != spec.shape:
+            raise ValueError(
+                f"{what} of shape {spec.shape} was given a value of shape "
+                f"{tuple(array.shape)}. A variable keeps its shape; use jnp.broadcast_to or reshape the value."
+            )
+        return self._cast(array)
+
+    def _cast(self, array: jax.Array) -> jax.Array:
+        return cast(array, self.spec.dtype, f"{self.method} to variable {self.spec.name!r}")
+
+    def _marked(self, value: jax.Array) -> jax.Array:
+        return mark(jnp.asarray(value), Mark(Purpose.ASSIGN, self.spec.name, user_code.user_line()))
+
+
+def check_per_replica(spec: VariableSpec, method: str, operand: PerReplica) -> None:
+    """Refuse a PerReplica of another strategy, or of another shape than the variable's."""
+    if operand.num_replicas != spec.mesh.num_replicas:
+        raise StrategyMismatchError(
+            f"{method} to variable {spec.name!r} of {spec.mesh.num_replicas} replicas was given a PerReplica of "
+            f"{operand.num_replicas} replicas; it comes from another strategy."
+        )
+    array = stack_of(operand)
+    if not isinstance(array, jax.core.Tracer) and array.sharding.device_set != spec.mesh.stacked.device_set:
+        raise StrategyMismatchError(
+            f"{method} to variable {spec.name!r}, which lives on {spec.mesh}, was given a PerReplica on "
+            f"{sorted(map(str, array.devices()))}; it comes from another strategy."
+        )
+    if operand.shape != spec.shape:
+        error = UnevenReplicasError if None in operand.shape else ValueError
+        raise error(
+            f"{method} to variable {spec.name!r} of shape {spec.shape} was given a PerReplica with shapes "
+            f"{', '.join(map(str, operand.shapes))}."
+        )
+
+
+def placed(array: jax.Array | np.ndarray, mesh: ReplicaMesh) -> jax.Array:
+    """Return an array as the chief has it, on each replica."""
+    return placement.mirror(mesh, [array])[0]
+
+
+def _own(stack: jax.Array, axis: ReplicaAxis | None) -> jax.Array:
+    return stack if axis is None else jax.lax.dynamic_index_in_dim(stack, axis.index(), keepdims=False)
+
+
+def _moved(array: jax.Array, mesh: ReplicaMesh) -> jax.Array:
+    """Bring an array to the variable's devices, as the chief has it; in a trace, as a constant of the program."""
+    if mesh.is_alone or not frames.is_traced():
+        return placed(array, mesh)
+    return jnp.asarray(np.asarray(array)) if array.is_fully_addressable else array
