@@ -3,62 +3,67 @@
 OFFERS = {
     "_jax": """
         distributed.choose_cpu_collectives distributed.client distributed.has_backend distributed.known_devices
-        distributed.late_devices distributed.listen_at distributed.place distributed.swallows_sigterm jaxprs.ClosedJaxpr
-        jaxprs.Jaxpr jaxprs.Literal jaxprs.axis_names jaxprs.branches_of jaxprs.callee jaxprs.has_collective
-        jaxprs.inner_constants jaxprs.inner_jaxprs jaxprs.inside jaxprs.is_collective jaxprs.is_function_of_operands
-        jaxprs.is_over_groups jaxprs.is_plain jaxprs.meshes_in jaxprs.num_bytes jaxprs.scan_of jaxprs.solver_of
-        jaxprs.while_of marks.Mark marks.Purpose marks.mark marks.mark_p primitives.INLINE_CALLS primitives.MAKE_SAME
-        primitives.PURE tracing.bind tracing.evaluate tracing.is_clean tracing.is_staging tracing.lowered tracing.placeholder
-        tracing.separate_caches tracing.trace tracing.trace_state user_code.equation_line user_code.raising_line
-        user_code.user_line user_code.user_stacklevel versions.warn_if_untried
+        distributed.late_devices distributed.listen_at distributed.place distributed.swallows_sigterm
+        jaxprs.ClosedJaxpr jaxprs.Jaxpr jaxprs.Literal jaxprs.axis_names jaxprs.branches_of jaxprs.callee
+        jaxprs.has_collective jaxprs.inner_constants jaxprs.inner_jaxprs jaxprs.inside jaxprs.is_collective
+        jaxprs.is_function_of_operands jaxprs.is_over_groups jaxprs.is_plain jaxprs.meshes_in jaxprs.num_bytes
+        jaxprs.scan_of jaxprs.solver_of jaxprs.while_of marks.Mark marks.Purpose marks.mark marks.mark_p
+        primitives.INLINE_CALLS primitives.MAKE_SAME primitives.PURE tracing.CLEAN tracing.bind tracing.evaluate
+        tracing.is_staging tracing.lowered tracing.placeholder tracing.separate_caches tracing.trace
+        tracing.trace_state user_code.equation_line user_code.raising_line user_code.user_line
+        user_code.user_stacklevel versions.warn_if_untried
     """,
     "_cluster": """
-        environments.SOURCES meeting.Meeting meeting.meet resolvers.ClusterResolver resolvers.KubernetesClusterResolver
-        resolvers.SimpleClusterResolver resolvers.SlurmClusterResolver resolvers.TFConfigClusterResolver resolvers.discover
-        spec.Cluster spec.ClusterSpec spec.LOOPBACK spec.MAX_WORKERS spec.check_address
+        environments.SOURCES meeting.Meeting meeting.meet resolvers.ClusterResolver
+        resolvers.KubernetesClusterResolver resolvers.SimpleClusterResolver resolvers.SlurmClusterResolver
+        resolvers.TFConfigClusterResolver resolvers.discover spec.Cluster spec.ClusterSpec spec.LOOPBACK
+        spec.MAX_WORKERS spec.check_address
     """,
     "_workers": """
-        coordination.Channel coordination.Coordination coordination.SLICE_SECONDS coordination.decoded joint_programs.agree
-        joint_programs.agreed joint_programs.exchange joint_programs.note joint_programs.prepared joint_programs.started
-        progress.NEXT_BATCH progress.in_main_thread progress.progress runtime.Runtime runtime.attach runtime.current
-        runtime.exit_codes runtime.is_connected runtime.start runtime.starting_devices same_program.require_same_history
+        coordination.Channel coordination.Coordination coordination.SLICE_SECONDS coordination.decoded
+        joint_programs.agree joint_programs.agreed joint_programs.exchange joint_programs.note joint_programs.prepared
+        joint_programs.started progress.NEXT_BATCH progress.in_main_thread progress.progress runtime.Runtime
+        runtime.attach runtime.current runtime.exit_codes runtime.is_connected runtime.start runtime.starting_devices
+        same_program.require_same_history
     """,
     "_replicas": """
         arrays.as_array arrays.cast arrays.check_range arrays.converted_number arrays.host_array arrays.is_numeric
         arrays.strong collectives.ReplicaAxis collectives.aggregate collectives.all_reduce collectives.check_axis
-        collectives.normalize_axes collectives.pad_to context.ReplicaContext context.check_call context.explained
-        context.own_parts cross_replica.aggregate_stack cross_replica.broadcast_stack cross_replica.compiled
-        cross_replica.gather_mirrored cross_replica.gather_stack cross_replica.reduce_mirrored cross_replica.reduce_stack
-        cross_replica.require_equal_except cross_replica.split_stack frames.Frame frames.check_enterable frames.current
-        frames.entered frames.foreign_trace_message frames.in_cross_replica_context frames.is_traced
-        frames.require_cross_replica in_flight.finish in_flight.joined in_flight.started mesh.ReplicaMesh mesh.cluster_mesh
-        mesh.default_mesh mesh.make_mesh mesh.resolve_devices per_replica.PerReplica per_replica.is_per_replica
-        per_replica.stack_shapes placement.check_later placement.checksum placement.mirror placement.mirror_constants
-        placement.refuse_argument placement.stack
+        collectives.normalize_axes collectives.pad_to context.ReplicaContext context.axis_of context.check_call
+        context.explained context.own_parts cross_replica.aggregate_stack cross_replica.broadcast_stack
+        cross_replica.compiled cross_replica.gather_mirrored cross_replica.gather_stack cross_replica.reduce_mirrored
+        cross_replica.reduce_stack cross_replica.require_equal_except cross_replica.split_stack frames.Frame
+        frames.check_enterable frames.current frames.entered frames.foreign_trace_message
+        frames.in_cross_replica_context frames.is_traced frames.require_cross_replica in_flight.finish
+        in_flight.joined in_flight.started mesh.ReplicaMesh mesh.cluster_mesh mesh.default_mesh mesh.make_mesh
+        mesh.resolve_devices per_replica.PerReplica per_replica.is_per_replica per_replica.stack_of
+        per_replica.stack_shapes per_replica.uneven_shapes placement.check_later placement.checksum placement.mirror
+        placement.mirror_constants placement.refuse_argument placement.stack
     """,
     "_variables": """
-        bindings.Bindings bindings.Fallback bindings.bound bindings.outer_reader bindings.read_outer
-        bindings.with_few_compilations bindings.write_outer equal_copies.Watch equal_copies.check equal_copies.watch
-        storage.Home storage.arrays_of storage.home_of storage.overwrite variable.Variable variable.is_variable
-        variable.live_variables
+        assignment.check_per_replica bindings.Bindings bindings.Fallback bindings.bound bindings.outer_reader
+        bindings.with_few_compilations equal_copies.Watch equal_copies.check equal_copies.watch storage.Home
+        storage.arrays_of storage.home_of storage.overwrite variable.Variable variable.all_copies variable.is_variable
+        variable.live_variables variable.load variable.local_arrays variable.note_use variable.one_value
+        variable.set_stored variable.spec_of variable.store variable.stored_array
     """,
     "data": """
         _dataset.DistributedDataset _dataset.check_dataset _input_context.InputContext _iterator.DistributedIterator
-        _sharing.agree.InputWorker _sharing.plan.make_plan _sharing.plan.plan_of_function _sources.numpy_dataset.NumpyDataset
-        _sources.numpy_dataset.stacked_lists _sources.open.adapted
+        _iterator.num_workers_of _sharing.agree.InputWorker _sharing.plan.make_plan _sharing.plan.plan_of_function
+        _sources.numpy_dataset.NumpyDataset _sources.numpy_dataset.stacked_lists _sources.open.adapted
     """,
     "_program": """
-        cache.Programs call.ArrayLeaf call.Call call.argument_names call.array_leaves call.key_of call.pinned call.take_apart
-        eager.eager eager.is_eager lift.Lifted lift.lift lift.plan_result program.Program program.StepProgram
-        program.describe_program replicate.run
+        cache.Programs call.ArrayLeaf call.Call call.argument_names call.array_leaves call.key_of call.pinned
+        call.take_apart eager.eager eager.is_eager lift.Lifted lift.lift lift.plan_result program.Program
+        program.describe_program program.place steps.Steps
     """,
     "_transforms": """
         function.function gradients.grad gradients.value_and_grad loops.cond loops.fori_loop loops.scan
     """,
     "_strategy": """
         current.DefaultStrategy current.get_replica_context current.get_strategy current.has_strategy
-        strategies.MirroredStrategy strategies.MultiWorkerMirroredStrategy strategies.OneDeviceStrategy strategy.Strategy
-        strategy.ValueContext
+        strategies.MirroredStrategy strategies.MultiWorkerMirroredStrategy strategies.OneDeviceStrategy
+        strategy.Strategy strategy.ValueContext strategy.coordination_of
     """,
     "_checkpoint": """
         checkpoint.Checkpoint preemption.PreemptionHandler

@@ -18,9 +18,7 @@ from named import named
 
 import mirrored as mr
 from mirrored._program import call as _call
-from mirrored._program import function_key as _function_key
-from mirrored._program.call import ArrayLeaf, argument_names, leaf_names, take_apart
-from mirrored._program.function_key import function_key, static_key
+from mirrored._program.call import ArrayLeaf, argument_names, function_key, leaf_names, static_key, take_apart
 
 
 class Color(enum.Enum):
@@ -402,22 +400,38 @@ def test_the_key_of_a_static_value_is_hashable() -> None:
 
 
 learning_rate = 1.0
-num_calls = 0
+loss = 0.0
 
 
-def reads_globals() -> float:
-    global num_calls
-    num_calls += 1
-    return learning_rate
+def reads_globals(output: Any) -> Any:
+    return learning_rate * output.loss
 
 
 def test_a_rebound_global_that_the_function_names_is_another_program(monkeypatch: pytest.MonkeyPatch) -> None:
     before = function_key(reads_globals)
-    assert function_key(reads_globals) == before
-    monkeypatch.setitem(globals(), "num_calls", 5)  # set by the function itself: does not count
+    monkeypatch.setitem(globals(), "loss", 5.0)  # an attribute of that name is not the global
     assert function_key(reads_globals) == before
     monkeypatch.setitem(globals(), "learning_rate", 2.0)
     assert function_key(reads_globals) != before
+    monkeypatch.delitem(globals(), "learning_rate")
+    assert function_key(reads_globals) != before
+
+
+num_traces = 0
+
+
+def test_a_step_that_counts_its_traces_is_compiled_once(strategy2: mr.Strategy) -> None:
+    own = 0
+
+    def step() -> None:
+        global num_traces
+        nonlocal own
+        num_traces += 1
+        own += 1
+
+    for _ in range(3):
+        strategy2.run(step)
+    assert num_traces == own == 2  # one program is traced twice, see docs/design/lifting.md
 
 
 def test_a_lambda_in_a_loop_at_module_level_sees_the_rebound_name(strategy2: mr.Strategy) -> None:
@@ -438,76 +452,42 @@ strategy.run(lambda: v.assign(k))
     assert names["seen"] == [1.0, 2.0, 3.0] and float(names["v"]) == float(names["old"]) == 3.0
 
 
-# -- the keys that a loop remembers
+def test_each_change_of_what_a_function_is_made_of_changes_its_key() -> None:
+    def make() -> Any:
+        value, inner_value = 1, 1
 
-SCALE = 1
+        def inner(x: Any) -> Any:
+            return x + inner_value
 
+        def step(x: Any) -> Any:
+            return inner(x) * value
 
-def closing(over, nested=None):
-    value = over
+        def rebind(new: Any) -> None:
+            nonlocal value
+            value = new
 
-    def step(x):
-        return x * value * SCALE + (nested(x) if nested else 0)
+        def rebind_inner(new: Any) -> None:
+            nonlocal inner_value
+            inner_value = new
 
-    def rebind(new):
-        nonlocal value
-        value = new
+        return step, rebind, rebind_inner
 
-    return step, rebind
-
-
-def inner_closing(over):
-    value = over
-
-    def inner(x):
-        return x + value
-
-    def rebind(new):
-        nonlocal value
-        value = new
-
-    return inner, rebind
-
-
-@pytest.mark.parametrize("over", [1, 2.5, "text", None, (1, 2), np.ones(2)])
-def test_a_remembered_key_is_that_of_the_function_as_it_is_now(over, monkeypatch):
-    inner, rebind_inner = inner_closing(over)
-    for nested in (None, inner, functools.partial(inner)):
-        step, rebind = closing(over, nested)
-        known = _function_key.KnownFunctions()
-        changes = [
-            lambda: None,
-            lambda rebind=rebind: rebind(3),
-            lambda rebind=rebind: rebind(3.0),
-            lambda rebind=rebind: rebind([]),
-            lambda: monkeypatch.setitem(globals(), "SCALE", 2),
-            lambda: monkeypatch.delitem(globals(), "SCALE"),
-            lambda: monkeypatch.setitem(globals(), "SCALE", 1),
-            lambda: rebind_inner(4),
-            lambda: rebind_inner([]),
-            lambda step=step: setattr(step, "__defaults__", (1,)),
-            lambda step=step: setattr(step, "__defaults__", (2,)),
-            lambda step=step: setattr(step, "__defaults__", None),
-            lambda step=step: setattr(step, "__kwdefaults__", {"x": 1}),
-            lambda step=step: setattr(step, "__code__", closing(1)[0].__code__.replace(co_name="other")),
-        ]
-        for change in changes:
-            known.key_of(step)
-            change()
-            for _ in range(2):
-                assert known.key_of(step) == _function_key.function_key(step)
-
-
-def test_only_so_many_functions_are_remembered():
-    known = _function_key.KnownFunctions()
-    steps = [closing(i)[0] for i in range(3 * known.MAX)]
-    for step in steps:
-        assert known.key_of(step) == _function_key.function_key(step)
-    assert 0 < len(known._known) <= known.MAX
-
-
-def test_what_is_no_plain_function_is_not_remembered():
-    known = _function_key.KnownFunctions()
-    for step in (functools.partial(len), "text".upper, len, mr.Variable):
-        assert known.key_of(step) == _function_key.function_key(step)
-    assert not known._known
+    step, rebind, rebind_inner = make()
+    changes = [
+        lambda: rebind(3),
+        lambda: rebind(3.0),
+        lambda: rebind([]),
+        lambda: rebind_inner(4),
+        lambda: rebind_inner([]),
+        lambda: setattr(step, "__defaults__", (1,)),
+        lambda: setattr(step, "__defaults__", (2,)),
+        lambda: setattr(step, "__defaults__", None),
+        lambda: setattr(step, "__kwdefaults__", {"x": 1}),
+        lambda: setattr(step, "__kwdefaults__", {"y": 1}),
+        lambda: setattr(step, "__code__", make()[0].__code__.replace(co_name="other")),
+    ]
+    for number, change in enumerate(changes):
+        before = function_key(step)
+        assert function_key(step) == before
+        change()
+        assert function_key(step) != before, number

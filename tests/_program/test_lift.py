@@ -302,7 +302,7 @@ def test_an_assignment_from_anywhere_does_not_compile_again(strategy2):
         count.assign(3)
         strategy2.run(step, args=(x,))
         compiled(x)
-    [program] = strategy2._programs
+    [program] = strategy2._steps.programs
     assert program.compiled._cache_size() == 1
     assert next(reversed(list(function._programs))).compiled._cache_size() == 1
 
@@ -542,8 +542,8 @@ def described(step, **of_variable) -> str:
     strategy = mr.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"])
     v = variable(np.ones(3, of_variable.pop("dtype", "float32")), strategy, **of_variable)
     strategy.run(lambda: step(v))
-    [program] = strategy._programs
-    return program.lifted.describe().replace(f"'{v._number}: ", "'")
+    [program] = strategy._steps.programs
+    return program.lifted.describe().replace(f"'{v._spec.number}: ", "'")
 
 
 def test_a_program_is_described_by_what_it_computes_and_of_which_variables():
@@ -578,7 +578,7 @@ def test_a_program_is_described_by_which_of_equal_variables_it_uses():
         )
         texts.append(lifted.describe())
     assert texts[0] != texts[1]
-    assert texts[0].replace(f"'{pair[0]._number}: ", f"'{pair[1]._number}: ") == texts[1]
+    assert texts[0].replace(f"'{pair[0]._spec.number}: ", f"'{pair[1]._spec.number}: ") == texts[1]
 
 
 def test_a_program_is_described_by_the_arrays_that_inner_functions_close_over():

@@ -30,9 +30,9 @@ def triangle(strategy):
 
 def collectives(strategy, step):
     """Run a step and return the names of the collectives in its program, in order."""
-    before = [id(program) for program in strategy._programs]
+    before = [id(program) for program in strategy._steps.programs]
     strategy.run(step)
-    [program] = [program for program in strategy._programs if id(program) not in before]
+    [program] = [program for program in strategy._steps.programs if id(program) not in before]
     return [collective.name for collective in program.findings.collectives]
 
 
@@ -131,7 +131,7 @@ def test_small_arrays_of_one_dtype_are_packed_and_large_ones_travel_as_they_are(
 def test_the_compiled_program_has_one_all_reduce_for_each_dtype(strategy2):
     large = np.ones(_collectives.PACK_BELOW_BYTES // 4, np.float32)
     strategy2.run(lambda: replica().all_reduce("sum", [large * number(), number(), jnp.int32(number()), 2, large * number()]))
-    [program] = strategy2._programs
+    [program] = strategy2._steps.programs
     text = program.compiled.lower([], [], [], program.constants).compile().as_text()
     assert text.count(" all-reduce(") == 2
 
@@ -139,7 +139,7 @@ def test_the_compiled_program_has_one_all_reduce_for_each_dtype(strategy2):
 def test_many_small_arrays_fill_several_buffers_of_one_all_reduce(strategy2):
     count = 5 * _collectives.MAX_ARRAYS_PER_PACK + 1
     results = strategy2.run(lambda: replica().all_reduce("sum", [jnp.full((2, 2), i) * number() for i in range(count)]))
-    [program] = strategy2._programs
+    [program] = strategy2._steps.programs
     assert [c.name for c in program.findings.collectives] == ["psum"] * 6
     text = program.compiled.lower([], [], [], program.constants).compile().as_text()
     assert text.count(" all-reduce(") == 1

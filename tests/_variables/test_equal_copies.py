@@ -22,17 +22,17 @@ def _no_copy_stays_changed():
     """Other tests compare all variables that are still alive."""
     yield
     for variable in list(_variable._live):
-        if not variable._on_read:
-            variable.assign(variable._local_arrays()[0][1])
+        if not variable._spec.is_on_read:
+            variable.assign(_variable.local_arrays(variable)[0][1])
 
 
 def flip(variable: mr.Variable, replica: int, word: int = 0, bit: int = 0) -> None:
     """Flip one bit of one replica's real copy, behind the library's back."""
     array = variable._array
     shards = {shard.device: np.array(shard.data) for shard in array.addressable_shards}
-    device = variable._mesh.devices[replica]
+    device = variable._spec.mesh.devices[replica]
     shards[device].view(np.uint32).reshape(-1)[word] ^= np.uint32(1 << bit)
-    arrays = [jax.device_put(shards[d], d) for d in variable._mesh.devices]
+    arrays = [jax.device_put(shards[d], d) for d in variable._spec.mesh.devices]
     variable._array = jax.make_array_from_single_device_arrays(array.shape, array.sharding, arrays)
 
 
@@ -62,7 +62,7 @@ def test_variables_of_one_name_are_not_mixed_up(strategy2) -> None:
     with strategy2.scope():
         pair = [mr.Variable(np.full(2, n, np.float32), name="same") for n in range(2)]
     strategy2.assert_mirrored()
-    assert [v._number for v in pair] == sorted(v._number for v in pair)
+    assert [v._spec.number for v in pair] == sorted(v._spec.number for v in pair)
 
 
 @pytest.mark.parametrize("kind", ["key", "bool", "int8", "bfloat16"])
@@ -111,7 +111,7 @@ def test_all_mirrored_variables_that_a_step_writes_are_watched(strategy2) -> Non
             variable.assign(variable.value + 1)
 
     strategy2.run(step)
-    [watch] = [program.watch for program in strategy2._programs]
+    [watch] = [program.watch for program in strategy2._steps.programs]
     for variable in pair:
         good = variable._array
         flip(variable, 1)
@@ -228,7 +228,7 @@ def test_variables_that_a_program_only_reads_are_watched(strategy2) -> None:
 def test_with_several_workers_only_runs_in_the_main_thread_count(strategy2, as_function: bool) -> None:
     _, step = train(strategy2, as_function)
     step()
-    programs = [next(reversed(list(function._programs)))] if as_function else strategy2._programs
+    programs = [next(reversed(list(function._programs)))] if as_function else strategy2._steps.programs
     [watch] = [program.watch for program in programs]
     for is_joint, expected in ((False, 2), (True, 2)):
         watch.is_joint = is_joint
@@ -244,7 +244,7 @@ def test_with_one_replica_and_without_variables_nothing_is_watched(strategy2) ->
     one = mr.MirroredStrategy(["cpu:0"])
     train(one, as_function=False)[1]()
     strategy2.run(lambda: 1 * np.ones(2))
-    assert [program.watch for program in (*one._programs, *strategy2._programs)] == [None, None]
+    assert [program.watch for program in (*one._steps.programs, *strategy2._steps.programs)] == [None, None]
 
 
 @pytest.fixture
@@ -262,14 +262,14 @@ def test_all_workers_compare_as_seldom_as_the_one_that_needs_it_most(strategy2, 
     _, step = train(strategy2, as_function=False)
     for _ in range(20):
         step()
-    [watch] = [program.watch for program in strategy2._programs]
+    [watch] = [program.watch for program in strategy2._steps.programs]
     assert watch.every == 70 and watch.next == 90
 
 
 def test_a_variable_that_another_worker_has_forgotten_is_left_out_and_the_others_are_compared(strategy2, told) -> None:
     with strategy2.scope():
         pair = [mr.Variable(np.ones(3, np.float32), name=name) for name in ("forgotten", "kept")]
-    told(lambda own: [[own[0], [entry for entry in own[1] if entry[0] != pair[0]._number], 0]])
+    told(lambda own: [[own[0], [entry for entry in own[1] if entry[0] != pair[0]._spec.number], 0]])
     equal_copies.check(strategy2._mesh, pair)
     told(lambda own: [[own[0], [[number, [0 for _ in sums]] for number, sums in own[1][1:]], 0]])
     mesh = SimpleNamespace(num_replicas=4, is_alone=False, devices=[SimpleNamespace(process_index=i // 2) for i in range(4)])

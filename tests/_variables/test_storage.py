@@ -74,7 +74,9 @@ def test_programs_that_overwrite_the_same_variables_share_a_home():
     for size in (1, 2, 1, 2):
         STRATEGY.run(step, args=(np.ones(size, np.float32),))
         mr.function(step)(np.ones(size, np.float32))
-    assert {home_of(program.lifted.written[0]) for program in STRATEGY._programs if a in program.lifted.written} == {home_of(a)}
+    assert {home_of(program.lifted.written[0]) for program in STRATEGY._steps.programs if a in program.lifted.written} == {
+        home_of(a)
+    }
     assert (first(a), first(b)) == (12, -12)
 
 

@@ -42,7 +42,7 @@ def replica_numbers(strategy: mr.Strategy) -> mr.PerReplica:
 
 
 def num_programs(strategy: mr.Strategy) -> int:
-    return len(list(strategy._programs))
+    return len(list(strategy._steps.programs))
 
 
 def values_of(result: mr.PerReplica) -> list[Any]:
