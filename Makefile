@@ -3,6 +3,8 @@
 PYTHON ?= $(shell tools/newest-python)
 VENV ?= .venv
 BIN := $(VENV)/bin
+# How many processes share the tests.
+JOBS ?= 2
 
 .PHONY: demo demo-cluster test test-oldest test-all check mutants bench setup lock clean
 
@@ -17,7 +19,7 @@ demo-cluster: setup
 
 ## test: the default test suite
 test: setup
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n $(JOBS)
 
 ## test-oldest: the default test suite with the oldest Python and JAX that are supported
 test-oldest:
