@@ -334,3 +334,16 @@ def test_branching_on_the_number_of_replicas_is_fine(strategy: mr.MirroredStrate
     assert strategy.run(lambda: "one" if mr.get_replica_context().num_replicas_in_sync == 1 else "many") == (
         "one" if strategy.num_replicas_in_sync == 1 else "many"
     )
+
+
+def test_an_axis_of_vmap_with_the_name_of_the_replicas_is_refused(strategy2: mr.Strategy) -> None:
+    def step(name: str) -> jax.Array:
+        ctx = mr.get_replica_context()
+        return jax.vmap(lambda a: ctx.all_reduce("sum", a), axis_name=name)(jnp.ones(3))
+
+    assert strategy2.run(step, args=("rows",)).tolist() == [2.0] * 3
+    for verb in (lambda ctx, a: ctx.all_reduce("sum", a), lambda ctx, a: ctx.all_gather(a[None], 0), lambda ctx, a: ctx.rng(0)):
+        with pytest.raises(mr.ContextError, match=r"jax\.vmap\(\.\.\., axis_name='replica'\).*another name"):
+            strategy2.run(
+                lambda verb=verb: jax.vmap(lambda a: verb(mr.get_replica_context(), a), axis_name="replica")(jnp.ones(3))
+            )

@@ -737,14 +737,13 @@ def test_host_conversions():
         len(s)
 
 
-def test_equality_is_identity_so_variables_live_in_dicts_and_sets():
-    a, b = variable(1.0), variable(1.0)
-    assert a == a
-    assert a != b
-    assert (a == 1.0) is False
-    assert {a: "a", b: "b"}[a] == "a"
-    assert len({a, b, a}) == 2
-    assert a in [b, a]
+def test_equality_compares_values_and_hashes_are_of_the_variables(strategy3):
+    a, b, w = variable(1.0, strategy3), variable(1.0, strategy3), variable([1.0, 2.0], strategy3)
+    assert a == b and a == 1.0 and 1.0 == a and not a != b and not a == 2.0
+    assert (w == np.array([1.0, 3.0])).tolist() == [True, False] and (w != w).tolist() == [False, False]
+    assert (a == None, a == "text", a != None) == (False, False, True)  # noqa: E711
+    assert {a: "a", b: "b", w: "w"}[a] == "a" and len({a, b, w, a}) == 3
+    assert strategy3.run(lambda: mr.cond(a == 1.0, lambda: 5, lambda: 6)) == 5
 
 
 def test_operators_of_two_variables_and_with_a_per_replica(strategy2, per_replica):

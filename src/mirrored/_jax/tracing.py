@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
+from jax._src import core
 
 from .._typing import REPLICA_AXIS
 from .jaxprs import ClosedJaxpr, Jaxpr, Literal, inner_constants
@@ -30,6 +31,16 @@ CLEAN = trace_state()
 def is_clean() -> bool:
     """Tell whether JAX traces nothing at all."""
     return trace_state() == CLEAN
+
+
+def is_mapped_over(name: str) -> bool:
+    """Tell whether code is under a `jax.vmap` whose axis has this name, and hides one of the same name around it."""
+    trace = core.trace_ctx.trace
+    while trace is not None:
+        if getattr(getattr(trace, "axis_data", None), "name", None) == name:
+            return True
+        trace = getattr(trace, "parent_trace", None)
+    return False
 
 
 def is_staging() -> bool:

@@ -137,8 +137,8 @@ def lift(
             with frames.entered(dataclasses.replace(frame, bindings=bindings)):
                 seen["plan"], results = plan_result(function(arguments))
         seen["lines"] = tuple(bindings.written.get(variable, "<unknown>") for variable in written)
-        if not set(bindings.written) <= set(written):
-            undiscovered(next(v for v in bindings.written if v not in written))
+        for variable in bindings.written.keys() - set(written):
+            undiscovered(variable)
         return [*results, *bindings.values(written)]
 
     values = [jax.ShapeDtypeStruct(shape_of(variable), variable.dtype) for variable in variables]

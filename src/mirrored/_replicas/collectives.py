@@ -134,7 +134,8 @@ def aggregate(mode: VariableAggregation, array: jax.Array, axis: ReplicaAxis) ->
 def _first_replica(array: jax.Array, axis: ReplicaAxis) -> jax.Array:
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) or array.dtype == jnp.bool_:
         return axis.stack(array)[0]
-    [first] = axis.sum([jnp.where(axis.index() == 0, array, jnp.zeros_like(array))])
+    nothing = -jnp.zeros_like(array) if jnp.issubdtype(array.dtype, jnp.inexact) else jnp.zeros_like(array)  # -0.0 + 0.0 is 0.0
+    [first] = _packed_sum([jnp.where(axis.index() == 0, array, nothing)], axis)
     return first
 
 

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._errors import ContextError, OneProgramError, UnevenReplicasError
-from .._jax import user_code
+from .._jax import tracing, user_code
 from .._options import ReduceOp
-from .._typing import PyTree
+from .._typing import REPLICA_AXIS, PyTree
 from . import arrays, collectives
 from .collectives import ReplicaAxis
 from .frames import Frame, current, entered
@@ -163,6 +163,11 @@ class ReplicaContext:
             raise ContextError(
                 f"{verb} of the replica context of {self._strategy!r} was used outside the step to which the context "
                 "belongs. Ask for it where you use it: ctx = mr.get_replica_context() inside the step."
+            )
+        if self._axis.bound and tracing.is_mapped_over(REPLICA_AXIS):
+            raise ContextError(
+                f"ctx.{verb} was called under jax.vmap(..., axis_name={REPLICA_AXIS!r}), at {user_code.user_line()}: it would combine "
+                f"the elements of that axis, not the replicas. Give the axis of vmap another name."
             )
 
 

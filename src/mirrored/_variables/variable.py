@@ -330,10 +330,7 @@ class Variable:
             "one with mr.Variable(variable.value), or keep variable.numpy()."
         )
 
-    __hash__ = object.__hash__
-
-    def __eq__(self, other: object) -> Any:
-        return self is other
+    __hash__ = object.__hash__  # of the variable, so that it is a key of dicts and a member of sets
 
     def __repr__(self) -> str:
         head = f"mr.Variable(name={self.name!r}, shape={self._spec.shape}, dtype={self._spec.dtype}"
@@ -359,7 +356,7 @@ def _add_operators() -> None:
 
         return operator
 
-    for name in (*names, *(f"r{name}" for name in names), "lt", "le", "gt", "ge"):
+    for name in (*names, *(f"r{name}" for name in names), "eq", "ne", "lt", "le", "gt", "ge"):
         setattr(Variable, f"__{name}__", of_two(f"__{name}__"))
     for name in ("neg", "pos", "abs", "invert", "round", "bool", "float", "int", "complex", "index"):
         setattr(Variable, f"__{name}__", functools.partialmethod(Variable._apply, f"__{name}__"))
