@@ -76,7 +76,7 @@ class Optimizer:
         """The transformation's state: its tree, with variables as leaves."""
         return jax.tree.unflatten(self._state_treedef, self._state)
 
-    def apply_gradients(self, grads: PyTree | Iterable[tuple[Any, Variable]], aggregate: bool = True) -> None:
+    def apply_gradients(self, grads: PyTree | Iterable[tuple[Any, Variable]], aggregate: bool = True, **extra: Any) -> None:
         """Sum the gradients over the replicas, in one packed all-reduce, and update the variables.
 
         Outside a step gradients are already one value each (a PerReplica is summed), and the update is made
@@ -86,6 +86,9 @@ class Optimizer:
             grads: a tree like `variables`, or `zip(grads, variables)`. A variable whose gradient is None, or
                 that is not in the zip, stays as it is, and so does its part of the state.
             aggregate: False when the gradients have been combined over the replicas before.
+            **extra: what the transformation's `update` takes besides, such as `value=loss` for
+                `optax.contrib.reduce_on_plateau`, or `value`, `grad` and `value_fn` for `optax.lbfgs`: the same on every replica, so
+                a loss that was summed over them. Transformations that do not take it leave it alone.
 
         Raises:
             FactorOfReplicasError: (a ValueError) when they have been, and `aggregate` is True.
@@ -101,12 +104,13 @@ class Optimizer:
         complete = [jnp.zeros(v.shape, v.dtype) if g is None else g for v, g in zip(self._leaves, gradients, strict=True)]
         for i, gradient in zip(present, summed, strict=True):
             complete[i] = gradient
-        self._update(complete, is_skipped=[gradient is None for gradient in gradients])
+        self._update(complete, [gradient is None for gradient in gradients], extra)
 
-    def _update(self, gradients: list[jax.Array], is_skipped: list[bool]) -> None:
+    def _update(self, gradients: list[jax.Array], is_skipped: list[bool], extra: dict[str, Any]) -> None:
         values = self._as_tree([variable.value for variable in self._leaves])
         state = jax.tree.unflatten(self._state_treedef, [variable.value for variable in self._state])
-        updates, new_state = self._tx.update(_gradient_tree(self._as_tree(gradients)), state, values)
+        update = optax.with_extra_args_support(self._tx).update
+        updates, new_state = update(_gradient_tree(self._as_tree(gradients)), state, values, **extra)
         new_values = optax.apply_updates(values, updates)
         keep_state = self._skipped_state(is_skipped)
         new = list(zip(self._leaves, jax.tree.leaves(new_values), is_skipped, strict=True))
@@ -162,7 +166,7 @@ class Optimizer:
     def _from_pairs(self, pairs: list[tuple[Any, Variable]]) -> list[Any]:
         given: dict[Variable, Any] = {}
         for gradient, variable in pairs:
-            if variable not in self._leaves:
+            if all(variable is not leaf for leaf in self._leaves):
                 raise ValueError(
                     f"variable {variable.name!r} in zip(grads, variables) is not one that this optimizer was made for "
                     f"({', '.join(repr(v.name) for v in self._leaves)}). Pass it to mr.Optimizer(tx, variables) too."
@@ -173,12 +177,14 @@ class Optimizer:
         return [_checked_gradient(given.get(variable), variable) for variable in self._leaves]
 
     def _from_tree(self, grads: PyTree) -> list[Any]:
-        leaves, treedef = jax.tree.flatten(grads, is_leaf=lambda x: x is None or is_per_replica(x) or is_variable(x))
-        if treedef != self._treedef:
+        try:
+            leaves = self._treedef.flatten_up_to(grads)  # a None in the place of a variable is no gradient
+        except ValueError as error:
+            treedef = jax.tree.structure(grads, is_leaf=lambda x: is_per_replica(x) or is_variable(x))
             raise ValueError(
                 f"apply_gradients got gradients of structure {treedef}; expected {self._treedef}, like the variables, or "
                 "zip(grads, variables)."
-            )
+            ) from error
         return [_checked_gradient(g, v) for g, v in zip(leaves, self._leaves, strict=True)]
 
     def _as_tree(self, leaves: list[Any]) -> PyTree:

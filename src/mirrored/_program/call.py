@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from .._errors import StrategyMismatchError
+from .._errors import PerReplicaError, StrategyMismatchError
 from .._replicas.arrays import check_range, is_numeric
 from .._replicas.per_replica import PerReplica, stack_of, uneven_shapes
 from .._typing import PyTree, Shape
@@ -142,6 +142,12 @@ def array_leaves(key: Any) -> list[ArrayLeaf]:
 def check_replicas(arrays: Sequence[Any], leaves: Sequence[ArrayLeaf], names: Callable[[], list[str]], num_replicas: int) -> None:
     """Refuse a PerReplica that another strategy made."""
     for position, (array, leaf) in enumerate(zip(arrays, leaves, strict=True)):
+        if leaf.is_per_replica and not array.ndim:
+            raise PerReplicaError(
+                f"the argument {names()[position]} is a PerReplica without replicas: jax.tree.map(jnp.sum, value) and the like reduce "
+                "over the axis of the replicas too. Compute in a step, strategy.run(jnp.sum, args=(value,)); or, for one number, "
+                "strategy.reduce('sum', value, axis=None)."
+            )
         if leaf.is_per_replica and array.shape[0] != num_replicas:
             raise StrategyMismatchError(
                 f"the argument {names()[position]} is a PerReplica of {array.shape[0]} replicas, but this strategy has "

@@ -73,6 +73,7 @@ class Program:
 
     def execute(self, arrays: list[Any]) -> list[Any]:
         """Run on placed arrays, keep what the variables became, and return the arrays of the result."""
+        in_flight.require_threads()
         lifted = self.lifted
         read_only = storage.arrays_of(lifted.read_only) if lifted.read_only else []
         results, _, witness = storage.overwrite(self.compiled, self.home, lifted.written, read_only, arrays, self.constants)

@@ -89,6 +89,10 @@ def strong(array: jax.Array, dtype: Any) -> jax.Array:
 
 def as_array(leaf: Any, verb: str) -> jax.Array:
     """Turn a leaf into an array, or say that it cannot be combined over replicas."""
+    if _is_sparse(leaf):
+        raise TypeError(
+            f"{verb} got a {type(leaf).__name__}, whose indices would be combined like its values. Make it dense first: x.todense()."
+        )
     if isinstance(leaf, str | bytes) or not _is_array_like(leaf):
         raise TypeError(
             f"{verb} got {leaf!r} of type {type(leaf).__name__}; expected arrays or numbers, in any nest of "
@@ -101,8 +105,12 @@ def as_array(leaf: Any, verb: str) -> jax.Array:
 
 
 def is_wrapped(leaf: Any) -> bool:
-    """Keep variables and PerReplica values whole: each knows what it is as one array, or that it is not."""
-    return hasattr(leaf, "__jax_array__")
+    """Keep variables, PerReplica values and sparse arrays whole: each knows what it is as one array, or that it is not."""
+    return hasattr(leaf, "__jax_array__") or _is_sparse(leaf)
+
+
+def _is_sparse(leaf: Any) -> bool:
+    return type(leaf).__module__.startswith("jax.experimental.sparse")  # not imported here: it is large
 
 
 def _is_array_like(leaf: Any) -> bool:

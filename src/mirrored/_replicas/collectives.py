@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -134,9 +135,28 @@ def aggregate(mode: VariableAggregation, array: jax.Array, axis: ReplicaAxis) ->
 def _first_replica(array: jax.Array, axis: ReplicaAxis) -> jax.Array:
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) or array.dtype == jnp.bool_:
         return axis.stack(array)[0]
-    nothing = -jnp.zeros_like(array) if jnp.issubdtype(array.dtype, jnp.inexact) else jnp.zeros_like(array)  # -0.0 + 0.0 is 0.0
-    [first] = _packed_sum([jnp.where(axis.index() == 0, array, nothing)], axis)
+    if jnp.iscomplexobj(array):
+        return jax.lax.complex(_first_replica(array.real, axis), _first_replica(array.imag, axis))
+    if jnp.issubdtype(array.dtype, jnp.floating) and jnp.finfo(array.dtype).bits in (8, 16, 32, 64):
+        return _first_bits(array, axis)
+    return _first_sum(array, axis)
+
+
+def _first_sum(array: jax.Array, axis: ReplicaAxis) -> jax.Array:
+    [first] = axis.sum([jnp.where(axis.index() == 0, array, jnp.zeros_like(array))])
     return first
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _first_bits(array: jax.Array, axis: ReplicaAxis) -> jax.Array:
+    """Send the bits of floating point numbers: -0.0 + 0.0 is 0.0, and a denormal may be taken for zero."""
+    bits = jax.lax.bitcast_convert_type(array, f"uint{jnp.finfo(array.dtype).bits}")
+    return jax.lax.bitcast_convert_type(_first_sum(bits, axis), array.dtype)
+
+
+@_first_bits.defjvp
+def _first_tangent(axis: ReplicaAxis, arrays: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    return _first_bits(arrays[0], axis), _first_sum(tangents[0], axis)
 
 
 def _local_sum(op: ReduceOp, array: jax.Array, axes: Axes) -> jax.Array:

@@ -47,8 +47,13 @@ def reduce_mirrored(value: jax.Array, op: ReduceOp, axes: Axes, num_replicas: in
     return divide(total, math.prod(value.shape[a] for a in axes), value.dtype)
 
 
-def gather_stack(stack: jax.Array, axis: int, shapes: tuple[Shape, ...] | None) -> jax.Array:
-    """Concatenate the replicas' values along `axis`, in replica order."""
+def gather_stack(stack: jax.Array, axis: int, shapes: tuple[Shape, ...] | None, whole: NamedSharding | None) -> jax.Array:
+    """Concatenate the replicas' values along `axis`, in replica order.
+
+    With `whole`, the stack is brought to all devices first: XLA takes one row out of a split array by adding zeros, and -0.0 + 0.0 is 0.0.
+    """
+    if whole is not None:
+        stack = jax.lax.with_sharding_constraint(stack, whole)
     true_shapes = shapes or (stack.shape[1:],) * stack.shape[0]
     return join_rows(stack, axis, [shape[axis] for shape in true_shapes])
 

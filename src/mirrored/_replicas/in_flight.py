@@ -10,6 +10,7 @@ process have queues of their own and are left alone.
 from __future__ import annotations
 
 import collections
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from .._errors import ContextError
+from .._jax import distributed
 from .._workers.progress import progress
 
 #: Programs in flight per process, over all strategies: XLA blocks a thread of the pool from the 33rd on, and programs
@@ -29,6 +32,27 @@ WAIT_FOR = 8
 #: Programs of several workers in flight: an error of one surfaces at most so many steps late.
 MAX_JOINT_IN_FLIGHT = 2
 
+#: Whether this process was forked from one in which JAX ran: then the threads that carry out programs are not here.
+_is_forked = False
+
+
+def _note_fork() -> None:
+    global _is_forked
+    _is_forked = distributed.has_backend()
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
+def require_threads() -> None:
+    """Refuse to run a program in a forked child, where it would wait for ever."""
+    if _is_forked:
+        raise ContextError(
+            "this process was forked from one in which JAX was running, whose threads it does not have, so a program would never end. "
+            "Start processes that use JAX with multiprocessing.get_context('spawn'), and keep JAX out of those that load data."
+        )
+
+
 _in_flight: collections.deque[jax.Array] = collections.deque()
 _joint: collections.deque[tuple[jax.Array, Callable[[Any], None] | None]] = collections.deque()
 _lock = threading.Lock()
@@ -36,6 +60,7 @@ _lock = threading.Lock()
 
 def dispatch(placement: NamedSharding, program: Any, *arguments: Any) -> Any:
     """Run a program with one result, and keep the number of programs in flight within bounds."""
+    require_threads()
     result = program(*arguments)
     if not isinstance(result, jax.core.Tracer) and is_paced(placement):
         (joined if is_joint(placement) else started)(result)

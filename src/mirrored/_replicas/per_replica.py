@@ -109,7 +109,11 @@ class PerReplica:
         return row[tuple(slice(0, size) for size in self._shapes[replica])]
 
     def __repr__(self) -> str:
-        if isinstance(self._array, jax.core.Tracer) or not isinstance(self._array, jax.Array | np.ndarray):
+        if (
+            isinstance(self._array, jax.core.Tracer)
+            or not isinstance(self._array, jax.Array | np.ndarray)
+            or not self._array.ndim
+        ):
             return f"PerReplica({self._array!r})"
         if isinstance(self._array, jax.Array) and self._array.is_deleted():
             return f"PerReplica(shape={self.shape}, dtype={self.dtype}, deleted)"

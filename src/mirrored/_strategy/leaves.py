@@ -58,7 +58,9 @@ class Leaves:
         if not isinstance(value, PerReplica):
             return self._apply(cross_replica.gather_mirrored, value, position, self.mesh.num_replicas)
         cross_replica.require_equal_except((position,), value, "gather")
-        return self._apply(cross_replica.gather_stack, stack_of(value), position, uneven_shapes(value))
+        is_merged = (frame := frames.current()) is not None and frame.axis is not None
+        whole = None if uneven_shapes(value) is None or is_merged else self.mesh.mirrored
+        return self._apply(cross_replica.gather_stack, stack_of(value), position, uneven_shapes(value), whole)
 
     def _apply(self, function: Any, array: jax.Array, *static: Any) -> jax.Array:
         frame = frames.current()

@@ -164,6 +164,7 @@ class Strategy:
             yield self
 
     def _check_current(self, verb: str) -> None:
+        in_flight.require_threads()
         frame = frames.current()
         if frame is not None and frame.strategy is not None and frame.strategy is not self:
             raise StrategyMismatchError(

@@ -66,6 +66,11 @@ def _created_in_trace_message(name: str) -> str:
     )
 
 
+def is_initializer(value: Any) -> bool:
+    """Tell whether a value is a function that makes the value; a module with a `__call__` is a pytree, and no such function."""
+    return callable(value) and jax.tree_util.all_leaves([value])
+
+
 def initial_array(value: Any, dtype: Any, name: str) -> jax.Array | np.ndarray:
     if isinstance(value, PerReplica):
         raise PerReplicaError(
@@ -74,6 +79,11 @@ def initial_array(value: Any, dtype: Any, name: str) -> jax.Array | np.ndarray:
         )
     if isinstance(value, jax.core.Tracer):
         raise ContextError(_created_in_trace_message(name))
+    if not jax.tree_util.all_leaves([value]) and not isinstance(value, list | tuple):
+        raise TypeError(
+            f"variable {name!r}: the initial value is a {type(value).__name__} of several arrays; expected one array. Make a variable of "
+            "each: jax.tree.map(mr.Variable, value)."
+        )
     if isinstance(value, jax.Array):
         return strong(value, value.dtype if dtype is None else dtype)
     what = f"the initial value of variable {name!r}"

@@ -17,14 +17,14 @@ import numpy as np
 from .._errors import ContextError, StrategyMismatchError
 from .._jax import tracing
 from .._options import VariableAggregation, VariableSynchronization
-from .._replicas import collectives, cross_replica, frames, placement
+from .._replicas import collectives, cross_replica, frames, in_flight, placement
 from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh
 from .._replicas.per_replica import PerReplica
 from .._typing import ArrayLike, Shape
 from .._workers import joint_programs
 from .assignment import Assignment, placed
-from .initial import check_aggregated_dtype, check_name, creation_mesh, initial_array, takes_each_value
+from .initial import check_aggregated_dtype, check_name, creation_mesh, initial_array, is_initializer, takes_each_value
 from .spec import VariableSpec
 from .storage import Home
 
@@ -95,7 +95,7 @@ class Variable:
         is_on_read = takes_each_value(synchronization, name)
         how = VariableAggregation.parse(aggregation, "aggregation")
         mesh = creation_mesh(name)
-        value = initial_value() if callable(initial_value) and not isinstance(initial_value, Variable) else initial_value
+        value = initial_value() if is_initializer(initial_value) else initial_value
         array = initial_array(value.value if isinstance(value, Variable) else value, dtype, name)
         check_aggregated_dtype(how, array.dtype, name)
         placement.check_later(mesh, [array], lambda _: f"the initial value of variable {name!r}")
@@ -225,6 +225,7 @@ class Variable:
             return frame.bindings.read(self)
         if tracing.is_staging():
             raise ContextError(frames.foreign_trace_message("read", self.name, frame))
+        in_flight.require_threads()
         return self._array
 
     # -- writing
@@ -258,6 +259,7 @@ class Variable:
 
     def _write(self, method: str, operand: Any, combine: Callable[..., jax.Array] | None) -> Variable:
         frame = frames.current()
+        in_flight.require_threads()
         load = functools.partial(self._load, frame)
         read = functools.partial(self._read, frame, is_taken=False)
         new = Assignment(self._spec, method, operand, combine, load, read).new_value(frame)
