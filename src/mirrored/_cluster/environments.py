@@ -17,7 +17,18 @@ from .. import _env
 from .._env import EnvironmentVariable
 from .._errors import ClusterConfigError
 from .._text import counted, describe
-from .spec import LOOPBACK, MAX_WORKERS, Cluster, ClusterSpec, check_address, has_port, join_address, refuse, said_by
+from .spec import (
+    LOOPBACK,
+    MAX_WORKERS,
+    Cluster,
+    ClusterSpec,
+    check_address,
+    check_addresses,
+    has_port,
+    join_address,
+    refuse,
+    said_by,
+)
 
 EXAMPLE = '{"cluster": {"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}, "task": {"type": "worker", "index": 0}}'
 
@@ -37,6 +48,8 @@ def from_tf_config(environment: Mapping[str, str]) -> Cluster:
     """Read the variable TF_CONFIG."""
     with said_by("TF_CONFIG", f". Right: TF_CONFIG='{EXAMPLE}'"):
         config = _parse(environment[_env.TF_CONFIG.name])
+        if not config:
+            return Cluster(found_in="an empty TF_CONFIG")
         if "sparseCluster" in config:
             refuse("it has a sparseCluster (enableDynamicWorker): the number of workers must be fixed")
         for key in ("cluster", "task"):
@@ -46,7 +59,25 @@ def from_tf_config(environment: Mapping[str, str]) -> Cluster:
         for key in ("type", "index"):
             if key not in task:
                 refuse(f"task has no {key!r}, only {_keys(task)}")
-        return Cluster(ClusterSpec.of(config["cluster"]), task["type"], task["index"], found_in="TF_CONFIG")
+        jobs = {role: _in_order(role, addresses) for role, addresses in config["cluster"].items()}
+        if "evaluator" in jobs:  # it stands beside the cluster, listed or not
+            check_addresses("evaluator", jobs.pop("evaluator"))
+        return Cluster(ClusterSpec.of(jobs), task["type"], _as_index(task["index"]), found_in="TF_CONFIG")
+
+
+def _in_order(role: str, addresses: Any) -> Any:
+    """Turn TensorFlow's other form, `{"1": "b:2222", "0": "a:2222"}`, into a list."""
+    if not isinstance(addresses, dict):
+        return addresses
+    by_index = {_as_index(index): address for index, address in addresses.items()}
+    missing = [index for index in range(len(by_index)) if index not in by_index]
+    if missing:
+        refuse(f"cluster.{role} has the indices {_keys(addresses)}; of {len(by_index)} tasks, {missing[0]} is missing")
+    return [by_index[index] for index in range(len(by_index))]
+
+
+def _as_index(index: Any) -> Any:
+    return int(index) if isinstance(index, str) and re.fullmatch("[0-9]{1,6}", index) else index
 
 
 def _parse(text: str) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class ClusterSpec:
             return tasks
         if not isinstance(tasks, Mapping) or not tasks:
             refuse(f'cluster is {describe(tasks)}; it names the workers: {{"worker": ["10.0.0.1:2222", ...]}}')
-        spec = cls(tuple((_check_role(role), _check_addresses(role, addresses)) for role, addresses in tasks.items()))
+        spec = cls(tuple((_check_role(role), check_addresses(role, addresses)) for role, addresses in tasks.items()))
         if len(spec.job("chief")) > 1:
             refuse(f"cluster.chief has {len(spec.job('chief'))} addresses; a cluster has one chief, the others are workers")
         _check_distinct(spec)
@@ -204,7 +204,8 @@ def _role_hint(role: object) -> str:
     return "; known are chief and worker, beside them evaluator" + (" (the master is now the chief)" if role == "master" else "")
 
 
-def _check_addresses(role: object, addresses: object) -> tuple[str, ...]:
+def check_addresses(role: object, addresses: object) -> tuple[str, ...]:
+    """Return the addresses of a task type as they are, or refuse them."""
     if not isinstance(addresses, list | tuple) or not addresses:
         given = "empty" if isinstance(addresses, list | tuple) else describe(addresses)
         refuse(f'cluster.{role} is {given}; it is a list of addresses: ["10.0.0.1:2222"]')
