@@ -9,8 +9,8 @@ OFFERS = {
         jaxprs.is_function_of_operands jaxprs.is_over_groups jaxprs.is_plain jaxprs.meshes_in jaxprs.num_bytes
         jaxprs.scan_of jaxprs.solver_of jaxprs.while_of marks.Mark marks.Purpose marks.mark marks.mark_p
         primitives.INLINE_CALLS primitives.MAKE_SAME primitives.PURE tracing.CLEAN tracing.bind tracing.evaluate
-        tracing.is_staging tracing.lowered tracing.placeholder tracing.separate_caches tracing.trace
-        tracing.trace_state user_code.equation_line user_code.raising_line user_code.user_line
+        tracing.is_mapped_over tracing.is_staging tracing.lowered tracing.placeholder tracing.separate_caches
+        tracing.trace tracing.trace_state user_code.equation_line user_code.raising_line user_code.user_line
         user_code.user_stacklevel versions.warn_if_untried
     """,
     "_cluster": """
@@ -35,10 +35,10 @@ OFFERS = {
         cross_replica.reduce_stack cross_replica.require_equal_except cross_replica.split_stack frames.Frame
         frames.check_enterable frames.current frames.entered frames.foreign_trace_message
         frames.in_cross_replica_context frames.is_traced frames.require_cross_replica in_flight.finish
-        in_flight.joined in_flight.started mesh.ReplicaMesh mesh.cluster_mesh mesh.default_mesh mesh.make_mesh
-        mesh.resolve_devices per_replica.PerReplica per_replica.is_per_replica per_replica.stack_of
-        per_replica.stack_shapes per_replica.uneven_shapes placement.check_later placement.checksum placement.mirror
-        placement.mirror_constants placement.refuse_argument placement.stack
+        in_flight.joined in_flight.require_threads in_flight.started mesh.ReplicaMesh mesh.cluster_mesh
+        mesh.default_mesh mesh.make_mesh mesh.resolve_devices per_replica.PerReplica per_replica.is_per_replica
+        per_replica.stack_of per_replica.stack_shapes per_replica.uneven_shapes placement.check_later
+        placement.checksum placement.mirror placement.mirror_constants placement.refuse_argument placement.stack
     """,
     "_variables": """
         assignment.check_per_replica bindings.Bindings bindings.Fallback bindings.bound bindings.outer_reader
@@ -63,7 +63,7 @@ OFFERS = {
     "_strategy": """
         current.DefaultStrategy current.get_replica_context current.get_strategy current.has_strategy
         strategies.MirroredStrategy strategies.MultiWorkerMirroredStrategy strategies.OneDeviceStrategy
-        strategy.Strategy strategy.ValueContext strategy.coordination_of
+        strategy.Strategy strategy.ValueContext strategy.coordination_of strategy.joint_strategy
     """,
     "_checkpoint": """
         checkpoint.Checkpoint preemption.PreemptionHandler

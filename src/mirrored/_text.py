@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import itertools
 import json
 from collections.abc import Mapping, Sequence
@@ -32,6 +33,14 @@ def escape_titled(title: str, rest: str, limit: int) -> str:
     """Return a title, escaped, and below it the lines that belong to it, each behind a margin; `limit` characters of each."""
     lines = escape_lines(rest, limit)
     return escape(title, limit) + (f"\n{lines}" if lines else "")
+
+
+def version_of(package: str) -> str:
+    """Return the version of an installed package; one that is only on the path has none."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def describe(value: object, length: int = 60) -> str:

@@ -87,8 +87,8 @@ class Optimizer:
                 that is not in the zip, stays as it is, and so does its part of the state.
             aggregate: False when the gradients have been combined over the replicas before.
             **extra: what the transformation's `update` takes besides, such as `value=loss` for
-                `optax.contrib.reduce_on_plateau`, or `value`, `grad` and `value_fn` for `optax.lbfgs`: the same on every replica, so
-                a loss that was summed over them. Transformations that do not take it leave it alone.
+                `optax.contrib.reduce_on_plateau`, or `value`, `grad` and `value_fn` for `optax.lbfgs`: the same on every
+                replica, so a loss that was summed over them. Transformations that do not take it leave it alone.
 
         Raises:
             FactorOfReplicasError: (a ValueError) when they have been, and `aggregate` is True.

@@ -13,7 +13,8 @@ from typing import Any, Self
 
 from .._errors import CheckpointError, ContextError, StrategyMismatchError
 from .._replicas import frames
-from .._strategy.current import DefaultStrategy, get_strategy
+from .._strategy.current import DefaultStrategy, get_strategy, has_strategy
+from .._strategy.strategy import joint_strategy
 from .._typing import PyTree
 from .._variables import equal_copies
 from .._variables.variable import spec_of
@@ -87,6 +88,8 @@ class Checkpoint:
         _check_count(max_failed_saves, "max_failed_saves")
         self._files = StepFiles(files.checked_directory(directory))
         self._strategy = get_strategy()
+        if not has_strategy() and state.joint_among(state.leaves_of(self._named)):
+            self._strategy = joint_strategy() or self._strategy  # made outside the scope, for what belongs to all workers
         self._leaves()
         files.orbax()
         self._writer = Writer(self._files, max_to_keep, max_failed_saves)

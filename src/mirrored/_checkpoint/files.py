@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import importlib
-import importlib.metadata
 import logging
 import os
 import re
@@ -26,6 +25,7 @@ import jax
 import numpy as np
 
 from .._errors import CheckpointError
+from .._text import version_of
 from . import checksums
 
 _logger = logging.getLogger("mirrored")
@@ -291,7 +291,7 @@ def _about(step: int) -> dict[str, Any]:
         "format": FORMAT,
         "step": step,
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
+        "versions": {name: version_of(name) for name in _PACKAGES},
     }
 
 

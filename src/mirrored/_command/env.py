@@ -17,7 +17,7 @@ from pathlib import Path
 from .. import _env
 from .._cluster.resolvers import discover
 from .._errors import ClusterConfigError
-from .._text import escape
+from .._text import escape, version_of
 
 #: How long the devices are waited for; a driver that hangs is part of the report.
 DEVICES_SECONDS = 60.0
@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _versions() -> Iterator[str]:
-    yield ", ".join(f"{name} {importlib.metadata.version(name)}" for name in _PACKAGES)
+    yield ", ".join(f"{name} {version_of(name)}" for name in _PACKAGES)
     found = []
     for name in _OPTIONAL:
         try:

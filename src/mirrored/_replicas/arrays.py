@@ -91,7 +91,7 @@ def as_array(leaf: Any, verb: str) -> jax.Array:
     """Turn a leaf into an array, or say that it cannot be combined over replicas."""
     if _is_sparse(leaf):
         raise TypeError(
-            f"{verb} got a {type(leaf).__name__}, whose indices would be combined like its values. Make it dense first: x.todense()."
+            f"{verb} got a {type(leaf).__name__}, whose indices would be combined like its values. Make it dense: x.todense()."
         )
     if isinstance(leaf, str | bytes) or not _is_array_like(leaf):
         raise TypeError(

@@ -166,8 +166,8 @@ class ReplicaContext:
             )
         if self._axis.bound and tracing.is_mapped_over(REPLICA_AXIS):
             raise ContextError(
-                f"ctx.{verb} was called under jax.vmap(..., axis_name={REPLICA_AXIS!r}), at {user_code.user_line()}: it would combine "
-                f"the elements of that axis, not the replicas. Give the axis of vmap another name."
+                f"ctx.{verb} was called under jax.vmap(..., axis_name={REPLICA_AXIS!r}), at {user_code.user_line()}: it would "
+                "combine the elements of that axis, not the replicas. Give the axis of vmap another name."
             )
 
 

@@ -50,7 +50,8 @@ def reduce_mirrored(value: jax.Array, op: ReduceOp, axes: Axes, num_replicas: in
 def gather_stack(stack: jax.Array, axis: int, shapes: tuple[Shape, ...] | None, whole: NamedSharding | None) -> jax.Array:
     """Concatenate the replicas' values along `axis`, in replica order.
 
-    With `whole`, the stack is brought to all devices first: XLA takes one row out of a split array by adding zeros, and -0.0 + 0.0 is 0.0.
+    With `whole`, the stack is brought to all devices first: XLA takes one row out of a split array by adding zeros, which
+    makes 0.0 of -0.0.
     """
     if whole is not None:
         stack = jax.lax.with_sharding_constraint(stack, whole)

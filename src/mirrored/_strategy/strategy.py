@@ -76,6 +76,7 @@ class Strategy:
             )
         self._mesh = mesh
         self._steps = Steps(mesh, bytes_per_pack)
+        _made.add(self)
         self._datasets: weakref.WeakSet[DistributedDataset] = weakref.WeakSet()
         _logger.info("%s: %s", type(self).__name__, mesh)
 
@@ -445,6 +446,14 @@ class Strategy:
         _require_untraced("assert_mirrored")
         mirrored = [variable for variable in live_variables(self._mesh) if not spec_of(variable).is_on_read]
         equal_copies.check(self._mesh, mirrored)
+
+
+_made: weakref.WeakSet[Strategy] = weakref.WeakSet()
+
+
+def joint_strategy() -> Strategy | None:
+    """Return a strategy in which other workers take part, None when there is none; all in a process reach the same workers."""
+    return next((strategy for strategy in list(_made) if strategy.num_workers > 1), None)
 
 
 #: How a strategy's workers reach each other.

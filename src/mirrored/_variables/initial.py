@@ -66,9 +66,9 @@ def _created_in_trace_message(name: str) -> str:
     )
 
 
-def is_initializer(value: Any) -> bool:
-    """Tell whether a value is a function that makes the value; a module with a `__call__` is a pytree, and no such function."""
-    return callable(value) and jax.tree_util.all_leaves([value])
+def is_tree(value: Any) -> bool:
+    """Tell whether a value is a node of a tree for JAX, such as a module of a model library, which may be callable too."""
+    return not jax.tree_util.all_leaves([value])
 
 
 def initial_array(value: Any, dtype: Any, name: str) -> jax.Array | np.ndarray:
@@ -79,10 +79,10 @@ def initial_array(value: Any, dtype: Any, name: str) -> jax.Array | np.ndarray:
         )
     if isinstance(value, jax.core.Tracer):
         raise ContextError(_created_in_trace_message(name))
-    if not jax.tree_util.all_leaves([value]) and not isinstance(value, list | tuple):
+    if is_tree(value) and value is not None and not isinstance(value, list | tuple):
         raise TypeError(
-            f"variable {name!r}: the initial value is a {type(value).__name__} of several arrays; expected one array. Make a variable of "
-            "each: jax.tree.map(mr.Variable, value)."
+            f"variable {name!r}: the initial value is a {type(value).__name__}, which holds arrays; expected one array. Make a "
+            "variable of each: jax.tree.map(mr.Variable, value)."
         )
     if isinstance(value, jax.Array):
         return strong(value, value.dtype if dtype is None else dtype)

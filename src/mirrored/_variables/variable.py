@@ -24,7 +24,7 @@ from .._replicas.per_replica import PerReplica
 from .._typing import ArrayLike, Shape
 from .._workers import joint_programs
 from .assignment import Assignment, placed
-from .initial import check_aggregated_dtype, check_name, creation_mesh, initial_array, is_initializer, takes_each_value
+from .initial import check_aggregated_dtype, check_name, creation_mesh, initial_array, is_tree, takes_each_value
 from .spec import VariableSpec
 from .storage import Home
 
@@ -95,7 +95,7 @@ class Variable:
         is_on_read = takes_each_value(synchronization, name)
         how = VariableAggregation.parse(aggregation, "aggregation")
         mesh = creation_mesh(name)
-        value = initial_value() if is_initializer(initial_value) else initial_value
+        value = initial_value() if callable(initial_value) and not is_tree(initial_value) else initial_value
         array = initial_array(value.value if isinstance(value, Variable) else value, dtype, name)
         check_aggregated_dtype(how, array.dtype, name)
         placement.check_later(mesh, [array], lambda _: f"the initial value of variable {name!r}")

@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import dataclasses
 import functools
-import importlib.metadata
 import logging
 import platform
 import sys
@@ -23,6 +22,7 @@ from .._cluster.spec import Cluster
 from .._errors import BAD_CONFIGURATION, ClusterConfigError, ClusterStartError, WorkerLostError
 from .._jax import distributed
 from .._options import CommunicationImplementation, CommunicationOptions
+from .._text import version_of
 from .coordination import Coordination
 from .guard import Guard
 from .progress import progress
@@ -246,7 +246,7 @@ def _require_no_backend() -> None:
 
 def _versions() -> dict[str, str]:
     names = {"mirrored", "jax", "jaxlib", "numpy"}
-    found = {name: importlib.metadata.version(name) for name in sorted(names)}
+    found = {name: version_of(name) for name in sorted(names)}
     return {**found, "python": ".".join(platform.python_version_tuple()[:2])}
 
 
