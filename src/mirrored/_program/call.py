@@ -145,8 +145,8 @@ def check_replicas(arrays: Sequence[Any], leaves: Sequence[ArrayLeaf], names: Ca
         if leaf.is_per_replica and not array.ndim:
             raise PerReplicaError(
                 f"the argument {names()[position]} is a PerReplica without replicas: jax.tree.map(jnp.sum, value) and the "
-                "like reduce over the axis of the replicas too. Compute in a step, strategy.run(jnp.sum, args=(value,)); or, for one number, "
-                "strategy.reduce('sum', value, axis=None)."
+                "like reduce over the axis of the replicas too. Compute in a step: strategy.run(jnp.sum, args=(value,)). For one "
+                "number of all: strategy.reduce('sum', value, axis=None)."
             )
         if leaf.is_per_replica and array.shape[0] != num_replicas:
             raise StrategyMismatchError(

@@ -49,7 +49,7 @@ def require_threads() -> None:
     if _is_forked:
         raise ContextError(
             "this process was forked from one in which JAX was running, whose threads it does not have, so a program would never "
-            "end. Start processes that use JAX with multiprocessing.get_context('spawn'), and keep JAX out of those that load data."
+            "end. Start processes that use JAX with multiprocessing.get_context('spawn'), and keep JAX out of data loaders."
         )
 
 
