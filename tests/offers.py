@@ -2,7 +2,7 @@
 
 OFFERS = {
     "_jax": """
-        distributed.choose_cpu_collectives distributed.client distributed.has_backend distributed.known_devices
+        compilations.heard distributed.choose_cpu_collectives distributed.client distributed.has_backend distributed.known_devices
         distributed.late_devices distributed.listen_at distributed.place distributed.swallows_sigterm jaxprs.ClosedJaxpr
         jaxprs.Jaxpr jaxprs.Literal jaxprs.axis_names jaxprs.branches_of jaxprs.callee jaxprs.has_collective
         jaxprs.inner_constants jaxprs.inner_jaxprs jaxprs.inside jaxprs.is_collective jaxprs.is_function_of_operands
@@ -38,17 +38,19 @@ OFFERS = {
     """,
     "_variables": """
         bindings.Bindings bindings.Fallback bindings.bound bindings.outer_reader bindings.read_outer
-        bindings.with_few_compilations bindings.write_outer equal_copies.Watch equal_copies.check equal_copies.watch
+        bindings.with_few_compilations bindings.write_outer equal_copies.Watch equal_copies.check equal_copies.real_copies equal_copies.watch
         storage.Home storage.arrays_of storage.home_of storage.overwrite variable.Variable variable.is_variable
         variable.live_variables
     """,
     "data": """
         _dataset.DistributedDataset _dataset.check_dataset _input_context.InputContext _iterator.DistributedIterator
-        _sharing.agree.InputWorker _sharing.plan.make_plan _sharing.plan.plan_of_function _sources.numpy_dataset.NumpyDataset
-        _sources.numpy_dataset.stacked_lists _sources.open.adapted
+        _sharing.agree.InputWorker _sharing.plan.make_plan _sharing.plan.Plan _sharing.plan.plan_of_function
+        _sharing.rows.count_rows _sharing.rows.to_numpy _sharing.steps.LocalReplicas _sources.numpy_dataset.NumpyDataset
+        _sources.numpy_dataset.stacked_lists _sources.open.adapted _sources.open.open_source
     """,
     "_program": """
-        cache.Programs call.ArrayLeaf call.Call call.argument_names call.array_leaves call.key_of call.pinned call.take_apart
+        cache.Programs cache.listeners call.ArrayLeaf call.Call call.argument_names call.array_leaves call.key_of call.pinned call.take_apart
+        compiling.program_on_stack
         eager.eager eager.is_eager lift.Lifted lift.lift lift.plan_result program.Program program.StepProgram
         program.describe_program replicate.run
     """,
@@ -59,9 +61,14 @@ OFFERS = {
         current.DefaultStrategy current.get_replica_context current.get_strategy current.has_strategy
         strategies.MirroredStrategy strategies.MultiWorkerMirroredStrategy strategies.OneDeviceStrategy strategy.Strategy
         strategy.ValueContext
+        strategy.variables_of
     """,
     "_checkpoint": """
         checkpoint.Checkpoint preemption.PreemptionHandler
+    """,
+    "_testing": """
+        copies.assert_equal_copies copies.copies inputs.InputOfWorkers inputs.input_of_workers programs.ProgramCount
+        programs.assert_compiles programs.count_programs replicas.assert_same_on_any_replicas
     """,
     "_command": """
         ending.Budget ending.describe_failure ending.summarize group.Group output.Outlet output.make_log_folder

@@ -25,8 +25,8 @@ FLOORS = (
     {"_program"},
     {"losses", "optimizer"},
     {"_transforms", "_strategy"},
-    {"_checkpoint", "_command"},
-    {"launch", "__init__", "__main__"},
+    {"_checkpoint", "_command", "_testing"},
+    {"launch", "testing", "__init__", "__main__"},
 )
 FLOOR_OF = {wing: floor for floor, wings in enumerate(FLOORS) for wing in wings}
 MAX_LINES, MAX_BODY, MAX_ARGUMENTS = 400, 60, 7
@@ -38,7 +38,8 @@ LONGER = {
 }
 #: Files that start threads: none starts one at import, and each ends its own.
 THREADS = {
-    "_checkpoint.preemption", "_checkpoint.writer", "_cluster.meeting", "_workers.guard", "_workers.runtime", "data._prefetch",
+    "_checkpoint.preemption", "_checkpoint.writer", "_cluster.meeting", "_testing.inputs", "_workers.guard", "_workers.runtime",
+    "data._prefetch",
 }  # fmt: skip
 PATHS = {path.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", "."): path for path in sorted(PACKAGE.rglob("*.py"))}
 TREES = {name: ast.parse(path.read_text()) for name, path in PATHS.items()}
