@@ -38,7 +38,8 @@ OFFERS = {
     """,
     "_variables": """
         bindings.Bindings bindings.Fallback bindings.bound bindings.outer_reader bindings.read_outer
-        bindings.with_few_compilations bindings.write_outer equal_copies.Watch equal_copies.check equal_copies.real_copies equal_copies.watch
+        bindings.with_few_compilations bindings.write_outer equal_copies.Watch equal_copies.check
+        equal_copies.real_copies equal_copies.watch
         storage.Home storage.arrays_of storage.home_of storage.overwrite variable.Variable variable.is_variable
         variable.live_variables
     """,
@@ -49,8 +50,8 @@ OFFERS = {
         _sources.numpy_dataset.stacked_lists _sources.open.adapted _sources.open.open_source
     """,
     "_program": """
-        cache.Programs cache.listeners call.ArrayLeaf call.Call call.argument_names call.array_leaves call.key_of call.pinned call.take_apart
-        compiling.program_on_stack
+        cache.Programs cache.listeners call.ArrayLeaf call.Call call.argument_names call.array_leaves call.key_of call.pinned
+        call.take_apart compiling.program_on_stack
         eager.eager eager.is_eager lift.Lifted lift.lift lift.plan_result program.Program program.StepProgram
         program.describe_program replicate.run
     """,

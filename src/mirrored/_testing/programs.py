@@ -11,8 +11,8 @@ from .._program import cache
 from .._program.compiling import program_on_stack
 
 _AGAIN = (
-    "the same program again, because some arrays lie elsewhere than before: on the host, on one device, or on all. Pass arrays of "
-    "one kind. (Or jax.clear_caches() was called.)"
+    "the same program again, because some arrays lie elsewhere than before: on the host, on one device, or on all. Pass arrays "
+    "of one kind. (Or jax.clear_caches() was called.)"
 )
 
 
