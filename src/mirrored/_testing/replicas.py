@@ -60,13 +60,13 @@ def assert_same_on_any_replicas(
         num_replicas: at least two numbers. Where they do not divide the batches, the steps are uneven.
         devices: of one kind, as many as the largest number. Default: virtual CPU devices, which are made if JAX has not started.
         rtol, atol: floating numbers a and b are the same when `abs(a - b) <= atol + rtol * abs(a)`. `rtol` by default: 1e-4 for
-            float32, 1e-8 for float64, 0.02 for 16 bits. Integers, booleans and random keys must be equal.
+            float32, 1e-8 for float64, 0.02 for 16 bits. Integers, booleans and random keys must be equal. NaN equals NaN.
         ignore: names of variables that are not compared.
 
     Raises:
         AssertionError: when something differs; names it, the numbers of replicas, the largest difference, and the usual reasons.
         TypeError: for a PerReplica or something that holds no numbers in the result, and for wrong arguments.
-        ValueError: when there is nothing to compare.
+        ValueError: when there is nothing to compare, and when `train` does not use the strategy that it is given.
         DeviceError: (a ValueError) for too few devices.
         ContextError: (a RuntimeError) in a scope or step.
         Exception: what `train` raises comes through, with the number of replicas as a note.
@@ -86,8 +86,9 @@ def assert_same_on_any_replicas(
     >>> testing.assert_same_on_any_replicas(train, batches, num_replicas=(1, 2))
     """
     _check(train, args, num_replicas, ignore)
+    tolerances = _Tolerances(rtol, atol)
     largest = max(num_replicas)
-    devices = [f"cpu:{i}" for i in range(largest)] if devices is None else list(devices)
+    devices = [f"cpu:{i}" for i in range(largest)] if devices is None else devices
     all_devices = MirroredStrategy(devices).devices  # makes those that are missing
     if len(all_devices) < largest:
         raise ValueError(
@@ -95,22 +96,28 @@ def assert_same_on_any_replicas(
             "leave devices out for virtual CPU devices."
         )
     first, *others = num_replicas
-    reference = _trained(train, args, all_devices[:first], ignore)
+    reference, is_used = _trained(train, args, all_devices[:first], ignore)
     if not reference:
         raise ValueError(
             "there is nothing to compare: train(strategy) returned no array, number or variable, and no step of this strategy "
             "has used a variable that was made in it. Make the variables in `with strategy.scope():`, run the steps by "
             "strategy.run, and return what shall be compared, such as the losses."
         )
-    tolerances = _Tolerances(rtol, atol)
     for count in others:
-        found = _trained(train, args, all_devices[:count], ignore)
+        found, is_used_too = _trained(train, args, all_devices[:count], ignore)
+        is_used = is_used and is_used_too
         if differing := _differences(reference, found, first, count, tolerances):
-            again = _differences(reference, _trained(train, args, all_devices[:first], ignore), first, first, tolerances)
+            twice, _ = _trained(train, args, all_devices[:first], ignore)
+            again = _differences(reference, twice, first, first, tolerances)
             raise AssertionError(
                 f"train gives other numbers with {_replicas(count)} than with {_replicas(first)}:{_listed(differing)}\n"
                 + (_random_message(again, first) if again else _REASONS)
             )
+    if not is_used:
+        raise ValueError(
+            "nothing was tested: train(strategy) gives the same numbers, but it has run no step, made no variable and "
+            "distributed no dataset with the strategy that it was given. Use that one in train(strategy), and make no other."
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +126,13 @@ class _Tolerances:
 
     rtol: float | None
     atol: float
+
+    def __post_init__(self) -> None:
+        for name, value in (("rtol", self.rtol), ("atol", self.atol)):
+            if value is not None and (
+                isinstance(value, bool) or not isinstance(value, int | float | np.floating) or not value >= 0
+            ):
+                raise ValueError(f"{name} is {value!r}; expected a number of 0 or more, such as {name}=1e-3.")
 
     def exceeded(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
         """Return where two arrays of one shape and dtype differ."""
@@ -159,8 +173,8 @@ def _check(train: Any, args: Sequence[Any], num_replicas: Any, ignore: Any) -> N
 
 def _trained(
     train: Callable[..., PyTree], args: Sequence[Any], devices: Sequence[jax.Device], ignore: Sequence[str]
-) -> list[tuple[str, np.ndarray]]:
-    """Train on some devices, and return all numbers with what they are."""
+) -> tuple[list[tuple[str, np.ndarray]], bool]:
+    """Train on some devices, and return all numbers with what they are, and whether the strategy was used."""
     strategy = MirroredStrategy(list(devices))
     before = {id(variable): variable for variable in variables_of(strategy)}
     try:
@@ -170,11 +184,14 @@ def _trained(
         raise
     gc.collect()  # so that the same variables are left on each number of replicas
     made = [variable for variable in variables_of(strategy) if id(variable) not in before]
+    names = [variable.name for variable in made]
+    if unknown := sorted(set(ignore) - set(names)):
+        raise ValueError(f"ignore has {unknown}, and the variables of train(strategy) are {names}. Leave the others out.")
     found = _of_result(result)
     for number, variable in enumerate(made):
         if variable.name not in ignore and not _is_without_value(variable):
             found.append((_name_of(variable, number), _numbers(variable)))
-    return found
+    return found, bool(made) or "\n" in strategy.explain()  # which has a line for each program and dataset
 
 
 def _of_result(result: PyTree) -> list[tuple[str, np.ndarray]]:
@@ -238,6 +255,7 @@ def _most(one: np.ndarray, other: np.ndarray, differs: np.ndarray, first: int, c
         place = int(np.argmax(sizes))
         factor = float(np.median(np.abs(b[a != 0] / a[a != 0]))) if (a != 0).any() else np.nan
         is_common = _is_floating(one) and np.allclose(b, factor * a, rtol=1e-3, atol=0)
+        is_common &= one.size > 1 or np.isclose(factor, (count / first, first / count), rtol=1e-3).any()  # else a mere ratio
     at = f" at {[int(i) for i in np.unravel_index(place, one.shape)]}" if one.ndim else ""
     where = f" in {differs.sum()} of {one.size} elements, most" if one.size > 1 else ""
     pair = f"{other.reshape(-1)[place]} with {_replicas(count)}, {one.reshape(-1)[place]} with {_replicas(first)}"
