@@ -32,6 +32,11 @@ _watches: weakref.WeakSet[Watch] = weakref.WeakSet()
 _watches_lock = threading.Lock()  # threads may compile and run programs at the same time
 
 
+def real_copies(variable: Variable) -> dict[int, np.ndarray]:
+    """Return what this worker's devices hold of a variable, by replica number, as arrays that stay as they are."""
+    return {replica: np.array(copy) for replica, copy in variable._local_copies()}
+
+
 def check(mesh: ReplicaMesh, variables: Sequence[Variable], every: int = 0) -> int:
     """Compare the checksums of all copies of mirrored variables; with several workers, all call this together.
 
