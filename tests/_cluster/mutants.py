@@ -61,18 +61,45 @@ _OF_RESOLVERS = [
     ("cluster.task_id if cluster.spec else None", "cluster.task_id", "test_resolvers_answer_as_in_tensorflow"),
 ]
 _OF_MEETING = [
-    ("host if own is None or _is_loopback(own) else own", "own or host", "test_workers_that_are_alike_come_together_and_leave_the_port_free"),
+    (
+        "host if own is None or _is_loopback(own) else own",
+        "own or host",
+        "test_workers_that_are_alike_come_together_and_leave_the_port_free",
+    ),
     ("if sock.getsockname() == sock.getpeername()", "if False", "test_a_worker_does_not_take_its_own_connection_for_the_chief"),
     ("isinstance(answer, bytes) and not is_grpc(answer)", "False", "test_a_port_of_another_program_is_an_error_at_once"),
     ("not cluster.names_come_late or clock.left", "clock.left", "test_only_in_kubernetes_a_name_may_appear_late"),
     ("    keep_alive(sock)\n", "", "test_a_connection_to_a_host_that_vanished_does_not_stay"),
-    ("        sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)\n", "        return False\n",
-     "test_workers_that_are_alike_come_together_and_leave_the_port_free"),
-    ("if len(buffer) > MAX_LINE or not may_be_ours(buffer)", "if not may_be_ours(buffer)", "test_an_answer_without_an_end_is_not_collected"),
-    ("min(PATIENCE_SECONDS, max(0.1, clock.left)) - 0.1", "clock.left", "test_a_name_server_that_does_not_answer_holds_nobody_up"),
-    ("min(clock.next_report, first_report), math.inf", "first_report, first_report", "test_a_chief_that_waits_for_its_port_says_so_less_and_less_often"),
-    ("raise ConnectionRefusedError(", "raise ConnectionAbortedError(", "test_a_worker_does_not_take_its_own_connection_for_the_chief"),
-    ("            clock.has_met_a_run = True\n            return", "            return", "test_a_job_that_took_the_port_of_another_leaves_it_to_that"),
+    (
+        "        sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)\n",
+        "        return False\n",
+        "test_workers_that_are_alike_come_together_and_leave_the_port_free",
+    ),
+    (
+        "if len(buffer) > MAX_LINE or not may_be_ours(buffer)",
+        "if not may_be_ours(buffer)",
+        "test_an_answer_without_an_end_is_not_collected",
+    ),
+    (
+        "min(PATIENCE_SECONDS, max(0.1, clock.left)) - 0.1",
+        "clock.left",
+        "test_a_name_server_that_does_not_answer_holds_nobody_up",
+    ),
+    (
+        "min(clock.next_report, first_report), math.inf",
+        "first_report, first_report",
+        "test_a_chief_that_waits_for_its_port_says_so_less_and_less_often",
+    ),
+    (
+        "raise ConnectionRefusedError(",
+        "raise ConnectionAbortedError(",
+        "test_a_worker_does_not_take_its_own_connection_for_the_chief",
+    ),
+    (
+        "            clock.has_met_a_run = True\n            return",
+        "            return",
+        "test_a_job_that_took_the_port_of_another_leaves_it_to_that",
+    ),
 ]
 _GATHERING = [
     ("not peer.hello and time.monotonic() >= peer.until", "False", "test_a_stranger_that_writes_slowly_is_cut_off"),
@@ -86,8 +113,16 @@ _GATHERING = [
     ("hello.is_late or self", "self", "test_a_worker_that_waited_for_another_job_does_not_disturb_it"),
     ("missing[:8]", "missing[:9]", "test_many_missing_workers_are_named_in_a_short_line"),
     ("if self.cluster.is_local or not all", "if all", "test_a_chief_that_only_its_own_host_can_reach_says_so"),
-    ("            if peer.hello:\n                self._tell(peer)\n", "            pass\n", "test_a_missing_worker_is_named_everywhere"),
-    ("2 * (time.monotonic() - self.started)", "time.monotonic() - self.started", "test_a_chief_that_waits_for_its_port_says_so_less_and_less_often"),
+    (
+        "            if peer.hello:\n                self._tell(peer)\n",
+        "            pass\n",
+        "test_a_missing_worker_is_named_everywhere",
+    ),
+    (
+        "2 * (time.monotonic() - self.started)",
+        "time.monotonic() - self.started",
+        "test_a_chief_that_waits_for_its_port_says_so_less_and_less_often",
+    ),
 ]
 _HELLO = [
     ("type(number) is int and ", "isinstance(number, int) and ", "test_what_is_no_hello_is_not_read"),

@@ -278,7 +278,9 @@ def test_the_first_difference_of_two_hellos_is_told() -> None:
 
     assert difference() == ""
     assert difference(told=workers[:2]) == "they was told of 2 workers, me of 3; give both the same cluster"
-    other = "they was given another cluster than me: worker 2 is at 'h3:1' for the one, at 'h2:1' for the other; give both the same"
+    other = (
+        "they was given another cluster than me: worker 2 is at 'h3:1' for the one, at 'h2:1' for the other; give both the same"
+    )
     assert difference(told=["h0:1", "h1:1", "h3:1"]) == other
     assert difference(index=3 - 1) == "" and "has an index that is not below 3" in _hello.first_difference(
         "they", _hello.Hello(3, 3, mine.digest, (), VERSIONS, "p", "t"), "me", mine

@@ -8,21 +8,45 @@ _OF_ENDING = [
     ("step > self.best.get(folder, known)", "step >= self.best.get(folder, known)", "test_a_new_checkpoint_renews_the_budget"),
     ("max(self.best.values(), default=-1)", "-1", "test_a_new_checkpoint_renews_the_budget"),
     ("any(ending.code == BAD_CONFIGURATION for ending in attempt.endings)", "False", "test_what_is_never_restarted"),
-    ("not new or attempt.culprit().code not in (PREEMPTED, -signal.SIGTERM)", "True", "test_preemption_with_a_new_checkpoint_is_free"),
+    (
+        "not new or attempt.culprit().code not in (PREEMPTED, -signal.SIGTERM)",
+        "True",
+        "test_preemption_with_a_new_checkpoint_is_free",
+    ),
     ("ranges[-1][1] + 1", "ranges[-1][1] + 2", "test_summaries"),
 ]
 _OF_GROUP = [
-    ("max(FAREWELL_SECONDS, self._grace) if code == PREEMPTED else FAREWELL_SECONDS", "FAREWELL_SECONDS", "test_who_saves_after_a_preemption_is_not_disturbed"),
+    (
+        "max(FAREWELL_SECONDS, self._grace) if code == PREEMPTED else FAREWELL_SECONDS",
+        "FAREWELL_SECONDS",
+        "test_who_saves_after_a_preemption_is_not_disturbed",
+    ),
     ("not worker.ended or _is_alive(worker.process.pid)", "not worker.ended", "test_what_a_worker_has_started_ends_with_it"),
     ("signal.SIGTERM if number == signal.SIGHUP else number", "number", "test_signals_are_passed_on_once"),
     ("len(text) < _PROGRESS_BYTES", "len(text) <= _PROGRESS_BYTES", "test_what_is_no_step_counts_as_none"),
     ("-????????", "-*", "test_each_writer_of_checkpoints_may_have_a_file_of_its_own"),
-    ("start_new_session=True,  # the terminal's", "start_new_session=False,  # the terminal's", "test_signals_are_passed_on_once"),
-    ("worker.was_asked, worker.was_killed = True", "worker.was_asked, worker.was_killed = False", "test_who_hangs_while_others_gave_up_is_asked_then_killed_and_no_cause"),
+    (
+        "start_new_session=True,  # the terminal's",
+        "start_new_session=False,  # the terminal's",
+        "test_signals_are_passed_on_once",
+    ),
+    (
+        "worker.was_asked, worker.was_killed = True",
+        "worker.was_asked, worker.was_killed = False",
+        "test_who_hangs_while_others_gave_up_is_asked_then_killed_and_no_cause",
+    ),
     ("shutil.rmtree(folder, ignore_errors=True)  # when", "#", "test_nothing_is_left_when_the_keeper_is_killed"),
     ("            os.rmdir(folder)\n", "", "test_a_worker_that_cannot_be_started_ends_those_that_were"),
-    ("self._pass_on(worker, stream, stream.cutter.feed(data) if data else stream.cutter.finish())", "self._pass_on(worker, stream, stream.cutter.feed(data))", "test_lines_have_prefixes_and_keep_their_order_and_stream"),
-    ("stream.is_open and not stream.outlet.is_full:\n                    self._relay", "stream.is_open:\n                    self._relay", "test_a_reader_that_is_stuck_holds_workers_back_but_not_the_launcher"),
+    (
+        "self._pass_on(worker, stream, stream.cutter.feed(data) if data else stream.cutter.finish())",
+        "self._pass_on(worker, stream, stream.cutter.feed(data))",
+        "test_lines_have_prefixes_and_keep_their_order_and_stream",
+    ),
+    (
+        "stream.is_open and not stream.outlet.is_full:\n                    self._relay",
+        "stream.is_open:\n                    self._relay",
+        "test_a_reader_that_is_stuck_holds_workers_back_but_not_the_launcher",
+    ),
 ]
 _OF_KEEPER = [
     ("os.killpg(group, signal.SIGKILL)", "pass", "test_no_orphans_when_the_launcher_is_killed"),
@@ -34,7 +58,7 @@ _OF_SIGNALS = [
     ("if signal.getsignal(number) is not signal.SIG_IGN", "if True", "test_nohup_holds"),
 ]
 _OF_OUTPUT = [
-    ("if end.start() > start or end[0] != b\"\\r\"", "if True", "test_output_is_cut_into_lines"),
+    ('if end.start() > start or end[0] != b"\\r"', "if True", "test_output_is_cut_into_lines"),
     ("            self._pending.clear()", "            pass", "test_an_outlet_takes_what_fits_and_forgets_what_nobody_reads"),
     ("        if self._is_open:\n", "        if True:\n", "test_an_outlet_takes_what_fits_and_forgets_what_nobody_reads"),
     ("if self._num_since > _VERDICT_LINES", "if False", "test_what_is_no_verdict_of_the_library_hides_nothing"),
@@ -43,13 +67,17 @@ _OF_OUTPUT = [
     (" | os.O_EXCL", "", "test_a_log_file_is_new_and_private"),
     ("            attempt += 1", "            return folder", "test_log_folders_count_on_and_follow_no_links"),
     ("num_workers - 1}] ", "num_workers}] ", "test_prefixes_are_equally_wide"),
-    ("os.isatty(fd) and not _env.NO_COLOR.get()", "os.isatty(fd)", "test_prefixes_are_coloured_on_a_terminal"),
+    (
+        "os.isatty(fd) and not _env.NO_COLOR.get()",
+        "os.isatty(fd)",
+        "test_prefixes_are_coloured_on_a_terminal_unless_the_user_wants_none",
+    ),
 ]
 _OF_CHECK = [
     ("len(set(digests)) > 1", "len(set(digests)) > 2", "test_results_that_differ_by_worker_are_found"),
     ("rtol=tolerance", "rtol=0.01", "test_a_wrong_sum_is_found"),
     ("return 1 if self.problems else 0", "return 0", "test_a_wrong_sum_is_found"),
-    (" SLOW\" if s > SLOW * middle", " SLOW\" if s > 40 * middle", "test_a_slow_worker_is_marked"),
+    (' SLOW" if s > SLOW * middle', ' SLOW" if s > 40 * middle', "test_a_slow_worker_is_marked"),
     ("escape(str(problem), _MAX_TEXT)", "problem", "test_what_other_workers_say_is_shown_escaped"),
     ("except (ClusterConfigError, ", "except (", "test_a_wrong_cluster_is_one_line"),
 ]
@@ -60,7 +88,7 @@ _OF_ENV = [
     ("escape(value, 300)", "value", "test_a_broken_cluster_is_reported_and_escaped"),
 ]
 MUTANTS = [
-    (f"_command/{name}.py", old, new, f"tests/_command/test_{test}")
+    (f"_command/{name}.py", old, new, f"tests/_command/test_{in_file}.py::{test}")
     for name, in_file, damages in [
         ("ending", "ending", _OF_ENDING),
         ("group", "group", _OF_GROUP),
@@ -70,6 +98,5 @@ MUTANTS = [
         ("check", "check", _OF_CHECK),
         ("env", "env", _OF_ENV),
     ]
-    for old, new, name_of_test in damages
-    for test in [f"{'group' if 'terminal' in name_of_test else in_file}.py::{name_of_test}"]
+    for old, new, test in damages
 ]

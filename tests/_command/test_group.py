@@ -163,7 +163,9 @@ def plan(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> 
 
 
 def test_lines_have_prefixes_and_keep_their_order_and_stream(launcher: Launcher) -> None:
-    body = "for i in range(10_000):\n  print(INDEX, i, 'x' * 99)\n  i % 99 or print('err', i, file=sys.stderr)\nprint('end', end='')"
+    body = (
+        "for i in range(10_000):\n  print(INDEX, i, 'x' * 99)\n  i % 99 or print('err', i, file=sys.stderr)\nprint('end', end='')"
+    )
     code, out, err = launcher.run(body, "-n", 2)
     assert code == 0 and "\x1b" not in out
     for index in range(2):
@@ -717,9 +719,7 @@ USAGE_ERRORS = {
 }
 
 
-def test_usage_errors_are_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_usage_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "script.py"
     script.touch()
     monkeypatch.setattr(launch, "Group", None)  # nothing is started
@@ -728,7 +728,9 @@ def test_usage_errors_are_one_line(
             launch.main(["launch", *options.replace("SCRIPT", str(script)).split(" " if options else None)])
         out, err = capsys.readouterr()
         assert (info.value.code, out, err.count("\n")) == (2, "", 1), options
-        assert err.startswith("mirrored launch: ") and message in err and ". Write for example: mirrored launch -n " in err, options
+        assert err.startswith("mirrored launch: ") and message in err and ". Write for example: mirrored launch -n " in err, (
+            options
+        )
         shown = err.partition("Write for example: ")[2]
         assert ("--nnodes" in shown) == ("node" in message or "coordinator" in message or "65536 workers" in message), options
         assert ("--log-dir" in shown) == ("folder" in message), options
