@@ -1,4 +1,4 @@
-"""The environment: every variable is in one table, and none is left changed. That one file reads it is for tests/test_house.py."""
+"""The environment: every variable is in one table, and none is left changed. tests/test_house.py sees that one file reads it."""
 
 import os
 import re

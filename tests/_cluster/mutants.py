@@ -78,7 +78,7 @@ _OF_MEETING = [
     (
         "if len(buffer) > MAX_LINE or not may_be_ours(buffer)",
         "if not may_be_ours(buffer)",
-        "test_an_answer_without_an_end_is_not_collected",
+        "test_a_program_that_is_not_the_chief_is_an_error_at_once",
     ),
     (
         "min(PATIENCE_SECONDS, max(0.1, clock.left)) - 0.1",

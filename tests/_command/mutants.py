@@ -5,8 +5,12 @@ _OF_ENDING = [
     ("ending.seconds - first.seconds <= TOGETHER_SECONDS", "True", "test_the_culprit"),
     ("(ending for ending in causes if ending.code != RESTART)", "iter(())", "test_the_culprit"),
     ("code >= 0 else 128 - code", "code >= 0 else 128 + code", "test_exit_codes"),
-    ("step > self.best.get(folder, known)", "step >= self.best.get(folder, known)", "test_a_new_checkpoint_renews_the_budget"),
-    ("max(self.best.values(), default=-1)", "-1", "test_a_new_checkpoint_renews_the_budget"),
+    (
+        "step > self.best.get(folder, known)",
+        "step >= self.best.get(folder, known)",
+        "test_a_new_checkpoint_renews_the_budget_and_each_folder_has_steps_of_its_own",
+    ),
+    ("max(self.best.values(), default=-1)", "-1", "test_a_new_checkpoint_renews_the_budget_and_each_folder_has_steps_of_its_own"),
     ("any(ending.code == BAD_CONFIGURATION for ending in attempt.endings)", "False", "test_what_is_never_restarted"),
     (
         "not new or attempt.culprit().code not in (PREEMPTED, -signal.SIGTERM)",

@@ -1,7 +1,11 @@
 """Damages to `_workers`, and the tests that catch them."""
 
 _OF_COORDINATION = [
-    ("                this.delete(self._key(self._round - 1))".strip(), "pass", "test_what_was_read_by_all_is_removed"),
+    (
+        "                this.delete(self._key(self._round - 1))".strip(),
+        "pass",
+        "test_an_exchange_gives_the_values_of_all_in_worker_order_and_what_was_read_by_all_is_removed",
+    ),
     ("entry[0] == thread and ", "", "test_the_last_keys_of_another_threads_channel_stay"),
     (" and entry[1] <= number", "", "test_what_others_may_still_read_of_a_closed_channel_stays"),
     ("this.clean_up(self._opened_by, self._number)", "pass", "test_closed_channels_leave_nothing_behind"),
