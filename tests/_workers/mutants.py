@@ -28,7 +28,7 @@ _OF_VERDICT = [
     ("is_native and any(", "any(", "test_the_code_of_an_exception_says_what_it_was"),
     ("0 < code < 256", "0 < code <= 256", "test_the_code_of_an_exception_says_what_it_was"),
     ("if isinstance(error, KeyboardInterrupt)", "if False", "test_the_code_of_an_exception_says_what_it_was"),
-    ("except Exception:  # of the user's class", "except KeyError:", "test_an_exception_without_a_text_ends_the_job_too"),
+    ("except Exception:  # of the user's class", "except KeyError:", "test_the_code_of_an_exception_says_what_it_was"),
 ]
 _OF_STALL = [
     ("if len(text) > _MAX_TEXT", "if False", "test_what_is_no_position_and_no_verdict_does_no_harm"),
@@ -119,13 +119,17 @@ _OF_GUARD = [
     ("is_ours = os.getpid() == self._process and ", "is_ours = ", "test_a_child_process_is_not_this_worker"),
     ("            if known is None:".strip(), "if True:", "test_the_first_verdict_counts"),
     ("if self._failing.wait(_GRACE_SECONDS)", "if False", "test_an_error_of_the_same_moment_is_shown_as_its_own"),
-    ("self._failing.set()", "pass", "test_an_error_that_is_on_its_way_is_not_overtaken_by_the_verdict_of_another"),
+    ("self._failing.set()", "pass", "test_an_error_of_the_same_moment_is_shown_as_its_own"),
     (
         "self._leave(verdict, (self._has_ended and self._sys_exit_code) or RESTART",
         "self._leave(verdict, RESTART",
-        "test_the_code_of_sys_exit_is_kept_when_others_still_need_this_worker",
+        "test_the_code_of_sys_exit_is_kept_when_others_still_need_this_worker_and_a_caught_one_is_no_end",
     ),
-    ("self._leave(verdict, (self._has_ended and ", "self._leave(verdict, (", "test_a_caught_sys_exit_is_no_end"),
+    (
+        "self._leave(verdict, (self._has_ended and ",
+        "self._leave(verdict, (",
+        "test_the_code_of_sys_exit_is_kept_when_others_still_need_this_worker_and_a_caught_one_is_no_end",
+    ),
     ("code & 0xFF if", "code if", "test_an_end_waits_for_the_others_and_says_how_it_came"),
     ("(was_late or not self._was_late)", "True", "test_after_a_pause_a_worker_looks_first_at_what_has_come"),
     ("min(now - last, 2 * ROUND_SECONDS)", "now - last", "test_a_process_that_was_stopped_has_not_waited_in_that_time"),
@@ -139,12 +143,12 @@ _OF_GUARD = [
     (
         "if dead and self._has_ended:",
         "if False:",
-        "test_after_its_own_end_a_worker_lets_the_others_go_and_hears_of_one_that_died_before_its_own",
+        "test_a_worker_of_this_host_that_dies_is_named_at_once_wherever_this_one_is",
     ),
     (
         "tuple(sorted(set(dead) - self._by_worker(_ENDED).keys()))",
         "()",
-        "test_after_its_own_end_a_worker_lets_the_others_go_and_hears_of_one_that_died_before_its_own",
+        "test_a_worker_of_this_host_that_dies_is_named_at_once_wherever_this_one_is",
     ),
     ("self._arm_last_resort(code)", "pass", "test_whatever_blocks_while_a_worker_leaves_does_not_keep_it"),
     ("self._say_where(0.0)  # at once", "pass  # at once", "test_an_end_is_told_before_the_others_are_waited_for"),

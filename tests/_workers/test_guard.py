@@ -14,6 +14,7 @@ import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 from fake_service import FakeClient
@@ -145,15 +146,11 @@ def test_an_exception_is_printed_published_and_ends_with_one(make: Make, caplog:
     assert "raise error" not in caplog.text, "the traceback has been printed already"
 
 
-class HasNoText(Exception):
+class OddError(Exception):
     exit_code = None
 
     def __str__(self) -> str:
         raise RuntimeError
-
-
-class PeerError(Exception):
-    """Of the user's database: no loss of a worker."""
 
 
 def with_code(code: object) -> Exception:
@@ -163,25 +160,16 @@ def with_code(code: object) -> Exception:
 
 
 def test_the_code_of_an_exception_says_what_it_was(make: Make) -> None:
-    errors = {
-        KeyboardInterrupt(): 130,
-        MemoryError(): 1,
-        AssertionError("x" * 10**6): 1,
-        PeerError("Connection closed by peer"): 1,
-    }
+    of_a_database = type("PeerError", (Exception,), {})("Connection closed by peer")  # no loss of a worker
+    errors = {KeyboardInterrupt(): 130, MemoryError(): 1, AssertionError("x" * 10**6): 1, of_a_database: 1, OddError(): 1}
     codes = {with_code(76): 76} | {with_code(code): 1 for code in (0, None, "3", 256, -1, True)}
     for error, code in (errors | codes).items():
         guarded = make()
         assert guarded.fails(error) == code, error
         assert len(guarded.of_key("verdict") or "") < 3 * MAX_TEXT
+        if isinstance(error, OddError):
+            assert guarded.verdict().title == "worker 0 failed at step 0 with OddError: (which has no text)"
         guarded.guard.stop(wait=False)
-
-
-def test_an_exception_without_a_text_ends_the_job_too(make: Make) -> None:
-    guarded = make(worker=1)
-    guarded.says("left/0")
-    assert guarded.fails(HasNoText()) == 1
-    assert guarded.verdict().title == "worker 1 failed at step 0 with HasNoText: (which has no text)"
 
 
 def test_the_first_verdict_counts(make: Make, caplog: Log) -> None:
@@ -210,22 +198,15 @@ def at_the_top(error: BaseException) -> BaseException:
     return error.with_traceback(types.TracebackType(None, frame, 0, 1))
 
 
-@pytest.mark.parametrize(
-    ("error", "code", "title"),
-    [
+def test_an_error_is_told_although_the_program_has_a_hook_of_its_own(make: Make, monkeypatch: Patch) -> None:
+    for error, code, title in [
         (ValueError("in the hook's program"), 1, "worker 0 failed at step 0 with ValueError: in the hook's program"),
         (RuntimeError("Gloo all-reduce failed: Connection closed by peer"), 75, "lost worker 1 at step 0"),
-    ],
-    ids=["own", "loss"],
-)
-def test_an_error_is_told_although_the_program_has_a_hook_of_its_own(
-    error: BaseException, code: int, title: str, make: Make, monkeypatch: Patch
-) -> None:
-    guarded = make()
-    monkeypatch.setattr(sys, "last_value", at_the_top(error), raising=False)  # as Python does before it calls any hook
-    guarded.guard.stop()
-    assert guarded.codes.get(timeout=5) == code
-    assert title in str(guarded.verdict())
+    ]:
+        guarded = make()
+        monkeypatch.setattr(sys, "last_value", at_the_top(error), raising=False)  # as Python does before it calls any hook
+        guarded.guard.stop()
+        assert guarded.codes.get(timeout=5) == code and title in str(guarded.verdict())
 
 
 def test_an_error_that_was_caught_or_is_old_is_no_end(make: Make, monkeypatch: Patch) -> None:
@@ -291,88 +272,74 @@ def test_a_collective_may_fail_while_all_live(make: Make, caplog: Log) -> None:
     assert "lost a connection at step 0: a collective failed on worker 0, and all workers answered" in caplog.text
 
 
-@pytest.fixture
-def neighbour() -> Iterator[subprocess.Popen]:
+class Neighbour:
     """A process of this host that another worker is said to be."""
-    with subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) as child:
-        yield child
-        child.kill()
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        self.introduced = Process(Process.own().host, self.process.pid, fields[19]).encode()
+
+    def met_by(self, guarded: Guarded) -> Guarded:
+        guarded.says("process/1", self.introduced)
+        assert guarded.guard._round(0.5) is False and guarded.codes.empty(), "it lives"
+        return guarded
+
+    def die(self) -> None:
+        self.process.kill()
+        self.process.communicate()
 
 
-def near(make: Make, neighbour: subprocess.Popen, **more: object) -> Guarded:
-    """Return a guard that has met its neighbour, worker 1."""
-    fields = Path(f"/proc/{neighbour.pid}/stat").read_text().rpartition(")")[2].split()
-    guarded = make(is_started=False, **more)
-    guarded.says("process/1", Process(Process.own().host, neighbour.pid, fields[19]).encode())
-    assert guarded.guard._round(0.5) is False and guarded.codes.empty(), "it lives"
-    return guarded
+@pytest.fixture
+def neighbour() -> Iterator[Neighbour]:
+    if not sys.platform.startswith("linux"):
+        pytest.skip("asks Linux")
+    it = Neighbour()
+    yield it
+    it.die()
 
 
-def end(neighbour: subprocess.Popen) -> None:
-    neighbour.kill()
-    neighbour.wait()
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux")
 def test_a_worker_of_this_host_that_dies_is_named_at_once_wherever_this_one_is(
-    make: Make, neighbour: subprocess.Popen, caplog: Log
+    make: Make, neighbour: Neighbour, caplog: Log
 ) -> None:
-    there = [near(make, neighbour) for _ in range(4)]
+    there = [neighbour.met_by(make(is_started=False)) for _ in range(5)]
     there[1].progress.enter("train", b"train")
     there[2].progress.phase(NEXT_BATCH).__enter__()
     there[3].progress.phase("saving step 3", is_patient=True).__enter__()
-    end(neighbour)
+    there[4].guard._has_ended = True
+    there[4].says("ended/1")
+    neighbour.die()
+    assert there[4].guard._round(0.5) is False and there[4].codes.empty(), "after both ends, it may go"
+    there[4].service.values.pop("mirrored/guard/ended/1")
     for guarded in there:
         caplog.clear()
         assert guarded.guard._round(0.5) is True and guarded.codes.get(timeout=5) == 75
         assert re.search(r"worker 0 leaves with code 75: lost worker 1 at step \d: the process is gone", caplog.text)
 
 
-def test_a_worker_that_died_after_it_said_why_is_believed(make: Make, neighbour: subprocess.Popen, caplog: Log) -> None:
-    guarded = near(make, neighbour)
-    guarded.called(Verdict("worker 1 failed at step 3 with ValueError: x", lost=(1,)))
-    end(neighbour)
-    assert guarded.guard._round(0.5) is True and guarded.codes.get(timeout=5) == 75
-    assert "worker 0 leaves with code 75: worker 1 failed at step 3" in caplog.text and "is gone" not in caplog.text
-
-
-def test_after_its_own_end_a_worker_lets_the_others_go_and_hears_of_one_that_died_before_its_own(
-    make: Make, neighbour: subprocess.Popen, caplog: Log
+def test_a_worker_that_died_after_it_said_why_is_believed(
+    make: Make, neighbour: Neighbour, caplog: Log, monkeypatch: Patch
 ) -> None:
-    guarded = near(make, neighbour)
-    guarded.guard._has_ended = True
-    guarded.says("ended/1")
-    end(neighbour)
-    assert guarded.guard._round(0.5) is False and guarded.codes.empty()
-    guarded.service.values.pop("mirrored/guard/ended/1")
+    guarded, failing = (neighbour.met_by(make(is_started=False)) for _ in range(2))
+    guarded.called(Verdict("worker 1 failed at step 3 with ValueError: x", lost=(1,)))
+    failing.says("verdict", Verdict("worker 1 failed at step 3 with ValueError: x"))
+    neighbour.die()
     assert guarded.guard._round(0.5) is True and guarded.codes.get(timeout=5) == 75
-    assert "worker 0 leaves with code 75: lost worker 1" in caplog.text
+    slow = RuntimeError("DEADLINE_EXCEEDED: GetKeyValue() timed out")
+    monkeypatch.setattr(failing.service, "blocking_key_value_get", MagicMock(side_effect=slow))
+    failing.guard._fail_with(LOSSES[1])
+    assert failing.codes.get(timeout=5) == 75
+    assert caplog.text.count("worker 0 leaves with code 75: worker 1 failed at step 3") == 2 and "is gone" not in caplog.text
 
 
-def test_a_loss_is_explained_by_who_is_gone_or_by_what_was_said(make: Make, neighbour: subprocess.Popen, caplog: Log) -> None:
-    guarded = near(make, neighbour, num_workers=3)
-    end(neighbour)
+def test_a_loss_is_explained_by_who_is_gone_or_by_what_was_said(make: Make, neighbour: Neighbour) -> None:
+    guarded = neighbour.met_by(make(is_started=False, num_workers=3))
+    neighbour.die()
     assert guarded.guard._lost("Gloo").title == "lost worker 1 at step 0: the process is gone"
     assert guarded.of_key("call") is None, "without a roll"
     guarded = make(is_started=False)
     guarded.says("verdict", Verdict("worker 1 failed at step 5 with ValueError: x"))
     assert guarded.guard._lost("Gloo").title == "worker 1 failed at step 5 with ValueError: x"
-
-
-def test_the_reason_that_a_gone_worker_gave_is_told_also_when_the_service_is_slow(
-    make: Make, monkeypatch: Patch, caplog: Log
-) -> None:
-    guarded = make(worker=0, is_started=False)
-    guarded.says("verdict", Verdict("worker 1 failed at step 5 with ValueError: x"))
-
-    def get(key: str, timeout_ms: int) -> str:
-        raise RuntimeError("DEADLINE_EXCEEDED: GetKeyValue() timed out")
-
-    monkeypatch.setattr(guarded.service, "blocking_key_value_get", get)
-    monkeypatch.setattr(guarded.guard._neighbours, "dead", lambda: (1,))
-    guarded.guard._fail_with(ValueError("UNKNOWN: Gloo all-reduce failed: Connection closed by peer"))
-    assert guarded.codes.get(timeout=10) == 75
-    assert "worker 1 failed at step 5 with ValueError: x" in caplog.text and "the process is gone" not in caplog.text
 
 
 # ---- what others say
@@ -388,17 +355,8 @@ def test_a_verdict_of_another_worker_is_followed(make: Make, caplog: Log) -> Non
     assert "worker 1 was here:\nMainThread:\n" in caplog.text and "test_a_verdict_of_another" in caplog.text
 
 
-def test_an_error_of_the_same_moment_is_shown_as_its_own(make: Make) -> None:
-    guarded = make(worker=1)
-    guarded.guard._failing.set()  # as the hook does before it prints
-    guarded.called(Verdict("worker 0 failed"))
-    with pytest.raises(queue.Empty):
-        guarded.codes.get(timeout=0.4)
-    guarded.says("left/0")
-    assert guarded.fails(ValueError("the same here")) == 1
-
-
-def test_an_error_that_is_on_its_way_is_not_overtaken_by_the_verdict_of_another(make: Make, monkeypatch: Patch) -> None:
+def test_an_error_of_the_same_moment_is_shown_as_its_own(make: Make, monkeypatch: Patch) -> None:
+    """The hook says that an error is on its way, and then prints it, before it looks for a verdict."""
     guarded = make(worker=1)
     guarded.says("left/0")
     fail = guarded.guard._fail
@@ -424,42 +382,43 @@ def test_a_call_without_a_verdict_ends_too(make: Make, caplog: Log, monkeypatch:
 # ---- the end
 
 
+def ending(guarded: Guarded) -> threading.Thread:
+    """Let the program come to its end, where it waits for the others."""
+    thread = threading.Thread(target=guarded.guard.stop)
+    thread.start()
+    deadline = time.monotonic() + 10
+    while not guarded.of_key(f"ended/{guarded.guard._worker}"):
+        assert time.monotonic() < deadline
+    assert thread.is_alive()
+    return thread
+
+
 def test_an_end_waits_for_the_others_and_says_how_it_came(make: Make) -> None:
     for argument, code in [(3, 3), ("a message", 1), (2.5, 1), (256 + 7, 7), (None, 0), (False, 0)]:
         guarded = make(num_workers=3)
         with pytest.raises(SystemExit) as caught:
             sys.exit(argument)
         assert caught.value.code == argument
-        thread = threading.Thread(target=guarded.guard.stop)
-        thread.start()
-        deadline = time.monotonic() + 10
-        while not (position := decode(guarded.of_key("position/0") or "")) or not position.has_ended:
-            assert time.monotonic() < deadline
-        assert thread.is_alive() and str(position).endswith(f", by sys.exit({code})" if code else "before its first step")
+        thread, position = ending(guarded), decode(guarded.of_key("position/0") or "")
+        assert position is not None and position.has_ended
+        assert str(position).endswith(f", by sys.exit({code})" if code else "before its first step")
         for worker in (1, 2):
             guarded.says(f"ended/{worker}")
         thread.join(10)
         assert not thread.is_alive()
         guarded.guard.stop()
-        assert guarded.codes.empty() and guarded.of_key("ended/0") and guarded.of_key("call") == "done"
+        assert guarded.codes.empty() and guarded.of_key("call") == "done"
 
 
-def test_the_code_of_sys_exit_is_kept_when_others_still_need_this_worker(make: Make) -> None:
+def test_the_code_of_sys_exit_is_kept_when_others_still_need_this_worker_and_a_caught_one_is_no_end(make: Make) -> None:
     guarded = make(worker=1)
     with pytest.raises(SystemExit):
         sys.exit(3)
-    thread = threading.Thread(target=guarded.guard.stop)
-    thread.start()
-    deadline = time.monotonic() + 10
-    while not guarded.of_key("ended/1"):
-        assert time.monotonic() < deadline
+    thread = ending(guarded)
     guarded.called(Verdict("worker 1 has ended its program"))
     assert guarded.codes.get(timeout=10) == 3
     guarded.says("ended/0")
     thread.join(10)
-
-
-def test_a_caught_sys_exit_is_no_end(make: Make) -> None:
     guarded = make(worker=1)
     with pytest.raises(SystemExit):
         sys.exit(2)  # as a parser of arguments does, and its caller catches
@@ -539,20 +498,15 @@ def test_a_service_that_is_silent_is_told_once_and_ends_a_worker_that_waits_for_
     assert "leaves with code 75: worker 0, which hosts the coordination service, has not answered for 8 s" in caplog.text
 
 
-@pytest.mark.parametrize("then", ["silence", "the same"])
-def test_a_service_that_is_gone_ends_this_worker_before_jax_does(make: Make, monkeypatch: Patch, caplog: Log, then: str) -> None:
-    guarded = make(worker=1, is_started=False)
-    answers = iter([RuntimeError("UNAVAILABLE: Socket closed")] * (99 if then == "the same" else 1))
-
-    def get(key: str, timeout_ms: int) -> str:
-        raise next(answers, RuntimeError("DEADLINE_EXCEEDED"))
-
-    monkeypatch.setattr(guarded.service, "blocking_key_value_get", get)
-    guarded.guard._watch()
-    assert guarded.codes.get(timeout=5) == 75
-    assert (
-        "lost worker 0, which hosts the coordination service, at step 0" in caplog.text and "error of its own" not in caplog.text
-    )
+def test_a_service_that_is_gone_ends_this_worker_before_jax_does(make: Make, monkeypatch: Patch, caplog: Log) -> None:
+    gone, late = RuntimeError("UNAVAILABLE: Socket closed"), RuntimeError("DEADLINE_EXCEEDED")
+    for answers in ([gone, gone], [gone, late]):
+        guarded = make(worker=1, is_started=False)
+        monkeypatch.setattr(guarded.service, "blocking_key_value_get", MagicMock(side_effect=answers))
+        guarded.guard._watch()
+        assert guarded.codes.get(timeout=5) == 75
+    assert caplog.text.count("lost worker 0, which hosts the coordination service, at step 0") == 2
+    assert "error of its own" not in caplog.text
 
 
 def test_after_jax_was_shut_down_the_guard_is_quiet(make: Make, caplog: Log) -> None:
