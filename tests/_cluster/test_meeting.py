@@ -225,7 +225,8 @@ def test_a_missing_worker_is_named_everywhere(start: Start) -> None:
         assert "Is it started, with the same cluster as the chief (the arguments), and can it reach " + workers[0] in str(error)
 
 
-def test_many_missing_workers_are_named_in_a_short_line(start: Start) -> None:
+def test_many_missing_workers_are_named_in_a_short_line(start: Start, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(_gathering, "LINGER_SECONDS", 0.0)
     workers = addresses(30)
     (error,) = outcomes([start(worker(workers, 0), timeout=0.05)])
     assert f"worker 8 ({workers[8]}) and 21 more; 1 of 30 present" in str(error)
@@ -349,7 +350,8 @@ def test_only_in_kubernetes_a_name_may_appear_late(late: bool, start: Start, mon
     assert all(isinstance(result, Meeting if late else ClusterConfigError) for result in results), results
 
 
-def test_a_chief_that_only_its_own_host_can_reach_says_so(start: Start) -> None:
+def test_a_chief_that_only_its_own_host_can_reach_says_so(start: Start, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(_gathering, "LINGER_SECONDS", 0.0)
     for other, says in (("203.0.113.2:2222", True), (addresses(1)[0], False)):
         workers = [f"127.0.0.1:{port_of(addresses(1)[0])}", other]
         (error,) = outcomes([start(worker(workers, 0), timeout=0.05)])
@@ -471,12 +473,15 @@ def test_a_chief_that_waits_for_its_port_says_so_less_and_less_often(caplog: Log
 
 
 def test_a_worker_that_waited_for_another_job_does_not_disturb_it(start: Start) -> None:
-    workers = addresses(2)
-    chief = start(worker(workers, 0))
-    with connected(workers[0]) as sock:
-        sock.sendall(hello(worker([workers[0], *addresses(2)], 1), is_late=True))
-        assert b"another cluster starts there (worker 1 (127.0.0.1:" in sock.recv(1000)
-    assert met(chief, start(worker(workers, 1)))
+    ours = addresses(2)
+    theirs = [ours[0], *addresses(1)]
+    with program_at(ours[0], SETTINGS) as wait_for:
+        late = start(worker(ours, 1))
+        wait_for(2)
+    chief = start(worker(theirs, 0))
+    (error,) = outcomes([late])
+    assert isinstance(error, ClusterStartError) and "another cluster starts there (worker 1 (127.0.0.1:" in str(error)
+    assert met(chief, start(worker(theirs, 1)))
 
 
 def test_a_job_that_took_the_port_of_another_leaves_it_to_that(start: Start) -> None:
@@ -617,8 +622,9 @@ def test_a_stranger_that_writes_slowly_is_cut_off(start: Start, monkeypatch: Pat
 def test_a_stranger_that_says_too_much_is_cut_off_at_once(start: Start, monkeypatch: Patch) -> None:
     monkeypatch.setattr(_gathering, "PATIENCE_SECONDS", 60.0)
     workers = addresses(2)
-    chief = start(worker(workers, 0))
+    chief = start(worker(workers, 0), timeout=8)
     with connected(workers[0]) as stranger, contextlib.suppress(ConnectionError):
+        stranger.settimeout(5)
         stranger.sendall(b"x" * (_hello.MAX_LINE + 1))
         assert stranger.recv(1) == b""
     assert met(chief, start(worker(workers, 1)))
@@ -627,9 +633,10 @@ def test_a_stranger_that_says_too_much_is_cut_off_at_once(start: Start, monkeypa
 def test_of_too_many_strangers_the_oldest_goes(start: Start, monkeypatch: Patch) -> None:
     monkeypatch.setattr(_gathering, "PATIENCE_SECONDS", 60.0)
     workers = addresses(2)
-    chief = start(worker(workers, 0))
+    chief = start(worker(workers, 0), timeout=8)
     with contextlib.ExitStack() as stack:
         first, *_ = [stack.enter_context(connected(workers[0])) for _ in range(_gathering.MAX_STRANGERS + 1)]
+        first.settimeout(5)
         with pytest.raises(ConnectionResetError):
             first.recv(1)
     assert met(chief, start(worker(workers, 1)))

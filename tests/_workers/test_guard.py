@@ -40,6 +40,7 @@ def test_log_injection() -> None:
     assert title.startswith("done\\x1b[2J\\r\\nCRITICAL") and title.isprintable() and len(shown) < 3 * MAX_TEXT
     assert lines and all(line.startswith("  | ") and line.isprintable() for line in lines)
     assert escape_lines("a\n\n  b\tc\n", 100) == "  | a\n  |   b\\tc"
+    assert escape_lines("the first\nthe last", 9) == "  | the last", "the end says why"
 
 
 class Service(FakeClient):
