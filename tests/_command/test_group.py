@@ -193,15 +193,22 @@ def test_lines_stay_whole_when_both_streams_go_to_one_place(launcher: Launcher) 
 
 
 def test_an_endless_line_is_cut_and_takes_no_memory(launcher: Launcher, tmp_path: Path) -> None:
-    body = "for i in range(400): sys.stdout.write('x' * 100_000)\nwait_for(sys.argv[1])"
+    body = "wait_for(sys.argv[1] + '0')\nfor i in range(160): sys.stdout.write('x' * 100_000)\nwait_for(sys.argv[1] + '1')"
     with (tmp_path / "out").open("wb") as file:
         process = launcher.start(body, arguments=(tmp_path / "go",), stdout=file)
-    wait_until(lambda: (tmp_path / "out").stat().st_size > 40_000_000 - 65536)
-    assert int(re.findall(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{process.pid}/status").read_text())[0]) < 45_000
-    (tmp_path / "go").touch()
+
+    def peak() -> int:
+        return int(re.findall(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{process.pid}/status").read_text())[0])
+
+    wait_until(lambda: len(launcher.alive()) == 2)  # the worker, and the keeper
+    before = peak()
+    (tmp_path / "go0").touch()
+    wait_until(lambda: (tmp_path / "out").stat().st_size > 16_000_000 - 65536)
+    assert peak() - before < 8_000
+    (tmp_path / "go1").touch()
     assert process.wait(20) == 0
     lines = (tmp_path / "out").read_bytes().splitlines()
-    assert {len(line) for line in lines[:-1]} == {65536 + 4} and sum(len(line) - 4 for line in lines) == 40_000_000
+    assert {len(line) for line in lines[:-1]} == {65536 + 4} and sum(len(line) - 4 for line in lines) == 16_000_000
 
 
 def test_streams_that_are_closed_stop_nobody(launcher: Launcher, tmp_path: Path) -> None:
@@ -620,11 +627,11 @@ def test_what_a_worker_has_started_ends_with_it(launcher: Launcher) -> None:
 
 def test_logs_are_whole_and_private_and_runs_do_not_overwrite_each_other(launcher: Launcher, tmp_path: Path) -> None:
     logs = tmp_path / "a" / "logs"
-    body = "(sys.stdout.buffer.write(bytes(range(256)) * 999 + b'%d' % ATTEMPT) if INDEX else print('err', file=sys.stderr))\nsys.exit(2)"
+    body = "if INDEX: sys.stdout.buffer.write(bytes(range(256)) * 999 + b'%d' % ATTEMPT)\nelse: print('err', file=sys.stderr)"
     before = os.umask(0)
     try:
         for _ in range(2):
-            _, _, err = launcher.run(body, "-n", 2, "--max-restarts", 1, "--log-dir", logs)
+            _, _, err = launcher.run(body + "\nsys.exit(2)", "-n", 2, "--max-restarts", 1, "--log-dir", logs)
     finally:
         os.umask(before)
     folders = sorted(logs.iterdir())
