@@ -86,7 +86,7 @@ def test_the_last_keys_of_another_threads_channel_stay() -> None:
     assert "mirrored/exchange/input:0/0/0" in here._client.values
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(10)
 def test_garbage_collection_may_close_a_channel_while_keys_are_removed() -> None:
     here = Coordination(FakeClient(), 0, 2)
     channel = here.channel("input")
