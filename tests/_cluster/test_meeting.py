@@ -5,7 +5,6 @@ import itertools
 import json
 import logging
 import os
-import re
 import socket
 import threading
 import time

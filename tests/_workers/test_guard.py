@@ -322,7 +322,8 @@ def test_a_worker_that_died_after_it_said_why_is_believed(
     make: Make, neighbour: Neighbour, caplog: Log, monkeypatch: Patch
 ) -> None:
     guarded, failing = (neighbour.met_by(make(is_started=False)) for _ in range(2))
-    guarded.called(Verdict("worker 1 failed at step 3 with ValueError: x", lost=(1,)))
+    guarded.called(None)  # to say that it is here, before the reason is known
+    threading.Timer(0.1, guarded.says, ("verdict", Verdict("worker 1 failed at step 3 with ValueError: x", lost=(1,)))).start()
     failing.says("verdict", Verdict("worker 1 failed at step 3 with ValueError: x"))
     neighbour.die()
     assert guarded.guard._round(0.5) is True and guarded.codes.get(timeout=5) == 75
