@@ -2,6 +2,7 @@
 
 OFFERS = {
     "_jax": """
+<<<<<<< HEAD
         distributed.choose_cpu_collectives distributed.client distributed.has_backend distributed.known_devices
         distributed.late_devices distributed.listen_at distributed.place distributed.swallows_sigterm
         jaxprs.ClosedJaxpr jaxprs.Jaxpr jaxprs.Literal jaxprs.axis_names jaxprs.branches_of jaxprs.callee
@@ -10,6 +11,16 @@ OFFERS = {
         jaxprs.scan_of jaxprs.solver_of jaxprs.while_of marks.Mark marks.Purpose marks.mark marks.mark_p
         primitives.INLINE_CALLS primitives.MAKE_SAME primitives.PURE tracing.CLEAN tracing.bind tracing.evaluate
         tracing.is_mapped_over tracing.is_staging tracing.lowered tracing.placeholder tracing.separate_caches
+=======
+        compilations.heard distributed.choose_cpu_collectives distributed.client distributed.has_backend
+        distributed.known_devices distributed.late_devices distributed.listen_at distributed.place
+        distributed.swallows_sigterm jaxprs.ClosedJaxpr jaxprs.Jaxpr jaxprs.Literal jaxprs.axis_names
+        jaxprs.branches_of jaxprs.callee jaxprs.has_collective jaxprs.inner_constants jaxprs.inner_jaxprs
+        jaxprs.inside jaxprs.is_collective jaxprs.is_function_of_operands jaxprs.is_over_groups jaxprs.is_plain
+        jaxprs.meshes_in jaxprs.num_bytes jaxprs.scan_of jaxprs.solver_of jaxprs.while_of marks.Mark marks.Purpose
+        marks.mark marks.mark_p primitives.INLINE_CALLS primitives.MAKE_SAME primitives.PURE tracing.CLEAN
+        tracing.bind tracing.evaluate tracing.is_staging tracing.lowered tracing.placeholder tracing.separate_caches
+>>>>>>> house2
         tracing.trace tracing.trace_state user_code.equation_line user_code.raising_line user_code.user_line
         user_code.user_stacklevel versions.warn_if_untried
     """,
@@ -42,20 +53,22 @@ OFFERS = {
     """,
     "_variables": """
         assignment.check_per_replica bindings.Bindings bindings.Fallback bindings.bound bindings.outer_reader
-        bindings.with_few_compilations equal_copies.Watch equal_copies.check equal_copies.watch storage.Home
-        storage.arrays_of storage.home_of storage.overwrite variable.Variable variable.all_copies variable.is_variable
-        variable.live_variables variable.load variable.local_arrays variable.note_use variable.one_value
-        variable.set_stored variable.spec_of variable.store variable.stored_array
+        bindings.with_few_compilations equal_copies.Watch equal_copies.check equal_copies.real_copies
+        equal_copies.watch storage.Home storage.arrays_of storage.home_of storage.overwrite variable.Variable
+        variable.all_copies variable.is_variable variable.live_variables variable.load variable.local_arrays
+        variable.note_use variable.one_value variable.set_stored variable.spec_of variable.store variable.stored_array
     """,
     "data": """
         _dataset.DistributedDataset _dataset.check_dataset _input_context.InputContext _iterator.DistributedIterator
-        _iterator.num_workers_of _sharing.agree.InputWorker _sharing.plan.make_plan _sharing.plan.plan_of_function
+        _iterator.num_workers_of _sharing.agree.InputWorker _sharing.plan.Plan _sharing.plan.make_plan
+        _sharing.plan.plan_of_function _sharing.rows.count_rows _sharing.rows.to_numpy _sharing.steps.LocalReplicas
         _sources.numpy_dataset.NumpyDataset _sources.numpy_dataset.stacked_lists _sources.open.adapted
+        _sources.open.open_source
     """,
     "_program": """
-        cache.Programs call.ArrayLeaf call.Call call.argument_names call.array_leaves call.key_of call.pinned
-        call.take_apart eager.eager eager.is_eager lift.Lifted lift.lift lift.plan_result program.Program
-        program.describe_program program.place steps.Steps
+        cache.Programs cache.listeners call.ArrayLeaf call.Call call.argument_names call.array_leaves call.key_of
+        call.pinned call.take_apart compiling.program_on_stack eager.eager eager.is_eager lift.Lifted lift.lift
+        lift.plan_result program.Program program.describe_program program.place steps.Steps
     """,
     "_transforms": """
         function.function gradients.grad gradients.value_and_grad loops.cond loops.fori_loop loops.scan
@@ -63,10 +76,18 @@ OFFERS = {
     "_strategy": """
         current.DefaultStrategy current.get_replica_context current.get_strategy current.has_strategy
         strategies.MirroredStrategy strategies.MultiWorkerMirroredStrategy strategies.OneDeviceStrategy
+<<<<<<< HEAD
         strategy.Strategy strategy.ValueContext strategy.coordination_of strategy.joint_strategy
+=======
+        strategy.Strategy strategy.ValueContext strategy.coordination_of strategy.variables_of
+>>>>>>> house2
     """,
     "_checkpoint": """
         checkpoint.Checkpoint preemption.PreemptionHandler
+    """,
+    "_testing": """
+        copies.assert_equal_copies copies.copies inputs.InputOfWorkers inputs.input_of_workers programs.ProgramCount
+        programs.assert_compiles programs.count_programs replicas.assert_same_on_any_replicas
     """,
     "_command": """
         ending.Budget ending.describe_failure ending.summarize group.Group output.Outlet output.make_log_folder

@@ -1,37 +1,60 @@
-"""The names of operations and policies: accepted in any case, refused with the list of right ones."""
+"""The names of operations and policies, and what else users choose: right or refused."""
 
 import pytest
 
 import mirrored as mr
 
-ENUMS = [mr.ReduceOp, mr.VariableSynchronization, mr.VariableAggregation]
-MEMBERS = [member for enum in ENUMS for member in enum]
+ENUMS = {
+    mr.ReduceOp: ["SUM", "MEAN"],
+    mr.VariableSynchronization: ["AUTO", "NONE", "ON_WRITE", "ON_READ"],
+    mr.VariableAggregation: ["NONE", "SUM", "MEAN", "ONLY_FIRST_REPLICA"],
+    mr.CommunicationImplementation: ["AUTO", "RING", "NCCL", "MPI"],
+    mr.AutoShardPolicy: ["AUTO", "FILE", "DATA", "OFF"],
+}
 
 
-@pytest.mark.parametrize("member", MEMBERS, ids=str)
-@pytest.mark.parametrize("spell", [str.upper, str.lower, str.title])
-def test_a_name_in_any_case_is_its_member(member, spell):
-    assert type(member).parse(spell(member.name), "op") is member
+def test_a_member_and_its_name_in_any_case_are_the_member() -> None:
+    for enum, names in ENUMS.items():
+        assert [member.name for member in enum] == names
+        for member in enum:
+            for given in (member, member.name, member.name.lower(), member.name.title()):
+                assert enum.parse(given, "op") is member
 
 
-@pytest.mark.parametrize("member", MEMBERS, ids=str)
-def test_a_member_is_itself(member):
-    assert type(member).parse(member, "op") is member
-
-
-def test_the_members_are_those_of_tensorflow():
-    assert [op.name for op in mr.ReduceOp] == ["SUM", "MEAN"]
-    assert [mode.name for mode in mr.VariableSynchronization] == ["AUTO", "NONE", "ON_WRITE", "ON_READ"]
-    assert [mode.name for mode in mr.VariableAggregation] == ["NONE", "SUM", "MEAN", "ONLY_FIRST_REPLICA"]
-
-
-def test_an_unknown_name_is_refused_with_the_known_ones():
+def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
     expected = r"reduce_op is 'min'; expected one of 'sum', 'mean' or a member of mr\.ReduceOp, for example mr\.ReduceOp\.SUM"
     with pytest.raises(ValueError, match=expected):
         mr.ReduceOp.parse("min", "reduce_op")
 
 
-@pytest.mark.parametrize("given", [3, None, mr.VariableAggregation.SUM, sum], ids=repr)
-def test_another_type_is_refused_also_when_its_name_would_fit(given):
-    with pytest.raises(TypeError, match=r"reduce_op is .*; expected one of 'sum', 'mean'"):
-        mr.ReduceOp.parse(given, "reduce_op")
+def test_another_type_is_refused_also_when_its_name_would_fit() -> None:
+    for given in (3, None, mr.VariableAggregation.SUM, sum):
+        with pytest.raises(TypeError, match=r"reduce_op is .*; expected one of 'sum', 'mean'"):
+            mr.ReduceOp.parse(given, "reduce_op")
+
+
+def test_wrong_options_are_refused() -> None:
+    wrong = [
+        (
+            mr.CommunicationOptions,
+            "implementation",
+            "gloo",
+            r"ValueError: implementation is 'gloo'; expected one of 'auto', 'ring'",
+        ),
+        (mr.CommunicationOptions, "implementation", 3, "TypeError: implementation is 3"),
+        (mr.CommunicationOptions, "bytes_per_pack", -1, "ValueError: bytes_per_pack is -1; expected 0 or more"),
+        (mr.CommunicationOptions, "bytes_per_pack", 1.5, "TypeError: bytes_per_pack is 1.5; expected an int"),
+        (mr.CommunicationOptions, "timeout_seconds", 0, "ValueError: timeout_seconds is 0; expected 1 to 604800 seconds"),
+        (mr.CommunicationOptions, "timeout_seconds", 0.5, "ValueError: timeout_seconds is 0.5; expected 1 to 604800 seconds"),
+        (mr.CommunicationOptions, "timeout_seconds", "60", "TypeError: timeout_seconds is '60'; expected seconds"),
+        (mr.CommunicationOptions, "timeout_seconds", float("nan"), "ValueError: timeout_seconds is nan"),
+        (mr.InputOptions, "prefetch", -1, "ValueError: prefetch is -1; expected 0 or more"),
+    ]
+    for options, name, value, says in wrong:
+        with pytest.raises((TypeError, ValueError)) as caught:
+            options(**{name: value})
+        assert f"{type(caught.value).__name__}: {caught.value}".startswith(says)
+
+
+def test_errors_of_a_cluster_say_whether_to_start_again() -> None:
+    assert (mr.ClusterStartError("worker 1 is missing").exit_code, mr.ClusterConfigError("wrong").exit_code) == (75, 76)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import mirrored as mr
+from mirrored import testing
 
 DOCS = Path(mr.__file__).parents[2] / "docs"
 
@@ -23,10 +24,16 @@ PUBLIC = {
     "fori_loop", "function", "get_replica_context", "get_strategy", "grad", "has_strategy", "in_cross_replica_context",
     "losses", "scan", "value_and_grad",
 }  # fmt: skip
+TESTING = {
+    "InputOfWorkers", "ProgramCount", "assert_compiles", "assert_equal_copies", "assert_same_on_any_replicas", "copies",
+    "count_programs", "input_of_workers",
+}  # fmt: skip
+MODULES = {"launch", "checkpoint", "optimizer", "preemption", "testing"}
 
 
 def test_public_names_are_frozen() -> None:
-    assert {name for name in vars(mr) if not name.startswith("_")} - {"launch", "checkpoint", "optimizer", "preemption"} == PUBLIC
+    assert {name for name in vars(mr) if not name.startswith("_")} - MODULES == PUBLIC
+    assert {name for name in vars(testing) if not name.startswith("_")} == TESTING
 
 
 def test_public_names_are_documented_with_examples() -> None:
@@ -39,6 +46,14 @@ def test_public_names_are_documented_with_examples() -> None:
         if not is_error and thing is not mr.Strategy:
             assert ">>>" in inspect.getdoc(thing), f"{name} has no example"
             assert "Source: " in inspect.getdoc(thing) or name not in _TENSORFLOW_NAMES, f"{name} names no source"
+
+
+def test_names_for_tests_are_documented_with_examples() -> None:
+    api = (DOCS / "api.md").read_text()
+    for name in TESTING:
+        assert f"mirrored.testing.{name}" in api, f"{name} is not in docs/api.md"
+        thing = getattr(testing, name)
+        assert ">>>" in inspect.getdoc(thing) or inspect.isclass(thing), f"{name} has no example"  # the classes are results
 
 
 _TENSORFLOW_NAMES = {
@@ -65,7 +80,8 @@ def test_public_methods_are_documented() -> None:
 def test_importing_wakes_no_backend_and_loads_no_optional_package() -> None:
     code = (
         "import sys, jax, mirrored; jax.config.update('jax_num_cpu_devices', 3); "
-        "optional = ('grain', 'orbax', 'tensorflow', 'torch', 'flax', 'keras', 'matplotlib', 'sklearn'); "
+        "optional = ('grain', 'orbax', 'tensorflow', 'torch', 'flax', 'keras', 'matplotlib', 'sklearn', "
+        "'mirrored.testing'); "
         "print([name for name in optional if name in sys.modules], jax.device_count())"
     )
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout

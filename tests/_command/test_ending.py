@@ -3,8 +3,6 @@
 import dataclasses
 import signal
 
-import pytest
-
 from mirrored._command.ending import Attempt, Budget, Ending, describe_code, summarize
 
 TERM, INT, KILL, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGKILL, signal.SIGHUP
@@ -24,9 +22,8 @@ def together(*codes: int, apart: float = 0.3) -> Attempt:
     return Attempt(endings[::-1], (), {})
 
 
-@pytest.mark.parametrize(
-    ("it", "code"),
-    [
+def test_exit_codes() -> None:
+    cases = [
         (attempt(0, 0), 0),
         (attempt(0, 0, signals=(TERM,)), 0),
         (attempt(0, 0, signals=(INT, INT)), 0),
@@ -49,15 +46,12 @@ def together(*codes: int, apart: float = 0.3) -> Attempt:
         (attempt(1, -INT, signals=(INT,)), 130),
         (attempt(143, signals=(HUP,)), 129),
         (attempt(5, signals=(HUP,)), 5),
-    ],
-)
-def test_exit_codes(it: Attempt, code: int) -> None:
-    assert it.exit_code() == code
+    ]
+    assert [it for it, code in cases if it.exit_code() != code] == []
 
 
-@pytest.mark.parametrize(
-    ("it", "index"),
-    [
+def test_the_culprit() -> None:
+    cases = [
         (attempt(0, 75, 3, 4), 2),
         (attempt(75, 75), 0),
         (attempt(0, 75, 75), 1),
@@ -67,10 +61,8 @@ def test_exit_codes(it: Attempt, code: int) -> None:
         (together(75, 75, 75, apart=2.0), 2),
         (together(3, 75), 0),
         (together(3, 3), 1),
-    ],
-)
-def test_the_culprit(it: Attempt, index: int) -> None:
-    assert it.culprit().index == index
+    ]
+    assert [it for it, index in cases if it.culprit().index != index] == []
 
 
 def test_the_budget_counts_restarts_without_a_new_checkpoint() -> None:
@@ -81,18 +73,15 @@ def test_the_budget_counts_restarts_without_a_new_checkpoint() -> None:
     assert str(Budget(2, used=1)) == "restart 1 of 2 without a checkpoint"
 
 
-def test_each_folder_of_checkpoints_has_steps_of_its_own() -> None:
+def test_a_new_checkpoint_renews_the_budget_and_each_folder_has_steps_of_its_own() -> None:
     """Such as one by step and one, of the best model, by epoch."""
     budget = Budget(1)
     for steps in ({"step": 40, "best": 4}, {"step": 80, "best": 4}, {"step": 90}, {"best": 5}):
         assert budget.allows(dataclasses.replace(attempt(1), steps=steps)) and budget.used == 1
     assert not budget.allows(dataclasses.replace(attempt(1), steps={"step": 90, "best": 5}))
-
-
-def test_a_folder_of_each_attempts_own_is_no_progress() -> None:
     budget = Budget(2)
     allowed = [budget.allows(dataclasses.replace(attempt(1), steps={f"run-{number}": 10})) for number in range(5)]
-    assert allowed == [True, True, False, False, False]
+    assert allowed == [True, True, False, False, False], "a folder of each attempt's own is no progress"
 
 
 def test_preemption_with_a_new_checkpoint_is_free() -> None:
@@ -104,17 +93,15 @@ def test_preemption_with_a_new_checkpoint_is_free() -> None:
     assert not Budget(0).allows(attempt(143, step=1))
 
 
-@pytest.mark.parametrize("it", [attempt(76, step=1), attempt(3, 76), attempt(1, signals=(TERM,), step=1)])
-def test_what_is_never_restarted(it: Attempt) -> None:
-    assert not Budget(9).allows(it)
+def test_what_is_never_restarted() -> None:
+    for it in (attempt(76, step=1), attempt(3, 76), attempt(1, signals=(TERM,), step=1)):
+        assert not Budget(9).allows(it)
 
 
 def test_codes_in_words() -> None:
-    assert describe_code(0) == "exit code 0"
-    assert describe_code(75) == "exit code 75, asks to be started again"
-    assert describe_code(76) == "exit code 76, starting again would not help"
-    assert describe_code(-11) == "SIGSEGV"
-    assert describe_code(-40) == "signal 40"
+    asks, useless = "exit code 75, asks to be started again", "exit code 76, starting again would not help"
+    for code, says in {0: "exit code 0", 75: asks, 76: useless, -11: "SIGSEGV", -40: "signal 40"}.items():
+        assert describe_code(code) == says
 
 
 def test_summaries() -> None:

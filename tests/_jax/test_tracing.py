@@ -160,7 +160,7 @@ def test_importing_inside_a_trace_does_not_confuse_staging():
         "import jax\n"
         "def f(x):\n"
         "    from mirrored._jax import tracing\n"
-        "    assert tracing._CLEAN == tracing.trace_state()\n"
+        "    assert tracing.CLEAN == tracing.trace_state()\n"
         "    return x\n"
         "jax.jit(f)(1.0)\n"
         "from mirrored._jax import tracing\n"

@@ -3,6 +3,7 @@
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,13 +24,14 @@ def on_each(workers: list[Coordination], work: Any) -> list[Any]:
         return [future.result() for future in [pool.submit(work, worker) for worker in workers]]
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 3])
-def test_an_exchange_gives_the_values_of_all_in_worker_order(num_workers: int) -> None:
+def test_an_exchange_gives_the_values_of_all_in_worker_order_and_what_was_read_by_all_is_removed() -> None:
     def work(this: Coordination) -> list[Any]:
         return [this.exchange("a", {"worker": this.worker, "round": i}) for i in range(5)]
 
-    every = on_each(cluster(num_workers) if num_workers > 1 else [Coordination()], work)
-    assert every == [[[{"worker": w, "round": i} for w in range(num_workers)] for i in range(5)]] * num_workers
+    workers = cluster(3)
+    for every in (on_each(workers, work), on_each([Coordination()], work)):
+        assert every == [[[{"worker": w, "round": i} for w in range(len(every))] for i in range(5)]] * len(every)
+    assert len(workers[0]._client.values) == 3, "only the last round is kept"
 
 
 def test_channels_do_not_meet() -> None:
@@ -40,17 +42,11 @@ def test_channels_do_not_meet() -> None:
     assert on_each(cluster(2), work) == [[["s"] * 2, ["f"] * 2, ["i"] * 2, ["o"] * 2]] * 2
 
 
-def test_what_was_read_by_all_is_removed() -> None:
-    workers = cluster(3)
-    on_each(workers, lambda this: [this.exchange("a", i) for i in range(50)])
-    assert len(workers[0]._client.values) == 3, "only the last round is kept"
-
-
 def test_closed_channels_leave_nothing_behind() -> None:
     """An iterator over the data of each epoch has one; what the last one leaves goes with the next."""
 
     def work(this: Coordination) -> None:
-        for epoch in range(20):
+        for epoch in range(5):
             channel = this.channel("input")
             assert [channel.exchange([epoch, i]) for i in range(4)][-1] == [[epoch, 3]] * 3
             channel.close()
@@ -58,7 +54,7 @@ def test_closed_channels_leave_nothing_behind() -> None:
 
     workers = cluster(3)
     on_each(workers, work)
-    assert sorted(workers[0]._client.values) == [f"mirrored/exchange/input:19/3/{worker}" for worker in range(3)]
+    assert sorted(workers[0]._client.values) == [f"mirrored/exchange/input:4/3/{worker}" for worker in range(3)]
 
 
 def test_what_others_may_still_read_of_a_closed_channel_stays() -> None:
@@ -90,6 +86,7 @@ def test_the_last_keys_of_another_threads_channel_stay() -> None:
     assert "mirrored/exchange/input:0/0/0" in here._client.values
 
 
+@pytest.mark.timeout(10)
 def test_garbage_collection_may_close_a_channel_while_keys_are_removed() -> None:
     here = Coordination(FakeClient(), 0, 2)
     channel = here.channel("input")
@@ -101,7 +98,7 @@ def test_garbage_collection_may_close_a_channel_while_keys_are_removed() -> None
 def test_a_worker_that_does_not_come_is_named() -> None:
     late = Coordination(FakeClient(), 0, 2)
     with pytest.raises(mr.WorkerLostError, match="worker 1 did not come to 'a', where worker 0 waits for it"):
-        late.exchange("a", 1, timeout_seconds=0.3)
+        late.exchange("a", 1, timeout_seconds=0.1)
 
 
 def test_barriers_of_different_names_are_found() -> None:
@@ -111,42 +108,6 @@ def test_barriers_of_different_names_are_found() -> None:
 
     with pytest.raises(mr.WorkerLostError, match="at different barriers: worker 0 'end of 0', worker 1 'end of 1'"):
         on_each(cluster(2), work)
-
-
-def test_an_exchange_can_be_ended_from_another_thread() -> None:
-    channel = Coordination(FakeClient(), 0, 2).channel("input")
-    threading.Timer(0.1, channel.close).start()
-    with pytest.raises(ChannelClosed):
-        channel.exchange(1)
-
-
-@pytest.mark.parametrize(
-    "text", ["[" * 200_000, "no JSON\x1b[2J", "", '"' + "A" * 1000 + '"'], ids=["deep", "text", "empty", "long"]
-)
-def test_what_is_no_value_of_another_worker_is_an_error_that_names_it(text: str, monkeypatch) -> None:
-    monkeypatch.setattr(coordination, "MAX_TEXT", 1001 if text.startswith('"') else 10**6)
-    here, there = cluster(2)
-    there.put("exchange/a/0/1", text)
-    with pytest.raises(mr.ProgramMismatchError, match=r"worker 1 has given .* at 'a'; expected JSON of at most") as caught:
-        here.exchange("a", 1)
-    assert len(str(caught.value)) < 1000 and "\x1b" not in str(caught.value)
-
-
-def test_too_much_is_refused_on_all_workers_alike_and_not_sent(monkeypatch) -> None:
-    monkeypatch.setattr(coordination, "MAX_TEXT", 1000)
-    workers = cluster(2)
-
-    def work(this: Coordination) -> tuple[str, Any]:
-        with pytest.raises(mr.ProgramMismatchError) as caught:
-            this.exchange("a", "A" * (5000 if this.worker else 998))
-        return str(caught.value), this.exchange("a", "A" * 998)
-
-    (said, following), other = on_each(workers, work)
-    assert (said, following) == other and "worker 1 has given more than 1000 characters" in said
-    assert following == ["A" * 998] * 2 and max(map(len, workers[0]._client.values.values())) <= 1001
-
-
-def test_a_barrier_whose_name_is_none_is_another_barrier() -> None:
     here, there = cluster(2)
     there.put("exchange/barrier/0/1", json.dumps({"a": "\x1b" * 1000}))
     with pytest.raises(mr.WorkerLostError, match=r"different barriers: worker 0 'x', worker 1 .*\\x1b") as caught:
@@ -154,24 +115,54 @@ def test_a_barrier_whose_name_is_none_is_another_barrier() -> None:
     assert len(str(caught.value)) < 1000
 
 
+def test_an_exchange_can_be_ended_from_another_thread() -> None:
+    channel = Coordination(FakeClient(), 0, 2).channel("input")
+    threading.Timer(0.05, channel.close).start()
+    with pytest.raises(ChannelClosed):
+        channel.exchange(1)
+
+
+def test_what_is_no_value_of_another_worker_is_an_error_that_names_it(monkeypatch) -> None:
+    for text, limit in (("[" * 200_000, 10**6), ("no JSON\x1b[2J", 10**6), ("", 10**6), ('"' + "A" * 1000 + '"', 1001)):
+        monkeypatch.setattr(coordination, "MAX_TEXT", limit)
+        here, there = cluster(2)
+        there.put("exchange/a/0/1", text)
+        with pytest.raises(mr.ProgramMismatchError, match=r"worker 1 has given .* at 'a'; expected JSON of at most") as caught:
+            here.exchange("a", 1)
+        assert len(str(caught.value)) < 1000 and "\x1b" not in str(caught.value)
+
+
+def test_too_much_is_refused_on_all_workers_alike_and_not_sent(monkeypatch) -> None:
+    monkeypatch.setattr(coordination, "MAX_TEXT", 1000)
+
+    def work(this: Coordination) -> tuple[str, Any]:
+        with pytest.raises(mr.ProgramMismatchError) as caught:
+            this.exchange("a", "A" * (5000 if this.worker else 998))
+        assert len(this.peek(f"exchange/a/0/{this.worker}") or "") <= 1001
+        return str(caught.value), this.exchange("a", "A" * 998)
+
+    (said, following), other = on_each(cluster(2), work)
+    assert (said, following) == other and "worker 1 has given more than 1000 characters" in said
+    assert following == ["A" * 998] * 2
+
+
 def test_keys_are_put_listed_and_deleted() -> None:
     this, other = cluster(2)
-    this.put("a/0", "x")
-    this.put("a/0", "y")
-    this.put("b/0", "z")
-    assert other.get("a/0", 1) == "y"
-    assert other.list("a/") == {"a/0": "y"}
+    for key, text in (("a/0", "x"), ("a/0", "y"), ("b/0", "z")):
+        this.put(key, text)
+    assert (other.get("a/0", 1), other.peek("a/0"), other.list("a/")) == ("y", "y", {"a/0": "y"})
     other.delete("a/0")
-    assert this.get("a/0", 0.01) is None
+    assert this.get("a/0", 0.01) is this.peek("a/0") is None
     alone = Coordination()
     alone.put("a/0", "x")
-    assert (alone.get("a/0", 0.01), alone.list("a/")) == (None, {})
+    assert (alone.get("a/0", 0.01), alone.peek("a/0"), alone.list("a/")) == (None, None, {})
 
 
 def test_an_error_of_the_service_is_not_taken_for_a_timeout() -> None:
-    class Gone(FakeClient):
-        def blocking_key_value_get(self, key: str, timeout_ms: int) -> str:
-            raise RuntimeError("UNAVAILABLE: Socket closed")
+    def gone(*_: object) -> str:
+        raise RuntimeError("UNAVAILABLE: Socket closed")
 
-    with pytest.raises(RuntimeError, match="UNAVAILABLE"):
-        Coordination(Gone(), 0, 2).get("a", 1)
+    this = Coordination(SimpleNamespace(blocking_key_value_get=gone, key_value_try_get=gone), 0, 2)
+    for ask in (lambda: this.get("a", 1), lambda: this.peek("a")):
+        with pytest.raises(RuntimeError, match="UNAVAILABLE"):
+            ask()

@@ -3,6 +3,7 @@
 import threading
 import time
 import timeit
+from collections.abc import Callable
 
 import pytest
 
@@ -35,12 +36,17 @@ def test_it_waits_from_before_a_program_starts_until_its_result_is_there() -> No
 
 
 def test_a_result_that_was_donated_and_a_program_known_to_have_finished_are_not_waited_for() -> None:
+    class DeletedMeanwhile(Witness):
+        def is_ready(self) -> bool:
+            raise RuntimeError("Array has been deleted.")
+
     progress = Progress()
+    for witness in (Witness(deleted=True), DeletedMeanwhile()):
+        progress.enter("train", b"train")
+        progress.witness = witness
+        assert not progress.is_waiting()
     progress.enter("train", b"train")
-    progress.witness = Witness(deleted=True)
-    assert not progress.is_waiting()
-    progress.enter("train", b"train")
-    progress.finished = 2
+    progress.finished = 3
     assert not progress.is_waiting()
 
 
@@ -68,17 +74,44 @@ def test_phases_of_two_threads_do_not_end_each_other() -> None:
     two.__enter__()
     one.__exit__(None, None, None)
     assert progress.phases == (two,)
+    two.__exit__(None, None, None)
+
+    def work() -> None:
+        for _ in range(5_000):
+            with progress.phase("the next batch"):
+                pass
+
+    on_threads(work, work)
+    assert progress.phases == ()
+
+
+def on_threads(*work: Callable[[], object]) -> None:
+    threads = [threading.Thread(target=one, name="evaluation") for one in work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def test_batches_that_another_thread_takes_are_not_counted() -> None:
+    progress = Progress()
+    progress.took_batch()
+    seen: list[list[str]] = []
+    on_threads(lambda: [progress.took_batch(), seen.append(progress.history())])
+    assert progress.history()[0] == "1" and seen == [[UNKNOWN] * 3]
 
 
 def test_the_trail_is_of_what_was_done_in_its_order() -> None:
-    def trail(*digests: bytes) -> str:
+    def history(*digests: bytes) -> list[str]:
         progress = Progress()
-        for digest in digests:
-            progress.enter("train", digest)
-        return progress.history()[1]
+        for number, digest in enumerate(digests):
+            progress.enter(str(number), digest)
+        return progress.history()
 
-    assert trail(b"a", b"b", b"a") == trail(b"a", b"b", b"a")
-    assert len({trail(), trail(b"a"), trail(b"a", b"b"), trail(b"b", b"a"), trail(b"a", b"b", b"b")}) == 5
+    assert history(b"a", b"b", b"a") == history(b"a", b"b", b"a")
+    trails = [history(*digests)[1] for digests in ((), (b"a",), (b"a", b"b"), (b"b", b"a"), (b"a", b"b", b"b"))]
+    assert len(set(trails)) == 5
+    assert history(*[b""] * 20)[2] == ", ".join(map(str, range(12, 20))), "only the last names are kept"
 
 
 def test_the_trail_is_not_known_after_another_thread_had_part_in_it(caplog) -> None:
@@ -87,19 +120,10 @@ def test_the_trail_is_not_known_after_another_thread_had_part_in_it(caplog) -> N
     progress.did("assign", b"0")
     assert progress.history()[1:] == [f"{progress.trail:08x}", "assign"]
     for _ in range(2):
-        thread = threading.Thread(target=lambda: progress.did("assign", b"0"), name="evaluation")
-        thread.start()
-        thread.join()
+        on_threads(lambda: progress.did("assign", b"0"))
     assert progress.history() == ["0", UNKNOWN, "assign, assign, assign"]
     [message] = caplog.messages
     assert "assign was started by the thread 'evaluation': the order of what the workers do is not compared" in message
-
-
-def test_only_the_last_names_are_kept() -> None:
-    progress = Progress()
-    for number in range(20):
-        progress.did(str(number), b"")
-    assert progress.history()[2] == ", ".join(map(str, range(12, 20)))
 
 
 def test_a_step_pays_almost_nothing() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
 from .._errors import RecompilationWarning
@@ -15,6 +15,9 @@ from .call import ArrayLeaf, Call, leaf_names
 MAX_PROGRAMS = 256
 #: So many programs of one function are normal (a few shapes, training and not); more are reported once.
 MAX_SILENT_RECOMPILATIONS = 8
+
+#: Told of each program that is made, and why it is another than the function's last one ("" for the first).
+listeners: list[Callable[[Any, str], None]] = []
 
 ProgramT = TypeVar("ProgramT")
 
@@ -48,11 +51,14 @@ class Programs(Generic[ProgramT]):
         self._programs[call.key] = program
         while len(self._programs) > MAX_PROGRAMS:
             self._programs.popitem(last=False)
-        self._watch(call, id(getattr(call.function, "__code__", call.function)) if counted is None else counted)
-
-    def _watch(self, call: Call, counted: Any) -> None:
+        counted = id(getattr(call.function, "__code__", call.function)) if counted is None else counted
         count, before = self._last_calls.get(counted, (0, call))
         self._last_calls[counted] = (count + 1, call._replace(arrays=[]))
+        self._warn(counted, before, call, count)
+        for tell in listeners:
+            tell(program, _reason(before, call) if count else "")
+
+    def _warn(self, counted: Any, before: Call, call: Call, count: int) -> None:
         if count < MAX_SILENT_RECOMPILATIONS or counted in self._reported:
             return
         self._reported.add(counted)
@@ -62,25 +68,34 @@ class Programs(Generic[ProgramT]):
 
 def _recompilation_message(before: Call, after: Call, count: int) -> str:
     name = getattr(after.function, "__qualname__", repr(after.function))
-    start = f"{name} has been compiled {count} times"
+    return f"{name} has been compiled {count} times; this time because {_reason(before, after)}"
+
+
+def _reason(before: Call, after: Call) -> str:
+    """Say what in a call needs another program than a call before, and how it could be the same."""
     if before.treedef != after.treedef:
-        return f"{start}; this time because the structure of its arguments changed. Pass arguments of one structure."
+        return "the structure of its arguments changed. Pass arguments of one structure."
     for leaf_name, old, new in zip(leaf_names(after), before.leaves, after.leaves, strict=True):
         if isinstance(old, ArrayLeaf) and isinstance(new, ArrayLeaf) and old != new:
-            return (
-                f"{start}; this time because the argument {leaf_name} changed from shape {old.shape} {old.dtype} to "
-                f"{new.shape} {new.dtype}. Give batches one shape, for example with drop_remainder=True."
-            )
+            is_kind = (old.shape, old.dtype, old.shapes) == (new.shape, new.dtype, new.shapes)
+            remedy = "Pass values of one kind." if is_kind else "Give batches one shape, for example with drop_remainder=True."
+            return f"the argument {leaf_name} changed from shape {_type_of(old)} to {_type_of(new)}. {remedy}"
         if not isinstance(new, ArrayLeaf) and old != new:
             return (
-                f"{start}; this time because the argument {leaf_name} changed from {_shown(old)} to {_shown(new)}. Python "
-                "numbers, strings and objects are compiled into the program. Pass a value that changes as an array: "
-                "jnp.asarray(value)."
+                f"the argument {leaf_name} changed from {_shown(old)} to {_shown(new)}. Python numbers, strings and objects are "
+                "compiled into the program. Pass a value that changes as an array: jnp.asarray(value)."
             )
     return (
-        f"{start}; this time because something that it closes over is another object than before. Define the step once, "
-        "outside the loop, and pass what changes as an argument."
+        "something that it closes over is another object than before. Define the step once, outside the loop, and pass what "
+        "changes as an argument."
     )
+
+
+def _type_of(leaf: ArrayLeaf) -> str:
+    text = f"{leaf.shape} {leaf.dtype}"
+    if leaf.shapes is not None:
+        return f"{text} (of which the replicas have {', '.join(map(str, leaf.shapes))})"
+    return text + " on each replica" * leaf.is_per_replica + " of a Python number" * leaf.is_weak
 
 
 def _shown(leaf: Any) -> str:

@@ -23,7 +23,7 @@ from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh
 from .._typing import PyTree, UserFunction
 from .._variables import equal_copies
-from .._variables.variable import live_variables, spec_of, stored_array
+from .._variables.variable import Variable, live_variables, spec_of, stored_array
 from .._workers.coordination import Coordination
 from .._workers.progress import progress
 from .._workers.same_program import require_same_history
@@ -444,8 +444,12 @@ class Strategy:
             ContextError: (a RuntimeError) inside a step or an `mr.function`.
         """
         _require_untraced("assert_mirrored")
-        mirrored = [variable for variable in live_variables(self._mesh) if not spec_of(variable).is_on_read]
-        equal_copies.check(self._mesh, mirrored)
+        equal_copies.check(self._mesh, [variable for variable in variables_of(self) if not spec_of(variable).is_on_read])
+
+
+def variables_of(strategy: Strategy) -> list[Variable]:
+    """Return the variables that live on a strategy's devices, in the order of their creation."""
+    return live_variables(strategy._mesh)
 
 
 _made: weakref.WeakSet[Strategy] = weakref.WeakSet()

@@ -21,7 +21,7 @@ from .._workers import joint_programs
 from .._workers.progress import progress
 from .._workers.same_program import require_same_history
 from . import storage
-from .variable import Variable, local_arrays, spec_of
+from .variable import Variable, local_arrays, local_copies, spec_of
 
 #: The share of the time that comparing takes in the long run.
 MAX_COST = 0.01
@@ -30,6 +30,11 @@ _MIN_RUNS = 20
 
 _watches: weakref.WeakSet[Watch] = weakref.WeakSet()
 _watches_lock = threading.Lock()  # threads may compile and run programs at the same time
+
+
+def real_copies(variable: Variable) -> dict[int, np.ndarray]:
+    """Return what this worker's devices hold of a variable, by replica number, as arrays that stay as they are."""
+    return {replica: np.array(copy) for replica, copy in local_copies(variable)}
 
 
 def check(mesh: ReplicaMesh, variables: Sequence[Variable], every: int = 0) -> int:

@@ -342,7 +342,7 @@ class Variable:
             head += f", aggregation={self._spec.aggregation.name}"
         if (frame := frames.current()) is not None and frame.bindings is not None:
             return f"{head}, traced)"
-        copies = ",\n".join(f"  {i}: {_abridged(copy, len(str(i)))}" for i, copy in _local_copies(self))
+        copies = ",\n".join(f"  {i}: {_abridged(copy, len(str(i)))}" for i, copy in local_copies(self))
         return f"{head},\n{copies})"
 
 
@@ -427,7 +427,7 @@ def local_arrays(variable: Variable) -> list[tuple[int, jax.Array]]:
     return sorted(((replicas[s.device], s.data) for s in variable._array.addressable_shards), key=operator.itemgetter(0))
 
 
-def _local_copies(variable: Variable) -> list[tuple[int, np.ndarray]]:
+def local_copies(variable: Variable) -> list[tuple[int, np.ndarray]]:
     """Return this worker's real copies as numpy arrays, with their replica numbers."""
     arrays = [(i, np.asarray(_plain(copy))) for i, copy in local_arrays(variable)]
     return [(i, array[0]) for i, array in arrays] if variable._spec.is_on_read else arrays

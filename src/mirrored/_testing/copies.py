@@ -1,0 +1,145 @@
+"""What does each replica's device really hold, and is it the same?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._errors import ContextError
+from .._options import VariableSynchronization
+from .._replicas import frames
+from .._replicas.per_replica import PerReplica
+from .._strategy.strategy import Strategy, variables_of
+from .._typing import PyTree
+from .._variables import equal_copies
+from .._variables.variable import Variable
+
+_HAS_COPIES = (Variable, PerReplica, jax.Array)
+
+
+def copies(value: Variable | jax.Array) -> dict[int, np.ndarray]:
+    """Return what this worker's devices really hold of a variable or a mirrored array, by replica number.
+
+    `variable.value` and `variable.numpy()` show one copy; here are all of them. They are copied to the host, and stay as they
+    are when the variable changes. Of a random key they are its data.
+
+    Args:
+        value: a variable of any kind, or an array that is the same on each replica, such as a mirrored result of `strategy.run`.
+
+    Returns:
+        A dict from the replica's number to its copy, of the variable's shape. With several workers, of this worker's replicas.
+
+    Raises:
+        TypeError: for anything else; a PerReplica has values and no copies.
+        ValueError: for an array that is divided among the devices.
+        ContextError: (a RuntimeError) inside a step, which has one replica's value only.
+
+    >>> from mirrored import testing
+    >>> with strategy.scope():
+    ...     w = mr.Variable(np.zeros(2), name="w")
+    >>> testing.copies(w)
+    {0: array([0., 0.], dtype=float32), 1: array([0., 0.], dtype=float32)}
+    """
+    _require_outside("copies")
+    if isinstance(value, Variable):
+        return equal_copies.real_copies(value)
+    if isinstance(value, PerReplica):
+        raise TypeError(
+            f"testing.copies got a PerReplica of shape {value.shape}: each replica has a value of its own, and there are no "
+            "copies. Write strategy.local_results(x)."
+        )
+    if not isinstance(value, jax.Array):
+        raise TypeError(
+            f"testing.copies got {value!r} of type {type(value).__name__}; expected a mr.Variable, or an array that "
+            "strategy.run returned: testing.copies(variable)."
+        )
+    return _of_array(value)
+
+
+def assert_equal_copies(value: Strategy | PyTree) -> None:
+    """Fail unless all copies on this worker's devices are equal, bit by bit.
+
+    `strategy.assert_mirrored()` asks the same of all workers together, by checksums, in production. This one shows where the
+    copies differ and by how much, and takes what you name: a few variables, or results.
+
+    Args:
+        value: a strategy, for each mirrored variable on its devices; or mirrored variables and arrays, one or a nest of them.
+
+    Raises:
+        AssertionError: when copies differ; names the variable, the replicas, the place and the largest difference.
+        ValueError: for a sync-on-read variable, whose replicas have values of their own; and when there is nothing to compare.
+        TypeError: for what has no copies.
+
+    >>> from mirrored import testing
+    >>> with strategy.scope():
+    ...     w = mr.Variable(np.zeros(2), name="w")
+    >>> testing.assert_equal_copies(w)
+    >>> testing.assert_equal_copies(strategy)
+    """
+    _require_outside("assert_equal_copies")
+    if isinstance(value, Strategy):
+        named = [(_name_of(v), v) for v in variables_of(value) if v.synchronization is VariableSynchronization.ON_WRITE]
+    else:
+        leaves = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda leaf: isinstance(leaf, _HAS_COPIES))[0]
+        named = [(_name_of(leaf, jax.tree_util.keystr(path)), leaf) for path, leaf in leaves]
+    if not named:
+        raise ValueError(
+            f"testing.assert_equal_copies got {value!r}, in which there is no mirrored variable and no array: nothing would be "
+            "compared. Make the variables in `with strategy.scope():`, and keep them."
+        )
+    for name, leaf in named:
+        if isinstance(leaf, Variable) and leaf.synchronization is VariableSynchronization.ON_READ:
+            raise ValueError(
+                f"{name} is a sync-on-read variable: each replica has its own value, so that no copies are to be equal. Leave it "
+                "out, or look at testing.copies(variable)."
+            )
+        _compare(name, copies(leaf))
+
+
+def _compare(name: str, found: dict[int, np.ndarray]) -> None:
+    (first, reference), *others = found.items()
+    for replica, copy in others:
+        if copy.tobytes() != reference.tobytes():
+            raise AssertionError(
+                f"the copies of {name} differ: replica {replica} from replica {first}, {_difference(reference, copy)}. They were "
+                "changed behind the library's back, or a device computes wrongly."
+            )
+
+
+def _difference(one: np.ndarray, other: np.ndarray) -> str:
+    """Say where two arrays of one shape and dtype differ most."""
+    bits = [np.ascontiguousarray(a).reshape(-1).view(np.uint8).reshape(a.size, -1) for a in (one, other)]
+    is_other = (bits[0] != bits[1]).any(axis=1)
+    with np.errstate(all="ignore"):
+        sizes = np.abs(other.astype(np.complex128) - one.astype(np.complex128)).reshape(-1)
+    place = int(np.argmax(np.where(is_other, np.nan_to_num(sizes, nan=np.inf), -1.0)))
+    at = [int(i) for i in np.unravel_index(place, one.shape)]
+    pair = f"{other.reshape(-1)[place]} and {one.reshape(-1)[place]}"
+    return f"in {is_other.sum()} of {one.size} elements, most at {at}: {pair}, a difference of {sizes[place]:.3g}"
+
+
+def _of_array(array: jax.Array) -> dict[int, np.ndarray]:
+    if not array.is_fully_replicated:
+        raise ValueError(
+            f"testing.copies got an array of shape {array.shape} that is divided among the devices ({array.sharding}); expected "
+            "one that is the same on each replica."
+        )
+    plain = jax.random.key_data(array) if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key) else array
+    mesh = getattr(plain.sharding, "mesh", None)
+    devices = sorted(plain.sharding.device_set, key=lambda device: device.id) if mesh is None else list(mesh.devices.flat)
+    found = {devices.index(shard.device): np.array(shard.data) for shard in plain.addressable_shards}
+    return dict(sorted(found.items()))
+
+
+def _name_of(leaf: Any, path: str = "") -> str:
+    return f"variable {leaf.name!r}" if isinstance(leaf, Variable) else f"the array{f' at {path}' if path else ''}"
+
+
+def _require_outside(name: str) -> None:
+    if frames.is_traced():
+        raise ContextError(
+            f"testing.{name} was called inside a step or another traced function, where no device holds anything yet. "
+            f"Call testing.{name}(...) outside, after it."
+        )

@@ -1,0 +1,244 @@
+"""Which rows would each replica of several workers get? Read in one process, by a thread for each worker."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._options import AutoShardPolicy, InputOptions
+from .._typing import PyTree
+from ..data._dataset import check_dataset
+from ..data._input_context import InputContext
+from ..data._sharing.agree import InputWorker
+from ..data._sharing.plan import Plan, make_plan, plan_of_function
+from ..data._sharing.rows import count_rows, to_numpy
+from ..data._sharing.steps import LocalReplicas
+from ..data._sources.open import adapted, open_source
+
+#: So many rows are shown when some are missing or doubled.
+_MAX_SHOWN = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class InputOfWorkers:
+    """The input of several workers, by `testing.input_of_workers`.
+
+    Attributes:
+        steps: for each step, the rows of each replica: nests of numpy arrays, without padding, in replica order over all workers.
+            Worker w has the replicas `w * replicas_per_worker` and the next ones.
+        how: how the records are shared out, in words, as the first worker's log says it.
+        is_whole: whether every row was to come: neither `drop_remainder` nor `max_steps` left any out.
+    """
+
+    steps: list[list[PyTree]]
+    how: str
+    is_whole: bool
+
+    def assert_each_row_once(self, batches: Iterable[PyTree]) -> None:
+        """Fail unless the replicas got exactly the rows of these batches, each once, in any order.
+
+        Where `drop_remainder` or `max_steps` left rows out, rows may be missing; none may come twice.
+
+        Args:
+            batches: what all workers together are to read, such as `make_dataset()`, or `[arrays]`, a list of one large batch.
+                Rows are the same when all their bytes are; random transformations make others of them.
+
+        Raises:
+            AssertionError: when rows are missing, come too often, or were never in `batches`; shows some, and who has them.
+        """
+        check_dataset(batches, "assert_each_row_once")
+        left = collections.Counter(row for batch in _all_of(batches) for row in _rows(batch))
+        extra: list[str] = []
+        for number, step in enumerate(self.steps):
+            for replica, rows in enumerate(step):
+                for row in _rows(rows):
+                    left[row] -= 1
+                    if left[row] < 0:
+                        extra.append(f"  {_shown(row)} in step {number}, replica {replica}")
+        missing = [f"  {_shown(row)}" for row, count in left.items() for _ in range(count)] if self.is_whole else []
+        if extra or missing:
+            raise AssertionError(
+                f"{len(missing)} rows are missing, and {len(extra)} come too often or are not in the dataset ({self.how})."
+                + _listed("\nmissing:", missing)
+                + _listed("\ntoo often:", extra)
+            )
+
+
+def input_of_workers(
+    make_dataset: Callable[..., Any],
+    *,
+    num_workers: int,
+    replicas_per_worker: int = 1,
+    options: InputOptions | None = None,
+    from_function: bool = False,
+    max_steps: int | None = None,
+) -> InputOfWorkers:
+    """Return which rows each replica of several workers would get in each step, without starting workers.
+
+    The rows are shared out by the code that shares them out in training: the policies, the split, the agreement on when the
+    data ends, and the errors when workers read different batches. The workers are threads of this process.
+
+    That is the input only. Steps, collectives, variables, checkpoints and lost workers need processes, because a process of JAX
+    is one worker: `mirrored launch -n 2 train.py` runs them on this machine. Nor are devices, prefetching and positions used
+    here, and what workers share by being one process (global random state, files that are written) is not told apart.
+
+    Args:
+        make_dataset: called once for each worker, as its script would; returns what `strategy.distribute_dataset` is given.
+            Make the dataset anew in each call.
+        num_workers: W, at least 1.
+        replicas_per_worker: L, of each worker; R = W x L.
+        options: what `strategy.distribute_dataset` is given; `prefetch` is not used.
+        from_function: `make_dataset` is what `strategy.distribute_datasets_from_function` is given: a function of a
+            `mr.InputContext` that returns one worker's batches, one for each replica.
+        max_steps: stop after so many steps; needed where the data never ends.
+
+    Raises:
+        TypeError, ValueError: for wrong arguments, a dataset that cannot be distributed, and what a worker raises while
+            it reads, such as when the workers' batches differ.
+
+    >>> from mirrored import testing
+    >>> def make_dataset():
+    ...     return [np.arange(7), np.arange(7, 10)]
+    >>> found = testing.input_of_workers(make_dataset, num_workers=2, replicas_per_worker=2)
+    >>> for step in found.steps:
+    ...     print([rows.tolist() for rows in step])
+    [[0, 1], [2, 3], [4, 5], [6]]
+    [[7], [8], [9], []]
+    >>> found.assert_each_row_once(make_dataset())
+    """
+    counts = {"num_workers": num_workers, "replicas_per_worker": replicas_per_worker}
+    for name, count in (counts if max_steps is None else {**counts, "max_steps": max_steps}).items():
+        if isinstance(count, bool) or not isinstance(count, int):
+            raise TypeError(f"{name} is {count!r}; expected an int.")
+        if count < 1:
+            raise ValueError(f"{name} is {count}; expected at least 1.")
+    if not callable(make_dataset):
+        raise TypeError(
+            f"make_dataset is {make_dataset!r}; expected a function that makes the dataset, because each worker has its own: "
+            "testing.input_of_workers(lambda: dataset, num_workers=2)."
+        )
+    if options is not None and not isinstance(options, InputOptions):
+        raise TypeError(f"options is {options!r}; expected mr.InputOptions(...).")
+    options = options or InputOptions()
+    if from_function and options.auto_shard_policy in (AutoShardPolicy.FILE, AutoShardPolicy.DATA):
+        raise ValueError(
+            f"auto_shard_policy is {options.auto_shard_policy}, but make_dataset shares the records out. Leave it out."
+        )
+    workers = _workers(num_workers)
+    num_replicas = num_workers * replicas_per_worker
+    datasets = []
+    for index in range(num_workers):
+        context = (InputContext(num_workers, index, num_replicas),) if from_function else ()
+        datasets.append(make_dataset(*context))
+        check_dataset(datasets[-1], "distribute_datasets_from_function" if from_function else "distribute_dataset")
+
+    def read(worker: InputWorker) -> tuple[Plan, list[list[PyTree]]]:
+        dataset = adapted(datasets[worker.index])
+        if from_function:
+            plan = plan_of_function(dataset, worker)
+        else:
+            plan = make_plan(dataset, options.auto_shard_policy, worker, num_replicas)
+        return plan, _read(plan, LocalReplicas(num_replicas, worker, options.drop_remainder), max_steps)
+
+    plans, steps = zip(*_together(read, workers), strict=True)
+    of_all = [[rows for own in by_worker for rows in own] for by_worker in zip(*steps, strict=True)]
+    return InputOfWorkers(of_all, plans[0].how, max_steps is None and not options.drop_remainder)
+
+
+def _read(plan: Plan, layout: LocalReplicas, max_steps: int | None) -> list[list[PyTree]]:
+    """Return the true rows of one worker's replicas in each step."""
+    source, found = open_source(plan.dataset), []
+    try:
+        for step in plan.steps(source, layout, {}):
+            found.append([_true_rows(step.stacked, *place) for place in enumerate(layout.mine(step.sizes))])
+            if len(found) == max_steps:
+                break
+    finally:
+        source.close()
+    return found
+
+
+def _true_rows(stacked: PyTree, replica: int, size: int) -> PyTree:
+    return jax.tree.map(lambda leaf: np.array(leaf[replica, :size]), stacked)
+
+
+def _workers(count: int) -> list[InputWorker]:
+    """Make workers that exchange values as processes would: as JSON, all together."""
+    if count == 1:
+        return [InputWorker()]
+    barrier, slots = threading.Barrier(count), [""] * count
+
+    def of_worker(index: int) -> InputWorker:
+        def exchange(value: Any) -> Sequence[Any]:
+            slots[index] = json.dumps(value)
+            barrier.wait()
+            values = [json.loads(text) for text in slots]
+            barrier.wait()
+            return values
+
+        return InputWorker(index, count, exchange, close=barrier.abort)
+
+    return [of_worker(index) for index in range(count)]
+
+
+def _together(read: Callable[[InputWorker], Any], workers: Sequence[InputWorker]) -> list[Any]:
+    """Call a function for each worker, in a thread for each; the first error ends all, and is raised."""
+    if len(workers) == 1:
+        return [read(workers[0])]
+    errors: list[BaseException] = []
+
+    def work(worker: InputWorker) -> Any:
+        try:
+            return read(worker)
+        except BaseException as error:
+            if not isinstance(error, threading.BrokenBarrierError):
+                errors.append(error)
+            worker.close()
+            raise
+
+    with ThreadPoolExecutor(len(workers), "mirrored-worker") as pool:
+        futures = [pool.submit(work, worker) for worker in workers]
+        try:
+            results = [future.exception() or future.result() for future in futures]
+        except BaseException:  # Ctrl-C: no worker waits for another
+            workers[0].close()
+            raise
+    if errors:
+        raise errors[0]
+    return results
+
+
+def _all_of(batches: Iterable[PyTree]) -> Iterable[PyTree]:
+    source = open_source(adapted(batches))
+    try:
+        yield from (to_numpy(batch) for batch in source)
+    finally:
+        source.close()
+
+
+def _rows(batch: PyTree) -> list[tuple[Any, ...]]:
+    """Return each row of a batch as something that can be compared and shown: name, dtype, shape and bytes of each leaf."""
+    paths, _ = jax.tree_util.tree_flatten_with_path(batch)
+    leaves = [(jax.tree_util.keystr(path), leaf.astype(jax.dtypes.canonicalize_dtype(leaf.dtype))) for path, leaf in paths]
+    return [
+        tuple((name, str(leaf.dtype), leaf.shape[1:], leaf[i].tobytes()) for name, leaf in leaves)
+        for i in range(count_rows(batch))
+    ]
+
+
+def _shown(row: tuple[Any, ...]) -> str:
+    leaves = ((name, np.frombuffer(data, np.dtype(dtype)).reshape(shape)) for name, dtype, shape, data in row)
+    return ", ".join(f"{name} {np.array2string(leaf, threshold=6)}".strip() for name, leaf in leaves)
+
+
+def _listed(title: str, lines: list[str]) -> str:
+    more = f"\n  and {len(lines) - _MAX_SHOWN} more" if len(lines) > _MAX_SHOWN else ""
+    return "\n".join([title, *lines[:_MAX_SHOWN]]) + more if lines else ""

@@ -1,0 +1,133 @@
+"""How many programs does a block of code compile, which, and why?"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from .._jax import compilations
+from .._program import cache
+from .._program.compiling import program_on_stack
+
+_AGAIN = (
+    "the same program again, because some arrays lie elsewhere than before: on the host, on one device, or on all. Pass arrays "
+    "of one kind. (Or jax.clear_caches() was called.)"
+)
+
+
+class ProgramCount:
+    """The programs that were compiled in a block, by `testing.count_programs`.
+
+    Attributes:
+        count: how many there are.
+        names: the functions that were given to `strategy.run` and `mr.function`, in the order of their compilation.
+        reasons: for each, why it is another program than the function's last one; empty for a function's first.
+        others: what JAX has compiled besides, under JAX's names: `strategy.reduce` and `gather`, and each operation outside
+            of steps. These are small, and compiled once for each shape.
+    """
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.reasons: list[str] = []
+        self.others: list[str] = []
+        self._reasons: dict[int, str] = {}  # of the programs made in the block, by `id`; each new one says its own
+        self._compiled: set[int] = set()
+
+    @property
+    def count(self) -> int:
+        """How many programs were compiled."""
+        return len(self.names)
+
+    def __repr__(self) -> str:
+        return f"ProgramCount(count={self.count}, names={self.names})"
+
+    def describe(self) -> str:
+        """List the programs, one a line, with the reasons."""
+        return "\n".join(
+            f"  {number}. {name}" + (f": {reason}" if reason else "")
+            for number, (name, reason) in enumerate(zip(self.names, self.reasons, strict=True), 1)
+        )
+
+    def _note_made(self, program: Any, reason: str) -> None:
+        self._reasons[id(program)] = reason
+        self._compiled.discard(id(program))
+
+    def _note_compiled(self, name: str) -> None:
+        program = program_on_stack()
+        if program is None:
+            self.others.append(name)
+            return
+        self.reasons.append(_AGAIN if id(program) in self._compiled else self._reasons.get(id(program), ""))
+        self._compiled.add(id(program))
+        self.names.append(program.name)
+
+
+@contextlib.contextmanager
+def count_programs() -> Iterator[ProgramCount]:
+    """Count the programs that are compiled inside this block.
+
+    A program is what `strategy.run` or an `mr.function` compiles for one function, structure, and set of shapes and static
+    values. A step inside of an `mr.function` is part of its program, and inside of `mr.eager()` there are none. What was
+    compiled before the block is not compiled again. All threads of the process are counted.
+
+    Returns:
+        A `testing.ProgramCount` that grows while the block runs.
+
+    >>> from mirrored import testing
+    >>> def step(x):
+    ...     return x * 2
+    >>> with testing.count_programs() as programs:
+    ...     for size in (4, 4, 3):
+    ...         _ = strategy.run(step, args=(np.zeros(size),))
+    >>> programs.count, programs.names
+    (2, ['step', 'step'])
+    """
+    found = ProgramCount()
+    cache.listeners.append(found._note_made)
+    try:
+        with compilations.heard(found._note_compiled):
+            yield found
+    finally:
+        cache.listeners.remove(found._note_made)
+
+
+@contextlib.contextmanager
+def assert_compiles(count: int) -> Iterator[ProgramCount]:
+    """Fail unless exactly so many programs are compiled inside this block.
+
+    Args:
+        count: the expected number, 0 for a loop that is warm. See `testing.count_programs`.
+
+    Raises:
+        AssertionError: for another number; lists the programs, with what made each another one than the last. An exception of
+            the block comes through instead.
+        TypeError, ValueError: when `count` is no number of programs.
+
+    >>> from mirrored import testing
+    >>> def step(x):
+    ...     return x * 2
+    >>> with testing.assert_compiles(1):
+    ...     for _ in range(3):
+    ...         _ = strategy.run(step, args=(np.zeros(4),))
+    """
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise TypeError(f"count is {count!r}; expected an int, how many programs the block compiles: testing.assert_compiles(1).")
+    if count < 0:
+        raise ValueError(f"count is {count}; expected 0 or more programs.")
+    with count_programs() as programs:
+        yield programs
+    if programs.count == count:
+        return
+    listed = programs.describe()
+    hint = (
+        f":\n{listed}"
+        if programs.count > count
+        else ". What was compiled before the block is not compiled again: make the strategy, or the step, inside of it."
+        + (f"\n{listed}" if listed else "")
+    )
+    raise AssertionError(f"{_number(programs.count)} compiled in the block, expected {count}{hint}")
+
+
+def _number(count: int) -> str:
+    return f"{count} program was" if count == 1 else f"{count} programs were"
