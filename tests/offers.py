@@ -2,16 +2,6 @@
 
 OFFERS = {
     "_jax": """
-<<<<<<< HEAD
-        distributed.choose_cpu_collectives distributed.client distributed.has_backend distributed.known_devices
-        distributed.late_devices distributed.listen_at distributed.place distributed.swallows_sigterm
-        jaxprs.ClosedJaxpr jaxprs.Jaxpr jaxprs.Literal jaxprs.axis_names jaxprs.branches_of jaxprs.callee
-        jaxprs.has_collective jaxprs.inner_constants jaxprs.inner_jaxprs jaxprs.inside jaxprs.is_collective
-        jaxprs.is_function_of_operands jaxprs.is_over_groups jaxprs.is_plain jaxprs.meshes_in jaxprs.num_bytes
-        jaxprs.scan_of jaxprs.solver_of jaxprs.while_of marks.Mark marks.Purpose marks.mark marks.mark_p
-        primitives.INLINE_CALLS primitives.MAKE_SAME primitives.PURE tracing.CLEAN tracing.bind tracing.evaluate
-        tracing.is_mapped_over tracing.is_staging tracing.lowered tracing.placeholder tracing.separate_caches
-=======
         compilations.heard distributed.choose_cpu_collectives distributed.client distributed.has_backend
         distributed.known_devices distributed.late_devices distributed.listen_at distributed.place
         distributed.swallows_sigterm jaxprs.ClosedJaxpr jaxprs.Jaxpr jaxprs.Literal jaxprs.axis_names
@@ -19,10 +9,9 @@ OFFERS = {
         jaxprs.inside jaxprs.is_collective jaxprs.is_function_of_operands jaxprs.is_over_groups jaxprs.is_plain
         jaxprs.meshes_in jaxprs.num_bytes jaxprs.scan_of jaxprs.solver_of jaxprs.while_of marks.Mark marks.Purpose
         marks.mark marks.mark_p primitives.INLINE_CALLS primitives.MAKE_SAME primitives.PURE tracing.CLEAN
-        tracing.bind tracing.evaluate tracing.is_staging tracing.lowered tracing.placeholder tracing.separate_caches
->>>>>>> house2
-        tracing.trace tracing.trace_state user_code.equation_line user_code.raising_line user_code.user_line
-        user_code.user_stacklevel versions.warn_if_untried
+        tracing.bind tracing.evaluate tracing.is_mapped_over tracing.is_staging tracing.lowered tracing.placeholder
+        tracing.separate_caches tracing.trace tracing.trace_state user_code.equation_line user_code.raising_line
+        user_code.user_line user_code.user_stacklevel versions.warn_if_untried
     """,
     "_cluster": """
         environments.SOURCES meeting.Meeting meeting.meet resolvers.ClusterResolver
@@ -76,11 +65,7 @@ OFFERS = {
     "_strategy": """
         current.DefaultStrategy current.get_replica_context current.get_strategy current.has_strategy
         strategies.MirroredStrategy strategies.MultiWorkerMirroredStrategy strategies.OneDeviceStrategy
-<<<<<<< HEAD
-        strategy.Strategy strategy.ValueContext strategy.coordination_of strategy.joint_strategy
-=======
-        strategy.Strategy strategy.ValueContext strategy.coordination_of strategy.variables_of
->>>>>>> house2
+        strategy.Strategy strategy.ValueContext strategy.coordination_of strategy.joint_strategy strategy.variables_of
     """,
     "_checkpoint": """
         checkpoint.Checkpoint preemption.PreemptionHandler
