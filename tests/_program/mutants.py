@@ -23,7 +23,7 @@ MUTANTS = [
      PROOF + "what_may_differ_is_varying_and_says_why"),
     ("_program/proof.py", "within=self.within if predicate.is_mirrored", "within=None if predicate.is_mirrored",
      PROOF + "a_collective_that_some_replicas_may_skip_is_refused"),
-    ("_program/proof.py", "within = self.within if again.is_mirrored", "within = None if again.is_mirrored",
+    ("_program/proof.py", "within = self.within if again.is_mirrored else again.origin", "within = self.within",
      PROOF + "a_collective_that_some_replicas_may_skip_is_refused"),
     ("_program/proof.py", "loud.run(cond, [*cond_constants, *carry])", "pass",
      PROOF + "a_collective_that_some_replicas_may_skip_is_refused"),
