@@ -50,7 +50,7 @@ MUTANTS = [
      STRATEGY + "scope_makes_it_the_current_strategy_and_leaves_nothing_behind"),
     # -- losses
     ("losses.py", "sum(context._axis.each(losses.shape[0]))", "losses.shape[0] * context.num_replicas_in_sync",
-     "tests/_program/uneven/test_traces.py::test_any_sizes_on_any_replicas_work"),
+     "tests/_program/uneven/test_traces.py::test_any_sizes_on_any_replicas_work_also_in_mr_function"),
     ("losses.py", " / context.num_replicas_in_sync", "", LOSSES + "a_regularization_loss_counts_once"),
     ("losses.py", "if losses.ndim == 0:", "if False:", LOSSES + "what_is_wrong_is_said"),
     ("losses.py", "any(w not in (1, n) for", "any(w != n for",
