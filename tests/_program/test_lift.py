@@ -301,23 +301,6 @@ def test_what_only_the_second_trace_does_is_an_error():
         assert float(w) == 1.0
 
 
-def test_what_a_step_closes_over():
-    """Variables, arrays, arrays that lie on the mesh, numpy arrays, numbers; and indexing them."""
-    reduced = STRATEGY.reduce("sum", STRATEGY.run(lambda: jnp.arange(3.0)))
-    plain, host, number = jnp.arange(3.0), np.arange(3, dtype=np.float32), 2.0
-    v = variable(np.arange(3, dtype=np.float32))
-    taken = v.value
-
-    def step():
-        v.assign_add(jnp.ones(3))
-        return reduced[1] + plain[1] + host[1] + number + taken[1] + v[1]
-
-    for k in range(3):
-        assert float(STRATEGY.run(step)) == 3 + 1 + 1 + 2 + 1 + (2 + k)
-        assert float(mr.function(lambda: reduced[2] + taken[2] + STRATEGY.run(lambda: reduced[1]))()) == 6 + 2 + 3
-    assert taken.tolist() == [0.0, 1.0, 2.0]
-
-
 def test_a_closed_over_numpy_array_is_of_the_moment_of_the_trace_on_every_replica():
     memory = np.empty(4 * (1 << 20) + 64, np.uint8)
     start = -memory.ctypes.data % 64

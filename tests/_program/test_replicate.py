@@ -161,22 +161,6 @@ def test_arrays_come_from_anywhere(strategy3: mr.MirroredStrategy, strategy2: mr
             np.testing.assert_array_equal(result[1], array + 1, err_msg=name)
 
 
-def test_a_weakly_typed_array_stays_weak(strategy2: mr.MirroredStrategy) -> None:
-    half = np.ones(2, "float16")
-    assert strategy2.run(lambda x, y: x * y, args=(half, jnp.asarray(2.0))).dtype == "float16"
-    assert strategy2.run(lambda x, y: x * y, args=(half, jnp.asarray(2.0, "float32"))).dtype == "float32"
-    assert strategy2.run(lambda x, y: x * y, args=(half, 2.0)).dtype == "float16"
-
-
-def test_random_keys_are_arrays(strategy2: mr.MirroredStrategy) -> None:
-    keys = jax.random.split(jax.random.key(1), 2)
-    drawn = strategy2.run(lambda key: jax.random.uniform(mr.get_replica_context().rng(key)), args=(keys[0],))
-    first, second = drawn.values
-    assert float(first) != float(second)
-    again = strategy2.run(lambda key: jax.random.split(key), args=(keys[0],))
-    assert jnp.array_equal(jax.random.key_data(again), jax.random.key_data(jax.random.split(keys[0])))
-
-
 # -- results
 
 
@@ -285,37 +269,6 @@ def test_work_of_the_first_call_does_not_depend_on_the_number_of_replicas(compil
         strategy.run(lambda x: mr.get_replica_context().all_reduce("sum", x) * x, args=(rows,))
         counts.append({name: compilations[name] for name in ("jaxpr_trace_duration", "backend_compile_duration")})
     assert counts == [{"jaxpr_trace_duration": 1, "backend_compile_duration": 1}] * 3
-
-
-def test_one_program_for_each_signature(strategy2: mr.MirroredStrategy) -> None:
-    def step(x: Any, flag: bool = False) -> Any:
-        return x
-
-    calls: list[Callable[[], Any]] = [
-        lambda: strategy2.run(step, args=(np.ones(2),)),
-        lambda: strategy2.run(step, args=(np.ones(3),)),
-        lambda: strategy2.run(step, args=(np.ones(2, "int32"),)),
-        lambda: strategy2.run(step, args=(np.ones(2), True)),
-        lambda: strategy2.run(step, args=({"x": np.ones(2)},)),
-        lambda: strategy2.run(step, args=(replica_numbers(strategy2),)),
-        lambda: strategy2.run(step, kwargs={"x": np.ones(2)}),
-    ]
-    for _ in range(2):
-        for call in calls:
-            call()
-        assert num_programs(strategy2) == len(calls)
-
-
-def test_a_function_defined_again_and_again_is_one_program(strategy2: mr.MirroredStrategy) -> None:
-    x = replica_numbers(strategy2)
-    for factor in (2.0, 2.0, 2.0):
-
-        def scale(y: Any, factor: float = factor) -> Any:
-            return y * factor
-
-        assert values_of(strategy2.run(lambda y, scale=scale: scale(y), args=(x,))) == [0, 2]
-        assert values_of(strategy2.run(functools.partial(lambda y, z: y * z, z=factor), args=(x,))) == [0, 2]
-    assert num_programs(strategy2) == 2
 
 
 def test_what_a_function_captures_is_seen_when_it_changes(strategy2: mr.MirroredStrategy) -> None:

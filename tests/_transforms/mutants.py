@@ -28,8 +28,6 @@ MUTANTS = [
     ("_transforms/gradients.py", "if loss.shape != ():", "if False:", GRADIENTS + "what_is_wrong_is_said"),
     ("_transforms/gradients.py", "Mark(Purpose.LOSS,", "Mark(Purpose.ROWS,",
      "tests/_program/test_refusals.py::test_a_combined_loss_warns"),
-    ("_transforms/gradients.py", ", caches=caches) as bindings", ") as bindings",
-     "tests/_program/test_lift.py::test_such_a_helper_works_in_mr_value_and_grad_outside_of_everything"),
     ("_transforms/function.py", "if mesh != meshes[0]:", "if False:", FUNCTION + "two_strategies_in_one_function_are_refused"),
     ("_transforms/function.py", "counted=(id(fn), key[1:])", "counted=None",
      FUNCTION + "a_factory_of_functions_may_be_used_often_and_one_function_compiled_again_and_again_is_reported"),

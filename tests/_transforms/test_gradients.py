@@ -42,33 +42,23 @@ def _eagerly(fn):
         return fn()
 
 
-@pytest.mark.parametrize("context", CONTEXTS)
-def test_the_same_numbers_as_plain_jax_in_every_context(context):
+def test_the_same_numbers_as_plain_jax_in_every_context():
     variables = jax.tree.map(variable, PARAMS)
-    loss, gradients = CONTEXTS[context](lambda: mr.value_and_grad(lambda x: model_loss(variables, x), variables)(X))
     plain_loss, plain = jax.value_and_grad(model_loss)(jax.tree.map(jnp.asarray, PARAMS), X)
-    np.testing.assert_allclose(loss, plain_loss, rtol=1e-6)
-    assert jax.tree.structure(gradients) == jax.tree.structure(plain)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), gradients, plain)
+    for run in CONTEXTS.values():
+        loss, gradients = run(lambda: mr.value_and_grad(lambda x: model_loss(variables, x), variables)(X))
+        np.testing.assert_allclose(loss, plain_loss, rtol=1e-6)
+        assert jax.tree.structure(gradients) == jax.tree.structure(plain)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), gradients, plain)
+    theirs = STRATEGY.run(lambda: jax.grad(model_loss)(jax.tree.map(lambda value: value, variables), X))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), theirs, plain)
 
 
-def test_plain_jax_grad_over_values_gives_the_same_in_a_step():
-    variables = jax.tree.map(variable, PARAMS)
-
-    def step(x):
-        ours = mr.grad(lambda: model_loss(variables, x), variables)()
-        theirs = jax.grad(model_loss)(jax.tree.map(lambda value: value, variables), x)
-        return jax.tree.map(lambda a, b: jnp.max(jnp.abs(a - b)), ours, theirs)
-
-    assert max(float(d) for d in jax.tree.leaves(STRATEGY.run(step, args=(X,)))) == 0.0
-
-
-def test_gradients_in_a_step_are_this_replicas_own(strategy):
-    w = variable(3.0, strategy)
-    loss, gradient = strategy.run(lambda x: mr.value_and_grad(lambda: w**2 * x, w)(), args=(numbered(strategy),))
-    own = np.arange(1, strategy.num_replicas_in_sync + 1)
-    assert [float(value) for value in loss.values] == (9.0 * own).tolist()
-    assert [float(value) for value in gradient.values] == (6.0 * own).tolist()
+def test_gradients_in_a_step_are_this_replicas_own(strategy3):
+    w = variable(3.0, strategy3)
+    loss, gradient = strategy3.run(lambda x: mr.value_and_grad(lambda: w**2 * x, w)(), args=(numbered(strategy3),))
+    assert [float(value) for value in loss.values] == [9.0, 18.0, 27.0]
+    assert [float(value) for value in gradient.values] == [6.0, 12.0, 18.0]
 
 
 def test_what_the_loss_writes_is_kept():
@@ -95,13 +85,6 @@ def test_what_the_loss_writes_is_kept():
     assert float(mean) == 5.0
 
 
-def test_what_the_loss_writes_under_jax_grad_is_refused():
-    w, mean = variable(3.0), variable(0.0, name="mean")
-    with pytest.raises(mr.ContextError, match=r"'mean' was written at .*inside the step.*mr\.value_and_grad"):
-        STRATEGY.run(lambda x: jax.grad(lambda y: (mean.assign(y), y * w)[1])(x), args=(np.float32(1),))
-    assert float(mean) == 0.0
-
-
 def test_a_differentiated_variable_may_be_written_too():
     w = variable(3.0)
 
@@ -116,29 +99,23 @@ def test_a_differentiated_variable_may_be_written_too():
         assert (float(value), float(gradient), float(w)) == (90.0, 60.0, 10.0)
 
 
-@pytest.mark.parametrize("context", CONTEXTS)
-def test_gradients_of_gradients_and_of_loops(context):
+def test_gradients_of_gradients_and_of_loops():
     w, count = variable(3.0), variable(0)
 
     def cube():
         count.assign_add(1)
         return w**3
 
-    def second():
-        return mr.grad(mr.grad(cube, w), w)()
+    def all_of_them():
+        second = mr.grad(mr.grad(cube, w), w)()
+        through_a_loop = mr.grad(lambda: mr.scan(lambda c, _: (c * w, None), 1.0, length=3)[0], w)()
+        in_a_loop = mr.scan(lambda c, _: (c, mr.grad(cube, w)()), None, length=2)[1]
+        return second, through_a_loop, in_a_loop, mr.grad(lambda: mr.cond(w > 0, lambda: w**2, lambda: -w), w)()
 
-    def through_a_loop():
-        return mr.grad(lambda: mr.scan(lambda c, _: (c * w, None), 1.0, length=3)[0], w)()
-
-    def in_a_loop():
-        return mr.scan(lambda c, _: (c, mr.grad(cube, w)()), None, length=2)[1]
-
-    def through_cond():
-        return mr.grad(lambda: mr.cond(w > 0, lambda: w**2, lambda: -w), w)()
-
-    got = CONTEXTS[context](lambda: (second(), through_a_loop(), in_a_loop(), through_cond()))
-    assert [np.asarray(x).tolist() for x in got] == [18.0, 27.0, [27.0, 27.0], 6.0]
-    assert int(count) == 3
+    for run in CONTEXTS.values():
+        count.assign(0)
+        assert [np.asarray(x).tolist() for x in run(all_of_them)] == [18.0, 27.0, [27.0, 27.0], 6.0]
+        assert int(count) == 3
 
 
 def test_other_variables_are_constants_and_unused_ones_get_zeros():
@@ -175,11 +152,11 @@ def test_arguments_are_passed_through():
     assert float(mr.grad(lambda x, *, factor: w * x * factor, w)(np.float32(2), factor=5)) == 10.0
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "complex64"])
-def test_gradients_have_the_variables_dtype(dtype):
-    w = variable(np.ones(2, jnp.dtype(dtype)))
-    gradient = mr.grad(lambda: jnp.sum(jnp.abs(w.value) ** 2).astype(jnp.float32), w)()
-    assert (gradient.dtype, gradient.shape) == (jnp.dtype(dtype), (2,))
+def test_gradients_have_the_variables_dtype():
+    for dtype in (jnp.float16, jnp.bfloat16, jnp.complex64):
+        w = variable(np.ones(2, dtype))
+        gradient = mr.grad(lambda w=w: jnp.sum(jnp.abs(w.value) ** 2).astype(jnp.float32), w)()
+        assert (gradient.dtype, gradient.shape) == (dtype, (2,))
 
 
 def test_a_change_of_a_variable_is_seen_by_the_next_gradient():
@@ -219,11 +196,10 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_is_said(name):
-    call, error, message = WRONG[name]
-    with pytest.raises(error, match=message):
-        call()
+def test_what_is_wrong_is_said():
+    for name, (call, error, message) in WRONG.items():
+        with pytest.raises(error, match=message):
+            call(), pytest.fail(name)
 
 
 def test_a_sync_on_read_variable_has_gradients_in_a_step():
