@@ -135,10 +135,6 @@ MUTANTS = [
     ("_program/uneven/merge.py", "_refuse_references(avals)\n        slots", "slots",
      PROPERTIES + "a_reference_on_both_sides_of_a_collective_is_explained_and_one_on_one_side_works"),
     # -- the rest
-    ("_program/replicate.py", "refusals.check_gradients(findings, mesh.num_replicas)", "pass",
-     REFUSALS + "a_combined_loss_warns"),
-    ("_program/replicate.py", "if any(lifted.plan.stacked):", "if False:",
-     REPLICATE + "a_per_replica_taken_from_outside_is_no_result"),
     ("_program/program.py", "if count < 1024:", "if count <= 1024:",
      "tests/_strategy/test_strategy.py::test_explain_says_what_the_programs_communicate_and_how_data_is_split"),
     ("_program/call.py", "array = np.array(leaf)", "array = np.asarray(leaf)",

@@ -67,11 +67,6 @@ def test_scopes_of_two_strategies_do_not_nest(strategy2, strategy3):
             assert mr.get_strategy() is outer
 
 
-def test_a_scope_cannot_be_entered_in_a_step(strategy2):
-    with pytest.raises(mr.ContextError, match=r"strategy\.scope\(\) was entered inside a step"):
-        strategy2.run(lambda: strategy2.scope().__enter__())
-
-
 def test_the_scopes_position_does_not_matter_for_the_verbs(strategy3):
     def verbs():
         x = strategy3.run(number)
@@ -136,71 +131,6 @@ def test_results_are_mirrored_arrays_that_live_on_every_device(strategy3, per_re
         assert [shard.device for shard in result.addressable_shards] == list(strategy3.devices)
 
 
-# -- bad input
-
-BAD_INPUT = [
-    (lambda s, x: s.reduce("min", x), ValueError, "reduce_op is 'min'; expected one of 'sum', 'mean'"),
-    (lambda s, x: s.reduce(np.sum, x), TypeError, r"reduce_op is .*; expected one of 'sum', 'mean'"),
-    (lambda s, x: s.reduce("sum", x, axis=1), ValueError, "reduce: axis=1 for a value of rank 1 .*its only axis is 0"),
-    (lambda s, x: s.reduce("sum", x, axis=(0, -2)), ValueError, "reduce: axis=-2 for a value of rank 1"),
-    (lambda s, x: s.reduce("sum", 3.0, axis=0), ValueError, r"axis=0 for a value of rank 0 .*scalar.*axis=None in reduce"),
-    (lambda s, x: s.reduce("sum", np.ones((2, 2)), axis=2), ValueError, "axis=2 for a value of rank 2 .*its axes are 0 to 1"),
-    (lambda s, x: s.reduce("sum", x, axis="0"), TypeError, "axis is '0' of type str; expected an int, for example axis=0"),
-    (lambda s, x: s.reduce("sum", x, axis=[0, None]), TypeError, "axis is None of type NoneType; expected an int"),
-    (lambda s, x: s.reduce("sum", x, axis=np.array(0)), TypeError, r"axis is array\(0\) of type ndarray; expected an int"),
-    (lambda s, x: s.reduce("sum", "text"), TypeError, "strategy.reduce got 'text' of type str; expected arrays or numbers"),
-    (lambda s, x: s.reduce("sum", {"a": x, "b": object()}), TypeError, r"strategy\.reduce got <object .*expected arrays or"),
-    (
-        lambda s, x: s.reduce("sum", np.array(["a"])),
-        TypeError,
-        r"strategy\.reduce got array\(\['a'\].*expected arrays or numbers",
-    ),
-    (lambda s, x: s.gather(x, axis=1), ValueError, "gather: axis=1 for a value of rank 1"),
-    (lambda s, x: s.gather(x, axis=None), TypeError, "gather: axis is None of type NoneType; expected an int"),
-    (lambda s, x: s.gather(2.0, axis=0), ValueError, "gather: axis=0 for a value of rank 0"),
-    (lambda s, x: s.gather("text", axis=0), TypeError, r"strategy\.gather got 'text' of type str"),
-    (lambda s, x: s.run(3), TypeError, r"strategy\.run got 3; expected a function"),
-    (lambda s, x: s.run(number, x), TypeError, r"args of strategy\.run is PerReplica; .*with the comma"),
-    (lambda s, x: s.run(number, (), [1]), TypeError, r"kwargs of strategy\.run is \[1\]; expected a dict"),
-    (lambda s, x: s.run(number, (), {1: x}), TypeError, r"kwargs of strategy\.run is {1: PerReplica(.|\n)*; expected a dict"),
-    (lambda s, x: s.distribute_dataset([x], options="fast"), TypeError, r"options is 'fast'; expected mr\.InputOptions"),
-    (lambda s, x: s.distribute_values_from_function(3), TypeError, r"value_fn is 3; expected a function of a mr\.ValueContext"),
-    (lambda s, x: s.barrier(""), TypeError, "barrier: name is ''; expected a non-empty string"),
-    (lambda s, x: s.barrier(3), TypeError, "barrier: name is 3; expected a non-empty string"),
-]
-
-
-def test_bad_input_is_refused_with_one_clear_error(strategy2, per_replica):
-    x = per_replica(strategy2, [1.0, 2.0], [3.0, 4.0])
-    for call, error, message in BAD_INPUT:
-        with pytest.raises(error, match=message):
-            call(strategy2, x), pytest.fail(message)
-
-
-IN_CROSS_REPLICA_CONTEXT = {
-    "run": lambda s: s.run(number),
-    "gather": lambda s: s.gather(np.ones(1), axis=0),
-    "local_results": lambda s: s.local_results(1),
-    "distribute_values_from_function": lambda s: s.distribute_values_from_function(lambda ctx: 1),
-    "distribute_dataset": lambda s: s.distribute_dataset([np.ones(2)]),
-    "barrier": lambda s: s.barrier("end"),
-    "assert_mirrored": lambda s: s.assert_mirrored(),
-}
-
-
-def test_what_concerns_all_replicas_is_refused_in_a_step(strategy2):
-    for verb, call in IN_CROSS_REPLICA_CONTEXT.items():
-        with pytest.raises(mr.ContextError, match=rf"strategy\.{verb} was called inside a step"):
-            strategy2.run(lambda call=call: call(strategy2)), pytest.fail(verb)
-        call(strategy2)
-
-
-def test_what_looks_at_real_values_is_refused_where_there_are_none(strategy2):
-    for verb in ("assert_mirrored", "barrier"):
-        with pytest.raises(mr.ContextError, match=rf"strategy\.{verb} was called inside .*an mr\.function"):
-            mr.function(lambda verb=verb: IN_CROSS_REPLICA_CONTEXT[verb](strategy2))()
-
-
 # -- several strategies
 
 
@@ -235,47 +165,30 @@ def test_a_mirrored_value_of_one_strategy_may_be_given_to_another(strategy2, str
     assert mr.get_strategy().reduce("mean", three).tolist() == [3, 3]
 
 
-VERBS = {
-    "reduce": lambda s, x: s.reduce("sum", x),
-    "gather": lambda s, x: s.gather(x, axis=0),
-    "local_results": lambda s, x: s.local_results({"x": x}),
-}
-
-
-def test_a_per_replica_of_another_strategy_is_refused(strategy2, strategy3, per_replica):
-    of_three, other_two = per_replica(strategy3, [1.0], [2.0], [3.0]), mr.MirroredStrategy(["cpu:4", "cpu:5"])
-    of_other_two = per_replica(other_two, [1.0], [2.0])
-    for verb, call in VERBS.items():
-        with pytest.raises(
-            mr.StrategyMismatchError, match=rf"{verb} got a PerReplica of 3 replicas, but .* has 2; it comes from"
-        ):
-            call(strategy2, of_three)
-        with pytest.raises(mr.StrategyMismatchError, match=rf"{verb} got a PerReplica whose values lie on .*cpu:4.* not the dev"):
-            call(strategy2, of_other_two)
-        call(other_two, of_other_two)
-    twin = mr.MirroredStrategy(["cpu:0", "cpu:1"])  # an equal one may use them
-    assert twin.reduce("sum", per_replica(strategy2, 1.0, 2.0)) == 3
-
-
-def test_a_variable_of_another_strategy_is_refused(strategy2, strategy3):
+def test_verbs_take_what_is_theirs_and_refuse_what_is_of_another_strategy(strategy2, strategy3, per_replica):
+    """The messages are in test_bad_input."""
+    other_two, twin = mr.MirroredStrategy(["cpu:4", "cpu:5"]), mr.MirroredStrategy(["cpu:0", "cpu:1"])
     with strategy3.scope():
         w = mr.Variable(np.ones(1), name="w")
-    for verb, call in VERBS.items():
-        expected = rf"{verb} got variable 'w', which lives on 3 replicas.*pass variable\.value"
-        with pytest.raises(mr.StrategyMismatchError, match=expected):
-            call(strategy2, w)
-        call(strategy2, w.value)
-
-
-def test_a_verb_in_the_scope_of_another_strategy_is_refused(strategy2, strategy3, per_replica):
-    x = per_replica(strategy2, [1.0], [2.0])
-    others = {verb: IN_CROSS_REPLICA_CONTEXT[verb] for verb in ("run", "distribute_dataset", "distribute_values_from_function")}
-    for verb, call in (VERBS | {verb: lambda s, x, call=call: call(s) for verb, call in others.items()}).items():
-        expected = rf"{verb} of .*2 replicas.* in the scope of .*3 replicas"
-        with strategy3.scope(), pytest.raises(mr.StrategyMismatchError, match=expected):
-            call(strategy2, x)
+    own, of_three, of_other_two = (per_replica(s, *[[1.0]] * s.num_replicas_in_sync) for s in (strategy2, strategy3, other_two))
+    for verb in (lambda x: strategy2.reduce("sum", x), lambda x: strategy2.gather(x, axis=0), strategy2.local_results):
+        for value in (of_three, of_other_two, w, {"nested": [w]}):
+            with pytest.raises(mr.StrategyMismatchError, match=r"of 3 replicas, but .* has 2|values lie on .*cpu:4|variable 'w'"):
+                verb(value)
+        verb(w.value)
         with strategy2.scope():
-            call(strategy2, x)
+            verb(own)
+        with strategy3.scope(), pytest.raises(mr.StrategyMismatchError, match=r" of .*2 replicas.* in the scope of .*3 replicas"):
+            verb(own)
+    assert other_two.reduce("sum", of_other_two) == twin.reduce("sum", own) == 2
+
+
+def test_what_looks_at_real_values_is_refused_where_there_are_none(strategy2):
+    for verb, look in (("assert_mirrored", strategy2.assert_mirrored), ("barrier", lambda: strategy2.barrier("end"))):
+        for traced in (strategy2.run, lambda fn: mr.function(fn)()):
+            with pytest.raises(mr.ContextError, match=rf"strategy\.{verb} was called inside a step or an mr\.function"):
+                traced(look)
+        look()
 
 
 # -- distribute_values_from_function
@@ -310,25 +223,17 @@ def test_a_later_change_of_a_numpy_array_does_not_matter(strategy2):
     assert strategy2.reduce("sum", x, axis=0) == 0
 
 
-MISFITS = [
-    ([1, 1.0], TypeError, "value_fn returned different dtypes: float32, int32; expected one for all replicas"),
-    ([np.ones(2), np.ones((1, 2))], ValueError, r"arrays of different ranks, shapes \(2,\), \(1, 2\); expected one rank"),
-    ([(1,), [1]], ValueError, r"value_fn returned the structure .* for replica 0 and .* for replica 1; expected one structure"),
-    ([{"a": 1}, {"b": 1}], ValueError, "expected one structure for all"),
-    ([1, None], ValueError, "expected one structure for all"),
-    (["a", "b"], TypeError, "distribute_values_from_function got 'a' of type str; expected arrays or numbers"),
-]
-
-
-def test_values_that_do_not_fit_together_are_refused(strategy2, per_replica):
-    x = per_replica(strategy2, 1.0, 2.0)
-    for values, error, message in (*MISFITS, ([x, x], mr.PerReplicaError, "holds one value for each replica")):
+def test_values_that_do_not_fit_together_are_refused(strategy2):
+    """More is in test_bad_input."""
+    for values, error, message in (
+        ([1, 1.0], TypeError, "value_fn returned different dtypes: float32, int32; expected one for all replicas"),
+        ([np.ones(2), np.ones((1, 2))], ValueError, r"arrays of different ranks, shapes \(2,\), \(1, 2\); expected one rank"),
+        ([(1,), [1]], ValueError, r"the structure .* for replica 0 and .* for replica 1; expected one structure"),
+        ([{"a": 1}, {"b": 1}], ValueError, "expected one structure for all"),
+        ([1, None], ValueError, "expected one structure for all"),
+    ):
         with pytest.raises(error, match=message):
             strategy2.distribute_values_from_function(lambda ctx, v=values: v[ctx.replica_id_in_sync_group]), pytest.fail(message)
-
-
-def test_a_value_context_is_a_plain_value():
-    assert mr.ValueContext() == mr.ValueContext(0, 1)
 
 
 # -- TensorFlow's names

@@ -103,19 +103,6 @@ def test_it_closes_over_per_replica_values_and_reads_other_objects_anew(strategy
     assert float(closed()) == 9.0
 
 
-def test_static_arguments_are_compiled_in_and_arrays_are_not():
-    traces = []
-
-    @mr.function
-    def scale(x, factor, mode=None):
-        traces.append((factor, mode))
-        return x * factor
-
-    for x, factor in ((1.0, 2), (3.0, 2), (1.0, 3)):
-        assert float(scale(jnp.float32(x), factor, mode="m")) == x * factor
-    assert traces == [(2, "m")] * 2 + [(3, "m")] * 2
-
-
 def test_inside_a_step_and_inside_another_it_is_an_ordinary_call(strategy2):
     v, calls = variable(strategy2, 0.0), []
 
