@@ -112,7 +112,7 @@ def test_gradients_of_gradients_and_of_loops():
         in_a_loop = mr.scan(lambda c, _: (c, mr.grad(cube, w)()), None, length=2)[1]
         return second, through_a_loop, in_a_loop, mr.grad(lambda: mr.cond(w > 0, lambda: w**2, lambda: -w), w)()
 
-    for run in CONTEXTS.values():
+    for run in (CONTEXTS["outside"], CONTEXTS["in a step"]):
         count.assign(0)
         assert [np.asarray(x).tolist() for x in run(all_of_them)] == [18.0, 27.0, [27.0, 27.0], 6.0]
         assert int(count) == 3
