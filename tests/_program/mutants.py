@@ -46,8 +46,6 @@ MUTANTS = [
     # -- refusals
     ("_program/refusals.py", "if note.purpose is Purpose.ASSIGN and not state.is_mirrored", "if False",
      PROOF + "refusals_find_the_variable_and_the_line"),
-    ("_program/refusals.py", "new_states = findings.outputs[lifted.num_results :]", "new_states = findings.outputs[::-1]",
-     PROOF + "refusals_find_the_variable_and_the_line"),
     ("_program/refusals.py", "if state.sameness is Sameness.REDUCED:", "if state.is_mirrored:",
      REFUSALS + "the_whole_batch_on_every_replica_warns_once"),
     ("_program/refusals.py", "if not gradients or num_replicas == 1:", "if not gradients:",

@@ -600,10 +600,6 @@ def test_a_reference_on_both_sides_of_a_collective_is_explained_and_one_on_one_s
 # -- what must not be taken for the same
 
 
-def pair_from_a_loop(order):
-    return lambda w: jax.lax.fori_loop(0, 1, lambda i, c: (c[order[0]], c[order[1]]), (w, 2 * w))[0]
-
-
 def constant_in_a_loop(value):
     return lambda w: jax.lax.fori_loop(0, 2, lambda i, t: t * value, w)
 
@@ -624,7 +620,10 @@ DIFFERENT = {
         lambda w: jax.lax.fori_loop(0, 2, lambda i, t: jnp.sin(t), w),
         lambda w: jax.lax.fori_loop(0, 3, lambda i, t: jnp.sin(t), w),
     ),
-    "what a loop returns": (pair_from_a_loop((0, 1)), pair_from_a_loop((1, 0))),
+    "what a branch returns": (
+        lambda w: jax.lax.cond(w[0] > 0, lambda a, b: a, lambda a, b: b, w, -w),
+        lambda w: jax.lax.cond(w[0] > 0, lambda a, b: b, lambda a, b: a, w, -w),
+    ),
     "branches": (
         lambda w: jax.lax.cond(w[0] > 0, jnp.sin, jnp.cos, w),
         lambda w: jax.lax.cond(w[0] > 0, jnp.cos, jnp.sin, w),
