@@ -476,7 +476,7 @@ def test_a_program_is_described_by_what_it_computes_and_of_which_variables():
         return jax.lax.reduce(v.value, np.float32(0), lambda a, b: a + b, (0,))
 
     def call_back(v):
-        return jax.pure_callback(np.sin, jax.ShapeDtypeStruct((3,), v.dtype), v.value)
+        return jax.pure_callback(lambda x: np.sin(x), jax.ShapeDtypeStruct((3,), v.dtype), v.value)
 
     on_read = {"synchronization": "on_read", "aggregation": "sum"}
     same = described(write, name="a")

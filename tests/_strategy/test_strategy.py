@@ -119,7 +119,7 @@ def test_local_results_of_variables_are_their_copies(strategy3):
         w, seen = mr.Variable(2.0), mr.Variable(0.0, synchronization="on_read", aggregation="sum")
     strategy3.run(lambda: seen.assign(number()))
     results, pairs = strategy3.local_results(w), strategy3.local_results((w, seen))
-    strategy3.run(lambda: (w.assign(7.0), seen.assign(7.0)))  # they stay what they are
+    strategy3.run(lambda: (w.assign_add(7.0), seen.assign_add(7.0)))  # they stay what they are
     assert [float(x) for x in results] == [2, 2, 2]
     assert [tuple(map(float, pair)) for pair in pairs] == [(2, 1), (2, 2), (2, 3)]
 
