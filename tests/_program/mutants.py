@@ -69,8 +69,6 @@ MUTANTS = [
      LIFT + "variables_are_read_and_written_in_their_right_roles"),
     ("_program/lift.py", '"jax_threefry_partitionable")', ")",
      LIFT + "a_program_is_described_by_settings_that_change_its_numbers"),
-    ("_program/lift.py", "{_ADDRESS.sub('', str(self.shown.jaxpr))}", "{self.shown.jaxpr}",
-     LIFT + "a_program_is_described_by_what_it_computes_and_of_which_variables"),
     ("_program/lift.py", "inner functions close over {inner}", "inner functions close over",
      LIFT + "a_program_is_described_by_the_arrays_that_inner_functions_close_over"),
     ("_program/lift.py", "_refuse_hidden_arrays(leaf)\n            static", "static",
