@@ -3,7 +3,7 @@
 PROOF = "tests/_program/test_proof.py::test_"
 REFUSALS = "tests/_program/test_refusals.py::test_"
 LIFT = "tests/_program/test_lift.py::test_"
-REPLICATE = "tests/_program/test_replicate.py::test_"
+REPLICATE = "tests/_program/test_steps.py::test_"
 TRACES = "tests/_program/uneven/test_traces.py::test_"
 PROPERTIES = "tests/_program/uneven/test_properties.py::test_"
 ALIGN = "tests/_program/uneven/test_align.py::test_"

@@ -21,7 +21,7 @@ MUTANTS = [
      STRATEGY + "a_name_of_tensorflow_works_and_warns_at_the_users_line"),
     ("_strategy/strategy.py", "ValueContext(i, count)) for", "ValueContext(i)) for",
      STRATEGY + "the_function_is_called_once_for_each_replica_in_order"),
-    ("_strategy/strategy.py", "live_variables(self._mesh) if not", "[] if not",
+    ("_strategy/strategy.py", "variables_of(self) if not", "[] if not",
      STRATEGY + "assert_mirrored_names_the_variable_and_the_replicas_that_differ"),
     ("_strategy/leaves.py", "if value.num_replicas != self.mesh.num_replicas:", "if False:",
      STRATEGY + "verbs_take_what_is_theirs_and_refuse_what_is_of_another_strategy"),
