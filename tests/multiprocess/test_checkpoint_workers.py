@@ -136,7 +136,7 @@ def test_a_signal_to_the_launcher_and_its_workers_is_one_notice(tmp_path: Path) 
     with workers(command, 1, "launch", "-n", 2, "--cpu-devices", 1, PROGRAM, "preempt", saved, *FOR_EVER) as (launcher,):
         for index in range(2):
             wait_for_line(launcher, RUNS.format(index))
-        pid = launcher.process.pid
+        pid = launcher.pid
         children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
         pids = [child for child in children if PROGRAM.name.encode() in Path(f"/proc/{child}/cmdline").read_bytes()]
         assert len(pids) == 2
