@@ -44,7 +44,6 @@ class Setting:
     num_rows: int = 23
     num_epochs: int = 6
     options: tuple[object, ...] = ()
-    forget: str = dataclasses.field(default="", compare=False)  # in disturbed runs only
 
     def arguments(self) -> list[object]:
         return ["--rows", self.num_rows, "--epochs", self.num_epochs, *self.options]
@@ -80,8 +79,7 @@ def disturbed(setting: Setting, faults: Sequence[Fault]) -> Outcome:
     expected_rows, expected = undisturbed(setting)
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
         folder, started, hits = Path(name), time.monotonic(), list[Hit]()
-        forget = ["--forget", setting.forget] if setting.forget else []
-        with job(folder, setting.num_workers, setting.num_replicas, *setting.arguments(), *forget) as running:
+        with job(folder, setting.num_workers, setting.num_replicas, *setting.arguments()) as running:
             for fault in faults:
                 if (hit := running.strike(fault, hits[-1] if hits else None)) is not None:
                     hits.append(hit)

@@ -49,7 +49,12 @@ class ForkServer:
         env["OPENBLAS_NUM_THREADS"] = "1"  # no threads where it forks
         with other:
             self._process = subprocess.Popen(
-                command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[other.fileno()], start_new_session=True
+                command,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[other.fileno()],
+                start_new_session=True,
             )
         self._lock, self._started = threading.Lock(), queue.SimpleQueue[Worker]()
         self._ends: dict[int, Worker] = {}
@@ -143,7 +148,12 @@ def wait_for_line(worker: Worker, pattern: str, timeout: float = 60.0) -> re.Mat
 
 @contextlib.contextmanager
 def workers(
-    script: Path | str, num_workers: int, *args: object, devices: int = 1, env: Mapping[str, str] | None = None, fresh: bool = False
+    script: Path | str,
+    num_workers: int,
+    *args: object,
+    devices: int = 1,
+    env: Mapping[str, str] | None = None,
+    fresh: bool = False,
 ) -> Iterator[list[Worker]]:
     """Start `num_workers` processes of a script as one job on this machine's CPU, and kill what still runs at the end.
 

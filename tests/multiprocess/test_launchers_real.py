@@ -76,7 +76,7 @@ def test_torchrun_starts_a_job(option: list[str]) -> None:
 
 @needs_torchrun
 def test_torchrun_sees_a_worker_that_fails() -> None:
-    assert_ended_by_the_last_worker(*torchrun(HERE / "mistakes.py", "one fails", 30))
+    assert_ended_by_the_last_worker(*torchrun(HERE / "mistakes.py", 30, "one fails"))
 
 
 @needs_torchrun
@@ -96,4 +96,4 @@ def test_mpirun_starts_a_job() -> None:
 
 @needs_mpirun
 def test_mpirun_sees_a_worker_that_fails() -> None:
-    assert_ended_by_the_last_worker(*mpirun(HERE / "mistakes.py", "one fails", 30))
+    assert_ended_by_the_last_worker(*mpirun(HERE / "mistakes.py", 30, "one fails"))

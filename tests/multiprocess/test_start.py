@@ -75,6 +75,6 @@ def test_workers_with_different_numbers_of_devices_are_told_so(tmp_path: Path) -
     script = SCRIPT.read_text().replace("import jax\n", with_more + "import jax\n", 1)
     own = tmp_path / "start.py"
     own.write_text(script)
-    for worker in run_workers(own, 2, "found", 20):
+    for worker in run_workers(own, 2, "found", 20, fresh=True):
         assert worker.code == 76, worker.output
         assert "ClusterConfigError: the workers have different devices: worker 0 1 cpu, worker 1 2 cpu" in worker.output
