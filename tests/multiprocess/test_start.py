@@ -1,6 +1,7 @@
 """A job starts, or says what is wrong: with the right exit code, in time, and never by a signal."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,23 @@ def test_a_malformed_tf_config_is_one_readable_error_with_its_code() -> None:
     [worker] = run_workers(SCRIPT, 1, "tf", 20, env=tf_config(2, "127.0.0.1:2222", "127.0.0.1:2223"))
     assert worker.code == 76, worker.output
     assert "ClusterConfigError: TF_CONFIG: task.index is 2; with 2 workers give 0 to 1" in worker.output
+
+
+def test_the_launcher_starts_all_again_after_a_death(tmp_path: Path) -> None:
+    script, command = tmp_path / "worker.py", tmp_path / "command.py"
+    script.write_text(
+        "import os, signal, time\n"
+        "worker, attempt = os.environ['JAX_PROCESS_ID'], os.environ['MIRRORED_ATTEMPT']\n"
+        "print('ATTEMPT', attempt, os.environ['JAX_COORDINATOR_ADDRESS'], flush=True)\n"
+        "if attempt == '0':\n"
+        "    time.sleep(100) if worker == '0' else os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    command.write_text("import sys\nfrom mirrored.launch import main\nsys.exit(main())\n")
+    [launcher] = run_workers(command, 1, "launch", "-n", 2, "--max-restarts", 1, "--cpu-devices", 1, script, timeout=40)
+    assert launcher.code == 0 and "starting all again" in launcher.output, launcher.output
+    said = set(re.findall(r"\[(\d)\] ATTEMPT (\d) (\S+)", launcher.output))
+    assert {(worker, attempt) for worker, attempt, _ in said} == {("0", "0"), ("1", "0"), ("0", "1"), ("1", "1")}
+    assert len({address for _, _, address in said}) == 2, "each attempt has a port of its own"
 
 
 @pytest.mark.slow
