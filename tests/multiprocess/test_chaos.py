@@ -117,4 +117,4 @@ def test_a_lost_commit_and_a_repeated_step_are_found() -> None:
     with pytest.raises(AssertionError, match="step 5 was done when the worker was preempted, 3 was restored"):
         chaos_checks.check_preemptions(lost, preempted)
     killed = [Hit(Fault("STEP", 4, (0,), 0.0), 0.5, 0)]
-    assert chaos_checks.seconds_to("STEP", right, killed) == [3.5]
+    assert chaos_checks.seconds_to_step(right, killed) == [3.5]
