@@ -98,11 +98,11 @@ DELAYS = {
     "SAVE": 0.15, "END": 0.3,
 }  # fmt: skip
 WITH_STEP = ("READ", "RUN", "STEP", "SAVE")
-#: In this order, so that a run has some of the start and some of the training.
+#: The last three are also what a run with files of its own for each worker meets.
 KINDS = [
-    *((moment, signal.SIGKILL) for moment in ("SPAWN", "STEP", "SAVE", "START", "READ", "RESTORE", "MEET", "RUN", "COMPILE")),
+    *((moment, signal.SIGKILL) for moment in ("SPAWN", "START", "MEET", "RESTORE", "COMPILE", "RUN")),
     ("STEP", signal.SIGTERM),
-    ("END", signal.SIGKILL),
+    *((moment, signal.SIGKILL) for moment in ("END", "STEP", "SAVE", "READ")),
 ]
 
 

@@ -193,4 +193,8 @@ def run_workers(script: Path | str, num_workers: int, *args: object, timeout: fl
     """Run a job to its end, and return how each worker ended; see `workers`. TimeoutError with the outputs if one does not."""
     deadline = time.monotonic() + timeout
     with workers(script, num_workers, *args, **options) as running:
-        return [worker.wait(max(0.0, deadline - time.monotonic())) for worker in running]
+        try:
+            return [worker.wait(max(0.0, deadline - time.monotonic())) for worker in running]
+        except TimeoutError as error:
+            error.add_note("\n".join(f"--- worker {worker.index} wrote:\n{worker.output}" for worker in running))
+            raise

@@ -16,26 +16,26 @@ from chaos_job import Event, Fault, Hit
 SMALL = Setting(num_rows=20, num_epochs=7, num_replicas=2, options=("--noise-by-row",))
 #: Five files of 2 to 10 records: worker 0 has 21 of them, worker 1 has 6. An epoch has 7 steps.
 FILES = Setting(num_rows=27, num_epochs=3, options=("--files", "--save-every", 1, "--wait-every", 2))
-NUM_KILLS = 6
-NUM_RUNS = 2
+FILES_FAULTS = [
+    *chaos.faults_around_saves(random.Random(0), 2, 2), Fault("READ", 8, (0,), 0.002), Fault("STEP", 15, (1,), 0.0),
+]  # fmt: skip
+RANDOM_FAULTS = chaos.random_faults(0, 8, SMALL.num_workers, num_steps=28)
 #: The promise is 10 s, for 2 local workers; this machine may be busy.
 RESTART_SECONDS = 60.0
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("seed", range(NUM_RUNS))
-def test_kills_at_random_moments_leave_no_trace(seed: int) -> None:
-    planned = chaos.random_faults(seed, NUM_KILLS, SMALL.num_workers, len(chaos.undisturbed(SMALL)[0]))
-    outcome = chaos.disturbed(SMALL, planned)
-    missed = set(planned) - {hit.fault for hit in outcome.hits}
-    assert all(fault.moment == "END" for fault in missed) and outcome.num_attempts > 1, "only the end may come too soon"
+def test_kills_at_random_moments_leave_no_trace() -> None:
+    outcome = chaos.disturbed(SMALL, RANDOM_FAULTS)
+    missed = set(RANDOM_FAULTS) - {hit.fault for hit in outcome.hits}
+    assert all(fault.moment == "END" for fault in missed), "only the end may come too soon"
     assert max(outcome.seconds_to_step, default=0.0) < RESTART_SECONDS
     assert max(outcome.steps_redone, default=0) <= 2 * 5, "the steps since the last save, and those while it was written"
 
 
 def test_the_runs_meet_all_moments() -> None:
-    met = {(f.moment, f.number) for seed in range(NUM_RUNS) for f in chaos.random_faults(seed, NUM_KILLS, 2, 28)}
+    met = {(fault.moment, fault.number) for fault in (*RANDOM_FAULTS, *FILES_FAULTS)}
     assert met == {(moment, signal.SIGKILL) for moment in chaos.DELAYS} | {("STEP", signal.SIGTERM)}
 
 
@@ -43,15 +43,14 @@ def test_the_runs_meet_all_moments() -> None:
 @pytest.mark.timeout(400)
 def test_kills_around_saves_and_ends_of_epochs_lose_nothing_where_each_worker_reads_files_of_its_own() -> None:
     """Where the saved position is at the end of an epoch or before it; `python tests/chaos.py --saves` is for more kills."""
-    saves = chaos.faults_around_saves(random.Random(0), 3, 2)
-    outcome = chaos.disturbed(FILES, [*saves, Fault("READ", 8, (0,), 0.002), Fault("STEP", 15, (1,), 0.0)])
-    assert len(outcome.hits) == 5 and outcome.num_attempts == 6
+    outcome = chaos.disturbed(FILES, FILES_FAULTS)
+    assert len(outcome.hits) == len(FILES_FAULTS) and outcome.num_attempts == 1 + len(FILES_FAULTS)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_other_numbers_of_workers_go_on_with_the_same_data() -> None:
-    chaos.resized(SMALL, chaos.RESIZES[SMALL.num_replicas])
+def test_other_numbers_of_workers_and_replicas_go_on_with_the_same_data() -> None:
+    chaos.resized(SMALL, [(2, 2), (3, 1), (1, 2)])
 
 
 # -- a recovery that forgets something is found
