@@ -587,6 +587,32 @@ def mean_over_replicas(tree):
     return mr.get_replica_context().all_reduce("mean", tree)
 
 
+def sgd(w, x):
+    w.assign_sub(0.1 * mean_over_replicas(own_gradient(w, x)))
+
+
+def clipped_by_global_norm(w, x):
+    gradient = mean_over_replicas(own_gradient(w, x))
+    w.assign(w - gradient * jnp.minimum(1.0, 1.0 / jnp.linalg.norm(gradient)))
+
+
+def accumulated_in_a_scan(w, x):
+    rows = jnp.stack([x, 2 * x])
+    total, _ = jax.lax.scan(lambda g, row: (g + own_gradient(w, row), None), jnp.zeros(SIZE), rows)
+    w.assign_sub(0.1 * mean_over_replicas(total))
+
+
+def natural_gradient(w, x):
+    gradient = own_gradient(w, x)
+    fisher = mean_over_replicas(jnp.outer(gradient, gradient)) + jnp.eye(SIZE)
+    w.assign_sub(jax.scipy.linalg.cho_solve(jax.scipy.linalg.cho_factor(fisher), mean_over_replicas(gradient)))
+
+
+def hessian_free(w, x):
+    product = lambda p: mean_over_replicas(jax.jvp(lambda w: jax.grad(lambda w: jnp.sum((w - x) ** 4))(w), (w.value,), (p,))[1])  # noqa: E731
+    w.assign_sub(jax.scipy.sparse.linalg.cg(product, mean_over_replicas(own_gradient(w, x)), maxiter=2)[0])
+
+
 def loss_scaling(w, x):
     gradient = mean_over_replicas(own_gradient(w, x))
     w.assign(jax.lax.cond(jnp.all(jnp.isfinite(gradient)), lambda: w - gradient, lambda: w * 0.5))
@@ -627,7 +653,10 @@ def merged(w, x):
     mr.get_replica_context().merge_call(lambda strategy, x: [None, w.assign(strategy.reduce("mean", x))][0], args=(x,))
 
 
-STEPS = [loss_scaling, updated_in_a_loop, line_search, rematerialised, randomly_perturbed, merged]
+STEPS = [
+    sgd, clipped_by_global_norm, loss_scaling, accumulated_in_a_scan, updated_in_a_loop, line_search, natural_gradient,
+    hessian_free, rematerialised, randomly_perturbed, merged,
+]  # fmt: skip
 
 
 def test_steps_that_people_write_are_accepted(strategy3, per_replica):
@@ -641,6 +670,44 @@ def test_steps_that_people_write_are_accepted(strategy3, per_replica):
     strategy3.run(all_of_them, args=(per_replica(strategy3, VECTOR, 2 * VECTOR, 3 * VECTOR),))
     strategy3.assert_mirrored()
     assert [w.name for w in variables if np.all(w.numpy() == VECTOR)] == []
+
+
+def test_moving_statistics_of_all_replicas_are_accepted_and_own_ones_refused(strategy3, per_replica):
+    with strategy3.scope():
+        mean = mr.Variable(VECTOR, name="moving_mean")
+    x = per_replica(strategy3, VECTOR, 2 * VECTOR, 3 * VECTOR)
+    strategy3.run(lambda x: mean.assign(0.9 * mean + 0.1 * mean_over_replicas(x)), args=(x,))
+    strategy3.assert_mirrored()
+    with pytest.raises(mr.ReplicasDivergeError, match="'moving_mean' is mirrored"):
+        strategy3.run(lambda x: mean.assign(0.9 * mean + 0.1 * x), args=(x,))
+
+
+def test_a_key_in_a_variable_may_be_split_but_not_folded(strategy3):
+    with strategy3.scope():
+        key = mr.Variable(jax.random.key(0), name="key")
+
+    def split():
+        new, own = jax.random.split(key.value)
+        key.assign(new)
+        return jax.random.normal(mr.get_replica_context().rng(own))
+
+    assert isinstance(strategy3.run(split), mr.PerReplica)
+    with pytest.raises(mr.ReplicasDivergeError, match=r"'key' is mirrored.*own number \(replica_id_in_sync_group, ctx.rng\)"):
+        strategy3.run(lambda: key.assign(mr.get_replica_context().rng(key.value)))
+
+
+def test_mirrored_variables_may_be_swapped(strategy3):
+    with strategy3.scope():
+        w, u = mr.Variable(1.0, name="w"), mr.Variable(2.0, name="u")
+
+    def step():
+        before = w.value
+        w.assign(u)
+        u.assign(before)
+
+    strategy3.run(step)
+    assert (float(w), float(u)) == (2.0, 1.0)
+    strategy3.assert_mirrored()
 
 
 # -- refusals name everything
