@@ -9,14 +9,11 @@ relative to what the program says that it does, so that a run that failed can be
 """
 
 import argparse
-import collections
 import dataclasses
 import functools
 import random
 import signal
-import statistics
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,7 +26,7 @@ from chaos_checks import (
     check_same_bits,
     read_lives,
     read_results,
-    seconds_to,
+    seconds_to_step,
     steps_redone,
 )
 from chaos_job import Fault, Hit, job
@@ -44,7 +41,6 @@ class Setting:
     num_rows: int = 23
     num_epochs: int = 6
     options: tuple[object, ...] = ()
-    forget: str = dataclasses.field(default="", compare=False)  # in disturbed runs only
 
     def arguments(self) -> list[object]:
         return ["--rows", self.num_rows, "--epochs", self.num_epochs, *self.options]
@@ -55,12 +51,9 @@ class Outcome:
     """What a run has shown."""
 
     hits: list[Hit]
-    seconds_to_start: list[float]
     seconds_to_step: list[float]
     steps_redone: list[int]
     num_attempts: int
-    num_cut_saves: int
-    seconds: float
 
 
 @functools.cache
@@ -79,9 +72,8 @@ def disturbed(setting: Setting, faults: Sequence[Fault]) -> Outcome:
     """Run with faults, and check all that must be true in the end."""
     expected_rows, expected = undisturbed(setting)
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
-        folder, started, hits = Path(name), time.monotonic(), list[Hit]()
-        forget = ["--forget", setting.forget] if setting.forget else []
-        with job(folder, setting.num_workers, setting.num_replicas, *setting.arguments(), *forget) as running:
+        folder, hits = Path(name), list[Hit]()
+        with job(folder, setting.num_workers, setting.num_replicas, *setting.arguments()) as running:
             for fault in faults:
                 if (hit := running.strike(fault, hits[-1] if hits else None)) is not None:
                     hits.append(hit)
@@ -94,15 +86,8 @@ def disturbed(setting: Setting, faults: Sequence[Fault]) -> Outcome:
             check_same_bits(read_results(folder, 0, setting.num_workers), expected)
             check_commits(running.events)
             check_preemptions(running.events, hits)
-            return Outcome(
-                hits,
-                seconds_to("START", running.events, hits),
-                seconds_to("STEP", running.events, hits),
-                steps_redone(lives),
-                1 + max(event.attempt for event in running.events),
-                sum(line.startswith("[0]") and "is a save that was cut short" in line for line in running.lines),
-                time.monotonic() - started,
-            )
+            num_attempts = 1 + max(event.attempt for event in running.events)
+            return Outcome(hits, seconds_to_step(running.events, hits), steps_redone(lives), num_attempts)
 
 
 # -- moments
@@ -113,11 +98,11 @@ DELAYS = {
     "SAVE": 0.15, "END": 0.3,
 }  # fmt: skip
 WITH_STEP = ("READ", "RUN", "STEP", "SAVE")
-#: In this order, so that a run has some of the start and some of the training.
+#: The last three are also what a run with files of its own for each worker meets.
 KINDS = [
-    *((moment, signal.SIGKILL) for moment in ("SPAWN", "STEP", "SAVE", "START", "READ", "RESTORE", "MEET", "RUN", "COMPILE")),
+    *((moment, signal.SIGKILL) for moment in ("SPAWN", "START", "MEET", "RESTORE", "COMPILE", "RUN")),
     ("STEP", signal.SIGTERM),
-    ("END", signal.SIGKILL),
+    *((moment, signal.SIGKILL) for moment in ("END", "STEP", "SAVE", "READ")),
 ]
 
 
@@ -174,7 +159,7 @@ def resized(setting: Setting, sizes: Sequence[tuple[int, int]], seed: int = 0) -
 
 
 def main() -> None:
-    """Run what the command line asks for, and print figures."""
+    """Run what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--kills", type=int, default=3)
@@ -184,35 +169,19 @@ def main() -> None:
     parser.add_argument("--saves", action="store_true", help="kills around saves")
     parser.add_argument("--resize", action="store_true", help="go on with other numbers of workers")
     options = parser.parse_args()
+    setting = Setting(options.workers, options.replicas, options=("--noise-by-row",) if options.resize else ())
     if options.resize:
-        resized(Setting(options.workers, options.replicas, options=("--noise-by-row",)), RESIZES[options.replicas], options.seed)
+        resized(setting, RESIZES[options.replicas], options.seed)
         return
-    starts, steps, redone, hits, missed, cut = [], [], [], collections.Counter(), 0, 0
     for seed in range(options.seed, options.seed + options.runs):
         if options.saves:
             setting = saves_setting(options.kills, options.workers, options.replicas)
             faults = faults_around_saves(random.Random(seed), options.kills, options.workers)
         else:
-            setting = Setting(options.workers, options.replicas)
             faults = random_faults(seed, options.kills, options.workers, len(undisturbed(setting)[0]))
         outcome = disturbed(setting, faults)
-        starts += outcome.seconds_to_start
-        steps += outcome.seconds_to_step
-        redone += outcome.steps_redone
-        hits.update(f"{hit.fault.moment} {hit.fault.number.name}" for hit in outcome.hits)
-        missed += len(faults) - len(outcome.hits)
-        cut += outcome.num_cut_saves
-        shown = ", ".join(f"{f.number.name} {f.moment}{f' {f.step}' if f.step else ''} {f.victims}" for f in faults)
-        print(f"seed {seed}: {len(outcome.hits)} of {len(faults)} hit, {outcome.num_attempts} attempts, {outcome.seconds:.1f} s, "
-              f"restarts {' '.join(f'{seconds:.1f}' for seconds in outcome.seconds_to_step)}"
-              f"{'' if options.saves else f': {shown}'}", flush=True)  # fmt: skip
-    print(f"{options.runs} runs, {hits.total()} faults, {missed} came too late; all ended as undisturbed ones: {dict(hits)}")
-    for what, seconds in {"start of the next attempt": starts, "first step of the next attempt": steps}.items():
-        if seconds:
-            print(f"SIGKILL to the {what}: median {statistics.median(seconds):.1f} s, max {max(seconds):.1f} s ({len(seconds)})")
-    print(f"saves that were cut short: {cut}")
-    if redone:
-        print(f"steps done again: median {statistics.median(redone)}, max {max(redone)}")
+        restarts = " ".join(f"{seconds:.1f}" for seconds in outcome.seconds_to_step)
+        print(f"seed {seed}: {len(outcome.hits)} of {len(faults)} hit, {outcome.num_attempts} attempts, s to a step: {restarts}")
 
 
 def saves_setting(num_kills: int, num_workers: int = 2, num_replicas: int = 1) -> Setting:

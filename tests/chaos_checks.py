@@ -119,12 +119,12 @@ def check_preemptions(events: Sequence[Event], hits: Sequence[Hit]) -> None:
             assert not began or began[0] == done, f"step {done} was done when the worker was preempted, {began[0]} was restored"
 
 
-def seconds_to(name: str, events: Sequence[Event], hits: Sequence[Hit]) -> list[float]:
-    """Return for each SIGKILL the seconds until the next attempt first said something, where it came so far."""
+def seconds_to_step(events: Sequence[Event], hits: Sequence[Hit]) -> list[float]:
+    """Return for each SIGKILL the seconds until the next attempt's first step, where it came so far."""
     seconds = []
     for hit in hits:
         if hit.fault.number == signal.SIGKILL and hit.attempt is not None:
-            times = [event.time for event in events if event.name == name and event.attempt == hit.attempt + 1]
+            times = [event.time for event in events if event.name == "STEP" and event.attempt == hit.attempt + 1]
             seconds += [min(times) - hit.time] if times else []
     return seconds
 

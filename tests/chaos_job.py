@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 PROGRAM = Path(__file__).parent / "multiprocess" / "chaos_worker.py"
-#: For each attempt; far more than one takes on a busy machine.
+#: Without anything said; far more than it takes on a busy machine.
 DEADLINE_SECONDS = 60.0
 #: Most of an attempt's time is compilation, and what it computes is not the question here.
 QUICK_COMPILATION = "--xla_backend_optimization_level=0"
@@ -95,8 +95,8 @@ class Job:
                 if said := SAID.search(text):
                     event = Event(now, int(said[1]), int(said[2]), said[3], int(said[4]))
                     self.events.append(event)
+                    self._deadline = now + DEADLINE_SECONDS
                     if event.name == "START":
-                        self._deadline = now + DEADLINE_SECONDS
                         with contextlib.suppress(ProcessLookupError):  # it was killed meanwhile
                             self._processes[event.worker, event.attempt] = os.pidfd_open(event.number)
                 self._news.notify_all()

@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import mirrored as mr
 
@@ -32,24 +31,27 @@ USES = {
 }
 
 
-EVEN, UNEVEN = (2, 2, 2), (1, 3, 0)
-CASES = [(use, "this strategy", EVEN) for use in USES]
-CASES += [(use, "this strategy", UNEVEN) for use in ("a gradient", "a collective", "merge_call")]
-CASES += [("a jitted function", of, sizes) for of in ("another strategy", "one device") for sizes in (EVEN, UNEVEN)]
-
-
-@pytest.mark.parametrize(("use", "of", "sizes"), CASES)
-def test_a_step_computes_with_an_array_that_it_closes_over(strategy3, use: str, of: str, sizes: tuple[int, ...]) -> None:
-    maker = {"this strategy": strategy3, "another strategy": mr.MirroredStrategy(["cpu:4", "cpu:5"])}.get(of)
+def test_a_step_computes_with_an_array_that_it_closes_over(strategy3) -> None:
     values = np.array([3.0, -1.0], np.float32)
-    one = jax.device_put(values, jax.devices()[2]) if maker is None else maker.run(lambda v: v, args=(values,))
-    rows = [np.arange(2 * size, dtype=np.float32).reshape(size, 2) for size in sizes]
-    x = strategy3.distribute_values_from_function(lambda c: rows[c.replica_id_in_sync_group])
-    expected = strategy3.run(lambda x, one: USES[use](x, one), args=(x, values))
-    closing = lambda x: USES[use](x, one)  # noqa: E731
-    for found in (strategy3.run(closing, args=(x,)), mr.function(lambda x: strategy3.run(closing, args=(x,)))(x)):
-        for own, wanted in zip(found.values, expected.values, strict=True):
-            np.testing.assert_allclose(own, wanted, rtol=1e-6)
+    of_this = strategy3.run(lambda v: v, args=(values,))
+    of_another = mr.MirroredStrategy(["cpu:4", "cpu:5"]).run(lambda v: v, args=(values,))
+    on_one_device = jax.device_put(values, jax.devices()[2])
+    for sizes, one, names in (
+        ((2, 2, 2), of_this, tuple(USES)),
+        ((2, 2, 2), of_another, ("a jitted function",)),
+        ((2, 2, 2), on_one_device, ("a jitted function",)),
+        ((1, 3, 0), of_this, ("a gradient", "a collective", "merge_call")),
+        ((1, 3, 0), of_another, ("a jitted function",)),
+    ):
+        rows = [np.arange(2 * size, dtype=np.float32).reshape(size, 2) for size in sizes]
+        x = strategy3.distribute_values_from_function(lambda c, rows=rows: rows[c.replica_id_in_sync_group])
+        uses = lambda x, one, names=names: {name: USES[name](x, one) for name in names}  # noqa: E731
+        closing = lambda x, one=one, uses=uses: uses(x, one)  # noqa: E731
+        expected = strategy3.run(uses, args=(x, values))
+        for found in (strategy3.run(closing, args=(x,)), mr.function(lambda x, c=closing: strategy3.run(c, args=(x,)))(x)):
+            for name in names:
+                for own, wanted in zip(found[name].values, expected[name].values, strict=True):
+                    np.testing.assert_allclose(own, wanted, rtol=1e-6, err_msg=name)
 
 
 def test_what_is_computed_of_a_closed_over_array_is_still_known_to_be_the_same(strategy3) -> None:

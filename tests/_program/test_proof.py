@@ -1,6 +1,5 @@
 """The mirror proof is sound, accepts what people write, and refuses what would diverge or hang, with its reason."""
 
-import contextlib
 import re
 
 import jax
@@ -8,6 +7,7 @@ import jax.numpy as jnp
 import jax.scipy.sparse.linalg
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -22,6 +22,7 @@ from mirrored._replicas.collectives import ReplicaAxis
 from mirrored._typing import REPLICA_AXIS as AXIS
 
 SIZE = 4
+R = 3
 MATRIX = np.eye(SIZE, dtype="float32") * 3 + 0.5
 VECTOR = np.linspace(0.1, 1, SIZE, dtype="float32")
 HERE = re.escape(__file__)
@@ -31,39 +32,27 @@ def psum(x):
     return jax.lax.psum(x, AXIS)
 
 
-def prove(function, num_replicas=3):
+def prove(function):
     """Prove a function of a mirrored and a per-replica vector; its results are flattened."""
-
-    def flat(m, v):
-        return jax.tree.leaves(function(m, v))
-
-    axis = ReplicaAxis(num_replicas)
-    closed = tracing.trace(flat, (VECTOR, VECTOR), axis, function)
+    axis = ReplicaAxis(R)
+    closed = tracing.trace(lambda m, v: jax.tree.leaves(function(m, v)), (VECTOR, VECTOR), axis, function)
     return closed, proof.prove(tracing.lowered(closed, axis).jaxpr, [SAME, varying("the argument `v`")])
 
 
-def copies(function, num_replicas=3):
-    """Run such a function for real, and return each result's copies, one row for each replica."""
-    closed, findings = prove(function, num_replicas)
-    own_rows = np.random.default_rng(0).normal(size=(num_replicas, SIZE)).astype("float32")
+def wrongly_mirrored(function):
+    """Run such a function for real, and return which results the proof calls mirrored although their copies differ."""
+    closed, findings = prove(function)
+    own_rows = np.random.default_rng(0).normal(size=(R, SIZE)).astype("float32")
 
     def body(m, rows):
         return [result[None] for result in jax.core.eval_jaxpr(closed.jaxpr, closed.consts, m, rows[0])]
 
-    mesh = jax.sharding.Mesh(jax.devices()[:num_replicas], (AXIS,))
+    mesh = jax.sharding.Mesh(jax.devices()[:R], (AXIS,))
     specs = (PartitionSpec(), PartitionSpec(AXIS))
     mapped = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(AXIS), check_vma=False)
-    return findings, [np.asarray(stack) for stack in jax.jit(mapped)(VECTOR, own_rows)]
-
-
-def wrongly_mirrored(function, num_replicas=3):
-    """Return which results the proof calls mirrored although their copies differ."""
-    findings, stacks = copies(function, num_replicas)
-    return [
-        i
-        for i, (state, stack) in enumerate(zip(findings.outputs, stacks, strict=True))
-        if state.is_mirrored and len({row.tobytes() for row in stack}) > 1
-    ]
+    stacks = [np.asarray(stack) for stack in jax.jit(mapped)(VECTOR, own_rows)]
+    pairs = enumerate(zip(findings.outputs, stacks, strict=True))
+    return [i for i, (state, stack) in pairs if state.is_mirrored and len({row.tobytes() for row in stack}) > 1]
 
 
 # -- sound: random programs, run for real
@@ -225,21 +214,20 @@ def random_programs(max_examples):
     )
 
 
-@pytest.mark.parametrize(("num_replicas", "num_programs"), [(3, 40), (8, 20)])
-def test_what_the_proof_calls_mirrored_is_bit_equal(num_replicas, num_programs):
+def test_what_the_proof_calls_mirrored_is_bit_equal():
     accepted = []
 
-    @random_programs(num_programs)
+    @random_programs(16)
     @given(st.lists(instructions(2, frozenset(LEAVES)), min_size=2, max_size=5))
     def check(program):
         try:
-            assert wrongly_mirrored(lambda m, v: run_program(program, [m, v, -m], LEAVES), num_replicas) == []
+            assert wrongly_mirrored(lambda m, v: run_program(program, [m, v, -m], LEAVES)) == []
         except mr.CollectiveHangError:
             return
         accepted.append(program)
 
     check()
-    assert len(accepted) > num_programs / 3, "hardly a program ran: the test shows nothing"
+    assert len(accepted) > 6, "hardly a program ran: the test shows nothing"
 
 
 STATEMENTS = ("assign", "assign_reduced", "assign_averaged", "assign_sometimes", "assign_in_a_loop", "add_to_local", "swap")
@@ -269,9 +257,8 @@ def real_copies(array):
 
 
 @pytest.mark.filterwarnings("ignore:.*has been compiled:mirrored.RecompilationWarning")
-@pytest.mark.parametrize("num_replicas", [3, 8])
-def test_a_random_step_runs_and_stays_mirrored_or_is_refused(num_replicas):
-    strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
+def test_a_random_step_runs_and_stays_mirrored_or_is_refused(strategy3):
+    strategy = strategy3
     with strategy.scope():
         w, u = mr.Variable(VECTOR, name="w"), mr.Variable(-VECTOR, name="u")
         averaged = mr.Variable(VECTOR, name="averaged", aggregation="mean")
@@ -282,7 +269,7 @@ def test_a_random_step_runs_and_stays_mirrored_or_is_refused(num_replicas):
     own = strategy.distribute_values_from_function(lambda ctx: VECTOR * (1 + ctx.replica_id_in_sync_group))
     outcomes = []
 
-    @random_programs(20)
+    @random_programs(10)
     @given(st.lists(st.one_of(instructions(1, frozenset(leaves)), statements), max_size=7))
     def check(program):
         def step(m, v):
@@ -306,22 +293,19 @@ def test_a_random_step_runs_and_stays_mirrored_or_is_refused(num_replicas):
         outcomes.append(None)
 
     check()
-    assert outcomes.count(None) >= 4 and mr.ReplicasDivergeError in outcomes
+    assert outcomes.count(None) >= 2 and mr.ReplicasDivergeError in outcomes
 
 
-@pytest.mark.parametrize(
-    ("name", "wrong", "program"),
-    [
+def test_the_soundness_test_notices_a_wrong_proof(monkeypatch):
+    for name, wrong, program in [
         ("MAKE_SAME", primitives.MAKE_SAME | {"ppermute"}, lambda m, v: jax.lax.ppermute(v, AXIS, ring())),
         ("PURE", primitives.PURE | {"rng_uniform"}, lambda m, v: jax.lax.rng_uniform(0.0, 1.0, (SIZE,))),
         ("join", lambda states: list(states)[-1], lambda m, v: jax.lax.cond(v[0] > 0, lambda: m, lambda: -m)),
-    ],
-    ids=["collective", "primitive", "predicate"],
-)
-def test_the_soundness_test_notices_a_wrong_proof(monkeypatch, name, wrong, program):
-    assert wrongly_mirrored(program) == []
-    monkeypatch.setattr(proof, name, wrong)
-    assert wrongly_mirrored(program) == [0]
+    ]:
+        assert wrongly_mirrored(program) == []
+        with monkeypatch.context() as patch:
+            patch.setattr(proof, name, wrong)
+            assert wrongly_mirrored(program) == [0]
 
 
 # -- complete: what people write
@@ -391,10 +375,24 @@ KEPT = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", KEPT)
-def test_mirrored_values_stay_mirrored(name):
-    _, findings = prove(KEPT[name])
-    assert [state.sameness for state in findings.outputs if not state.is_mirrored] == []
+def test_mirrored_values_stay_mirrored():
+    assert [name for name, function in KEPT.items() if not all(state.is_mirrored for state in prove(function)[1].outputs)] == []
+
+
+def test_updates_of_optax_stay_mirrored():
+    transformations = [
+        optax.sgd(0.1, momentum=0.9),
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adam(optax.cosine_decay_schedule(0.1, 10))),
+        optax.MultiSteps(optax.adamw(0.1), every_k_schedule=2),
+        optax.apply_if_finite(optax.lamb(0.1), 3),
+        optax.chain(optax.adafactor(0.1), optax.ema(0.9), optax.add_noise(0.01, 0.5, 0)),
+        optax.contrib.schedule_free_adamw(0.1),
+    ]
+
+    def update(m, v):
+        return [tx.update(psum(v), tx.init(m), m) for tx in transformations]
+
+    assert [state.origin for state in prove(update)[1].outputs if not state.is_mirrored] == []
 
 
 LOST = {
@@ -431,28 +429,17 @@ LOST = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LOST)
-def test_what_may_differ_is_varying_and_says_why(name):
-    function, origin = LOST[name]
-    _, findings = prove(function)
-    state = findings.outputs[0]
-    assert state.sameness is Sameness.VARYING
-    assert re.search(origin, state.origin)
-    assert "argument" in state.origin or re.search(rf" at {HERE}:\d+", state.origin)
+def test_what_may_differ_is_varying_and_says_why():
+    for name, (function, origin) in LOST.items():
+        state = prove(function)[1].outputs[0]
+        assert state.sameness is Sameness.VARYING, name
+        assert re.search(origin, state.origin), (name, state.origin)
+        assert "argument" in state.origin or re.search(rf" at {HERE}:\d+", state.origin), (name, state.origin)
 
 
 def test_a_part_of_a_result_may_be_mirrored():
     _, findings = prove(lambda m, v: (m, v, psum(v), psum(m)))
     assert [state.sameness.name for state in findings.outputs] == ["SAME", "VARYING", "REDUCED", "SAME"]
-
-
-def test_a_ref_that_was_written_with_a_varying_value_is_varying():
-    def swapped(m, v):
-        ref = jax.new_ref(m)
-        ref[...] = v
-        return ref[...]
-
-    assert not prove(swapped)[1].outputs[0].is_mirrored
 
 
 def test_custom_partitioning_and_pallas_are_varying():
@@ -507,66 +494,53 @@ def summed_backwards(x):
 summed_both_ways.defvjp(lambda x: (psum(x), None), lambda _, ct: (psum(ct),))
 summed_backwards.defvjp(lambda x: (x, None), lambda _, ct: (psum(ct),))
 
+
+def maybe(v, function, otherwise):
+    return jax.lax.cond(v[0] > 0, function, lambda: otherwise)
+
+
+while_loop, own_cg = jax.lax.while_loop, lambda matrix, side: jax.scipy.sparse.linalg.cg(matrix, side, maxiter=3)[0]
 HANGS = {
-    "cond": (lambda m, v: jax.lax.cond(v[0] > 0, lambda: psum(m), lambda: m), "psum"),
-    "cond_on_the_replica_number": (
-        lambda m, v: jax.lax.cond(jax.lax.axis_index(AXIS) == 0, lambda: jax.lax.all_gather(m, AXIS)[0], lambda: m), "all_gather"
+    "cond": lambda m, v: maybe(v, lambda: psum(m), m),
+    "the replica's number": lambda m, v: jax.lax.cond(jax.lax.axis_index(AXIS) == 0, lambda: psum(m), lambda: m),
+    "all_gather": lambda m, v: maybe(v, lambda: jax.lax.all_gather(m, AXIS)[0], m),
+    "pmax": lambda m, v: maybe(v, lambda: jax.lax.pmax(m, AXIS), m),
+    "ppermute": lambda m, v: maybe(v, lambda: jax.lax.ppermute(m, AXIS, [(0, 1)]), m),
+    "pbroadcast": lambda m, v: maybe(v, lambda: jax.lax.pbroadcast(m, (AXIS,), 0), m),
+    "reduce_scatter": lambda m, v: maybe(v, lambda: jax.lax.psum_scatter(jnp.ones(3), AXIS), m[0]),
+    "groups": lambda m, v: maybe(v, lambda: jax.lax.psum(m, AXIS, axis_index_groups=[[0, 1, 2]]), m),
+    "both branches": lambda m, v: jax.lax.cond(v[0] > 0, lambda: psum(m), lambda: psum(2 * m)),
+    "switch": lambda m, v: jax.lax.switch(v[0].astype(int), [lambda: psum(m), lambda: m, lambda: -m]),
+    "while body": lambda m, v: while_loop(lambda c: c < v[0], lambda c: psum(c) + 1, m[0]),
+    "while condition": lambda m, v: while_loop(lambda c: psum(c) < v[0], lambda c: c + 1, m[0]),
+    "varies late": lambda m, v: while_loop(lambda c: c[0] < 9, lambda c: (c[1], psum(c[1]) + v[0]), (m[0], m[1])),
+    "fori with a varying bound": lambda m, v: jax.lax.fori_loop(0, v[0].astype(int), lambda i, c: psum(c), m),
+    "vmapped while": lambda m, v: jax.vmap(lambda x: while_loop(lambda c: c < x, lambda c: psum(c) + 1, 0.0))(v),
+    "scan in cond": lambda m, v: maybe(v, lambda: jax.lax.scan(lambda c, _: (psum(c), None), m, None, length=2)[0], m),
+    "cond in cond": lambda m, v: maybe(v, lambda: jax.lax.cond(m[0] > 0, lambda: jax.jit(psum)(m), lambda: m), m),
+    "while in cond": lambda m, v: maybe(v, lambda: while_loop(lambda c: c[0] < 2, psum, m), m),
+    "predicate that varies late": lambda m, v: jax.lax.scan(
+        lambda c, _: ((c[1], v[0], jax.lax.cond(c[0] > 0, lambda: psum(c[2]), lambda: c[2])), None), (m[0], m[1], m), None, 3
     ),
-    "collective_of_equal_values": (lambda m, v: jax.lax.cond(v[0] > 0, lambda: jax.lax.pmax(m, AXIS), lambda: m), "pmax"),
-    "both_branches": (lambda m, v: jax.lax.cond(v[0] > 0, lambda: psum(m), lambda: psum(2 * m)), "psum"),
-    "switch": (lambda m, v: jax.lax.switch(v[0].astype(int), [lambda: psum(m), lambda: m, lambda: -m]), "psum"),
-    "while_body": (lambda m, v: jax.lax.while_loop(lambda c: c < v[0], lambda c: psum(c) + 1, m[0]), "psum"),
-    "while_condition": (lambda m, v: jax.lax.while_loop(lambda c: psum(c) < v[0], lambda c: c + 1, m[0]), "psum"),
-    "while_that_varies_late": (
-        lambda m, v: jax.lax.while_loop(lambda c: c[0] < 9, lambda c: (c[1], psum(c[1]) + v[0]), (m[0], m[1])), "psum"
-    ),
-    "fori_with_a_varying_bound": (lambda m, v: jax.lax.fori_loop(0, v[0].astype(int), lambda i, c: psum(c), m), "psum"),
-    "vmapped_while": (
-        lambda m, v: jax.vmap(lambda x: jax.lax.while_loop(lambda c: c < x, lambda c: psum(c) + 1, 0.0))(v), "psum"
-    ),
-    "inside_a_scan_inside_a_cond": (
-        lambda m, v: jax.lax.cond(v[0] > 0, lambda: jax.lax.scan(lambda c, _: (psum(c), None), m, None, length=2)[0], lambda: m),
-        "psum",
-    ),
-    "cond_inside_a_cond": (
-        lambda m, v: jax.lax.cond(
-            v[0] > 0, lambda: jax.lax.cond(m[0] > 0, lambda: jax.jit(psum)(m), lambda: m), lambda: m
-        ),
-        "psum",
-    ),
-    "inside_a_while_inside_a_cond": (
-        lambda m, v: jax.lax.cond(v[0] > 0, lambda: jax.lax.while_loop(lambda c: c[0] < 2, psum, m), lambda: m), "psum"
-    ),
-    "scan_where_the_predicate_varies_late": (
-        lambda m, v: jax.lax.scan(
-            lambda c, _: ((c[1], v[0], jax.lax.cond(c[0] > 0, lambda: psum(c[2]), lambda: c[2])), None), (m[0], m[1], m), None, 3
-        ),
-        "psum",
-    ),
-    "gradient_of_a_cond": (lambda m, v: jax.grad(lambda x: jax.lax.cond(v[0] > 0, psum, lambda y: y, x).sum())(m), "psum"),
-    "remat": (lambda m, v: jax.lax.cond(v[0] > 0, lambda: jax.checkpoint(psum)(m), lambda: m), "psum"),
-    "custom_vjp": (lambda m, v: jax.lax.cond(v[0] > 0, lambda: summed_both_ways(m), lambda: m), "psum"),
-    "backward_of_custom_vjp": (
-        lambda m, v: jax.grad(lambda x: jax.lax.cond(v[0] > 0, summed_backwards, lambda y: y, x).sum())(m), "psum"
-    ),
-    "ppermute": (lambda m, v: jax.lax.cond(v[0] > 0, lambda: jax.lax.ppermute(m, AXIS, [(0, 1)]), lambda: m), "ppermute"),
-    "pbroadcast": (lambda m, v: jax.lax.cond(v[0] > 0, lambda: jax.lax.pbroadcast(m, (AXIS,), 0), lambda: m), "pbroadcast"),
-    "psum_scatter": (
-        lambda m, v: jax.lax.cond(v[0] > 0, lambda: jax.lax.psum_scatter(jnp.ones(3), AXIS), lambda: m[0]), "reduce_scatter"
-    ),
-    "groups": (
-        lambda m, v: jax.lax.cond(v[0] > 0, lambda: jax.lax.psum(m, AXIS, axis_index_groups=[[0, 1, 2]]), lambda: m), "psum"
-    ),
-    "cg_for_a_varying_side": (lambda m, v: jax.scipy.sparse.linalg.cg(lambda x: psum(MATRIX @ x), v, maxiter=3)[0], "psum"),
-    "cg_with_a_varying_matrix": (lambda m, v: jax.scipy.sparse.linalg.cg(lambda x: v @ v * psum(x), m, maxiter=3)[0], "psum"),
+    "gradient of a cond": lambda m, v: jax.grad(lambda x: jax.lax.cond(v[0] > 0, psum, lambda y: y, x).sum())(m),
+    "remat": lambda m, v: maybe(v, lambda: jax.checkpoint(psum)(m), m),
+    "custom_vjp": lambda m, v: maybe(v, lambda: summed_both_ways(m), m),
+    "its backward": lambda m, v: jax.grad(lambda x: jax.lax.cond(v[0] > 0, summed_backwards, lambda y: y, x).sum())(m),
+    "cg for a varying side": lambda m, v: own_cg(lambda x: psum(MATRIX @ x), v),
+    "cg with a varying matrix": lambda m, v: own_cg(lambda x: v @ v * psum(x), m),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", HANGS)
-def test_a_collective_that_some_replicas_may_skip_is_refused(name):
-    function, collective = HANGS[name]
-    with pytest.raises(mr.CollectiveHangError, match=rf"the collective `{collective}` at {HERE}:\d+ runs under"):
-        prove(function)
+def test_a_collective_that_some_replicas_may_skip_is_refused():
+    accepted = []
+    for name, function in HANGS.items():
+        collective = name if name in ("all_gather", "pmax", "ppermute", "pbroadcast", "reduce_scatter") else "psum"
+        try:
+            prove(function)
+            accepted.append(name)
+        except mr.CollectiveHangError as error:
+            assert re.search(rf"the collective `{collective}` at {HERE}:\d+ runs under", str(error)), (name, error)
+    assert accepted == []
 
 
 def test_a_collective_inside_an_unknown_construct_is_refused():
@@ -577,8 +551,8 @@ def test_a_collective_inside_an_unknown_construct_is_refused():
         prove(function)
 
 
-def test_the_hang_message_names_the_input_and_the_way_out(strategy, per_replica):
-    x = per_replica(strategy, *(float(i) for i in range(strategy.num_replicas_in_sync)))
+def test_the_hang_message_names_the_input_and_the_way_out(strategy3, per_replica):
+    x = per_replica(strategy3, 0.0, 1.0, 2.0)
 
     def step(batch):
         context = mr.get_replica_context()
@@ -589,21 +563,17 @@ def test_the_hang_message_names_the_input_and_the_way_out(strategy, per_replica)
     expected = rf"`psum` at {HERE}:{line} runs under .* it depends on the argument `batch\['x'\]`.* jnp.where"
     for _ in range(2):  # a refusal is not cached
         with pytest.raises(mr.CollectiveHangError, match=expected):
-            strategy.run(step, args=({"x": x},))
+            strategy3.run(step, args=({"x": x},))
 
 
 def test_the_way_out_of_a_hang_runs(strategy3, per_replica):
-    x = per_replica(strategy3, 0.0, 1.0, 2.0)
-
-    def chosen(x):
-        return jnp.where(x > 0, mr.get_replica_context().all_reduce("sum", x), x)
-
-    def agreed(x):
+    def step(x):
         total = mr.get_replica_context().all_reduce("sum", x)
-        return jax.lax.cond(total > 0, lambda: mr.get_replica_context().all_reduce("sum", 2 * x), lambda: x)
+        agreed = jax.lax.cond(total > 0, lambda: mr.get_replica_context().all_reduce("sum", 2 * x), lambda: x)
+        return jnp.where(x > 0, total, x), agreed
 
-    assert [float(v) for v in strategy3.local_results(strategy3.run(chosen, args=(x,)))] == [0.0, 3.0, 3.0]
-    assert [float(v) for v in strategy3.local_results(strategy3.run(agreed, args=(x,)))] == [6.0, 6.0, 6.0]
+    results = strategy3.local_results(strategy3.run(step, args=(per_replica(strategy3, 0.0, 1.0, 2.0),)))
+    assert [tuple(map(float, own)) for own in results] == [(0.0, 6.0), (3.0, 6.0), (3.0, 6.0)]
 
 
 # -- whole steps
@@ -626,15 +596,26 @@ def clipped_by_global_norm(w, x):
     w.assign(w - gradient * jnp.minimum(1.0, 1.0 / jnp.linalg.norm(gradient)))
 
 
-def loss_scaling(w, x):
-    gradient = mean_over_replicas(own_gradient(w, x))
-    w.assign(jax.lax.cond(jnp.all(jnp.isfinite(gradient)), lambda: w - gradient, lambda: w * 0.5))
-
-
 def accumulated_in_a_scan(w, x):
     rows = jnp.stack([x, 2 * x])
     total, _ = jax.lax.scan(lambda g, row: (g + own_gradient(w, row), None), jnp.zeros(SIZE), rows)
     w.assign_sub(0.1 * mean_over_replicas(total))
+
+
+def natural_gradient(w, x):
+    gradient = own_gradient(w, x)
+    fisher = mean_over_replicas(jnp.outer(gradient, gradient)) + jnp.eye(SIZE)
+    w.assign_sub(jax.scipy.linalg.cho_solve(jax.scipy.linalg.cho_factor(fisher), mean_over_replicas(gradient)))
+
+
+def hessian_free(w, x):
+    product = lambda p: mean_over_replicas(jax.jvp(lambda w: jax.grad(lambda w: jnp.sum((w - x) ** 4))(w), (w.value,), (p,))[1])  # noqa: E731
+    w.assign_sub(jax.scipy.sparse.linalg.cg(product, mean_over_replicas(own_gradient(w, x)), maxiter=2)[0])
+
+
+def loss_scaling(w, x):
+    gradient = mean_over_replicas(own_gradient(w, x))
+    w.assign(jax.lax.cond(jnp.all(jnp.isfinite(gradient)), lambda: w - gradient, lambda: w * 0.5))
 
 
 def updated_in_a_loop(w, x):
@@ -648,17 +629,6 @@ def line_search(w, x):
     start = loss(value)
     size = jax.lax.while_loop(lambda t: loss(value - t * gradient) > start, lambda t: t / 2, 4.0)
     w.assign(value - size * gradient)
-
-
-def natural_gradient(w, x):
-    gradient = own_gradient(w, x)
-    fisher = mean_over_replicas(jnp.outer(gradient, gradient)) + jnp.eye(SIZE)
-    w.assign_sub(jax.scipy.linalg.cho_solve(jax.scipy.linalg.cho_factor(fisher), mean_over_replicas(gradient)))
-
-
-def hessian_free(w, x):
-    product = lambda p: mean_over_replicas(jax.jvp(lambda w: jax.grad(lambda w: jnp.sum((w - x) ** 4))(w), (w.value,), (p,))[1])  # noqa: E731
-    w.assign_sub(jax.scipy.sparse.linalg.cg(product, mean_over_replicas(own_gradient(w, x)), maxiter=2)[0])
 
 
 def rematerialised(w, x):
@@ -689,39 +659,17 @@ STEPS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("update", STEPS, ids=lambda update: update.__name__)
-def test_steps_that_people_write_are_accepted(strategy3, per_replica, update):
+def test_steps_that_people_write_are_accepted(strategy3, per_replica):
     with strategy3.scope():
-        w = mr.Variable(VECTOR, name="w")
-    strategy3.run(lambda x: update(w, x), args=(per_replica(strategy3, VECTOR, 2 * VECTOR, 3 * VECTOR),))
+        variables = [mr.Variable(VECTOR, name=update.__name__) for update in STEPS]
+
+    def all_of_them(x):
+        for update, w in zip(STEPS, variables, strict=True):
+            update(w, x)
+
+    strategy3.run(all_of_them, args=(per_replica(strategy3, VECTOR, 2 * VECTOR, 3 * VECTOR),))
     strategy3.assert_mirrored()
-    assert np.any(w.numpy() != VECTOR)
-
-
-TRANSFORMATIONS = {
-    "momentum": lambda: optax.sgd(0.1, momentum=0.9),
-    "adam_clip_schedule": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adam(optax.cosine_decay_schedule(0.1, 10))),
-    "multi_steps": lambda: optax.MultiSteps(optax.adamw(0.1), every_k_schedule=2),
-    "apply_if_finite": lambda: optax.apply_if_finite(optax.lamb(0.1), 3),
-    "plateau": lambda: optax.chain(optax.adafactor(0.1), optax.ema(0.9)),
-}
-
-
-@pytest.mark.parametrize("name", TRANSFORMATIONS)
-def test_optimizers_are_accepted(strategy3, per_replica, name):
-    with strategy3.scope():
-        w, average = mr.Variable(VECTOR, name="w"), mr.Variable(VECTOR, name="average")
-        optimizer = mr.Optimizer(TRANSFORMATIONS[name](), [w])
-
-    def step(x):
-        _, gradients = mr.value_and_grad(lambda: jnp.sum((w - x) ** 2), [w])()
-        optimizer.apply_gradients(gradients)
-        average.assign(0.9 * average + 0.1 * w)
-
-    for _ in range(2):
-        strategy3.run(step, args=(per_replica(strategy3, VECTOR, 2 * VECTOR, 3 * VECTOR),))
-    strategy3.assert_mirrored()
-    assert np.any(w.numpy() != VECTOR) and np.any(average.numpy() != VECTOR)
+    assert [w.name for w in variables if np.all(w.numpy() == VECTOR)] == []
 
 
 def test_moving_statistics_of_all_replicas_are_accepted_and_own_ones_refused(strategy3, per_replica):
@@ -748,6 +696,20 @@ def test_a_key_in_a_variable_may_be_split_but_not_folded(strategy3):
         strategy3.run(lambda: key.assign(mr.get_replica_context().rng(key.value)))
 
 
+def test_mirrored_variables_may_be_swapped(strategy3):
+    with strategy3.scope():
+        w, u = mr.Variable(1.0, name="w"), mr.Variable(2.0, name="u")
+
+    def step():
+        before = w.value
+        w.assign(u)
+        u.assign(before)
+
+    strategy3.run(step)
+    assert (float(w), float(u)) == (2.0, 1.0)
+    strategy3.assert_mirrored()
+
+
 # -- refusals name everything
 
 
@@ -768,41 +730,37 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_an_assignment_that_may_diverge_is_refused(strategy3, name):
-    make, origin = REFUSED[name]
+def test_an_assignment_that_may_diverge_is_refused(strategy3):
     with strategy3.scope():
         w, u = mr.Variable(VECTOR, name="w"), mr.Variable(VECTOR, name="u")
         local = mr.Variable(VECTOR, name="local", synchronization="on_read", aggregation="sum")
     rows = strategy3.distribute_values_from_function(lambda ctx: np.ones((2, SIZE), "float32"))
 
-    def step(data):
+    def step(data, make):
         w.assign(make(data, u, local))
 
     line = step.__code__.co_firstlineno + 1
-    expected = (
-        rf"variable 'w' is mirrored, but the value assigned to it at {HERE}:{line} may differ by replica: it depends on "
-        rf".*{origin}.*all_reduce\('mean', value\).*aggregation='mean'.*synchronization='on_read'"
-    )
-    for _ in range(2):  # a refusal is not cached
-        with pytest.raises(mr.ReplicasDivergeError, match=expected):
-            strategy3.run(step, args=([{"rows": rows}],))
+    for make, origin in REFUSED.values():
+        for _ in range(2):  # a refusal is not cached
+            with pytest.raises(
+                mr.ReplicasDivergeError, match=rf"(?s)at {HERE}:{line} may differ .* depends on .*{origin}"
+            ) as caught:
+                strategy3.run(step, args=([{"rows": rows}], make))
+    start, *ways_out = "variable 'w' is mirrored", "all_reduce('mean', value)", "aggregation='mean'", "synchronization='on_read'"
+    assert str(caught.value).startswith(start) and all(way in str(caught.value) for way in ways_out)
     assert w.numpy().tobytes() == VECTOR.tobytes()
-    strategy3.run(lambda data: w.assign(mean_over_replicas(make(data, u, local))), args=([{"rows": rows}],))
+    combined = lambda data: [w.assign(mean_over_replicas(make(data, u, local))) for make, _ in REFUSED.values()] and None  # noqa: E731
+    strategy3.run(combined, args=([{"rows": rows}],))
     strategy3.assert_mirrored()
 
 
-@pytest.mark.parametrize("kind", ["assign_add", "keyword", "overwritten_later", "swapped", "in_a_loop", "returned_unchanged"])
-def test_refusals_find_the_variable_and_the_line(strategy3, per_replica, kind):
+def test_refusals_find_the_variable_and_the_line(strategy3, per_replica):
     with strategy3.scope():
         w, u = mr.Variable(VECTOR, name="w"), mr.Variable(VECTOR, name="u")
         local = mr.Variable(VECTOR, name="local", synchronization="on_read")
 
-    def assign_add(x):
+    def assign_add(*, x):
         w.assign_add(x)
-
-    def keyword(*, x):
-        w.assign(x)
 
     def overwritten_later(x):
         w.assign(x)
@@ -824,18 +782,18 @@ def test_refusals_find_the_variable_and_the_line(strategy3, per_replica, kind):
     def returned_unchanged(x):
         w.assign(u)
         u.assign(w + x)
+        return u.value, x
 
-    step, variable, offset, origin = {
-        "assign_add": (assign_add, "w", 1, "the argument `x`"),
-        "keyword": (keyword, "w", 1, "the argument `x`"),
-        "overwritten_later": (overwritten_later, "w", 1, "the argument `x`"),
-        "swapped": (swapped, "w", 3, "the sync-on-read variable 'local'"),
-        "in_a_loop": (in_a_loop, "w", 2, "the argument `x`"),
-        "returned_unchanged": (returned_unchanged, "u", 2, "the argument `x`"),
-    }[kind]
-    line = step.__code__.co_firstlineno + offset
-    with pytest.raises(mr.ReplicasDivergeError, match=rf"variable '{variable}' .* at {HERE}:{line} .* depends on {origin}"):
-        strategy3.run(step, kwargs={"x": per_replica(strategy3, VECTOR, VECTOR, VECTOR)})
+    for step, variable, offset, origin in [
+        (assign_add, "w", 1, "the argument `x`"),
+        (overwritten_later, "w", 1, "the argument `x`"),
+        (swapped, "w", 3, "the sync-on-read variable 'local'"),
+        (in_a_loop, "w", 2, "the argument `x`"),
+        (returned_unchanged, "u", 2, "the argument `x`"),
+    ]:
+        line = step.__code__.co_firstlineno + offset
+        with pytest.raises(mr.ReplicasDivergeError, match=rf"variable '{variable}' .* at {HERE}:{line} .* depends on {origin}"):
+            strategy3.run(step, kwargs={"x": per_replica(strategy3, VECTOR, VECTOR, VECTOR)})
     assert w.numpy().tobytes() == u.numpy().tobytes() == VECTOR.tobytes()
 
 
@@ -868,20 +826,6 @@ def test_assignments_under_a_condition_need_a_mirrored_one(strategy3, per_replic
     assert w.numpy().tobytes() == (VECTOR / 2).tobytes()
 
 
-def test_mirrored_variables_may_be_swapped(strategy3):
-    with strategy3.scope():
-        w, u = mr.Variable(1.0, name="w"), mr.Variable(2.0, name="u")
-
-    def step():
-        before = w.value
-        w.assign(u)
-        u.assign(before)
-
-    strategy3.run(step)
-    assert (float(w), float(u)) == (2.0, 1.0)
-    strategy3.assert_mirrored()
-
-
 def test_arrays_that_a_step_closes_over_are_whole_on_every_replica(strategy3, per_replica):
     """Also one that lies in pieces on the strategy's own devices, under an inner jit."""
     pieces = jax.device_put(
@@ -892,19 +836,3 @@ def test_arrays_that_a_step_closes_over_are_whole_on_every_replica(strategy3, pe
     strategy3.run(lambda: w.assign(jax.jit(lambda: pieces * 2)()))
     strategy3.assert_mirrored()
     assert w.numpy().tolist() == [0.0, 2.0, 4.0]
-
-
-@pytest.mark.parametrize("is_eager", [False, True])
-def test_results_that_are_proven_the_same_are_plain_arrays(strategy, per_replica, is_eager):
-    x = per_replica(strategy, *(float(i) for i in range(strategy.num_replicas_in_sync)))
-
-    def step(x, y):
-        return {"own": x + y, "sum": mr.get_replica_context().all_reduce("sum", x), "common": y * 2}
-
-    with mr.eager() if is_eager else contextlib.nullcontext():
-        results = strategy.run(step, args=(x, np.float32(1)))
-    assert {name: isinstance(value, mr.PerReplica) for name, value in results.items()} == {
-        "own": True,
-        "sum": False,
-        "common": False,
-    }

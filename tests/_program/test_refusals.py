@@ -56,13 +56,12 @@ REDUCTIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REDUCTIONS)
-def test_gradients_that_were_combined_before_are_refused(strategy3, name):
+def test_gradients_that_were_combined_before_are_refused(strategy3):
     w, b, optimizer, *_ = model(strategy3)
 
-    def step(x):
+    def step(x, combine):
         _, gradients = mr.value_and_grad(lambda: jnp.sum(w * x) + b * x[0], [w, b])()
-        gradients = REDUCTIONS[name](gradients)
+        gradients = combine(gradients)
         optimizer.apply_gradients(gradients)
 
     before, line = values(w, b), step.__code__.co_firstlineno + 3
@@ -70,13 +69,15 @@ def test_gradients_that_were_combined_before_are_refused(strategy3, name):
         rf"the gradient of variable 'w' given to apply_gradients at {HERE}:{line} has already been combined .*"
         r"optimizer\.apply_gradients\(grads, aggregate=False\)"
     )
-    for _ in range(2):  # a refusal is not cached
-        with pytest.raises(mr.FactorOfReplicasError, match=expected):
-            strategy3.run(step, args=(own_rows(strategy3),))
+    for name, combine in REDUCTIONS.items():
+        for _ in range(2):  # a refusal is not cached
+            with pytest.raises(mr.FactorOfReplicasError, match=expected):
+                strategy3.run(step, args=(own_rows(strategy3), combine)), pytest.fail(name)
     assert values(w, b) == before
 
 
-def test_combined_gradients_are_refused_or_applied_alike_on_any_number_of_replicas(strategy):
+def test_combined_gradients_are_refused_or_applied_alike_on_one_replica_too():
+    strategy = mr.OneDeviceStrategy("cpu:0")
     w, _, _, optimizer, _ = model(strategy)
     x = own_rows(strategy)
 
@@ -131,38 +132,31 @@ def whole_batch_step(w, optimizer):
     return step
 
 
-@pytest.mark.parametrize("kind", ["argument", "closure", "no_data", "function", "scan", "eager"])
-def test_the_whole_batch_on_every_replica_warns_once(strategy3, kind):
-    w, _, _, optimizer, _ = model(strategy3)
+def test_the_whole_batch_on_every_replica_warns_once(strategy3):
     x = np.ones(SIZE, "float32")
-    step = whole_batch_step(w, optimizer)
     closed_over = jnp.asarray(x)
 
-    def run():
-        return strategy3.run(step, args=(x,))
-
-    def run_eagerly():
+    def eager(step):
         with mr.eager():
-            return run()
+            return strategy3.run(step, args=(x,))
 
-    three_times = {
-        "argument": lambda: [run() for _ in range(3)],
-        "closure": lambda: [strategy3.run(closure_step) for _ in range(3)],
-        "no_data": lambda: [strategy3.run(no_data_step) for _ in range(3)],
-        "function": lambda: [compiled() for _ in range(3)],
-        "scan": lambda: mr.scan(lambda carry, _: (carry, run()), 0.0, None, length=3),
-        "eager": lambda: [run_eagerly() for _ in range(2)],
-    }[kind]
-    closure_step = lambda: step(closed_over)  # noqa: E731
-    no_data_step = lambda: step(1.0)  # noqa: E731
-    compiled = mr.function(run)
-
-    [warning] = warnings_of(three_times)
-    line = step.__code__.co_firstlineno + 2
-    assert re.search(
-        rf"3 replicas .* apply_gradients at {HERE}:{line} .*strategy\.distribute_dataset\(dataset\)", str(warning.message)
-    )
-    assert warning.filename == __file__
+    ways = {
+        "argument": lambda step: lambda: strategy3.run(step, args=(x,)),
+        "closure": lambda step: lambda: strategy3.run(lambda: step(closed_over)),
+        "no data": lambda step: lambda: strategy3.run(lambda: step(1.0)),
+        "function": lambda step: mr.function(lambda: strategy3.run(step, args=(x,))),
+        "scan": lambda step: lambda: mr.scan(lambda c, _: (c, strategy3.run(step, args=(x,))), 0.0, None, length=3),
+        "eager": lambda step: lambda: eager(step),
+    }
+    for name, way in ways.items():
+        w, _, _, optimizer, _ = model(strategy3)
+        step = whole_batch_step(w, optimizer)
+        run = way(step)
+        caught = warnings_of(lambda run=run: [run() for _ in range(2)])
+        assert [warning.filename for warning in caught] == [__file__], name
+        line = step.__code__.co_firstlineno + 2
+        expected = rf"3 replicas .* apply_gradients at {HERE}:{line} .*strategy\.distribute_dataset\(dataset\)"
+        assert re.search(expected, str(caught[0].message)), name
     strategy3.assert_mirrored()
 
 
@@ -198,28 +192,21 @@ def test_as_an_error_the_warning_leaves_everything_as_it_was(strategy3):
 # -- a loss that was combined before it was differentiated
 
 
-@pytest.mark.parametrize(
-    "combine",
-    [
-        lambda loss: all_reduce("mean", loss),
-        lambda loss: all_reduce("sum", {"loss": loss})["loss"] * 2,
-        lambda loss: jax.lax.pmean(loss, "replica"),
-    ],
-    ids=["mean", "sum", "pmean"],
-)
-def test_a_combined_loss_warns(strategy, combine):
-    w, _, _, optimizer, _ = model(strategy)
+def test_a_combined_loss_warns(strategy3):
+    for combine in (lambda loss: all_reduce("sum", {"loss": loss})["loss"] * 2, lambda loss: jax.lax.pmean(loss, "replica")):
+        for strategy in (strategy3, mr.MirroredStrategy(["cpu:0"])):
+            w, _, _, optimizer, _ = model(strategy)
 
-    def step(x):
-        loss, gradients = mr.value_and_grad(lambda: combine(jnp.mean(w * x)), [w])()
-        optimizer.apply_gradients(gradients)
-        return loss
+            def step(x, w=w, optimizer=optimizer, combine=combine):
+                loss, gradients = mr.value_and_grad(lambda: combine(jnp.mean(w * x)), [w])()
+                optimizer.apply_gradients(gradients)
+                return loss
 
-    caught = warnings_of(lambda: [strategy.run(step, args=(own_rows(strategy),)) for _ in range(2)])
-    assert len(caught) == (strategy.num_replicas_in_sync > 1)
-    for warning in caught:
-        assert "combined over the replicas before it was differentiated" in str(warning.message)
-        assert "mr.losses.compute_average_loss" in str(warning.message) and warning.filename == __file__
+            caught = warnings_of(lambda s=strategy, step=step: [s.run(step, args=(own_rows(s),)) for _ in range(2)])
+            assert [warning.filename for warning in caught] == [__file__] * (strategy is strategy3)
+            for warning in caught:
+                assert "combined over the replicas before it was differentiated" in str(warning.message)
+                assert "mr.losses.compute_average_loss" in str(warning.message)
 
 
 def test_a_loss_that_is_combined_after_its_gradient_does_not_warn(strategy3):
@@ -301,14 +288,15 @@ RIGHT = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("update", RIGHT, ids=lambda update: update.__name__)
-def test_right_programs_run_in_silence(strategy3, update):
-    variables_and_optimizers = model(strategy3)
-    before = values(variables_and_optimizers[0])
-    caught = warnings_of(lambda: strategy3.run(lambda x: update(*variables_and_optimizers, x), args=(own_rows(strategy3),)))
-    assert [str(warning.message) for warning in caught] == []
+def test_right_programs_run_in_silence(strategy3):
+    for update in RIGHT:
+        variables_and_optimizers = model(strategy3)
+        before = values(variables_and_optimizers[0])
+        step = lambda x, update=update, own=variables_and_optimizers: update(*own, x)  # noqa: E731
+        caught = warnings_of(lambda step=step: strategy3.run(step, args=(own_rows(strategy3),)))
+        assert [str(warning.message) for warning in caught] == [], update
+        assert values(variables_and_optimizers[0]) != before, update
     strategy3.assert_mirrored()
-    assert values(variables_and_optimizers[0]) != before
 
 
 def test_an_optimizer_outside_a_step_is_not_guarded(strategy3):
@@ -321,23 +309,17 @@ def test_an_optimizer_outside_a_step_is_not_guarded(strategy3):
 # -- one program
 
 
-@pytest.mark.parametrize(
-    "branch",
-    [lambda n: 1 if n == 0 else 2, lambda n: int(n), lambda n: "many" if jnp.sum(n + 1.0) > 2 else "few"],
-    ids=["if", "int", "derived"],
-)
-@pytest.mark.parametrize("is_eager", [False, True])
-def test_a_branch_on_the_replica_number_is_explained(strategy3, branch, is_eager):
-    def step():
-        return branch(mr.get_replica_context().replica_id_in_sync_group)
+def test_a_branch_on_the_replica_number_is_explained(strategy3):
+    def eagerly(step):
+        with mr.eager():
+            strategy3.run(step)
 
     expected = rf"differs by replica, at {HERE}:\d+\. All replicas run one program.*jnp\.where.*jax\.lax\.cond.*variable\.assign"
-    with pytest.raises(mr.OneProgramError, match=expected):
-        if is_eager:
-            with mr.eager():
-                strategy3.run(step)
-        else:
-            strategy3.run(step)
+    for branch in (lambda n: 1 if n == 0 else 2, int, lambda n: "many" if jnp.sum(n + 1.0) > 2 else "few"):
+        step = lambda branch=branch: branch(mr.get_replica_context().replica_id_in_sync_group)  # noqa: E731
+        for run in (strategy3.run, eagerly):
+            with pytest.raises(mr.OneProgramError, match=expected):
+                run(step)
 
 
 def test_a_branch_on_data_is_jaxs_own_error(strategy3):

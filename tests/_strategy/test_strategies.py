@@ -2,9 +2,6 @@
 
 import json
 import logging
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
@@ -65,10 +62,3 @@ def test_who_has_joined_the_others_is_not_warned(
     monkeypatch.setattr(runtime, joined, lambda: True)
     mr.MirroredStrategy(["cpu:0"])
     assert warnings(caplog) == []
-
-
-def test_the_warning_is_seen_where_nobody_set_up_logging() -> None:
-    code = "import mirrored as mr; mr.MirroredStrategy(); mr.OneDeviceStrategy()"
-    environment = os.environ | {"TF_CONFIG": json.dumps(TWO), "JAX_PLATFORMS": "cpu"}
-    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
-    assert result.returncode == 0 and result.stderr.count("so that each worker trains by itself") == 1, result.stderr

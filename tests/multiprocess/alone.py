@@ -1,4 +1,4 @@
-"""What one worker may do alone, what ends the job then, and arrays that differ: the first argument says which."""
+"""What one worker may do alone, and arrays that differ; the argument is a folder."""
 
 import sys
 from collections.abc import Callable
@@ -20,7 +20,7 @@ with strategy.scope():
     count = mr.Variable(0.0, synchronization="on_read", aggregation="sum", name="count")
     own = mr.Variable(0.0, synchronization="on_read", name="own")
     optimizer = mr.Optimizer(optax.adam(0.1), [v])
-    checkpoint = mr.Checkpoint(sys.argv[2], v=v, count=count)
+    checkpoint = mr.Checkpoint(sys.argv[1], v=v, count=count)
 x = strategy.distribute_values_from_function(lambda context: np.ones((2, 2), np.float32))
 uneven = strategy.distribute_values_from_function(lambda context: np.ones(1 + context.replica_id_in_sync_group))
 dataset = strategy.distribute_dataset(strategy.make_numpy_dataset(np.arange(8)).batch(4))
@@ -59,9 +59,6 @@ ALONE: dict[str, Callable[[], Any]] = {
     "local function": lambda: mr.function(lambda a: a + 1)(np.ones(2)),
 }  # fmt: skip
 
-#: All workers must do these together.
-TOGETHER: dict[str, Callable[[], Any]] = {"read on_read": lambda: count.value, "assign mirrored": lambda: v.assign(v.value * 2)}
-
 #: All do these, and each has another number.
 DIFFERENT: dict[str, Callable[[], Any]] = {
     "assigned": lambda: v.assign(v.value * (1.0 + worker)),
@@ -95,21 +92,16 @@ def function_of(value: Any) -> Any:
     return mr.function(lambda x: strategy.reduce("sum", strategy.run(lambda x: x, args=(x,))) + value)(x)
 
 
-what = sys.argv[1]
-if what == "alone":
-    for name, act in ALONE.items() if strategy.is_chief else ():
-        jax.block_until_ready(act())
-        print("DID", name, flush=True)
-elif what == "different":
-    for name, act in DIFFERENT.items():
-        try:
-            act()
-            strategy.barrier("see it now")
-        except mr.ReplicasDivergeError as error:
-            print(f"REFUSED {name}: {error}", flush=True)
-    v.assign(np.zeros((2, 2)))
-elif strategy.is_chief:
-    TOGETHER[what]()
+for name, act in ALONE.items() if strategy.is_chief else ():
+    jax.block_until_ready(act())
+    print("DID", name, flush=True)
+for name, act in DIFFERENT.items():
+    try:
+        act()
+        strategy.barrier("see it now")
+    except mr.ReplicasDivergeError as error:
+        print(f"REFUSED {name}: {error}", flush=True)
+v.assign(np.zeros((2, 2)))
 for _ in range(3):
     strategy.run(step, args=(x,))
 strategy.barrier("end")

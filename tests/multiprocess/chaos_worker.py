@@ -25,7 +25,6 @@ from collections.abc import Iterator  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
-import grain  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
@@ -62,6 +61,8 @@ def write_files(folder: Path, rows: dict[str, np.ndarray]) -> None:
 
 def batches_of_files(strategy: mr.Strategy, folder: Path, epoch: int) -> Iterator[dict[str, jax.Array]]:
     """Return the batches of an epoch; each worker reads files of its own."""
+    import grain  # only here, because it takes a second
+
     files = mr.data.tfrecord_dataset(str(folder / "*.tfrecord"))
     records = grain.experimental.WindowShuffleIterDataset(files, window_size=8, seed=epoch).batch(BATCH_SIZE, batch_fn=list)
     features = {
@@ -186,7 +187,6 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.02, help="seconds after each step")
     parser.add_argument("--noise-by-row", action="store_true", help="dropout that is the same on any number of replicas")
     parser.add_argument("--files", action="store_true", help="read the rows from files, each worker from its own")
-    parser.add_argument("--forget", default="", help="what not to save, to see that it is missed")
     options = parser.parse_args()
     records = os.open(
         options.folder / f"records-{options.life:03d}-{ATTEMPT:03d}-{WORKER}", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600
@@ -202,8 +202,7 @@ def main() -> None:
     strategy = mr.MultiWorkerMirroredStrategy()
     with strategy.scope():
         training = Training(strategy, options.rows, options.epochs, options.noise_by_row, files)
-        saved = {name: value for name, value in training.saved().items() if name != options.forget}
-        checkpoint = mr.Checkpoint(options.folder / "checkpoints", max_to_keep=2, **saved)
+        checkpoint = mr.Checkpoint(options.folder / "checkpoints", max_to_keep=2, **training.saved())
     say("RESTORE")
     first = checkpoint.restore_latest() or 0
     training.go_on()

@@ -1,7 +1,7 @@
 """A worker of a job that uses the library as users do, and in which something goes wrong: fault=KIND at=STEP who=WORKER ...
 
-Other arguments, as name=value: steps, limit (seconds, 0 for the default), policy (none, data, file, off), prefetch, pause
-(seconds of the program's own work in each step), folder.
+KIND is a name of FAULTS (something that the culprits do between two steps), or one that the input or the steps look for.
+Other arguments, as name=value: steps, limit (seconds, 0 for the default), policy (none, data, file, off), prefetch, folder.
 """
 
 import atexit
@@ -25,10 +25,11 @@ import numpy as np
 
 import mirrored as mr
 from mirrored._workers.neighbours import Process
+from mirrored._workers.progress import progress
 
 given = dict(argument.split("=", 1) for argument in sys.argv[1:])
 fault, at, who = given.get("fault", "none"), int(given.get("at", 5)), given.get("who", "1")
-num_steps, limit, pause = int(given.get("steps", 20)), float(given.get("limit", 0)), float(given.get("pause", 0.01))
+num_steps, limit = int(given.get("steps", 20)), float(given.get("limit", 0))
 policy, prefetch = given.get("policy", "none"), int(given.get("prefetch", 2))
 logging.basicConfig(format="%(levelname)s %(message)s", level=logging.INFO, force=True)
 
@@ -51,8 +52,8 @@ worker = strategy.cluster.worker_index
 is_culprit = who in (str(worker), "all")
 
 
-def said(what: str = "") -> None:
-    print(f"FAULT {what or fault} {time.time():.3f}", flush=True)
+def said() -> None:
+    print(f"FAULT {fault} {time.time():.3f}", flush=True)
 
 
 def die() -> None:
@@ -87,6 +88,9 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
     "hostile": lambda: ValueError(HOSTILE),
     "unpicklable": Unpicklable,
     "ParserExit": lambda: ParserExit("usage: train.py"),
+    "SystemExit": lambda: SystemExit(3),
+    "MemoryError": MemoryError,
+    "KeyboardInterrupt": KeyboardInterrupt,
 }
 
 
@@ -175,29 +179,39 @@ def large(batch: Any) -> jax.Array:
     return mr.get_replica_context().all_reduce("sum", jnp.mean(x))
 
 
-def go_wrong(batch: Any) -> None:
-    """Do what goes wrong between two steps, on the workers that are to blame."""
-    if fault == "killed":
-        die()
-    elif fault == "killed in step":
-        die_in(0.3)  # this worker goes on with its steps
-    elif fault == "outside":  # the others wait in the next step meanwhile
-        die_in(1.0)
-        time.sleep(1000)
-    elif fault == "aside":
-        thread = threading.Thread(target=raise_error, args=("ValueError",))
-        thread.start()
-        thread.join()
-        atexit.register(raise_error, "ValueError")
-    elif fault == "until told":
-        while not Path(given["folder"], "go").exists():
-            time.sleep(0.02)
-    elif fault == "evaluation":
+def wait_for_file() -> None:
+    while not Path(given["folder"], "go").exists():
+        time.sleep(0.02)
+
+
+def compile_slowly() -> None:
+    with progress.phase("compiling 'large'", is_patient=True):
         time.sleep(float(given["seconds"]))
-    elif fault.startswith("raise "):
-        raise_error(fault.removeprefix("raise "))
-    elif fault == "tracing fails":
-        tracing.set()
+
+
+def fail_aside() -> None:
+    thread = threading.Thread(target=raise_error, args=("ValueError",))
+    thread.start()
+    thread.join()
+    atexit.register(raise_error, "ValueError")
+
+
+#: What the workers that are to blame do between two steps.
+FAULTS: dict[str, Callable[[], Any]] = {
+    "killed": die,
+    "killed in step": lambda: die_in(0.3),  # this worker goes on with its steps
+    "os._exit": lambda: (said(), os._exit(9)),
+    "outside": lambda: (die_in(1.0), time.sleep(1000)),  # the others wait in the next step meanwhile
+    "hang": wait_for_ever,
+    "aside": fail_aside,
+    "until told": lambda: (said(), wait_for_file()),
+    "evaluation": lambda: time.sleep(float(given["seconds"])),
+    "slow compilation": compile_slowly,
+    "extra": lambda: (said(), strategy.run(lambda: mr.get_replica_context().all_reduce("sum", 1.0))),
+    "exit": lambda: (said(), sys.exit(int(given["code"]))),
+    "shutdown": lambda: (jax.distributed.shutdown(), sys.exit(0)),
+    "tracing fails": lambda: tracing.set(),
+} | {f"raise {kind}": lambda kind=kind: raise_error(kind) for kind in ERRORS}
 
 
 def go_together(batch: Any) -> None:
@@ -251,8 +265,10 @@ def train() -> None:
         if number == num_steps:
             break
         if number == at:
+            if is_culprit and fault == "return":
+                return said()
             if is_culprit:
-                go_wrong(batch)
+                FAULTS.get(fault, lambda: None)()
             go_together(batch)
         try:
             strategy.run(step, args=(batch,))
@@ -261,7 +277,7 @@ def train() -> None:
                 raise
             print(f"CAUGHT {number} {type(error).__name__}", flush=True)
         print(f"STEP {number} {time.time():.3f}", flush=True)
-        time.sleep(pause)
+        time.sleep(0.01)
     print("END", float(count), strategy.num_workers, strategy.is_chief, flush=True)
     print(f"GUARD {guard_seconds() / (time.monotonic() - begun):.6f}", flush=True)
 

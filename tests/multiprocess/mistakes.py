@@ -1,4 +1,4 @@
-"""A worker of a job in which something goes wrong; the first argument says what."""
+"""A worker of a job whose workers do not do the same: arguments are the limit of time, and the mistakes, one after the other."""
 
 import sys
 from collections.abc import Callable
@@ -11,7 +11,7 @@ import numpy as np
 import mirrored as mr
 from mirrored._variables import equal_copies
 
-strategy = mr.MultiWorkerMirroredStrategy(communication_options=mr.CommunicationOptions(timeout_seconds=float(sys.argv[2])))
+strategy = mr.MultiWorkerMirroredStrategy(communication_options=mr.CommunicationOptions(timeout_seconds=float(sys.argv[1])))
 assert strategy.cluster is not None
 worker = strategy.cluster.worker_index
 is_last = worker == strategy.num_workers - 1
@@ -52,11 +52,19 @@ def run(function: Callable[..., Any], *args: Any) -> Any:
     return strategy.run(function, args=args)
 
 
-def steps(until: Callable[[int], bool], what: Callable[[], Any]) -> None:
+def part(what: Callable[[], Any]) -> None:
     for number in range(10):
-        if until(number):
+        if number == 5 and is_last:
             what()
         run(add, x)
+
+
+def in_a_step(what: Callable[[], Any]) -> None:
+    """Let the others run a program that all know while the chief does something else."""
+    run(add, x)
+    if strategy.is_chief:
+        what()
+    run(add, x)
 
 
 def fail() -> None:
@@ -64,8 +72,7 @@ def fail() -> None:
 
 
 mistakes: dict[str, Callable[[], Any]] = {
-    "none": lambda: steps(lambda number: False, fail),
-    "argument": lambda: [run(add, np.full(3, float(worker), np.float32)) for _ in range(5)],
+    "argument": lambda: run(add, np.full(3, float(worker), np.float32)),
     "closed-over array": lambda: run(lambda: add(own)),
     "array in an inner jit": lambda: run(lambda x: add(scaled(x)), x),
     "numpy table in an inner jit": lambda: run(lambda x: add(scanned(x)), x),
@@ -80,21 +87,23 @@ mistakes: dict[str, Callable[[], Any]] = {
         [run(f, x) for f in (add, average, *((add, average) if is_last else (average, add)))] + [strategy.barrier("the end")]
     ),
     "reduced number": lambda: strategy.reduce("sum", float(worker)),
-    "shape of a variable": lambda: make_variable(np.zeros(3 + is_last, np.float32)),
+    "shape of a variable": lambda: make_variable(np.zeros(5 + is_last, np.float32)),
     "kind of an argument": lambda: [run(add, np.ones(3, np.float32)), run(twice, x if is_last else np.ones(3, np.float32))],
     "python number": lambda: run(lambda x: x * (worker + 1.0), x),
     "extra program": lambda: [run(average, x) if is_last else None, run(add, x)],
     "order": lambda: [run(f, x) for f in ((add, average) if is_last else (average, add))],
-    "shape": lambda: run(add, np.ones(3 + is_last, np.float32)),
-    "dtype": lambda: run(add, np.ones(3, np.int32 if is_last else np.float32)),
+    "shape": lambda: run(add, np.ones(7 + is_last, np.float32)),
+    "dtype": lambda: run(add, np.ones(9, np.int32 if is_last else np.float32)),
     "operation": lambda: run((lambda x: average(x)) if is_last else (lambda x: add(x)), x),
     "more steps": lambda: [run(add, x) for _ in range(10 + 5 * is_last)] + [strategy.reduce("sum", x)],
-    "one ends": lambda: steps(lambda number: number == 5 and is_last, lambda: sys.exit(0)),
-    "one fails": lambda: steps(lambda number: number == 5 and is_last, fail),
+    "one ends": lambda: part(sys.exit),
+    "one fails": lambda: part(fail),
     "shapes of values": lambda: strategy.distribute_values_from_function(
         lambda context: np.ones((2,) * (1 + context.replica_id_in_sync_group))
     ),
     "eager": lambda: eager(),
+    "read on_read alone": lambda: in_a_step(lambda: counters[0].value),
+    "assign mirrored alone": lambda: in_a_step(lambda: frozen.assign(frozen.value * 2)),
     "flipped bit": lambda: flipped_bit(variable, lambda: variable.assign_add(1.0)),
     "flipped bit of a frozen variable": lambda: flipped_bit(frozen, lambda: add(frozen.value)),
     "batch of the chief": lambda: batches(10, lambda number: number == 0),
@@ -155,6 +164,17 @@ def eager() -> None:
         run(add, x)
 
 
-mistakes[sys.argv[1]]()
+for name in sys.argv[2:]:
+    try:
+        mistakes[name]()
+        if len(sys.argv) > 3:
+            strategy.barrier("what differs is seen by now")
+    except Exception as error:
+        if len(sys.argv) == 3:
+            raise
+        print(f"REFUSED {name}: {type(error).__name__}:", " ".join(str(error).split()), flush=True)
+if len(sys.argv) > 3:
+    for _ in range(3):
+        run(add, x)
 result = np.asarray(strategy.reduce("sum", x))
-print("RESULT", result, variable.numpy(), flush=True)
+print("RESULT", result, variable.numpy(), frozen.numpy(), flush=True)

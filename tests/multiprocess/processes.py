@@ -1,8 +1,13 @@
 """Several real processes of one script, as the workers of a job; whatever happens, none is left."""
 
+import atexit
 import contextlib
 import dataclasses
+import functools
+import json
 import os
+import queue
+import random
 import re
 import signal
 import socket
@@ -13,6 +18,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any, BinaryIO
 
 #: What says to a process that it is a worker of a job, or changes what jax does; a test's workers inherit none of it.
 #: Nor PYTHONUNBUFFERED, which writes each piece of a line alone: a log message of another thread may come in between.
@@ -33,60 +39,106 @@ class Ended:
     output: str
 
 
+class ForkServer:
+    """The process that forks workers, fork_server.py: one for each process of pytest, which it does not survive."""
+
+    def __init__(self) -> None:
+        self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, str(Path(__file__).with_name("fork_server.py")), str(other.fileno())]
+        env = {name: value for name, value in os.environ.items() if not _NOT_INHERITED.fullmatch(name)}
+        env["OPENBLAS_NUM_THREADS"] = "1"  # no threads where it forks
+        with other:
+            self._process = subprocess.Popen(
+                command,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[other.fileno()],
+                start_new_session=True,
+            )
+        self._lock, self._started = threading.Lock(), queue.SimpleQueue[Worker]()
+        self._ends: dict[int, Worker] = {}
+        threading.Thread(target=self._listen, daemon=True).start()
+        atexit.register(self._end)
+
+    def start(self, worker: "Worker", log: BinaryIO, **request: object) -> None:
+        """Start a worker, and return when it has its number."""
+        with self._lock:
+            self._started.put(worker)
+            socket.send_fds(self._socket, [json.dumps(request).encode()], [log.fileno()])
+        assert worker.is_started.wait(60), "the fork server does not answer"
+
+    def _listen(self) -> None:
+        while message := self._socket.recv(1 << 16):
+            said = json.loads(message)
+            if "started" in said:
+                worker = self._ends[said["started"]] = self._started.get()
+                worker.pid = said["started"]
+                worker.is_started.set()
+            else:
+                worker = self._ends.pop(said["ended"])
+                worker.end = (said["code"], said["time"])
+                worker.has_ended.set()
+
+    def _end(self) -> None:
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._process.wait()
+
+
+@functools.cache
+def fork_server() -> ForkServer:
+    """Return this process's."""
+    return ForkServer()
+
+
 class Worker:
     """One running process of a job."""
 
-    def __init__(self, index: int, process: subprocess.Popen[bytes], log: Path) -> None:
-        self.index, self.process, self._log = index, process, log
-        self._started, self._ended = time.time(), 0.0
-        self._waiter = threading.Thread(target=self._wait)
-        self._waiter.start()
-
-    def _wait(self) -> None:
-        self.process.wait()
-        self._ended = time.time()
+    def __init__(self, index: int, log: Path) -> None:
+        self.index, self._log = index, log
+        self.pid, self.end, self._begin = 0, (0, 0.0), time.time()
+        self.is_started, self.has_ended = threading.Event(), threading.Event()
 
     @property
     def output(self) -> str:
         """All that it has written so far."""
         return self._log.read_text(errors="replace")
 
-    @property
-    def runs(self) -> bool:
-        return self._waiter.is_alive()
-
     def signal(self, number: int) -> None:
         """Send a signal; what a stopped process gets besides SIGKILL and SIGCONT waits."""
-        self.process.send_signal(number)
+        if not self.has_ended.is_set():
+            os.kill(self.pid, number)
 
     def wait(self, timeout: float = 60.0) -> Ended:
         """Wait for the end, and say how it ended. After the timeout: its stacks are in the error."""
-        self._waiter.join(timeout)
-        if self.runs:
+        if not self.has_ended.wait(timeout):
             self.signal(signal.SIGABRT)  # faulthandler writes the stacks
-            self._waiter.join(2.0)
+            self.has_ended.wait(2.0)
             raise TimeoutError(f"worker {self.index} still ran after {timeout} s; it wrote:\n{self.output}")
-        return Ended(self.index, self.process.returncode, self._ended - self._started, self._ended, self.output)
+        code, moment = self.end
+        return Ended(self.index, code, moment - self._begin, moment, self.output)
 
     def kill(self) -> None:
         """End it and all its children, also when it is stopped."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self._waiter.join(10.0)
+            os.killpg(self.pid, signal.SIGKILL)
+        self.has_ended.wait(10.0)
 
 
 def free_port() -> int:
-    """Return a port of the loopback address on which nobody listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a port of the loopback address on which nobody listens, and which the kernel gives nobody by itself meanwhile."""
+    while True:
+        port = random.randrange(10_000, 32_000)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def wait_for_line(worker: Worker, pattern: str, timeout: float = 60.0) -> re.Match[str]:
     """Wait until something that the worker wrote matches the regular expression, and return the match."""
     deadline = time.monotonic() + timeout
     while True:
-        has_ended = not worker.runs  # before its output is read
+        has_ended = worker.has_ended.is_set()  # before its output is read
         if match := re.search(pattern, worker.output):
             return match
         if has_ended or time.monotonic() > deadline:
@@ -96,7 +148,12 @@ def wait_for_line(worker: Worker, pattern: str, timeout: float = 60.0) -> re.Mat
 
 @contextlib.contextmanager
 def workers(
-    script: Path | str, num_workers: int, *args: object, devices: int = 1, env: Mapping[str, str] | None = None
+    script: Path | str,
+    num_workers: int,
+    *args: object,
+    devices: int = 1,
+    env: Mapping[str, str] | None = None,
+    fresh: bool = False,
 ) -> Iterator[list[Worker]]:
     """Start `num_workers` processes of a script as one job on this machine's CPU, and kill what still runs at the end.
 
@@ -107,6 +164,7 @@ def workers(
         args: arguments of the script, the same for all.
         devices: CPU devices of each process.
         env: more environment variables.
+        fresh: start Python itself, and do not fork a process that has imported JAX: 2 s more for each.
     """
     shared = {name: value for name, value in os.environ.items() if not _NOT_INHERITED.fullmatch(name)}
     shared |= {
@@ -121,31 +179,22 @@ def workers(
         try:
             for index in range(num_workers):
                 log = Path(folder) / f"worker{index}.log"
+                running.append(Worker(index, log))
                 with log.open("wb") as sink:
-                    process = subprocess.Popen(
-                        [sys.executable, str(script), *map(str, args)],
-                        stdin=subprocess.DEVNULL,
-                        stdout=sink,
-                        stderr=subprocess.STDOUT,
-                        env={**shared, "JAX_PROCESS_ID": str(index), **(env or {})},
-                        start_new_session=True,  # so that its children can be killed with it
-                    )
-                running.append(Worker(index, process, log))
+                    command, own = [str(script), *map(str, args)], {**shared, "JAX_PROCESS_ID": str(index), **(env or {})}
+                    fork_server().start(running[-1], sink, command=command, env=own, fresh=fresh)
             yield running
         finally:
             for worker in running:
                 worker.kill()
 
 
-def run_workers(
-    script: Path | str,
-    num_workers: int,
-    *args: object,
-    devices: int = 1,
-    timeout: float = 60.0,
-    env: Mapping[str, str] | None = None,
-) -> list[Ended]:
+def run_workers(script: Path | str, num_workers: int, *args: object, timeout: float = 60.0, **options: Any) -> list[Ended]:
     """Run a job to its end, and return how each worker ended; see `workers`. TimeoutError with the outputs if one does not."""
     deadline = time.monotonic() + timeout
-    with workers(script, num_workers, *args, devices=devices, env=env) as running:
-        return [worker.wait(max(0.0, deadline - time.monotonic())) for worker in running]
+    with workers(script, num_workers, *args, **options) as running:
+        try:
+            return [worker.wait(max(0.0, deadline - time.monotonic())) for worker in running]
+        except TimeoutError as error:
+            error.add_note("\n".join(f"--- worker {worker.index} wrote:\n{worker.output}" for worker in running))
+            raise

@@ -18,15 +18,27 @@ MPIRUN = os.environ.get("MIRRORED_TEST_MPIRUN") or shutil.which("mpirun")
 needs_torchrun = pytest.mark.skipif(TORCHRUN is None, reason="no torchrun on PATH or in MIRRORED_TEST_TORCHRUN")
 needs_mpirun = pytest.mark.skipif(MPIRUN is None, reason="no mpirun on PATH or in MIRRORED_TEST_MPIRUN")
 pytestmark = pytest.mark.slow
+WAYS = [
+    pytest.param([], marks=needs_torchrun, id="torchrun"),
+    pytest.param(["--standalone"], marks=needs_torchrun, id="torchrun --standalone"),
+    pytest.param(None, marks=needs_mpirun, id="mpirun"),
+]
 
 
-def launched(*command: object) -> tuple[int, str]:
-    """Run a launcher to its end; return its exit code, and what it and the workers wrote."""
+def launched(options: list[str] | None, *script: object) -> tuple[int, str]:
+    """Run torchrun with options, or mpirun, to its end; return its exit code, and what it and the workers wrote."""
+    if options is None:
+        # Open MPI needs to be told that more workers than cores, and root, are meant; MPICH knows neither option.
+        version = subprocess.run([str(MPIRUN), "--version"], capture_output=True, text=True, check=True).stdout
+        own = ["--oversubscribe", *(["--allow-run-as-root"] if os.geteuid() == 0 else [])] if "Open MPI" in version else []
+        command: list[object] = [MPIRUN, *own, "-n", 2]
+    else:
+        port = [] if "--standalone" in options else ["--master-port", free_port()]
+        command = [TORCHRUN, "--no-python", "--nproc-per-node", 2, *port, *options]
     env = {name: value for name, value in os.environ.items() if not _NOT_INHERITED.fullmatch(name)}
-    env |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
     with subprocess.Popen(
-        list(map(str, command)),
-        env=env,
+        [str(part) for part in (*command, sys.executable, *script)],
+        env=env | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -41,42 +53,18 @@ def launched(*command: object) -> tuple[int, str]:
     return process.returncode, output
 
 
-def torchrun(*arguments: object) -> tuple[int, str]:
-    own = ["--no-python", "--nproc-per-node", 2]
-    own += [] if "--standalone" in arguments else ["--master-port", free_port()]
-    options = [argument for argument in arguments if str(argument).startswith("--")]
-    return launched(TORCHRUN, *own, *options, sys.executable, *(a for a in arguments if a not in options))
-
-
-def mpirun(*arguments: object) -> tuple[int, str]:
-    """Open MPI needs to be told that more workers than cores, and root, are meant; MPICH knows neither option."""
-    assert MPIRUN is not None
-    is_open_mpi = "Open MPI" in subprocess.run([MPIRUN, "--version"], capture_output=True, text=True, check=True).stdout
-    own = ["--oversubscribe", *(["--allow-run-as-root"] if os.geteuid() == 0 else [])] if is_open_mpi else []
-    return launched(MPIRUN, *own, "-n", 2, sys.executable, *arguments)
-
-
 def assert_started(code: int, output: str) -> None:
     assert code == 0, output
     for is_chief in (True, False):
         assert f"STARTED 2 4 {is_chief} 4.0" in output
 
 
-def assert_ended_by_the_last_worker(code: int, output: str) -> None:
-    assert code != 0, output
-    assert "ValueError: the data is gone" in output
+@pytest.mark.parametrize("options", WAYS)
+def test_a_launcher_starts_a_job_and_sees_a_worker_that_fails(options: list[str] | None) -> None:
+    assert_started(*launched(options, HERE / "start.py", "found", 30))
+    code, output = launched(options, HERE / "mistakes.py", 30, "one fails")
+    assert code != 0 and "ValueError: the data is gone" in output, output
     assert "worker 1 failed at step" in output, "and the other worker says so"
-
-
-@needs_torchrun
-@pytest.mark.parametrize("option", [[], ["--standalone"]])
-def test_torchrun_starts_a_job(option: list[str]) -> None:
-    assert_started(*torchrun(*option, HERE / "start.py", "found", 30))
-
-
-@needs_torchrun
-def test_torchrun_sees_a_worker_that_fails() -> None:
-    assert_ended_by_the_last_worker(*torchrun(HERE / "mistakes.py", "one fails", 30))
 
 
 @needs_torchrun
@@ -84,16 +72,6 @@ def test_torchrun_starts_a_job_again(tmp_path: Path) -> None:
     script = tmp_path / "again.py"
     fail_once = "\nimport os\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': raise ValueError('the first attempt')\n"
     script.write_text((HERE / "start.py").read_text() + fail_once)
-    code, output = torchrun("--max-restarts=1", script, "found", 30)
+    code, output = launched(["--max-restarts=1"], script, "found", 30)
     assert "the first attempt" in output
     assert_started(code, output)
-
-
-@needs_mpirun
-def test_mpirun_starts_a_job() -> None:
-    assert_started(*mpirun(HERE / "start.py", "found", 30))
-
-
-@needs_mpirun
-def test_mpirun_sees_a_worker_that_fails() -> None:
-    assert_ended_by_the_last_worker(*mpirun(HERE / "mistakes.py", "one fails", 30))

@@ -81,11 +81,9 @@ def test_a_job_across_hosts_listens_on_their_addresses_only_and_survives_a_short
             assert {host for host, _ in found} == {address} and len(found) == number, found
 
 
-@pytest.mark.parametrize("num_workers", [2, 4])
-def test_both_sides_of_a_cut_end(hosts: dict[str, str], num_workers: int) -> None:
+def test_both_sides_of_a_cut_end(hosts: dict[str, str]) -> None:
     """Workers 0 and 2 are on one side."""
-    env = {"TEST_HOSTS": ",".join([hosts["TEST_HOSTS"]] * (num_workers // 2))}
-    with workers(SCRIPT, num_workers, "steps=2000", env=env) as running:
+    with workers(SCRIPT, 4, "steps=2000", env={"TEST_HOSTS": ",".join([hosts["TEST_HOSTS"]] * 2)}) as running:
         wait_until_all_train(running)
         set_cable("down")
         cut = time.time()

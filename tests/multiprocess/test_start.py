@@ -1,6 +1,7 @@
 """A job starts, or says what is wrong: with the right exit code, in time, and never by a signal."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -23,27 +24,52 @@ def test_a_malformed_tf_config_is_one_readable_error_with_its_code() -> None:
     assert "ClusterConfigError: TF_CONFIG: task.index is 2; with 2 workers give 0 to 1" in worker.output
 
 
+def test_the_launcher_starts_all_again_after_a_death(tmp_path: Path) -> None:
+    script, command = tmp_path / "worker.py", tmp_path / "command.py"
+    script.write_text(
+        "import os, signal, time\n"
+        "worker, attempt = os.environ['JAX_PROCESS_ID'], os.environ['MIRRORED_ATTEMPT']\n"
+        "print('ATTEMPT', attempt, os.environ['JAX_COORDINATOR_ADDRESS'], flush=True)\n"
+        "if attempt == '0':\n"
+        "    time.sleep(100) if worker == '0' else os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    command.write_text("import sys\nfrom mirrored.launch import main\nsys.exit(main())\n")
+    [launcher] = run_workers(command, 1, "launch", "-n", 2, "--max-restarts", 1, "--cpu-devices", 1, script, timeout=40)
+    assert launcher.code == 0 and "starting all again" in launcher.output, launcher.output
+    said = set(re.findall(r"\[(\d)\] ATTEMPT (\d) (\S+)", launcher.output))
+    assert {(worker, attempt) for worker, attempt, _ in said} == {("0", "0"), ("1", "0"), ("0", "1"), ("1", "1")}
+    assert len({address for _, _, address in said}) == 2, "each attempt has a port of its own"
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["found", "own jax.distributed"])
-def test_two_workers_start(way: str) -> None:
-    ended = run_workers(SCRIPT, 2, way, 30, devices=2)
-    for worker in ended:
+@pytest.mark.parametrize("way", ["found", "own jax.distributed", "alone"])
+def test_workers_start(way: str) -> None:
+    num_workers = 1 if way == "alone" else 2
+    for worker in run_workers(SCRIPT, num_workers, way, 30, devices=2, fresh=way == "found"):
         assert worker.code == 0, worker.output
-        assert f"STARTED 2 4 {worker.index == 0} 4.0" in worker.output
+        assert f"STARTED {num_workers} {2 * num_workers} {worker.index == 0} {2.0 * num_workers}" in worker.output
         assert ("preemption service swallows SIGTERM" in worker.output) == (way == "own jax.distributed")
 
 
 @pytest.mark.slow
-def test_one_worker_needs_no_cluster() -> None:
-    [worker] = run_workers(SCRIPT, 1, "alone", 20, devices=3)
-    assert worker.code == 0 and "STARTED 1 3 True 3.0" in worker.output, worker.output
-
-
-@pytest.mark.slow
-def test_jax_that_has_started_before_is_an_error_that_says_what_to_move() -> None:
-    for worker in run_workers(SCRIPT, 2, "jax first", 20):
-        assert worker.code == 76, worker.output
-        assert "Move mr.MultiWorkerMirroredStrategy() above the first use of JAX" in worker.output
+@pytest.mark.parametrize(
+    ("way", "code", "messages"),
+    [
+        ("jax first", 76, ["Move mr.MultiWorkerMirroredStrategy() above the first use of JAX"]),
+        ("different devices", 76, ["ClusterConfigError: the workers have different devices: worker 0 1 cpu, worker 1 2 cpu"]),
+        (
+            *("devices stuck", 75),
+            [
+                "worker 1 has not entered the exchange of devices for 2 s",
+                "worker 1: the exchange of devices (its cpu devices have not started yet)",
+            ],
+        ),
+    ],
+)
+def test_what_is_wrong_at_the_start_is_said_by_all(way: str, code: int, messages: list[str]) -> None:
+    for worker in run_workers(SCRIPT, 2, way, 2 if code == 75 else 20):
+        assert worker.code == code and worker.seconds < 25, worker.output
+        assert all(message in worker.output for message in messages), worker.output
 
 
 @pytest.mark.slow
@@ -59,22 +85,3 @@ def test_a_worker_that_dies_between_the_meeting_and_jax_ends_the_others_with_an_
     first, second = run_workers(SCRIPT, 2, "gone after the meeting", 2)
     assert second.code == 9 and first.code == 75 and first.seconds < 25, first.output
     assert "ClusterStartError: worker 0 met all 2 workers, but one of them was gone" in first.output
-
-
-@pytest.mark.slow
-def test_a_worker_whose_devices_do_not_start_is_named() -> None:
-    for worker in run_workers(SCRIPT, 2, "devices stuck", 3):
-        assert worker.code == 75 and worker.seconds < 25, worker.output
-        assert "worker 1 has not entered the exchange of devices for 3 s" in worker.output
-        assert "worker 1: the exchange of devices (its cpu devices have not started yet)" in worker.output
-
-
-@pytest.mark.slow
-def test_workers_with_different_numbers_of_devices_are_told_so(tmp_path: Path) -> None:
-    with_more = "import os; os.environ['JAX_NUM_CPU_DEVICES'] = str(1 + int(os.environ['JAX_PROCESS_ID']))\n"
-    script = SCRIPT.read_text().replace("import jax\n", with_more + "import jax\n", 1)
-    own = tmp_path / "start.py"
-    own.write_text(script)
-    for worker in run_workers(own, 2, "found", 20):
-        assert worker.code == 76, worker.output
-        assert "ClusterConfigError: the workers have different devices: worker 0 1 cpu, worker 1 2 cpu" in worker.output

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import mirrored as mr
 
 DEVICES = [f"cpu:{i}" for i in range(8)]
-STRATEGIES = {r: mr.MirroredStrategy(DEVICES[:r]) for r in (1, 2, 3, 8)}
+STRATEGIES = {r: mr.MirroredStrategy(DEVICES[:r]) for r in (2, 3)}
 COLUMNS = 4
 
 
@@ -253,7 +253,7 @@ SIZES = st.sampled_from([(2, 1), (0, 3), (3, 2, 2), (1, 0, 0), (0, 4, 1), (1, 1,
 
 
 @given(operations=PROGRAMS, sizes=SIZES)
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 def test_random_programs_compute_what_numpy_computes_and_only_mirrored_values_are_assigned(operations, sizes):
     check_random_program(operations, sizes)
 
@@ -269,21 +269,16 @@ def test_many_random_programs(operations, sizes):
 # -- right programs: one device is the oracle
 
 
-def run_both(make, num_rows, num_replicas=3):
-    """Run a step on one device and on several; return what `make`'s function returns for each."""
+def assert_equals_one_device(make, num_rows):
+    """Run what `make` makes on one device and on three."""
     outcomes = []
-    for r in (1, num_replicas):
+    for r in (1, 3):
         strategy = mr.MirroredStrategy(DEVICES[:r])
         with strategy.scope():
             run = make(strategy)
         outcomes.append(jax.tree.map(np.asarray, run(split(strategy, data(num_rows)))))
         strategy.assert_mirrored()
-    return outcomes
-
-
-def assert_equals_one_device(make, num_rows, num_replicas=3):
-    one, many = run_both(make, num_rows, num_replicas)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), one, many)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *outcomes)
 
 
 def whole(strategy, tree):
@@ -295,10 +290,6 @@ def whole(strategy, tree):
         return strategy.gather(value, axis=0) if value.ndim else strategy.reduce("sum", value)
 
     return jax.tree.map(join, tree, is_leaf=lambda leaf: isinstance(leaf, mr.PerReplica))
-
-
-def stateless(step):
-    return lambda strategy: lambda x: whole(strategy, strategy.run(step, args=(x,)))
 
 
 def ctx():
@@ -397,7 +388,7 @@ RIGHT = {
 
 @pytest.mark.parametrize("step", RIGHT, ids=lambda step: step.__name__)
 def test_right_steps_equal_one_device(step):
-    assert_equals_one_device(stateless(step), num_rows=RIGHT[step])
+    assert_equals_one_device(lambda strategy: lambda x: whole(strategy, strategy.run(step, args=(x,))), num_rows=RIGHT[step])
 
 
 def test_arrays_that_a_step_makes_anew_for_each_trace_are_the_same_to_all_replicas():
@@ -423,9 +414,9 @@ def test_arrays_that_a_step_makes_anew_for_each_trace_are_the_same_to_all_replic
     assert_equals_one_device(make, 7)
 
 
-def test_loops_of_this_library_assign_in_uneven_steps():
+def test_loops_and_conds_of_this_library_assign_in_uneven_steps():
     def make(strategy):
-        mirrored = mr.Variable(np.zeros(COLUMNS, np.float32))
+        mirrored, chosen = mr.Variable(np.zeros(COLUMNS, np.float32)), mr.Variable(np.float32(0))
         own = mr.Variable(np.zeros(COLUMNS, np.float32), synchronization="on_read", aggregation="sum")
 
         def step(x):
@@ -436,23 +427,11 @@ def test_loops_of_this_library_assign_in_uneven_steps():
             total, sums = mr.scan(over_rows, jnp.zeros(COLUMNS), x)
             total = ctx().all_reduce("sum", total)
             mr.fori_loop(0, 3, lambda i, c: mirrored.assign_add(ctx().all_reduce("mean", total)) * 0, jnp.zeros(COLUMNS))
+            mr.fori_loop(0, 3, lambda i, c: (chosen.assign_add(total[0]), c)[1], 0.0)
+            mr.cond(total[0] > 0, lambda: chosen.assign(chosen * 2), lambda: chosen.assign(chosen - 1))
             return sums
 
-        return lambda x: (whole(strategy, strategy.run(step, args=(x,))), mirrored.value, own.value)
-
-    assert_equals_one_device(make, 7)
-
-
-def test_loops_and_conds_without_collectives_assign_mirrored_variables_in_uneven_steps():
-    def make(strategy):
-        v = mr.Variable(np.float32(0))
-
-        def step(x):
-            total = ctx().all_reduce("sum", jnp.sum(x))
-            mr.fori_loop(0, 3, lambda i, c: (v.assign_add(total), c)[1], 0.0)
-            mr.cond(total > 0, lambda: v.assign(v * 2), lambda: v.assign(v - 1))
-
-        return lambda x: (strategy.run(step, args=(x,)), v.value)
+        return lambda x: (whole(strategy, strategy.run(step, args=(x,))), mirrored.value, own.value, chosen.value)
 
     assert_equals_one_device(make, 7)
 
@@ -533,39 +512,6 @@ def test_objects_that_are_not_arrays_come_back_though_each_trace_makes_its_own()
 
 
 # -- what is kept
-
-
-def test_a_refused_step_changes_nothing_and_what_was_taken_out_stays():
-    strategy = mr.MirroredStrategy(DEVICES[:3])
-    x = split(strategy, data(7))
-    with strategy.scope():
-        v = mr.Variable(np.float32(1))
-        w = mr.Variable(np.ones(COLUMNS, np.float32))
-        optimizer = mr.Optimizer(optax.adam(0.1), [w])
-        seen = mr.Variable(0, synchronization="on_read", aggregation="sum")
-
-    def good(x):
-        v.assign_add(1.0)
-        seen.assign_add(x.shape[0])
-        optimizer.apply_gradients(mr.grad(lambda: mr.losses.compute_average_loss(x @ w.value), [w])())
-        return v.value, w.value, x, seen.value
-
-    state = [v, w, seen, *jax.tree.leaves(optimizer.state, is_leaf=lambda leaf: isinstance(leaf, mr.Variable))]
-    taken = [strategy.run(good, args=(x,)), [variable.value for variable in state]]
-    before = jax.tree.map(np.array, taken)
-    bad = {
-        mr.ReplicasDivergeError: lambda x: (good(x), v.assign(x.shape[0])),
-        mr.UnevenReplicasError: lambda x: (good(x), ctx().all_reduce("sum", x)),
-        ZeroDivisionError: lambda x: (good(x), 1 // x.shape[0], 1 // (x.shape[0] - 2)),
-    }
-    for error, step in bad.items():
-        with pytest.raises(error):
-            strategy.run(step, args=(x,))
-        jax.tree.map(np.testing.assert_array_equal, [variable.value for variable in state], before[1])
-    strategy.run(good, args=(x,))
-    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.array, taken), before)
-    assert float(v.value) == 3.0
-    assert int(seen.value) == 14
 
 
 def test_a_host_array_that_a_step_closes_over_is_in_the_program_once():
@@ -674,6 +620,10 @@ DIFFERENT = {
         lambda w: jax.lax.fori_loop(0, 2, lambda i, t: jnp.sin(t), w),
         lambda w: jax.lax.fori_loop(0, 3, lambda i, t: jnp.sin(t), w),
     ),
+    "what a branch returns": (
+        lambda w: jax.lax.cond(w[0] > 0, lambda a, b: a, lambda a, b: b, w, -w),
+        lambda w: jax.lax.cond(w[0] > 0, lambda a, b: b, lambda a, b: a, w, -w),
+    ),
     "branches": (
         lambda w: jax.lax.cond(w[0] > 0, jnp.sin, jnp.cos, w),
         lambda w: jax.lax.cond(w[0] > 0, jnp.cos, jnp.sin, w),
@@ -687,18 +637,16 @@ DIFFERENT = {
 }
 
 
-@pytest.mark.parametrize("case", DIFFERENT)
-def test_a_value_that_is_computed_differently_for_other_rows_is_not_mirrored(case):
-    strategy = mr.MirroredStrategy(DEVICES[:2])
-    first, second = DIFFERENT[case]
+def test_a_value_that_is_computed_differently_for_other_rows_is_not_mirrored():
+    strategy = STRATEGIES[2]
     w = np.array([0.5, -1, 2, 3], np.float32)
 
     def step(x, w):
-        return (first if x.shape[0] == 2 else second)(w), first(w) * 1
+        pairs = DIFFERENT.items()
+        return {name: ((first if x.shape[0] == 2 else second)(w), first(w) * 1) for name, (first, second) in pairs}
 
-    different, same = strategy.run(step, args=(split(strategy, data(3)), w))
-    assert isinstance(same, jax.Array)
-    assert isinstance(different, mr.PerReplica)
-    for value, function in zip(different.values, (first, second), strict=True):
-        np.testing.assert_array_equal(np.signbit(value), np.signbit(function(w)))
-        np.testing.assert_allclose(value, function(w), rtol=1e-6)
+    for name, (different, same) in strategy.run(step, args=(split(strategy, data(3)), w)).items():
+        assert isinstance(same, jax.Array) and isinstance(different, mr.PerReplica), name
+        for value, function in zip(different.values, DIFFERENT[name], strict=True):
+            np.testing.assert_array_equal(np.signbit(value), np.signbit(function(w)), err_msg=name)
+            np.testing.assert_allclose(value, function(w), rtol=1e-6, err_msg=name)

@@ -5,29 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import mirrored as mr
 
-DEVICES = [f"cpu:{i}" for i in range(8)]
-
-
-def new_strategy(num_replicas):
-    return mr.MirroredStrategy(DEVICES[:num_replicas])
-
-
-STRATEGIES = {r: new_strategy(r) for r in (1, 2, 3, 4, 8)}
+STRATEGIES = {r: mr.MirroredStrategy([f"cpu:{i}" for i in range(r)]) for r in (1, 3, 4)}
 
 
 def split(strategy, rows):
     """Divide rows by the split rule: the first replicas get one more."""
-    num_replicas = strategy.num_replicas_in_sync
-    size, extra = divmod(len(rows), num_replicas)
-    ends = np.cumsum([0] + [size + 1] * extra + [size] * (num_replicas - extra))
-    return strategy.distribute_values_from_function(
-        lambda ctx: rows[ends[ctx.replica_id_in_sync_group] : ends[ctx.replica_id_in_sync_group + 1]]
-    )
+    parts = np.array_split(rows, strategy.num_replicas_in_sync)
+    return strategy.distribute_values_from_function(lambda ctx: parts[ctx.replica_id_in_sync_group])
 
 
 def data(num_rows, num_columns=4):
@@ -71,7 +58,7 @@ def global_mean(ctx, x):
     return total / rows
 
 
-def trained(strategy, x, y, num_steps=3):
+def trained(strategy, x, y, num_steps=2):
     model = Model(strategy)
     for _ in range(num_steps):
         loss = strategy.run(model.step, args=(split(strategy, x), split(strategy, y)))
@@ -79,11 +66,11 @@ def trained(strategy, x, y, num_steps=3):
     return [*model.values(), np.asarray(strategy.reduce("sum", loss))]
 
 
-@pytest.mark.parametrize(("num_replicas", "num_rows"), [(2, 5), (2, 1), (3, 7), (3, 2), (4, 10), (8, 13), (8, 3)])
-def test_training_on_any_number_of_rows_equals_one_device(num_replicas, num_rows):
+@pytest.mark.parametrize("num_rows", [7, 2])
+def test_training_on_any_number_of_rows_equals_one_device(num_rows):
     x, y = data(num_rows)
     one = trained(STRATEGIES[1], x, y)
-    many = trained(STRATEGIES[num_replicas], x, y)
+    many = trained(STRATEGIES[3], x, y)
     for a, b in zip(one, many, strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
 
@@ -110,48 +97,29 @@ def test_results_are_inputs_of_the_next_step():
     assert [float(v) for v in strategy.local_results(again)] == [0.0, 0.0, 0.0]
 
 
-def test_all_gather_joins_uneven_rows_and_has_the_right_gradient():
-    strategy, x = STRATEGIES[4], data(6)[0]
+def test_collectives_count_and_join_the_rows_of_all_replicas_and_gradients_pass_through():
+    strategy, x = STRATEGIES[3], data(7)[0]
 
     def step(x):
         ctx = mr.get_replica_context()
 
         def loss(x):
             others = ctx.all_gather(x, axis=0)
-            assert others.shape[0] == 6
-            return jnp.sum(jnp.tanh(x @ others.T)) / 36
+            assert others.shape[0] == 7
+            return jnp.sum(jnp.tanh(x @ others.T)) / 49
 
-        return ctx.all_gather(x, axis=0), jax.grad(loss)(x)
+        own_keys = jax.random.split(ctx.rng(0), x.shape[0])
+        joined = ctx.all_gather(x, axis=0), ctx.all_gather(x.T, axis=1).T, ctx.all_gather(x.repeat(3, axis=0), axis=0)[::3]
+        mean, keys = mr.get_strategy().reduce("mean", x, axis=0), ctx.all_gather(own_keys, axis=0)
+        return joined, jax.grad(loss)(x), mean, mr.losses.compute_average_loss(x), keys.shape[0]
 
-    joined, gradient = strategy.run(step, args=(split(strategy, x),))
-    np.testing.assert_array_equal(joined, x)
-    expected = jax.grad(lambda x: jnp.sum(jnp.tanh(x @ x.T)) / 36)(x)
-    np.testing.assert_allclose(strategy.gather(gradient, axis=0), expected, rtol=1e-4, atol=1e-6)
-
-
-def test_all_gather_joins_uneven_columns_and_random_keys():
-    strategy, x = STRATEGIES[3], data(5)[0]
-
-    def step(x):
-        ctx = mr.get_replica_context()
-        keys = jax.random.split(ctx.rng(0), x.shape[0])
-        return ctx.all_gather(x.T, axis=1), ctx.all_gather(keys, axis=0).shape[0], ctx.all_gather(x.repeat(3, axis=0), axis=0)
-
-    columns, num_keys, repeated = strategy.run(step, args=(split(strategy, x),))
-    np.testing.assert_array_equal(columns, x.T)
-    assert num_keys == 5
-    np.testing.assert_array_equal(repeated, x.repeat(3, axis=0))
-
-
-def test_a_mean_over_rows_counts_those_of_all_replicas():
-    strategy, x = STRATEGIES[3], data(7)[0]
-
-    def step(x):
-        return mr.get_strategy().reduce("mean", x, axis=0), mr.losses.compute_average_loss(x)
-
-    mean, loss = strategy.run(step, args=(split(strategy, x),))
+    joined, gradient, mean, loss, num_keys = strategy.run(step, args=(split(strategy, x),))
+    assert num_keys == 7
+    np.testing.assert_array_equal(joined, [x, x, x])
     np.testing.assert_allclose(mean, x.mean(axis=0), rtol=1e-5)
     np.testing.assert_allclose(strategy.reduce("sum", loss), x.sum() / 7, rtol=1e-5)
+    expected = jax.grad(lambda x: jnp.sum(jnp.tanh(x @ x.T)) / 49)(x)
+    np.testing.assert_allclose(strategy.gather(gradient, axis=0), expected, rtol=1e-4, atol=1e-6)
 
 
 def test_random_keys_on_read_variables_and_dropout_masks_cross_the_collectives():
@@ -169,42 +137,33 @@ def test_random_keys_on_read_variables_and_dropout_masks_cross_the_collectives()
         mask = jax.random.bernoulli(ctx.rng(own), 0.5, x.shape)
         mean = global_mean(ctx, x)
         count.assign_add(x.shape[0])
-        noise = jax.vmap(lambda k: jax.random.normal(k, (4,)))(keys)
+        noise = (jax.random.key_data(keys)[:, :1] % 100).astype("float32")
         return jnp.where(mask, x - mean, 0.0) + noise, noise, mask
 
     out, noise, mask = (strategy.gather(r, axis=0) for r in strategy.run(step, args=(split(strategy, x),)))
-    np.testing.assert_allclose(out, np.where(mask, x - x.mean(axis=0), 0) + noise, rtol=1e-4, atol=1e-6)
+    assert len(np.unique(noise)) > 4
+    np.testing.assert_allclose(out, np.where(mask, x - x.mean(axis=0), 0) + noise, rtol=1e-4, atol=1e-5)
     assert int(count.value) == 7
     strategy.assert_mirrored()
 
 
-def test_merge_call_and_first_replica_aggregation_work_in_uneven_steps():
+def test_merge_call_gets_the_true_rows_and_first_replica_aggregation_works():
     strategy, x = STRATEGIES[3], data(5)[0]
     with strategy.scope():
         first = mr.Variable(0.0, aggregation="only_first_replica")
 
-    def step(x):
-        first.assign(jnp.sum(x))
-        return mr.get_replica_context().merge_call(lambda s, total: s.reduce("sum", total), args=(jnp.sum(x),))
-
-    total = strategy.run(step, args=(split(strategy, x),))
-    np.testing.assert_allclose(total, x.sum(), rtol=1e-5)
-    np.testing.assert_allclose(first.value, x[:2].sum(), rtol=1e-5)
-
-
-def test_merge_call_gets_the_true_rows_of_all_replicas():
-    strategy, x = STRATEGIES[3], data(5)[0]
-
     def merge(strategy, x, total):
         assert x.shapes == ((2, 4), (2, 4), (1, 4)) and total.shapes == ((),) * 3
-        return strategy.reduce("mean", x, axis=0), strategy.gather(x, axis=0)
+        return strategy.reduce("mean", x, axis=0), strategy.gather(x, axis=0), strategy.reduce("sum", total)
 
     def step(x):
+        first.assign(jnp.sum(x))
         return mr.get_replica_context().merge_call(merge, args=(x, jnp.sum(x)))
 
-    mean, rows = strategy.run(step, args=(split(strategy, x),))
+    mean, rows, total = strategy.run(step, args=(split(strategy, x),))
     np.testing.assert_allclose(mean, x.mean(axis=0), rtol=1e-5)
     np.testing.assert_array_equal(rows, x)
+    np.testing.assert_allclose((total, first.value), (x.sum(), x[:2].sum()), rtol=1e-5)
 
 
 def test_a_collective_in_a_loop_that_does_not_depend_on_the_rows_is_shared():
@@ -238,23 +197,14 @@ def test_a_jitted_helper_with_collectives_is_cut_like_the_rest():
     assert float(scale.value) == 3.0
 
 
-def test_it_works_inside_mr_function():
-    strategy, x = STRATEGIES[3], data(5)[0]
-
-    @mr.function
-    def epoch(x):
-        return strategy.reduce("mean", strategy.run(lambda x: 2 * x, args=(x,)), axis=0)
-
-    np.testing.assert_allclose(epoch(split(strategy, x)), 2 * x.mean(axis=0), rtol=1e-5)
-
-
-@pytest.mark.parametrize("sizes", [(5, 3, 0, 0), (0, 0, 1, 4), (1, 2, 3, 4)])
-def test_any_sizes_on_any_replicas_work(sizes):
+def test_any_sizes_on_any_replicas_work_also_in_mr_function():
     strategy = STRATEGIES[4]
-    rows = [np.full((n, 2), i + 1.0, np.float32) for i, n in enumerate(sizes)]
-    x = strategy.distribute_values_from_function(lambda ctx: rows[ctx.replica_id_in_sync_group])
-    loss = strategy.run(lambda x: mr.losses.compute_average_loss(x), args=(x,))
-    np.testing.assert_allclose(strategy.reduce("sum", loss), np.concatenate(rows).sum() / sum(sizes), rtol=1e-6)
+    average = lambda x: strategy.reduce("sum", strategy.run(mr.losses.compute_average_loss, args=(x,)))  # noqa: E731
+    for sizes in ((5, 3, 0, 0), (0, 0, 1, 4), (1, 2, 3, 4)):
+        rows = [np.full((n, 2), i + 1.0, np.float32) for i, n in enumerate(sizes)]
+        x = strategy.distribute_values_from_function(lambda ctx, rows=rows: rows[ctx.replica_id_in_sync_group])
+        for compiled in (average, mr.function(average)):
+            np.testing.assert_allclose(compiled(x), np.concatenate(rows).sum() / sum(sizes), rtol=1e-6)
 
 
 def test_rows_of_two_arguments_may_differ():
@@ -263,23 +213,6 @@ def test_rows_of_two_arguments_may_differ():
     few = strategy.distribute_values_from_function(lambda ctx: np.ones(2 - ctx.replica_id_in_sync_group, np.float32))
     result = strategy.run(lambda a, b: jnp.outer(a, b), args=(many, few))
     assert result.shapes == ((0, 2), (1, 1), (2, 0))
-
-
-# -- programs
-
-
-def test_an_epoch_compiles_one_program_for_each_split_and_none_later():
-    strategy = STRATEGIES[3]
-    traces = []
-
-    def step(x):
-        traces.append(x.shape)
-        return jnp.sum(x)
-
-    for _ in range(3):
-        for start in range(0, 10, 4):  # 4 rows over 3 replicas, twice, then 2 rows
-            strategy.run(step, args=(split(strategy, np.ones((10, 2), np.float32)[start : start + 4]),))
-    assert traces == [(2, 2), (1, 2)] * 2 + [(1, 2), (0, 2)] * 2
 
 
 # -- what is refused
@@ -306,14 +239,6 @@ def test_a_value_that_depends_on_a_replicas_own_rows_is_refused_in_uneven_steps_
 
     strategy.run(right, args=(split(strategy, data(7)[0]),))
     np.testing.assert_allclose(v.value, data(7)[0].mean(axis=0), rtol=1e-5)
-
-
-def test_what_diverges_with_equal_rows_is_refused_for_that_reason():
-    strategy = STRATEGIES[3]
-    with strategy.scope():
-        v = mr.Variable(0.0, name="v")
-    with pytest.raises(mr.ReplicasDivergeError, match=r"depends on the argument `x`, of which each replica has its own"):
-        strategy.run(lambda x: v.assign(jnp.sum(x)), args=(split(strategy, data(7)[0]),))
 
 
 def only_many(x):
@@ -350,18 +275,17 @@ REFUSED = {
     "another rank": (lambda x: x if x.shape[0] > 2 else x[0], r"another rank or dtype .* float32\[3, 4\], .* float32\[4\]"),
     "other questions": (
         lambda x: mr.losses.compute_average_loss(x) if x.shape[0] > 2 else jnp.sum(x),
-        r"have shape|has shape \(2, 4\) reach 0 operations that depend on all replicas' sizes .* reach 1",
+        r"has shape \(2, 4\) reach 0 operations that depend on all replicas' sizes .* reach 1",
     ),
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_steps_that_uneven_replicas_cannot_take_together_are_refused(case):
-    step, message = REFUSED[case]
+def test_steps_that_uneven_replicas_cannot_take_together_are_refused():
     strategy = STRATEGIES[3]
-    strategy.run(step, args=(split(strategy, data(9)[0]),))  # right with equal rows
-    with pytest.raises(mr.UnevenReplicasError, match=message):
-        strategy.run(step, args=(split(strategy, data(7)[0]),))
+    for step, message in REFUSED.values():
+        strategy.run(step, args=(split(strategy, data(9)[0]),))  # right with equal rows
+        with pytest.raises(mr.UnevenReplicasError, match=message):
+            strategy.run(step, args=(split(strategy, data(7)[0]),))
 
 
 def test_an_error_in_the_step_says_which_replicas_it_is_about():
@@ -371,47 +295,31 @@ def test_an_error_in_the_step_says_which_replicas_it_is_about():
     assert "This is about the replicas whose `x` has shape (0, 4)" in "".join(error.value.__notes__)
 
 
-def test_a_branch_on_the_replicas_number_is_explained():
-    strategy = STRATEGIES[3]
-
-    def step(x):
-        return x if mr.get_replica_context().replica_id_in_sync_group == 0 else -x
-
+def test_other_errors_of_steps_are_what_they_are():
+    strategy, x = STRATEGIES[3], split(STRATEGIES[3], data(7)[0])
+    with strategy.scope():
+        v = mr.Variable(0.0, name="v")
+    with pytest.raises(mr.ReplicasDivergeError, match=r"depends on the argument `x`, of which each replica has its own"):
+        strategy.run(lambda x: v.assign(jnp.sum(x)), args=(x,))
     with pytest.raises(mr.OneProgramError, match="needed the value of something that differs by replica"):
-        strategy.run(step, args=(split(strategy, data(7)[0]),))
+        strategy.run(lambda x: x if mr.get_replica_context().replica_id_in_sync_group == 0 else -x, args=(x,))
 
 
-# -- random programs: one device is the oracle, and copies are equal to the bit
+# -- operations on rows that follow one another: one device is the oracle
 
-ROWWISE = {
-    "tanh": lambda ctx, x, w: jnp.tanh(x),
-    "weights": lambda ctx, x, w: x @ w,
-    "jitted": lambda ctx, x, w: jax.jit(jnp.sin)(x + w[0]),
-    "scan": lambda ctx, x, w: jax.lax.fori_loop(0, 2, lambda i, x: jnp.tanh(x @ w), x),
-    "cond": lambda ctx, x, w: jax.lax.cond(w[0, 0] > 0, lambda x: x + 1, lambda x: x - 1, x),
-    "mask": lambda ctx, x, w: jnp.where(jnp.arange(x.shape[1]) > 1, x, 0.5 * x) + jnp.zeros((x.shape[0], 1)),
-    "center": lambda ctx, x, w: x - global_mean(ctx, x),
-    "normalize": lambda ctx, x, w: x * jax.lax.rsqrt(global_mean(ctx, x * x) + 0.1),
-    "attend": lambda ctx, x, w: jax.nn.softmax(x @ ctx.all_gather(x, axis=0).T) @ ctx.all_gather(x, axis=0),
-    "mean": lambda ctx, x, w: x + mr.get_strategy().reduce("mean", x, axis=0),
-    "relu": lambda ctx, x, w: jax.nn.relu(x),
-    "remat": lambda ctx, x, w: jax.checkpoint(lambda x: jnp.tanh(x @ w))(x),
-}
+ROWWISE = [
+    lambda ctx, x, w: jnp.tanh(x),
+    lambda ctx, x, w: x - global_mean(ctx, x),
+    lambda ctx, x, w: x * jax.lax.rsqrt(global_mean(ctx, x * x) + 0.1),
+    lambda ctx, x, w: jax.nn.softmax(x @ ctx.all_gather(x, axis=0).T) @ ctx.all_gather(x, axis=0),
+    lambda ctx, x, w: jax.checkpoint(lambda x: jnp.tanh(x @ w))(jax.nn.relu(x)),
+]
 
 
-@given(
-    operations=st.lists(st.sampled_from(sorted(ROWWISE)), min_size=1, max_size=4),
-    num_rows=st.integers(1, 11),
-    num_replicas=st.sampled_from([3, 8]),
-)
-@settings(max_examples=6, deadline=None, derandomize=True)
-def test_random_steps_equal_one_device_and_keep_copies_equal(operations, num_rows, num_replicas):
-    x, _ = data(num_rows)
-
+def test_gradients_through_operations_of_all_kinds_equal_one_device():
     def run(strategy):
         with strategy.scope():
-            w = mr.Variable(0.3 * np.eye(4, dtype=np.float32) + 0.1)
-            seen = mr.Variable(np.zeros(4, np.float32))
+            w, seen = mr.Variable(0.3 * np.eye(4, dtype=np.float32) + 0.1), mr.Variable(np.zeros(4, np.float32))
             optimizer = mr.Optimizer(optax.sgd(0.5), [w])
 
         def step(x):
@@ -419,8 +327,8 @@ def test_random_steps_equal_one_device_and_keep_copies_equal(operations, num_row
 
             def loss():
                 h = x @ w.value
-                for name in operations:
-                    h = ROWWISE[name](ctx, h, w.value)
+                for operation in ROWWISE:
+                    h = operation(ctx, h, w.value)
                 return mr.losses.compute_average_loss(h * h), h
 
             (value, h), [gradient] = mr.value_and_grad(loss, [w], has_aux=True)()
@@ -428,10 +336,9 @@ def test_random_steps_equal_one_device_and_keep_copies_equal(operations, num_row
             optimizer.apply_gradients([(gradient, w)])
             return value, h
 
-        for _ in range(2):
-            value, h = strategy.run(step, args=(split(strategy, x),))
+        value, h = strategy.run(step, args=(split(strategy, data(7)[0]),))
         strategy.assert_mirrored()
         return [w.value, seen.value, strategy.reduce("sum", value), strategy.gather(h, axis=0)]
 
-    for many, one in zip(run(new_strategy(num_replicas)), run(new_strategy(1)), strict=True):
+    for many, one in zip(run(STRATEGIES[3]), run(STRATEGIES[1]), strict=True):
         np.testing.assert_allclose(many, one, rtol=1e-3, atol=1e-4)
