@@ -297,3 +297,40 @@ def test_what_is_wrong_is_said_and_changes_nothing():
             call(), pytest.fail(message)
     after = [v.numpy() for v in (A, B, *_variables(OPTIMIZER.state))]
     assert all(np.array_equal(x, y) for x, y in zip(before, after, strict=True))
+
+
+def test_a_none_in_the_tree_of_variables_is_a_none_in_that_of_the_gradients(strategy2: mr.Strategy) -> None:
+    with strategy2.scope():
+        w = mr.Variable(1.0)
+        optimizer = mr.Optimizer(optax.sgd(0.5), {"w": w, "b": None})
+
+    def step() -> None:
+        _, gradients = mr.value_and_grad(lambda: w * w / 2, {"w": w, "b": None})()
+        optimizer.apply_gradients(gradients, aggregate=False)
+
+    strategy2.run(step)
+    assert float(w) == 0.5
+    with pytest.raises(ValueError, match="gradients of structure"):
+        optimizer.apply_gradients({"w": 1.0, "b": 1.0})
+
+
+def test_what_a_transformation_takes_besides_is_passed_on(strategy2: mr.Strategy) -> None:
+    target = jnp.asarray([3.0, 4.0])
+    with strategy2.scope():
+        w, alone = mr.Variable(jnp.asarray([1.0, -2.0])), mr.Variable(1.0)
+        optimizer = mr.Optimizer(optax.lbfgs(), w)
+        plateau = mr.Optimizer(optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau(factor=0.5, patience=1)), alone)
+
+    def step(value: jax.Array) -> None:
+        loss = lambda x: jnp.sum((x - target) ** 2)  # noqa: E731
+        value_of, gradient = jax.value_and_grad(loss)(w.value)
+        optimizer.apply_gradients(gradient, aggregate=False, value=value_of, grad=gradient, value_fn=loss)
+        plateau.apply_gradients(jnp.float32(0.0), aggregate=False, value=value)
+
+    for _ in range(4):
+        strategy2.run(step, args=(jnp.float32(1.0),))
+    np.testing.assert_allclose(w.numpy(), target, atol=1e-4)
+    scales = [
+        v.numpy() for v in jax.tree.leaves(plateau.state, is_leaf=lambda x: isinstance(x, mr.Variable)) if "scale" in v.name
+    ]
+    assert scales and scales[0] < 1.0, "the plateau was seen"

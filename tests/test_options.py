@@ -1,8 +1,10 @@
 """The names of operations and policies, and what else users choose: right or refused."""
 
+import numpy as np
 import pytest
 
 import mirrored as mr
+from mirrored._text import version_of
 
 ENUMS = {
     mr.ReduceOp: ["SUM", "MEAN"],
@@ -58,3 +60,7 @@ def test_wrong_options_are_refused() -> None:
 
 def test_errors_of_a_cluster_say_whether_to_start_again() -> None:
     assert (mr.ClusterStartError("worker 1 is missing").exit_code, mr.ClusterConfigError("wrong").exit_code) == (75, 76)
+
+
+def test_a_package_that_is_only_on_the_path_has_no_version() -> None:
+    assert version_of("numpy") == np.__version__ and version_of("no-such-package") == "not installed"

@@ -458,3 +458,21 @@ def test_a_cluster_of_the_largest_size_is_read_quickly() -> None:
     environment = tf_config({"worker": [f"h{i}:1" for i in range(20_000)]}, {"type": "worker", "index": 19_999})
     cluster, _ = quickly(lambda: discover(environment=environment), 1.0)
     assert cluster.num_workers == 20_000
+
+
+def test_tf_config_as_tensorflow_takes_it() -> None:
+    def read(config: object) -> mr.TFConfigClusterResolver:
+        return mr.TFConfigClusterResolver(environment={"TF_CONFIG": json.dumps(config)})
+
+    assert read({}).cluster_spec().as_dict() == {}
+    sparse = {"cluster": {"worker": {"1": "b:2", "0": "a:1"}}, "task": {"type": "worker", "index": "1"}}
+    assert (read(sparse).cluster_spec().as_dict(), read(sparse).task_id) == ({"worker": ["a:1", "b:2"]}, 1)
+    listed = {"cluster": {"worker": ["a:1"], "evaluator": ["e:1"]}, "task": {"type": "evaluator", "index": 0}}
+    assert (read(listed).cluster_spec().as_dict(), read(listed).task_type) == ({"worker": ["a:1"]}, "evaluator")
+    wrong = {
+        r"cluster\.worker has the indices '1', '2'; of 2 tasks, 0 is missing": {"worker": {"1": "b:2", "2": "a:1"}},
+        r"cluster\.evaluator is 'x'": {"worker": ["a:1"], "evaluator": "x"},
+    }
+    for message, cluster in wrong.items():
+        with pytest.raises(mr.ClusterConfigError, match=message):
+            read({"cluster": cluster, "task": {"type": "worker", "index": 0}}).cluster_spec()

@@ -641,3 +641,11 @@ def test_eager_in_a_compiled_function(strategy2: mr.MirroredStrategy) -> None:
         assert [float(total(x)), float(total(x))] == [2, 2]
     assert len(calls) == 4  # discovery and proof, then one call for each
     assert float(total(x)) == 2
+
+
+def test_a_per_replica_that_has_lost_its_replicas_is_refused(strategy2: mr.Strategy) -> None:
+    x = strategy2.distribute_values_from_function(lambda ctx: np.ones(2))
+    lost = jax.tree.map(jnp.sum, x)
+    assert repr(lost).startswith("PerReplica(")
+    with pytest.raises(mr.PerReplicaError, match=r"the argument `x` is a PerReplica without replicas: jax\.tree\.map"):
+        strategy2.run(lambda x: x, args=(lost,))

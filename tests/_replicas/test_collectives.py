@@ -5,6 +5,7 @@ import dataclasses
 import math
 
 import jax
+import jax.experimental.sparse
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -650,3 +651,28 @@ def test_the_default_context_is_one_replica():
     assert ctx.num_replicas_in_sync == 1 and ctx.replica_id_in_sync_group == 0
     assert ctx.all_reduce("sum", [2, 3.0])[1] == 3.0 and ctx.all_gather(np.arange(3), axis=0).tolist() == [0, 1, 2]
     assert ctx.merge_call(lambda strategy, x: strategy.reduce("sum", x), args=(jnp.float32(4),)) == 4
+
+
+def test_the_first_replicas_value_arrives_bit_by_bit(strategy2: mr.Strategy) -> None:
+    kinds = [jnp.float32(-0.0), jnp.bfloat16(-0.0), jnp.float32(-1e-44), jnp.complex64(complex(-0.0, -0.0)), jnp.int32(5)]
+    for strategy in (strategy2, mr.MirroredStrategy(["cpu:0"])):  # with one replica, a complex number once ended the process
+        with strategy.scope():
+            variables = [mr.Variable(jnp.ones_like(kind), aggregation="only_first_replica") for kind in kinds]
+        strategy.run(lambda variables=variables: [v.assign(kind) for v, kind in zip(variables, kinds, strict=True)] and None)
+        assert [v.numpy().tobytes() for v in variables] == [np.asarray(kind).tobytes() for kind in kinds]
+
+
+def test_the_gradient_of_the_first_replicas_value_is_that_of_its_value(strategy2: mr.Strategy) -> None:
+    def step() -> jax.Array:
+        ctx = mr.get_replica_context()
+        axis = _collectives.ReplicaAxis(2)
+        first = lambda x: _collectives.aggregate(mr.VariableAggregation.ONLY_FIRST_REPLICA, x, axis)  # noqa: E731
+        return jax.grad(lambda x: 3 * first(x * (1.0 + ctx.replica_id_in_sync_group)))(2.0)
+
+    assert [float(g) for g in strategy2.local_results(strategy2.run(step))] == [6.0, 0.0]
+
+
+def test_a_sparse_array_is_refused(strategy2: mr.Strategy) -> None:
+    sparse = jax.experimental.sparse.BCOO.fromdense(jnp.eye(2))
+    with pytest.raises(TypeError, match=r"all_reduce got a BCOO, whose indices .* x\.todense\(\)"):
+        strategy2.run(lambda: mr.get_replica_context().all_reduce("sum", {"a": sparse}))

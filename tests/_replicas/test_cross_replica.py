@@ -387,3 +387,10 @@ def test_one_program_serves_all_values_of_one_shape(strategy2, per_replica):
         strategy2.reduce("sum", per_replica(strategy2, np.full(3, i), np.full(3, 2 * i)))
     program = cross_replica._compile(cross_replica.reduce_stack, strategy2._mesh.mirrored, (mr.ReduceOp.SUM, (), None))
     assert cross_replica._compile.cache_info().misses == 1 and program._cache_size() == 1
+
+
+def test_gather_of_uneven_rows_keeps_the_sign_of_zero(strategy3: mr.Strategy) -> None:
+    rows = np.array([-0.0, 1.0, -0.0, -0.0], np.float32)
+    [x] = strategy3.distribute_dataset([rows])
+    for gathered in (strategy3.gather(x, 0), mr.function(lambda x: strategy3.gather(x, 0))(x)):
+        assert np.asarray(gathered).tobytes() == rows.tobytes()

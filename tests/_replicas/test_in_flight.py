@@ -359,3 +359,31 @@ def test_keys_of_random_numbers_are_watched_as_their_data(monkeypatch: pytest.Mo
     in_flight.joined(jax.random.key(0))
     assert _progress.progress.witness.is_ready() in (True, False), "what the guard asks; a key cannot tell"
     in_flight.finish()
+
+
+def test_a_forked_child_is_told_to_be_spawned() -> None:
+    code = """
+import os
+import numpy as np
+import mirrored as mr
+
+strategy = mr.MirroredStrategy(["cpu:0", "cpu:1"])
+with strategy.scope():
+    v = mr.Variable(1.0)
+step = lambda: [v.assign(v + 1.0)] and None
+strategy.run(step)
+child = os.fork()
+if not child:
+    refused = 0
+    uses = lambda: strategy.run(step), lambda: strategy.reduce("sum", 1.0), mr.function(step), v.numpy, lambda: v.assign(3.0)
+    for use in uses:
+        try:
+            use()
+        except mr.ContextError as error:
+            refused += "'spawn'" in str(error)
+    os._exit(refused)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
+strategy.run(step)
+assert float(v) == 3.0
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=100)

@@ -739,7 +739,7 @@ def test_host_conversions():
 
 def test_equality_compares_values_and_hashes_are_of_the_variables(strategy3):
     a, b, w = variable(1.0, strategy3), variable(1.0, strategy3), variable([1.0, 2.0], strategy3)
-    assert a == b and a == 1.0 and 1.0 == a and not a != b and not a == 2.0
+    assert (a == b, a == 1.0, a != b, a == 2.0) == (True, True, False, False)
     assert (w == np.array([1.0, 3.0])).tolist() == [True, False] and (w != w).tolist() == [False, False]
     assert (a == None, a == "text", a != None) == (False, False, True)  # noqa: E711
     assert {a: "a", b: "b", w: "w"}[a] == "a" and len({a, b, w, a}) == 3
@@ -802,3 +802,15 @@ def test_assert_mirrored_sees_a_copy_that_was_changed_behind_its_back(strategy3)
     v._array = jax.make_array_from_single_device_arrays((2,), v.value.sharding, broken)
     with pytest.raises(mr.ReplicasDivergeError, match=r"'w' differ: replicas \[2\] from replica 0"):
         strategy3.assert_mirrored()
+
+
+def test_a_module_is_no_function_that_makes_the_value(strategy3):
+    class Module:
+        def __call__(self, x):
+            raise AssertionError("called")
+
+    jax.tree_util.register_pytree_node(Module, lambda module: ((np.ones(2),), None), lambda _, children: Module())
+    for tree in (Module(), {"a": np.ones(2)}):
+        with pytest.raises(TypeError, match=r"is a (Module|dict), which holds arrays; .*jax\.tree\.map\(mr\.Variable, value\)"):
+            variable(tree, strategy3)
+    assert variable([1.0, 2.0], strategy3).shape == (2,)
