@@ -270,7 +270,7 @@ MUTANTS = [
         "_checkpoint/preemption.py",
         "if number == signal.SIGTERM or self._is_signalled:",
         "if True:",
-        PREEMPTION + "what_the_program_does_at_ctrl_c_stays_its_own",
+        PREEMPTION + "arguments_are_checked",
     ),
     (
         "_checkpoint/preemption.py",
