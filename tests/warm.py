@@ -67,7 +67,7 @@ class Program:
             assert time.monotonic() < deadline and not self._has_ended(0), (self.out, self.err)
             time.sleep(0.01)
 
-    def wait(self, seconds: float = 60) -> int:
+    def wait(self, seconds: float = 100) -> int:
         """Return its exit code, negative for a signal."""
         assert self._has_ended(seconds), f"it runs for more than {seconds} s: {self.out}{self.err}"
         return self._code

@@ -151,9 +151,9 @@ MUTANTS = [
     ),
     (
         "_checkpoint/state.py",
-        "host | {key: np.array(array)",
-        "host | {key: np.asarray(array)",
-        CHECKPOINT + "a_save_does_not_see_what_later_steps_do",
+        "if not isinstance(tree, dict | list):",
+        "if True:",
+        CHECKPOINT + "restored_values_take_their_place_in_nests",
     ),
     (
         "_checkpoint/state.py",
