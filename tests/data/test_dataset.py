@@ -19,7 +19,7 @@ import mirrored as mr
 from mirrored.data import DistributedDataset, NumpyDataset
 from mirrored.data._sharing import rows as _rows
 
-few_examples = hypothesis.settings(deadline=None, max_examples=25, derandomize=True)
+few_examples = hypothesis.settings(deadline=None, max_examples=15, derandomize=True)
 
 
 def numpy_dataset(arrays: Any) -> NumpyDataset:
