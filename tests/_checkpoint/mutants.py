@@ -148,7 +148,7 @@ BY_TEST = {
     "test_preemption.py::test_a_signal_saves_the_step_and_leaves": [
         ("preemption.py", "works.append(self._say_signal)", "pass"),
     ],
-    "test_preemption.py::test_signals_close_together_are_one_notice": [
+    "test_preemption.py::test_a_program_leaves_only_when_the_notice_is_over": [
         ("preemption.py", "while (left := self._quiet_until - time.monotonic()) > 0:", "while False:"),
     ],
     "test_preemption.py::test_what_one_handler_said_is_not_heard_by_the_next": [

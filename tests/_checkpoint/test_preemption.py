@@ -238,6 +238,15 @@ def test_signals_close_together_are_one_notice(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["2"]
 
 
+def test_a_program_leaves_only_when_the_notice_is_over(monkeypatch) -> None:
+    """Before that, a late signal of the same notice would kill it."""
+    monkeypatch.setattr(preemption, "NOTICE_SECONDS", 0.5)
+    with pytest.raises(SystemExit), PreemptionHandler(Recorder(), strategy=ALONE):
+        start = time.monotonic()
+        preempt()
+    assert time.monotonic() - start >= 0.5
+
+
 @pytest.fixture
 def unhandled() -> Iterator[list[int]]:
     """The signals that come while no handler of ours takes them."""
