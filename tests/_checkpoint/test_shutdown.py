@@ -36,11 +36,18 @@ thread.start()
 """
 
 
-@pytest.mark.parametrize(("end", "code"), [("", 0), ("raise ValueError('the end')", 1), ("raise SystemExit(7)", 7)])
-def test_pools_take_work_until_the_function_has_come_back(end: str, code: int) -> None:
-    for is_waited_for in (True, False):
-        program = LOAD + PROGRAM.format(is_waited_for=is_waited_for, end=end)
-        ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
+def run(program: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", LOAD + program], capture_output=True, text=True, timeout=50)
+
+
+def test_pools_take_work_until_the_function_has_come_back() -> None:
+    for end, code, is_waited_for in (
+        ("", 0, False),
+        ("", 0, True),
+        ("raise ValueError('the end')", 1, True),
+        ("raise SystemExit(7)", 7, True),
+    ):
+        ended = run(PROGRAM.format(is_waited_for=is_waited_for, end=end))
         assert ended.returncode == code
         assert ended.stdout == ("done\n" if is_waited_for else "")
         assert ("cannot schedule new futures" in ended.stderr) != is_waited_for, ended.stderr
@@ -54,11 +61,11 @@ def interrupted():
 _shutdown.before_pools_end(lambda: print("the rest", flush=True))
 _shutdown.before_pools_end(interrupted)
 """
-    ended = subprocess.run([sys.executable, "-c", LOAD + program], capture_output=True, text=True, timeout=50)
+    ended = run(program)
     assert ended.returncode == 0 and ended.stdout == "the rest\n" and "KeyboardInterrupt" in ended.stderr
 
 
 def test_it_does_not_matter_who_imports_the_pools_first() -> None:
     program = "_shutdown.before_pools_end(lambda: thread.join())\n" + PROGRAM.format(is_waited_for=False, end="")
-    ended = subprocess.run([sys.executable, "-c", LOAD + program], capture_output=True, text=True, timeout=50)
+    ended = run(program)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "done\n", "")

@@ -2,8 +2,6 @@
 
 import contextvars
 import gc
-import subprocess
-import sys
 import threading
 import traceback
 import weakref
@@ -13,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+import warm
 
 import mirrored as mr
 from mirrored.data import _prefetch
@@ -54,19 +53,19 @@ class Endless:
 # -- ahead
 
 
-@pytest.mark.parametrize("prefetch", [1, 2, 5])
-def test_so_many_batches_are_made_ahead_and_never_more(prefetch: int, strategy2: mr.MirroredStrategy) -> None:
-    source = Endless()
-    most = 0
-    with iter(strategy2.distribute_dataset(source, mr.InputOptions(prefetch=prefetch))) as iterator:
-        for position in range(6):
-            batch = next(iterator)
-            source.wait_until(lambda position=position: source.num_taken >= position + 1 + prefetch)
-            most = max(most, source.num_taken - position - 1)
-            assert int(batch.values[0][0]) == position
-    assert most == prefetch
-    assert source.num_taken == 6 + prefetch
-    assert threading.get_ident() not in source.threads
+def test_so_many_batches_are_made_ahead_and_never_more(strategy2: mr.MirroredStrategy) -> None:
+    for prefetch in (1, 2, 5):
+        source = Endless()
+        most = 0
+        with iter(strategy2.distribute_dataset(source, mr.InputOptions(prefetch=prefetch))) as iterator:
+            for position in range(6):
+                batch = next(iterator)
+                source.wait_until(lambda source=source, enough=position + 1 + prefetch: source.num_taken >= enough)
+                most = max(most, source.num_taken - position - 1)
+                assert int(batch.values[0][0]) == position
+        assert most == prefetch
+        assert source.num_taken == 6 + prefetch
+        assert threading.get_ident() not in source.threads
 
 
 def test_without_prefetch_everything_is_done_in_the_callers_thread(strategy2: mr.MirroredStrategy) -> None:
@@ -114,7 +113,7 @@ class Broken:
 
     def __iter__(self) -> Iterator[np.ndarray]:
         yield X
-        yield X
+        yield X + 4
         raise self.error
 
 
@@ -164,18 +163,18 @@ def only_ask_for_the_state(distributed: Any) -> None:
     iterator.close()
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
 @pytest.mark.parametrize(
     "leave",
     [exhaust, leave_early, raise_in_the_loop, close, leave_a_with_block, make_garbage_of_a_cycle, only_ask_for_the_state],
 )
 def test_no_way_out_of_a_loop_leaves_a_thread_or_an_open_source(
-    leave: Callable[[Any], None], prefetch: int, strategy2: mr.MirroredStrategy
+    leave: Callable[[Any], None], strategy2: mr.MirroredStrategy
 ) -> None:
-    source = Endless()
-    leave(strategy2.distribute_dataset(source, mr.InputOptions(prefetch=prefetch)))
-    assert not feeding()
-    assert source.num_closed == (leave is not only_ask_for_the_state)
+    for prefetch in (0, 1, 2):
+        source = Endless()
+        leave(strategy2.distribute_dataset(source, mr.InputOptions(prefetch=prefetch)))
+        assert not feeding()
+        assert source.num_closed == (leave is not only_ask_for_the_state)
 
 
 def test_the_end_of_the_data_ends_the_thread_while_the_iterator_lives(strategy2: mr.MirroredStrategy) -> None:
@@ -186,52 +185,78 @@ def test_the_end_of_the_data_ends_the_thread_while_the_iterator_lives(strategy2:
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 5])
-def test_an_exception_arrives_as_it_was_and_ends_the_thread(prefetch: int, strategy2: mr.MirroredStrategy) -> None:
+def test_an_exception_arrives_as_it_was_after_the_batches_before_it_and_ends_the_thread(
+    prefetch: int, strategy2: mr.MirroredStrategy
+) -> None:
     source = Broken()
     iterator = iter(strategy2.distribute_dataset(source, mr.InputOptions(prefetch=prefetch)))
-    next(iterator), next(iterator)
+    assert [next(iterator).values[0].tolist() for _ in range(2)] == [[0, 1], [4, 5]]
     with pytest.raises(BrokenError) as caught:
         next(iterator)
-    assert caught.value is source.error
+    assert caught.value is source.error and caught.value.__cause__ is None
     lines = traceback.extract_tb(caught.value.__traceback__)
     assert lines[-1].line == "raise self.error"
     assert not feeding()
-    with pytest.raises(StopIteration):
-        next(iterator)
+    for _ in range(2):
+        with pytest.raises(StopIteration):
+            next(iterator)
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), GeneratorExit("odd"), MemoryError()], ids=repr)
-def test_any_exception_reaches_the_loop(error: BaseException, strategy2: mr.MirroredStrategy) -> None:
+def test_any_exception_reaches_the_loop(strategy2: mr.MirroredStrategy) -> None:
     class Source:
+        def __init__(self, batches: list[Any], error: BaseException, when: str) -> None:
+            self.batches, self.error, self.when = batches, error, when
+
         def __iter__(self) -> Iterator[Any]:
-            raise error
-            yield
-
-    with pytest.raises(type(error)) as caught:
-        list(strategy2.distribute_dataset(Source()))
-    assert caught.value is error
-
-
-def test_an_exception_of_the_sources_own_closing_is_not_lost(strategy2: mr.MirroredStrategy) -> None:
-    class Source:
-        def __iter__(self) -> "Source":
-            self.left = [X]
-            return self
+            self.raise_at("iter")
+            return Source(self.batches, self.error, self.when)
 
         def __next__(self) -> Any:
-            if not self.left:
+            self.raise_at("next")
+            if not self.batches:
                 raise StopIteration
-            return self.left.pop()
+            return self.batches.pop()
 
         def close(self) -> None:
-            raise BrokenError("cannot close")
+            self.raise_at("close")
 
-    class Dataset:
-        def __iter__(self) -> Any:
-            return iter(Source())
+        def raise_at(self, place: str) -> None:
+            if self.when == place:
+                raise self.error
 
-    with pytest.raises(BrokenError, match="cannot close"):
-        list(strategy2.distribute_dataset(Dataset()))
+    for error, when in (
+        (SystemExit(3), "next"),
+        (GeneratorExit("odd"), "next"),
+        (MemoryError(), "next"),
+        (BrokenError("no file"), "iter"),
+        (BrokenError("cannot close"), "close"),
+    ):
+        with pytest.raises(type(error)) as caught:
+            list(strategy2.distribute_dataset(Reiterable(lambda e=error, w=when: iter(Source([X], e, w)))))
+        assert caught.value is error
+
+
+class Reiterable:
+    """Begins anew with a function."""
+
+    def __init__(self, begin: Callable[[], Iterator[Any]]) -> None:
+        self.begin = begin
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.begin()
+
+
+def test_ctrl_c_while_waiting_for_a_batch_loses_none(strategy2: mr.MirroredStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
+    with iter(strategy2.distribute_dataset([X, X + 4])) as iterator:
+        next(iterator)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(iterator, "_next", interrupted)
+            next(iterator)
+        assert next(iterator).values[0].tolist() == [4, 5]
+
+
+def interrupted() -> None:
+    raise KeyboardInterrupt
 
 
 def test_no_batch_is_kept_by_an_exception_or_a_closed_iterator(strategy2: mr.MirroredStrategy) -> None:
@@ -321,20 +346,15 @@ for _ in range({num_taken}):
 """
 
 
-@pytest.mark.parametrize(
-    ("num_taken", "stuck_at", "end", "code"),
-    [
+def test_the_interpreter_exits_with_an_open_feed() -> None:
+    for num_taken, stuck_at, end, code in (
         (3, -1, "", 0),
         (1, -1, "sys.exit(7)", 7),
-        (2, 3, "", 0),
-        (0, -1, "", 0),
-    ],
-    ids=["running", "sys.exit", "stuck", "not started"],
-)
-def test_the_interpreter_exits_with_an_open_feed(num_taken: int, stuck_at: int, end: str, code: int) -> None:
-    program = EXIT.format(num_taken=num_taken, stuck_at=stuck_at, end=end)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
-    assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
+        (2, 3, "", 0),  # stuck
+        (0, -1, "", 0),  # not started
+    ):
+        done = warm.ended(EXIT.format(num_taken=num_taken, stuck_at=stuck_at, end=end))
+        assert (done.returncode, done.stdout, done.stderr) == (code, "", ""), (num_taken, stuck_at)
 
 
 def test_what_the_thread_waits_for_is_ended_when_the_feed_is_closed() -> None:

@@ -1,22 +1,22 @@
 """Datasets of other libraries, and datasets made by a function: every row arrives, re-iterable, sized when they are."""
 
 import importlib.util
+import itertools
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import grain
-import jax
 import numpy as np
 import pytest
 from grain import experimental as gx
 from simulated_workers import run_workers
 
 import mirrored as mr
-from mirrored.data._sharing import rows as _rows
 from mirrored.data._sharing.agree import InputWorker
-from mirrored.data._sharing.plan import plan_of_function
+from mirrored.data._sharing.plan import Plan, plan_of_function
 
 pytestmark = pytest.mark.usefixtures("grains_threads_end")
 
@@ -45,26 +45,22 @@ def grain_loader() -> grain.DataLoader:
     )
 
 
-@pytest.mark.parametrize(
-    ("make", "length"),
-    [
-        (lambda: grain.MapDataset.range(10).map(Features()).batch(4), 3),
-        (lambda: grain.MapDataset.range(10).map(Features()).to_iter_dataset().batch(4), None),
-        (grain_loader, None),
-    ],
-    ids=["MapDataset", "IterDataset", "DataLoader"],
-)
-def test_grain_datasets(make: Callable[[], Any], length: int | None, strategy: mr.MirroredStrategy) -> None:
-    distributed = strategy.distribute_dataset(make())
-    for _ in range(2):
-        batches = list(distributed)
-        assert [rows_of(batch["x"]) for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-        assert rows_of(batches[1]["y"]) == [[n, n] for n in (4, 5, 6, 7)]
-    if length is None:
-        with pytest.raises(TypeError, match="is not known before it ends"):
-            len(distributed)
-    else:
-        assert len(distributed) == length
+def test_grain_datasets(strategy3: mr.MirroredStrategy) -> None:
+    for dataset, length in (
+        (grain.MapDataset.range(10).map(Features()).batch(4), 3),
+        (grain.MapDataset.range(10).map(Features()).to_iter_dataset().batch(4), None),
+        (grain_loader(), None),
+    ):
+        distributed = strategy3.distribute_dataset(dataset)
+        for _ in range(2):
+            batches = list(distributed)
+            assert [rows_of(batch["x"]) for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+            assert rows_of(batches[1]["y"]) == [[n, n] for n in (4, 5, 6, 7)]
+        if length is None:
+            with pytest.raises(TypeError, match="is not known before it ends"):
+                len(distributed)
+        else:
+            assert len(distributed) == length
 
 
 def test_a_filtered_map_dataset_does_not_know_its_length(strategy2: mr.MirroredStrategy) -> None:
@@ -74,37 +70,54 @@ def test_a_filtered_map_dataset_does_not_know_its_length(strategy2: mr.MirroredS
         len(distributed)
 
 
-def test_an_infinite_dataset_is_left_in_the_middle(strategy2: mr.MirroredStrategy) -> None:
-    distributed = strategy2.distribute_dataset(grain.MapDataset.range(4).repeat().batch(3))
-    with iter(distributed) as iterator:
-        assert [rows_of(next(iterator)) for _ in range(3)] == [[0, 1, 2], [3, 0, 1], [2, 3, 0]]
-
-
-def test_grain_records_that_were_not_batched(strategy2: mr.MirroredStrategy) -> None:
-    with pytest.raises(ValueError, match=r"the dataset yielded a scalar.* Batch the dataset first: \.batch\(global_batch_size\)"):
-        list(strategy2.distribute_dataset(grain.MapDataset.range(4)))
-
-
-def test_an_exception_in_a_grain_pipeline_reaches_the_loop(strategy2: mr.MirroredStrategy) -> None:
+def test_what_grain_may_do(strategy2: mr.MirroredStrategy) -> None:
     def fail(x: Any) -> Any:
         raise KeyError(f"record {x}")
 
+    endless = grain.MapDataset.range(4).repeat().batch(3)
+    with iter(strategy2.distribute_dataset(endless)) as iterator:  # left in the middle
+        assert [rows_of(next(iterator)) for _ in range(3)] == [[0, 1, 2], [3, 0, 1], [2, 3, 0]]
+    with pytest.raises(ValueError, match=r"the dataset yielded a scalar.* Batch the dataset first: \.batch\(global_batch_size\)"):
+        list(strategy2.distribute_dataset(grain.MapDataset.range(4)))
     with pytest.raises(KeyError, match="record 0"):
         list(strategy2.distribute_dataset(grain.MapDataset.range(4).map(fail).batch(2)))
-
-
-def test_a_grain_iterator_can_be_used_only_once(strategy2: mr.MirroredStrategy) -> None:
     with pytest.raises(TypeError, match="an iterator that can be used only once"):
         strategy2.distribute_dataset(iter(gx.LimitIterDataset(grain.MapDataset.range(4).batch(2).to_iter_dataset(), 1)))
 
 
-def test_numpy_datasets_do_not_load_grain() -> None:
-    code = (
-        "import sys, numpy as np, mirrored as mr; s = mr.MirroredStrategy(['cpu:0', 'cpu:1']); "
-        "list(s.distribute_dataset(s.make_numpy_dataset(np.arange(5)).batch(2))); print('grain' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.split() == ["False"]
+PACKAGES = """
+import sys
+import numpy as np
+import mirrored as mr
+
+def missing(package, use):
+    sys.modules[package] = None
+    try:
+        use()
+    except ImportError as error:
+        assert str(error) == f"mr.data needs {package}, which is not installed: pip install 'mirrored[data]'.", error
+    else:
+        raise AssertionError(package)
+    del sys.modules[package]
+
+strategy = mr.MirroredStrategy(["cpu:0", "cpu:1"])
+list(strategy.distribute_dataset(strategy.make_numpy_dataset(np.arange(5)).batch(2)))
+assert not {"grain", "google.protobuf", "google_crc32c"} & set(sys.modules), "nothing is loaded that is not used"
+missing("google.protobuf", lambda: mr.data.make_example({"x": 1}))
+missing("google_crc32c", lambda: mr.data.write_tfrecords(sys.argv[1], [b"x"]))
+missing("grain", lambda: mr.data.tfrecord_dataset(sys.executable))
+mr.data.make_example({"x": 1})
+from google.protobuf import descriptor_pool
+try:
+    descriptor_pool.Default().FindMessageTypeByName("tensorflow.Example")
+except KeyError:
+    print("the default pool is as TensorFlow wants it")
+"""
+
+
+def test_packages_are_loaded_when_they_are_used_and_named_when_they_are_missing(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", PACKAGES, tmp_path / "x"], capture_output=True, text=True, timeout=100)
+    assert done.stdout == "the default pool is as TensorFlow wants it\n", done.stderr
 
 
 # -- Hugging Face
@@ -256,27 +269,23 @@ def test_the_input_context() -> None:
         context.get_per_replica_batch_size(2.0)
 
 
-@pytest.mark.parametrize("num_elements", [0, 1, 2, 3, 4, 7])
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_each_replica_takes_the_next_element_and_none_is_dropped(
-    num_elements: int, prefetch: int, strategy3: mr.MirroredStrategy
-) -> None:
-    contexts = []
+def test_each_replica_takes_the_next_element_and_none_is_dropped(strategy3: mr.MirroredStrategy) -> None:
+    for num_elements, prefetch in itertools.product([0, 1, 3, 7], [0, 2]):
+        contexts = []
 
-    def make(context: mr.InputContext) -> list[Any]:
-        contexts.append(context)
-        return [{"x": np.full((2, 3), k, "float32")} for k in range(num_elements)]
+        def make(context: mr.InputContext, contexts=contexts, num_elements=num_elements) -> list[Any]:
+            contexts.append(context)
+            return [{"x": np.full((2, 3), k, "float32")} for k in range(num_elements)]
 
-    distributed = strategy3.distribute_datasets_from_function(make, mr.InputOptions(prefetch=prefetch))
-    assert contexts == [mr.InputContext(1, 0, 3)]
-    assert len(distributed) == -(-num_elements // 3)
-    for _ in range(2):
-        steps = [[np.asarray(row)[:, 0].tolist() for row in batch["x"].values] for batch in distributed]
-        given = [[float(k)] * 2 for k in range(num_elements)]
-        assert [row for step in steps for row in step if row] == given
-        assert all(len(step) == 3 for step in steps)
-        assert steps[-1:] == [[*given[len(steps) * 3 - 3 :], [], [], []][:3]] * bool(steps)
-    assert contexts == contexts[:1]
+        distributed = strategy3.distribute_datasets_from_function(make, mr.InputOptions(prefetch=prefetch))
+        assert len(distributed) == -(-num_elements // 3)
+        for _ in range(2):
+            steps = [[np.asarray(row)[:, 0].tolist() for row in batch["x"].values] for batch in distributed]
+            given = [[float(k)] * 2 for k in range(num_elements)]
+            assert [row for step in steps for row in step if row] == given
+            assert all(len(step) == 3 for step in steps)
+            assert steps[-1:] == [[*given[len(steps) * 3 - 3 :], [], [], []][:3]] * bool(steps)
+        assert contexts == [mr.InputContext(1, 0, 3)]
 
 
 def test_elements_may_have_different_numbers_of_rows(strategy3: mr.MirroredStrategy) -> None:
@@ -323,44 +332,35 @@ def test_the_position_in_a_dataset_of_a_function(strategy2: mr.MirroredStrategy,
     assert taken + [x for batch in resumed for x in rows_of(batch)] == list(range(8))
 
 
-@pytest.mark.parametrize("num_elements", [[3, 5], [0, 2], [4, 4], [5, 1]])
-def test_workers_whose_functions_give_different_numbers_of_elements(num_elements: list[int]) -> None:
-    def make(worker: int) -> list[Any]:
-        return [np.array([[10 * worker + k]], "int32") for k in range(num_elements[worker])]
+def test_workers_whose_functions_give_different_numbers_of_elements() -> None:
+    def planned(dataset: Any, policy: str, worker: InputWorker, num_replicas: int) -> Plan:
+        return plan_of_function(dataset, worker)
 
-    run = run_workers(make, 2, num_local=2, make=lambda dataset, policy, worker, num_replicas: plan_of_function(dataset, worker))
-    assert len(run.steps[0]) == -(-max(num_elements) // 2)
-    found = [int(x) for batch in run.global_batches() for x in batch.ravel()]
-    assert sorted(found) == [10 * w + k for w in (0, 1) for k in range(num_elements[w])]
+    for counts in ([3, 5], [0, 2], [4, 4], [5, 1]):
+
+        def make(worker: int, counts=counts) -> list[Any]:
+            return [np.array([[10 * worker + k]], "int32") for k in range(counts[worker])]
+
+        run = run_workers(make, 2, num_local=2, make=planned)
+        assert len(run.steps[0]) == -(-max(counts) // 2)
+        found = [int(x) for batch in run.global_batches() for x in batch.ravel()]
+        assert sorted(found) == [10 * w + k for w in (0, 1) for k in range(counts[w])]
 
 
-@pytest.mark.parametrize(
-    ("make", "options", "error", "message"),
-    [
+def test_wrong_arguments_of_a_function(strategy2: mr.MirroredStrategy) -> None:
+    verb = "distribute_datasets_from_function got"
+    batches = r"\.batch\(context\.get_per_replica_batch_size\(global_batch_size\)\)"
+    by_file = mr.InputOptions(auto_shard_policy="file")
+    for make, options, error, message in [
         (3, None, TypeError, r"dataset_fn is 3; expected a function of a mr\.InputContext"),
-        (
-            lambda context: 3,
-            None,
-            TypeError,
-            r"distribute_datasets_from_function got 3 of type int; expected an iterable of per-replica batches, for example "
-            r".*\.batch\(context\.get_per_replica_batch_size\(global_batch_size\)\)",
-        ),
-        (lambda context: iter([]), None, TypeError, r"distribute_datasets_from_function got .* used only once"),
-        (lambda context: [], 3, TypeError, r"options is 3; expected mr\.InputOptions"),
-        (
-            lambda context: [],
-            mr.InputOptions(auto_shard_policy="file"),
-            ValueError,
-            r"auto_shard_policy is .*FILE, but dataset_fn shares the records out by itself",
-        ),
-        (lambda context: context.get_per_replica_batch_size(3), None, ValueError, r"3 is not divisible by the 2 replicas"),
-    ],
-)
-def test_wrong_arguments_of_a_function(
-    make: Any, options: Any, error: type, message: str, strategy2: mr.MirroredStrategy
-) -> None:
-    with pytest.raises(error, match=message):
-        strategy2.distribute_datasets_from_function(make, options)
+        (lambda c: 3, None, TypeError, f"{verb} 3 of type int; expected an iterable of per-replica batches, .* .*{batches}"),
+        (lambda c: iter([]), None, TypeError, f"{verb} .* used only once"),
+        (lambda c: [], 3, TypeError, r"options is 3; expected mr\.InputOptions"),
+        (lambda c: [], by_file, ValueError, r"auto_shard_policy is .*FILE, but dataset_fn shares the records out by itself"),
+        (lambda c: c.get_per_replica_batch_size(3), None, ValueError, r"3 is not divisible by the 2 replicas"),
+    ]:
+        with pytest.raises(error, match=message):
+            strategy2.distribute_datasets_from_function(make, options)
     assert "dataset" not in strategy2.explain()
 
 
@@ -371,16 +371,3 @@ def test_elements_of_one_step_must_fit_together(strategy2: mr.MirroredStrategy) 
     )
     with pytest.raises(ValueError, match=message):
         list(distributed)
-
-
-def test_the_split_of_the_function_is_its_own(strategy2: mr.MirroredStrategy) -> None:
-    """Global batches of 4 by hand are the same as those of `distribute_dataset`."""
-    rows = np.arange(12, dtype="float32")
-    by_hand = strategy2.distribute_datasets_from_function(
-        lambda context: list(rows.reshape(-1, context.get_per_replica_batch_size(4)))
-    )
-    ours = strategy2.distribute_dataset(strategy2.make_numpy_dataset(rows).batch(4))
-    for a, b in zip(by_hand, ours, strict=True):
-        assert jax.tree.all(jax.tree.map(np.array_equal, a.values, b.values))
-    assert _rows.split_sizes(4, 2) == [2, 2]
-    assert InputWorker().exchange(3) == [3]

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 import tracemalloc
-import warnings
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -45,6 +44,7 @@ def checksum(data: bytes) -> bytes:
 
 
 def make(folder: Path, *files: list[bytes], compression: str | None = None) -> list[Path]:
+    folder.mkdir(exist_ok=True)
     paths = [folder / f"train-{number}.tfrecord" for number in range(len(files))]
     for path, records in zip(paths, files, strict=True):
         path.write_bytes(COMPRESS[compression](b"".join(map(framed, records))))
@@ -74,27 +74,29 @@ def open_files(folder: Path | str = "/") -> list[str]:
 # reading
 
 
-@pytest.mark.parametrize("compression", CODINGS)
-@pytest.mark.parametrize("spelling", [str.upper, str.lower])
-def test_every_record_of_every_file_in_order(tmp_path: Path, compression: str | None, spelling) -> None:
-    paths = make(tmp_path, *split(RECORDS), compression=compression)
-    dataset = mr.data.tfrecord_dataset(paths, compression and spelling(compression))
-    assert isinstance(dataset, grain.IterDataset)
-    assert dataset.files == tuple(map(str, paths))
-    assert list(dataset) == RECORDS
-    assert list(dataset) == RECORDS  # again
+def test_every_record_of_every_file_in_order(tmp_path: Path) -> None:
+    for compression in CODINGS:
+        paths = make(tmp_path, *split(RECORDS), [], compression=compression)
+        paths[-1].write_bytes(b"")  # empty files are legal, without any stream too
+        for spelling in (str.upper, str.lower):
+            dataset = mr.data.tfrecord_dataset(paths, compression and spelling(compression))
+            assert isinstance(dataset, grain.IterDataset) and dataset.files == tuple(map(str, paths))
+            assert list(dataset) == RECORDS == list(dataset)
+        assert list(mr.data.tfrecord_dataset(paths[-1:], compression).batch(3)) == []
+    data = b"".join(map(framed, RECORDS))
+    members = [gzip.compress(data[start : start + 100]) for start in range(0, len(data) + 100, 100)]
+    paths[0].write_bytes(b"".join(members))
+    assert list(mr.data.tfrecord_dataset(paths[0], "GZIP")) == RECORDS
 
 
-@pytest.mark.parametrize("compression", CODINGS)
-@pytest.mark.parametrize("batch_size", [1, 7, 93, 500])
-@pytest.mark.parametrize("drop_remainder", [False, True])
-def test_batches_are_lists_across_the_borders_of_files(tmp_path, compression, batch_size, drop_remainder) -> None:
-    dataset = mr.data.tfrecord_dataset(make(tmp_path, *split(RECORDS), compression=compression), compression)
-    batches = list(dataset.batch(batch_size, drop_remainder=drop_remainder))
-    sizes = [len(batch) for batch in batches]
-    assert joined(batches) == RECORDS[: sum(sizes)]
-    assert all(size == batch_size for size in sizes[:-1]) and sum(sizes) > len(RECORDS) - (batch_size if drop_remainder else 1)
-    assert not drop_remainder or set(sizes) <= {batch_size}
+def test_batches_are_lists_across_the_borders_of_files(tmp_path: Path) -> None:
+    for compression, batch_size, drop_remainder in itertools.product(CODINGS, (1, 7, 93, 500), (False, True)):
+        dataset = mr.data.tfrecord_dataset(make(tmp_path, *split(RECORDS), compression=compression), compression)
+        batches = list(dataset.batch(batch_size, drop_remainder=drop_remainder))
+        sizes = [len(batch) for batch in batches]
+        assert joined(batches) == RECORDS[: sum(sizes)] and all(size == batch_size for size in sizes[:-1])
+        assert sum(sizes) > len(RECORDS) - (batch_size if drop_remainder else 1)
+        assert not drop_remainder or set(sizes) <= {batch_size}
 
 
 def test_the_rest_of_grain_follows(tmp_path: Path) -> None:
@@ -107,79 +109,54 @@ def test_the_rest_of_grain_follows(tmp_path: Path) -> None:
     assert len(dataset.batch(40).map(len).parents[0].files) == 4
 
 
-@pytest.mark.parametrize("make_files", [str, Path, lambda p: [str(p)], lambda p: (p,), lambda p: f"{p.parent}/*.tfrecord"])
-def test_files_may_be_a_path_paths_or_a_pattern(tmp_path: Path, make_files) -> None:
-    (path,) = make(tmp_path, [b"x"])
-    assert mr.data.tfrecord_dataset(make_files(path)).files == (str(path),)
-
-
-def test_a_pattern_is_sorted_and_a_file_with_such_a_name_is_a_file(tmp_path: Path) -> None:
-    for name in ("b.tfrecord", "a.tfrecord", "c[1].tfrecord"):
+def test_files_may_be_a_path_paths_or_a_pattern(tmp_path: Path) -> None:
+    (path,) = make(tmp_path / "one", [b"x"])
+    for files in (str(path), path, [str(path)], (path,), f"{path.parent}/*.tfrecord"):
+        assert mr.data.tfrecord_dataset(files).files == (str(path),)
+    for name in ("b.tfrecord", "a.tfrecord", "c[1].tfrecord"):  # sorted, and a file with such a name is a file
         (tmp_path / name).write_bytes(framed(name.encode()))
     assert list(mr.data.tfrecord_dataset(tmp_path / "[ab].tfrecord")) == [b"a.tfrecord", b"b.tfrecord"]
     assert list(mr.data.tfrecord_dataset(tmp_path / "c[1].tfrecord")) == [b"c[1].tfrecord"]
-
-
-@pytest.mark.parametrize("compression", CODINGS)
-def test_empty_files_are_legal(tmp_path: Path, compression: str | None) -> None:
-    paths = make(tmp_path, [], [b"x"], [], compression=compression)
-    paths[0].write_bytes(b"")
-    assert list(mr.data.tfrecord_dataset(paths, compression)) == [b"x"]
-    assert list(mr.data.tfrecord_dataset(paths[:1], compression).batch(3)) == []
-
-
-def test_members_of_a_gzip_file_are_read_on(tmp_path: Path) -> None:
-    data = b"".join(map(framed, RECORDS))
-    path = tmp_path / "train.tfrecord"
-    path.write_bytes(
-        b"".join(gzip.compress(data[start : start + 100]) for start in range(0, len(data), 100)) + gzip.compress(b"")
-    )
-    assert list(mr.data.tfrecord_dataset(path, "GZIP")) == RECORDS
+    os.mkfifo(tmp_path / "pipe-0")  # it would block when it is opened, and a second epoch would be empty
+    for files in (tmp_path / "pipe-0", str(tmp_path / "pipe-*"), "/dev/zero"):
+        with pytest.raises(ValueError, match="is a pipe or a device, which cannot be read again"):
+            mr.data.tfrecord_dataset(files)
 
 
 # positions
 
 
-@pytest.mark.parametrize("compression", CODINGS)
-@pytest.mark.parametrize("batch_size", [None, 1, 10])
-def test_an_iterator_continues_at_any_state(tmp_path: Path, compression: str | None, batch_size: int | None) -> None:
-    dataset = mr.data.tfrecord_dataset(make(tmp_path, *split(RECORDS), compression=compression), compression)
-    dataset = dataset if batch_size is None else dataset.batch(batch_size)
-    elements, iterator = list(dataset), iter(dataset)
-    for taken in range(0, len(elements) + 1):
-        state = json.loads(json.dumps(iterator.get_state()))
-        if taken % 5 == 0 or taken > len(elements) - 2:
-            resumed = iter(dataset)
-            resumed.set_state(state)
-            assert resumed.get_state() == state
-            assert list(resumed) == elements[taken:]
-        next(iterator, None)
-    iterator.set_state(iter(dataset).get_state())
-    assert list(iterator) == elements
+def test_an_iterator_continues_at_any_state(tmp_path: Path) -> None:
+    for compression, batch_size in itertools.product(CODINGS, (None, 1, 10)):
+        dataset = mr.data.tfrecord_dataset(make(tmp_path, *split(RECORDS), compression=compression), compression)
+        dataset = dataset if batch_size is None else dataset.batch(batch_size)
+        elements, iterator = list(dataset), iter(dataset)
+        for taken in range(0, len(elements) + 1):
+            state = json.loads(json.dumps(iterator.get_state()))
+            if taken % 9 == 0 or taken > len(elements) - 2:
+                resumed = iter(dataset)
+                resumed.set_state(state)
+                assert resumed.get_state() == state
+                assert list(resumed) == elements[taken:]
+            next(iterator, None)
+        iterator.set_state(iter(dataset).get_state())
+        assert list(iterator) == elements
 
 
-def test_a_state_names_the_next_record(tmp_path: Path) -> None:
-    iterator = iter(mr.data.tfrecord_dataset(make(tmp_path, [b"abc"] * 3, [b"de"] * 3)).batch(4))
-    next(iterator)
-    assert iterator.get_state() == {"file": 1, "record": 1, "offset": 18, "name": "train-1.tfrecord"}
-
-
-@pytest.mark.parametrize(
-    "state, message",
-    [
+def test_states_that_are_none_are_refused_and_change_nothing(tmp_path: Path) -> None:
+    iterator = iter(mr.data.tfrecord_dataset(make(tmp_path, [b"a", b"b", b"c"])))
+    assert next(iterator) == b"a"
+    for state, message in [
         (None, "expected what get_state"),
         ({}, "expected what get_state"),
         ({"file": 0, "record": 0, "offset": -1}, "expected what get_state"),
         ({"file": 0, "record": 0.0, "offset": 0}, "expected what get_state"),
         ({"file": 2, "record": 0, "offset": 0}, "in file 2, but the dataset has 1 files"),
         ({"file": 0, "record": 0, "offset": 0, "name": "b"}, "has 'b' as file 0, and the dataset 'train-0.tfrecord'; make"),
-    ],
-)
-def test_states_that_are_none_are_refused_and_change_nothing(tmp_path: Path, state: object, message: str) -> None:
-    iterator = iter(mr.data.tfrecord_dataset(make(tmp_path, [b"a", b"b", b"c"])))
-    assert next(iterator) == b"a"
-    with pytest.raises(ValueError, match=message):
-        iterator.set_state(state)
+    ]:
+        with pytest.raises(ValueError, match=message):
+            iterator.set_state(state)
+    assert iterator.get_state() == {"file": 0, "record": 1, "offset": 17, "name": "train-0.tfrecord"}, "it names the next record"
     assert list(iterator) == [b"b", b"c"]
 
 
@@ -203,13 +180,13 @@ def test_a_state_is_of_the_same_files_in_the_same_order_wherever_their_folder_is
             other.set_state(state)
 
 
-@pytest.mark.parametrize("compression", CODINGS)
-@pytest.mark.parametrize("offset, message", [(10**6, "ends before this position"), (3, "its length is damaged")])
-def test_a_state_of_other_files_is_an_error(tmp_path: Path, compression: str | None, offset: int, message: str) -> None:
-    iterator = iter(mr.data.tfrecord_dataset(make(tmp_path, [b"abc"] * 9, compression=compression), compression))
-    iterator.set_state({"file": 0, "record": 1, "offset": offset})
-    with pytest.raises(mr.data.TFRecordError, match=message):
-        next(iterator)
+def test_a_state_of_other_files_is_an_error(tmp_path: Path) -> None:
+    for compression in CODINGS:
+        iterator = iter(mr.data.tfrecord_dataset(make(tmp_path, [b"abc"] * 9, compression=compression), compression))
+        for offset, message in ((10**6, "ends before this position"), (3, "its length is damaged")):
+            iterator.set_state({"file": 0, "record": 1, "offset": offset})
+            with pytest.raises(mr.data.TFRecordError, match=message):
+                next(iterator)
 
 
 @pytest.mark.usefixtures("real_chunks")
@@ -225,12 +202,12 @@ def test_no_pattern_of_lengths_takes_quadratic_time(tmp_path: Path) -> None:
 
     def seconds(name: str, lengths: tuple[int, int]) -> float:
         path = tmp_path / name
-        path.write_bytes(b"".join(framed(b"x" * length) for length in lengths) * 10_000)
+        path.write_bytes(b"".join(framed(b"x" * length) for length in lengths) * 5_000)
         times = []
         for _ in range(3):
-            start = time.perf_counter()
-            assert sum(map(len, mr.data.tfrecord_dataset(path).batch(1000))) == 20_000
-            times.append(time.perf_counter() - start)
+            start = time.process_time()
+            assert sum(map(len, mr.data.tfrecord_dataset(path).batch(1000))) == 10_000
+            times.append(time.process_time() - start)
         return min(times)
 
     assert seconds("bad", (14, 24)) < 10 * seconds("good", (14, 25))  # it was 80 times as long
@@ -239,21 +216,20 @@ def test_no_pattern_of_lengths_takes_quadratic_time(tmp_path: Path) -> None:
 # workers
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))], ids=["copy", "pickle"])  # noqa: S301
-def test_slices_of_the_files_are_a_partition(tmp_path: Path, duplicate) -> None:
-    dataset = mr.data.tfrecord_dataset(make(tmp_path, *split(RECORDS))).batch(4).map(lambda records: records)
-    dataset = dataset.parents[0]  # a lambda cannot be pickled
-    found = []
-    for worker in range(6):
-        mine = duplicate(dataset)
-        mine.set_slice(slice(worker, None, 6))
-        found += joined(mine)
-    assert sorted(found) == sorted(RECORDS)
+def test_slices_of_the_files_are_a_partition(tmp_path: Path) -> None:
+    dataset = mr.data.tfrecord_dataset(make(tmp_path, *split(RECORDS))).batch(4)
+    for duplicate in (copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))):  # noqa: S301
+        found = []
+        for worker in range(6):
+            mine = duplicate(dataset)
+            mine.set_slice(slice(worker, None, 6))
+            found += joined(mine)
+        assert sorted(found) == sorted(RECORDS)
     assert len(dataset.files) == 4
 
 
+@pytest.mark.slow
 def test_worker_processes_of_grain_read_every_record(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
     make(tmp_path / "data", *split(RECORDS))
     script = tmp_path / "read.py"
     script.write_text(
@@ -279,51 +255,44 @@ def damaged(data: bytes, at: int) -> bytes:
 SOUND = b"".join(map(framed, [b"one", b"two", b"three"]))  # records at bytes 0, 19 and 38, each 19 or 21 long
 
 
-@pytest.mark.parametrize(
-    "data, record, offset, message",
-    [
-        (damaged(SOUND, 20), 1, 19, "its length is damaged: the checksum is 0x.*, expected 0x"),
-        (damaged(SOUND, 28), 1, 19, "its length is damaged"),
-        (damaged(SOUND, 31), 1, 19, "its data is damaged: its 3 bytes have the checksum 0x.*, expected 0x"),
-        (damaged(SOUND, 36), 1, 19, "its data is damaged"),
-        (SOUND[:40], 2, 38, "the file ends 10 bytes too early, inside this record"),
-        (SOUND[:50], 2, 38, "the file ends 9 bytes too early"),
-        (SOUND[:-1], 2, 38, "the file ends 1 bytes too early"),
-        (SOUND + b"x", 3, 59, "the file ends 11 bytes too early"),
-        (
-            SOUND + framed(b"x", 2**62),
-            3,
-            59,
-            "claims to have 4611686018427387904 bytes; expected at most max_record_bytes=268435456",
-        ),
-        (SOUND + framed(b"x", 2**64 - 1), 3, 59, "claims to have 18446744073709551615 bytes"),
-        (SOUND + framed(b"x", 2**27), 3, 59, "the file ends 134217727 bytes too early"),
-        (b"not a TFRecord file, but long enough", 0, 0, "The file is not a TFRecord file, or it was damaged"),
-        (gzip.compress(SOUND, mtime=0), 0, 0, "looks like the start of a compressed file: compression='GZIP'"),
-        (zlib.compress(SOUND), 0, 0, "looks like the start of a compressed file: compression='ZLIB'"),
-    ],
-)
-@pytest.mark.parametrize("batch_size", [None, 1])
-def test_damage_says_where_and_what_comes_before_is_read(tmp_path, data, record, offset, message, batch_size) -> None:
+DAMAGED = [
+    (damaged(SOUND, 20), 1, 19, "its length is damaged: the checksum is 0x.*, expected 0x"),
+    (damaged(SOUND, 28), 1, 19, "its length is damaged"),
+    (damaged(SOUND, 31), 1, 19, "its data is damaged: its 3 bytes have the checksum 0x.*, expected 0x"),
+    (damaged(SOUND, 36), 1, 19, "its data is damaged"),
+    (SOUND[:40], 2, 38, "the file ends 10 bytes too early, inside this record"),
+    (SOUND[:50], 2, 38, "the file ends 9 bytes too early"),
+    (SOUND[:-1], 2, 38, "the file ends 1 bytes too early"),
+    (SOUND + b"x", 3, 59, "the file ends 11 bytes too early"),
+    (SOUND + framed(b"x", 2**62), 3, 59, f"claims to have {2**62} bytes; expected at most max_record_bytes=268435456"),
+    (SOUND + framed(b"x", 2**64 - 1), 3, 59, f"claims to have {2**64 - 1} bytes"),
+    (SOUND + framed(b"x", 2**27), 3, 59, "the file ends 134217727 bytes too early"),
+    (b"not a TFRecord file, but long enough", 0, 0, "The file is not a TFRecord file, or it was damaged"),
+    (gzip.compress(SOUND, mtime=0), 0, 0, "looks like the start of a compressed file: compression='GZIP'"),
+    (zlib.compress(SOUND), 0, 0, "looks like the start of a compressed file: compression='ZLIB'"),
+]
+
+
+def test_damage_says_where_and_what_comes_before_is_read(tmp_path: Path) -> None:
     path = tmp_path / "bad.tfrecord"
-    path.write_bytes(data)
-    dataset = mr.data.tfrecord_dataset(path)
-    iterator = iter(dataset if batch_size is None else dataset.batch(batch_size))
-    expected = [b"one", b"two", b"three"][:record]
-    assert list(itertools.islice(iterator, record)) == (expected if batch_size is None else [[r] for r in expected])
-    for _ in range(2):  # it stays an error, and never becomes the end of the data
-        with pytest.raises(mr.data.TFRecordError, match=rf"bad\.tfrecord: record {record}, at byte {offset}: .*{message}"):
-            next(iterator)
-    assert iterator.get_state() == {"file": 0, "record": record, "offset": offset, "name": "bad.tfrecord"}
+    for (data, record, offset, message), is_batched in itertools.product(DAMAGED, (False, True)):
+        path.write_bytes(data)
+        dataset = mr.data.tfrecord_dataset(path)
+        iterator = iter(dataset.batch(1) if is_batched else dataset)
+        expected = [b"one", b"two", b"three"][:record]
+        assert list(itertools.islice(iterator, record)) == ([[r] for r in expected] if is_batched else expected)
+        for _ in range(2):  # it stays an error, and never becomes the end of the data
+            with pytest.raises(mr.data.TFRecordError, match=rf"bad\.tfrecord: record {record}, at byte {offset}: .*{message}"):
+                next(iterator)
+        assert iterator.get_state() == {"file": 0, "record": record, "offset": offset, "name": "bad.tfrecord"}
 
 
 NOT_COMPRESSED = "incorrect header check; expected a whole .* If the file is not compressed, leave out compression"
 
 
-@pytest.mark.parametrize("compression", ["GZIP", "ZLIB"])
-@pytest.mark.parametrize(
-    "harm, records, message",
-    [
+def test_damaged_compression_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "bad.tfrecord"
+    for harm, records, message in [
         (lambda data: data[:-1], {3}, "stream was cut short"),
         (lambda data: data[:30], {0, 1, 2}, "stream was cut short"),
         (lambda data: data[:1], {0}, "stream was cut short"),
@@ -331,21 +300,16 @@ NOT_COMPRESSED = "incorrect header check; expected a whole .* If the file is not
         (lambda data: data + b"x", {3}, "incorrect header check|something follows|stream was cut short"),
         (lambda data: data + bytes(100), {3}, "incorrect header check|something follows"),
         (lambda data: SOUND, {0}, NOT_COMPRESSED),
-    ],
-)
-def test_damaged_compression_says_where(tmp_path: Path, compression: str, harm, records: set[int], message: str) -> None:
-    path = tmp_path / "bad.tfrecord"
-    path.write_bytes(harm(COMPRESS[compression](SOUND)))
-    iterator, found = iter(mr.data.tfrecord_dataset(path, compression)), []
-    with pytest.raises(mr.data.TFRecordError, match=rf"at byte \d+ or later of what it decompresses to: .*({message})") as caught:
-        found.extend(iterator)
-    assert len(found) in records and f"bad.tfrecord: record {len(found)}," in str(caught.value)
-    with pytest.raises(mr.data.TFRecordError):
-        next(iterator)
-
-
-def test_garbage_after_a_zlib_stream_is_found_also_where_a_read_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, data = tmp_path / "bad.tfrecord", zlib.compress(SOUND)
+    ]:
+        for compression in ("GZIP", "ZLIB"):
+            path.write_bytes(harm(COMPRESS[compression](SOUND)))
+            iterator, found = iter(mr.data.tfrecord_dataset(path, compression)), []
+            with pytest.raises(mr.data.TFRecordError, match=rf"at byte \d+ or later of what it .*: .*({message})") as caught:
+                found.extend(iterator)
+            assert len(found) in records and f"bad.tfrecord: record {len(found)}," in str(caught.value)
+            with pytest.raises(mr.data.TFRecordError):
+                next(iterator)
+    data = zlib.compress(SOUND)  # garbage is found also where a read ends
     path.write_bytes(data + b"garbage")
     monkeypatch.setattr(record_reader, "COMPRESSED_BYTES", len(data))
     with pytest.raises(mr.data.TFRecordError, match="something follows the end"):
@@ -390,7 +354,7 @@ def mutated(data: bytes, changes: list[tuple[str, int, int]]) -> bytes:
 CHANGES = st.tuples(st.sampled_from(["set", "cut", "insert", "remove"]), st.integers(0, 10**4), st.integers(0, 255))
 
 
-@settings(deadline=None, max_examples=150, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=80, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from(CODINGS), st.lists(CHANGES, min_size=1, max_size=3), st.sampled_from([None, 5]))
 def test_whatever_is_in_a_file_only_our_error_escapes(tmp_path: Path, compression, changes, batch_size) -> None:
     path = tmp_path / "mutated.tfrecord"
@@ -424,26 +388,25 @@ def real_chunks(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.usefixtures("small_chunks", "real_chunks")
-@pytest.mark.parametrize("compression", CODINGS)
-@pytest.mark.parametrize("length", [2**62, 2**40, 2**28 + 1, 200 << 20])
-def test_nothing_is_allocated_for_a_length_that_is_only_claimed(tmp_path: Path, compression: str | None, length: int) -> None:
+def test_nothing_is_allocated_for_a_length_that_is_only_claimed(tmp_path: Path) -> None:
     path = tmp_path / "hostile.tfrecord"
-    path.write_bytes(COMPRESS[compression](framed(b"small", length)))
-    assert peak(lambda: list(mr.data.tfrecord_dataset(path, compression))) < 5 << 20
+    for compression, length in itertools.product(CODINGS, (2**62, 2**40, 2**28 + 1, 200 << 20)):
+        path.write_bytes(COMPRESS[compression](framed(b"small", length)))
+        assert peak(lambda compression=compression: list(mr.data.tfrecord_dataset(path, compression))) < 5 << 20
 
 
 @pytest.mark.usefixtures("small_chunks", "real_chunks")
-@pytest.mark.parametrize("compression", ["GZIP", "ZLIB"])
-def test_a_bomb_takes_no_more_than_chunks_and_the_longest_record(tmp_path: Path, compression: str) -> None:
+def test_a_bomb_takes_no_more_than_chunks_and_the_longest_record(tmp_path: Path) -> None:
     path = tmp_path / "bomb.tfrecord"
-    deflate = zlib.compressobj(wbits=31 if compression == "GZIP" else 15)
-    parts = [deflate.compress(framed(b"x")), *(deflate.compress(bytes(1 << 20)) for _ in range(60)), deflate.flush()]
-    path.write_bytes(b"".join(parts))
-    assert path.stat().st_size < 100_000
-    assert peak(lambda: list(mr.data.tfrecord_dataset(path, compression))) < 6 << 20
-    header = struct.pack("<Q", 50 << 20)
-    path.write_bytes(COMPRESS[compression](header + checksum(header) + bytes(50 << 20)))
-    assert peak(lambda: list(mr.data.tfrecord_dataset(path, compression, max_record_bytes=1 << 20))) < 6 << 20
+    for compression, wbits in (("GZIP", 31), ("ZLIB", 15)):
+        deflate = zlib.compressobj(wbits=wbits)
+        parts = [deflate.compress(framed(b"x")), *(deflate.compress(bytes(1 << 20)) for _ in range(20)), deflate.flush()]
+        path.write_bytes(b"".join(parts))
+        assert path.stat().st_size < 50_000
+        assert peak(lambda c=compression: list(mr.data.tfrecord_dataset(path, c))) < 6 << 20
+        header = struct.pack("<Q", 20 << 20)
+        path.write_bytes(COMPRESS[compression](header + checksum(header) + bytes(20 << 20)))
+        assert peak(lambda c=compression: list(mr.data.tfrecord_dataset(path, c, max_record_bytes=1 << 20))) < 6 << 20
 
 
 def test_records_longer_than_a_chunk_and_than_the_limit(tmp_path: Path) -> None:
@@ -458,14 +421,11 @@ def test_records_longer_than_a_chunk_and_than_the_limit(tmp_path: Path) -> None:
 # files are closed
 
 
-@pytest.mark.parametrize("compression", CODINGS)
-@pytest.mark.parametrize("leave", ["close", "exhaust", "collect", "fail"])
-def test_no_file_stays_open(tmp_path: Path, compression: str | None, leave: str) -> None:
-    paths = make(tmp_path, RECORDS, RECORDS, compression=compression)
-    if leave == "fail":
-        paths[1].write_bytes(paths[1].read_bytes()[:-2])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+def test_no_file_stays_open(tmp_path: Path) -> None:
+    for leave, compression in itertools.product(("close", "exhaust", "collect", "fail"), (None, "ZLIB")):
+        paths = make(tmp_path, RECORDS, RECORDS, compression=compression)
+        if leave == "fail":
+            paths[1].write_bytes(paths[1].read_bytes()[:-2])
         iterator = iter(mr.data.tfrecord_dataset(paths, compression).batch(10))
         next(iterator)
         assert open_files(tmp_path) == [str(paths[0])]
@@ -480,15 +440,16 @@ def test_no_file_stays_open(tmp_path: Path, compression: str | None, leave: str)
         else:
             with pytest.raises(mr.data.TFRecordError) if leave == "fail" else contextlib.nullcontext():
                 list(iterator)
-        assert open_files(tmp_path) == []
+        assert open_files(tmp_path) == [], leave
 
 
 # arguments
 
 
-@pytest.mark.parametrize(
-    "files, error, message",
-    [
+def test_arguments_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("here.tfrecord").write_bytes(b"")
+    for files, error, message in [
         ("missing.tfrecord", FileNotFoundError, r"there is no file 'missing\.tfrecord' \(working directory: "),
         ("missing-*.tfrecord", FileNotFoundError, r"no file matches 'missing-\*\.tfrecord'"),
         (["missing-*.tfrecord"], FileNotFoundError, r"expand a pattern with sorted\(glob\.glob\(pattern\)\)"),
@@ -500,64 +461,38 @@ def test_no_file_stays_open(tmp_path: Path, compression: str | None, leave: str)
         ([3], TypeError, "files contains 3 of type int; expected paths"),
         ([b"here.tfrecord"], TypeError, "files contains b'here.tfrecord' of type bytes"),
         (b"here.tfrecord", TypeError, "files is b'here.tfrecord' of type bytes"),
-    ],
-)
-def test_files_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files, error, message: str) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("here.tfrecord").write_bytes(b"")
-    with pytest.raises(error, match=message):
-        mr.data.tfrecord_dataset(files)
-
-
-def test_a_pipe_is_no_file(tmp_path: Path) -> None:
-    """It would block when it is opened, and a second epoch would be empty."""
-    os.mkfifo(tmp_path / "train-0.tfrecord")
-    for files in (tmp_path / "train-0.tfrecord", str(tmp_path / "*.tfrecord"), "/dev/zero"):
-        with pytest.raises(ValueError, match="is a pipe or a device, which cannot be read again"):
+    ]:
+        with pytest.raises(error, match=message):
             mr.data.tfrecord_dataset(files)
-
-
-@pytest.mark.parametrize("options", [{"compression": "LZ4"}, {"compression": ""}, {"compression": 3}, {"max_record_bytes": -1}])
-def test_options_that_are_none(tmp_path: Path, options: dict) -> None:
-    (path,) = make(tmp_path, [])
-    ((name, value),) = options.items()
-    with pytest.raises(ValueError, match=rf"{name} is {value!r}; expected "):
-        mr.data.tfrecord_dataset(path, **options)
-
-
-@pytest.mark.parametrize("size", [0, -1, 2.0, "2", True])
-def test_batch_sizes_that_are_none(tmp_path: Path, size) -> None:
-    dataset = mr.data.tfrecord_dataset(make(tmp_path, []))
-    with pytest.raises(ValueError, match=rf"batch_size is {size!r}; expected an int"):
-        dataset.batch(size)
-
-
-@pytest.mark.parametrize("package", ["grain", "google_crc32c"])
-def test_a_missing_package_is_named_with_what_to_install(tmp_path: Path, package: str) -> None:
-    make(tmp_path, [b"x"])
-    code = (
-        f"import sys; sys.modules[{package!r}] = None; import mirrored as mr\n"
-        f"try: list(mr.data.tfrecord_dataset({str(tmp_path)!r} + '/*'))\n"
-        "except ImportError as error: print(error)"
-    )
-    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
-    assert output.strip() == f"mr.data needs {package}, which is not installed: pip install 'mirrored[data]'."
+    for name, value in [("compression", "LZ4"), ("compression", ""), ("compression", 3), ("max_record_bytes", -1)]:
+        with pytest.raises(ValueError, match=rf"{name} is {value!r}; expected "):
+            mr.data.tfrecord_dataset("here.tfrecord", **{name: value})
+    for size in (0, -1, 2.0, "2", True):
+        with pytest.raises(ValueError, match=rf"batch_size is {size!r}; expected an int"):
+            mr.data.tfrecord_dataset("here.tfrecord").batch(size)
 
 
 # writing
 
 
-@pytest.mark.parametrize("compression", [*CODINGS, "gzip"])
-def test_what_is_written_is_read(tmp_path: Path, compression: str | None) -> None:
+def test_what_is_written_is_read(tmp_path: Path) -> None:
     path = tmp_path / "out.tfrecord"
-    assert mr.data.write_tfrecords(path, iter(RECORDS), compression) == len(RECORDS)
-    decompress = {None: bytes, "GZIP": gzip.decompress, "ZLIB": zlib.decompress}[compression and compression.upper()]
-    assert decompress(path.read_bytes()) == b"".join(map(framed, RECORDS))
-    assert list(mr.data.tfrecord_dataset(path, compression)) == RECORDS
-    assert mr.data.write_tfrecords(str(path), [], compression) == 0
-    assert list(mr.data.tfrecord_dataset(path, compression)) == []
+    for compression, decompress in (
+        (None, bytes),
+        ("GZIP", gzip.decompress),
+        ("ZLIB", zlib.decompress),
+        ("gzip", gzip.decompress),
+    ):
+        assert mr.data.write_tfrecords(path, iter(RECORDS), compression) == len(RECORDS)
+        assert decompress(path.read_bytes()) == b"".join(map(framed, RECORDS))
+        assert list(mr.data.tfrecord_dataset(path, compression)) == RECORDS
+        assert mr.data.write_tfrecords(str(path), [], compression) == 0
+        assert list(mr.data.tfrecord_dataset(path, compression)) == []
     assert os.listdir(tmp_path) == ["out.tfrecord"]
     assert path.stat().st_mode & 0o777 == 0o666 & ~umask()
+    by_tensorflow = bytes.fromhex("0300000000000000b099490e6162636e57f121000000000000000029039807d8ea82a2")
+    mr.data.write_tfrecords(path, [b"abc", b""])
+    assert path.read_bytes() == by_tensorflow
 
 
 def umask() -> int:
@@ -566,36 +501,23 @@ def umask() -> int:
     return mask
 
 
-@pytest.mark.parametrize(
-    "records, error, message",
-    [
+def test_a_file_that_cannot_be_written_whole_is_not_written(tmp_path: Path) -> None:
+    path = tmp_path / "out.tfrecord"
+    path.write_bytes(b"as it was")
+    for records, error, message in [
         ([b"a", "b"], TypeError, "record 1 is 'b' of type str; expected bytes"),
         ([bytearray(b"a")], TypeError, "record 0 is .* of type bytearray"),
         (b"abc", TypeError, "records is bytes; expected an iterable of bytes"),
         (3, TypeError, "records is int"),
         ((1 / 0 for _ in [0]), ZeroDivisionError, "division"),
-    ],
-)
-def test_a_file_that_cannot_be_written_whole_is_not_written(tmp_path: Path, records, error, message: str) -> None:
-    path = tmp_path / "out.tfrecord"
-    path.write_bytes(b"as it was")
-    with pytest.raises(error, match=message):
-        mr.data.write_tfrecords(path, records)
-    assert os.listdir(tmp_path) == ["out.tfrecord"]
-    assert path.read_bytes() == b"as it was"
+    ]:
+        with pytest.raises(error, match=message):
+            mr.data.write_tfrecords(path, records)
+        assert os.listdir(tmp_path) == ["out.tfrecord"] and path.read_bytes() == b"as it was"
     with pytest.raises(ValueError, match="compression is 'LZ4'"):
         mr.data.write_tfrecords(path, [], "LZ4")
     with pytest.raises(FileNotFoundError):
         mr.data.write_tfrecords(tmp_path / "no folder" / "x", [])
-
-
-@pytest.mark.parametrize("path", [b"out.tfrecord", 3, None])
-def test_a_path_that_is_none(path) -> None:
-    with pytest.raises(TypeError, match=r"path is .* expected a path such as 'train-0\.tfrecord'"):
-        mr.data.write_tfrecords(path, [])
-
-
-def test_the_frame_is_tensorflows(tmp_path: Path) -> None:
-    by_tensorflow = bytes.fromhex("0300000000000000b099490e6162636e57f121000000000000000029039807d8ea82a2")
-    mr.data.write_tfrecords(tmp_path / "out.tfrecord", [b"abc", b""])
-    assert (tmp_path / "out.tfrecord").read_bytes() == by_tensorflow
+    for wrong in (b"out.tfrecord", 3, None):
+        with pytest.raises(TypeError, match=r"path is .* expected a path such as 'train-0\.tfrecord'"):
+            mr.data.write_tfrecords(wrong, [])

@@ -1,0 +1,193 @@
+"""Damages to the input: rows that are lost, repeated or mispaired, wrong positions, threads left behind, damage not seen."""
+
+#: By the test that catches them: the file in `data`, a text in it, and what takes its place.
+BY_TEST = {
+    "test_tfrecord.py::test_damage_says_where_and_what_comes_before_is_read": [
+        ("_records/record_reader.py", "if checksum != expected:", "if False:"),
+        ("_records/record_reader.py", "if not wrong.size:", "if True:"),
+        ("_records/record_reader.py", "record += len(frames.records)", "pass"),
+    ],
+    "test_tfrecord.py::test_records_longer_than_a_chunk_and_than_the_limit": [
+        ("_records/record_reader.py", "if length > max_record_bytes:", "if length >= max_record_bytes:"),
+    ],
+    "test_tfrecord.py::test_an_error_in_a_batch_leaves_its_records_to_be_read": [
+        ("_records/record_reader.py", "self.seek(*before)", "pass"),
+    ],
+    "test_tfrecord.py::test_damaged_compression_says_where": [
+        ("_records/record_reader.py", 'raise zlib.error(f"the {self._compression} stream was cut short")', 'return b""'),
+        ("_records/record_reader.py", 'raise zlib.error("something follows the end of the ZLIB stream")', "pass"),
+    ],
+    "test_tfrecord.py::test_every_record_of_every_file_in_order": [
+        ("_records/record_reader.py", " or self._is_empty)", ")"),
+    ],
+    "test_tfrecord.py::test_runs_of_one_length_are_found_whatever_follows_them": [
+        ("_records/record_reader.py", "or len(frames)\n", "and len(frames)\n"),
+    ],
+    "test_tfrecord.py::test_a_state_of_other_files_is_an_error": [
+        ("_records/record_reader.py", "stream.seek(0, os.SEEK_END))) == count", "stream.seek(0, os.SEEK_END))) <= count"),
+    ],
+    "test_tfrecord.py::test_a_file_that_cannot_be_written_whole_is_not_written": [
+        ("_records/tfrecord.py", "os.remove(partial)", "pass"),
+    ],
+    "test_tfrecord.py::test_files_may_be_a_path_paths_or_a_pattern": [
+        ("_records/tfrecord.py", "sorted(glob.glob(path))\n", "sorted(glob.glob(path), reverse=True)\n"),
+    ],
+    "test_tfrecord.py::test_batches_are_lists_across_the_borders_of_files": [
+        ("_records/tfrecord.py", "len(records) < self._batch_size", "len(records) <= self._batch_size"),
+    ],
+    "test_tfrecord.py::test_a_state_is_of_the_same_files_in_the_same_order_wherever_their_folder_is": [
+        ("_records/tfrecord.py", 'if state.get("name", name) != name:', "if False:"),
+    ],
+    "test_tfrecord.py::test_the_rest_of_grain_follows": [
+        ("_records/tfrecord.py", "batched = copy.copy(self)", "batched = self"),
+    ],
+    "test_example.py::test_records_that_do_not_fit_the_spec": [
+        ("_records/example.py", " & _are_bools(layout, matrix, spec)", ""),
+        ("_records/feature.py", "if min(numbers) < low or max", "if max"),
+        ("_records/feature.py", "set(map(len, lists)) != {size}", "False"),
+    ],
+    "test_example.py::test_what_is_known_is_bounded": [
+        ("_records/example.py", "known.misses += 1", "pass"),
+    ],
+    "test_example.py::test_rows_that_differ_in_more_are_left_to_protobuf": [
+        ("_records/example.py", "rows[~matching], matrix[~matching]", "rows[~matching], matrix[: (~matching).sum()]"),
+    ],
+    "test_example.py::test_values_that_no_example_can_hold": [
+        ("_records/example.py", "int(array.max()) >= 2**63", "int(array.max()) > 2**63"),
+    ],
+    "test_example.py::test_no_record_that_matches_a_layout_is_read_in_another_way_than_protobuf_does": [
+        ("_records/value_places.py", "(records[:, start:stop] < 0x80)", "(records[:, start:stop] <= 0x80)"),
+    ],
+    "test_example.py::test_a_value_that_cannot_be_told_from_others_is_not_cut": [
+        ("_records/value_places.py", "value.is_varint and changed.find(marker[0] | 0x80) >= 0", "False"),
+        ("_records/value_places.py", " if len(places) == wanted[name]}", "}"),
+    ],
+    "test_example.py::test_features_that_are_none": [
+        ("_records/feature.py", "bool((flat == flat.astype(dtype)).all())", "True"),
+    ],
+    "test_dataset.py::test_each_pass_has_another_order_and_each_run_the_same": [
+        ("_sources/numpy_dataset.py", "default_rng([self.shuffle_seed, epoch])", "default_rng([self.shuffle_seed])"),
+        ("_sources/numpy_dataset.py", "self._passes[0] += self.num_epochs", "self._passes[0] += 1"),
+    ],
+    "test_position.py::test_the_passes_after_a_restart_have_the_orders_of_the_unbroken_run": [
+        ("_sources/numpy_dataset.py", "self._dataset._passes[0] = first", "first = first"),
+    ],
+    "test_dataset.py::test_batches_are_the_rows_in_order": [
+        ("_sources/numpy_dataset.py", "needed = rows_per_batch if dataset.drop_remainder else 1", "needed = 1"),
+        ("_sources/numpy_dataset.py", "(rest >= at_least and not self.drop_remainder)", "(rest >= at_least)"),
+    ],
+    "test_position.py::test_a_state_that_does_not_fit_changes_nothing": [
+        ("_sources/numpy_dataset.py", 'if state["seed"] != self._dataset.shuffle_seed:', "if False:"),
+        ("_sources/open.py", "if not 0 <= position <= len(self._batches):", "if False:"),
+        ("_iterator.py", 'if state["version"] != _VERSION:', "if False:"),
+        ("_iterator.py", 'if state["policy"] != self._plan.kind:', "if False:"),
+    ],
+    "test_sources.py::test_a_hugging_face_stream_is_resumed_in_its_epoch_and_whole_in_the_next": [
+        ("_sources/open.py", "set_epoch(dataset.epoch if state is None else", "set_epoch(dataset.epoch if True else"),
+    ],
+    "test_position.py::test_the_position_that_a_dataset_holds_is_changed_while_nothing_is_read_ahead": [
+        ("_sources/position.py", "dataset.load_state_dict(before)", "pass"),
+    ],
+    "test_position.py::test_a_dataset_that_holds_its_state_may_hold_that_of_the_last_pass": [
+        ("_sources/position.py", "if not self._has_begun:", "if False:"),
+    ],
+    "test_prefetch.py::test_any_exception_reaches_the_loop": [
+        ("_sources/position.py", "            iterator.close()", "            pass"),
+        ("_prefetch.py", "failure = failure or error", "pass"),
+    ],
+    "test_position.py::test_resuming_with_another_number_of_replicas_gives_every_example_once": [
+        ("_sources/position.py", "if isinstance(state, bytes) else state", "if False else state"),
+    ],
+    "test_plan.py::test_auto_says_what_it_chose_and_why": [
+        ("_sources/grain.py", "len(files) >= num_workers else", "len(files) > num_workers else"),
+        ("_sources/grain.py", "if name in _ACROSS_FILES:", "if False:"),
+    ],
+    "test_plan.py::test_each_worker_reads_its_own_files_and_no_other": [
+        ("_sources/grain.py", "slice(worker, None, num_workers)", "slice(worker, None, num_workers + 1)"),
+        ("_sources/grain.py", "copy.deepcopy(dataset)", "dataset"),
+    ],
+    "test_plan.py::test_workers_whose_batches_do_not_fit_are_told_so": [
+        ("_sharing/agree.py", "if rows != with_rows[first]:", "if False:"),
+        ("_sharing/agree.py", "return escape(text, _MAX_SHOWN)", "return text"),
+    ],
+    "test_plan.py::test_workers_that_read_different_batches_under_data_are_told_so": [
+        ("_sharing/agree.py", "else [num_rows, _digest(batch)]", "else [num_rows, 0]"),
+    ],
+    "test_plan.py::test_another_record_at_either_end_of_any_array_of_a_batch_is_seen": [
+        ("_sharing/agree.py", "flat[-_DIGEST_BYTES:]", "flat[:_DIGEST_BYTES]"),
+    ],
+    "test_dataset.py::test_every_row_of_an_uneven_batch_arrives": [
+        ("_sharing/rows.py", "place[len(part) :] = 0", "place[len(part) :] = 1"),
+        ("_iterator.py", "if len(set(sizes)) == 1:", "if False:"),
+    ],
+    "test_dataset.py::test_the_rows_of_the_replicas_in_order_are_the_batch": [
+        (
+            "_sharing/rows.py",
+            "[size + 1] * extra + [size] * (num_replicas - extra)",
+            "[size] * (num_replicas - extra) + [size + 1] * extra",
+        ),
+    ],
+    "test_dataset.py::test_dtypes_become_those_of_jax": [
+        ("_sharing/rows.py", 'array.astype(array.dtype.newbyteorder("="), copy=False)', "array"),
+    ],
+    "test_dataset.py::test_a_source_may_use_one_buffer_for_all_batches": [
+        ("_sharing/steps.py", "if source.is_owned and sizes", "if sizes"),
+    ],
+    "test_plan.py::test_by_file_a_pipeline_may_use_one_buffer_for_all_batches": [
+        ("_sharing/steps.py", "arrays = copied(to_numpy(batch))", "arrays = to_numpy(batch)"),
+    ],
+    "test_sources.py::test_a_function_may_make_any_kind_of_dataset": [
+        ("_sharing/steps.py", "[copied(to_numpy(e)) for e in", "[to_numpy(e) for e in"),
+    ],
+    "test_plan.py::test_by_file_dropping_the_remainder_ends_with_the_first_worker_that_runs_out": [
+        ("_sharing/steps.py", "batch_size % layout.num_replicas if layout.drop_remainder else 0", "0"),
+        ("_sharing/steps.py", "if agreed.num_ended:", "if False:"),
+    ],
+    "test_position.py::test_workers_go_on_where_each_of_them_was": [
+        ("_sharing/steps.py", '{"rows": skip,', '{"rows": 0,'),
+    ],
+    "test_plan.py::test_by_file_a_users_own_transformation_is_the_users_word": [
+        ("_sharing/plan.py", "is_certain=policy is AutoShardPolicy.AUTO", "is_certain=True"),
+    ],
+    "test_sources.py::test_each_replica_takes_the_next_element_and_none_is_dropped": [
+        ("_dataset.py", "complete + (rest > 0 and", "complete + (False and"),
+    ],
+    "test_dataset.py::test_drop_remainder_leaves_out_the_last_rows_of_a_batch": [
+        ("_dataset.py", "if not self._has_dropped:", "if True:"),
+        ("_dataset.py", "at_least=self._mesh.num_replicas)", "at_least=1)"),
+    ],
+    "test_sources.py::test_a_filtered_map_dataset_does_not_know_its_length": [
+        ("_dataset.py", "or not _has_length(dataset):", "or False:"),
+    ],
+    "test_prefetch.py::test_ctrl_c_while_waiting_for_a_batch_loses_none": [
+        ("_iterator.py", "if not isinstance(error, KeyboardInterrupt):", "if True:"),
+    ],
+    "test_position.py::test_a_position_of_a_worker_is_for_that_worker": [
+        ("_iterator.py", 'state["worker"] != [worker.index, worker.count]:', "False:"),
+    ],
+    "test_position.py::test_a_state_says_how_much_of_a_batch_was_taken": [
+        ("_iterator.py", "            **self._extra,\n", ""),
+    ],
+    "test_prefetch.py::test_so_many_batches_are_made_ahead_and_never_more": [
+        ("_prefetch.py", "len(self._ready) >= self._count", "len(self._ready) > self._count"),
+    ],
+    "test_prefetch.py::test_no_batch_is_kept_by_an_exception_or_a_closed_iterator": [
+        ("_prefetch.py", "self._ready.clear()", "pass"),
+    ],
+    "test_prefetch.py::test_no_way_out_of_a_loop_leaves_a_thread_or_an_open_source": [
+        ("_prefetch.py", "weakref.finalize(self, self._channel.close)", "pass"),
+    ],
+    "test_prefetch.py::test_the_pipeline_sees_the_callers_context": [
+        ("_prefetch.py", "contextvars.copy_context()", "contextvars.Context()"),
+    ],
+    "test_prefetch.py::test_garbage_collected_in_the_thread_itself_ends_it": [
+        ("_prefetch.py", "thread is None or thread is threading.current_thread()", "thread is None"),
+    ],
+    "test_prefetch.py::test_the_interpreter_exits_with_an_open_feed": [
+        ("_prefetch.py", "atexit.register(_close_all)", "pass"),
+    ],
+    "test_sources.py::test_the_input_context": [
+        ("_input_context.py", "if rest:", "if False:"),
+    ],
+}
+MUTANTS = [(f"data/{file}", old, new, f"tests/data/{test}") for test, damages in BY_TEST.items() for file, old, new in damages]
