@@ -6,7 +6,7 @@ BY_TEST = {
         ("checkpoint.py", "step < latest or (step == latest and step != self._last)", "step < latest"),
     ],
     "test_checkpoint.py::test_copies_that_differ_are_never_saved": [
-        ("checkpoint.py", "if not variable._on_read:", "if variable._on_read:"),
+        ("checkpoint.py", "if not spec_of(variable).is_on_read:", "if spec_of(variable).is_on_read:"),
     ],
     "test_checkpoint.py::test_a_last_save_that_failed_is_an_error_at_the_end": [
         ("checkpoint.py", "require_success(max_failed_saves=1)", "require_success()"),
@@ -102,7 +102,7 @@ BY_TEST = {
         ("state.py", "                undo_positions(moved)", "                pass"),
     ],
     "test_checkpoint.py::test_sync_on_read_with_other_replicas_keeps_its_value": [
-        ("state.py", ".shape[0] == leaf._mesh.num_replicas\n    )", ".shape[0] > 0\n    )"),
+        ("state.py", ".shape[0] == spec_of(leaf).mesh.num_replicas\n    )", ".shape[0] > 0\n    )"),
     ],
     "test_checkpoint.py::test_retention_keeps_the_newest": [
         ("writer.py", "steps[: -self._max_to_keep]", "steps[: -self._max_to_keep - 1]"),

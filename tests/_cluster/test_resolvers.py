@@ -461,8 +461,8 @@ def test_a_cluster_of_the_largest_size_is_read_quickly() -> None:
 
 
 def test_tf_config_as_tensorflow_takes_it() -> None:
-    def read(config: object) -> mr.TFConfigClusterResolver:
-        return mr.TFConfigClusterResolver(environment={"TF_CONFIG": json.dumps(config)})
+    def read(config: object) -> TFConfigClusterResolver:
+        return TFConfigClusterResolver(environment={"TF_CONFIG": json.dumps(config)})
 
     assert read({}).cluster_spec().as_dict() == {}
     sparse = {"cluster": {"worker": {"1": "b:2", "0": "a:1"}}, "task": {"type": "worker", "index": "1"}}
@@ -474,5 +474,5 @@ def test_tf_config_as_tensorflow_takes_it() -> None:
         r"cluster\.evaluator is 'x'": {"worker": ["a:1"], "evaluator": "x"},
     }
     for message, cluster in wrong.items():
-        with pytest.raises(mr.ClusterConfigError, match=message):
+        with pytest.raises(ClusterConfigError, match=message):
             read({"cluster": cluster, "task": {"type": "worker", "index": 0}}).cluster_spec()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import threading
 import time
 import weakref
@@ -49,7 +50,8 @@ class Writer:
     def __init__(self, files: StepFiles, max_to_keep: int | None, max_failed_saves: int) -> None:
         self._files, self._max_to_keep, self._max_failed_saves = files, max_to_keep, max_failed_saves
         self._thread: threading.Thread | None = None
-        self._is_written = threading.Event()
+        self._is_written = False
+        self._end: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.latest: int | None = None
         self.failures: list[str] = []
         self.damaged: set[int] = set()
@@ -58,26 +60,30 @@ class Writer:
     def start(self, step: int, snapshot: Snapshot, about: Mapping[str, Any]) -> None:
         """Begin to write a snapshot, with more to note about it; the one before must have been finished."""
         assert not self.is_writing()
-        # Waited for by an event: a `join` that Ctrl-C interrupts makes Python 3.11 believe that the thread has ended.
-        self._is_written = is_written = threading.Event()
+        # Waited for by a queue in C: Ctrl-C in an Event may leave its lock held, so that all wait for ever, and a `join` that it
+        # interrupts makes Python 3.11 believe that the thread has ended.
+        self._is_written, self._end = False, queue.SimpleQueue()
+        end = self._end
 
         def work() -> None:
             try:
                 self._write(step, snapshot, about)
             finally:
-                is_written.set()
+                self._is_written = True
+                end.put(None)
 
         self._thread = threading.Thread(target=work, name=f"mirrored-save-{step}")
         self._thread.start()
 
     def is_writing(self) -> bool:
         """Tell whether a step is being written, in this process and not in one that it was forked from."""
-        return self._thread is not None and not self._is_written.is_set() and self._thread.is_alive()
+        return self._thread is not None and not self._is_written and self._thread.is_alive()
 
     def finish(self) -> None:
         """Wait until nothing is being written."""
         if self.is_writing():
-            self._is_written.wait()
+            self._end.get()
+            self._end.put(None)  # for another thread that waits
 
     def look(self) -> None:
         """See which step is the latest on disk."""
