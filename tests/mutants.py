@@ -7,21 +7,25 @@ Usage: python tests/mutants.py [--of WORD] [--sample N] [--jobs N]
 """
 
 import argparse
-import concurrent.futures
+import contextlib
 import importlib.util
 import os
 import random
 import shutil
-import subprocess
 import sys
 import tempfile
+import traceback
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
+
+import pytest
 
 TESTS = Path(__file__).parent
 SOURCE = TESTS.parent / "src" / "mirrored"
 #: Of pytest: a test failed. Anything else (no such test, an error at import) says nothing of the test.
-CAUGHT = 1
+CAUGHT, BROKEN = 1, 99
 
 
 class Mutant(NamedTuple):
@@ -49,24 +53,62 @@ def mutants() -> list[Mutant]:
     return [Mutant(*one) for one in found]
 
 
-def outcome(mutant: Mutant) -> str:
-    """Damage a copy of the source, run the test with it, and return "caught", or what happened instead."""
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "mirrored"
-        shutil.copytree(SOURCE, source, ignore=shutil.ignore_patterns("__pycache__"))
-        path = source / mutant.file
+@contextlib.contextmanager
+def damaged(mutant: Mutant) -> Iterator[Path]:
+    """Make a folder with a damaged copy of the package."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        shutil.copytree(SOURCE, folder / "mirrored", ignore=shutil.ignore_patterns("__pycache__"))
+        path = folder / "mirrored" / mutant.file
         text = path.read_text()
-        if text.count(mutant.old) != 1:
-            return f"the text to damage is there {text.count(mutant.old)} times"
+        assert text.count(mutant.old) == 1, f"{mutant.old!r} is {text.count(mutant.old)} times in {mutant.file}"
         path.write_text(text.replace(mutant.old, mutant.new))
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "slow or not slow", "-p", "no:cacheprovider", mutant.test]
-        environment = os.environ | {"PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1"}
-        done = subprocess.run(command, cwd=TESTS.parent, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode == CAUGHT:
-        return "caught"
-    return (
-        "SURVIVED" if done.returncode == 0 else f"pytest ended with {done.returncode}: {done.stdout[-600:]}{done.stderr[-600:]}"
-    )
+        yield folder
+
+
+def run_test(test: str, folder: Path) -> NoReturn:
+    """Run a test with the package in this folder, in a process that was forked for it."""
+    code = BROKEN
+    try:
+        log = os.open(folder / "log", os.O_RDWR | os.O_CREAT)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.environ.update({"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"})
+        sys.path.insert(0, str(folder))
+        warnings.resetwarnings()
+        code = int(pytest.main(["-q", "-x", "-m", "slow or not slow", "-p", "no:cacheprovider", test]))
+        assert sys.modules["mirrored"].__file__.startswith(str(folder))
+        sys.stdout.flush()
+    except BaseException:
+        traceback.print_exc()
+        code = BROKEN
+    finally:
+        os._exit(code)
+
+
+def missed(chosen: list[Mutant], num_jobs: int) -> Iterator[tuple[Mutant, str]]:
+    """Run the tests, each in a fork of this process, which has imported all but the package; yield what was not caught."""
+    for name in ("grain", "jax", "optax", "orbax.checkpoint"):  # not hypothesis: pytest rewrites its plugins as they are imported
+        importlib.import_module(name)
+    warnings.simplefilter("ignore")  # JAX warns of forks; here it has not started
+    os.chdir(TESTS.parent)
+    waiting, running = chosen[::-1], {}
+    with contextlib.ExitStack() as folders:
+        while waiting or running:
+            while waiting and len(running) < num_jobs:
+                mutant = waiting.pop()
+                folder = folders.enter_context(damaged(mutant))
+                sys.stdout.flush()
+                child = os.fork()
+                if not child:
+                    run_test(mutant.test, folder)
+                running[child] = mutant, folder / "log"
+            child, status = os.wait()
+            mutant, log = running.pop(child)
+            code = os.waitstatus_to_exitcode(status)
+            if code != CAUGHT:
+                said = log.read_text(errors="replace")[-1200:]
+                yield mutant, "SURVIVED" if code == 0 else f"pytest ended with {code}: {said}"
 
 
 def main() -> int:
@@ -79,11 +121,8 @@ def main() -> int:
     if options.sample is not None:
         chosen = random.sample(chosen, min(options.sample, len(chosen)))
     num_missed = 0
-    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-        for mutant, result in zip(chosen, pool.map(outcome, chosen), strict=True):
-            if result != "caught":
-                num_missed += 1
-                print(f"{mutant.file}: {mutant.old!r} -> {mutant.new!r}\n  {mutant.test}\n  {result}", flush=True)
+    for num_missed, (mutant, what) in enumerate(missed(chosen, options.jobs), 1):  # noqa: B007
+        print(f"{mutant.file}: {mutant.old!r} -> {mutant.new!r}\n  {mutant.test}\n  {what}", flush=True)
     print(f"{len(chosen) - num_missed} of {len(chosen)} mutants were caught", flush=True)
     return 1 if num_missed else 0
 

@@ -84,5 +84,6 @@ MUTANTS = [
     ("optimizer.py", ".mirrored, ReduceOp.SUM, (), None)", ".mirrored, ReduceOp.MEAN, (), None)",
      OPTIMIZER + "outside_a_step_gradients_are_one_value_and_per_replica_ones_are_summed"),
     ("optimizer.py", "Mark(Purpose.GRADIENT,", "Mark(Purpose.ROWS,", OPTIMIZER + "gradients_that_were_reduced_before"),
-    ("optimizer.py", "state, values, **extra)\n", "state, None, **extra)\n", OPTIMIZER + "any_transformation_gives_the_numbers_of_plain_optax"),
+    ("optimizer.py", "state, values, **extra)\n", "state, None, **extra)\n",
+     OPTIMIZER + "any_transformation_gives_the_numbers_of_plain_optax"),
 ]  # fmt: skip
