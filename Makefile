@@ -27,7 +27,7 @@ test-oldest:
 
 ## test-all: the default suite and the slow tests
 test-all: setup
-	$(BIN)/python -m pytest -q -m "slow or not slow"
+	$(BIN)/python -m pytest -q -n $(JOBS) -m "slow or not slow"
 
 ## check: lint, types, and the documentation, whose examples the tests execute
 check: setup
