@@ -67,6 +67,13 @@ def test_repr_shows_every_replica(even, strategy2, strategy3, per_replica):
     assert repr(even) == "PerReplica(shape=(2,), dtype=float32, deleted)"
 
 
+def test_what_is_printed_says_when_other_workers_have_more(strategy2, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = strategy2.distribute_values_from_function(lambda context: np.float32(context.replica_id_in_sync_group))
+    own = {1: x._local_rows()[1]}
+    monkeypatch.setattr(mr.PerReplica, "_local_rows", lambda self: own)
+    assert repr(x) == "PerReplica(shape=(), dtype=float32, 1 of 2 replicas are of this worker:\n  1: 1.)"
+
+
 # -- what it refuses
 
 _BINARY = [
