@@ -20,7 +20,8 @@ _TREE = _PE + "its_only_leaf_is_the_stacked_array_and_different_shapes_are_part_
 
 MUTANTS = [
     ("_replicas/arrays.py", "if given > own:", "if given > own + 1:", _CONVERTED),
-    ("_replicas/arrays.py", "return 1 if is_weak and kind == 2 else kind", "return kind", _BAD + "[Variable.assign]"),
+    ("_replicas/arrays.py", "return 1 if is_weak and kind == 2 else kind", "return kind",
+     _VAR + "a_python_number_in_a_step_gives_no_weak_type"),
     ("_replicas/arrays.py", "array = np.array(value)", "array = np.asarray(value)", _VAR + "a_numpy_array_may_be_changed_after_it"
      "_was_given"),
     ("_replicas/arrays.py", "smallest < limits.min or", "smallest < limits.min and", _BAD + "[Strategy.reduce]"),

@@ -30,8 +30,8 @@ MUTANTS = [
      "_that_needs_it_most"),
     ("_variables/equal_copies.py", "            self.next = due\n", "            pass\n", _EQ + "copies_that_differ_are_found_at"
      "_each_run_until_they_are_mended"),
-    ("_variables/equal_copies.py", "due, self.next = self.next, self.next + self.every", "due = self.next", _EQ + "threads_that_run"
-     "_one_program_do_not_all_compare"),
+    ("_variables/equal_copies.py", "due, self.next = self.next, self.next + self.every", "due = self.next",
+     _EQ + "threads_that_run_one_program_do_not_all_compare"),
     ("_variables/equal_copies.py", "num_sharing * min(self._costs)", "num_sharing * max(self._costs)", _EQ + "one_slow_comparison"
      "_puts_nothing_off"),
     ("_variables/equal_copies.py", "ceil(num_sharing * ", "ceil(", _EQ + "programs_that_run_in_turns_share_one_percent"),
@@ -72,8 +72,6 @@ MUTANTS = [
     ("_variables/variable.py", "if isinstance(other, PerReplica):\n                return NotImplemented\n", "if False:\n"
      "                return NotImplemented\n", _VA + "what_a_variable_is_not"),
     # writes
-    ("_variables/variable.py", "if combine is None else combine(self._load(frame), update)\n        return self._marked(new) if not",
-     "\n        return self._marked(new) if not", _EACH),
     ("_variables/variable.py", "collectives.aggregate(self._aggregation, update,", "collectives.aggregate(_NONE, update,", _EACH),
     ("_variables/variable.py", "self._marked(new) if not self._on_read and self._aggregation is _NONE else new", "new", _REFUSED),
     ("_variables/variable.py", "if self._aggregation is VariableAggregation.SUM:\n", "if False:\n", _EACH),
@@ -83,10 +81,10 @@ MUTANTS = [
     ("_variables/variable.py", "if tuple(array.shape) != self._shape:", "if False:", _VA + "another_shape_is_refused_everywhere"),
     ("_variables/variable.py", "        self._note_taken()\n        self._array = array", "        self._array = array",
      _VA + "two_variables_never_share_what_a_step_overwrites"),
-    ("_variables/variable.py", 'foreign_trace_message("written", self._name, frame))', 'foreign_trace_message("read", self._name, '
-     'frame))', _BAD + "[Variable.assign]"),
-    ("_variables/variable.py", "if self._aggregation is _NONE:\n            raise ReplicasDivergeError(", "if False:\n            "
-     "raise ReplicasDivergeError(", _REFUSED),
+    ("_variables/variable.py", 'foreign_trace_message("written", self._name', 'foreign_trace_message("read", self._name',
+     _BAD + "[Variable.assign]"),
+    ("_variables/variable.py", "if self._aggregation is _NONE:\n            raise ReplicasDiv",
+     "if False:\n            raise ReplicasDiv", _REFUSED),
     ("_variables/variable.py", "frame.mesh is not None and frame.mesh != self._mesh", "False", _OTHERS),
     ("_variables/variable.py", "distribute(value, frame.axis.size)", "distribute(value, 1)", _EACH),
 ]  # fmt: skip

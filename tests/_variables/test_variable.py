@@ -439,11 +439,12 @@ def test_a_value_is_converted_to_a_kind_that_holds_it_and_refused_where_it_would
 
 
 def test_a_python_number_in_a_step_gives_no_weak_type(strategy2):
-    v = variable(jnp.asarray(1.0), strategy2)  # a weakly typed array
+    v, small = variable(jnp.asarray(1.0), strategy2), variable(np.uint8(1), strategy2)  # a weakly typed array
     traces = []
 
     def step():
         traces.append(None)
+        small.assign(jnp.asarray(2) * 3)  # fits integers of both signs
         v.assign(jnp.asarray(2.0) * 3)
 
     for _ in range(3):
