@@ -75,7 +75,7 @@ NO_NUMBERS = r"expected arrays or numbers, in any nest"
 BAD_INPUT = {
     # strategies
     "MirroredStrategy": r"""
-        mr.MirroredStrategy([]) => DeviceError: devices is empty, and a strategy needs at least one.* for example devices=\['cpu:0'
+        mr.MirroredStrategy([]) => DeviceError: devices is empty, and a strategy needs at least one.* for example devices=\['cpu
         mr.MirroredStrategy("cpu:0") => TypeError: devices is 'cpu:0'; expected a list, for example devices=\['cpu:0'\]
         mr.MirroredStrategy(3) => TypeError: devices is 3 of type int; expected a list with one entry for each replica
         mr.MirroredStrategy({"cpu:0"}) => TypeError: devices is .* of type set; expected a list

@@ -13,7 +13,7 @@ _AXIS = _P + "a_collective_names_its_axis_in_a_parameter"
 
 MUTANTS = [
     ("_jax/distributed.py", ' or _cpu_collectives() != "gloo"', "", _D + "gloo_listens_where_the_other_workers_reach_this_one"),
-    ("_jax/distributed.py", "num_processes or 1", "num_processes or 2", _D + "one_process_is_the_first_of_one"
+    ("_jax/distributed.py", "process_id or 0", "process_id or 1", _D + "one_process_is_the_first_of_one"
      "_and_runs_no_preemption_service"),
     ("_jax/distributed.py", "(found[1], found[2])", "(found[2], found[1])", _D + "the_workers_whose_devices_are_known_and_late"
      "_are_told"),
@@ -51,12 +51,11 @@ MUTANTS = [
     ("_jax/tracing.py", "calls.append(call.trace(*operands).lojax.jaxpr)", "calls.append(call.trace(*operands).jaxpr)", _HIGH),
     ("_jax/tracing.py", "        source_info=equation.source_info,\n", "", _HIGH),
     ("_jax/tracing.py", "    if not _knows_a_mesh(closed):", "    if True:", _MESHES),
-    ("_jax/tracing.py", "    equation = _for_meshes_of(operands, equation)\n", "", _MESHES),
     ("_jax/tracing.py", "[_in_this_mesh(result) for result in", "[result for result in", _MESHES),
     ("_jax/user_code.py", "stacklevel() -> int:\n", "stacklevel() -> int:\n    return 2\n", _U + "the_users_line_is_the_innermost"
      "_that_is_neither_ours_nor_jaxs"),
     ("_jax/user_code.py", "_NOT_USER_CODE = (_PACKAGE_FOLDER, _JAX_FOLDER,", "_NOT_USER_CODE = (_PACKAGE_FOLDER,",
-     _U + "the_raising_line_is_the_innermost_of_the_users"),
+     _U + "an_equation_knows_its_line"),
     ("_jax/user_code.py", "    return None\n", '    return "<unknown>"\n', _U + "an_equation_whose_line_jax_has_lost_has_none_and"
      "_the_pass_takes_the_one_around"),
     ("_jax/versions.py", "if OLDEST <= jax", "if OLDEST < jax", _V + "the_tried_range"),

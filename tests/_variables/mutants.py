@@ -69,8 +69,6 @@ MUTANTS = [
     ("_variables/variable.py", 'name.startswith("_") or ', "", _VA + "what_a_variable_is_not"),
     ("_variables/variable.py", "return self is other", "return self.name == other.name", _VA + "equality_is_identity_so_variables"
      "_live_in_dicts_and_sets"),
-    ("_variables/variable.py", "if isinstance(other, PerReplica):\n                return NotImplemented\n", "if False:\n"
-     "                return NotImplemented\n", _VA + "what_a_variable_is_not"),
     # writes
     ("_variables/variable.py", "collectives.aggregate(self._aggregation, update,", "collectives.aggregate(_NONE, update,", _EACH),
     ("_variables/variable.py", "self._marked(new) if not self._on_read and self._aggregation is _NONE else new", "new", _REFUSED),
