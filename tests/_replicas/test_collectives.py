@@ -124,7 +124,8 @@ def test_a_mixed_tree_is_reduced_leaf_by_leaf_and_keeps_its_structure_and_dtypes
     assert total["int"][0].tolist() == 6 and [x.dtype for x in (total["int"][0], total["int"][1][0])] == [np.int32, np.int8]
     assert isinstance(total["half"], Point) and [x.dtype for x in total["half"]] == [jnp.float16, jnp.bfloat16]
     assert isinstance(total["matrix"], Pair) and total["matrix"].a.tolist() == [[6] * 3] * 2 and total["matrix"].b.shape == (0, 4)
-    assert total["complex"] == 6j and total["bool"] == 2 and total["numpy"].tolist() == [3, 6]
+    assert total["bool"] == 2 and total["bool"].dtype == np.int32
+    assert total["complex"] == 6j and total["numpy"].tolist() == [3, 6]
     assert [x.tolist() for x in total["python"]] == [3, 6, 3] and total["none"] is None and total["nothing"] == ()
     assert mean["int"][0] == 2.0 and mean["int"][0].dtype == np.float32 and mean["int"][1][0].dtype == np.float32
     assert mean["half"].x.dtype == jnp.float16 and mean["bool"] == np.float32(2 / 3) and mean["python"][2] == 1.0
