@@ -6,7 +6,6 @@ _D, _J, _M, _P, _T, _U, _V = (f"tests/_jax/test_{n}.py::test_" for n in (
 _SCANS = _J + "a_scan_has_constants_carry_and_rows_in_this_order"
 _DEPENDS = _J + "what_an_equation_depends_on_and_sends"
 _CACHES = _T + "inner_caches_are_shared_without_and_apart_with_a_token"
-_MESHES = _T + "a_traced_function_is_evaluated_with_other_constants_and_meshes"
 _HIGH = _T + "high_level_primitives_are_traced_as_what_they_stand_for"
 _MARKED = _M + "a_mark_does_not_change_derivatives_or_batches"
 _AXIS = _P + "a_collective_names_its_axis_in_a_parameter"
@@ -50,8 +49,6 @@ MUTANTS = [
      "_function"),
     ("_jax/tracing.py", "calls.append(call.trace(*operands).lojax.jaxpr)", "calls.append(call.trace(*operands).jaxpr)", _HIGH),
     ("_jax/tracing.py", "        source_info=equation.source_info,\n", "", _HIGH),
-    ("_jax/tracing.py", "    if not _knows_a_mesh(closed):", "    if True:", _MESHES),
-    ("_jax/tracing.py", "[_in_this_mesh(result) for result in", "[result for result in", _MESHES),
     ("_jax/user_code.py", "stacklevel() -> int:\n", "stacklevel() -> int:\n    return 2\n", _U + "the_users_line_is_the_innermost"
      "_that_is_neither_ours_nor_jaxs"),
     ("_jax/user_code.py", "_NOT_USER_CODE = (_PACKAGE_FOLDER, _JAX_FOLDER,", "_NOT_USER_CODE = (_PACKAGE_FOLDER,",

@@ -22,8 +22,6 @@ MUTANTS = [
     ("_replicas/arrays.py", "if given > own:", "if given > own + 1:", _CONVERTED),
     ("_replicas/arrays.py", "return 1 if is_weak and kind == 2 else kind", "return kind",
      _VAR + "a_python_number_in_a_step_gives_no_weak_type"),
-    ("_replicas/arrays.py", "array = np.array(value)", "array = np.asarray(value)", _VAR + "a_numpy_array_may_be_changed_after_it"
-     "_was_given"),
     ("_replicas/arrays.py", "smallest < limits.min or", "smallest < limits.min and", _BAD + "[Strategy.reduce]"),
     ("_replicas/arrays.py", 'or getattr(array, "weak_type", False)\n    return jax', "\n    return jax",
      _VAR + "a_python_number_in_a_step_gives_no_weak_type"),
@@ -46,8 +44,7 @@ MUTANTS = [
     ("_replicas/collectives.py", "isinstance(axis, bool) or ", "", _BAD + "[ReplicaContext.all_gather]"),
     ("_replicas/collectives.py", "jnp.where(axis.index() == 0,", "jnp.where(axis.index() <= 1,",
      _CON + "the_remedies_work"),
-    ("_replicas/context.py", "frame.strategy is self._strategy and frame", "frame", _COL + "what_goes_wrong_in_merge_call_reaches"
-     "_the_user"),
+    ("_replicas/context.py", "frame.strategy is self._strategy and frame", "frame", _OUT),
     ("_replicas/context.py", "is_current = not self._axis.bound and", "is_current =", _OUT),
     ("_replicas/context.py", "if value._shapes is not None:", "if False:", _COL + "what_goes_wrong_in_merge_call_reaches_the"
      "_user"),
@@ -63,7 +60,6 @@ MUTANTS = [
     ("_replicas/cross_replica.py", "return total * jnp.asarray(num_replicas).astype(total.dtype)", "return total",
      _CRO + "of_a_mirrored_value_the_sum_is_r_times_it_and_the_mean_itself"),
     ("_replicas/cross_replica.py", "first = value - part * (num_replicas - 1)", "first = part", _SPLIT),
-    ("_replicas/cross_replica.py", "& (magnitude > 0)", "", _SPLIT),
     ("_replicas/cross_replica.py", " if a not in axes) for shape", ") for shape", _CRO + "sizes_may_differ_along_several_axes"
      "_when_all_are_reduced"),
     ("_replicas/cross_replica.py", ".astype(stack.dtype)", "", _CRO + "aggregation_makes_one_value_of_the_copies"),

@@ -70,6 +70,7 @@ PLACES: dict[str, tuple[Callable[[mr.Strategy, Callable[..., Any]], Any], Callab
     "after a merge_call": (lambda s, f: s.run(lambda: (merge(lambda strategy: None), f())[1]), replica),
     "scope in a merge_call": (lambda s, f: s.run(lambda: merge(lambda strategy: in_scope(strategy, f))), cross),
     "function in a scope": (lambda s, f: in_scope(s, mr.function(f)), cross),
+    "function": (lambda s, f: mr.function(f)(), outside),
     "scope in a function": (lambda s, f: mr.function(lambda: in_scope(s, f))(), cross),
     "run in a function": (lambda s, f: mr.function(lambda: s.run(f))(), replica),
     "scan of runs": (lambda s, f: mr.scan(lambda c, x: (c, s.run(f)), 0.0, length=2), replica),

@@ -273,6 +273,7 @@ def test_aggregation_makes_one_value_of_the_copies():
     stack = jnp.float32([[1, 2], [3, 4], [5, 6]])
     for mode, expected in (("SUM", [9, 12]), ("MEAN", [3, 4]), ("ONLY_FIRST_REPLICA", [1, 2])):
         assert cross_replica.aggregate_stack(stack, VariableAggregation[mode]).tolist() == expected
+    assert cross_replica.aggregate_stack(jnp.array([[True], [True]]), VariableAggregation.SUM).dtype == jnp.bool_
     half = cross_replica.aggregate_stack(jnp.full((8, 1), 60000, jnp.float16), VariableAggregation.MEAN)
     assert half.dtype == jnp.float16 and half[0] == 60000
 

@@ -64,14 +64,13 @@ MUTANTS = [
      "_its_home_live"),
     ("_variables/variable.py", "is_taken and stored is self._array", "False", _TAKEN),
     ("_variables/variable.py", "if result is self._array:", "if False:", _TAKEN),
-    ("_variables/variable.py", "return PerReplica(jnp.copy(stored))", "return PerReplica(stored)", _ST + "copies_taken_out_of_a"
-     "_sync_on_read_variable_stay"),
     ("_variables/variable.py", 'name.startswith("_") or ', "", _VA + "what_a_variable_is_not"),
     ("_variables/variable.py", "return self is other", "return self.name == other.name", _VA + "equality_is_identity_so_variables"
      "_live_in_dicts_and_sets"),
     # writes
     ("_variables/variable.py", "collectives.aggregate(self._aggregation, update,", "collectives.aggregate(_NONE, update,", _EACH),
-    ("_variables/variable.py", "self._marked(new) if not self._on_read and self._aggregation is _NONE else new", "new", _REFUSED),
+    ("_variables/variable.py", "self._marked(new) if not self._on_read and self._aggregation is _NONE else new", "new",
+     "tests/_jax/test_marks.py::test_only_unaggregated_mirrored_variables_mark_what_is_assigned"),
     ("_variables/variable.py", "if self._aggregation is VariableAggregation.SUM:\n", "if False:\n", _EACH),
     ("_variables/variable.py", "if operand.num_replicas != self._mesh.num_replicas:", "if False:", _OTHERS),
     ("_variables/variable.py", "array.sharding.device_set != self._mesh.stacked.device_set", "False", _OTHERS),

@@ -224,11 +224,11 @@ def test_a_home_that_a_variable_has_left_holds_nothing_of_it():
     both = adding_one(a, b)
     STRATEGY.run(both)
     home = home_of(a)
-    b.value  # taken: copied before it moves
+    taken = b.value  # copied before it moves
     STRATEGY.run(adding_one(b))
     assert home.arrays[1] is None
     assert not home.is_whole
-    assert (home_of(a), first(a), first(b)) == (home, 1, 2)
+    assert (home_of(a), first(a), first(b)) == (home, 1, 2) and taken.tolist() == [1] * 3
     STRATEGY.run(both)
     assert (home_of(b), first(a), first(b)) == (home, 2, 3)
 
