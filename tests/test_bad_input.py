@@ -9,11 +9,14 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 import mirrored as mr
+from mirrored.data import NumpyDataset
 
 ONES = np.ones(2, "float32")
 WORDS = np.array(["a", "b"])
@@ -26,6 +29,11 @@ def values(strategy: mr.Strategy, make: Any) -> mr.PerReplica:
 def preempted(checkpoint: mr.Checkpoint, step: Any) -> None:
     with mr.PreemptionHandler(checkpoint) as preemption:
         preemption.after_step(step)
+
+
+#: What the rows may name, besides what is in the world.
+NAMES = {"mr": mr, "jax": jax, "jnp": jnp, "np": np, "optax": optax, "NumpyDataset": NumpyDataset, "__file__": __file__}
+NAMES |= {"ONES": ONES, "WORDS": WORDS, "values": values, "preempted": preempted}
 
 
 @pytest.fixture(scope="module")
@@ -684,7 +692,7 @@ def test_bad_input_is_one_clear_error_and_changes_nothing(name: str, world: type
     before = state(world)
     for expression, errors, message in rows_of(name):
         with pytest.raises(errors, match=message) as caught:
-            eval(expression, globals() | vars(world))
+            eval(expression, NAMES | vars(world))
             pytest.fail(f"{expression} was accepted")
         is_alone = caught.value.__context__ is None or caught.value.__suppress_context__
         assert is_alone or caught.value.__cause__ is not None, f"a second error while handling the first: {expression}"
