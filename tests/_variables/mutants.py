@@ -21,7 +21,6 @@ MUTANTS = [
     ("_variables/bindings.py", "raise ReadInsideJit", "pass", _READ + "a_variable_may_be_read_inside_a_jit_of_an_eager_gradient"),
     ("_variables/bindings.py", "return self._fallback(variable) if value is None else value", "return self._fallback(variable)",
      _VA + "a_write_is_seen_by_the_next_read_of_the_step"),
-    ("_variables/bindings.py", "        if is_foreign:", "        if False:", _BAD + "[grad]"),
     ("_variables/equal_copies.py", "counts).count(max(counts)) > 1", "counts).count(max(counts)) > 2",
      _EQ + "a_variable_that_another_worker_has_forgotten_is_left_out_and_the_others_are_compared"),
     ("_variables/equal_copies.py", "all(variable._number in sums for sums in by_worker)", "True",
