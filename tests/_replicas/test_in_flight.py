@@ -128,6 +128,7 @@ def test_programs_of_all_kinds_in_the_pool_of_jax() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(480)
 @pytest.mark.parametrize("start", [0, 1], ids=["pool of JAX", "own pool"])
 @pytest.mark.parametrize("count", [2, 8, 16])
 def test_programs_of_all_kinds_for_long(count: int, start: int) -> None:
