@@ -270,7 +270,7 @@ def test_a_malformed_tf_config_says_what_is_wrong_and_shows_a_right_one() -> Non
         "x" * (MAX_TEXT + 1): f"{MAX_TEXT + 1} characters, more than {MAX_TEXT}", "9" * 10_000: "a number is too long",
         "[" * 100_000: "nested too deeply", '{"a":' * 30_000 + "1" + "}" * 30_000: "nested too deeply",
         "[]": "it is a list of 0, not an object", '"worker"': "it is 'worker', not an object", "null": "it is null, not an",
-        "{}": "it has no 'cluster', only nothing", '{"task": {}}': "it has no 'cluster', only 'task'",
+        '{"task": {}}': "it has no 'cluster', only 'task'",
         "{CLUSTER}": "it has no 'task', only 'cluster'", '{"cluster": [], "task": {}}': "cluster is a list of 0",
         '{"cluster": {}, "task": {"type": "worker", "index": 0}}': "cluster is an object with nothing",
         '{CLUSTER, "cluster": {"worker": ["b:1"]}, "task": {}}': "'cluster' stands twice",
@@ -290,7 +290,7 @@ def test_an_index_is_a_whole_number_of_a_task_that_exists() -> None:
     whole = "it is a whole number without quotes"
     cases: list[tuple[Any, str]] = [
         (2, "2; with 2 workers give 0 to 1"), (-1, "-1"), (10**30, "a huge number"), (0.5, f"0.5; {whole}"), (1.0, "1.0"),
-        (float("nan"), "nan"), (True, "true"), ("1", f"'1'; {whole}"), (None, "null"), ([0], "a list of 1"),
+        (float("nan"), "nan"), (True, "true"), ("x", f"'x'; {whole}"), (None, "null"), ([0], "a list of 1"),
     ]  # fmt: skip
     for index, says in cases:
         assert not_refused([(tf_config(task={"type": "worker", "index": index}), f"task.index is {says}")]) == []
@@ -307,7 +307,6 @@ def test_a_cluster_that_contradicts_itself_says_where() -> None:
         ({"worker": [A]}, {"type": "foo\n\x1b[31m", "index": 0}, r"task.type is 'foo\\n\\x1b\[31m'"),
         ({"worker": [A]}, {"type": "chief", "index": 0}, "task.type is 'chief', but cluster has only worker"),
         ({"chief": [A, B], "worker": [C]}, None, "cluster.chief has 2 addresses; a cluster has one chief"),
-        ({"worker": [A, B], "evaluator": [C]}, None, "'evaluator': the evaluator stands beside the cluster"),
         ({"worker": [A]}, {"type": "evaluator", "index": 1}, "task.index is 1; with 1 evaluator give 0"),
         ({"worker": []}, None, "cluster.worker is empty; it is a list of addresses"),
         ({"worker": A}, None, "cluster.worker is '10.0.0.1:2222'; it is a list"),

@@ -1,8 +1,7 @@
 """What is used of the private side of `jax.distributed` is still there, and does what it did."""
 
 import inspect
-import subprocess
-import sys
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -13,46 +12,46 @@ from jax._src.lib import _jax
 from mirrored._jax import distributed
 
 
-def test_the_client_of_the_coordination_service_is_where_it_was() -> None:
+def test_the_private_names_are_where_they_were() -> None:
     state = private.global_state
     assert {"client", "process_id", "num_processes"} <= set(vars(state)) | set(vars(type(state)))
     methods = {"key_value_dir_get_bytes", "key_value_set", "blocking_key_value_get", "key_value_dir_get", "key_value_delete"}
-    methods |= {"key_value_try_get"}
-    assert methods <= set(dir(_jax.DistributedRuntimeClient))
+    assert methods | {"key_value_try_get"} <= set(dir(_jax.DistributedRuntimeClient))
     assert "allow_overwrite" in (_jax.DistributedRuntimeClient.key_value_set.__doc__ or "")
-
-
-def test_a_cpu_client_can_be_made_with_collectives_of_ones_own() -> None:
     assert list(inspect.signature(xla_bridge.make_cpu_client).parameters) == ["collectives"]
     assert "hostname" in (_jax.make_gloo_tcp_collectives.__doc__ or "")
     assert {"priority", "fail_quietly"} <= set(inspect.signature(xla_bridge.register_backend_factory).parameters)
+    assert hasattr(private.State(), "preemption_sync_manager")
 
 
 def test_the_settings_exist() -> None:
     for name in ("jax_enable_preemption_service", "jax_cpu_collectives_implementation"):
         assert hasattr(jax.config, name), name
-    code = "import jax; jax.config.update('jax_cpu_enable_async_dispatch', False)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    jax.config.update("jax_cpu_enable_async_dispatch", True)  # as it is
     parameters = inspect.signature(jax.distributed.initialize).parameters
     assert {"heartbeat_timeout_seconds", "shutdown_timeout_seconds", "coordinator_bind_address"} <= set(parameters)
 
 
-def test_the_preemption_service_is_seen() -> None:
-    assert hasattr(private.State(), "preemption_sync_manager")
-    assert distributed.swallows_sigterm() is False
+def test_one_process_is_the_first_of_one_and_runs_no_preemption_service() -> None:
+    assert distributed.place() == (0, 1) and distributed.has_backend() and distributed.swallows_sigterm() is False
+
+
+def test_the_workers_whose_devices_are_known_and_late_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = {"cuda": [("cuda:local_topology/cuda/0", b""), ("cuda:local_topology/cuda/11", b"")], "cpu": [("…/cpu/x", b"")]}
+    service = SimpleNamespace(key_value_dir_get_bytes=lambda folder: keys.get(folder.partition(":")[0], []))
+    monkeypatch.setattr(distributed, "client", lambda: service)
+    assert list(distributed.known_devices()) == [("cuda", {0, 11})]
+    error = RuntimeError("topologies failed: timed out with key: cpu:local_topology/cpu/3 and duration: 2m")
+    assert distributed.late_devices(error) == ("3", "2m") and distributed.late_devices(RuntimeError("2m")) is None
 
 
 def test_gloo_listens_where_the_other_workers_reach_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
     factories: dict[str, object] = {}
-    monkeypatch.setattr(
-        distributed._xla_bridge, "register_backend_factory", lambda name, make, **_: factories.update({name: make})
-    )
-    monkeypatch.setattr(distributed._xla_bridge, "make_cpu_client", lambda collectives: ("client", collectives))
-    monkeypatch.setattr(distributed._jax, "make_gloo_tcp_collectives", lambda distributed_client, hostname: hostname)
-    monkeypatch.setattr(distributed, "_cpu_collectives", lambda: "mpi")
-    distributed.listen_at("10.0.0.1")
-    monkeypatch.setattr(distributed, "_cpu_collectives", lambda: "gloo")
-    distributed.listen_at(None)
-    assert factories == {}
-    distributed.listen_at("10.0.0.1")
+    monkeypatch.setattr(xla_bridge, "register_backend_factory", lambda name, make, **_: factories.update({name: make}))
+    monkeypatch.setattr(xla_bridge, "make_cpu_client", lambda collectives: ("client", collectives))
+    monkeypatch.setattr(_jax, "make_gloo_tcp_collectives", lambda distributed_client, hostname: hostname)
+    for collectives, host in (("mpi", "10.0.0.1"), ("gloo", None), ("gloo", "10.0.0.1")):
+        assert factories == {}
+        monkeypatch.setattr(distributed, "_cpu_collectives", lambda name=collectives: name)
+        distributed.listen_at(host)
     assert factories["cpu"]() == ("client", "10.0.0.1")

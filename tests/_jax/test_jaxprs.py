@@ -5,7 +5,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax.ad_checkpoint import checkpoint_name
 from programs import VECTOR, equations, only
 
@@ -13,6 +12,7 @@ from mirrored._jax import jaxprs, primitives
 from mirrored._typing import REPLICA_AXIS as AXIS
 
 FIVE = np.ones(5, "float32")
+scan = jax.lax.scan
 
 
 def avals(atoms):
@@ -20,48 +20,48 @@ def avals(atoms):
 
 
 SCANS = {
-    "constants, carry and rows": (lambda x, y: jax.lax.scan(lambda c, row: (c + y.sum(), 2 * row), x[1], x), 1, 1, 1),
-    "rows only": (lambda x, y: jax.lax.scan(lambda c, row: (c, 2 * row), None, x), 0, 0, 1),
-    "no rows": (lambda x, y: jax.lax.scan(lambda c, _: (c * y[0], None), x, None, length=3), 1, 1, 0),
-    "rows given and not taken": (lambda x, y: jax.lax.scan(lambda c, _: (c + 1, c), x, None, length=5), 0, 1, 0),
-    "no round": (lambda x, y: jax.lax.scan(lambda c, row: (c + row, c), y[0], x[:0]), 0, 1, 1),
-    "a carry as long as the rows": (lambda x, y: jax.lax.scan(lambda c, row: (c * row, c), x, x), 0, 1, 1),
-    "rows of matrices": (lambda x, y: jax.lax.scan(lambda c, m: (c @ m, m), jnp.eye(2), jnp.ones((4, 2, 2))), 0, 1, 1),
-    "keys": (lambda x, y: jax.lax.scan(lambda k, _: (jax.random.split(k)[0], k), jax.random.key(0), None, length=2), 0, 1, 0),
+    "constants, carry and rows": (lambda x, y: scan(lambda c, row: (c + y.sum(), 2 * row), x[1], x), 1, 1, 1),
+    "rows only": (lambda x, y: scan(lambda c, row: (c, 2 * row), None, x), 0, 0, 1),
+    "no rows": (lambda x, y: scan(lambda c, _: (c * y[0], None), x, None, length=3), 1, 1, 0),
+    "rows given and not taken": (lambda x, y: scan(lambda c, _: (c + 1, c), x, None, length=5), 0, 1, 0),
+    "no round": (lambda x, y: scan(lambda c, row: (c + row, c), y[0], x[:0]), 0, 1, 1),
+    "a carry as long as the rows": (lambda x, y: scan(lambda c, row: (c * row, c), x, x), 0, 1, 1),
+    "rows of matrices": (lambda x, y: scan(lambda c, m: (c @ m, m), jnp.eye(2), jnp.ones((4, 2, 2))), 0, 1, 1),
+    "keys": (lambda x, y: scan(lambda k, _: (jax.random.split(k)[0], k), jax.random.key(0), None, length=2), 0, 1, 0),
     "several of each": (
-        lambda x, y: jax.lax.scan(
+        lambda x, y: scan(
             lambda c, rows: ((c[0] + y[0] * x[0], c[1] * rows[0]), (rows[1], c[0], rows[0])), (x, y[0]), (x, FIVE[:3])
         ),
         2, 2, 2,
     ),
     "a fori_loop": (lambda x, y: jax.lax.fori_loop(0, 3, lambda i, c: c + y[0], x), 1, 2, 0),
     "a map": (lambda x, y: jax.lax.map(lambda row: row * y[0], x), 1, 0, 1),
-    "backwards": (lambda x, y: jax.lax.scan(lambda c, row: (c * row, c), x[0], x, reverse=True), 0, 1, 1),
+    "backwards": (lambda x, y: scan(lambda c, row: (c * row, c), x[0], x, reverse=True), 0, 1, 1),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SCANS)
-def test_a_scan_has_constants_carry_and_rows_in_this_order(name):
-    function, num_consts, num_carry, num_rows = SCANS[name]
-    equation = only("scan", function, VECTOR, FIVE)
-    body, found_consts, found_carry = jaxprs.scan_of(equation)
-    fixed = found_consts + found_carry
-    assert found_carry == num_carry and len(equation.invars) - fixed == num_rows
-    assert found_consts >= num_consts, "what the body closes over; JAX may add to it"
-    assert avals(equation.invars[:fixed]) == avals(body.invars[:fixed])
-    assert (
-        avals(equation.invars[found_consts:fixed]) == avals(equation.outvars[:found_carry]) == avals(body.outvars[:found_carry])
-    )
+def check_scan(equation, name):
+    body, num_consts, num_carry = jaxprs.scan_of(equation)
+    fixed = num_consts + num_carry
+    assert num_consts >= 0 and avals(equation.invars[:fixed]) == avals(body.invars[:fixed]), name
+    assert avals(equation.outvars[:num_carry]) == avals(body.outvars[:num_carry]) == avals(body.invars[num_consts:fixed]), name
     for outer, inner in zip(equation.invars[fixed:], body.invars[fixed:], strict=True):
-        assert outer.aval.shape[1:] == inner.aval.shape and outer.aval.shape[0] == equation.params["length"]
+        assert outer.aval.shape == (equation.params["length"], *inner.aval.shape), name
+    return num_consts, num_carry, len(equation.invars) - fixed
 
 
-@pytest.mark.parametrize("transform", ["grad", "vmap", "jvp", "remat", "linearize"])
-def test_the_parts_of_a_scan_that_jax_has_transformed_are_found(transform):
+def test_a_scan_has_constants_carry_and_rows_in_this_order():
+    for name, (function, num_consts, num_carry, num_rows) in SCANS.items():
+        found_consts, *found = check_scan(only("scan", function, VECTOR, FIVE), name)
+        assert found == [num_carry, num_rows], name
+        assert found_consts >= num_consts, "what the body closes over; JAX may add to it"
+
+
+def test_the_parts_of_a_scan_that_jax_has_transformed_are_found():
     """JAX moves operands to other places then, and adds residuals."""
 
     def function(w, xs):
-        return jax.lax.scan(lambda c, x: (jnp.sin(c * w) + x, c * x), w, xs)[0].sum()
+        return scan(lambda c, x: (jnp.sin(c * w) + x, c * x), w, xs)[0].sum()
 
     transformed = {
         "grad": jax.grad(function, (0, 1)),
@@ -69,46 +69,40 @@ def test_the_parts_of_a_scan_that_jax_has_transformed_are_found(transform):
         "jvp": lambda w, xs: jax.jvp(function, (w, xs), (w, xs)),
         "remat": jax.grad(jax.checkpoint(function), (0, 1)),
         "linearize": lambda w, xs: jax.linearize(functools.partial(function, w), xs)[1](xs),
-    }[transform]
-    found = [e for e in equations(transformed, VECTOR, FIVE) if e.primitive.name == "scan"]
-    assert found
-    for equation in found:
-        body, num_consts, num_carry = jaxprs.scan_of(equation)
-        assert num_consts >= 0
-        fixed = num_consts + num_carry
-        assert avals(equation.invars[:fixed]) == avals(body.invars[:fixed])
-        assert avals(equation.outvars[:num_carry]) == avals(body.outvars[:num_carry]) == avals(body.invars[num_consts:fixed])
+    }
+    for name, one in transformed.items():
+        found = [e for e in equations(one, VECTOR, FIVE) if e.primitive.name == "scan"]
+        assert found, name
+        for equation in found:
+            check_scan(equation, name)
 
 
 def test_while_has_the_constants_of_its_condition_then_of_its_body_then_the_carry():
     def function(x, y):
-        return jax.lax.while_loop(lambda c: c < x[0], lambda c: c + y.sum(), 0.0)
+        return jax.lax.while_loop(lambda c: c < x[0], lambda c: c + y.sum() * x[1], 0.0)
 
-    equation = only("while", function, VECTOR, FIVE)
-    cond, body, num_cond_consts, num_body_consts = jaxprs.while_of(equation)
-    assert (num_cond_consts, num_body_consts) == (1, 1)
-    assert [v.aval.shape for v in equation.invars] == [(3,), (5,), ()]
+    cond, body, num_cond_consts, num_body_consts = jaxprs.while_of(only("while", function, VECTOR, FIVE))
+    assert (num_cond_consts, num_body_consts) == (1, 2)
     assert [v.aval.shape for v in cond.invars] == [(3,), ()]
-    assert [v.aval.shape for v in body.invars] == [(5,), ()]
+    assert sorted(v.aval.shape for v in body.invars) == [(), (3,), (5,)] and body.invars[2].aval.shape == ()
     assert [v.aval.dtype for v in cond.outvars] == [jnp.bool_]
 
 
-@pytest.mark.parametrize("num_branches", [2, 3])
-def test_cond_has_its_index_first_and_branches_of_the_other_operands(num_branches):
-    branches = [lambda x, i=i: x * i for i in range(num_branches)]
-    equation = only("cond", lambda x: jax.lax.switch(x[0].astype(int), branches, x))
-    assert [v.aval.shape for v in equation.invars] == [(), (3,)]
-    assert [len(branch.invars) for branch in jaxprs.branches_of(equation)] == [1] * num_branches
+def test_cond_has_its_index_first_and_branches_of_the_other_operands():
+    for num_branches in (2, 3):
+        branches = [lambda x, i=i: x * i for i in range(num_branches)]
+        equation = only("cond", lambda x, branches=branches: jax.lax.switch(x[0].astype(int), branches, x))
+        assert [v.aval.shape for v in equation.invars] == [(), (3,)]
+        assert [len(branch.invars) for branch in jaxprs.branches_of(equation)] == [1] * num_branches
 
 
 def test_a_linear_solve_runs_the_solver_on_its_constants_and_the_right_side():
-    matrices = [np.full((n, n), 1.0, "float32") for n in (1, 2, 3, 4)]
+    matrices = [np.full((n, n), 1.0, "float32") for n in (1, 2, 3)]
 
     def function(x):
-        use = lambda m, v: v * jnp.asarray(m).sum()  # noqa: E731
-        a, b, c = (jnp.asarray(m) * x[0] for m in matrices[:3])
+        a, b, c = (jnp.asarray(m) * x[0] for m in matrices)
         return jax.lax.custom_linear_solve(
-            lambda v: use(a, v), x, solve=lambda _, v: use(b, v), transpose_solve=lambda _, v: use(c, v)
+            lambda v: v * a.sum(), x, solve=lambda _, v: v * b.sum(), transpose_solve=lambda _, v: v * c.sum()
         )
 
     equation = only("custom_linear_solve", function)
@@ -150,18 +144,15 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_a_call_has_one_jaxpr_that_takes_its_operands(name):
-    equation = next(e for e in equations(CALLS[name]) if e.primitive.name == name)
-    inner = jaxprs.callee(equation)
-    assert inner is not None
-    assert [v.aval.shape for v in inner.jaxpr.invars] == [v.aval.shape for v in equation.invars]
-    assert [v.aval.shape for v in inner.jaxpr.outvars] == [v.aval.shape for v in equation.outvars]
-
-
-def test_the_table_of_calls_is_complete():
-    """`closed_call`, and `eval_jaxpr` since jax 0.11.1, are written only by JAX's own passes."""
+def test_a_call_has_one_jaxpr_that_takes_its_operands_and_the_table_is_complete():
+    for name, function in CALLS.items():
+        equation = next(e for e in equations(function) if e.primitive.name == name)
+        inner = jaxprs.callee(equation)
+        assert inner is not None, name
+        assert avals(inner.jaxpr.invars) == avals(equation.invars) and avals(inner.jaxpr.outvars) == avals(equation.outvars), name
+    # `closed_call`, and `eval_jaxpr` since jax 0.11.1, are written only by JAX's own passes.
     assert set(CALLS) | {"closed_call", "eval_jaxpr"} == primitives.CALLS
+    assert jaxprs.callee(only("scan", lambda x: scan(lambda c, _: (c, None), x, None, length=2))) is None
 
 
 def test_generic_reductions_have_their_function_as_a_jaxpr():
@@ -170,24 +161,31 @@ def test_generic_reductions_have_their_function_as_a_jaxpr():
     assert all(len(list(jaxprs.inner_jaxprs(equation))) == 1 for equation in (reduced, window))
 
 
-def test_literals_and_constants_are_told_apart():
+def test_literals_and_constants_are_told_apart_and_those_of_functions_inside_are_found():
     captured = jnp.arange(3.0)
     closed = jax.make_jaxpr(lambda x: 2.0 * x + captured)(VECTOR)
     assert isinstance(closed.jaxpr.eqns[0].invars[0], jaxprs.Literal)
-    assert len(closed.jaxpr.constvars) == len(closed.consts) == 1
-    assert closed.consts[0] is captured
+    assert len(closed.jaxpr.constvars) == len(closed.consts) == 1 and closed.consts[0] is captured
+    around = jax.make_jaxpr(lambda x: jax.jit(lambda y: jax.jit(lambda z: z + captured)(y))(x))(VECTOR)
+    assert [np.asarray(constant).tolist() for constant in jaxprs.inner_constants(around.jaxpr)] == [[0, 1, 2]]
 
 
 def test_meshes_are_found_at_any_depth():
-    mesh = jax.sharding.Mesh(jax.devices()[:3], (AXIS,))
+    mesh, other = (jax.sharding.Mesh(jax.devices()[:n], (AXIS,)) for n in (3, 2))
     spec = jax.sharding.PartitionSpec(AXIS)
     mapped = jax.shard_map(lambda x: x, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    closed = jax.make_jaxpr(lambda x: jax.lax.scan(lambda c, _: (jax.jit(mapped)(c), None), x, None, length=2)[0])(VECTOR)
-    assert set(jaxprs.meshes_in(closed.jaxpr)) == {mesh}
-    assert list(jaxprs.meshes_in(jax.make_jaxpr(jnp.sin)(VECTOR).jaxpr)) == []
+    placed = jax.jit(lambda x: x, out_shardings=jax.sharding.NamedSharding(other, jax.sharding.PartitionSpec()))
+    for function, expected in ((jax.jit(mapped), {mesh}), (placed, {other}), (jnp.sin, set())):
+        closed = jax.make_jaxpr(lambda x, f=function: scan(lambda c, _: (f(c), None), x, None, length=2)[0])(VECTOR)
+        assert set(jaxprs.meshes_in(closed.jaxpr)) == expected
 
 
-def test_names_for_checkpoints_are_an_operation_of_their_own():
-    """Its parameter `name` may be the name of the axis."""
-    equation = only("name", lambda x: checkpoint_name(x, AXIS))
-    assert equation.params["name"] == AXIS and not jaxprs.is_collective(equation)
+def test_what_an_equation_depends_on_and_sends():
+    # The parameter `name` of this operation may be the name of the axis.
+    named = only("name", lambda x: checkpoint_name(x, AXIS))
+    assert named.params["name"] == AXIS and not jaxprs.is_collective(named)
+    summed = only("psum", lambda x: jax.lax.psum(x, AXIS))
+    assert jaxprs.num_bytes(summed) == 3 * 4 and not jaxprs.is_function_of_operands(summed)
+    for function, is_pure in ((lambda x: x + jax.lax.axis_index(AXIS), True), (lambda x: jax.lax.psum(x, AXIS), False)):
+        around = only("jit", lambda x, f=function: jax.jit(f)(x))
+        assert jaxprs.is_function_of_operands(around) is is_pure is not jaxprs.has_collective(around)

@@ -35,7 +35,7 @@ from mirrored._replicas import in_flight
 def strategy_of(count):
     return mr.MirroredStrategy([f"cpu:{{i}}" for i in range(count)])
 
-def training(strategy, num_collectives, dependent):
+def training(strategy, num_collectives, dependent=True):
     with strategy.scope():
         w = mr.Variable(np.zeros((16, 16), "float32"))
 
@@ -51,124 +51,92 @@ def training(strategy, num_collectives, dependent):
 
     x = strategy.distribute_values_from_function(lambda ctx: np.full((16, 16), ctx.replica_id_in_sync_group, "float32"))
     return w, lambda: strategy.run(step, args=(x,))
-"""
 
-LOOP = """
-w, step = training(strategy_of({count}), {num_collectives}, {dependent})
-for _ in range({steps}):
-    step()
-assert np.isfinite(w.numpy()).all() and w.numpy().any()
-print("done")
-"""
+def check(trainings):
+    for w, _ in trainings:
+        assert np.isfinite(w.numpy()).all() and w.numpy().any()
 
-TWO_STRATEGIES = """
-trainings = [training(strategy_of(count), 3, True) for count in {counts}]
-for _ in range({steps}):
-    for _, step in trainings:
+def one(count, num_collectives, dependent, num_steps):
+    w, step = training(strategy_of(count), num_collectives, dependent)
+    for _ in range(num_steps):
         step()
-for w, _ in trainings:
-    assert np.isfinite(w.numpy()).all() and w.numpy().any()
-print("done")
-"""
+    check([(w, step)])
 
-TWO_THREADS = """
-strategy = strategy_of({count})
-trainings = [training(strategy, 3, True) for _ in range(2)]
+def interleaved(counts, num_steps):
+    trainings = [training(strategy_of(count), 3) for count in counts]
+    for _ in range(num_steps):
+        for _, step in trainings:
+            step()
+    check(trainings)
 
-def loop(step):
-    for _ in range({steps}):
+def two_threads(count, num_steps):
+    strategy = strategy_of(count)
+    trainings = [training(strategy, 3) for _ in range(2)]
+    threads = [threading.Thread(target=lambda step=step: [step() for _ in range(num_steps)]) for _, step in trainings]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    check(trainings)
+
+def verbs(count, num_steps):
+    strategy = strategy_of(count)
+    w, step = training(strategy, 3)
+    with strategy.scope():
+        seen = mr.Variable(0, synchronization="on_read", aggregation="sum")
+        mean = mr.Variable(np.zeros(4, "float32"), aggregation="mean")
+    x = strategy.distribute_values_from_function(lambda ctx: np.full(4, ctx.replica_id_in_sync_group, "float32"))
+
+    @mr.function
+    def steps():
         step()
+        step()
+        return strategy.reduce("sum", w)
 
-threads = [threading.Thread(target=loop, args=(step,)) for _, step in trainings]
-for thread in threads:
-    thread.start()
-for thread in threads:
-    thread.join()
-for w, _ in trainings:
-    assert np.isfinite(w.numpy()).all() and w.numpy().any()
-print("done")
-"""
-
-VERBS = """
-strategy = strategy_of({count})
-w, step = training(strategy, 3, True)
-with strategy.scope():
-    seen = mr.Variable(0, synchronization="on_read", aggregation="sum")
-    mean = mr.Variable(np.zeros(4, "float32"), aggregation="mean")
-x = strategy.distribute_values_from_function(lambda ctx: np.full(4, ctx.replica_id_in_sync_group, "float32"))
-
-@mr.function
-def steps():
-    step()
-    step()
-    return strategy.reduce("sum", w)
-
-for _ in range({steps}):
-    step()
-    strategy.reduce("mean", x, axis=0)
-    strategy.gather(x, axis=0)
-    mean.assign_add(x)
-    seen.assign_add(1)
-    w.assign_sub(np.ones((16, 16), "float32"))
-    steps()
-assert int(seen) == {steps}, seen
-print("done")
+    for _ in range(num_steps):
+        step()
+        strategy.reduce("mean", x, axis=0)
+        strategy.gather(x, axis=0)
+        mean.assign_add(x)
+        seen.assign_add(1)
+        w.assign_sub(np.ones((16, 16), "float32"))
+        steps()
+    assert int(seen) == num_steps, seen
 """
 
 
-def run_python(code: str) -> subprocess.CompletedProcess[str]:
-    clean = {name: value for name, value in os.environ.items() if name not in CONFIGURING}
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=clean | SHORT_PATIENCE, timeout=115)
+def run_python(start: str, code: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if name not in CONFIGURING} | SHORT_PATIENCE
+    program = f"{HEADER.format(start=start)}\n{code}\nprint('done')"
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=clean, timeout=115)
 
 
-def check(program: str, count: int, start: str, **values: object) -> None:
-    code = HEADER.format(start=start.format(count=count)) + program.format(count=count, **values)
-    done = run_python(code)
+def check(start: str, code: str) -> None:
+    done = run_python(start, code)
     assert done.stdout.strip() == "done", done.stderr[-3000:]
 
 
-started_by_user = pytest.mark.parametrize("start", [STARTED_BY_USER, ""], ids=["pool of JAX", "own pool"])
+def starts(count: int) -> list[str]:
+    """With the pool of JAX, and with our own."""
+    return [STARTED_BY_USER.format(count=count), ""]
 
 
-# -- in fresh processes
-
-
-@pytest.mark.parametrize("count", [2, 8])
-def test_2000_steps_without_waiting_in_the_pool_of_jax(count: int) -> None:
-    check(LOOP, count, STARTED_BY_USER, num_collectives=1, dependent=True, steps=2000)
+def test_programs_of_all_kinds_in_the_pool_of_jax() -> None:
+    """Many steps that nobody waits for, two strategies of different sizes in turns, two threads, all verbs mixed."""
+    code = "one(8, 1, True, 1000); interleaved([2, 8], 150); two_threads(8, 200); verbs(8, 20)"
+    check(STARTED_BY_USER.format(count=8), code)
 
 
 @pytest.mark.slow
-@started_by_user
-@pytest.mark.parametrize("dependent", [True, False], ids=["dependent", "independent"])
+@pytest.mark.timeout(480)
+@pytest.mark.parametrize("start", [0, 1], ids=["pool of JAX", "own pool"])
 @pytest.mark.parametrize("count", [2, 8, 16])
-def test_2000_steps_of_many_collectives_without_waiting(count: int, dependent: bool, start: str) -> None:
-    check(LOOP, count, start, num_collectives=20 if count < 16 else 6, dependent=dependent, steps=2000)
-
-
-def test_two_strategies_of_different_sizes_interleaved() -> None:
-    check(TWO_STRATEGIES, 8, STARTED_BY_USER, counts=[2, 8], steps=300)
-
-
-@pytest.mark.slow
-@started_by_user
-def test_three_strategies_of_different_sizes_interleaved_for_long(start: str) -> None:
-    check(TWO_STRATEGIES, 16, start, counts=[16, 2, 8], steps=700)
-
-
-def test_two_python_threads() -> None:
-    check(TWO_THREADS, 8, STARTED_BY_USER, steps=400)
-
-
-@pytest.mark.slow
-@started_by_user
-@pytest.mark.parametrize("count", [2, 16])
-def test_two_python_threads_for_long(count: int, start: str) -> None:
-    check(TWO_THREADS, count, start, steps=700)
-
-
-def test_all_verbs_mixed() -> None:
-    check(VERBS, 8, STARTED_BY_USER, steps=60)
+def test_programs_of_all_kinds_for_long(count: int, start: int) -> None:
+    num_collectives = 20 if count < 16 else 6
+    for dependent in (True, False):
+        check(starts(count)[start], f"one({count}, {num_collectives}, {dependent}, 2000)")
+    check(starts(16)[start], f"interleaved([16, 2, 8], 700) if {count} == 16 else two_threads({count}, 700)")
+    check(starts(count)[start], f"one({count}, 1, True, 2000); verbs({count}, 60)")
 
 
 @pytest.mark.slow
@@ -179,9 +147,8 @@ def test_without_the_bound_the_same_steps_deadlock() -> None:
     A deadlock is a race that is nearly always lost; steps of 20 collectives win it often, because they are slower to run
     than to start. So there are a few tries, and those that end well are short.
     """
-    unbounded = STARTED_BY_USER + "\nfrom mirrored._replicas import in_flight; in_flight.MAX_IN_FLIGHT = 10**9"
-    code = HEADER.format(start=unbounded.format(count=2)) + LOOP.format(count=2, num_collectives=1, dependent=True, steps=2000)
-    tries = (run_python(code) for _ in range(5))
+    unbounded = starts(2)[0] + "\nfrom mirrored._replicas import in_flight; in_flight.MAX_IN_FLIGHT = 10**9"
+    tries = (run_python(unbounded, "one(2, 1, True, 2000)") for _ in range(5))
     hanging = next((done for done in tries if done.returncode), None)
     assert hanging is not None, "all tries ended well"
     assert hanging.returncode < 0 and "Termination timeout" in hanging.stderr
@@ -206,12 +173,13 @@ class Witness:
         self.waited.append(self.number)
 
 
-@pytest.fixture
-def empty_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_flight, "_in_flight", type(in_flight._in_flight)())
+@pytest.fixture(autouse=True)
+def _empty_queues(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_in_flight", "_joint"):
+        monkeypatch.setattr(in_flight, name, type(getattr(in_flight, name))())
 
 
-def test_older_programs_are_waited_for_before_there_are_too_many(empty_queue: None) -> None:
+def test_older_programs_are_waited_for_before_there_are_too_many() -> None:
     waited: list[int] = []
     for number in range(100):
         in_flight.started(Witness(number, waited))
@@ -221,7 +189,7 @@ def test_older_programs_are_waited_for_before_there_are_too_many(empty_queue: No
     assert in_flight.MAX_IN_FLIGHT < 32, "XLA's own limit, at which it blocks"
 
 
-def test_a_result_that_was_deleted_is_not_waited_for(empty_queue: None) -> None:
+def test_a_result_that_was_deleted_is_not_waited_for() -> None:
     waited: list[int] = []
     last = in_flight.WAIT_FOR - 1
     for number in range(in_flight.MAX_IN_FLIGHT):
@@ -229,7 +197,7 @@ def test_a_result_that_was_deleted_is_not_waited_for(empty_queue: None) -> None:
     assert waited == [last - 1]
 
 
-def test_one_bound_for_all_threads(empty_queue: None) -> None:
+def test_one_bound_for_all_threads() -> None:
     waited: list[int] = []
 
     def start_many(first: int) -> None:
@@ -249,7 +217,6 @@ def test_two_programs_of_several_workers_are_in_flight_and_older_ones_are_checke
     waited: list[int] = []
     checked: list[int] = []
     progress = Progress()
-    monkeypatch.setattr(in_flight, "_joint", type(in_flight._joint)())
     monkeypatch.setattr(in_flight, "progress", progress)
     for number in range(10):
         witness = Witness(number, waited, is_gone=number == 5)
@@ -262,11 +229,21 @@ def test_two_programs_of_several_workers_are_in_flight_and_older_ones_are_checke
     assert waited == checked == expected and progress.finished == 9
 
 
-def test_only_several_devices_of_this_cpu_are_paced(strategy: mr.MirroredStrategy) -> None:
-    assert in_flight.is_paced(strategy._mesh.mirrored) is (strategy.num_replicas_in_sync > 1)
-    assert in_flight.is_paced(strategy._mesh.stacked) is strategy._mesh.is_paced
+def test_keys_of_random_numbers_are_watched_as_their_data() -> None:
+    in_flight.joined(jax.random.key(0))
+    assert _progress.progress.witness.is_ready() in (True, False), "what the guard asks; a key cannot tell"
+    in_flight.finish()
+
+
+def test_only_several_devices_of_this_cpu_are_paced() -> None:
+    for count in (1, 2):
+        mesh = mr.MirroredStrategy([f"cpu:{i}" for i in range(count)])._mesh
+        assert in_flight.is_paced(mesh.mirrored) is in_flight.is_paced(mesh.stacked) is mesh.is_paced is (count > 1)
     gpus = np.array([SimpleNamespace(platform="gpu")] * 2, dtype=object)
     assert not in_flight.is_paced(SimpleNamespace(num_devices=2, is_fully_addressable=True, mesh=SimpleNamespace(devices=gpus)))
+
+
+# -- what is paced
 
 
 @pytest.fixture
@@ -274,12 +251,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[jax.Array]:
     """The results of the programs that were paced."""
     witnesses: list[jax.Array] = []
     original = in_flight.started
-
-    def record(witness: jax.Array) -> None:
-        witnesses.append(witness)
-        original(witness)
-
-    monkeypatch.setattr(in_flight, "started", record)
+    monkeypatch.setattr(in_flight, "started", lambda witness: (witnesses.append(witness), original(witness)))
     return witnesses
 
 
@@ -294,11 +266,7 @@ def _value(strategy: mr.MirroredStrategy) -> mr.PerReplica:
 
 def _run_with_a_variable(strategy: mr.MirroredStrategy) -> None:
     w = _variable(strategy)
-
-    def step() -> None:
-        w.assign(w + 1)
-
-    strategy.run(step)
+    strategy.run(lambda: [w.assign(w + 1)][1:])
 
 
 VERB_CALLS = {
@@ -307,24 +275,23 @@ VERB_CALLS = {
     "reduce": lambda s: s.reduce("sum", _value(s)),
     "gather": lambda s: s.gather(_value(s), axis=0),
     "function": lambda s: mr.function(lambda x: s.reduce("mean", x))(_value(s)),
-    "scan": lambda s: mr.scan(lambda carry, x: (carry + x, None), 0.0, np.ones(2, "float32")),
     "read of a sync-on-read variable": lambda s: _variable(s, synchronization="on_read", aggregation="sum").value,
     "assignment of a PerReplica": lambda s: _variable(s, aggregation="mean").assign(_value(s)),
 }
 
 
-@pytest.mark.parametrize("name", [name for name in VERB_CALLS if name != "scan"])
-def test_every_verb_that_crosses_replicas_is_paced(name: str, strategy2: mr.MirroredStrategy, started: list[jax.Array]) -> None:
-    VERB_CALLS[name](strategy2)
-    assert started
-    assert all(isinstance(witness, jax.Array) and not witness.is_deleted() for witness in started)
-
-
-@pytest.mark.parametrize("name", VERB_CALLS)
-def test_one_replica_is_never_paced(name: str, started: list[jax.Array]) -> None:
-    with mr.MirroredStrategy(["cpu:0"]).scope() as strategy:
-        VERB_CALLS[name](strategy)
-    assert started == []
+def test_every_verb_that_crosses_replicas_is_paced(strategy2: mr.MirroredStrategy, started: list[jax.Array]) -> None:
+    for name, call in VERB_CALLS.items():
+        started.clear()
+        call(strategy2)
+        assert started, name
+        assert all(isinstance(witness, jax.Array) and not witness.is_deleted() for witness in started), name
+    started.clear()
+    one = mr.MirroredStrategy(["cpu:0"])
+    for call in VERB_CALLS.values():
+        call(one)
+    mr.scan(lambda carry, x: (carry + x, None), 0.0, np.ones(2, "float32"))
+    assert started == [], "one replica waits for nobody"
 
 
 def test_a_scan_of_steps_is_one_program_in_flight(strategy2: mr.MirroredStrategy, started: list[jax.Array]) -> None:
@@ -342,23 +309,15 @@ def test_a_scan_of_steps_is_one_program_in_flight(strategy2: mr.MirroredStrategy
     np.testing.assert_array_equal(w.numpy(), np.full(3, 0.5))
 
 
-def test_a_program_that_is_traced_into_another_is_not_in_flight(strategy2: mr.MirroredStrategy, started: list[jax.Array]) -> None:
+def test_a_traced_program_is_not_in_flight_and_a_result_is_passed_on(
+    strategy2: mr.MirroredStrategy, started: list[jax.Array]
+) -> None:
     doubled = jax.jit(lambda x: strategy2.reduce("sum", x))(jnp.ones(3))
     np.testing.assert_array_equal(doubled, np.full(3, 2.0))
     assert started == []
-
-
-def test_a_dispatched_result_is_passed_on_as_it_is(strategy2: mr.MirroredStrategy, started: list[jax.Array]) -> None:
     array = jax.device_put(jnp.ones(3), strategy2._mesh.mirrored)
     assert in_flight.dispatch(strategy2._mesh.mirrored, lambda x: x, array) is array
     assert started == [array]
-
-
-def test_keys_of_random_numbers_are_watched_as_their_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_flight, "_joint", type(in_flight._joint)())
-    in_flight.joined(jax.random.key(0))
-    assert _progress.progress.witness.is_ready() in (True, False), "what the guard asks; a key cannot tell"
-    in_flight.finish()
 
 
 def test_a_forked_child_is_told_to_be_spawned() -> None:

@@ -1,40 +1,34 @@
 """One value on all replicas; what crosses between workers is here tried with two processes' rows made by hand."""
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 
 import mirrored as mr
 from mirrored._replicas import placement
+from mirrored._replicas.placement import checksum
 
 DTYPES = ["bool", "int8", "uint8", "int16", "int32", "uint32", "int4", "int2", "uint4"]
 DTYPES += ["float16", "bfloat16", "float32", "complex64", "float8_e5m2", "float8_e8m0fnu", "float4_e2m1fn"]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(), (3,), (2, 0), (2, 3)])
-def test_an_array_survives_being_sent_as_bits(dtype: str, shape: tuple[int, ...]) -> None:
-    host = np.asarray(jnp.asarray(np.random.default_rng(0).normal(size=shape) * 3).astype(dtype))
-    bits = placement._bits(host)
-    assert bits.dtype in (np.uint8, np.uint32)
-    again = jax.jit(lambda b: placement._array_of(b, shape, host.dtype))(bits)
-    assert again.dtype == host.dtype and again.shape == shape
-    assert np.asarray(again).tobytes() == host.tobytes()
-
-
-@pytest.mark.parametrize("value", [-0.0, np.nan, np.inf, 1e-45])
-def test_special_numbers_keep_their_bits(value: float) -> None:
-    host = np.array([value], np.float32)
-    again = placement._array_of(jnp.asarray(placement._bits(host)), (1,), host.dtype)
-    assert np.asarray(again).tobytes() == host.tobytes()
-
-
-def test_wide_numbers_keep_their_bits() -> None:
+def test_an_array_survives_being_sent_as_bits() -> None:
+    numbers = np.random.default_rng(0).normal(size=6) * 3
+    hosts = [np.asarray(jnp.asarray(numbers.reshape(2, 3)).astype(dtype)) for dtype in DTYPES]
+    hosts += [host[:, :0] for host in hosts] + [host[1, 1] for host in hosts]
+    hosts.append(np.float32([-0.0, np.nan, np.inf, 1e-45]))
+    bits = [placement._bits(host) for host in hosts]
+    assert all(one.dtype in (np.uint8, np.uint32) for one in bits)
+    again = jax.jit(lambda bits: [placement._array_of(b, h.shape, h.dtype) for b, h in zip(bits, hosts, strict=True)])(bits)
     with jax.enable_x64(True):
-        for host in (np.array([1 / 3, -0.0]), np.array([2**60 + 1]), np.array([1 / 3 + 1j])):
-            again = placement._array_of(jnp.asarray(placement._bits(host)), host.shape, host.dtype)
-            assert again.dtype == host.dtype and np.asarray(again).tobytes() == host.tobytes()
+        wide = [np.array([1 / 3, -0.0]), np.array([2**60 + 1]), np.array([1 / 3 + 1j])]
+        again += [placement._array_of(jnp.asarray(placement._bits(host)), host.shape, host.dtype) for host in wide]
+    for host, array in zip(hosts + wide, again, strict=True):
+        assert array.dtype == host.dtype and array.shape == host.shape
+        assert np.asarray(array).tobytes() == host.tobytes(), host
 
 
 def test_with_one_worker_arrays_are_moved_and_mirrored_ones_stay(strategy3) -> None:
@@ -92,19 +86,48 @@ def test_workers_agree_on_what_is_sent_before_it_is_compiled(strategy3, monkeypa
 def test_what_is_mirrored_again_is_waited_for_like_any_program(strategy3, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the guard would take this worker for one that waits, until its next program."""
     joined = []
+    mesh = strategy3._mesh
     monkeypatch.setattr(placement.joint_programs, "agreed", lambda name, text, program: program)
     monkeypatch.setattr(placement.in_flight, "joined", joined.append)
     placement._gathering.cache_clear()
-    rows = jax.device_put(np.arange(6.0).reshape(3, 2), strategy3._mesh.stacked)
-    [array] = [placement._mirrored_again(strategy3._mesh, rows)]
+    rows = jax.device_put(np.arange(6.0).reshape(3, 2), mesh.stacked)
+    array = placement._mirrored_again(mesh, rows)
     placement._gathering.cache_clear()
-    assert joined == [array] and array.sharding == strategy3._mesh.mirrored and (np.asarray(array) == np.asarray(rows)).all()
+    assert joined == [array] and array.sharding == mesh.mirrored and (np.asarray(array) == np.asarray(rows)).all()
+    monkeypatch.setattr(placement, "_gathering", None)  # another name of the placement costs no program
+    array = jax.device_put(rows, jax.sharding.NamedSharding(mesh.mesh, jax.sharding.PartitionSpec(None, None)))
+    again = placement._mirrored_again(mesh, array)
+    assert again.sharding == mesh.mirrored and (np.asarray(again) == np.asarray(rows)).all()
 
 
-def test_another_name_of_the_placement_costs_no_program(strategy3, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "_gathering", None)
-    array = jax.device_put(
-        np.ones((2, 2)), jax.sharding.NamedSharding(strategy3._mesh.mesh, jax.sharding.PartitionSpec(None, None))
-    )
-    again = placement._mirrored_again(strategy3._mesh, array)
-    assert again.sharding == strategy3._mesh.mirrored and (np.asarray(again) == 1).all()
+# -- checksums
+
+
+def test_a_changed_element_of_any_dtype_is_found() -> None:
+    for dtype in DTYPES[:-2]:
+        array = jnp.asarray(np.arange(12) % 2).astype(dtype).reshape(3, 4)
+        flat = np.asarray(array).reshape(-1)
+        for index in range(12):
+            changed = flat.copy()
+            changed[index] = flat[index] == 0
+            assert checksum(changed.reshape(3, 4)) != checksum(array), (dtype, index)
+        assert checksum(array) == checksum(flat.reshape(3, 4))
+    assert checksum(jnp.array([0.0])) != checksum(jnp.array([-0.0]))
+    assert checksum(jnp.array([jnp.nan])) == checksum(jnp.array([jnp.nan]))
+    assert checksum(jnp.zeros((0,))) == checksum(np.zeros((0,)))
+
+
+@hypothesis.settings(derandomize=True, deadline=None, max_examples=40)
+@hypothesis.given(st.integers(0, 2**32 - 1), st.integers(0, 7), st.integers(0, 31), st.permutations(range(8)))
+def test_every_flipped_bit_and_an_exchange_of_words_are_found(seed: int, word: int, bit: int, order: list[int]) -> None:
+    words = np.random.default_rng(seed).integers(0, 2**32, 8, dtype=np.uint32)
+    flipped = words.copy()
+    flipped[word] ^= np.uint32(1 << bit)
+    assert checksum(words) != checksum(flipped)
+    assert (checksum(words) != checksum(words[order])) == (words[order] != words).any()
+
+
+def test_a_key_is_added_up_also_while_a_program_is_traced() -> None:
+    key, seen = jax.random.key(3), []
+    jax.jit(lambda x: (seen.append(checksum(key)), x)[1])(1.0)
+    assert seen == [checksum(key)] != [checksum(jax.random.key(0))]

@@ -51,9 +51,8 @@ def first(variable):
 # -- one list
 
 
-@pytest.mark.parametrize("how", [{}, {"synchronization": "on_read", "aggregation": "sum"}], ids=["mirrored", "on read"])
-def test_the_variables_of_a_program_live_in_one_list_that_a_step_replaces(how):
-    made = variables(range(3), **how)
+def test_the_variables_of_a_program_live_in_one_list_that_a_step_replaces():
+    made = variables(range(2)) + variables([2], synchronization="on_read", aggregation="sum")
     step = adding_one(*made)
     STRATEGY.run(step)
     home, arrays = home_of(made[0]), home_of(made[0]).arrays
@@ -74,9 +73,8 @@ def test_programs_that_overwrite_the_same_variables_share_a_home():
     for size in (1, 2, 1, 2):
         STRATEGY.run(step, args=(np.ones(size, np.float32),))
         mr.function(step)(np.ones(size, np.float32))
-    assert {home_of(program.lifted.written[0]) for program in STRATEGY._steps.programs if a in program.lifted.written} == {
-        home_of(a)
-    }
+    programs = [program for program in STRATEGY._steps.programs if a in set(program.lifted.written)]
+    assert {home_of(program.lifted.written[0]) for program in programs} == {home_of(a)}
     assert (first(a), first(b)) == (12, -12)
 
 
@@ -133,8 +131,8 @@ operations = st.one_of(
 )
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(st.lists(operations, max_size=20))
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(st.lists(operations, min_size=4, max_size=12))
 def test_interleaved_programs_agree_on_the_variables_and_what_was_taken_stays(sequence):
     check_interleaved(sequence)
 
@@ -199,23 +197,6 @@ def test_variables_move_for_one_thread_at_a_time():
     assert (home_of(a), first(a), first(b)) == (home, 1, 2)
 
 
-def test_threads_with_a_lock_lose_no_step():
-    a, b, c = variables([0, 0, 0])
-    lock = threading.Lock()
-
-    def loop(step):
-        for _ in range(20):
-            with lock:
-                STRATEGY.run(step)
-
-    threads = [threading.Thread(target=loop, args=(step,)) for step in (adding_one(a, b), adding_one(b, c))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert (first(a), first(b), first(c)) == (20, 40, 20)
-
-
 # -- memory
 
 
@@ -244,11 +225,11 @@ def test_a_home_that_a_variable_has_left_holds_nothing_of_it():
     both = adding_one(a, b)
     STRATEGY.run(both)
     home = home_of(a)
-    b.value  # taken: copied before it moves
+    taken = b.value  # copied before it moves
     STRATEGY.run(adding_one(b))
     assert home.arrays[1] is None
     assert not home.is_whole
-    assert (home_of(a), first(a), first(b)) == (home, 1, 2)
+    assert (home_of(a), first(a), first(b)) == (home, 1, 2) and taken.tolist() == [1] * 3
     STRATEGY.run(both)
     assert (home_of(b), first(a), first(b)) == (home, 2, 3)
 
@@ -328,3 +309,25 @@ def test_a_warm_step_takes_arrays_from_elsewhere_and_refuses_other_strategies_va
         with pytest.raises(mr.StrategyMismatchError, match=r"`x` is a PerReplica whose values lie on \['"):
             STRATEGY.run(step, args=(make(elsewhere),))
     assert first(scale) == 3
+
+
+def test_copies_taken_out_of_a_sync_on_read_variable_stay():
+    [seen] = variables([1], synchronization="on_read", aggregation="sum")
+    step = adding_one(seen)
+    STRATEGY.run(step)
+    held = STRATEGY.local_results(seen)
+    for _ in range(3):
+        STRATEGY.run(step)
+    assert [copy.tolist() for copy in held] == [[2] * 3] * 2
+
+
+def test_only_some_megabytes_are_copied_at_once(monkeypatch):
+    sizes = []
+    original = storage._copy
+    monkeypatch.setattr(storage, "_copy", lambda arrays: (sizes.append(len(arrays)), original(arrays))[1])
+    monkeypatch.setattr(storage, "MAX_COPIED_BYTES", 24)  # two of them
+    made = variables(range(5))
+    for variable in made:
+        variable.value  # taken
+    STRATEGY.run(adding_one(*made))
+    assert sizes == [2, 2, 1] and [first(variable) for variable in made] == [1, 2, 3, 4, 5]

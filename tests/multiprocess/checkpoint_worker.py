@@ -108,7 +108,9 @@ def refuse(directory: Path) -> None:
     """What must fail fails on all workers, and the next thing works."""
     with strategy.scope():
         w, extra = mr.Variable(np.ones(4, np.float32), name="w"), mr.Variable(0.0, name="extra")
-    found["outside"] = error_of(lambda: Checkpoint(directory, w=w))
+    with mr.OneDeviceStrategy().scope():
+        found["outside"] = error_of(lambda: Checkpoint(directory, w=w))
+    found["without"] = Checkpoint(directory, w=w).steps()
     with strategy.scope():
         own = Checkpoint(directory / f"own{worker}", w=w)
         checkpoint = Checkpoint(directory / "shared", max_failed_saves=2, w=w)

@@ -46,6 +46,7 @@ def test_what_fails_fails_on_all_workers(tmp_path: Path) -> None:
     own = found(job(2, "refuse", tmp_path))
     for worker, said in enumerate(own):
         assert "StrategyMismatchError" in said["outside"] and "with strategy.scope():" in said["outside"]
+        assert said["without"] == [], "outside of all scopes, the strategy is that of the members"
         assert "extra is mirrored float32[] on worker 1, and not there on worker 0" in said["kinds"]
         assert "the workers save different steps: [1, 2]" in said["steps"]
         assert ("TypeError: mr.Checkpoint: bad is 'text'" if worker else "failed on worker 1") in said["bad"]

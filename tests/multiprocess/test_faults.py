@@ -277,7 +277,7 @@ MALFORMED = [
     "", "{", "[]", "null", "3", '{"cluster": {}}', '{"cluster": {"worker": []}, "task": {"type": "worker", "index": 0}}',
     '{"cluster": {"worker": ["h:1", "h:1"]}, "task": {"type": "worker", "index": 0}}',
     '{"cluster": {"worker": ["h:1", "h:2"]}, "task": {"type": "worker", "index": 2}}',
-    '{"cluster": {"worker": ["h:1", "h:2"]}, "task": {"type": "worker", "index": "0"}}',
+    '{"cluster": {"worker": ["h:1", "h:2"]}, "task": {"type": "worker", "index": "x"}}',
     '{"cluster": {"worker": ["h:1", "h:99999"]}, "task": {"type": "worker", "index": 0}}',
     '{"cluster": {"worker": ["h:1", "$(reboot):2"]}, "task": {"type": "worker", "index": 0}}',
     '{"cluster": {"worker": ["h", "h:2"]}, "task": {"type": "worker", "index": 0}}',

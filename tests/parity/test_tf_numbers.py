@@ -4,6 +4,7 @@ Each table pairs the name of a recorded case with the same program written with 
 "not so here" also asserts what TensorFlow did, so that nobody mistakes an agreement for a difference.
 """
 
+import itertools
 import json
 import pathlib
 
@@ -14,6 +15,7 @@ import pytest
 
 import mirrored as mr
 
+METHODS = ("assign", "assign_add", "assign_sub")
 RECORDED = json.loads((pathlib.Path(__file__).parent / "tf_recorded.json").read_text())
 
 
@@ -70,12 +72,15 @@ def assert_equal(result, expected):
         np.testing.assert_allclose(ours, theirs, rtol=1e-6)
 
 
-def recorded_cases(table, section):
-    return [
-        pytest.param(program, int(r), number, id=f"{name}-R{r}")
-        for name, program in table.items()
-        for r, number in RECORDED[section][name].items()
-    ]
+def all_cases(check, cases):
+    """Check each case, and name all that fail."""
+    failed = []
+    for case in cases:
+        try:
+            check(*case)
+        except Exception as error:
+            failed.append(f"{case[0]}: {type(error).__name__}: {error}")
+    assert not failed, "\n".join(failed)
 
 
 def strategy_of(num_replicas):
@@ -129,9 +134,12 @@ REDUCE = {
 }
 
 
-@pytest.mark.parametrize("program, num_replicas, number", recorded_cases(REDUCE, "reduce_and_gather"))
-def test_reduce_and_gather_give_the_numbers_of_tensorflow(program, num_replicas, number):
-    assert_equal(program(strategy_of(num_replicas)), number)
+@pytest.mark.parametrize("num_replicas", ["2", "3"])
+def test_reduce_and_gather_give_the_numbers_of_tensorflow(num_replicas):
+    strategy, recorded = strategy_of(int(num_replicas)), RECORDED["reduce_and_gather"]
+    names = [name for name in REDUCE if num_replicas in recorded[name]]
+    assert names
+    all_cases(lambda name: assert_equal(REDUCE[name](strategy), recorded[name][num_replicas]), [(name,) for name in names])
 
 
 def test_the_sum_of_complex_numbers_is_that_of_tensorflow(strategy2):
@@ -166,13 +174,15 @@ REDUCE_NOT_SO_HERE = {
 }
 
 
-@pytest.mark.parametrize("name", REDUCE_NOT_SO_HERE)
-def test_what_tensorflow_cannot_reduce_or_gather_works_here(strategy2, name):
+def test_what_tensorflow_cannot_reduce_or_gather_works_here(strategy2):
     """See REDUCE_NOT_SO_HERE."""
-    program, ours = REDUCE_NOT_SO_HERE[name]
-    theirs = RECORDED["reduce_and_gather"][name]["2"]
-    assert theirs != ours and ("error" in theirs or name in ("gather_plain_tensor", "gather_nest"))
-    np.testing.assert_equal(plain(program(strategy2)), ours)
+
+    def check(name, program, ours):
+        theirs = RECORDED["reduce_and_gather"][name]["2"]
+        assert theirs != ours and ("error" in theirs or name in ("gather_plain_tensor", "gather_nest"))
+        np.testing.assert_equal(plain(program(strategy2)), ours)
+
+    all_cases(check, [(name, *case) for name, case in REDUCE_NOT_SO_HERE.items()])
 
 
 #: What both refuse; here by a `ValueError` or `TypeError` that says what to do, and without harm to later collectives.
@@ -193,14 +203,16 @@ REFUSED_BY_BOTH = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED_BY_BOTH)
-def test_what_tensorflow_refuses_is_refused_here_and_does_no_harm(strategy2, name):
+def test_what_tensorflow_refuses_is_refused_here_and_does_no_harm(strategy2):
     """TensorFlow's collectives are all dead after a gather of shapes that do not fit; here the next one works."""
-    program, error, message = REFUSED_BY_BOTH[name]
-    assert "error" in RECORDED["reduce_and_gather"][name]["2"]
-    with pytest.raises(error, match=message):
-        program(strategy2)
-    assert strategy2.gather(vec(strategy2), axis=0).tolist() == RECORDED["reduce_and_gather"]["gather_axis0"]["2"]
+
+    def check(name, program, error, message):
+        assert "error" in RECORDED["reduce_and_gather"][name]["2"]
+        with pytest.raises(error, match=message):
+            program(strategy2)
+        assert strategy2.gather(vec(strategy2), axis=0).tolist() == RECORDED["reduce_and_gather"]["gather_axis0"]["2"]
+
+    all_cases(check, [(name, *case) for name, case in REFUSED_BY_BOTH.items()])
 
 
 # -- in a step
@@ -254,16 +266,20 @@ def as_recorded(strategy, result):
     )
 
 
-@pytest.mark.parametrize(
-    "name, num_replicas",
-    [(name, int(r)) for name in STEPS for r in RECORDED["replica_context"][name]],
-)
-def test_collectives_and_their_gradients_give_the_numbers_of_tensorflow(name, num_replicas):
-    strategy, number = strategy_of(num_replicas), RECORDED["replica_context"][name][str(num_replicas)]
-    result = strategy.run(STEPS[name])
-    if isinstance(number, list) and number[0] is None:  # only the gradient was recorded
-        result, number = result[1], number[1]
-    assert_equal(result if name == "mc_basic" else as_recorded(strategy, result), number)
+@pytest.mark.parametrize("num_replicas", ["2", "3"])
+def test_collectives_and_their_gradients_give_the_numbers_of_tensorflow(num_replicas):
+    strategy, recorded = strategy_of(int(num_replicas)), RECORDED["replica_context"]
+    names = [name for name in STEPS if num_replicas in recorded[name]]
+    results = strategy.run(lambda: {name: STEPS[name]() for name in names})
+    assert names
+
+    def check(name):
+        result, number = results[name], recorded[name][num_replicas]
+        if isinstance(number, list) and number[0] is None:  # only the gradient was recorded
+            result, number = result[1], number[1]
+        assert_equal(result if name == "mc_basic" else as_recorded(strategy, result), number)
+
+    all_cases(check, [(name,) for name in names])
 
 
 def test_a_nest_is_reduced_as_in_tensorflow(strategy2):
@@ -320,13 +336,13 @@ STEPS_NOT_SO_HERE = {
 }
 
 
-@pytest.mark.parametrize("name", STEPS_NOT_SO_HERE)
-def test_what_tensorflow_cannot_do_in_a_step_works_here(strategy2, name):
+def test_what_tensorflow_cannot_do_in_a_step_works_here(strategy2):
     """See STEPS_NOT_SO_HERE."""
-    step, ours = STEPS_NOT_SO_HERE[name]
-    theirs = RECORDED["replica_context"][name]["2"]
-    assert "error" in theirs or theirs == [float("inf")] * 2
-    assert plain(strategy2.run(step)) == ours
+    results = strategy2.run(lambda: {name: step() for name, (step, _) in STEPS_NOT_SO_HERE.items()})
+    for name, (_, ours) in STEPS_NOT_SO_HERE.items():
+        theirs = RECORDED["replica_context"][name]["2"]
+        assert "error" in theirs or theirs == [float("inf")] * 2, name
+        assert plain(results[name]) == ours, name
 
 
 def test_a_condition_that_differs_by_replica_is_refused_as_in_tensorflow(strategy2):
@@ -374,52 +390,61 @@ def ours_where_tensorflow_differs(num_replicas, synchronization, context, aggreg
     return None
 
 
-def assign(strategy, v, context, method, value):
-    """Make one assignment of the matrix."""
+def assign(v, context, method, value):
+    """Make one assignment of the matrix; in a step for "replica"."""
     array = jnp.float32(2)
     if context == "replica":
-        given = {"number": lambda: 2.0, "array": lambda: array, "per_replica": lambda: replica_id() + 1}[value]
-        strategy.run(lambda: getattr(v, method)(given()))
-        return
-    given = {"number": 2.0, "array": array, "per_replica": values(strategy, lambda i: i + 1.0)}[value]
+        given = {"number": lambda: 2.0, "array": lambda: array, "per_replica": lambda: replica_id() + 1}[value]()
+    else:
+        given = {"number": 2.0, "array": array, "per_replica": values(strategy_of(2), lambda i: i + 1.0)}[value]
     getattr(v, method)(given)
 
 
-@pytest.mark.parametrize("method", ["assign", "assign_add", "assign_sub"])
-@pytest.mark.parametrize("aggregation", ["NONE", "SUM", "MEAN", "ONLY_FIRST_REPLICA"])
 @pytest.mark.parametrize("context", ["replica", "cross"])
-@pytest.mark.parametrize("synchronization", ["ON_WRITE", "ON_READ"])
-@pytest.mark.parametrize("value", ["number", "array", "per_replica"])
-def test_the_assign_matrix_is_that_of_tensorflow_where_tensorflow_is_right(
-    strategy2, synchronization, context, aggregation, method, value
-):
-    """See `ours_where_tensorflow_differs` for every cell that is not TensorFlow's."""
-    theirs = RECORDED["assign"][f"{synchronization}.{context}.{aggregation}.{method}({value})"]
-    ours = ours_where_tensorflow_differs(2, synchronization, context, aggregation, method, value)
-    v = variable(strategy2, 1.0, synchronization=synchronization, aggregation=aggregation)
-    if isinstance(ours, type):
-        with pytest.raises(ours):
-            assign(strategy2, v, context, method, value)
-        assert copies(strategy2, v) == [1, 1]
-        return
-    assign(strategy2, v, context, method, value)
-    assert ours != theirs and (ours is not None or isinstance(theirs, list))
-    assert copies(strategy2, v) == (theirs if ours is None else ours)
+def test_the_assign_matrix_is_that_of_tensorflow_where_tensorflow_is_right(strategy2, context):
+    """See `ours_where_tensorflow_differs` for every cell that is not TensorFlow's. All in a step are one program."""
+    kinds = itertools.product(("ON_WRITE", "ON_READ"), ("NONE", "SUM", "MEAN", "ONLY_FIRST_REPLICA"))
+    cells = [(*kind, method, value) for kind in kinds for method in METHODS for value in ("number", "array", "per_replica")]
+    assert len(cells) == 72
+    made = {cell: variable(strategy2, 1.0, synchronization=cell[0], aggregation=cell[1]) for cell in cells}
+    ours = {(s, a, *rest): ours_where_tensorflow_differs(2, s, context, a, *rest) for s, a, *rest in cells}
+    right = [cell for cell in cells if not isinstance(ours[cell], type)]
+
+    def all_right():
+        for cell in right:
+            assign(made[cell], context, *cell[2:])
+
+    strategy2.run(all_right) if context == "replica" else all_right()
+
+    def check(cell):
+        synchronization, aggregation, method, value = cell
+        theirs = RECORDED["assign"][f"{synchronization}.{context}.{aggregation}.{method}({value})"]
+        if cell in right:
+            assert ours[cell] != theirs and (ours[cell] is not None or isinstance(theirs, list))
+            assert copies(strategy2, made[cell]) == (theirs if ours[cell] is None else ours[cell])
+            return
+        with pytest.raises(ours[cell]):
+            refused = lambda: assign(made[cell], context, method, value)  # noqa: E731
+            strategy2.run(refused) if context == "replica" else refused()
+        assert copies(strategy2, made[cell]) == [1, 1]
+
+    all_cases(check, [(cell,) for cell in cells])
     strategy2.assert_mirrored()
 
 
-@pytest.mark.parametrize("cell", RECORDED["assign_in_three_replicas"])
-def test_values_of_three_replicas_are_aggregated_as_in_tensorflow(strategy3, cell):
+def test_values_of_three_replicas_are_aggregated_as_in_tensorflow(strategy3):
     """Without an aggregation TensorFlow's copies diverge; here that is an error."""
-    aggregation, method = cell.split(".")
-    v = variable(strategy3, 1.0, aggregation=aggregation)
-    if aggregation == "NONE":
-        with pytest.raises(mr.ReplicasDivergeError):
-            assign(strategy3, v, "replica", method, "per_replica")
-        assert copies(strategy3, v) == [1, 1, 1]
-    else:
-        assign(strategy3, v, "replica", method, "per_replica")
-        assert copies(strategy3, v) == RECORDED["assign_in_three_replicas"][cell]
+    recorded = {tuple(cell.split(".")): theirs for cell, theirs in RECORDED["assign_in_three_replicas"].items()}
+    made = {cell: variable(strategy3, 1.0, aggregation=cell[0]) for cell in recorded}
+    strategy3.run(lambda: [assign(v, "replica", m, "per_replica") for (a, m), v in made.items() if a != "NONE"])
+    for (aggregation, method), v in made.items():
+        if aggregation == "NONE":
+            with pytest.raises(mr.ReplicasDivergeError):
+                strategy3.run(lambda v=v, method=method: assign(v, "replica", method, "per_replica"))
+        assert copies(strategy3, v) == ([1, 1, 1] if aggregation == "NONE" else recorded[aggregation, method]), (
+            aggregation,
+            method,
+        )
 
 
 # -- variables
@@ -429,16 +454,15 @@ def on_read(strategy, value, aggregation):
     return variable(strategy, value, synchronization="on_read", aggregation=aggregation)
 
 
-@pytest.mark.parametrize("aggregation", ["NONE", "SUM", "MEAN", "ONLY_FIRST_REPLICA"])
-def test_a_sync_on_read_variable_reads_outside_as_in_tensorflow(strategy2, aggregation):
-    v = on_read(strategy2, 0.0, aggregation)
-    strategy2.run(lambda: v.assign(replica_id() + 1))
-    theirs = RECORDED["variables"]["read_cross_onread"][aggregation]
-    if theirs == "ValueError":
-        with pytest.raises(ValueError, match="one value per replica and aggregation NONE"):
-            v.numpy()
-    else:
-        assert v.numpy() == theirs
+def test_a_sync_on_read_variable_reads_outside_as_in_tensorflow(strategy2):
+    recorded = RECORDED["variables"]["read_cross_onread"]
+    made = {aggregation: on_read(strategy2, 0.0, aggregation) for aggregation in recorded}
+    strategy2.run(lambda: [v.assign(replica_id() + 1) for v in made.values()][:0])
+    theirs = {aggregation: value for aggregation, value in recorded.items() if aggregation != "NONE"}
+    assert recorded["NONE"] == "ValueError" and len(theirs) == 3
+    with pytest.raises(ValueError, match="one value per replica and aggregation NONE"):
+        made["NONE"].numpy()
+    assert {aggregation: made[aggregation].numpy() for aggregation in theirs} == theirs
 
 
 def test_a_sync_on_read_sum_is_divided_as_in_tensorflow(strategy2):
@@ -500,18 +524,16 @@ def gradient_step(v, how):
     v.assign_sub(0.1 * (all_reduce("MEAN", gradient) if how == "all_reduce" else gradient))
 
 
-@pytest.mark.parametrize(
-    "name, aggregation, how",
-    [
-        ("sgd_manual_agg_mean", "mean", ""),
-        ("sgd_manual_agg_sum", "sum", ""),
-        ("sgd_manual_all_reduce_none", "none", "all_reduce"),
-    ],
-)
-def test_gradient_descent_by_hand_gives_the_numbers_of_tensorflow(strategy2, name, aggregation, how):
-    v = variable(strategy2, 1.0, aggregation=aggregation)
-    strategy2.run(gradient_step, args=(v, how))
-    np.testing.assert_allclose(copies(strategy2, v), RECORDED["variables"][name], rtol=1e-6)
+def test_gradient_descent_by_hand_gives_the_numbers_of_tensorflow(strategy2):
+    cases = {
+        "sgd_manual_agg_mean": ("mean", ""),
+        "sgd_manual_agg_sum": ("sum", ""),
+        "sgd_manual_all_reduce_none": ("none", "all_reduce"),
+    }
+    made = {name: variable(strategy2, 1.0, aggregation=aggregation) for name, (aggregation, _) in cases.items()}
+    strategy2.run(lambda: [gradient_step(made[name], how) for name, (_, how) in cases.items()])
+    for name, v in made.items():
+        np.testing.assert_allclose(copies(strategy2, v), RECORDED["variables"][name], rtol=1e-6)
 
 
 def test_gradient_descent_without_aggregation_is_refused(strategy2):
@@ -537,23 +559,22 @@ def test_reads_after_writes_in_one_step_see_them_as_in_tensorflow(strategy2):
     assert [[x.tolist()] * 2 for x in twice] == RECORDED["variables"]["control_dep_order_fn"]
 
 
-@pytest.mark.parametrize("aggregation", ["NONE", "SUM", "MEAN", "ONLY_FIRST_REPLICA"])
-def test_adding_at_one_place_on_each_replica_is_tensorflows_scatter_add(strategy2, aggregation):
+def test_adding_at_one_place_on_each_replica_is_tensorflows_scatter_add(strategy2):
     """Replica i adds i + 2 at place i. Without an aggregation TensorFlow's copies diverge; here that is an error."""
-    v = variable(strategy2, np.ones(3, np.float32), aggregation=aggregation)
+    recorded = RECORDED["variables"]["scatter_add"]
+    made = {aggregation: variable(strategy2, np.ones(3, np.float32), aggregation=aggregation) for aggregation in recorded}
 
-    def step():
+    def step(aggregations):
         place = mr.get_replica_context().replica_id_in_sync_group
-        v.assign_add(jnp.zeros(3).at[place].add(place + 2.0))
+        for aggregation in aggregations:
+            made[aggregation].assign_add(jnp.zeros(3).at[place].add(place + 2.0))
 
-    theirs = RECORDED["variables"]["scatter_add"][aggregation]
-    if aggregation == "NONE":
-        assert theirs[0] != theirs[1]
-        with pytest.raises(mr.ReplicasDivergeError):
-            strategy2.run(step)
-    else:
-        strategy2.run(step)
-        assert copies(strategy2, v) == theirs
+    with pytest.raises(mr.ReplicasDivergeError):
+        strategy2.run(step, args=(("NONE",),))
+    assert recorded["NONE"][0] != recorded["NONE"][1] and copies(strategy2, made["NONE"]) == [[1, 1, 1]] * 2
+    strategy2.run(lambda: step(("SUM", "MEAN", "ONLY_FIRST_REPLICA")))
+    for aggregation in ("SUM", "MEAN", "ONLY_FIRST_REPLICA"):
+        assert copies(strategy2, made[aggregation]) == recorded[aggregation], aggregation
 
 
 def test_the_rest_of_the_recorded_variable_numbers(strategy2):
