@@ -45,6 +45,7 @@ def test_quickstart_is_the_loop_of_the_readme_and_finds_the_weights() -> None:
     np.testing.assert_allclose([*names["w"].numpy().ravel(), *names["b"].numpy()], [1, 2, 3, 4], atol=0.005)
 
 
+@pytest.mark.slow
 def test_digits_reaches_97_percent_and_draws_the_curves(tmp_path: Path) -> None:
     last_line = _run("digits", "--out", "pictures", cwd=tmp_path).splitlines()[-1]
     match = re.match(r"trained 240 steps on 4 replicas in \d+ s: (\d+) of 359 held-out images right", last_line)

@@ -20,7 +20,7 @@ PROGRAM = """
 import jax; jax.__version__, jax.__version_info__ = "1.0.0", (1, 0, 0)
 def f(x):
     from mirrored._jax import tracing
-    assert tracing._CLEAN == tracing.trace_state()
+    assert tracing.CLEAN == tracing.trace_state()
     return x
 jax.jit(f)(1.0)
 import mirrored, importlib

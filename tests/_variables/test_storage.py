@@ -197,6 +197,23 @@ def test_variables_move_for_one_thread_at_a_time():
     assert (home_of(a), first(a), first(b)) == (home, 1, 2)
 
 
+def test_threads_with_a_lock_lose_no_step():
+    a, b, c = variables([0, 0, 0])
+    lock = threading.Lock()
+
+    def loop(step):
+        for _ in range(20):
+            with lock:
+                STRATEGY.run(step)
+
+    threads = [threading.Thread(target=loop, args=(step,)) for step in (adding_one(a, b), adding_one(b, c))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (first(a), first(b), first(c)) == (20, 40, 20)
+
+
 # -- memory
 
 
