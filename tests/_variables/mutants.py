@@ -61,7 +61,7 @@ MUTANTS = [
     ("_variables/variable.py", "is_taken and stored is self._array", "False", _TAKEN),
     ("_variables/variable.py", "if result is self._array:", "if False:", _TAKEN),
     ("_variables/variable.py", 'name.startswith("_") or ', "", _VA + "what_a_variable_is_not"),
-    ("_variables/variable.py", '"eq", "ne", "lt"', '"lt"', _VA + "equality_compares_values_and_hashes_are_of_the_variables"),
+    ("_variables/variable.py", "return np.True_", "pass", _VA + "equality_compares_values_and_hashes_are_of_the_variables"),
     # writes
     ("_variables/assignment.py", "collectives.aggregate(self.spec.aggregation, update, axis)", "update", _EACH),
     ("_variables/assignment.py", "return self._marked(self._combined(update))", "return self._combined(update)",

@@ -7,6 +7,7 @@ import copy
 import math
 import operator
 import pickle
+import weakref
 
 import hypothesis.strategies as st
 import jax
@@ -593,6 +594,9 @@ def test_equality_compares_values_and_hashes_are_of_the_variables(strategy3):
     assert (w == np.array([1.0, 3.0])).tolist() == [True, False] and (w != w).tolist() == [False, False]
     assert (a == None, a == "text", a != None) == (False, False, True)  # noqa: E711
     assert {a: "a", b: "b", w: "w"}[a] == "a" and len({a, b, w, a}) == 3
+    assert w == w and weakref.WeakKeyDictionary({w: 1})[w] == 1
+    static = jax.jit(lambda x, v: x + v.shape[0], static_argnums=1)
+    assert [int(strategy3.run(lambda: static(1, w) + static(2, w))), static(3, w)] == [7, 5]
     assert strategy3.run(lambda: mr.cond(a == 1.0, lambda: 5, lambda: 6)) == 5
 
 

@@ -334,6 +334,11 @@ class Variable:
 
     __hash__ = object.__hash__  # of the variable, so that it is a key of dicts and a member of sets
 
+    def __eq__(self, other: object) -> Any:
+        if other is self:  # JAX's caches, and weak references, compare an object with itself
+            return np.True_
+        return NotImplemented if isinstance(other, PerReplica) else self._apply("__eq__", _value_of(other))
+
     def __repr__(self) -> str:
         head = f"mr.Variable(name={self.name!r}, shape={self._spec.shape}, dtype={self._spec.dtype}"
         if self._spec.is_on_read:
@@ -354,17 +359,21 @@ def _add_operators() -> None:
         def operator(self: Variable, other: Any) -> Any:
             if isinstance(other, PerReplica):
                 return NotImplemented
-            return self._apply(method, other._read(frames.current(), is_taken=False) if isinstance(other, Variable) else other)
+            return self._apply(method, _value_of(other))
 
         return operator
 
-    for name in (*names, *(f"r{name}" for name in names), "eq", "ne", "lt", "le", "gt", "ge"):
+    for name in (*names, *(f"r{name}" for name in names), "ne", "lt", "le", "gt", "ge"):
         setattr(Variable, f"__{name}__", of_two(f"__{name}__"))
     for name in ("neg", "pos", "abs", "invert", "round", "bool", "float", "int", "complex", "index"):
         setattr(Variable, f"__{name}__", functools.partialmethod(Variable._apply, f"__{name}__"))
 
 
 _add_operators()
+
+
+def _value_of(operand: Any) -> Any:
+    return one_value(operand) if isinstance(operand, Variable) else operand
 
 
 def is_variable(value: Any) -> bool:
