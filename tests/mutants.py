@@ -3,7 +3,7 @@
 The damages to a wing are in its folder, in `tests/<wing>/mutants.py`; those to single files are here. Each is the file under
 `src/mirrored`, a text that is there once, what takes its place, and the test that must fail then.
 
-Usage: python tests/mutants.py [--of WORD] [--sample N] [--jobs N]
+Usage: python tests/mutants.py [--of WORD] [--sample N] [--seed N] [--jobs N]
 """
 
 import argparse
@@ -114,12 +114,13 @@ def missed(chosen: list[Mutant], num_jobs: int) -> Iterator[tuple[Mutant, str]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--of", default="", help="only those of files whose path has this in it")
-    parser.add_argument("--sample", type=int, help="so many, drawn anew in each run")
+    parser.add_argument("--sample", type=int, help="so many, drawn by chance")
+    parser.add_argument("--seed", type=int, help="draw the same in each run")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     options = parser.parse_args()
     chosen = [mutant for mutant in mutants() if options.of in mutant.file]
     if options.sample is not None:
-        chosen = random.sample(chosen, min(options.sample, len(chosen)))
+        chosen = random.Random(options.seed).sample(chosen, min(options.sample, len(chosen)))
     num_missed = 0
     for num_missed, (mutant, what) in enumerate(missed(chosen, options.jobs), 1):  # noqa: B007
         print(f"{mutant.file}: {mutant.old!r} -> {mutant.new!r}\n  {mutant.test}\n  {what}", flush=True)
