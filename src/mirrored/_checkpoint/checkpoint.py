@@ -14,7 +14,7 @@ from typing import Any, Self
 from .._errors import CheckpointError, ContextError, StrategyMismatchError
 from .._replicas import frames
 from .._strategy.current import DefaultStrategy, get_strategy, has_strategy
-from .._strategy.strategy import joint_strategy
+from .._strategy.strategy import coordination_of, joint_strategy
 from .._typing import PyTree
 from .._variables import equal_copies
 from .._variables.variable import spec_of
@@ -321,7 +321,7 @@ class Checkpoint:
         moved: list[tuple[Any, Any]] = []
         if not problems:
             try:
-                worker, num_workers = self._strategy._coordination.worker, self._strategy.num_workers
+                worker, num_workers = coordination_of(self._strategy).worker, self._strategy.num_workers
                 moved = state.restore_positions(leaves, saved, worker, num_workers)
             except Exception as error:
                 problems = [f"an iterator does not take its position: {type(error).__name__}: {error}"]
@@ -361,7 +361,7 @@ class Checkpoint:
 
     def _exchange(self, value: dict[str, Any], where: str) -> Sequence[dict[str, Any]]:
         with progress.phase(f"checkpoint.{where}", waits=True):
-            seen = self._strategy._coordination.exchange(_CHANNEL, [where.partition("(")[0], value])
+            seen = coordination_of(self._strategy).exchange(_CHANNEL, [where.partition("(")[0], value])
         same_on_workers.require_same_call([call for call, _ in seen])
         return [other for _, other in seen]
 
