@@ -19,6 +19,7 @@ class Purpose(enum.Enum):
     """What a marked value is used for."""
 
     ASSIGN = "assigned to a mirrored variable"
+    STATE = "kept in a model's object, which is one for all replicas"
     GRADIENT = "given to an optimizer that sums over the replicas"
     LOSS = "differentiated"
     ROWS = "depends on how many rows a replica has"

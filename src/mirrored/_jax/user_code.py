@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import sys
 from typing import Any
@@ -23,6 +24,12 @@ def user_line() -> str:
             return f"{filename}:{frame.f_lineno}"
         frame = frame.f_back
     return "<unknown>"
+
+
+def line_of(function: Any) -> str:
+    """Return `file:line` of a function's definition, or its name when it has no Python code of its own."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else repr(function)
 
 
 def user_stacklevel() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
@@ -51,7 +52,9 @@ class Programs(Generic[ProgramT]):
         self._programs[call.key] = program
         while len(self._programs) > MAX_PROGRAMS:
             self._programs.popitem(last=False)
-        counted = id(getattr(call.function, "__code__", call.function)) if counted is None else counted
+        if counted is None:  # of what a decorator wraps: all that it makes have one code
+            function = inspect.unwrap(call.function)
+            counted = id(getattr(function, "__code__", function))
         count, before = self._last_calls.get(counted, (0, call))
         self._last_calls[counted] = (count + 1, call._replace(arrays=[]))
         self._warn(counted, before, call, count)

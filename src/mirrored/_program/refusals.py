@@ -16,6 +16,8 @@ def check_assignments(lifted: Lifted, findings: Findings) -> None:
     for note, state in findings.marks:
         if note.purpose is Purpose.ASSIGN and not state.is_mirrored:
             raise ReplicasDivergeError(_diverge_message(note, state))
+        if note.purpose is Purpose.STATE and not state.is_mirrored:
+            raise ReplicasDivergeError(_state_message(note, state))
     new_states = findings.outputs[lifted.num_results :]
     for variable, where, state in zip(lifted.written, lifted.write_lines, new_states, strict=True):
         if not spec_of(variable).is_on_read and not state.is_mirrored:
@@ -29,6 +31,16 @@ def _diverge_message(note: Mark, state: State) -> str:
         "example ctx = mr.get_replica_context(); variable.assign(ctx.all_reduce('mean', value)); or let "
         "mr.Optimizer(...).apply_gradients(grads) do it; or create the variable with aggregation='mean'. "
         "If each replica shall keep its own value, create it with synchronization='on_read'."
+    )
+
+
+def _state_message(note: Mark, state: State) -> str:
+    return (
+        f"{note.name}, which the step at {note.where} changes, would differ by replica: it depends on {state.origin}. A model in "
+        "the arguments of strategy.run is one for all replicas. Combine the gradients before the optimizer's update, for example "
+        "grads = mr.get_replica_context().all_reduce('mean', grads); optimizer.update(model, grads). Statistics of "
+        "normalization layers are those of all replicas with nnx.BatchNorm(..., axis_name='replica'). What each replica shall keep "
+        "for itself is a mr.Variable with synchronization='on_read'."
     )
 
 

@@ -104,9 +104,15 @@ def as_array(leaf: Any, verb: str) -> jax.Array:
     return jnp.array(leaf) if isinstance(leaf, np.ndarray) else jnp.asarray(leaf)
 
 
+_OURS = f"{__name__.partition('.')[0]}."
+
+
 def is_wrapped(leaf: Any) -> bool:
-    """Keep variables, PerReplica values and sparse arrays whole: each knows what it is as one array, or that it is not."""
-    return hasattr(leaf, "__jax_array__") or _is_sparse(leaf)
+    """Keep variables, PerReplica values and sparse arrays whole: each knows what it is as one array, or that it is not.
+
+    What stands for an array in another library's tree, such as `nnx.Param`, is a node that its tree is to keep.
+    """
+    return (hasattr(leaf, "__jax_array__") and type(leaf).__module__.startswith(_OURS)) or _is_sparse(leaf)
 
 
 def _is_sparse(leaf: Any) -> bool:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import operator
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +17,7 @@ import jax
 
 from .._cluster.spec import Cluster
 from .._errors import ContextError, StrategyMismatchError
+from .._models import nnx
 from .._options import AutoShardPolicy, InputOptions, ReduceOp
 from .._program.program import describe_program
 from .._program.steps import Steps
@@ -213,6 +216,8 @@ class Strategy:
         if frames.current() is not None:
             frames.require_cross_replica("run", "Call the function directly.")
             self._check_current("run")
+        if "flax.nnx" in sys.modules and nnx.holds_objects((args, kwargs)):
+            return nnx.run_with_objects(functools.partial(self._steps.run, self), self._mesh, fn, args, kwargs or {})
         return self._steps.run(self, fn, args, kwargs or {})
 
     def reduce(self, reduce_op: ReduceOp | str, value: PyTree, axis: int | Sequence[int] | None = None) -> PyTree:

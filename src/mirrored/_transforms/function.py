@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from .._errors import StrategyMismatchError
 from .._jax import jaxprs, tracing
+from .._models import nnx
 from .._program import eager, lift
 from .._program.cache import Programs
 from .._program.call import ArrayLeaf, Call, argument_names, array_leaves, key_of, pinned, take_apart
@@ -76,6 +78,8 @@ def call_compiled(fn: UserFunction, args: Sequence[Any], kwargs: dict[str, Any])
         return fn(*args, **kwargs)
     if eager.is_eager.get():
         return fn(*args, **kwargs)
+    if "flax.nnx" in sys.modules and nnx.holds_objects((args, kwargs)):
+        return nnx.run_with_objects(call_compiled, None, fn, args, kwargs)
     key, arrays = key_of(fn, args, kwargs)
     leaves = array_leaves(key)
     placements = [getattr(array, "sharding", None) for array, leaf in zip(arrays, leaves, strict=True) if leaf.is_per_replica]

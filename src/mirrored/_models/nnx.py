@@ -1,0 +1,214 @@
+"""Flax NNX objects among a step's arguments: they go in as arrays, and get their new values when the step has ended."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._errors import ContextError
+from .._jax import user_code
+from .._jax.marks import Mark, Purpose, mark
+from .._options import ReduceOp
+from .._replicas import frames
+from .._replicas.mesh import ReplicaMesh
+from .._typing import PyTree
+
+#: Where an array is in a list of NNX objects.
+_Path = tuple[Any, ...]
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(frozen=True)
+class _StandIn:
+    """What stands for an NNX object in the arguments of a step.
+
+    Attributes:
+        number: which of the step's different objects it is.
+        graph: the structure of all of them, on the first one only; on the others None.
+        paths: where each array of all of them is; empty on the others.
+        arrays: these arrays.
+    """
+
+    number: int
+    graph: Any
+    paths: tuple[_Path, ...]
+    arrays: tuple[Any, ...]
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], Any]:
+        keys = [jax.tree_util.GetAttrKey(".".join(map(str, path[1:]))) for path in self.paths]
+        return list(zip(keys, self.arrays, strict=True)), (self.number, self.graph, self.paths)
+
+    @classmethod
+    def tree_unflatten(cls, static: Any, arrays: Sequence[Any]) -> _StandIn:
+        number, graph, paths = static
+        return cls(number, graph, paths, tuple(arrays))
+
+
+def holds_objects(arguments: PyTree) -> bool:
+    """Tell whether there is an NNX object among arguments. Call it when `flax.nnx` has been imported."""
+    return any(_is_object(leaf) for leaf in jax.tree.leaves(arguments, is_leaf=_is_whole))
+
+
+def _is_object(value: Any) -> bool:
+    nnx = sys.modules["flax.nnx"]
+    return isinstance(value, nnx.Pytree | nnx.Variable)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, sys.modules["flax.nnx"].State) or _is_object(value)  # a State is a tree of arrays, as in nnx.jit
+
+
+def run_with_objects(
+    run: Callable[[Callable[..., Any], Sequence[Any], dict[str, Any]], PyTree],
+    mesh: ReplicaMesh | None,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> PyTree:
+    """Run a step with NNX objects among its arguments, and give them their new values.
+
+    Inside, the step has copies of the objects, as in `nnx.jit`. Values that it changes must be the same on every replica,
+    but for metrics, which are added up over the replicas. Random streams differ by replica.
+
+    Args:
+        run: runs a step that has arrays only.
+        mesh: where it runs, when that is known before.
+        function, args, kwargs: the step and its arguments.
+    """
+    nnx = sys.modules["flax.nnx"]
+    leaves, treedef = jax.tree.flatten((tuple(args), kwargs), is_leaf=_is_whole)
+    objects = list({id(leaf): leaf for leaf in leaves if _is_object(leaf)}.values())
+    graph, state = nnx.split(objects)
+    paths, arrays = zip(*nnx.to_flat_state(nnx.as_pure(state)), strict=True) if jax.tree.leaves(state) else ((), ())
+    placed = _placed(mesh, arrays)
+    numbers = {id(each): number for number, each in enumerate(objects)}
+    first = iter([(graph, paths, placed)])
+    stand_ins = [_StandIn(numbers[id(leaf)], *next(first, (None, (), ()))) if _is_object(leaf) else leaf for leaf in leaves]
+    new_args, new_kwargs = jax.tree.unflatten(treedef, stand_ins)
+    result, changed = run(_on_arrays(function), new_args, new_kwargs)
+    moved = {path: new for path, old, new in zip(paths, arrays, placed, strict=True) if new is not old}
+    new = moved | changed
+    nnx.update(objects, nnx.from_flat_state(list(new.items())))
+    return result
+
+
+def _placed(mesh: ReplicaMesh | None, arrays: Sequence[Any]) -> tuple[Any, ...]:
+    """Bring arrays to the replicas before the first step, which is compiled for where they are; workers do it with the step."""
+    if mesh is None or not mesh.is_alone or frames.is_traced():
+        return tuple(arrays)
+    is_elsewhere = [isinstance(array, jax.Array) and array.sharding != mesh.mirrored for array in arrays]
+    if not any(is_elsewhere):
+        return tuple(arrays)
+    moved = iter(jax.device_put([a for a, elsewhere in zip(arrays, is_elsewhere, strict=True) if elsewhere], mesh.mirrored))
+    return tuple(next(moved) if elsewhere else a for a, elsewhere in zip(arrays, is_elsewhere, strict=True))
+
+
+def _on_arrays(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a step of stand-ins that returns `function`'s result and the arrays that the objects have got, by their paths."""
+
+    @functools.wraps(function)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        nnx = sys.modules["flax.nnx"]
+        leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=lambda leaf: isinstance(leaf, _StandIn))
+        [all_of_them] = [leaf for leaf in leaves if isinstance(leaf, _StandIn) and leaf.graph is not None]
+        state = nnx.from_flat_state(list(zip(all_of_them.paths, all_of_them.arrays, strict=True)))
+        objects = nnx.merge(all_of_them.graph, state)
+        keys = _make_own(objects)
+        given = {*map(id, _arrays_of(objects).values()), *(id(key) for _, key in keys)}
+        own = [objects[leaf.number] if isinstance(leaf, _StandIn) else leaf for leaf in leaves]
+        own_args, own_kwargs = jax.tree.unflatten(treedef, own)
+        result = function(*own_args, **own_kwargs)
+        where = user_code.line_of(function)
+        _refuse_new_structure(all_of_them.graph, nnx.graphdef(objects), where)
+        _combine_metrics(objects, lambda state: id(state.get_value()) not in given)
+        for stream, key in keys:
+            stream.set_value(key)
+        new = {path: array for path, array in _arrays_of(objects).items() if id(array) not in given}
+        return result, {path: _marked(objects, path, array, where) for path, array in new.items()}
+
+    return step
+
+
+def _arrays_of(objects: list[Any]) -> dict[_Path, Any]:
+    nnx = sys.modules["flax.nnx"]
+    return dict(nnx.to_flat_state(nnx.as_pure(nnx.state(objects))))
+
+
+def _make_own(objects: list[Any]) -> list[tuple[Any, jax.Array]]:
+    """Give a replica random streams of its own, and metrics that begin at zero on all replicas but the first.
+
+    Returns the keys of the streams as they were, which they are to have again.
+    """
+    nnx, frame = sys.modules["flax.nnx"], frames.current()
+    if frame is None or frame.replica is None:
+        return []
+    keys = [(node, node.get_value()) for _, node in nnx.iter_graph(objects) if isinstance(node, nnx.RngKey)]
+    for node, key in keys:
+        node.set_value(frame.replica.rng(key))
+    for state in (state for metric in _metrics_of(objects) for state in _states_of(metric)):
+        is_first = frame.replica.replica_id_in_sync_group == 0
+        state.set_value(jnp.where(is_first, state.get_value(), jnp.zeros_like(state.get_value())))
+    return keys
+
+
+def _metrics_of(objects: list[Any]) -> list[Any]:
+    """Return the metrics whose states of several replicas can be combined."""
+    nnx = sys.modules["flax.nnx"]
+    return [node for _, node in nnx.iter_graph(objects) if isinstance(node, nnx.metrics.Average | nnx.metrics.Welford)]
+
+
+def _states_of(metric: Any) -> list[Any]:
+    return [v for v in vars(metric).values() if isinstance(v, sys.modules["flax.nnx"].metrics.MetricState)]
+
+
+def _combine_metrics(objects: list[Any], is_changed: Callable[[Any], bool]) -> None:
+    """Make what the replicas have added to the metrics one value for all."""
+    nnx, frame = sys.modules["flax.nnx"], frames.current()
+    if frame is None or frame.replica is None:
+        return
+    sum_over_replicas = functools.partial(frame.replica.all_reduce, ReduceOp.SUM)
+    metrics = [metric for metric in _metrics_of(objects) if any(map(is_changed, _states_of(metric)))]
+    averages = [state for metric in metrics if isinstance(metric, nnx.metrics.Average) for state in _states_of(metric)]
+    for state, value in zip(averages, sum_over_replicas([state.get_value() for state in averages]), strict=True):
+        state.set_value(value)
+    for metric in metrics:
+        if isinstance(metric, nnx.metrics.Welford):
+            _combine_welford(metric, sum_over_replicas)
+
+
+def _combine_welford(metric: Any, sum_over_replicas: Callable[[Any], Any]) -> None:
+    """Combine the counts, means and squared distances of the replicas, of which some have seen nothing.
+
+    Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979.
+    """
+    count, mean, m2 = metric.count.get_value(), metric.mean.get_value(), metric.m2.get_value()
+    mean, m2 = jnp.where(count > 0, mean, 0), jnp.where(count > 0, m2, 0)
+    total, weighted = sum_over_replicas((count, count * mean))
+    new_mean = weighted / jnp.maximum(total, 1)
+    metric.count.set_value(total)
+    metric.mean.set_value(new_mean)
+    metric.m2.set_value(sum_over_replicas(m2 + count * (mean - new_mean) ** 2))
+
+
+def _marked(objects: list[Any], path: _Path, value: Any, where: str) -> Any:
+    """Mark a value that an object has got, so that the step is refused when it differs by replica."""
+    return mark(value, Mark(Purpose.STATE, _name_of(objects, path), where))
+
+
+def _name_of(objects: list[Any], path: _Path) -> str:
+    return ".".join([type(objects[path[0]]).__name__, *map(str, path[1:])])
+
+
+def _refuse_new_structure(before: Any, after: Any, where: str) -> None:
+    if before != after:
+        raise ContextError(
+            f"the step at {where} has changed the structure of an NNX object in its arguments: it has added or removed "
+            "a layer or an array, or set an attribute that is no array, such as `model.train()` does. A step is traced once and "
+            "run many times; change the structure before it, and keep what changes by step in an nnx.Variable."
+        )
