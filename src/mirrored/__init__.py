@@ -56,6 +56,7 @@ from ._transforms.gradients import value_and_grad as value_and_grad
 from ._transforms.loops import cond as cond
 from ._transforms.loops import fori_loop as fori_loop
 from ._transforms.loops import scan as scan
+from ._variables.tree import VariableTree as VariableTree
 from ._variables.variable import Variable as Variable
 from .data._input_context import InputContext as InputContext
 from .optimizer import Optimizer as Optimizer

@@ -18,6 +18,7 @@ from ._replicas.frames import Frame
 from ._replicas.per_replica import PerReplica, is_per_replica, stack_of
 from ._typing import PyTree
 from ._variables.assignment import check_per_replica
+from ._variables.tree import trainable
 from ._variables.variable import Variable, is_variable, spec_of
 
 
@@ -58,7 +59,7 @@ class Optimizer:
                 "it once, before, next to the variables."
             )
         self._tx = tx
-        self._leaves, self._treedef = jax.tree.flatten(variables, is_leaf=is_variable)
+        self._leaves, self._treedef = jax.tree.flatten(trainable(variables), is_leaf=is_variable)
         _check_variables(self._leaves)
         # The state lives with the variables, also when the optimizer is made outside their scope.
         with frames.entered(Frame(None, spec_of(self._leaves[0]).mesh)):

@@ -15,6 +15,7 @@ from .._program import lift
 from .._replicas import frames
 from .._typing import PyTree, UserFunction
 from .._variables.bindings import bound, with_few_compilations
+from .._variables.tree import trainable
 from .._variables.variable import Variable, is_variable, load, spec_of, store
 
 
@@ -101,7 +102,7 @@ def value_and_grad(fn: UserFunction, variables: PyTree, has_aux: bool = False) -
 
 
 def _check_variables(variables: PyTree) -> tuple[list[Variable], Any]:
-    leaves, treedef = jax.tree.flatten(variables, is_leaf=is_variable)
+    leaves, treedef = jax.tree.flatten(trainable(variables), is_leaf=is_variable)
     if not leaves:
         raise TypeError(
             "mr.value_and_grad got no variables; expected at least one, for example mr.value_and_grad(loss_fn, [w, b])."

@@ -16,6 +16,7 @@ from .._replicas import frames
 from .._replicas.arrays import converted_number, host_array, strong
 from .._replicas.mesh import ReplicaMesh, default_mesh
 from .._replicas.per_replica import PerReplica
+from .tree import is_tree
 
 _numbers = itertools.count()
 
@@ -66,11 +67,6 @@ def _created_in_trace_message(name: str) -> str:
     )
 
 
-def is_tree(value: Any) -> bool:
-    """Tell whether a value is a node of a tree for JAX, such as a module of a model library, which may be callable too."""
-    return not jax.tree_util.all_leaves([value])
-
-
 def initial_array(value: Any, dtype: Any, name: str) -> jax.Array | np.ndarray:
     if isinstance(value, PerReplica):
         raise PerReplicaError(
@@ -79,10 +75,10 @@ def initial_array(value: Any, dtype: Any, name: str) -> jax.Array | np.ndarray:
         )
     if isinstance(value, jax.core.Tracer):
         raise ContextError(_created_in_trace_message(name))
-    if is_tree(value) and value is not None and not isinstance(value, list | tuple):
+    if is_tree(value):
         raise TypeError(
-            f"variable {name!r}: the initial value is a {type(value).__name__}, which holds arrays; expected one array. Make a "
-            "variable of each: jax.tree.map(mr.Variable, value)."
+            f"variable {name!r}: the function returned a {type(value).__name__}, which holds arrays; expected one array. Give the "
+            "tree itself: mr.Variable(make()) instead of mr.Variable(make)."
         )
     if isinstance(value, jax.Array):
         return strong(value, value.dtype if dtype is None else dtype)

@@ -24,9 +24,10 @@ from .._replicas.per_replica import PerReplica
 from .._typing import ArrayLike, Shape
 from .._workers import joint_programs
 from .assignment import Assignment, placed
-from .initial import check_aggregated_dtype, check_name, creation_mesh, initial_array, is_tree, takes_each_value
+from .initial import check_aggregated_dtype, check_name, creation_mesh, initial_array, takes_each_value
 from .spec import VariableSpec
 from .storage import Home
+from .tree import VariableTree, is_tree
 
 _NONE = VariableAggregation.NONE
 
@@ -50,9 +51,12 @@ class Variable:
     A sync-on-read variable (`synchronization="on_read"`) belongs to each replica inside a step and is
     aggregated when it is read outside: counters and metrics.
 
+    A nest of arrays, a module or a train state becomes one variable for each of its arrays: a `mr.VariableTree`,
+    with `value`, `assign` and `numpy` of the whole tree.
+
     Args:
         initial_value: an array or number of any shape, or a function of no arguments that makes one; called
-            once. It is copied, so later changes of a numpy array do not matter.
+            once. It is copied, so later changes of a numpy array do not matter. Or a tree of arrays.
         name: for messages and checkpoints. Default: `"variable_<n>"`.
         trainable: a hint for optimizers and libraries. Default: True unless sync-on-read.
         dtype: convert the initial value to it. Default: its own.
@@ -80,6 +84,12 @@ class Variable:
 
     __slots__ = ("__weakref__", "_place", "_spec")
 
+    def __new__(cls, initial_value: Any = None, name: str | None = None, **options: Any) -> Any:
+        """Make a variable, or one of each array in a tree."""
+        if not is_tree(initial_value):
+            return super().__new__(cls)
+        return VariableTree(initial_value, functools.partial(cls, **options), check_name(name))
+
     def __init__(
         self,
         initial_value: ArrayLike | Callable[[], ArrayLike] | Variable,
@@ -95,7 +105,7 @@ class Variable:
         is_on_read = takes_each_value(synchronization, name)
         how = VariableAggregation.parse(aggregation, "aggregation")
         mesh = creation_mesh(name)
-        value = initial_value() if callable(initial_value) and not is_tree(initial_value) else initial_value
+        value = initial_value() if callable(initial_value) else initial_value
         array = initial_array(value.value if isinstance(value, Variable) else value, dtype, name)
         check_aggregated_dtype(how, array.dtype, name)
         placement.check_later(mesh, [array], lambda _: f"the initial value of variable {name!r}")
@@ -259,12 +269,14 @@ class Variable:
 
     def _write(self, method: str, operand: Any, combine: Callable[..., jax.Array] | None) -> Variable:
         frame = frames.current()
+        self._store(frame, self._new_value(frame, method, operand, combine))
+        return self
+
+    def _new_value(self, frame: Frame | None, method: str, operand: Any, combine: Callable[..., jax.Array] | None) -> jax.Array:
         in_flight.require_threads()
         load = functools.partial(self._load, frame)
         read = functools.partial(self._read, frame, is_taken=False)
-        new = Assignment(self._spec, method, operand, combine, load, read).new_value(frame)
-        self._store(frame, new)
-        return self
+        return Assignment(self._spec, method, operand, combine, load, read).new_value(frame)
 
     def _store(self, frame: Frame | None, value: jax.Array) -> None:
         if frame is not None and frame.bindings is not None:

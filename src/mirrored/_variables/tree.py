@@ -1,0 +1,164 @@
+"""One variable of a tree: the parameters of a model, an optimizer's state, a module, a train state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._replicas import frames
+from .._replicas.arrays import is_wrapped
+from .._typing import PyTree
+
+
+class VariableTree:
+    """A tree whose arrays are variables: what `mr.Variable` makes of a nest of arrays, a module or a train state.
+
+    Its arrays are state, one variable for each; everything else in the tree (Python numbers, strings, functions, None) stays
+    as it was given, as in Equinox. What holds for a variable holds for each of its own: copies that provably cannot differ,
+    checkpoints, gradients by `mr.value_and_grad(loss, tree)`, and updates by `mr.Optimizer(tx, tree)`. As a pytree it stands for
+    the tree of its values.
+
+    >>> with strategy.scope():
+    ...     params = mr.Variable({"w": np.ones((2, 3)), "b": np.zeros(3)}, name="params")
+    ...     optimizer = mr.Optimizer(optax.sgd(0.5), params)
+    >>> def step(x):
+    ...     def loss():
+    ...         return jnp.sum(x @ params.value["w"] + params.value["b"])
+    ...     optimizer.apply_gradients(mr.grad(loss, params)())
+    >>> strategy.run(step, args=(np.ones((1, 2), np.float32) / 2,))
+    >>> params.numpy()["b"]
+    array([-1., -1., -1.], dtype=float32)
+    """
+
+    __slots__ = ("__weakref__", "_name", "_static", "_treedef", "_variables")
+
+    def __init__(self, tree: PyTree, make: Callable[..., Any], name: str) -> None:
+        """Make the variables; users call `mr.Variable(tree)`."""
+        paths, self._treedef = jax.tree_util.tree_flatten_with_path(tree)
+        self._name = name
+        #: What is no array, at its place; None where a variable is.
+        self._static: list[tuple[Any] | None] = [None if is_array(leaf) else (leaf,) for _, leaf in paths]
+        self._variables = [make(leaf, name=name + jax.tree_util.keystr(path)) for path, leaf in paths if is_array(leaf)]
+        if paths and not self._variables:
+            raise TypeError(
+                f"variable {name!r}: there is no array in {tree!r}. Make arrays of the numbers that are state, for example "
+                "mr.Variable(jax.tree.map(jnp.asarray, tree))."
+            )
+
+    @property
+    def name(self) -> str:
+        """The name with which those of its variables begin."""
+        return self._name
+
+    @property
+    def value(self) -> PyTree:
+        """The tree with the variables' values: this replica's inside a step, the one value outside."""
+        return self._with([variable.value for variable in self._variables])
+
+    @property
+    def variables(self) -> PyTree:
+        """The tree with its variables, and None for what is no array."""
+        remaining = iter(self._variables)
+        return jax.tree.unflatten(self._treedef, [next(remaining) if s is None else None for s in self._static])
+
+    def numpy(self) -> PyTree:
+        """Return the tree with copies of the values as numpy arrays."""
+        return self._with([variable.numpy() for variable in self._variables])
+
+    def assign(self, value: PyTree) -> VariableTree:
+        """Set all values, and return the tree; for each array the rules of `mr.Variable.assign` hold.
+
+        Args:
+            value: a tree of the same structure, as `optax.apply_updates` or `TrainState.apply_gradients` return it.
+
+        Raises:
+            ValueError: for another structure, and when something that is no array has changed. Nothing is assigned then.
+            ReplicasDivergeError: (a ValueError) when copies would differ, or cannot be shown to be equal.
+        """
+        leaves = self._checked(value)
+        frame = frames.current()
+        new = [(v, v._new_value(frame, "assign", leaf, None)) for v, leaf in zip(self._variables, leaves, strict=True)]
+        for variable, array in new:
+            variable._store(frame, array)
+        return self
+
+    def rebuilt(self, tree: PyTree) -> Any:
+        """Return what `jax.tree` is to make of new leaves: of its own variables itself, of others the plain tree."""
+        leaves, treedef = jax.tree.flatten(tree, is_leaf=is_wrapped)
+        if treedef != jax.tree.structure(self.variables, is_leaf=is_wrapped):
+            return tree
+        is_own = all(leaf is variable for leaf, variable in zip(leaves, self._variables, strict=True))
+        return self if is_own else self._with(leaves)
+
+    def _checked(self, value: PyTree) -> list[Any]:
+        leaves, treedef = jax.tree.flatten(value, is_leaf=is_wrapped)
+        if treedef != self._treedef:
+            raise ValueError(
+                f"{self._name}.assign got a tree of structure {treedef}; expected {self._treedef}, which mr.Variable was given."
+            )
+        paths, _ = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(self._treedef, range(len(leaves))))
+        for (path, _), leaf, static in zip(paths, leaves, self._static, strict=True):
+            if static is not None and not _is_same(leaf, static[0]):
+                at = jax.tree_util.keystr(path)
+                raise ValueError(
+                    f"{self._name}.assign got {at} = {leaf!r}, which was {static[0]!r} when mr.Variable was called. Only arrays are "
+                    "state; everything else is compiled into the steps. Make what changes an array before, for example "
+                    "mr.Variable(train_state.replace(step=jnp.asarray(train_state.step)))."
+                )
+        return [leaf for leaf, static in zip(leaves, self._static, strict=True) if static is None]
+
+    def _with(self, arrays: Sequence[Any]) -> PyTree:
+        remaining = iter(arrays)
+        return jax.tree.unflatten(self._treedef, [next(remaining) if s is None else s[0] for s in self._static])
+
+    def __repr__(self) -> str:
+        return f"mr.Variable(name={self._name!r}, a tree of {len(self._variables)} variables:\n{self.variables!r})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(f"variable {self._name!r} cannot be copied or pickled; make a new one with mr.Variable(variable.value).")
+
+
+def is_array(leaf: Any) -> bool:
+    """Tell whether a leaf of a tree is state."""
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
+
+
+def is_tree(value: Any) -> bool:
+    """Tell whether `mr.Variable` makes a tree of variables of a value; a list of which numpy makes one array is one array."""
+    if value is None or is_wrapped(value) or jax.tree_util.all_leaves([value]):
+        return False
+    if type(value) not in (list, tuple) or any(map(is_tree, value)):
+        return True
+    return any(map(is_array, jax.tree.leaves(value))) and len({np.shape(part) for part in value}) > 1
+
+
+def trainable(tree: PyTree) -> PyTree:
+    """Return a tree with the trees of variables in it as what they were made of, with the floating point variables as leaves."""
+    return jax.tree.map(lambda x: _floating(x.variables) if isinstance(x, VariableTree) else x, tree, is_leaf=_is_whole)
+
+
+def _floating(variables: PyTree) -> PyTree:
+    return jax.tree.map(lambda v: v if jnp.issubdtype(v.dtype, jnp.inexact) else None, variables, is_leaf=is_wrapped)
+
+
+def _is_whole(node: Any) -> bool:
+    return isinstance(node, VariableTree) or is_wrapped(node)
+
+
+def _is_same(new: Any, old: Any) -> bool:
+    return new is old or (type(new) is type(old) and not is_array(new) and bool(new == old))
+
+
+def _flatten(tree: VariableTree) -> tuple[tuple[PyTree], VariableTree]:
+    return (tree.variables,), tree
+
+
+def _unflatten(tree: VariableTree, children: tuple[PyTree]) -> Any:
+    return tree.rebuilt(children[0])
+
+
+jax.tree_util.register_pytree_node(VariableTree, _flatten, _unflatten)
