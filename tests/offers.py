@@ -10,7 +10,7 @@ OFFERS = {
         jaxprs.meshes_in jaxprs.num_bytes jaxprs.scan_of jaxprs.solver_of jaxprs.while_of marks.Mark marks.Purpose
         marks.mark marks.mark_p primitives.INLINE_CALLS primitives.MAKE_SAME primitives.PURE tracing.CLEAN
         tracing.bind tracing.evaluate tracing.is_mapped_over tracing.is_staging tracing.lowered tracing.placeholder
-        tracing.separate_caches tracing.trace tracing.trace_state user_code.equation_line user_code.raising_line
+        tracing.separate_caches tracing.trace tracing.trace_state user_code.equation_line user_code.line_of user_code.raising_line
         user_code.user_line user_code.user_stacklevel versions.warn_if_untried
     """,
     "_cluster": """

@@ -1,0 +1,197 @@
+"""NNX objects among a step's arguments."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mirrored as mr
+from mirrored import testing
+
+nnx = pytest.importorskip("flax.nnx")
+
+ROWS = np.random.default_rng(0).standard_normal((12, 3)).astype(np.float32)
+LABELS = np.arange(12) % 2
+
+
+class Net(nnx.Module):
+    def __init__(self, axis_name: str | None = "replica", rate: float = 0.0) -> None:
+        rngs = nnx.Rngs(0)
+        self.inner = nnx.Linear(3, 4, rngs=rngs)
+        self.norm = nnx.BatchNorm(4, axis_name=axis_name, rngs=rngs)
+        self.drop = nnx.Dropout(rate, rngs=rngs)
+        self.out = nnx.Linear(4, 2, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.out(self.drop(self.norm(jnp.tanh(self.inner(x)))))
+
+
+class Own(nnx.metrics.Metric):
+    def __init__(self) -> None:
+        self.best = nnx.metrics.MetricState(jnp.zeros(()))
+
+    def update(self, **values: jax.Array) -> None:
+        self.best[...] = jnp.maximum(self.best[...], values["x"].max())
+
+
+def loss_of(model: Net, batch: dict) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"]).mean()
+
+
+def mean(tree: object) -> object:
+    return mr.get_replica_context().all_reduce("mean", tree)
+
+
+def step(model: Net, optimizer: nnx.Optimizer, batch: dict) -> jax.Array:
+    loss, grads = nnx.value_and_grad(loss_of)(model, batch)
+    loss, grads = mean((loss, grads))
+    optimizer.update(model, grads)
+    return loss
+
+
+def made(axis_name: str | None = "replica", rate: float = 0.0) -> tuple[Net, nnx.Optimizer]:
+    model = Net(axis_name, rate)
+    return model, nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
+
+
+def state_of(*objects: object) -> list[np.ndarray]:
+    arrays = jax.tree.leaves(nnx.as_pure(nnx.state(list(objects))))
+    return [np.asarray(jax.random.key_data(a) if jnp.issubdtype(a.dtype, jax.dtypes.prng_key) else a) for a in arrays]
+
+
+def batch_of(strategy: mr.Strategy, num_rows: int = 12) -> dict:
+    dataset = strategy.distribute_dataset([{"x": ROWS[:num_rows], "y": LABELS[:num_rows]}])
+    return next(iter(dataset))
+
+
+@pytest.fixture
+def batch(strategy2: mr.Strategy) -> dict:
+    return batch_of(strategy2)
+
+
+def test_a_step_trains_as_nnx_jit_does_whatever_form_its_arguments_have(strategy2: mr.Strategy, batch: dict) -> None:
+    def on_nest(batch: dict, *, objects: dict) -> jax.Array:
+        return step(objects["model"], objects["more"][0], batch)
+
+    def jitted(model: Net, optimizer: nnx.Optimizer, batch: dict) -> jax.Array:
+        return nnx.jit(step)(model, optimizer, batch)
+
+    @mr.function
+    def as_one_program(model: Net, optimizer: nnx.Optimizer, batch: dict) -> jax.Array:
+        return strategy2.run(step, args=(model, optimizer, batch))
+
+    alone, its_optimizer = made(None)
+    single = nnx.jit(lambda model, optimizer, loss: optimizer.update(model, nnx.grad(loss_of)(model, loss)))
+    expected = []
+    for _ in range(2):
+        single(alone, its_optimizer, {"x": ROWS, "y": LABELS})
+        expected.append(state_of(alone, its_optimizer))
+    ways = {
+        "arguments": lambda model, optimizer: strategy2.run(step, args=(model, optimizer, batch)),
+        "a nest": lambda model, optimizer: strategy2.run(on_nest, (batch,), {"objects": {"model": model, "more": [optimizer]}}),
+        "nnx.jit inside": lambda model, optimizer: strategy2.run(jitted, args=(model, optimizer, batch)),
+        "mr.function": lambda model, optimizer: as_one_program(model, optimizer, batch),
+    }
+    wrong = []
+    for name, way in ways.items():
+        model, optimizer = made()
+        for after in expected:
+            way(model, optimizer)
+            same = [np.allclose(a, b, atol=1e-6) for a, b in zip(state_of(model, optimizer), after, strict=True)]
+            wrong += [] if all(same) else [name]
+    assert wrong == []
+
+
+def test_copies_are_equal_and_one_program_serves_all_steps(strategy2: mr.Strategy, batch: dict) -> None:
+    model, optimizer = made()
+    with testing.count_programs() as programs:
+        for _ in range(3):
+            strategy2.run(step, args=(model, optimizer, batch))
+    assert programs.count == 1
+    kernel = model.out.kernel.get_value()
+    assert len({shard.device for shard in kernel.addressable_shards}) == 2
+    first, second = (np.asarray(shard.data) for shard in kernel.addressable_shards)
+    np.testing.assert_array_equal(first, second)
+    model.eval()
+    assert model(ROWS[:1]).shape == (1, 2)  # outside of any step
+
+
+def test_what_would_differ_by_replica_is_refused_by_its_name_and_nothing_has_changed(strategy2: mr.Strategy, batch: dict) -> None:
+    def forgotten(model: Net, optimizer: nnx.Optimizer, batch: dict) -> None:
+        optimizer.update(model, nnx.grad(loss_of)(model, batch))
+
+    def changes_structure(model: Net, optimizer: nnx.Optimizer, batch: dict) -> None:
+        model.eval()
+
+    cases = [
+        (made(), forgotten, mr.ReplicasDivergeError, r"Net\.inner\.\w+, which the step at .*test_nnx.*all_reduce\('mean', grads\)"),
+        (made(None), step, mr.ReplicasDivergeError, r"Net\.norm\.mean.*axis_name='replica'"),
+        (made(), changes_structure, mr.ContextError, r"has changed the structure .*`model\.train\(\)`"),
+    ]
+    for objects, wrong, error, message in cases:
+        before = state_of(*objects)
+        with pytest.raises(error, match=message):
+            strategy2.run(wrong, args=(*objects, batch))
+        for old, new in zip(before, state_of(*objects), strict=True):
+            np.testing.assert_array_equal(old, new)
+    with pytest.raises(mr.ReplicasDivergeError, match=r"Own\.best"):
+        strategy2.run(lambda metric, batch: metric.update(x=batch["x"]), args=(Own(), batch))
+
+
+def test_streams_differ_by_replica_and_repeat_by_run(strategy2: mr.Strategy) -> None:
+    def draw(rngs: nnx.Rngs) -> jax.Array:
+        return rngs.params.normal((2,))
+
+    def twice() -> list[np.ndarray]:
+        rngs = nnx.Rngs(params=3)
+        found = [np.stack(strategy2.local_results(strategy2.run(draw, args=(rngs,)))) for _ in range(2)]
+        assert int(rngs.params.count[...]) == 2
+        np.testing.assert_array_equal(*(jax.random.key_data(r.params.key[...]) for r in (rngs, nnx.Rngs(params=3))))
+        return found
+
+    one, two = twice(), twice()
+    np.testing.assert_array_equal(one, two)
+    assert len(np.unique(np.stack(one).reshape(4, 2), axis=0)) == 4
+
+
+def test_metrics_are_those_of_all_rows(strategy: mr.MirroredStrategy) -> None:
+    def evaluate(metrics: nnx.MultiMetric, batch: dict, afresh: bool) -> None:
+        if afresh:
+            metrics.reset()
+        metrics.update(logits=batch["x"][:, :2], labels=batch["y"], values=batch["x"], x=batch["x"])
+
+    def metrics() -> nnx.MultiMetric:
+        return nnx.MultiMetric(
+            accuracy=nnx.metrics.Accuracy(), spread=nnx.metrics.Welford(), average=nnx.metrics.Average("x")
+        )
+
+    ours, alone = metrics(), metrics()
+    for num_rows, afresh in [(12, False), (11, False), (2, True), (7, False)]:  # with 8 replicas some have no row
+        strategy.run(evaluate, args=(ours, batch_of(strategy, num_rows), afresh))
+        evaluate(alone, {"x": jnp.asarray(ROWS[:num_rows]), "y": jnp.asarray(LABELS[:num_rows])}, afresh)
+        for a, b in zip(jax.tree.leaves(ours.compute()), jax.tree.leaves(alone.compute()), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+def test_a_single_variable_and_objects_that_share_one(strategy2: mr.Strategy) -> None:
+    counter = nnx.Param(jnp.zeros(2))
+    shared = nnx.Dict(a=nnx.Dict(x=counter), b=nnx.Dict(y=counter))
+
+    def count(each: object) -> None:
+        variable = each if isinstance(each, nnx.Variable) else each["b"]["y"]
+        variable[...] = variable[...] + 1
+
+    strategy2.run(count, args=(counter,))
+    strategy2.run(count, args=(shared,))
+    with mr.eager():
+        strategy2.run(count, args=(shared,))
+    np.testing.assert_array_equal(counter[...], [3, 3])
+    np.testing.assert_array_equal(shared["a"]["x"][...], [3, 3])
+
+
+def test_a_step_without_changes_returns_what_it_computes(strategy2: mr.Strategy, batch: dict) -> None:
+    model, _ = made()
+    model.eval()
+    out = strategy2.run(lambda model, batch: model(batch["x"]), args=(model, batch))
+    np.testing.assert_allclose(strategy2.gather(out, axis=0), model(ROWS), atol=1e-6)
