@@ -119,8 +119,8 @@ def private_attributes(node: ast.AST) -> set[str]:
 def strange_attributes(trees: dict[str, ast.Module]) -> list[tuple[str, int, str]]:
     """List each `x._y` that may be an attribute of another wing's class.
 
-    It is none where only classes of this wing have a `_y`, and where x is known to be of a class of this wing that has one: `self`,
-    the class itself, or an argument that is annotated so.
+    It is none where only classes of this wing have a `_y`, and where x is known to be of a class of this wing that has one:
+    `self`, the class itself, or an argument that is annotated so.
     """
     classes = [(wing(name), node) for name, tree in trees.items() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     having = defaultdict(set)
