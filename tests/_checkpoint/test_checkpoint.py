@@ -24,7 +24,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-import warm
+from processes import run_program
 
 import mirrored as mr
 from mirrored._checkpoint import checksums, same_on_workers
@@ -1135,7 +1135,7 @@ checkpoint = mr.Checkpoint(sys.argv[1], w=w)
 write = _files.StepFiles.write
 _files.StepFiles.write = lambda *args: (time.sleep(0.5), write(*args))[1]
 """
-    return warm.ended(code + rest, directory)
+    return run_program(code + rest, directory)
 
 
 @pytest.mark.skipif((3, 12, 0) <= sys.version_info[:3] <= (3, 12, 1), reason="this Python starts no threads at a program's end")
@@ -1238,7 +1238,7 @@ strategy.gather = lambda x, axis: (value := gather(x, axis=axis), say(json.dumps
 
 def run_epochs(directory: Path, kill_at: int, recipe: str = RECIPE) -> tuple[list[str], list[str]]:
     """Train for three epochs, or up to a step; return the rows of each step, and what came out."""
-    done = warm.ended(f"{KILLED}{recipe}\nprint('END', train_epochs(directory, 3)[1].hex())", directory, kill_at)
+    done = run_program(f"{KILLED}{recipe}\nprint('END', train_epochs(directory, 3)[1].hex())", directory, kill_at)
     assert done.returncode == (-9 if kill_at else 0), done.stderr
     lines = done.stdout.splitlines()
     return [line for line in lines if "END" not in line], [line for line in lines if "END" in line]

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-import warm
+from processes import run_program
 
 import mirrored as mr
 from mirrored.data import _prefetch
@@ -368,7 +368,7 @@ def test_the_interpreter_exits_with_an_open_feed() -> None:
         (2, 3, "", 0, "left open\n"),  # stuck
         (0, -1, "", 0, "closed\n"),  # not started
     ):
-        done = warm.ended(EXIT.format(num_taken=num_taken, stuck_at=stuck_at, end=end))
+        done = run_program(EXIT.format(num_taken=num_taken, stuck_at=stuck_at, end=end))
         assert (done.returncode, done.stdout, done.stderr) == (code, found, ""), (num_taken, stuck_at)
 
 
