@@ -224,15 +224,18 @@ class StepFiles:
         directory = self.root / str(step)
         try:
             record = _read_record(directory, step)
-            found, unread = checksums.file_checksums(directory)
+            found, unread = checksums.file_checksums(directory, record["files"])
         except OSError as error:
             raise self._not_read(step, directory, error) from error
         found.pop(RECORD, None)
         unread.pop(RECORD, None)
         written = {name: about for name, about in record["files"].items() if name not in unread}
         problems = checksums.file_problems(written, found)
+        sizes = {name: size for name, (size, _) in written.items()}
         for name, error in {} if problems else unread.items():
             raise self._not_read(step, directory / name, error) from error
+        if unread or not {name: size for name, (size, _) in found.items()}.items() <= sizes.items():
+            raise DamagedStep(problems)  # orbax would open all that is there, also what never ends
         arrays: dict[str, np.ndarray] = {}
         try:
             # One by one from damaged files, to name the arrays: orbax does not end well with several reads of which some fail.
@@ -308,9 +311,8 @@ def _describe(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
 
 def _read_record(directory: Path, step: int) -> dict[str, Any]:
     try:
-        descriptor = os.open(directory / RECORD, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with open(descriptor, "rb") as file:
-            status = os.fstat(descriptor)
+        with open(directory / RECORD, "rb", opener=checksums.open_plain) as file:
+            status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode) or status.st_size > checksums.MAX_RECORD_BYTES:
                 raise ValueError(f"it is not a file of at most {checksums.MAX_RECORD_BYTES} bytes")
             record = checksums.decode_record(file.read())
