@@ -1041,7 +1041,7 @@ def test_a_full_disk_costs_saves_and_not_training(tiny_disk: Path, caplog) -> No
         errors = errors_of(caplog)
         assert len(errors) == 2 and all("space" in error for error in errors), errors
         assert checkpoint.restore_latest() == 1
-        assert sorted(p.name for p in tiny_disk.iterdir()) == ["1", "filler"]
+        assert sorted(p.name for p in tiny_disk.iterdir()) == [".writer", "1", "filler"]
         filler.unlink()
         checkpoint.save(4)
     assert restore(tiny_disk, w=w) == 4

@@ -27,6 +27,7 @@ import numpy as np
 from .._errors import CheckpointError
 from .._text import version_of
 from . import checksums
+from .sole_writer import LOCK, SoleWriter, sole_writer
 
 _logger = logging.getLogger("mirrored")
 
@@ -95,6 +96,19 @@ class StepFiles:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self._right: SoleWriter | None = None
+
+    def claim(self) -> None:
+        """Take the right to write here, which is kept until `release`.
+
+        Raises:
+            CheckpointError: when another program has it.
+        """
+        self._right = sole_writer(self.root)
+
+    def release(self) -> None:
+        """Let other programs write here, unless this one still does by another object."""
+        self._right = None
 
     def look(self) -> tuple[list[int], list[str]]:
         """Return the steps that are there, in order, and what else looks like one but is not, with the reason."""
@@ -113,7 +127,7 @@ class StepFiles:
                     steps.append(int(entry.name))
                 else:
                     strays.append(f"{entry.name} {reason}")
-            elif not entry.name.startswith((_REMOVED, _MARK)):
+            elif not entry.name.startswith((_REMOVED, _MARK)) and entry.name != LOCK:
                 strays.append(f"{entry.name} {'is a save that was cut short' if _is_leftover(entry) else 'is not a step'}")
         return sorted(steps), strays
 
@@ -158,9 +172,10 @@ class StepFiles:
                     os.unlink(entry.path)
 
     def _sweep(self) -> None:
-        """Remove what saves and removals that were cut short have left behind."""
+        """Remove what saves and removals that were cut short have left behind; another program may be at it without a lock."""
         for entry in os.scandir(self.root):
-            if _is_leftover(entry) and entry.path not in _being_written:
+            is_dead = self._right is not None or entry.stat(follow_symlinks=False).st_mtime < time.time() - _STALE_SECONDS
+            if is_dead and _is_leftover(entry) and entry.path not in _being_written:
                 shutil.rmtree(entry.path, ignore_errors=True)
 
     def write(self, step: int, arrays: Mapping[str, np.ndarray], record: Mapping[str, Any]) -> int:
