@@ -15,6 +15,7 @@ import jax
 
 from .._cluster.spec import Cluster
 from .._errors import ContextError, StrategyMismatchError
+from .._jax import user_code
 from .._options import AutoShardPolicy, InputOptions, ReduceOp
 from .._program.program import describe_program
 from .._program.steps import Steps
@@ -213,7 +214,11 @@ class Strategy:
         if frames.current() is not None:
             frames.require_cross_replica("run", "Call the function directly.")
             self._check_current("run")
-        return self._steps.run(self, fn, args, kwargs or {})
+        try:
+            return self._steps.run(self, fn, args, kwargs or {})
+        except Exception as error:
+            user_code.show_users_lines(error)
+            raise
 
     def reduce(self, reduce_op: ReduceOp | str, value: PyTree, axis: int | Sequence[int] | None = None) -> PyTree:
         """Combine a value over the replicas, and optionally over axes of each replica's value.
