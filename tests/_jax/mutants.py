@@ -15,7 +15,8 @@ _SHOWN = _U + "the_traceback_has_the_users_lines_only"
 MUTANTS = [
     ("_jax/complaints.py", "    jax.errors.TracerIntegerConversionError,\n", "", _C + "jaxs_complaints_are_known"),
     ("_jax/complaints.py", " and isinstance(error.obj, jax.Array)", "", _C + "jaxs_complaints_are_known"),
-    ("_jax/user_code.py", " and isinstance(error, AssertionError | LookupError)", "", _SHOWN),
+    ("_jax/user_code.py", " and isinstance(error, AssertionError | LookupError)", "",
+     _U + "a_bug_of_ours_shows_its_lines"),
     ("_jax/user_code.py", "waiting += [link.__cause__, link.__context__]", "pass", _SHOWN),
     ("_jax/user_code.py", "_CONTEXTLIB, ", "", _SHOWN),
     ("_jax/distributed.py", ' or _cpu_collectives() != "gloo"', "", _D + "gloo_listens_where_the_other_workers_reach_this_one"),

@@ -78,8 +78,8 @@ def _explanation(error: Exception, where: str, knows_id: bool) -> Exception | No
     if complaints.is_tree_against_leaf(error, Variable):
         return TypeError(
             f"optax.apply_updates, or another function that walks two trees, was given variables in one and arrays in the "
-            f"other, at {where}. It returns new arrays, and would change no variable. Write optimizer = mr.Optimizer(tx, variables) before "
-            "the step and optimizer.apply_gradients(gradients) in it; or give optax "
+            f"other, at {where}. It returns new arrays, and would change no variable. Write optimizer = mr.Optimizer(tx, "
+            "variables) before the step and optimizer.apply_gradients(gradients) in it; or give optax "
             "the values, jax.tree.map(jnp.asarray, variables), and assign what it returns: variable.assign(new)."
         )
     return None

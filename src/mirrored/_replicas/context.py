@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .. import _tf_names
 from .._errors import ContextError, UnevenReplicasError
 from .._jax import tracing, user_code
 from .._options import ReduceOp
@@ -146,6 +147,9 @@ class ReplicaContext:
         False
         """
         return jax.random.fold_in(_as_key(key), self.replica_id_in_sync_group)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise _tf_names.missing("mr.ReplicaContext", name)
 
     def _merge(self, value: Any) -> Any:
         if not isinstance(value, jax.Array):
