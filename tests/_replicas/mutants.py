@@ -49,10 +49,6 @@ MUTANTS = [
     ("_replicas/context.py", "if uneven_shapes(value) is not None:", "if False:",
      _COL + "what_goes_wrong_in_merge_call_reaches_the_user"),
     ("_replicas/context.py", "strategy=self._strategy, replica=None, axis", "strategy=self._strategy, axis", _PLACES),
-    ("_replicas/context.py", "        if not context._knows_id:\n            raise\n", "", _CON + "python_cannot_branch_on_the"
-     "_replicas_number_in_any_context"),
-    ("_replicas/context.py", "    jax.errors.TracerIntegerConversionError,\n", "", _CON + "python_cannot_branch_on_the_replicas"
-     "_number"),
     ("_replicas/context.py", "or array.dtype == jnp.uint32", "", _CON + "rng_is_different_on_each_replica_and_the_same_in_every"
      "_run"),
     ("_replicas/context.py", "isinstance(args, tuple | list)", "hasattr(args, '__len__')", _BAD + "[ReplicaContext.merge_call]"),
