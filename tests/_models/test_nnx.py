@@ -125,7 +125,12 @@ def test_what_would_differ_by_replica_is_refused_by_its_name_and_nothing_has_cha
         model.eval()
 
     cases = [
-        (made(), forgotten, mr.ReplicasDivergeError, r"Net\.inner\.\w+, which the step at .*test_nnx.*all_reduce\('mean', grads\)"),
+        (
+            made(),
+            forgotten,
+            mr.ReplicasDivergeError,
+            r"Net\.inner\.\w+, which the step at .*test_nnx.*all_reduce\('mean', grads\)",
+        ),
         (made(None), step, mr.ReplicasDivergeError, r"Net\.norm\.mean.*axis_name='replica'"),
         (made(), changes_structure, mr.ContextError, r"has changed the structure .*`model\.train\(\)`"),
     ]
@@ -162,9 +167,7 @@ def test_metrics_are_those_of_all_rows(strategy: mr.MirroredStrategy) -> None:
         metrics.update(logits=batch["x"][:, :2], labels=batch["y"], values=batch["x"], x=batch["x"])
 
     def metrics() -> nnx.MultiMetric:
-        return nnx.MultiMetric(
-            accuracy=nnx.metrics.Accuracy(), spread=nnx.metrics.Welford(), average=nnx.metrics.Average("x")
-        )
+        return nnx.MultiMetric(accuracy=nnx.metrics.Accuracy(), spread=nnx.metrics.Welford(), average=nnx.metrics.Average("x"))
 
     ours, alone = metrics(), metrics()
     for num_rows, afresh in [(12, False), (11, False), (2, True), (7, False)]:  # with 8 replicas some have no row

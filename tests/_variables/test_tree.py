@@ -1,0 +1,130 @@
+"""One variable of a tree."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mirrored as mr
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Layer:
+    """As a module of a model library: callable, with a function and numbers beside its arrays."""
+
+    weight: jax.Array
+    seen: jax.Array
+    scale: float
+    act: Callable[..., jax.Array]
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.act(x @ self.weight) * self.scale
+
+
+class Pair(NamedTuple):
+    first: object
+    second: object
+
+
+def layer() -> Layer:
+    return Layer(np.full((2, 2), 0.5, np.float32), np.int32(0), 2.0, jnp.tanh)
+
+
+def equal(one: object, other: object) -> bool:
+    return jax.tree.structure(one) == jax.tree.structure(other) and all(
+        np.array_equal(a, b) if hasattr(a, "shape") else a is b
+        for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    "value",
+    [{"w": np.ones(2), "more": [np.zeros(3), None]}, layer(), Pair(np.ones(1), 5), [(np.ones((2, 2)), np.ones(2))]],
+    ids=["dict", "module", "namedtuple", "list of layers"],
+)
+def test_a_tree_keeps_its_structure_and_what_is_no_array(strategy2: mr.Strategy, value: object) -> None:
+    with strategy2.scope():
+        tree = mr.Variable(value, name="net")
+    assert isinstance(tree, mr.VariableTree)
+    assert equal(jax.tree.map(np.asarray, tree.value), jax.tree.map(np.asarray, value))
+    again = strategy2.run(lambda given: given.assign(given.value) and None, args=(tree,))
+    assert again is None and equal(tree.numpy(), jax.tree.map(lambda x: np.asarray(x) if hasattr(x, "shape") else x, value))
+    assert all(
+        variable.name.startswith("net") for variable in jax.tree.leaves(tree.variables, is_leaf=lambda x: hasattr(x, "name"))
+    )
+
+
+def test_what_numpy_makes_one_array_of_is_one_variable() -> None:
+    for value in ([1.0, 2.0], ((1, 2), (3, 4)), [np.ones(2), np.zeros(2)], np.ones(3), 4):
+        assert isinstance(mr.Variable(value), mr.Variable)
+
+
+def test_a_step_trains_a_module_by_gradients_of_its_floating_arrays(strategy: mr.MirroredStrategy) -> None:
+    rows = np.linspace(-1, 1, 16, dtype=np.float32).reshape(8, 2)
+    with strategy.scope():
+        model = mr.Variable(layer(), name="model")
+        optimizer = mr.Optimizer(optax.adam(0.1), model)
+
+    def step(x: jax.Array) -> jax.Array:
+        def loss() -> jax.Array:
+            return mr.losses.compute_average_loss(jnp.sum(model.value(x) ** 2, axis=1))
+
+        value, gradients = mr.value_and_grad(loss, model)()
+        assert gradients.seen is None and gradients.act is None
+        optimizer.apply_gradients(gradients)
+        model.assign(dataclasses.replace(model.value, seen=model.value.seen + 1))
+        return value
+
+    for batch in strategy.distribute_dataset([rows[:5], rows]):
+        strategy.run(step, args=(batch,))
+
+    alone, state = layer(), None
+    for batch in (rows[:5], rows):
+
+        def loss(weight: jax.Array) -> jax.Array:
+            return jnp.mean(jnp.sum(dataclasses.replace(alone, weight=weight)(batch) ** 2, axis=1))  # noqa: B023
+
+        state = state or optax.adam(0.1).init(alone.weight)
+        updates, state = optax.adam(0.1).update(jax.grad(loss)(alone.weight), state)
+        alone.weight = optax.apply_updates(alone.weight, updates)
+    np.testing.assert_allclose(model.value.weight, alone.weight, atol=1e-5)
+    assert int(model.value.seen) == 2
+    strategy.assert_mirrored()
+
+
+def test_as_a_pytree_it_is_the_tree_of_its_values(strategy2: mr.Strategy) -> None:
+    with strategy2.scope():
+        tree = mr.Variable({"w": np.ones(2, np.float32), "n": 3})
+    doubled = jax.tree.map(lambda x: x * 2, tree)
+    assert doubled["n"] == 3 and np.array_equal(doubled["w"], [2, 2])
+    assert (
+        jax.tree.unflatten(jax.tree.structure(tree, is_leaf=lambda x: isinstance(x, mr.Variable)), [tree.variables["w"]]) is tree
+    )
+    assert float(optax.global_norm(tree)) == pytest.approx(2**0.5)
+
+
+def test_what_is_refused_changes_nothing(strategy2: mr.Strategy) -> None:
+    with strategy2.scope():
+        tree = mr.Variable({"a": np.zeros(2, np.float32), "b": np.zeros(3, np.float32), "step": 0}, name="state")
+    refused = {
+        "structure": ({"a": np.ones(2)}, r"state\.assign got a tree of structure .*; expected"),
+        "number": ({"a": np.ones(2), "b": np.ones(3), "step": 1}, r"got \['step'\] = 1, which was 0 .*step=jnp\.asarray"),
+        "shape": ({"a": np.ones(2), "b": np.ones(4), "step": 0}, r"state\['b'\].*shape \(4,\)"),
+    }
+    for value, message in refused.values():
+        with pytest.raises(ValueError, match=message):
+            tree.assign(value)
+    with pytest.raises(mr.ReplicasDivergeError, match=r"state\['a'\]"):
+        own = strategy2.distribute_values_from_function(lambda ctx: np.full(2, ctx.replica_id_in_sync_group, np.float32))
+        strategy2.run(lambda x: tree.assign({**tree.value, "a": x}) and None, args=(own,))
+    assert all(not variable.numpy().any() for variable in (tree.variables["a"], tree.variables["b"]))
+    with pytest.raises(TypeError, match=r"no array in \{'a': 1\}.*jax\.tree\.map\(jnp\.asarray, tree\)"):
+        mr.Variable({"a": 1})
+    with pytest.raises(TypeError, match=r"the function returned a dict.*mr\.Variable\(make\(\)\)"):
+        mr.Variable(lambda: {"a": np.ones(2)})
