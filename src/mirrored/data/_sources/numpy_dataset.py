@@ -73,8 +73,8 @@ class NumpyDataset:
         if buffer_size is not None or seed is None:
             given = {"seed": seed} if buffer_size is None else {"buffer_size": buffer_size, "seed": seed}
             raise TypeError(
-                f"shuffle got {', '.join(f'{name}={value!r}' for name, value in given.items())}; expected a seed by its name, and "
-                f"no more: .shuffle(seed={0 if seed is None else seed!r}). Here all rows change places, as in tf.data with a "
+                f"shuffle got {', '.join(f'{name}={value!r}' for name, value in given.items())}; expected a seed by its name, "
+                f"and no more: .shuffle(seed={0 if seed is None else seed!r}). Here all rows change places, as in tf.data with a "
                 "buffer_size of the number of rows."
             )
         _check_int("seed", seed, 0, "so that a run can be repeated")
