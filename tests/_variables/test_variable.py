@@ -605,18 +605,6 @@ def test_equality_compares_values_and_hashes_are_of_the_variables(strategy3):
     assert strategy3.run(lambda: mr.cond(a == 1.0, lambda: 5, lambda: 6)) == 5
 
 
-def test_a_module_is_no_function_that_makes_the_value(strategy3):
-    class Module:
-        def __call__(self, x):
-            raise AssertionError("called")
-
-    jax.tree_util.register_pytree_node(Module, lambda module: ((np.ones(2),), None), lambda _, children: Module())
-    for tree in (Module(), {"a": np.ones(2)}):
-        with pytest.raises(TypeError, match=r"is a (Module|dict), which holds arrays; .*jax\.tree\.map\(mr\.Variable, value\)"):
-            variable(tree, strategy3)
-    assert variable([1.0, 2.0], strategy3).shape == (2,)
-
-
 def test_what_a_variable_is_not(strategy2, per_replica):
     v, x = variable(0.0, strategy2, name="w"), per_replica(strategy2, 1.0, 2.0)
     for operation in (lambda: v + x, lambda: x + v, lambda: x @ v):

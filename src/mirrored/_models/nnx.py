@@ -120,9 +120,8 @@ def _on_arrays(function: Callable[..., Any]) -> Callable[..., Any]:
         state = nnx.from_flat_state(list(zip(all_of_them.paths, all_of_them.arrays, strict=True)))
         objects = nnx.merge(all_of_them.graph, state)
         keys = _make_own(objects)
-        given = {
-            id(array): array for array in [*_arrays_of(objects).values(), *(key for _, key in keys)]
-        }  # held: an id is used again
+        held = [*_arrays_of(objects).values(), *(key for _, key in keys)]  # while they are held, no other array has their ids
+        given = set(map(id, held))
         own = [objects[leaf.number] if isinstance(leaf, _StandIn) else leaf for leaf in leaves]
         own_args, own_kwargs = jax.tree.unflatten(treedef, own)
         result = function(*own_args, **own_kwargs)

@@ -77,8 +77,8 @@ def initial_array(value: Any, dtype: Any, name: str) -> jax.Array | np.ndarray:
         raise ContextError(_created_in_trace_message(name))
     if is_tree(value):
         raise TypeError(
-            f"variable {name!r}: the function returned a {type(value).__name__}, which holds arrays; expected one array. Give the "
-            "tree itself: mr.Variable(make()) instead of mr.Variable(make)."
+            f"variable {name!r}: the function returned a {type(value).__name__}, which holds arrays; expected one array. Give "
+            "the tree itself: mr.Variable(make()) instead of mr.Variable(make)."
         )
     if isinstance(value, jax.Array):
         return strong(value, value.dtype if dtype is None else dtype)

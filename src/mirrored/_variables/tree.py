@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ class VariableTree:
     Its arrays are state, one variable for each; everything else in the tree (Python numbers, strings, functions, None) stays
     as it was given, as in Equinox. What holds for a variable holds for each of its own: copies that provably cannot differ,
     checkpoints, gradients by `mr.value_and_grad(loss, tree)`, and updates by `mr.Optimizer(tx, tree)`. As a pytree it stands for
-    the tree of its values.
+    the tree of its values, with None for what is no array.
 
     >>> with strategy.scope():
     ...     params = mr.Variable({"w": np.ones((2, 3)), "b": np.zeros(3)}, name="params")
@@ -86,13 +87,9 @@ class VariableTree:
             variable._store(frame, array)
         return self
 
-    def rebuilt(self, tree: PyTree) -> Any:
-        """Return what `jax.tree` is to make of new leaves: of its own variables itself, of others the plain tree."""
-        leaves, treedef = jax.tree.flatten(tree, is_leaf=is_wrapped)
-        if treedef != jax.tree.structure(self.variables, is_leaf=is_wrapped):
-            return tree
-        is_own = all(leaf is variable for leaf, variable in zip(leaves, self._variables, strict=True))
-        return self if is_own else self._with(leaves)
+    def is_made_of(self, leaves: Sequence[Any]) -> bool:
+        """Tell whether these are its own variables."""
+        return len(leaves) == len(self._variables) and all(map(operator.is_, leaves, self._variables))
 
     def _checked(self, value: PyTree) -> list[Any]:
         leaves, treedef = jax.tree.flatten(value, is_leaf=is_wrapped)
@@ -105,8 +102,8 @@ class VariableTree:
             if static is not None and not _is_same(leaf, static[0]):
                 at = jax.tree_util.keystr(path)
                 raise ValueError(
-                    f"{self._name}.assign got {at} = {leaf!r}, which was {static[0]!r} when mr.Variable was called. Only arrays are "
-                    "state; everything else is compiled into the steps. Make what changes an array before, for example "
+                    f"{self._name}.assign got {at} = {leaf!r}, which was {static[0]!r} when mr.Variable was called. Only arrays "
+                    "are state; everything else is compiled into the steps. Make what changes an array before, for example "
                     "mr.Variable(train_state.replace(step=jnp.asarray(train_state.step)))."
                 )
         return [leaf for leaf, static in zip(leaves, self._static, strict=True) if static is None]
@@ -158,7 +155,8 @@ def _flatten(tree: VariableTree) -> tuple[tuple[PyTree], VariableTree]:
 
 
 def _unflatten(tree: VariableTree, children: tuple[PyTree]) -> Any:
-    return tree.rebuilt(children[0])
+    # Of its own variables itself; of anything else, such as gradients, a plain tree.
+    return tree if tree.is_made_of(jax.tree.leaves(children[0], is_leaf=is_wrapped)) else children[0]
 
 
 jax.tree_util.register_pytree_node(VariableTree, _flatten, _unflatten)
