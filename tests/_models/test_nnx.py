@@ -16,7 +16,7 @@ LABELS = np.arange(12) % 2
 
 
 class Net(nnx.Module):
-    def __init__(self, axis_name: str | None = "replica", rate: float = 0.0) -> None:
+    def __init__(self, axis_name: str | None = None, rate: float = 0.0) -> None:
         rngs = nnx.Rngs(0)
         self.inner = nnx.Linear(3, 4, rngs=rngs)
         self.norm = nnx.BatchNorm(4, axis_name=axis_name, rngs=rngs)
@@ -50,7 +50,7 @@ def step(model: Net, optimizer: nnx.Optimizer, batch: dict) -> jax.Array:
     return loss
 
 
-def made(axis_name: str | None = "replica", rate: float = 0.0) -> tuple[Net, nnx.Optimizer]:
+def made(axis_name: str | None = None, rate: float = 0.0) -> tuple[Net, nnx.Optimizer]:
     model = Net(axis_name, rate)
     return model, nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
 
@@ -81,7 +81,7 @@ def test_a_step_trains_as_nnx_jit_does_whatever_form_its_arguments_have(strategy
     def as_one_program(model: Net, optimizer: nnx.Optimizer, batch: dict) -> jax.Array:
         return strategy2.run(step, args=(model, optimizer, batch))
 
-    alone, its_optimizer = made(None)
+    alone, its_optimizer = made()
     single = nnx.jit(lambda model, optimizer, loss: optimizer.update(model, nnx.grad(loss_of)(model, loss)))
     expected = []
     for _ in range(2):
@@ -90,6 +90,7 @@ def test_a_step_trains_as_nnx_jit_does_whatever_form_its_arguments_have(strategy
     ways = {
         "arguments": lambda model, optimizer: strategy2.run(step, args=(model, optimizer, batch)),
         "a nest": lambda model, optimizer: strategy2.run(on_nest, (batch,), {"objects": {"model": model, "more": [optimizer]}}),
+        "nnx.jit around": lambda model, optimizer: strategy2.run(nnx.jit(step), args=(model, optimizer, batch)),
         "nnx.jit inside": lambda model, optimizer: strategy2.run(jitted, args=(model, optimizer, batch)),
         "mr.function": lambda model, optimizer: as_one_program(model, optimizer, batch),
     }
@@ -121,6 +122,9 @@ def test_what_would_differ_by_replica_is_refused_by_its_name_and_nothing_has_cha
     def forgotten(model: Net, optimizer: nnx.Optimizer, batch: dict) -> None:
         optimizer.update(model, nnx.grad(loss_of)(model, batch))
 
+    def by_row(model: Net, optimizer: nnx.Optimizer, batch: dict) -> None:
+        nnx.vmap(lambda model, x: model(x[None]), in_axes=(None, 0), axis_name="rows")(model, batch["x"])
+
     def changes_structure(model: Net, optimizer: nnx.Optimizer, batch: dict) -> None:
         model.eval()
 
@@ -131,7 +135,7 @@ def test_what_would_differ_by_replica_is_refused_by_its_name_and_nothing_has_cha
             mr.ReplicasDivergeError,
             r"Net\.inner\.\w+, which the step at .*test_nnx.*all_reduce\('mean', grads\)",
         ),
-        (made(None), step, mr.ReplicasDivergeError, r"Net\.norm\.mean.*axis_name='replica'"),
+        (made("rows"), by_row, mr.ReplicasDivergeError, r"Net\.norm\.mean.*axis_name='replica'"),
         (made(), changes_structure, mr.ContextError, r"has changed the structure .*`model\.train\(\)`"),
     ]
     for objects, wrong, error, message in cases:

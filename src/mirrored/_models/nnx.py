@@ -17,7 +17,7 @@ from .._jax.marks import Mark, Purpose, mark
 from .._options import ReduceOp
 from .._replicas import frames
 from .._replicas.mesh import ReplicaMesh
-from .._typing import PyTree
+from .._typing import REPLICA_AXIS, PyTree
 
 #: Where an array is in a list of NNX objects.
 _Path = tuple[Any, ...]
@@ -74,7 +74,7 @@ def run_with_objects(
     """Run a step with NNX objects among its arguments, and give them their new values.
 
     Inside, the step has copies of the objects, as in `nnx.jit`. Values that it changes must be the same on every replica,
-    but for metrics, which are added up over the replicas. Random streams differ by replica.
+    but for metrics, which are added up over the replicas. Random streams differ by replica; BatchNorm layers see the rows of all.
 
     Args:
         run: runs a step that has arrays only.
@@ -119,12 +119,14 @@ def _on_arrays(function: Callable[..., Any]) -> Callable[..., Any]:
         [all_of_them] = [leaf for leaf in leaves if isinstance(leaf, _StandIn) and leaf.graph is not None]
         state = nnx.from_flat_state(list(zip(all_of_them.paths, all_of_them.arrays, strict=True)))
         objects = nnx.merge(all_of_them.graph, state)
-        keys = _make_own(objects)
+        keys, norms = _make_own(objects), _normalize_together(objects)
         held = [*_arrays_of(objects).values(), *(key for _, key in keys)]  # while they are held, no other array has their ids
         given = set(map(id, held))
         own = [objects[leaf.number] if isinstance(leaf, _StandIn) else leaf for leaf in leaves]
         own_args, own_kwargs = jax.tree.unflatten(treedef, own)
         result = function(*own_args, **own_kwargs)
+        for norm in norms:
+            norm.axis_name = None
         where = user_code.line_of(function)
         _refuse_new_structure(all_of_them.graph, nnx.graphdef(objects), where)
         _combine_metrics(objects, lambda state: id(state.get_value()) not in given)
@@ -156,6 +158,17 @@ def _make_own(objects: list[Any]) -> list[tuple[Any, jax.Array]]:
         is_first = frame.replica.replica_id_in_sync_group == 0
         state.set_value(jnp.where(is_first, state.get_value(), jnp.zeros_like(state.get_value())))
     return keys
+
+
+def _normalize_together(objects: list[Any]) -> list[Any]:
+    """Let BatchNorm layers without an axis name see the rows of all replicas, and return them."""
+    nnx, frame = sys.modules["flax.nnx"], frames.current()
+    if frame is None or frame.replica is None:
+        return []
+    norms = [node for _, node in nnx.iter_graph(objects) if isinstance(node, nnx.BatchNorm) and node.axis_name is None]
+    for norm in norms:
+        norm.axis_name = REPLICA_AXIS
+    return norms
 
 
 def _metrics_of(objects: list[Any]) -> list[Any]:
