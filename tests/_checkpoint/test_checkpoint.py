@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import errno
+import io
+import itertools
 import json
 import logging
 import os
@@ -715,6 +717,59 @@ def test_other_damage_is_found(tmp_path: Path, caplog) -> None:
         assert [victim.name in error for error in errors_of(caplog)] == [True], number
 
 
+def test_nothing_is_opened_that_is_not_a_file_as_it_was_written(tmp_path: Path, monkeypatch, caplog) -> None:
+    """Orbax opens all that is in a step: a FIFO would let it wait, and a link to /dev/zero read, for ever."""
+    named = trained(tmp_path / "sound")
+    every = [path.relative_to(tmp_path / "sound") for path in files_of(tmp_path / "sound" / "2")]
+    harms: dict[str, Callable[[Path], object]] = {
+        "fifo": lambda path: (path.unlink(), os.mkfifo(path)),
+        "device": lambda path: (path.unlink(), path.symlink_to("/dev/zero")),
+        "folder": lambda path: (path.unlink(), path.mkdir(), (path / "a").touch()),
+        "huge": lambda path: os.truncate(path, 2**40),
+    }
+    opened: list[str] = []
+    real = os.open
+    monkeypatch.setattr(os, "open", lambda path, *more, **named: (opened.append(str(path)), real(path, *more, **named))[1])
+    more = Path("2", "arrays", "more")  # that nobody has written
+    for victim in [more, *every[:3], *(name for name in every if name.name in ("record.json", "manifest.ocdbt"))]:
+        for harm, change in harms.items():
+            directory = shutil.copytree(tmp_path / "sound", tmp_path / f"{harm}-{'-'.join(victim.parts)}", symlinks=True)
+            (directory / more).write_bytes(b"") if victim == more else None
+            change(directory / victim)
+            caplog.clear()
+            opened.clear()
+            with monkeypatch.context() as patch:
+                patch.setattr(_files, "_read_arrays", lambda path, wanted, real=_files._read_arrays: (
+                    opened.append(f"orbax {path.parent.name}"), real(path, wanted))[1])  # fmt: skip
+                assert restore(directory, **named) == 1
+            assert [victim.name in error for error in errors_of(caplog)] == [True]
+            assert "orbax 2" not in opened and "orbax 1" in opened
+            assert str(directory / victim) not in opened or harm == "huge" or victim.name == "record.json"
+    (tmp_path / "sound" / "2" / "arrays").rename(tmp_path / "moved")  # a link to a folder is no folder
+    (tmp_path / "sound" / "2" / "arrays").symlink_to(tmp_path / "moved")
+    assert restore(tmp_path / "sound", **named) == 1
+
+
+def test_a_file_that_grows_or_changes_its_kind_while_it_is_looked_at_is_read_no_further(tmp_path: Path, monkeypatch) -> None:
+    growing = tmp_path / "growing"
+    growing.write_bytes(b"1234")
+    monkeypatch.setattr(checksums, "_CHUNK_BYTES", 4)
+    status, chunks = os.fstat, itertools.repeat(b"5678")
+
+    class Growing(io.FileIO):
+        def read(self, size: int = -1) -> bytes:
+            return next(chunks)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checksums, "open", lambda path, mode, opener: Growing(path), raising=False)
+        assert checksums.file_checksums(tmp_path)[0]["growing"][0] == 8, "longer than it was, and not without end"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", lambda number: os.stat_result([stat.S_IFIFO, *status(number)[1:]]))
+        assert checksums.file_checksums(tmp_path)[0]["growing"] == [-1, 0]
+    assert checksums.file_checksums(tmp_path, {"growing": [4, 0]})[0]["growing"] == [4, zlib.crc32(b"1234")]
+    assert checksums.file_checksums(tmp_path, {"growing": [5, 0]})[0]["growing"] == [4, 0]
+
+
 def refuse(patch: pytest.MonkeyPatch, owner: object, name: str, refused: str, error: Exception) -> None:
     """Let a function raise an error for each path whose name is `refused`."""
     real = getattr(owner, name)
@@ -986,7 +1041,7 @@ def test_a_full_disk_costs_saves_and_not_training(tiny_disk: Path, caplog) -> No
         errors = errors_of(caplog)
         assert len(errors) == 2 and all("space" in error for error in errors), errors
         assert checkpoint.restore_latest() == 1
-        assert sorted(p.name for p in tiny_disk.iterdir()) == ["1", "filler"]
+        assert sorted(p.name for p in tiny_disk.iterdir()) == [".writer", "1", "filler"]
         filler.unlink()
         checkpoint.save(4)
     assert restore(tiny_disk, w=w) == 4

@@ -10,6 +10,21 @@ BY_TEST = {
     "test_tfrecord.py::test_records_longer_than_a_chunk_and_than_the_limit": [
         ("_records/record_reader.py", "if length > max_record_bytes:", "if length >= max_record_bytes:"),
     ],
+    "test_tfrecord.py::test_records_as_long_as_they_may_be_take_their_own_memory_once": [
+        ("_records/record_reader.py", "if missing > CHUNK_BYTES:", "if missing > 64 * CHUNK_BYTES:"),
+        ("_records/record_reader.py", "None if computed == stored else", "None if True else"),
+    ],
+    "test_sources.py::test_examples_that_nothing_batches_are_refused_where_that_is_known": [
+        ("_dataset.py", "if reason := why_single_rows(dataset, size):", "if reason := None:"),
+    ],
+    "test_sources.py::test_what_may_make_batches_is_taken_for_them": [
+        ("_sources/single_rows.py", "if not is_single or not steps <= _SAME_ELEMENTS | _MAPS:", "if not is_single:"),
+        ("_sources/single_rows.py", " and root.batch_size is None for", " for"),
+    ],
+    "test_sources.py::test_examples_of_torch_and_hugging_face": [
+        ("_sources/single_rows.py", " and not isinstance(dataset, torch.IterableDataset)", ""),
+        ("_sources/single_rows.py", " and length > 0)", ")"),
+    ],
     "test_tfrecord.py::test_an_error_in_a_batch_leaves_its_records_to_be_read": [
         ("_records/record_reader.py", "self.seek(*before)", "pass"),
     ],
