@@ -2,6 +2,8 @@
 
 OFFERS = {
     "_jax": """
+        complaints.NEEDS_A_VALUE complaints.is_call_of_array complaints.is_formatted
+        complaints.is_tree_against_leaf complaints.is_unconverted complaints.missing_attribute complaints.unbound_axis
         compilations.heard distributed.choose_cpu_collectives distributed.client distributed.has_backend
         distributed.known_devices distributed.late_devices distributed.listen_at distributed.place
         distributed.swallows_sigterm jaxprs.ClosedJaxpr jaxprs.Jaxpr jaxprs.Literal jaxprs.axis_names
@@ -11,7 +13,8 @@ OFFERS = {
         marks.mark marks.mark_p primitives.INLINE_CALLS primitives.MAKE_SAME primitives.PURE tracing.CLEAN
         tracing.bind tracing.evaluate tracing.is_mapped_over tracing.is_staging tracing.lowered tracing.placeholder
         tracing.separate_caches tracing.trace tracing.trace_state user_code.equation_line user_code.raising_line
-        user_code.user_line user_code.user_stacklevel versions.warn_if_untried
+        user_code.show_users_lines user_code.user_line
+        user_code.user_stacklevel versions.warn_if_untried
     """,
     "_cluster": """
         environments.SOURCES meeting.Meeting meeting.meet resolvers.ClusterResolver
@@ -30,7 +33,7 @@ OFFERS = {
         arrays.as_array arrays.cast arrays.check_range arrays.converted_number arrays.host_array arrays.is_numeric
         arrays.strong collectives.ReplicaAxis collectives.aggregate collectives.all_reduce collectives.check_axis
         collectives.normalize_axes collectives.pad_to context.ReplicaContext context.axis_of context.check_call
-        context.explained context.own_parts cross_replica.aggregate_stack cross_replica.broadcast_stack
+        context.knows_id context.own_parts cross_replica.aggregate_stack cross_replica.broadcast_stack
         cross_replica.compiled cross_replica.gather_mirrored cross_replica.gather_stack cross_replica.reduce_mirrored
         cross_replica.reduce_stack cross_replica.require_equal_except cross_replica.split_stack frames.Frame
         frames.check_enterable frames.current frames.entered frames.foreign_trace_message
@@ -57,7 +60,7 @@ OFFERS = {
     "_program": """
         cache.Programs cache.listeners call.ArrayLeaf call.Call call.argument_names call.array_leaves call.key_of
         call.pinned call.take_apart compiling.program_on_stack eager.eager eager.is_eager lift.Lifted lift.lift
-        lift.plan_result program.Program program.describe_program program.place steps.Steps
+        lift.plan_result mistakes.explain program.Program program.describe_program program.place steps.Steps
     """,
     "_transforms": """
         function.function gradients.grad gradients.value_and_grad loops.cond loops.fori_loop loops.scan

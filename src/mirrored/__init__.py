@@ -1,5 +1,8 @@
 """Synchronous data-parallel training for JAX with the programming model of tf.distribute.MirroredStrategy."""
 
+from typing import NoReturn as _NoReturn
+
+from . import _tf_names
 from ._jax import versions as _versions
 
 _versions.warn_if_untried()  # before anything that could fail because of it
@@ -65,3 +68,7 @@ __version__ = "0.1.0"
 for _thing in list(vars().values()):
     if isinstance(_thing, type) and issubclass(_thing, Exception):
         _thing.__module__ = __name__  # tracebacks show the name to write behind `except`
+
+
+def __getattr__(name: str) -> _NoReturn:
+    raise _tf_names.missing("mirrored", name)

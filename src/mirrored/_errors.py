@@ -24,7 +24,7 @@ class PerReplicaError(TypeError):
 
 
 class OneProgramError(TypeError):
-    """Python tried to branch on a value that differs by replica."""
+    """Python needed the value of an array in a step, which is traced once for all steps and replicas."""
 
 
 class ContextError(RuntimeError):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from . import _tf_names
 from ._errors import ContextError, PerReplicaError, StrategyMismatchError
 from ._jax import user_code
 from ._jax.marks import Mark, Purpose, mark
@@ -189,6 +190,9 @@ class Optimizer:
 
     def _as_tree(self, leaves: list[Any]) -> PyTree:
         return jax.tree.unflatten(self._treedef, leaves)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise _tf_names.missing("mr.Optimizer", name)
 
     def __repr__(self) -> str:
         names = ", ".join(repr(variable.name) for variable in self._leaves)

@@ -26,7 +26,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-import warm
+from processes import run_program
 
 import mirrored as mr
 from mirrored._checkpoint import checksums, same_on_workers
@@ -1107,19 +1107,22 @@ def test_what_is_not_a_step_of_ours_is_left_alone(tmp_path: Path, caplog) -> Non
     assert restore(tmp_path / "1", w=w) == 7 and float(w) == 1.0
 
 
-def test_two_checkpoints_in_one_directory_do_not_disturb_each_other(tmp_path: Path) -> None:
-    """Such as a cell of a notebook that is run twice."""
-    pair = [Checkpoint(tmp_path, max_to_keep=None, w=mr.Variable(0.0)) for _ in range(2)]
-    snapshot = _state.take_snapshot(pair[0]._leaves(), [{}], is_kept=True)
-    for step in range(0, 10, 2):
-        for number, checkpoint in enumerate(pair):
-            checkpoint._writer.start(step + number, snapshot, {"num_replicas": 1, "num_workers": 1})
-        for checkpoint in pair:
-            checkpoint._writer.finish()
-            assert checkpoint._writer.failures == []
-    assert pair[0].steps() == list(range(10))
-    for checkpoint in pair:
-        checkpoint.close()
+def test_two_checkpoints_in_one_directory_do_not_disturb_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a cell of a notebook that is run twice: one sweeps while the other writes."""
+    write_synced = _files._write_synced
+
+    def meanwhile(path: Path, data: bytes) -> None:
+        monkeypatch.setattr(_files, "_write_synced", write_synced)
+        _files.StepFiles(tmp_path).write(4, {"a0": np.arange(3.0)}, {"leaves": {}})
+        write_synced(path, data)
+
+    monkeypatch.setattr(_files, "_write_synced", meanwhile)
+    w = mr.Variable(5.0)
+    with Checkpoint(tmp_path, w=w) as checkpoint:
+        checkpoint.save(3)
+        checkpoint.wait()
+        assert checkpoint.steps() == [3, 4] and _files.StepFiles(tmp_path).read(4)[1]["a0"].tolist() == [0, 1, 2]
+        assert os.listdir(tmp_path / "3") != [] and _files.StepFiles(tmp_path).read(3)[0]["step"] == 3
 
 
 def test_workers_that_differ_are_told_how() -> None:
@@ -1187,7 +1190,7 @@ checkpoint = mr.Checkpoint(sys.argv[1], w=w)
 write = _files.StepFiles.write
 _files.StepFiles.write = lambda *args: (time.sleep(0.5), write(*args))[1]
 """
-    return warm.ended(code + rest, directory)
+    return run_program(code + rest, directory)
 
 
 @pytest.mark.skipif((3, 12, 0) <= sys.version_info[:3] <= (3, 12, 1), reason="this Python starts no threads at a program's end")
@@ -1290,7 +1293,7 @@ strategy.gather = lambda x, axis: (value := gather(x, axis=axis), say(json.dumps
 
 def run_epochs(directory: Path, kill_at: int, recipe: str = RECIPE) -> tuple[list[str], list[str]]:
     """Train for three epochs, or up to a step; return the rows of each step, and what came out."""
-    done = warm.ended(f"{KILLED}{recipe}\nprint('END', train_epochs(directory, 3)[1].hex())", directory, kill_at)
+    done = run_program(f"{KILLED}{recipe}\nprint('END', train_epochs(directory, 3)[1].hex())", directory, kill_at)
     assert done.returncode == (-9 if kill_at else 0), done.stderr
     lines = done.stdout.splitlines()
     return [line for line in lines if "END" not in line], [line for line in lines if "END" in line]

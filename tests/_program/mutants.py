@@ -9,7 +9,15 @@ PROPERTIES = "tests/_program/uneven/test_properties.py::test_"
 ALIGN = "tests/_program/uneven/test_align.py::test_"
 MERGE = "tests/_program/uneven/test_merge.py::test_"
 
+MISTAKES = "tests/_program/test_mistakes.py::test_"
+
 MUTANTS = [
+    # -- mistakes in a step
+    ("_program/mistakes.py", "        if knows_id:", "        if True:", MISTAKES + "a_mistake_in_a_step_is_one_clear_error"),
+    ("_program/mistakes.py", ".with_traceback(error.__traceback__) from None", " from error",
+     MISTAKES + "a_script_shows_the_users_line_last"),
+    ("_program/mistakes.py", "if axis == REPLICA_AXIS:", "if False:",
+     MISTAKES + "a_mistake_in_a_function_is_explained_too"),
     # -- the proof
     ("_program/proof.py", "if state.sameness > highest.sameness", "if state.sameness < highest.sameness",
      PROOF + "a_part_of_a_result_may_be_mirrored"),

@@ -12,6 +12,12 @@ _LEFT = _ST + "a_home_that_a_variable_has_left_holds_nothing_of_it"
 _HINTS = _VA + "names_and_hints"
 
 MUTANTS = [
+    ("_variables/scatter.py", " and not (in_replica and spec.is_on_read)", "",
+     "tests/_variables/test_scatter.py::test_rows_that_differ_by_replica_need_an_aggregation"),
+    ("_variables/scatter.py", "spec.aggregation is not VariableAggregation.ONLY_FIRST_REPLICA", "True",
+     "tests/_variables/test_scatter.py::test_rows_that_differ_by_replica_need_an_aggregation"),
+    ("_variables/scatter.py", "-size <= rows.min() and ", "",
+     "tests/_variables/test_scatter.py::test_what_does_not_fit_is_refused_and_changes_nothing"),
     ("_variables/bindings.py", "if tracing.trace_state() != self._trace_state:\n            raise ContextError", "if False:\n"
      "            raise ContextError", _BAD + "[Variable.assign]"),
     ("_variables/bindings.py", "self._renew()\n", "pass\n", _READ + "a_body_reads_what_was_written_before_it"),

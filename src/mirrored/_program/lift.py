@@ -27,6 +27,7 @@ from .._replicas.placement import checksum
 from .._typing import PyTree, Shape
 from .._variables.bindings import Bindings
 from .._variables.variable import Variable, spec_of
+from . import mistakes
 from .call import Call
 
 #: What changes a program's numbers and not its text.
@@ -259,7 +260,7 @@ def trace_step(trace: Callable[..., ResultT], call: Call, shapes: Sequence[Shape
     """
     avals = [leaf.aval(shape) for leaf, shape in zip(call.array_leaves(), shapes, strict=True)]
     assert frame.replica is not None
-    with context.explained(frame.replica):
+    try:
         return trace(
             lambda arrays: call.apply(arrays, lambda _, array: array),
             avals,
@@ -268,3 +269,6 @@ def trace_step(trace: Callable[..., ResultT], call: Call, shapes: Sequence[Shape
             call.function,
             **more,
         )
+    except Exception as error:
+        mistakes.explain(error, context.knows_id(frame.replica))
+        raise

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._errors import ContextError, OneProgramError, UnevenReplicasError
+from .. import _tf_names
+from .._errors import ContextError, UnevenReplicasError
 from .._jax import tracing, user_code
 from .._options import ReduceOp
 from .._typing import REPLICA_AXIS, PyTree
@@ -65,8 +65,9 @@ class ReplicaContext:
     def all_reduce(self, reduce_op: ReduceOp | str, value: PyTree) -> PyTree:
         """Combine each leaf of `value` element by element over the replicas; all get the result.
 
-        The whole tree travels in one collective for each dtype that is added up (a MEAN adds up all real ones in
-        float32). The gradient of `all_reduce(op)` is `all_reduce(op)` of the incoming gradient, as in TensorFlow.
+        The whole tree travels in one collective for each dtype that is added up (a MEAN adds up floating point numbers in
+        float32, and integers as integers, so that only its result is rounded). The gradient of `all_reduce(op)` is
+        `all_reduce(op)` of the incoming gradient, as in TensorFlow.
 
         Args:
             reduce_op: `"sum"` or `"mean"`, in any case. A MEAN of integers is floating point; one of float16
@@ -148,6 +149,9 @@ class ReplicaContext:
         """
         return jax.random.fold_in(_as_key(key), self.replica_id_in_sync_group)
 
+    def __getattr__(self, name: str) -> NoReturn:
+        raise _tf_names.missing("mr.ReplicaContext", name)
+
     def _merge(self, value: Any) -> Any:
         if not isinstance(value, jax.Array):
             return value
@@ -173,6 +177,8 @@ class ReplicaContext:
 
 #: How a context reaches the other replicas.
 axis_of: Callable[[ReplicaContext], ReplicaAxis] = operator.attrgetter("_axis")
+#: Whether a step has asked for the replica's number.
+knows_id: Callable[[ReplicaContext], bool] = operator.attrgetter("_knows_id")
 
 
 def _as_key(key: Any) -> jax.Array:
@@ -213,33 +219,3 @@ def own_parts(tree: PyTree, axis: ReplicaAxis) -> PyTree:
         return jax.lax.dynamic_index_in_dim(stack_of(value), axis.index(), keepdims=False)
 
     return jax.tree.map(own, tree, is_leaf=arrays.is_wrapped)
-
-
-#: What JAX raises when Python wants the value of a traced array: in `if`, as an index, as a numpy array.
-_NEEDS_A_VALUE = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerIntegerConversionError,
-    jax.errors.TracerArrayConversionError,
-)
-
-
-@contextlib.contextmanager
-def explained(context: ReplicaContext) -> Iterator[None]:
-    """Explain the one-program rule where Python tried to branch on a replica's number."""
-    try:
-        yield
-    except _NEEDS_A_VALUE as error:
-        if not context._knows_id:
-            raise
-        raise OneProgramError(_one_program_message(error)) from error
-
-
-def _one_program_message(error: Exception) -> str:
-    return (
-        f"Python needed the value of something that differs by replica, at {user_code.raising_line(error)}. "
-        "All replicas run one program, so "
-        "replica_id_in_sync_group is not known while it is traced, and `if ctx.replica_id_in_sync_group == 0:` cannot "
-        "choose. To compute a different value on one replica: jnp.where(ctx.replica_id_in_sync_group == 0, a, b), or "
-        "jax.lax.cond(ctx.replica_id_in_sync_group == 0, make_a, make_b). To set a variable on all replicas: assign it "
-        "outside strategy.run, variable.assign(value). To take replica 0's value: aggregation='only_first_replica'."
-    )

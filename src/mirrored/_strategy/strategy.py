@@ -9,12 +9,14 @@ import operator
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
+from .. import _tf_names
 from .._cluster.spec import Cluster
 from .._errors import ContextError, StrategyMismatchError
+from .._jax import user_code
 from .._options import AutoShardPolicy, InputOptions, ReduceOp
 from .._program.program import describe_program
 from .._program.steps import Steps
@@ -103,6 +105,11 @@ class Strategy:
         return self._mesh.devices
 
     @property
+    def mesh(self) -> jax.sharding.Mesh:
+        """The devices as JAX's own mesh, of one axis `"replica"`, for `jax.NamedSharding` and other libraries."""
+        return self._mesh.mesh
+
+    @property
     def cluster(self) -> Cluster | None:
         """The cluster: its tasks, and which of them this process is. None when this strategy is for one process."""
         return None
@@ -125,6 +132,9 @@ class Strategy:
                 in_flight.finish()
                 self._coordination.barrier(name)
                 require_same_history(self._coordination.exchange("barrier", progress.history()))
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise _tf_names.missing("mr.Strategy", name)
 
     def __repr__(self) -> str:
         return f"mr.{type(self).__name__}({self._mesh})"
@@ -213,7 +223,11 @@ class Strategy:
         if frames.current() is not None:
             frames.require_cross_replica("run", "Call the function directly.")
             self._check_current("run")
-        return self._steps.run(self, fn, args, kwargs or {})
+        try:
+            return self._steps.run(self, fn, args, kwargs or {})
+        except Exception as error:
+            user_code.show_users_lines(error)
+            raise
 
     def reduce(self, reduce_op: ReduceOp | str, value: PyTree, axis: int | Sequence[int] | None = None) -> PyTree:
         """Combine a value over the replicas, and optionally over axes of each replica's value.
@@ -473,17 +487,6 @@ def _require_untraced(verb: str) -> None:
         )
 
 
-#: TensorFlow's spellings, and ours.
-_ALIASES = {
-    "experimental_run_v2": "run",
-    "experimental_distribute_dataset": "distribute_dataset",
-    "experimental_distribute_datasets_from_function": "distribute_datasets_from_function",
-    "experimental_local_results": "local_results",
-    "experimental_make_numpy_dataset": "make_numpy_dataset",
-    "experimental_distribute_values_from_function": "distribute_values_from_function",
-}
-
-
 def _add_aliases() -> None:
     def alias(old: str, new: str) -> Callable[..., Any]:
         def method(self: Strategy, *args: Any, **kwargs: Any) -> Any:
@@ -494,7 +497,7 @@ def _add_aliases() -> None:
         method.__doc__ = f"Call `{new}`, under its TensorFlow name."
         return method
 
-    for old, new in _ALIASES.items():
+    for old, new in _tf_names.ALIASES.items():
         setattr(Strategy, old, alias(old, new))
 
 

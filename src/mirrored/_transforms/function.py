@@ -11,8 +11,8 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from .._errors import StrategyMismatchError
-from .._jax import jaxprs, tracing
-from .._program import eager, lift
+from .._jax import jaxprs, tracing, user_code
+from .._program import eager, lift, mistakes
 from .._program.cache import Programs
 from .._program.call import ArrayLeaf, Call, argument_names, array_leaves, key_of, pinned, take_apart
 from .._program.lift import Lifted
@@ -64,7 +64,11 @@ def function(fn: UserFunction) -> UserFunction:
 
     @functools.wraps(fn)
     def compiled(*args: Any, **kwargs: Any) -> PyTree:
-        return call_compiled(fn, args, kwargs)
+        try:
+            return call_compiled(fn, args, kwargs)
+        except Exception as error:
+            user_code.show_users_lines(error)
+            raise
 
     return compiled
 
@@ -114,7 +118,11 @@ def _make(call: Call, frame: Frame) -> FunctionProgram:
     avals = [
         leaf.aval(array.shape if leaf.is_per_replica else leaf.shape) for leaf, array in zip(leaves, call.arrays, strict=True)
     ]
-    lifted = lift.lift(lambda arrays: call.apply(arrays, _rewrapped), avals, frame, _global_shape, call.function)
+    try:
+        lifted = lift.lift(lambda arrays: call.apply(arrays, _rewrapped), avals, frame, _global_shape, call.function)
+    except Exception as error:
+        mistakes.explain(error)
+        raise
     mesh, name = _mesh_of(frame, lifted, call), call.name
     placements = (
         [mesh.stacked if is_stacked else mesh.mirrored for is_stacked in lifted.plan.stacked],

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .. import _tf_names
 from .._errors import ContextError, StrategyMismatchError
 from .._jax import tracing
 from .._options import VariableAggregation, VariableSynchronization
@@ -25,6 +26,7 @@ from .._typing import ArrayLike, Shape
 from .._workers import joint_programs
 from .assignment import Assignment, placed
 from .initial import check_aggregated_dtype, check_name, creation_mesh, initial_array, is_tree, takes_each_value
+from .scatter import ScatterMethods
 from .spec import VariableSpec
 from .storage import Home
 
@@ -38,7 +40,7 @@ _live: weakref.WeakSet[Variable] = weakref.WeakSet()
 _created: dict[ReplicaMesh, Iterator[int]] = collections.defaultdict(itertools.count)
 
 
-class Variable:
+class Variable(ScatterMethods):
     """Named mutable state: the same on every replica, or one value for each.
 
     Create variables in `strategy.scope()`; there the initial value is computed once and copied to every
@@ -195,6 +197,10 @@ class Variable:
         """
         return self._read(frames.current(), is_taken=True)
 
+    def read_value(self) -> jax.Array:
+        """Return `value`, under the name of TensorFlow's method."""
+        return self.value
+
     def numpy(self) -> np.ndarray:
         """Return a copy of the value as a numpy array."""
         return np.array(self._read(frames.current(), is_taken=False))
@@ -302,7 +308,7 @@ class Variable:
     def __getattr__(self, name: str) -> Any:
         """Give the attributes and methods of arrays, such as `w.T` and `w.astype`, through the value."""
         if name.startswith("_") or not (hasattr(jax.Array, name) or name in _ALSO_FORWARDED):
-            raise AttributeError(f"mr.Variable has no attribute {name!r}.")
+            raise _tf_names.missing("mr.Variable", name)
         return getattr(self.value, name)
 
     def _apply(self, method: str, *operands: Any) -> Any:
