@@ -113,12 +113,12 @@ def missed(chosen: list[Mutant], num_jobs: int) -> Iterator[tuple[Mutant, str]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--of", default="", help="only those of files whose path has this in it")
+    parser.add_argument("--of", default="", help="only those whose file or test has this in its path")
     parser.add_argument("--sample", type=int, help="so many, drawn by chance")
     parser.add_argument("--seed", type=int, help="draw the same in each run")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     options = parser.parse_args()
-    chosen = [mutant for mutant in mutants() if options.of in mutant.file]
+    chosen = [mutant for mutant in mutants() if options.of in f"{mutant.file} {mutant.test}"]
     if options.sample is not None:
         chosen = random.Random(options.seed).sample(chosen, min(options.sample, len(chosen)))
     num_missed = 0

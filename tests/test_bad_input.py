@@ -523,8 +523,11 @@ BAD_INPUT = {
         rows.batch(2).batch(2) => ValueError: the dataset is batched already, by 2
     """,
     "data.NumpyDataset.shuffle": r"""
-        rows.shuffle("2") => TypeError: seed is '2'; expected an int
-        rows.shuffle(-1) => ValueError: seed is -1; expected at least 0
+        rows.shuffle(seed="2") => TypeError: seed is '2'; expected an int
+        rows.shuffle(seed=-1) => ValueError: seed is -1; expected at least 0
+        rows.shuffle() => TypeError: shuffle got seed=None; expected a seed by its name, and no more: \.shuffle\(seed=0\)
+        rows.shuffle(1000) => TypeError: shuffle got buffer_size=1000, seed=None; .* as in tf\.data with a buffer_size
+        rows.shuffle(buffer_size=10, seed=3) => TypeError: buffer_size=10, seed=3; .*: \.shuffle\(seed=3\)\.
     """,
     "data.NumpyDataset.repeat": r"""
         rows.repeat(None) => TypeError: num_epochs is None; expected an int

@@ -11,6 +11,8 @@ from ._models import lines_for
 
 #: Begins each line of such a text in the log.
 MARGIN = "  | "
+#: Of a package that is not installed.
+NO_VERSION = "not installed"
 
 
 def escape(text: str, limit: int) -> str:
@@ -38,11 +40,11 @@ def escape_titled(title: str, rest: str, limit: int) -> str:
 
 
 def version_of(package: str) -> str:
-    """Return the version of an installed package; one that is only on the path has none."""
+    """Return the version of an installed package, or NO_VERSION, also of one that is only on the path."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+        return NO_VERSION
 
 
 def describe(value: object, length: int = 60) -> str:

@@ -281,9 +281,14 @@ def test_the_position_that_a_dataset_holds_is_changed_while_nothing_is_read_ahea
         assert iterator.get_state()["source"] == {"next": number + 1}
         assert [rows_of(batch) for batch in iterator] == whole[number + 1 :]
         assert [rows_of(batch) for batch in distributed] == whole
+    distributed = STRATEGIES[2].distribute_dataset(dataset_class(), mr.InputOptions(prefetch=prefetch))
+    with iter(distributed) as iterator, pytest.raises(ValueError, match=r"the state does not fit With"):
+        iterator.set_state({**STATE, "source": {"wrong": 1}})
+    assert [rows_of(batch) for batch in distributed] == whole
 
 
 @hypothesis.settings(deadline=None, max_examples=15, derandomize=True)
+@hypothesis.example(sizes=[7, 7, 7], num_taken=1, batch_sizes=(6, 6), num_local=(1, 2), policy="file", shuffled=False)
 @hypothesis.given(
     sizes=st.lists(st.integers(0, 7), min_size=3, max_size=5),
     num_taken=st.integers(0, 6),

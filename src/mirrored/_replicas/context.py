@@ -66,8 +66,9 @@ class ReplicaContext:
     def all_reduce(self, reduce_op: ReduceOp | str, value: PyTree) -> PyTree:
         """Combine each leaf of `value` element by element over the replicas; all get the result.
 
-        The whole tree travels in one collective for each dtype that is added up (a MEAN adds up all real ones in
-        float32). The gradient of `all_reduce(op)` is `all_reduce(op)` of the incoming gradient, as in TensorFlow.
+        The whole tree travels in one collective for each dtype that is added up (a MEAN adds up floating point numbers in
+        float32, and integers as integers, so that only its result is rounded). The gradient of `all_reduce(op)` is
+        `all_reduce(op)` of the incoming gradient, as in TensorFlow.
 
         Args:
             reduce_op: `"sum"` or `"mean"`, in any case. A MEAN of integers is floating point; one of float16

@@ -402,7 +402,7 @@ class Strategy:
         return dataset
 
     def make_numpy_dataset(self, numpy_input: PyTree) -> NumpyDataset:
-        """Make a dataset of the rows of arrays in memory; continue with `.shuffle(seed).batch(n)`.
+        """Make a dataset of the rows of arrays in memory; continue with `.shuffle(seed=0).batch(n)`.
 
         Args:
             numpy_input: a nest of numpy arrays with the same number of rows; lists are stacked. The arrays

@@ -19,6 +19,7 @@ from ._sharing.plan import Plan
 from ._sharing.steps import LocalReplicas
 from ._sources import grain
 from ._sources.numpy_dataset import NumpyDataset
+from ._sources.single_rows import why_single_rows
 
 _logger = logging.getLogger("mirrored")
 
@@ -114,6 +115,8 @@ def check_dataset(dataset: Any, verb: str) -> None:
         )
     if isinstance(dataset, str | bytes | dict):
         raise TypeError(f"{verb} got {shown(dataset)}; expected an iterable of {batches}.")
+    if reason := why_single_rows(dataset, size):
+        raise ValueError(f"{verb} expected {batches}, and {type(dataset).__name__} {reason}")
 
 
 def _has_length(dataset: Any) -> bool:

@@ -102,7 +102,10 @@ def count_rows(batch: PyTree) -> int:
     counts = {leaf.shape[0] for _, leaf in paths}
     if len(counts) > 1:
         listed = ", ".join(f"{jax.tree_util.keystr(path)}: {leaf.shape[0]}" for path, leaf in paths)
-        raise ValueError(f"the arrays of one batch have different numbers of rows ({listed}).")
+        raise ValueError(
+            f"the arrays of one batch have different numbers of rows ({listed}). If this is a single example, batch the dataset "
+            "first: .batch(global_batch_size)."
+        )
     return counts.pop()
 
 

@@ -64,8 +64,20 @@ class NumpyDataset:
         _check_int("batch_size", batch_size, 1, "the number of rows")
         return dataclasses.replace(self, batch_size=batch_size, drop_remainder=drop_remainder)
 
-    def shuffle(self, seed: int) -> NumpyDataset:
-        """Order the rows at random, anew in each pass; the same seed gives the same orders in every run."""
+    def shuffle(self, buffer_size: None = None, *, seed: int | None = None) -> NumpyDataset:
+        """Order all rows at random, anew in each pass; the same seed gives the same orders in every run.
+
+        Args:
+            buffer_size: leave it out. In tf.data the first argument is the size of a buffer; here all rows are in memory.
+            seed: an int of at least 0.
+        """
+        if buffer_size is not None or seed is None:
+            given = {"seed": seed} if buffer_size is None else {"buffer_size": buffer_size, "seed": seed}
+            raise TypeError(
+                f"shuffle got {', '.join(f'{name}={value!r}' for name, value in given.items())}; expected a seed by its name, "
+                f"and no more: .shuffle(seed={0 if seed is None else seed!r}). Here all rows change places, as in tf.data with a "
+                "buffer_size of the number of rows."
+            )
         _check_int("seed", seed, 0, "so that a run can be repeated")
         return dataclasses.replace(self, shuffle_seed=seed)
 
