@@ -5,8 +5,8 @@ OFFERS = {
         compilations.heard distributed.choose_cpu_collectives distributed.client distributed.has_backend
         distributed.known_devices distributed.late_devices distributed.listen_at distributed.place
         distributed.swallows_sigterm jaxprs.ClosedJaxpr jaxprs.Jaxpr jaxprs.Literal jaxprs.axis_names
-        jaxprs.branches_of jaxprs.callee jaxprs.has_collective jaxprs.inner_constants jaxprs.inner_jaxprs
-        jaxprs.inside jaxprs.is_collective jaxprs.is_function_of_operands jaxprs.is_over_groups jaxprs.is_plain
+        jaxprs.all_equations jaxprs.branches_of jaxprs.callee jaxprs.has_collective jaxprs.inner_constants jaxprs.inner_jaxprs
+        jaxprs.inside jaxprs.is_collective jaxprs.is_function_of_operands jaxprs.is_over_groups jaxprs.is_plain jaxprs.length_of
         jaxprs.meshes_in jaxprs.num_bytes jaxprs.scan_of jaxprs.solver_of jaxprs.while_of marks.Mark marks.Purpose
         marks.mark marks.mark_p primitives.INLINE_CALLS primitives.MAKE_SAME primitives.PURE tracing.CLEAN
         tracing.bind tracing.evaluate tracing.is_mapped_over tracing.is_staging tracing.lowered tracing.placeholder
@@ -29,8 +29,8 @@ OFFERS = {
     "_replicas": """
         arrays.as_array arrays.cast arrays.check_range arrays.converted_number arrays.host_array arrays.is_numeric
         arrays.strong collectives.ReplicaAxis collectives.aggregate collectives.all_reduce collectives.check_axis
-        collectives.normalize_axes collectives.pad_to context.ReplicaContext context.axis_of context.check_call
-        context.explained context.own_parts cross_replica.aggregate_stack cross_replica.broadcast_stack
+        collectives.mean_by_rows collectives.normalize_axes collectives.pad_to context.ReplicaContext context.axis_of
+        context.check_call context.explained context.own_parts cross_replica.aggregate_stack cross_replica.broadcast_stack
         cross_replica.compiled cross_replica.gather_mirrored cross_replica.gather_stack cross_replica.reduce_mirrored
         cross_replica.reduce_stack cross_replica.require_equal_except cross_replica.split_stack frames.Frame
         frames.check_enterable frames.current frames.entered frames.foreign_trace_message
