@@ -177,6 +177,29 @@ def test_optimizer_and_step_go_on_as_if_never_interrupted(tmp_path: Path) -> Non
     assert train(on(3), tmp_path / "parts", 0) == (whole, 5)
 
 
+def test_an_optimizers_count_comes_back_and_files_from_before_it_are_restored(tmp_path: Path, strategy3: mr.Strategy) -> None:
+    def make(strategy: mr.Strategy) -> tuple[mr.Variable, mr.Optimizer]:
+        with strategy.scope():
+            w = mr.Variable(1.0, name="w")
+        return w, mr.Optimizer(optax.sgd(0.1, momentum=0.9), [w])
+
+    w, optimizer = make(strategy3)
+    for _ in range(4):
+        optimizer.apply_gradients([1.0])
+    save(tmp_path / "new", 4, w=w, optimizer=optimizer)
+    save(tmp_path / "old", 4, w=w, optimizer=optimizer.state)  # as all were, with these paths
+    for directory, count in (("new", 4), ("old", 0)):
+        again, other = make(on(2))
+        other.apply_gradients([5.0])
+        assert restore(tmp_path / directory, w=again, optimizer=other) == 4
+        assert (float(again), int(other.iterations)) == (float(w), count), directory
+        other.apply_gradients([1.0])
+        assert int(other.iterations) == count + 1
+    state_only = make(strategy3)[1].state
+    restore(tmp_path / "new", w=w, optimizer=state_only)
+    np.testing.assert_array_equal(*(jax.tree.leaves(tree)[0] for tree in (state_only, optimizer.state)))
+
+
 def test_each_worker_gets_back_its_own_position() -> None:
     """And that of the first when their number has changed, which an iterator may refuse."""
 

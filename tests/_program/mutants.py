@@ -2,6 +2,7 @@
 
 PROOF = "tests/_program/test_proof.py::test_"
 REFUSALS = "tests/_program/test_refusals.py::test_"
+DIVISORS = "tests/_program/test_divisors.py::test_"
 LIFT = "tests/_program/test_lift.py::test_"
 REPLICATE = "tests/_program/test_steps.py::test_"
 TRACES = "tests/_program/uneven/test_traces.py::test_"
@@ -64,6 +65,25 @@ MUTANTS = [
      REFUSALS + "a_combined_loss_warns"),
     ("_program/refusals.py", "stacklevel=user_code.user_stacklevel()", "stacklevel=1",
      REFUSALS + "the_whole_batch_on_every_replica_warns_once"),
+    # -- divisors
+    ("_program/divisors.py", "if state.sameness == highest", "if True", DIVISORS + "a_mean_over_a_replicas_own_rows_warns"
+     "_once_and_what_is_right_does_not"),
+    ("_program/divisors.py", "is_mean_of_row = is_spread and", "is_mean_of_row = False and", DIVISORS + "a_mean_over_a_replicas"
+     "_own_rows_warns_once_and_what_is_right_does_not"),
+    ("_program/divisors.py", "others += own[1:] + own[: len(own) > 1]", "others += []", DIVISORS + "the_own_number_is_told_from"
+     "_that_of_the_replicas_when_both_are_one_number"),
+    ("_program/divisors.py", "if trail.seed in outside else trail._replace(times=trail.times * length)", "",
+     DIVISORS + "an_average_of_each_part_of_the_batch_warns_and_its_remedies_are_right"),
+    ("_program/divisors.py", "and not any(_is_divided_by(number, trail) for trail in own)", "",
+     DIVISORS + "an_average_of_each_part_of_the_batch_warns_and_its_remedies_are_right"),
+    ("_program/refusals.py", "if num_replicas == 1 or 1 in rows or", "if num_replicas == 1 or",
+     DIVISORS + "a_mean_of_one_row_is_a_sum"),
+    ("_program/refusals.py", "groups.setdefault((note.number, note.where), [])", "groups.setdefault((0, ''), [])",
+     DIVISORS + "each_optimizer_is_looked_at_by_itself"),
+    ("_program/uneven/traces.py", "if len(shares) > 1:", "if False:",
+     "tests/test_optimizer.py::test_a_mean_weighs_replicas_by_their_rows_and_leaves_out_who_has_none"),
+    ("_replicas/collectives.py", "if own else jnp.zeros_like(array)", "",
+     "tests/test_optimizer.py::test_a_mean_weighs_replicas_by_their_rows_and_leaves_out_who_has_none"),
     # -- lifting
     ("_program/lift.py", "for variable in bindings.written.keys() - set(written):", "if False:",
      LIFT + "what_only_the_second_trace_does_is_an_error"),

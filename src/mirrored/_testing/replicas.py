@@ -18,6 +18,7 @@ from .._replicas import frames
 from .._replicas.per_replica import PerReplica
 from .._strategy.strategies import MirroredStrategy
 from .._strategy.strategy import variables_of
+from .._text import shown
 from .._typing import PyTree
 from .._variables.variable import Variable
 
@@ -29,7 +30,8 @@ _MAX_SHOWN = 5
 
 _REASONS = """The usual reasons, most frequent first:
   * a loss that is the mean over the replica's own rows: the optimizer sums the gradients, which are then R times too large.
-    Write mr.losses.compute_average_loss(per_example_loss); for regularization mr.losses.scale_regularization_loss(loss);
+    Write mr.losses.compute_average_loss(per_example_loss), for regularization mr.losses.scale_regularization_loss(loss); or let
+    the optimizer average them: optimizer.apply_gradients(gradients, aggregate='mean');
   * a batch that each replica gets whole: pass what strategy.distribute_dataset(batches) yields;
   * a mean or variance over the replica's own rows inside the model (BatchNorm): write ctx.all_reduce('mean', ...) there;
   * random numbers in the step: ctx.rng(key) gives others for another number of replicas, and a key that is not folded gives
@@ -208,7 +210,9 @@ def _of_result(result: PyTree) -> list[tuple[str, np.ndarray]]:
             continue
         numbers = _numbers(leaf)
         if not jax.numpy.issubdtype(numbers.dtype, np.number) and numbers.dtype != np.bool_:
-            raise TypeError(f"{name} of train(strategy) is {leaf!r}; expected arrays, numbers and variables only. Leave it out.")
+            raise TypeError(
+                f"{name} of train(strategy) is {shown(leaf)}; expected arrays, numbers and variables only. Leave it out."
+            )
         found.append((name, numbers))
     return found
 

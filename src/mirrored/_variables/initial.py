@@ -11,6 +11,7 @@ import numpy as np
 
 from .._errors import ContextError, PerReplicaError
 from .._jax import tracing, user_code
+from .._libraries import lines_for
 from .._options import VariableAggregation, VariableSynchronization
 from .._replicas import frames
 from .._replicas.arrays import converted_number, host_array, strong
@@ -78,7 +79,7 @@ def initial_array(value: Any, dtype: Any, name: str) -> jax.Array | np.ndarray:
     if is_tree(value):
         raise TypeError(
             f"variable {name!r}: the function returned a {type(value).__name__}, which holds arrays; expected one array. Give "
-            "the tree itself: mr.Variable(make()) instead of mr.Variable(make)."
+            "the tree itself: mr.Variable(make()) instead of mr.Variable(make)." + lines_for(value)
         )
     if isinstance(value, jax.Array):
         return strong(value, value.dtype if dtype is None else dtype)

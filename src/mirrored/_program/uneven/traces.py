@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -58,6 +59,35 @@ class Kinds:
                 return tuple(sizes[k] * (size // rows if rows else 1) for k in self.of_replica)
         return (size,) * len(self.of_replica)
 
+    def rows(self, kind: int) -> tuple[int, int]:
+        """Return how many rows a replica of a kind has, and how many all have, as they weigh in a mean.
+
+        Raises:
+            UnevenReplicasError: when it depends on the argument.
+        """
+        counts = list(self._row_counts())
+        totals = [self._total(sizes) for sizes in counts]
+        shares = {tuple(Fraction(size, total) for size in sizes) for sizes, total in zip(counts, totals, strict=True)}
+        if len(shares) > 1:
+            raise UnevenReplicasError(
+                "aggregate='mean' weighs the replicas by their rows, but the arguments divide differently among the replicas: "
+                f"{', '.join(str(tuple(sizes[k] for k in self.of_replica)) for sizes in dict.fromkeys(counts))} rows. Divide "
+                "each loss by its own number of rows on all replicas instead, mr.losses.compute_average_loss(per_example_loss), "
+                "and let the gradients be summed: aggregate='sum'."
+            )
+        return counts[0][kind], totals[0]
+
+    def rows_of(self, kind: int) -> tuple[set[int], set[int]]:
+        """Return how many rows a replica of a kind may have, after the arguments, and how many all together."""
+        counts = list(self._row_counts())
+        return {sizes[kind] for sizes in counts}, {self._total(sizes) for sizes in counts}
+
+    def most_rows(self, kind: int) -> int:
+        return max(sizes[kind] for sizes in self._row_counts())
+
+    def _total(self, sizes: Sequence[int]) -> int:
+        return sum(sizes[kind] for kind in self.of_replica)
+
     def _row_counts(self) -> Iterator[tuple[int, ...]]:
         for shapes in zip(*self.shapes, strict=True):
             yield from (sizes for sizes in zip(*shapes, strict=True) if len(set(sizes)) > 1)
@@ -79,10 +109,13 @@ def lift_uneven(call: Call, frame_with: Callable[[Any], Frame], states_of: Calla
     leaves = call.array_leaves()
     kinds = _find_kinds(call, leaves)
     touched, traces = _trace_all(_Tracer(call, leaves, kinds, frame_with))
-    for lifted in traces:
-        refusals.check_assignments(lifted, proof.prove(lifted.shown.jaxpr, states_of(lifted)))
+    found = [proof.prove(lifted.shown.jaxpr, states_of(lifted)) for lifted in traces]
+    for lifted, findings in zip(traces, found, strict=True):
+        refusals.check_assignments(lifted, findings)
     plan = _merge_plans(traces, kinds)
     closed = _merge_traces(traces, kinds, leaves, plan, frame_with(None), call.function)
+    largest = max(range(len(traces)), key=lambda kind: kinds.most_rows(kind))
+    refusals.check_divisors(found[largest], len(kinds.of_replica), *kinds.rows_of(largest))
     lines = tuple(map(_known_line, zip(*(lifted.write_lines for lifted in traces), strict=True)))
     return Lifted(closed, closed, touched.written, lines, touched.read_only, plan)
 
@@ -139,6 +172,9 @@ class _AskedSizes:
         """
         with tracing.separate_caches() as self._renew_caches:
             yield
+
+    def rows(self) -> tuple[int, int]:
+        return self._kinds.rows(self._kind)
 
     def each(self, size: int) -> tuple[int, ...]:
         self._renew_caches()
