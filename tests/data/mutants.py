@@ -103,8 +103,8 @@ BY_TEST = {
         ("_sources/numpy_dataset.py", "self._dataset._passes[0] = first", "first = first"),
     ],
     "test_dataset.py::test_batches_are_the_rows_in_order": [
-        ("_sources/numpy_dataset.py", "needed = rows_per_batch if dataset.drop_remainder else 1", "needed = 1"),
-        ("_sources/numpy_dataset.py", "(rest >= at_least and not self.drop_remainder)", "(rest >= at_least)"),
+        ("_sources/numpy_dataset.py", "needed = dataset._rows_per_batch() if dataset.drop_remainder else 1", "needed = 1"),
+        ("_sources/numpy_dataset.py", "(rest > 0 and not self.drop_remainder)", "(rest > 0)"),
     ],
     "test_position.py::test_a_state_that_does_not_fit_changes_nothing": [
         ("_sources/numpy_dataset.py", 'if state["seed"] != self._dataset.shuffle_seed:', "if False:"),
