@@ -645,7 +645,8 @@ WITHOUT_INPUT = {
     "ClusterResolver.cluster_spec", "ClusterSpec.as_dict", "KubernetesClusterResolver.cluster", "PreemptionHandler.close",
     "SimpleClusterResolver.cluster", "SlurmClusterResolver.cluster", "TFConfigClusterResolver.cluster",
     "eager", "get_replica_context", "get_strategy", "has_strategy", "in_cross_replica_context", "Strategy.explain",
-    "data.DistributedDataset.describe", "data.DistributedIterator.close", "data.DistributedIterator.get_state",
+    "Variable.read_value", "data.DistributedDataset.describe", "data.DistributedIterator.close",
+    "data.DistributedIterator.get_state",
 }  # fmt: skip
 #: Not made by users: strategies, contexts and datasets make them.
 NOT_MADE_BY_USERS = {

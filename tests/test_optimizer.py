@@ -1,5 +1,7 @@
 """mr.Optimizer: any optax transformation, the numbers of plain optax, gradients summed over the replicas once."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -332,3 +334,78 @@ def test_what_a_transformation_takes_besides_is_passed_on(strategy2: mr.Strategy
     np.testing.assert_allclose(w.numpy(), target, atol=1e-4)
     state = jax.tree.leaves(plateau.state, is_leaf=lambda x: isinstance(x, mr.Variable))
     assert [float(v) < 1.0 for v in state if "scale" in v.name] == [True]
+
+
+# -- minimize and iterations
+
+
+def test_minimize_is_value_and_grad_and_apply_gradients(strategy: mr.MirroredStrategy) -> None:
+    rows = np.random.default_rng(0).normal(size=(7, 2)).astype(np.float32)
+
+    def train(minimize):
+        with strategy.scope():
+            variables = {"w": mr.Variable(np.ones(2, np.float32)), "b": [mr.Variable(0.5), None]}
+            optimizer = mr.Optimizer(optax.adam(0.1), variables)
+
+        def step(x):
+            def loss():
+                return mr.losses.compute_average_loss((x @ variables["w"] + variables["b"][0]) ** 2)
+
+            if minimize:
+                return optimizer.minimize(loss)
+            value, gradients = mr.value_and_grad(loss, variables)()
+            optimizer.apply_gradients(gradients)
+            return value
+
+        losses = [strategy.reduce("sum", strategy.run(step, args=(x,))) for x in strategy.distribute_dataset([rows] * 3)]
+        assert int(optimizer.iterations) == 3 and optimizer.iterations.dtype == np.int32
+        return losses, jax.tree.map(np.asarray, variables)
+
+    jax.tree.map(np.testing.assert_array_equal, train(True), train(False))
+
+
+def test_minimize_some_of_the_variables(strategy2: mr.Strategy) -> None:
+    w, b, other = (variable(1.0, strategy2) for _ in range(3))
+    optimizer = mr.Optimizer(optax.sgd(0.1), {"w": w, "b": b})
+    x = distributed(strategy2, 1.0, 2.0)
+    losses = strategy2.run(lambda x: optimizer.minimize(lambda: w * b * x, [b]), args=(x,))
+    assert (float(strategy2.reduce("sum", losses)), float(w), float(b)) == (3.0, 1.0, np.float32(0.7))
+    assert float(optimizer.minimize(lambda: w * 2, w)) == 2.0 and float(w) == np.float32(0.8)  # outside a step, once
+    assert int(optimizer.iterations) == 2
+    strategy2.run(lambda: optimizer.minimize(lambda: w * 2, aggregate=False))
+    assert float(w) == np.float32(0.6)
+    for wrong, kind, message in (
+        (lambda: optimizer.minimize(w * b), TypeError, r"of type \w+ as its loss; .*minimize\(lambda: loss_of"),
+        (lambda: optimizer.minimize(lambda: w * np.ones(2)), TypeError, "the loss has shape"),
+        (lambda: optimizer.minimize(lambda: other * 2, [other]), ValueError, "is not one that this optimizer was made for"),
+        (lambda: optimizer.minimize(lambda: w * 2, [3.0]), TypeError, "mr.Variable"),
+    ):
+        for call in (wrong, lambda wrong=wrong: strategy2.run(wrong)):
+            with pytest.raises(kind, match=message):
+                call()
+    assert int(optimizer.iterations) == 3
+
+
+def test_iterations_count_the_updates_wherever_they_are_made(strategy2: mr.Strategy) -> None:
+    w, b = variable(1.0, strategy2), variable(1.0, strategy2)
+    optimizer = mr.Optimizer(optax.MultiSteps(optax.adam(0.1), 2), [w, b])
+
+    def step():
+        before = optimizer.iterations.value
+        optimizer.apply_gradients([w.value, None])
+        return before, optimizer.iterations.value
+
+    with warnings.catch_warnings(action="ignore", category=mr.FactorOfReplicasWarning):
+        assert [int(n) for n in strategy2.run(step)] == [0, 1]
+        mr.function(lambda: [strategy2.run(step), strategy2.run(step)])()
+        mr.scan(lambda c, _: (c, strategy2.run(step)), 0.0, length=2)
+    optimizer.apply_gradients(zip([1.0], [b], strict=True))
+    assert int(optimizer.iterations) == 6
+    with pytest.raises(ValueError, match="got no gradient for any variable"):
+        optimizer.apply_gradients([None, None])
+    with pytest.raises(AttributeError):
+        optimizer.iterations = 3
+    assert int(optimizer.iterations) == 6 and optimizer.iterations.name == "optimizer.iterations"
+    assert all(
+        optimizer.iterations is not v for v in jax.tree.leaves(optimizer.state, is_leaf=lambda v: v is not optimizer.state)
+    )

@@ -12,6 +12,7 @@ from ._errors import ContextError
 from ._replicas import frames
 from ._replicas.context import ReplicaContext as _ReplicaContext
 from ._replicas.context import axis_of as _axis_of
+from ._text import shown as _shown
 
 
 def compute_average_loss(
@@ -87,7 +88,7 @@ def _replica_context(name: str) -> _ReplicaContext:
 
 def _as_numbers(value: Any, what: str) -> jax.Array:
     if not (isinstance(value, jax.Array | np.ndarray | np.generic | int | float | list) or hasattr(value, "__jax_array__")):
-        raise TypeError(f"{what} is {value!r} of type {type(value).__name__}; expected an array of numbers.")
+        raise TypeError(f"{what} is {_shown(value)} of type {type(value).__name__}; expected an array of numbers.")
     array = jnp.asarray(value)
     if jnp.iscomplexobj(array):
         raise TypeError(f"{what} has dtype {array.dtype}; expected real numbers.")

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from . import _tf_names
 from ._errors import ContextError, PerReplicaError, StrategyMismatchError
 from ._jax import user_code
 from ._jax.marks import Mark, Purpose, mark
+from ._models import lines_for
 from ._options import ReduceOp
 from ._replicas import cross_replica, frames
 from ._replicas.frames import Frame
 from ._replicas.per_replica import PerReplica, is_per_replica, stack_of
+from ._text import shown
+from ._transforms.gradients import value_and_grad
 from ._typing import PyTree
 from ._variables.assignment import check_per_replica
 from ._variables.variable import Variable, is_variable, spec_of
@@ -52,7 +56,7 @@ class Optimizer:
 
     def __init__(self, tx: optax.GradientTransformation, variables: PyTree) -> None:
         if not (hasattr(tx, "init") and hasattr(tx, "update")):
-            raise TypeError(f"tx is {tx!r}; expected an optax transformation, for example optax.adam(1e-3).")
+            raise TypeError(f"tx is {shown(tx)}; expected an optax transformation, for example optax.adam(1e-3).")
         if (frame := frames.current()) is not None and frame.bindings is not None:
             raise ContextError(
                 f"mr.Optimizer was created inside a step, at {user_code.user_line()}. Its state must outlive the step: create "
@@ -60,12 +64,13 @@ class Optimizer:
             )
         self._tx = tx
         self._leaves, self._treedef = jax.tree.flatten(variables, is_leaf=is_variable)
-        _check_variables(self._leaves)
+        _check_variables(self._leaves, variables)
         # The state lives with the variables, also when the optimizer is made outside their scope.
         with frames.entered(Frame(None, spec_of(self._leaves[0]).mesh)):
             values = self._as_tree([variable.value for variable in self._leaves])
             paths, self._state_treedef = jax.tree_util.tree_flatten_with_path(tx.init(values))
             self._state = [Variable(leaf, name=f"optimizer{jax.tree_util.keystr(path)}", trainable=False) for path, leaf in paths]
+            self._iterations = Variable(np.int32(0), name="optimizer.iterations", trainable=False)
 
     @property
     def variables(self) -> PyTree:
@@ -76,6 +81,49 @@ class Optimizer:
     def state(self) -> PyTree:
         """The transformation's state: its tree, with variables as leaves."""
         return jax.tree.unflatten(self._state_treedef, self._state)
+
+    @property
+    def iterations(self) -> Variable:
+        """How many updates were made, by `apply_gradients` or `minimize`: an int32 variable, saved in checkpoints.
+
+        A checkpoint from before it existed leaves it at 0.
+        """
+        return self._iterations
+
+    def minimize(self, loss: Callable[[], Any], var_list: PyTree = None, **options: Any) -> jax.Array:
+        """Differentiate a loss, update the variables with its gradients, and return its value.
+
+        The same as `mr.value_and_grad(loss, variables)()` and `apply_gradients`, so inside a step the loss is this replica's own.
+
+        Args:
+            loss: a function of no arguments that returns a scalar.
+            var_list: those of the variables that are to be updated, in any nest. Default: all.
+            **options: those of `apply_gradients`.
+
+        Raises:
+            TypeError: when `loss` is no function, or does not return a scalar.
+            ValueError: for a variable that is not this optimizer's, and as `apply_gradients`.
+
+        >>> with strategy.scope():
+        ...     w = mr.Variable(1.0, name="w")
+        ...     optimizer = mr.Optimizer(optax.sgd(0.1), [w])
+        >>> x = strategy.distribute_values_from_function(lambda ctx: 1.0 + ctx.replica_id_in_sync_group)
+        >>> loss = strategy.run(lambda x: optimizer.minimize(lambda: w.value * x), args=(x,))  # 1 - 0.1 * (1 + 2)
+        >>> float(strategy.reduce("sum", loss)), round(float(w), 6), int(optimizer.iterations)
+        (3.0, 0.7, 1)
+
+        Source: https://www.tensorflow.org/api_docs/python/tf/keras/optimizers/Optimizer
+        """
+        if not callable(loss):
+            raise TypeError(
+                f"minimize got an object of type {type(loss).__name__} as its loss; expected a function of no arguments that "
+                "computes it, so that it can be differentiated: optimizer.minimize(lambda: loss_of(x))."
+            )
+        variables = self.variables if var_list is None else var_list
+        value, gradients = value_and_grad(loss, variables)()
+        leaves = jax.tree.leaves(variables, is_leaf=is_variable)
+        self.apply_gradients(zip(jax.tree.leaves(gradients), leaves, strict=True), **options)
+        return value
 
     def apply_gradients(self, grads: PyTree | Iterable[tuple[Any, Variable]], aggregate: bool = True, **extra: Any) -> None:
         """Sum the gradients over the replicas, in one packed all-reduce, and update the variables.
@@ -119,6 +167,7 @@ class Optimizer:
         for variable, value, keep in new:
             if not keep:
                 variable.assign(value)
+        self._iterations.assign_add(1)
 
     def _skipped_state(self, is_skipped: list[bool]) -> list[bool]:
         """Tell for each state variable whether it belongs to a variable that has no gradient.
@@ -211,7 +260,7 @@ def _as_pairs(grads: Any) -> list[tuple[Any, Variable]] | None:
     if isinstance(pairs, list) and pairs and all(map(_is_pair, pairs)):
         return pairs
     if is_iterator:
-        raise TypeError(f"apply_gradients got an iterator of {pairs!r}; expected pairs, as of zip(grads, variables).")
+        raise TypeError(f"apply_gradients got an iterator of {shown(pairs)}; expected pairs, as of zip(grads, variables).")
     return None
 
 
@@ -223,7 +272,7 @@ def _checked_gradient(gradient: Any, variable: Variable) -> Any:
     if gradient is None or isinstance(gradient, PerReplica):
         return gradient
     if not hasattr(gradient, "shape") and not isinstance(gradient, int | float):
-        raise TypeError(f"the gradient of variable {variable.name!r} is {gradient!r}; expected an array or None.")
+        raise TypeError(f"the gradient of variable {variable.name!r} is {shown(gradient)}; expected an array or None.")
     gradient = jnp.asarray(gradient)
     if jnp.iscomplexobj(gradient) and not jnp.issubdtype(variable.dtype, jnp.complexfloating):
         raise TypeError(f"the gradient of variable {variable.name!r} has dtype {gradient.dtype}; expected {variable.dtype}.")
@@ -245,7 +294,7 @@ def _one_value(gradient: Any, variable: Variable, aggregate: bool) -> jax.Array:
     return cross_replica.compiled(cross_replica.reduce_stack, spec.mesh.mirrored, ReduceOp.SUM, (), None)(stack)
 
 
-def _check_variables(leaves: list[Any]) -> None:
+def _check_variables(leaves: list[Any], variables: PyTree) -> None:
     if not leaves:
         raise TypeError(
             "mr.Optimizer got no variables; expected at least one, for example mr.Optimizer(optax.adam(1e-3), [w, b])."
@@ -253,7 +302,8 @@ def _check_variables(leaves: list[Any]) -> None:
     for position, leaf in enumerate(leaves):
         if not isinstance(leaf, Variable):
             raise TypeError(
-                f"mr.Optimizer got {leaf!r} of type {type(leaf).__name__} among its variables; expected mr.Variable objects."
+                f"mr.Optimizer got {shown(leaf)} of type {type(leaf).__name__} among its variables; expected mr.Variable objects."
+                + lines_for(variables)
             )
         if spec_of(leaf).is_on_read:
             raise ValueError(

@@ -177,6 +177,29 @@ def test_optimizer_and_step_go_on_as_if_never_interrupted(tmp_path: Path) -> Non
     assert train(on(3), tmp_path / "parts", 0) == (whole, 5)
 
 
+def test_an_optimizers_count_comes_back_and_files_from_before_it_are_restored(tmp_path: Path, strategy3: mr.Strategy) -> None:
+    def make(strategy: mr.Strategy) -> tuple[mr.Variable, mr.Optimizer]:
+        with strategy.scope():
+            w = mr.Variable(1.0, name="w")
+        return w, mr.Optimizer(optax.sgd(0.1, momentum=0.9), [w])
+
+    w, optimizer = make(strategy3)
+    for _ in range(4):
+        optimizer.apply_gradients([1.0])
+    save(tmp_path / "new", 4, w=w, optimizer=optimizer)
+    save(tmp_path / "old", 4, w=w, optimizer=optimizer.state)  # as all were, with these paths
+    for directory, count in (("new", 4), ("old", 0)):
+        again, other = make(on(2))
+        other.apply_gradients([5.0])
+        assert restore(tmp_path / directory, w=again, optimizer=other) == 4
+        assert (float(again), int(other.iterations)) == (float(w), count), directory
+        other.apply_gradients([1.0])
+        assert int(other.iterations) == count + 1
+    state_only = make(strategy3)[1].state
+    restore(tmp_path / "new", w=w, optimizer=state_only)
+    np.testing.assert_array_equal(*(jax.tree.leaves(tree)[0] for tree in (state_only, optimizer.state)))
+
+
 def test_each_worker_gets_back_its_own_position() -> None:
     """And that of the first when their number has changed, which an iterator may refuse."""
 
@@ -1109,11 +1132,13 @@ def test_what_is_not_a_step_of_ours_is_left_alone(tmp_path: Path, caplog) -> Non
 
 def test_two_checkpoints_in_one_directory_do_not_disturb_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as a cell of a notebook that is run twice: one sweeps while the other writes."""
-    write_synced = _files._write_synced
+    write_synced, other = _files._write_synced, _files.StepFiles(tmp_path)
 
     def meanwhile(path: Path, data: bytes) -> None:
         monkeypatch.setattr(_files, "_write_synced", write_synced)
-        _files.StepFiles(tmp_path).write(4, {"a0": np.arange(3.0)}, {"leaves": {}})
+        other.claim()
+        other.write(4, {"a0": np.arange(3.0)}, {"leaves": {}})
+        other.release()
         write_synced(path, data)
 
     monkeypatch.setattr(_files, "_write_synced", meanwhile)
@@ -1121,8 +1146,8 @@ def test_two_checkpoints_in_one_directory_do_not_disturb_each_other(tmp_path: Pa
     with Checkpoint(tmp_path, w=w) as checkpoint:
         checkpoint.save(3)
         checkpoint.wait()
-        assert checkpoint.steps() == [3, 4] and _files.StepFiles(tmp_path).read(4)[1]["a0"].tolist() == [0, 1, 2]
-        assert os.listdir(tmp_path / "3") != [] and _files.StepFiles(tmp_path).read(3)[0]["step"] == 3
+        assert checkpoint.steps() == [3, 4]
+        assert other.read(4)[1]["a0"].tolist() == [0, 1, 2] and other.read(3)[0]["step"] == 3
 
 
 def test_workers_that_differ_are_told_how() -> None:

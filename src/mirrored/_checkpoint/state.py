@@ -12,9 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._models import lines_for
 from .._options import VariableAggregation
 from .._replicas import cross_replica
 from .._replicas.per_replica import PerReplica
+from .._text import shown
 from .._typing import PyTree
 from .._variables.variable import Variable, set_stored, spec_of, stored_array
 from ..data._iterator import DistributedIterator, num_workers_of
@@ -22,6 +24,9 @@ from ..optimizer import Optimizer
 
 #: By its path, such as `model['layers'][0]`: a variable, an array, a number, or an iterator with a position.
 Leaves: TypeAlias = dict[str, Any]
+
+#: The end of the path of an optimizer's count of updates. Checkpoints from before there was one are restored without it.
+_COUNT = ":iterations"
 
 _NUMBERS = {"bool": "True".__eq__, "int": int, "float": float, "complex": complex}
 
@@ -47,23 +52,24 @@ def leaves_of(named: Mapping[str, PyTree]) -> Leaves:
     """
     found: Leaves = {}
     for name in sorted(named):
-        for path, leaf in _walk(name, named[name], is_replaceable=False):
+        for path, leaf in _walk(name, named[name], False, lines_for(named[name])):
             if path in found:
                 raise ValueError(f"mr.Checkpoint: two values have the path {path!r}; give their keys different names.")
             found[path] = leaf
     return found
 
 
-def _walk(path: str, tree: PyTree, is_replaceable: bool) -> Iterator[tuple[str, Any]]:
+def _walk(path: str, tree: PyTree, is_replaceable: bool, lines: str) -> Iterator[tuple[str, Any]]:
     if isinstance(tree, Optimizer):
+        yield path + _COUNT, tree.iterations
         tree = tree.state
     children = _children(tree)
     if children is None:
-        _check_leaf(path, tree, is_replaceable)
+        _check_leaf(path, tree, is_replaceable, lines)
         yield path, tree
         return
     for key, child in children[0]:
-        yield from _walk(path + jax.tree_util.keystr(key), child, is_replaceable or isinstance(tree, dict | list))
+        yield from _walk(path + jax.tree_util.keystr(key), child, is_replaceable or isinstance(tree, dict | list), lines)
 
 
 def _children(tree: PyTree) -> tuple[list[tuple[Any, Any]], Any] | None:
@@ -80,7 +86,7 @@ def has_position(value: Any) -> bool:
     return callable(getattr(type(value), "get_state", None)) and callable(getattr(type(value), "set_state", None))
 
 
-def _check_leaf(path: str, leaf: Any, is_replaceable: bool) -> None:
+def _check_leaf(path: str, leaf: Any, is_replaceable: bool, lines: str) -> None:
     if isinstance(leaf, Variable) or has_position(leaf):
         return
     if isinstance(leaf, PerReplica):
@@ -95,14 +101,14 @@ def _check_leaf(path: str, leaf: Any, is_replaceable: bool) -> None:
     is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic)
     if not (is_array and _is_savable(leaf.dtype)) and type(leaf).__name__ not in _NUMBERS:
         raise TypeError(
-            f"mr.Checkpoint: {path} is {leaf!r} of type {type(leaf).__name__}; expected variables, optimizers, arrays, numbers, "
-            "iterators of distributed datasets, or nests of them. For the position in the data give the iterator itself instead "
-            "of its get_state(): state = {'epoch': 0, 'batches': iter(dataset)}."
+            f"mr.Checkpoint: {path} is {shown(leaf)} of type {type(leaf).__name__}; expected variables, optimizers, arrays, "
+            "numbers, iterators of distributed datasets, or nests of them. For the position in the data give the iterator itself "
+            "instead of its get_state(): state = {'epoch': 0, 'batches': iter(dataset)}." + lines
         )
     if not is_replaceable and not (isinstance(leaf, np.ndarray) and leaf.flags.writeable):
         raise TypeError(
-            f"mr.Checkpoint: {path} is {leaf!r}, and a restored value could not be put in its place. Keep it in a dict or a list "
-            "that the program reads it from: mr.Checkpoint(directory, state={'epoch': 0})."
+            f"mr.Checkpoint: {path} is {shown(leaf)}, and a restored value could not be put in its place. Keep it in a dict or a "
+            "list that the program reads it from: mr.Checkpoint(directory, state={'epoch': 0})." + lines
         )
 
 
@@ -229,6 +235,8 @@ def differences(leaves: Leaves, saved: Snapshot) -> list[str]:
     """Say of each leaf why what was saved does not fit it; an empty list when all fit."""
     problems = []
     for path in sorted({*leaves, *saved.leaves}):
+        if path.endswith(_COUNT) and not (path in leaves and path in saved.leaves):
+            continue
         if path not in saved.leaves:
             problems.append(f"{path} ({_kind(leaves[path])}) is not in the checkpoint")
         elif path not in leaves:
@@ -336,8 +344,10 @@ def restore_values(named: Mapping[str, PyTree], leaves: Leaves, saved: Snapshot)
     """Put the values back: variables and numpy arrays are written, and what else there is takes its place in its dict or list."""
     new: Leaves = {}
     for path, leaf in leaves.items():
-        entry = saved.leaves[path]
-        if isinstance(leaf, Variable):
+        entry = saved.leaves.get(path)
+        if entry is None:  # the count of an optimizer
+            leaf.assign(0)
+        elif isinstance(leaf, Variable):
             _restore_variable(leaf, saved, entry)
         elif entry["kind"] == "number":
             new[path] = _NUMBERS[entry["type"]](entry["value"])

@@ -15,6 +15,7 @@ from .. import _tf_names
 from .._errors import ContextError, UnevenReplicasError
 from .._jax import tracing, user_code
 from .._options import ReduceOp
+from .._text import shown
 from .._typing import REPLICA_AXIS, PyTree
 from . import arrays, collectives
 from .collectives import ReplicaAxis
@@ -189,20 +190,20 @@ def _as_key(key: Any) -> jax.Array:
         return jax.random.key(array)
     if array is not None and (jnp.issubdtype(array.dtype, jax.dtypes.prng_key) or array.dtype == jnp.uint32):
         return array
-    raise TypeError(f"rng got {key!r}; expected a key from jax.random.key(seed), or an int from which one is made.")
+    raise TypeError(f"rng got {shown(key)}; expected a key from jax.random.key(seed), or an int from which one is made.")
 
 
 def check_call(verb: str, example: str, function: Any, args: Any, kwargs: Any) -> None:
     """Refuse arguments of a verb that calls a user's function which are no function, tuple and dict."""
     if not callable(function):
-        raise TypeError(f"{verb} got {function!r}; expected a function, not called: {example}.")
+        raise TypeError(f"{verb} got {shown(function)}; expected a function, not called: {example}.")
     if not isinstance(args, tuple | list):
         raise TypeError(
             f"args of {verb} is {type(args).__name__}; expected a tuple or list of the positional arguments. For one argument "
             f"write {example}, with the comma."
         )
     if kwargs is not None and not (isinstance(kwargs, dict) and all(isinstance(name, str) for name in kwargs)):
-        raise TypeError(f"kwargs of {verb} is {kwargs!r}; expected a dict of keyword arguments.")
+        raise TypeError(f"kwargs of {verb} is {shown(kwargs)}; expected a dict of keyword arguments.")
 
 
 def own_parts(tree: PyTree, axis: ReplicaAxis) -> PyTree:

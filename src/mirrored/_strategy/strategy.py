@@ -23,6 +23,7 @@ from .._program.steps import Steps
 from .._replicas import collectives, context, frames, in_flight
 from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh
+from .._text import shown
 from .._typing import PyTree, UserFunction
 from .._variables import equal_copies
 from .._variables.variable import Variable, live_variables, spec_of, stored_array
@@ -374,7 +375,7 @@ class Strategy:
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#distribute_datasets_from_function
         """
         if not callable(dataset_fn):
-            raise TypeError(f"dataset_fn is {dataset_fn!r}; expected a function of a mr.InputContext.")
+            raise TypeError(f"dataset_fn is {shown(dataset_fn)}; expected a function of a mr.InputContext.")
         options = self._checked_input(options, "distribute_datasets_from_function")
         if options.auto_shard_policy in (AutoShardPolicy.FILE, AutoShardPolicy.DATA):
             raise ValueError(
@@ -388,7 +389,7 @@ class Strategy:
 
     def _checked_input(self, options: InputOptions | None, verb: str) -> InputOptions:
         if options is not None and not isinstance(options, InputOptions):
-            raise TypeError(f"options is {options!r}; expected mr.InputOptions(...).")
+            raise TypeError(f"options is {shown(options)}; expected mr.InputOptions(...).")
         frames.require_cross_replica(verb, "Distribute the dataset before the step and pass its batches to it.")
         self._check_current(verb)
         return options or InputOptions()
@@ -434,7 +435,7 @@ class Strategy:
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#experimental_distribute_values_from_function
         """
         if not callable(value_fn):
-            raise TypeError(f"value_fn is {value_fn!r}; expected a function of a mr.ValueContext.")
+            raise TypeError(f"value_fn is {shown(value_fn)}; expected a function of a mr.ValueContext.")
         frames.require_cross_replica("distribute_values_from_function", "Compute the value in the step itself.")
         self._check_current("distribute_values_from_function")
         count = self.num_replicas_in_sync

@@ -18,6 +18,7 @@ from .._replicas import frames
 from .._replicas.per_replica import PerReplica
 from .._strategy.strategies import MirroredStrategy
 from .._strategy.strategy import variables_of
+from .._text import shown
 from .._typing import PyTree
 from .._variables.variable import Variable
 
@@ -208,7 +209,9 @@ def _of_result(result: PyTree) -> list[tuple[str, np.ndarray]]:
             continue
         numbers = _numbers(leaf)
         if not jax.numpy.issubdtype(numbers.dtype, np.number) and numbers.dtype != np.bool_:
-            raise TypeError(f"{name} of train(strategy) is {leaf!r}; expected arrays, numbers and variables only. Leave it out.")
+            raise TypeError(
+                f"{name} of train(strategy) is {shown(leaf)}; expected arrays, numbers and variables only. Leave it out."
+            )
         found.append((name, numbers))
     return found
 

@@ -22,6 +22,7 @@ from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh, default_mesh
 from .._replicas.per_replica import PerReplica
 from .._replicas.placement import check_later, mirror_constants
+from .._text import shown
 from .._typing import PyTree, Shape, UserFunction
 from .._variables import equal_copies, storage
 from .._variables.variable import Variable, spec_of
@@ -60,7 +61,7 @@ def function(fn: UserFunction) -> UserFunction:
     Source: https://www.tensorflow.org/api_docs/python/tf/function
     """
     if not callable(fn):
-        raise TypeError(f"mr.function got {fn!r}; expected a function: @mr.function above def train_step(batch): ...")
+        raise TypeError(f"mr.function got {shown(fn)}; expected a function: @mr.function above def train_step(batch): ...")
 
     @functools.wraps(fn)
     def compiled(*args: Any, **kwargs: Any) -> PyTree:

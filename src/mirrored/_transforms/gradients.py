@@ -11,8 +11,10 @@ import jax.numpy as jnp
 from .._errors import ContextError, StrategyMismatchError
 from .._jax import user_code
 from .._jax.marks import Mark, Purpose, mark
+from .._models import lines_for
 from .._program import lift
 from .._replicas import frames
+from .._text import shown
 from .._typing import PyTree, UserFunction
 from .._variables.bindings import bound, with_few_compilations
 from .._variables.variable import Variable, is_variable, load, spec_of, store
@@ -68,7 +70,7 @@ def value_and_grad(fn: UserFunction, variables: PyTree, has_aux: bool = False) -
     Source: https://www.tensorflow.org/api_docs/python/tf/GradientTape
     """
     if not callable(fn):
-        raise TypeError(f"mr.value_and_grad got {fn!r}; expected a function that returns a loss.")
+        raise TypeError(f"mr.value_and_grad got {shown(fn)}; expected a function that returns a loss.")
     leaves, treedef = _check_variables(variables)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -109,8 +111,8 @@ def _check_variables(variables: PyTree) -> tuple[list[Variable], Any]:
     for leaf in leaves:
         if not isinstance(leaf, Variable):
             raise TypeError(
-                f"mr.value_and_grad got {leaf!r} of type {type(leaf).__name__} among its variables; expected mr.Variable "
-                "objects. For gradients with respect to arrays use jax.value_and_grad."
+                f"mr.value_and_grad got {shown(leaf)} of type {type(leaf).__name__} among its variables; expected mr.Variable "
+                "objects. For gradients with respect to arrays use jax.value_and_grad." + lines_for(variables)
             )
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise TypeError(
@@ -141,7 +143,7 @@ def _split(result: Any, has_aux: bool) -> tuple[Any, Any]:
     if not has_aux:
         return result, None
     if not isinstance(result, tuple) or len(result) != 2:
-        returned = "an array" if isinstance(result, jax.Array) else repr(result)
+        returned = "an array" if isinstance(result, jax.Array) else shown(result)
         raise TypeError(f"with has_aux=True the function must return (loss, aux); it returned {returned}.")
     return result
 
@@ -149,8 +151,8 @@ def _split(result: Any, has_aux: bool) -> tuple[Any, Any]:
 def _scalar(loss: Any) -> jax.Array:
     if isinstance(loss, tuple):
         raise TypeError("the function returned a tuple; pass has_aux=True when it returns (loss, aux).")
-    if loss is None or isinstance(loss, str | dict | list):
-        raise TypeError(f"the function returned {loss!r}; expected a scalar loss. Does it end with `return loss`?")
+    if loss is None or not (hasattr(loss, "dtype") or isinstance(loss, int | float)):
+        raise TypeError(f"the function returned {shown(loss)}; expected a scalar loss. Does it end with `return loss`?")
     loss = jnp.asarray(loss)
     if loss.shape != ():
         raise TypeError(

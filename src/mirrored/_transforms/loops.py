@@ -13,6 +13,7 @@ from .._errors import UnevenReplicasError
 from .._replicas import frames
 from .._replicas.arrays import as_array
 from .._replicas.per_replica import PerReplica, stack_of, uneven_shapes
+from .._text import shown
 from .._typing import PyTree
 from .._variables.bindings import Fallback, bound, outer_reader
 from .._variables.variable import Variable, load, store
@@ -255,4 +256,4 @@ def _check_bounds(lower: Any, upper: Any) -> None:
 
 def _check_callable(fn: Any, verb: str) -> None:
     if not callable(fn):
-        raise TypeError(f"{verb} got {fn!r} as its body; expected a function.")
+        raise TypeError(f"{verb} got {shown(fn)} as its body; expected a function.")

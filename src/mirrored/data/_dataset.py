@@ -15,6 +15,7 @@ import numpy as np
 from .._options import InputOptions
 from .._replicas.mesh import ReplicaMesh
 from .._replicas.per_replica import PerReplica
+from .._text import shown
 from .._typing import PyTree
 from ._iterator import DistributedIterator
 from ._passes import Elements
@@ -169,15 +170,16 @@ def check_dataset(dataset: Any, verb: str) -> None:
         )
     if isinstance(dataset, collections.abc.Iterator):
         raise TypeError(
-            f"{verb} got {dataset!r}, an iterator that can be used only once; a second epoch would be empty. Pass "
+            f"{verb} got {shown(dataset)}, an iterator that can be used only once; a second epoch would be empty. Pass "
             "an object whose __iter__ starts anew: a list of batches, a dataset, or a class with `def __iter__(self): yield ...`."
         )
     if not isinstance(dataset, collections.abc.Iterable) and not hasattr(type(dataset), "__getitem__"):
         raise TypeError(
-            f"{verb} got {dataset!r} of type {type(dataset).__name__}; expected an iterable of {batches}, for example {example}."
+            f"{verb} got {shown(dataset)} of type {type(dataset).__name__}; expected an iterable of {batches}, for "
+            f"example {example}."
         )
     if isinstance(dataset, str | bytes | dict):
-        raise TypeError(f"{verb} got {dataset!r}; expected an iterable of {batches}.")
+        raise TypeError(f"{verb} got {shown(dataset)}; expected an iterable of {batches}.")
     if reason := why_single_rows(dataset, size):
         raise ValueError(f"{verb} expected {batches}, and {type(dataset).__name__} {reason}")
 

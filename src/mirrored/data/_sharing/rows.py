@@ -11,6 +11,7 @@ import numpy as np
 
 from ..._replicas.arrays import check_range, is_numeric
 from ..._replicas.per_replica import PerReplica, is_per_replica
+from ..._text import shown
 from ..._typing import PyTree
 
 
@@ -91,7 +92,7 @@ def count_rows(batch: PyTree) -> int:
     """Return the number of rows of a batch of numpy arrays, which all leaves share."""
     paths, _ = jax.tree_util.tree_flatten_with_path(batch)
     if not paths:
-        raise TypeError(f"the dataset yielded {batch!r}, which holds no array; expected a nest of arrays, one global batch.")
+        raise TypeError(f"the dataset yielded {shown(batch)}, which holds no array; expected a nest of arrays, one global batch.")
     for path, leaf in paths:
         if leaf.ndim == 0:
             raise ValueError(

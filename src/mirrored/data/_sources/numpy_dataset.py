@@ -11,6 +11,7 @@ import numpy as np
 
 from ..._replicas.arrays import is_numeric
 from ..._replicas.per_replica import PerReplica, is_per_replica
+from ..._text import shown
 from ..._typing import PyTree
 from .elements import applied, checked_function, spec_of_batch
 
@@ -257,12 +258,12 @@ def check_rows(arrays: PyTree) -> None:
     """Refuse a nest whose leaves are not arrays with one common number of rows."""
     paths, _ = jax.tree_util.tree_flatten_with_path(arrays, is_leaf=is_per_replica)
     if not paths:
-        raise TypeError(f"the dataset {arrays!r} holds no array; expected a nest of numpy arrays.")
+        raise TypeError(f"the dataset {shown(arrays)} holds no array; expected a nest of numpy arrays.")
     for path, leaf in paths:
         name = jax.tree_util.keystr(path) or "the array"
         if not isinstance(leaf, np.ndarray):
             raise TypeError(
-                f"{name} is {leaf!r} of type {type(leaf).__name__}; expected a numpy array whose first axis counts rows."
+                f"{name} is {shown(leaf)} of type {type(leaf).__name__}; expected a numpy array whose first axis counts rows."
             )
         if isinstance(leaf, np.ma.MaskedArray):
             raise TypeError(f"{name} is a masked array, and no device holds masks. Write array.filled(value).")
