@@ -28,9 +28,12 @@ BY_TEST = {
     "test_rounds.py::test_steps_are_taken_and_repeated_and_any_position_is_gone_on_from": [
         ("_sharing/rounds.py", "        is_first = False\n", ""),
         ("_sharing/rounds.py", "done[:mine] = [0] * mine", "pass"),
-        ("_passes.py", "self._extra if is_first else {}", "{}"),
     ],
-    "test_rounds.py::test_positions_in_endless_and_cut_rows": [
+    "test_rounds.py::test_workers_take_and_repeat_the_same_steps_and_go_on_from_any[file]": [
+        ("_passes.py", "self._extra if is_first else {}", "{}"),
+        ("_passes.py", "self._extra if is_first else {}", "self._extra"),
+    ],
+    "test_rounds.py::test_rows_in_memory_are_taken_mapped_and_repeated_as_in_tf_data": [
         (
             "_sources/numpy_dataset.py",
             "self._epoch * per_epoch + self._batch_of_epoch() >= limit",
