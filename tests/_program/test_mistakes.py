@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import warm
+from processes import run_program
 
 import mirrored as mr
 
@@ -137,7 +137,7 @@ for name, step in steps.items():
 
 
 def test_a_script_shows_the_users_line_last() -> None:
-    ended = warm.ended(SCRIPT)
+    ended = run_program(SCRIPT)
     assert ended.returncode == 0, ended.stderr
     shown = dict(text.split("\n", 1) for text in ended.stdout.split("mistake ")[1:])
     assert shown.keys() == {"branch", "shapes", "name", "assign", "loss", "diverges"}
@@ -145,5 +145,5 @@ def test_a_script_shows_the_users_line_last() -> None:
         lines = text.splitlines()
         assert lines[0].startswith("Traceback") and sum(line.startswith("Traceback") for line in lines) == 1, text
         files = [line for line in lines if line.startswith("  File ")]
-        assert all('File "<string>"' in line for line in files), text
+        assert all('program.py"' in line for line in files), text
         assert "in <lambda>" in files[-1] or name == "diverges", text
