@@ -516,6 +516,24 @@ BAD_INPUT = {
         mr.InputContext().get_per_replica_batch_size(0) => ValueError: global_batch_size is 0; expected at
         mr.InputContext().get_per_replica_batch_size("4") => TypeError: global_batch_size is '4'; expected
     """,
+    "data.DistributedDataset.take": r"""
+        distributed.take("2") => TypeError: take got '2'; expected an int, the number of steps
+        distributed.take(-1) => ValueError: take got -1; expected at least 0
+    """,
+    "data.DistributedDataset.repeat": r"""
+        distributed.repeat(1.5) => TypeError: repeat got 1\.5; expected an int, the number of passes
+        distributed.repeat(0) => ValueError: repeat got 0; expected at least 1, or None for no end
+    """,
+    "data.DistributedDataset.map": r"""
+        distributed.map(None) => TypeError: map got None; expected a function of a batch
+    """,
+    "data.NumpyDataset.take": r"""
+        rows.take("2") => TypeError: count is '2'; expected an int
+        rows.take(3) => ValueError: take was called after shuffle, repeat or map\. Take rows first
+    """,
+    "data.NumpyDataset.map": r"""
+        rows.map(3) => TypeError: map got 3; expected a function of a batch
+    """,
     "data.DistributedIterator.set_state": r"""
         iter(distributed).set_state(3) => TypeError: state is 3; expected what get_state\(\)
         iter(distributed).set_state({"version": 1, "policy": "DATA", "worker": None, "source": {"next": 7}})
@@ -546,7 +564,7 @@ BAD_INPUT = {
         rows.shuffle(buffer_size=10, seed=3) => TypeError: buffer_size=10, seed=3; .*: \.shuffle\(seed=3\)\.
     """,
     "data.NumpyDataset.repeat": r"""
-        rows.repeat(None) => TypeError: num_epochs is None; expected an int
+        rows.repeat("2") => TypeError: num_epochs is '2'; expected an int
         rows.repeat(0) => ValueError: num_epochs is 0; expected at least 1
     """,
     # files; more rows are in test_tfrecord.py and test_example.py
@@ -643,12 +661,13 @@ WITHOUT_INPUT = {
     "ClusterResolver.cluster_spec", "ClusterSpec.as_dict", "KubernetesClusterResolver.cluster", "PreemptionHandler.close",
     "SimpleClusterResolver.cluster", "SlurmClusterResolver.cluster", "TFConfigClusterResolver.cluster",
     "eager", "get_replica_context", "get_strategy", "has_strategy", "in_cross_replica_context", "Strategy.explain",
-    "data.DistributedDataset.describe", "data.DistributedIterator.close", "data.DistributedIterator.get_state",
+    "Variable.read_value", "data.DistributedDataset.describe", "data.DistributedIterator.close",
+    "data.DistributedIterator.get_state",
 }  # fmt: skip
 #: Not made by users: strategies, contexts and datasets make them.
 NOT_MADE_BY_USERS = {
     "Strategy", "ReplicaContext", "PerReplica", "ValueContext", "InputContext", "data.DistributedDataset",
-    "data.DistributedIterator",
+    "data.DistributedIterator", "data.PerReplicaSpec",
 }  # fmt: skip
 
 

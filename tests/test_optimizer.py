@@ -1,5 +1,6 @@
 """mr.Optimizer: any optax transformation, the numbers of plain optax, gradients summed over the replicas once."""
 
+import math
 import warnings
 
 import jax
@@ -261,6 +262,59 @@ def test_gradients_that_were_reduced_before():
     assert float(w) == 1.0
     STRATEGY.run(step, args=(x, False, True))
     np.testing.assert_allclose(w.numpy(), 0.8, rtol=1e-6)
+
+
+def test_how_gradients_are_combined_is_said_once_or_each_time(per_replica):
+    strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(3)])
+    own = per_replica(strategy, *np.float32([3, 6, 0]))
+
+    def update(made_with, **given):
+        with strategy.scope():
+            w, half = mr.Variable(0.0), mr.Variable(np.float16(0))
+            optimizer = mr.Optimizer(optax.sgd(1.0), [w, half], aggregate=made_with)
+        strategy.run(lambda x: optimizer.apply_gradients([x, (x * 10000).astype(jnp.float16)], **given), args=(own,))
+        return -float(w), -float(half)
+
+    assert update("sum") == update(mr.ReduceOp.SUM) == update(True) == update("mean", aggregate="SUM") == (9, math.inf)
+    assert update("mean") == update(False, aggregate="mean") == (3, 30000), "float16 is added up in float32"
+    with pytest.raises(mr.ReplicasDivergeError):
+        update(False)
+
+    with strategy.scope():
+        w = mr.Variable(0.0)
+        optimizer = mr.Optimizer(optax.sgd(1.0), [w], aggregate="mean")
+    optimizer.apply_gradients([own])
+    mr.function(lambda x: optimizer.apply_gradients([x]))(own)
+    assert float(w) == -6
+    for wrong, error in (("max", ValueError), (1, TypeError), (None, TypeError)):
+        with pytest.raises(error, match=r"aggregate is .*expected one of 'sum', 'mean'"):
+            mr.Optimizer(optax.sgd(1.0), [w], aggregate=wrong)
+    with pytest.raises(ValueError, match="aggregate is 'average'"):
+        optimizer.apply_gradients([own], aggregate="average")
+    assert float(w) == -6
+
+
+def test_a_mean_weighs_replicas_by_their_rows_and_leaves_out_who_has_none():
+    strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(3)])
+    with strategy.scope():
+        w, merged, other = mr.Variable(0.0), mr.Variable(0.0), mr.Variable(0.0)
+        optimizers = [mr.Optimizer(optax.sgd(1.0), [v], aggregate="mean") for v in (w, merged, other)]
+    rows = [np.arange(count, dtype=np.float32) for count in (3, 1, 0)]
+    x = strategy.distribute_values_from_function(lambda ctx: rows[ctx.replica_id_in_sync_group])
+    pairs = strategy.distribute_values_from_function(lambda ctx: np.repeat(rows[ctx.replica_id_in_sync_group], 2))
+
+    def step(x, pairs):
+        optimizers[0].apply_gradients([jnp.mean(x)])  # NaN where there are no rows
+        merge = lambda strategy, gradient: optimizers[1].apply_gradients([gradient])  # noqa: E731
+        mr.get_replica_context().merge_call(merge, args=(jnp.mean(x),))
+        optimizers[2].apply_gradients([jnp.mean(pairs)])
+
+    strategy.run(step, args=(x, pairs))
+    assert float(w) == float(merged) == float(other) == -0.75
+    ways = strategy.distribute_values_from_function(lambda ctx: np.ones(2 - ctx.replica_id_in_sync_group, np.float32))
+    with pytest.raises(mr.UnevenReplicasError, match=r"\(3, 1, 0\), \(2, 1, 0\) rows.*aggregate='sum'"):
+        strategy.run(step, args=(x, ways))
+    assert float(w) == -0.75
 
 
 # -- what is wrong is said, and changes nothing

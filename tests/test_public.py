@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from processes import run_program
+
 import mirrored as mr
 from mirrored import testing
 
@@ -96,6 +98,5 @@ def test_errors_are_shown_under_the_name_to_catch() -> None:
         home = mr.data if error is mr.data.TFRecordError else mr
         assert (error.__module__, getattr(home, error.__name__)) == (home.__name__, error)
         assert pickle.loads(pickle.dumps(error)) is error  # noqa: S301
-    code = "import mirrored as mr; raise mr.PerReplicaError('x')"
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    shown = run_program("import mirrored as mr; raise mr.PerReplicaError('x')")
     assert shown.stderr.rstrip().endswith("mirrored.PerReplicaError: x")

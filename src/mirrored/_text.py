@@ -7,7 +7,7 @@ import itertools
 import json
 from collections.abc import Mapping, Sequence
 
-from ._models import lines_for
+from ._libraries import lines_for
 
 #: Begins each line of such a text in the log.
 MARGIN = "  | "

@@ -1132,11 +1132,13 @@ def test_what_is_not_a_step_of_ours_is_left_alone(tmp_path: Path, caplog) -> Non
 
 def test_two_checkpoints_in_one_directory_do_not_disturb_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as a cell of a notebook that is run twice: one sweeps while the other writes."""
-    write_synced = _files._write_synced
+    write_synced, other = _files._write_synced, _files.StepFiles(tmp_path)
 
     def meanwhile(path: Path, data: bytes) -> None:
         monkeypatch.setattr(_files, "_write_synced", write_synced)
-        _files.StepFiles(tmp_path).write(4, {"a0": np.arange(3.0)}, {"leaves": {}})
+        other.claim()
+        other.write(4, {"a0": np.arange(3.0)}, {"leaves": {}})
+        other.release()
         write_synced(path, data)
 
     monkeypatch.setattr(_files, "_write_synced", meanwhile)
@@ -1144,8 +1146,8 @@ def test_two_checkpoints_in_one_directory_do_not_disturb_each_other(tmp_path: Pa
     with Checkpoint(tmp_path, w=w) as checkpoint:
         checkpoint.save(3)
         checkpoint.wait()
-        assert checkpoint.steps() == [3, 4] and _files.StepFiles(tmp_path).read(4)[1]["a0"].tolist() == [0, 1, 2]
-        assert os.listdir(tmp_path / "3") != [] and _files.StepFiles(tmp_path).read(3)[0]["step"] == 3
+        assert checkpoint.steps() == [3, 4]
+        assert other.read(4)[1]["a0"].tolist() == [0, 1, 2] and other.read(3)[0]["step"] == 3
 
 
 def test_workers_that_differ_are_told_how() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import warm
+from processes import program, wait_for_line
 
 import mirrored as mr
 from mirrored._checkpoint import files, sole_writer
@@ -195,18 +195,17 @@ signal.pause()
 
 def test_a_killed_program_is_in_nobodys_way_also_when_a_forked_child_lives_on(tmp_path: Path) -> None:
     w = mr.Variable(np.zeros((), np.float32))
-    with warm.started(PROGRAM, tmp_path) as program, mr.Checkpoint(tmp_path, w=w) as checkpoint:
-        program.wait_for("another program")
-        program.wait_for("CHILD")
-        child = int(re.search(r"CHILD (\d+)", program.out)[1])
+    with program(PROGRAM, tmp_path) as other, mr.Checkpoint(tmp_path, w=w) as checkpoint:
+        wait_for_line(other, "another program")
+        child = int(wait_for_line(other, r"CHILD (\d+)\n")[1])
         try:
             assert checkpoint.restore_latest() == 1
-            refused = rf"process {program.pid} on .*has the lock"
-            assert re.search(refused, program.out), "the child is another program"
+            refused = rf"process {other.pid} on .*has the lock"
+            assert re.search(refused, other.output), "the child is another program"
             with pytest.raises(CheckpointError, match=refused):
                 checkpoint.save(2)
-            program.send(signal.SIGKILL)
-            assert program.wait() == -9 and (tmp_path / LOCK).exists()
+            other.signal(signal.SIGKILL)
+            assert other.wait().code == -9 and (tmp_path / LOCK).exists()
             os.kill(child, 0)
             checkpoint.save(2)
             assert checkpoint.wait() == 2

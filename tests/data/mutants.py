@@ -15,15 +15,30 @@ BY_TEST = {
         ("_records/record_reader.py", "None if computed == stored else", "None if True else"),
     ],
     "test_sources.py::test_examples_that_nothing_batches_are_refused_where_that_is_known": [
+        ("_sources/single_rows.py", "if not is_single or not steps <= _SAME_ELEMENTS | _MAPS:", "if not is_single:"),
         ("_dataset.py", "if reason := why_single_rows(dataset, size):", "if reason := None:"),
     ],
     "test_sources.py::test_what_may_make_batches_is_taken_for_them": [
-        ("_sources/single_rows.py", "if not is_single or not steps <= _SAME_ELEMENTS | _MAPS:", "if not is_single:"),
         ("_sources/single_rows.py", " and root.batch_size is None for", " for"),
     ],
     "test_sources.py::test_examples_of_torch_and_hugging_face": [
         ("_sources/single_rows.py", " and not isinstance(dataset, torch.IterableDataset)", ""),
         ("_sources/single_rows.py", " and length > 0)", ")"),
+    ],
+    "test_rounds.py::test_steps_are_taken_and_repeated_and_any_position_is_gone_on_from": [
+        ("_sharing/rounds.py", "        is_first = False\n", ""),
+        ("_sharing/rounds.py", "done[:mine] = [0] * mine", "pass"),
+        ("_passes.py", "self._extra if is_first else {}", "{}"),
+    ],
+    "test_rounds.py::test_positions_in_endless_and_cut_rows": [
+        (
+            "_sources/numpy_dataset.py",
+            "self._epoch * per_epoch + self._batch_of_epoch() >= limit",
+            "self._batch_of_epoch() >= limit",
+        ),
+    ],
+    "test_rounds.py::test_a_function_gets_batches_on_the_host_before_they_are_divided": [
+        ("_sources/open.py", " and not (own.maps or maps)", ""),
     ],
     "test_tfrecord.py::test_an_error_in_a_batch_leaves_its_records_to_be_read": [
         ("_records/record_reader.py", "self.seek(*before)", "pass"),

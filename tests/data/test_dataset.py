@@ -146,7 +146,9 @@ WRONG_ARGUMENTS = [
     ("shuffle", (1000, 3), TypeError, r"positional arguments"),
     ("shuffle", {"seed": -1}, ValueError, r"seed is -1; expected at least 0"),
     ("repeat", (1.5,), TypeError, r"num_epochs is 1\.5; expected an int"),
-    ("repeat", (None,), TypeError, r"num_epochs is None"),
+    ("take", ("2",), TypeError, r"count is '2'; expected an int"),
+    ("take", (-1,), ValueError, r"count is -1; expected at least 0"),
+    ("map", (None,), TypeError, r"map got None; expected a function of a batch"),
     ("repeat", (0,), ValueError, r"num_epochs is 0; expected at least 1"),
 ]
 

@@ -16,6 +16,7 @@ from test_plan import Files, interleaved, make_files, pairs
 
 import mirrored as mr
 from mirrored.data._iterator import DistributedIterator
+from mirrored.data._passes import Elements
 from mirrored.data._sharing.agree import InputWorker
 from mirrored.data._sharing.plan import make_plan
 from mirrored.data._sharing.steps import LocalReplicas
@@ -327,7 +328,7 @@ def test_workers_go_on_where_each_of_them_was(
 def test_a_position_of_a_worker_is_for_that_worker() -> None:
     me = InputWorker(0, 2, lambda value: [value, value])
     plan = make_plan(Files([[1], [2]]).batch(1), "file", me, 2)
-    with DistributedIterator(plan, LocalReplicas(2, me), STRATEGIES[2]._mesh, 0) as iterator:
+    with DistributedIterator(Elements(plan), LocalReplicas(2, me), STRATEGIES[2]._mesh, 0) as iterator:
         state = iterator.get_state()
         assert state["worker"] == [0, 2]
         iterator.set_state(state)
@@ -340,7 +341,7 @@ def test_a_state_says_how_much_of_a_batch_was_taken(monkeypatch: pytest.MonkeyPa
     """By FILE a step may end in the middle of a batch; without it, rows would be used twice after a restart."""
     me = InputWorker(0, 2, lambda value: [value, value])
     plan = make_plan(Files([[1], [2]]).batch(1), "file", me, 2)
-    iterators = [DistributedIterator(plan, LocalReplicas(2, me), STRATEGIES[2]._mesh, 0) for _ in range(2)]
+    iterators = [DistributedIterator(Elements(plan), LocalReplicas(2, me), STRATEGIES[2]._mesh, 0) for _ in range(2)]
     position = iterators[0]._open().position()
     monkeypatch.setattr(iterators[0], "_next", lambda: ("a batch", position, {"rows": 3, "batch_size": 4}))
     assert next(iterators[0]) == "a batch"

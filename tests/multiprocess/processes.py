@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 #: Nor PYTHONUNBUFFERED, which writes each piece of a line alone: a log message of another thread may come in between.
 _NOT_INHERITED = re.compile(
     r"(?i:.*_proxy)|TF_CONFIG|JAX_.*|XLA_.*|MIRRORED_.*|SLURM_.*|OMPI_.*|PMI_.*|PMIX_.*|RANK|WORLD_SIZE|LOCAL_.*|MASTER_.*"
-    r"|COORDINATOR_.*|NUM_PROCESSES|PROCESS_ID|PYTEST_.*|PYTHONUNBUFFERED"
+    r"|COORDINATOR_.*|NUM_PROCESSES|PROCESS_ID|PYTEST_.*|PYTHONUNBUFFERED|(PJRT_)?NPROC"
 )
 
 
@@ -192,8 +192,8 @@ def workers(
 
 
 @contextlib.contextmanager
-def program(code: str, *args: object) -> Iterator[Worker]:
-    """Start a program, and kill it when it still runs at the end; stdout is its output."""
+def program(code: str, *args: object, env: Mapping[str, str] | None = None) -> Iterator[Worker]:
+    """Start a program, with more environment variables, and kill it when it still runs at the end; stdout is its output."""
     with tempfile.TemporaryDirectory(prefix="mirrored-program-") as name:
         folder = Path(name)
         (folder / "program.py").write_text(code)
@@ -201,16 +201,18 @@ def program(code: str, *args: object) -> Iterator[Worker]:
         try:
             with (folder / "out").open("wb") as out, (folder / "errors").open("wb") as errors:
                 command = [str(folder / "program.py"), *map(str, args)]
-                fork_server().start(worker, out, errors, command=command, env=_inherited(), fresh=False)
+                fork_server().start(worker, out, errors, command=command, env=_inherited() | (env or {}), fresh=False)
             yield worker
         finally:
             worker.kill()
 
 
-def run_program(code: str, *args: object) -> subprocess.CompletedProcess[str]:
+def run_program(
+    code: str, *args: object, env: Mapping[str, str] | None = None, timeout: float = 100
+) -> subprocess.CompletedProcess[str]:
     """Run a program to its end."""
-    with program(code, *args) as worker:
-        end = worker.wait()
+    with program(code, *args, env=env) as worker:
+        end = worker.wait(timeout)
         return subprocess.CompletedProcess(args, end.code, end.output, (worker.log.parent / "errors").read_text(errors="replace"))
 
 

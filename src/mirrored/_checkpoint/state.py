@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._models import lines_for
+from .._libraries import lines_for
 from .._options import VariableAggregation
 from .._replicas import cross_replica
 from .._replicas.per_replica import PerReplica

@@ -24,11 +24,11 @@ from .._variables.variable import load, spec_of, store
 from .._workers import joint_programs
 from . import lift, proof, refusals
 from .cache import Programs
-from .call import Call, argument_names, check_replicas, key_of, pinned, take_apart
+from .call import ArrayLeaf, Call, argument_names, check_replicas, key_of, pinned, take_apart
 from .eager import is_eager, refuse_eager, run_eagerly, silenced
 from .lift import Lifted, trace_step
 from .program import StepProgram, are_placed, place, replica_frame, stacked_unless, unstacked
-from .proof import State
+from .proof import SAME, State, varying
 from .uneven import traces
 
 
@@ -125,6 +125,8 @@ def _make_program(mesh: ReplicaMesh, call: Call, frame_with: Callable[[Any], Fra
     findings = proof.prove(lifted.shown.jaxpr, _input_states(call, lifted))
     refusals.check_assignments(lifted, findings)
     refusals.check_gradients(findings, mesh.num_replicas)
+    if not call.is_uneven():  # else each kind of replica has been looked at
+        refusals.check_divisors(findings, mesh.num_replicas, *_rows_of(leaves, mesh.num_replicas))
     is_mirrored = tuple(state.is_mirrored for state in findings.outputs[: lifted.num_results])
     name = call.name
     is_split = [leaf.is_per_replica for leaf in leaves]
@@ -173,12 +175,18 @@ def _input_states(call: Call, lifted: Lifted) -> list[State]:
     states = []
     for variable in lifted.variables:
         origin = f"the sync-on-read variable {variable.name!r}, which has one value per replica"
-        states.append(proof.varying(origin) if spec_of(variable).is_on_read else proof.SAME)
+        states.append(varying(origin) if spec_of(variable).is_on_read else SAME)
     names = argument_names(call)
     for leaf, name in zip(call.array_leaves(), names, strict=True):
         origin = f"the argument {name}, of which each replica has its own"
-        states.append(proof.varying(origin) if leaf.is_per_replica else proof.SAME)
+        states.append(varying(origin) if leaf.is_per_replica else SAME)
     return states
+
+
+def _rows_of(leaves: Sequence[ArrayLeaf], num_replicas: int) -> tuple[set[int], set[int]]:
+    """Return how many rows a replica may have, after its arguments, and how many all together."""
+    rows = {leaf.shape[0] for leaf in leaves if leaf.is_per_replica and leaf.shape}
+    return rows, {size * num_replicas for size in rows}
 
 
 def _refuse_per_replica_results(lifted: Lifted) -> None:

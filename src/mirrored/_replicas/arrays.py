@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._models import lines_for
+from .._libraries import lines_for
 from .._text import shown
 
 #: A value is converted to a dtype of its own kind or of a later one.

@@ -34,6 +34,8 @@ class Sizes(Protocol):
 
     def each(self, size: int) -> tuple[int, ...]: ...
 
+    def rows(self) -> tuple[int, int]: ...
+
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaAxis:
@@ -54,6 +56,10 @@ class ReplicaAxis:
     def each(self, size: int) -> tuple[int, ...]:
         """Return on each replica what is `size` on this one: the length of an axis, a number of rows."""
         return (size,) * self.size if self.sizes is None else self.sizes.each(size)
+
+    def rows(self) -> tuple[int, int]:
+        """Return how many rows this replica has, and how many all have together; when they are equal, 1 and R."""
+        return (1, self.size) if self.sizes is None else self.sizes.rows()
 
     def index(self) -> Any:
         return jax.lax.axis_index(REPLICA_AXIS) if self.bound else 0
@@ -85,6 +91,16 @@ def all_reduce(op: ReduceOp, tree: PyTree, axis: ReplicaAxis, array_axes: Any = 
         for own, count, array in zip(parts, counts, arrays, strict=True)
     ]
     return jax.tree.unflatten(treedef, sums)
+
+
+def mean_by_rows(arrays: Sequence[jax.Array], axis: ReplicaAxis) -> list[jax.Array]:
+    """Return the mean over the replicas, in which each has the weight of its rows; one without rows has no part in it."""
+    if axis.sizes is None:
+        return all_reduce(ReduceOp.MEAN, list(arrays), axis)
+    own, total = axis.rows()
+    wide = [array.astype(accumulator_dtype(ReduceOp.MEAN, array.dtype)) for array in arrays]
+    weighted = [array * (own / total) if own else jnp.zeros_like(array) for array in wide]
+    return [part.astype(array.dtype) for part, array in zip(_packed_sum(weighted, axis), arrays, strict=True)]
 
 
 def all_gather(tree: PyTree, array_axis: int, axis: ReplicaAxis) -> PyTree:

@@ -30,7 +30,8 @@ _MAX_SHOWN = 5
 
 _REASONS = """The usual reasons, most frequent first:
   * a loss that is the mean over the replica's own rows: the optimizer sums the gradients, which are then R times too large.
-    Write mr.losses.compute_average_loss(per_example_loss); for regularization mr.losses.scale_regularization_loss(loss);
+    Write mr.losses.compute_average_loss(per_example_loss), for regularization mr.losses.scale_regularization_loss(loss); or let
+    the optimizer average them: optimizer.apply_gradients(gradients, aggregate='mean');
   * a batch that each replica gets whole: pass what strategy.distribute_dataset(batches) yields;
   * a mean or variance over the replica's own rows inside the model (BatchNorm): write ctx.all_reduce('mean', ...) there;
   * random numbers in the step: ctx.rng(key) gives others for another number of replicas, and a key that is not folded gives

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from .._errors import ContextError, StrategyMismatchError
 from .._jax import user_code
 from .._jax.marks import Mark, Purpose, mark
-from .._models import lines_for
+from .._libraries import lines_for
 from .._program import lift
 from .._replicas import frames
 from .._text import shown

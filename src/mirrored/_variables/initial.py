@@ -11,7 +11,7 @@ import numpy as np
 
 from .._errors import ContextError, PerReplicaError
 from .._jax import tracing, user_code
-from .._models import lines_for
+from .._libraries import lines_for
 from .._options import VariableAggregation, VariableSynchronization
 from .._replicas import frames
 from .._replicas.arrays import converted_number, host_array, strong

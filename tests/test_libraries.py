@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import mirrored as mr
-from mirrored._models import lines_for
+from mirrored._libraries import lines_for
 from mirrored._text import shown
 
 
