@@ -133,7 +133,7 @@ def _quick(monkeypatch: Patch) -> None:
 
 def test_an_exception_is_printed_published_and_ends_with_one(make: Make, caplog: Log) -> None:
     guarded = make(worker=1, num_workers=3)
-    guarded.progress.started = 12
+    guarded.progress.started = guarded.progress.updates = 12
     for worker in (0, 2):
         guarded.says(f"left/{worker}")
     error = ValueError("no such\x1b file\nsecond line")
@@ -255,7 +255,7 @@ LOSSES = [
 def test_who_does_not_answer_the_roll_is_the_lost_worker(make: Make, caplog: Log) -> None:
     for error in LOSSES:
         guarded = make(worker=1, num_workers=4)
-        guarded.progress.started = 12
+        guarded.progress.started = guarded.progress.updates = 12
         for name in ("here/0", "here/3", "left/0", "left/3"):
             guarded.says(name)
         caplog.clear()
@@ -460,7 +460,7 @@ def test_a_stalled_worker_is_named_after_the_limit(make: Make, caplog: Log) -> N
     guarded = make(stall_seconds=1.0)
     guarded.says("position/1", dataclasses.replace(OWN_CODE, started=4))
     guarded.says("left/1")
-    guarded.progress.started = 4
+    guarded.progress.started = guarded.progress.updates = 4
     start = time.monotonic()
     guarded.progress.enter("train", b"train")
     assert guarded.codes.get(timeout=20) == 75 and time.monotonic() - start > 0.9

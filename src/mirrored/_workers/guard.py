@@ -146,7 +146,7 @@ class Guard:
         if tells_of_loss(error):
             self._fail(self._lost(title), RESTART)
             return
-        shown = Verdict(f"worker {self._worker} failed at step {self._progress.started} with {title}")
+        shown = Verdict(f"worker {self._worker} failed at step {self._progress.step} with {title}")
         whole = dataclasses.replace(shown, detail="".join(traceback.format_exception(error)))
         self._fail(whole, exit_code_of(error), shown)  # the traceback has just been printed
 
@@ -169,7 +169,7 @@ class Guard:
 
     def _lost(self, title: str) -> Verdict:
         """Call the roll after an error of a collective: who does not answer is the one that was lost."""
-        step, others = self._progress.started, set(range(self._num_workers)) - {self._worker}
+        step, others = self._progress.step, set(range(self._num_workers)) - {self._worker}
         present: dict[int, str] = {}
         try:
             if not self._neighbours.dead():
@@ -192,7 +192,7 @@ class Guard:
         return Verdict(f"{who} at step {step}: a collective failed on worker {self._worker}, and {why}", title, tuple(missing))
 
     def _gone(self, dead: Sequence[int]) -> Verdict:
-        title = f"lost {numbered(dead)} at step {self._progress.started}: the process is gone"
+        title = f"lost {numbered(dead)} at step {self._progress.step}: the process is gone"
         return Verdict(title, lost=tuple(dead))
 
     # ---- what the thread of the guard does
@@ -316,7 +316,7 @@ class Guard:
                 if not tells_of_lost_service(error):
                     _logger.error("the guard of worker %d ends, because of an error of its own", self._worker, exc_info=error)
                     return
-        title = f"lost worker 0, which hosts the coordination service, at step {self._progress.started}"
+        title = f"lost worker 0, which hosts the coordination service, at step {self._progress.step}"
         self._leave(Verdict(title, str(error), lost=(0,)), (self._has_ended and self._sys_exit_code) or RESTART, is_first=False)
 
     # ---- leaving

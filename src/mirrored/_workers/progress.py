@@ -58,7 +58,9 @@ class Progress:
     """What the guard wants to know of the thread that takes the steps.
 
     Attributes:
-        started: how many programs in which other workers take part have been started; this is what messages call a step.
+        started: how many programs in which other workers take part have been started, of users and of this library.
+        runs: how many of them were calls of `strategy.run` or of an `mr.function`.
+        updates: how many of these have written mirrored variables, as training does and evaluation does not.
         finished: how many of them are known to have finished.
         program: the name of the one started last.
         witness: a result of the one started last that nobody donates (it has `is_deleted` and `is_ready`), so that the guard
@@ -73,6 +75,8 @@ class Progress:
 
     def __init__(self) -> None:
         self.started = 0
+        self.runs = 0
+        self.updates = 0
         self.finished = 0
         self.program = ""
         self.witness: Any = None
@@ -82,6 +86,11 @@ class Progress:
         self.trail = 0
         self.latest: collections.deque[str] = collections.deque(maxlen=_NUM_LATEST)
         self.is_threaded = False
+
+    @property
+    def step(self) -> int:
+        """What messages call a step, as users count them: those that train; where nothing is trained, all that they run."""
+        return self.updates or self.runs
 
     def enter(self, program: str, digest: bytes) -> None:
         """Note that a program is about to be started: before the call, which itself may wait for the other workers.
