@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from mirrored._workers.trail import SIZE, Entry, Trail, decode, parting
+from mirrored._workers.trail import SIZE, Entry, ProgramTrail, decode, parting
 
 
-def trail(text: str) -> Trail:
+def trail(text: str) -> ProgramTrail:
     """One of a worker that has done what the letters are, of which each is a step."""
-    made = Trail()
+    made = ProgramTrail()
     for step, name in enumerate(text):
         made.add(name, name.encode(), step)
     return made
@@ -61,6 +61,6 @@ def test_another_program_of_the_same_name_is_called_so() -> None:
 
 def test_a_trail_survives_the_way_and_nothing_else_is_one() -> None:
     assert decode(trail("ab").encode()) == [(1, trail("a").last.checksum, 0, "a"), trail("ab").last]
-    assert decode(Trail().encode()) == []
+    assert decode(ProgramTrail().encode()) == []
     for text in ("", "1", "[1]", "[[1, 2, 3]]", '[[1, 2, "3", "a"]]', "[" * 100_000, json.dumps([[1, 2, 3, "a" * 1_000_000]])):
         assert decode(text) is None

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, TypeAlias
 
-from .trail import Trail
+from .trail import ProgramTrail
 
 _logger = logging.getLogger("mirrored")
 
@@ -80,7 +80,7 @@ class Progress:
         self.phases: tuple[Phase, ...] = ()
         self.lock = threading.Lock()
         self.batches = 0
-        self.trail = Trail()
+        self.trail = ProgramTrail()
         self.is_threaded = False
 
     @property
@@ -148,7 +148,7 @@ class Progress:
         return (-1, 0) if self.is_threaded else (last.number, last.checksum)
 
     def tell(self) -> str:
-        """Return `Trail.encode`, empty where the order is chance."""
+        """Return `ProgramTrail.encode`, empty where the order is chance."""
         return "" if self.is_threaded else self.trail.encode()
 
     def contradicts(self, number: int, checksum: int) -> bool:

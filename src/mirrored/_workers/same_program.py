@@ -119,7 +119,7 @@ def require_same_history(histories: Sequence[Sequence[str]], trails: Callable[[]
 
     Args:
         histories: of each worker, `Progress.history`.
-        trails: returns of each worker, `Trail.encode`; called on all workers, when they have not done the same.
+        trails: returns of each worker, `ProgramTrail.encode`; called on all workers, when they have not done the same.
 
     Raises:
         ProgramMismatchError: on every worker.
@@ -148,7 +148,7 @@ def other_order(texts: Sequence[str]) -> str:
     """Say since when workers have done different things, or the same in another order.
 
     Args:
-        texts: of each worker, `Trail.encode`; anything else of one that has not told it.
+        texts: of each worker, `ProgramTrail.encode`; anything else of one that has not told it.
     """
     trails = _decoded(texts)
     return (

@@ -38,7 +38,7 @@ class Entry(NamedTuple):
     what: str
 
 
-class Trail:
+class ProgramTrail:
     """All that this worker has done and that the others must do alike, of which the last is kept.
 
     One thread adds, with every program; others may ask at the same time.
