@@ -38,7 +38,17 @@ class Mutant(NamedTuple):
 
 
 #: The damages to files that are no wings.
-MUTANTS: list[tuple[str, str, str, str]] = []
+MUTANTS: list[tuple[str, str, str, str]] = [
+    ("optimizer.py", "        self._iterations.assign_add(1)\n", "",
+     "tests/test_optimizer.py::test_iterations_count_the_updates_wherever_they_are_made"),
+    ("optimizer.py", "variables = self.variables if var_list is None else var_list", "variables = self.variables",
+     "tests/test_optimizer.py::test_minimize_some_of_the_variables"),
+    ("_libraries.py", "values = [value, *value.values()]", "pass",
+     "tests/test_libraries.py::test_the_library_and_the_lines_are_named_and_no_array_is_printed"),
+    ("_text.py", " and not lines_for(value)", "", "tests/test_libraries.py::test_values_are_shown_shortly"),
+    ("_tf_names.py", " or (instead.get(prefix) if name.startswith(prefix) else None)", "",
+     "tests/test_tf_names.py::test_any_experimental_name_is_refused_and_the_known_ones_work_with_a_warning"),
+]  # fmt: skip
 
 
 def mutants() -> list[Mutant]:

@@ -355,6 +355,17 @@ BAD_INPUT = {
         private.value => ValueError: variable 'private' has one value per replica and aggregation NONE
         three.run(lambda: w.value) => StrategyMismatchError: variable 'w' lives on 2 replicas
     """,
+    "Variable.read_value": r"""
+        jax.jit(lambda: w.read_value())() => ContextError: variable 'w' was read .*TRACED
+        private.read_value() => ValueError: variable 'private' has one value per replica and aggregation NONE
+    """,
+    "Variable.scatter_update": r"""
+        w.scatter_update([2], 1.0) => ValueError: indices go from 2 to 2; expected 0 to 1
+        w.scatter_max(x, 1.0) => PerReplicaError: was given a PerReplica\. Pass it to a step
+        w.scatter_add([0], "a") => TypeError: scatter_add to variable 'w' is .*'a'
+        jax.jit(lambda x: w.scatter_add([0], x).value)(1.0) => ContextError: TRACED
+        private.scatter_add([0], 1.0) => ValueError: variable 'private' has one value per replica|outside a step
+    """,
     "Variable.numpy": r"""
         jax.jit(lambda: jnp.asarray(w.numpy()))() => ContextError: variable 'w' was read .*TRACED
         private.numpy() => ValueError: variable 'private' has one value per replica and aggregation NONE
@@ -445,6 +456,11 @@ BAD_INPUT = {
         mr.Optimizer(optax.sgd(0.1), [w, w]) => ValueError: 'w' is listed twice
         mr.Optimizer(optax.sgd(0.1), [w, of_three]) => StrategyMismatchError: 'w' and 'of_three' belong to different strategies
         step(lambda: mr.Optimizer(optax.sgd(0.1), [w])) => ContextError: was created inside a step
+    """,
+    "Optimizer.minimize": r"""
+        optimizer.minimize(3.0) => TypeError: minimize got an object of type float as its loss; .*minimize\(lambda: loss_of
+        optimizer.minimize(lambda: w) => TypeError: the loss has shape \(2,\); expected one number
+        optimizer.minimize(lambda: w[0], [ONES]) => TypeError: of type ArrayImpl|of type ndarray
     """,
     "Optimizer.apply_gradients": r"""
         apply(None) => ValueError: got gradients of structure .*; expected .*zip\(

@@ -86,6 +86,7 @@ def test_values_are_shown_shortly() -> None:
     assert shown({"a": np.ones(1000)}) == "a dict of 1" and shown([np.ones(1000)] * 3) == "a list of 3"
     assert shown("x" * 1000) == repr("x" * 299)[:-1] + "..."
     assert shown(Bad()) == f"an object of type {__name__}.test_values_are_shown_shortly.<locals>.Bad"
+    assert shown(type("Short", (model_of("keras", False).__class__,), {"__repr__": lambda self: "short"})()).endswith(".Short")
     assert shown(model_of("mine", False)).startswith(f"an object of type {__name__}.model_of")
 
 

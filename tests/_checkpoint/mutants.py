@@ -84,7 +84,7 @@ BY_TEST = {
         ("files.py", "if RECORD in names or _ARRAYS in names", "if names"),
     ],
     "test_checkpoint.py::test_a_mark_is_seen_where_it_is": [
-        ("files.py", "time.time() - _STALE_SECONDS:", "time.time():"),
+        ("files.py", "time.time() - _STALE_SECONDS", "time.time()"),
     ],
     "test_checkpoint.py::test_a_program_that_changes_its_directory_saves_where_it_began": [
         ("files.py", "Path(os.path.realpath(directory))", "Path(directory)"),

@@ -8,6 +8,8 @@ REPLICATE = "tests/_program/test_steps.py::test_"
 TRACES = "tests/_program/uneven/test_traces.py::test_"
 PROPERTIES = "tests/_program/uneven/test_properties.py::test_"
 ALIGN = "tests/_program/uneven/test_align.py::test_"
+LOOPS = "tests/_program/uneven/test_loops.py::test_"
+PAIRING = "tests/_program/uneven/test_pairing.py::test_"
 MERGE = "tests/_program/uneven/test_merge.py::test_"
 
 MISTAKES = "tests/_program/test_mistakes.py::test_"
@@ -131,24 +133,35 @@ MUTANTS = [
     # -- uneven steps: which values are alike
     ("_program/uneven/align.py", "stage = last_effect = max(stage, last_effect)", "pass",
      PROPERTIES + "effects_happen_once_for_each_replica_and_in_the_order_of_the_step"),
-    ("_program/uneven/align.py", "hashlib.sha256(array.tobytes()).digest()", "0",
+    ("_program/uneven/keys.py", "hashlib.sha256(array.tobytes()).digest()", "0",
      ALIGN + "constants_are_compared_by_content"),
     ("_program/uneven/align.py", "stage = max(stage, ready + 1)", "stage = max(stage + 1, ready + 1)",
      ALIGN + "collectives_that_need_not_wait_for_each_other_share_a_stage"),
-    ("_program/uneven/align.py", "            _check_same_collective(traces, collectives)", "            pass",
+    ("_program/uneven/pairing.py", "other is None or _key(own) != _key(other):", "other is None:",
      TRACES + "steps_that_uneven_replicas_cannot_take_together_are_refused"),
-    ("_program/uneven/align.py", "in INLINE_CALLS or has_collective)", "in INLINE_CALLS)",
+    ("_program/uneven/nodes.py", "in INLINE_CALLS or has_collective)", "in INLINE_CALLS)",
      PROPERTIES + "right_steps_equal_one_device"),
-    ("_program/uneven/align.py", "if name in _CUSTOM_DERIVATIVE:", "if False:",
+    ("_program/uneven/keys.py", "if name in _CUSTOM_DERIVATIVE:", "if False:",
      ALIGN + "functions_inside_equations_are_compared_too"),
-    ("_program/uneven/align.py", 'frozenset({("reduce", "computation")})', "frozenset()",
+    ("_program/uneven/keys.py", 'frozenset({("reduce", "computation")})', "frozenset()",
      PROPERTIES + "arrays_that_a_step_makes_anew_for_each_trace_are_the_same_to_all_replicas"),
-    ("_program/uneven/align.py", "equations, tuple(map(name, jaxpr.outvars)))", "equations)",
+    ("_program/uneven/keys.py", "equations, tuple(map(name, jaxpr.outvars)))", "equations)",
      PROPERTIES + "a_value_that_is_computed_differently_for_other_rows_is_not_mirrored"),
     ("_program/uneven/align.py", "equation), tuple(operands))", "equation), frozenset(operands))",
      PROPERTIES + "a_value_that_is_computed_differently_for_other_rows_is_not_mirrored"),
+    ("_program/uneven/align.py", "self._number_alike(row, _has_one_shape(row))\n            self.compare(bodies)",
+     "self._number_alike(row, True)\n            self.compare(bodies)",
+     LOOPS + "loops_with_collectives_that_use_the_rows_equal_one_device"),
+    ("_program/uneven/pairing.py", "if _line(own) != _line(other):", "if False:",
+     PAIRING + "collectives_that_change_places_are_refused"),
+    ("_program/uneven/pairing.py", "_distance(c, d) > _distance", "_distance(c, d) > 9 + _distance",
+     PAIRING + "collectives_that_change_places_are_refused"),
+    ("_program/uneven/pairing.py", "if len(members) > 1:\n            _check_lines", "if members:\n            _check_lines",
+     PAIRING + "collectives_in_one_order_are_taken"),
     # -- uneven steps: one program
-    ("_program/uneven/merge.py", "array[tuple(slice(size) for size in value.aval.shape)]", "array",
+    ("_program/uneven/merge.py", "if node.is_own or node.bodies for", "if node.is_own for",
+     LOOPS + "loops_with_collectives_that_use_the_rows_equal_one_device"),
+    ("_program/uneven/merge.py", "[value][tuple(slice(size) for size in value.aval.shape)]", "[value]",
      PROPERTIES + "padding_is_never_seen_along_any_axis"),
     ("_program/uneven/merge.py", "if has_effect or not needed.isdisjoint(node.outputs):", "if True:",
      ALIGN + "what_nobody_needs_is_left_out"),

@@ -107,6 +107,10 @@ _WING = {
     "test_joint_programs.py::test_a_program_is_agreed_on_and_compiled_before_it_starts": [
         ("joint_programs", "            is_compiled = True", "            pass"),
     ],
+    "test_joint_programs.py::test_a_step_is_what_users_count": [
+        ("joint_programs", "progress.updates += is_update", "progress.updates += is_run"),
+        ("progress", "return self.updates or self.runs", "return self.runs"),
+    ],
     "test_joint_programs.py::test_every_new_shape_and_dtype_of_an_array_is_another_program": [
         ("joint_programs", "(array.shape, str(array.dtype))", "array.shape"),
         ("joint_programs", "isinstance(array, jax.core.Tracer)", "False"),

@@ -28,9 +28,12 @@ BY_TEST = {
     "test_rounds.py::test_steps_are_taken_and_repeated_and_any_position_is_gone_on_from": [
         ("_sharing/rounds.py", "        is_first = False\n", ""),
         ("_sharing/rounds.py", "done[:mine] = [0] * mine", "pass"),
-        ("_passes.py", "self._extra if is_first else {}", "{}"),
     ],
-    "test_rounds.py::test_positions_in_endless_and_cut_rows": [
+    "test_rounds.py::test_workers_take_and_repeat_the_same_steps_and_go_on_from_any[file]": [
+        ("_passes.py", "self._extra if is_first else {}", "{}"),
+        ("_passes.py", "self._extra if is_first else {}", "self._extra"),
+    ],
+    "test_rounds.py::test_rows_in_memory_are_taken_mapped_and_repeated_as_in_tf_data": [
         (
             "_sources/numpy_dataset.py",
             "self._epoch * per_epoch + self._batch_of_epoch() >= limit",
@@ -103,8 +106,8 @@ BY_TEST = {
         ("_sources/numpy_dataset.py", "self._dataset._passes[0] = first", "first = first"),
     ],
     "test_dataset.py::test_batches_are_the_rows_in_order": [
-        ("_sources/numpy_dataset.py", "needed = rows_per_batch if dataset.drop_remainder else 1", "needed = 1"),
-        ("_sources/numpy_dataset.py", "(rest >= at_least and not self.drop_remainder)", "(rest >= at_least)"),
+        ("_sources/numpy_dataset.py", "needed = dataset._rows_per_batch() if dataset.drop_remainder else 1", "needed = 1"),
+        ("_sources/numpy_dataset.py", "(rest > 0 and not self.drop_remainder)", "(rest > 0)"),
     ],
     "test_position.py::test_a_state_that_does_not_fit_changes_nothing": [
         ("_sources/numpy_dataset.py", 'if state["seed"] != self._dataset.shuffle_seed:', "if False:"),

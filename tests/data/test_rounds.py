@@ -13,6 +13,7 @@ from simulated_workers import run_workers
 
 import mirrored as mr
 from mirrored.data import NumpyDataset, PerReplicaSpec
+from mirrored.data._sources.open import open_source
 
 pytestmark = pytest.mark.usefixtures("grains_threads_end")
 
@@ -129,6 +130,9 @@ def test_a_function_gets_batches_on_the_host_before_they_are_divided(strategy3: 
     with iter(dataset) as iterator:
         iterator.set_state(state)
         assert [rows_of(batch["x"]) for batch in iterator] == [[1, 3], [1, 3, 7, 9], [1, 3]]
+    batches = numpy_dataset(np.arange(12.0)).batch(6)
+    is_owned = [open_source(own, None, maps).is_owned for own, maps in ((batches, ()), (batches, (abs,)), (batches.map(abs), ()))]
+    assert is_owned == [True, False, False], "what a function returns may be somebody else's"
     held = np.zeros(6)
     rows = strategy3.distribute_dataset(numpy_dataset(np.arange(12.0)).batch(6)).map(lambda x: np.copyto(held, x) or held)
     assert [rows_of(x) for x in rows] == [list(range(6)), list(range(6, 12))], "a buffer that is filled again"

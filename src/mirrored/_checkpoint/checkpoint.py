@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import socket
@@ -19,6 +20,7 @@ from .._variables import equal_copies
 from .._variables.variable import spec_of
 from .._workers import runtime
 from .._workers.progress import progress
+from .._workers.same_program import require_same_history
 from . import arguments, checksums, files, same_on_workers, state
 from .files import DamagedStep, StepFiles
 from .state import Leaves, Snapshot
@@ -364,9 +366,11 @@ class Checkpoint:
 
     def _exchange(self, value: dict[str, Any], where: str) -> Sequence[dict[str, Any]]:
         with progress.phase(f"checkpoint.{where}", waits=True):
-            seen = coordination_of(self._strategy).exchange(_CHANNEL, [where.partition("(")[0], value])
-        same_on_workers.require_same_call([call for call, _ in seen])
-        return [other for _, other in seen]
+            exchange = functools.partial(coordination_of(self._strategy).exchange, _CHANNEL)
+            seen = exchange([where.partition("(")[0], value, progress.history()])
+            same_on_workers.require_same_call([call for call, _, _ in seen])
+            require_same_history([history for _, _, history in seen], lambda: exchange(progress.tell()))
+        return [other for _, other, _ in seen]
 
     def _require_usable(self, verb: str) -> None:
         if frames.is_traced():

@@ -167,14 +167,14 @@ class StepFiles:
     def _remove_stale_marks(self) -> None:
         """Remove the marks of programs that were killed."""
         for entry in os.scandir(self.root):
-            if entry.name.startswith(_MARK) and entry.stat(follow_symlinks=False).st_mtime < time.time() - _STALE_SECONDS:
+            if entry.name.startswith(_MARK) and _is_old(entry):
                 with contextlib.suppress(OSError):
                     os.unlink(entry.path)
 
     def _sweep(self) -> None:
         """Remove what saves and removals that were cut short have left behind; another program may be at it without a lock."""
         for entry in os.scandir(self.root):
-            is_dead = self._right is not None or entry.stat(follow_symlinks=False).st_mtime < time.time() - _STALE_SECONDS
+            is_dead = self._right is not None or _is_old(entry)
             if is_dead and _is_leftover(entry) and entry.path not in _being_written:
                 shutil.rmtree(entry.path, ignore_errors=True)
 
@@ -293,6 +293,10 @@ def _why_no_step(entry: os.DirEntry[str]) -> str | None:
 
 def _is_leftover(entry: os.DirEntry[str]) -> bool:
     return entry.name.startswith((_SAVING, _REMOVED)) and entry.is_dir(follow_symlinks=False)
+
+
+def _is_old(entry: os.DirEntry[str]) -> bool:
+    return entry.stat(follow_symlinks=False).st_mtime < time.time() - _STALE_SECONDS
 
 
 def _checkpointer() -> Any:

@@ -134,7 +134,8 @@ def _make_program(mesh: ReplicaMesh, call: Call, frame_with: Callable[[Any], Fra
     mapped = _map(mesh, lifted, is_split, is_mirrored)
     compiled = jax.jit(mapped, donate_argnums=0)
     if text:
-        compiled = joint_programs.prepared(name, text, compiled)
+        is_update = any(not spec_of(variable).is_on_read for variable in lifted.written)
+        compiled = joint_programs.prepared(name, text, compiled, is_run=True, is_update=is_update)
     constants = lifted.closed.consts and placement.mirror_constants(
         mesh, lifted.closed.consts, "an array that the step closes over"
     )

@@ -135,7 +135,8 @@ class Strategy:
             with progress.phase(f"the barrier {name!r}", waits=True):
                 in_flight.finish()
                 self._coordination.barrier(name)
-                require_same_history(self._coordination.exchange("barrier", progress.history()))
+                exchange = functools.partial(self._coordination.exchange, "barrier")
+                require_same_history(exchange(progress.history()), lambda: exchange(progress.tell()))
 
     def __getattr__(self, name: str) -> NoReturn:
         raise _tf_names.missing("mr.Strategy", name)

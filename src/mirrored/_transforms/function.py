@@ -138,7 +138,9 @@ def _make(call: Call, frame: Frame) -> FunctionProgram:
     compiled = jax.jit(body, donate_argnums=0, out_shardings=placements)
     if not mesh.is_alone:
         is_split = [leaf.is_per_replica for leaf in leaves]
-        compiled = joint_programs.prepared(name, f"arguments by replica: {is_split}\n{lifted.describe()}", compiled)
+        text = f"arguments by replica: {is_split}\n{lifted.describe()}"
+        is_update = any(not spec_of(variable).is_on_read for variable in lifted.written)
+        compiled = joint_programs.prepared(name, text, compiled, is_run=True, is_update=is_update)
     constants = mirror_constants(mesh, lifted.closed.consts, f"an array that {name} closes over")
     home, pins = storage.home_of(lifted.written), [*pinned(call), frame.strategy]
     watch = equal_copies.watch(mesh, lifted.variables)

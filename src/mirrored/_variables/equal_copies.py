@@ -56,7 +56,7 @@ def check(mesh: ReplicaMesh, variables: Sequence[Variable], every: int = 0) -> i
         return every
     own = [[spec_of(variable).number, [checksum(copy) for _, copy in local_arrays(variable)]] for variable in variables]
     told = _exchange(mesh, [progress.history(), own, every])
-    require_same_history([history for history, _, _ in told])
+    require_same_history([history for history, _, _ in told], lambda: _exchange(mesh, progress.tell()))
     by_worker = [dict(sums) for _, sums, _ in told]
     for variable in variables:
         if all(spec_of(variable).number in sums for sums in by_worker):
@@ -65,7 +65,7 @@ def check(mesh: ReplicaMesh, variables: Sequence[Variable], every: int = 0) -> i
     return max(wish for _, _, wish in told)
 
 
-def _exchange(mesh: ReplicaMesh, own: list[Any]) -> Sequence[list[Any]]:
+def _exchange(mesh: ReplicaMesh, own: Any) -> Sequence[Any]:
     return [own] if mesh.is_alone else joint_programs.exchange("the comparison of the copies of variables", own)
 
 

@@ -25,7 +25,7 @@ from .. import lift, proof, refusals
 from ..call import ArrayLeaf, Call, argument_names, static_key
 from ..lift import Lifted, ResultPlan, Touched, trace_step
 from ..proof import State
-from . import align, merge
+from . import align, merge, nodes, pairing
 
 #: A trace may show that a size was guessed wrong; after this many, sizes are found out one question at a time.
 _MAX_TRACES = 3
@@ -210,7 +210,7 @@ class _Tracer:
         except Exception as error:
             error.add_note(
                 f"This is about {self.kinds.describe(kind)}: the batch does not divide evenly among the replicas. A step must "
-                f"work with any number of rows, also none. To leave the odd rows out: {align.DROP}."
+                f"work with any number of rows, also none. To leave the odd rows out: {pairing.DROP}."
             )
             raise
 
@@ -282,7 +282,7 @@ def _different_questions(kinds: Kinds, asked: Sequence[Sequence[int]]) -> str:
         "the batch does not divide evenly among the replicas, and the step does different things for different numbers of "
         f"rows: {kinds.describe(fewest)} reach {len(asked[fewest])} operations that depend on all replicas' sizes (a mean "
         f"over an axis, all_gather, compute_average_loss), {kinds.describe(most)} reach {len(asked[most])}. Do the same "
-        f"whatever x.shape[0] is, or leave the odd rows out: {align.DROP}."
+        f"whatever x.shape[0] is, or leave the odd rows out: {pairing.DROP}."
     )
 
 
@@ -292,11 +292,11 @@ def _different_questions(kinds: Kinds, asked: Sequence[Sequence[int]]) -> str:
 def _merge_traces(
     traces: Sequence[Lifted], kinds: Kinds, leaves: Sequence[ArrayLeaf], plan: ResultPlan, frame: Frame, function: Any
 ) -> Any:
-    aligned = [align.read_trace(kinds.describe(kind), lifted.shown) for kind, lifted in enumerate(traces)]
+    aligned = [nodes.read_trace(kinds.describe(kind), lifted.shown) for kind, lifted in enumerate(traces)]
     variables = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in traces[0].variables]
     arrays = [leaf.aval(leaf.shape) for leaf in leaves]
     is_common = [True] * len(variables) + [leaf.shapes is None for leaf in leaves]
-    num_stages = align.compare(aligned, is_common)
+    align.compare(aligned, is_common)
     rows = zip(*(trace.outputs for trace in aligned), strict=True)
     output_shapes = [stack_shapes([value.aval.shape for value in row])[0] for row in rows]
     axis = frame.axis
@@ -304,7 +304,7 @@ def _merge_traces(
 
     def merged(values: Sequence[jax.Array], arguments: Sequence[jax.Array]) -> list[jax.Array]:
         index = mark(jnp.asarray(kinds.of_replica)[axis.index()], Mark(Purpose.ROWS, _origin(kinds), ""))
-        return merge.run_merged(aligned, num_stages, output_shapes, index, [*values, *arguments])
+        return merge.run_merged(aligned, output_shapes, index, [*values, *arguments])
 
     return tracing.trace(merged, (variables, arrays), axis, function)
 
@@ -326,7 +326,7 @@ def _merge_plans(traces: Sequence[Lifted], kinds: Kinds) -> ResultPlan:
                 "the batch does not divide evenly among the replicas, and replicas with different numbers of rows return "
                 f"different things: {kinds.describe(0)} return {_shown(first)}, {kinds.describe(kind)} return "
                 f"{_shown(lifted.plan)}. Return a number that depends on the rows as an array: jnp.asarray(x.shape[0]). Or "
-                f"leave the odd rows out: {align.DROP}."
+                f"leave the odd rows out: {pairing.DROP}."
             )
     outputs = zip(*(lifted.closed.jaxpr.outvars[: lifted.num_results] for lifted in traces), strict=True)
     shapes = [_result_shapes([atom.aval for atom in row], kinds) for row in outputs]
