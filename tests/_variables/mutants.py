@@ -39,7 +39,7 @@ MUTANTS = [
     ("_variables/equal_copies.py", "ceil(num_sharing * ", "ceil(", _EQ + "programs_that_run_in_turns_share_one_percent"),
     ("_variables/equal_copies.py", "MAX_COST = 0.01", "MAX_COST = 0.1", _OFTEN),
     ("_variables/equal_copies.py", "if len(self._costs) < 2:", "if not self._costs:", _OFTEN),
-    ("_variables/equal_copies.py", "    require_same_history([history for history, _, _ in told])\n", "", _EQ + "workers_that_did"
+    ("_variables/equal_copies.py", "    require_same_history([history", "    (lambda *_: None)([history", _EQ + "workers_that_did"
      "_other_things_are_told"),
     ("_variables/equal_copies.py", "and mesh.num_replicas > 1)", ")", _EQ + "with_one_replica_and_without_variables_nothing_is"
      "_watched"),
