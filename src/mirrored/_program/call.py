@@ -58,6 +58,7 @@ class Call(NamedTuple):
         key: equal for calls that can share a program.
         arrays: the array arguments; a PerReplica is its stacked array.
         treedef, leaves: the rest: each leaf is an ArrayLeaf, or the static object in a 1-tuple.
+        numbers: which of the arrays were Python numbers, see `_program/numbers`.
     """
 
     key: Any
@@ -65,6 +66,7 @@ class Call(NamedTuple):
     arrays: list[Any]
     treedef: Any
     leaves: list[Any]
+    numbers: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
@@ -80,6 +82,10 @@ class Call(NamedTuple):
 
     def array_leaves(self) -> list[ArrayLeaf]:
         return [leaf for leaf in self.leaves if isinstance(leaf, ArrayLeaf)]
+
+    def has_numbers(self) -> bool:
+        """Tell whether some argument is a Python number that is compiled in."""
+        return any(type(leaf[0]) in (int, float) for leaf in self.leaves if not isinstance(leaf, ArrayLeaf))
 
     def is_uneven(self) -> bool:
         """Tell whether some argument has a different shape on different replicas."""
