@@ -24,7 +24,7 @@ from .._variables.variable import load, spec_of, store
 from .._workers import joint_programs
 from . import lift, numbers, proof, refusals
 from .cache import Programs
-from .call import ArrayLeaf, Call, argument_names, check_replicas, key_of, pinned, take_apart
+from .call import ArrayLeaf, Call, argument_names, attributes_read, check_replicas, key_of, pinned, read_inside, take_apart
 from .eager import is_eager, refuse_eager, run_eagerly, silenced
 from .lift import Lifted, trace_step
 from .numbers import Numbers, with_numbers
@@ -62,6 +62,8 @@ class Steps:
             if program is not None:
                 self._last = (key, program)
         is_plain = (frame is None or frame.bindings is None) and tracing.trace_state() == tracing.CLEAN and not is_eager.get()
+        if program is not None and program.read and not program.is_current():
+            program = None
         if program is not None and is_plain and are_placed(self._mesh, arrays):
             return program.run(arrays)
         return self._run_otherwise(strategy, program, take_apart(function, args, kwargs))
@@ -74,6 +76,7 @@ class Steps:
         if may_pass:
             known = self._numbers.known(call)
             program = self.programs.get(known.key)
+            program = program if program is not None and program.is_current() else None
             call = call if program is None else known
         is_new = program is None
         if program is None:
@@ -114,6 +117,8 @@ def _run_traced(program: StepProgram, call: Call) -> PyTree:
     """Make the program part of a larger one that is being traced."""
     check_replicas(call.arrays, call.array_leaves(), lambda: argument_names(call), program.mesh.num_replicas)
     lifted = program.lifted
+    if (read := read_inside.get()) is not None:
+        read += program.read
     written = [load(variable) for variable in lifted.written]
     read_only = [load(variable) for variable in lifted.read_only]
     results, new, _ = program.mapped(written, read_only, call.arrays, program.constants)
@@ -162,8 +167,9 @@ def _make_program(mesh: ReplicaMesh, call: Call, frame_with: Callable[[Any], Fra
         mesh, lifted.closed.consts, "an array that the step closes over"
     )
     home, pins = storage.home_of(lifted.written), pinned(call)
+    read = attributes_read(pins, lifted.closed.consts)
     watch = equal_copies.watch(mesh, lifted.variables)
-    return StepProgram(name, mesh, lifted, home, compiled, constants, pins, watch, findings, mapped, is_mirrored)
+    return StepProgram(name, mesh, lifted, home, compiled, constants, pins, watch, read, findings, mapped, is_mirrored)
 
 
 def _map(mesh: ReplicaMesh, lifted: Lifted, is_per_replica: Sequence[bool], is_mirrored: Sequence[bool]) -> Callable[..., Any]:
