@@ -59,9 +59,10 @@ OFFERS = {
         _sources.open.open_source
     """,
     "_program": """
-        cache.Programs cache.listeners call.ArrayLeaf call.Call call.argument_names call.array_leaves call.key_of
-        call.pinned call.take_apart compiling.program_on_stack eager.eager eager.is_eager lift.Lifted lift.lift
-        lift.plan_result mistakes.explain program.Program program.describe_program program.place steps.Steps
+        cache.Programs cache.listeners call.ArrayLeaf call.Attribute call.Call call.argument_names call.array_leaves
+        call.attributes_read call.key_of call.pinned call.read_inside call.take_apart compiling.program_on_stack
+        eager.eager eager.is_eager lift.Lifted lift.lift lift.plan_result mistakes.explain program.Program
+        program.describe_program program.place steps.Steps
     """,
     "_transforms": """
         function.function gradients.grad gradients.value_and_grad loops.cond loops.fori_loop loops.scan

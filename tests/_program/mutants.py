@@ -3,6 +3,8 @@
 PROOF = "tests/_program/test_proof.py::test_"
 REFUSALS = "tests/_program/test_refusals.py::test_"
 DIVISORS = "tests/_program/test_divisors.py::test_"
+NUMBERS = "tests/_program/test_numbers.py::test_a_number_that_changes_is_passed_where_the_bits_stay_the_same"
+OBJECTS = "tests/_program/test_closed_over.py::test_"
 LIFT = "tests/_program/test_lift.py::test_"
 REPLICATE = "tests/_program/test_steps.py::test_"
 TRACES = "tests/_program/uneven/test_traces.py::test_"
@@ -86,6 +88,20 @@ MUTANTS = [
      "tests/test_optimizer.py::test_a_mean_weighs_replicas_by_their_rows_and_leaves_out_who_has_none"),
     ("_replicas/collectives.py", "if own else jnp.zeros_like(array)", "",
      "tests/test_optimizer.py::test_a_mean_weighs_replicas_by_their_rows_and_leaves_out_who_has_none"),
+    # -- numbers
+    ("_program/numbers.py", "in_program = name in _ROUNDED and not all", "in_program = name in _ROUNDED or not all", NUMBERS),
+    ("_program/numbers.py", 'if name == "convert_element_type" and _rounds_twice(*avals):', "if False:", NUMBERS),
+    ("_program/numbers.py", "if not (name in _WITH_ARRAYS", "if False and not (name in _WITH_ARRAYS", NUMBERS),
+    ("_program/numbers.py", "isinstance(value, int):\n        limits", "False:\n        limits",
+     "tests/_program/test_numbers.py::test_a_number_that_jax_cannot_hold_and_an_error_of_the_step_are_as_before"),
+    # -- attributes of objects
+    ("_program/call.py", "is_read = id(part) in known or", "is_read =",
+     OBJECTS + "what_was_read_of_an_object_is_read_again_when_it_is_replaced"),
+    ("_program/call.py", "if is_read or look(part, depth - 1):",
+     "if is_read or isinstance(part, _READ) or look(part, depth - 1):",
+     OBJECTS + "what_was_not_read_of_an_object_may_change_and_compiles_nothing"),
+    ("_program/steps.py", "        read += program.read\n", "        pass\n", OBJECTS + "what_was_read_of_an_object_is_read_again"
+     "_when_it_is_replaced"),
     # -- lifting
     ("_program/lift.py", "for variable in bindings.written.keys() - set(written):", "if False:",
      LIFT + "what_only_the_second_trace_does_is_an_error"),

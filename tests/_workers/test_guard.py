@@ -441,7 +441,7 @@ def test_a_collective_that_fails_because_different_programs_met_says_so(make: Ma
             1,
             r"ProgramMismatchError: the workers have run known programs .* \(worker 0: train; worker 1: evaluate",
         ),
-        (("train",), 75, "lost a connection at step 2: a collective failed on worker 0, and all workers answered"),
+        (("train",), 75, "lost a connection at step 0: a collective failed on worker 0, and all workers answered"),
     ]:
         guarded = make(is_started=False)
         for _ in range(2):

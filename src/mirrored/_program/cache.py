@@ -80,6 +80,8 @@ def _reason(before: Call, after: Call) -> str:
             is_kind = (old.shape, old.dtype, old.shapes) == (new.shape, new.dtype, new.shapes)
             remedy = "Pass values of one kind." if is_kind else "Give batches one shape, for example with drop_remainder=True."
             return f"the argument {leaf_name} changed from shape {_type_of(old)} to {_type_of(new)}. {remedy}"
+        if isinstance(new, ArrayLeaf) and isinstance(old, tuple) and not isinstance(old, ArrayLeaf):
+            return f"the argument {leaf_name} is no longer always {_shown(old)}: from now on it is passed to the program."
         if not isinstance(new, ArrayLeaf) and old != new:
             return (
                 f"the argument {leaf_name} changed from {_shown(old)} to {_shown(new)}. Python numbers, strings and objects are "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import dis
 import functools
 import inspect
@@ -58,6 +59,7 @@ class Call(NamedTuple):
         key: equal for calls that can share a program.
         arrays: the array arguments; a PerReplica is its stacked array.
         treedef, leaves: the rest: each leaf is an ArrayLeaf, or the static object in a 1-tuple.
+        numbers: which of the arrays were Python numbers, see `_program/numbers`.
     """
 
     key: Any
@@ -65,6 +67,7 @@ class Call(NamedTuple):
     arrays: list[Any]
     treedef: Any
     leaves: list[Any]
+    numbers: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
@@ -80,6 +83,10 @@ class Call(NamedTuple):
 
     def array_leaves(self) -> list[ArrayLeaf]:
         return [leaf for leaf in self.leaves if isinstance(leaf, ArrayLeaf)]
+
+    def has_numbers(self) -> bool:
+        """Tell whether some argument is a Python number that is compiled in."""
+        return any(type(leaf[0]) in (int, float) for leaf in self.leaves if not isinstance(leaf, ArrayLeaf))
 
     def is_uneven(self) -> bool:
         """Tell whether some argument has a different shape on different replicas."""
@@ -177,6 +184,13 @@ def static_key(value: Any) -> Any:
     return (type(value), value)
 
 
+#: What an object may hold that a trace reads as a number or array.
+_READ = (bool, int, float, complex, np.ndarray, np.generic, jax.Array)
+#: Objects whose attributes are not looked at, and the packages of others.
+_NO_HOLDERS = (*_FUNCTIONS, type, types.ModuleType, np.ndarray, jax.Array)
+_KNOWN_PACKAGES = frozenset({"mirrored", "jax", "jaxlib", "numpy", "optax"})
+_MAX_OBJECTS = 1000
+
 #: Functions in a function's closure are told apart by theirs, so many levels deep.
 _MAX_DEPTH = 4
 
@@ -267,6 +281,69 @@ def pinned(call: Call) -> list[Any]:
         elif isinstance(value, functools.partial):
             waiting += [value.func, *value.args, *value.keywords.values()]
     return pins
+
+
+class Attribute(NamedTuple):
+    """Something that a trace has read of an object which its function closes over: a place, and what was there."""
+
+    holder: Any
+    key: Any
+    value: Any
+
+    def has_changed(self) -> bool:
+        try:
+            new = self.holder[self.key]
+        except (KeyError, IndexError):
+            return True
+        if new is self.value:
+            return False
+        return not (type(new) is type(self.value) and isinstance(new, (*_BY_REPR, *_BY_VALUE)) and repr(new) == repr(self.value))
+
+
+#: What the programs have read that became part of a larger one, while that is traced.
+read_inside: contextvars.ContextVar[list[Attribute] | None] = contextvars.ContextVar("mirrored_read_inside", default=None)
+
+
+def attributes_read(pins: Sequence[Any], constants: Sequence[Any]) -> tuple[Attribute, ...]:
+    """Return what a trace has read of the objects that a function closes over, and of what they hold.
+
+    Those are the arrays that became constants of the program, wherever they are, and the numbers and arrays that
+    code names as attributes. Another value in their place needs another program.
+
+    Args:
+        pins: the objects, from `pinned`.
+        constants: the arrays that the traced function closes over.
+    """
+    names = {name for pin in pins if isinstance(pin, types.FunctionType) for name in _attributes_in(pin.__code__)}
+    known, visited, found = {id(constant) for constant in constants}, set(), []
+
+    def look(value: Any, depth: int) -> bool:
+        """Note what was read in an object, and tell whether there is something."""
+        holder = value if isinstance(value, dict | list) else getattr(value, "__dict__", None)
+        is_other = isinstance(value, _NO_HOLDERS) or type(value).__module__.partition(".")[0] in _KNOWN_PACKAGES
+        if not isinstance(holder, dict | list) or is_other or id(value) in visited or depth == 0 or len(visited) > _MAX_OBJECTS:
+            return False
+        visited.add(id(value))
+        before = len(found)
+        for key, part in list(holder.items() if isinstance(holder, dict) else enumerate(holder)):
+            is_read = id(part) in known or (key in names and isinstance(part, _READ) and not isinstance(part, jax.core.Tracer))
+            if is_read or look(part, depth - 1):
+                found.append(Attribute(holder, key, part))
+        return len(found) > before
+
+    for pin in pins:
+        for value in pin[2] if type(pin) is tuple and len(pin) == 3 and isinstance(pin[0], types.CodeType) else (pin,):
+            look(value, _MAX_DEPTH)
+        for value in map(_content_of, pin.__closure__ or ()) if isinstance(pin, types.FunctionType) else ():
+            look(value, _MAX_DEPTH)
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=4096)
+def _attributes_in(code: types.CodeType) -> tuple[str, ...]:
+    own = [i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_ATTR"]
+    inner = [name for const in code.co_consts if isinstance(const, types.CodeType) for name in _attributes_in(const)]
+    return (*own, *inner)
 
 
 def argument_names(call: Call) -> list[str]:

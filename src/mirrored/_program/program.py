@@ -23,7 +23,7 @@ from .._variables import storage
 from .._variables.equal_copies import Watch
 from .._variables.storage import Home
 from .._workers.progress import in_main_thread
-from .call import ArrayLeaf
+from .call import ArrayLeaf, Attribute
 from .lift import Lifted
 from .proof import Findings
 
@@ -60,6 +60,7 @@ class Program:
         constants: the arrays that the function closes over, placed on the mesh.
         pins: what the cache key identifies by identity.
         watch: compares the copies of the variables that it writes now and then.
+        read: what its trace has read of objects that the function closes over.
     """
 
     name: str
@@ -70,6 +71,11 @@ class Program:
     constants: list[Any]
     pins: list[Any]
     watch: Watch | None
+    read: tuple[Attribute, ...]
+
+    def is_current(self) -> bool:
+        """Tell whether what the trace has read is still there."""
+        return not any(attribute.has_changed() for attribute in self.read)
 
     def execute(self, arrays: list[Any]) -> list[Any]:
         """Run on placed arrays, keep what the variables became, and return the arrays of the result."""

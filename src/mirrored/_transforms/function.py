@@ -14,7 +14,18 @@ from .._errors import StrategyMismatchError
 from .._jax import jaxprs, tracing, user_code
 from .._program import eager, lift, mistakes
 from .._program.cache import Programs
-from .._program.call import ArrayLeaf, Call, argument_names, array_leaves, key_of, pinned, take_apart
+from .._program.call import (
+    ArrayLeaf,
+    Attribute,
+    Call,
+    argument_names,
+    array_leaves,
+    attributes_read,
+    key_of,
+    pinned,
+    read_inside,
+    take_apart,
+)
 from .._program.lift import Lifted
 from .._program.program import Program, place
 from .._replicas import frames
@@ -86,7 +97,7 @@ def call_compiled(fn: UserFunction, args: Sequence[Any], kwargs: dict[str, Any])
     placements = [getattr(array, "sharding", None) for array, leaf in zip(arrays, leaves, strict=True) if leaf.is_per_replica]
     key = (key, None if frame is None else id(frame.strategy), tuple(placements))
     program = _programs.get(key)
-    if program is None:
+    if program is None or not program.is_current():
         call = take_apart(fn, args, kwargs)
         program = _make(call, frame or Frame(None, None))
         # Counted for each function: a decorator in a factory makes many of one code, each for its own variables.
@@ -119,11 +130,15 @@ def _make(call: Call, frame: Frame) -> FunctionProgram:
     avals = [
         leaf.aval(array.shape if leaf.is_per_replica else leaf.shape) for leaf, array in zip(leaves, call.arrays, strict=True)
     ]
+    inside: list[Attribute] = []
+    token = read_inside.set(inside)
     try:
         lifted = lift.lift(lambda arrays: call.apply(arrays, _rewrapped), avals, frame, _global_shape, call.function)
     except Exception as error:
         mistakes.explain(error)
         raise
+    finally:
+        read_inside.reset(token)
     mesh, name = _mesh_of(frame, lifted, call), call.name
     placements = (
         [mesh.stacked if is_stacked else mesh.mirrored for is_stacked in lifted.plan.stacked],
@@ -139,8 +154,9 @@ def _make(call: Call, frame: Frame) -> FunctionProgram:
         compiled = joint_programs.prepared(name, text, compiled, is_run=True, is_update=is_update)
     constants = mirror_constants(mesh, lifted.closed.consts, f"an array that {name} closes over")
     home, pins = storage.home_of(lifted.written), [*pinned(call), frame.strategy]
+    read = (*attributes_read(pins, lifted.closed.consts), *inside)
     watch = equal_copies.watch(mesh, lifted.variables)
-    return FunctionProgram(name, mesh, lifted, home, compiled, constants, pins, watch)
+    return FunctionProgram(name, mesh, lifted, home, compiled, constants, pins, watch, read)
 
 
 def _pure(lifted: Lifted, mesh: ReplicaMesh, written: Any, read_only: Any, arrays: Any, constants: Any) -> Any:
