@@ -12,6 +12,7 @@ PROPERTIES = "tests/_program/uneven/test_properties.py::test_"
 ALIGN = "tests/_program/uneven/test_align.py::test_"
 LOOPS = "tests/_program/uneven/test_loops.py::test_"
 PAIRING = "tests/_program/uneven/test_pairing.py::test_"
+CACHE = "tests/_program/test_cache.py::test_"
 MERGE = "tests/_program/uneven/test_merge.py::test_"
 
 MISTAKES = "tests/_program/test_mistakes.py::test_"
@@ -195,6 +196,15 @@ MUTANTS = [
     ("_program/call.py", "array.shape[0] != num_replicas:", "False:", REPLICATE + "values_of_another_strategy_are_refused"),
     ("_program/cache.py", "self._programs.popitem(last=False)", "self._programs.popitem()",
      REPLICATE + "the_program_least_recently_used_goes_first"),
-    ("_program/cache.py", "if count < MAX_SILENT_RECOMPILATIONS or", "if count <= MAX_SILENT_RECOMPILATIONS or",
+    ("_program/cache.py", "is_many = count > MAX_SILENT_RECOMPILATIONS", "is_many = count > MAX_SILENT_RECOMPILATIONS + 1",
      REPLICATE + "a_few_programs_of_one_function_are_silent"),
+    # -- how long programs are kept
+    ("_program/steps.py", ", also=program.lifted.variables", "",
+     CACHE + "a_model_that_is_dropped_takes_its_programs_with_it[method]"),
+    ("_program/cache.py", "<= 2 for pin", "<= 1 for pin",
+     CACHE + "a_model_that_is_dropped_takes_its_programs_with_it[in_a_dict]"),
+    ("_program/cache.py", "self._pinned.append(pin)", "pass",
+     CACHE + "another_object_at_the_place_of_one_that_has_ended_is_another_program"),
+    ("_program/program.py", "callbacks.forget_failed()", "pass",
+     "tests/_variables/test_turns.py::test_a_callback_that_raises_changes_nothing[2-ordered]"),
 ]  # fmt: skip

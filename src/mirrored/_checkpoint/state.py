@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -18,7 +19,8 @@ from .._replicas import cross_replica
 from .._replicas.per_replica import PerReplica
 from .._text import shown
 from .._typing import PyTree
-from .._variables.variable import Variable, set_stored, spec_of, stored_array
+from .._variables.access import lent, set_stored
+from .._variables.variable import Variable, spec_of
 from ..data._iterator import DistributedIterator, num_workers_of
 from ..optimizer import Optimizer
 
@@ -153,7 +155,8 @@ def _is_key(array: Any) -> bool:
 
 
 def _impl(keys: Any) -> str:
-    return str(jax.random.key_impl(stored_array(keys) if isinstance(keys, Variable) else keys))
+    with lent([keys]) if isinstance(keys, Variable) else contextlib.nullcontext([keys]) as [array]:
+        return str(jax.random.key_impl(array))
 
 
 def positions_of(leaves: Leaves) -> dict[str, Any]:
@@ -181,6 +184,14 @@ def take_snapshot(leaves: Leaves, positions: Sequence[Mapping[str, Any]], is_kep
         positions: of the iterators, by worker.
         is_kept: whether the copy is wanted here.
     """
+    variables = variables_of(leaves)
+    with lent(variables) as arrays:  # all at one moment, between two steps of other threads
+        return _snapshot(leaves, dict(zip(variables, arrays, strict=True)), positions, is_kept)
+
+
+def _snapshot(
+    leaves: Leaves, stored: Mapping[Variable, jax.Array], positions: Sequence[Mapping[str, Any]], is_kept: bool
+) -> Snapshot | None:
     on_devices: dict[str, jax.Array] = {}
     entries: dict[str, dict[str, Any]] = {}
     host: dict[str, np.ndarray] = {}
@@ -188,7 +199,7 @@ def take_snapshot(leaves: Leaves, positions: Sequence[Mapping[str, Any]], is_kep
         if has_position(leaf):
             entries[path] = {"kind": "position", "by_worker": [worker[path] for worker in positions]}
         elif isinstance(leaf, Variable | jax.Array):
-            entries[path] = _array_entry(leaf, on_devices)
+            entries[path] = _array_entry(leaf, stored, on_devices)
         elif hasattr(leaf, "dtype"):
             entries[path] = {"kind": "array", "value": f"h{len(host)}"}
             host[f"h{len(host)}"] = np.array(leaf, dtype=leaf.dtype.newbyteorder("="))
@@ -202,7 +213,7 @@ def take_snapshot(leaves: Leaves, positions: Sequence[Mapping[str, Any]], is_kep
     return Snapshot(entries, host | {key: np.array(array) for key, array in own.items()})
 
 
-def _array_entry(leaf: Variable | jax.Array, arrays: dict[str, jax.Array]) -> dict[str, Any]:
+def _array_entry(leaf: Variable | jax.Array, held: Mapping[Variable, jax.Array], arrays: dict[str, jax.Array]) -> dict[str, Any]:
     """Describe a leaf on devices, and add its plain arrays, which this process can read, to `arrays`."""
     entry: dict[str, Any] = {"key": _impl(leaf)} if _is_key(leaf) else {}
 
@@ -213,7 +224,7 @@ def _array_entry(leaf: Variable | jax.Array, arrays: dict[str, jax.Array]) -> di
 
     if not isinstance(leaf, Variable):
         return entry | {"kind": "array", "value": add(leaf)}
-    stored = stored_array(leaf)
+    stored = held[leaf]
     if not spec_of(leaf).is_on_read:
         return entry | {"kind": "mirrored", "value": add(stored)}
     mesh = spec_of(leaf).mesh

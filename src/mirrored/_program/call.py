@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
 import dis
 import functools
 import inspect
@@ -175,21 +174,38 @@ def _numpy_message(array: np.ndarray | np.generic, name: str) -> str:
 
 def static_key(value: Any) -> Any:
     """Return a hashable that is equal for static values which give the same program."""
-    if isinstance(value, (*_BY_REPR, *_BY_VALUE, *_FUNCTIONS)):
+    if _is_by_content(type(value)):
         return _content_key(value, _MAX_DEPTH)
+    return (type(value), id(value) if _is_by_identity(value) else value)
+
+
+class _Forgotten(NamedTuple):
+    """What is remembered of an object that is equal to itself only."""
+
+    kind: str
+    identity: int
+
+    def __repr__(self) -> str:
+        return f"<{self.kind} at {self.identity:#x}>"
+
+
+def remembered(value: Any) -> Any:
+    """Return a static value, or what tells it from others without keeping it alive."""
+    is_function = isinstance(value, _FUNCTIONS)
+    return _Forgotten(str(type(value).__name__), id(value)) if is_function or _is_by_identity(value) else value
+
+
+def _is_by_identity(value: Any) -> bool:
+    """Tell whether an object is equal to itself only. Its `id` is in keys then, so that they do not keep it alive."""
+    kind = type(value)
+    if isinstance(value, Variable) or (kind.__hash__ is object.__hash__ and kind.__eq__ is object.__eq__):
+        return True
     try:
         hash(value)
     except TypeError:
-        return (type(value), id(value))
-    return (type(value), value)
+        return True
+    return False
 
-
-#: What an object may hold that a trace reads as a number or array.
-_READ = (bool, int, float, complex, np.ndarray, np.generic, jax.Array)
-#: Objects whose attributes are not looked at, and the packages of others.
-_NO_HOLDERS = (*_FUNCTIONS, type, types.ModuleType, np.ndarray, jax.Array)
-_KNOWN_PACKAGES = frozenset({"mirrored", "jax", "jaxlib", "numpy", "optax"})
-_MAX_OBJECTS = 1000
 
 #: Functions in a function's closure are told apart by theirs, so many levels deep.
 _MAX_DEPTH = 4
@@ -262,88 +278,43 @@ def _content_of(cell: types.CellType) -> Any:
         return None
 
 
-def pinned(call: Call) -> list[Any]:
-    """Return the objects whose identity is in the call's key; while they are held no other object can have it."""
-    pins: list[Any] = [leaf for leaf in call.leaves if not isinstance(leaf, ArrayLeaf)]
-    waiting: list[Any] = [call.function, *(leaf[0] for leaf in pins)]
-    visited: set[int] = set()
-    while waiting:
-        value = waiting.pop()
-        if id(value) in visited:
+def identified(call: Call) -> Iterator[Any]:
+    """Yield the objects whose identity is in a call's key: while they live, no other object can have it."""
+    yield from _identified_by(call.function, _MAX_DEPTH)
+    for leaf in call.leaves:
+        if isinstance(leaf, ArrayLeaf):
             continue
-        visited.add(id(value))
-        pins.append(value)
-        if isinstance(value, types.FunctionType):
-            pins.append((value.__code__, value.__globals__, list(_globals_of(value))))
-            waiting += [*map(_content_of, value.__closure__ or ()), *_defaults_of(value)]
-        elif isinstance(value, types.MethodType):
-            waiting += [value.__func__, value.__self__]
-        elif isinstance(value, functools.partial):
-            waiting += [value.func, *value.args, *value.keywords.values()]
-    return pins
+        if _is_by_content(type(leaf[0])):
+            yield from _identified_in(leaf[0], _MAX_DEPTH)
+        elif _is_by_identity(leaf[0]):
+            yield leaf[0]
 
 
-class Attribute(NamedTuple):
-    """Something that a trace has read of an object which its function closes over: a place, and what was there."""
-
-    holder: Any
-    key: Any
-    value: Any
-
-    def has_changed(self) -> bool:
-        try:
-            new = self.holder[self.key]
-        except (KeyError, IndexError):
-            return True
-        if new is self.value:
-            return False
-        return not (type(new) is type(self.value) and isinstance(new, (*_BY_REPR, *_BY_VALUE)) and repr(new) == repr(self.value))
-
-
-#: What the programs have read that became part of a larger one, while that is traced.
-read_inside: contextvars.ContextVar[list[Attribute] | None] = contextvars.ContextVar("mirrored_read_inside", default=None)
+def _identified_by(function: Any, depth: int) -> Iterator[Any]:
+    """Yield those in `function_key(function, depth)`."""
+    if isinstance(function, types.FunctionType):
+        yield function.__code__
+        for value in _globals_of(function):
+            yield from _identified_in(value, 0)
+        for value in (*_defaults_of(function), *map(_content_of, function.__closure__ or ())):
+            yield from _identified_in(value, depth)
+    elif isinstance(function, types.MethodType):
+        yield function.__self__
+        yield from _identified_by(function.__func__, depth)
+    elif isinstance(function, functools.partial):
+        yield from _identified_by(function.func, depth)
+        for value in (*function.args, *function.keywords.values()):
+            yield from _identified_in(value, depth)
+    else:
+        yield function
 
 
-def attributes_read(pins: Sequence[Any], constants: Sequence[Any]) -> tuple[Attribute, ...]:
-    """Return what a trace has read of the objects that a function closes over, and of what they hold.
-
-    Those are the arrays that became constants of the program, wherever they are, and the numbers and arrays that
-    code names as attributes. Another value in their place needs another program.
-
-    Args:
-        pins: the objects, from `pinned`.
-        constants: the arrays that the traced function closes over.
-    """
-    names = {name for pin in pins if isinstance(pin, types.FunctionType) for name in _attributes_in(pin.__code__)}
-    known, visited, found = {id(constant) for constant in constants}, set(), []
-
-    def look(value: Any, depth: int) -> bool:
-        """Note what was read in an object, and tell whether there is something."""
-        holder = value if isinstance(value, dict | list) else getattr(value, "__dict__", None)
-        is_other = isinstance(value, _NO_HOLDERS) or type(value).__module__.partition(".")[0] in _KNOWN_PACKAGES
-        if not isinstance(holder, dict | list) or is_other or id(value) in visited or depth == 0 or len(visited) > _MAX_OBJECTS:
-            return False
-        visited.add(id(value))
-        before = len(found)
-        for key, part in list(holder.items() if isinstance(holder, dict) else enumerate(holder)):
-            is_read = id(part) in known or (key in names and isinstance(part, _READ) and not isinstance(part, jax.core.Tracer))
-            if is_read or look(part, depth - 1):
-                found.append(Attribute(holder, key, part))
-        return len(found) > before
-
-    for pin in pins:
-        for value in pin[2] if type(pin) is tuple and len(pin) == 3 and isinstance(pin[0], types.CodeType) else (pin,):
-            look(value, _MAX_DEPTH)
-        for value in map(_content_of, pin.__closure__ or ()) if isinstance(pin, types.FunctionType) else ():
-            look(value, _MAX_DEPTH)
-    return tuple(found)
-
-
-@functools.lru_cache(maxsize=4096)
-def _attributes_in(code: types.CodeType) -> tuple[str, ...]:
-    own = [i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_ATTR"]
-    inner = [name for const in code.co_consts if isinstance(const, types.CodeType) for name in _attributes_in(const)]
-    return (*own, *inner)
+def _identified_in(value: Any, depth: int) -> Iterator[Any]:
+    """Yield those in `_content_key(value, depth)`."""
+    if not _is_by_content(type(value)) or (isinstance(value, _FUNCTIONS) and not depth):
+        yield value
+    elif isinstance(value, _FUNCTIONS):
+        yield from _identified_by(value, depth - 1)
 
 
 def argument_names(call: Call) -> list[str]:

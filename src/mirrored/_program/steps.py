@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from .._jax import tracing
+from .._jax import jaxprs, tracing
 from .._replicas import frames, placement
 from .._replicas.context import ReplicaContext, own_parts
 from .._replicas.frames import Frame
@@ -20,11 +20,13 @@ from .._replicas.mesh import ReplicaMesh
 from .._replicas.per_replica import PerReplica
 from .._typing import REPLICA_AXIS, PyTree
 from .._variables import equal_copies, storage
-from .._variables.variable import load, spec_of, store
+from .._variables.access import claimed, load, store
+from .._variables.variable import spec_of
 from .._workers import joint_programs
 from . import lift, numbers, proof, refusals
 from .cache import Programs
-from .call import ArrayLeaf, Call, argument_names, attributes_read, check_replicas, key_of, pinned, read_inside, take_apart
+from .call import ArrayLeaf, Call, argument_names, check_replicas, key_of, take_apart
+from .captured import attributes_read, read_inside
 from .eager import is_eager, refuse_eager, run_eagerly, silenced
 from .lift import Lifted, trace_step
 from .numbers import Numbers, with_numbers
@@ -46,7 +48,6 @@ class Steps:
 
     def __init__(self, mesh: ReplicaMesh, bytes_per_pack: int = 0) -> None:
         self._mesh, self._bytes_per_pack = mesh, bytes_per_pack
-        self._last: tuple[Any, StepProgram | None] = (None, None)
         self.programs: Programs[StepProgram] = Programs()
         self._numbers = Numbers()
 
@@ -56,11 +57,9 @@ class Steps:
         if frame is not None and frame.axis is not None:
             return _run_merged(strategy, frame, function, args, kwargs)
         key, arrays = key_of(function, args, kwargs)
-        last_key, program = self._last
+        last_key, program = self.programs.last
         if key != last_key:  # a loop of steps needs not hash its key
             program = self.programs.get(key)
-            if program is not None:
-                self._last = (key, program)
         is_plain = (frame is None or frame.bindings is None) and tracing.trace_state() == tracing.CLEAN and not is_eager.get()
         if program is not None and program.read and not program.is_current():
             program = None
@@ -83,9 +82,7 @@ class Steps:
             with silenced() if is_eager.get() else contextlib.nullcontext():
                 program, call = self._made(call, frame_with, may_pass)
             if not any(isinstance(constant, jax.core.Tracer) for constant in program.constants):
-                call = call.keyed_again()
-                self.programs.add(call, program)
-                self._last = (call.key, program)
+                self.programs.add(call.keyed_again(), program, also=program.lifted.variables)
         if frames.is_traced() or any(isinstance(array, jax.core.Tracer) for array in call.arrays):
             return _run_traced(program, call)
         if is_eager.get():
@@ -119,11 +116,12 @@ def _run_traced(program: StepProgram, call: Call) -> PyTree:
     lifted = program.lifted
     if (read := read_inside.get()) is not None:
         read += program.read
-    written = [load(variable) for variable in lifted.written]
-    read_only = [load(variable) for variable in lifted.read_only]
-    results, new, _ = program.mapped(written, read_only, call.arrays, program.constants)
-    for variable, value in zip(lifted.written, new, strict=True):
-        store(variable, value)
+    with claimed(lifted.written):
+        written = [load(variable) for variable in lifted.written]
+        read_only = [load(variable) for variable in lifted.read_only]
+        results, new, _ = program.mapped(written, read_only, call.arrays, program.constants)
+        for variable, value in zip(lifted.written, new, strict=True):
+            store(variable, value)
     return program.rebuild(results)
 
 
@@ -160,17 +158,17 @@ def _make_program(mesh: ReplicaMesh, call: Call, frame_with: Callable[[Any], Fra
     is_split = [leaf.is_per_replica for leaf in leaves]
     text = "" if mesh.is_alone else f"arguments by replica: {is_split}\n{lifted.describe()}\nmirrored results: {is_mirrored}"
     mapped = _map(mesh, lifted, is_split, is_mirrored)
-    compiled = jax.jit(mapped, donate_argnums=0)
+    calls_host = jaxprs.has_host_callback(lifted.shown.jaxpr)
+    compiled = jax.jit(mapped, donate_argnums=() if calls_host else 0)
     if text:
         is_update = any(not spec_of(variable).is_on_read for variable in lifted.written)
         compiled = joint_programs.prepared(name, text, compiled, is_run=True, is_update=is_update)
     constants = lifted.closed.consts and placement.mirror_constants(
         mesh, lifted.closed.consts, "an array that the step closes over"
     )
-    home, pins = storage.home_of(lifted.written), pinned(call)
-    read = attributes_read(pins, lifted.closed.consts)
-    watch = equal_copies.watch(mesh, lifted.variables)
-    return StepProgram(name, mesh, lifted, home, compiled, constants, pins, watch, read, findings, mapped, is_mirrored)
+    home, watch = storage.home_of(lifted.writes.slots), equal_copies.watch(mesh, lifted.variables)
+    read = attributes_read(call, lifted.closed.consts)
+    return StepProgram(name, mesh, lifted, home, compiled, constants, watch, calls_host, read, findings, mapped, is_mirrored)
 
 
 def _map(mesh: ReplicaMesh, lifted: Lifted, is_per_replica: Sequence[bool], is_mirrored: Sequence[bool]) -> Callable[..., Any]:

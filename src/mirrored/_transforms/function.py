@@ -14,18 +14,8 @@ from .._errors import StrategyMismatchError
 from .._jax import jaxprs, tracing, user_code
 from .._program import eager, lift, mistakes
 from .._program.cache import Programs
-from .._program.call import (
-    ArrayLeaf,
-    Attribute,
-    Call,
-    argument_names,
-    array_leaves,
-    attributes_read,
-    key_of,
-    pinned,
-    read_inside,
-    take_apart,
-)
+from .._program.call import ArrayLeaf, Call, argument_names, array_leaves, key_of, take_apart
+from .._program.captured import Attribute, attributes_read, read_inside
 from .._program.lift import Lifted
 from .._program.program import Program, place
 from .._replicas import frames
@@ -101,7 +91,9 @@ def call_compiled(fn: UserFunction, args: Sequence[Any], kwargs: dict[str, Any])
         call = take_apart(fn, args, kwargs)
         program = _make(call, frame or Frame(None, None))
         # Counted for each function: a decorator in a factory makes many of one code, each for its own variables.
-        _programs.add(call._replace(key=(call.keyed_again().key, *key[1:])), program, counted=(id(fn), key[1:]))
+        call = call._replace(key=(call.keyed_again().key, *key[1:]))
+        strategies = [] if frame is None else [frame.strategy]
+        _programs.add(call, program, owner=fn, also=[*program.lifted.variables, *strategies])
         check_later(program.mesh, arrays, lambda index: f"the argument {argument_names(call)[index]}")
     # A PerReplica lies where it is: `_mesh_of` has chosen the devices after it.
     plain = [position for position, leaf in enumerate(leaves) if not leaf.is_per_replica]
@@ -146,17 +138,17 @@ def _make(call: Call, frame: Frame) -> FunctionProgram:
         mesh.mirrored,
     )
     body = functools.partial(_pure, lifted, mesh)
-    compiled = jax.jit(body, donate_argnums=0, out_shardings=placements)
+    calls_host = jaxprs.has_host_callback(lifted.shown.jaxpr)
+    compiled = jax.jit(body, donate_argnums=() if calls_host else 0, out_shardings=placements)
     if not mesh.is_alone:
         is_split = [leaf.is_per_replica for leaf in leaves]
         text = f"arguments by replica: {is_split}\n{lifted.describe()}"
         is_update = any(not spec_of(variable).is_on_read for variable in lifted.written)
         compiled = joint_programs.prepared(name, text, compiled, is_run=True, is_update=is_update)
     constants = mirror_constants(mesh, lifted.closed.consts, f"an array that {name} closes over")
-    home, pins = storage.home_of(lifted.written), [*pinned(call), frame.strategy]
-    read = (*attributes_read(pins, lifted.closed.consts), *inside)
-    watch = equal_copies.watch(mesh, lifted.variables)
-    return FunctionProgram(name, mesh, lifted, home, compiled, constants, pins, watch, read)
+    home, watch = storage.home_of(lifted.writes.slots), equal_copies.watch(mesh, lifted.variables)
+    read = (*attributes_read(call, lifted.closed.consts), *inside)
+    return FunctionProgram(name, mesh, lifted, home, compiled, constants, watch, calls_host, read)
 
 
 def _pure(lifted: Lifted, mesh: ReplicaMesh, written: Any, read_only: Any, arrays: Any, constants: Any) -> Any:

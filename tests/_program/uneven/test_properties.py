@@ -518,7 +518,7 @@ def test_a_host_array_that_a_step_closes_over_is_in_the_program_once():
     strategy = mr.MirroredStrategy(DEVICES[:3])
     table = np.ones((COLUMNS, 300), np.float32)
     strategy.run(lambda x: x @ table, args=(split(strategy, data(7)),))
-    [program] = strategy._steps.programs._programs.values()
+    [program] = strategy._steps.programs
     assert [c.shape for c in program.constants].count(table.shape) == 1
 
 

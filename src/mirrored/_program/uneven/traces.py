@@ -21,9 +21,10 @@ from ..._jax.marks import Mark, Purpose, mark
 from ..._replicas.frames import Frame
 from ..._replicas.per_replica import stack_shapes
 from ..._typing import Shape
+from ..._variables.storage import WeakVariables
 from .. import lift, proof, refusals
 from ..call import ArrayLeaf, Call, argument_names, static_key
-from ..lift import Lifted, ResultPlan, Touched, trace_step
+from ..lift import Lifted, ResultPlan, Touched, static_value, trace_step
 from ..proof import State
 from . import align, merge, nodes, pairing
 
@@ -117,7 +118,7 @@ def lift_uneven(call: Call, frame_with: Callable[[Any], Frame], states_of: Calla
     largest = max(range(len(traces)), key=lambda kind: kinds.most_rows(kind))
     refusals.check_divisors(found[largest], len(kinds.of_replica), *kinds.rows_of(largest))
     lines = tuple(map(_known_line, zip(*(lifted.write_lines for lifted in traces), strict=True)))
-    return Lifted(closed, closed, touched.written, lines, touched.read_only, plan)
+    return Lifted(closed, closed, WeakVariables(touched.written), lines, WeakVariables(touched.read_only), plan)
 
 
 def _known_line(lines: Sequence[str]) -> str:
@@ -348,7 +349,7 @@ def _is_same_static(a: tuple[Any] | None, b: tuple[Any] | None) -> bool:
 
 
 def _shown(plan: ResultPlan) -> str:
-    return str(plan.treedef.unflatten(["array" if leaf is None else leaf[0] for leaf in plan.static]))
+    return str(plan.treedef.unflatten(["array" if leaf is None else static_value(leaf) for leaf in plan.static]))
 
 
 def _result_shapes(avals: Sequence[Any], kinds: Kinds) -> tuple[Shape, ...] | None:
