@@ -37,7 +37,7 @@ def closure(strategy: mr.Strategy) -> tuple[Any, Callable[[], Any]]:
 
     def step(x: Any) -> Any:
         value, gradients = mr.value_and_grad(lambda: jnp.mean(jnp.matmul(x, w)), [w])()
-        optimizer.apply_gradients(gradients)
+        optimizer.apply_gradients(gradients, aggregate="mean")
         return value
 
     datasets = [strategy.distribute_dataset(strategy.make_numpy_dataset(ROWS[:n]).batch(n)) for n in (5, 6)]

@@ -95,7 +95,7 @@ class Programs(Generic[ProgramT]):
             warnings.warn(message, RecompilationWarning, stacklevel=user_code.user_stacklevel())
         return seen.structure, count
 
-    def _drop(self, key: Any) -> None:
+    def _drop_program(self, key: Any) -> None:
         dropped = self._programs.pop(key, None)
         if dropped is not None and self.last[1] is dropped[0]:
             self.last = (None, None)
@@ -103,12 +103,12 @@ class Programs(Generic[ProgramT]):
     def _drop_unreachable(self) -> None:
         """Drop programs whose key knows an object that cannot say that it has ended, and that nobody else has any more."""
         for key in [key for key, (_, guards) in list(self._programs.items()) if guards.have_ended()]:
-            self._drop(key)
+            self._drop_program(key)
 
 
 def _drop_from(programs: weakref.ref[Programs[Any]], key: Any, _: Any) -> None:
     if (found := programs()) is not None:
-        found._drop(key)
+        found._drop_program(key)
 
 
 # -- how long a program is kept

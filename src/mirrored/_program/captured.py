@@ -41,7 +41,8 @@ class Attribute(NamedTuple):
         place = self.root()
         try:
             for key in self.path:
-                place = _holder(place)[key]
+                holder: Any = _holder(place)
+                place = holder[key]
         except (KeyError, IndexError, TypeError):
             return True
         if place is self.value:
