@@ -24,7 +24,7 @@ from .. import lift, proof, refusals
 from ..call import ArrayLeaf, Call, argument_names, static_key
 from ..lift import Lifted, ResultPlan, Touched, trace_step
 from ..proof import State
-from . import align, merge, nodes, pairing
+from . import align, means, merge, nodes, pairing
 
 #: A trace may show that a size was guessed wrong; after this many, sizes are found out one question at a time.
 _MAX_TRACES = 3
@@ -261,6 +261,9 @@ def _merge_traces(
     arrays = [leaf.aval(leaf.shape) for leaf in leaves]
     is_common = [True] * len(variables) + [leaf.shapes is None for leaf in leaves]
     align.compare(aligned, is_common)
+    if means.weigh(aligned, kinds.of_replica):
+        nodes.renew(aligned)
+        align.compare(aligned, is_common)
     rows = zip(*(trace.outputs for trace in aligned), strict=True)
     output_shapes = [stack_shapes([value.aval.shape for value in row])[0] for row in rows]
     axis = frame.axis
