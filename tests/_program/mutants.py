@@ -131,6 +131,8 @@ MUTANTS = [
      PAIRING + "collectives_that_change_places_are_refused"),
     ("_program/uneven/pairing.py", "if len(members) > 1:\n            _check_lines", "if members:\n            _check_lines",
      PAIRING + "collectives_in_one_order_are_taken"),
+    ("_program/uneven/traces.py", "if not state.is_mirrored and all(one.is_mirrored for one in own):", "if False:",
+     TRACES + "steps_that_uneven_replicas_cannot_take_together_are_refused"),
     # -- uneven steps: means over the replicas
     ("_program/uneven/means.py", "array * factor if factor else jnp.zeros_like(array)", "array * factor",
      MEANS + "means_and_their_gradients_equal_one_device"),

@@ -127,7 +127,7 @@ def used_elsewhere(x):
 
 
 def carried(x):
-    return jax.lax.fori_loop(0, 2, lambda i, c: (mean(c[1]), 2 * c[1]), (0.0, jnp.mean(x)))[0]
+    return jax.lax.fori_loop(0, 2, lambda i, c: (mean(c[1]), jnp.mean(x)), (0.0, 0.0))[0]
 
 
 REFUSED = {
@@ -137,6 +137,7 @@ REFUSED = {
     "a largest value": lambda x: pmean(jnp.max(x, initial=0)),
     "a mean of chosen rows": lambda x: pmean(jnp.mean(x, where=x > 0)),
     "an estimate of a variance": lambda x: mean(jnp.var(x, ddof=1)),
+    "divided by another number": lambda x: mean(jnp.sum(x) / (x.shape[0] + 1)),
     "a gradient": lambda x: mean(jax.grad(lambda w: jnp.mean((x * w - 1) ** 2))(1.0)),
     "another mean beside it": lambda x: mean(jnp.mean(x) + jnp.mean(x[:1])),
     "a mean that a gradient goes through twice": used_elsewhere,

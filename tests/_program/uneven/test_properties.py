@@ -661,7 +661,9 @@ def test_a_value_that_is_computed_differently_for_other_rows_is_not_mirrored():
 
     def step(x, w):
         pairs = DIFFERENT.items()
-        return {name: ((first if x.shape[0] == 2 else second)(w), first(w) * 1) for name, (first, second) in pairs}
+        own = {name: ((first if x.shape[0] == 2 else second)(w), first(w) * 1) for name, (first, second) in pairs}
+        is_here = ctx().replica_id_in_sync_group >= 0  # makes one value for each replica, with the same bits
+        return {name: (jnp.where(is_here, different, different), same) for name, (different, same) in own.items()}
 
     for name, (different, same) in strategy.run(step, args=(split(strategy, data(3)), w)).items():
         assert isinstance(same, jax.Array) and isinstance(different, mr.PerReplica), name

@@ -73,18 +73,25 @@ def lift_uneven(call: Call, frame_with: Callable[[Any], Frame], states_of: Calla
 
     Raises:
         UnevenReplicasError: when replicas with different numbers of rows would not reach the same collectives,
-            or return different structures.
+            or return different structures, or values that depend on the replica's number of rows alone.
         ReplicasDivergeError: when already replicas with equal rows would diverge.
     """
     leaves = call.array_leaves()
     kinds = _find_kinds(call, leaves)
     touched, traces = _trace_all(_Tracer(call, leaves, kinds, frame_with))
-    for lifted in traces:
-        refusals.check_assignments(lifted, proof.prove(lifted.shown.jaxpr, states_of(lifted)))
+    findings = [proof.prove(lifted.shown.jaxpr, states_of(lifted)) for lifted in traces]
+    for lifted, found in zip(traces, findings, strict=True):
+        refusals.check_assignments(lifted, found)
     plan = _merge_plans(traces, kinds)
     closed = _merge_traces(traces, kinds, leaves, plan, frame_with(None), call.function)
     lines = tuple(map(_known_line, zip(*(lifted.write_lines for lifted in traces), strict=True)))
-    return Lifted(closed, closed, touched.written, lines, touched.read_only, plan)
+    merged = Lifted(closed, closed, touched.written, lines, touched.read_only, plan)
+    outputs = proof.prove(closed.jaxpr, states_of(merged)).outputs[: merged.num_results]
+    of_kinds = zip(*(found.outputs[: merged.num_results] for found in findings), strict=True)
+    for position, (state, own) in enumerate(zip(outputs, of_kinds, strict=True)):
+        if not state.is_mirrored and all(one.is_mirrored for one in own):
+            raise UnevenReplicasError(_other_type(plan, position, kinds))
+    return merged
 
 
 def _known_line(lines: Sequence[str]) -> str:
@@ -277,10 +284,9 @@ def _merge_traces(
 
 
 def _origin(kinds: Kinds) -> str:
-    shapes = ", ".join(str(shapes[kinds.varied]) for shapes in kinds.shapes)
     return (
         f"a replica's own number of rows, such as x.shape[0], which differs in this uneven step ({kinds.name} has shapes "
-        f"{shapes}); the number on all replicas together is ctx.all_reduce('sum', x.shape[0])"
+        f"{_listed(kinds)}); the number on all replicas together is ctx.all_reduce('sum', x.shape[0])"
     )
 
 
@@ -292,12 +298,30 @@ def _merge_plans(traces: Sequence[Lifted], kinds: Kinds) -> ResultPlan:
             raise UnevenReplicasError(
                 "the batch does not divide evenly among the replicas, and replicas with different numbers of rows return "
                 f"different things: {kinds.describe(0)} return {_shown(first)}, {kinds.describe(kind)} return "
-                f"{_shown(lifted.plan)}. Return a number that depends on the rows as an array: jnp.asarray(x.shape[0]). Or "
-                f"leave the odd rows out: {pairing.DROP}."
+                f"{_shown(lifted.plan)}. Return the same for any number of rows; their number on all replicas together is "
+                f"ctx.all_reduce('sum', x.shape[0]). Or leave the odd rows out: {pairing.DROP}."
             )
     outputs = zip(*(lifted.closed.jaxpr.outvars[: lifted.num_results] for lifted in traces), strict=True)
     shapes = [_result_shapes([atom.aval for atom in row], kinds) for row in outputs]
     return dataclasses.replace(first, shapes=tuple(shapes))
+
+
+def _other_type(plan: ResultPlan, position: int, kinds: Kinds) -> str:
+    """Say that a result would be an array of a full batch and a PerReplica of this one."""
+    leaves = jax.tree_util.tree_flatten_with_path(plan.treedef.unflatten(range(len(plan.static))))[0]
+    path, _ = [leaf for leaf, static in zip(leaves, plan.static, strict=True) if static is None][position]
+    return (
+        f"the batch does not divide evenly among the replicas, and the result{jax.tree_util.keystr(path)} of the step depends "
+        f"on how many rows a replica has, such as x.shape[0] ({kinds.name} has shapes {_listed(kinds)}), and otherwise on "
+        "nothing that differs by replica. It is one array of a batch that divides, and would be one value for each replica here. "
+        "For the number of rows on all replicas together return ctx.all_reduce('sum', x.shape[0]), an array in both cases; for one "
+        "value for each replica in both cases return value + 0 * ctx.replica_id_in_sync_group. "
+        f"Or leave the odd rows out: {pairing.DROP}."
+    )
+
+
+def _listed(kinds: Kinds) -> str:
+    return ", ".join(str(shapes[kinds.varied]) for shapes in kinds.shapes)
 
 
 def _is_same_structure(a: ResultPlan, b: ResultPlan) -> bool:
