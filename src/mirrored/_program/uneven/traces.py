@@ -314,8 +314,8 @@ def _other_type(plan: ResultPlan, position: int, kinds: Kinds) -> str:
         f"the batch does not divide evenly among the replicas, and the result{jax.tree_util.keystr(path)} of the step depends "
         f"on how many rows a replica has, such as x.shape[0] ({kinds.name} has shapes {_listed(kinds)}), and otherwise on "
         "nothing that differs by replica. It is one array of a batch that divides, and would be one value for each replica here. "
-        "For the number of rows on all replicas together return ctx.all_reduce('sum', x.shape[0]), an array in both cases; for one "
-        "value for each replica in both cases return value + 0 * ctx.replica_id_in_sync_group. "
+        "For the number of rows on all replicas together return ctx.all_reduce('sum', x.shape[0]), an array in both cases; for "
+        "one value for each replica in both cases return value + 0 * ctx.replica_id_in_sync_group. "
         f"Or leave the odd rows out: {pairing.DROP}."
     )
 
