@@ -11,11 +11,11 @@ OFFERS = {
         jaxprs.has_host_callback jaxprs.inner_constants jaxprs.inner_jaxprs jaxprs.inside jaxprs.is_collective
         jaxprs.is_function_of_operands jaxprs.is_over_groups jaxprs.is_plain jaxprs.length_of jaxprs.meshes_in
         jaxprs.num_bytes jaxprs.parts_of jaxprs.scan_of jaxprs.solver_of jaxprs.while_of marks.Mark marks.Purpose
-        marks.mark marks.mark_p primitives.INLINE_CALLS primitives.MAKE_SAME primitives.PURE tracing.CLEAN
-        tracing.bind tracing.evaluate tracing.is_mapped_over tracing.is_staging tracing.lowered tracing.own_axes_first
-        tracing.placeholder tracing.separate_caches tracing.trace tracing.trace_state user_code.equation_line
-        user_code.raising_line user_code.show_users_lines user_code.user_line user_code.user_stacklevel
-        versions.warn_if_untried
+        marks.mark marks.mark_p means.is_of_mean primitives.INLINE_CALLS primitives.MAKE_SAME primitives.PURE
+        tracing.CLEAN tracing.bind tracing.evaluate tracing.is_mapped_over tracing.is_staging tracing.lowered
+        tracing.own_axes_first tracing.placeholder tracing.separate_caches tracing.trace tracing.trace_state
+        user_code.equation_line user_code.raising_line user_code.show_users_lines user_code.user_line
+        user_code.user_stacklevel versions.warn_if_untried
     """,
     "_cluster": """
         environments.SOURCES meeting.Meeting meeting.meet resolvers.ClusterResolver

@@ -13,6 +13,7 @@ ALIGN = "tests/_program/uneven/test_align.py::test_"
 LOOPS = "tests/_program/uneven/test_loops.py::test_"
 PAIRING = "tests/_program/uneven/test_pairing.py::test_"
 CACHE = "tests/_program/test_cache.py::test_"
+MEANS = "tests/_program/uneven/test_means.py::test_"
 MERGE = "tests/_program/uneven/test_merge.py::test_"
 
 MISTAKES = "tests/_program/test_mistakes.py::test_"
@@ -175,6 +176,19 @@ MUTANTS = [
      PAIRING + "collectives_that_change_places_are_refused"),
     ("_program/uneven/pairing.py", "if len(members) > 1:\n            _check_lines", "if members:\n            _check_lines",
      PAIRING + "collectives_in_one_order_are_taken"),
+    ("_program/uneven/traces.py", "if not state.is_mirrored and all(one.is_mirrored for one in own):", "if False:",
+     TRACES + "steps_that_uneven_replicas_cannot_take_together_are_refused"),
+    # -- uneven steps: means over the replicas
+    ("_program/uneven/means.py", "array * factor if factor else jnp.zeros_like(array)", "array * factor",
+     MEANS + "means_and_their_gradients_equal_one_device"),
+    ("_program/uneven/means.py", "if not _are_proportional(counts, divisor):", "if False:",
+     MEANS + "a_mean_of_anything_else_that_depends_on_the_rows_is_refused"),
+    ("_program/uneven/means.py", "carried = [i for i in range(count) if node", "carried = [i for i in range(0) if node",
+     MEANS + "a_mean_of_anything_else_that_depends_on_the_rows_is_refused"),
+    ("_program/uneven/means.py", "return alike and self._own.isdisjoint(row)", "return alike",
+     MEANS + "a_mean_of_anything_else_that_depends_on_the_rows_is_refused"),
+    ("_program/uneven/nodes.py", 'maker.equation.primitive.name == "broadcast_in_dim" else None', "False else None",
+     MEANS + "means_and_their_gradients_equal_one_device"),
     # -- uneven steps: one program
     ("_program/uneven/merge.py", "if node.is_own or node.bodies for", "if node.is_own for",
      LOOPS + "loops_with_collectives_that_use_the_rows_equal_one_device"),

@@ -179,7 +179,9 @@ def has_collective(equation: Any) -> bool:
 
 def adds_own_axes(equation: Any) -> bool:
     """Tell whether an equation is a sum over the replicas and over axes of its operands: what a `vmap` makes of two names."""
-    return equation.primitive.name == "psum" and is_collective(equation) and any(isinstance(a, int) for a in axis_names(equation))
+    if equation.primitive.name != "psum" or not is_collective(equation):
+        return False
+    return any(isinstance(axis, int | np.integer) for axis in axis_names(equation))
 
 
 def is_over_groups(equation: Any) -> bool:
