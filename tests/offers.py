@@ -2,19 +2,20 @@
 
 OFFERS = {
     "_jax": """
-        compilations.heard complaints.NEEDS_A_VALUE complaints.is_call_of_array complaints.is_formatted
-        complaints.is_tree_against_leaf complaints.is_unconverted complaints.missing_attribute complaints.unbound_axis
-        distributed.choose_cpu_collectives distributed.client distributed.has_backend distributed.known_devices
-        distributed.late_devices distributed.listen_at distributed.place distributed.swallows_sigterm
-        jaxprs.ClosedJaxpr jaxprs.Jaxpr jaxprs.Literal jaxprs.Part jaxprs.adds_own_axes jaxprs.all_equations
-        jaxprs.axis_names jaxprs.branches_of jaxprs.callee jaxprs.has_collective jaxprs.inner_constants
-        jaxprs.inner_jaxprs jaxprs.inside jaxprs.is_collective jaxprs.is_function_of_operands jaxprs.is_over_groups
-        jaxprs.is_plain jaxprs.length_of jaxprs.meshes_in jaxprs.num_bytes jaxprs.parts_of jaxprs.scan_of
-        jaxprs.solver_of jaxprs.while_of marks.Mark marks.Purpose marks.mark marks.mark_p primitives.INLINE_CALLS
-        primitives.MAKE_SAME primitives.PURE tracing.CLEAN tracing.bind tracing.evaluate tracing.is_mapped_over
-        tracing.is_staging tracing.lowered tracing.own_axes_first tracing.placeholder tracing.separate_caches
-        tracing.trace tracing.trace_state user_code.equation_line user_code.line_of user_code.raising_line
-        user_code.show_users_lines user_code.user_line user_code.user_stacklevel versions.warn_if_untried
+        callbacks.forget_failed compilations.heard complaints.NEEDS_A_VALUE complaints.is_call_of_array
+        complaints.is_formatted complaints.is_tree_against_leaf complaints.is_unconverted complaints.missing_attribute
+        complaints.unbound_axis distributed.choose_cpu_collectives distributed.client distributed.has_backend
+        distributed.known_devices distributed.late_devices distributed.listen_at distributed.place
+        distributed.swallows_sigterm jaxprs.ClosedJaxpr jaxprs.Jaxpr jaxprs.Literal jaxprs.Part jaxprs.adds_own_axes
+        jaxprs.all_equations jaxprs.axis_names jaxprs.branches_of jaxprs.callee jaxprs.has_collective
+        jaxprs.has_host_callback jaxprs.inner_constants jaxprs.inner_jaxprs jaxprs.inside jaxprs.is_collective
+        jaxprs.is_function_of_operands jaxprs.is_over_groups jaxprs.is_plain jaxprs.length_of jaxprs.meshes_in
+        jaxprs.num_bytes jaxprs.parts_of jaxprs.scan_of jaxprs.solver_of jaxprs.while_of marks.Mark marks.Purpose
+        marks.mark marks.mark_p means.is_of_mean primitives.INLINE_CALLS primitives.MAKE_SAME primitives.PURE
+        tracing.CLEAN tracing.bind tracing.evaluate tracing.is_mapped_over tracing.is_staging tracing.lowered
+        tracing.own_axes_first tracing.placeholder tracing.separate_caches tracing.trace tracing.trace_state
+        user_code.equation_line user_code.line_of user_code.raising_line user_code.show_users_lines
+        user_code.user_line user_code.user_stacklevel versions.warn_if_untried
     """,
     "_cluster": """
         environments.SOURCES meeting.Meeting meeting.meet resolvers.ClusterResolver
@@ -45,12 +46,13 @@ OFFERS = {
         placement.checksum placement.mirror placement.mirror_constants placement.refuse_argument placement.stack
     """,
     "_variables": """
+        access.all_copies access.claimed access.keep access.lent access.load access.set_stored access.store
         assignment.check_per_replica bindings.Bindings bindings.Fallback bindings.bound bindings.outer_reader
         bindings.with_few_compilations equal_copies.Watch equal_copies.check equal_copies.real_copies
-        equal_copies.watch storage.Home storage.arrays_of storage.home_of storage.overwrite tree.VariableTree
-        tree.trainable variable.Variable variable.all_copies variable.is_variable variable.live_variables
-        variable.load variable.local_arrays variable.note_use variable.one_value variable.set_stored variable.spec_of
-        variable.store variable.stored_array
+        equal_copies.watch storage.Home storage.WeakVariables storage.home_of storage.overwrite
+        storage.overwrite_when_done tree.VariableTree tree.trainable variable.Variable variable.is_variable
+        variable.listeners variable.live_variables variable.local_arrays variable.note_use variable.spec_of
+        variable.use_value
     """,
     "data": """
         _dataset.DistributedDataset _dataset.check_dataset _input_context.InputContext _iterator.DistributedIterator
@@ -61,8 +63,9 @@ OFFERS = {
     """,
     "_program": """
         cache.Programs cache.listeners call.ArrayLeaf call.Call call.argument_names call.array_leaves call.key_of
-        call.pinned call.take_apart compiling.program_on_stack eager.eager eager.is_eager lift.Lifted lift.lift
-        lift.plan_result mistakes.explain program.Program program.describe_program program.place steps.Steps
+        call.take_apart captured.Attribute captured.attributes_read captured.read_inside compiling.program_on_stack
+        eager.eager eager.is_eager lift.Lifted lift.lift lift.plan_result mistakes.explain program.Program
+        program.describe_program program.place steps.Steps
     """,
     "_transforms": """
         function.function gradients.grad gradients.value_and_grad loops.cond loops.fori_loop loops.scan

@@ -22,7 +22,8 @@ PUBLIC = {
     "OneProgramError", "Optimizer", "PerReplica", "PerReplicaError", "PreemptionHandler", "ProgramMismatchError",
     "RecompilationWarning", "ReduceOp", "ReplicaContext", "ReplicasDivergeError", "SimpleClusterResolver",
     "SlurmClusterResolver", "Strategy", "StrategyMismatchError", "TFConfigClusterResolver", "UnevenReplicasError",
-    "ValueContext", "Variable", "VariableAggregation", "VariableSynchronization", "WorkerLostError", "cond", "data", "eager",
+    "ValueContext", "Variable", "VariableAggregation", "VariableLostError", "VariableSynchronization", "WorkerLostError",
+    "cond", "data", "eager",
     "fori_loop", "function", "get_replica_context", "get_strategy", "grad", "has_strategy", "in_cross_replica_context",
     "losses", "scan", "value_and_grad",
 }  # fmt: skip

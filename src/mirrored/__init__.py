@@ -32,6 +32,7 @@ from ._errors import RecompilationWarning as RecompilationWarning
 from ._errors import ReplicasDivergeError as ReplicasDivergeError
 from ._errors import StrategyMismatchError as StrategyMismatchError
 from ._errors import UnevenReplicasError as UnevenReplicasError
+from ._errors import VariableLostError as VariableLostError
 from ._errors import WorkerLostError as WorkerLostError
 from ._options import AutoShardPolicy as AutoShardPolicy
 from ._options import CommunicationImplementation as CollectiveCommunication

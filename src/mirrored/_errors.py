@@ -35,6 +35,10 @@ class StrategyMismatchError(RuntimeError):
     """Values, variables or scopes of two strategies were mixed."""
 
 
+class VariableLostError(RuntimeError):
+    """The value of a variable is lost, because a program that was overwriting it failed."""
+
+
 class DeviceError(ValueError):
     """A device does not exist, is named twice, or can no longer be made."""
 

@@ -3,6 +3,8 @@
 PROOF = "tests/_program/test_proof.py::test_"
 REFUSALS = "tests/_program/test_refusals.py::test_"
 DIVISORS = "tests/_program/test_divisors.py::test_"
+NUMBERS = "tests/_program/test_numbers.py::test_a_number_that_changes_is_passed_where_the_bits_stay_the_same"
+OBJECTS = "tests/_program/test_closed_over.py::test_"
 LIFT = "tests/_program/test_lift.py::test_"
 REPLICATE = "tests/_program/test_steps.py::test_"
 TRACES = "tests/_program/uneven/test_traces.py::test_"
@@ -10,6 +12,8 @@ PROPERTIES = "tests/_program/uneven/test_properties.py::test_"
 ALIGN = "tests/_program/uneven/test_align.py::test_"
 LOOPS = "tests/_program/uneven/test_loops.py::test_"
 PAIRING = "tests/_program/uneven/test_pairing.py::test_"
+CACHE = "tests/_program/test_cache.py::test_"
+MEANS = "tests/_program/uneven/test_means.py::test_"
 MERGE = "tests/_program/uneven/test_merge.py::test_"
 
 MISTAKES = "tests/_program/test_mistakes.py::test_"
@@ -86,6 +90,20 @@ MUTANTS = [
      "tests/test_optimizer.py::test_a_mean_weighs_replicas_by_their_rows_and_leaves_out_who_has_none"),
     ("_replicas/collectives.py", "if own else jnp.zeros_like(array)", "",
      "tests/test_optimizer.py::test_a_mean_weighs_replicas_by_their_rows_and_leaves_out_who_has_none"),
+    # -- numbers
+    ("_program/numbers.py", "in_program = name in _ROUNDED and not all", "in_program = name in _ROUNDED or not all", NUMBERS),
+    ("_program/numbers.py", 'if name == "convert_element_type" and _rounds_twice(*avals):', "if False:", NUMBERS),
+    ("_program/numbers.py", "if not (name in _WITH_ARRAYS", "if False and not (name in _WITH_ARRAYS", NUMBERS),
+    ("_program/numbers.py", "isinstance(value, int):\n        limits", "False:\n        limits",
+     "tests/_program/test_numbers.py::test_a_number_that_jax_cannot_hold_and_an_error_of_the_step_are_as_before"),
+    # -- attributes of objects
+    ("_program/call.py", "is_read = id(part) in known or", "is_read =",
+     OBJECTS + "what_was_read_of_an_object_is_read_again_when_it_is_replaced"),
+    ("_program/call.py", "if is_read or look(part, depth - 1):",
+     "if is_read or isinstance(part, _READ) or look(part, depth - 1):",
+     OBJECTS + "what_was_not_read_of_an_object_may_change_and_compiles_nothing"),
+    ("_program/steps.py", "        read += program.read\n", "        pass\n", OBJECTS + "what_was_read_of_an_object_is_read_again"
+     "_when_it_is_replaced"),
     # -- lifting
     ("_program/lift.py", "for variable in bindings.written.keys() - set(written):", "if False:",
      LIFT + "what_only_the_second_trace_does_is_an_error"),
@@ -158,6 +176,19 @@ MUTANTS = [
      PAIRING + "collectives_that_change_places_are_refused"),
     ("_program/uneven/pairing.py", "if len(members) > 1:\n            _check_lines", "if members:\n            _check_lines",
      PAIRING + "collectives_in_one_order_are_taken"),
+    ("_program/uneven/traces.py", "if not state.is_mirrored and all(one.is_mirrored for one in own):", "if False:",
+     TRACES + "steps_that_uneven_replicas_cannot_take_together_are_refused"),
+    # -- uneven steps: means over the replicas
+    ("_program/uneven/means.py", "array * factor if factor else jnp.zeros_like(array)", "array * factor",
+     MEANS + "means_and_their_gradients_equal_one_device"),
+    ("_program/uneven/means.py", "if not _are_proportional(counts, divisor):", "if False:",
+     MEANS + "a_mean_of_anything_else_that_depends_on_the_rows_is_refused"),
+    ("_program/uneven/means.py", "carried = [i for i in range(count) if node", "carried = [i for i in range(0) if node",
+     MEANS + "a_mean_of_anything_else_that_depends_on_the_rows_is_refused"),
+    ("_program/uneven/means.py", "return alike and self._own.isdisjoint(row)", "return alike",
+     MEANS + "a_mean_of_anything_else_that_depends_on_the_rows_is_refused"),
+    ("_program/uneven/nodes.py", 'maker.equation.primitive.name == "broadcast_in_dim" else None', "False else None",
+     MEANS + "means_and_their_gradients_equal_one_device"),
     # -- uneven steps: one program
     ("_program/uneven/merge.py", "if node.is_own or node.bodies for", "if node.is_own for",
      LOOPS + "loops_with_collectives_that_use_the_rows_equal_one_device"),
@@ -179,6 +210,15 @@ MUTANTS = [
     ("_program/call.py", "array.shape[0] != num_replicas:", "False:", REPLICATE + "values_of_another_strategy_are_refused"),
     ("_program/cache.py", "self._programs.popitem(last=False)", "self._programs.popitem()",
      REPLICATE + "the_program_least_recently_used_goes_first"),
-    ("_program/cache.py", "if count < MAX_SILENT_RECOMPILATIONS or", "if count <= MAX_SILENT_RECOMPILATIONS or",
+    ("_program/cache.py", "is_many = count > MAX_SILENT_RECOMPILATIONS", "is_many = count > MAX_SILENT_RECOMPILATIONS + 1",
      REPLICATE + "a_few_programs_of_one_function_are_silent"),
+    # -- how long programs are kept
+    ("_program/steps.py", ", also=program.lifted.variables", "",
+     CACHE + "a_model_that_is_dropped_takes_its_programs_with_it[method]"),
+    ("_program/cache.py", "<= 2 for pin", "<= 1 for pin",
+     CACHE + "a_model_that_is_dropped_takes_its_programs_with_it[in_a_dict]"),
+    ("_program/cache.py", "self._pinned.append(pin)", "pass",
+     CACHE + "another_object_at_the_place_of_one_that_has_ended_is_another_program"),
+    ("_program/program.py", "callbacks.forget_failed()", "pass",
+     "tests/_variables/test_turns.py::test_a_callback_that_raises_changes_nothing[2-ordered]"),
 ]  # fmt: skip

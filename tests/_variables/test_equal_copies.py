@@ -21,7 +21,7 @@ def _no_copy_stays_changed():
     yield
     for variable in list(_variable._live):
         if not variable._spec.is_on_read:
-            variable.assign(_variable.local_arrays(variable)[0][1])
+            variable.assign(_variable.local_arrays(variable, variable._array)[0][1])
 
 
 def made(strategy: mr.Strategy, *names: str, value: object = 1.0) -> list[mr.Variable]:
@@ -154,7 +154,8 @@ def test_all_mirrored_variables_that_a_program_reads_or_writes_are_watched(strat
 
 def test_with_one_replica_and_without_variables_nothing_is_watched(strategy2) -> None:
     one = mr.MirroredStrategy(["cpu:0"])
-    train(one)[1]()
+    kept = train(one)
+    kept[1]()
     strategy2.run(lambda: 1 * np.ones(2))
     assert [program.watch for program in (*one._steps.programs, *strategy2._steps.programs)] == [None, None]
 

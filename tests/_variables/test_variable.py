@@ -49,7 +49,7 @@ def adding(v, delta=1.0):
 
 
 def is_taken(v):
-    home, index = v._place
+    home, index = v._slot.place
     return index in home.taken
 
 

@@ -434,6 +434,26 @@ def test_programs_in_another_order_end_the_job_with_one_wherever_the_workers_are
     assert "MIRRORED_DEBUG=detail" in caplog.text
 
 
+def test_a_collective_that_fails_because_different_programs_met_says_so(make: Make, caplog: Log) -> None:
+    for names, code, said in [
+        (
+            ("train", "evaluate"),
+            1,
+            r"ProgramMismatchError: the workers have run known programs .* \(worker 0: train; worker 1: evaluate",
+        ),
+        (("train",), 75, "lost a connection at step 0: a collective failed on worker 0, and all workers answered"),
+    ]:
+        guarded = make(is_started=False)
+        for _ in range(2):
+            guarded.progress.enter("train", b"train")
+        guarded.says("here/1")
+        guarded.says("left/1")
+        guarded.says("trail/1", done(*names).trail.encode())
+        guarded.guard._fail_with(LOSSES[1])
+        assert guarded.codes.get(timeout=5) == code and re.search(f"leaves with code {code}: {said}", caplog.text)
+        assert guarded.of_key("trail/0") == guarded.progress.tell()
+
+
 def test_what_threads_do_is_compared_with_nobody(make: Make) -> None:
     guarded = make(is_started=False)
     guarded.progress.enter("train", b"train")
@@ -635,10 +655,15 @@ def test_a_service_that_is_gone_ends_this_worker_before_jax_does(make: Make, mon
     assert "error of its own" not in caplog.text
 
 
-def test_after_jax_was_shut_down_the_guard_is_quiet(make: Make, caplog: Log) -> None:
+def test_after_jax_was_shut_down_the_guard_is_quiet(make: Make, neighbour: Neighbour, caplog: Log) -> None:
     guarded = make(worker=1)
+    guarded.says("process/0", neighbour.introduced)
+    while not guarded.guard._neighbours.near():
+        time.sleep(0.01)
     guarded.service.reason = "CANCELLED: GetKeyValueAsync() was cancelled."
     guarded.guard._threads[0].join(10)
+    neighbour.die()
+    assert not guarded.guard._is_left_alone(), "the others may go"
     guarded.guard.stop()
     assert guarded.codes.empty() and not caplog.records
 

@@ -25,7 +25,7 @@ class Job:
         self._patch = monkeypatch
 
     def look(self, worker: int, elapsed: float = 0.5) -> str:
-        self._patch.setattr(links, "connections", lambda: iter(self.of[worker]))
+        self._patch.setattr(links, "connections", lambda least=0: (one for one in self.of[worker] if one.retries >= least))
         verdict = self.links[worker].look(7, elapsed)
         return "" if verdict is None else str(verdict)
 
@@ -86,3 +86,4 @@ def test_the_connections_of_this_process_are_those_that_the_kernel_lists(
     (tmp_path / "tcp6").write_text(head + "\n".join(f"   {number}: {line}" for number, line in enumerate(lines)))
     monkeypatch.setattr(links, "_TABLES", (str(tmp_path / "none"), str(tmp_path / "tcp6")))
     assert list(connections()) == [Connection(A, B, 6), Connection(A, C, 0)]
+    assert list(connections(6)) == [Connection(A, B, 6)] and not list(connections(7))

@@ -22,8 +22,10 @@ from .._workers import runtime
 from .._workers.progress import progress
 from .._workers.same_program import require_same_history
 from . import arguments, checksums, files, same_on_workers, state
+from . import leaves as values
 from .files import DamagedStep, StepFiles
-from .state import Leaves, Snapshot
+from .leaves import Leaves
+from .state import Snapshot
 from .writer import Writer
 
 _logger = logging.getLogger("mirrored")
@@ -87,7 +89,7 @@ class Checkpoint:
         arguments.check_count(max_failed_saves, "max_failed_saves")
         self._files = StepFiles(files.checked_directory(directory))
         self._strategy = get_strategy()
-        if not has_strategy() and state.joint_among(state.leaves_of(self._named)):
+        if not has_strategy() and values.joint_among(values.leaves_of(self._named)):
             self._strategy = joint_strategy() or self._strategy  # made outside the scope, for what belongs to all workers
         self._leaves()
         files.orbax()
@@ -128,7 +130,7 @@ class Checkpoint:
             same_on_workers.require_no_error(reports, "save")
             same_on_workers.require_same_step(reports)
             if len({report["digest"] for report in reports}) > 1:
-                same_on_workers.require_same_kinds(self._exchange(state.kinds_of(leaves), f"save({step})"))
+                same_on_workers.require_same_kinds(self._exchange(values.kinds_of(leaves), f"save({step})"))
             if self._writer.latest == step:
                 _logger.info("step %d is saved already, in %s", step, self._files.root)
                 return
@@ -146,7 +148,7 @@ class Checkpoint:
         error = None
         try:
             leaves = self._leaves()
-            report["digest"] = checksums.record_checksum(state.kinds_of(leaves))
+            report["digest"] = checksums.record_checksum(values.kinds_of(leaves))
             report["positions"] = state.positions_of(leaves)
             if self._strategy.is_chief:
                 self._files.claim()
@@ -166,7 +168,7 @@ class Checkpoint:
 
     def _require_mirrored(self, leaves: Leaves) -> None:
         by_mesh: dict[Any, list[Any]] = {}
-        for variable in state.variables_of(leaves):
+        for variable in values.variables_of(leaves):
             if not spec_of(variable).is_on_read:
                 by_mesh.setdefault(spec_of(variable).mesh, []).append(variable)
         for mesh, variables in by_mesh.items():
@@ -341,8 +343,8 @@ class Checkpoint:
     # -- with the other workers
 
     def _leaves(self) -> Leaves:
-        leaves = state.leaves_of(self._named)
-        joint = None if self._strategy.num_workers > 1 else state.joint_among(leaves)
+        leaves = values.leaves_of(self._named)
+        joint = None if self._strategy.num_workers > 1 else values.joint_among(leaves)
         if joint or (runtime.current() is not None and isinstance(self._strategy, DefaultStrategy)):
             what = repr(joint) if joint else "this worker"
             raise StrategyMismatchError(

@@ -16,7 +16,7 @@ import numpy as np
 
 from .._typing import REPLICA_AXIS
 from .marks import mark_p
-from .primitives import CALLS, CONTROL_FLOW, LOCAL, PURE
+from .primitives import CALLS, CONTROL_FLOW, HOST_CALLBACKS, LOCAL, PURE
 
 Jaxpr = jex_core.Jaxpr
 #: The same class as Jaxpr since jax 0.11; before, a pair of a Jaxpr and its constants.
@@ -179,7 +179,9 @@ def has_collective(equation: Any) -> bool:
 
 def adds_own_axes(equation: Any) -> bool:
     """Tell whether an equation is a sum over the replicas and over axes of its operands: what a `vmap` makes of two names."""
-    return equation.primitive.name == "psum" and is_collective(equation) and any(isinstance(a, int) for a in axis_names(equation))
+    if equation.primitive.name != "psum" or not is_collective(equation):
+        return False
+    return any(isinstance(axis, int | np.integer) for axis in axis_names(equation))
 
 
 def is_over_groups(equation: Any) -> bool:
@@ -210,6 +212,11 @@ def _is_local_and_plain(equation: Any) -> bool:
     if equation.primitive is mark_p or equation.primitive.name == "axis_index":
         return True
     return is_plain(equation) and not is_collective(equation)
+
+
+def has_host_callback(jaxpr: Jaxpr) -> bool:
+    """Tell whether a program calls a user's function on the host, which may raise; `jax.debug.print` calls none."""
+    return any(equation.primitive.name in HOST_CALLBACKS for equation in all_equations(jaxpr))
 
 
 # -- what a program holds

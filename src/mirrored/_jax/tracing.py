@@ -158,10 +158,10 @@ def bind(equation: Any, operands: Sequence[Any]) -> list[Any]:
 def own_axes_first(equation: Any) -> tuple[ClosedJaxpr, Any]:
     """Cut a `psum` over the replicas and axes of its operands in two: a function for the latter, and an equation for the rest."""
     axes = equation.params["axes"]
-    own = tuple(axis for axis in axes if isinstance(axis, int))
+    own = tuple(int(axis) for axis in axes if not isinstance(axis, str))
     avals = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in equation.invars]
     closed = jax.make_jaxpr(lambda *operands: [jnp.sum(x, axis=own, dtype=x.dtype) for x in operands])(*avals)
-    params = {**equation.params, "axes": tuple(axis for axis in axes if axis not in own)}
+    params = {**equation.params, "axes": tuple(axis for axis in axes if isinstance(axis, str))}
     variables = [jex_core.Var(aval) for aval in closed.out_avals]
     return closed, equation.replace(params=params, invars=variables)
 

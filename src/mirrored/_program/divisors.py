@@ -157,7 +157,7 @@ def divided(trail: Trail, rows: Collection[int], num_rows: Collection[int], num_
         if kind == "spread":
             is_spread = True
         elif _is_one_of(divisor, num_rows) or (kind == "mul" and _is_one_of(value, {n / m for n in rows for m in num_rows})):
-            return Divided.BY_ALL
+            return Divided.BY_NEITHER if _is_one_of(divisor, begins) else Divided.BY_ALL  # so many numbers may have been added up
         elif kind == "own" or (not is_mean_of_row and _is_one_of(divisor, {*rows, *(() if is_spread else begins)} - {1})):
             own.append((kind, divisor))
         else:
@@ -165,7 +165,7 @@ def divided(trail: Trail, rows: Collection[int], num_rows: Collection[int], num_
     others += own[1:] + own[: len(own) > 1]  # one of them is the division by the rows
     others += [step for step in trail.after if step[0] == "div"]
     if any(_is_of_all(kind, value, num_replicas) for kind, value in others):
-        return Divided.BY_ALL
+        return Divided.BY_NEITHER
     return Divided.BY_OWN if own else Divided.BY_NEITHER
 
 

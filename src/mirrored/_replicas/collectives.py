@@ -67,6 +67,10 @@ class ReplicaAxis:
     def sum(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         return jax.lax.psum(list(arrays), REPLICA_AXIS) if self.bound else list(arrays)
 
+    def mean(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        """Return the means over the replicas; in an uneven step, `_program/uneven/means` weighs them."""
+        return jax.lax.pmean(list(arrays), REPLICA_AXIS)
+
     def stack(self, array: jax.Array) -> jax.Array:
         """Return the values of all replicas along a new leading axis."""
         return self._gather(array) if self.bound else array[None]
@@ -83,6 +87,8 @@ def all_reduce(op: ReduceOp, tree: PyTree, axis: ReplicaAxis, array_axes: Any = 
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_wrapped)
     arrays = [as_array(leaf, verb) for leaf in leaves]
     axes = [normalize_axes(array_axes, array.ndim, verb) for array in arrays]
+    if op is ReduceOp.MEAN and axis.sizes is not None and not any(axes):
+        return jax.tree.unflatten(treedef, _uneven_means(arrays, axis))
     counts = [_count(array, own, axis) for array, own in zip(arrays, axes, strict=True)]
     parts = [local_sums(op, array, own, count) for array, own, count in zip(arrays, axes, counts, strict=True)]
     totals = iter(_packed_sum([part for own in parts for part in own], axis))
@@ -101,6 +107,14 @@ def mean_by_rows(arrays: Sequence[jax.Array], axis: ReplicaAxis) -> list[jax.Arr
     wide = [array.astype(accumulator_dtype(ReduceOp.MEAN, array.dtype)) for array in arrays]
     weighted = [array * (own / total) if own else jnp.zeros_like(array) for array in wide]
     return [part.astype(array.dtype) for part, array in zip(_packed_sum(weighted, axis), arrays, strict=True)]
+
+
+def _uneven_means(arrays: Sequence[jax.Array], axis: ReplicaAxis) -> list[jax.Array]:
+    """Return means over the replicas of an uneven step; they are not packed, so that it can be seen what each is the mean of."""
+    values = [array.astype(accumulator_dtype(ReduceOp.MEAN, array.dtype)) for array in arrays]
+    means = axis.mean([_pairs(value) if jnp.iscomplexobj(value) else value for value in values])
+    means = [jax.lax.complex(m[0], m[1]) if jnp.iscomplexobj(v) else m for m, v in zip(means, values, strict=True)]
+    return [divide(mean, 1, array.dtype) for mean, array in zip(means, arrays, strict=True)]
 
 
 def all_gather(tree: PyTree, array_axis: int, axis: ReplicaAxis) -> PyTree:

@@ -72,12 +72,15 @@ class ReplicaContext:
 
         Args:
             reduce_op: `"sum"` or `"mean"`, in any case. A MEAN of integers is floating point; one of float16
-                or bfloat16 is added up in float32.
+                or bfloat16 is added up in float32. In a step with an uneven batch, a MEAN of a mean over rows weighs replicas
+                by their rows.
             value: arrays of any dtypes and Python numbers, in any nest. None stays None.
 
         Raises:
             ValueError: for another operation.
             TypeError: for a leaf that is not a number or an array.
+            UnevenReplicasError: (a ValueError) for a MEAN, in a step with an uneven batch, of a value that depends on the rows
+                and is no mean over them, such as a sum or a gradient.
 
         >>> def step(x):
         ...     return mr.get_replica_context().all_reduce("mean", {"a": x, "b": 2.0})

@@ -29,7 +29,8 @@ from .._replicas.mesh import ReplicaMesh
 from .._text import shown
 from .._typing import PyTree, UserFunction
 from .._variables import equal_copies
-from .._variables.variable import Variable, live_variables, spec_of, stored_array
+from .._variables.access import lent
+from .._variables.variable import Variable, live_variables, spec_of
 from .._workers.coordination import Coordination
 from .._workers.progress import progress
 from .._workers.same_program import require_same_history
@@ -130,7 +131,8 @@ class Strategy:
         if not isinstance(name, str) or not name:
             raise TypeError(f"barrier: name is {name!r}; expected a non-empty string.")
         _require_untraced("barrier")
-        jax.block_until_ready([stored_array(variable) for variable in live_variables(self._mesh)])
+        with lent(live_variables(self._mesh)) as arrays:
+            jax.block_until_ready(arrays)
         if not self._mesh.is_alone:
             with progress.phase(f"the barrier {name!r}", waits=True):
                 in_flight.finish()

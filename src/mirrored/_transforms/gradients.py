@@ -16,9 +16,10 @@ from .._program import lift
 from .._replicas import frames
 from .._text import shown
 from .._typing import PyTree, UserFunction
+from .._variables.access import load, store
 from .._variables.bindings import bound, with_few_compilations
 from .._variables.tree import trainable
-from .._variables.variable import Variable, is_variable, load, spec_of, store
+from .._variables.variable import Variable, is_variable, spec_of
 
 
 def grad(fn: UserFunction, variables: PyTree, has_aux: bool = False) -> Callable[..., Any]:

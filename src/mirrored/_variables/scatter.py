@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -13,6 +14,7 @@ from .._options import VariableAggregation
 from .._replicas import frames
 from .._replicas.arrays import cast, host_array
 from .._replicas.per_replica import PerReplica
+from . import turns
 from .spec import VariableSpec
 
 
@@ -22,6 +24,7 @@ class ScatterMethods:
     __slots__ = ()
 
     _spec: VariableSpec
+    _slot: Any
 
     def scatter_update(self, indices: Any, updates: Any) -> Self:
         """Set the rows at `indices`, and return the variable.
@@ -96,14 +99,18 @@ class ScatterMethods:
                 "combine the rows that are not written. Create the variable without an aggregation and gather first: ctx = "
                 f"mr.get_replica_context(); variable.{scatter.method}(ctx.all_gather(indices, 0), ctx.all_gather(updates, 0))."
             )
-        old = self._read(frame, is_taken=False)
-        if not (spec.mesh.is_alone or frames.is_traced()):
-            old = jnp.asarray(np.asarray(old))  # each worker computes; what the chief has is taken, and compared
-        return self._write(scatter.method, getattr(old.at[rows], scatter.operation)(new), None)
+
+        def scattered(old: Any) -> jax.Array:
+            if not (spec.mesh.is_alone or frames.is_traced()):
+                old = jnp.asarray(np.asarray(old))  # each worker computes; what the chief has is taken, and compared
+            return getattr(old.at[rows], scatter.operation)(new)
+
+        with turns.claimed_unless_traced([self._slot], frame):
+            return self._write(scatter.method, self._use(scattered), None)
 
     # -- of the variable
 
-    def _read(self, frame: Any, is_taken: bool) -> jax.Array:
+    def _use(self, use: Callable[[jax.Array], jax.Array]) -> jax.Array:
         raise AssertionError
 
     def _write(self, method: str, operand: Any, combine: Any) -> Self:

@@ -13,6 +13,7 @@ import numpy as np
 from .._replicas import frames
 from .._replicas.arrays import is_wrapped
 from .._typing import PyTree
+from . import turns
 
 
 class VariableTree:
@@ -82,9 +83,10 @@ class VariableTree:
         """
         leaves = self._checked(value)
         frame = frames.current()
-        new = [(v, v._new_value(frame, "assign", leaf, None)) for v, leaf in zip(self._variables, leaves, strict=True)]
-        for variable, array in new:
-            variable._store(frame, array)
+        with turns.claimed_unless_traced([variable._slot for variable in self._variables], frame):
+            new = [(v, v._new_value(frame, "assign", leaf, None)) for v, leaf in zip(self._variables, leaves, strict=True)]
+            for variable, array in new:
+                variable._store(frame, array)
         return self
 
     def is_made_of(self, leaves: Sequence[Any]) -> bool:

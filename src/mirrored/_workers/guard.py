@@ -362,6 +362,7 @@ class Guard:
                 self._coordination.get(_CALL, _PROBE_SECONDS)
             except Exception as second:  # jaxlib's errors have no classes of their own
                 if "CANCELLED" in str(second):  # somebody called jax.distributed.shutdown(): the job has no guard any more
+                    self._neighbours.forget()
                     return
             else:
                 if not tells_of_lost_service(error):

@@ -62,13 +62,12 @@ class Links:
             elapsed: seconds since the last look.
         """
         this = self._coordination
-        own = list(connections())
-        stuck = [connection for connection in own if connection.retries >= STUCK_RETRIES]
+        stuck = list(connections(STUCK_RETRIES))
         if stuck or self._has_told:
             this.put(f"{_KEY}/{this.worker}", json.dumps(stuck))
             self._has_told = True
-        ends = {(connection.local, connection.remote) for connection in own}
         told = {worker: decode(text) for worker, text in this.by_worker(_KEY).items() if worker != this.worker}
+        ends = {(connection.local, connection.remote) for connection in connections()} if any(told.values()) else set()
         cut = sorted(worker for worker, those in told.items() if any((one.remote, one.local) in ends for one in those))
         before, self._stuck = self._stuck, {worker: self._stuck.get(worker, -elapsed) + elapsed for worker in cut}
         for worker, seconds in self._stuck.items():
@@ -90,19 +89,21 @@ def decode(text: str) -> list[Connection]:
     return [one for one in found if all(map(isinstance, one, (str, str, int)))]
 
 
-def connections() -> Iterator[Connection]:
-    """Yield the TCP connections of this process; none where the kernel does not say."""
-    own = None
+def connections(min_retries: int = 0) -> Iterator[Connection]:
+    """Yield the TCP connections of this process, with at least so many retries; none where the kernel does not say."""
+    own: set[str] | None = None  # the numbers of its sockets, which take longer to find than the rest
     for table in _TABLES:
         try:
             lines = Path(table).read_text().splitlines()[1:]
-            own = own or set(_sockets())
         except OSError:
             continue
         for fields in map(str.split, lines):
             _, local, remote, state, _, timer, retries, _, _, inode, *_ = fields
-            if state == _ESTABLISHED and inode in own:
-                yield Connection(_end(local), _end(remote), int(retries, 16) * timer.startswith(f"{_SENDS_AGAIN}:"))
+            count = int(retries, 16) if timer.startswith(f"{_SENDS_AGAIN}:") else 0
+            if state == _ESTABLISHED and count >= min_retries:
+                own = set(_sockets()) if own is None else own
+                if inode in own:
+                    yield Connection(_end(local), _end(remote), count)
 
 
 def _sockets() -> Iterator[str]:

@@ -103,7 +103,7 @@ class Neighbours:
 
     def dead(self) -> tuple[int, ...]:
         """Return those of this host that have ended."""
-        return tuple(worker for worker, process in sorted(self._found.items()) if process is not None and process.is_dead())
+        return tuple(worker for worker, process in sorted(dict(self._found).items()) if process is not None and process.is_dead())
 
     def await_death(self, seconds: float) -> bool:
         """Wait for a death among those of this host, and tell whether there was one; each is told once, by the kernel, at once.
@@ -119,6 +119,10 @@ class Neighbours:
             self._handles.remove(handle)
             os.close(handle)
         return bool(ended)
+
+    def forget(self) -> None:
+        """Take nobody for dead any more: the job is over, and the others may go."""
+        self._found.clear()
 
     def wake(self) -> None:
         """End the waiting for a death, for ever."""

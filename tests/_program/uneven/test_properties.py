@@ -117,13 +117,37 @@ def total_of_rows(s):
     return sum(np.tanh(rows).sum(axis=0) for rows in s.rows)
 
 
+def plain_mean(ctx, v):
+    """Return the mean over the replicas of a value that may be anything, such as a sum over rows."""
+    return ctx.all_reduce("sum", v / ctx.num_replicas_in_sync)
+
+
 def reduced_in_loop(ctx, v, rows):
-    return jax.lax.fori_loop(0, 2, lambda i, t: ctx.all_reduce("mean", t) + 1, v)
+    return jax.lax.fori_loop(0, 2, lambda i, t: plain_mean(ctx, t) + 1, v)
+
+
+def reduced_with_rows_in_loop(ctx, v, rows):
+    """The body uses the rows, and carries them."""
+
+    def body(i, carry):
+        v, rows = carry
+        total = jnp.tanh(ctx.all_reduce("sum", jnp.tanh(rows * v).sum(axis=0)))
+        return total, rows - total
+
+    return jax.lax.fori_loop(0, 2, body, (v, rows))[0]
+
+
+def simulated_loop(s):
+    values, all_rows = s.v, s.rows
+    for _ in range(2):
+        total = np.tanh(sum(np.tanh(rows * v).sum(axis=0) for v, rows in zip(values, all_rows, strict=True)))
+        values, all_rows = [total] * len(values), [rows - total for rows in all_rows]
+    return values[0]
 
 
 def reduced_in_cond(ctx, v, rows):
     is_positive = ctx.all_reduce("sum", jnp.asarray(rows.shape[0])) > 5
-    return jax.lax.cond(is_positive, lambda t: ctx.all_reduce("mean", t), lambda t: ctx.all_reduce("mean", -t), v)
+    return jax.lax.cond(is_positive, lambda t: plain_mean(ctx, t), lambda t: plain_mean(ctx, -t), v)
 
 
 def simulated_cond(s):
@@ -175,7 +199,11 @@ OPERATIONS = {
         lambda i, v, rows: _scanned(v, rows),
     ),
     "sum of rows": collective(lambda ctx, v, rows: ctx.all_reduce("sum", jnp.tanh(rows).sum(axis=0)), total_of_rows),
-    "mean": collective(lambda ctx, v, rows: ctx.all_reduce("mean", v), lambda s: np.mean(s.v, axis=0)),
+    "mean": collective(lambda ctx, v, rows: plain_mean(ctx, v), lambda s: np.mean(s.v, axis=0)),
+    "mean of rows": collective(
+        lambda ctx, v, rows: ctx.all_reduce("mean", jnp.mean(jnp.concatenate([jnp.tanh(rows), jnp.cos(rows)]), axis=0)),
+        lambda s: np.mean(np.concatenate([f(rows) for rows in s.rows for f in (np.tanh, np.cos)]), axis=0),
+    ),
     "gathered": collective(
         lambda ctx, v, rows: jnp.sum(ctx.all_gather(v[None], axis=0) ** 2, axis=0), lambda s: np.sum(np.square(s.v), axis=0)
     ),
@@ -188,9 +216,10 @@ OPERATIONS = {
         lambda s: np.sin(np.concatenate(s.rows)).sum(axis=0),
     ),
     "in a loop": collective(reduced_in_loop, lambda s: np.mean(s.v, axis=0) + 2, is_looped=True),
+    "in a loop with rows": collective(reduced_with_rows_in_loop, simulated_loop, is_looped=True),
     "in a cond": collective(reduced_in_cond, simulated_cond),
     "jit": (
-        jax.jit(lambda ctx, v, rows, w: (jnp.tanh(ctx.all_reduce("mean", v)), rows), static_argnums=(0, 3)),
+        jax.jit(lambda ctx, v, rows, w: (jnp.tanh(plain_mean(ctx, v)), rows), static_argnums=(0, 3)),
         collective(lambda ctx, v, rows: v, lambda s: np.mean(s.v, axis=0))[1],
     ),
     "scaled": on_rows(lambda np, v, rows: np.tanh(rows * v)),
@@ -518,7 +547,7 @@ def test_a_host_array_that_a_step_closes_over_is_in_the_program_once():
     strategy = mr.MirroredStrategy(DEVICES[:3])
     table = np.ones((COLUMNS, 300), np.float32)
     strategy.run(lambda x: x @ table, args=(split(strategy, data(7)),))
-    [program] = strategy._steps.programs._programs.values()
+    [program] = strategy._steps.programs
     assert [c.shape for c in program.constants].count(table.shape) == 1
 
 
@@ -632,7 +661,9 @@ def test_a_value_that_is_computed_differently_for_other_rows_is_not_mirrored():
 
     def step(x, w):
         pairs = DIFFERENT.items()
-        return {name: ((first if x.shape[0] == 2 else second)(w), first(w) * 1) for name, (first, second) in pairs}
+        own = {name: ((first if x.shape[0] == 2 else second)(w), first(w) * 1) for name, (first, second) in pairs}
+        is_here = ctx().replica_id_in_sync_group >= 0  # makes one value for each replica, with the same bits
+        return {name: (jnp.where(is_here, different, different), same) for name, (different, same) in own.items()}
 
     for name, (different, same) in strategy.run(step, args=(split(strategy, data(3)), w)).items():
         assert isinstance(same, jax.Array) and isinstance(different, mr.PerReplica), name

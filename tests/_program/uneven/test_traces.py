@@ -269,9 +269,18 @@ REFUSED = {
     "a loop over the rows": (loop_over_rows, r"reach a collective inside `scan` of .*drop_remainder=True"),
     "another structure": (
         lambda x: {"a": 1} if x.shape[0] > 2 else {"b": 1},
-        r"return \{'a': 1\}, the replicas .* return \{'b': 1\}.*jnp.asarray\(x.shape\[0\]\)",
+        r"return \{'a': 1\}, the replicas .* return \{'b': 1\}.*ctx.all_reduce\('sum', x.shape\[0\]\)",
     ),
     "a number": (lambda x: x.shape[0], r"return 3, the replicas .* return 2"),
+    "a number as an array": (
+        lambda x: {"n": jnp.float32(x.shape[0])},
+        r"the result\['n'\] of the step .*`x` has shapes \(3, 4\), \(2, 4\).*one array of a batch that divides",
+    ),
+    "a sum divided by the own rows": (
+        lambda x: jax.lax.psum(jnp.sum(x), "replica") / x.shape[0],
+        r"the result of the step depends on how many rows a replica has.*return ctx\.all_reduce\('sum', x\.shape\[0\]\)",
+    ),
+    "a mask": (lambda x: (x, jnp.ones(x.shape[0])), r"the result\[1\] of .*value \+ 0 \* ctx\.replica_id_in_sync_group"),
     "another rank": (lambda x: x if x.shape[0] > 2 else x[0], r"another rank or dtype .* float32\[3, 4\], .* float32\[4\]"),
     "other questions": (
         lambda x: mr.losses.compute_average_loss(x) if x.shape[0] > 2 else jnp.sum(x),
@@ -286,6 +295,19 @@ def test_steps_that_uneven_replicas_cannot_take_together_are_refused():
         strategy.run(step, args=(split(strategy, data(9)[0]),))  # right with equal rows
         with pytest.raises(mr.UnevenReplicasError, match=message):
             strategy.run(step, args=(split(strategy, data(7)[0]),))
+
+
+@pytest.mark.parametrize("num_rows", [8, 7, 2])
+def test_types_of_results_depend_neither_on_the_batch_nor_on_the_number_of_replicas(num_rows):
+    def step(x):
+        ctx = mr.get_replica_context()
+        one_each = jnp.asarray(x.shape[0]) + 0 * ctx.replica_id_in_sync_group
+        return {"all": ctx.all_reduce("sum", x.shape[0]), "each": one_each, "rows": x, "sum": jnp.sum(x), "same": jnp.ones(2)}
+
+    for strategy in STRATEGIES.values():
+        results = strategy.run(step, args=(split(strategy, data(num_rows)[0]),))
+        assert [name for name, value in sorted(results.items()) if isinstance(value, mr.PerReplica)] == ["each", "rows", "sum"]
+        assert int(results["all"]) == int(strategy.reduce("sum", results["each"])) == num_rows
 
 
 def test_an_error_in_the_step_says_which_replicas_it_is_about():

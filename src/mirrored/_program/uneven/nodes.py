@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from ..._jax import jaxprs, tracing
+from ..._jax import jaxprs, means, tracing
 from ..._jax.jaxprs import ClosedJaxpr, Literal
 from ..._jax.primitives import INLINE_CALLS
 
@@ -26,7 +26,6 @@ class Value:
         stage: after how many groups of collectives it is known.
         content: the array, for a constant.
         outer: the value outside of the loop, for one that a loop's body takes from there.
-        is_own: whether it may depend on how many rows this replica has, though all traces compute it alike.
     """
 
     aval: Any
@@ -34,7 +33,6 @@ class Value:
     stage: int = 0
     content: Any = None
     outer: Value | None = None
-    is_own: bool = False
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -102,7 +100,7 @@ def read_trace(name: str, closed: ClosedJaxpr) -> Trace:
 
 def _read(name: str, closed: ClosedJaxpr, taken: list[Value], arguments: list[Value]) -> Trace:
     trace = Trace(name, arguments, [], [], [value for value in taken if value.outer is not None])
-    trace.outputs = _append(trace, closed, [*taken, *arguments])
+    trace.outputs = append(trace, closed, [*taken, *arguments])
     return trace
 
 
@@ -111,7 +109,8 @@ def constant(content: Any, aval: Any = None) -> Value:
     return Value(aval if aval is not None else jax.typeof(content), content=content)
 
 
-def _append(trace: Trace, closed: ClosedJaxpr, inputs: Sequence[Value]) -> list[Value]:
+def append(trace: Trace, closed: ClosedJaxpr, inputs: Sequence[Value]) -> list[Value]:
+    """Add what a traced function computes to a trace, and return its results."""
     jaxpr = closed.jaxpr
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*map(constant, closed.consts), *inputs), strict=True))
 
@@ -127,13 +126,19 @@ def _read_equation(trace: Trace, equation: Any, inputs: list[Value]) -> list[Val
     has_collective = jaxprs.has_collective(equation)
     inner = jaxprs.callee(equation)
     if inner is not None and (equation.primitive.name in INLINE_CALLS or has_collective):
-        return _append(trace, inner, inputs)
+        return append(trace, inner, inputs)
     if has_collective and equation.primitive.name == "custom_linear_solve":
         solver = jaxprs.solver_of(equation)
-        return _append(trace, ClosedJaxpr(solver.jaxpr, ()), [inputs[k] for k in solver.operands])
+        return append(trace, ClosedJaxpr(solver.jaxpr, ()), [inputs[k] for k in solver.operands])
     if jaxprs.adds_own_axes(equation):
         first, equation = tracing.own_axes_first(equation)
-        inputs = _append(trace, first, inputs)
+        inputs = append(trace, first, inputs)
+    if (spread := _spread_before_mean(trace, equation, inputs)) is not None:
+        total = Value(spread.inputs[0].aval)
+        outputs = [Value(variable.aval) for variable in equation.outvars]
+        trace.nodes.append(Node(equation, list(spread.inputs), [total], True, handed=list(spread.inputs)))
+        trace.nodes.append(Node(spread.equation, [total], outputs, False))
+        return outputs
     outputs = [Value(variable.aval) for variable in equation.outvars]
     node = Node(equation, inputs, outputs, has_collective)
     if has_collective:
@@ -144,9 +149,32 @@ def _read_equation(trace: Trace, equation: Any, inputs: list[Value]) -> list[Val
     return outputs
 
 
+def _spread_before_mean(trace: Trace, equation: Any, inputs: Sequence[Value]) -> Node | None:
+    """Return what repeats the operand of a mean's sum, such as for each row.
+
+    The gradient of a mean over the replicas and a `vmap` over rows is first repeated for each row, and then summed over the
+    replicas, which have different numbers of them. It may as well be summed first.
+    """
+    if equation.primitive.name != "psum" or len(inputs) != 1 or not means.is_of_mean(equation):
+        return None
+    maker = next((node for node in reversed(trace.nodes) if inputs[0] in node.outputs), None)
+    return maker if maker is not None and maker.equation.primitive.name == "broadcast_in_dim" else None
+
+
 def _read_body(name: str, part: jaxprs.Part, inputs: Sequence[Value]) -> Trace:
     taken = [_taken(inputs[k]) for k in part.fixed]
     return _read(name, part.closed, taken, [Value(variable.aval) for variable in part.closed.jaxpr.invars[len(taken) :]])
+
+
+def renew(traces: Sequence[Trace]) -> None:
+    """Forget what was found out by comparing traces."""
+    for trace in traces:
+        for value in (*trace.arguments, *trace.taken, *trace.outputs):
+            value.number, value.stage = None, 0
+        for node in trace.nodes:
+            for value in (*node.inputs, *node.outputs):
+                value.number, value.stage = None, 0
+            renew(node.bodies)
 
 
 def _taken(value: Value) -> Value:

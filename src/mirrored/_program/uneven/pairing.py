@@ -19,7 +19,8 @@ from .nodes import Node, Trace, Value
 
 #: What leaves the odd rows out, in messages.
 DROP = "strategy.distribute_dataset(dataset, mr.InputOptions(drop_remainder=True))"
-_BEGINNING = (
+#: How messages begin.
+BEGINNING = (
     "the batch does not divide evenly among the replicas, and in this uneven step replicas with different numbers of rows "
 )
 #: What JAX puts in, or leaves out, for some shapes.
@@ -58,7 +59,7 @@ def _type_of(values: Sequence[Value]) -> tuple[Any, ...]:
 
 def _different(first: Trace, own: Node | None, trace: Trace, other: Node | None) -> str:
     return (
-        f"{_BEGINNING}do not reach the same collectives: {first.name} {_describe(own)}, {trace.name} {_describe(other)}. A "
+        f"{BEGINNING}do not reach the same collectives: {first.name} {_describe(own)}, {trace.name} {_describe(other)}. A "
         "collective needs one shape on all replicas, however many rows they have, and a loop with one inside needs one number "
         "of rounds: sum over the rows first, for example ctx.all_reduce('sum', jnp.sum(x, axis=0)); join rows with "
         f"ctx.all_gather(x, axis=0); loop over something else than the rows. Or leave the odd rows out: {DROP}."
@@ -146,7 +147,7 @@ class _Origins:
 
 def _changed_places(first: Trace, own: Node, trace: Trace, other: Node) -> str:
     return (
-        f"{_BEGINNING}reach collectives of one kind in different orders, or in different places of the code, so that it cannot "
+        f"{BEGINNING}reach collectives of one kind in different orders, or in different places of the code, so that it cannot "
         f"be told which belong together: {first.name} {_describe(own)}, {trace.name} {_describe(other)}. Values that have "
         "nothing to do with each other would be combined. Reach them in one order, whatever x.shape[0] is: compute what goes "
         "in under the `if`, and call ctx.all_reduce(...) behind it, once for all. "

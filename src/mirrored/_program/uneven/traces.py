@@ -21,11 +21,12 @@ from ..._jax.marks import Mark, Purpose, mark
 from ..._replicas.frames import Frame
 from ..._replicas.per_replica import stack_shapes
 from ..._typing import Shape
+from ..._variables.storage import WeakVariables
 from .. import lift, proof, refusals
 from ..call import ArrayLeaf, Call, argument_names, static_key
-from ..lift import Lifted, ResultPlan, Touched, trace_step
+from ..lift import Lifted, ResultPlan, Touched, static_value, trace_step
 from ..proof import State
-from . import align, merge, nodes, pairing
+from . import align, means, merge, nodes, pairing
 
 #: A trace may show that a size was guessed wrong; after this many, sizes are found out one question at a time.
 _MAX_TRACES = 3
@@ -103,7 +104,7 @@ def lift_uneven(call: Call, frame_with: Callable[[Any], Frame], states_of: Calla
 
     Raises:
         UnevenReplicasError: when replicas with different numbers of rows would not reach the same collectives,
-            or return different structures.
+            or return different structures, or values that depend on the replica's number of rows alone.
         ReplicasDivergeError: when already replicas with equal rows would diverge.
     """
     leaves = call.array_leaves()
@@ -117,7 +118,13 @@ def lift_uneven(call: Call, frame_with: Callable[[Any], Frame], states_of: Calla
     largest = max(range(len(traces)), key=lambda kind: kinds.most_rows(kind))
     refusals.check_divisors(found[largest], len(kinds.of_replica), *kinds.rows_of(largest))
     lines = tuple(map(_known_line, zip(*(lifted.write_lines for lifted in traces), strict=True)))
-    return Lifted(closed, closed, touched.written, lines, touched.read_only, plan)
+    merged = Lifted(closed, closed, WeakVariables(touched.written), lines, WeakVariables(touched.read_only), plan)
+    outputs = proof.prove(closed.jaxpr, states_of(merged)).outputs[: merged.num_results]
+    of_kinds = zip(*(one.outputs[: merged.num_results] for one in found), strict=True)
+    for position, (state, own) in enumerate(zip(outputs, of_kinds, strict=True)):
+        if not state.is_mirrored and all(one.is_mirrored for one in own):
+            raise UnevenReplicasError(_other_type(plan, position, kinds))
+    return merged
 
 
 def _known_line(lines: Sequence[str]) -> str:
@@ -297,6 +304,9 @@ def _merge_traces(
     arrays = [leaf.aval(leaf.shape) for leaf in leaves]
     is_common = [True] * len(variables) + [leaf.shapes is None for leaf in leaves]
     align.compare(aligned, is_common)
+    if means.weigh(aligned, kinds.of_replica):
+        nodes.renew(aligned)
+        align.compare(aligned, is_common)
     rows = zip(*(trace.outputs for trace in aligned), strict=True)
     output_shapes = [stack_shapes([value.aval.shape for value in row])[0] for row in rows]
     axis = frame.axis
@@ -310,10 +320,9 @@ def _merge_traces(
 
 
 def _origin(kinds: Kinds) -> str:
-    shapes = ", ".join(str(shapes[kinds.varied]) for shapes in kinds.shapes)
     return (
         f"a replica's own number of rows, such as x.shape[0], which differs in this uneven step ({kinds.name} has shapes "
-        f"{shapes}); the number on all replicas together is ctx.all_reduce('sum', x.shape[0])"
+        f"{_listed(kinds)}); the number on all replicas together is ctx.all_reduce('sum', x.shape[0])"
     )
 
 
@@ -325,12 +334,30 @@ def _merge_plans(traces: Sequence[Lifted], kinds: Kinds) -> ResultPlan:
             raise UnevenReplicasError(
                 "the batch does not divide evenly among the replicas, and replicas with different numbers of rows return "
                 f"different things: {kinds.describe(0)} return {_shown(first)}, {kinds.describe(kind)} return "
-                f"{_shown(lifted.plan)}. Return a number that depends on the rows as an array: jnp.asarray(x.shape[0]). Or "
-                f"leave the odd rows out: {pairing.DROP}."
+                f"{_shown(lifted.plan)}. Return the same for any number of rows; their number on all replicas together is "
+                f"ctx.all_reduce('sum', x.shape[0]). Or leave the odd rows out: {pairing.DROP}."
             )
     outputs = zip(*(lifted.closed.jaxpr.outvars[: lifted.num_results] for lifted in traces), strict=True)
     shapes = [_result_shapes([atom.aval for atom in row], kinds) for row in outputs]
     return dataclasses.replace(first, shapes=tuple(shapes))
+
+
+def _other_type(plan: ResultPlan, position: int, kinds: Kinds) -> str:
+    """Say that a result would be an array of a full batch and a PerReplica of this one."""
+    leaves = jax.tree_util.tree_flatten_with_path(plan.treedef.unflatten(range(len(plan.static))))[0]
+    path, _ = [leaf for leaf, static in zip(leaves, plan.static, strict=True) if static is None][position]
+    return (
+        f"the batch does not divide evenly among the replicas, and the result{jax.tree_util.keystr(path)} of the step depends "
+        f"on how many rows a replica has, such as x.shape[0] ({kinds.name} has shapes {_listed(kinds)}), and otherwise on "
+        "nothing that differs by replica. It is one array of a batch that divides, and would be one value for each replica here. "
+        "For the number of rows on all replicas together return ctx.all_reduce('sum', x.shape[0]), an array in both cases; for "
+        "one value for each replica in both cases return value + 0 * ctx.replica_id_in_sync_group. "
+        f"Or leave the odd rows out: {pairing.DROP}."
+    )
+
+
+def _listed(kinds: Kinds) -> str:
+    return ", ".join(str(shapes[kinds.varied]) for shapes in kinds.shapes)
 
 
 def _is_same_structure(a: ResultPlan, b: ResultPlan) -> bool:
@@ -348,7 +375,7 @@ def _is_same_static(a: tuple[Any] | None, b: tuple[Any] | None) -> bool:
 
 
 def _shown(plan: ResultPlan) -> str:
-    return str(plan.treedef.unflatten(["array" if leaf is None else leaf[0] for leaf in plan.static]))
+    return str(plan.treedef.unflatten(["array" if leaf is None else static_value(leaf) for leaf in plan.static]))
 
 
 def _result_shapes(avals: Sequence[Any], kinds: Kinds) -> tuple[Shape, ...] | None:
