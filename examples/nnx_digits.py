@@ -34,7 +34,7 @@ def loss_fn(model, batch):
 @nnx.jit
 def train_step(model, optimizer, metrics, batch):
     (loss, logits), grads = nnx.value_and_grad(loss_fn, has_aux=True)(model, batch)
-    loss, grads = mr.get_replica_context().all_reduce("mean", (loss, grads))
+    loss, grads = mr.get_replica_context().all_reduce("mean", (loss, grads), by_rows=True)
     optimizer.update(model, grads)
     metrics.update(logits=logits, labels=batch["label"])
     return loss

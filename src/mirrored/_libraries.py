@@ -9,18 +9,18 @@ from typing import Any
 _LINES = {
     "flax.nnx": (
         "Flax NNX",
-        "graphdef, params, rest = nnx.split(model, nnx.Param, ...); variables = jax.tree.map(mr.Variable, params)",
-        "model = nnx.merge(graphdef, jax.tree.map(jnp.asarray, variables), rest)",
+        "strategy.run(step, args=(model, optimizer, batch))",
+        "grads = mr.get_replica_context().all_reduce('mean', grads, by_rows=True); optimizer.update(model, grads)",
     ),
     "flax": (
         "Flax Linen",
-        "variables = jax.tree.map(mr.Variable, model.init(key, x))",
-        "model.apply(jax.tree.map(jnp.asarray, variables), x)",
+        "with strategy.scope(): variables = mr.Variable(model.init(key, x))",
+        "model.apply(variables.value, x)",
     ),
     "equinox": (
         "Equinox",
-        "params, static = eqx.partition(model, eqx.is_inexact_array); variables = jax.tree.map(mr.Variable, params)",
-        "model = eqx.combine(jax.tree.map(jnp.asarray, variables), static)",
+        "with strategy.scope(): variables = mr.Variable(model)",
+        "variables.value(x), and variables.assign(eqx.apply_updates(variables.value, updates))",
     ),
     "keras": (
         "Keras",

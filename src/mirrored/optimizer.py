@@ -324,7 +324,7 @@ def _one_value(gradient: Any, variable: Variable, op: ReduceOp | None, frame: Fr
     spec, stack = spec_of(variable), stack_of(gradient)
     check_per_replica(spec, "apply_gradients", gradient)
     if op is ReduceOp.MEAN and frame is not None and frame.axis is not None:  # in merge_call, where rows are known
-        return mean_by_rows([own_parts(gradient, frame.axis)], frame.axis)[0]
+        return mean_by_rows(own_parts(gradient, frame.axis), frame.axis)
     if isinstance(stack, jax.core.Tracer):
         return cross_replica.reduce_stack(stack, op, (), None)
     return cross_replica.compiled(cross_replica.reduce_stack, spec.mesh.mirrored, op, (), None)(stack)

@@ -43,7 +43,7 @@ def _state_message(note: Mark, state: State) -> str:
     return (
         f"{note.name}, which the step at {note.where} changes, would differ by replica: it depends on {state.origin}. A model in "
         "the arguments of strategy.run is one for all replicas. Combine the gradients before the optimizer's update: "
-        "grads = mr.get_replica_context().all_reduce('mean', grads); optimizer.update(model, grads). Statistics of "
+        "grads = mr.get_replica_context().all_reduce('mean', grads, by_rows=True); optimizer.update(model, grads). Statistics of "
         "normalization layers are those of all replicas with nnx.BatchNorm(..., axis_name='replica'). What each replica shall "
         "keep for itself is a mr.Variable with synchronization='on_read'."
     )

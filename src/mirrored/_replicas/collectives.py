@@ -99,14 +99,16 @@ def all_reduce(op: ReduceOp, tree: PyTree, axis: ReplicaAxis, array_axes: Any = 
     return jax.tree.unflatten(treedef, sums)
 
 
-def mean_by_rows(arrays: Sequence[jax.Array], axis: ReplicaAxis) -> list[jax.Array]:
+def mean_by_rows(tree: PyTree, axis: ReplicaAxis) -> PyTree:
     """Return the mean over the replicas, in which each has the weight of its rows; one without rows has no part in it."""
     if axis.sizes is None:
-        return all_reduce(ReduceOp.MEAN, list(arrays), axis)
+        return all_reduce(ReduceOp.MEAN, tree, axis)
     own, total = axis.rows()
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_wrapped)
+    arrays = [as_array(leaf, "all_reduce") for leaf in leaves]
     wide = [array.astype(accumulator_dtype(ReduceOp.MEAN, array.dtype)) for array in arrays]
-    weighted = [array * (own / total) if own else jnp.zeros_like(array) for array in wide]
-    return [part.astype(array.dtype) for part, array in zip(_packed_sum(weighted, axis), arrays, strict=True)]
+    sums = _packed_sum([array * (own / total) if own else jnp.zeros_like(array) for array in wide], axis)
+    return jax.tree.unflatten(treedef, [divide(part, 1, array.dtype) for part, array in zip(sums, arrays, strict=True)])
 
 
 def _uneven_means(arrays: Sequence[jax.Array], axis: ReplicaAxis) -> list[jax.Array]:

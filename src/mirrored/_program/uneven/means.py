@@ -341,8 +341,8 @@ def _unknown(node: Node) -> str:
         f"{BEGINNING}take a mean over the replicas, at {user_code.equation_line(node.equation) or '<unknown>'}, of a value "
         "that depends on the rows and is not itself a mean over them, or that is used in another way besides, so that it cannot "
         "be told how much each replica weighs. For the mean over all rows write "
-        "mr.get_strategy().reduce('mean', values, axis=0) in the step, with one value for each row; for gradients take "
-        "mr.losses.compute_average_loss(...) as the loss, and add the gradients up: ctx.all_reduce('sum', gradients). For the "
+        "mr.get_strategy().reduce('mean', values, axis=0) in the step, with one value for each row; for what is a mean "
+        "over own rows, or a gradient of one, ctx.all_reduce('mean', gradients, by_rows=True); for the "
         "mean of one value of each replica, however many rows it has: ctx.all_reduce('sum', value / ctx.num_replicas_in_sync). "
         f"Or leave the odd rows out: {DROP}."
     )
