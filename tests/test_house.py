@@ -22,6 +22,7 @@ FLOORS = (
     {"_workers"},
     {"_replicas"},
     {"_variables", "data"},
+    {"_models"},
     {"_program"},
     {"losses", "optimizer"},
     {"_transforms", "_strategy"},
@@ -233,7 +234,8 @@ def test_the_way_of_a_step_is_short(num_variables: int, strategy2: mr.Strategy) 
             variable.assign(variable + 1.0)
 
     first, _ = way(lambda: strategy2.run(step))
-    assert len(first) <= 22, sorted(first)
+    models = {name for name in first if name.startswith("_models/")}  # of libraries that some test has imported
+    assert len(first - models) <= 22 and models <= {"_models/keras", "_models/keras_parts", "_models/keras_scope"}, sorted(first)
     warm, calls = min((way(lambda: strategy2.run(step)) for _ in range(2)), key=lambda found: found[1])  # one may wait for others
     assert warm <= WARM, sorted(warm - WARM)
     assert calls <= (13 if sys.version_info >= (3, 12) else 15), calls  # none per variable; comprehensions were calls once

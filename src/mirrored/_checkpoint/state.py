@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._models import keras_state
 from .._options import VariableAggregation
 from .._replicas import cross_replica
 from .._replicas.per_replica import PerReplica
@@ -55,8 +56,7 @@ def leaves_of(named: Mapping[str, PyTree]) -> Leaves:
 
 
 def _walk(path: str, tree: PyTree, is_replaceable: bool) -> Iterator[tuple[str, Any]]:
-    if isinstance(tree, Optimizer):
-        tree = tree.state
+    tree = tree.state if isinstance(tree, Optimizer) else keras_state.state_of(tree)
     children = _children(tree)
     if children is None:
         _check_leaf(path, tree, is_replaceable)

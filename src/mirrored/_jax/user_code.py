@@ -5,13 +5,21 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from types import ModuleType
 from typing import Any
 
 import jax
 
 _PACKAGE_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _JAX_FOLDER = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
-_NOT_USER_CODE = (_PACKAGE_FOLDER, _JAX_FOLDER, "<frozen", os.path.dirname(contextlib.__file__) + os.sep + "contextlib")
+_not_user_code = (_PACKAGE_FOLDER, _JAX_FOLDER, "<frozen", os.path.dirname(contextlib.__file__) + os.sep + "contextlib")
+
+
+def leave_out(library: ModuleType) -> None:
+    """Take a library's files for code that is not the user's, from now on."""
+    global _not_user_code
+    folder = os.path.dirname(os.path.abspath(library.__file__ or "")) + os.sep
+    _not_user_code = tuple(dict.fromkeys((*_not_user_code, folder)))
 
 
 def user_line() -> str:
@@ -19,7 +27,7 @@ def user_line() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         filename = frame.f_code.co_filename
-        if not filename.startswith(_NOT_USER_CODE):
+        if not filename.startswith(_not_user_code):
             return f"{filename}:{frame.f_lineno}"
         frame = frame.f_back
     return "<unknown>"
@@ -28,7 +36,7 @@ def user_line() -> str:
 def user_stacklevel() -> int:
     """Return the `stacklevel` with which the caller's `warnings.warn` points at the user's line."""
     frame, level = sys._getframe(1), 1
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_USER_CODE):
+    while frame is not None and frame.f_code.co_filename.startswith(_not_user_code):
         frame, level = frame.f_back, level + 1
     return level
 
@@ -39,7 +47,7 @@ def raising_line(error: BaseException) -> str:
     traceback = error.__traceback__
     while traceback is not None:
         filename = traceback.tb_frame.f_code.co_filename
-        if not filename.startswith(_NOT_USER_CODE):
+        if not filename.startswith(_not_user_code):
             where = f"{filename}:{traceback.tb_lineno}"
         traceback = traceback.tb_next
     return where
@@ -49,6 +57,6 @@ def equation_line(equation: Any) -> str | None:
     """Return `file:line` of the user's code that made an equation of a jaxpr, or None when JAX does not know it."""
     traceback = equation.source_info.traceback
     for frame in traceback.frames if traceback is not None else ():
-        if not frame.file_name.startswith(_NOT_USER_CODE):
+        if not frame.file_name.startswith(_not_user_code):
             return f"{frame.file_name}:{frame.line_num}"
     return None

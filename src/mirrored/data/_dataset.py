@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections.abc
 import logging
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -82,6 +84,10 @@ class DistributedDataset:
         if not self._has_dropped:
             self._has_dropped = True
             _logger.info("dropping %d of the %d rows of a step, so that all replicas get the same number", dropped, num_rows)
+
+
+#: The devices over which a dataset is distributed.
+mesh_of: Callable[[DistributedDataset], ReplicaMesh] = operator.attrgetter("_mesh")
 
 
 def check_dataset(dataset: Any, verb: str) -> None:
