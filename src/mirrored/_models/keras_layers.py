@@ -19,7 +19,7 @@ from .._replicas import frames
 from .._replicas.collectives import ReplicaAxis
 from .._replicas.context import ReplicaContext, axis_of
 from . import keras_parts
-from .keras_variables import is_update, update
+from .keras_variables import UndiscoveredError, is_update, scope_mesh, update
 
 
 def replace_methods(keras: ModuleType) -> None:
@@ -93,6 +93,7 @@ def _apply(old: Callable[..., Any], optimizer: Any, grads: Sequence[Any], traina
     if replica is None or is_update():  # an optimizer inside of another gets sums
         return old(optimizer, grads, trainable_variables)
     variables = None if trainable_variables is None else list(trainable_variables)
+    _require_built(optimizer, variables)
     summed = _summed(replica, grads, variables or keras_parts.trained_by(optimizer))
     with update():
         return old(optimizer, summed, variables)
@@ -107,8 +108,7 @@ def _apply_scaled(old: Callable[..., Any], optimizer: Any, grads: Sequence[Any],
     if replica is None or is_update():
         return old(optimizer, grads, trainable_variables)
     variables = None if trainable_variables is None else list(trainable_variables)
-    if not optimizer.built:
-        optimizer.build(variables)
+    _require_built(optimizer, variables)
     trained = keras_parts.trained_by(optimizer)
     variables = trained if variables is None else variables
     by_variable = {id(v): g for g, v in zip(_summed(replica, grads, variables), variables, strict=True)}
@@ -119,6 +119,18 @@ def _apply_scaled(old: Callable[..., Any], optimizer: Any, grads: Sequence[Any],
         for variable, value in zip([*trained, *state], [*new, *new_state], strict=True):
             variable.assign(value)
     return None
+
+
+def _require_built(optimizer: Any, variables: list[Any] | None) -> None:
+    """Start the trace again when an optimizer has no slots: some make theirs in a way that no trace survives."""
+
+    def build() -> list[Any]:
+        with keras_parts.name_scope(optimizer):
+            optimizer.build(variables)
+        return optimizer.variables
+
+    if not optimizer.built and variables:
+        raise UndiscoveredError([], scope_mesh(), build)
 
 
 def _summed(replica: ReplicaContext, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:

@@ -30,6 +30,11 @@ def epsilon() -> float:
     return sys.modules["keras"].config.epsilon()
 
 
+def name_scope(optimizer: Any) -> Any:
+    """Return the scope in which an optimizer makes its variables, so that its name is in theirs."""
+    return sys.modules["keras"].name_scope(optimizer.name, caller=optimizer)
+
+
 #: The name under which a variable holds its array. None says that it has none yet, or that `fit` has taken it.
 VALUE = "_value"
 #: The method that computes the mean and the variance of a batch.

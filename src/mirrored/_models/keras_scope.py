@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -19,14 +19,14 @@ class VariableScope:
     """The scope in which a function that uses Keras is traced: Keras asks it for the values of variables.
 
     Variables of ours are read and written as always. Others are noted, and so are those that are made here: Keras
-    initializes none in such a scope.
+    initializes none before the end of the scope.
 
     Attributes:
         strangers: the variables that are not ours yet, by their identity.
     """
 
     def __init__(self) -> None:
-        super().__init__(collect_losses=True, initialize_variables=False)  # type: ignore[call-arg]
+        super().__init__(collect_losses=True)  # type: ignore[call-arg]
         self.strangers: dict[int, Any] = {}
 
     def get_current_value(self, variable: Any) -> Any:
@@ -68,21 +68,19 @@ def search(keras: ModuleType, mesh: ReplicaMesh | None, is_discovery: bool) -> I
     found: list[Any] = []
     is_inner = isinstance(keras_parts.innermost_scope(keras), VariableScope)
     scope, met = _scope_class(keras.StatelessScope)(), mesh
+    make: Callable[[], list[Any]] = list
     try:
-        with scope:
+        with scope:  # at its end Keras initializes what was made, now that nothing is traced, if there is no scope around it
             yield found
     except UndiscoveredError as error:
         scope.strangers |= {id(variable): variable for variable in error.variables}
-        met = error.mesh or mesh
-    finally:
-        if not is_inner:
-            with keras.StatelessScope():  # Keras initializes what was made, now that nothing is traced
-                pass
+        met, make = error.mesh or mesh, error.make
     found += scope.strangers.values()
+    if is_inner and (found or make is not list):
+        raise UndiscoveredError(found, met, make)
+    found += make()
     if not found:
         return
-    if is_inner:
-        raise UndiscoveredError(found, met)
     if not is_discovery:
         raise ContextError(
             f"the Keras variable {found[0].path!r} was used when the function was traced, but not when its variables were "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -180,8 +180,14 @@ def has_strangers(tree: Any) -> bool:
 
 
 class UndiscoveredError(BaseException):
-    """A trace has met Keras variables that are not ours yet, and must be started again. Users never see it."""
+    """A trace has met Keras variables that are not ours yet, and must be started again. Users never see it.
 
-    def __init__(self, variables: list[Any], mesh: ReplicaMesh | None) -> None:
+    Attributes:
+        variables: those that it has met.
+        mesh: where they will be.
+        make: makes further ones, outside of the trace, and returns them.
+    """
+
+    def __init__(self, variables: list[Any], mesh: ReplicaMesh | None, make: Callable[[], list[Any]] = list) -> None:
         super().__init__()
-        self.variables, self.mesh = variables, mesh
+        self.variables, self.mesh, self.make = variables, mesh, make
