@@ -2,16 +2,20 @@
 
 OFFERS = {
     "_jax": """
-        compilations.heard distributed.choose_cpu_collectives distributed.client distributed.has_backend
+        callbacks.forget_failed compilations.heard complaints.NEEDS_A_VALUE complaints.is_call_of_array
+        complaints.is_formatted complaints.is_tree_against_leaf complaints.is_unconverted complaints.missing_attribute
+        complaints.unbound_axis distributed.choose_cpu_collectives distributed.client distributed.has_backend
         distributed.known_devices distributed.late_devices distributed.listen_at distributed.place
-        distributed.swallows_sigterm jaxprs.ClosedJaxpr jaxprs.Jaxpr jaxprs.Literal jaxprs.axis_names
-        jaxprs.branches_of jaxprs.callee jaxprs.has_collective jaxprs.inner_constants jaxprs.inner_jaxprs
-        jaxprs.inside jaxprs.is_collective jaxprs.is_function_of_operands jaxprs.is_over_groups jaxprs.is_plain
-        jaxprs.meshes_in jaxprs.num_bytes jaxprs.scan_of jaxprs.solver_of jaxprs.while_of marks.Mark marks.Purpose
+        distributed.swallows_sigterm jaxprs.ClosedJaxpr jaxprs.Jaxpr jaxprs.Literal jaxprs.Part jaxprs.adds_own_axes
+        jaxprs.all_equations jaxprs.axis_names jaxprs.branches_of jaxprs.callee jaxprs.has_collective
+        jaxprs.has_host_callback jaxprs.inner_constants jaxprs.inner_jaxprs jaxprs.inside jaxprs.is_collective
+        jaxprs.is_function_of_operands jaxprs.is_over_groups jaxprs.is_plain jaxprs.length_of jaxprs.meshes_in
+        jaxprs.num_bytes jaxprs.parts_of jaxprs.scan_of jaxprs.solver_of jaxprs.while_of marks.Mark marks.Purpose
         marks.mark marks.mark_p primitives.INLINE_CALLS primitives.MAKE_SAME primitives.PURE tracing.CLEAN
-        tracing.bind tracing.evaluate tracing.is_mapped_over tracing.is_staging tracing.lowered tracing.placeholder
-        tracing.separate_caches tracing.trace tracing.trace_state user_code.equation_line user_code.leave_out
-        user_code.raising_line user_code.user_line user_code.user_stacklevel versions.warn_if_untried
+        tracing.bind tracing.evaluate tracing.is_mapped_over tracing.is_staging tracing.lowered tracing.own_axes_first
+        tracing.placeholder tracing.separate_caches tracing.trace tracing.trace_state user_code.equation_line
+        user_code.leave_out user_code.raising_line user_code.show_users_lines user_code.user_line
+        user_code.user_stacklevel versions.warn_if_untried
     """,
     "_cluster": """
         environments.SOURCES meeting.Meeting meeting.meet resolvers.ClusterResolver
@@ -29,24 +33,25 @@ OFFERS = {
     "_replicas": """
         arrays.as_array arrays.cast arrays.check_range arrays.converted_number arrays.host_array arrays.is_numeric
         arrays.strong collectives.ReplicaAxis collectives.aggregate collectives.all_reduce collectives.check_axis
-        collectives.normalize_axes collectives.pad_to context.ReplicaContext context.axis_of context.check_call
-        context.explained context.own_parts cross_replica.aggregate_stack cross_replica.broadcast_stack
-        cross_replica.compiled cross_replica.gather_mirrored cross_replica.gather_stack cross_replica.reduce_mirrored
-        cross_replica.reduce_stack cross_replica.require_equal_except cross_replica.split_stack frames.Frame
-        frames.check_enterable frames.current frames.entered frames.foreign_trace_message
-        frames.in_cross_replica_context frames.is_traced frames.require_cross_replica in_flight.finish
-        in_flight.is_paced in_flight.joined in_flight.require_threads in_flight.started mesh.ReplicaMesh
-        mesh.cluster_mesh mesh.default_mesh mesh.make_mesh mesh.resolve_devices per_replica.PerReplica
-        per_replica.is_per_replica per_replica.stack_of per_replica.stack_shapes per_replica.uneven_shapes
-        placement.check_later placement.checksum placement.mirror placement.mirror_constants placement.refuse_argument
-        placement.stack
+        collectives.mean_by_rows collectives.normalize_axes collectives.pad_to context.ReplicaContext context.axis_of
+        context.check_call context.knows_id context.own_parts cross_replica.aggregate_stack
+        cross_replica.broadcast_stack cross_replica.compiled cross_replica.gather_mirrored cross_replica.gather_stack
+        cross_replica.reduce_mirrored cross_replica.reduce_stack cross_replica.require_equal_except
+        cross_replica.split_stack frames.Frame frames.check_enterable frames.current frames.entered
+        frames.foreign_trace_message frames.in_cross_replica_context frames.is_traced frames.require_cross_replica
+        in_flight.finish in_flight.is_paced in_flight.joined in_flight.require_threads in_flight.started
+        mesh.ReplicaMesh mesh.cluster_mesh mesh.default_mesh mesh.make_mesh mesh.resolve_devices
+        per_replica.PerReplica per_replica.is_per_replica per_replica.stack_of per_replica.stack_shapes
+        per_replica.uneven_shapes placement.check_later placement.checksum placement.mirror placement.mirror_constants
+        placement.refuse_argument placement.stack
     """,
     "_variables": """
+        access.all_copies access.claimed access.keep access.lent access.load access.set_stored access.store
         assignment.check_per_replica bindings.Bindings bindings.Fallback bindings.bound bindings.outer_reader
         bindings.with_few_compilations equal_copies.Watch equal_copies.check equal_copies.real_copies
-        equal_copies.watch storage.Home storage.arrays_of storage.home_of storage.overwrite variable.Variable
-        variable.all_copies variable.is_variable variable.live_variables variable.load variable.local_arrays
-        variable.note_use variable.one_value variable.set_stored variable.spec_of variable.store variable.stored_array
+        equal_copies.watch storage.Home storage.WeakVariables storage.home_of storage.overwrite
+        storage.overwrite_when_done variable.Variable variable.is_variable variable.listeners variable.live_variables
+        variable.local_arrays variable.note_use variable.spec_of variable.use_value
     """,
     "data": """
         _dataset.DistributedDataset _dataset.check_dataset _dataset.mesh_of _input_context.InputContext
@@ -61,8 +66,9 @@ OFFERS = {
     """,
     "_program": """
         cache.Programs cache.listeners call.ArrayLeaf call.Call call.argument_names call.array_leaves call.key_of
-        call.pinned call.take_apart compiling.program_on_stack eager.eager eager.is_eager lift.Lifted lift.lift
-        lift.plan_result program.Program program.describe_program program.place steps.Steps
+        call.take_apart captured.Attribute captured.attributes_read captured.read_inside compiling.program_on_stack
+        eager.eager eager.is_eager lift.Lifted lift.lift lift.plan_result mistakes.explain program.Program
+        program.describe_program program.place steps.Steps
     """,
     "_transforms": """
         function.function gradients.grad gradients.value_and_grad loops.cond loops.fori_loop loops.scan

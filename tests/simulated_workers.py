@@ -3,17 +3,18 @@
 import dataclasses
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import numpy as np
 
+from mirrored.data._passes import Elements, Passes
 from mirrored.data._sharing.agree import InputWorker
 from mirrored.data._sharing.plan import Plan, make_plan
+from mirrored.data._sharing.rounds import Limit
 from mirrored.data._sharing.steps import LocalReplicas, Step
-from mirrored.data._sources.open import open_source
 
 
 @dataclasses.dataclass
@@ -69,6 +70,7 @@ def run_workers(
     make: Callable[..., Plan] = make_plan,
     positions: list[Any] | None = None,
     max_steps: int | None = None,
+    limits: Sequence[Limit] = (),
 ) -> Run:
     """Read a dataset, made anew on each worker, to its end; the first error of a worker ends all."""
     dropped: list[int] = []
@@ -86,13 +88,14 @@ def run_workers(
         plan = make(make_dataset(index), policy, worker, num_workers * num_local)
         layout = LocalReplicas(num_workers * num_local, worker, drop_remainder, lambda lost, _: dropped.append(lost))
         text, extra = positions[index] if positions else (None, {})
-        source = open_source(plan.dataset, None if text is None else json.loads(text))
+        elements = Elements(plan, limits=tuple(limits))
+        passes = Passes(elements, elements.open(None if text is None else json.loads(text)), layout, extra)
         steps = []
-        for step in plan.steps(source, layout, extra):
+        for step in passes.steps():
             steps.append(step)
             if len(steps) == max_steps:
                 break
-        source.close()
+        passes.close()
         return plan, steps
 
     with ThreadPoolExecutor(num_workers) as pool:

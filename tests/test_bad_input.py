@@ -355,6 +355,17 @@ BAD_INPUT = {
         private.value => ValueError: variable 'private' has one value per replica and aggregation NONE
         three.run(lambda: w.value) => StrategyMismatchError: variable 'w' lives on 2 replicas
     """,
+    "Variable.read_value": r"""
+        jax.jit(lambda: w.read_value())() => ContextError: variable 'w' was read .*TRACED
+        private.read_value() => ValueError: variable 'private' has one value per replica and aggregation NONE
+    """,
+    "Variable.scatter_update": r"""
+        w.scatter_update([2], 1.0) => ValueError: indices go from 2 to 2; expected 0 to 1
+        w.scatter_max(x, 1.0) => PerReplicaError: was given a PerReplica\. Pass it to a step
+        w.scatter_add([0], "a") => TypeError: scatter_add to variable 'w' is .*'a'
+        jax.jit(lambda x: w.scatter_add([0], x).value)(1.0) => ContextError: TRACED
+        private.scatter_add([0], 1.0) => ValueError: variable 'private' has one value per replica|outside a step
+    """,
     "Variable.numpy": r"""
         jax.jit(lambda: jnp.asarray(w.numpy()))() => ContextError: variable 'w' was read .*TRACED
         private.numpy() => ValueError: variable 'private' has one value per replica and aggregation NONE
@@ -446,6 +457,11 @@ BAD_INPUT = {
         mr.Optimizer(optax.sgd(0.1), [w, of_three]) => StrategyMismatchError: 'w' and 'of_three' belong to different strategies
         step(lambda: mr.Optimizer(optax.sgd(0.1), [w])) => ContextError: was created inside a step
     """,
+    "Optimizer.minimize": r"""
+        optimizer.minimize(3.0) => TypeError: minimize got an object of type float as its loss; .*minimize\(lambda: loss_of
+        optimizer.minimize(lambda: w) => TypeError: the loss has shape \(2,\); expected one number
+        optimizer.minimize(lambda: w[0], [ONES]) => TypeError: of type ArrayImpl|of type ndarray
+    """,
     "Optimizer.apply_gradients": r"""
         apply(None) => ValueError: got gradients of structure .*; expected .*zip\(
         apply({"w": ONES}) => ValueError: got gradients of structure
@@ -500,6 +516,24 @@ BAD_INPUT = {
         mr.InputContext().get_per_replica_batch_size(0) => ValueError: global_batch_size is 0; expected at
         mr.InputContext().get_per_replica_batch_size("4") => TypeError: global_batch_size is '4'; expected
     """,
+    "data.DistributedDataset.take": r"""
+        distributed.take("2") => TypeError: take got '2'; expected an int, the number of steps
+        distributed.take(-1) => ValueError: take got -1; expected at least 0
+    """,
+    "data.DistributedDataset.repeat": r"""
+        distributed.repeat(1.5) => TypeError: repeat got 1\.5; expected an int, the number of passes
+        distributed.repeat(0) => ValueError: repeat got 0; expected at least 1, or None for no end
+    """,
+    "data.DistributedDataset.map": r"""
+        distributed.map(None) => TypeError: map got None; expected a function of a batch
+    """,
+    "data.NumpyDataset.take": r"""
+        rows.take("2") => TypeError: count is '2'; expected an int
+        rows.take(3) => ValueError: take was called after shuffle, repeat or map\. Take rows first
+    """,
+    "data.NumpyDataset.map": r"""
+        rows.map(3) => TypeError: map got 3; expected a function of a batch
+    """,
     "data.DistributedIterator.set_state": r"""
         iter(distributed).set_state(3) => TypeError: state is 3; expected what get_state\(\)
         iter(distributed).set_state({"version": 1, "policy": "DATA", "worker": None, "source": {"next": 7}})
@@ -523,11 +557,14 @@ BAD_INPUT = {
         rows.batch(2).batch(2) => ValueError: the dataset is batched already, by 2
     """,
     "data.NumpyDataset.shuffle": r"""
-        rows.shuffle("2") => TypeError: seed is '2'; expected an int
-        rows.shuffle(-1) => ValueError: seed is -1; expected at least 0
+        rows.shuffle(seed="2") => TypeError: seed is '2'; expected an int
+        rows.shuffle(seed=-1) => ValueError: seed is -1; expected at least 0
+        rows.shuffle() => TypeError: shuffle got seed=None; expected a seed by its name, and no more: \.shuffle\(seed=0\)
+        rows.shuffle(1000) => TypeError: shuffle got buffer_size=1000, seed=None; .* as in tf\.data with a buffer_size
+        rows.shuffle(buffer_size=10, seed=3) => TypeError: buffer_size=10, seed=3; .*: \.shuffle\(seed=3\)\.
     """,
     "data.NumpyDataset.repeat": r"""
-        rows.repeat(None) => TypeError: num_epochs is None; expected an int
+        rows.repeat("2") => TypeError: num_epochs is '2'; expected an int
         rows.repeat(0) => ValueError: num_epochs is 0; expected at least 1
     """,
     # files; more rows are in test_tfrecord.py and test_example.py
@@ -624,12 +661,13 @@ WITHOUT_INPUT = {
     "ClusterResolver.cluster_spec", "ClusterSpec.as_dict", "KubernetesClusterResolver.cluster", "PreemptionHandler.close",
     "SimpleClusterResolver.cluster", "SlurmClusterResolver.cluster", "TFConfigClusterResolver.cluster",
     "eager", "get_replica_context", "get_strategy", "has_strategy", "in_cross_replica_context", "Strategy.explain",
-    "data.DistributedDataset.describe", "data.DistributedIterator.close", "data.DistributedIterator.get_state",
+    "Variable.read_value", "data.DistributedDataset.describe", "data.DistributedIterator.close",
+    "data.DistributedIterator.get_state",
 }  # fmt: skip
 #: Not made by users: strategies, contexts and datasets make them.
 NOT_MADE_BY_USERS = {
     "Strategy", "ReplicaContext", "PerReplica", "ValueContext", "InputContext", "data.DistributedDataset",
-    "data.DistributedIterator",
+    "data.DistributedIterator", "data.PerReplicaSpec",
 }  # fmt: skip
 
 

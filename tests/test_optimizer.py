@@ -1,5 +1,8 @@
 """mr.Optimizer: any optax transformation, the numbers of plain optax, gradients summed over the replicas once."""
 
+import math
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -261,6 +264,59 @@ def test_gradients_that_were_reduced_before():
     np.testing.assert_allclose(w.numpy(), 0.8, rtol=1e-6)
 
 
+def test_how_gradients_are_combined_is_said_once_or_each_time(per_replica):
+    strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(3)])
+    own = per_replica(strategy, *np.float32([3, 6, 0]))
+
+    def update(made_with, **given):
+        with strategy.scope():
+            w, half = mr.Variable(0.0), mr.Variable(np.float16(0))
+            optimizer = mr.Optimizer(optax.sgd(1.0), [w, half], aggregate=made_with)
+        strategy.run(lambda x: optimizer.apply_gradients([x, (x * 10000).astype(jnp.float16)], **given), args=(own,))
+        return -float(w), -float(half)
+
+    assert update("sum") == update(mr.ReduceOp.SUM) == update(True) == update("mean", aggregate="SUM") == (9, math.inf)
+    assert update("mean") == update(False, aggregate="mean") == (3, 30000), "float16 is added up in float32"
+    with pytest.raises(mr.ReplicasDivergeError):
+        update(False)
+
+    with strategy.scope():
+        w = mr.Variable(0.0)
+        optimizer = mr.Optimizer(optax.sgd(1.0), [w], aggregate="mean")
+    optimizer.apply_gradients([own])
+    mr.function(lambda x: optimizer.apply_gradients([x]))(own)
+    assert float(w) == -6
+    for wrong, error in (("max", ValueError), (1, TypeError), (None, TypeError)):
+        with pytest.raises(error, match=r"aggregate is .*expected one of 'sum', 'mean'"):
+            mr.Optimizer(optax.sgd(1.0), [w], aggregate=wrong)
+    with pytest.raises(ValueError, match="aggregate is 'average'"):
+        optimizer.apply_gradients([own], aggregate="average")
+    assert float(w) == -6
+
+
+def test_a_mean_weighs_replicas_by_their_rows_and_leaves_out_who_has_none():
+    strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(3)])
+    with strategy.scope():
+        w, merged, other = mr.Variable(0.0), mr.Variable(0.0), mr.Variable(0.0)
+        optimizers = [mr.Optimizer(optax.sgd(1.0), [v], aggregate="mean") for v in (w, merged, other)]
+    rows = [np.arange(count, dtype=np.float32) for count in (3, 1, 0)]
+    x = strategy.distribute_values_from_function(lambda ctx: rows[ctx.replica_id_in_sync_group])
+    pairs = strategy.distribute_values_from_function(lambda ctx: np.repeat(rows[ctx.replica_id_in_sync_group], 2))
+
+    def step(x, pairs):
+        optimizers[0].apply_gradients([jnp.mean(x)])  # NaN where there are no rows
+        merge = lambda strategy, gradient: optimizers[1].apply_gradients([gradient])  # noqa: E731
+        mr.get_replica_context().merge_call(merge, args=(jnp.mean(x),))
+        optimizers[2].apply_gradients([jnp.mean(pairs)])
+
+    strategy.run(step, args=(x, pairs))
+    assert float(w) == float(merged) == float(other) == -0.75
+    ways = strategy.distribute_values_from_function(lambda ctx: np.ones(2 - ctx.replica_id_in_sync_group, np.float32))
+    with pytest.raises(mr.UnevenReplicasError, match=r"\(3, 1, 0\), \(2, 1, 0\) rows.*aggregate='sum'"):
+        strategy.run(step, args=(x, ways))
+    assert float(w) == -0.75
+
+
 # -- what is wrong is said, and changes nothing
 
 A, B = pair()
@@ -332,3 +388,78 @@ def test_what_a_transformation_takes_besides_is_passed_on(strategy2: mr.Strategy
     np.testing.assert_allclose(w.numpy(), target, atol=1e-4)
     state = jax.tree.leaves(plateau.state, is_leaf=lambda x: isinstance(x, mr.Variable))
     assert [float(v) < 1.0 for v in state if "scale" in v.name] == [True]
+
+
+# -- minimize and iterations
+
+
+def test_minimize_is_value_and_grad_and_apply_gradients(strategy: mr.MirroredStrategy) -> None:
+    rows = np.random.default_rng(0).normal(size=(7, 2)).astype(np.float32)
+
+    def train(minimize):
+        with strategy.scope():
+            variables = {"w": mr.Variable(np.ones(2, np.float32)), "b": [mr.Variable(0.5), None]}
+            optimizer = mr.Optimizer(optax.adam(0.1), variables)
+
+        def step(x):
+            def loss():
+                return mr.losses.compute_average_loss((x @ variables["w"] + variables["b"][0]) ** 2)
+
+            if minimize:
+                return optimizer.minimize(loss)
+            value, gradients = mr.value_and_grad(loss, variables)()
+            optimizer.apply_gradients(gradients)
+            return value
+
+        losses = [strategy.reduce("sum", strategy.run(step, args=(x,))) for x in strategy.distribute_dataset([rows] * 3)]
+        assert int(optimizer.iterations) == 3 and optimizer.iterations.dtype == np.int32
+        return losses, jax.tree.map(np.asarray, variables)
+
+    jax.tree.map(np.testing.assert_array_equal, train(True), train(False))
+
+
+def test_minimize_some_of_the_variables(strategy2: mr.Strategy) -> None:
+    w, b, other = (variable(1.0, strategy2) for _ in range(3))
+    optimizer = mr.Optimizer(optax.sgd(0.1), {"w": w, "b": b})
+    x = distributed(strategy2, 1.0, 2.0)
+    losses = strategy2.run(lambda x: optimizer.minimize(lambda: w * b * x, [b]), args=(x,))
+    assert (float(strategy2.reduce("sum", losses)), float(w), float(b)) == (3.0, 1.0, np.float32(0.7))
+    assert float(optimizer.minimize(lambda: w * 2, w)) == 2.0 and float(w) == np.float32(0.8)  # outside a step, once
+    assert int(optimizer.iterations) == 2
+    strategy2.run(lambda: optimizer.minimize(lambda: w * 2, aggregate=False))
+    assert float(w) == np.float32(0.6)
+    for wrong, kind, message in (
+        (lambda: optimizer.minimize(w * b), TypeError, r"of type \w+ as its loss; .*minimize\(lambda: loss_of"),
+        (lambda: optimizer.minimize(lambda: w * np.ones(2)), TypeError, "the loss has shape"),
+        (lambda: optimizer.minimize(lambda: other * 2, [other]), ValueError, "is not one that this optimizer was made for"),
+        (lambda: optimizer.minimize(lambda: w * 2, [3.0]), TypeError, "mr.Variable"),
+    ):
+        for call in (wrong, lambda wrong=wrong: strategy2.run(wrong)):
+            with pytest.raises(kind, match=message):
+                call()
+    assert int(optimizer.iterations) == 3
+
+
+def test_iterations_count_the_updates_wherever_they_are_made(strategy2: mr.Strategy) -> None:
+    w, b = variable(1.0, strategy2), variable(1.0, strategy2)
+    optimizer = mr.Optimizer(optax.MultiSteps(optax.adam(0.1), 2), [w, b])
+
+    def step():
+        before = optimizer.iterations.value
+        optimizer.apply_gradients([w.value, None])
+        return before, optimizer.iterations.value
+
+    with warnings.catch_warnings(action="ignore", category=mr.FactorOfReplicasWarning):
+        assert [int(n) for n in strategy2.run(step)] == [0, 1]
+        mr.function(lambda: [strategy2.run(step), strategy2.run(step)])()
+        mr.scan(lambda c, _: (c, strategy2.run(step)), 0.0, length=2)
+    optimizer.apply_gradients(zip([1.0], [b], strict=True))
+    assert int(optimizer.iterations) == 6
+    with pytest.raises(ValueError, match="got no gradient for any variable"):
+        optimizer.apply_gradients([None, None])
+    with pytest.raises(AttributeError):
+        optimizer.iterations = 3
+    assert int(optimizer.iterations) == 6 and optimizer.iterations.name == "optimizer.iterations"
+    assert all(
+        optimizer.iterations is not v for v in jax.tree.leaves(optimizer.state, is_leaf=lambda v: v is not optimizer.state)
+    )

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from processes import run_program
+
 import mirrored as mr
 from mirrored import testing
 
@@ -20,7 +22,8 @@ PUBLIC = {
     "OneProgramError", "Optimizer", "PerReplica", "PerReplicaError", "PreemptionHandler", "ProgramMismatchError",
     "RecompilationWarning", "ReduceOp", "ReplicaContext", "ReplicasDivergeError", "SimpleClusterResolver",
     "SlurmClusterResolver", "Strategy", "StrategyMismatchError", "TFConfigClusterResolver", "UnevenReplicasError",
-    "ValueContext", "Variable", "VariableAggregation", "VariableSynchronization", "WorkerLostError", "cond", "data", "eager",
+    "ValueContext", "Variable", "VariableAggregation", "VariableLostError", "VariableSynchronization", "WorkerLostError",
+    "cond", "data", "eager",
     "fori_loop", "function", "get_replica_context", "get_strategy", "grad", "has_strategy", "in_cross_replica_context",
     "losses", "scan", "value_and_grad",
 }  # fmt: skip
@@ -96,6 +99,5 @@ def test_errors_are_shown_under_the_name_to_catch() -> None:
         home = mr.data if error is mr.data.TFRecordError else mr
         assert (error.__module__, getattr(home, error.__name__)) == (home.__name__, error)
         assert pickle.loads(pickle.dumps(error)) is error  # noqa: S301
-    code = "import mirrored as mr; raise mr.PerReplicaError('x')"
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    shown = run_program("import mirrored as mr; raise mr.PerReplicaError('x')")
     assert shown.stderr.rstrip().endswith("mirrored.PerReplicaError: x")

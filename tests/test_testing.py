@@ -195,6 +195,7 @@ def test_a_right_training_is_the_same_on_any_number_of_replicas() -> None:
     testing.assert_same_on_any_replicas(train, [X], num_replicas=(2, 1), devices=jax.devices()[5:])
 
 
+@pytest.mark.filterwarnings("ignore::mirrored.FactorOfReplicasWarning")
 def test_a_wrong_training_is_not() -> None:
     average, random = mr.losses.compute_average_loss, np.random.default_rng(0)
     only_variables = (

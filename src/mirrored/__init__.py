@@ -1,5 +1,8 @@
 """Synchronous data-parallel training for JAX with the programming model of tf.distribute.MirroredStrategy."""
 
+from typing import NoReturn as _NoReturn
+
+from . import _tf_names
 from ._jax import versions as _versions
 
 _versions.warn_if_untried()  # before anything that could fail because of it
@@ -29,6 +32,7 @@ from ._errors import RecompilationWarning as RecompilationWarning
 from ._errors import ReplicasDivergeError as ReplicasDivergeError
 from ._errors import StrategyMismatchError as StrategyMismatchError
 from ._errors import UnevenReplicasError as UnevenReplicasError
+from ._errors import VariableLostError as VariableLostError
 from ._errors import WorkerLostError as WorkerLostError
 from ._options import AutoShardPolicy as AutoShardPolicy
 from ._options import CommunicationImplementation as CollectiveCommunication
@@ -65,3 +69,7 @@ __version__ = "0.1.0"
 for _thing in list(vars().values()):
     if isinstance(_thing, type) and issubclass(_thing, Exception):
         _thing.__module__ = __name__  # tracebacks show the name to write behind `except`
+
+
+def __getattr__(name: str) -> _NoReturn:
+    raise _tf_names.missing("mirrored", name)

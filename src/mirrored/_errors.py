@@ -24,7 +24,7 @@ class PerReplicaError(TypeError):
 
 
 class OneProgramError(TypeError):
-    """Python tried to branch on a value that differs by replica."""
+    """Python needed the value of an array in a step, which is traced once for all steps and replicas."""
 
 
 class ContextError(RuntimeError):
@@ -33,6 +33,10 @@ class ContextError(RuntimeError):
 
 class StrategyMismatchError(RuntimeError):
     """Values, variables or scopes of two strategies were mixed."""
+
+
+class VariableLostError(RuntimeError):
+    """The value of a variable is lost, because a program that was overwriting it failed."""
 
 
 class DeviceError(ValueError):

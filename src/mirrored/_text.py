@@ -7,8 +7,12 @@ import itertools
 import json
 from collections.abc import Mapping, Sequence
 
+from ._libraries import lines_for
+
 #: Begins each line of such a text in the log.
 MARGIN = "  | "
+#: Of a package that is not installed.
+NO_VERSION = "not installed"
 
 
 def escape(text: str, limit: int) -> str:
@@ -36,11 +40,11 @@ def escape_titled(title: str, rest: str, limit: int) -> str:
 
 
 def version_of(package: str) -> str:
-    """Return the version of an installed package; one that is only on the path has none."""
+    """Return the version of an installed package, or NO_VERSION, also of one that is only on the path."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+        return NO_VERSION
 
 
 def describe(value: object, length: int = 60) -> str:
@@ -56,6 +60,29 @@ def describe(value: object, length: int = 60) -> str:
     if isinstance(value, int):
         return str(value) if abs(value) < 10**20 else "a huge number"
     return ascii(value)[:length] if isinstance(value, float) else f"a {type(value).__name__}"
+
+
+#: What is shown of an object in a message, at most.
+_SHOWN = 300
+
+
+def shown(value: object) -> str:
+    """Show what a user gave in a message: as Python writes it where that is short, else in words, without its numbers."""
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if isinstance(shape, tuple) and dtype is not None and getattr(value, "size", 0) > 20:
+        return f"an array of shape {shape} and dtype {dtype}"
+    kind = type(value)
+    try:
+        text = repr(value)
+    except Exception:  # of the user's class
+        text = ""
+    if 0 < len(text) <= _SHOWN and not lines_for(value):
+        return text
+    if isinstance(value, str | bytes):
+        return f"{text[:_SHOWN]}..."
+    if isinstance(value, Mapping | list | tuple | set | frozenset):
+        return f"a {kind.__name__} of {len(value)}"
+    return f"an object of type {kind.__module__}.{kind.__qualname__}"
 
 
 def counted(number: int, noun: str) -> str:

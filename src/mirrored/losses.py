@@ -9,9 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._errors import ContextError
+from ._jax.marks import Mark as _Mark
+from ._jax.marks import Purpose as _Purpose
+from ._jax.marks import mark as _mark
 from ._replicas import frames
 from ._replicas.context import ReplicaContext as _ReplicaContext
 from ._replicas.context import axis_of as _axis_of
+from ._text import shown as _shown
 
 
 def compute_average_loss(
@@ -52,7 +56,8 @@ def compute_average_loss(
         losses = losses.astype(jnp.result_type(float))
     if sample_weight is not None:
         losses = losses * _broadcast_weight(sample_weight, losses)
-    return jnp.sum(losses) / _global_batch_size(global_batch_size, losses, context)
+    counted = losses.shape[0] if global_batch_size is None else 0
+    return _share(jnp.sum(losses) / _global_batch_size(global_batch_size, losses, context), counted)
 
 
 def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
@@ -72,7 +77,12 @@ def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
     Source: https://www.tensorflow.org/api_docs/python/tf/nn/scale_regularization_loss
     """
     context = _replica_context("scale_regularization_loss")
-    return jnp.sum(_as_numbers(regularization_loss, "regularization_loss")) / context.num_replicas_in_sync
+    return _share(jnp.sum(_as_numbers(regularization_loss, "regularization_loss")) / context.num_replicas_in_sync)
+
+
+def _share(loss: jax.Array, counted: int = 0) -> jax.Array:
+    """Mark a loss as this replica's share, so that nobody is warned that its gradients are summed."""
+    return _mark(loss, _Mark(_Purpose.SHARE, "loss", "", counted))
 
 
 def _replica_context(name: str) -> _ReplicaContext:
@@ -87,7 +97,7 @@ def _replica_context(name: str) -> _ReplicaContext:
 
 def _as_numbers(value: Any, what: str) -> jax.Array:
     if not (isinstance(value, jax.Array | np.ndarray | np.generic | int | float | list) or hasattr(value, "__jax_array__")):
-        raise TypeError(f"{what} is {value!r} of type {type(value).__name__}; expected an array of numbers.")
+        raise TypeError(f"{what} is {_shown(value)} of type {type(value).__name__}; expected an array of numbers.")
     array = jnp.asarray(value)
     if jnp.iscomplexobj(array):
         raise TypeError(f"{what} has dtype {array.dtype}; expected real numbers.")

@@ -1,29 +1,39 @@
-"""An optimizer that sums gradients over the replicas and updates mirrored variables, over any optax transformation."""
+"""An optimizer that combines gradients over the replicas and updates mirrored variables, over any optax transformation."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal, NoReturn
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
+from . import _tf_names
 from ._errors import ContextError, PerReplicaError, StrategyMismatchError
 from ._jax import user_code
 from ._jax.marks import Mark, Purpose, mark
+from ._libraries import lines_for
 from ._models.keras_variables import own_variable
 from ._options import ReduceOp
 from ._replicas import cross_replica, frames
+from ._replicas.collectives import mean_by_rows
+from ._replicas.context import axis_of, own_parts
 from ._replicas.frames import Frame
 from ._replicas.per_replica import PerReplica, is_per_replica, stack_of
+from ._text import shown
+from ._transforms.gradients import value_and_grad
 from ._typing import PyTree
 from ._variables.assignment import check_per_replica
 from ._variables.variable import Variable, is_variable, spec_of
 
+#: How the replicas' gradients are combined.
+Aggregate = Literal["sum", "mean"] | ReduceOp | bool
+
 
 class Optimizer:
-    """An optax transformation and the variables that it updates. In a step it uses the sum of the replicas' gradients.
+    """An optax transformation and the variables that it updates. In a step it combines the replicas' gradients first.
 
     The transformation's state is created once, as mirrored variables, so create the optimizer in
     `strategy.scope()` like the variables.
@@ -31,10 +41,14 @@ class Optimizer:
     Args:
         tx: an `optax.GradientTransformation`, for example `optax.adam(1e-3)`.
         variables: the mirrored floating point variables to train, in any nest.
+        aggregate: how `apply_gradients` combines the replicas' gradients. `"sum"`: adds them up, for losses that were divided by
+            the number of rows on all replicas, `mr.losses.compute_average_loss`. `"mean"`: averages them, each replica with the
+            weight of its rows, for losses that are a mean over the replica's own rows, `jnp.mean(per_example_loss)`; a replica
+            without rows has no weight. `False`: they have been combined before.
 
     Raises:
         TypeError: when `tx` is not a transformation or `variables` holds something else.
-        ValueError: for a sync-on-read variable, or one that is listed twice.
+        ValueError: for a sync-on-read variable, one that is listed twice, or another `aggregate`.
 
     >>> with strategy.scope():
     ...     w = mr.Variable(1.0, name="w")
@@ -47,26 +61,37 @@ class Optimizer:
     >>> round(float(w), 6)
     0.7
 
+    With the mean of its own rows as each replica's loss, 1 - 0.1 * (1 + 2) / 2:
+
+    >>> with strategy.scope():
+    ...     w = mr.Variable(1.0, name="w")
+    ...     optimizer = mr.Optimizer(optax.sgd(0.1), [w], aggregate="mean")
+    >>> strategy.run(step, args=(x,))
+    >>> round(float(w), 6)
+    0.85
+
     Source: https://www.tensorflow.org/api_docs/python/tf/keras/optimizers/Optimizer
     """
 
-    def __init__(self, tx: optax.GradientTransformation, variables: PyTree) -> None:
+    def __init__(self, tx: optax.GradientTransformation, variables: PyTree, *, aggregate: Aggregate = "sum") -> None:
         if not (hasattr(tx, "init") and hasattr(tx, "update")):
-            raise TypeError(f"tx is {tx!r}; expected an optax transformation, for example optax.adam(1e-3).")
+            raise TypeError(f"tx is {shown(tx)}; expected an optax transformation, for example optax.adam(1e-3).")
         if (frame := frames.current()) is not None and frame.bindings is not None:
             raise ContextError(
                 f"mr.Optimizer was created inside a step, at {user_code.user_line()}. Its state must outlive the step: create "
                 "it once, before, next to the variables."
             )
+        self._aggregate = _parse_aggregate(aggregate)
         self._tx = tx
         leaves, self._treedef = jax.tree.flatten(variables, is_leaf=is_variable)
         self._leaves = list(map(own_variable, leaves))
-        _check_variables(self._leaves)
+        _check_variables(self._leaves, variables)
         # The state lives with the variables, also when the optimizer is made outside their scope.
         with frames.entered(Frame(None, spec_of(self._leaves[0]).mesh)):
             values = self._as_tree([variable.value for variable in self._leaves])
             paths, self._state_treedef = jax.tree_util.tree_flatten_with_path(tx.init(values))
             self._state = [Variable(leaf, name=f"optimizer{jax.tree_util.keystr(path)}", trainable=False) for path, leaf in paths]
+            self._iterations = Variable(np.int32(0), name="optimizer.iterations", trainable=False)
 
     @property
     def variables(self) -> PyTree:
@@ -78,33 +103,81 @@ class Optimizer:
         """The transformation's state: its tree, with variables as leaves."""
         return jax.tree.unflatten(self._state_treedef, self._state)
 
-    def apply_gradients(self, grads: PyTree | Iterable[tuple[Any, Variable]], aggregate: bool = True, **extra: Any) -> None:
-        """Sum the gradients over the replicas, in one packed all-reduce, and update the variables.
+    @property
+    def iterations(self) -> Variable:
+        """How many updates were made, by `apply_gradients` or `minimize`: an int32 variable, saved in checkpoints.
 
-        Outside a step gradients are already one value each (a PerReplica is summed), and the update is made
-        at once.
+        A checkpoint from before it existed leaves it at 0.
+        """
+        return self._iterations
+
+    def minimize(self, loss: Callable[[], Any], var_list: PyTree = None, **options: Any) -> jax.Array:
+        """Differentiate a loss, update the variables with its gradients, and return its value.
+
+        The same as `mr.value_and_grad(loss, variables)()` and `apply_gradients`, so inside a step the loss is this replica's own.
+
+        Args:
+            loss: a function of no arguments that returns a scalar.
+            var_list: those of the variables that are to be updated, in any nest. Default: all.
+            **options: those of `apply_gradients`.
+
+        Raises:
+            TypeError: when `loss` is no function, or does not return a scalar.
+            ValueError: for a variable that is not this optimizer's, and as `apply_gradients`.
+
+        >>> with strategy.scope():
+        ...     w = mr.Variable(1.0, name="w")
+        ...     optimizer = mr.Optimizer(optax.sgd(0.1), [w])
+        >>> x = strategy.distribute_values_from_function(lambda ctx: 1.0 + ctx.replica_id_in_sync_group)
+        >>> loss = strategy.run(lambda x: optimizer.minimize(lambda: w.value * x), args=(x,))  # 1 - 0.1 * (1 + 2)
+        >>> float(strategy.reduce("sum", loss)), round(float(w), 6), int(optimizer.iterations)
+        (3.0, 0.7, 1)
+
+        Source: https://www.tensorflow.org/api_docs/python/tf/keras/optimizers/Optimizer
+        """
+        if not callable(loss):
+            raise TypeError(
+                f"minimize got an object of type {type(loss).__name__} as its loss; expected a function of no arguments that "
+                "computes it, so that it can be differentiated: optimizer.minimize(lambda: loss_of(x))."
+            )
+        variables = self.variables if var_list is None else var_list
+        value, gradients = value_and_grad(loss, variables)()
+        leaves = jax.tree.leaves(variables, is_leaf=is_variable)
+        self.apply_gradients(zip(jax.tree.leaves(gradients), leaves, strict=True), **options)
+        return value
+
+    def apply_gradients(
+        self, grads: PyTree | Iterable[tuple[Any, Variable]], aggregate: Aggregate | None = None, **extra: Any
+    ) -> None:
+        """Combine the gradients over the replicas, in one packed all-reduce, and update the variables.
+
+        Outside a step gradients are already one value each (a PerReplica is combined; in a mean all replicas have one
+        weight), and the update is made at once.
 
         Args:
             grads: a tree like `variables`, or `zip(grads, variables)`. A variable whose gradient is None, or
                 that is not in the zip, stays as it is, and so does its part of the state.
-            aggregate: False when the gradients have been combined over the replicas before.
+            aggregate: `"sum"`, `"mean"`, or False when the gradients have been combined over the replicas before, as in
+                `mr.Optimizer`. Default: what the optimizer was made with. True is `"sum"`.
             **extra: what the transformation's `update` takes besides, such as `value=loss` for
                 `optax.contrib.reduce_on_plateau`, or `value`, `grad` and `value_fn` for `optax.lbfgs`: the same on every
                 replica, so a loss that was summed over them. Transformations that do not take it leave it alone.
 
         Raises:
-            FactorOfReplicasError: (a ValueError) when they have been, and `aggregate` is True.
+            FactorOfReplicasError: (a ValueError) when they have been, and are to be summed.
             ReplicasDivergeError: (a ValueError) when they have not been, and `aggregate` is False.
-            ValueError: for another structure or shape, a variable that is twice in the zip, or when there is no
+            UnevenReplicasError: (a ValueError) for a mean in an uneven step whose arguments divide differently.
+            ValueError: for another `aggregate`, structure or shape, a variable that is twice in the zip, or when there is no
                 gradient at all.
             TypeError: for a gradient that is not an array or None.
         """
         frame = frames.current()
+        op = self._aggregate if aggregate is None else _parse_aggregate(aggregate)
         gradients = self._aligned(grads)
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]
-        summed = self._combined(frame, [gradients[i] for i in present], [self._leaves[i] for i in present], aggregate)
+        combined = self._combined(frame, [gradients[i] for i in present], [self._leaves[i] for i in present], op)
         complete = [jnp.zeros(v.shape, v.dtype) if g is None else g for v, g in zip(self._leaves, gradients, strict=True)]
-        for i, gradient in zip(present, summed, strict=True):
+        for i, gradient in zip(present, combined, strict=True):
             complete[i] = gradient
         self._update(complete, [gradient is None for gradient in gradients], extra)
 
@@ -120,6 +193,7 @@ class Optimizer:
         for variable, value, keep in new:
             if not keep:
                 variable.assign(value)
+        self._iterations.assign_add(1)
 
     def _skipped_state(self, is_skipped: list[bool]) -> list[bool]:
         """Tell for each state variable whether it belongs to a variable that has no gradient.
@@ -140,14 +214,17 @@ class Optimizer:
         flags = optax.tree_map_params(self._tx.init, of_state, paths, transform_non_params=lambda _: False)
         return jax.tree.leaves(flags)
 
-    def _combined(self, frame: Frame | None, gradients: list[Any], variables: list[Variable], aggregate: bool) -> list[jax.Array]:
+    def _combined(
+        self, frame: Frame | None, gradients: list[Any], variables: list[Variable], op: ReduceOp | None
+    ) -> list[jax.Array]:
         if frame is None or frame.replica is None:
-            return [_one_value(g, v, aggregate) for g, v in zip(gradients, variables, strict=True)]
-        if not aggregate:
+            return [_one_value(g, v, op, frame) for g, v in zip(gradients, variables, strict=True)]
+        if op is None:
             return gradients
+        purpose = Purpose.GRADIENT if op is ReduceOp.SUM else Purpose.MEAN_GRADIENT
         where = user_code.user_line()
-        marked = [mark(jnp.asarray(g), Mark(Purpose.GRADIENT, v.name, where)) for g, v in zip(gradients, variables, strict=True)]
-        return frame.replica.all_reduce(ReduceOp.SUM, marked)
+        marked = [mark(jnp.asarray(g), Mark(purpose, v.name, where, id(self))) for g, v in zip(gradients, variables, strict=True)]
+        return frame.replica.all_reduce(op, marked) if op is ReduceOp.SUM else mean_by_rows(marked, axis_of(frame.replica))
 
     def _aligned(self, grads: Any) -> list[Any]:
         """Bring gradients into the order of the variables, None where there is none."""
@@ -192,6 +269,9 @@ class Optimizer:
     def _as_tree(self, leaves: list[Any]) -> PyTree:
         return jax.tree.unflatten(self._treedef, leaves)
 
+    def __getattr__(self, name: str) -> NoReturn:
+        raise _tf_names.missing("mr.Optimizer", name)
+
     def __repr__(self) -> str:
         names = ", ".join(repr(variable.name) for variable in self._leaves)
         return f"mr.Optimizer({names}; {len(self._state)} state variables)"
@@ -211,7 +291,7 @@ def _as_pairs(grads: Any) -> list[tuple[Any, Variable]] | None:
     if isinstance(pairs, list) and pairs and all(map(_is_pair, pairs)):
         return pairs
     if is_iterator:
-        raise TypeError(f"apply_gradients got an iterator of {pairs!r}; expected pairs, as of zip(grads, variables).")
+        raise TypeError(f"apply_gradients got an iterator of {shown(pairs)}; expected pairs, as of zip(grads, variables).")
     return None
 
 
@@ -223,29 +303,37 @@ def _checked_gradient(gradient: Any, variable: Variable) -> Any:
     if gradient is None or isinstance(gradient, PerReplica):
         return gradient
     if not hasattr(gradient, "shape") and not isinstance(gradient, int | float):
-        raise TypeError(f"the gradient of variable {variable.name!r} is {gradient!r}; expected an array or None.")
+        raise TypeError(f"the gradient of variable {variable.name!r} is {shown(gradient)}; expected an array or None.")
     gradient = jnp.asarray(gradient)
     if jnp.iscomplexobj(gradient) and not jnp.issubdtype(variable.dtype, jnp.complexfloating):
         raise TypeError(f"the gradient of variable {variable.name!r} has dtype {gradient.dtype}; expected {variable.dtype}.")
     return gradient
 
 
-def _one_value(gradient: Any, variable: Variable, aggregate: bool) -> jax.Array:
+def _parse_aggregate(aggregate: Any) -> ReduceOp | None:
+    if isinstance(aggregate, bool):
+        return ReduceOp.SUM if aggregate else None
+    return ReduceOp.parse(aggregate, "aggregate")
+
+
+def _one_value(gradient: Any, variable: Variable, op: ReduceOp | None, frame: Frame | None) -> jax.Array:
     if not isinstance(gradient, PerReplica):
         return gradient
-    if not aggregate:
+    if op is None:
         raise PerReplicaError(
             f"apply_gradients(aggregate=False) outside a step got a PerReplica as the gradient of {variable.name!r}. Reduce "
             "it with strategy.reduce('sum', gradient), or leave aggregate=False out."
         )
     spec, stack = spec_of(variable), stack_of(gradient)
     check_per_replica(spec, "apply_gradients", gradient)
+    if op is ReduceOp.MEAN and frame is not None and frame.axis is not None:  # in merge_call, where rows are known
+        return mean_by_rows([own_parts(gradient, frame.axis)], frame.axis)[0]
     if isinstance(stack, jax.core.Tracer):
-        return cross_replica.reduce_stack(stack, ReduceOp.SUM, (), None)
-    return cross_replica.compiled(cross_replica.reduce_stack, spec.mesh.mirrored, ReduceOp.SUM, (), None)(stack)
+        return cross_replica.reduce_stack(stack, op, (), None)
+    return cross_replica.compiled(cross_replica.reduce_stack, spec.mesh.mirrored, op, (), None)(stack)
 
 
-def _check_variables(leaves: list[Any]) -> None:
+def _check_variables(leaves: list[Any], variables: PyTree) -> None:
     if not leaves:
         raise TypeError(
             "mr.Optimizer got no variables; expected at least one, for example mr.Optimizer(optax.adam(1e-3), [w, b])."
@@ -253,7 +341,8 @@ def _check_variables(leaves: list[Any]) -> None:
     for position, leaf in enumerate(leaves):
         if not isinstance(leaf, Variable):
             raise TypeError(
-                f"mr.Optimizer got {leaf!r} of type {type(leaf).__name__} among its variables; expected mr.Variable objects."
+                f"mr.Optimizer got {shown(leaf)} of type {type(leaf).__name__} among its variables; expected mr.Variable objects."
+                + lines_for(variables)
             )
         if spec_of(leaf).is_on_read:
             raise ValueError(

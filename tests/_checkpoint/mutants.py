@@ -2,6 +2,10 @@
 
 #: By the test that catches them: the file in `_checkpoint`, a text in it, and what takes its place.
 BY_TEST = {
+    "test_checkpoint.py::test_an_optimizers_count_comes_back_and_files_from_before_it_are_restored": [
+        ("state.py", "if path.endswith(_COUNT) and not", "if path in saved.leaves and not"),
+        ("state.py", "leaf.assign(0)", "pass"),
+    ],
     "test_checkpoint.py::test_the_same_step_is_saved_once_and_an_older_one_is_refused": [
         ("checkpoint.py", "step < latest or (step == latest and step != self._last)", "step < latest"),
     ],
@@ -21,8 +25,8 @@ BY_TEST = {
         ("checkpoint.py", 'require_shared(reports, "id"', 'require_shared(reports, "where"'),
     ],
     "test_checkpoint.py::test_names_and_arguments_are_checked": [
-        ("checkpoint.py", "_NAME.fullmatch(name)", "_NAME.match(name)"),
-        ("checkpoint.py", "0 <= number <= _MAX_STEP", "0 <= number"),
+        ("arguments.py", "_NAME.fullmatch(name)", "_NAME.match(name)"),
+        ("arguments.py", "0 <= number <= _MAX_STEP", "0 <= number"),
     ],
     "test_checkpoint.py::test_inside_a_step_it_is_refused": [
         ("checkpoint.py", "if frames.is_traced():", "if False:"),
@@ -46,8 +50,16 @@ BY_TEST = {
     "test_checkpoint.py::test_other_damage_is_found": [
         ("checksums.py", "path.lstat().st_mode", "path.stat().st_mode"),
     ],
+    "test_checkpoint.py::test_nothing_is_opened_that_is_not_a_file_as_it_was_written": [
+        ("files.py", "if unread or not {name: size", "if unread and not {name: size"),
+    ],
+    "test_checkpoint.py::test_a_file_that_grows_or_changes_its_kind_while_it_is_looked_at_is_read_no_further": [
+        ("checksums.py", "while size <= status.st_size and", "while"),
+        ("checksums.py", "if recorded_size not in (None, status.st_size):", "if False:"),
+    ],
     "test_checkpoint.py::test_a_record_that_is_no_record_is_damage": [
         ("checksums.py", "computed != recorded or not", "not"),
+        ("checksums.py", "flags | os.O_NOFOLLOW", "flags"),
         ("files.py", "errno.ELOOP, ", ""),
     ],
     "test_checkpoint.py::test_a_step_survives_a_power_failure_before_it_counts": [
@@ -123,6 +135,25 @@ BY_TEST = {
     ],
     "test_checkpoint.py::test_what_other_workers_say_is_escaped_and_cut": [
         ("same_on_workers.py", "return escape_titled(title, rest, _MAX_TEXT)", "return str(text)"),
+    ],
+    "test_sole_writer.py::test_a_second_program_is_told_so_changes_nothing_and_may_read": [
+        ("checkpoint.py", "self._files.claim()", "pass"),
+    ],
+    "test_sole_writer.py::test_a_lock_whose_file_was_removed_is_taken_anew": [
+        ("sole_writer.py", "if held is not None and held.stands():", "if held is not None:"),
+        ("sole_writer.py", "    if _is_at(path, descriptor):\n        with", "    if True:\n        with"),
+    ],
+    "test_sole_writer.py::test_a_lock_that_its_holder_removes_while_we_open_it_is_none": [
+        ("sole_writer.py", "is_mine = _is_at(path, descriptor)", "is_mine = True"),
+    ],
+    "test_sole_writer.py::test_a_killed_program_is_in_nobodys_way_also_when_a_forked_child_lives_on": [
+        ("sole_writer.py", "            os.close(held.descriptor)", "            pass"),
+    ],
+    "test_sole_writer.py::test_where_there_are_no_locks_it_saves_and_says_so": [
+        ("files.py", "is_dead = self._right is not None or", "is_dead = True or"),
+    ],
+    "test_sole_writer.py::test_a_right_is_kept_while_a_save_is_being_written": [
+        ("checkpoint.py", "if not self._writer.is_writing():\n            self._files.release()", "self._files.release()"),
     ],
     "test_preemption.py::test_a_save_that_fails_is_no_orderly_end": [
         ("preemption.py", "if latest != step:", "if False:"),

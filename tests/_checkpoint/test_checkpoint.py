@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import errno
+import io
+import itertools
 import json
 import logging
 import os
@@ -24,7 +26,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-import warm
+from processes import run_program
 
 import mirrored as mr
 from mirrored._checkpoint import checksums, same_on_workers
@@ -173,6 +175,29 @@ def test_optimizer_and_step_go_on_as_if_never_interrupted(tmp_path: Path) -> Non
     train(on(2), tmp_path / "parts", 3)
     assert train(on(2), tmp_path / "parts", 2) == (whole, 3)
     assert train(on(3), tmp_path / "parts", 0) == (whole, 5)
+
+
+def test_an_optimizers_count_comes_back_and_files_from_before_it_are_restored(tmp_path: Path, strategy3: mr.Strategy) -> None:
+    def make(strategy: mr.Strategy) -> tuple[mr.Variable, mr.Optimizer]:
+        with strategy.scope():
+            w = mr.Variable(1.0, name="w")
+        return w, mr.Optimizer(optax.sgd(0.1, momentum=0.9), [w])
+
+    w, optimizer = make(strategy3)
+    for _ in range(4):
+        optimizer.apply_gradients([1.0])
+    save(tmp_path / "new", 4, w=w, optimizer=optimizer)
+    save(tmp_path / "old", 4, w=w, optimizer=optimizer.state)  # as all were, with these paths
+    for directory, count in (("new", 4), ("old", 0)):
+        again, other = make(on(2))
+        other.apply_gradients([5.0])
+        assert restore(tmp_path / directory, w=again, optimizer=other) == 4
+        assert (float(again), int(other.iterations)) == (float(w), count), directory
+        other.apply_gradients([1.0])
+        assert int(other.iterations) == count + 1
+    state_only = make(strategy3)[1].state
+    restore(tmp_path / "new", w=w, optimizer=state_only)
+    np.testing.assert_array_equal(*(jax.tree.leaves(tree)[0] for tree in (state_only, optimizer.state)))
 
 
 def test_each_worker_gets_back_its_own_position() -> None:
@@ -715,6 +740,59 @@ def test_other_damage_is_found(tmp_path: Path, caplog) -> None:
         assert [victim.name in error for error in errors_of(caplog)] == [True], number
 
 
+def test_nothing_is_opened_that_is_not_a_file_as_it_was_written(tmp_path: Path, monkeypatch, caplog) -> None:
+    """Orbax opens all that is in a step: a FIFO would let it wait, and a link to /dev/zero read, for ever."""
+    named = trained(tmp_path / "sound")
+    every = [path.relative_to(tmp_path / "sound") for path in files_of(tmp_path / "sound" / "2")]
+    harms: dict[str, Callable[[Path], object]] = {
+        "fifo": lambda path: (path.unlink(), os.mkfifo(path)),
+        "device": lambda path: (path.unlink(), path.symlink_to("/dev/zero")),
+        "folder": lambda path: (path.unlink(), path.mkdir(), (path / "a").touch()),
+        "huge": lambda path: os.truncate(path, 2**40),
+    }
+    opened: list[str] = []
+    real = os.open
+    monkeypatch.setattr(os, "open", lambda path, *more, **named: (opened.append(str(path)), real(path, *more, **named))[1])
+    more = Path("2", "arrays", "more")  # that nobody has written
+    for victim in [more, *every[:3], *(name for name in every if name.name in ("record.json", "manifest.ocdbt"))]:
+        for harm, change in harms.items():
+            directory = shutil.copytree(tmp_path / "sound", tmp_path / f"{harm}-{'-'.join(victim.parts)}", symlinks=True)
+            (directory / more).write_bytes(b"") if victim == more else None
+            change(directory / victim)
+            caplog.clear()
+            opened.clear()
+            with monkeypatch.context() as patch:
+                patch.setattr(_files, "_read_arrays", lambda path, wanted, real=_files._read_arrays: (
+                    opened.append(f"orbax {path.parent.name}"), real(path, wanted))[1])  # fmt: skip
+                assert restore(directory, **named) == 1
+            assert [victim.name in error for error in errors_of(caplog)] == [True]
+            assert "orbax 2" not in opened and "orbax 1" in opened
+            assert str(directory / victim) not in opened or harm == "huge" or victim.name == "record.json"
+    (tmp_path / "sound" / "2" / "arrays").rename(tmp_path / "moved")  # a link to a folder is no folder
+    (tmp_path / "sound" / "2" / "arrays").symlink_to(tmp_path / "moved")
+    assert restore(tmp_path / "sound", **named) == 1
+
+
+def test_a_file_that_grows_or_changes_its_kind_while_it_is_looked_at_is_read_no_further(tmp_path: Path, monkeypatch) -> None:
+    growing = tmp_path / "growing"
+    growing.write_bytes(b"1234")
+    monkeypatch.setattr(checksums, "_CHUNK_BYTES", 4)
+    status, chunks = os.fstat, itertools.repeat(b"5678")
+
+    class Growing(io.FileIO):
+        def read(self, size: int = -1) -> bytes:
+            return next(chunks)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checksums, "open", lambda path, mode, opener: Growing(path), raising=False)
+        assert checksums.file_checksums(tmp_path)[0]["growing"][0] == 8, "longer than it was, and not without end"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", lambda number: os.stat_result([stat.S_IFIFO, *status(number)[1:]]))
+        assert checksums.file_checksums(tmp_path)[0]["growing"] == [-1, 0]
+    assert checksums.file_checksums(tmp_path, {"growing": [4, 0]})[0]["growing"] == [4, zlib.crc32(b"1234")]
+    assert checksums.file_checksums(tmp_path, {"growing": [5, 0]})[0]["growing"] == [4, 0]
+
+
 def refuse(patch: pytest.MonkeyPatch, owner: object, name: str, refused: str, error: Exception) -> None:
     """Let a function raise an error for each path whose name is `refused`."""
     real = getattr(owner, name)
@@ -986,7 +1064,7 @@ def test_a_full_disk_costs_saves_and_not_training(tiny_disk: Path, caplog) -> No
         errors = errors_of(caplog)
         assert len(errors) == 2 and all("space" in error for error in errors), errors
         assert checkpoint.restore_latest() == 1
-        assert sorted(p.name for p in tiny_disk.iterdir()) == ["1", "filler"]
+        assert sorted(p.name for p in tiny_disk.iterdir()) == [".writer", "1", "filler"]
         filler.unlink()
         checkpoint.save(4)
     assert restore(tiny_disk, w=w) == 4
@@ -1052,19 +1130,24 @@ def test_what_is_not_a_step_of_ours_is_left_alone(tmp_path: Path, caplog) -> Non
     assert restore(tmp_path / "1", w=w) == 7 and float(w) == 1.0
 
 
-def test_two_checkpoints_in_one_directory_do_not_disturb_each_other(tmp_path: Path) -> None:
-    """Such as a cell of a notebook that is run twice."""
-    pair = [Checkpoint(tmp_path, max_to_keep=None, w=mr.Variable(0.0)) for _ in range(2)]
-    snapshot = _state.take_snapshot(pair[0]._leaves(), [{}], is_kept=True)
-    for step in range(0, 10, 2):
-        for number, checkpoint in enumerate(pair):
-            checkpoint._writer.start(step + number, snapshot, {"num_replicas": 1, "num_workers": 1})
-        for checkpoint in pair:
-            checkpoint._writer.finish()
-            assert checkpoint._writer.failures == []
-    assert pair[0].steps() == list(range(10))
-    for checkpoint in pair:
-        checkpoint.close()
+def test_two_checkpoints_in_one_directory_do_not_disturb_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a cell of a notebook that is run twice: one sweeps while the other writes."""
+    write_synced, other = _files._write_synced, _files.StepFiles(tmp_path)
+
+    def meanwhile(path: Path, data: bytes) -> None:
+        monkeypatch.setattr(_files, "_write_synced", write_synced)
+        other.claim()
+        other.write(4, {"a0": np.arange(3.0)}, {"leaves": {}})
+        other.release()
+        write_synced(path, data)
+
+    monkeypatch.setattr(_files, "_write_synced", meanwhile)
+    w = mr.Variable(5.0)
+    with Checkpoint(tmp_path, w=w) as checkpoint:
+        checkpoint.save(3)
+        checkpoint.wait()
+        assert checkpoint.steps() == [3, 4]
+        assert other.read(4)[1]["a0"].tolist() == [0, 1, 2] and other.read(3)[0]["step"] == 3
 
 
 def test_workers_that_differ_are_told_how() -> None:
@@ -1132,7 +1215,7 @@ checkpoint = mr.Checkpoint(sys.argv[1], w=w)
 write = _files.StepFiles.write
 _files.StepFiles.write = lambda *args: (time.sleep(0.5), write(*args))[1]
 """
-    return warm.ended(code + rest, directory)
+    return run_program(code + rest, directory)
 
 
 @pytest.mark.skipif((3, 12, 0) <= sys.version_info[:3] <= (3, 12, 1), reason="this Python starts no threads at a program's end")
@@ -1235,7 +1318,7 @@ strategy.gather = lambda x, axis: (value := gather(x, axis=axis), say(json.dumps
 
 def run_epochs(directory: Path, kill_at: int, recipe: str = RECIPE) -> tuple[list[str], list[str]]:
     """Train for three epochs, or up to a step; return the rows of each step, and what came out."""
-    done = warm.ended(f"{KILLED}{recipe}\nprint('END', train_epochs(directory, 3)[1].hex())", directory, kill_at)
+    done = run_program(f"{KILLED}{recipe}\nprint('END', train_epochs(directory, 3)[1].hex())", directory, kill_at)
     assert done.returncode == (-9 if kill_at else 0), done.stderr
     lines = done.stdout.splitlines()
     return [line for line in lines if "END" not in line], [line for line in lines if "END" in line]

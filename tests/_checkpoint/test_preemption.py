@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import warm
 from fake_service import FakeClient
+from processes import Worker, program, run_program, wait_for_line
 
 import mirrored as mr
 from mirrored._checkpoint import files, preemption, state
@@ -90,9 +90,9 @@ def test_a_signal_that_nobody_heeds_is_said_while_the_program_runs(tmp_path: Pat
         assert said.wait(20)
         os._exit(3)
     """
-    with script(tmp_path, body) as program:
-        assert program.wait() == 3
-        assert program.out == "SIGTERM: saving at the next handler.after_step(step), or at handler.close() False\n"
+    with script(tmp_path, body) as worker:
+        assert worker.wait().code == 3
+        assert worker.output == "SIGTERM: saving at the next handler.after_step(step), or at handler.close() False\n"
 
 
 def test_a_signal_while_compiling_is_heeded_after_the_step(tmp_path: Path, strategy2: mr.Strategy) -> None:
@@ -170,7 +170,7 @@ def test_arguments_are_checked() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def script(directory: Path, body: str) -> AbstractContextManager[warm.Program]:
+def script(directory: Path, body: str) -> AbstractContextManager[Worker]:
     """Run a program that has a handler; `body` is what it does."""
     head = """
 import logging, os, signal, sys, threading, time, warnings
@@ -179,7 +179,7 @@ from mirrored._checkpoint.preemption import PreemptionHandler
 warnings.simplefilter("ignore")
 with Checkpoint(sys.argv[1], state={"a": 1}) as checkpoint, PreemptionHandler(checkpoint) as handler:
 """
-    return warm.started(head + textwrap.indent(textwrap.dedent(body), "    "), directory)
+    return program(head + textwrap.indent(textwrap.dedent(body), "    "), directory)
 
 
 class Recorder(Checkpoint):
@@ -208,20 +208,20 @@ STUCK = """
 
 
 def test_a_second_signal_after_the_notice_ends_at_once_also_in_native_code(tmp_path: Path) -> None:
-    with script(tmp_path, STUCK) as program:
-        program.wait_for("noted")
-        while catches(program.pid):
-            program.send(signal.SIGTERM)  # these are ignored
+    with script(tmp_path, STUCK) as worker:
+        wait_for_line(worker, "noted")
+        while catches(worker.pid):
+            worker.signal(signal.SIGTERM)  # these are ignored
             time.sleep(0.005)
-        program.send(signal.SIGTERM)
-        assert program.wait(10) == -signal.SIGTERM
+        worker.signal(signal.SIGTERM)
+        assert worker.wait(10).code == -signal.SIGTERM
 
 
 def test_ctrl_c_after_a_signal_ends_at_once(tmp_path: Path) -> None:
-    with script(tmp_path, STUCK) as program:
-        program.wait_for("noted")
-        program.send(signal.SIGINT)
-        assert program.wait(10) == -signal.SIGINT
+    with script(tmp_path, STUCK) as worker:
+        wait_for_line(worker, "noted")
+        worker.signal(signal.SIGINT)
+        assert worker.wait(10).code == -signal.SIGINT
 
 
 def test_signals_close_together_are_one_notice(tmp_path: Path) -> None:
@@ -233,8 +233,8 @@ def test_signals_close_together_are_one_notice(tmp_path: Path) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         handler.after_step(2)
     """
-    with script(tmp_path, body) as program:
-        assert program.wait() == 143
+    with script(tmp_path, body) as worker:
+        assert worker.wait().code == 143
     assert [path.name for path in tmp_path.iterdir()] == ["2"]
 
 
@@ -335,7 +335,7 @@ except SystemExit:
 signal.signal(signal.SIGTERM, lambda *_: None)
 assert of_child() == 0, "without a handler of ours it stays what the program made it"
 """
-    done = warm.ended(code, tmp_path)
+    done = run_program(code, tmp_path)
     assert done.returncode == 0, done.stderr
 
 
@@ -408,7 +408,9 @@ def test_a_worker_that_ends_without_closing_is_not_waited_for(monkeypatch) -> No
     store = FakeClient()
     monkeypatch.setattr(preemption, "_numbers", iter([0, 0]))
     handlers = [
-        types.SimpleNamespace(_is_signalled=False, _step=5, _notice=lambda: 4, _say_signal=lambda where="": said.append(where))
+        types.SimpleNamespace(
+            _is_signalled=False, _last_step=5, _notice=lambda: 4, _say_signal=lambda where="": said.append(where)
+        )
         for _ in range(2)
     ]
     watches = [preemption._SignalWatch(handler, Coordination(store, worker, 2)) for worker, handler in enumerate(handlers)]

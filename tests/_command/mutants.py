@@ -94,6 +94,7 @@ _WING = {
     ],
     "test_env.py::test_devices_versions_and_no_values_but_those_of_the_cluster": [
         ("env", "if variable in _env.CLUSTER else", "if True else"),
+        ("env", " if version != NO_VERSION)", ")"),
     ],
     "test_env.py::test_a_driver_that_hangs_or_crashes_is_a_line": [
         ("env", "escape(last, 400)", "last"),

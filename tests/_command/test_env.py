@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import re
 
 import jax
 import pytest
@@ -28,12 +29,14 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_devices_versions_and_no_values_but_those_of_the_cluster(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(env, "_OPTIONAL", ("grain", "no-such-package", "protobuf"))
     monkeypatch.setenv("API_TOKEN", "hunter2")
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=3")
     for name, value in (("JAX_COORDINATOR_ADDRESS", "10.0.0.1:9000"), ("JAX_NUM_PROCESSES", "2"), ("JAX_PROCESS_ID", "1")):
         monkeypatch.setenv(name, value)
     text = report(capsys)
     assert f"mirrored {mr.__version__}, jax {jax.__version__}, jaxlib " in text
+    assert re.search(r"\n          optional: grain [0-9.]+, protobuf [0-9.]+\n", text)
     assert "devices:  8 x cpu (" in text
     assert "cluster:  worker 1 of 2, coordinator 10.0.0.1:9000, from JAX_COORDINATOR_ADDRESS" in text
     assert "JAX_PROCESS_ID = 1\n" in text and "XLA_FLAGS is set\n" in text

@@ -1,7 +1,7 @@
 """Damages to what we know of JAX."""
 
-_D, _J, _M, _P, _T, _U, _V = (f"tests/_jax/test_{n}.py::test_" for n in (
-    "distributed", "jaxprs", "marks", "primitives", "tracing", "user_code", "versions"
+_C, _D, _J, _M, _P, _T, _U, _V = (f"tests/_jax/test_{n}.py::test_" for n in (
+    "complaints", "distributed", "jaxprs", "marks", "primitives", "tracing", "user_code", "versions"
 ))  # fmt: skip
 _SCANS = _J + "a_scan_has_constants_carry_and_rows_in_this_order"
 _DEPENDS = _J + "what_an_equation_depends_on_and_sends"
@@ -10,7 +10,15 @@ _HIGH = _T + "high_level_primitives_are_traced_as_what_they_stand_for"
 _MARKED = _M + "a_mark_does_not_change_derivatives_or_batches"
 _AXIS = _P + "a_collective_names_its_axis_in_a_parameter"
 
+_SHOWN = _U + "the_traceback_has_the_users_lines_only"
+
 MUTANTS = [
+    ("_jax/complaints.py", "    jax.errors.TracerIntegerConversionError,\n", "", _C + "jaxs_complaints_are_known"),
+    ("_jax/complaints.py", " and isinstance(error.obj, jax.Array)", "", _C + "jaxs_complaints_are_known"),
+    ("_jax/user_code.py", " and isinstance(error, AssertionError | LookupError)", "",
+     _U + "a_bug_of_ours_shows_its_lines"),
+    ("_jax/user_code.py", "waiting += [link.__cause__, link.__context__]", "pass", _SHOWN),
+    ("_jax/user_code.py", "_CONTEXTLIB, ", "", _SHOWN),
     ("_jax/distributed.py", ' or _cpu_collectives() != "gloo"', "", _D + "gloo_listens_where_the_other_workers_reach_this_one"),
     ("_jax/distributed.py", "process_id or 0", "process_id or 1", _D + "one_process_is_the_first_of_one"
      "_and_runs_no_preemption_service"),

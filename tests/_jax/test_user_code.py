@@ -1,13 +1,17 @@
 """Messages name the user's line."""
 
+import contextlib
 import inspect
+import traceback
 import warnings
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from programs import VECTOR, equations, only
 
+import mirrored as mr
 from mirrored._jax import user_code
 from mirrored._program import proof
 from mirrored._typing import REPLICA_AXIS as AXIS
@@ -61,3 +65,60 @@ def test_the_raising_line_is_the_innermost_of_the_users():
         jax.jit(fails)(1.0)
     assert user_code.raising_line(caught.value) == f"{__file__}:{fails.__code__.co_firstlineno + 1}"
     assert user_code.raising_line(ValueError("never raised")) == "<unknown>"
+
+
+def lines_of(error):
+    """The functions whose lines are in a traceback, from the outermost to the innermost."""
+    return [entry.name for entry in traceback.extract_tb(error.__traceback__)]
+
+
+def test_the_traceback_has_the_users_lines_only():
+    strategy = mr.MirroredStrategy(["cpu:0"])
+
+    def users_mistake(x):
+        raise RuntimeError("mine") from ValueError("before")
+
+    def step(x):
+        with jax.named_scope("inside"), contextlib.ExitStack() as stack:
+            stack.callback(users_mistake, x)
+
+    def hides(x):
+        try:
+            step(x)
+        except RuntimeError as error:
+            raise OSError("another") from error
+
+    def call(function):
+        with pytest.raises(Exception) as caught:
+            strategy.run(function, args=(np.float32(1),))
+        return caught.value
+
+    error = call(hides)
+    here = "test_the_traceback_has_the_users_lines_only"  # pytest's own lines are the user's, like this one
+    assert lines_of(error)[-2:] == ["call", "hides"] and here not in lines_of(error)
+    assert lines_of(error.__cause__) == ["hides", "step", "users_mistake"]
+    assert lines_of(mr.function(lambda: call(step))()) == ["call", "step", "users_mistake"]
+    with jax_config("jax_traceback_filtering", "off"):
+        assert "_make_program" in lines_of(call(hides))
+
+
+def test_a_bug_of_ours_shows_its_lines(monkeypatch):
+    strategy = mr.MirroredStrategy(["cpu:0"])
+    for kind, last in ((AssertionError, "prove"), (KeyError, "prove"), (ValueError, "test_a_bug_of_ours_shows_its_lines")):
+        code = compile("def prove(*args): raise kind", user_code.__file__, "exec")
+        exec(code, names := {"kind": kind})
+        monkeypatch.setattr(proof, "prove", names["prove"])
+
+        with pytest.raises(kind) as caught:
+            strategy.run(lambda: 1.0)
+        assert lines_of(caught.value)[-1] == last
+
+
+@contextlib.contextmanager
+def jax_config(name, value):
+    before = getattr(jax.config, name)
+    jax.config.update(name, value)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)

@@ -2,14 +2,28 @@
 
 PROOF = "tests/_program/test_proof.py::test_"
 REFUSALS = "tests/_program/test_refusals.py::test_"
+DIVISORS = "tests/_program/test_divisors.py::test_"
+NUMBERS = "tests/_program/test_numbers.py::test_a_number_that_changes_is_passed_where_the_bits_stay_the_same"
+OBJECTS = "tests/_program/test_closed_over.py::test_"
 LIFT = "tests/_program/test_lift.py::test_"
 REPLICATE = "tests/_program/test_steps.py::test_"
 TRACES = "tests/_program/uneven/test_traces.py::test_"
 PROPERTIES = "tests/_program/uneven/test_properties.py::test_"
 ALIGN = "tests/_program/uneven/test_align.py::test_"
+LOOPS = "tests/_program/uneven/test_loops.py::test_"
+PAIRING = "tests/_program/uneven/test_pairing.py::test_"
+CACHE = "tests/_program/test_cache.py::test_"
 MERGE = "tests/_program/uneven/test_merge.py::test_"
 
+MISTAKES = "tests/_program/test_mistakes.py::test_"
+
 MUTANTS = [
+    # -- mistakes in a step
+    ("_program/mistakes.py", "        if knows_id:", "        if True:", MISTAKES + "a_mistake_in_a_step_is_one_clear_error"),
+    ("_program/mistakes.py", ".with_traceback(error.__traceback__) from None", " from error",
+     MISTAKES + "a_script_shows_the_users_line_last"),
+    ("_program/mistakes.py", "if axis == REPLICA_AXIS:", "if False:",
+     MISTAKES + "a_mistake_in_a_function_is_explained_too"),
     # -- the proof
     ("_program/proof.py", "if state.sameness > highest.sameness", "if state.sameness < highest.sameness",
      PROOF + "a_part_of_a_result_may_be_mirrored"),
@@ -56,6 +70,39 @@ MUTANTS = [
      REFUSALS + "a_combined_loss_warns"),
     ("_program/refusals.py", "stacklevel=user_code.user_stacklevel()", "stacklevel=1",
      REFUSALS + "the_whole_batch_on_every_replica_warns_once"),
+    # -- divisors
+    ("_program/divisors.py", "if state.sameness == highest", "if True", DIVISORS + "a_mean_over_a_replicas_own_rows_warns"
+     "_once_and_what_is_right_does_not"),
+    ("_program/divisors.py", "is_mean_of_row = is_spread and", "is_mean_of_row = False and", DIVISORS + "a_mean_over_a_replicas"
+     "_own_rows_warns_once_and_what_is_right_does_not"),
+    ("_program/divisors.py", "others += own[1:] + own[: len(own) > 1]", "others += []", DIVISORS + "the_own_number_is_told_from"
+     "_that_of_the_replicas_when_both_are_one_number"),
+    ("_program/divisors.py", "if trail.seed in outside else trail._replace(times=trail.times * length)", "",
+     DIVISORS + "an_average_of_each_part_of_the_batch_warns_and_its_remedies_are_right"),
+    ("_program/divisors.py", "and not any(_is_divided_by(number, trail) for trail in own)", "",
+     DIVISORS + "an_average_of_each_part_of_the_batch_warns_and_its_remedies_are_right"),
+    ("_program/refusals.py", "if num_replicas == 1 or 1 in rows or", "if num_replicas == 1 or",
+     DIVISORS + "a_mean_of_one_row_is_a_sum"),
+    ("_program/refusals.py", "groups.setdefault((note.number, note.where), [])", "groups.setdefault((0, ''), [])",
+     DIVISORS + "each_optimizer_is_looked_at_by_itself"),
+    ("_program/uneven/traces.py", "if len(shares) > 1:", "if False:",
+     "tests/test_optimizer.py::test_a_mean_weighs_replicas_by_their_rows_and_leaves_out_who_has_none"),
+    ("_replicas/collectives.py", "if own else jnp.zeros_like(array)", "",
+     "tests/test_optimizer.py::test_a_mean_weighs_replicas_by_their_rows_and_leaves_out_who_has_none"),
+    # -- numbers
+    ("_program/numbers.py", "in_program = name in _ROUNDED and not all", "in_program = name in _ROUNDED or not all", NUMBERS),
+    ("_program/numbers.py", 'if name == "convert_element_type" and _rounds_twice(*avals):', "if False:", NUMBERS),
+    ("_program/numbers.py", "if not (name in _WITH_ARRAYS", "if False and not (name in _WITH_ARRAYS", NUMBERS),
+    ("_program/numbers.py", "isinstance(value, int):\n        limits", "False:\n        limits",
+     "tests/_program/test_numbers.py::test_a_number_that_jax_cannot_hold_and_an_error_of_the_step_are_as_before"),
+    # -- attributes of objects
+    ("_program/call.py", "is_read = id(part) in known or", "is_read =",
+     OBJECTS + "what_was_read_of_an_object_is_read_again_when_it_is_replaced"),
+    ("_program/call.py", "if is_read or look(part, depth - 1):",
+     "if is_read or isinstance(part, _READ) or look(part, depth - 1):",
+     OBJECTS + "what_was_not_read_of_an_object_may_change_and_compiles_nothing"),
+    ("_program/steps.py", "        read += program.read\n", "        pass\n", OBJECTS + "what_was_read_of_an_object_is_read_again"
+     "_when_it_is_replaced"),
     # -- lifting
     ("_program/lift.py", "for variable in bindings.written.keys() - set(written):", "if False:",
      LIFT + "what_only_the_second_trace_does_is_an_error"),
@@ -103,24 +150,35 @@ MUTANTS = [
     # -- uneven steps: which values are alike
     ("_program/uneven/align.py", "stage = last_effect = max(stage, last_effect)", "pass",
      PROPERTIES + "effects_happen_once_for_each_replica_and_in_the_order_of_the_step"),
-    ("_program/uneven/align.py", "hashlib.sha256(array.tobytes()).digest()", "0",
+    ("_program/uneven/keys.py", "hashlib.sha256(array.tobytes()).digest()", "0",
      ALIGN + "constants_are_compared_by_content"),
     ("_program/uneven/align.py", "stage = max(stage, ready + 1)", "stage = max(stage + 1, ready + 1)",
      ALIGN + "collectives_that_need_not_wait_for_each_other_share_a_stage"),
-    ("_program/uneven/align.py", "            _check_same_collective(traces, collectives)", "            pass",
+    ("_program/uneven/pairing.py", "other is None or _key(own) != _key(other):", "other is None:",
      TRACES + "steps_that_uneven_replicas_cannot_take_together_are_refused"),
-    ("_program/uneven/align.py", "in INLINE_CALLS or has_collective)", "in INLINE_CALLS)",
+    ("_program/uneven/nodes.py", "in INLINE_CALLS or has_collective)", "in INLINE_CALLS)",
      PROPERTIES + "right_steps_equal_one_device"),
-    ("_program/uneven/align.py", "if name in _CUSTOM_DERIVATIVE:", "if False:",
+    ("_program/uneven/keys.py", "if name in _CUSTOM_DERIVATIVE:", "if False:",
      ALIGN + "functions_inside_equations_are_compared_too"),
-    ("_program/uneven/align.py", 'frozenset({("reduce", "computation")})', "frozenset()",
+    ("_program/uneven/keys.py", 'frozenset({("reduce", "computation")})', "frozenset()",
      PROPERTIES + "arrays_that_a_step_makes_anew_for_each_trace_are_the_same_to_all_replicas"),
-    ("_program/uneven/align.py", "equations, tuple(map(name, jaxpr.outvars)))", "equations)",
+    ("_program/uneven/keys.py", "equations, tuple(map(name, jaxpr.outvars)))", "equations)",
      PROPERTIES + "a_value_that_is_computed_differently_for_other_rows_is_not_mirrored"),
     ("_program/uneven/align.py", "equation), tuple(operands))", "equation), frozenset(operands))",
      PROPERTIES + "a_value_that_is_computed_differently_for_other_rows_is_not_mirrored"),
+    ("_program/uneven/align.py", "self._number_alike(row, _has_one_shape(row))\n            self.compare(bodies)",
+     "self._number_alike(row, True)\n            self.compare(bodies)",
+     LOOPS + "loops_with_collectives_that_use_the_rows_equal_one_device"),
+    ("_program/uneven/pairing.py", "if _line(own) != _line(other):", "if False:",
+     PAIRING + "collectives_that_change_places_are_refused"),
+    ("_program/uneven/pairing.py", "_distance(c, d) > _distance", "_distance(c, d) > 9 + _distance",
+     PAIRING + "collectives_that_change_places_are_refused"),
+    ("_program/uneven/pairing.py", "if len(members) > 1:\n            _check_lines", "if members:\n            _check_lines",
+     PAIRING + "collectives_in_one_order_are_taken"),
     # -- uneven steps: one program
-    ("_program/uneven/merge.py", "array[tuple(slice(size) for size in value.aval.shape)]", "array",
+    ("_program/uneven/merge.py", "if node.is_own or node.bodies for", "if node.is_own for",
+     LOOPS + "loops_with_collectives_that_use_the_rows_equal_one_device"),
+    ("_program/uneven/merge.py", "[value][tuple(slice(size) for size in value.aval.shape)]", "[value]",
      PROPERTIES + "padding_is_never_seen_along_any_axis"),
     ("_program/uneven/merge.py", "if has_effect or not needed.isdisjoint(node.outputs):", "if True:",
      ALIGN + "what_nobody_needs_is_left_out"),
@@ -138,6 +196,15 @@ MUTANTS = [
     ("_program/call.py", "array.shape[0] != num_replicas:", "False:", REPLICATE + "values_of_another_strategy_are_refused"),
     ("_program/cache.py", "self._programs.popitem(last=False)", "self._programs.popitem()",
      REPLICATE + "the_program_least_recently_used_goes_first"),
-    ("_program/cache.py", "if count < MAX_SILENT_RECOMPILATIONS or", "if count <= MAX_SILENT_RECOMPILATIONS or",
+    ("_program/cache.py", "is_many = count > MAX_SILENT_RECOMPILATIONS", "is_many = count > MAX_SILENT_RECOMPILATIONS + 1",
      REPLICATE + "a_few_programs_of_one_function_are_silent"),
+    # -- how long programs are kept
+    ("_program/steps.py", ", also=program.lifted.variables", "",
+     CACHE + "a_model_that_is_dropped_takes_its_programs_with_it[method]"),
+    ("_program/cache.py", "<= 2 for pin", "<= 1 for pin",
+     CACHE + "a_model_that_is_dropped_takes_its_programs_with_it[in_a_dict]"),
+    ("_program/cache.py", "self._pinned.append(pin)", "pass",
+     CACHE + "another_object_at_the_place_of_one_that_has_ended_is_another_program"),
+    ("_program/program.py", "callbacks.forget_failed()", "pass",
+     "tests/_variables/test_turns.py::test_a_callback_that_raises_changes_nothing[2-ordered]"),
 ]  # fmt: skip

@@ -329,7 +329,7 @@ def test_a_function_that_captures_itself_ends() -> None:
 
     countdown = make()
     assert function_key(countdown) == function_key(countdown)
-    assert _call.pinned(take_apart(countdown, (), {}))
+    assert list(_call.identified(take_apart(countdown, (), {})))
 
 
 # -- identity stays true
@@ -349,22 +349,19 @@ def test_a_function_that_captures_itself_ends() -> None:
         lambda held: (step, ([{"a": adder(held)}],)),
     ],
 )
-def test_what_a_key_identifies_by_identity_is_kept_alive(wrap: Callable[[Any], Any]) -> None:
+def test_a_key_says_what_it_identifies_by_identity_and_keeps_it_not_alive(wrap: Callable[[Any], Any]) -> None:
     class Held:
-        __hash__ = None
-
         def method(self) -> None: ...
 
     held = Held()
     alive = weakref.ref(held)
     function, args = wrap(held)
-    pins = _call.pinned(take_apart(function, args, {}))
-    del held, function, args
+    call = take_apart(function, args, {})
+    assert any(found is held for found in _call.identified(call))
+    key = call.key
+    del held, function, args, call
     gc.collect()
-    assert alive() is not None
-    del pins
-    gc.collect()
-    assert alive() is None
+    assert key and alive() is None
 
 
 # -- names in messages

@@ -1,10 +1,15 @@
 """Steps may close over arrays of strategies, and compute with them whatever JAX can."""
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import mirrored as mr
+from mirrored import testing
 
 
 def merged(one, x):
@@ -60,3 +65,92 @@ def test_what_is_computed_of_a_closed_over_array_is_still_known_to_be_the_same(s
         v = mr.Variable(0.0)
     strategy3.run(lambda: v.assign(jax.nn.relu(one) * 2))
     assert float(v) == 6.0
+
+
+class Layer:
+    def __init__(self, w: Any) -> None:
+        self.w, self.other, self.result = w, 0, None
+
+    def __call__(self, x: Any) -> Any:
+        return jnp.sum(x * self.w)
+
+    def step(self, x: Any) -> Any:
+        return jnp.sum(x * self.w)
+
+
+class Model:
+    def __init__(self, w: Any) -> None:
+        self.layer, self.layers, self.params = Layer(w), [Layer(w)], {"w": w}
+
+
+ONE = np.ones(2, np.float32)
+#: Made of an object; what replaces something in it, and what the step returns then.
+READERS = {
+    "an attribute": (lambda m: lambda x: jnp.sum(x * m.w), Layer, [("w", 3 * ONE, 6), ("w", 5, 10), ("w", 5.0, 10)]),
+    "a number": (lambda m: lambda x: jnp.sum(x * m.w), lambda _: Layer(1.0), [("w", 3.0, 6), ("w", ONE, 2)]),
+    "a numpy array": (lambda m: lambda x: jnp.sum(x * m.w), lambda _: Layer(ONE), [("w", 3 * ONE, 6)]),
+    "a call": (lambda m: lambda x: m(x), Layer, [("w", 3 * ONE, 6)]),
+    "a method": (lambda m: m.step, Layer, [("w", 3 * ONE, 6)]),
+    "a partial": (lambda m: functools.partial(lambda m, x: m(x), m), Layer, [("w", 3 * ONE, 6)]),
+    "a default": (lambda m: lambda x, m=m: m(x), Layer, [("w", 3 * ONE, 6)]),
+    "a helper": (lambda m: (lambda inner: lambda x: inner(x))(lambda x: m(x)), Layer, [("w", 3 * ONE, 6)]),
+    "an inner object": (lambda m: lambda x: m.layer(x), Model, [("layer.w", 3 * ONE, 6), ("layer", Layer(jnp.asarray(ONE)), 2)]),
+    "in a list": (lambda m: lambda x: m.layers[0](x), Model,
+                  [("layers.0.w", 3 * ONE, 6), ("layers.0", Layer(jnp.asarray(ONE)), 2)]),
+    "in a dict": (lambda m: lambda x: jnp.sum(m.params["w"] * x), Model, [("params.w", 3 * ONE, 6)]),
+}  # fmt: skip
+
+
+def replace(holder: Any, path: str, value: Any) -> None:
+    *names, last = path.split(".")
+    for name in names:
+        holder = (
+            holder[int(name)] if isinstance(holder, list) else getattr(holder, name) if hasattr(holder, name) else holder[name]
+        )
+    value = jnp.asarray(value) if isinstance(value, np.ndarray) else value
+    if isinstance(holder, dict):
+        holder[last] = value
+    elif isinstance(holder, list):
+        holder[int(last)] = value
+    else:
+        setattr(holder, last, value)
+
+
+def test_what_was_read_of_an_object_is_read_again_when_it_is_replaced(strategy2) -> None:
+    for name, (make, of, changes) in READERS.items():
+        model = of(jnp.asarray(ONE))
+        ways = {
+            "run": lambda model=model, make=make: strategy2.run(make(model), args=(ONE,)),
+            "function": mr.function(lambda model=model, make=make: strategy2.run(make(model), args=(ONE,))),
+        }
+        for way in ways.values():
+            assert float(way()) == 2, name
+        for path, value, expected in changes:
+            replace(model, path, value)
+            for kind, way in ways.items():
+                assert float(way()) == expected, (name, kind, path)
+
+
+def test_what_was_not_read_of_an_object_may_change_and_compiles_nothing(strategy2) -> None:
+    layer = Layer(jnp.asarray(ONE))
+    strategy2.run(layer.step, args=(ONE,))
+    with testing.assert_compiles(0):
+        for count in range(3):
+            layer.other, layer.new = count, jnp.ones(count)
+            layer.result = strategy2.run(layer.step, args=(ONE,))
+
+
+def test_an_object_that_a_step_only_counts_with_or_that_holds_itself_is_no_obstacle(strategy2) -> None:
+    layer = Layer(jnp.asarray(ONE))
+    layer.other, layer.itself = 0, layer
+
+    def step(x: Any) -> Any:
+        layer.other += 1
+        return layer(x)
+
+    with testing.assert_compiles(1):
+        for _ in range(3):
+            strategy2.run(step, args=(ONE,))
+    del layer.w
+    with pytest.raises(AttributeError, match="no attribute 'w'"):
+        strategy2.run(step, args=(ONE,))

@@ -320,8 +320,3 @@ def test_a_branch_on_the_replica_number_is_explained(strategy3):
         for run in (strategy3.run, eagerly):
             with pytest.raises(mr.OneProgramError, match=expected):
                 run(step)
-
-
-def test_a_branch_on_data_is_jaxs_own_error(strategy3):
-    with pytest.raises(jax.errors.TracerBoolConversionError):
-        strategy3.run(lambda x: 1 if x[0] > 0 else 2, args=(own_rows(strategy3),))

@@ -279,7 +279,8 @@ def test_what_a_function_captures_is_seen_when_it_changes(strategy2: mr.Mirrored
         return y * factor
 
     results = []
-    for factor in (1.0, 3.0, jnp.ones(1) * 5, np.ones(1) * 7, 1.0):  # noqa: B007
+    factors = [1.0, 3.0, jnp.ones(1) * 5, np.ones(1) * 7, 1.0]
+    for factor in factors:  # noqa: B007
         results.append(np.asarray(strategy2.run(step, args=(x,)).values[1]).reshape(()).item())
     assert results == [1, 3, 5, 7, 1]
     assert num_programs(strategy2) == 4
@@ -287,20 +288,20 @@ def test_what_a_function_captures_is_seen_when_it_changes(strategy2: mr.Mirrored
 
 def test_the_program_least_recently_used_goes_first(strategy2: mr.MirroredStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "MAX_PROGRAMS", 3)
-    traced: list[int] = []
+    traced: list[str] = []
 
-    def step(size: int) -> Any:
+    def step(size: str) -> Any:
         traced.append(size)
         return size
 
-    for size in (1, 2, 3, 1, 4):  # 2 is now the oldest
+    for size in "12314":  # 2 is now the oldest
         assert strategy2.run(step, args=(size,)) == size
     assert num_programs(strategy2) == 3
     traced.clear()
-    assert [strategy2.run(step, args=(size,)) for size in (1, 3, 4)] == [1, 3, 4]
+    assert [strategy2.run(step, args=(size,)) for size in "134"] == list("134")
     assert traced == []
-    assert strategy2.run(step, args=(2,)) == 2
-    assert traced == [2, 2]
+    assert strategy2.run(step, args=("2",)) == "2"
+    assert traced == ["2", "2"]
 
 
 def test_a_program_that_is_gone_holds_nothing(strategy2: mr.MirroredStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,7 +317,7 @@ def test_a_program_that_is_gone_holds_nothing(strategy2: mr.MirroredStrategy, mo
 
     kept = [run_one() for _ in range(4)]
     gc.collect()
-    assert [reference() is None for reference in kept] == [True, True, True, False]
+    assert [reference() is None for reference in kept] == [True, True, True, True]
 
 
 def test_threads_share_a_program(strategy2: mr.MirroredStrategy) -> None:
@@ -351,10 +352,13 @@ def named(x: Any = None, rate: Any = None) -> None: ...
 
 
 REASONS = [
-    (lambda i: (np.ones(2), {"rate": i}), r"the argument `rate\['rate'\]` changed from 7 to 8\. Python numbers, strings"),
+    (
+        lambda i: (np.ones(2), {"rate": str(i)}),
+        r"the argument `rate\['rate'\]` changed from '7' to '8'\. Python numbers, strings",
+    ),
     (lambda i: (np.ones(2), f"name{i}"), r"the argument `rate` changed from 'name7' to 'name8'\. .* jnp.asarray\(value\)"),
     (lambda i: ([np.ones(i + 1)], 0), r"`x\[0\]` changed from shape \(8,\) float32 to \(9,\) float32\. Give batches one shape"),
-    (lambda i: (np.ones(2) if i % 2 else 1, i), r"the argument `x` changed from an array of shape \(2,\) to 1"),
+    (lambda i: (np.ones(2) if i % 2 else 1, str(i)), r"the argument `x` changed from an array of shape \(2,\) to 1"),
     (lambda i: ([1] * i, 0), r"the structure of its arguments changed"),
 ]
 
@@ -378,9 +382,9 @@ def test_recompilation_for_what_is_captured_is_reported(strategy2: mr.MirroredSt
 
 def test_a_few_programs_of_one_function_are_silent(strategy2: mr.MirroredStrategy) -> None:
     limit = cache.MAX_SILENT_RECOMPILATIONS
-    assert recompiled(lambda i: strategy2.run(named, args=(i,)), count=limit) == []
-    assert recompiled(lambda i: strategy2.run(named, args=(i % limit,)), count=3 * limit) == []
-    assert len(recompiled(lambda i: strategy2.run(named, args=(limit,)), count=1)) == 1
+    assert recompiled(lambda i: strategy2.run(named, args=(str(i),)), count=limit) == []
+    assert recompiled(lambda i: strategy2.run(named, args=(str(i % limit),)), count=3 * limit) == []
+    assert len(recompiled(lambda i: strategy2.run(named, args=(str(limit),)), count=1)) == 1
 
 
 # -- errors

@@ -49,17 +49,20 @@ MUTANTS = [
     ("_replicas/context.py", "if uneven_shapes(value) is not None:", "if False:",
      _COL + "what_goes_wrong_in_merge_call_reaches_the_user"),
     ("_replicas/context.py", "strategy=self._strategy, replica=None, axis", "strategy=self._strategy, axis", _PLACES),
-    ("_replicas/context.py", "        if not context._knows_id:\n            raise\n", "", _CON + "python_cannot_branch_on_the"
-     "_replicas_number_in_any_context"),
-    ("_replicas/context.py", "    jax.errors.TracerIntegerConversionError,\n", "", _CON + "python_cannot_branch_on_the_replicas"
-     "_number"),
     ("_replicas/context.py", "or array.dtype == jnp.uint32", "", _CON + "rng_is_different_on_each_replica_and_the_same_in_every"
      "_run"),
     ("_replicas/context.py", "isinstance(args, tuple | list)", "hasattr(args, '__len__')", _BAD + "[ReplicaContext.merge_call]"),
     ("_replicas/cross_replica.py", "axis + 1) < sizes", "axis + 1) <= sizes", _PADDING),
-    ("_replicas/cross_replica.py", "return total * jnp.asarray(num_replicas).astype(total.dtype)", "return total",
+    ("_replicas/cross_replica.py", "return result * jnp.asarray(num_replicas).astype(result.dtype) if op is",
+     "return result if op is",
      _CRO + "of_a_mirrored_value_the_sum_is_r_times_it_and_the_mean_itself"),
-    ("_replicas/cross_replica.py", "first = value - part * (num_replicas - 1)", "first = part", _SPLIT),
+    ("_replicas/cross_replica.py", "value - part * (num_replicas - 1))", "part)", _SPLIT),
+    ("_replicas/cross_replica.py", "jnp.where(part == 0, value, value - part", "jnp.where(False, value, value - part",
+     _VAR + "a_sum_keeps_a_subnormal"),
+    ("_replicas/cross_replica.py", "jnp.sum(~is_zero, axis=0) == 1", "False",
+     _VAR + "a_sum_keeps_a_subnormal"),
+    ("_replicas/collectives.py", "0 < count <= _MAX_EXACT_COUNT", "False", _CRO + "a_mean_of_integers_rounds_once"),
+    ("_replicas/collectives.py", "0 < count <= _MAX_EXACT_COUNT", "0 < count", _CRO + "a_mean_of_integers_rounds_once"),
     ("_replicas/cross_replica.py", " if a not in axes) for shape", ") for shape", _CRO + "sizes_may_differ_along_several_axes"
      "_when_all_are_reduced"),
     ("_replicas/cross_replica.py", ".astype(stack.dtype)", "", _CRO + "aggregation_makes_one_value_of_the_copies"),

@@ -178,7 +178,8 @@ def float_tree():
 
 
 def test_a_tree_travels_in_one_collective_for_each_dtype_that_is_added(strategy2):
-    """XLA has no all-reduce of several dtypes; complex numbers are pairs of float32, and a MEAN adds all up in float32."""
+    """XLA has no all-reduce of several dtypes; complex numbers are pairs of float32, and a MEAN adds up real ones in float32,
+    integers in their own."""
     leaf_by_leaf = lambda: jax.tree.map(lambda leaf: all_reduce("sum", leaf), float_tree())  # noqa: E731
     assert collectives(strategy2, leaf_by_leaf) == ["psum"] * 5
     dtypes_of_sums = ["float32", "int32", "int8", "float16", "bfloat16"]

@@ -231,7 +231,6 @@ def test_python_cannot_branch_on_the_replicas_number(strategy3: mr.MirroredStrat
             strategy3.run(lambda branch=branch: branch(mr.get_replica_context().replica_id_in_sync_group))
         message = str(caught.value)
         assert f"at {__file__}:" in message and all(remedy in message for remedy in remedies), how
-        assert isinstance(caught.value.__cause__, jax.errors.JAXTypeError | TypeError), how
 
 
 def test_python_cannot_branch_on_the_replicas_number_in_any_context(strategy2: mr.MirroredStrategy) -> None:
@@ -246,7 +245,7 @@ def test_python_cannot_branch_on_the_replicas_number_in_any_context(strategy2: m
     ):
         with pytest.raises(mr.OneProgramError, match="All replicas run one program"):
             call()
-    with pytest.raises(jax.errors.TracerBoolConversionError):  # a branch on something else is JAX's error
+    with pytest.raises(mr.OneProgramError, match="needed the value of an array"):  # a branch on something else
         strategy2.run(lambda x: 1 if x > 0 else 2, args=(np.float32(1),))
 
 

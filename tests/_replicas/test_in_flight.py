@@ -3,9 +3,7 @@
 A deadlock needs a fresh process with few pool threads, and shows as an abort of XLA: docs/design/cpu-rendezvous.md.
 """
 
-import os
 import subprocess
-import sys
 import threading
 from types import SimpleNamespace
 
@@ -13,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from processes import run_program
 
 import mirrored as mr
 from mirrored._replicas import in_flight
 from mirrored._workers import progress as _progress
 from mirrored._workers.progress import Progress
 
-CONFIGURING = ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES", "JAX_PLATFORMS", "PJRT_NPROC", "NPROC")
 #: XLA aborts the process when replicas have waited so long for each other.
 SHORT_PATIENCE = {"XLA_FLAGS": "--xla_cpu_collective_call_terminate_timeout_seconds=20"}
 #: The user starts JAX, whose pool then has no thread more than there are devices.
@@ -106,9 +104,7 @@ def verbs(count, num_steps):
 
 
 def run_python(start: str, code: str) -> subprocess.CompletedProcess[str]:
-    clean = {name: value for name, value in os.environ.items() if name not in CONFIGURING} | SHORT_PATIENCE
-    program = f"{HEADER.format(start=start)}\n{code}\nprint('done')"
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=clean, timeout=115)
+    return run_program(f"{HEADER.format(start=start)}\n{code}\nprint('done')", env=SHORT_PATIENCE, timeout=115)
 
 
 def check(start: str, code: str) -> None:
@@ -123,7 +119,7 @@ def starts(count: int) -> list[str]:
 
 def test_programs_of_all_kinds_in_the_pool_of_jax() -> None:
     """Many steps that nobody waits for, two strategies of different sizes in turns, two threads, all verbs mixed."""
-    code = "one(8, 1, True, 1000); interleaved([2, 8], 150); two_threads(8, 200); verbs(8, 20)"
+    code = "one(8, 1, True, 500); interleaved([2, 8], 100); two_threads(8, 100); verbs(8, 20)"
     check(STARTED_BY_USER.format(count=8), code)
 
 
@@ -321,10 +317,10 @@ def test_a_traced_program_is_not_in_flight_and_a_result_is_passed_on(
 
 def test_a_forked_child_is_told_to_be_spawned() -> None:
     code = """
-import os
-import numpy as np
+import os, warnings
 import mirrored as mr
 
+warnings.simplefilter("ignore")
 strategy = mr.MirroredStrategy(["cpu:0", "cpu:1"])
 with strategy.scope():
     v = mr.Variable(1.0)
@@ -344,4 +340,5 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
 strategy.run(step)
 assert float(v) == 3.0
 """
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=100)
+    done = run_program(code)
+    assert done.returncode == 0, done.stderr

@@ -1,24 +1,20 @@
-"""Devices: how they are named, made, and refused. What happens when JAX starts is seen in forks of a fresh process."""
+"""Devices: how they are named, made, and refused. What happens when JAX starts is seen in processes of their own."""
 
-import json
 import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
+from processes import run_program
 
 import mirrored as mr
 from mirrored._replicas import mesh
 
-CONFIGURING = ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES", "JAX_PLATFORMS", "PJRT_NPROC", "NPROC")
-
-#: Starts JAX in a fork for each case; prints a strategy's size, the number of CPU devices, the size of XLA's thread pool, and
-#: PJRT_NPROC afterwards; or what another piece of code prints, or the error.
-PROGRAM = """
-import json, os, pathlib, sys, jax, mirrored as mr
+#: Prints a strategy's size, the number of CPU devices, the size of XLA's thread pool, and PJRT_NPROC afterwards.
+REPORT = """
+import os, pathlib, warnings, jax, mirrored as mr
+warnings.simplefilter("error")
 
 def name(thread):
     try:
@@ -26,32 +22,17 @@ def name(thread):
     except OSError:  # it has ended
         return ""
 
-def report(count, **how):
+def report(count):
     strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(count)] if count else None)
     names = [name(thread) for thread in pathlib.Path("/proc/self/task").iterdir()]
     print(strategy.num_replicas_in_sync, len(jax.devices("cpu")), names.count("tf_XLAEigen"), os.environ.get("PJRT_NPROC"))
-
-for case, (environment, code) in json.loads(sys.argv[1]).items():
-    print(end=f"{case}: ", flush=True)
-    if (child := os.fork()) == 0:
-        os.environ.update(environment)
-        try:
-            exec(code)
-        except Exception as error:
-            print(f"{type(error).__name__}: {error}")
-        sys.stdout.flush()
-        os._exit(0)
-    os.waitpid(child, 0)
 """
 
 
-def forked(cases: dict[str, tuple[dict[str, str], str]], **environment: str) -> dict[str, str]:
-    """Return what each case prints, in a process whose JAX nobody has configured but `environment` and its own."""
-    clean = {name: value for name, value in os.environ.items() if name not in CONFIGURING}
-    command = [sys.executable, "-W", "error", "-c", PROGRAM, json.dumps(cases)]
-    done = subprocess.run(command, capture_output=True, text=True, env=clean | environment, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
-    return dict(line.split(": ", 1) for line in done.stdout.splitlines())
+def printed(environment: dict[str, str], code: str) -> str:
+    """Return what a program prints whose JAX nobody has configured but `environment`, or its error."""
+    done = run_program(f"{REPORT}\n{code}", env=environment)
+    return (done.stdout or done.stderr.splitlines()[-1]).strip()
 
 
 # -- making devices
@@ -64,7 +45,7 @@ def pool(*expected: object) -> str:
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads in /proc")
 def test_backend_starts_with_enough_devices_and_threads() -> None:
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    flags, four = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}, {"JAX_NUM_CPU_DEVICES": "4"}
     cases = {
         "asked for by name": ({}, "report(8)", pool(8, 8, 16, None)),
         "the count in XLA_FLAGS kept": (flags, "report(4)", pool(4, 8, 16, None)),
@@ -74,21 +55,15 @@ def test_backend_starts_with_enough_devices_and_threads() -> None:
         "no number, restored": ({"PJRT_NPROC": "many"}, "report(4)", pool(4, 4, 8, "many")),
         "one device, with those before it": ({}, "mr.OneDeviceStrategy('cpu:2'); report(0)", pool(3, 3, 6, None)),
         "importing starts nothing": ({}, "jax.config.update('jax_num_cpu_devices', 5); print(jax.device_count())", "5"),
+        "taken": (four, "report(0)", pool(4, 4, 8, None)),
+        "kept": (four, "report(2)", pool(2, 4, 8, None)),
+        "raised": (four, "report(8)", pool(8, 8, 16, None)),
+        "the way out": (four, "jax.devices(); print(mr.MirroredStrategy(['cpu:3', 'cpu:0']).devices[0].id)", "3"),
     }
-    too_late = {"too late": ({}, "jax.devices(); mr.MirroredStrategy(['cpu:0', 'cpu:1', 'cpu:2'])")}
-    seen = forked({name: case[:2] for name, case in cases.items()} | too_late)
-    late = seen.pop("too late")
-    assert seen == {name: expected for name, (*_, expected) in cases.items()}
-    assert late.startswith("DeviceError: devices contains 'cpu:1', but this process has 1 cpu devices (cpu:0).")
+    assert {name: printed(*case[:2]) for name, case in cases.items()} == {name: case[2] for name, case in cases.items()}
+    late = printed({}, "jax.devices(); mr.MirroredStrategy(['cpu:0', 'cpu:1', 'cpu:2'])")
+    assert "DeviceError: devices contains 'cpu:1', but this process has 1 cpu devices (cpu:0)." in late
     assert "make the strategy before anything else uses JAX" in late and "JAX_NUM_CPU_DEVICES=3" in late
-    cases = {
-        "taken": ({}, "report(0)", pool(4, 4, 8, None)),
-        "kept": ({}, "report(2)", pool(2, 4, 8, None)),
-        "raised": ({}, "report(8)", pool(8, 8, 16, None)),
-        "the way out": ({}, "jax.devices(); print(mr.MirroredStrategy(['cpu:3', 'cpu:0']).devices[0].id)", "3"),
-    }
-    seen = forked({name: case[:2] for name, case in cases.items()}, JAX_NUM_CPU_DEVICES="4")
-    assert seen == {name: expected for name, (*_, expected) in cases.items()}
 
 
 def test_all_cpu_devices_are_taken_where_there_is_no_accelerator() -> None:

@@ -9,9 +9,16 @@ _EACH = _VA + "each_write_gives_what_its_mode_says"
 _TAKEN = _VA + "only_what_gives_the_array_away_costs_a_copy_and_is_noticed_one_by_one"
 _OTHERS = _VA + "values_of_another_strategy_are_refused_and_plain_arrays_moved"
 _LEFT = _ST + "a_home_that_a_variable_has_left_holds_nothing_of_it"
+_TURN = "tests/_variables/test_turns.py::test_"
 _HINTS = _VA + "names_and_hints"
 
 MUTANTS = [
+    ("_variables/scatter.py", " and not (in_replica and spec.is_on_read)", "",
+     "tests/_variables/test_scatter.py::test_rows_that_differ_by_replica_need_an_aggregation"),
+    ("_variables/scatter.py", "spec.aggregation is not VariableAggregation.ONLY_FIRST_REPLICA", "True",
+     "tests/_variables/test_scatter.py::test_rows_that_differ_by_replica_need_an_aggregation"),
+    ("_variables/scatter.py", "-size <= rows.min() and ", "",
+     "tests/_variables/test_scatter.py::test_what_does_not_fit_is_refused_and_changes_nothing"),
     ("_variables/bindings.py", "if tracing.trace_state() != self._trace_state:\n            raise ContextError", "if False:\n"
      "            raise ContextError", _BAD + "[Variable.assign]"),
     ("_variables/bindings.py", "self._renew()\n", "pass\n", _READ + "a_body_reads_what_was_written_before_it"),
@@ -33,7 +40,7 @@ MUTANTS = [
     ("_variables/equal_copies.py", "ceil(num_sharing * ", "ceil(", _EQ + "programs_that_run_in_turns_share_one_percent"),
     ("_variables/equal_copies.py", "MAX_COST = 0.01", "MAX_COST = 0.1", _OFTEN),
     ("_variables/equal_copies.py", "if len(self._costs) < 2:", "if not self._costs:", _OFTEN),
-    ("_variables/equal_copies.py", "    require_same_history([history for history, _, _ in told])\n", "", _EQ + "workers_that_did"
+    ("_variables/equal_copies.py", "    require_same_history([history", "    (lambda *_: None)([history", _EQ + "workers_that_did"
      "_other_things_are_told"),
     ("_variables/equal_copies.py", "and mesh.num_replicas > 1)", ")", _EQ + "with_one_replica_and_without_variables_nothing_is"
      "_watched"),
@@ -44,22 +51,30 @@ MUTANTS = [
      "_given"),
     ("_variables/storage.py", "and places == [(home, index) for index in range(len(places))]", "", _ST + "a_home_is_for_exactly"
      "_these_variables_in_this_order"),
-    ("_variables/storage.py", "    if home.taken:", "    if False:", _TAKEN),
+    ("_variables/storage.py", "if home.taken or home.lent:", "if False:", _TAKEN),
     ("_variables/storage.py", "            home.taken.discard(index)\n", "", _TAKEN),
     ("_variables/storage.py", "old.arrays[index] = None", "pass", _LEFT),
-    ("_variables/storage.py", "            old.is_whole = False\n", "            pass\n", _LEFT),
-    ("_variables/storage.py", "    with _moving:", "    if True:", _ST + "variables_move_for_one_thread_at_a_time"),
-    ("_variables/storage.py", "for old, index in places if index in old.taken])", "for old, index in ()])", _LEFT),
+    ("_variables/storage.py", "        old.is_whole = old is home and home.is_whole\n", "        pass\n", _LEFT),
+    ("_variables/storage.py", "if home.taken or home.lent:", "if home.taken:",
+     _TURN + "what_a_reader_holds_is_not_overwritten_and"
+     "_costs_a_copy_only_meanwhile"),
+    ("_variables/storage.py", "slot.array = lost", "pass",
+     _TURN + "what_a_failing_program_has_overwritten_is_named_at_each_use_until"
+     "_it_is_restored"),
+    ("_variables/turns.py", "if claim.calls_host and is_in_callback:", "if False:",
+     _TURN + "a_host_callback_reads_all_variables_and"
+     "_writes_those_that_its_step_does_not[1]"),
+    ("_variables/storage.py", "for old, index in places if index in old.taken or index in old.lent])", "for old, index in ()])",
+     _LEFT),
     ("_variables/storage.py", "<= MAX_COPIED_BYTES:", "<= -1:", _ST + "only_some_megabytes_are_copied_at_once"),
     ("_variables/storage.py", "and num_bytes + _bytes_at(waiting[0]) <= MAX_COPIED_BYTES", "", _ST + "only_some_megabytes_are"
      "_copied_at_once"),
     ("_variables/variable.py", "(not is_on_read) if trainable is None", "True if trainable is None", _HINTS),
-    ("_variables/variable.py", "self._note_taken()  # the placed array may share", "pass  # the placed array may share",
+    ("_variables/variable.py", "self._slot.note_taken()  # the placed array may share", "pass  # the placed array may share",
      _VA + "arrays_that_went_in_stay_valid_and_unchanged"),
-    ("_variables/variable.py", "home.arrays[index] = None", "pass", _ST + "a_variable_that_dies_frees_its_array_while_others_of"
+    ("_variables/variable.py", "self._slot.array = None", "pass", _ST + "a_variable_that_dies_frees_its_array_while_others_of"
      "_its_home_live"),
-    ("_variables/variable.py", "is_taken and stored is self._array", "False", _TAKEN),
-    ("_variables/variable.py", "if result is self._array:", "if False:", _TAKEN),
+    ("_variables/variable.py", "if result is stored:", "if False:", _TAKEN),
     ("_variables/variable.py", 'name.startswith("_") or ', "", _VA + "what_a_variable_is_not"),
     ("_variables/variable.py", "return np.True_", "pass", _VA + "equality_compares_values_and_hashes_are_of_the_variables"),
     # writes
@@ -72,7 +87,7 @@ MUTANTS = [
     ("_variables/assignment.py", "if operand.shape != spec.shape:", "if False:", _VA + "another_shape_is_refused_everywhere"),
     ("_variables/assignment.py", "if tuple(array.shape) != spec.shape:", "if False:",
      _VA + "another_shape_is_refused_everywhere"),
-    ("_variables/variable.py", "        self._note_taken()\n        self._array = array", "        self._array = array",
+    ("_variables/variable.py", "        self._slot.note_taken()\n        self._array = array", "        self._array = array",
      _VA + "two_variables_never_share_what_a_step_overwrites"),
     ("_variables/variable.py", 'foreign_trace_message("written", self.name', 'foreign_trace_message("read", self.name',
      _BAD + "[Variable.assign]"),

@@ -24,7 +24,7 @@ from mirrored._text import escape, escape_lines
 from mirrored._workers.coordination import Coordination
 from mirrored._workers.guard import Guard
 from mirrored._workers.neighbours import Process
-from mirrored._workers.progress import NEXT_BATCH, Progress
+from mirrored._workers.progress import NEXT_BATCH, UNKNOWN, Progress
 from mirrored._workers.stall import Position, decode
 from mirrored._workers.verdict import MAX_TEXT, Verdict
 
@@ -122,8 +122,8 @@ def make(monkeypatch: Patch) -> Iterator[Make]:
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: Patch) -> None:
     """Wait for nobody who leaves."""
-    monkeypatch.setattr("mirrored._workers.guard._LEAVE_SECONDS", 0.0)
-    monkeypatch.setattr("mirrored._workers.guard._LAST_LEAVE_SECONDS", 0.0)
+    monkeypatch.setattr("mirrored._workers.leaving._LEAVE_SECONDS", 0.0)
+    monkeypatch.setattr("mirrored._workers.leaving._LAST_LEAVE_SECONDS", 0.0)
     monkeypatch.setattr("mirrored._workers.guard._ANSWER_SECONDS", 0.05)
     monkeypatch.setattr("mirrored._workers.guard.ROUND_SECONDS", 0.05)
 
@@ -133,7 +133,7 @@ def _quick(monkeypatch: Patch) -> None:
 
 def test_an_exception_is_printed_published_and_ends_with_one(make: Make, caplog: Log) -> None:
     guarded = make(worker=1, num_workers=3)
-    guarded.progress.started = 12
+    guarded.progress.started = guarded.progress.updates = 12
     for worker in (0, 2):
         guarded.says(f"left/{worker}")
     error = ValueError("no such\x1b file\nsecond line")
@@ -255,7 +255,7 @@ LOSSES = [
 def test_who_does_not_answer_the_roll_is_the_lost_worker(make: Make, caplog: Log) -> None:
     for error in LOSSES:
         guarded = make(worker=1, num_workers=4)
-        guarded.progress.started = 12
+        guarded.progress.started = guarded.progress.updates = 12
         for name in ("here/0", "here/3", "left/0", "left/3"):
             guarded.says(name)
         caplog.clear()
@@ -318,6 +318,21 @@ def test_a_worker_of_this_host_that_dies_is_named_at_once_wherever_this_one_is(
         assert re.search(r"worker 0 leaves with code 75: lost worker 1 at step \d: the process is gone", caplog.text)
 
 
+def test_a_death_is_noticed_between_two_rounds(make: Make, neighbour: Neighbour, caplog: Log, monkeypatch: Patch) -> None:
+    """JAX aborts within 50 ms when worker 0 is gone; whoever else is gone then has only followed it."""
+    guarded = make(worker=1, num_workers=3, is_started=False)
+    for worker in (0, 2):
+        guarded.says(f"process/{worker}", neighbour.introduced)
+    guarded.guard._meet()
+    watching = threading.Thread(target=guarded.guard._watch_neighbours)
+    watching.start()
+    neighbour.die()
+    guarded.service.reason = "UNAVAILABLE: Socket closed"
+    assert guarded.codes.get(timeout=5) == 75
+    watching.join(10)
+    assert "lost worker 0, which hosts the coordination service, at step 0: the process is gone" in caplog.text
+
+
 def test_a_worker_that_died_after_it_said_why_is_believed(
     make: Make, neighbour: Neighbour, caplog: Log, monkeypatch: Patch
 ) -> None:
@@ -374,11 +389,114 @@ def test_an_error_of_the_same_moment_is_shown_as_its_own(make: Make, monkeypatch
 
 
 def test_a_call_without_a_verdict_ends_too(make: Make, caplog: Log, monkeypatch: Patch) -> None:
-    monkeypatch.setattr("mirrored._workers.guard._LAST_RESORT_SECONDS", 0.3)
+    monkeypatch.setattr("mirrored._workers.guard.LAST_RESORT_SECONDS", 0.3)
     guarded = make(worker=1)
     guarded.called(None)
     assert guarded.codes.get(timeout=10) == 75
     assert "gone before it said why" in caplog.text
+
+
+# ---- others have done other things
+
+
+def done(*names: str) -> Progress:
+    progress = Progress()
+    for name in names:
+        progress.enter(name, name.encode())
+    return progress
+
+
+def says_what_it_did(guarded: Guarded, worker: int, *names: str) -> None:
+    """Let another worker be where it is after programs of these names, and let it tell them as it leaves."""
+    number, checksum = done(*names).trail_so_far()
+    guarded.says(f"position/{worker}", dataclasses.replace(OWN_CODE, started=number, done=number, trail=checksum))
+    guarded.says(f"trail/{worker}", done(*names).trail.encode())
+
+
+@pytest.mark.parametrize(("worker", "other"), [(0, 1), (2, 0)])
+def test_programs_in_another_order_end_the_job_with_one_wherever_the_workers_are(
+    make: Make, caplog: Log, worker: int, other: int
+) -> None:
+    """Each compares with worker 0, and worker 0 with all; who is ahead knows what the other should have done."""
+    guarded = make(worker, 3, is_started=False)
+    for name in ("train", "evaluate", "train", "train"):
+        guarded.progress.enter(name, name.encode())
+    says_what_it_did(guarded, other, "train", "evaluate", "train")
+    says_what_it_did(guarded, 1 if worker else 2, "train", "evaluate", "train", "train", "train")
+    assert guarded.guard._round(0.5) is False and guarded.codes.empty(), "some are only ahead"
+    says_what_it_did(guarded, other, "train", "train", "evaluate")
+    assert guarded.guard._round(0.5) is True and guarded.codes.get(timeout=5) == 1
+    odd, fellow = (f"worker {other}", f"worker{'s' * (worker != 1)} {', '.join(map(str, sorted({0, 1, 2} - {other})))}")
+    assert f"worker {worker} leaves with code 1: ProgramMismatchError: the workers have run known programs in" in caplog.text
+    for side in (f"{odd}: train, then evaluate", f"{fellow}: evaluate, then train"):
+        assert side in caplog.text and "wrong since step 2 (" in caplog.text
+    assert guarded.verdict().code == 1 and guarded.verdict().wants_stacks and guarded.of_key("call")
+    assert "MIRRORED_DEBUG=detail" in caplog.text
+
+
+def test_a_collective_that_fails_because_different_programs_met_says_so(make: Make, caplog: Log) -> None:
+    for names, code, said in [
+        (
+            ("train", "evaluate"),
+            1,
+            r"ProgramMismatchError: the workers have run known programs .* \(worker 0: train; worker 1: evaluate",
+        ),
+        (("train",), 75, "lost a connection at step 0: a collective failed on worker 0, and all workers answered"),
+    ]:
+        guarded = make(is_started=False)
+        for _ in range(2):
+            guarded.progress.enter("train", b"train")
+        guarded.says("here/1")
+        guarded.says("left/1")
+        guarded.says("trail/1", done(*names).trail.encode())
+        guarded.guard._fail_with(LOSSES[1])
+        assert guarded.codes.get(timeout=5) == code and re.search(f"leaves with code {code}: {said}", caplog.text)
+        assert guarded.of_key("trail/0") == guarded.progress.tell()
+
+
+def test_what_threads_do_is_compared_with_nobody(make: Make) -> None:
+    guarded = make(is_started=False)
+    guarded.progress.enter("train", b"train")
+    says_what_it_did(guarded, 1, "evaluate")
+    guarded.progress.is_threaded = True
+    assert guarded.guard._round(0.5) is False
+    guarded.progress.is_threaded = False
+    guarded.says("position/1", dataclasses.replace(OWN_CODE, started=1))
+    assert guarded.guard._round(0.5) is False and guarded.codes.empty()
+
+
+def test_a_worker_that_is_asked_tells_what_it_did_and_leaves_with_the_code_of_the_verdict(make: Make) -> None:
+    guarded = make(worker=1, is_started=False)
+    guarded.progress.enter("train", b"train")
+    guarded.says("verdict", Verdict("ProgramMismatchError: the workers", code=1))
+    guarded.says("call", "tell")
+    assert guarded.guard._round(0.5) is True and guarded.codes.get(timeout=5) == 1
+    assert guarded.of_key("trail/1") == done("train").trail.encode()
+    assert Verdict.decode(Verdict("x", code=1).encode()).code == 1
+    for code in (0, 130, None, "1"):
+        assert Verdict.decode(json.dumps({**dataclasses.asdict(Verdict("x")), "code": code})).code == 75, code
+
+
+def test_no_job_ends_well_whose_workers_have_done_different_things(make: Make, caplog: Log) -> None:
+    for exit_code, history, names, said in [
+        (0, ["0", "00000000"], (), r"different orders.*since step 1 \(worker 0: train; worker 1: nothing more\)"),
+        (3, ["0", "00000000"], (), "different orders"),
+        (0, ["1", UNKNOWN], (), "different numbers of batches.*worker 0: 0; worker 1: 1"),
+        (None, ["0", UNKNOWN], (), ""),
+        (None, done("train").history(), ("train",), ""),
+    ]:
+        guarded = make(is_started=False)
+        guarded.progress.enter("train", b"train")
+        guarded.guard._sys_exit_code = exit_code or 0
+        guarded.says("ended/1", json.dumps(history))
+        guarded.says("trail/1", done(*names).trail.encode())
+        caplog.clear()
+        guarded.guard._end()
+        if exit_code is None:
+            assert guarded.codes.empty() and guarded.of_key("call") == "done"
+        else:
+            assert guarded.codes.get(timeout=5) == (exit_code or 1)
+            assert re.search(f"leaves with code .: ProgramMismatchError: the workers have .*{said}", caplog.text), caplog.text
 
 
 # ---- the end
@@ -446,7 +564,10 @@ def test_an_end_is_told_before_the_others_are_waited_for(make: Make, monkeypatch
     guarded.says("ended/0")
     guarded.guard._sys_exit_code = 3
     told: list[tuple[str, str]] = []
-    monkeypatch.setattr(guarded.service, "key_value_set", lambda key, value, **_: told.append((key, value)))
+    put = guarded.service.key_value_set
+    monkeypatch.setattr(
+        guarded.service, "key_value_set", lambda key, value, **more: [told.append((key, value)), put(key, value, **more)]
+    )
     guarded.guard._end()
     assert [key.removeprefix("mirrored/guard/") for key, _ in told] == ["position/1", "ended/1", "call"]
     position = decode(told[0][1])
@@ -460,7 +581,7 @@ def test_a_stalled_worker_is_named_after_the_limit(make: Make, caplog: Log) -> N
     guarded = make(stall_seconds=1.0)
     guarded.says("position/1", dataclasses.replace(OWN_CODE, started=4))
     guarded.says("left/1")
-    guarded.progress.started = 4
+    guarded.progress.started = guarded.progress.updates = 4
     start = time.monotonic()
     guarded.progress.enter("train", b"train")
     assert guarded.codes.get(timeout=20) == 75 and time.monotonic() - start > 0.9
@@ -478,6 +599,29 @@ def test_a_silent_worker_is_told_once_and_not_ended(make: Make, caplog: Log) -> 
     for _ in range(4):
         guarded.guard._round(1.0)
     assert caplog.text.count("it was last seen so") == 1 and guarded.codes.empty()
+
+
+def test_a_cut_between_two_workers_is_looked_for_while_a_step_waits(make: Make, monkeypatch: Patch, caplog: Log) -> None:
+    guarded = make(worker=1, is_started=False)
+    monkeypatch.setattr(guarded.guard._links, "look", lambda step, elapsed: Verdict(f"lost the connection at step {step}"))
+    assert guarded.guard._round(0.9) is False
+    guarded.progress.enter("train", b"train")
+    assert [guarded.guard._round(0.9) for _ in range(4)] == [False, False, False, True]
+    assert guarded.codes.get(timeout=5) == 75 and guarded.verdict().title == "lost the connection at step 1"
+
+
+def test_a_chief_that_does_not_speak_while_its_service_answers_is_named_to_all(make: Make, caplog: Log) -> None:
+    """One call that holds Python's lock is enough; who leaves first is not to be taken for the lost one."""
+    guarded = make(worker=1, num_workers=3, stall_seconds=4.0, is_started=False)
+    guarded.says("position/0", OWN_CODE)
+    guarded.progress.enter("train", b"train")
+    rounds = 0
+    while not guarded.guard._round(1.0):
+        rounds += 1
+        guarded.says("position/2", dataclasses.replace(OWN_CODE, beat=rounds, waits=True))
+    assert rounds == 4 and guarded.codes.get(timeout=5) == 75
+    assert "worker 0 has not entered step 1 (program 'train') for 4 s" in guarded.verdict().title
+    assert "it has been silent for 4 s" in caplog.text and guarded.verdict().lost == (), "the others are told, and waited for"
 
 
 def test_a_service_that_is_silent_is_told_once_and_ends_a_worker_that_waits_for_longer_than_the_limit(
@@ -511,16 +655,21 @@ def test_a_service_that_is_gone_ends_this_worker_before_jax_does(make: Make, mon
     assert "error of its own" not in caplog.text
 
 
-def test_after_jax_was_shut_down_the_guard_is_quiet(make: Make, caplog: Log) -> None:
+def test_after_jax_was_shut_down_the_guard_is_quiet(make: Make, neighbour: Neighbour, caplog: Log) -> None:
     guarded = make(worker=1)
+    guarded.says("process/0", neighbour.introduced)
+    while not guarded.guard._neighbours.near():
+        time.sleep(0.01)
     guarded.service.reason = "CANCELLED: GetKeyValueAsync() was cancelled."
     guarded.guard._threads[0].join(10)
+    neighbour.die()
+    assert not guarded.guard._is_left_alone(), "the others may go"
     guarded.guard.stop()
     assert guarded.codes.empty() and not caplog.records
 
 
-def test_a_round_of_a_healthy_job_is_three_calls(make: Make) -> None:
-    for worker, calls in ((1, 3), (0, 4)):  # worker 0, which has the service, looks who is silent
+def test_a_round_of_a_healthy_job_is_four_calls(make: Make) -> None:
+    for worker, calls in ((1, 4), (0, 4)):  # worker 0 looks at all, the others at worker 0
         guarded = make(worker, is_started=False)
         guarded.says(f"process/{1 - worker}", Process.own().encode())
         assert guarded.guard._round(0.5) is False  # in which it meets the other
@@ -532,7 +681,7 @@ def test_a_round_of_a_healthy_job_is_three_calls(make: Make) -> None:
 
 
 def test_whatever_blocks_while_a_worker_leaves_does_not_keep_it(make: Make, monkeypatch: Patch) -> None:
-    monkeypatch.setattr("mirrored._workers.guard._LAST_RESORT_SECONDS", 0.2)
+    monkeypatch.setattr("mirrored._workers.leaving.LAST_RESORT_SECONDS", 0.2)
     guarded, is_over = make(worker=1, is_started=False), threading.Event()
     monkeypatch.setattr(guarded.service, "key_value_set", lambda *_, **__: is_over.wait(20))
     leaving = threading.Thread(target=guarded.guard._leave, args=(Verdict("lost worker 2", lost=(2,)), 75, False))

@@ -17,7 +17,7 @@ from fake_service import FakeClient
 from mirrored._errors import ProgramMismatchError
 from mirrored._workers.coordination import Coordination
 from mirrored._workers.progress import UNKNOWN, Progress
-from mirrored._workers.same_program import Agreement, digest, require_same_history
+from mirrored._workers.same_program import Agreement, decode_history, digest, require_same_history
 
 
 class Job:
@@ -65,35 +65,53 @@ def test_the_same_programs_pass_whatever_their_names() -> None:
     alone.check_order("train", "d")
 
 
+def trail(*names: str) -> str:
+    """What a worker tells that has run programs of these names."""
+    progress = Progress()
+    for name in names:
+        progress.enter(name, name.encode())
+    return progress.trail.encode()
+
+
 def test_histories_that_are_the_same_or_not_known_pass_and_others_are_told() -> None:
-    ours = ["3", "ab12", "train"]
-    for theirs in (ours, [UNKNOWN, "ab12", "train"], ["3", UNKNOWN, "train"]):
+    ours = ["3", "ab12"]
+    trails = MagicMock(return_value=[trail("train", "evaluate"), trail("evaluate", "\ntrain")])
+    for theirs in (ours, [UNKNOWN, "ab12"], ["3", UNKNOWN]):
         for histories in ([ours, theirs], [theirs, ours], [theirs, theirs]):
-            require_same_history(histories)
+            require_same_history(histories, trails)
     batches = r"different numbers of batches .*: worker 0: 3; worker 1: 2\..* next\(iterator\)"
-    order = r"in different orders.*: worker 0: train, evaluate; worker 1: evaluate, \\ntrain\.\n[^$]*DEBUG=detail"
-    for text, *histories in [
-        (batches, ["3", "ab", "train"], ["2", "cd", "train"]),
-        (order, ["3", "ab", "train, evaluate"], ["3", "cd", "evaluate, \ntrain"]),
-    ]:
-        with pytest.raises(ProgramMismatchError, match=text):
-            require_same_history(histories)
+    with pytest.raises(ProgramMismatchError, match=batches):
+        require_same_history([["3", "ab"], ["2", "cd"]], trails)
+    assert trails.call_count == 0, "only who has done other things is asked for more"
+    order = (
+        r"in different orders.* wrong since step 1 \(worker 0: train, then evaluate; worker 1: evaluate, then \\ntrain\)\. .*: "
+        r"worker 0: train, evaluate; worker 1: evaluate, \\ntrain\.\n[^$]*DEBUG=detail"
+    )
+    with pytest.raises(ProgramMismatchError, match=order):
+        require_same_history([["3", "ab"], ["3", "cd"]], trails)
+
+
+def test_what_is_no_history_of_another_worker_is_not_known() -> None:
+    assert decode_history('["3", "ab"]') == ["3", "ab"]
+    for text in ("1", "", "[1]", "{}", "[[1], 2, 3]", "[" * 10_000, json.dumps(["3", "a" * 1000])):
+        assert decode_history(text) == [UNKNOWN, UNKNOWN], text
 
 
 def test_programs_are_compared_at_the_same_place() -> None:
     job = Job(1)
     job.progress[0].took_batch()
-    job.progress[0].did("train", b"train")
+    job.progress[0].enter("train", b"train")
     own = ["train", digest(TRAIN[1]), *job.progress[0].history()]
     sent = job.workers[0].exchange = MagicMock(return_value=[own, own])
     job.agreements[0].check(*TRAIN)
-    assert sent.call_args.args[1] == own and own[2:] == ["1", f"{zlib.crc32(b'train'):08x}", "train"]
+    assert sent.call_args.args[1] == own and own[2:] == ["1", f"{zlib.crc32(b'train'):08x}"]
     sent.return_value[1] = [*own[:2], "0", *own[3:]]
     with pytest.raises(ProgramMismatchError, match="worker 0: 1; worker 1: 0"):
         job.agreements[0].check(*TRAIN)
-    sent.return_value[1] = [*own[:3], "0", "evaluate"]
-    with pytest.raises(ProgramMismatchError, match="worker 0: train; worker 1: evaluate"):
+    sent.side_effect = [[own, [*own[:3], "0"]], [trail("train"), trail("evaluate")]]
+    with pytest.raises(ProgramMismatchError, match=r"since step 1 \(worker 0: train; worker 1: evaluate\)"):
         job.agreements[0].check(*TRAIN)
+    assert sent.call_args.args == ("agreement", trail("train"))
 
 
 def test_each_kind_of_difference_is_shown_on_every_worker() -> None:

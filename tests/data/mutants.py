@@ -10,6 +10,39 @@ BY_TEST = {
     "test_tfrecord.py::test_records_longer_than_a_chunk_and_than_the_limit": [
         ("_records/record_reader.py", "if length > max_record_bytes:", "if length >= max_record_bytes:"),
     ],
+    "test_tfrecord.py::test_records_as_long_as_they_may_be_take_their_own_memory_once": [
+        ("_records/record_reader.py", "if missing > CHUNK_BYTES:", "if missing > 64 * CHUNK_BYTES:"),
+        ("_records/record_reader.py", "None if computed == stored else", "None if True else"),
+    ],
+    "test_sources.py::test_examples_that_nothing_batches_are_refused_where_that_is_known": [
+        ("_sources/single_rows.py", "if not is_single or not steps <= _SAME_ELEMENTS | _MAPS:", "if not is_single:"),
+        ("_dataset.py", "if reason := why_single_rows(dataset, size):", "if reason := None:"),
+    ],
+    "test_sources.py::test_what_may_make_batches_is_taken_for_them": [
+        ("_sources/single_rows.py", " and root.batch_size is None for", " for"),
+    ],
+    "test_sources.py::test_examples_of_torch_and_hugging_face": [
+        ("_sources/single_rows.py", " and not isinstance(dataset, torch.IterableDataset)", ""),
+        ("_sources/single_rows.py", " and length > 0)", ")"),
+    ],
+    "test_rounds.py::test_steps_are_taken_and_repeated_and_any_position_is_gone_on_from": [
+        ("_sharing/rounds.py", "        is_first = False\n", ""),
+        ("_sharing/rounds.py", "done[:mine] = [0] * mine", "pass"),
+    ],
+    "test_rounds.py::test_workers_take_and_repeat_the_same_steps_and_go_on_from_any[file]": [
+        ("_passes.py", "self._extra if is_first else {}", "{}"),
+        ("_passes.py", "self._extra if is_first else {}", "self._extra"),
+    ],
+    "test_rounds.py::test_rows_in_memory_are_taken_mapped_and_repeated_as_in_tf_data": [
+        (
+            "_sources/numpy_dataset.py",
+            "self._epoch * per_epoch + self._batch_of_epoch() >= limit",
+            "self._batch_of_epoch() >= limit",
+        ),
+    ],
+    "test_rounds.py::test_a_function_gets_batches_on_the_host_before_they_are_divided": [
+        ("_sources/open.py", " and not (own.maps or maps)", ""),
+    ],
     "test_tfrecord.py::test_an_error_in_a_batch_leaves_its_records_to_be_read": [
         ("_records/record_reader.py", "self.seek(*before)", "pass"),
     ],
@@ -49,13 +82,13 @@ BY_TEST = {
     "test_example.py::test_what_is_known_is_bounded": [
         ("_records/example.py", "known.misses += 1", "pass"),
     ],
-    "test_example.py::test_rows_that_differ_in_more_are_left_to_protobuf": [
+    "test_example.py::test_equal_structures_in_several_orders_are_parsed_without_protobuf": [
         ("_records/example.py", "rows[~matching], matrix[~matching]", "rows[~matching], matrix[: (~matching).sum()]"),
     ],
     "test_example.py::test_values_that_no_example_can_hold": [
         ("_records/example.py", "int(array.max()) >= 2**63", "int(array.max()) > 2**63"),
     ],
-    "test_example.py::test_no_record_that_matches_a_layout_is_read_in_another_way_than_protobuf_does": [
+    "test_example.py::test_a_number_of_two_bytes_is_not_read_as_two_numbers": [
         ("_records/value_places.py", "(records[:, start:stop] < 0x80)", "(records[:, start:stop] <= 0x80)"),
     ],
     "test_example.py::test_a_value_that_cannot_be_told_from_others_is_not_cut": [
@@ -73,8 +106,8 @@ BY_TEST = {
         ("_sources/numpy_dataset.py", "self._dataset._passes[0] = first", "first = first"),
     ],
     "test_dataset.py::test_batches_are_the_rows_in_order": [
-        ("_sources/numpy_dataset.py", "needed = rows_per_batch if dataset.drop_remainder else 1", "needed = 1"),
-        ("_sources/numpy_dataset.py", "(rest >= at_least and not self.drop_remainder)", "(rest >= at_least)"),
+        ("_sources/numpy_dataset.py", "needed = dataset._rows_per_batch() if dataset.drop_remainder else 1", "needed = 1"),
+        ("_sources/numpy_dataset.py", "(rest > 0 and not self.drop_remainder)", "(rest > 0)"),
     ],
     "test_position.py::test_a_state_that_does_not_fit_changes_nothing": [
         ("_sources/numpy_dataset.py", 'if state["seed"] != self._dataset.shuffle_seed:', "if False:"),

@@ -95,7 +95,7 @@ def test_each_pass_has_another_order_and_each_run_the_same() -> None:
 def test_repeated_rows_do_not_mix_epochs() -> None:
     for seed in (None, 0):
         dataset = numpy_dataset(np.arange(5)).repeat(2).batch(3).repeat(2)
-        dataset = dataset if seed is None else dataset.shuffle(seed)
+        dataset = dataset if seed is None else dataset.shuffle(seed=seed)
         batches = list(dataset)
         assert len(dataset) == len(batches) == 8
         for epoch in zip(batches[::2], batches[1::2], strict=True):
@@ -104,7 +104,7 @@ def test_repeated_rows_do_not_mix_epochs() -> None:
 
 def test_methods_make_new_datasets() -> None:
     rows = numpy_dataset(np.arange(4))
-    rows.batch(2), rows.shuffle(1), rows.repeat(3)
+    rows.batch(2), rows.shuffle(seed=1), rows.repeat(3)
     assert (rows.batch_size, rows.shuffle_seed, rows.num_epochs) == (None, None, 1)
     with pytest.raises(dataclasses.FrozenInstanceError):
         rows.batch_size = 2
@@ -140,11 +140,15 @@ WRONG_ARGUMENTS = [
     ("batch", (0,), ValueError, r"batch_size is 0; expected at least 1"),
     ("batch", (2, "no"), TypeError, r"drop_remainder is 'no'; expected True or False"),
     ("batch", (2, 1), TypeError, r"drop_remainder is 1; expected True or False"),
-    ("shuffle", (1.5,), TypeError, r"seed is 1\.5; expected an int, so that a run can be repeated"),
-    ("shuffle", (None,), TypeError, r"seed is None"),
-    ("shuffle", (-1,), ValueError, r"seed is -1; expected at least 0"),
+    ("shuffle", {"seed": 1.5}, TypeError, r"seed is 1\.5; expected an int, so that a run can be repeated"),
+    ("shuffle", {"seed": None}, TypeError, r"seed=None; expected a seed by its name, and no more: \.shuffle\(seed=0\)"),
+    ("shuffle", (1000,), TypeError, r"buffer_size=1000, seed=None; expected .*: \.shuffle\(seed=0\)"),
+    ("shuffle", (1000, 3), TypeError, r"positional arguments"),
+    ("shuffle", {"seed": -1}, ValueError, r"seed is -1; expected at least 0"),
     ("repeat", (1.5,), TypeError, r"num_epochs is 1\.5; expected an int"),
-    ("repeat", (None,), TypeError, r"num_epochs is None"),
+    ("take", ("2",), TypeError, r"count is '2'; expected an int"),
+    ("take", (-1,), ValueError, r"count is -1; expected at least 0"),
+    ("map", (None,), TypeError, r"map got None; expected a function of a batch"),
     ("repeat", (0,), ValueError, r"num_epochs is 0; expected at least 1"),
 ]
 
@@ -156,7 +160,7 @@ def test_wrong_rows_and_wrong_arguments_of_a_dataset() -> None:
     dataset = numpy_dataset(np.arange(4))
     for method, arguments, error, message in WRONG_ARGUMENTS:
         with pytest.raises(error, match=message):
-            getattr(dataset, method)(*arguments)
+            getattr(dataset, method)(**arguments) if isinstance(arguments, dict) else getattr(dataset, method)(*arguments)
     assert [batch.tolist() for batch in dataset.batch(4)] == [[0, 1, 2, 3]]
     for wrong, message in (
         ({"batch_size": 0}, "batch_size is 0"),

@@ -252,6 +252,12 @@ def test_all_that_the_wire_format_allows() -> None:
             assert [x.tolist() for x in parse_example([record] * num_records, spec)["x"]] == [expected] * num_records
 
 
+def test_a_number_of_two_bytes_is_not_read_as_two_numbers() -> None:
+    records = [make_example({"x": [5, 6]})] * 19 + [make_example({"x": 128})]  # 80 01: as long as two numbers
+    assert len(set(map(len, records))) == 1
+    assert [x.tolist() for x in parse_example(records, {"x": VarLenFeature(np.int64)})["x"]] == [[5, 6]] * 19 + [[128]]
+
+
 def test_a_value_that_cannot_be_told_from_others_is_not_cut() -> None:
     # Beside all 256 bytes no marker of one byte is unmistakable, so `a` cannot be found, though its neighbour can.
     every_byte = int64_list(0, *(i << 7 | 0x7F for i in range(128)), *(0x3FFF - i for i in range(128)))

@@ -16,6 +16,7 @@ from test_plan import Files, interleaved, make_files, pairs
 
 import mirrored as mr
 from mirrored.data._iterator import DistributedIterator
+from mirrored.data._passes import Elements
 from mirrored.data._sharing.agree import InputWorker
 from mirrored.data._sharing.plan import make_plan
 from mirrored.data._sharing.steps import LocalReplicas
@@ -281,9 +282,14 @@ def test_the_position_that_a_dataset_holds_is_changed_while_nothing_is_read_ahea
         assert iterator.get_state()["source"] == {"next": number + 1}
         assert [rows_of(batch) for batch in iterator] == whole[number + 1 :]
         assert [rows_of(batch) for batch in distributed] == whole
+    distributed = STRATEGIES[2].distribute_dataset(dataset_class(), mr.InputOptions(prefetch=prefetch))
+    with iter(distributed) as iterator, pytest.raises(ValueError, match=r"the state does not fit With"):
+        iterator.set_state({**STATE, "source": {"wrong": 1}})
+    assert [rows_of(batch) for batch in distributed] == whole
 
 
 @hypothesis.settings(deadline=None, max_examples=15, derandomize=True)
+@hypothesis.example(sizes=[7, 7, 7], num_taken=1, batch_sizes=(6, 6), num_local=(1, 2), policy="file", shuffled=False)
 @hypothesis.given(
     sizes=st.lists(st.integers(0, 7), min_size=3, max_size=5),
     num_taken=st.integers(0, 6),
@@ -322,7 +328,7 @@ def test_workers_go_on_where_each_of_them_was(
 def test_a_position_of_a_worker_is_for_that_worker() -> None:
     me = InputWorker(0, 2, lambda value: [value, value])
     plan = make_plan(Files([[1], [2]]).batch(1), "file", me, 2)
-    with DistributedIterator(plan, LocalReplicas(2, me), STRATEGIES[2]._mesh, 0) as iterator:
+    with DistributedIterator(Elements(plan), LocalReplicas(2, me), STRATEGIES[2]._mesh, 0) as iterator:
         state = iterator.get_state()
         assert state["worker"] == [0, 2]
         iterator.set_state(state)
@@ -335,7 +341,7 @@ def test_a_state_says_how_much_of_a_batch_was_taken(monkeypatch: pytest.MonkeyPa
     """By FILE a step may end in the middle of a batch; without it, rows would be used twice after a restart."""
     me = InputWorker(0, 2, lambda value: [value, value])
     plan = make_plan(Files([[1], [2]]).batch(1), "file", me, 2)
-    iterators = [DistributedIterator(plan, LocalReplicas(2, me), STRATEGIES[2]._mesh, 0) for _ in range(2)]
+    iterators = [DistributedIterator(Elements(plan), LocalReplicas(2, me), STRATEGIES[2]._mesh, 0) for _ in range(2)]
     position = iterators[0]._open().position()
     monkeypatch.setattr(iterators[0], "_next", lambda: ("a batch", position, {"rows": 3, "batch_size": 4}))
     assert next(iterators[0]) == "a batch"

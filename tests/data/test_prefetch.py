@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-import warm
+from processes import run_program
 
 import mirrored as mr
 from mirrored.data import _prefetch
@@ -265,7 +265,14 @@ def test_no_batch_is_kept_by_an_exception_or_a_closed_iterator(strategy2: mr.Mir
     gc.collect()
     assert batch() is None
     iterator.close()
-    assert all(not channel._ready for channel in _prefetch._open_channels)
+    source = Endless()
+    ahead = _prefetch.Ahead(iter(source), lambda: None, 2)
+    batch = weakref.ref(next(ahead))
+    source.wait_until(lambda: source.num_taken == 3)
+    waiting = weakref.ref(ahead._channel._ready[0])
+    ahead.close()
+    gc.collect()
+    assert batch() is None and waiting() is None
 
 
 def test_garbage_collected_in_the_thread_itself_ends_it(strategy2: mr.MirroredStrategy) -> None:
@@ -324,19 +331,27 @@ def test_two_feeds_do_not_disturb_each_other(strategy2: mr.MirroredStrategy) -> 
 
 
 EXIT = """
-import threading, sys
+import atexit, sys, threading, weakref
 import numpy as np, jax.numpy as jnp
 import mirrored as mr
 from mirrored.data import _prefetch
 _prefetch.MAX_WAIT_SECONDS = 0.2
 strategy = mr.MirroredStrategy(["cpu:0", "cpu:1"])
+weakref.finalize(sys, object)  # as tempfile does: what finalizers do at the end comes after what is registered from here on
+atexit.register(lambda: print("left open" if is_open else "closed", flush=True))  # as JAX ends its backends
+is_open = False
 
 class Source:
     def __iter__(self):
-        for k in range(10**9):
-            if k == {stuck_at}:
-                threading.Event().wait()
-            yield np.full((64, 4096), k, "float32")
+        global is_open
+        is_open = True
+        try:
+            for k in range(10**9):
+                if k == {stuck_at}:
+                    threading.Event().wait()
+                yield np.full((64, 4096), k, "float32")
+        finally:
+            is_open = False
 
 iterator = iter(strategy.distribute_dataset(Source(), mr.InputOptions(prefetch=3)))
 for _ in range({num_taken}):
@@ -347,14 +362,13 @@ for _ in range({num_taken}):
 
 
 def test_the_interpreter_exits_with_an_open_feed() -> None:
-    for num_taken, stuck_at, end, code in (
-        (3, -1, "", 0),
-        (1, -1, "sys.exit(7)", 7),
-        (2, 3, "", 0),  # stuck
-        (0, -1, "", 0),  # not started
+    for num_taken, stuck_at, end, code, found in (
+        (3, -1, "sys.exit(7)", 7, "closed\n"),
+        (2, 3, "", 0, "left open\n"),  # stuck
+        (0, -1, "", 0, "closed\n"),  # not started
     ):
-        done = warm.ended(EXIT.format(num_taken=num_taken, stuck_at=stuck_at, end=end))
-        assert (done.returncode, done.stdout, done.stderr) == (code, "", ""), (num_taken, stuck_at)
+        done = run_program(EXIT.format(num_taken=num_taken, stuck_at=stuck_at, end=end))
+        assert (done.returncode, done.stdout, done.stderr) == (code, found, ""), (num_taken, stuck_at)
 
 
 def test_what_the_thread_waits_for_is_ended_when_the_feed_is_closed() -> None:

@@ -4,11 +4,13 @@ import importlib.util
 import itertools
 import subprocess
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import grain
+import jax
 import numpy as np
 import pytest
 from grain import experimental as gx
@@ -118,6 +120,97 @@ except KeyError:
 def test_packages_are_loaded_when_they_are_used_and_named_when_they_are_missing(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", PACKAGES, tmp_path / "x"], capture_output=True, text=True, timeout=100)
     assert done.stdout == "the default pool is as TensorFlow wants it\n", done.stderr
+
+
+# -- single examples
+
+
+class Images:
+    """Records by their number."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"image": np.full((4, 2), float(index)), "label": np.eye(4)[index]}
+
+
+def test_examples_that_nothing_batches_are_refused_where_that_is_known(strategy2: mr.MirroredStrategy, tmp_path: Path) -> None:
+    """An image of four lines would be cut into four rows, and each replica get a half of it."""
+    path = tmp_path / "a.tfrecord"
+    mr.data.write_tfrecords(path, [mr.data.make_example({"x": np.full(4, float(n))}) for n in range(4)])
+    spec = {"x": mr.data.FixedLenFeature((4,), np.float32)}
+    vectors = grain.MapDataset.source(np.arange(16.0).reshape(4, 4))
+    records = mr.data.tfrecord_dataset(path).map(lambda record: mr.data.parse_example(record, spec))
+    refused = [
+        vectors, vectors.seed(0).shuffle().repeat(2)[:6], vectors.to_iter_dataset().filter(lambda row: row[0] > 1),
+        grain.MapDataset.mix([vectors, vectors]), grain.MapDataset.source(Images()), records,
+        grain.experimental.WindowShuffleIterDataset(records, window_size=4, seed=0),
+    ]  # fmt: skip
+    for dataset in refused:
+        with pytest.raises(
+            ValueError, match=r"global batches, and \w+ has no `batch`: .*Write dataset\.batch\(global_batch_size\)"
+        ):
+            strategy2.distribute_dataset(dataset)
+        again = r"Write dataset\.batch\(context\.get_per_replica_batch_size\(global_batch_size\)\)"
+        with pytest.raises(ValueError, match=f"per-replica batches, .*{again}"):
+            strategy2.distribute_datasets_from_function(lambda context, dataset=dataset: dataset)
+        batch = next(iter(strategy2.distribute_dataset(dataset.batch(3))))
+        assert {leaf.shapes[0][0] for leaf in jax.tree.leaves(batch, is_leaf=lambda x: isinstance(x, mr.PerReplica))} == {2}
+        each_is_a_batch = dataset.batch(1, batch_fn=lambda records: records[0])
+        batch = next(iter(strategy2.distribute_dataset(each_is_a_batch)))
+        assert {leaf.shape[0] for leaf in jax.tree.leaves(batch, is_leaf=lambda x: isinstance(x, mr.PerReplica))} == {2}
+    pairs = [(np.ones(4), np.ones(3))]
+    with pytest.raises(ValueError, match=r"different numbers of rows .*\.batch\(global_batch_size\)"):
+        list(strategy2.distribute_dataset(pairs))
+
+
+def test_what_may_make_batches_is_taken_for_them(strategy2: mr.MirroredStrategy, tmp_path: Path) -> None:
+    class Batches(grain.MapDataset):
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, index: int) -> np.ndarray:
+            return np.arange(4.0)
+
+    path = tmp_path / "a.tfrecord"
+    mr.data.write_tfrecords(path, [bytes(4)] * 2)
+    indices = grain.MapDataset.source(np.arange(8).reshape(2, 4))
+    for dataset in (
+        grain.MapDataset.range(2).map(lambda number: np.arange(4.0)), indices.map(lambda rows: np.ones(8)[rows]),
+        grain.MapDataset.source([0, 1]).map(lambda number: np.arange(4.0)), [np.arange(4.0)] * 2, Batches(), Batches().repeat(1),
+        mr.data.tfrecord_dataset(path).batch(1).map(lambda records: np.frombuffer(records[0], np.uint8)),
+        indices.batch(2).map(lambda rows: rows[0]).repeat(2),
+    ):  # fmt: skip
+        assert [batch.shapes[0] for batch in strategy2.distribute_dataset(dataset)] == [(2,)] * 2
+
+
+def test_examples_of_torch_and_hugging_face(strategy2: mr.MirroredStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = types.ModuleType("torch.utils.data")
+    torch.Dataset = type("Dataset", (), {})
+    torch.IterableDataset = type("IterableDataset", (torch.Dataset,), {"__iter__": lambda self: iter([np.ones(4)])})
+    monkeypatch.setitem(sys.modules, "torch.utils.data", torch)
+
+    class Vectors(torch.Dataset):
+        def __getitem__(self, index: int) -> np.ndarray:
+            return np.ones(4) if index < 3 else [][index]
+
+    with pytest.raises(
+        ValueError, match=r"Vectors is a map-style dataset of torch.*DataLoader\(dataset, batch_size=global_batch_siz"
+    ):
+        strategy2.distribute_dataset(Vectors())
+    assert len(list(strategy2.distribute_dataset(torch.IterableDataset()))) == 1, "as of webdataset, which makes batches itself"
+    rows = HuggingFace({"x": [[1.0, 2.0, 3.0, 4.0]] * 2})
+    Sequence, Array2D, Value = (type(name, (), {"length": 4}) for name in ("Sequence", "Array2D", "Value"))
+    for feature in (Sequence(), Array2D()):
+        rows.features = {"id": Value(), "x": feature}
+        with pytest.raises(
+            ValueError, match=r"HuggingFace has rows, not batches: in its column 'x' .*Write dataset\.batch\(global"
+        ):
+            strategy2.distribute_dataset(rows)
+    Sequence.length = -1  # of a batch, or of rows of any length: nobody knows
+    rows.features = {"x": Sequence()}
+    assert len(list(strategy2.distribute_dataset(rows))) == 2
 
 
 # -- Hugging Face

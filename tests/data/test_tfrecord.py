@@ -409,6 +409,20 @@ def test_a_bomb_takes_no_more_than_chunks_and_the_longest_record(tmp_path: Path)
         assert peak(lambda c=compression: list(mr.data.tfrecord_dataset(path, c, max_record_bytes=1 << 20))) < 6 << 20
 
 
+@pytest.mark.usefixtures("small_chunks", "real_chunks")
+def test_records_as_long_as_they_may_be_take_their_own_memory_once(tmp_path: Path) -> None:
+    path, longest = tmp_path / "bomb.tfrecord", 16 << 20
+    for compression, count in itertools.product(CODINGS, (1, 4)):
+        frames = framed(bytes(longest)) * count
+        path.write_bytes(COMPRESS[compression](frames[:-1] + b"?"))  # the last one is damaged
+
+        def read(compression=compression) -> None:
+            for _ in mr.data.tfrecord_dataset(path, compression, max_record_bytes=longest):
+                pass
+
+        assert peak(read) < 1.2 * longest + (4 << 20) + (longest if count > 1 else 0)  # the loop holds the one before
+
+
 def test_records_longer_than_a_chunk_and_than_the_limit(tmp_path: Path) -> None:
     long = [os.urandom(5000), b"", os.urandom(5000), os.urandom(5000), os.urandom(4999)]
     for compression in CODINGS:

@@ -1,5 +1,6 @@
 """One worker of test_checkpoint_workers.py: python checkpoint_worker.py MODE DIRECTORY [...]; says what it found as JSON."""
 
+import fcntl
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ import numpy as np
 import optax
 
 import mirrored as mr
-from mirrored._checkpoint import files
+from mirrored._checkpoint import files, sole_writer
 from mirrored._checkpoint.checkpoint import Checkpoint
 from mirrored._checkpoint.preemption import PreemptionHandler
 
@@ -123,7 +124,7 @@ def refuse(directory: Path) -> None:
         w._array = _with_flipped_bit(good)
     found["diverged"] = error_of(lambda: checkpoint.save(1))
     w._array = good
-    found["written"] = sorted(path.name for path in (directory / "shared").glob("*"))
+    found["written"] = sorted(path.name for path in (directory / "shared").glob("[!.]*"))
     checkpoint.save(1)
     found["saved"] = checkpoint.wait()
 
@@ -138,6 +139,18 @@ def refuse(directory: Path) -> None:
         (directory / "shared" / "1" / "arrays" / "_METADATA").write_bytes(b"damaged")
     strategy.barrier("damaged")
     found["damaged"] = error_of(checkpoint.restore_latest)
+
+    sole_writer._HERE_SECONDS = 0.0
+    with strategy.scope():
+        busy = Checkpoint(directory / "busy", w=w)
+    (directory / "busy").mkdir(exist_ok=True)
+    with open(directory / "busy" / sole_writer.LOCK, "w") as of_another_program:
+        if worker == 0:
+            fcntl.flock(of_another_program, fcntl.LOCK_EX)
+        strategy.barrier("busy")
+        found["busy"] = error_of(lambda: busy.save(1))
+    busy.save(1)
+    found["free"] = busy.wait()
 
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")

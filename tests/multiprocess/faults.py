@@ -5,6 +5,7 @@ Other arguments, as name=value: steps, limit (seconds, 0 for the default), polic
 """
 
 import atexit
+import ctypes
 import json
 import logging
 import os
@@ -203,6 +204,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "os._exit": lambda: (said(), os._exit(9)),
     "outside": lambda: (die_in(1.0), time.sleep(1000)),  # the others wait in the next step meanwhile
     "hang": wait_for_ever,
+    "hold the lock": lambda: (said(), ctypes.PyDLL(None).sleep(1000)),  # no other thread of Python runs
     "aside": fail_aside,
     "until told": lambda: (said(), wait_for_file()),
     "evaluation": lambda: time.sleep(float(given["seconds"])),

@@ -1,7 +1,7 @@
 """What forks the workers of tests: it has imported all that takes seconds, so that a new worker is there at once.
 
-processes.py starts it, with a socket. A request has the command line and the environment, and brings the log as a file
-descriptor; the answer is the worker's number, and later how it has ended. A forked worker is the main program of a process
+processes.py starts it, with a socket. A request has the command line and the environment, and brings the two logs as file
+descriptors; the answer is the worker's number, and later how it has ended. A forked worker is the main program of a process
 of its own, which ends as any Python program does; only what Python and JAX read from the environment when they start is set
 here. With "fresh", Python starts anew. When the tests' process is gone, all workers end.
 """
@@ -25,8 +25,8 @@ def answer(**what: object) -> None:
     connection.send(json.dumps(what).encode())
 
 
-def serve() -> tuple[dict, int]:
-    """Fork until the tests end; return in each worker, with its request and its log."""
+def serve() -> tuple[dict, list[int]]:
+    """Fork until the tests end; return in each worker, with its request and its logs."""
     woken, wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -39,7 +39,7 @@ def serve() -> tuple[dict, int]:
             running.discard(ended[0])
             answer(ended=ended[0], code=os.waitstatus_to_exitcode(ended[1]), time=time.time())
         if connection in ready:
-            message, logs, _, _ = socket.recv_fds(connection, 1 << 20, 1)
+            message, logs, _, _ = socket.recv_fds(connection, 1 << 20, 2)
             if not message:
                 for worker in running:
                     with contextlib.suppress(ProcessLookupError):
@@ -52,8 +52,9 @@ def serve() -> tuple[dict, int]:
                 os.close(woken)
                 os.close(wakes)
                 connection.close()
-                return json.loads(message), logs[0]
-            os.close(logs[0])
+                return json.loads(message), list(logs)
+            for log in logs:
+                os.close(log)
             running.add(worker)
             answer(started=worker)
 
@@ -62,12 +63,12 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # JAX's about fork: its backends have not started
     for module in ("grain", "jax", "optax", "orbax.checkpoint", "mirrored"):
         __import__(module)
-    request, log = serve()
+    request, logs = serve()
 
 os.setsid()  # so that its children can be killed with it
-os.dup2(log, 1)
-os.dup2(log, 2)
-os.close(log)
+for descriptor, log in enumerate(logs, 1):
+    os.dup2(log, descriptor)
+    os.close(log)
 sys.argv = request["command"]
 if request["fresh"]:
     os.execve(sys.executable, [sys.executable, *sys.argv], request["env"])

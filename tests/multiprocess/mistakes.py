@@ -86,6 +86,12 @@ mistakes: dict[str, Callable[[], Any]] = {
     "order before a barrier": lambda: (
         [run(f, x) for f in (add, average, *((add, average) if is_last else (average, add)))] + [strategy.barrier("the end")]
     ),
+    "order before the end": lambda: (
+        [run(f, x) for f in (add, average, *((add, average) if is_last else (average, add)))] + [sys.exit()]
+    ),
+    "a step alone before the end": lambda: [count(), is_last and count(), sys.exit()],
+    "a number that changes": lambda: numbers_in_turn(),
+    "a number assigned alone": lambda: assigned_alone(),
     "reduced number": lambda: strategy.reduce("sum", float(worker)),
     "shape of a variable": lambda: make_variable(np.zeros(5 + is_last, np.float32)),
     "kind of an argument": lambda: [run(add, np.ones(3, np.float32)), run(twice, x if is_last else np.ones(3, np.float32))],
@@ -116,6 +122,25 @@ mistakes: dict[str, Callable[[], Any]] = {
 def make_variable(value: Any) -> None:
     with strategy.scope():
         mr.Variable(value)
+
+
+def count() -> None:
+    strategy.run(lambda: variable.assign_add(1.0))
+
+
+def numbers_in_turn() -> None:
+    """Close over numbers that all workers have seen, one of them at another time."""
+    for factor in (1.0, 2.0, 1.0 + is_last, 2.0 - is_last):
+        run(lambda x, factor=factor: average(x * factor), x)
+    sys.exit()
+
+
+def assigned_alone() -> None:
+    """Let one worker wait for the others to take the chief's number, and them for it in a step."""
+    for number in range(10):
+        if number in (0, 5) and (is_last or not number):
+            frozen.assign(float(number))
+        run(add, x)
 
 
 def known_programs() -> None:

@@ -14,15 +14,15 @@ MUTANTS = [
     ("_workers/guard.py", "self._coordination.put(_VERDICT, verdict.encode())", "pass", _ENDS.format("raise hostile")),
     ("_workers/guard.py", "self._hooks[0](kind, error, trace)", "pass", _ENDS.format("raise MemoryError")),
     (
-        "_workers/guard.py",
+        "_workers/leaving.py",
         "if verdict.wants_stacks:",
         "if False:",
         _HERE + "test_faults.py::test_a_hang_is_named_after_the_limit_with_all_stacks[1]",
     ),
     (
         "_workers/guard.py",
-        "            self._leave_without(dead)\n",
-        "",
+        "        if not dead:\n            return False\n",
+        "        return False\n",
         _HERE + "test_faults.py::test_a_worker_that_dies_while_the_others_are_outside_of_steps_is_named",
     ),
     ("_workers/verdict.py", "return INTERRUPTED", "return FAILED", _ENDS.format("raise KeyboardInterrupt")),
@@ -45,7 +45,7 @@ MUTANTS = [
     ("_workers/joint_programs.py", "    agree(name, text)\n", "", _REFUSED),
     ("_workers/same_program.py", "if all(own == seen[0][1] for _, own, *_ in seen):", "if True:", _REFUSED),
     ("_workers/same_program.py", "len(set(batches)) > 1", "len(set(batches)) > 2", _MISTAKE.format("batch of the chief")),
-    ("_workers/same_program.py", "len(set(trails)) > 1", "len(set(trails)) > 2", _MISTAKE.format("order before a barrier")),
+    ("_workers/same_program.py", "len(set(done)) > 1", "len(set(done)) > 2", _MISTAKE.format("order before a barrier")),
     (
         "_workers/coordination.py",
         "if any(other != name for other in names):",

@@ -1,4 +1,4 @@
-"""Several real processes of one script, as the workers of a job; whatever happens, none is left."""
+"""Real processes: several of one script, as the workers of a job, or one program; whatever happens, none is left."""
 
 import atexit
 import contextlib
@@ -24,8 +24,12 @@ from typing import Any, BinaryIO
 #: Nor PYTHONUNBUFFERED, which writes each piece of a line alone: a log message of another thread may come in between.
 _NOT_INHERITED = re.compile(
     r"(?i:.*_proxy)|TF_CONFIG|JAX_.*|XLA_.*|MIRRORED_.*|SLURM_.*|OMPI_.*|PMI_.*|PMIX_.*|RANK|WORLD_SIZE|LOCAL_.*|MASTER_.*"
-    r"|COORDINATOR_.*|NUM_PROCESSES|PROCESS_ID|PYTEST_.*|PYTHONUNBUFFERED"
+    r"|COORDINATOR_.*|NUM_PROCESSES|PROCESS_ID|PYTEST_.*|PYTHONUNBUFFERED|(PJRT_)?NPROC"
 )
+
+
+def _inherited() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not _NOT_INHERITED.fullmatch(name)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +49,7 @@ class ForkServer:
     def __init__(self) -> None:
         self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, str(Path(__file__).with_name("fork_server.py")), str(other.fileno())]
-        env = {name: value for name, value in os.environ.items() if not _NOT_INHERITED.fullmatch(name)}
-        env["OPENBLAS_NUM_THREADS"] = "1"  # no threads where it forks
+        env = _inherited() | {"OPENBLAS_NUM_THREADS": "1"}  # no threads where it forks
         with other:
             self._process = subprocess.Popen(
                 command,
@@ -61,11 +64,11 @@ class ForkServer:
         threading.Thread(target=self._listen, daemon=True).start()
         atexit.register(self._end)
 
-    def start(self, worker: "Worker", log: BinaryIO, **request: object) -> None:
+    def start(self, worker: "Worker", out: BinaryIO, errors: BinaryIO, **request: object) -> None:
         """Start a worker, and return when it has its number."""
         with self._lock:
             self._started.put(worker)
-            socket.send_fds(self._socket, [json.dumps(request).encode()], [log.fileno()])
+            socket.send_fds(self._socket, [json.dumps(request).encode()], [out.fileno(), errors.fileno()])
         assert worker.is_started.wait(60), "the fork server does not answer"
 
     def _listen(self) -> None:
@@ -95,14 +98,14 @@ class Worker:
     """One running process of a job."""
 
     def __init__(self, index: int, log: Path) -> None:
-        self.index, self._log = index, log
+        self.index, self.log = index, log
         self.pid, self.end, self._begin = 0, (0, 0.0), time.time()
         self.is_started, self.has_ended = threading.Event(), threading.Event()
 
     @property
     def output(self) -> str:
         """All that it has written so far."""
-        return self._log.read_text(errors="replace")
+        return self.log.read_text(errors="replace")
 
     def signal(self, number: int) -> None:
         """Send a signal; what a stopped process gets besides SIGKILL and SIGCONT waits."""
@@ -166,8 +169,7 @@ def workers(
         env: more environment variables.
         fresh: start Python itself, and do not fork a process that has imported JAX: 2 s more for each.
     """
-    shared = {name: value for name, value in os.environ.items() if not _NOT_INHERITED.fullmatch(name)}
-    shared |= {
+    shared = _inherited() | {
         "PYTHONFAULTHANDLER": "1",
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(devices),
@@ -182,11 +184,36 @@ def workers(
                 running.append(Worker(index, log))
                 with log.open("wb") as sink:
                     command, own = [str(script), *map(str, args)], {**shared, "JAX_PROCESS_ID": str(index), **(env or {})}
-                    fork_server().start(running[-1], sink, command=command, env=own, fresh=fresh)
+                    fork_server().start(running[-1], sink, sink, command=command, env=own, fresh=fresh)
             yield running
         finally:
             for worker in running:
                 worker.kill()
+
+
+@contextlib.contextmanager
+def program(code: str, *args: object, env: Mapping[str, str] | None = None) -> Iterator[Worker]:
+    """Start a program, with more environment variables, and kill it when it still runs at the end; stdout is its output."""
+    with tempfile.TemporaryDirectory(prefix="mirrored-program-") as name:
+        folder = Path(name)
+        (folder / "program.py").write_text(code)
+        worker = Worker(0, folder / "out")
+        try:
+            with (folder / "out").open("wb") as out, (folder / "errors").open("wb") as errors:
+                command = [str(folder / "program.py"), *map(str, args)]
+                fork_server().start(worker, out, errors, command=command, env=_inherited() | (env or {}), fresh=False)
+            yield worker
+        finally:
+            worker.kill()
+
+
+def run_program(
+    code: str, *args: object, env: Mapping[str, str] | None = None, timeout: float = 100
+) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end."""
+    with program(code, *args, env=env) as worker:
+        end = worker.wait(timeout)
+        return subprocess.CompletedProcess(args, end.code, end.output, (worker.log.parent / "errors").read_text(errors="replace"))
 
 
 def run_workers(script: Path | str, num_workers: int, *args: object, timeout: float = 60.0, **options: Any) -> list[Ended]:

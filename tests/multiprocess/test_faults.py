@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from processes import Ended, run_workers, wait_for_line, workers
+from processes import Ended, Worker, run_workers, wait_for_line, workers
 
 import mirrored as mr
 
@@ -27,7 +27,7 @@ def run(fault: str, num_workers: int = 2, *args: str, devices: int = 1, steps: i
     return run_workers(SCRIPT, num_workers, *given, devices=devices, timeout=90)
 
 
-def moment_of_fault(ended: Sequence[Ended]) -> float:
+def moment_of_fault(ended: Sequence[Ended | Worker]) -> float:
     moments = [float(match[1]) for one in ended if (match := re.search(r"(?m)^FAULT .* ([\d.]+)$", one.output))]
     assert moments, ended
     return min(moments)
@@ -109,14 +109,13 @@ def test_whatever_ends_one_worker_ends_all_at_once(name: str, tmp_path: Path) ->
 
 @slow
 @pytest.mark.parametrize(
-    ("fault", "num_workers", "devices"), [("killed in step", 2, 2), ("input is killed", 4, 1), ("killed while saving", 2, 1)]
+    ("fault", "num_workers", "devices"), [("killed in step", 4, 2), ("input is killed", 4, 1), ("killed while saving", 2, 1)]
 )
 def test_a_dead_chief_is_named_at_once(fault: str, num_workers: int, devices: int, tmp_path: Path) -> None:
-    """Where JAX is faster it aborts, and its text says the same."""
+    """JAX would abort the others 30 to 80 ms later, and names nobody."""
     policy = "policy=file" if fault.startswith("input") else "policy=none"
     ended = run(fault, num_workers, policy, f"folder={tmp_path}", devices=devices, who=0)
-    message = r"leaves with code 75: lost worker 0|UNAVAILABLE: Failed to send RPC to coordination service"
-    require(ended, others(num_workers, 0, KILLED, (75, ABORTED)), message)
+    require(ended, others(num_workers, 0, KILLED), r"leaves with code 75: lost worker 0, which hosts the coordination service, ")
 
 
 @slow
@@ -184,6 +183,15 @@ def test_a_stopped_worker_is_named(culprit: int) -> None:
         else:  # the service does not answer, and JAX may be faster
             assert one.code in (75, ABORTED) and one.time - stopped < 11 + SOON, one
             assert "worker 0, which hosts the coordination service, has not answered" in one.output, one.output
+
+
+@slow
+def test_a_chief_in_a_call_that_lets_no_other_python_run_is_named_by_all() -> None:
+    with workers(SCRIPT, 3, "fault=hold the lock", "who=0", "limit=3") as running:
+        for worker in running[1:]:
+            one = worker.wait(30)
+            assert one.code == 75 and "leaves with code 75: worker 0 has not entered step 8" in one.output, one.output
+            assert one.time - moment_of_fault([running[0]]) < 3 + SOON
 
 
 # ---- what ends nothing

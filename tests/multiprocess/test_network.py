@@ -64,6 +64,40 @@ def set_cable(state: str) -> None:
     ip("-n", NAMES[1], "link", "set", NAMES[1], state)
 
 
+@pytest.fixture
+def triangle() -> Iterator[list[str]]:
+    """Make three hosts, each pair of which has a cable of its own; return their names. Host k has the end `to{j}` to host j."""
+    if not can_make_hosts():
+        pytest.skip("needs root, the program ip, and a kernel that has network namespaces")
+    names = [f"{NAMES[0]}{number}" for number in range(3)]
+    try:
+        for number, name in enumerate(names):
+            ip("netns", "add", name)
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", name, "addr", "add", f"10.78.{number}.1/32", "dev", "lo")
+        for here, there in ((0, 1), (0, 2), (1, 2)):
+            ends = ("netns", names[here], "type", "veth", "peer", "name", f"to{here}", "netns", names[there])
+            ip("link", "add", f"to{there}", *ends)
+            for one, other in ((here, there), (there, here)):
+                ip("-n", names[one], "link", "set", f"to{other}", "up")
+                ip("-n", names[one], "route", "add", f"10.78.{other}.1/32", "dev", f"to{other}", "src", f"10.78.{one}.1")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+def test_a_cut_between_two_workers_that_both_reach_the_chief_is_named(triangle: list[str]) -> None:
+    hosts = ",".join(f"{name}=10.78.{number}.1" for number, name in enumerate(triangle))
+    with workers(SCRIPT, 3, "steps=100000", env={"TEST_HOSTS": hosts}) as running:
+        wait_until_all_train(running)
+        ip("-n", triangle[2], "link", "set", "to1", "down")
+        cut = time.time()
+        for one in [worker.wait(60) for worker in running]:
+            assert one.code == 75 and one.time - cut < HEARTBEAT + SOON, one.output
+            assert "leaves with code 75: lost the connection between workers 1, 2 at step" in one.output, one.output
+
+
 def wait_until_all_train(running: list[Worker]) -> None:
     for worker in running:
         wait_for_line(worker, "STEP 3 ")

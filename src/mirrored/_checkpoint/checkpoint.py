@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
-import re
 import socket
 from collections.abc import Sequence
 from types import TracebackType
@@ -20,16 +20,17 @@ from .._variables import equal_copies
 from .._variables.variable import spec_of
 from .._workers import runtime
 from .._workers.progress import progress
-from . import checksums, files, same_on_workers, state
+from .._workers.same_program import require_same_history
+from . import arguments, checksums, files, same_on_workers, state
+from . import leaves as values
 from .files import DamagedStep, StepFiles
-from .state import Leaves, Snapshot
+from .leaves import Leaves
+from .state import Snapshot
 from .writer import Writer
 
 _logger = logging.getLogger("mirrored")
 
-_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}", re.ASCII)
 _CHANNEL = "checkpoint"
-_MAX_STEP = 10**18 - 1
 
 
 class Checkpoint:
@@ -83,12 +84,12 @@ class Checkpoint:
     def __init__(
         self, directory: str | os.PathLike[str], /, *, max_to_keep: int | None = 3, max_failed_saves: int = 3, **named: PyTree
     ) -> None:
-        self._named = _checked_names(named)
-        _check_count(1 if max_to_keep is None else max_to_keep, "max_to_keep")
-        _check_count(max_failed_saves, "max_failed_saves")
+        self._named = arguments.checked_names(named)
+        arguments.check_count(1 if max_to_keep is None else max_to_keep, "max_to_keep")
+        arguments.check_count(max_failed_saves, "max_failed_saves")
         self._files = StepFiles(files.checked_directory(directory))
         self._strategy = get_strategy()
-        if not has_strategy() and state.joint_among(state.leaves_of(self._named)):
+        if not has_strategy() and values.joint_among(values.leaves_of(self._named)):
             self._strategy = joint_strategy() or self._strategy  # made outside the scope, for what belongs to all workers
         self._leaves()
         files.orbax()
@@ -111,12 +112,12 @@ class Checkpoint:
 
         Raises:
             CheckpointError: (a RuntimeError) after `max_failed_saves` failed saves in a row, when workers save different
-                things, and when they do not share the directory.
+                things, when they do not share the directory, and when another program writes there.
             ReplicasDivergeError: (a ValueError) when the copies of a mirrored variable differ; nothing is written.
             ValueError: when there is a later step that was not restored.
             ContextError: (a RuntimeError) inside a step.
         """
-        step = checked_step(step, "checkpoint.save")
+        step = arguments.checked_step(step, "checkpoint.save")
         self._require_usable("save")
         with progress.phase(f"saving step {step}", is_patient=True):
             self._writer.finish()
@@ -129,7 +130,7 @@ class Checkpoint:
             same_on_workers.require_no_error(reports, "save")
             same_on_workers.require_same_step(reports)
             if len({report["digest"] for report in reports}) > 1:
-                same_on_workers.require_same_kinds(self._exchange(state.kinds_of(leaves), f"save({step})"))
+                same_on_workers.require_same_kinds(self._exchange(values.kinds_of(leaves), f"save({step})"))
             if self._writer.latest == step:
                 _logger.info("step %d is saved already, in %s", step, self._files.root)
                 return
@@ -147,9 +148,10 @@ class Checkpoint:
         error = None
         try:
             leaves = self._leaves()
-            report["digest"] = checksums.record_checksum(state.kinds_of(leaves))
+            report["digest"] = checksums.record_checksum(values.kinds_of(leaves))
             report["positions"] = state.positions_of(leaves)
             if self._strategy.is_chief:
+                self._files.claim()
                 self._writer.look()
                 self._refuse_older(step)
         except Exception as problem:
@@ -166,7 +168,7 @@ class Checkpoint:
 
     def _require_mirrored(self, leaves: Leaves) -> None:
         by_mesh: dict[Any, list[Any]] = {}
-        for variable in state.variables_of(leaves):
+        for variable in values.variables_of(leaves):
             if not spec_of(variable).is_on_read:
                 by_mesh.setdefault(spec_of(variable).mesh, []).append(variable)
         for mesh, variables in by_mesh.items():
@@ -210,7 +212,12 @@ class Checkpoint:
             self.wait()
             self._writer.require_success(max_failed_saves=1)
         finally:
-            self._is_closed = True
+            self._end()
+
+    def _end(self) -> None:
+        self._is_closed = True
+        if not self._writer.is_writing():
+            self._files.release()
 
     def __enter__(self) -> Self:
         return self
@@ -220,7 +227,7 @@ class Checkpoint:
             self.close()
         else:  # the other workers may not come to an end together with this one
             self._writer.finish()
-            self._is_closed = True
+            self._end()
 
     def steps(self) -> list[int]:
         """Return the steps that are on disk, in order, verified or not."""
@@ -336,8 +343,8 @@ class Checkpoint:
     # -- with the other workers
 
     def _leaves(self) -> Leaves:
-        leaves = state.leaves_of(self._named)
-        joint = None if self._strategy.num_workers > 1 else state.joint_among(leaves)
+        leaves = values.leaves_of(self._named)
+        joint = None if self._strategy.num_workers > 1 else values.joint_among(leaves)
         if joint or (runtime.current() is not None and isinstance(self._strategy, DefaultStrategy)):
             what = repr(joint) if joint else "this worker"
             raise StrategyMismatchError(
@@ -361,9 +368,11 @@ class Checkpoint:
 
     def _exchange(self, value: dict[str, Any], where: str) -> Sequence[dict[str, Any]]:
         with progress.phase(f"checkpoint.{where}", waits=True):
-            seen = coordination_of(self._strategy).exchange(_CHANNEL, [where.partition("(")[0], value])
-        same_on_workers.require_same_call([call for call, _ in seen])
-        return [other for _, other in seen]
+            exchange = functools.partial(coordination_of(self._strategy).exchange, _CHANNEL)
+            seen = exchange([where.partition("(")[0], value, progress.history()])
+            same_on_workers.require_same_call([call for call, _, _ in seen])
+            require_same_history([history for _, _, history in seen], lambda: exchange(progress.tell()))
+        return [other for _, other, _ in seen]
 
     def _require_usable(self, verb: str) -> None:
         if frames.is_traced():
@@ -373,33 +382,3 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         return f"mr.Checkpoint({str(self._files.root)!r}, {', '.join(sorted(self._named))})"
-
-
-def _checked_names(named: dict[str, PyTree]) -> dict[str, PyTree]:
-    if not named:
-        raise TypeError("mr.Checkpoint got nothing to save; expected for example mr.Checkpoint(directory, model=variables).")
-    for name in named:
-        if not _NAME.fullmatch(name):
-            raise ValueError(
-                f"mr.Checkpoint: the name {name!r} will not do; expected 1 to 128 of the characters A-Z, a-z, 0-9, '_', '.' and "
-                "'-', the first not a '.'."
-            )
-    return named
-
-
-def _check_count(count: Any, name: str) -> None:
-    if isinstance(count, bool) or not isinstance(count, int):
-        raise TypeError(f"mr.Checkpoint: {name} is {count!r}; expected an int.")
-    if count < 1:
-        raise ValueError(f"mr.Checkpoint: {name} is {count}; expected at least 1.")
-
-
-def checked_step(step: Any, verb: str) -> int:
-    """Return the number of a step as an int, or say that it is none."""
-    try:
-        number = int(step.__index__())
-    except (AttributeError, TypeError):
-        number = -1
-    if isinstance(step, bool) or not 0 <= number <= _MAX_STEP:
-        raise TypeError(f"{verb}: step is {step!r}; expected an int of at least 0.")
-    return number

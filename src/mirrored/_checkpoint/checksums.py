@@ -28,11 +28,17 @@ def as_bytes(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def file_checksums(directory: Path) -> tuple[dict[str, list[int]], dict[str, OSError]]:
+def file_checksums(
+    directory: Path, recorded: Mapping[str, list[int]] | None = None
+) -> tuple[dict[str, list[int]], dict[str, OSError]]:
     """Return the size and the CRC-32 of each file under a directory, and the error of each that cannot be read.
 
-    Both by the path with slashes. What is neither a file nor a directory, such as a symbolic link, has the size -1 and is
-    not opened.
+    Both by the path with slashes. What is neither a file nor a directory, such as a symbolic link or a FIFO, has the size -1
+    and is not opened.
+
+    Args:
+        directory: its links are not followed.
+        recorded: what was written; a file that is not in it, or not of its size there, is not read, and its CRC-32 is 0.
 
     Raises:
         OSError: when a directory cannot be listed: what is in it is not missing.
@@ -42,7 +48,7 @@ def file_checksums(directory: Path) -> tuple[dict[str, list[int]], dict[str, OSE
     for path in _files(directory):
         name = path.relative_to(directory).as_posix()
         try:
-            found[name] = _file_checksum(path)
+            found[name] = _file_checksum(path, None if recorded is None else recorded.get(name, [-1])[0])
         except OSError as error:
             unread[name] = error
     return found, unread
@@ -63,15 +69,24 @@ def _files(directory: Path) -> list[Path]:
     return sorted(files)
 
 
-def _file_checksum(path: Path) -> list[int]:
+def _file_checksum(path: Path, recorded_size: int | None) -> list[int]:
     if not stat.S_ISREG(path.lstat().st_mode):
         return [-1, 0]
-    size, checksum = 0, 0
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
+    with open(path, "rb", opener=open_plain) as file:
+        size, checksum, status = 0, 0, os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            return [-1, 0]
+        if recorded_size not in (None, status.st_size):
+            return [status.st_size, 0]
+        while size <= status.st_size and (chunk := file.read(_CHUNK_BYTES)):  # no end of one that grows meanwhile
             size += len(chunk)
             checksum = zlib.crc32(chunk, checksum)
     return [size, checksum]
+
+
+def open_plain(path: str | os.PathLike[str], flags: int) -> int:
+    """Open a file as `open` does, but no link, and without waiting for who writes to a FIFO."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def file_problems(recorded: Mapping[str, list[int]], found: Mapping[str, list[int]]) -> list[str]:

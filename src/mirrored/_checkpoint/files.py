@@ -27,6 +27,7 @@ import numpy as np
 from .._errors import CheckpointError
 from .._text import version_of
 from . import checksums
+from .sole_writer import LOCK, SoleWriter, sole_writer
 
 _logger = logging.getLogger("mirrored")
 
@@ -95,6 +96,19 @@ class StepFiles:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self._right: SoleWriter | None = None
+
+    def claim(self) -> None:
+        """Take the right to write here, which is kept until `release`.
+
+        Raises:
+            CheckpointError: when another program has it.
+        """
+        self._right = sole_writer(self.root)
+
+    def release(self) -> None:
+        """Let other programs write here, unless this one still does by another object."""
+        self._right = None
 
     def look(self) -> tuple[list[int], list[str]]:
         """Return the steps that are there, in order, and what else looks like one but is not, with the reason."""
@@ -113,7 +127,7 @@ class StepFiles:
                     steps.append(int(entry.name))
                 else:
                     strays.append(f"{entry.name} {reason}")
-            elif not entry.name.startswith((_REMOVED, _MARK)):
+            elif not entry.name.startswith((_REMOVED, _MARK)) and entry.name != LOCK:
                 strays.append(f"{entry.name} {'is a save that was cut short' if _is_leftover(entry) else 'is not a step'}")
         return sorted(steps), strays
 
@@ -153,14 +167,15 @@ class StepFiles:
     def _remove_stale_marks(self) -> None:
         """Remove the marks of programs that were killed."""
         for entry in os.scandir(self.root):
-            if entry.name.startswith(_MARK) and entry.stat(follow_symlinks=False).st_mtime < time.time() - _STALE_SECONDS:
+            if entry.name.startswith(_MARK) and _is_old(entry):
                 with contextlib.suppress(OSError):
                     os.unlink(entry.path)
 
     def _sweep(self) -> None:
-        """Remove what saves and removals that were cut short have left behind."""
+        """Remove what saves and removals that were cut short have left behind; another program may be at it without a lock."""
         for entry in os.scandir(self.root):
-            if _is_leftover(entry) and entry.path not in _being_written:
+            is_dead = self._right is not None or _is_old(entry)
+            if is_dead and _is_leftover(entry) and entry.path not in _being_written:
                 shutil.rmtree(entry.path, ignore_errors=True)
 
     def write(self, step: int, arrays: Mapping[str, np.ndarray], record: Mapping[str, Any]) -> int:
@@ -224,15 +239,18 @@ class StepFiles:
         directory = self.root / str(step)
         try:
             record = _read_record(directory, step)
-            found, unread = checksums.file_checksums(directory)
+            found, unread = checksums.file_checksums(directory, record["files"])
         except OSError as error:
             raise self._not_read(step, directory, error) from error
         found.pop(RECORD, None)
         unread.pop(RECORD, None)
         written = {name: about for name, about in record["files"].items() if name not in unread}
         problems = checksums.file_problems(written, found)
+        sizes = {name: size for name, (size, _) in written.items()}
         for name, error in {} if problems else unread.items():
             raise self._not_read(step, directory / name, error) from error
+        if unread or not {name: size for name, (size, _) in found.items()}.items() <= sizes.items():
+            raise DamagedStep(problems)  # orbax would open all that is there, also what never ends
         arrays: dict[str, np.ndarray] = {}
         try:
             # One by one from damaged files, to name the arrays: orbax does not end well with several reads of which some fail.
@@ -277,6 +295,10 @@ def _is_leftover(entry: os.DirEntry[str]) -> bool:
     return entry.name.startswith((_SAVING, _REMOVED)) and entry.is_dir(follow_symlinks=False)
 
 
+def _is_old(entry: os.DirEntry[str]) -> bool:
+    return entry.stat(follow_symlinks=False).st_mtime < time.time() - _STALE_SECONDS
+
+
 def _checkpointer() -> Any:
     """Make a checkpointer that waits for no other process, as one that all processes share would."""
     ocp, me = orbax(), jax.process_index()
@@ -308,9 +330,8 @@ def _describe(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
 
 def _read_record(directory: Path, step: int) -> dict[str, Any]:
     try:
-        descriptor = os.open(directory / RECORD, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with open(descriptor, "rb") as file:
-            status = os.fstat(descriptor)
+        with open(directory / RECORD, "rb", opener=checksums.open_plain) as file:
+            status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode) or status.st_size > checksums.MAX_RECORD_BYTES:
                 raise ValueError(f"it is not a file of at most {checksums.MAX_RECORD_BYTES} bytes")
             record = checksums.decode_record(file.read())

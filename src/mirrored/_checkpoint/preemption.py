@@ -24,7 +24,8 @@ from .._errors import NOTICE_SECONDS, PREEMPTED, CheckpointError, ContextError
 from .._strategy.strategy import Strategy, coordination_of
 from .._workers.coordination import SLICE_SECONDS, Coordination, decoded
 from .._workers.progress import progress
-from .checkpoint import Checkpoint, checked_step
+from .arguments import checked_step
+from .checkpoint import Checkpoint
 
 _logger = logging.getLogger("mirrored")
 
@@ -81,10 +82,10 @@ class PreemptionHandler:
         self._checkpoint = checkpoint
         self._coordination = coordination_of(strategy or checkpoint._strategy)
         self._lock = threading.Lock()
-        self._step: int | None = None
+        self._last_step: int | None = None
         self._is_signalled = self._is_noticed = self._is_closed = False
         self._quiet_until = 0.0
-        self._process = os.getpid()
+        self._pid = os.getpid()
         self._said: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._watch = None if self._coordination.num_workers == 1 else _SignalWatch(self, self._coordination)
         self._previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -108,7 +109,7 @@ class PreemptionHandler:
         if type(step) is not int:
             step = checked_step(step, "preemption.after_step")
         with self._lock:
-            self._step = step
+            self._last_step = step
             if not self._is_noticed:
                 return
         if self._watch is None or step >= self._watch.target():
@@ -128,7 +129,7 @@ class PreemptionHandler:
                 with progress.phase("the end of preemption handling", waits=True):
                     is_preempted = any(self._coordination.exchange(_CHANNEL, self._is_signalled or self._is_noticed))
             if is_preempted:
-                self._leave(self._step)
+                self._leave(self._last_step)
         finally:
             self._end()
             self._give_signals_back()
@@ -147,7 +148,7 @@ class PreemptionHandler:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """Take note only: this runs in the main thread, between any two of its instructions, whatever locks it holds."""
-        if os.getpid() != self._process:  # a child that was forked, such as one that loads data
+        if os.getpid() != self._pid:  # a child that was forked, such as one that loads data
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
@@ -187,7 +188,7 @@ class PreemptionHandler:
             self._is_noticed = True
             if not self._is_signalled:  # its own may still be on the way
                 self._quiet_until = time.monotonic() + NOTICE_SECONDS
-            return self._step
+            return self._last_step
 
     def _leave(self, step: int | None) -> NoReturn:
         try:
@@ -215,7 +216,7 @@ class PreemptionHandler:
 
     def _give_signals_back(self) -> None:
         """Restore what signals do, after those of one notice: a late one would kill a program that leaves in good order."""
-        if self._previous and os.getpid() == self._process:
+        if self._previous and os.getpid() == self._pid:
             while (left := self._quiet_until - time.monotonic()) > 0:
                 time.sleep(left)
             with self._lock:
@@ -270,7 +271,7 @@ class _SignalWatch:
         try:
             self._await_signal()
             # Said also by a worker that ends without having heard of a signal, so that the others do not wait for it.
-            last = self._handler._step if self._stopped.is_set() else self._handler._notice()
+            last = self._handler._last_step if self._stopped.is_set() else self._handler._notice()
             text = json.dumps(None if last is None else int(last))
             self._coordination.put(f"{self._prefix}/last/{self._coordination.worker}", text)
             every = [self._last_step_of(worker) for worker in range(self._coordination.num_workers)]
@@ -307,7 +308,7 @@ def _forget_in_children() -> None:
 
     def forget() -> None:
         for handler in _handlers:
-            if handler._previous and handler._process == os.getppid():  # not what a child has chosen for its own children
+            if handler._previous and handler._pid == os.getppid():  # not what a child has chosen for its own children
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     os.register_at_fork(after_in_child=forget)

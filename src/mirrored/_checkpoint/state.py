@@ -5,26 +5,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._models import keras_state
 from .._options import VariableAggregation
 from .._replicas import cross_replica
-from .._replicas.per_replica import PerReplica
 from .._typing import PyTree
-from .._variables.variable import Variable, set_stored, spec_of, stored_array
-from ..data._iterator import DistributedIterator, num_workers_of
-from ..optimizer import Optimizer
-
-#: By its path, such as `model['layers'][0]`: a variable, an array, a number, or an iterator with a position.
-Leaves: TypeAlias = dict[str, Any]
-
-_NUMBERS = {"bool": "True".__eq__, "int": int, "float": float, "complex": complex}
+from .._variables.access import lent, set_stored
+from .._variables.variable import Variable, spec_of
+from .leaves import ITERATIONS, NUMBERS, Leaves, children_of, dtype_name, has_position, is_key, key_impl, kind_of, variables_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,116 +31,6 @@ class Snapshot:
 
     leaves: dict[str, dict[str, Any]]
     arrays: dict[str, np.ndarray]
-
-
-def leaves_of(named: Mapping[str, PyTree]) -> Leaves:
-    """Return what is to be saved of the objects that a user gave, in an order that is the same on all workers.
-
-    Raises:
-        TypeError: for a leaf that cannot be saved, or into whose place nothing could be put back.
-    """
-    found: Leaves = {}
-    for name in sorted(named):
-        for path, leaf in _walk(name, named[name], is_replaceable=False):
-            if path in found:
-                raise ValueError(f"mr.Checkpoint: two values have the path {path!r}; give their keys different names.")
-            found[path] = leaf
-    return found
-
-
-def _walk(path: str, tree: PyTree, is_replaceable: bool) -> Iterator[tuple[str, Any]]:
-    tree = tree.state if isinstance(tree, Optimizer) else keras_state.state_of(tree)
-    children = _children(tree)
-    if children is None:
-        _check_leaf(path, tree, is_replaceable)
-        yield path, tree
-        return
-    for key, child in children[0]:
-        yield from _walk(path + jax.tree_util.keystr(key), child, is_replaceable or isinstance(tree, dict | list))
-
-
-def _children(tree: PyTree) -> tuple[list[tuple[Any, Any]], Any] | None:
-    """Return what is directly below a node, with the keys, and how to make such a node; None for a leaf."""
-    if isinstance(tree, Variable | PerReplica | Optimizer) or has_position(tree):
-        return None
-    children, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
-    is_leaf = len(children) == 1 and not children[0][0]  # its path to itself is empty
-    return None if is_leaf else (children, treedef)
-
-
-def has_position(value: Any) -> bool:
-    """Tell whether a value is an iterator that can say where it stands, and go back there."""
-    return callable(getattr(type(value), "get_state", None)) and callable(getattr(type(value), "set_state", None))
-
-
-def _check_leaf(path: str, leaf: Any, is_replaceable: bool) -> None:
-    if isinstance(leaf, Variable) or has_position(leaf):
-        return
-    if isinstance(leaf, PerReplica):
-        raise TypeError(
-            f"mr.Checkpoint: {path} is a PerReplica, one value per replica. Reduce it with strategy.reduce('mean', value), or "
-            "keep it in a mr.Variable(..., synchronization='on_read')."
-        )
-    if isinstance(leaf, jax.core.Tracer):
-        raise TypeError(f"mr.Checkpoint: {path} is a traced value; save outside of jit and strategy.run.")
-    if isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated):
-        raise TypeError(f"mr.Checkpoint: {path} is an array of which this worker holds only a part; keep it in a mr.Variable.")
-    is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic)
-    if not (is_array and _is_savable(leaf.dtype)) and type(leaf).__name__ not in _NUMBERS:
-        raise TypeError(
-            f"mr.Checkpoint: {path} is {leaf!r} of type {type(leaf).__name__}; expected variables, optimizers, arrays, numbers, "
-            "iterators of distributed datasets, or nests of them. For the position in the data give the iterator itself instead "
-            "of its get_state(): state = {'epoch': 0, 'batches': iter(dataset)}."
-        )
-    if not is_replaceable and not (isinstance(leaf, np.ndarray) and leaf.flags.writeable):
-        raise TypeError(
-            f"mr.Checkpoint: {path} is {leaf!r}, and a restored value could not be put in its place. Keep it in a dict or a list "
-            "that the program reads it from: mr.Checkpoint(directory, state={'epoch': 0})."
-        )
-
-
-def _is_savable(dtype: Any) -> bool:
-    return any(jnp.issubdtype(dtype, kind) for kind in (jnp.number, jnp.bool_, jax.dtypes.prng_key)) and dtype.name != "float128"
-
-
-def joint_among(leaves: Leaves) -> str | None:
-    """Return the path of a variable, or of an iterator, in which other workers take part; None when there is none."""
-    for path, leaf in leaves.items():
-        is_variable = isinstance(leaf, Variable) and not spec_of(leaf).mesh.is_alone
-        if is_variable or (isinstance(leaf, DistributedIterator) and num_workers_of(leaf) > 1):
-            return path
-    return None
-
-
-def variables_of(leaves: Leaves) -> list[Variable]:
-    """Return the variables among the leaves, each once."""
-    return list(dict.fromkeys(leaf for leaf in leaves.values() if isinstance(leaf, Variable)))
-
-
-def kinds_of(leaves: Leaves) -> dict[str, str]:
-    """Say of each leaf in words what it is; equal on all workers."""
-    return {path: _kind(leaf) for path, leaf in leaves.items()}
-
-
-def _kind(leaf: Any) -> str:
-    if isinstance(leaf, Variable):
-        aggregation = "" if leaf.aggregation is VariableAggregation.NONE else f", {leaf.aggregation.name}"
-        return f"{'sync-on-read' if spec_of(leaf).is_on_read else 'mirrored'} {_dtype_name(leaf)}{list(leaf.shape)}{aggregation}"
-    if has_position(leaf):
-        return "iterator"
-    return f"{_dtype_name(leaf)}{list(leaf.shape)}" if hasattr(leaf, "dtype") else "number"
-
-
-def _dtype_name(array: Any) -> str:
-    return f"keys of {_impl(array)} " if _is_key(array) else array.dtype.name
-
-
-def _is_key(array: Any) -> bool:
-    return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
-
-
-def _impl(keys: Any) -> str:
-    return str(jax.random.key_impl(stored_array(keys) if isinstance(keys, Variable) else keys))
 
 
 def positions_of(leaves: Leaves) -> dict[str, Any]:
@@ -175,6 +58,14 @@ def take_snapshot(leaves: Leaves, positions: Sequence[Mapping[str, Any]], is_kep
         positions: of the iterators, by worker.
         is_kept: whether the copy is wanted here.
     """
+    variables = variables_of(leaves)
+    with lent(variables) as arrays:  # all at one moment, between two steps of other threads
+        return _snapshot(leaves, dict(zip(variables, arrays, strict=True)), positions, is_kept)
+
+
+def _snapshot(
+    leaves: Leaves, stored: Mapping[Variable, jax.Array], positions: Sequence[Mapping[str, Any]], is_kept: bool
+) -> Snapshot | None:
     on_devices: dict[str, jax.Array] = {}
     entries: dict[str, dict[str, Any]] = {}
     host: dict[str, np.ndarray] = {}
@@ -182,7 +73,7 @@ def take_snapshot(leaves: Leaves, positions: Sequence[Mapping[str, Any]], is_kep
         if has_position(leaf):
             entries[path] = {"kind": "position", "by_worker": [worker[path] for worker in positions]}
         elif isinstance(leaf, Variable | jax.Array):
-            entries[path] = _array_entry(leaf, on_devices)
+            entries[path] = _array_entry(leaf, stored, on_devices)
         elif hasattr(leaf, "dtype"):
             entries[path] = {"kind": "array", "value": f"h{len(host)}"}
             host[f"h{len(host)}"] = np.array(leaf, dtype=leaf.dtype.newbyteorder("="))
@@ -196,18 +87,18 @@ def take_snapshot(leaves: Leaves, positions: Sequence[Mapping[str, Any]], is_kep
     return Snapshot(entries, host | {key: np.array(array) for key, array in own.items()})
 
 
-def _array_entry(leaf: Variable | jax.Array, arrays: dict[str, jax.Array]) -> dict[str, Any]:
+def _array_entry(leaf: Variable | jax.Array, held: Mapping[Variable, jax.Array], arrays: dict[str, jax.Array]) -> dict[str, Any]:
     """Describe a leaf on devices, and add its plain arrays, which this process can read, to `arrays`."""
-    entry: dict[str, Any] = {"key": _impl(leaf)} if _is_key(leaf) else {}
+    entry: dict[str, Any] = {"key": key_impl(leaf)} if is_key(leaf) else {}
 
     def add(array: jax.Array) -> str:
         key = f"d{len(arrays)}"
-        arrays[key] = jax.random.key_data(array) if _is_key(array) else array
+        arrays[key] = jax.random.key_data(array) if is_key(array) else array
         return key
 
     if not isinstance(leaf, Variable):
         return entry | {"kind": "array", "value": add(leaf)}
-    stored = stored_array(leaf)
+    stored = held[leaf]
     if not spec_of(leaf).is_on_read:
         return entry | {"kind": "mirrored", "value": add(stored)}
     mesh = spec_of(leaf).mesh
@@ -229,8 +120,10 @@ def differences(leaves: Leaves, saved: Snapshot) -> list[str]:
     """Say of each leaf why what was saved does not fit it; an empty list when all fit."""
     problems = []
     for path in sorted({*leaves, *saved.leaves}):
+        if path.endswith(ITERATIONS) and not (path in leaves and path in saved.leaves):
+            continue
         if path not in saved.leaves:
-            problems.append(f"{path} ({_kind(leaves[path])}) is not in the checkpoint")
+            problems.append(f"{path} ({kind_of(leaves[path])}) is not in the checkpoint")
         elif path not in leaves:
             problems.append(f"{path} ({_saved_kind(saved, path)}) is in the checkpoint, and not among what is to be restored")
         else:
@@ -240,7 +133,7 @@ def differences(leaves: Leaves, saved: Snapshot) -> list[str]:
 
 
 def _difference(leaf: Any, saved: Snapshot, path: str) -> str | None:
-    entry, here, there = saved.leaves[path], _kind(leaf), _saved_kind(saved, path)
+    entry, here, there = saved.leaves[path], kind_of(leaf), _saved_kind(saved, path)
     if entry["kind"] in ("position", "number"):
         return None if here == there else f"is {here} here, and {there} in the checkpoint"
     if here in ("iterator", "number") or _contents(leaf) != _saved_contents(saved, entry):
@@ -264,7 +157,7 @@ def _difference(leaf: Any, saved: Snapshot, path: str) -> str | None:
 
 
 def _contents(leaf: Any) -> tuple[str, tuple[int, ...]]:
-    return _dtype_name(leaf), tuple(leaf.shape)
+    return dtype_name(leaf), tuple(leaf.shape)
 
 
 def _saved_contents(saved: Snapshot, entry: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
@@ -336,11 +229,13 @@ def restore_values(named: Mapping[str, PyTree], leaves: Leaves, saved: Snapshot)
     """Put the values back: variables and numpy arrays are written, and what else there is takes its place in its dict or list."""
     new: Leaves = {}
     for path, leaf in leaves.items():
-        entry = saved.leaves[path]
-        if isinstance(leaf, Variable):
+        entry = saved.leaves.get(path)
+        if entry is None:  # the count of an optimizer
+            leaf.assign(0)
+        elif isinstance(leaf, Variable):
             _restore_variable(leaf, saved, entry)
         elif entry["kind"] == "number":
-            new[path] = _NUMBERS[entry["type"]](entry["value"])
+            new[path] = NUMBERS[entry["type"]](entry["value"])
         elif isinstance(leaf, np.ndarray) and leaf.flags.writeable:
             leaf[...] = saved.arrays[entry["value"]]
         elif entry["kind"] != "position":
@@ -375,7 +270,7 @@ def _plain_value(leaf: Any, host: np.ndarray, entry: Mapping[str, Any]) -> Any:
 
 def _replaced(path: str, tree: PyTree, new: Mapping[str, Any]) -> PyTree:
     """Return a tree with new leaves: dicts and lists keep their identity, immutable nodes are made anew."""
-    children = None if path in new else _children(tree)
+    children = None if path in new else children_of(tree)
     if children is None:
         return new.get(path, tree)
     pairs, treedef = children

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
 import platform
@@ -17,7 +16,7 @@ from pathlib import Path
 from .. import _env
 from .._cluster.resolvers import discover
 from .._errors import ClusterConfigError
-from .._text import escape, version_of
+from .._text import NO_VERSION, escape, version_of
 
 #: How long the devices are waited for; a driver that hangs is part of the report.
 DEVICES_SECONDS = 60.0
@@ -47,13 +46,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _versions() -> Iterator[str]:
     yield ", ".join(f"{name} {version_of(name)}" for name in _PACKAGES)
-    found = []
-    for name in _OPTIONAL:
-        try:
-            found.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    yield f"optional: {', '.join(found) or 'none'}"
+    found = {name: version_of(name) for name in _OPTIONAL}
+    yield f"optional: {', '.join(f'{name} {version}' for name, version in found.items() if version != NO_VERSION) or 'none'}"
     yield f"{platform.python_implementation()} {platform.python_version()}, {platform.platform()}"
 
 

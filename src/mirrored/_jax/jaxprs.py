@@ -16,7 +16,7 @@ import numpy as np
 
 from .._typing import REPLICA_AXIS
 from .marks import mark_p
-from .primitives import CALLS, CONTROL_FLOW, LOCAL, PURE
+from .primitives import CALLS, CONTROL_FLOW, HOST_CALLBACKS, LOCAL, PURE
 
 Jaxpr = jex_core.Jaxpr
 #: The same class as Jaxpr since jax 0.11; before, a pair of a Jaxpr and its constants.
@@ -81,6 +81,11 @@ def scan_of(equation: Any) -> Scan:
     return Scan(body, len(equation.invars) - num_carry - num_rows, num_carry)
 
 
+def length_of(equation: Any) -> int:
+    """Return how often a `scan` runs its body."""
+    return equation.params["length"]
+
+
 def _num_longer(outer: Any, inner: Any) -> int:
     return sum(_rank(a) > _rank(b) for a, b in zip(outer, inner, strict=True))
 
@@ -125,6 +130,34 @@ def solver_of(equation: Any) -> Solver:
     return Solver(equation.params["jaxprs"].solve.jaxpr, operands)
 
 
+class Part(NamedTuple):
+    """What a loop or condition runs, and which operands of the equation it takes as they are: its first arguments."""
+
+    closed: ClosedJaxpr
+    fixed: range
+
+
+def parts_of(equation: Any) -> tuple[list[Part], range]:
+    """Take a `scan`, `while` or `cond` apart: what it runs, and the operands that are handed over in another way.
+
+    Those of a `scan` are its carry and what is sliced into rows, those of a `while` what it carries, that of a `cond` its
+    index. Of any other equation there are no parts, and all operands are handed over.
+    """
+    name, num_operands = equation.primitive.name, len(equation.invars)
+    if name == "scan":
+        [closed] = inner_jaxprs(equation)
+        num_consts = scan_of(equation).num_consts
+        return [Part(closed, range(num_consts))], range(num_consts, num_operands)
+    if name == "while":
+        _, _, num_cond_consts, num_body_consts = while_of(equation)
+        num_consts = num_cond_consts + num_body_consts
+        cond = Part(equation.params["cond_jaxpr"], range(num_cond_consts))
+        return [cond, Part(equation.params["body_jaxpr"], range(num_cond_consts, num_consts))], range(num_consts, num_operands)
+    if name == "cond":
+        return [Part(closed, range(1, num_operands)) for closed in equation.params["branches"]], range(1)
+    return [], range(num_operands)
+
+
 # -- collectives
 
 
@@ -142,6 +175,11 @@ def is_collective(equation: Any) -> bool:
 def has_collective(equation: Any) -> bool:
     """Tell whether an equation is, or has inside, a collective over the replicas."""
     return any(map(is_collective, itertools.chain([equation], inside(equation))))
+
+
+def adds_own_axes(equation: Any) -> bool:
+    """Tell whether an equation is a sum over the replicas and over axes of its operands: what a `vmap` makes of two names."""
+    return equation.primitive.name == "psum" and is_collective(equation) and any(isinstance(a, int) for a in axis_names(equation))
 
 
 def is_over_groups(equation: Any) -> bool:
@@ -172,6 +210,11 @@ def _is_local_and_plain(equation: Any) -> bool:
     if equation.primitive is mark_p or equation.primitive.name == "axis_index":
         return True
     return is_plain(equation) and not is_collective(equation)
+
+
+def has_host_callback(jaxpr: Jaxpr) -> bool:
+    """Tell whether a program calls a user's function on the host, which may raise; `jax.debug.print` calls none."""
+    return any(equation.primitive.name in HOST_CALLBACKS for equation in all_equations(jaxpr))
 
 
 # -- what a program holds

@@ -20,17 +20,26 @@ class Purpose(enum.Enum):
 
     ASSIGN = "assigned to a mirrored variable"
     GRADIENT = "given to an optimizer that sums over the replicas"
+    MEAN_GRADIENT = "given to an optimizer that averages over the replicas"
     LOSS = "differentiated"
+    SEED = "the gradient of a loss by itself, where gradients begin"
+    SHARE = "scaled for a sum over the replicas, and so is its gradient"
     ROWS = "depends on how many rows a replica has"
 
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """What a value is for, for which variable, and where the user wrote it."""
+    """What a value is for, for which variable, and where the user wrote it.
+
+    Attributes:
+        purpose, name, where: that.
+        number: which optimizer, of a gradient; of a share, how many rows of the replica were counted, or 0.
+    """
 
     purpose: Purpose
     name: str
     where: str
+    number: int = 0
 
     def __str__(self) -> str:
         """Leave out what may differ between workers that run the same program: files have other paths there."""
@@ -45,8 +54,19 @@ def mark(value: jax.Array, note: Mark) -> jax.Array:
     return mark_p.bind(value, note=note)
 
 
-def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    return mark_p.bind(*primals, **params), tangents[0]
+#: The marks that a gradient has too, where it comes by.
+_OF_GRADIENTS = {Purpose.LOSS: Purpose.SEED, Purpose.SEED: Purpose.SEED, Purpose.SHARE: Purpose.SHARE}
+
+
+def _jvp(primals: Any, tangents: Any, note: Mark) -> Any:
+    [tangent] = tangents
+    if note.purpose in _OF_GRADIENTS and type(tangent) is not ad.Zero:
+        tangent = mark_p.bind(tangent, note=dataclasses.replace(note, purpose=_OF_GRADIENTS[note.purpose]))
+    return mark_p.bind(*primals, note=note), tangent
+
+
+def _transpose(cotangent: Any, _: Any, note: Mark) -> Any:
+    return [cotangent if type(cotangent) is ad.Zero else mark_p.bind(cotangent, note=note)]
 
 
 def _batch(arguments: Any, dimensions: Any, **params: Any) -> Any:
@@ -56,5 +76,6 @@ def _batch(arguments: Any, dimensions: Any, **params: Any) -> Any:
 mark_p.def_impl(lambda value, note: value)
 mark_p.def_abstract_eval(lambda value, note: value)
 ad.primitive_jvps[mark_p] = _jvp
+ad.primitive_transposes[mark_p] = _transpose
 batching.primitive_batchers[mark_p] = _batch
 mlir.register_lowering(mark_p, lambda context, value, note: [value])

@@ -37,3 +37,5 @@ CONTROL_FLOW = frozenset({"cond", "custom_linear_solve", "scan", "while"})
 MAKE_SAME = frozenset({"psum", "pmax", "pmin", "all_gather", "pbroadcast", "psum_invariant", "all_gather_invariant"})
 #: Name the replica axis, but reach no other replica. Whatever else names it is a collective.
 LOCAL = frozenset({"axis_index", "pvary"})
+#: Call a user's function on the host. `debug_print`, a primitive of its own since jax 0.11, calls none.
+HOST_CALLBACKS = frozenset({"buffer_callback", "debug_callback", "io_callback", "pure_callback"})

@@ -155,6 +155,17 @@ def bind(equation: Any, operands: Sequence[Any]) -> list[Any]:
     return _run(equation.replace(invars=variables), variables, operands)
 
 
+def own_axes_first(equation: Any) -> tuple[ClosedJaxpr, Any]:
+    """Cut a `psum` over the replicas and axes of its operands in two: a function for the latter, and an equation for the rest."""
+    axes = equation.params["axes"]
+    own = tuple(axis for axis in axes if isinstance(axis, int))
+    avals = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in equation.invars]
+    closed = jax.make_jaxpr(lambda *operands: [jnp.sum(x, axis=own, dtype=x.dtype) for x in operands])(*avals)
+    params = {**equation.params, "axes": tuple(axis for axis in axes if axis not in own)}
+    variables = [jex_core.Var(aval) for aval in closed.out_avals]
+    return closed, equation.replace(params=params, invars=variables)
+
+
 def _run(equation: Any, variables: list[Any], operands: Sequence[Any]) -> list[Any]:
     equation = _for_meshes_of(operands, equation)
     info = jex_core.DebugInfo("mirrored", "one equation", ("",) * len(variables), ("",) * len(equation.outvars))

@@ -5,17 +5,21 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from types import ModuleType
+import types
+from collections.abc import Iterator
 from typing import Any
 
 import jax
+import optax
 
 _PACKAGE_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _JAX_FOLDER = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
-_not_user_code = (_PACKAGE_FOLDER, _JAX_FOLDER, "<frozen", os.path.dirname(contextlib.__file__) + os.sep + "contextlib")
+_OPTAX_FOLDER = os.path.dirname(os.path.abspath(optax.__file__)) + os.sep
+_CONTEXTLIB = os.path.dirname(contextlib.__file__) + os.sep + "contextlib"
+_not_user_code = (_PACKAGE_FOLDER, _JAX_FOLDER, _OPTAX_FOLDER, _CONTEXTLIB, "<frozen")
 
 
-def leave_out(library: ModuleType) -> None:
+def leave_out(library: types.ModuleType) -> None:
     """Take a library's files for code that is not the user's, from now on."""
     global _not_user_code
     folder = os.path.dirname(os.path.abspath(library.__file__ or "")) + os.sep
@@ -44,13 +48,55 @@ def user_stacklevel() -> int:
 def raising_line(error: BaseException) -> str:
     """Return `file:line` of the innermost user code that an exception came through."""
     where = "<unknown>"
-    traceback = error.__traceback__
-    while traceback is not None:
-        filename = traceback.tb_frame.f_code.co_filename
-        if not filename.startswith(_not_user_code):
-            where = f"{filename}:{traceback.tb_lineno}"
-        traceback = traceback.tb_next
+    for entry in _entries(error):
+        if _is_users(entry):
+            where = f"{entry.tb_frame.f_code.co_filename}:{entry.tb_lineno}"
     return where
+
+
+def show_users_lines(error: BaseException) -> None:
+    """Leave only the user's lines in the traceback of an exception, and of those that it comes from; `raise` it afterwards.
+
+    A bug of ours keeps all of its lines, and so does everything where JAX shows its own: JAX_TRACEBACK_FILTERING=off.
+    """
+    if jax.config.jax_traceback_filtering == "off":
+        return
+    waiting: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while waiting:
+        link = waiting.pop()
+        if link is None or id(link) in seen:
+            continue
+        seen.add(id(link))
+        waiting += [link.__cause__, link.__context__]
+        entries = list(_entries(link))
+        if entries and not _is_bug(link, entries[-1]):
+            link.__traceback__ = _chained([entry for entry in entries if _is_users(entry)])
+
+
+def _entries(error: BaseException) -> Iterator[types.TracebackType]:
+    """Yield the lines that an exception came through, from the outermost to the innermost."""
+    entry = error.__traceback__
+    while entry is not None:
+        yield entry
+        entry = entry.tb_next
+
+
+def _is_users(entry: types.TracebackType) -> bool:
+    return not entry.tb_frame.f_code.co_filename.startswith(_not_user_code)
+
+
+def _is_bug(error: BaseException, innermost: types.TracebackType) -> bool:
+    """Tell whether an exception that came out of our code is none of those that we raise to users."""
+    is_ours = innermost.tb_frame.f_code.co_filename.startswith(_PACKAGE_FOLDER)
+    return is_ours and isinstance(error, AssertionError | LookupError)
+
+
+def _chained(entries: list[types.TracebackType]) -> types.TracebackType | None:
+    chain = None
+    for entry in reversed(entries):
+        chain = types.TracebackType(chain, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return chain
 
 
 def equation_line(equation: Any) -> str | None:

@@ -17,7 +17,8 @@ from .._jax.marks import Mark, Purpose, mark
 from .._replicas import frames
 from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh, default_mesh
-from .._variables.variable import Variable, is_variable, spec_of, store
+from .._variables.access import store
+from .._variables.variable import Variable, is_variable, spec_of
 from . import keras_parts
 
 _OURS, _MESH = "_mirrored_variable", "_mirrored_mesh"

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import functools
+import itertools
+import sys
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any, Generic, TypeVar
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from .._errors import RecompilationWarning
 from .._jax import user_code
-from .call import ArrayLeaf, Call, leaf_names
+from .call import ArrayLeaf, Call, identified, leaf_names, remembered
 
 #: Programs kept per strategy, least recently used first out.
 MAX_PROGRAMS = 256
@@ -21,65 +26,191 @@ listeners: list[Callable[[Any, str], None]] = []
 
 ProgramT = TypeVar("ProgramT")
 
+_all: weakref.WeakSet[Programs[Any]] = weakref.WeakSet()
+
 
 class Programs(Generic[ProgramT]):
-    """A cache of the programs of one strategy, which notices a function that is compiled again and again."""
+    """A cache of the programs of one strategy, which notices a function that is compiled again and again.
+
+    A program goes with the first of the objects that its key knows by identity, and of its variables: with a model that is
+    dropped its programs end. A function may be made anew for each step, so it is known by its code and what it closes over.
+
+    Attributes:
+        last: the key and the program that were asked for last; two None at first.
+    """
 
     def __init__(self) -> None:
-        self._programs: collections.OrderedDict[Any, ProgramT] = collections.OrderedDict()
-        self._last_calls: dict[Any, tuple[int, Call]] = {}
-        self._reported: set[Any] = set()
+        self._programs: collections.OrderedDict[Any, tuple[ProgramT, _Guards]] = collections.OrderedDict()
+        self._seen: collections.OrderedDict[int, _Seen] = collections.OrderedDict()
+        self.last: tuple[Any, ProgramT | None] = (None, None)
+        _all.add(self)
 
     def __iter__(self) -> Iterator[ProgramT]:
-        return iter(self._programs.values())
+        return iter([program for program, _ in self._programs.values()])
 
     def get(self, key: Any) -> ProgramT | None:
-        program = self._programs.get(key)
-        if program is not None:
+        found = self._programs.get(key)
+        if found is None:
+            return None
+        self.last = (key, found[0])
+        with contextlib.suppress(KeyError):  # it has just ended: garbage is collected at any time
             self._programs.move_to_end(key)
-        return program
+        return found[0]
 
-    def add(self, call: Call, program: ProgramT, counted: Any = None) -> None:
+    def add(self, call: Call, program: ProgramT, owner: Any = None, also: Sequence[Any] = ()) -> None:
         """Keep a program.
 
         Args:
             call: the call it was made for.
             program: the program.
-            counted: whose compilations are counted. Default: those of the function's code, because a step is often a
+            owner: whose compilations are counted. Default: those of the function's code, because a step is often a
                 new function in each turn of a loop.
+            also: further objects, besides those of the call, with which the program ends: its variables.
         """
-        self._programs[call.key] = program
+        for programs in list(_all):
+            programs._drop_unreachable()
+        key = call.key
+        targets = itertools.chain(identified(call), also)
+        self._programs[key] = (program, _Guards(targets, functools.partial(_drop_from, weakref.ref(self), key)))
+        self.last = (key, program)
         while len(self._programs) > MAX_PROGRAMS:
             self._programs.popitem(last=False)
-        counted = id(getattr(call.function, "__code__", call.function)) if counted is None else counted
-        count, before = self._last_calls.get(counted, (0, call))
-        self._last_calls[counted] = (count + 1, call._replace(arrays=[]))
-        self._warn(counted, before, call, count)
+        before, count = self._count(getattr(call.function, "__code__", call.function) if owner is None else owner, call)
         for tell in listeners:
-            tell(program, _reason(before, call) if count else "")
+            tell(program, _reason(before, call) if count > 1 else "")
 
-    def _warn(self, counted: Any, before: Call, call: Call, count: int) -> None:
-        if count < MAX_SILENT_RECOMPILATIONS or counted in self._reported:
-            return
-        self._reported.add(counted)
-        message = _recompilation_message(before, call, count + 1)
-        warnings.warn(message, RecompilationWarning, stacklevel=user_code.user_stacklevel())
+    def _count(self, owner: Any, call: Call) -> tuple[_Structure, int]:
+        """Return what the last call was like for which a program of a function was made, and how many there were."""
+        structure = _structure_of(call)
+        seen = self._seen.pop(id(owner), None)
+        if seen is None or seen.owner() is not owner:
+            seen = _Seen(_weakly(owner), 0, structure, False)
+        count = seen.count + 1
+        is_many = count > MAX_SILENT_RECOMPILATIONS
+        self._seen[id(owner)] = _Seen(seen.owner, count, structure, is_many)
+        while len(self._seen) > 4 * MAX_PROGRAMS:
+            self._seen.popitem(last=False)
+        if is_many and not seen.is_reported:
+            message = _recompilation_message(seen.structure, call, count)
+            warnings.warn(message, RecompilationWarning, stacklevel=user_code.user_stacklevel())
+        return seen.structure, count
+
+    def _drop_program(self, key: Any) -> None:
+        dropped = self._programs.pop(key, None)
+        if dropped is not None and self.last[1] is dropped[0]:
+            self.last = (None, None)
+
+    def _drop_unreachable(self) -> None:
+        """Drop programs whose key knows an object that cannot say that it has ended, and that nobody else has any more."""
+        for key in [key for key, (_, guards) in list(self._programs.items()) if guards.have_ended()]:
+            self._drop_program(key)
 
 
-def _recompilation_message(before: Call, after: Call, count: int) -> str:
+def _drop_from(programs: weakref.ref[Programs[Any]], key: Any, _: Any) -> None:
+    if (found := programs()) is not None:
+        found._drop_program(key)
+
+
+# -- how long a program is kept
+
+
+class _Pin:
+    """An object that cannot be referred to weakly, such as a dict, and is therefore kept alive; one for all programs."""
+
+    __slots__ = ("__weakref__", "target")
+
+    def __init__(self, target: Any) -> None:
+        self.target = target
+
+
+_pins: weakref.WeakValueDictionary[int, _Pin] = weakref.WeakValueDictionary()
+
+
+class _Guards:
+    """What a program's key knows by identity.
+
+    Args:
+        targets: these objects.
+        ended: is called when one of them has ended: then no call can have the key again, until another object takes its `id`.
+    """
+
+    __slots__ = ("_pinned", "_references")
+
+    def __init__(self, targets: Iterable[Any], ended: Callable[[Any], None]) -> None:
+        self._references: list[weakref.ref[Any]] = []
+        self._pinned: list[_Pin] = []
+        for target in {id(target): target for target in targets}.values():
+            try:
+                self._references.append(weakref.ref(target, ended))
+            except TypeError:
+                pin = _pins.get(id(target))
+                if pin is None:
+                    pin = _pins[id(target)] = _Pin(target)
+                self._pinned.append(pin)
+
+    def have_ended(self) -> bool:
+        """Tell whether some object is kept alive by these guards only."""
+        return any(sys.getrefcount(pin.target) <= 2 for pin in self._pinned)  # the pin's own, and the argument
+
+
+# -- functions that are compiled again and again
+
+
+class _Structure(NamedTuple):
+    """What a call was like, without the objects in it, so that it keeps none of them alive.
+
+    Attributes:
+        treedef: of the arguments.
+        leaves: each an ArrayLeaf, or a static value in a 1-tuple.
+    """
+
+    treedef: Any
+    leaves: list[Any]
+
+
+class _Seen(NamedTuple):
+    """How often a function has been compiled.
+
+    Attributes:
+        owner: returns the function, or its code; None when it is gone, and its `id` may be another's.
+        count: how many programs it has had.
+        structure: of the last call for which one was made.
+        is_reported: whether the user knows.
+    """
+
+    owner: Callable[[], Any]
+    count: int
+    structure: _Structure
+    is_reported: bool
+
+
+def _weakly(owner: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(owner)
+    except TypeError:
+        return lambda: None
+
+
+def _structure_of(call: Call) -> _Structure:
+    return _Structure(call.treedef, [leaf if isinstance(leaf, ArrayLeaf) else (remembered(leaf[0]),) for leaf in call.leaves])
+
+
+def _recompilation_message(before: _Structure, after: Call, count: int) -> str:
     name = getattr(after.function, "__qualname__", repr(after.function))
     return f"{name} has been compiled {count} times; this time because {_reason(before, after)}"
 
 
-def _reason(before: Call, after: Call) -> str:
+def _reason(before: _Structure, after: Call) -> str:
     """Say what in a call needs another program than a call before, and how it could be the same."""
     if before.treedef != after.treedef:
         return "the structure of its arguments changed. Pass arguments of one structure."
-    for leaf_name, old, new in zip(leaf_names(after), before.leaves, after.leaves, strict=True):
+    for leaf_name, old, new in zip(leaf_names(after), before.leaves, _structure_of(after).leaves, strict=True):
         if isinstance(old, ArrayLeaf) and isinstance(new, ArrayLeaf) and old != new:
             is_kind = (old.shape, old.dtype, old.shapes) == (new.shape, new.dtype, new.shapes)
             remedy = "Pass values of one kind." if is_kind else "Give batches one shape, for example with drop_remainder=True."
             return f"the argument {leaf_name} changed from shape {_type_of(old)} to {_type_of(new)}. {remedy}"
+        if isinstance(new, ArrayLeaf) and isinstance(old, tuple) and not isinstance(old, ArrayLeaf):
+            return f"the argument {leaf_name} is no longer always {_shown(old)}: from now on it is passed to the program."
         if not isinstance(new, ArrayLeaf) and old != new:
             return (
                 f"the argument {leaf_name} changed from {_shown(old)} to {_shown(new)}. Python numbers, strings and objects are "

@@ -58,6 +58,7 @@ class Call(NamedTuple):
         key: equal for calls that can share a program.
         arrays: the array arguments; a PerReplica is its stacked array.
         treedef, leaves: the rest: each leaf is an ArrayLeaf, or the static object in a 1-tuple.
+        numbers: which of the arrays were Python numbers, see `_program/numbers`.
     """
 
     key: Any
@@ -65,6 +66,7 @@ class Call(NamedTuple):
     arrays: list[Any]
     treedef: Any
     leaves: list[Any]
+    numbers: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
@@ -80,6 +82,10 @@ class Call(NamedTuple):
 
     def array_leaves(self) -> list[ArrayLeaf]:
         return [leaf for leaf in self.leaves if isinstance(leaf, ArrayLeaf)]
+
+    def has_numbers(self) -> bool:
+        """Tell whether some argument is a Python number that is compiled in."""
+        return any(type(leaf[0]) in (int, float) for leaf in self.leaves if not isinstance(leaf, ArrayLeaf))
 
     def is_uneven(self) -> bool:
         """Tell whether some argument has a different shape on different replicas."""
@@ -168,13 +174,37 @@ def _numpy_message(array: np.ndarray | np.generic, name: str) -> str:
 
 def static_key(value: Any) -> Any:
     """Return a hashable that is equal for static values which give the same program."""
-    if isinstance(value, (*_BY_REPR, *_BY_VALUE, *_FUNCTIONS)):
+    if _is_by_content(type(value)):
         return _content_key(value, _MAX_DEPTH)
+    return (type(value), id(value) if _is_by_identity(value) else value)
+
+
+class _Forgotten(NamedTuple):
+    """What is remembered of an object that is equal to itself only."""
+
+    kind: str
+    identity: int
+
+    def __repr__(self) -> str:
+        return f"<{self.kind} at {self.identity:#x}>"
+
+
+def remembered(value: Any) -> Any:
+    """Return a static value, or what tells it from others without keeping it alive."""
+    is_function = isinstance(value, _FUNCTIONS)
+    return _Forgotten(str(type(value).__name__), id(value)) if is_function or _is_by_identity(value) else value
+
+
+def _is_by_identity(value: Any) -> bool:
+    """Tell whether an object is equal to itself only. Its `id` is in keys then, so that they do not keep it alive."""
+    kind = type(value)
+    if isinstance(value, Variable) or (kind.__hash__ is object.__hash__ and kind.__eq__ is object.__eq__):
+        return True
     try:
         hash(value)
     except TypeError:
-        return (type(value), id(value))
-    return (type(value), value)
+        return True
+    return False
 
 
 #: Functions in a function's closure are told apart by theirs, so many levels deep.
@@ -248,25 +278,43 @@ def _content_of(cell: types.CellType) -> Any:
         return None
 
 
-def pinned(call: Call) -> list[Any]:
-    """Return the objects whose identity is in the call's key; while they are held no other object can have it."""
-    pins: list[Any] = [leaf for leaf in call.leaves if not isinstance(leaf, ArrayLeaf)]
-    waiting: list[Any] = [call.function, *(leaf[0] for leaf in pins)]
-    visited: set[int] = set()
-    while waiting:
-        value = waiting.pop()
-        if id(value) in visited:
+def identified(call: Call) -> Iterator[Any]:
+    """Yield the objects whose identity is in a call's key: while they live, no other object can have it."""
+    yield from _identified_by(call.function, _MAX_DEPTH)
+    for leaf in call.leaves:
+        if isinstance(leaf, ArrayLeaf):
             continue
-        visited.add(id(value))
-        pins.append(value)
-        if isinstance(value, types.FunctionType):
-            pins.append((value.__code__, value.__globals__, list(_globals_of(value))))
-            waiting += [*map(_content_of, value.__closure__ or ()), *_defaults_of(value)]
-        elif isinstance(value, types.MethodType):
-            waiting += [value.__func__, value.__self__]
-        elif isinstance(value, functools.partial):
-            waiting += [value.func, *value.args, *value.keywords.values()]
-    return pins
+        if _is_by_content(type(leaf[0])):
+            yield from _identified_in(leaf[0], _MAX_DEPTH)
+        elif _is_by_identity(leaf[0]):
+            yield leaf[0]
+
+
+def _identified_by(function: Any, depth: int) -> Iterator[Any]:
+    """Yield those in `function_key(function, depth)`."""
+    if isinstance(function, types.FunctionType):
+        yield function.__code__
+        for value in _globals_of(function):
+            yield from _identified_in(value, 0)
+        for value in (*_defaults_of(function), *map(_content_of, function.__closure__ or ())):
+            yield from _identified_in(value, depth)
+    elif isinstance(function, types.MethodType):
+        yield function.__self__
+        yield from _identified_by(function.__func__, depth)
+    elif isinstance(function, functools.partial):
+        yield from _identified_by(function.func, depth)
+        for value in (*function.args, *function.keywords.values()):
+            yield from _identified_in(value, depth)
+    else:
+        yield function
+
+
+def _identified_in(value: Any, depth: int) -> Iterator[Any]:
+    """Yield those in `_content_key(value, depth)`."""
+    if not _is_by_content(type(value)) or (isinstance(value, _FUNCTIONS) and not depth):
+        yield value
+    elif isinstance(value, _FUNCTIONS):
+        yield from _identified_by(value, depth - 1)
 
 
 def argument_names(call: Call) -> list[str]:

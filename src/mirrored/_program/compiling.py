@@ -8,7 +8,10 @@ from .program import Program
 
 _PACKAGE = __name__.split(".")[0] + "."
 #: What stands between a program and JAX. What else is compiled while a program runs, such as copies of arrays, is no program.
-_BETWEEN = frozenset({"overwrite", "_overwrite_and_move", "prepared.<locals>.call", "started.<locals>.call"})
+_BETWEEN = frozenset({
+    "overwrite", "_overwrite_and_move", "overwrite_when_done", "Program._until_done", "prepared.<locals>.call",
+    "started.<locals>.call",
+})  # fmt: skip
 
 
 def program_on_stack() -> Program | None:

@@ -21,9 +21,9 @@ from .._replicas import frames, placement
 from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh
 from .._typing import REPLICA_AXIS, PyTree
-from .._variables import storage
+from .._variables.access import claimed, keep, lent
 from .._variables.bindings import Bindings, with_few_compilations
-from .._variables.variable import set_stored, spec_of
+from .._variables.variable import spec_of
 from . import lift
 from .call import Call, argument_names
 from .program import StepProgram, place, unstacked
@@ -72,20 +72,18 @@ def run_eagerly(frame_with: Callable[..., Frame], mesh: ReplicaMesh, program: St
     replicated, stacked = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
     value_specs = [stacked if spec_of(v).is_on_read else replicated for v in lifted.variables]
     array_specs = [stacked if leaf.is_per_replica else replicated for leaf in call.array_leaves()]
-    values, arrays = (
-        storage.arrays_of(lifted.variables),
-        place(mesh, call.arrays, call.array_leaves(), lambda: argument_names(call)),
-    )
+    arrays = place(mesh, call.arrays, call.array_leaves(), lambda: argument_names(call))
 
-    def compute(caches: Callable[[], Any]) -> list[Any]:
+    def compute(values: list[Any], caches: Callable[[], Any]) -> list[Any]:
         own_body = functools.partial(body, caches)
         specs = {"in_specs": (value_specs, array_specs), "out_specs": stacked, "check_vma": False}
         return jax.shard_map(own_body, mesh=mesh.mesh, **specs)(values, arrays)
 
-    outputs = with_few_compilations(compute)
+    with claimed(lifted.written), lent(lifted.variables) as values:
+        outputs = with_few_compilations(functools.partial(compute, values))
+        for variable, new in zip(lifted.written, outputs[lifted.num_results :], strict=True):
+            keep(variable, new if spec_of(variable).is_on_read else _first_row(mesh, new))
     results = outputs[: lifted.num_results]
-    for variable, new in zip(lifted.written, outputs[lifted.num_results :], strict=True):
-        set_stored(variable, new if spec_of(variable).is_on_read else _first_row(mesh, new))
     rows = [_first_row(mesh, r) if same else r for r, same in zip(results, program.is_mirrored, strict=True)]
     return dataclasses.replace(program, lifted=dataclasses.replace(lifted, plan=new_lifted["plan"])).rebuild(rows)
 

@@ -11,6 +11,7 @@ import functools
 import inspect
 import re
 import types
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -27,7 +28,9 @@ from .._replicas.per_replica import PerReplica, stack_of, uneven_shapes
 from .._replicas.placement import checksum
 from .._typing import PyTree, Shape
 from .._variables.bindings import Bindings
+from .._variables.storage import WeakVariables
 from .._variables.variable import Variable, spec_of
+from . import mistakes
 from .call import Call
 
 #: What changes a program's numbers and not its text.
@@ -41,7 +44,7 @@ class ResultPlan:
 
     Attributes:
         treedef: the structure, with variables, PerReplica values and static objects as leaves.
-        static: for each leaf, the object itself in a 1-tuple, or None when it is an array of the program.
+        static: for each leaf, the object itself in a 1-tuple, or None when it is an array of the program; see `static_value`.
         shapes: for each array, `shapes` of the PerReplica it was in, or None; aligned with the arrays.
         stacked: for each array, whether it was inside a PerReplica.
     """
@@ -55,7 +58,16 @@ class ResultPlan:
         if len(arrays) == len(self.static):
             return self.treedef.unflatten(arrays)
         remaining = iter(arrays)
-        return self.treedef.unflatten([next(remaining) if leaf is None else leaf[0] for leaf in self.static])
+        return self.treedef.unflatten([next(remaining) if leaf is None else static_value(leaf) for leaf in self.static])
+
+
+class _WeakVariable(weakref.ref):
+    """A variable among the results of a step, which its program does not keep alive."""
+
+
+def static_value(leaf: tuple[Any]) -> Any:
+    """Return the object that a static leaf of a plan stands for."""
+    return leaf[0]() if type(leaf[0]) is _WeakVariable else leaf[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,17 +77,25 @@ class Lifted:
     Attributes:
         closed: the traced function; its constants are the arrays that the user's function closes over.
         shown: the same for looking at it, with JAX's high-level primitives as what they stand for.
-        written: the variables it writes; `write_lines` has the user's line of each one's last write.
-        read_only: the variables it only reads.
+        writes: the variables it writes; `write_lines` has the user's line of each one's last write.
+        reads: the variables it only reads.
         plan: how the result is rebuilt.
     """
 
     closed: ClosedJaxpr
     shown: ClosedJaxpr
-    written: tuple[Variable, ...]
+    writes: WeakVariables
     write_lines: tuple[str, ...]
-    read_only: tuple[Variable, ...]
+    reads: WeakVariables
     plan: ResultPlan
+
+    @property
+    def written(self) -> tuple[Variable, ...]:
+        return self.writes.alive()
+
+    @property
+    def read_only(self) -> tuple[Variable, ...]:
+        return self.reads.alive()
 
     @property
     def num_results(self) -> int:
@@ -148,7 +168,8 @@ def lift(
     # Copied, because `jax.device_put` may keep a numpy array's own memory, which its owner may change.
     own = [np.array(constant) if isinstance(constant, np.ndarray) else constant for constant in closed.consts]
     closed = ClosedJaxpr(closed.jaxpr, own)
-    return Lifted(closed, tracing.lowered(closed, frame.axis), written, seen["lines"], read_only, seen["plan"])
+    shown = tracing.lowered(closed, frame.axis)
+    return Lifted(closed, shown, WeakVariables(written), seen["lines"], WeakVariables(read_only), seen["plan"])
 
 
 class Touched(NamedTuple):
@@ -217,7 +238,7 @@ def plan_result(result: PyTree) -> tuple[ResultPlan, list[jax.Array]]:
             value, leaf_shapes = leaf, None
         else:
             _refuse_hidden_arrays(leaf)
-            static.append((leaf,))
+            static.append((_WeakVariable(leaf) if isinstance(leaf, Variable) else leaf,))
             continue
         static.append(None)
         arrays.append(jax.numpy.asarray(value))
@@ -271,7 +292,7 @@ def trace_step(trace: Callable[..., ResultT], call: Call, shapes: Sequence[Shape
     """
     avals = [leaf.aval(shape) for leaf, shape in zip(call.array_leaves(), shapes, strict=True)]
     assert frame.replica is not None
-    with context.explained(frame.replica):
+    try:
         return trace(
             lambda arrays: call.apply(arrays, lambda _, array: array),
             avals,
@@ -280,3 +301,6 @@ def trace_step(trace: Callable[..., ResultT], call: Call, shapes: Sequence[Shape
             call.function,
             **more,
         )
+    except Exception as error:
+        mistakes.explain(error, context.knows_id(frame.replica))
+        raise

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._errors import StrategyMismatchError
+from .._jax import callbacks
 from .._replicas import in_flight, placement
 from .._replicas.collectives import ReplicaAxis
 from .._replicas.context import ReplicaContext
@@ -24,6 +25,7 @@ from .._variables.equal_copies import Watch
 from .._variables.storage import Home
 from .._workers.progress import in_main_thread
 from .call import ArrayLeaf
+from .captured import Attribute
 from .lift import Lifted
 from .proof import Findings
 
@@ -56,10 +58,11 @@ class Program:
         mesh: the devices that it runs on.
         lifted: the pure function and its variables.
         home: where the arrays of the variables that it writes are.
-        compiled: the program of `(written, read_only, arrays, constants)`; the written variables' arrays are donated.
+        compiled: the program of `(written, read_only, arrays, constants)`. The written variables' arrays are donated, unless the
+            program has a host callback, which may raise: then they stay as they are until it has ended.
         constants: the arrays that the function closes over, placed on the mesh.
-        pins: what the cache key identifies by identity.
         watch: compares the copies of the variables that it writes now and then.
+        read: what its trace has read of objects that the function closes over.
     """
 
     name: str
@@ -68,15 +71,23 @@ class Program:
     home: Home
     compiled: Callable[..., Any]
     constants: list[Any]
-    pins: list[Any]
     watch: Watch | None
+    calls_host: bool
+    read: tuple[Attribute, ...]
+
+    def is_current(self) -> bool:
+        """Tell whether what the trace has read is still there."""
+        return not any(attribute.has_changed() for attribute in self.read)
 
     def execute(self, arrays: list[Any]) -> list[Any]:
         """Run on placed arrays, keep what the variables became, and return the arrays of the result."""
         in_flight.require_threads()
-        lifted = self.lifted
-        read_only = storage.arrays_of(lifted.read_only) if lifted.read_only else []
-        results, _, witness = storage.overwrite(self.compiled, self.home, lifted.written, read_only, arrays, self.constants)
+        written, read_only = self.lifted.writes.slots, self.lifted.reads.slots
+        if self.calls_host:
+            outputs = storage.overwrite_when_done(self._until_done, self.home, written, read_only, arrays, self.constants)
+        else:
+            outputs = storage.overwrite(self.compiled, self.home, written, read_only, arrays, self.constants)
+        results, _, witness = outputs
         if witness:
             (in_flight.started if self.mesh.is_alone else in_flight.joined)(witness[0])
         if (watch := self.watch) is not None and (not watch.is_joint or in_main_thread()):
@@ -84,6 +95,14 @@ class Program:
             if watch.count >= watch.next:
                 watch.look()
         return results
+
+    def _until_done(self, *arguments: Any) -> Any:
+        """Run a program with a host callback to its end, where an error of the callback shows."""
+        try:
+            return jax.block_until_ready(self.compiled(*arguments))
+        except jax.errors.JaxRuntimeError:
+            callbacks.forget_failed()
+            raise
 
 
 @dataclasses.dataclass(frozen=True)

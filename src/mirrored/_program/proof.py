@@ -7,6 +7,8 @@ highest of theirs:
 * REDUCED: the same on every replica, because a collective over all of them made it so.
 * VARYING: may differ.
 
+Beside that it notes how losses were divided before they were differentiated (`_program/divisors`).
+
 What the pass does not know is VARYING: sound before complete. The reasoning, and what "same" assumes of
 the hardware, are in docs/design/mirror-proof.md.
 """
@@ -24,6 +26,8 @@ from .._jax.jaxprs import Jaxpr
 from .._jax.marks import Mark, Purpose, mark_p
 from .._jax.primitives import MAKE_SAME, PURE
 from .._typing import REPLICA_AXIS
+from . import divisors
+from .divisors import NO_TRAILS, Trail, Trails
 
 
 class Sameness(enum.IntEnum):
@@ -36,14 +40,29 @@ class Sameness(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class State:
-    """The state of a value and, when it is VARYING, what made it so."""
+    """The state of a value.
+
+    Attributes:
+        sameness: whether it is the same on every replica.
+        origin: what made it differ, when it is VARYING.
+        trails: the ways from losses to it, when it is part of a gradient.
+    """
 
     sameness: Sameness
     origin: str = ""
+    trails: Trails = NO_TRAILS
 
     @property
     def is_mirrored(self) -> bool:
         return self.sameness is not Sameness.VARYING
+
+    @property
+    def is_same(self) -> bool:
+        return self.sameness is Sameness.SAME
+
+    def on(self, trails: Trails) -> State:
+        """Return the state of a value that these ways lead to."""
+        return self if trails == self.trails else dataclasses.replace(self, trails=trails)
 
 
 SAME = State(Sameness.SAME)
@@ -53,6 +72,16 @@ REDUCED = State(Sameness.REDUCED)
 def varying(origin: str) -> State:
     """Make the state of a value that may differ by replica because of `origin`."""
     return State(Sameness.VARYING, origin)
+
+
+def join(states: Iterable[State]) -> State:
+    """Return the state of a value that is computed from values in these states."""
+    highest, trails = SAME, NO_TRAILS
+    for state in states:
+        trails = trails | state.trails if state.trails else trails
+        if state.sameness > highest.sameness:
+            highest = state
+    return highest.on(trails)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,17 +120,10 @@ def prove(jaxpr: Jaxpr, inputs: Sequence[State]) -> Findings:
         CollectiveHangError: when replicas may disagree on whether, or how often, they reach a collective.
     """
     findings = Findings()
-    findings.outputs = _Pass(findings).run(jaxpr, inputs)
+    purposes = {e.params["note"].purpose for e in jaxprs.all_equations(jaxpr) if e.primitive is mark_p}
+    has_seeds = Purpose.SEED in purposes or not purposes & {Purpose.GRADIENT, Purpose.MEAN_GRADIENT}
+    findings.outputs = _Pass(findings, has_seeds=has_seeds).run(jaxpr, inputs)
     return findings
-
-
-def join(states: Iterable[State]) -> State:
-    """Return the state of a value that is computed from values in these states."""
-    highest = SAME
-    for state in states:
-        if state.sameness > highest.sameness:
-            highest = state
-    return highest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,12 +135,14 @@ class _Pass:
         within: what makes the replicas disagree on whether this code runs, or None.
         in_loop: whether the code may run more than once.
         around: the equations that this code is inside of, innermost first.
+        has_seeds: whether marks say where gradients begin, as those of `mr.grad` do. Else each constant 1.0 may be one.
     """
 
     findings: Findings | None
     within: str | None = None
     in_loop: bool = False
     around: tuple[Any, ...] = ()
+    has_seeds: bool = True
 
     def inside(self, equation: Any, **changes: Any) -> _Pass:
         """Return the pass for a jaxpr inside an equation."""
@@ -133,13 +157,25 @@ class _Pass:
         states: dict[Any, State] = dict(zip(jaxpr.invars, inputs, strict=True))
         states.update((variable, SAME) for variable in jaxpr.constvars)
 
-        def read(atom: Any) -> State:
-            return SAME if isinstance(atom, jaxprs.Literal) else states[atom]
+        def read(atom: Any, equation: Any = None) -> State:
+            return self.literal(atom, equation) if isinstance(atom, jaxprs.Literal) else states[atom]
 
         for equation in jaxpr.eqns:
-            outputs = self.equation(equation, [read(atom) for atom in equation.invars])
+            outputs = self.equation(equation, [read(atom, equation) for atom in equation.invars])
             states.update(zip(equation.outvars, outputs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
+
+    def literal(self, atom: Any, equation: Any) -> State:
+        """Return the state of a constant: a 1.0 in what may be a gradient's first operation is taken for its beginning."""
+        if self.has_seeds or equation is None or equation.primitive.name in divisors.NEVER_FIRST or atom.aval.shape:
+            return SAME
+        is_one = atom.aval.dtype.kind in "fV" and atom.val == 1
+        if not is_one or (equation.primitive.name == "div" and atom is not equation.invars[0]):
+            return SAME
+        return SAME.on(self.seed(equation, ""))
+
+    def seed(self, equation: Any, where: str) -> Trails:
+        return frozenset({Trail((id(equation), *map(id, self.around)), where)})
 
     def equation(self, equation: Any, inputs: list[State]) -> list[State]:
         name = equation.primitive.name
@@ -154,7 +190,7 @@ class _Pass:
         if (inner := jaxprs.callee(equation)) is not None:
             return self.inside(equation).run(inner.jaxpr, inputs)
         if equation.primitive is mark_p:
-            return [self.mark(equation.params["note"], inputs[0])]
+            return [self.mark(equation, inputs[0])]
         if name in MAKE_SAME or REPLICA_AXIS in jaxprs.axis_names(equation):
             return [self.axis_primitive(equation, inputs)] * len(equation.outvars)
         return [self.plain(equation, inputs)] * len(equation.outvars)
@@ -165,6 +201,8 @@ class _Pass:
         inside = list(jaxprs.inside(equation))
         self.refuse_collectives(equation, inside)
         state = join(inputs)
+        if state.trails:
+            state = state.on(divisors.passed(equation, inputs))
         if not state.is_mirrored:
             return state
         if name in PURE and all(map(jaxprs.is_plain, inside)):
@@ -183,7 +221,12 @@ class _Pass:
                     "that does not leaves the others waiting for ever. Move the collective out."
                 )
 
-    def mark(self, note: Mark, state: State) -> State:
+    def mark(self, equation: Any, state: State) -> State:
+        note = equation.params["note"]
+        if note.purpose is Purpose.SEED:
+            return state.on(self.seed(equation, note.where))
+        if note.purpose is Purpose.SHARE:
+            return state.on(frozenset(t._replace(is_whole=True, counted=note.number) for t in state.trails))
         if note.purpose is Purpose.ASSIGN and self.within is not None and state.is_mirrored:
             state = varying(self.within)  # only some replicas assign it
         if note.purpose is Purpose.ROWS:
@@ -231,7 +274,9 @@ class _Pass:
         quiet = dataclasses.replace(inside, findings=None)
         carry = _fixed_point(carry, lambda carry: quiet.run(body, [*constants, *carry, *rows])[:num_carry])
         outputs = inside.run(body, [*constants, *carry, *rows])
-        return [*carry, *outputs[num_carry:]]
+        length = jaxprs.length_of(equation)
+        states = (*carry, *outputs[num_carry:])
+        return [s.on(divisors.looped(inputs, s.trails, length)) if s.trails else s for s in states]
 
     def while_loop(self, equation: Any, inputs: list[State]) -> list[State]:
         cond, body, num_cond_consts, num_body_consts = jaxprs.while_of(equation)
@@ -256,10 +301,10 @@ def _fixed_point(carry: list[State], one_round: Callable[[list[State]], list[Sta
     """Widen the states of what a loop carries until another round changes nothing."""
     while True:
         wider = [join(pair) for pair in zip(carry, one_round(carry), strict=True)]
-        if _sameness(wider) == _sameness(carry):
+        if _kinds(wider) == _kinds(carry):
             return carry
         carry = wider
 
 
-def _sameness(states: Sequence[State]) -> list[Sameness]:
-    return [state.sameness for state in states]
+def _kinds(states: Sequence[State]) -> list[tuple[Sameness, Trails]]:
+    return [(state.sameness, state.trails) for state in states]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
+from collections.abc import Collection, Iterable
+from typing import Any
 
 from .._errors import FactorOfReplicasError, FactorOfReplicasWarning, ReplicasDivergeError
 from .._jax import user_code
 from .._jax.marks import Mark, Purpose
 from .._variables.variable import spec_of
+from . import divisors
+from .divisors import Divided
 from .lift import Lifted
 from .proof import Findings, Sameness, State
 
@@ -44,20 +49,86 @@ def check_gradients(findings: Findings, num_replicas: int) -> None:
             )
     if not gradients or num_replicas == 1:
         return
-    if all(state.sameness is Sameness.SAME for _, state in gradients):
-        _warn_of_factor(
-            f"all {num_replicas} replicas computed the same gradients, from no data that differs by replica, and "
-            f"apply_gradients at {gradients[0][0].where} sums them: the update is {num_replicas} times that of one device, "
-            "unless the loss was divided by the number of replicas. An array passed to strategy.run goes whole to every replica; "
-            "give each replica its part of the batch with strategy.distribute_dataset(dataset)."
-        )
-    elif any(note.purpose is Purpose.LOSS and state.sameness is Sameness.REDUCED for note, state in findings.marks):
+    for updated in _by_optimizer(gradients):
+        if all(state.sameness is Sameness.SAME and not _is_shared(state) for _, state in updated):
+            _warn_of_factor(
+                f"all {num_replicas} replicas computed the same gradients, from no data that differs by replica, and "
+                f"apply_gradients at {updated[0][0].where} sums them: the update is {num_replicas} times that of one device, "
+                "unless the loss was divided by the number of replicas. An array passed to strategy.run goes whole to every "
+                "replica; give each replica its part of the batch with strategy.distribute_dataset(dataset)."
+            )
+    is_same = all(state.sameness is Sameness.SAME for _, state in gradients)
+    if not is_same and _has_combined_loss(findings):
         _warn_of_factor(
             "the loss was combined over the replicas before it was differentiated, so each gradient already stands for "
             f"all replicas, and apply_gradients at {gradients[0][0].where} sums them again: the update is {num_replicas} times "
             "too large. Differentiate this replica's own loss (mr.losses.compute_average_loss) and reduce the loss "
             "after the gradient, or for reporting outside with strategy.reduce('sum', loss)."
         )
+
+
+def _by_optimizer(gradients: list[tuple[Mark, State]]) -> list[list[tuple[Mark, State]]]:
+    groups: dict[tuple[int, str], list[tuple[Mark, State]]] = {}
+    for note, state in gradients:
+        groups.setdefault((note.number, note.where), []).append((note, state))
+    return list(groups.values())
+
+
+def _is_shared(state: State) -> bool:
+    """Tell whether all losses of a gradient were divided for a sum over the replicas, as `scale_regularization_loss` does."""
+    return bool(state.trails) and all(trail.is_whole for trail in state.trails)
+
+
+def _has_combined_loss(findings: Findings) -> bool:
+    return any(note.purpose is Purpose.LOSS and state.sameness is Sameness.REDUCED for note, state in findings.marks)
+
+
+def check_divisors(findings: Findings, num_replicas: int, rows: Collection[int], num_rows: Collection[int]) -> None:
+    """Warn where a loss was divided by this replica's rows only and its gradients are summed, and where both make a mean.
+
+    Args:
+        findings: what the proof found.
+        num_replicas: how many replicas there are.
+        rows: the numbers of rows that a replica may have.
+        num_rows: the numbers that all may have together.
+    """
+    if num_replicas == 1 or 1 in rows or _has_combined_loss(findings):
+        return  # a mean of one row is a sum
+    summed, averaged = (
+        _by_optimizer([(note, state) for note, state in findings.marks if note.purpose is purpose])
+        for purpose in (Purpose.GRADIENT, Purpose.MEAN_GRADIENT)
+    )
+    found = functools.partial(_divisions, rows=rows, num_rows=num_rows, num_replicas=num_replicas)
+    for updated in summed:
+        where = updated[0][0].where
+        if Divided.BY_OWN in found(own for own in updated if not own[1].is_mirrored):
+            _warn_of_factor(
+                "the loss was divided by this replica's own number of rows, as jnp.mean does, and never by that of all "
+                f"{num_replicas} replicas, and apply_gradients at {where} sums the gradients over the replicas: the update is "
+                f"{num_replicas} times that of one device. Write either the loss as "
+                "mr.losses.compute_average_loss(per_example_loss), or the update as "
+                "optimizer.apply_gradients(gradients, aggregate='mean')."
+            )
+        elif (number := max(divisors.too_many_averages(state.trails, rows) for _, state in updated)) > 1:
+            _warn_of_factor(
+                f"compute_average_loss divides by the rows that it is given, and it was given {number} parts of the batch one "
+                f"after the other, whose gradients are added up for apply_gradients at {where}: the update is {number} times "
+                "that of the batch. Say how many rows all parts have on all replicas: "
+                "mr.losses.compute_average_loss(per_example_loss, global_batch_size=n), or divide the gradients by "
+                f"{number}."
+            )
+    for updated in averaged:
+        if found(updated) == {Divided.BY_ALL}:
+            _warn_of_factor(
+                f"the loss was divided by what stands for all {num_replicas} replicas, as mr.losses.compute_average_loss does, "
+                f"and apply_gradients at {updated[0][0].where} divides again, with aggregate='mean': the update is "
+                f"{num_replicas} times smaller than that of one device. Write either the loss as jnp.mean(per_example_loss), or "
+                "the update as optimizer.apply_gradients(gradients, aggregate='sum')."
+            )
+
+
+def _divisions(marked: Iterable[tuple[Mark, State]], **counts: Any) -> set[Divided]:
+    return {divisors.divided(trail, **counts) for _, state in marked for trail in state.trails}
 
 
 def _warn_of_factor(message: str) -> None:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from .._jax import tracing
+from .._jax import jaxprs, tracing
 from .._replicas import frames, placement
 from .._replicas.context import ReplicaContext, own_parts
 from .._replicas.frames import Frame
@@ -20,15 +20,18 @@ from .._replicas.mesh import ReplicaMesh
 from .._replicas.per_replica import PerReplica
 from .._typing import REPLICA_AXIS, PyTree
 from .._variables import equal_copies, storage
-from .._variables.variable import load, spec_of, store
+from .._variables.access import claimed, load, store
+from .._variables.variable import spec_of
 from .._workers import joint_programs
-from . import lift, proof, refusals
+from . import lift, numbers, proof, refusals
 from .cache import Programs
-from .call import Call, argument_names, check_replicas, key_of, pinned, take_apart
+from .call import ArrayLeaf, Call, argument_names, check_replicas, key_of, take_apart
+from .captured import attributes_read, read_inside
 from .eager import is_eager, refuse_eager, run_eagerly, silenced
 from .lift import Lifted, trace_step
+from .numbers import Numbers, with_numbers
 from .program import StepProgram, are_placed, place, replica_frame, stacked_unless, unstacked
-from .proof import State
+from .proof import SAME, State, varying
 from .uneven import traces
 
 
@@ -45,8 +48,8 @@ class Steps:
 
     def __init__(self, mesh: ReplicaMesh, bytes_per_pack: int = 0) -> None:
         self._mesh, self._bytes_per_pack = mesh, bytes_per_pack
-        self._last: tuple[Any, StepProgram | None] = (None, None)
         self.programs: Programs[StepProgram] = Programs()
+        self._numbers = Numbers()
 
     def run(self, strategy: Any, function: Any, args: Sequence[Any], kwargs: Any) -> PyTree:
         """Call `function` on every replica: find or make its program, and run it."""
@@ -54,27 +57,32 @@ class Steps:
         if frame is not None and frame.axis is not None:
             return _run_merged(strategy, frame, function, args, kwargs)
         key, arrays = key_of(function, args, kwargs)
-        last_key, program = self._last
+        last_key, program = self.programs.last
         if key != last_key:  # a loop of steps needs not hash its key
             program = self.programs.get(key)
-            if program is not None:
-                self._last = (key, program)
         is_plain = (frame is None or frame.bindings is None) and tracing.trace_state() == tracing.CLEAN and not is_eager.get()
+        if program is not None and program.read and not program.is_current():
+            program = None
         if program is not None and is_plain and are_placed(self._mesh, arrays):
             return program.run(arrays)
         return self._run_otherwise(strategy, program, take_apart(function, args, kwargs))
 
     def _run_otherwise(self, strategy: Any, program: StepProgram | None, call: Call) -> PyTree:
         """Run a step that is new, traced, eager, or whose arguments are elsewhere."""
-        is_new, mesh = program is None, self._mesh
+        mesh = self._mesh
         frame_with = functools.partial(replica_frame, strategy, mesh, self._bytes_per_pack)
+        may_pass = program is None and call.has_numbers() and not is_eager.get() and not frames.is_traced()
+        if may_pass:
+            known = self._numbers.known(call)
+            program = self.programs.get(known.key)
+            program = program if program is not None and program.is_current() else None
+            call = call if program is None else known
+        is_new = program is None
         if program is None:
             with silenced() if is_eager.get() else contextlib.nullcontext():
-                program = _make_program(mesh, call, frame_with)
+                program, call = self._made(call, frame_with, may_pass)
             if not any(isinstance(constant, jax.core.Tracer) for constant in program.constants):
-                call = call.keyed_again()
-                self.programs.add(call, program)
-                self._last = (call.key, program)
+                self.programs.add(call.keyed_again(), program, also=program.lifted.variables)
         if frames.is_traced() or any(isinstance(array, jax.core.Tracer) for array in call.arrays):
             return _run_traced(program, call)
         if is_eager.get():
@@ -85,6 +93,19 @@ class Steps:
             placement.check_later(mesh, call.arrays, lambda index: f"the argument {names()[index]}")
         return program.run(place(mesh, call.arrays, call.array_leaves(), names))
 
+    def _made(self, call: Call, frame_with: Callable[..., Frame], may_pass: bool) -> tuple[StepProgram, Call]:
+        """Make a program, with the numbers as arguments that have changed, if it may be."""
+        for tried in self._numbers.candidates(call) if may_pass else ():
+            passing = with_numbers(call, tried)
+            try:
+                program = _make_program(self._mesh, passing, frame_with)
+            except Exception:  # whatever is wrong without numbers is raised below
+                self._numbers.keep(call, tried, is_right=False)
+            else:
+                self._numbers.keep(call, tried, is_right=True)
+                return program, passing
+        return _make_program(self._mesh, call, frame_with), call
+
 
 # -- running
 
@@ -93,11 +114,14 @@ def _run_traced(program: StepProgram, call: Call) -> PyTree:
     """Make the program part of a larger one that is being traced."""
     check_replicas(call.arrays, call.array_leaves(), lambda: argument_names(call), program.mesh.num_replicas)
     lifted = program.lifted
-    written = [load(variable) for variable in lifted.written]
-    read_only = [load(variable) for variable in lifted.read_only]
-    results, new, _ = program.mapped(written, read_only, call.arrays, program.constants)
-    for variable, value in zip(lifted.written, new, strict=True):
-        store(variable, value)
+    if (read := read_inside.get()) is not None:
+        read += program.read
+    with claimed(lifted.written):
+        written = [load(variable) for variable in lifted.written]
+        read_only = [load(variable) for variable in lifted.read_only]
+        results, new, _ = program.mapped(written, read_only, call.arrays, program.constants)
+        for variable, value in zip(lifted.written, new, strict=True):
+            store(variable, value)
     return program.rebuild(results)
 
 
@@ -121,24 +145,30 @@ def _make_program(mesh: ReplicaMesh, call: Call, frame_with: Callable[[Any], Fra
         lifted = traces.lift_uneven(call, frame_with, functools.partial(_input_states, call))
     else:
         lifted = trace_step(lift.lift, call, [leaf.shape for leaf in leaves], frame_with(None))
+    if call.numbers:
+        numbers.check(lifted.shown.jaxpr, len(lifted.variables), call.numbers)
     _refuse_per_replica_results(lifted)
     findings = proof.prove(lifted.shown.jaxpr, _input_states(call, lifted))
     refusals.check_assignments(lifted, findings)
     refusals.check_gradients(findings, mesh.num_replicas)
+    if not call.is_uneven():  # else each kind of replica has been looked at
+        refusals.check_divisors(findings, mesh.num_replicas, *_rows_of(leaves, mesh.num_replicas))
     is_mirrored = tuple(state.is_mirrored for state in findings.outputs[: lifted.num_results])
     name = call.name
     is_split = [leaf.is_per_replica for leaf in leaves]
     text = "" if mesh.is_alone else f"arguments by replica: {is_split}\n{lifted.describe()}\nmirrored results: {is_mirrored}"
     mapped = _map(mesh, lifted, is_split, is_mirrored)
-    compiled = jax.jit(mapped, donate_argnums=0)
+    calls_host = jaxprs.has_host_callback(lifted.shown.jaxpr)
+    compiled = jax.jit(mapped, donate_argnums=() if calls_host else 0)
     if text:
-        compiled = joint_programs.prepared(name, text, compiled)
+        is_update = any(not spec_of(variable).is_on_read for variable in lifted.written)
+        compiled = joint_programs.prepared(name, text, compiled, is_run=True, is_update=is_update)
     constants = lifted.closed.consts and placement.mirror_constants(
         mesh, lifted.closed.consts, "an array that the step closes over"
     )
-    home, pins = storage.home_of(lifted.written), pinned(call)
-    watch = equal_copies.watch(mesh, lifted.variables)
-    return StepProgram(name, mesh, lifted, home, compiled, constants, pins, watch, findings, mapped, is_mirrored)
+    home, watch = storage.home_of(lifted.writes.slots), equal_copies.watch(mesh, lifted.variables)
+    read = attributes_read(call, lifted.closed.consts)
+    return StepProgram(name, mesh, lifted, home, compiled, constants, watch, calls_host, read, findings, mapped, is_mirrored)
 
 
 def _map(mesh: ReplicaMesh, lifted: Lifted, is_per_replica: Sequence[bool], is_mirrored: Sequence[bool]) -> Callable[..., Any]:
@@ -172,12 +202,18 @@ def _input_states(call: Call, lifted: Lifted) -> list[State]:
     states = []
     for variable in lifted.variables:
         origin = f"the sync-on-read variable {variable.name!r}, which has one value per replica"
-        states.append(proof.varying(origin) if spec_of(variable).is_on_read else proof.SAME)
+        states.append(varying(origin) if spec_of(variable).is_on_read else SAME)
     names = argument_names(call)
     for leaf, name in zip(call.array_leaves(), names, strict=True):
         origin = f"the argument {name}, of which each replica has its own"
-        states.append(proof.varying(origin) if leaf.is_per_replica else proof.SAME)
+        states.append(varying(origin) if leaf.is_per_replica else SAME)
     return states
+
+
+def _rows_of(leaves: Sequence[ArrayLeaf], num_replicas: int) -> tuple[set[int], set[int]]:
+    """Return how many rows a replica may have, after its arguments, and how many all together."""
+    rows = {leaf.shape[0] for leaf in leaves if leaf.is_per_replica and leaf.shape}
+    return rows, {size * num_replicas for size in rows}
 
 
 def _refuse_per_replica_results(lifted: Lifted) -> None:

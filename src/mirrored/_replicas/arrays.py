@@ -9,6 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._libraries import lines_for
+from .._text import shown
+
 #: A value is converted to a dtype of its own kind or of a later one.
 _KINDS = (np.bool_, jnp.unsignedinteger, jnp.signedinteger, jnp.floating, jnp.complexfloating)
 
@@ -56,9 +59,11 @@ def host_array(value: Any, what: str, dtype: Any) -> np.ndarray:
     try:
         array = np.array(value)
     except (TypeError, ValueError) as error:
-        raise TypeError(f"{what} is {value!r}; expected an array or a number.") from error
+        raise TypeError(f"{what} is {shown(value)}; expected an array or a number.{lines_for(value)}") from error
     if not jnp.issubdtype(array.dtype, jnp.number) and array.dtype != jnp.bool_:
-        raise TypeError(f"{what} is {value!r} of type {type(value).__name__}; expected an array or a number.")
+        raise TypeError(
+            f"{what} is {shown(value)} of type {type(value).__name__}; expected an array or a number.{lines_for(value)}"
+        )
     is_number = not isinstance(value, np.ndarray | np.generic)
     if dtype is None or array.dtype.kind not in ("biuf" if is_number else "iu"):
         return array
@@ -95,7 +100,7 @@ def as_array(leaf: Any, verb: str) -> jax.Array:
         )
     if isinstance(leaf, str | bytes) or not _is_array_like(leaf):
         raise TypeError(
-            f"{verb} got {leaf!r} of type {type(leaf).__name__}; expected arrays or numbers, in any nest of "
+            f"{verb} got {shown(leaf)} of type {type(leaf).__name__}; expected arrays or numbers, in any nest of "
             "dicts, lists and tuples. Leave other values out of the tree."
         )
     if isinstance(leaf, np.ndarray | np.generic):

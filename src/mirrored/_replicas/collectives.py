@@ -25,12 +25,16 @@ PACK_BELOW_BYTES = 32 * 1024
 #: Arrays in one buffer. XLA's time to compile a concatenation grows steeply with their number: with all small
 #: gradients of a 40-layer MLP in one buffer the first step took twice as long (benchmarks/compile_time.py).
 MAX_ARRAYS_PER_PACK = 12
+#: So many integers have an exact MEAN: the sum of their remainders fits into 32 bits. More are added up as floating point.
+_MAX_EXACT_COUNT = 46_340
 
 
 class Sizes(Protocol):
     """The sizes on all replicas, while a step is traced for one of several shapes."""
 
     def each(self, size: int) -> tuple[int, ...]: ...
+
+    def rows(self) -> tuple[int, int]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +56,10 @@ class ReplicaAxis:
     def each(self, size: int) -> tuple[int, ...]:
         """Return on each replica what is `size` on this one: the length of an axis, a number of rows."""
         return (size,) * self.size if self.sizes is None else self.sizes.each(size)
+
+    def rows(self) -> tuple[int, int]:
+        """Return how many rows this replica has, and how many all have together; when they are equal, 1 and R."""
+        return (1, self.size) if self.sizes is None else self.sizes.rows()
 
     def index(self) -> Any:
         return jax.lax.axis_index(REPLICA_AXIS) if self.bound else 0
@@ -75,11 +83,24 @@ def all_reduce(op: ReduceOp, tree: PyTree, axis: ReplicaAxis, array_axes: Any = 
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_wrapped)
     arrays = [as_array(leaf, verb) for leaf in leaves]
     axes = [normalize_axes(array_axes, array.ndim, verb) for array in arrays]
-    sums = _packed_sum([_local_sum(op, array, own) for array, own in zip(arrays, axes, strict=True)], axis)
-    if op is ReduceOp.MEAN:
-        counts = [_count(array, own, axis) for array, own in zip(arrays, axes, strict=True)]
-        sums = [divide(total, n, array.dtype) for total, n, array in zip(sums, counts, arrays, strict=True)]
+    counts = [_count(array, own, axis) for array, own in zip(arrays, axes, strict=True)]
+    parts = [local_sums(op, array, own, count) for array, own, count in zip(arrays, axes, counts, strict=True)]
+    totals = iter(_packed_sum([part for own in parts for part in own], axis))
+    sums = [
+        finished(op, [next(totals) for _ in own], count, array.dtype)
+        for own, count, array in zip(parts, counts, arrays, strict=True)
+    ]
     return jax.tree.unflatten(treedef, sums)
+
+
+def mean_by_rows(arrays: Sequence[jax.Array], axis: ReplicaAxis) -> list[jax.Array]:
+    """Return the mean over the replicas, in which each has the weight of its rows; one without rows has no part in it."""
+    if axis.sizes is None:
+        return all_reduce(ReduceOp.MEAN, list(arrays), axis)
+    own, total = axis.rows()
+    wide = [array.astype(accumulator_dtype(ReduceOp.MEAN, array.dtype)) for array in arrays]
+    weighted = [array * (own / total) if own else jnp.zeros_like(array) for array in wide]
+    return [part.astype(array.dtype) for part, array in zip(_packed_sum(weighted, axis), arrays, strict=True)]
 
 
 def all_gather(tree: PyTree, array_axis: int, axis: ReplicaAxis) -> PyTree:
@@ -159,9 +180,32 @@ def _first_tangent(axis: ReplicaAxis, arrays: tuple[jax.Array], tangents: tuple[
     return _first_bits(arrays[0], axis), _first_sum(tangents[0], axis)
 
 
-def _local_sum(op: ReduceOp, array: jax.Array, axes: Axes) -> jax.Array:
-    values = array.astype(accumulator_dtype(op, array.dtype))
-    return jnp.sum(values, axis=axes, dtype=values.dtype) if axes else values
+def local_sums(op: ReduceOp, array: jax.Array, axes: Axes, count: int) -> list[jax.Array]:
+    """Return what is to be added up over the replicas, so that `finished` makes the result of it.
+
+    For a MEAN of integers that is what each of them has as quotient and as remainder of its division by the count: a sum of
+    floating point numbers would round already what is added, 16777217 to 16777216.
+    """
+    dtype = accumulator_dtype(op, array.dtype)
+    if op is ReduceOp.MEAN and jnp.issubdtype(array.dtype, jnp.integer) and 0 < count <= _MAX_EXACT_COUNT:
+        wide = array.astype(jnp.int32) if array.dtype.itemsize < 4 else array
+        values = [jax.lax.div(wide, jnp.full_like(wide, count)), jax.lax.rem(wide, jnp.full_like(wide, count))]
+    else:
+        values = [array.astype(dtype)]
+    return [jnp.sum(own, axis=axes, dtype=own.dtype) if axes else own for own in values]
+
+
+def finished(op: ReduceOp, totals: Sequence[jax.Array], count: int, dtype: Any) -> jax.Array:
+    """Make the result of the sums of `local_sums` over all replicas."""
+    if op is ReduceOp.SUM:
+        return totals[0]
+    if len(totals) == 1:
+        return divide(totals[0], count, dtype)
+    quotient, remainder = totals
+    divisor = jnp.full_like(remainder, count)
+    whole, rest = quotient + jax.lax.div(remainder, divisor), jax.lax.rem(remainder, divisor)
+    mean_dtype = accumulator_dtype(op, dtype)
+    return whole.astype(mean_dtype) + rest.astype(mean_dtype) / count
 
 
 def _count(array: jax.Array, axes: Axes, axis: ReplicaAxis) -> int:

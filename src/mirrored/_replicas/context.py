@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._errors import ContextError, OneProgramError, UnevenReplicasError
+from .. import _tf_names
+from .._errors import ContextError, UnevenReplicasError
 from .._jax import tracing, user_code
 from .._options import ReduceOp
+from .._text import shown
 from .._typing import REPLICA_AXIS, PyTree
 from . import arrays, collectives
 from .collectives import ReplicaAxis
@@ -65,8 +66,9 @@ class ReplicaContext:
     def all_reduce(self, reduce_op: ReduceOp | str, value: PyTree) -> PyTree:
         """Combine each leaf of `value` element by element over the replicas; all get the result.
 
-        The whole tree travels in one collective for each dtype that is added up (a MEAN adds up all real ones in
-        float32). The gradient of `all_reduce(op)` is `all_reduce(op)` of the incoming gradient, as in TensorFlow.
+        The whole tree travels in one collective for each dtype that is added up (a MEAN adds up floating point numbers in
+        float32, and integers as integers, so that only its result is rounded). The gradient of `all_reduce(op)` is
+        `all_reduce(op)` of the incoming gradient, as in TensorFlow.
 
         Args:
             reduce_op: `"sum"` or `"mean"`, in any case. A MEAN of integers is floating point; one of float16
@@ -148,6 +150,9 @@ class ReplicaContext:
         """
         return jax.random.fold_in(_as_key(key), self.replica_id_in_sync_group)
 
+    def __getattr__(self, name: str) -> NoReturn:
+        raise _tf_names.missing("mr.ReplicaContext", name)
+
     def _merge(self, value: Any) -> Any:
         if not isinstance(value, jax.Array):
             return value
@@ -173,6 +178,8 @@ class ReplicaContext:
 
 #: How a context reaches the other replicas.
 axis_of: Callable[[ReplicaContext], ReplicaAxis] = operator.attrgetter("_axis")
+#: Whether a step has asked for the replica's number.
+knows_id: Callable[[ReplicaContext], bool] = operator.attrgetter("_knows_id")
 
 
 def _as_key(key: Any) -> jax.Array:
@@ -183,20 +190,20 @@ def _as_key(key: Any) -> jax.Array:
         return jax.random.key(array)
     if array is not None and (jnp.issubdtype(array.dtype, jax.dtypes.prng_key) or array.dtype == jnp.uint32):
         return array
-    raise TypeError(f"rng got {key!r}; expected a key from jax.random.key(seed), or an int from which one is made.")
+    raise TypeError(f"rng got {shown(key)}; expected a key from jax.random.key(seed), or an int from which one is made.")
 
 
 def check_call(verb: str, example: str, function: Any, args: Any, kwargs: Any) -> None:
     """Refuse arguments of a verb that calls a user's function which are no function, tuple and dict."""
     if not callable(function):
-        raise TypeError(f"{verb} got {function!r}; expected a function, not called: {example}.")
+        raise TypeError(f"{verb} got {shown(function)}; expected a function, not called: {example}.")
     if not isinstance(args, tuple | list):
         raise TypeError(
             f"args of {verb} is {type(args).__name__}; expected a tuple or list of the positional arguments. For one argument "
             f"write {example}, with the comma."
         )
     if kwargs is not None and not (isinstance(kwargs, dict) and all(isinstance(name, str) for name in kwargs)):
-        raise TypeError(f"kwargs of {verb} is {kwargs!r}; expected a dict of keyword arguments.")
+        raise TypeError(f"kwargs of {verb} is {shown(kwargs)}; expected a dict of keyword arguments.")
 
 
 def own_parts(tree: PyTree, axis: ReplicaAxis) -> PyTree:
@@ -213,33 +220,3 @@ def own_parts(tree: PyTree, axis: ReplicaAxis) -> PyTree:
         return jax.lax.dynamic_index_in_dim(stack_of(value), axis.index(), keepdims=False)
 
     return jax.tree.map(own, tree, is_leaf=arrays.is_wrapped)
-
-
-#: What JAX raises when Python wants the value of a traced array: in `if`, as an index, as a numpy array.
-_NEEDS_A_VALUE = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerIntegerConversionError,
-    jax.errors.TracerArrayConversionError,
-)
-
-
-@contextlib.contextmanager
-def explained(context: ReplicaContext) -> Iterator[None]:
-    """Explain the one-program rule where Python tried to branch on a replica's number."""
-    try:
-        yield
-    except _NEEDS_A_VALUE as error:
-        if not context._knows_id:
-            raise
-        raise OneProgramError(_one_program_message(error)) from error
-
-
-def _one_program_message(error: Exception) -> str:
-    return (
-        f"Python needed the value of something that differs by replica, at {user_code.raising_line(error)}. "
-        "All replicas run one program, so "
-        "replica_id_in_sync_group is not known while it is traced, and `if ctx.replica_id_in_sync_group == 0:` cannot "
-        "choose. To compute a different value on one replica: jnp.where(ctx.replica_id_in_sync_group == 0, a, b), or "
-        "jax.lax.cond(ctx.replica_id_in_sync_group == 0, make_a, make_b). To set a variable on all replicas: assign it "
-        "outside strategy.run, variable.assign(value). To take replica 0's value: aggregation='only_first_replica'."
-    )

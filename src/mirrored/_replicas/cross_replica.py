@@ -20,31 +20,25 @@ from .._options import ReduceOp, VariableAggregation
 from .._typing import Shape
 from .._workers import joint_programs
 from . import in_flight
-from .collectives import Axes, accumulator_dtype, divide, join_rows
+from .collectives import Axes, finished, join_rows, local_sums
 from .per_replica import PerReplica
 
 
 def reduce_stack(stack: jax.Array, op: ReduceOp, axes: Axes, shapes: tuple[Shape, ...] | None) -> jax.Array:
     """Reduce over the replicas and over `axes` of each replica's value, counting only real rows."""
-    dtype = stack.dtype
-    positions = (0, *(axis + 1 for axis in axes))
-    values = stack.astype(accumulator_dtype(op, dtype))
     if shapes is not None:
-        values = jnp.where(_is_real(stack.shape, shapes), values, 0)
-    total = jnp.sum(values, axis=positions, dtype=values.dtype)
-    if op is ReduceOp.SUM:
-        return total
+        stack = jnp.where(_is_real(stack.shape, shapes), stack, jnp.zeros_like(stack))
     true_shapes = shapes or (stack.shape[1:],) * stack.shape[0]
-    return divide(total, sum(math.prod(shape[a] for a in axes) for shape in true_shapes), dtype)
+    count = sum(math.prod(shape[a] for a in axes) for shape in true_shapes)
+    positions = (0, *(axis + 1 for axis in axes))
+    return finished(op, local_sums(op, stack, positions, count), count, stack.dtype)
 
 
 def reduce_mirrored(value: jax.Array, op: ReduceOp, axes: Axes, num_replicas: int) -> jax.Array:
     """Reduce a value that is the same on each replica: the SUM is R times it, the MEAN is itself, to the bit."""
-    values = value.astype(accumulator_dtype(op, value.dtype))
-    total = jnp.sum(values, axis=axes, dtype=values.dtype)
-    if op is ReduceOp.SUM:
-        return total * jnp.asarray(num_replicas).astype(total.dtype)
-    return divide(total, math.prod(value.shape[a] for a in axes), value.dtype)
+    count = math.prod(value.shape[a] for a in axes)
+    result = finished(op, local_sums(op, value, axes, count), count, value.dtype)
+    return result * jnp.asarray(num_replicas).astype(result.dtype) if op is ReduceOp.SUM else result
 
 
 def gather_stack(stack: jax.Array, axis: int, shapes: tuple[Shape, ...] | None, whole: NamedSharding | None) -> jax.Array:
@@ -68,7 +62,23 @@ def aggregate_stack(stack: jax.Array, mode: VariableAggregation) -> jax.Array:
     """Make one value of the copies of a variable; the dtype stays."""
     if mode is VariableAggregation.ONLY_FIRST_REPLICA:
         return stack[0]
+    if mode is VariableAggregation.SUM and jnp.issubdtype(stack.dtype, jnp.inexact):
+        return _sum_of_copies(stack)
     return reduce_stack(stack, ReduceOp[mode.name], (), None).astype(stack.dtype)
+
+
+def _sum_of_copies(stack: jax.Array) -> jax.Array:
+    """Add up copies. If all but one are zero, take the bits of that one: XLA on CPU takes a subnormal for zero when it adds."""
+    if jnp.iscomplexobj(stack):
+        return jax.lax.complex(_sum_of_copies(stack.real), _sum_of_copies(stack.imag))
+    bits = _bits_of(stack)
+    is_zero = (bits << 1) == 0
+    alone = jax.lax.bitcast_convert_type(jnp.sum(jnp.where(is_zero, 0, bits), axis=0, dtype=bits.dtype), stack.dtype)
+    return jnp.where(jnp.sum(~is_zero, axis=0) == 1, alone, reduce_stack(stack, ReduceOp.SUM, (), None))
+
+
+def _bits_of(value: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(value, f"uint{jnp.finfo(value.dtype).bits}")
 
 
 def broadcast_stack(value: jax.Array, num_replicas: int) -> jax.Array:
@@ -80,15 +90,15 @@ def split_stack(value: jax.Array, num_replicas: int) -> jax.Array:
     """Give every replica a part of `value`, such that the parts add up to exactly `value` in any order.
 
     All parts are multiples of the spacing of floating point numbers at `value` (of 1 for integers) and no
-    partial sum is larger than `value`, so no addition rounds. 7 over 2 replicas is 4 and 3. (Subnormal
-    floats are zero to XLA on CPU, here as everywhere.)
+    partial sum is larger than `value`, so no addition rounds. 7 over 2 replicas is 4 and 3. A subnormal, which XLA on CPU
+    takes for zero in all arithmetic, is the first replica's.
     """
     if value.dtype == jnp.bool_ or not jnp.issubdtype(value.dtype, jnp.number):
         raise TypeError(f"a value of dtype {value.dtype} cannot be split into a sum over replicas.")
     if jnp.issubdtype(value.dtype, jnp.complexfloating):
         return jax.lax.complex(split_stack(value.real, num_replicas), split_stack(value.imag, num_replicas))
     part = _part(value, num_replicas)
-    first = value - part * (num_replicas - 1)
+    first = jnp.where(part == 0, value, value - part * (num_replicas - 1))
     return jnp.concatenate([first[None], jnp.broadcast_to(part, (num_replicas - 1, *value.shape))])
 
 

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .. import _env
 from .._errors import ClusterConfigError, DeviceError
+from .._text import shown
 from .._typing import REPLICA_AXIS
 from . import in_flight
 
@@ -166,7 +167,7 @@ def _listed(devices: Any) -> list[Any]:
         raise TypeError(f"devices is {devices!r}; expected a list, for example devices=[{devices!r}].")
     if isinstance(devices, Set | Mapping) or not isinstance(devices, Iterable):
         raise TypeError(
-            f"devices is {devices!r} of type {type(devices).__name__}; expected a list with one entry for each replica, in "
+            f"devices is {shown(devices)} of type {type(devices).__name__}; expected a list with one entry for each replica, in "
             "replica order, for example devices=['cpu:0', 'cpu:1']."
         )
     return list(devices)
@@ -192,7 +193,7 @@ def _find_device(entry: Any, num_cpu_devices: int) -> jax.Device:
         return entry
     if not isinstance(entry, str):
         raise TypeError(
-            f"devices contains {entry!r} of type {type(entry).__name__}; expected strings such as 'gpu:0' "
+            f"devices contains {shown(entry)} of type {type(entry).__name__}; expected strings such as 'gpu:0' "
             "or 'cpu:3', or jax.Device objects from jax.devices()."
         )
     match = _match(entry)

@@ -15,7 +15,8 @@ from .._replicas import arrays, collectives, cross_replica, frames, placement
 from .._replicas.mesh import ReplicaMesh
 from .._replicas.per_replica import PerReplica, stack_of, uneven_shapes
 from .._typing import PyTree
-from .._variables.variable import Variable, all_copies, local_arrays, note_use, one_value, spec_of
+from .._variables.access import all_copies, lent
+from .._variables.variable import Variable, local_arrays, note_use, spec_of, use_value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +46,9 @@ class Leaves:
         return tuple(jax.tree.unflatten(treedef, row) for row in rows)
 
     def reduce(self, op: ReduceOp, leaf: Any, axis: Any) -> jax.Array:
-        value = self._own(leaf, "reduce")
+        return self._with_own(leaf, "reduce", lambda value: self._reduced(op, value, axis))
+
+    def _reduced(self, op: ReduceOp, value: PerReplica | jax.Array, axis: Any) -> jax.Array:
         axes = collectives.normalize_axes(axis, value.ndim, "reduce")
         if not isinstance(value, PerReplica):
             return self._apply(cross_replica.reduce_mirrored, value, op, axes, self.mesh.num_replicas)
@@ -53,7 +56,9 @@ class Leaves:
         return self._apply(cross_replica.reduce_stack, stack_of(value), op, axes, uneven_shapes(value))
 
     def gather(self, leaf: Any, axis: Any) -> jax.Array:
-        value = self._own(leaf, "gather")
+        return self._with_own(leaf, "gather", lambda value: self._gathered(value, axis))
+
+    def _gathered(self, value: PerReplica | jax.Array, axis: Any) -> jax.Array:
         position = collectives.check_axis(axis, value.ndim, "gather")
         if not isinstance(value, PerReplica):
             return self._apply(cross_replica.gather_mirrored, value, position, self.mesh.num_replicas)
@@ -68,15 +73,18 @@ class Leaves:
             return function(array, *static)  # in merge_call every replica holds the whole stack
         return cross_replica.compiled(function, self.mesh.mirrored, *static)(array)
 
+    def _with_own(self, leaf: Any, verb: str, use: Callable[[Any], jax.Array]) -> jax.Array:
+        """Return what a function makes of a leaf: of a PerReplica, or of an array that is the same on each replica."""
+        if not isinstance(leaf, Variable):
+            return use(self._own(leaf, verb))
+        self._check_own_variable(leaf, verb)
+        note_use(leaf, verb)
+        return use(all_copies(leaf)) if spec_of(leaf).is_on_read else use_value(leaf, use)
+
     def _own(self, leaf: Any, verb: str) -> PerReplica | jax.Array:
-        """Return a leaf as a PerReplica of this strategy, or as an array that is the same on each replica."""
         if isinstance(leaf, PerReplica):
             self._check_own(leaf, verb)
             return leaf
-        if isinstance(leaf, Variable):
-            self._check_own_variable(leaf, verb)
-            note_use(leaf, verb)
-            return all_copies(leaf) if spec_of(leaf).is_on_read else one_value(leaf)
         array = arrays.as_array(leaf, f"strategy.{verb}")
         if not self.mesh.is_alone:
             return self._agreed(array, verb)
@@ -122,7 +130,8 @@ class Leaves:
             self._check_own_variable(leaf, "local_results")
             leaf = all_copies(leaf) if spec_of(leaf).is_on_read or frames.is_traced() else leaf
         if isinstance(leaf, Variable):  # its copies here; the other workers are not asked
-            values = tuple(jax.numpy.copy(copy) for _, copy in local_arrays(leaf))
+            with lent([leaf]) as [stored]:
+                values = tuple(jax.numpy.copy(copy) for _, copy in local_arrays(leaf, stored))
         else:
             self._check_own(leaf, "local_results")
             values = leaf.values

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import operator
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
+from .. import _tf_names
 from .._cluster.spec import Cluster
 from .._errors import ContextError, StrategyMismatchError
+from .._jax import user_code
 from .._models import keras, keras_fit
 from .._options import AutoShardPolicy, InputOptions, ReduceOp
 from .._program.program import describe_program
@@ -22,9 +25,11 @@ from .._program.steps import Steps
 from .._replicas import collectives, context, frames, in_flight
 from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh
+from .._text import shown
 from .._typing import PyTree, UserFunction
 from .._variables import equal_copies
-from .._variables.variable import Variable, live_variables, spec_of, stored_array
+from .._variables.access import lent
+from .._variables.variable import Variable, live_variables, spec_of
 from .._workers.coordination import Coordination
 from .._workers.progress import progress
 from .._workers.same_program import require_same_history
@@ -104,6 +109,11 @@ class Strategy:
         return self._mesh.devices
 
     @property
+    def mesh(self) -> jax.sharding.Mesh:
+        """The devices as JAX's own mesh, of one axis `"replica"`, for `jax.NamedSharding` and other libraries."""
+        return self._mesh.mesh
+
+    @property
     def cluster(self) -> Cluster | None:
         """The cluster: its tasks, and which of them this process is. None when this strategy is for one process."""
         return None
@@ -120,12 +130,17 @@ class Strategy:
         if not isinstance(name, str) or not name:
             raise TypeError(f"barrier: name is {name!r}; expected a non-empty string.")
         _require_untraced("barrier")
-        jax.block_until_ready([stored_array(variable) for variable in live_variables(self._mesh)])
+        with lent(live_variables(self._mesh)) as arrays:
+            jax.block_until_ready(arrays)
         if not self._mesh.is_alone:
             with progress.phase(f"the barrier {name!r}", waits=True):
                 in_flight.finish()
                 self._coordination.barrier(name)
-                require_same_history(self._coordination.exchange("barrier", progress.history()))
+                exchange = functools.partial(self._coordination.exchange, "barrier")
+                require_same_history(exchange(progress.history()), lambda: exchange(progress.tell()))
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise _tf_names.missing("mr.Strategy", name)
 
     def __repr__(self) -> str:
         return f"mr.{type(self).__name__}({self._mesh})"
@@ -215,7 +230,11 @@ class Strategy:
         if frames.current() is not None:
             frames.require_cross_replica("run", "Call the function directly.")
             self._check_current("run")
-        return self._steps.run(self, fn, args, kwargs or {})
+        try:
+            return self._steps.run(self, fn, args, kwargs or {})
+        except Exception as error:
+            user_code.show_users_lines(error)
+            raise
 
     def reduce(self, reduce_op: ReduceOp | str, value: PyTree, axis: int | Sequence[int] | None = None) -> PyTree:
         """Combine a value over the replicas, and optionally over axes of each replica's value.
@@ -362,7 +381,7 @@ class Strategy:
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#distribute_datasets_from_function
         """
         if not callable(dataset_fn):
-            raise TypeError(f"dataset_fn is {dataset_fn!r}; expected a function of a mr.InputContext.")
+            raise TypeError(f"dataset_fn is {shown(dataset_fn)}; expected a function of a mr.InputContext.")
         options = self._checked_input(options, "distribute_datasets_from_function")
         if options.auto_shard_policy in (AutoShardPolicy.FILE, AutoShardPolicy.DATA):
             raise ValueError(
@@ -376,7 +395,7 @@ class Strategy:
 
     def _checked_input(self, options: InputOptions | None, verb: str) -> InputOptions:
         if options is not None and not isinstance(options, InputOptions):
-            raise TypeError(f"options is {options!r}; expected mr.InputOptions(...).")
+            raise TypeError(f"options is {shown(options)}; expected mr.InputOptions(...).")
         frames.require_cross_replica(verb, "Distribute the dataset before the step and pass its batches to it.")
         self._check_current(verb)
         return options or InputOptions()
@@ -389,7 +408,7 @@ class Strategy:
         return dataset
 
     def make_numpy_dataset(self, numpy_input: PyTree) -> NumpyDataset:
-        """Make a dataset of the rows of arrays in memory; continue with `.shuffle(seed).batch(n)`.
+        """Make a dataset of the rows of arrays in memory; continue with `.shuffle(seed=0).batch(n)`.
 
         Args:
             numpy_input: a nest of numpy arrays with the same number of rows; lists are stacked. The arrays
@@ -422,7 +441,7 @@ class Strategy:
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#experimental_distribute_values_from_function
         """
         if not callable(value_fn):
-            raise TypeError(f"value_fn is {value_fn!r}; expected a function of a mr.ValueContext.")
+            raise TypeError(f"value_fn is {shown(value_fn)}; expected a function of a mr.ValueContext.")
         frames.require_cross_replica("distribute_values_from_function", "Compute the value in the step itself.")
         self._check_current("distribute_values_from_function")
         count = self.num_replicas_in_sync
@@ -475,17 +494,6 @@ def _require_untraced(verb: str) -> None:
         )
 
 
-#: TensorFlow's spellings, and ours.
-_ALIASES = {
-    "experimental_run_v2": "run",
-    "experimental_distribute_dataset": "distribute_dataset",
-    "experimental_distribute_datasets_from_function": "distribute_datasets_from_function",
-    "experimental_local_results": "local_results",
-    "experimental_make_numpy_dataset": "make_numpy_dataset",
-    "experimental_distribute_values_from_function": "distribute_values_from_function",
-}
-
-
 def _add_aliases() -> None:
     def alias(old: str, new: str) -> Callable[..., Any]:
         def method(self: Strategy, *args: Any, **kwargs: Any) -> Any:
@@ -496,7 +504,7 @@ def _add_aliases() -> None:
         method.__doc__ = f"Call `{new}`, under its TensorFlow name."
         return method
 
-    for old, new in _ALIASES.items():
+    for old, new in _tf_names.ALIASES.items():
         setattr(Strategy, old, alias(old, new))
 
 

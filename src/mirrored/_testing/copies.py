@@ -12,6 +12,7 @@ from .._options import VariableSynchronization
 from .._replicas import frames
 from .._replicas.per_replica import PerReplica
 from .._strategy.strategy import Strategy, variables_of
+from .._text import shown
 from .._typing import PyTree
 from .._variables import equal_copies
 from .._variables.variable import Variable
@@ -52,7 +53,7 @@ def copies(value: Variable | jax.Array) -> dict[int, np.ndarray]:
         )
     if not isinstance(value, jax.Array):
         raise TypeError(
-            f"testing.copies got {value!r} of type {type(value).__name__}; expected a mr.Variable, or an array that "
+            f"testing.copies got {shown(value)} of type {type(value).__name__}; expected a mr.Variable, or an array that "
             "strategy.run returned: testing.copies(variable)."
         )
     return _of_array(value)
@@ -86,8 +87,8 @@ def assert_equal_copies(value: Strategy | PyTree) -> None:
         named = [(_name_of(leaf, jax.tree_util.keystr(path)), leaf) for path, leaf in leaves]
     if not named:
         raise ValueError(
-            f"testing.assert_equal_copies got {value!r}, in which there is no mirrored variable and no array: nothing would be "
-            "compared. Make the variables in `with strategy.scope():`, and keep them."
+            f"testing.assert_equal_copies got {shown(value)}, in which there is no mirrored variable and no array: nothing would "
+            "be compared. Make the variables in `with strategy.scope():`, and keep them."
         )
     for name, leaf in named:
         if isinstance(leaf, Variable) and leaf.synchronization is VariableSynchronization.ON_READ:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections.abc
 import dataclasses
-import gc
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,12 +13,15 @@ import numpy as np
 
 from .._errors import ContextError
 from .._options import VariableAggregation, VariableSynchronization
+from .._program import cache
 from .._replicas import frames
 from .._replicas.per_replica import PerReplica
 from .._strategy.strategies import MirroredStrategy
 from .._strategy.strategy import variables_of
+from .._text import shown
 from .._typing import PyTree
 from .._variables.variable import Variable
+from .._variables.variable import listeners as variable_listeners
 
 #: Relative tolerances, by the number of bytes of a floating number: other sums in another order, over a few steps.
 _RTOL = {2: 2e-2, 4: 1e-4, 8: 1e-8}
@@ -29,7 +31,8 @@ _MAX_SHOWN = 5
 
 _REASONS = """The usual reasons, most frequent first:
   * a loss that is the mean over the replica's own rows: the optimizer sums the gradients, which are then R times too large.
-    Write mr.losses.compute_average_loss(per_example_loss); for regularization mr.losses.scale_regularization_loss(loss);
+    Write mr.losses.compute_average_loss(per_example_loss), for regularization mr.losses.scale_regularization_loss(loss); or let
+    the optimizer average them: optimizer.apply_gradients(gradients, aggregate='mean');
   * a batch that each replica gets whole: pass what strategy.distribute_dataset(batches) yields;
   * a mean or variance over the replica's own rows inside the model (BatchNorm): write ctx.all_reduce('mean', ...) there;
   * random numbers in the step: ctx.rng(key) gives others for another number of replicas, and a key that is not folded gives
@@ -176,14 +179,21 @@ def _trained(
 ) -> tuple[list[tuple[str, np.ndarray]], bool]:
     """Train on some devices, and return all numbers with what they are, and whether the strategy was used."""
     strategy = MirroredStrategy(list(devices))
-    before = {id(variable): variable for variable in variables_of(strategy)}
+    every: list[Variable] = []
+    programs: list[Any] = []
+    note_program = lambda program, reason: programs.append(program)  # noqa: E731
+    variable_listeners.append(every.append)
+    cache.listeners.append(note_program)
     try:
         result = train(strategy, *args)
     except Exception as error:
         error.add_note(f"(in train(strategy) with {_replicas(len(devices))}, for testing.assert_same_on_any_replicas)")
         raise
-    gc.collect()  # so that the same variables are left on each number of replicas
-    made = [variable for variable in variables_of(strategy) if id(variable) not in before]
+    finally:
+        variable_listeners.remove(every.append)
+        cache.listeners.remove(note_program)
+    own = set(variables_of(strategy))
+    made = [variable for variable in every if variable in own]
     names = [variable.name for variable in made]
     if unknown := sorted(set(ignore) - set(names)):
         raise ValueError(f"ignore has {unknown}, and the variables of train(strategy) are {names}. Leave the others out.")
@@ -191,7 +201,8 @@ def _trained(
     for number, variable in enumerate(made):
         if variable.name not in ignore and not _is_without_value(variable):
             found.append((_name_of(variable, number), _numbers(variable)))
-    return found, bool(made) or "\n" in strategy.explain()  # which has a line for each program and dataset
+    has_run = any(program.mesh.devices == strategy.devices for program in programs)
+    return found, bool(made) or has_run or "\n" in strategy.explain()  # which has a line for each program and dataset
 
 
 def _of_result(result: PyTree) -> list[tuple[str, np.ndarray]]:
@@ -208,7 +219,9 @@ def _of_result(result: PyTree) -> list[tuple[str, np.ndarray]]:
             continue
         numbers = _numbers(leaf)
         if not jax.numpy.issubdtype(numbers.dtype, np.number) and numbers.dtype != np.bool_:
-            raise TypeError(f"{name} of train(strategy) is {leaf!r}; expected arrays, numbers and variables only. Leave it out.")
+            raise TypeError(
+                f"{name} of train(strategy) is {shown(leaf)}; expected arrays, numbers and variables only. Leave it out."
+            )
         found.append((name, numbers))
     return found
 

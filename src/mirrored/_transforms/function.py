@@ -11,10 +11,11 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from .._errors import StrategyMismatchError
-from .._jax import jaxprs, tracing
-from .._program import eager, lift
+from .._jax import jaxprs, tracing, user_code
+from .._program import eager, lift, mistakes
 from .._program.cache import Programs
-from .._program.call import ArrayLeaf, Call, argument_names, array_leaves, key_of, pinned, take_apart
+from .._program.call import ArrayLeaf, Call, argument_names, array_leaves, key_of, take_apart
+from .._program.captured import Attribute, attributes_read, read_inside
 from .._program.lift import Lifted
 from .._program.program import Program, place
 from .._replicas import frames
@@ -22,6 +23,7 @@ from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh, default_mesh
 from .._replicas.per_replica import PerReplica
 from .._replicas.placement import check_later, mirror_constants
+from .._text import shown
 from .._typing import PyTree, Shape, UserFunction
 from .._variables import equal_copies, storage
 from .._variables.variable import Variable, spec_of
@@ -60,11 +62,15 @@ def function(fn: UserFunction) -> UserFunction:
     Source: https://www.tensorflow.org/api_docs/python/tf/function
     """
     if not callable(fn):
-        raise TypeError(f"mr.function got {fn!r}; expected a function: @mr.function above def train_step(batch): ...")
+        raise TypeError(f"mr.function got {shown(fn)}; expected a function: @mr.function above def train_step(batch): ...")
 
     @functools.wraps(fn)
     def compiled(*args: Any, **kwargs: Any) -> PyTree:
-        return call_compiled(fn, args, kwargs)
+        try:
+            return call_compiled(fn, args, kwargs)
+        except Exception as error:
+            user_code.show_users_lines(error)
+            raise
 
     return compiled
 
@@ -81,11 +87,13 @@ def call_compiled(fn: UserFunction, args: Sequence[Any], kwargs: dict[str, Any])
     placements = [getattr(array, "sharding", None) for array, leaf in zip(arrays, leaves, strict=True) if leaf.is_per_replica]
     key = (key, None if frame is None else id(frame.strategy), tuple(placements))
     program = _programs.get(key)
-    if program is None:
+    if program is None or not program.is_current():
         call = take_apart(fn, args, kwargs)
         program = _make(call, frame or Frame(None, None))
         # Counted for each function: a decorator in a factory makes many of one code, each for its own variables.
-        _programs.add(call._replace(key=(call.keyed_again().key, *key[1:])), program, counted=(id(fn), key[1:]))
+        call = call._replace(key=(call.keyed_again().key, *key[1:]))
+        strategies = [] if frame is None else [frame.strategy]
+        _programs.add(call, program, owner=fn, also=[*program.lifted.variables, *strategies])
         check_later(program.mesh, arrays, lambda index: f"the argument {argument_names(call)[index]}")
     # A PerReplica lies where it is: `_mesh_of` has chosen the devices after it.
     plain = [position for position, leaf in enumerate(leaves) if not leaf.is_per_replica]
@@ -114,7 +122,15 @@ def _make(call: Call, frame: Frame) -> FunctionProgram:
     avals = [
         leaf.aval(array.shape if leaf.is_per_replica else leaf.shape) for leaf, array in zip(leaves, call.arrays, strict=True)
     ]
-    lifted = lift.lift(lambda arrays: call.apply(arrays, _rewrapped), avals, frame, _global_shape, call.function)
+    inside: list[Attribute] = []
+    token = read_inside.set(inside)
+    try:
+        lifted = lift.lift(lambda arrays: call.apply(arrays, _rewrapped), avals, frame, _global_shape, call.function)
+    except Exception as error:
+        mistakes.explain(error)
+        raise
+    finally:
+        read_inside.reset(token)
     mesh, name = _mesh_of(frame, lifted, call), call.name
     placements = (
         [mesh.stacked if is_stacked else mesh.mirrored for is_stacked in lifted.plan.stacked],
@@ -122,14 +138,17 @@ def _make(call: Call, frame: Frame) -> FunctionProgram:
         mesh.mirrored,
     )
     body = functools.partial(_pure, lifted, mesh)
-    compiled = jax.jit(body, donate_argnums=0, out_shardings=placements)
+    calls_host = jaxprs.has_host_callback(lifted.shown.jaxpr)
+    compiled = jax.jit(body, donate_argnums=() if calls_host else 0, out_shardings=placements)
     if not mesh.is_alone:
         is_split = [leaf.is_per_replica for leaf in leaves]
-        compiled = joint_programs.prepared(name, f"arguments by replica: {is_split}\n{lifted.describe()}", compiled)
+        text = f"arguments by replica: {is_split}\n{lifted.describe()}"
+        is_update = any(not spec_of(variable).is_on_read for variable in lifted.written)
+        compiled = joint_programs.prepared(name, text, compiled, is_run=True, is_update=is_update)
     constants = mirror_constants(mesh, lifted.closed.consts, f"an array that {name} closes over")
-    home, pins = storage.home_of(lifted.written), [*pinned(call), frame.strategy]
-    watch = equal_copies.watch(mesh, lifted.variables)
-    return FunctionProgram(name, mesh, lifted, home, compiled, constants, pins, watch)
+    home, watch = storage.home_of(lifted.writes.slots), equal_copies.watch(mesh, lifted.variables)
+    read = (*attributes_read(call, lifted.closed.consts), *inside)
+    return FunctionProgram(name, mesh, lifted, home, compiled, constants, watch, calls_host, read)
 
 
 def _pure(lifted: Lifted, mesh: ReplicaMesh, written: Any, read_only: Any, arrays: Any, constants: Any) -> Any:

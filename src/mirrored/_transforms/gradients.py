@@ -11,13 +11,16 @@ import jax.numpy as jnp
 from .._errors import ContextError, StrategyMismatchError
 from .._jax import user_code
 from .._jax.marks import Mark, Purpose, mark
+from .._libraries import lines_for
 from .._models import keras
 from .._models.keras_variables import has_strangers, own_variable
 from .._program import lift
 from .._replicas import frames
+from .._text import shown
 from .._typing import PyTree, UserFunction
+from .._variables.access import load, store
 from .._variables.bindings import bound, with_few_compilations
-from .._variables.variable import Variable, is_variable, load, spec_of, store
+from .._variables.variable import Variable, is_variable, spec_of
 
 
 def grad(fn: UserFunction, variables: PyTree, has_aux: bool = False) -> Callable[..., Any]:
@@ -70,7 +73,7 @@ def value_and_grad(fn: UserFunction, variables: PyTree, has_aux: bool = False) -
     Source: https://www.tensorflow.org/api_docs/python/tf/GradientTape
     """
     if not callable(fn):
-        raise TypeError(f"mr.value_and_grad got {fn!r}; expected a function that returns a loss.")
+        raise TypeError(f"mr.value_and_grad got {shown(fn)}; expected a function that returns a loss.")
     is_later = has_strangers(variables) or (not jax.tree.leaves(variables, is_leaf=is_variable) and frames.is_traced())
     known = None if is_later else _check_variables(variables)
 
@@ -117,8 +120,8 @@ def _check_variables(variables: PyTree) -> tuple[list[Variable], Any]:
     for leaf in leaves:
         if not isinstance(leaf, Variable):
             raise TypeError(
-                f"mr.value_and_grad got {leaf!r} of type {type(leaf).__name__} among its variables; expected mr.Variable "
-                "objects. For gradients with respect to arrays use jax.value_and_grad."
+                f"mr.value_and_grad got {shown(leaf)} of type {type(leaf).__name__} among its variables; expected mr.Variable "
+                "objects. For gradients with respect to arrays use jax.value_and_grad." + lines_for(variables)
             )
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise TypeError(
@@ -149,7 +152,7 @@ def _split(result: Any, has_aux: bool) -> tuple[Any, Any]:
     if not has_aux:
         return result, None
     if not isinstance(result, tuple) or len(result) != 2:
-        returned = "an array" if isinstance(result, jax.Array) else repr(result)
+        returned = "an array" if isinstance(result, jax.Array) else shown(result)
         raise TypeError(f"with has_aux=True the function must return (loss, aux); it returned {returned}.")
     return result
 
@@ -157,8 +160,8 @@ def _split(result: Any, has_aux: bool) -> tuple[Any, Any]:
 def _scalar(loss: Any) -> jax.Array:
     if isinstance(loss, tuple):
         raise TypeError("the function returned a tuple; pass has_aux=True when it returns (loss, aux).")
-    if loss is None or isinstance(loss, str | dict | list):
-        raise TypeError(f"the function returned {loss!r}; expected a scalar loss. Does it end with `return loss`?")
+    if loss is None or not (hasattr(loss, "dtype") or isinstance(loss, int | float)):
+        raise TypeError(f"the function returned {shown(loss)}; expected a scalar loss. Does it end with `return loss`?")
     loss = jnp.asarray(loss)
     if loss.shape != ():
         raise TypeError(

@@ -13,9 +13,11 @@ from .._errors import UnevenReplicasError
 from .._replicas import frames
 from .._replicas.arrays import as_array
 from .._replicas.per_replica import PerReplica, stack_of, uneven_shapes
+from .._text import shown
 from .._typing import PyTree
+from .._variables.access import claimed, load, store
 from .._variables.bindings import Fallback, bound, outer_reader
-from .._variables.variable import Variable, load, store
+from .._variables.variable import Variable
 from .function import call_compiled
 
 
@@ -129,9 +131,10 @@ def _cond(true_fn: Any, false_fn: Any, pred: Any, *operands: PyTree) -> PyTree:
 
         return run
 
-    before = [load(variable) for variable in written]
-    result, after = jax.lax.cond(pred, branch(true_fn), branch(false_fn), before, operands)
-    _write_back(list(written), after)
+    with claimed(list(written)):
+        before = [load(variable) for variable in written]
+        result, after = jax.lax.cond(pred, branch(true_fn), branch(false_fn), before, operands)
+        _write_back(list(written), after)
     return result
 
 
@@ -153,9 +156,10 @@ def _scan(fn: Any, init: PyTree, xs: PyTree, length: int | None) -> tuple[PyTree
             carry, y = user_body(carry, x)
             return (carry, bindings.values(written)), y
 
-    before = [load(variable) for variable in written]
-    (carry, after), ys = jax.lax.scan(body, (init, before), rows, length)
-    _write_back(written, after)
+    with claimed(written):
+        before = [load(variable) for variable in written]
+        (carry, after), ys = jax.lax.scan(body, (init, before), rows, length)
+        _write_back(written, after)
     return carry, _map_whole(_replicas_first, ys)
 
 
@@ -173,9 +177,10 @@ def _fori_loop(fn: Any, lower: Any, upper: Any, init: PyTree) -> PyTree:
         with bound(dict(zip(written, values, strict=True)), outer) as bindings:
             return user_body(i, carry), bindings.values(written)
 
-    before = [load(variable) for variable in written]
-    carry, after = jax.lax.fori_loop(lower, upper, body, (init, before))
-    _write_back(written, after)
+    with claimed(written):
+        before = [load(variable) for variable in written]
+        carry, after = jax.lax.fori_loop(lower, upper, body, (init, before))
+        _write_back(written, after)
     return carry
 
 
@@ -255,4 +260,4 @@ def _check_bounds(lower: Any, upper: Any) -> None:
 
 def _check_callable(fn: Any, verb: str) -> None:
     if not callable(fn):
-        raise TypeError(f"{verb} got {fn!r} as its body; expected a function.")
+        raise TypeError(f"{verb} got {shown(fn)} as its body; expected a function.")

@@ -13,7 +13,8 @@ from .._errors import ContextError
 from .._jax import tracing, user_code
 from .._replicas import frames
 from .._replicas.frames import Frame
-from .variable import Variable, stored_array
+from .access import taken_array
+from .variable import Variable
 
 #: Called by `Bindings` for a variable that is not bound; gives its value in the enclosing place.
 Fallback = Callable[[Variable], jax.Array]
@@ -125,6 +126,6 @@ def outer_reader() -> Fallback:
     def stored(variable: Variable) -> jax.Array:
         if is_foreign:
             raise ContextError(frames.foreign_trace_message("read", variable.name, None))
-        return stored_array(variable)
+        return taken_array(variable)
 
     return stored

@@ -20,7 +20,8 @@ from .._text import numbered
 from .._workers import joint_programs
 from .._workers.progress import progress
 from .._workers.same_program import require_same_history
-from . import storage
+from .access import lent
+from .storage import WeakVariables
 from .variable import Variable, local_arrays, local_copies, spec_of
 
 #: The share of the time that comparing takes in the long run.
@@ -34,7 +35,7 @@ _watches_lock = threading.Lock()  # threads may compile and run programs at the 
 
 def real_copies(variable: Variable) -> dict[int, np.ndarray]:
     """Return what this worker's devices hold of a variable, by replica number, as arrays that stay as they are."""
-    return {replica: np.array(copy) for replica, copy in local_copies(variable)}
+    return dict(local_copies(variable))
 
 
 def check(mesh: ReplicaMesh, variables: Sequence[Variable], every: int = 0) -> int:
@@ -54,9 +55,9 @@ def check(mesh: ReplicaMesh, variables: Sequence[Variable], every: int = 0) -> i
     """
     if mesh.num_replicas == 1:
         return every
-    own = [[spec_of(variable).number, [checksum(copy) for _, copy in local_arrays(variable)]] for variable in variables]
+    own = [[spec_of(variable).number, _checksums(variable)] for variable in variables]
     told = _exchange(mesh, [progress.history(), own, every])
-    require_same_history([history for history, _, _ in told])
+    require_same_history([history for history, _, _ in told], lambda: _exchange(mesh, progress.tell()))
     by_worker = [dict(sums) for _, sums, _ in told]
     for variable in variables:
         if all(spec_of(variable).number in sums for sums in by_worker):
@@ -65,7 +66,12 @@ def check(mesh: ReplicaMesh, variables: Sequence[Variable], every: int = 0) -> i
     return max(wish for _, _, wish in told)
 
 
-def _exchange(mesh: ReplicaMesh, own: list[Any]) -> Sequence[list[Any]]:
+def _checksums(variable: Variable) -> list[int]:
+    with lent([variable]) as [stored]:
+        return [checksum(copy) for _, copy in local_arrays(variable, stored)]
+
+
+def _exchange(mesh: ReplicaMesh, own: Any) -> Sequence[Any]:
     return [own] if mesh.is_alone else joint_programs.exchange("the comparison of the copies of variables", own)
 
 
@@ -102,7 +108,7 @@ class Watch:
     """
 
     def __init__(self, mesh: ReplicaMesh, variables: Sequence[Variable]) -> None:
-        self._mesh, self._variables, self.is_joint = mesh, variables, not mesh.is_alone
+        self._mesh, self._variables, self.is_joint = mesh, WeakVariables(variables), not mesh.is_alone
         self.count, self.next, self.every = 0, _MIN_RUNS, _MIN_RUNS
         self._since = 0.0  # when the last comparison ended, in seconds
         self._costs: collections.deque[float] = collections.deque(maxlen=2)  # seconds that the last two took
@@ -120,7 +126,7 @@ class Watch:
         due, self.next = self.next, self.next + self.every  # so that other threads do not compare as well
         try:
             start = self._now()
-            self.every = check(self._mesh, self._variables, self._wish(start))
+            self.every = check(self._mesh, self._variables.alive(), self._wish(start))
         except BaseException:
             self.next = due
             raise
@@ -140,7 +146,8 @@ class Watch:
         return max(_MIN_RUNS, math.ceil(num_sharing * min(self._costs) / (MAX_COST * max(run, 1e-6))))
 
     def _now(self) -> float:
-        jax.block_until_ready(storage.arrays_of(self._variables))
+        with lent(self._variables.alive()) as arrays:
+            jax.block_until_ready(arrays)
         return time.perf_counter()
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from .._errors import ContextError, PerReplicaError
 from .._jax import tracing, user_code
+from .._libraries import lines_for
 from .._options import VariableAggregation, VariableSynchronization
 from .._replicas import frames
 from .._replicas.arrays import converted_number, host_array, strong
@@ -82,7 +83,7 @@ def initial_array(value: Any, dtype: Any, name: str) -> jax.Array | np.ndarray:
     if is_tree(value) and value is not None and not isinstance(value, list | tuple):
         raise TypeError(
             f"variable {name!r}: the initial value is a {type(value).__name__}, which holds arrays; expected one array. Make a "
-            "variable of each: jax.tree.map(mr.Variable, value)."
+            "variable of each: jax.tree.map(mr.Variable, value)." + lines_for(value)
         )
     if isinstance(value, jax.Array):
         return strong(value, value.dtype if dtype is None else dtype)

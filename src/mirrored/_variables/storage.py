@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
 import operator
-import threading
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from .._errors import VariableLostError
+from . import turns
+
 #: How many bytes of variables are copied at once before they are overwritten.
 MAX_COPIED_BYTES = 32 * 1024 * 1024
-
-#: Held while variables move, so that two threads never move one variable to two homes. Warm steps move none.
-_moving = threading.RLock()
 
 
 class Home:
@@ -30,34 +31,145 @@ class Home:
     Attributes:
         arrays: the arrays, by place.
         taken: the places whose arrays somebody else may hold, so that they are copied before they are overwritten.
+        lent: the same for those who give them back, and how many of them there are.
         is_whole: whether all the variables that the program overwrites are here.
     """
 
-    __slots__ = ("arrays", "is_whole", "taken")
+    __slots__ = ("arrays", "is_whole", "lent", "taken")
 
     def __init__(self, arrays: list[Any], is_whole: bool) -> None:
         self.arrays = arrays
         self.taken: set[int] = set()
+        self.lent: dict[int, int] = {}
         self.is_whole = is_whole
 
 
-def home_of(variables: Sequence[Any]) -> Home:
-    """Return the home that has exactly these variables, in this order, or a new one for them.
+class Slot:
+    """What a variable has of its array. A program holds the slots of its variables, and so keeps no variable alive.
+
+    Attributes:
+        place: the home, and the index in it.
+        name: the variable's, for messages.
+    """
+
+    __slots__ = ("name", "place")
+
+    def __init__(self) -> None:
+        self.place = (Home([None], is_whole=True), 0)
+        self.name = ""
+
+    @property
+    def array(self) -> Any:
+        home, index = self.place
+        return home.arrays[index]
+
+    @array.setter
+    def array(self, array: Any) -> None:
+        home, index = self.place
+        home.arrays[index] = array
+
+    def note_taken(self) -> None:
+        """Note that somebody else may hold the array, so that a program does not overwrite it."""
+        home, index = self.place
+        home.taken.add(index)
+
+
+class WeakVariables:
+    """Variables of a program, which must not keep a model alive that everybody else has dropped.
+
+    Attributes:
+        slots: where their arrays are; a slot does not know its variable.
+    """
+
+    __slots__ = ("_references", "slots")
+
+    def __init__(self, variables: Sequence[Any]) -> None:
+        self._references = tuple(map(weakref.ref, variables))
+        self.slots = tuple([variable._slot for variable in variables])
+
+    def alive(self) -> tuple[Any, ...]:
+        """Return those that live; a program that can still be called has all of its."""
+        return tuple(variable for reference in self._references if (variable := reference()) is not None)
+
+
+class Lost:
+    """What is in the place of arrays that a program had been given when it failed.
+
+    Attributes:
+        names: of the variables that were lost with it.
+        cause: the program's error, in a line.
+    """
+
+    __slots__ = ("cause", "names")
+
+    def __init__(self, names: Sequence[str], error: BaseException) -> None:
+        last = (str(error).strip().splitlines() or [""])[-1]
+        self.names, self.cause = names, f"{type(error).__name__}: {last[:300]}"
+
+    def __str__(self) -> str:
+        names = ", ".join(map(repr, self.names))
+        return (
+            f"the value of {names} is lost: the program that was overwriting it failed ({self.cause}). Other variables are as "
+            "they were. Go on from the last checkpoint, checkpoint.restore_latest(), or assign a new value."
+        )
+
+
+def home_of(slots: Sequence[Slot]) -> Home:
+    """Return the home that has exactly these slots, in this order, or a new one for them.
 
     Programs that overwrite the same variables, such as one step for two shapes of batches, share a home.
     """
-    places = list(map(_place_of, variables))
+    places = list(map(_place_of, slots))
     home = places[0][0] if places else Home([], is_whole=True)
     is_theirs = len(home.arrays) == len(places) and places == [(home, index) for index in range(len(places))]
     return home if is_theirs else Home([], is_whole=False)
 
 
-def arrays_of(variables: Sequence[Any]) -> list[Any]:
-    """Return the arrays of variables, wherever they are."""
-    return [home.arrays[index] for home, index in map(_place_of, variables)]
+def arrays_of(slots: Sequence[Slot]) -> list[Any]:
+    """Return the arrays of slots, wherever they are; they are valid as long as nobody else can write them."""
+    return [home.arrays[index] for home, index in map(_place_of, slots)]
 
 
-def overwrite(compiled: Callable[..., Any], home: Home, variables: Sequence[Any], *others: Any) -> Any:
+def found(slot: Slot) -> jax.Array:
+    """Return the array of a slot that the caller has claimed.
+
+    Raises:
+        VariableLostError: when it was lost.
+    """
+    _refuse_lost([slot.array])
+    return slot.array
+
+
+@contextlib.contextmanager
+def lent(slots: Sequence[Slot]) -> Iterator[list[jax.Array]]:
+    """Give the arrays of slots, which nobody overwrites inside this block; all are of one moment between two steps.
+
+    Raises:
+        VariableLostError: for one whose array was lost.
+    """
+    places: list[tuple[Home, int]] = []
+    arrays: list[Any] = []
+    try:
+        with turns.lock:
+            for home, index in map(_place_of, slots):
+                home.lent[index] = home.lent.get(index, 0) + 1
+                places.append((home, index))
+            arrays = arrays_of(slots)
+            _refuse_lost(arrays)
+        yield arrays
+    except jax.errors.JaxRuntimeError as error:
+        if failed := [slot.name for slot, array in zip(slots, arrays, strict=False) if _has_failed(array)]:
+            raise VariableLostError(str(Lost(failed, error))) from error
+        raise
+    finally:
+        with turns.lock:
+            for home, index in places:
+                home.lent[index] -= 1
+                if not home.lent[index]:
+                    del home.lent[index]
+
+
+def overwrite(compiled: Callable[..., Any], home: Home, slots: Sequence[Slot], read_only: Sequence[Slot], *others: Any) -> Any:
     """Call a program that is given the arrays of variables to overwrite, and keep the new ones it returns.
 
     The call and the assignments happen inside one C function, because a Ctrl-C between the program's start, which
@@ -66,43 +178,72 @@ def overwrite(compiled: Callable[..., Any], home: Home, variables: Sequence[Any]
     Arrays that somebody else may hold are copied first, so that what a user took out stays valid.
 
     Args:
-        compiled: takes `(arrays, *others)`, donates `arrays`, and returns `(results, new arrays, ...)`.
+        compiled: takes `(arrays, read-only arrays, *others)`, donates `arrays`, and returns `(results, new arrays, ...)`.
         home: the home of the variables that it overwrites.
-        variables: these variables.
+        slots: of these variables.
+        read_only: of those that it reads.
         others: its other arguments.
     """
-    if not home.is_whole:
-        return _overwrite_and_move(compiled, home, variables, others)
-    if home.taken:
-        _give_copies([(home, index) for index in sorted(home.taken)])
-    outputs: dict[int, Any] = {}
-    call = map(outputs.setdefault, (0,), itertools.starmap(compiled, ((home.arrays, *others),)))
-    any(map(setattr, (home,), ("arrays",), map(_new_arrays_of, call)))  # they are all None
-    return outputs[0]
+    try:
+        with turns.lock:
+            if turns.claims:
+                turns.wait_for(slots)
+            if not home.is_whole:
+                return _overwrite_and_move(compiled, home, slots, (arrays_of(read_only), *others))
+            if home.taken or home.lent:
+                _give_copies([(home, index) for index in sorted(home.taken.union(home.lent))])
+            outputs: dict[int, Any] = {}
+            arguments = (home.arrays, arrays_of(read_only) if read_only else [], *others)
+            call = map(outputs.setdefault, (0,), itertools.starmap(compiled, (arguments,)))
+            any(map(setattr, (home,), ("arrays",), map(_new_arrays_of, call)))  # they are all None
+        return outputs[0]
+    except BaseException as error:
+        _note_lost(error, slots, read_only)
+        raise
 
 
-def _overwrite_and_move(compiled: Callable[..., Any], home: Home, variables: Sequence[Any], others: Sequence[Any]) -> Any:
+def _overwrite_and_move(compiled: Callable[..., Any], home: Home, slots: Sequence[Slot], others: Sequence[Any]) -> Any:
     """Do the same for variables of which some are elsewhere, and move them home in the same C function."""
-    with _moving:
-        places = list(map(_place_of, variables))
-        for old, _ in places:
-            old.is_whole = False
-        _give_copies([(old, index) for old, index in places if index in old.taken])
-        outputs: dict[int, Any] = {}
-        call = map(outputs.setdefault, (0,), itertools.starmap(compiled, ((arrays_of(variables), *others),)))
-        kept = map(setattr, (home,), ("arrays",), map(_new_arrays_of, call))
-        moved = map(setattr, variables, itertools.repeat("_place"), zip(itertools.repeat(home), itertools.count()))
-        any(itertools.chain(kept, moved))
-        for old, index in places:
-            if old is not home:
-                old.arrays[index] = None
-        home.is_whole = True
+    places = map(_place_of, slots)
+    _give_copies([(old, index) for old, index in places if index in old.taken or index in old.lent])
+    outputs: dict[int, Any] = {}
+    call = map(outputs.setdefault, (0,), itertools.starmap(compiled, ((arrays_of(slots), *others),)))
+    _move(home, slots, map(_new_arrays_of, call))
     return outputs[0]
+
+
+def overwrite_when_done(
+    compiled: Callable[..., Any], home: Home, slots: Sequence[Slot], read_only: Sequence[Slot], *others: Any
+) -> Any:
+    """Do the same with a program that donates nothing, and that has ended when it returns: if it fails, nothing has changed.
+
+    Others may read all variables meanwhile, and write those that it does not write.
+    """
+    with turns.claimed(slots, calls_host=True), lent([*slots, *read_only]) as arrays:
+        outputs = compiled(arrays[: len(slots)], arrays[len(slots) :], *others)
+        with turns.lock:
+            _move(home, slots, iter([outputs[1]]))
+            home.taken.clear()
+    return outputs
+
+
+def _move(home: Home, slots: Sequence[Slot], arrays: Iterator[list[Any]]) -> None:
+    """Give a home the list that an iterator computes, and the slots their places in it, inside one C function."""
+    places = list(map(_place_of, slots))
+    for old, _ in places:
+        old.is_whole = old is home and home.is_whole
+    kept = map(setattr, (home,), ("arrays",), arrays)
+    moved = map(setattr, slots, itertools.repeat("place"), zip(itertools.repeat(home), itertools.count()))
+    any(itertools.chain(kept, moved))
+    for old, index in places:
+        if old is not home:
+            old.arrays[index] = None
+    home.is_whole = True
 
 
 def _give_copies(places: Sequence[tuple[Home, int]]) -> None:
     """Replace arrays by copies that nobody else holds, some at a time, so that not all exist twice at once."""
-    waiting = collections.deque(places)
+    waiting = collections.deque((home, index) for home, index in places if isinstance(home.arrays[index], jax.Array))
     while waiting:
         batch = [waiting.popleft()]
         num_bytes = _bytes_at(batch[0])
@@ -124,5 +265,47 @@ def _copy(arrays: list[jax.Array]) -> list[jax.Array]:
     return [jnp.copy(array) for array in arrays]
 
 
-_place_of = operator.attrgetter("_place")
+# -- programs that fail
+
+
+def _note_lost(error: BaseException, slots: Sequence[Slot], read_only: Sequence[Slot]) -> None:
+    """Note which arrays a program has taken with it, and say so beside its error.
+
+    Raises:
+        VariableLostError: when they were lost before.
+    """
+    with turns.lock:
+        arrays = arrays_of(slots)
+        _refuse_lost([*arrays, *arrays_of(read_only)])
+    may_fail_late = isinstance(error, jax.errors.JaxRuntimeError)
+    gone = [
+        (slot, array)
+        for slot, array in zip(slots, arrays, strict=True)
+        if array is not None and (array.is_deleted() or (may_fail_late and _has_failed(array)))
+    ]
+    lost = Lost([slot.name for slot, _ in gone], error)
+    with turns.lock:
+        for slot, array in gone:
+            if slot.array is array:  # else another thread has assigned a new one
+                slot.array = lost
+    if gone:
+        error.add_note(str(lost))
+
+
+def _refuse_lost(arrays: Sequence[Any]) -> None:
+    for array in arrays:
+        if type(array) is Lost:
+            raise VariableLostError(str(array)) from None
+
+
+def _has_failed(array: jax.Array) -> bool:
+    """Tell whether the program that was to compute an array has failed."""
+    try:
+        jax.block_until_ready(array)
+    except jax.errors.JaxRuntimeError:
+        return True
+    return False
+
+
+_place_of = operator.attrgetter("place")
 _new_arrays_of = operator.itemgetter(1)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import itertools
 import operator
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .. import _tf_names
 from .._errors import ContextError, StrategyMismatchError
 from .._jax import tracing
 from .._options import VariableAggregation, VariableSynchronization
@@ -23,22 +25,27 @@ from .._replicas.mesh import ReplicaMesh
 from .._replicas.per_replica import PerReplica
 from .._typing import ArrayLike, Shape
 from .._workers import joint_programs
+from . import storage, turns
 from .assignment import Assignment, placed
 from .initial import check_aggregated_dtype, check_name, creation_mesh, initial_array, is_tree, takes_each_value
+from .scatter import ScatterMethods
 from .spec import VariableSpec
-from .storage import Home
+from .storage import Slot
 
 _NONE = VariableAggregation.NONE
+ResultT = TypeVar("ResultT")
 
 #: What JAX's arrays have beyond `jax.Array`; what concerns their buffers (`delete`) is left out, those are the variable's.
 _ALSO_FORWARDED = frozenset({"block_until_ready", "devices", "tobytes", "tolist"})
 #: Every variable that is alive, for `strategy.assert_mirrored()`.
 _live: weakref.WeakSet[Variable] = weakref.WeakSet()
+#: Told of each new variable, for tests of a training, in which its variables must not end before they are compared.
+listeners: list[Callable[[Variable], None]] = []
 #: How many variables were created on some devices; every worker creates those of a cluster, so the numbers agree.
 _created: dict[ReplicaMesh, Iterator[int]] = collections.defaultdict(itertools.count)
 
 
-class Variable:
+class Variable(ScatterMethods):
     """Named mutable state: the same on every replica, or one value for each.
 
     Create variables in `strategy.scope()`; there the initial value is computed once and copied to every
@@ -78,7 +85,7 @@ class Variable:
     Source: https://www.tensorflow.org/api_docs/python/tf/Variable
     """
 
-    __slots__ = ("__weakref__", "_place", "_spec")
+    __slots__ = ("__weakref__", "_slot", "_spec")
 
     def __init__(
         self,
@@ -90,8 +97,8 @@ class Variable:
         synchronization: VariableSynchronization | str = "auto",
         aggregation: VariableAggregation | str = "none",
     ) -> None:
-        self._place = (Home([None], is_whole=True), 0)
-        name = check_name(name)
+        self._slot = Slot()
+        self._slot.name = name = check_name(name)
         is_on_read = takes_each_value(synchronization, name)
         how = VariableAggregation.parse(aggregation, "aggregation")
         mesh = creation_mesh(name)
@@ -105,7 +112,7 @@ class Variable:
         else:
             self._array = placed(array, mesh)
             if isinstance(array, jax.Array):
-                self._note_taken()  # the placed array may share the given one's buffer
+                self._slot.note_taken()  # the placed array may share the given one's buffer
         self._spec = VariableSpec(
             name=name,
             shape=tuple(array.shape),
@@ -117,27 +124,21 @@ class Variable:
             trainable=(not is_on_read) if trainable is None else bool(trainable),
         )
         _live.add(self)
+        for tell in listeners:
+            tell(self)
 
     # -- where its array is
 
     @property
     def _array(self) -> jax.Array:
-        home, index = self._place
-        return home.arrays[index]
+        return self._slot.array
 
     @_array.setter
     def _array(self, array: jax.Array) -> None:
-        home, index = self._place
-        home.arrays[index] = array
-
-    def _note_taken(self) -> None:
-        """Note that somebody else may hold the array, so that a program does not overwrite it."""
-        home, index = self._place
-        home.taken.add(index)
+        self._slot.array = array
 
     def __del__(self) -> None:
-        home, index = self._place  # which lives as long as any of its variables
-        home.arrays[index] = None
+        self._slot.array = None
 
     # -- what it is
 
@@ -193,19 +194,38 @@ class Variable:
             ContextError: under a JAX transformation outside a step that would bake the value in.
             ValueError: outside a step, for a sync-on-read variable with aggregation NONE.
         """
-        return self._read(frames.current(), is_taken=True)
+        return self._use(lambda value: value)
+
+    def read_value(self) -> jax.Array:
+        """Return `value`, under the name of TensorFlow's method."""
+        return self.value
 
     def numpy(self) -> np.ndarray:
         """Return a copy of the value as a numpy array."""
-        return np.array(self._read(frames.current(), is_taken=False))
+        return self._use(np.array)
 
-    def _read(self, frame: Frame | None, is_taken: bool) -> jax.Array:
-        stored = self._load(frame)
-        if frame is not None and frame.replica is not None:
-            return stored
-        if not self._spec.is_on_read:
-            if is_taken and stored is self._array:
-                self._note_taken()
+    def _use(self, use: Callable[[jax.Array], ResultT]) -> ResultT:
+        """Return what a function makes of the value; no program overwrites it meanwhile, nor later if it is the result."""
+        frame = frames.current()
+
+        def of_stored(stored: jax.Array) -> ResultT:
+            result = use(self._value_of(frame, stored))
+            if result is stored:
+                self._slot.note_taken()
+            return result
+
+        return self._use_stored(frame, of_stored)
+
+    def _use_stored(self, frame: Frame | None, use: Callable[[jax.Array], ResultT]) -> ResultT:
+        """Do the same with what is stored: one copy inside a step, else the mirrored array or the stack of copies."""
+        if frame is not None and frame.bindings is not None:
+            return use(self._load(frame))
+        self._check_readable(frame)
+        with storage.lent([self._slot]) as [stored]:
+            return use(stored)
+
+    def _value_of(self, frame: Frame | None, stored: jax.Array) -> jax.Array:
+        if not self._spec.is_on_read or (frame is not None and frame.replica is not None):
             return stored
         if self._spec.aggregation is _NONE:
             raise ValueError(
@@ -219,14 +239,17 @@ class Variable:
         return cross_replica.compiled(cross_replica.aggregate_stack, self._spec.mesh.mirrored, self._spec.aggregation)(stored)
 
     def _load(self, frame: Frame | None) -> jax.Array:
-        """Return what is stored: one copy inside a step, else the mirrored array or the stack of copies."""
+        """Return what is stored, or what stands for it in a trace; the caller sees that nobody overwrites it."""
         if frame is not None and frame.bindings is not None:
             self._check_mesh(frame)
             return frame.bindings.read(self)
+        self._check_readable(frame)
+        return storage.found(self._slot)
+
+    def _check_readable(self, frame: Frame | None) -> None:
         if tracing.is_staging():
             raise ContextError(frames.foreign_trace_message("read", self.name, frame))
         in_flight.require_threads()
-        return self._array
 
     # -- writing
 
@@ -260,13 +283,15 @@ class Variable:
     def _write(self, method: str, operand: Any, combine: Callable[..., jax.Array] | None) -> Variable:
         frame = frames.current()
         in_flight.require_threads()
-        load = functools.partial(self._load, frame)
-        read = functools.partial(self._read, frame, is_taken=False)
-        new = Assignment(self._spec, method, operand, combine, load, read).new_value(frame)
-        self._store(frame, new)
+        is_bound = frame is not None and frame.bindings is not None
+        with contextlib.nullcontext() if is_bound else turns.claimed([self._slot]):
+            load = functools.partial(self._load, frame)
+            read = lambda: self._value_of(frame, load())  # noqa: E731
+            self._store(frame, Assignment(self._spec, method, operand, combine, load, read).new_value(frame))
         return self
 
     def _store(self, frame: Frame | None, value: jax.Array) -> None:
+        """Set what is stored, or what stands for it in a trace; outside one the variable is claimed."""
         if frame is not None and frame.bindings is not None:
             self._check_mesh(frame)
             frame.bindings.write(self, value)
@@ -279,7 +304,7 @@ class Variable:
             raise ContextError(frames.foreign_trace_message("written", self.name, frame))
         array = value if self._spec.is_on_read else placed(value, self._spec.mesh)
         note_use(self, "assign to")
-        self._note_taken()
+        self._slot.note_taken()
         self._array = array
 
     def _check_mesh(self, frame: Frame) -> None:
@@ -295,22 +320,19 @@ class Variable:
         return self.value
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.array(self._read(frames.current(), is_taken=False), dtype=dtype)
+        return self._use(lambda value: np.array(value, dtype=dtype))
 
     __array_priority__ = 100  # numpy arrays leave the operators to the variable, as to JAX arrays
 
     def __getattr__(self, name: str) -> Any:
         """Give the attributes and methods of arrays, such as `w.T` and `w.astype`, through the value."""
         if name.startswith("_") or not (hasattr(jax.Array, name) or name in _ALSO_FORWARDED):
-            raise AttributeError(f"mr.Variable has no attribute {name!r}.")
+            raise _tf_names.missing("mr.Variable", name)
         return getattr(self.value, name)
 
     def _apply(self, method: str, *operands: Any) -> Any:
-        """Call an operator of the value; a result that is the stored array itself, as of `v[:]`, is taken like `value`."""
-        result = getattr(self._read(frames.current(), is_taken=False), method)(*operands)
-        if result is self._array:
-            self._note_taken()
-        return result
+        """Call an operator of the value."""
+        return self._use(lambda value: getattr(value, method)(*operands))
 
     def __getitem__(self, key: Any) -> jax.Array:
         return self._apply("__getitem__", key)
@@ -321,10 +343,10 @@ class Variable:
         return self._spec.shape[0]
 
     def __iter__(self) -> Any:
-        return iter(self._read(frames.current(), is_taken=False))
+        return iter(self._use(list))
 
     def __format__(self, spec: str) -> str:
-        return format(self._read(frames.current(), is_taken=False), spec) if spec else repr(self)
+        return self._use(lambda value: format(value, spec)) if spec else repr(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -337,7 +359,7 @@ class Variable:
     def __eq__(self, other: object) -> Any:
         if other is self:  # JAX's caches, and weak references, compare an object with itself
             return np.True_
-        return NotImplemented if isinstance(other, PerReplica) else self._apply("__eq__", _value_of(other))
+        return NotImplemented if isinstance(other, PerReplica) else _with_value(other, lambda value: self._apply("__eq__", value))
 
     def __repr__(self) -> str:
         head = f"mr.Variable(name={self.name!r}, shape={self._spec.shape}, dtype={self._spec.dtype}"
@@ -347,6 +369,8 @@ class Variable:
             head += f", aggregation={self._spec.aggregation.name}"
         if (frame := frames.current()) is not None and frame.bindings is not None:
             return f"{head}, traced)"
+        if isinstance(self._array, storage.Lost):
+            return f"{head}): {self._array}"
         copies = ",\n".join(f"  {i}: {_abridged(copy, len(str(i)))}" for i, copy in local_copies(self))
         return f"{head},\n{copies})"
 
@@ -359,7 +383,7 @@ def _add_operators() -> None:
         def operator(self: Variable, other: Any) -> Any:
             if isinstance(other, PerReplica):
                 return NotImplemented
-            return self._apply(method, _value_of(other))
+            return _with_value(other, lambda value: self._apply(method, value))
 
         return operator
 
@@ -372,8 +396,8 @@ def _add_operators() -> None:
 _add_operators()
 
 
-def _value_of(operand: Any) -> Any:
-    return one_value(operand) if isinstance(operand, Variable) else operand
+def _with_value(operand: Any, use: Callable[[Any], Any]) -> Any:
+    return use_value(operand, use) if isinstance(operand, Variable) else use(operand)
 
 
 def is_variable(value: Any) -> bool:
@@ -388,28 +412,13 @@ def live_variables(mesh: ReplicaMesh) -> list[Variable]:
 
 #: What the variable is.
 spec_of: Callable[[Variable], VariableSpec] = operator.attrgetter("_spec")
-#: What is stored: the mirrored array, or the stack of all copies. It is the variable's own: the next step overwrites it.
-stored_array: Callable[[Variable], jax.Array] = operator.attrgetter("_array")
+#: Where its array is. A program keeps slots, and so keeps no variable alive.
+slot_of: Callable[[Variable], Slot] = operator.attrgetter("_slot")
 
 
-def set_stored(variable: Variable, array: jax.Array) -> None:
-    """Store a new array, of the shape of the old one."""
-    variable._keep(array, None)
-
-
-def load(variable: Variable) -> jax.Array:
-    """Return what is stored, or what stands for it in the current trace."""
-    return variable._load(frames.current())
-
-
-def store(variable: Variable, array: jax.Array) -> None:
-    """Set what is stored, or what stands for it in the current trace."""
-    variable._store(frames.current(), array)
-
-
-def one_value(variable: Variable) -> jax.Array:
-    """Return the value for a computation that nobody keeps the array of: it is not copied before the next step."""
-    return variable._read(frames.current(), is_taken=False)
+def use_value(variable: Variable, use: Callable[[jax.Array], ResultT]) -> ResultT:
+    """Return what a function makes of the value, which is copied before the next step only if the function returns it."""
+    return variable._use(use)
 
 
 def note_use(variable: Variable, what: str) -> None:
@@ -418,27 +427,22 @@ def note_use(variable: Variable, what: str) -> None:
         joint_programs.note(f"{what} variable {variable._spec.number}")
 
 
-def all_copies(variable: Variable) -> PerReplica:
-    """Return all copies as a PerReplica, in cross-replica context."""
-    frame, spec = frames.current(), variable._spec
-    stored = variable._load(frame)
-    if frame is not None and frame.axis is not None:
-        return PerReplica(frame.axis.stack(stored))
-    if spec.is_on_read:
-        return PerReplica(jnp.copy(stored))
-    return PerReplica(cross_replica.compiled(cross_replica.broadcast_stack, spec.mesh.stacked, spec.mesh.num_replicas)(stored))
+def local_arrays(variable: Variable, stored: jax.Array) -> list[tuple[int, jax.Array]]:
+    """Return what this worker's devices really hold, with the replica numbers, in order.
 
-
-def local_arrays(variable: Variable) -> list[tuple[int, jax.Array]]:
-    """Return what this worker's devices really hold, with the replica numbers, in order."""
+    Args:
+        variable: whose.
+        stored: the array, which is lent.
+    """
     mesh = variable._spec.mesh
     replicas = {mesh.devices[i]: i for i in mesh.local_replicas}
-    return sorted(((replicas[s.device], s.data) for s in variable._array.addressable_shards), key=operator.itemgetter(0))
+    return sorted(((replicas[s.device], s.data) for s in stored.addressable_shards), key=operator.itemgetter(0))
 
 
 def local_copies(variable: Variable) -> list[tuple[int, np.ndarray]]:
     """Return this worker's real copies as numpy arrays, with their replica numbers."""
-    arrays = [(i, np.asarray(_plain(copy))) for i, copy in local_arrays(variable)]
+    with storage.lent([variable._slot]) as [stored]:
+        arrays = [(i, np.array(_plain(copy))) for i, copy in local_arrays(variable, stored)]
     return [(i, array[0]) for i, array in arrays] if variable._spec.is_on_read else arrays
 
 

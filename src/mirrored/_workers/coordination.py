@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 from .._errors import ProgramMismatchError, WorkerLostError
@@ -95,6 +95,17 @@ class Coordination:
             return {}
         assert prefix.endswith("/")
         return {key.removeprefix(_ROOT): value for key, value in self._client.key_value_dir_get(_ROOT + prefix)}
+
+    def by_worker(self, prefix: str) -> dict[int, str]:
+        """Return what workers have set under `prefix`, a slash and their number."""
+        found = self.list(f"{prefix}/").items()
+        return {int(index): text for key, text in found if (index := key.rpartition("/")[2]).isdecimal()}
+
+    def await_workers(self, prefix: str, workers: Set[int], deadline: float) -> dict[int, str]:
+        """Return the same when all of these workers have set it, or at the deadline, of `time.monotonic`."""
+        while not workers <= (found := self.by_worker(prefix)).keys() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return found
 
     def delete(self, key: str) -> None:
         """Remove a key."""

@@ -9,21 +9,25 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import logging
 import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-from .._errors import FAILED, INTERRUPTED, RESTART
+from .._errors import FAILED, INTERRUPTED, RESTART, ProgramMismatchError
 from .._text import named, numbered
 from .coordination import Coordination
+from .leaving import HERE, LAST_RESORT_SECONDS, Leaving
+from .links import Links
 from .neighbours import Neighbours
 from .progress import NEXT_BATCH, Progress
+from .same_program import decode_history, is_other_order, other_order, require_same_history
 from .stall import SETTLED_SECONDS, Others, Own, Position, judge, listed
 from .verdict import Verdict, exit_code_of, last_error, tells_of_loss, tells_of_lost_service, title_of
 
@@ -31,21 +35,19 @@ _logger = logging.getLogger("mirrored")
 
 #: How often a worker says where it is, and how long one call into the service blocks.
 ROUND_SECONDS = 0.5
-#: How long the others have to answer, to show their own error of the same moment, and to leave: before the first to know, and
-#: before worker 0, which waits longer because JAX aborts those who are late.
-_ANSWER_SECONDS, _GRACE_SECONDS, _LEAVE_SECONDS, _LAST_LEAVE_SECONDS = 0.6, 0.2, 0.6, 1.5
-#: Whatever blocks while a worker leaves (a full pipe, a dead service) blocks for so long only.
-_LAST_RESORT_SECONDS = 3.0
+#: How long the others have to answer, and to show their own error of the same moment.
+_ANSWER_SECONDS, _GRACE_SECONDS = 0.6, 0.2
 _SERVICE_SILENT_TICKS = 4
 #: Who has been silent for so long is not waited for when all leave.
 _UNHEARD_SECONDS = 2.0
 _END_WARNING_SECONDS = 30.0
 _PROBE_SECONDS = 0.02
 
-_CALL, _VERDICT, _POSITION, _HERE, _ENDED, _LEFT, _PROCESS = (
-    f"guard/{name}" for name in ("call", "verdict", "position", "here", "ended", "left", "process")
+_CALL, _VERDICT, _POSITION, _ENDED, _PROCESS, _TRAIL = (
+    f"guard/{name}" for name in ("call", "verdict", "position", "ended", "process", "trail")
 )
-_LEAVE, _DONE = "leave", "done"
+#: What a call says: leave; leave, and tell first what you have done; all have come to the end.
+_LEAVE, _TELL, _DONE = "leave", "tell", "done"
 
 
 class Guard:
@@ -66,19 +68,20 @@ class Guard:
         stall_seconds: float | None = None,
         exit: Callable[[int], Any] = os._exit,
     ) -> None:
-        self._coordination, self._progress, self._exit = coordination, progress, exit
+        self._coordination, self._progress = coordination, progress
         self._worker, self._num_workers = coordination.worker, coordination.num_workers
         self._own, self._others = Own(progress, stall_seconds), Others()
         self._process = 0
         self._threads: list[threading.Thread] = []
         self._stopped, self._failing, self._has_ended = threading.Event(), threading.Event(), False
-        self._leaving, self._speaking = threading.Lock(), threading.Lock()
+        self._speaking = threading.Lock()
         self._sys_exit_code = 0
         self._ticks_in_service = 0
         self._was_late = False
         self._hooks: tuple[Any, Any] = (None, None)
         self._last_error: BaseException | None = None
-        self._neighbours = Neighbours(self._worker, self._num_workers)
+        self._neighbours, self._links = Neighbours(self._worker, self._num_workers), Links(coordination)
+        self._leaving = Leaving(coordination, self._neighbours, self._stopped, exit)
 
     def start(self) -> None:
         """Begin to watch; once."""
@@ -89,7 +92,7 @@ class Guard:
         # Exceptions of other threads do not end a Python program, so they do not end a job.
         sys.excepthook, sys.exit = self._on_exception, self._on_sys_exit  # pyrefly: ignore[bad-assignment]
         # Daemons, because Python waits for other threads before it runs what is registered with atexit; `stop` joins them.
-        for work in (self._watch, self._watch_service):
+        for work in (self._watch, self._watch_service, self._watch_neighbours):
             thread = threading.Thread(target=work, name=f"mirrored-guard-{work.__name__.strip('_')}", daemon=True)
             self._threads.append(thread)
             thread.start()
@@ -114,9 +117,11 @@ class Guard:
         except Exception as error:  # jaxlib's errors have no classes of their own
             self._on_service_error(error)
         self._stopped.set()
+        self._neighbours.wake()
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join(_LAST_RESORT_SECONDS)  # at the interpreter's end, a thread in a native call would abort the process
+                thread.join(LAST_RESORT_SECONDS)  # at the interpreter's end, a thread in a native call would abort the process
+        self._neighbours.close()
         if sys.excepthook == self._on_exception:
             sys.excepthook = self._hooks[0]
         if sys.exit == self._on_sys_exit:
@@ -133,7 +138,7 @@ class Guard:
         is_interactive = hasattr(sys, "ps1")  # then an exception ends nothing
         is_ours = os.getpid() == self._process and not self._stopped.is_set() and not is_interactive
         is_lost = tells_of_loss(error)
-        if not (is_ours and is_lost and self._leaving.locked()):  # else it follows from what is being reported
+        if not (is_ours and is_lost and self._leaving.has_begun):  # else it follows from what is being reported
             self._hooks[0](kind, error, trace)
         if not is_ours:
             return
@@ -144,9 +149,9 @@ class Guard:
         """Leave because of an error that ends this worker's program, and tell the others, or find out who is lost."""
         title = title_of(error)
         if tells_of_loss(error):
-            self._fail(self._lost(title), RESTART)
+            self._fail(self._lost(title))
             return
-        shown = Verdict(f"worker {self._worker} failed at step {self._progress.started} with {title}")
+        shown = Verdict(f"worker {self._worker} failed at step {self._progress.step} with {title}")
         whole = dataclasses.replace(shown, detail="".join(traceback.format_exception(error)))
         self._fail(whole, exit_code_of(error), shown)  # the traceback has just been printed
 
@@ -156,33 +161,41 @@ class Guard:
         self._progress.phases = (self._progress.phase(f"sys.exit({code})"),) if code else ()
         self._has_ended = True
         self._say_where(0.0)  # at once: who waits for this worker waits in vain
-        self._coordination.put(f"{_ENDED}/{self._worker}", "1")
-        waited, warn_at = 0.0, _END_WARNING_SECONDS
+        self._coordination.put(f"{_ENDED}/{self._worker}", json.dumps(self._progress.history()))
+        waited, warn_at, histories = 0.0, _END_WARNING_SECONDS, []
         for worker in range(self._num_workers):
-            while worker != self._worker and self._coordination.get(f"{_ENDED}/{worker}", ROUND_SECONDS) is None:
+            while (text := self._coordination.get(f"{_ENDED}/{worker}", ROUND_SECONDS)) is None:
                 waited += ROUND_SECONDS
                 if waited >= warn_at:
                     message = "worker %d has come to the end of its program, and has waited for worker %d for %.0f s"
                     _logger.warning(message, self._worker, worker, waited)
                     warn_at *= 2
-        self._coordination.put(_CALL, _DONE)  # wakes the guards
+            histories.append(decode_history(text))
+        try:
+            require_same_history(histories, self._trails)
+        except ProgramMismatchError as error:
+            self._fail(_told_apart(str(error)), code or None)
+        else:
+            self._coordination.put(_CALL, _DONE)  # wakes the guards
 
     def _lost(self, title: str) -> Verdict:
         """Call the roll after an error of a collective: who does not answer is the one that was lost."""
-        step, others = self._progress.started, set(range(self._num_workers)) - {self._worker}
+        step, others = self._progress.step, set(range(self._num_workers)) - {self._worker}
         present: dict[int, str] = {}
         try:
             if not self._neighbours.dead():
                 self._meet()
                 if (known := self._coordination.peek(_VERDICT)) is not None:
                     return Verdict.decode(known)
-                self._coordination.put(_CALL, _LEAVE)
+                self._call()
             deadline = time.monotonic() + _ANSWER_SECONDS
             while len(present) < len(others) and time.monotonic() < deadline:
                 if dead := self._neighbours.dead():
                     return self._gone(dead)
                 time.sleep(0.01)
-                present = {worker: text for worker, text in self._by_worker(_HERE).items() if worker in others}
+                present = {worker: text for worker, text in self._coordination.by_worker(HERE).items() if worker in others}
+            if is_other_order(trails := self._told()):  # so collectives of different programs have met
+                return _told_apart(other_order(trails), wants_stacks=True)
         except Exception:  # jaxlib's errors have no classes of their own
             return Verdict(f"lost worker 0, which hosts the coordination service, at step {step}", title, (0,))
         missing = sorted(others - present.keys())
@@ -191,9 +204,25 @@ class Guard:
             who, why = f"lost {numbered(missing)}", f"{named(missing)} not answered"
         return Verdict(f"{who} at step {step}: a collective failed on worker {self._worker}, and {why}", title, tuple(missing))
 
+    def _trails(self) -> list[str]:
+        """Call all workers to say what they have done last, before they leave."""
+        self._call()
+        self._coordination.await_workers(_TRAIL, set(range(self._num_workers)), time.monotonic() + _ANSWER_SECONDS)
+        return self._told()
+
+    def _call(self) -> None:
+        self._coordination.put(f"{_TRAIL}/{self._worker}", self._progress.tell())
+        self._coordination.put(_CALL, _TELL)
+
+    def _told(self) -> list[str]:
+        """Return what each worker has done last; empty of one that has not said it."""
+        told = self._coordination.by_worker(_TRAIL)
+        return [told.get(worker, "") for worker in range(self._num_workers)]
+
     def _gone(self, dead: Sequence[int]) -> Verdict:
-        title = f"lost {numbered(dead)} at step {self._progress.started}: the process is gone"
-        return Verdict(title, lost=tuple(dead))
+        # When worker 0 is gone the others follow at once, so it is the one to name.
+        who = "worker 0, which hosts the coordination service," if 0 in dead else numbered(dead)
+        return Verdict(f"lost {who} at step {self._progress.step}: the process is gone", lost=tuple(dead))
 
     # ---- what the thread of the guard does
 
@@ -219,28 +248,32 @@ class Guard:
         finally:
             self._ticks_in_service = 0
         self._meet()
-        dead = self._neighbours.dead()
-        if dead and self._has_ended:  # after their end, workers may go
-            dead = tuple(sorted(set(dead) - self._by_worker(_ENDED).keys()))
-        if dead:
-            self._leave_without(dead)
+        if self._is_left_alone():
             return True
-        is_suspicious = own.waits and (own.still >= ROUND_SECONDS or bool(self._by_worker(_ENDED)))
+        is_suspicious = own.waits and (own.still >= ROUND_SECONDS or bool(self._coordination.by_worker(_ENDED)))
         is_suspicious |= own.phase == NEXT_BATCH and own.still >= SETTLED_SECONDS
-        if is_suspicious or self._worker == 0:
-            self._look_at_others(own, elapsed)
+        self._look_at_others(own, elapsed, is_suspicious or self._worker == 0)
+        if any(self._progress.contradicts(there.done, there.trail) for there in self._others.positions.values()):
+            self._fail(_told_apart(other_order(self._trails()), wants_stacks=True))
+            return True
         if is_suspicious and not own.has_ended and (was_late or not self._was_late):
             positions = {**self._others.positions, self._worker: own}
             if text := judge(self._worker, self._own.limit, positions, self._others.silent):
                 title, _, detail = text.partition("\n")
-                silent = tuple(worker for worker, seconds in self._others.silent.items() if seconds >= _UNHEARD_SECONDS)
-                self._fail(Verdict(title, detail, silent, wants_stacks=True), RESTART)
+                # Worker 0 may be silent, but its service answers: one call that lets no other Python thread run is enough.
+                silent = tuple(
+                    worker for worker, seconds in self._others.silent.items() if worker and seconds >= _UNHEARD_SECONDS
+                )
+                self._fail(Verdict(title, detail, silent, wants_stacks=True))
                 return True
+        if own.waits_in_program and own.still >= SETTLED_SECONDS and (cut := self._links.look(own.started, elapsed)):
+            self._fail(cut)
+            return True
         call = self._coordination.get(_CALL, ROUND_SECONDS)
         if call is None or self._stopped.is_set():
             return False
         if call != _DONE:
-            self._follow()
+            self._follow(call)
         return True
 
     def _say_where(self, elapsed: float) -> Position:
@@ -249,22 +282,38 @@ class Guard:
             self._coordination.put(f"{_POSITION}/{self._worker}", own.encode())
             return own
 
-    def _leave_without(self, dead: Sequence[int]) -> None:
-        """Leave because others are gone, unless somebody has said why, or this worker is about to."""
+    def _watch_neighbours(self) -> None:
+        """Leave at once when a worker of this host has died: JAX aborts this one within 50 ms when it was worker 0."""
+        try:
+            while not self._stopped.is_set():
+                if self._neighbours.await_death(ROUND_SECONDS) and not self._stopped.is_set() and self._is_left_alone():
+                    return
+        except Exception as error:  # jaxlib's errors have no classes of their own
+            self._on_service_error(error)
+
+    def _is_left_alone(self) -> bool:
+        """Leave when others of this host are gone, unless somebody has said why, or this worker is about to; tell whether."""
+        dead = self._neighbours.dead()
+        if dead and 0 not in dead and self._has_ended:  # after their end, workers may go
+            dead = tuple(sorted(set(dead) - self._coordination.by_worker(_ENDED).keys()))
+        if not dead:
+            return False
         if self._failing.is_set():
-            self._arm_last_resort(RESTART)
-        elif 0 not in dead and self._coordination.peek(_CALL) is not None:
-            self._follow()
+            self._leaving.arm_last_resort(RESTART)
+        elif 0 not in dead and (call := self._coordination.peek(_CALL)) is not None:
+            self._follow(call)
         else:
-            self._fail(self._gone(dead), RESTART)
+            self._fail(self._gone(dead))
+        return True
 
     def _meet(self) -> None:
         if not self._neighbours.are_known:
-            self._neighbours.meet(self._by_worker(_PROCESS))
+            self._neighbours.meet(self._coordination.by_worker(_PROCESS))
 
-    def _look_at_others(self, own: Position, elapsed: float) -> None:
+    def _look_at_others(self, own: Position, elapsed: float, at_all: bool) -> None:
+        """Take the positions of all, or only of worker 0, so that of any two that differ one finds that it differs from it."""
         before = dict(self._others.silent)
-        texts = self._by_worker(_POSITION)
+        texts = self._coordination.by_worker(_POSITION) if at_all else {0: self._coordination.peek(f"{_POSITION}/0") or ""}
         self._others.look({worker: text for worker, text in texts.items() if worker < self._num_workers}, elapsed)
         for worker, seconds in self._others.silent.items():
             if worker != self._worker and before.get(worker, 0.0) < _SERVICE_SILENT_TICKS <= seconds:
@@ -290,17 +339,19 @@ class Guard:
                         self._worker, _SERVICE_SILENT_TICKS,
                     )  # fmt: skip
 
-    def _follow(self) -> None:
+    def _follow(self, call: str) -> None:
         """Answer a call, and leave with the verdict that follows."""
-        self._coordination.put(f"{_HERE}/{self._worker}", "1")
-        text = self._coordination.get(_VERDICT, _LAST_RESORT_SECONDS)
+        if call == _TELL:
+            self._coordination.put(f"{_TRAIL}/{self._worker}", self._progress.tell())
+        self._coordination.put(f"{HERE}/{self._worker}", "1")
+        text = self._coordination.get(_VERDICT, LAST_RESORT_SECONDS)
         unknown = Verdict("a worker called the others to end, and was gone before it said why")
         verdict = unknown if text is None else Verdict.decode(text)
         # An error of the program often comes to all workers at the same step: let this one show its own.
         if self._failing.wait(_GRACE_SECONDS):
-            self._arm_last_resort(RESTART)
+            self._leaving.arm_last_resort(verdict.code)
         else:
-            self._leave(verdict, (self._has_ended and self._sys_exit_code) or RESTART, is_first=False)
+            self._leave(verdict, (self._has_ended and self._sys_exit_code) or verdict.code, is_first=False)
 
     def _on_service_error(self, error: Exception) -> None:
         """Leave when worker 0 is gone: JAX ends this process 0.1 s later, with a code and a text that name nobody."""
@@ -311,18 +362,22 @@ class Guard:
                 self._coordination.get(_CALL, _PROBE_SECONDS)
             except Exception as second:  # jaxlib's errors have no classes of their own
                 if "CANCELLED" in str(second):  # somebody called jax.distributed.shutdown(): the job has no guard any more
+                    self._neighbours.forget()
                     return
             else:
                 if not tells_of_lost_service(error):
                     _logger.error("the guard of worker %d ends, because of an error of its own", self._worker, exc_info=error)
                     return
-        title = f"lost worker 0, which hosts the coordination service, at step {self._progress.started}"
+        title = f"lost worker 0, which hosts the coordination service, at step {self._progress.step}"
         self._leave(Verdict(title, str(error), lost=(0,)), (self._has_ended and self._sys_exit_code) or RESTART, is_first=False)
 
     # ---- leaving
 
-    def _fail(self, verdict: Verdict, code: int, shown: Verdict | None = None) -> None:
-        """Publish a verdict, unless there is one, and leave."""
+    def _leave(self, verdict: Verdict, code: int, is_first: bool) -> None:
+        self._leaving.leave(verdict, code, is_first, self._threads)
+
+    def _fail(self, verdict: Verdict, code: int | None = None, shown: Verdict | None = None) -> None:
+        """Publish a verdict, unless there is one, and leave; with the code of the one that counts, where this worker has none."""
         shown = shown or verdict
         if 0 not in verdict.lost:  # else there is nobody to tell, and a call into the service would block
             with contextlib.suppress(Exception):  # the service may go in this moment
@@ -332,59 +387,10 @@ class Guard:
                     self._coordination.put(_CALL, _LEAVE)
                 else:
                     shown = Verdict.decode(known)
-        self._leave(shown, code, is_first=True)
+        self._leave(shown, shown.code if code is None else code, is_first=True)
 
-    def _leave(self, verdict: Verdict, code: int, is_first: bool) -> None:
-        if not self._leaving.acquire(blocking=False):  # another thread is leaving
-            self._stopped.wait(2 * _LAST_RESORT_SECONDS)
-            return
-        with contextlib.suppress(Exception):
-            self._arm_last_resort(code)
-        with contextlib.suppress(Exception):
-            _logger.critical("worker %d leaves with code %d: %s", self._worker, code, verdict)
-            if verdict.wants_stacks:
-                _logger.critical("worker %d was here:\n%s", self._worker, self._stacks())
-            for stream in (sys.stdout, sys.stderr):
-                stream.flush()
-        if 0 not in verdict.lost:  # else a call into the service would block
-            with contextlib.suppress(Exception):
-                # Who leaves breaks the collectives of the others, so the first to know lets them go before it; and with worker 0
-                # the service goes, so it lets all others go.
-                others = set(range(1, self._num_workers)) - {self._worker, *verdict.lost}
-                if is_first and self._worker:
-                    deadline = time.monotonic() + _LEAVE_SECONDS
-                    self._await(_LEFT, others, deadline)
-                    self._await(_HERE, {0}, deadline)
-                self._coordination.put(f"{_LEFT}/{self._worker}", "1")
-                if self._worker == 0:
-                    deadline = time.monotonic() + _LAST_LEAVE_SECONDS
-                    self._await(_LEFT, others, deadline)
-                    self._await_gone(others, deadline)
-        self._exit(code)
 
-    def _arm_last_resort(self, code: int) -> None:
-        timer = threading.Timer(_LAST_RESORT_SECONDS, self._exit, (code,))
-        timer.daemon = True
-        timer.start()
-
-    def _stacks(self) -> str:
-        frames, lines = sys._current_frames(), []
-        for thread in threading.enumerate():
-            if thread.ident in frames and thread not in self._threads and not isinstance(thread, threading.Timer):
-                lines += [f"{thread.name}:\n", *traceback.format_stack(frames[thread.ident])]
-        return "".join(lines).rstrip()
-
-    def _await(self, prefix: str, workers: Set[int], deadline: float) -> None:
-        while not workers <= self._by_worker(prefix).keys() and time.monotonic() < deadline:
-            time.sleep(0.01)
-
-    def _await_gone(self, workers: Set[int], deadline: float) -> None:
-        """Wait from "I leave" to having left; those of other hosts get a moment."""
-        time.sleep(0.05)
-        near = self._neighbours.near() & workers
-        while not near <= set(self._neighbours.dead()) and time.monotonic() < deadline:
-            time.sleep(0.01)
-
-    def _by_worker(self, prefix: str) -> dict[int, str]:
-        found = self._coordination.list(f"{prefix}/").items()
-        return {int(index): text for key, text in found if (index := key.rpartition("/")[2]).isdecimal()}
+def _told_apart(text: str, wants_stacks: bool = False) -> Verdict:
+    """Return the verdict on workers that have done different things, so that starting again would not help."""
+    title, _, detail = text.partition("\n")
+    return Verdict(f"{ProgramMismatchError.__name__}: {title}", detail, wants_stacks=wants_stacks, code=FAILED)

@@ -46,10 +46,18 @@ def note(what: str) -> None:
     progress.did(what, digest(what).encode())
 
 
-def prepared(name: str, text: str, program: Compiled) -> Callable[..., Any]:
-    """Agree on a program, and return it so that it tells the guard when it starts, and that it is being compiled before."""
+def prepared(name: str, text: str, program: Compiled, *, is_run: bool = False, is_update: bool = False) -> Callable[..., Any]:
+    """Agree on a program, and return it so that it tells the guard when it starts, and that it is being compiled before.
+
+    Args:
+        name: what users call it.
+        text: the program, equal on two workers exactly when they may run it together.
+        program: the program itself.
+        is_run: whether it is a step or an `mr.function` of the user's.
+        is_update: whether it also writes mirrored variables, as training does.
+    """
     agree(name, text)
-    start, is_compiled = started(name, text, program), False
+    start, is_compiled = started(name, text, program, is_run, is_update), False
 
     def call(*arguments: Any) -> Any:
         nonlocal is_compiled
@@ -62,14 +70,18 @@ def prepared(name: str, text: str, program: Compiled) -> Callable[..., Any]:
     return call
 
 
-def started(name: str, text: str, program: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a program that tells the guard when it starts."""
+def started(
+    name: str, text: str, program: Callable[..., Any], is_run: bool = False, is_update: bool = False
+) -> Callable[..., Any]:
+    """Return a program that tells the guard when it starts; see `prepared`."""
     agreement, own_digest = _required().agreement, digest(text).encode()
 
     def call(*arguments: Any) -> Any:
         if agreement.checks_order:
             agreement.check_order(name, text)
         progress.enter(name, own_digest)
+        progress.runs += is_run
+        progress.updates += is_update
         return program(*arguments)
 
     return call

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
+import select
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -72,6 +74,8 @@ class Neighbours:
         self._own = Process.own()
         self._worker, self._num_workers = worker, num_workers
         self._found: dict[int, Process | None] = {}  # None: of another host
+        self._handles: list[int] = []  # become readable when the process has ended
+        self._woken, self._wakes = os.pipe()
 
     def introduce(self) -> str:
         """Return what the others `meet`."""
@@ -88,6 +92,9 @@ class Neighbours:
             if worker < self._num_workers:
                 process = Process.decode(texts[worker])
                 is_near = process is not None and process.host == self._own.host
+                if process is not None and is_near and hasattr(os, "pidfd_open"):
+                    with contextlib.suppress(OSError):  # it has ended, or too many files are open: `dead` sees it later
+                        self._handles.append(os.pidfd_open(process.number))
                 self._found[worker] = process if is_near else None
 
     def near(self) -> set[int]:
@@ -96,7 +103,36 @@ class Neighbours:
 
     def dead(self) -> tuple[int, ...]:
         """Return those of this host that have ended."""
-        return tuple(worker for worker, process in sorted(self._found.items()) if process is not None and process.is_dead())
+        return tuple(worker for worker, process in sorted(dict(self._found).items()) if process is not None and process.is_dead())
+
+    def await_death(self, seconds: float) -> bool:
+        """Wait for a death among those of this host, and tell whether there was one; each is told once, by the kernel, at once.
+
+        Args:
+            seconds: how long at most; `close` ends it too.
+        """
+        poll = select.poll()
+        for handle in (self._woken, *self._handles):
+            poll.register(handle, select.POLLIN)
+        ended = {handle for handle, _ in poll.poll(1000 * seconds)} - {self._woken}
+        for handle in ended:
+            self._handles.remove(handle)
+            os.close(handle)
+        return bool(ended)
+
+    def forget(self) -> None:
+        """Take nobody for dead any more: the job is over, and the others may go."""
+        self._found.clear()
+
+    def wake(self) -> None:
+        """End the waiting for a death, for ever."""
+        os.write(self._wakes, b"1")
+
+    def close(self) -> None:
+        """Give back what the kernel lent; after this, nothing may be asked."""
+        for handle in (self._woken, self._wakes, *self._handles):
+            os.close(handle)
+        self._handles.clear()
 
 
 def _state_of(number: int) -> tuple[str, str]:

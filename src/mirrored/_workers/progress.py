@@ -6,13 +6,13 @@ reader to find out, who looks twice a second.
 
 from __future__ import annotations
 
-import collections
 import logging
 import threading
-import zlib
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, TypeAlias
+
+from .trail import ProgramTrail
 
 _logger = logging.getLogger("mirrored")
 
@@ -25,8 +25,6 @@ NEXT_BATCH = "the next batch"
 OTHERS_INPUT = "its own is ready; it waits for the other workers' input"
 #: Stands in a history for what another thread has done, in no order that can be compared.
 UNKNOWN = "unknown"
-#: How many names of things done are kept for messages.
-_NUM_LATEST = 8
 
 
 class Phase:
@@ -58,7 +56,9 @@ class Progress:
     """What the guard wants to know of the thread that takes the steps.
 
     Attributes:
-        started: how many programs in which other workers take part have been started; this is what messages call a step.
+        started: how many programs in which other workers take part have been started, of users and of this library.
+        runs: how many of them were calls of `strategy.run` or of an `mr.function`.
+        updates: how many of these have written mirrored variables, as training does and evaluation does not.
         finished: how many of them are known to have finished.
         program: the name of the one started last.
         witness: a result of the one started last that nobody donates (it has `is_deleted` and `is_ready`), so that the guard
@@ -66,22 +66,27 @@ class Progress:
         phases: what goes on between programs; the last one is the innermost.
         lock: for changes of them, because input may be read by a thread of the user's.
         batches: how many batches of all workers the main thread has taken.
-        trail: a checksum of all that must be done alike and in the same order on all workers.
-        latest: the names of the last of it.
+        trail: all that must be done alike and in the same order on all workers.
         is_threaded: whether some of it was done by another thread than the main one, in an order that chance decides.
     """
 
     def __init__(self) -> None:
         self.started = 0
+        self.runs = 0
+        self.updates = 0
         self.finished = 0
         self.program = ""
         self.witness: Any = None
         self.phases: tuple[Phase, ...] = ()
         self.lock = threading.Lock()
         self.batches = 0
-        self.trail = 0
-        self.latest: collections.deque[str] = collections.deque(maxlen=_NUM_LATEST)
+        self.trail = ProgramTrail()
         self.is_threaded = False
+
+    @property
+    def step(self) -> int:
+        """What messages call a step, as users count them: those that train; where nothing is trained, all that they run."""
+        return self.updates or self.runs
 
     def enter(self, program: str, digest: bytes) -> None:
         """Note that a program is about to be started: before the call, which itself may wait for the other workers.
@@ -107,8 +112,7 @@ class Progress:
                 what,
                 threading.current_thread().name,
             )
-        self.trail = zlib.crc32(digest, self.trail)
-        self.latest.append(what)
+        self.trail.add(what, digest, self.started)
 
     def phase(self, text: str, detail: Detail = "", *, waits: bool = False, is_patient: bool = False) -> Phase:
         """Return a context for what is done between programs, by the thread that takes the steps; see `Phase`."""
@@ -135,8 +139,21 @@ class Progress:
     def history(self) -> list[str]:
         """Return what is the same on all workers at the same program, for `require_same_history`, or that it is not known."""
         if not in_main_thread():
-            return [UNKNOWN] * 3
-        return [str(self.batches), UNKNOWN if self.is_threaded else f"{self.trail:08x}", ", ".join(self.latest)]
+            return [UNKNOWN] * 2
+        return [str(self.batches), UNKNOWN if self.is_threaded else f"{self.trail.last.checksum:08x}"]
+
+    def trail_so_far(self) -> tuple[int, int]:
+        """Return how many things were done, and the checksum of them; -1 where the order is chance."""
+        last = self.trail.last  # first: who adds in another thread says so before
+        return (-1, 0) if self.is_threaded else (last.number, last.checksum)
+
+    def tell(self) -> str:
+        """Return `ProgramTrail.encode`, empty where the order is chance."""
+        return "" if self.is_threaded else self.trail.encode()
+
+    def contradicts(self, number: int, checksum: int) -> bool:
+        """Tell whether another worker, with this checksum after its thing of this number, has done other things than this one."""
+        return self.trail.contradicts(number, checksum) and not self.is_threaded
 
 
 def in_main_thread() -> bool:

@@ -6,8 +6,10 @@ docs/design/failures.md.
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .. import _env
@@ -15,12 +17,12 @@ from .._errors import ProgramMismatchError
 from .._text import escape, escape_lines, numbered
 from .coordination import Coordination
 from .progress import UNKNOWN, Progress, progress
+from .trail import Entry, contradict, decode, listed, parting
 
 #: Lines shown before and after the first that differs, and characters of them.
 _LINES_BEFORE, _LINES_AFTER = 2, 5
 _MAX_LINE, _MAX_EXCERPT = 300, 2000
 _MAX_NAME = 200
-_MAX_LATEST = 500
 _ADVICE = (
     "Every worker must run the same programs in the same order, with arrays of the same shapes and dtypes.\n"
     "Look for what differs by worker: a Python number that the step uses, such as a rank, a learning rate, the time or a "
@@ -74,7 +76,8 @@ class Agreement:
         with self._progress.phase(f"the comparison of {what}", repr(name), waits=True):
             seen = self._exchange(channel, [name[:_MAX_NAME], digest(text), *self._progress.history()])
             if all(own == seen[0][1] for _, own, *_ in seen):
-                require_same_history([history for _, _, *history in seen])
+                trails = functools.partial(self._coordination.exchange, channel, self._progress.tell())
+                require_same_history([history for _, _, *history in seen], trails)
                 return
             excerpts = self._exchange_excerpts(channel, text)
         raise ProgramMismatchError(_mismatch(what, [shown for shown, *_ in seen], excerpts))
@@ -111,32 +114,61 @@ def _excerpt(text: str, position: int) -> str:
     return "\n".join(shown)
 
 
-def require_same_history(histories: Sequence[Sequence[str]]) -> None:
+def require_same_history(histories: Sequence[Sequence[str]], trails: Callable[[], Sequence[Any]]) -> None:
     """See that all workers have taken as many batches and done the same: at the same program, they are at the same place.
 
     Args:
         histories: of each worker, `Progress.history`.
+        trails: returns of each worker, `ProgramTrail.encode`; called on all workers, when they have not done the same.
 
     Raises:
         ProgramMismatchError: on every worker.
     """
-    batches, trails, latest = zip(*histories, strict=True)
+    batches, done = zip(*histories, strict=True)
     if UNKNOWN not in batches and len(set(batches)) > 1:
         raise ProgramMismatchError(
             f"the workers have taken different numbers of batches of their distributed datasets: {_listed(batches)}. So a step "
             "would pair rows of different batches. Every worker must take every batch: let no `if` that differs by worker, such "
             "as `if strategy.is_chief:`, stand around next(iterator) or a loop over a distributed dataset."
         )
-    if UNKNOWN not in trails and len(set(trails)) > 1:
-        raise ProgramMismatchError(
-            "the workers have run known programs in different orders, or with other variables, so that results are wrong. The "
-            f"last things each has done: {_listed(latest)}.\n{_ADVICE}\nMIRRORED_DEBUG=detail in the environment of all workers "
-            "finds the first that differs."
-        )
+    if UNKNOWN not in done and len(set(done)) > 1:
+        raise ProgramMismatchError(other_order(list(map(str, trails()))))
+
+
+def decode_history(text: str) -> list[str]:
+    """Return the `Progress.history` in a text of another worker; where there is none, it is not known."""
+    try:
+        batches, done = json.loads(text[:_MAX_NAME])
+    except (ValueError, TypeError, RecursionError):
+        return [UNKNOWN, UNKNOWN]
+    return [str(batches), str(done)]
+
+
+def other_order(texts: Sequence[str]) -> str:
+    """Say since when workers have done different things, or the same in another order.
+
+    Args:
+        texts: of each worker, `ProgramTrail.encode`; anything else of one that has not told it.
+    """
+    trails = _decoded(texts)
+    return (
+        "the workers have run known programs in different orders, or with other variables, so that results are wrong "
+        f"{parting(trails)}. The last things each has done: {listed(trails)}.\n{_ADVICE}\nMIRRORED_DEBUG=detail in the "
+        "environment of all workers shows both programs, before they start."
+    )
+
+
+def is_other_order(texts: Sequence[str]) -> bool:
+    """Tell whether what the workers say shows that it is so, and not only that one of them is behind."""
+    return contradict(_decoded(texts))
+
+
+def _decoded(texts: Sequence[str]) -> dict[int, list[Entry]]:
+    return {worker: entries for worker, text in enumerate(texts) if (entries := decode(text)) is not None}
 
 
 def _listed(texts: Sequence[str]) -> str:
-    return "; ".join(f"worker {worker}: {escape(text, _MAX_LATEST)}" for worker, text in enumerate(texts))
+    return "; ".join(f"worker {worker}: {escape(text, _MAX_NAME)}" for worker, text in enumerate(texts))
 
 
 def _mismatch(what: str, names: Sequence[str], excerpts: Sequence[str]) -> str:

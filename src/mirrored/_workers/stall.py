@@ -46,6 +46,8 @@ class Position:
         is_patient: whether what it does may take as long as it likes.
         has_ended: whether its program has come to its end.
         still: for how many seconds nothing of this has changed.
+        done: how many things it has done that all workers do alike and in the same order; -1 where that cannot be compared.
+        trail: the checksum of them.
     """
 
     beat: int
@@ -57,6 +59,8 @@ class Position:
     is_patient: bool
     has_ended: bool
     still: float
+    done: int = -1
+    trail: int = 0
 
     @property
     def waits_in_phase(self) -> bool:
@@ -103,7 +107,7 @@ def decode(text: str) -> Position | None:
         position = Position(**json.loads(text))
     except (ValueError, TypeError, RecursionError):
         return None
-    types = (int, int, str, str, str, bool, bool, bool, (int, float))
+    types = (int, int, str, str, str, bool, bool, bool, (int, float), int, int)
     return position if all(map(isinstance, dataclasses.astuple(position), types)) else None
 
 
@@ -132,7 +136,10 @@ class Own:
         phase, detail = (phases[-1].text, phases[-1].detail) if phases else ("", "")
         detail = detail() if callable(detail) else detail
         is_patient = any(phase.is_patient for phase in phases)
-        return Position(self._beat, started, progress.program, phase, detail, waits, is_patient, has_ended, self._still)
+        done, trail = progress.trail_so_far()
+        return Position(
+            self._beat, started, progress.program, phase, detail, waits, is_patient, has_ended, self._still, done, trail
+        )
 
     @property
     def limit(self) -> float:

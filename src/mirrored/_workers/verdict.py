@@ -6,7 +6,7 @@ import dataclasses
 import json
 import sys
 
-from .._errors import FAILED, INTERRUPTED, WorkerLostError
+from .._errors import FAILED, INTERRUPTED, RESTART, WorkerLostError
 from .._text import escape, escape_titled
 
 #: Characters of each text that are sent and shown.
@@ -22,12 +22,14 @@ class Verdict:
         detail: more lines.
         lost: workers that are known not to hear it.
         wants_stacks: whether the stacks of all threads of all workers help.
+        code: what workers leave with, to which nothing else has happened.
     """
 
     title: str
     detail: str = ""
     lost: tuple[int, ...] = ()
     wants_stacks: bool = False
+    code: int = RESTART
 
     def encode(self) -> str:
         """Return it as what `decode` takes."""
@@ -39,7 +41,8 @@ class Verdict:
         try:
             fields = json.loads(text[: 16 * MAX_TEXT])
             lost = tuple(int(worker) for worker in fields["lost"])
-            return Verdict(str(fields["title"]), str(fields["detail"]), lost, fields["wants_stacks"] is True)
+            code = FAILED if fields.get("code") == FAILED else RESTART
+            return Verdict(str(fields["title"]), str(fields["detail"]), lost, fields["wants_stacks"] is True, code)
         except (ValueError, TypeError, KeyError, RecursionError):
             return Verdict(f"another process has written {text[:200]!r} where the workers tell each other why they end")
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections.abc
+import copy
+import dataclasses
 import logging
 import operator
 from collections.abc import Callable
@@ -14,12 +16,18 @@ import numpy as np
 from .._options import InputOptions
 from .._replicas.mesh import ReplicaMesh
 from .._replicas.per_replica import PerReplica
+from .._text import shown
+from .._typing import PyTree
 from ._iterator import DistributedIterator
+from ._passes import Elements
 from ._sharing.agree import InputWorker
 from ._sharing.plan import Plan
+from ._sharing.rounds import num_steps
 from ._sharing.steps import LocalReplicas
 from ._sources import grain
+from ._sources.elements import checked_function
 from ._sources.numpy_dataset import NumpyDataset
+from ._sources.single_rows import why_single_rows
 
 _logger = logging.getLogger("mirrored")
 
@@ -45,17 +53,75 @@ class DistributedDataset:
         """Wrap a checked dataset; users call `strategy.distribute_dataset`."""
         self._mesh = mesh
         self._options = options
-        self._plan = plan
+        self._elements = Elements(plan)
         self._worker = worker
+        self._made_of: DistributedDataset | None = None
         self._has_dropped = False
         if worker.count > 1:
             _logger.info("dataset %s", self.describe())
 
     def __iter__(self) -> DistributedIterator:
         layout = LocalReplicas(self._mesh.num_replicas, self._worker, self._options.drop_remainder, self._report_dropped)
-        return DistributedIterator(self._plan, layout, self._mesh, self._options.prefetch)
+        return DistributedIterator(self._elements, layout, self._mesh, self._options.prefetch)
+
+    @property
+    def _plan(self) -> Plan:
+        return self._elements.plan
+
+    @property
+    def element_spec(self) -> PyTree:
+        """What each replica gets of a batch, as a tree of `mr.data.PerReplicaSpec`: shapes, with None for the rows, and dtypes.
+
+        Raises:
+            TypeError: when the dataset can only be iterated, and no iterator has given a batch yet.
+            ValueError: when the dataset is empty.
+        """
+        return self._elements.spec()
+
+    def take(self, count: int) -> DistributedDataset:
+        """Stop after `count` steps, on all workers; earlier when there are fewer.
+
+        >>> [x.values[0].tolist() for x in strategy.distribute_dataset([np.arange(2)] * 9).take(2)]
+        [[0], [0]]
+        """
+        return self._with(limits=(*self._elements.limits, ("take", _checked_count("take", count, 0))))
+
+    def repeat(self, count: int | None = None) -> DistributedDataset:
+        """Go through the steps `count` times, or without end; each pass begins as a new iterator does, with its own order.
+
+        The position of an iterator says in which pass it is. An endless loop needs its own end:
+
+        >>> batches = iter(strategy.distribute_dataset([np.arange(2), np.arange(4)]).repeat())
+        >>> [next(batches).values[0].tolist() for _ in range(5)]
+        [[0], [0, 1], [0], [0, 1], [0]]
+        >>> batches.close()
+        """
+        count = None if count is None else _checked_count("repeat", count, 1)
+        return self._with(limits=(*self._elements.limits, ("repeat", count)))
+
+    def map(self, fn: Callable[..., PyTree]) -> DistributedDataset:
+        """Apply a function to each batch on the host, before it is divided among the replicas.
+
+        Args:
+            fn: takes a batch as the dataset yields it, a tuple as several arguments, and returns a nest of arrays. Each worker
+                calls it for what it reads; under `AutoShardPolicy.DATA` that is the same for all, and so must be what it returns.
+
+        >>> dataset = strategy.distribute_dataset([(np.arange(4), np.ones(4))]).map(lambda x, y: {"sum": x + y})
+        >>> [batch["sum"].values[1].tolist() for batch in dataset]
+        [[3.0, 4.0]]
+        """
+        return self._with(maps=(*self._elements.maps, checked_function(fn)))
+
+    def _with(self, **changes: Any) -> DistributedDataset:
+        made = copy.copy(self)
+        made._elements = dataclasses.replace(self._elements, **changes)
+        made._made_of = self  # which the strategy knows, and describes
+        return made
 
     def __len__(self) -> int:
+        return num_steps(self._num_steps_of_pass(), self._elements.limits)
+
+    def _num_steps_of_pass(self) -> int:
         dataset, kind = self._plan.dataset, self._plan.kind
         if isinstance(dataset, NumpyDataset) and self._options.drop_remainder and kind == "DATA":
             return dataset._num_batches(at_least=self._mesh.num_replicas)  # of smaller ones nothing is left
@@ -109,15 +175,26 @@ def check_dataset(dataset: Any, verb: str) -> None:
         )
     if isinstance(dataset, collections.abc.Iterator):
         raise TypeError(
-            f"{verb} got {dataset!r}, an iterator that can be used only once; a second epoch would be empty. Pass "
+            f"{verb} got {shown(dataset)}, an iterator that can be used only once; a second epoch would be empty. Pass "
             "an object whose __iter__ starts anew: a list of batches, a dataset, or a class with `def __iter__(self): yield ...`."
         )
     if not isinstance(dataset, collections.abc.Iterable) and not hasattr(type(dataset), "__getitem__"):
         raise TypeError(
-            f"{verb} got {dataset!r} of type {type(dataset).__name__}; expected an iterable of {batches}, for example {example}."
+            f"{verb} got {shown(dataset)} of type {type(dataset).__name__}; expected an iterable of {batches}, for "
+            f"example {example}."
         )
     if isinstance(dataset, str | bytes | dict):
-        raise TypeError(f"{verb} got {dataset!r}; expected an iterable of {batches}.")
+        raise TypeError(f"{verb} got {shown(dataset)}; expected an iterable of {batches}.")
+    if reason := why_single_rows(dataset, size):
+        raise ValueError(f"{verb} expected {batches}, and {type(dataset).__name__} {reason}")
+
+
+def _checked_count(verb: str, count: Any, at_least: int) -> int:
+    if isinstance(count, bool) or not isinstance(count, int | np.integer):
+        raise TypeError(f"{verb} got {count!r}; expected an int, the number of {'steps' if verb == 'take' else 'passes'}.")
+    if count < at_least:
+        raise ValueError(f"{verb} got {count}; expected at least {at_least}{', or None for no end' if at_least else ''}.")
+    return int(count)
 
 
 def _has_length(dataset: Any) -> bool:

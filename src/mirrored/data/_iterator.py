@@ -16,16 +16,16 @@ from .._replicas.per_replica import PerReplica
 from .._typing import PyTree
 from .._workers.coordination import Channel
 from .._workers.progress import NEXT_BATCH, in_main_thread, progress
+from ._passes import Elements, Passes
 from ._prefetch import Ahead
-from ._sharing.plan import Plan
+from ._sharing.rounds import check_places
 from ._sharing.steps import LocalReplicas, Step, Steps
-from ._sources.open import open_source
 from ._sources.position import Position, Source
 
 #: Of the states that `get_state` returns.
 _VERSION = 1
 
-Batches = Generator[tuple[PyTree, Position, dict[str, int]], None, None]
+Batches = Generator[tuple[PyTree, Position, dict[str, Any]], None, None]
 
 
 class DistributedIterator:
@@ -46,18 +46,25 @@ class DistributedIterator:
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/DistributedIterator
     """
 
-    def __init__(self, plan: Plan, layout: LocalReplicas, mesh: ReplicaMesh, prefetch: int) -> None:
+    def __init__(self, elements: Elements, layout: LocalReplicas, mesh: ReplicaMesh, prefetch: int) -> None:
         """Take what a DistributedDataset knows; nothing is read yet."""
-        self._plan = plan
+        self._elements = elements
+        self._plan = elements.plan
         self._layout = layout
         self._mesh = mesh
         self._prefetch = prefetch
         self._source: Source | None = None
         self._batches: Ahead[Any] | Batches | None = None
         self._position: Position = ValueError("the iterator was closed before it read anything, and has no position.")
-        self._extra: dict[str, int] = {}
+        self._extra: dict[str, Any] = {"places": [0] * len(elements.limits)} if elements.limits else {}
+        self._passes: Passes | None = None
         self._is_closed = False
         self._channel: Channel | None = None
+
+    @property
+    def element_spec(self) -> PyTree:
+        """What each replica gets of a batch: see `DistributedDataset.element_spec`."""
+        return self._elements.spec()
 
     def __iter__(self) -> Self:
         return self
@@ -73,7 +80,7 @@ class DistributedIterator:
             raise
         return batch
 
-    def _next(self) -> tuple[PyTree, Position, dict[str, int]]:
+    def _next(self) -> tuple[PyTree, Position, dict[str, Any]]:
         batches = self._started()
         if self._channel is None:
             return next(batches)
@@ -116,15 +123,16 @@ class DistributedIterator:
         """
         extra = self._checked(state)
         dataset, was_closed = self._plan.dataset, self._is_closed
+        open_source = self._elements.open
         if hasattr(dataset, "load_state_dict"):
             self.close()  # now: the dataset has one position for all its iterators, which the thread would go on changing
         try:
-            source = open_source(dataset, state["source"])
+            source = open_source(state["source"])
         except Exception:
             if self._is_closed and not was_closed:
                 self._is_closed = False
                 if isinstance(self._position, str):
-                    self._source = open_source(dataset, json.loads(self._position))
+                    self._source = open_source(json.loads(self._position))
             raise
         self.close()
         self._is_closed = False
@@ -134,7 +142,7 @@ class DistributedIterator:
         """End the preparation in the background and free what it holds. No batch comes after; again does nothing."""
         self._is_closed = True
         batches, self._batches = self._batches, None
-        source, self._source = self._source, None
+        source, self._source, self._passes = self._passes or self._source, None, None
         if batches is not None:
             batches.close()
         if source is not None and not isinstance(batches, Ahead):  # which closes it in its thread
@@ -148,7 +156,7 @@ class DistributedIterator:
 
     def _open(self) -> Source:
         if self._source is None:
-            self._source = open_source(self._plan.dataset)
+            self._source = self._elements.open()
             self._position = self._source.position()
         return self._source
 
@@ -157,11 +165,12 @@ class DistributedIterator:
             source, worker = self._open(), self._layout.worker.for_iterator()
             self._channel = worker.channel
             layout = dataclasses.replace(self._layout, worker=worker)
-            batches = _batches(self._plan.steps(source, layout, self._extra), self._mesh, layout)
-            self._batches = Ahead(batches, source.close, self._prefetch, worker.close) if self._prefetch else batches
+            self._passes = Passes(self._elements, source, layout, self._extra)
+            batches = _batches(self._passes.steps(), self._mesh, layout, self._elements)
+            self._batches = Ahead(batches, self._passes.close, self._prefetch, worker.close) if self._prefetch else batches
         return self._batches
 
-    def _checked(self, state: Any) -> dict[str, int]:
+    def _checked(self, state: Any) -> dict[str, Any]:
         """Return what a state holds besides the position of the source, or say why it is not one for this iterator."""
         if not isinstance(state, dict) or not {"version", "policy", "worker", "source"} <= set(state) or state["source"] is None:
             raise TypeError(f"state is {state!r}; expected what get_state() of an iterator over this dataset returned.")
@@ -182,7 +191,8 @@ class DistributedIterator:
         extra = {name: state[name] for name in ("rows", "batch_size") if name in state}
         if not all(type(value) is int and value >= 0 for value in extra.values()):
             raise ValueError(f"the state holds {extra}; expected numbers of rows.")
-        return extra
+        places = check_places(state.get("places", []), self._elements.limits)
+        return {**extra, "places": places} if places else extra
 
 
 def num_workers_of(iterator: DistributedIterator) -> int:
@@ -190,9 +200,10 @@ def num_workers_of(iterator: DistributedIterator) -> int:
     return iterator._layout.worker.count
 
 
-def _batches(steps: Steps, mesh: ReplicaMesh, layout: LocalReplicas) -> Batches:
+def _batches(steps: Steps, mesh: ReplicaMesh, layout: LocalReplicas, elements: Elements) -> Batches:
     """Yield the steps as PerReplica values, with the position after each."""
     for step in steps:
+        elements.note(step.stacked)
         yield to_devices(step, mesh, layout), step.position, step.extra
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mirrored._jax import tracing
-from mirrored._program.uneven import align, merge
+from mirrored._program.uneven import align, merge, nodes
 from mirrored._replicas.collectives import ReplicaAxis
 
 
@@ -13,12 +13,13 @@ def programs_of(step, *row_counts, columns=2):
     """Trace a step of `(mirrored [columns], rows [n, columns])` for several numbers of rows."""
     shapes = [(jax.ShapeDtypeStruct((columns,), "float32"), jax.ShapeDtypeStruct((n, columns), "float32")) for n in row_counts]
     traces = [tracing.trace(lambda w, x: step(w, x), own, ReplicaAxis(4), step) for own in shapes]
-    return [align.read_trace(f"the replicas with {n} rows", trace) for n, trace in zip(row_counts, traces, strict=True)]
+    return [nodes.read_trace(f"the replicas with {n} rows", trace) for n, trace in zip(row_counts, traces, strict=True)]
 
 
 def compared(step, *row_counts):
     programs = programs_of(step, *row_counts)
-    return programs, align.compare(programs, [True, False])
+    align.compare(programs, [True, False])
+    return programs, programs[0].num_stages
 
 
 def names(nodes):

@@ -20,27 +20,32 @@ from ..._errors import UnevenReplicasError
 from ..._jax import jaxprs, tracing
 from ..._jax.marks import mark_p
 from ..._replicas.collectives import pad_to
+from ..._replicas.per_replica import stack_shapes
 from ..._typing import Shape
-from .align import Node, Trace, Value
+from .nodes import Node, Trace, Value
 
 #: Where an own value is taken to: ("operand", collective, operand) or ("output", output).
 Place = tuple[Any, ...]
 
 
 def run_merged(
-    traces: Sequence[Trace], num_stages: int, output_shapes: Sequence[Shape], index: jax.Array, arguments: Sequence[jax.Array]
+    traces: Sequence[Trace],
+    output_shapes: Sequence[Shape],
+    index: jax.Array,
+    arguments: Sequence[jax.Array],
+    outer: _Run | None = None,
 ) -> list[jax.Array]:
     """Run compared traces as one, each replica its own, and return the outputs.
 
     Args:
         traces: the traces, after `compare`.
-        num_stages: what `compare` returned.
         output_shapes: for each output, the shape to which the replicas' values are padded.
         index: which of the traces this replica runs.
         arguments: the arguments' values; those that differ in shape are padded to one shape.
+        outer: what runs around it, for the bodies of a loop.
     """
-    run = _Run(traces, output_shapes, index, arguments)
-    for stage in range(num_stages):
+    run = _Run(traces, output_shapes, index, arguments, outer)
+    for stage in range(traces[0].num_stages):
         run.collectives(stage)
         run.shared(stage)
         run.own(stage)
@@ -52,25 +57,33 @@ class _Run:
 
     Attributes:
         known: what is computed once, by number.
+        padded: for each kind of replica, the arrays of one shape in which values lie that have another shape on other kinds.
         carried: for each kind of replica, what its earlier parts computed and later parts need.
         exported: what is taken out of the parts, by place.
     """
 
     def __init__(
-        self, traces: Sequence[Trace], output_shapes: Sequence[Shape], index: jax.Array, arguments: Sequence[jax.Array]
+        self,
+        traces: Sequence[Trace],
+        output_shapes: Sequence[Shape],
+        index: jax.Array,
+        arguments: Sequence[jax.Array],
+        outer: _Run | None,
     ) -> None:
         self._traces = traces
         self._output_shapes = output_shapes
         self._index = index
+        self._outer = outer
         self._live = [_live_nodes(trace) for trace in traces]
         self._joint = list(zip(*([node for node in nodes if node.is_collective] for nodes in self._live), strict=True))
         self._places = _find_places(traces, self._joint)
         self._last_use = [_find_last_uses(live, self._places, kind) for kind, live in enumerate(self._live)]
-        self._cheap = [{v: n for n in live if _is_own(n) and n.is_cheap for v in n.outputs} for live in self._live]
-        self._arguments: list[dict[Value, jax.Array]] = [dict(zip(trace.arguments, arguments, strict=True)) for trace in traces]
-        self.known: dict[int | None, Any] = {a.number: x for a, x in self._arguments[0].items() if a.number is not None}
+        self._cheap = [{v: n for n in live if n.is_own and n.is_cheap for v in n.outputs} for live in self._live]
+        self.known: collections.ChainMap[int | None, Any] = collections.ChainMap({}, outer.known if outer else {})
+        self.padded: list[dict[Value, jax.Array]] = [{} for _ in traces]
         self.carried: list[dict[Value, jax.Array]] = [{} for _ in traces]
         self.exported: dict[Place, jax.Array] = {}
+        self._keep([trace.arguments for trace in traces], arguments)
 
     def outputs(self) -> list[jax.Array]:
         """Return the outputs, after the last stage."""
@@ -79,21 +92,48 @@ class _Run:
 
     def collectives(self, stage: int) -> None:
         """Run the collectives that begin a stage."""
-        for k, (node, *_) in enumerate(self._joint):
-            if node.stage == stage:
-                operands = [self._exported_or_known(("operand", k, i), value) for i, value in enumerate(node.inputs)]
-                self._keep(node, operands)
+        for k, nodes in enumerate(self._joint):
+            if nodes[0].stage == stage:
+                operands = [self._exported_or_known(("operand", k, i), value) for i, value in enumerate(nodes[0].handed)]
+                results = self._run_bodies(nodes, operands) if nodes[0].bodies else tracing.bind(nodes[0].equation, operands)
+                self._keep([node.outputs for node in nodes], results)
+
+    def _run_bodies(self, nodes: Sequence[Node], operands: Sequence[Any]) -> list[Any]:
+        """Run a loop or condition whose bodies differ by kind of replica: each round is an uneven step of its own."""
+        name, params = nodes[0].equation.primitive.name, nodes[0].equation.params
+
+        def merged(bodies: Sequence[Trace], shapes: Sequence[Shape]) -> Callable[..., list[Any]]:
+            return lambda *arguments: run_merged(bodies, shapes, self._index, arguments, self)
+
+        bodies = list(zip(*(node.bodies for node in nodes), strict=True))
+        shapes = [_common_shapes([body.outputs for body in row]) for row in bodies]
+        if name == "cond":
+            return jax.lax.switch(operands[0], [merged(row, shapes[0]) for row in bodies])
+        if name == "while":
+            [again, step] = map(merged, bodies, shapes)
+            return jax.lax.while_loop(lambda carry: again(*carry)[0], lambda carry: step(*carry), list(operands))
+        [step] = map(merged, bodies, shapes)
+        num_carry = jaxprs.scan_of(nodes[0].equation).num_carry
+
+        def one_round(carry: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
+            results = step(*carry, *rows)
+            return results[:num_carry], results[num_carry:]
+
+        options = {key: params[key] for key in ("length", "reverse", "unroll")}
+        carry, stacked = jax.lax.scan(one_round, list(operands[:num_carry]), list(operands[num_carry:]), **options)
+        return [*carry, *stacked]
 
     def shared(self, stage: int) -> None:
         """Run what all traces compute alike."""
         for node in (node for nodes in self._live for node in nodes):
             if node.is_shared and node.stage == stage and node.outputs[0].number not in self.known:
-                self._keep(node, [self._known_or_constant(value) for value in node.inputs])
+                results = tracing.bind(node.equation, [self._known_or_constant(value) for value in node.inputs])
+                self._keep([node.outputs], results)
 
     def own(self, stage: int) -> None:
         """Run what each kind of replica computes for itself, as one switch."""
         places = {place: row for place, (row, taken_at) in self._places.items() if taken_at == stage}
-        nodes = [[n for n in live if n.stage == stage and _is_own(n) and not n.is_cheap] for live in self._live]
+        nodes = [[n for n in live if n.stage == stage and n.is_own and not n.is_cheap] for live in self._live]
         leaving = [
             [value for node in own for value in node.outputs if last_use.get(value, 0) > stage]
             for own, last_use in zip(nodes, self._last_use, strict=True)
@@ -101,6 +141,7 @@ class _Run:
         avals = [[value.aval for value in values] for values in leaving]
         _refuse_references(avals)
         slots = Slots(avals)
+        shapes = [self._shape_at(place, [value.aval for value in row]) for place, row in places.items()]
         if not places and not any(nodes):
             return
 
@@ -112,7 +153,6 @@ class _Run:
                     values.update(zip(node.outputs, tracing.bind(node.equation, operands), strict=True))
                 taken = [self._read_own(kind, values, row[kind]) for row in places.values()]
                 avals = [row[kind].aval for row in places.values()]
-                shapes = map(self._shape_at, places, avals)
                 return list(map(padded, taken, avals, shapes)), slots.pack(kind, [values[value] for value in leaving[kind]])
 
             return run
@@ -126,9 +166,11 @@ class _Run:
         """Read a value inside a part of one kind of replica, which may compute it only now."""
         if value in values:
             return values[value]
-        if value in self._arguments[kind] and value.number is None:
-            array = self._arguments[kind][value]
-            values[value] = array[tuple(slice(size) for size in value.aval.shape)]
+        if value.outer is not None and value.number is None:
+            assert self._outer is not None
+            values[value] = self._outer.read_carried(kind, value.outer)
+        elif value in self.padded[kind]:
+            values[value] = self.padded[kind][value][tuple(slice(size) for size in value.aval.shape)]
         elif value in (cheap := self._cheap[kind]):
             node = cheap[value]
             operands = [self._read_own(kind, values, operand) for operand in node.inputs]
@@ -136,6 +178,10 @@ class _Run:
         else:
             return self._known_or_constant(value)
         return values[value]
+
+    def read_carried(self, kind: int, value: Value) -> Any:
+        """Read a value of one kind of replica in a loop around which it was computed."""
+        return self._read_own(kind, dict(self.carried[kind]), value)
 
     def _exported_or_known(self, place: Place, value: Value) -> Any:
         return self.exported[place] if place in self.exported else self._known_or_constant(value)
@@ -145,13 +191,22 @@ class _Run:
             return self.known[value.number]
         return self.known.setdefault(value.number, value.content)  # one copy of a constant that several traces have
 
-    def _keep(self, node: Node, operands: Sequence[Any]) -> None:
-        results = tracing.bind(node.equation, operands)
-        self.known.update(zip((value.number for value in node.outputs), results, strict=True))
+    def _keep(self, values: Sequence[Sequence[Value]], arrays: Sequence[Any]) -> None:
+        """Keep arrays, in which each kind of replica has its values."""
+        for row, array in zip(zip(*values, strict=True), arrays, strict=True):
+            if row[0].number is not None:
+                self.known[row[0].number] = array
+            else:
+                for padded_values, value in zip(self.padded, row, strict=True):
+                    padded_values[value] = array
 
-    def _shape_at(self, place: Place, aval: Any) -> Shape:
-        """Return the shape to which a value is padded at a place; collectives need none."""
-        return self._output_shapes[place[1]] if place[0] == "output" else aval.shape
+    def _shape_at(self, place: Place, avals: Sequence[Any]) -> Shape:
+        """Return the shape to which a value is padded at a place."""
+        return self._output_shapes[place[1]] if place[0] == "output" else stack_shapes([aval.shape for aval in avals])[0]
+
+
+def _common_shapes(values: Sequence[Sequence[Value]]) -> list[Shape]:
+    return [stack_shapes([value.aval.shape for value in row])[0] for row in zip(*values, strict=True)]
 
 
 def _refuse_references(avals: Sequence[Sequence[Any]]) -> None:
@@ -161,10 +216,6 @@ def _refuse_references(avals: Sequence[Sequence[Any]]) -> None:
             "In such an uneven step only arrays are carried from one part to the next: read the Ref into an array, ref[...], "
             "before the collective, and make a new one after it."
         )
-
-
-def _is_own(node: Node) -> bool:
-    return not node.is_collective and not node.is_shared
 
 
 def _live_nodes(trace: Trace) -> list[Node]:
@@ -183,7 +234,7 @@ def _find_places(traces: Sequence[Trace], joint: Sequence[Sequence[Node]]) -> di
     """Return where values that are not common are needed: each trace's value, and the stage after which it is taken."""
     places: dict[Place, tuple[tuple[Value, ...], int]] = {}
     for k, nodes in enumerate(joint):
-        for i, row in enumerate(zip(*(node.inputs for node in nodes), strict=True)):
+        for i, row in enumerate(zip(*(node.handed for node in nodes), strict=True)):
             places["operand", k, i] = (row, nodes[0].stage - 1)
     for i, row in enumerate(zip(*(trace.outputs for trace in traces), strict=True)):
         places["output", i] = (row, max(value.stage for value in row))
@@ -195,7 +246,7 @@ def _is_one_value(row: Sequence[Value]) -> bool:
 
 
 def _find_last_uses(live: Sequence[Node], places: dict[Place, tuple[tuple[Value, ...], int]], kind: int) -> dict[Value, int]:
-    uses = [(value, node.stage) for node in live if _is_own(node) for value in node.inputs]
+    uses = [(value, node.stage) for node in live if node.is_own or node.bodies for value in node.inputs]
     uses += [(row[kind], stage) for row, stage in places.values()]
     last: dict[Value, int] = {}
     for value, stage in uses:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -20,11 +21,12 @@ from ..._jax.marks import Mark, Purpose, mark
 from ..._replicas.frames import Frame
 from ..._replicas.per_replica import stack_shapes
 from ..._typing import Shape
+from ..._variables.storage import WeakVariables
 from .. import lift, proof, refusals
 from ..call import ArrayLeaf, Call, argument_names, static_key
-from ..lift import Lifted, ResultPlan, Touched, trace_step
+from ..lift import Lifted, ResultPlan, Touched, static_value, trace_step
 from ..proof import State
-from . import align, merge
+from . import align, merge, nodes, pairing
 
 #: A trace may show that a size was guessed wrong; after this many, sizes are found out one question at a time.
 _MAX_TRACES = 3
@@ -58,6 +60,35 @@ class Kinds:
                 return tuple(sizes[k] * (size // rows if rows else 1) for k in self.of_replica)
         return (size,) * len(self.of_replica)
 
+    def rows(self, kind: int) -> tuple[int, int]:
+        """Return how many rows a replica of a kind has, and how many all have, as they weigh in a mean.
+
+        Raises:
+            UnevenReplicasError: when it depends on the argument.
+        """
+        counts = list(self._row_counts())
+        totals = [self._total(sizes) for sizes in counts]
+        shares = {tuple(Fraction(size, total) for size in sizes) for sizes, total in zip(counts, totals, strict=True)}
+        if len(shares) > 1:
+            raise UnevenReplicasError(
+                "aggregate='mean' weighs the replicas by their rows, but the arguments divide differently among the replicas: "
+                f"{', '.join(str(tuple(sizes[k] for k in self.of_replica)) for sizes in dict.fromkeys(counts))} rows. Divide "
+                "each loss by its own number of rows on all replicas instead, mr.losses.compute_average_loss(per_example_loss), "
+                "and let the gradients be summed: aggregate='sum'."
+            )
+        return counts[0][kind], totals[0]
+
+    def rows_of(self, kind: int) -> tuple[set[int], set[int]]:
+        """Return how many rows a replica of a kind may have, after the arguments, and how many all together."""
+        counts = list(self._row_counts())
+        return {sizes[kind] for sizes in counts}, {self._total(sizes) for sizes in counts}
+
+    def most_rows(self, kind: int) -> int:
+        return max(sizes[kind] for sizes in self._row_counts())
+
+    def _total(self, sizes: Sequence[int]) -> int:
+        return sum(sizes[kind] for kind in self.of_replica)
+
     def _row_counts(self) -> Iterator[tuple[int, ...]]:
         for shapes in zip(*self.shapes, strict=True):
             yield from (sizes for sizes in zip(*shapes, strict=True) if len(set(sizes)) > 1)
@@ -79,12 +110,15 @@ def lift_uneven(call: Call, frame_with: Callable[[Any], Frame], states_of: Calla
     leaves = call.array_leaves()
     kinds = _find_kinds(call, leaves)
     touched, traces = _trace_all(_Tracer(call, leaves, kinds, frame_with))
-    for lifted in traces:
-        refusals.check_assignments(lifted, proof.prove(lifted.shown.jaxpr, states_of(lifted)))
+    found = [proof.prove(lifted.shown.jaxpr, states_of(lifted)) for lifted in traces]
+    for lifted, findings in zip(traces, found, strict=True):
+        refusals.check_assignments(lifted, findings)
     plan = _merge_plans(traces, kinds)
     closed = _merge_traces(traces, kinds, leaves, plan, frame_with(None), call.function)
+    largest = max(range(len(traces)), key=lambda kind: kinds.most_rows(kind))
+    refusals.check_divisors(found[largest], len(kinds.of_replica), *kinds.rows_of(largest))
     lines = tuple(map(_known_line, zip(*(lifted.write_lines for lifted in traces), strict=True)))
-    return Lifted(closed, closed, touched.written, lines, touched.read_only, plan)
+    return Lifted(closed, closed, WeakVariables(touched.written), lines, WeakVariables(touched.read_only), plan)
 
 
 def _known_line(lines: Sequence[str]) -> str:
@@ -140,6 +174,9 @@ class _AskedSizes:
         with tracing.separate_caches() as self._renew_caches:
             yield
 
+    def rows(self) -> tuple[int, int]:
+        return self._kinds.rows(self._kind)
+
     def each(self, size: int) -> tuple[int, ...]:
         self._renew_caches()
         k = len(self.asked)
@@ -174,7 +211,7 @@ class _Tracer:
         except Exception as error:
             error.add_note(
                 f"This is about {self.kinds.describe(kind)}: the batch does not divide evenly among the replicas. A step must "
-                f"work with any number of rows, also none. To leave the odd rows out: {align.DROP}."
+                f"work with any number of rows, also none. To leave the odd rows out: {pairing.DROP}."
             )
             raise
 
@@ -246,7 +283,7 @@ def _different_questions(kinds: Kinds, asked: Sequence[Sequence[int]]) -> str:
         "the batch does not divide evenly among the replicas, and the step does different things for different numbers of "
         f"rows: {kinds.describe(fewest)} reach {len(asked[fewest])} operations that depend on all replicas' sizes (a mean "
         f"over an axis, all_gather, compute_average_loss), {kinds.describe(most)} reach {len(asked[most])}. Do the same "
-        f"whatever x.shape[0] is, or leave the odd rows out: {align.DROP}."
+        f"whatever x.shape[0] is, or leave the odd rows out: {pairing.DROP}."
     )
 
 
@@ -256,11 +293,11 @@ def _different_questions(kinds: Kinds, asked: Sequence[Sequence[int]]) -> str:
 def _merge_traces(
     traces: Sequence[Lifted], kinds: Kinds, leaves: Sequence[ArrayLeaf], plan: ResultPlan, frame: Frame, function: Any
 ) -> Any:
-    aligned = [align.read_trace(kinds.describe(kind), lifted.shown) for kind, lifted in enumerate(traces)]
+    aligned = [nodes.read_trace(kinds.describe(kind), lifted.shown) for kind, lifted in enumerate(traces)]
     variables = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in traces[0].variables]
     arrays = [leaf.aval(leaf.shape) for leaf in leaves]
     is_common = [True] * len(variables) + [leaf.shapes is None for leaf in leaves]
-    num_stages = align.compare(aligned, is_common)
+    align.compare(aligned, is_common)
     rows = zip(*(trace.outputs for trace in aligned), strict=True)
     output_shapes = [stack_shapes([value.aval.shape for value in row])[0] for row in rows]
     axis = frame.axis
@@ -268,7 +305,7 @@ def _merge_traces(
 
     def merged(values: Sequence[jax.Array], arguments: Sequence[jax.Array]) -> list[jax.Array]:
         index = mark(jnp.asarray(kinds.of_replica)[axis.index()], Mark(Purpose.ROWS, _origin(kinds), ""))
-        return merge.run_merged(aligned, num_stages, output_shapes, index, [*values, *arguments])
+        return merge.run_merged(aligned, output_shapes, index, [*values, *arguments])
 
     return tracing.trace(merged, (variables, arrays), axis, function)
 
@@ -290,7 +327,7 @@ def _merge_plans(traces: Sequence[Lifted], kinds: Kinds) -> ResultPlan:
                 "the batch does not divide evenly among the replicas, and replicas with different numbers of rows return "
                 f"different things: {kinds.describe(0)} return {_shown(first)}, {kinds.describe(kind)} return "
                 f"{_shown(lifted.plan)}. Return a number that depends on the rows as an array: jnp.asarray(x.shape[0]). Or "
-                f"leave the odd rows out: {align.DROP}."
+                f"leave the odd rows out: {pairing.DROP}."
             )
     outputs = zip(*(lifted.closed.jaxpr.outvars[: lifted.num_results] for lifted in traces), strict=True)
     shapes = [_result_shapes([atom.aval for atom in row], kinds) for row in outputs]
@@ -312,7 +349,7 @@ def _is_same_static(a: tuple[Any] | None, b: tuple[Any] | None) -> bool:
 
 
 def _shown(plan: ResultPlan) -> str:
-    return str(plan.treedef.unflatten(["array" if leaf is None else leaf[0] for leaf in plan.static]))
+    return str(plan.treedef.unflatten(["array" if leaf is None else static_value(leaf) for leaf in plan.static]))
 
 
 def _result_shapes(avals: Sequence[Any], kinds: Kinds) -> tuple[Shape, ...] | None:

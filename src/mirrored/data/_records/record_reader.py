@@ -6,6 +6,7 @@ Why the reader works on chunks, what it checks and how fast it is: docs/design/t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import io
@@ -117,7 +118,7 @@ def read_chunks(
         return TFRecordError(f"{path}: record {record}, {place}: {problem}")
 
     known: dict[bytes, int] = {}
-    buffer, count, missing, frame = b"", CHUNK_BYTES, 0, 0
+    buffer, count, missing, frame, long = b"", CHUNK_BYTES, 0, 0, b""
     with open(path, "rb", buffering=0) as file:
         stream = file if compression is None else _Inflated(file, compression)
         try:
@@ -134,8 +135,17 @@ def read_chunks(
                 if frames.problem:
                     raise fault(frames.problem)
                 missing = frames.missing
+                if missing > CHUNK_BYTES:
+                    long, missing, problem = _read_long(stream, buffer, missing)
+                    if problem:
+                        raise fault(problem)
+                    if missing:
+                        break
+                    frame, buffer = HEADER.size + len(long) + FOOTER.size, b""
+                    yield [long], [offset + frame]
+                    record, offset, long = record + 1, offset + frame, b""
                 # Where the records have one length, the next read ends with a record: then nothing is copied to join them.
-                count = missing + max(CHUNK_BYTES // frame, not missing) * frame if frame else max(CHUNK_BYTES, missing)
+                count = missing + CHUNK_BYTES // frame * frame if 0 < frame <= CHUNK_BYTES else max(CHUNK_BYTES, missing)
             if buffer:
                 raise fault(
                     f"the file ends {missing or HEADER.size - len(buffer)} bytes too early, inside this record. It was cut short "
@@ -230,11 +240,15 @@ def _check_data(buffer: bytes, frames: _Frames) -> _Frames:
     if not wrong.size:
         return frames
     first = int(wrong[0])
-    problem = (
-        f"its data is damaged: its {len(records[first])} bytes have the checksum {int(computed[first]):#010x}, expected "
-        f"{int(stored[first]):#010x}. Copy or write the file again, or leave it out of files."
-    )
+    problem = _damage(len(records[first]), int(computed[first]), int(stored[first]))
     return _Frames(records[:first], ends[:first], problem, 0)
+
+
+def _damage(length: int, computed: int, stored: int) -> str:
+    return (
+        f"its data is damaged: its {length} bytes have the checksum {computed:#010x}, expected {stored:#010x}. Copy or write the "
+        "file again, or leave it out of files."
+    )
 
 
 def masked(crc: Any) -> Any:
@@ -311,3 +325,28 @@ def _read(stream: io.FileIO | _Inflated, count: int) -> bytes:
             break  # the next call raises it again, with nothing before it
         size += len(parts[-1])
     return b"".join(parts)
+
+
+def _read_long(stream: io.FileIO | _Inflated, begun: bytes, missing: int) -> tuple[bytes, int, str | None]:
+    """Return a record that is longer than a chunk, how many bytes its frame lacks at the end of the file, and what is wrong.
+
+    It takes its own memory once, and no more of that than there is in the file: `BytesIO` grows with it, and does not copy it
+    when it is whole.
+
+    Args:
+        stream: where the frame goes on.
+        begun: the bytes of the frame that were read.
+        missing: how many it lacks; more than the checksum at its end.
+    """
+    data = io.BytesIO()
+    data.write(begun[HEADER.size :])
+    length = data.tell() + missing - FOOTER.size
+    with contextlib.suppress(zlib.error):  # the next call raises it again
+        while data.tell() < length and (part := stream.read(min(length - data.tell(), CHUNK_BYTES))):
+            data.write(part)
+    footer = _read(stream, FOOTER.size)
+    if missing := length + FOOTER.size - data.tell() - len(footer):
+        return b"", missing, None
+    whole = data.getvalue()
+    computed, (stored,) = masked(crc32c()(whole)), FOOTER.unpack(footer)
+    return whole, 0, None if computed == stored else _damage(length, computed, stored)

@@ -41,7 +41,8 @@ def tfrecord_dataset(
         files: a path; a pattern such as `"train-*.tfrecord"`, whose files are read in sorted order; or a list of paths.
         compression: None, "GZIP" or "ZLIB": how each file was written. It is never guessed.
         max_record_bytes: a longer record is an error. A damaged or hostile file can claim any length, and nothing is
-            allocated for it before it has been compared with this limit and with the size of the file.
+            allocated for it before it has been compared with this limit. Reading takes little more memory than this, beside
+            the records that were handed out, whatever a file claims or decompresses to.
 
     Raises:
         FileNotFoundError: a file does not exist, or no file matches.

@@ -11,6 +11,7 @@ import numpy as np
 
 from ..._replicas.arrays import check_range, is_numeric
 from ..._replicas.per_replica import PerReplica, is_per_replica
+from ..._text import shown
 from ..._typing import PyTree
 
 
@@ -91,7 +92,7 @@ def count_rows(batch: PyTree) -> int:
     """Return the number of rows of a batch of numpy arrays, which all leaves share."""
     paths, _ = jax.tree_util.tree_flatten_with_path(batch)
     if not paths:
-        raise TypeError(f"the dataset yielded {batch!r}, which holds no array; expected a nest of arrays, one global batch.")
+        raise TypeError(f"the dataset yielded {shown(batch)}, which holds no array; expected a nest of arrays, one global batch.")
     for path, leaf in paths:
         if leaf.ndim == 0:
             raise ValueError(
@@ -101,7 +102,10 @@ def count_rows(batch: PyTree) -> int:
     counts = {leaf.shape[0] for _, leaf in paths}
     if len(counts) > 1:
         listed = ", ".join(f"{jax.tree_util.keystr(path)}: {leaf.shape[0]}" for path, leaf in paths)
-        raise ValueError(f"the arrays of one batch have different numbers of rows ({listed}).")
+        raise ValueError(
+            f"the arrays of one batch have different numbers of rows ({listed}). If this is a single example, batch the dataset "
+            "first: .batch(global_batch_size)."
+        )
     return counts.pop()
 
 

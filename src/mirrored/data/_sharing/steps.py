@@ -30,7 +30,7 @@ class Step:
     stacked: PyTree
     sizes: tuple[int, ...]
     position: Position
-    extra: dict[str, int] = dataclasses.field(default_factory=dict)
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -42,13 +42,14 @@ def open_pipeline(dataset: Any) -> Iterator[Any]:
 
 def has_length(dataset: Any) -> bool:
     """Tell whether `len` is the number of elements: a filter leaves some out, and does not say how many."""
-    return not any(type(node).__name__ == "FilterMapDataset" for node in _nodes(dataset))
+    return not any(type(node).__name__ == "FilterMapDataset" for node in nodes(dataset))
 
 
-def _nodes(dataset: Any) -> Iterator[Any]:
+def nodes(dataset: Any) -> Iterator[Any]:
+    """Yield a grain dataset and all that it is made of."""
     yield dataset
     for parent in dataset.parents:
-        yield from _nodes(parent)
+        yield from nodes(parent)
 
 
 def why_not_by_file(dataset: Any, num_workers: int, is_certain: bool) -> str | None:
@@ -82,14 +83,14 @@ def why_not_by_file(dataset: Any, num_workers: int, is_certain: bool) -> str | N
 
 def files_of(dataset: Any) -> int | None:
     """Return how many files a pipeline reads, when its source says so."""
-    counts = [len(node.files) for node in _nodes(dataset) if _reads_files(node) and hasattr(node, "files")]
+    counts = [len(node.files) for node in nodes(dataset) if _reads_files(node) and hasattr(node, "files")]
     return counts[0] if len(counts) == 1 else None
 
 
 def only_files_of(dataset: Any, worker: int, num_workers: int) -> Any:
     """Return the pipeline over the files `worker`, `worker + num_workers`, ... alone."""
     mine = copy.deepcopy(dataset)  # set_slice changes a dataset in place
-    next(node for node in _nodes(mine) if _reads_files(node)).set_slice(slice(worker, None, num_workers))
+    next(node for node in nodes(mine) if _reads_files(node)).set_slice(slice(worker, None, num_workers))
     return mine
 
 

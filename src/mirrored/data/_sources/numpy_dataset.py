@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -11,15 +11,17 @@ import numpy as np
 
 from ..._replicas.arrays import is_numeric
 from ..._replicas.per_replica import PerReplica, is_per_replica
+from ..._text import shown
 from ..._typing import PyTree
+from .elements import applied, checked_function, spec_of_batch
 
 
 @dataclasses.dataclass(frozen=True)
 class NumpyDataset:
     """A dataset that yields rows in memory as batches, made by `strategy.make_numpy_dataset`.
 
-    Each method returns a new dataset; a dataset can be iterated again and again. As in tf.data their order
-    matters in one way: everything applies to rows, and `batch` comes last.
+    Each method returns a new dataset; a dataset can be iterated again and again. As in tf.data, `take` and `map` apply to rows
+    before `batch` and to batches after it. `shuffle` and `repeat` apply to rows: batches do not mix two epochs.
 
     Attributes:
         arrays: a nest of arrays with the same number of rows.
@@ -27,7 +29,10 @@ class NumpyDataset:
         drop_remainder: whether a last batch with fewer rows is left out.
         shuffle_seed: None for the rows' own order; else each pass over the data has another order, and the
             k-th pass of every run has the same one.
-        num_epochs: how often the rows are repeated within one pass.
+        num_epochs: how often the rows are repeated within one pass; None: without end.
+        batches_per_epoch: at most so many batches of each epoch; None: all.
+        batches_per_pass: at most so many batches of all epochs; None: all.
+        maps: functions, each with True when it takes a row and False when it takes a batch.
 
     >>> dataset = strategy.make_numpy_dataset({"x": np.arange(5)}).batch(2)
     >>> [batch["x"].tolist() for batch in dataset], len(dataset)
@@ -38,7 +43,10 @@ class NumpyDataset:
     batch_size: int | None = None
     drop_remainder: bool = False
     shuffle_seed: int | None = None
-    num_epochs: int = 1
+    num_epochs: int | None = 1
+    batches_per_epoch: int | None = None
+    batches_per_pass: int | None = None
+    maps: tuple[tuple[Callable[..., PyTree], bool], ...] = ()
     _passes: list[int] = dataclasses.field(default_factory=lambda: [0], init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -49,7 +57,8 @@ class NumpyDataset:
             raise TypeError(f"drop_remainder is {self.drop_remainder!r}; expected True or False.")
         if self.shuffle_seed is not None:
             _check_int("seed", self.shuffle_seed, 0, "so that a run can be repeated")
-        _check_int("num_epochs", self.num_epochs, 1, "the number of passes over the rows")
+        if self.num_epochs is not None:
+            _check_int("num_epochs", self.num_epochs, 1, "the number of passes over the rows")
 
     @property
     def num_rows(self) -> int:
@@ -63,25 +72,91 @@ class NumpyDataset:
         _check_int("batch_size", batch_size, 1, "the number of rows")
         return dataclasses.replace(self, batch_size=batch_size, drop_remainder=drop_remainder)
 
-    def shuffle(self, seed: int) -> NumpyDataset:
-        """Order the rows at random, anew in each pass; the same seed gives the same orders in every run."""
+    def shuffle(self, buffer_size: None = None, *, seed: int | None = None) -> NumpyDataset:
+        """Order all rows at random, anew in each pass; the same seed gives the same orders in every run.
+
+        Args:
+            buffer_size: leave it out. In tf.data the first argument is the size of a buffer; here all rows are in memory.
+            seed: an int of at least 0.
+        """
+        if buffer_size is not None or seed is None:
+            given = {"seed": seed} if buffer_size is None else {"buffer_size": buffer_size, "seed": seed}
+            raise TypeError(
+                f"shuffle got {', '.join(f'{name}={value!r}' for name, value in given.items())}; expected a seed by its name, "
+                f"and no more: .shuffle(seed={0 if seed is None else seed!r}). Here all rows change places, as in tf.data with a "
+                "buffer_size of the number of rows."
+            )
         _check_int("seed", seed, 0, "so that a run can be repeated")
         return dataclasses.replace(self, shuffle_seed=seed)
 
-    def repeat(self, num_epochs: int) -> NumpyDataset:
-        """Go over the rows `num_epochs` times in one pass; batches do not mix two epochs."""
-        _check_int("num_epochs", num_epochs, 1, "the number of passes over the rows")
-        return dataclasses.replace(self, num_epochs=self.num_epochs * num_epochs)
+    def repeat(self, num_epochs: int | None = None) -> NumpyDataset:
+        """Go over the rows `num_epochs` times in one pass, or without end; batches do not mix two epochs."""
+        if num_epochs is not None:
+            _check_int("num_epochs", num_epochs, 1, "the number of passes over the rows, or None for no end")
+        if self.batches_per_pass is not None:
+            raise ValueError("repeat was called after repeat(...).take(...); leave out the first repeat, or call take last.")
+        is_endless = num_epochs is None or self.num_epochs is None
+        return dataclasses.replace(self, num_epochs=None if is_endless else (self.num_epochs or 1) * (num_epochs or 1))
+
+    def take(self, count: int) -> NumpyDataset:
+        """Keep the first `count` rows, or after `batch` the first `count` batches; all when there are fewer."""
+        _check_int("count", count, 0, "the number of rows, or after batch of batches")
+        if self.batch_size is None:
+            if self.shuffle_seed is not None or self.num_epochs != 1 or self.maps:
+                raise ValueError(
+                    "take was called after shuffle, repeat or map. Take rows first, or batches last: .batch(n).take(m)."
+                )
+            return dataclasses.replace(self, arrays=jax.tree.map(lambda array: array[:count], self.arrays))
+        name = "batches_per_epoch" if self.num_epochs == 1 else "batches_per_pass"
+        before = getattr(self, name)
+        return dataclasses.replace(self, **{name: count if before is None else min(count, before)})
+
+    def map(self, fn: Callable[..., PyTree]) -> NumpyDataset:
+        """Apply a function to each row, or after `batch` to each batch; a tuple is given as several arguments, as in tf.data.
+
+        Args:
+            fn: takes numpy arrays and returns a nest of arrays. After `batch` it is called once for a whole batch.
+        """
+        return dataclasses.replace(self, maps=(*self.maps, (checked_function(fn), self.batch_size is None)))
+
+    @property
+    def element_spec(self) -> PyTree:
+        """The shapes and dtypes of a batch, in its structure, with None for the number of rows."""
+        return spec_of_batch(jax.tree.map(np.asarray, self._sample()))
+
+    def _sample(self) -> PyTree:
+        """Return a batch, without beginning a pass."""
+        return self._mapped(jax.tree.map(lambda array: array[: self._rows_per_batch()], self.arrays))
+
+    def _mapped(self, batch: PyTree) -> PyTree:
+        for fn, is_by_row in self.maps:
+            if is_by_row:
+                num_rows = jax.tree.leaves(batch)[0].shape[0]
+                made = [applied(fn, jax.tree.map(lambda leaf, i=i: leaf[i], batch)) for i in range(num_rows)]
+                batch = jax.tree.map(lambda *rows: np.stack(rows), *made)
+            else:
+                batch = applied(fn, batch)
+        return batch
 
     def __len__(self) -> int:
         return self._num_batches(at_least=1)
 
     def _num_batches(self, at_least: int) -> int:
         """Return how many batches of at least so many rows one pass yields."""
-        rows_per_batch = self._rows_per_batch()
+        self._rows_per_batch()
+        if self.num_epochs is None and self.batches_per_pass is None:
+            raise TypeError("the dataset repeats without end, and has no length.")
+        rows_per_batch, per_epoch = self._rows_per_batch(), self._num_batches_of_epoch()
         complete, rest = divmod(self.num_rows, rows_per_batch)
-        per_epoch = complete * (rows_per_batch >= at_least) + (rest >= at_least and not self.drop_remainder)
-        return self.num_epochs * per_epoch
+
+        def large_ones(count: int) -> int:  # among the first so many of an epoch
+            return min(count, complete) * (rows_per_batch >= at_least) + (count > complete and rest >= at_least)
+
+        if self.batches_per_pass is None:
+            return (self.num_epochs or 0) * large_ones(per_epoch)
+        of_all = self.batches_per_pass if self.num_epochs is None else min(self.batches_per_pass, self.num_epochs * per_epoch)
+        epochs, more = divmod(of_all, per_epoch) if per_epoch else (0, 0)
+        return epochs * large_ones(per_epoch) + large_ones(more)
 
     def __iter__(self) -> Iterator[PyTree]:
         self._rows_per_batch()
@@ -90,13 +165,18 @@ class NumpyDataset:
     def _begin_pass(self) -> int:
         """Return the number of the first epoch of a pass that begins; each epoch has a number of its own."""
         first = self._passes[0]
-        self._passes[0] += self.num_epochs
+        self._passes[0] += self.num_epochs or 1
         return first
 
     def _order(self, epoch: int) -> np.ndarray:
         if self.shuffle_seed is None:
             return np.arange(self.num_rows)
         return np.random.default_rng([self.shuffle_seed, epoch]).permutation(self.num_rows)
+
+    def _num_batches_of_epoch(self) -> int:
+        complete, rest = divmod(self.num_rows, self._rows_per_batch())
+        count = complete + (rest > 0 and not self.drop_remainder)
+        return count if self.batches_per_epoch is None else min(count, self.batches_per_epoch)
 
     def _rows_per_batch(self) -> int:
         if self.batch_size is None:
@@ -122,16 +202,26 @@ class _NumpyIterator:
 
     def __next__(self) -> PyTree:
         dataset, rows_per_batch = self._dataset, self._dataset._rows_per_batch()
-        needed = rows_per_batch if dataset.drop_remainder else 1
-        while self._row + needed > dataset.num_rows:
-            if self._epoch + 1 >= dataset.num_epochs:
+        per_epoch, limit = dataset._num_batches_of_epoch(), dataset.batches_per_pass
+        if not per_epoch or (limit is not None and self._epoch * per_epoch + self._batch_of_epoch() >= limit):
+            raise StopIteration
+        while self._is_epoch_over():
+            if dataset.num_epochs is not None and self._epoch + 1 >= dataset.num_epochs:
                 raise StopIteration
             self._epoch, self._row, self._order = self._epoch + 1, 0, None
         if self._order is None:
             self._order = dataset._order(self._begin() + self._epoch)
         rows = self._order[self._row : self._row + rows_per_batch]
         self._row += len(rows)
-        return jax.tree.map(lambda array: array[rows], dataset.arrays)
+        return dataset._mapped(jax.tree.map(lambda array: array[rows], dataset.arrays))
+
+    def _batch_of_epoch(self) -> int:
+        return -(-self._row // self._dataset._rows_per_batch())
+
+    def _is_epoch_over(self) -> bool:
+        dataset, limit = self._dataset, self._dataset.batches_per_epoch
+        needed = dataset._rows_per_batch() if dataset.drop_remainder else 1
+        return self._row + needed > dataset.num_rows or (limit is not None and self._batch_of_epoch() >= limit)
 
     def _begin(self) -> int:
         if self._first is None:
@@ -154,7 +244,7 @@ class _NumpyIterator:
                 f"its rows are in the order of shuffle seed {state['seed']}, and here of {self._dataset.shuffle_seed}"
             )
         self._first, self._epoch, self._row, self._order = first, epoch, row, None
-        self._dataset._passes[0] = first + self._dataset.num_epochs  # the next pass is the one after this
+        self._dataset._passes[0] = first + (self._dataset.num_epochs or 1)  # the next pass is the one after this
 
 
 def _check_int(name: str, value: Any, at_least: int, what: str) -> None:
@@ -168,12 +258,12 @@ def check_rows(arrays: PyTree) -> None:
     """Refuse a nest whose leaves are not arrays with one common number of rows."""
     paths, _ = jax.tree_util.tree_flatten_with_path(arrays, is_leaf=is_per_replica)
     if not paths:
-        raise TypeError(f"the dataset {arrays!r} holds no array; expected a nest of numpy arrays.")
+        raise TypeError(f"the dataset {shown(arrays)} holds no array; expected a nest of numpy arrays.")
     for path, leaf in paths:
         name = jax.tree_util.keystr(path) or "the array"
         if not isinstance(leaf, np.ndarray):
             raise TypeError(
-                f"{name} is {leaf!r} of type {type(leaf).__name__}; expected a numpy array whose first axis counts rows."
+                f"{name} is {shown(leaf)} of type {type(leaf).__name__}; expected a numpy array whose first axis counts rows."
             )
         if isinstance(leaf, np.ma.MaskedArray):
             raise TypeError(f"{name} is a masked array, and no device holds masks. Write array.filled(value).")

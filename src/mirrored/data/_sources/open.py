@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import collections.abc
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..._typing import PyTree
@@ -37,19 +37,20 @@ class _SequenceIterator:
         self._next = position
 
 
-def open_source(dataset: Any, state: Any = None) -> Source:
-    """Start an iterator over the global batches of a dataset, from a position on if one is given."""
+def open_source(dataset: Any, state: Any = None, maps: Sequence[Callable[..., PyTree]] = ()) -> Source:
+    """Start an iterator over the global batches of a dataset, from a position on if one is given, through functions of each."""
     own = _own_stream(dataset, state) if is_hugging_face(dataset) and hasattr(dataset, "load_state_dict") else dataset
 
     def start() -> Any:
         if grain.is_pipeline(own):
             return grain.open_pipeline(own)
-        if isinstance(own, collections.abc.Sequence) or (is_hugging_face(own) and hasattr(own, "__len__")):
+        if isinstance(own, Sequence) or (is_hugging_face(own) and hasattr(own, "__len__")):
             return _SequenceIterator(own)
         return iter(own)
 
     iterator = start() if state is None else resumed(own, start, state)
-    return Source(own, iterator, is_owned=isinstance(own, NumpyDataset))
+    is_owned = isinstance(own, NumpyDataset) and not (own.maps or maps)
+    return Source(own, iterator, is_owned, maps)
 
 
 def _own_stream(dataset: Any, state: Any) -> Any:

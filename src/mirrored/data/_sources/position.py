@@ -5,12 +5,13 @@ from __future__ import annotations
 import base64
 import copy
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from ..._typing import PyTree
+from .elements import applied
 
 #: A position as JSON text, or the exception that says why there is none.
 Position: TypeAlias = str | Exception
@@ -23,8 +24,18 @@ class Source:
     iterators with `get_state` and `set_state` (grain, and ours).
     """
 
-    def __init__(self, dataset: Any, iterator: Iterator[PyTree], is_owned: bool = False) -> None:
-        """Take a new iterator over the dataset; it yields arrays that nobody else holds when `is_owned`."""
+    def __init__(
+        self, dataset: Any, iterator: Iterator[PyTree], is_owned: bool = False, maps: Sequence[Callable[..., PyTree]] = ()
+    ) -> None:
+        """Take a new iterator over the dataset.
+
+        Args:
+            dataset: it may hold the position.
+            iterator: it may hold the position.
+            is_owned: whether it yields arrays that nobody else holds.
+            maps: functions that each element goes through; they do not change the position.
+        """
+        self._maps = maps
         self._dataset = dataset
         self._iterator = iterator
         self.is_owned = is_owned
@@ -35,7 +46,10 @@ class Source:
 
     def __next__(self) -> PyTree:
         self._has_begun = True
-        return next(self._iterator)
+        element = next(self._iterator)
+        for fn in self._maps:
+            element = applied(fn, element)
+        return element
 
     def position(self) -> Position:
         """Return the position after the last element as JSON text, which later elements do not change."""

@@ -1,0 +1,144 @@
+"""Which values a checkpoint holds: the leaves of the objects that a user gave, by their paths."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._libraries import lines_for
+from .._models import keras_state
+from .._options import VariableAggregation
+from .._replicas.per_replica import PerReplica
+from .._text import shown
+from .._typing import PyTree
+from .._variables.access import lent
+from .._variables.variable import Variable, spec_of
+from ..data._iterator import DistributedIterator, num_workers_of
+from ..optimizer import Optimizer
+
+#: By its path, such as `model['layers'][0]`: a variable, an array, a number, or an iterator with a position.
+Leaves: TypeAlias = dict[str, Any]
+
+#: The end of the path of an optimizer's count of updates. Checkpoints from before there was one are restored without it.
+ITERATIONS = ":iterations"
+
+NUMBERS = {"bool": "True".__eq__, "int": int, "float": float, "complex": complex}
+
+
+def leaves_of(named: Mapping[str, PyTree]) -> Leaves:
+    """Return what is to be saved of the objects that a user gave, in an order that is the same on all workers.
+
+    Raises:
+        TypeError: for a leaf that cannot be saved, or into whose place nothing could be put back.
+    """
+    found: Leaves = {}
+    for name in sorted(named):
+        for path, leaf in _walk(name, named[name], False, lines_for(named[name])):
+            if path in found:
+                raise ValueError(f"mr.Checkpoint: two values have the path {path!r}; give their keys different names.")
+            found[path] = leaf
+    return found
+
+
+def _walk(path: str, tree: PyTree, is_replaceable: bool, lines: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(tree, Optimizer):
+        yield path + ITERATIONS, tree.iterations
+        tree = tree.state
+    tree = keras_state.state_of(tree)
+    children = children_of(tree)
+    if children is None:
+        _check_leaf(path, tree, is_replaceable, lines)
+        yield path, tree
+        return
+    for key, child in children[0]:
+        yield from _walk(path + jax.tree_util.keystr(key), child, is_replaceable or isinstance(tree, dict | list), lines)
+
+
+def children_of(tree: PyTree) -> tuple[list[tuple[Any, Any]], Any] | None:
+    """Return what is directly below a node, with the keys, and how to make such a node; None for a leaf."""
+    if isinstance(tree, Variable | PerReplica | Optimizer) or has_position(tree):
+        return None
+    children, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
+    is_leaf = len(children) == 1 and not children[0][0]  # its path to itself is empty
+    return None if is_leaf else (children, treedef)
+
+
+def has_position(value: Any) -> bool:
+    """Tell whether a value is an iterator that can say where it stands, and go back there."""
+    return callable(getattr(type(value), "get_state", None)) and callable(getattr(type(value), "set_state", None))
+
+
+def _check_leaf(path: str, leaf: Any, is_replaceable: bool, lines: str) -> None:
+    if isinstance(leaf, Variable) or has_position(leaf):
+        return
+    if isinstance(leaf, PerReplica):
+        raise TypeError(
+            f"mr.Checkpoint: {path} is a PerReplica, one value per replica. Reduce it with strategy.reduce('mean', value), or "
+            "keep it in a mr.Variable(..., synchronization='on_read')."
+        )
+    if isinstance(leaf, jax.core.Tracer):
+        raise TypeError(f"mr.Checkpoint: {path} is a traced value; save outside of jit and strategy.run.")
+    if isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated):
+        raise TypeError(f"mr.Checkpoint: {path} is an array of which this worker holds only a part; keep it in a mr.Variable.")
+    is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic)
+    if not (is_array and _is_savable(leaf.dtype)) and type(leaf).__name__ not in NUMBERS:
+        raise TypeError(
+            f"mr.Checkpoint: {path} is {shown(leaf)} of type {type(leaf).__name__}; expected variables, optimizers, arrays, "
+            "numbers, iterators of distributed datasets, or nests of them. For the position in the data give the iterator itself "
+            "instead of its get_state(): state = {'epoch': 0, 'batches': iter(dataset)}." + lines
+        )
+    if not is_replaceable and not (isinstance(leaf, np.ndarray) and leaf.flags.writeable):
+        raise TypeError(
+            f"mr.Checkpoint: {path} is {shown(leaf)}, and a restored value could not be put in its place. Keep it in a dict or a "
+            "list that the program reads it from: mr.Checkpoint(directory, state={'epoch': 0})." + lines
+        )
+
+
+def _is_savable(dtype: Any) -> bool:
+    return any(jnp.issubdtype(dtype, kind) for kind in (jnp.number, jnp.bool_, jax.dtypes.prng_key)) and dtype.name != "float128"
+
+
+def joint_among(leaves: Leaves) -> str | None:
+    """Return the path of a variable, or of an iterator, in which other workers take part; None when there is none."""
+    for path, leaf in leaves.items():
+        is_variable = isinstance(leaf, Variable) and not spec_of(leaf).mesh.is_alone
+        if is_variable or (isinstance(leaf, DistributedIterator) and num_workers_of(leaf) > 1):
+            return path
+    return None
+
+
+def variables_of(leaves: Leaves) -> list[Variable]:
+    """Return the variables among the leaves, each once."""
+    return list(dict.fromkeys(leaf for leaf in leaves.values() if isinstance(leaf, Variable)))
+
+
+def kinds_of(leaves: Leaves) -> dict[str, str]:
+    """Say of each leaf in words what it is; equal on all workers."""
+    return {path: kind_of(leaf) for path, leaf in leaves.items()}
+
+
+def kind_of(leaf: Any) -> str:
+    if isinstance(leaf, Variable):
+        aggregation = "" if leaf.aggregation is VariableAggregation.NONE else f", {leaf.aggregation.name}"
+        return f"{'sync-on-read' if spec_of(leaf).is_on_read else 'mirrored'} {dtype_name(leaf)}{list(leaf.shape)}{aggregation}"
+    if has_position(leaf):
+        return "iterator"
+    return f"{dtype_name(leaf)}{list(leaf.shape)}" if hasattr(leaf, "dtype") else "number"
+
+
+def dtype_name(array: Any) -> str:
+    return f"keys of {key_impl(array)} " if is_key(array) else array.dtype.name
+
+
+def is_key(array: Any) -> bool:
+    return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+
+
+def key_impl(keys: Any) -> str:
+    with lent([keys]) if isinstance(keys, Variable) else contextlib.nullcontext([keys]) as [array]:
+        return str(jax.random.key_impl(array))

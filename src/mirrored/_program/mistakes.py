@@ -1,0 +1,109 @@
+"""Which mistake in a step is behind an error of JAX's or Python's, and the line to write instead."""
+
+from __future__ import annotations
+
+import jax
+
+from .._errors import OneProgramError
+from .._jax import complaints, user_code
+from .._typing import REPLICA_AXIS
+from .._variables.variable import Variable
+
+_NO_VALUE = (
+    "The code is traced once and compiled for all steps and replicas: while it runs, an array in it has a shape and a dtype, and "
+    "no value yet. "
+)
+_LOOK = "To look at the value: jax.debug.print('{}', x)."
+#: What to write instead, by what wanted the value.
+_INSTEAD: dict[type[Exception], str] = {
+    jax.errors.TracerBoolConversionError: (
+        "`if`, `while`, `and`, `or`, `not` and `assert` need one. Choose with jnp.where(condition, a, b) or "
+        "mr.cond(condition, make_a, make_b), join conditions with &, | and ~, repeat with mr.fori_loop or jax.lax.while_loop. "
+    ),
+    jax.errors.TracerArrayConversionError: (
+        "np.asarray, variable.numpy() and all functions of numpy need one. Write the function of jax.numpy, such as jnp.mean for "
+        "np.mean; or return the array from the step, and call np.asarray(result) outside. "
+    ),
+    jax.errors.TracerIntegerConversionError: (
+        "range(), sizes, and the items of lists need one. Index an array instead: jnp.asarray(items)[i]; repeat with "
+        "mr.fori_loop(0, n, body, init). "
+    ),
+    jax.errors.NonConcreteBooleanIndexError: (
+        "The mask in x[mask] needs one, because it says how long the result is. Keep the shape: jnp.where(mask, x, 0). "
+    ),
+    jax.errors.ConcretizationTypeError: (
+        "float(), int(), x.item(), x.tolist() and shapes need one. Return the array from the step, and call float(result) "
+        "outside; another dtype is x.astype(jnp.int32). "
+    ),
+}
+
+
+def explain(error: Exception, knows_id: bool = False) -> None:
+    """Raise an error that says what to write, in place of one that speaks of JAX's tracing; return where there is none.
+
+    Args:
+        error: what the user's code raised while it was traced.
+        knows_id: whether the number of the replica has been asked for in the step.
+    """
+    explanation = _explanation(error, user_code.raising_line(error), knows_id)
+    if explanation is not None:
+        raise explanation.with_traceback(error.__traceback__) from None
+
+
+def _explanation(error: Exception, where: str, knows_id: bool) -> Exception | None:
+    if isinstance(error, complaints.NEEDS_A_VALUE):
+        if knows_id:
+            return OneProgramError(_one_program_message(where))
+        instead = next(text for kind, text in _INSTEAD.items() if isinstance(error, kind))
+        return OneProgramError(f"Python needed the value of an array, at {where}. {_NO_VALUE}{instead}{_LOOK}")
+    if complaints.is_formatted(error):
+        return OneProgramError(f"Python was to write an array in a format, at {where}. {_NO_VALUE}{_LOOK}")
+    if complaints.missing_attribute(error) == "numpy":
+        return AttributeError(
+            f"an array has no method numpy(), at {where}. {_NO_VALUE}Return the array from the step, and write "
+            f"np.asarray(result) outside, where TensorFlow has result.numpy(). {_LOOK}"
+        )
+    if complaints.is_call_of_array(error):
+        return TypeError(
+            f"an array was called like a function, at {where}. The value of a variable is an attribute here: write "
+            "variable.value or variable.read_value(), where TensorFlow has variable.value()."
+        )
+    if (axis := complaints.unbound_axis(error)) is not None:
+        return NameError(_axis_message(axis, where))
+    if complaints.is_unconverted(error):
+        return TypeError(
+            f"a function of jax.lax was given a mr.Variable, at {where}; it takes arrays only. Write jax.lax.exp(variable.value) "
+            "instead of jax.lax.exp(variable), or take the function of jax.numpy, which takes variables too: jnp.exp(variable)."
+        )
+    if complaints.is_tree_against_leaf(error, Variable):
+        return TypeError(
+            f"optax.apply_updates, or another function that walks two trees, was given variables in one and arrays in the "
+            f"other, at {where}. It returns new arrays, and would change no variable. Write optimizer = mr.Optimizer(tx, "
+            "variables) before the step and optimizer.apply_gradients(gradients) in it; or give optax "
+            "the values, jax.tree.map(jnp.asarray, variables), and assign what it returns: variable.assign(new)."
+        )
+    return None
+
+
+def _axis_message(axis: str, where: str) -> str:
+    if axis == REPLICA_AXIS:
+        return (
+            f"a collective over the axis {axis!r} was used outside strategy.run, at {where}. The replicas are there inside "
+            "a step only: outside, strategy.reduce('mean', value) combines their values."
+        )
+    return (
+        f"there is no axis {axis!r}, at {where}. The axis of the replicas is called {REPLICA_AXIS!r}: write "
+        f"jax.lax.pmean(x, {REPLICA_AXIS!r}), and axis_name={REPLICA_AXIS!r} for the layers of a model library; or "
+        "mr.get_replica_context().all_reduce('mean', x). jax.vmap(..., axis_name=...) makes an axis of another name."
+    )
+
+
+def _one_program_message(where: str) -> str:
+    return (
+        f"Python needed the value of something that differs by replica, at {where}. "
+        "All replicas run one program, so "
+        "replica_id_in_sync_group is not known while it is traced, and `if ctx.replica_id_in_sync_group == 0:` cannot "
+        "choose. To compute a different value on one replica: jnp.where(ctx.replica_id_in_sync_group == 0, a, b), or "
+        "jax.lax.cond(ctx.replica_id_in_sync_group == 0, make_a, make_b). To set a variable on all replicas: assign it "
+        "outside strategy.run, variable.assign(value). To take replica 0's value: aggregation='only_first_replica'."
+    )

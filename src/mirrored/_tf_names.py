@@ -1,0 +1,113 @@
+"""Which line takes the place of a name that TensorFlow has, and that makes no sense or is called differently here?"""
+
+from __future__ import annotations
+
+#: Methods of a strategy: TensorFlow's spellings, and ours. They work, and say so.
+ALIASES = {
+    "experimental_run_v2": "run",
+    "experimental_distribute_dataset": "distribute_dataset",
+    "experimental_distribute_datasets_from_function": "distribute_datasets_from_function",
+    "experimental_local_results": "local_results",
+    "experimental_make_numpy_dataset": "make_numpy_dataset",
+    "experimental_distribute_values_from_function": "distribute_values_from_function",
+}
+
+_COLLECTIVES = "XLA chooses the collective for the devices: write mr.MirroredStrategy(devices), without cross_device_ops."
+_NO_GRAPH = "Variables have their value from the start, and there are no graphs and sessions."
+
+#: For each owner, the names that it does not have, and the sentence that says what to write.
+_INSTEAD = {
+    "mirrored": {
+        "RunOptions": "strategy.run takes no options: write strategy.run(step, args=(x,)).",
+        "distribute": "mirrored takes the place of tf.distribute: write mr.MirroredStrategy().",
+        "experimental": "What it holds is in mirrored itself: write mr.MultiWorkerMirroredStrategy().",
+        "cluster_resolver": "The resolvers are in mirrored itself: write mr.TFConfigClusterResolver().",
+        "StrategyExtended": "Write strategy.run, strategy.reduce and strategy.devices.",
+        "CrossDeviceOps": _COLLECTIVES,
+        "ReductionToOneDevice": _COLLECTIVES,
+        "NcclAllReduce": _COLLECTIVES,
+        "HierarchicalCopyAllReduce": _COLLECTIVES,
+        "TPUStrategy": "mr.MirroredStrategy() takes all accelerators of this machine.",
+        "ParameterServerStrategy": "There are no parameter servers: write mr.MultiWorkerMirroredStrategy().",
+        "CentralStorageStrategy": "Every device has its copy of the variables: write mr.MirroredStrategy().",
+        "Server": "Workers are started by the command `mirrored launch -n 2 train.py`.",
+        "DistributedValues": "Write mr.PerReplica.",
+        "Mirrored": "A value that is the same on all replicas is an ordinary jax.Array.",
+        "DistributedDataset": "Write mr.data.DistributedDataset.",
+        "DistributedIterator": "Write mr.data.DistributedIterator.",
+        "experimental_set_strategy": "Write `with strategy.scope():`.",
+        "CheckpointManager": "Write mr.Checkpoint(directory, max_to_keep=3, model=variables).",
+        "PreemptionCheckpointHandler": "Write mr.PreemptionHandler(checkpoint).",
+        "GradientTape": "Write loss, gradients = mr.value_and_grad(loss_fn, variables)().",
+        "nn": "Write mr.losses.compute_average_loss(per_example_loss).",
+        "testing": "Import it by itself: from mirrored import testing.",
+    },
+    "mr.Strategy": {
+        "extended": (
+            "It holds the parts that TensorFlow's strategies are made of. Write strategy.devices for extended.worker_devices, "
+            "strategy.is_chief for extended.should_checkpoint, strategy.reduce for extended.reduce_to, and strategy.run for "
+            "extended.update and extended.call_for_each_replica."
+        ),
+        "cluster_resolver": "Write strategy.cluster: cluster.spec.as_dict(), cluster.task_type and cluster.task_id.",
+        "make_dataset_iterator": "Write iter(strategy.distribute_dataset(dataset)).",
+        "make_input_fn_iterator": "Write iter(strategy.distribute_datasets_from_function(dataset_fn)).",
+        "configure": "Give the devices when the strategy is made: mr.MirroredStrategy(devices).",
+        "update_config_proto": _NO_GRAPH,
+        "broadcast": "An array that is passed in strategy.run(step, args=(array,)) goes to every replica.",
+        "unwrap": "Write strategy.local_results(value).",
+        "experimental_": "Names have no `experimental_` here.",
+    },
+    "mr.Variable": {
+        "sparse_read": "Write variable[indices].",
+        "gather_nd": "Write variable[tuple(jnp.moveaxis(indices, -1, 0))].",
+        "batch_scatter_update": "Write variable.assign(variable.value.at[batch, indices].set(updates)).",
+        "scatter_nd_add": "Write variable.assign(variable.value.at[rows, columns].add(updates)).",
+        "scatter_nd_sub": "Write variable.assign(variable.value.at[rows, columns].add(-updates)).",
+        "scatter_nd_update": "Write variable.assign(variable.value.at[rows, columns].set(updates)).",
+        "values": "Write strategy.local_results(variable).",
+        "handle": "Write variable.value for the array.",
+        "get_shape": "Write variable.shape.",
+        "set_shape": "A variable keeps its shape.",
+        "distribute_strategy": "Keep the strategy in whose scope it was made.",
+        "eval": "Write variable.numpy().",
+        "load": "Write variable.assign(value).",
+        "ref": "A variable can be a key of a dict itself.",
+        "experimental_ref": "A variable can be a key of a dict itself.",
+        "constraint": "Assign what satisfies it: variable.assign(jnp.clip(variable, 0, 1)).",
+        "initializer": _NO_GRAPH,
+        "initialized_value": _NO_GRAPH,
+        "initial_value": _NO_GRAPH,
+        "is_initialized": _NO_GRAPH,
+        "op": _NO_GRAPH,
+        "graph": _NO_GRAPH,
+    },
+    "mr.Optimizer": {
+        "learning_rate": "Give optax a schedule, optax.sgd(lambda step: ...), or write optax.inject_hyperparams(optax.sgd)(0.1).",
+        "lr": "Give optax a schedule, optax.sgd(lambda step: ...), or write optax.inject_hyperparams(optax.sgd)(0.1).",
+        "compute_gradients": "Write loss, gradients = mr.value_and_grad(loss_fn, variables)().",
+        "get_gradients": "Write loss, gradients = mr.value_and_grad(loss_fn, variables)().",
+        "build": "Its state is made with it: mr.Optimizer(tx, variables).",
+        "weights": "Write optimizer.state.",
+        "get_weights": "Write jax.tree.map(np.asarray, optimizer.state).",
+        "set_weights": "Write mr.Checkpoint(directory, optimizer=optimizer).restore_latest().",
+    },
+    "mr.ReplicaContext": {
+        "devices": "Write ctx.strategy.devices: one program runs on all of them.",
+        "replica_id": "Write ctx.replica_id_in_sync_group.",
+        "reduce": "Write ctx.all_reduce('sum', value).",
+        "broadcast": "Write mr.Variable(..., aggregation='only_first_replica'), whose assign takes the value of replica 0.",
+    },
+}
+
+
+def missing(owner: str, name: str) -> AttributeError:
+    """Return the error for an attribute that does not exist, with what to write where it is a name of TensorFlow's.
+
+    Args:
+        owner: what was asked for it: `mirrored`, or a class such as `mr.Strategy`.
+        name: of the attribute.
+    """
+    instead = _INSTEAD[owner]
+    prefix = "experimental_"
+    sentence = instead.get(name) or (instead.get(prefix) if name.startswith(prefix) else None)
+    return AttributeError(f"{owner} has no attribute {name!r}" + (f". {sentence}" if sentence else ""))

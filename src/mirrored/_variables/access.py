@@ -1,0 +1,77 @@
+"""How the wings above get at what variables store, while other threads run steps."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from .._replicas import cross_replica, frames
+from .._replicas.per_replica import PerReplica
+from . import storage, turns
+from .variable import Variable
+
+
+def lent(variables: Sequence[Variable]) -> contextlib.AbstractContextManager[list[jax.Array]]:
+    """Return a block inside which nobody overwrites what is stored of variables; it gives the arrays."""
+    return storage.lent([variable._slot for variable in variables])
+
+
+def claimed(variables: Sequence[Variable]) -> contextlib.AbstractContextManager[None]:
+    """Return a block inside which no other thread writes variables; in a trace nobody could."""
+    frame = frames.current()
+    if frame is not None and frame.bindings is not None:
+        return contextlib.nullcontext()
+    return turns.claimed([variable._slot for variable in variables])
+
+
+def taken_array(variable: Variable) -> jax.Array:
+    """Return what is stored; nobody overwrites it any more."""
+    with lent([variable]) as [array]:
+        variable._slot.note_taken()
+        return array
+
+
+def keep(variable: Variable, array: jax.Array) -> None:
+    """Store a new array, of the shape of the old one, in a variable that the caller has claimed."""
+    variable._keep(array, None)
+
+
+def set_stored(variable: Variable, array: jax.Array) -> None:
+    """Store a new array, of the shape of the old one."""
+    with claimed([variable]):
+        variable._keep(array, None)
+
+
+def load(variable: Variable) -> jax.Array:
+    """Return what is stored, or what stands for it in the current trace."""
+    return variable._use_stored(frames.current(), functools.partial(_taken, variable))
+
+
+def _taken(variable: Variable, array: jax.Array) -> jax.Array:
+    variable._slot.note_taken()
+    return array
+
+
+def store(variable: Variable, array: jax.Array) -> None:
+    """Set what is stored, or what stands for it in the current trace."""
+    with claimed([variable]):
+        variable._store(frames.current(), array)
+
+
+def all_copies(variable: Variable) -> PerReplica:
+    """Return all copies as a PerReplica, in cross-replica context."""
+    frame, spec = frames.current(), variable._spec
+
+    def of_stored(stored: jax.Array) -> PerReplica:
+        if frame is not None and frame.axis is not None:
+            return PerReplica(frame.axis.stack(stored))
+        if spec.is_on_read:
+            return PerReplica(jnp.copy(stored))
+        broadcast = cross_replica.compiled(cross_replica.broadcast_stack, spec.mesh.stacked, spec.mesh.num_replicas)
+        return PerReplica(broadcast(stored))
+
+    return variable._use_stored(frame, of_stored)

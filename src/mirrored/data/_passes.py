@@ -1,0 +1,98 @@
+"""What an iterator goes through: the elements of a dataset, mapped, in one pass after the other."""
+
+from __future__ import annotations
+
+import collections.abc
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from .._typing import PyTree
+from ._sharing.plan import Plan
+from ._sharing.rounds import Limit, all_steps
+from ._sharing.rows import to_numpy
+from ._sharing.steps import LocalReplicas, Steps
+from ._sources import grain
+from ._sources.elements import PerReplicaSpec, applied, spec_of_batch
+from ._sources.numpy_dataset import NumpyDataset
+from ._sources.open import is_hugging_face, open_source
+from ._sources.position import Source
+
+
+@dataclasses.dataclass(frozen=True)
+class Elements:
+    """What a distributed dataset yields.
+
+    Attributes:
+        plan: of which dataset, and how its rows are shared out.
+        maps: functions that each element goes through before it is shared out, in order.
+        limits: how far and how often, innermost first.
+    """
+
+    plan: Plan
+    maps: tuple[Callable[..., PyTree], ...] = ()
+    limits: tuple[Limit, ...] = ()
+    _specs: list[PyTree] = dataclasses.field(default_factory=list, init=False, compare=False)
+
+    def open(self, state: Any = None) -> Source:
+        """Start one pass, from a position on if one is given."""
+        return open_source(self.plan.dataset, state, self.maps)
+
+    def note(self, stacked: PyTree) -> None:
+        """Take note of what a batch is like, of arrays `[L, rows, ...]`."""
+        if not self._specs:
+            self._specs.append(jax.tree.map(lambda leaf: PerReplicaSpec((None, *leaf.shape[2:]), leaf.dtype), stacked))
+
+    def spec(self) -> PyTree:
+        """Return what each replica gets of a batch, without a step and without moving an iterator."""
+        if not self._specs:
+            element = self._sample()
+            for fn in self.maps:
+                element = applied(fn, element)
+            self._specs.append(spec_of_batch(to_numpy(element)))
+        return self._specs[0]
+
+    def _sample(self) -> PyTree:
+        dataset, name = self.plan.dataset, type(self.plan.dataset).__name__
+        if isinstance(dataset, NumpyDataset):
+            return dataset._sample()
+        if grain.is_pipeline(dataset):
+            iterator: Any = grain.open_pipeline(dataset)
+            try:
+                return next(iterator)
+            except StopIteration as end:
+                raise ValueError(f"{name} is empty, so nobody knows what its elements are like.") from end
+            finally:
+                iterator.close()
+        if isinstance(dataset, collections.abc.Sequence) or (is_hugging_face(dataset) and hasattr(dataset, "__len__")):
+            if not len(dataset):
+                raise ValueError(f"{name} is empty, so nobody knows what its elements are like.")
+            return dataset[0]
+        raise TypeError(
+            f"what the elements of {name} are like is known when an iterator has given one: to read one now might change the "
+            "order of others. Ask after `batch = next(iterator)`, or look at the batch."
+        )
+
+
+class Passes:
+    """The passes of one iterator, of which one source after the other is open."""
+
+    def __init__(self, elements: Elements, source: Source, layout: LocalReplicas, extra: dict[str, Any]) -> None:
+        """Begin with an open source, in which the iterator is, and with what else its position holds."""
+        self._elements, self._source, self._layout, self._extra = elements, source, layout, extra
+
+    def steps(self) -> Steps:
+        """Return the steps of all passes."""
+        return all_steps(self._start, self._elements.limits, self._extra.get("places", []))
+
+    def _start(self, is_first: bool) -> Steps:
+        if not is_first:
+            self._source.close()
+            self._source = self._elements.open()
+        return self._elements.plan.steps(self._source, self._layout, self._extra if is_first else {})
+
+    def close(self) -> None:
+        """Close the source that is open."""
+        self._source.close()

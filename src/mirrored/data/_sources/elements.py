@@ -1,0 +1,47 @@
+"""What an element of a dataset looks like, and what a function makes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..._typing import PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class PerReplicaSpec:
+    """What each replica gets of one array of a batch: its shape, with None for the number of rows, and its dtype.
+
+    >>> strategy.distribute_dataset([{"x": np.zeros((6, 3), "float32")}]).element_spec
+    {'x': PerReplicaSpec(shape=(None, 3), dtype=dtype('float32'))}
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/DistributedDataset#element_spec
+    """
+
+    shape: tuple[int | None, ...]
+    dtype: np.dtype[Any]
+
+
+def spec_of_batch(batch: PyTree) -> PyTree:
+    """Return a PerReplicaSpec for each array of a batch, in its structure."""
+
+    def spec(leaf: np.ndarray) -> PerReplicaSpec:
+        return PerReplicaSpec((None, *leaf.shape[1:]), jax.dtypes.canonicalize_dtype(leaf.dtype))
+
+    return jax.tree.map(spec, batch)
+
+
+def checked_function(fn: Any) -> Callable[..., PyTree]:
+    """Return a function that `map` was given, or say that it is none."""
+    if not callable(fn):
+        raise TypeError(f"map got {fn!r}; expected a function of a batch, for example lambda x, y: (x / 255, y).")
+    return fn
+
+
+def applied(fn: Callable[..., PyTree], element: PyTree) -> PyTree:
+    """Call a function with an element, a tuple as several arguments."""
+    return fn(*element) if type(element) is tuple else fn(element)

@@ -1,0 +1,78 @@
+"""Which datasets are known to yield single examples, whose features would be cut as if they were the rows of a batch."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from . import grain
+
+#: Of grain: what hands the elements of its source on as they are, in some order.
+_SAME_ELEMENTS = {
+    "CacheIterDataset", "ConcatenateIterDataset", "ConcatenateMapDataset", "FilterIterDataset", "FilterMapDataset",
+    "InterleaveIterDataset", "LimitIterDataset", "MixedIterDataset", "MixedMapDataset", "PrefetchIterDataset",
+    "ProcessPrefetchIterDataset", "RepeatIterDataset", "RepeatMapDataset", "ShuffleMapDataset", "SliceMapDataset",
+    "ThreadPrefetchIterDataset", "WindowShuffleIterDataset", "WindowShuffleMapDataset", "WithOptionsIterDataset",
+    "_MpContextIterDataset", "_WithSeedIterDataset", "_WithSeedMapDataset",
+}  # fmt: skip
+#: Those that make another element of each.
+_MAPS = {
+    "MapIterDataset", "MapMapDataset", "MapWithIndexIterDataset", "MapWithIndexMapDataset", "RandomMapIterDataset",
+    "RandomMapMapDataset",
+}  # fmt: skip
+#: Columns of a Hugging Face dataset in which a row is an array of one shape; after `batch`, each is in a list.
+_ARRAYS_BY_ROW = {"Array2D", "Array3D", "Array4D", "Array5D", "Image"}
+
+
+def why_single_rows(dataset: Any, size: str) -> str | None:
+    """Say why the elements of a dataset are single examples, and what to write; None when they may be batches.
+
+    Args:
+        dataset: what a user gives.
+        size: how to call the number of rows of a batch.
+    """
+    if grain.is_pipeline(dataset):
+        return _why_grain(dataset, size)
+    torch = sys.modules.get("torch.utils.data")
+    is_torch = torch is not None and isinstance(dataset, torch.Dataset) and not isinstance(dataset, torch.IterableDataset)
+    if is_torch and not hasattr(dataset, "with_format"):
+        return (
+            f"is a map-style dataset of torch, whose elements are single examples. Write torch.utils.data.DataLoader(dataset, "
+            f"batch_size={size}), or batch_size=None if its elements are batches already."
+        )
+    for name, feature in _columns(dataset):
+        kind, length = type(feature).__name__, getattr(feature, "length", -1)
+        if kind in _ARRAYS_BY_ROW or (kind in ("Sequence", "List", "LargeList") and length > 0):
+            return (
+                f"has rows, not batches: in its column {name!r} each row is an array ({kind}), whose first axis would be cut. "
+                f"Write dataset.batch({size})."
+            )
+    return None
+
+
+def _why_grain(dataset: Any, size: str) -> str | None:
+    nodes = list(grain.nodes(dataset))
+    roots = [node for node in nodes if not node.parents]
+    steps = {_kind(node) for node in nodes if node.parents}
+    is_mapped = not steps.isdisjoint(_MAPS)
+    if is_mapped:  # by a function that may make a batch of anything but one record of a file
+        is_single = all(type(root).__name__ == "TFRecordDataset" and root.batch_size is None for root in roots)
+    else:
+        is_single = all(_kind(root) == "SourceMapDataset" for root in roots)
+    if not is_single or not steps <= _SAME_ELEMENTS | _MAPS:
+        return None
+    return (
+        f"has no `batch`: nothing in the pipeline makes batches of the records of {type(roots[0]).__name__}, so the features of "
+        f"one record would be cut as if they were rows. Write dataset.batch({size}). If each record is a batch already, say so: "
+        "dataset.batch(1, batch_fn=lambda records: records[0])."
+    )
+
+
+def _kind(node: Any) -> str:
+    """Return the name of a class of grain, and none for a class of a user."""
+    return type(node).__name__ if type(node).__module__.startswith("grain.") else ""
+
+
+def _columns(dataset: Any) -> list[tuple[str, Any]]:
+    features = getattr(dataset, "features", None) if hasattr(dataset, "with_format") else None
+    return list(features.items()) if isinstance(features, dict) else []

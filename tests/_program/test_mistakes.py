@@ -1,0 +1,149 @@
+"""A mistake in a step is one clear error: what was done, where, and the line to write; the user's line comes last."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from processes import run_program
+
+import mirrored as mr
+
+ROWS = np.ones((4, 3), np.float32)
+NEEDED = (mr.OneProgramError, r"Python needed the value of an array, at {here}\. .* no value yet\. ")
+#: What is written in a step, and the error: its class, what it says was done, and the line to write.
+MISTAKES = {
+    "if": (lambda w, x: 1 if jnp.sum(x) > 1 else 2, *NEEDED, r"`if`, .* jnp\.where\(condition, a, b\) or mr\.cond\("),
+    "and": (lambda w, x: x[0, 0] > 0 and x[0, 1] > 0, *NEEDED, "join conditions with &"),
+    "np.asarray": (lambda w, x: np.asarray(x), *NEEDED, r"jnp\.mean for np\.mean.* np\.asarray\(result\) outside"),
+    "np.mean": (lambda w, x: np.mean(np.array([x[0, 0]])), *NEEDED, r"jnp\.mean for np\.mean"),
+    "variable.numpy": (lambda w, x: w.numpy(), *NEEDED, r"variable\.numpy\(\) .* np\.asarray\(result\) outside"),
+    "float": (lambda w, x: float(x[0, 0]), *NEEDED, r"Return the array from the step, and call float\(result\) outside"),
+    "item": (lambda w, x: x[0, 0].item(), *NEEDED, r"x\.item\(\).* call float\(result\) outside"),
+    "range": (lambda w, x: list(range(x[0, 0].astype(int))), *NEEDED, r"mr\.fori_loop\(0, n, body, init\)"),
+    "index": (lambda w, x: ["a", "b"][x[0, 0].astype(int)], *NEEDED, r"jnp\.asarray\(items\)\[i\]"),
+    "mask": (lambda w, x: x[x > 0], *NEEDED, r"jnp\.where\(mask, x, 0\)"),
+    "in a loss": (lambda w, x: mr.grad(lambda: 1.0 if w > 0 else 2.0, w)(), *NEEDED, r"jnp\.where"),
+    "in a loop": (lambda w, x: mr.fori_loop(0, 2, lambda i, c: c if i > 0 else -c, 1.0), *NEEDED, r"jnp\.where"),
+    "format": (lambda w, x: f"{x[0, 0]:.3f}", mr.OneProgramError, "write an array in a format, at {here}", r"jax\.debug\.print"),
+    "numpy": (lambda w, x: x.numpy(), AttributeError, r"no method numpy\(\), at {here}", r"np\.asarray\(result\)"),
+    "value()": (lambda w, x: w.value(), TypeError, "called like a function, at {here}", r"variable\.read_value\(\)"),
+    "pmean": (lambda w, x: jax.lax.pmean(x, "batch"), NameError, "no axis 'batch', at {here}", r"pmean\(x, 'replica'\)"),
+    "lax": (lambda w, x: jax.lax.exp(w), TypeError, r"jax\.lax was given a mr\.Variable, at {here}", r"exp\(variable\.value\)"),
+    "lax of two": (lambda w, x: jax.lax.mul(x[0, 0], w), TypeError, r"given a mr\.Variable, at {here}", r"variable\.value"),
+    "apply_updates": (
+        lambda w, x: optax.apply_updates({"w": w}, {"w": x[0, 0]}), TypeError, r"optax\.apply_updates, .* at {here}",
+        r"mr\.Optimizer\(tx, variables\) .* jax\.tree\.map\(jnp\.asarray, variables\), .* variable\.assign\(new\)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("num_replicas", [1, 3])
+def test_a_mistake_in_a_step_is_one_clear_error(num_replicas: int) -> None:
+    strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
+    with strategy.scope():
+        w = mr.Variable(1.0, name="w")
+    even, uneven = (strategy.distribute_dataset([rows]) for rows in (np.ones((6, 3), np.float32), ROWS))
+    for what, (mistake, kind, message, remedy) in MISTAKES.items():
+        for batch in (next(iter(even)), next(iter(uneven))):
+
+            def step(x, mistake=mistake):
+                w.assign_add(1.0)
+                return mistake(w, x)
+
+            with pytest.raises(kind) as caught:
+                strategy.run(step, args=(batch,))
+            here = rf"{re.escape(__file__)}:\d+"
+            assert re.search(message.format(here=here) + ".*" + remedy, str(caught.value)), (what, caught.value)
+            innermost = caught.traceback[-1]
+            assert innermost.path.as_posix() == __file__ and f":{innermost.lineno + 1}" in str(caught.value), what
+            assert caught.value.__suppress_context__
+    assert float(w) == 1.0
+    assert strategy.run(lambda x: jnp.sum(x), args=(next(iter(even)),)).num_replicas == num_replicas, "right steps run"
+
+
+def test_what_the_messages_say_to_write_works(strategy2: mr.MirroredStrategy) -> None:
+    with strategy2.scope():
+        w = {"w": mr.Variable(1.0, name="w")}
+
+    def step(x):
+        ctx = mr.get_replica_context()
+        loss = mr.cond(jnp.sum(x) > 1, lambda: jnp.float32(2.0), lambda: jnp.float32(3.0))
+        same = jax.lax.pmean(jnp.mean(x), "replica") - ctx.all_reduce("mean", jnp.mean(x))
+        new = optax.apply_updates(jax.tree.map(jnp.asarray, w), {"w": same + jax.lax.exp(w["w"].value) + jnp.exp(w["w"])})
+        jax.tree.map(lambda v, n: v.assign(n), w, new, is_leaf=lambda v: isinstance(v, mr.Variable))
+        return loss, jnp.where(x > 2, x, 0), jnp.asarray([5, 6])[x[0, 0].astype(int)]
+
+    loss, masked, item = strategy2.run(step, args=(ROWS,))
+    assert float(np.asarray(loss)) == 2.0 and not np.asarray(masked).any() and int(item) == 6
+    np.testing.assert_allclose(w["w"].numpy(), 1 + 2 * np.e, rtol=1e-6)
+
+
+def test_a_mistake_in_a_function_is_explained_too(strategy2: mr.MirroredStrategy) -> None:
+    with pytest.raises(mr.OneProgramError, match=r"needed the value of an array.*mr\.cond"):
+        mr.function(lambda x: 1 if x > 0 else 2)(np.float32(1))
+    with pytest.raises(mr.OneProgramError, match=r"needed the value of an array"):
+        mr.function(lambda: strategy2.run(lambda x: 1 if x > 0 else 2, args=(np.float32(1),)))()
+    with pytest.raises(
+        NameError, match=r"over the axis 'replica' was used outside strategy\.run.*strategy\.reduce\('mean', value\)"
+    ):
+        mr.function(lambda x: jax.lax.psum(x, "replica"))(np.float32(1))
+
+
+def test_errors_of_the_users_come_through_as_they_are(strategy2: mr.MirroredStrategy) -> None:
+    error = NameError("name 'loss' is not defined")
+
+    def fail():
+        raise error
+
+    with pytest.raises(NameError) as caught:
+        strategy2.run(fail)
+    assert caught.value is error
+
+    def handles(x):
+        try:
+            return 1 if x > 0 else 2
+        except jax.errors.TracerBoolConversionError:  # in the step it is still JAX's own
+            return 3
+
+    assert strategy2.run(handles, args=(np.float32(1),)) == 3
+
+
+SCRIPT = """
+import sys, traceback
+import jax, jax.numpy as jnp, numpy as np
+import mirrored as mr
+strategy = mr.MirroredStrategy(["cpu:0", "cpu:1"])
+with strategy.scope():
+    w = mr.Variable(np.ones(3), name="w")
+x = np.ones((4, 3), np.float32)
+steps = {
+    "branch": lambda x: 1 if jnp.sum(x) > 1 else 2,
+    "shapes": lambda x: jnp.matmul(x, jnp.ones((4, 2))),
+    "name": lambda x: missing + x,
+    "assign": lambda x: w.assign(x),
+    "loss": lambda x: mr.value_and_grad(lambda: w.nunpy(), w)(),
+    "diverges": lambda x: w.assign(w + mr.get_replica_context().replica_id_in_sync_group),
+}
+for name, step in steps.items():
+    try:
+        strategy.run(step, args=(x,))
+    except Exception:
+        print("mistake", name)
+        print(traceback.format_exc())
+"""
+
+
+def test_a_script_shows_the_users_line_last() -> None:
+    ended = run_program(SCRIPT)
+    assert ended.returncode == 0, ended.stderr
+    shown = dict(text.split("\n", 1) for text in ended.stdout.split("mistake ")[1:])
+    assert shown.keys() == {"branch", "shapes", "name", "assign", "loss", "diverges"}
+    for name, text in shown.items():
+        lines = text.splitlines()
+        assert lines[0].startswith("Traceback") and sum(line.startswith("Traceback") for line in lines) == 1, text
+        files = [line for line in lines if line.startswith("  File ")]
+        assert all('program.py"' in line for line in files), text
+        assert "in <lambda>" in files[-1] or name == "diverges", text

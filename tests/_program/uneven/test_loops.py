@@ -1,0 +1,214 @@
+"""Loops with collectives in uneven steps: they compute what one device computes, whatever rows their bodies use and carry."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mirrored as mr
+
+STRATEGIES = {r: mr.MirroredStrategy([f"cpu:{i}" for i in range(r)]) for r in (1, 2, 3, 4)}
+COLUMNS = 4
+W = np.linspace(0.5, 1, COLUMNS, dtype=np.float32)
+
+
+def data(num_rows):
+    x = np.random.default_rng(num_rows).normal(size=(num_rows, COLUMNS)).astype(np.float32)
+    return x, np.sin(x.sum(axis=1))
+
+
+def split(strategy, rows):
+    parts = np.array_split(rows, strategy.num_replicas_in_sync)
+    return strategy.distribute_values_from_function(lambda ctx: parts[ctx.replica_id_in_sync_group])
+
+
+def total(value):
+    return mr.get_replica_context().all_reduce("sum", value)
+
+
+def loss(w, x, y):
+    """This replica's part of the mean of squares over all rows."""
+    return mr.losses.compute_average_loss((jnp.tanh(x @ w) - y) ** 2)
+
+
+def inner_steps(x, y):
+    """K steps on one batch: the body uses what was computed of the rows, and what it carries is mirrored."""
+    x = jnp.tanh(x)
+    return jax.lax.fori_loop(0, 3, lambda i, w: w - 0.5 * total(jax.grad(loss)(w, x, y)), jnp.asarray(W))
+
+
+def line_search(x, y):
+    """The condition has a collective, too, and the number of rounds depends on all rows."""
+    gradient = total(jax.grad(loss)(W, x, y))
+    enough = total(loss(W, x, y))
+
+    def is_too_long(rate):
+        return total(loss(W - rate * gradient, x, y)) > enough - 0.3 * rate * jnp.sum(gradient**2)
+
+    rate = jax.lax.while_loop(is_too_long, lambda rate: rate / 2, jnp.float32(64.0))
+    return rate, W - rate * gradient
+
+
+def conjugate_gradients(x, y):
+    """A linear solve of JAX around collectives."""
+    return jax.scipy.sparse.linalg.cg(lambda w: total(x.T @ (x @ w)) + w, total(x.T @ y), tol=1e-6)[0]
+
+
+def rows_that_are_carried(x, y):
+    """What is carried has the rows' shape, and so has what is collected in each round."""
+
+    def body(carry, scale):
+        h, mean = carry
+        mean = total(jnp.sum(h, axis=0)) / total(jnp.float32(h.shape[0]))
+        h = jnp.tanh(h - scale * mean)
+        return (h, mean), (jnp.sum(h, axis=1), mean)
+
+    (h, mean), (sums, means) = jax.lax.scan(body, (x, jnp.zeros(COLUMNS)), jnp.arange(3.0))
+    return h, mean, sums.T, means
+
+
+def parts_of_a_batch(x, y):
+    """Each round takes other columns of this replica's rows."""
+    parts = jnp.moveaxis(x.reshape(x.shape[0], 2, 2), 1, 0)
+    w, used = jax.lax.scan(lambda w, part: (w + total(jnp.tanh(part * w).sum(axis=0)), part), jnp.ones(2), parts, reverse=True)
+    return w, jnp.moveaxis(used, 0, 1)
+
+
+def loops_in_loops(x, y):
+    def outer(i, w):
+        def inner(state):
+            k, v = state
+            return k + 1, v + 0.1 * total(jnp.sum(jnp.tanh(x * v * w), axis=0))
+
+        return jax.lax.while_loop(lambda state: state[0] < i + 1, inner, (jnp.zeros_like(i), w))[1]
+
+    return jax.lax.fori_loop(0, 3, outer, jnp.asarray(W))
+
+
+def conditions(x, y):
+    """Both branches use the rows and reach other replicas; one returns rows."""
+
+    def much(w):
+        return x * total(jnp.sum(x * w, axis=0)), w
+
+    def little(w):
+        return x - total(jnp.float32(x.shape[0])), w - total(jnp.sum(x, axis=0))
+
+    is_much = total(jnp.sum(x)) > 0
+    return jax.lax.cond(is_much, much, little, W), jax.lax.cond(is_much, little, much, W)
+
+
+def gradients_through_loops(x, y):
+    """JAX turns the loop round: what it saved in each round has the rows' shape."""
+
+    def run(x):
+        h, _ = jax.lax.scan(lambda h, _: (jnp.tanh(h + total(jnp.sum(h, axis=0))), None), x, None, length=3)
+        return jnp.sum(h**2) / total(jnp.float32(x.shape[0]))
+
+    return jax.grad(run)(x)
+
+
+RIGHT = [
+    inner_steps, line_search, conjugate_gradients, rows_that_are_carried, parts_of_a_batch, loops_in_loops, conditions,
+    gradients_through_loops,
+]  # fmt: skip
+
+
+def outcome(strategy, num_rows):
+    """Run all of them as one step; rows come back joined, everything else is the same on all replicas."""
+    x, y = (split(strategy, array) for array in data(num_rows))
+    results = strategy.run(lambda x, y: {step.__name__: step(x, y) for step in RIGHT}, args=(x, y))
+    is_rows = lambda leaf: isinstance(leaf, mr.PerReplica)  # noqa: E731
+    return jax.tree.map(lambda leaf: strategy.gather(leaf, axis=0) if is_rows(leaf) else leaf, results, is_leaf=is_rows)
+
+
+@pytest.mark.parametrize("num_rows", [7, 3])
+def test_loops_with_collectives_that_use_the_rows_equal_one_device(num_rows):
+    one, many = outcome(STRATEGIES[1], num_rows), outcome(STRATEGIES[4], num_rows)
+    assert jax.tree.structure(one) == jax.tree.structure(many)
+    for name in one:
+        jax.tree.map(
+            lambda a, b, name=name: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4, err_msg=name), one[name], many[name]
+        )
+
+
+def test_loops_of_this_library_train_on_uneven_rows():
+    def run(strategy):
+        with strategy.scope():
+            w, seen = mr.Variable(W), mr.Variable(0, synchronization="on_read", aggregation="sum")
+
+        def step(x, y):
+            def body(carry, rate):
+                w.assign_sub(rate * total(jax.grad(loss)(w.value, x, y)))
+                seen.assign_add(x.shape[0])
+                return carry, total(loss(w.value, x, y))
+
+            mr.fori_loop(0, 2, lambda i, c: w.assign_add(0.01 * total(jnp.sum(x, axis=0))) * 0 + c, jnp.zeros(COLUMNS))
+            return mr.scan(body, 0.0, jnp.array([0.5, 0.25, 0.1]))[1]
+
+        losses = strategy.run(step, args=tuple(split(strategy, array) for array in data(7)))
+        strategy.assert_mirrored()
+        return losses, w.value, seen.value
+
+    for one, many in zip(run(STRATEGIES[1]), run(STRATEGIES[3]), strict=True):
+        np.testing.assert_allclose(one, many, rtol=1e-4, atol=1e-5)
+
+
+def test_a_number_of_rows_in_a_loop_is_each_replicas_own():
+    strategy, (x, _) = STRATEGIES[2], data(3)
+
+    def step(x):
+        return jax.lax.fori_loop(0, 2, lambda i, t: total(t) / x.shape[0], jnp.sum(x, axis=0))
+
+    first = x.sum(axis=0)
+    second = first / 2 + first
+    for value, rows in zip(strategy.local_results(strategy.run(step, args=(split(strategy, x),))), (2, 1), strict=True):
+        np.testing.assert_allclose(value, second / rows, rtol=1e-4)
+
+
+def test_copies_cannot_diverge_in_a_loop():
+    strategy, (x, _) = STRATEGIES[2], data(3)
+    with strategy.scope():
+        v = mr.Variable(W, name="v")
+    x = split(strategy, x)
+
+    def assigns(x):
+        mr.fori_loop(0, 2, lambda i, c: v.assign(total(jnp.sum(x, axis=0)) / x.shape[0]) * 0 + c, jnp.zeros(COLUMNS))
+
+    def goes_on(x):
+        again = lambda t: jnp.sum(t) < x.shape[0]  # noqa: E731
+        return jax.lax.while_loop(again, lambda t: t + total(jnp.sum(x, axis=0)) ** 2 + 1, jnp.zeros(COLUMNS))
+
+    with pytest.raises(mr.ReplicasDivergeError, match=r"variable 'v' is mirrored.*own number of rows"):
+        strategy.run(assigns, args=(x,))
+    with pytest.raises(mr.CollectiveHangError, match=r"own number of rows"):
+        strategy.run(goes_on, args=(x,))
+
+
+def over_rows(x):
+    return jax.lax.scan(lambda c, row: (total(c + row), None), jnp.zeros(COLUMNS), x)[0]
+
+
+def one_more_round(x):
+    return jax.lax.fori_loop(0, 3 if x.shape[0] > 1 else 2, lambda i, c: total(c), jnp.zeros(COLUMNS))
+
+
+def another_order_inside(x):
+    def body(i, c):
+        parts = (jnp.sin(c), jnp.tanh(c)) if x.shape[0] > 1 else (jnp.tanh(c), jnp.sin(c))
+        a, b = [total(jnp.sum(part * x)) for part in parts]
+        return c + a + 2 * b
+
+    return jax.lax.fori_loop(0, 2, body, jnp.zeros(COLUMNS))
+
+
+def test_loops_that_uneven_replicas_cannot_take_together_are_refused():
+    strategy, messages = STRATEGIES[2], {
+        over_rows: r"reach a collective inside `scan` of .*number of rounds.*over something else than the rows.*drop_remainder",
+        one_more_round: r"reach a collective inside `scan` of .*test_loops.*reach a collective inside `scan` of",
+        another_order_inside: r"different orders, or in different places.*reach `psum` of float32\[\] at .*test_loops",
+    }  # fmt: skip
+    for step, message in messages.items():
+        strategy.run(step, args=(split(strategy, data(4)[0]),))
+        with pytest.raises(mr.UnevenReplicasError, match=message):
+            strategy.run(step, args=(split(strategy, data(3)[0]),))

@@ -1,0 +1,104 @@
+"""Collectives of several traces are paired by what they are; where that cannot be told, the step is refused."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mirrored as mr
+
+STRATEGY = mr.MirroredStrategy([f"cpu:{i}" for i in range(2)])
+
+
+def split(rows):
+    parts = np.array_split(np.asarray(rows, np.float32), 2)
+    return STRATEGY.distribute_values_from_function(lambda ctx: parts[ctx.replica_id_in_sync_group])
+
+
+def total(value):
+    return mr.get_replica_context().all_reduce("sum", value)
+
+
+def changed_lines(x):
+    ctx = mr.get_replica_context()
+    if x.shape[0] > 1:
+        a = ctx.all_reduce("sum", jnp.sum(x))
+        b = ctx.all_reduce("sum", 100 * jnp.sum(x))
+    else:
+        b = ctx.all_reduce("sum", 100 * jnp.sum(x))
+        a = ctx.all_reduce("sum", jnp.sum(x))
+    return a, b
+
+
+def changed_in_a_helper(x):
+    """One line for all, and what goes in differs by a number only, beside one that is made of the rows."""
+    factors = (2, 3) if x.shape[0] > 1 else (3, 2)
+    totals = {factor: total(jnp.mean(x) * factor) for factor in factors}
+    return totals[2], totals[3]
+
+
+def changed_functions(x):
+    functions = (jnp.sin, jnp.cos, jnp.tanh)[:: 1 if x.shape[0] > 1 else -1]
+    totals = {f.__name__: total(jnp.sum(f(x))) for f in functions}
+    return [totals[name] for name in sorted(totals)]
+
+
+def changed_rows(x):
+    """What is gathered has as many rows as the other array has on the other replica."""
+    arrays = {"x": x, "twice": jnp.concatenate([x, x])}
+    names = sorted(arrays, reverse=x.shape[0] > 1)
+    gathered = {name: mr.get_replica_context().all_gather(arrays[name], axis=0) for name in names}
+    return jnp.sum(gathered["x"])
+
+
+WRONG = [changed_lines, changed_in_a_helper, changed_functions, changed_rows]
+
+
+@pytest.mark.parametrize("step", WRONG, ids=lambda step: step.__name__)
+def test_collectives_that_change_places_are_refused(step):
+    STRATEGY.run(step, args=(split([1, 1, 1, 1]),))
+    message = r"different orders, or in different places.*shape \(2,\) reach .*py:\d+, the replicas .*call ctx\.all_reduce"
+    with pytest.raises(mr.UnevenReplicasError, match=message):
+        STRATEGY.run(step, args=(split([1, 1, 1]),))
+
+
+def under_an_if(x):
+    """Two paths of the code, with one collective of each kind."""
+    ctx = mr.get_replica_context()
+    if x.shape[0] == 0:
+        return ctx.all_reduce("sum", jnp.zeros(())), ctx.all_reduce("sum", jnp.zeros(3))
+    return ctx.all_reduce("sum", jnp.sum(x)), ctx.all_reduce("sum", jnp.full(3, jnp.mean(x)))
+
+
+def in_a_helper(x):
+    """Layers that are alike, each with the own number of rows in what it sums."""
+    values = []
+    for factor in (1, 2, 3):
+        values.append(total(factor * jnp.sum(x) / (1 + x.shape[0])))
+        x = jnp.tanh(x) * values[-1]
+    return values
+
+
+def a_shortcut_in_a_helper(x):
+    """A helper that does something simpler where there are no rows."""
+    mean = lambda value: jnp.mean(value) if value.size else jnp.zeros(())  # noqa: E731
+    return [total(mean(f(x))) for f in (jnp.sin, jnp.cos, lambda x: x)]
+
+
+def mean_or_0(part):
+    return np.mean(part) if len(part) else 0.0
+
+
+RIGHT = {
+    under_an_if: lambda parts: (sum(map(np.sum, parts)), np.full(3, sum(map(mean_or_0, parts)))),
+    in_a_helper: None,
+    a_shortcut_in_a_helper: lambda parts: [sum(mean_or_0(f(p)) for p in parts) for f in (np.sin, np.cos, np.copy)],
+}
+
+
+@pytest.mark.parametrize("rows", [[1, 2, 4], [1]], ids=str)
+def test_collectives_in_one_order_are_taken(rows):
+    parts = np.array_split(np.asarray(rows, np.float32), 2)
+    for step, expected in RIGHT.items():
+        results = STRATEGY.run(step, args=(split(rows),))
+        for result, value in zip(results, expected(parts) if expected else (), strict=bool(expected)):
+            np.testing.assert_allclose(result, value, rtol=1e-5)

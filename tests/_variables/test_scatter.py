@@ -1,0 +1,178 @@
+"""Writing some rows: the same numbers as NumPy on any number of replicas, and the rules of `assign` for who may write what."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mirrored as mr
+
+START = np.arange(12, dtype=np.float32).reshape(6, 2) + 1
+ROWS, UPDATES = np.array([4, 1, 4]), np.array([[2, 3], [4, 5], [6, 7]], np.float32)
+#: What NumPy does, with an index that is there twice.
+NUMPY = {
+    "scatter_add": np.add.at,
+    "scatter_sub": np.subtract.at,
+    "scatter_mul": np.multiply.at,
+    "scatter_div": np.divide.at,
+    "scatter_min": np.minimum.at,
+    "scatter_max": np.maximum.at,
+    "scatter_update": lambda array, rows, updates: array.__setitem__(rows, updates),
+}
+
+
+def expected(method, rows=ROWS, updates=UPDATES, start=START):
+    array = start.copy()
+    NUMPY[method](array, rows, updates)
+    return array
+
+
+def rows_of(method):
+    """One row twice, except where it would not be said which update stays."""
+    return (np.array([4, 1, -1]), UPDATES) if method == "scatter_update" else (ROWS, UPDATES)
+
+
+def make(strategy, start=START, **options):
+    with strategy.scope():
+        return mr.Variable(start, name="table", **options)
+
+
+def test_rows_are_written_as_by_numpy_anywhere(strategy: mr.MirroredStrategy) -> None:
+    variables = {method: [make(strategy) for _ in range(4)] for method in NUMPY}
+    outside, inside, traced, compiled = ({method: v[i] for method, v in variables.items()} for i in range(4))
+
+    def step(rows):
+        for method, variable in inside.items():
+            getattr(variable, method)(*rows_of(method))
+            getattr(traced[method], method)(rows[method], jnp.asarray(UPDATES))
+        return inside["scatter_add"].read_value()
+
+    @mr.function
+    def function(rows):
+        for method, variable in compiled.items():
+            getattr(variable, method)(rows[method], UPDATES)
+
+    given = {method: rows_of(method)[0] for method in NUMPY}
+    read = strategy.run(step, args=(given,))
+    function(given)
+    for method, variable in outside.items():
+        assert getattr(variable, method)(*rows_of(method)) is variable
+    for method, of_all in variables.items():
+        for where, variable in enumerate(of_all):
+            np.testing.assert_allclose(
+                variable.numpy(), expected(method, *rows_of(method)), rtol=1e-6, err_msg=f"{method} {where}"
+            )
+    np.testing.assert_array_equal(read, outside["scatter_add"].read_value())
+    strategy.assert_mirrored()
+
+
+def test_rows_that_differ_by_replica_need_an_aggregation(strategy: mr.MirroredStrategy) -> None:
+    count = strategy.num_replicas_in_sync
+    plain, total, mean, first, own = (
+        make(strategy, np.zeros((count, 2), np.float32), **options)
+        for options in (
+            {}, {"aggregation": "sum"}, {"aggregation": "mean"}, {"aggregation": "only_first_replica"},
+            {"synchronization": "on_read", "aggregation": "sum"},
+        )
+    )  # fmt: skip
+    number = strategy.distribute_values_from_function(lambda ctx: np.array([ctx.replica_id_in_sync_group]))
+    for method in NUMPY:
+        with pytest.raises(
+            mr.ReplicasDivergeError, match=r"'table' is mirrored, .* at .*test_scatter\.py:\d+ may differ by replica"
+        ):
+            strategy.run(lambda n, method=method: getattr(plain, method)(n, 1.0), args=(number,))
+
+    def step(n):
+        for variable in (total, mean, first, own):
+            variable.scatter_add(n, 10.0)
+            variable.scatter_sub(n, jnp.ones((1, 2)) + n)
+        first.scatter_max(n, 50.0)
+        own.scatter_max(n, 0.0)
+        gathered = mr.get_replica_context().all_gather(n, 0)
+        plain.scatter_update(gathered, gathered[:, None] + 1.0)
+
+    strategy.run(step, args=(number,))
+    each = np.repeat(9.0 - np.arange(count)[:, None], 2, 1)
+    np.testing.assert_allclose(total.numpy(), each)
+    np.testing.assert_allclose(mean.numpy(), each / count, rtol=1e-6)
+    np.testing.assert_array_equal(first.numpy(), np.where(np.arange(count)[:, None] == 0, 50, np.zeros((count, 2))))
+    np.testing.assert_allclose(own.numpy(), each)
+    np.testing.assert_array_equal(plain.numpy(), np.repeat(np.arange(count)[:, None] + 1.0, 2, 1))
+    own.scatter_add([0], 1.0)
+    own.scatter_update([count - 1], 7.5)
+    np.testing.assert_allclose(own.numpy()[-1], [7.5, 7.5])
+    if count > 1:
+        np.testing.assert_allclose(own.numpy()[0], [10.0, 10.0])
+    strategy.assert_mirrored()
+
+
+def test_uneven_rows_are_counted_as_on_one_device(strategy: mr.MirroredStrategy) -> None:
+    seen = make(strategy, np.zeros(5, np.int32), aggregation="sum")
+    for batch in strategy.distribute_dataset([np.array([1, 3, 3, 4, 1, 1, 0], np.int32), np.array([2], np.int32)]):
+        strategy.run(lambda classes: seen.scatter_add(classes, 1), args=(batch,))
+    np.testing.assert_array_equal(seen.numpy(), [1, 3, 1, 2, 1])
+
+
+def test_what_does_not_fit_is_refused_and_changes_nothing(strategy3: mr.MirroredStrategy) -> None:
+    plain, total, scalar = make(strategy3), make(strategy3, aggregation="sum"), make(strategy3, np.float32(1))
+    per_replica = strategy3.distribute_values_from_function(lambda ctx: np.array([0]))
+    cases = [
+        (lambda: plain.scatter_add([6], 1.0), ValueError, r"indices go from 6 to 6; expected 0 to 5"),
+        (lambda: plain.scatter_add([-7], 1.0), ValueError, r"indices go from -7 to -7"),
+        (lambda: plain.scatter_add([0.5], 1.0), TypeError, r"dtype float64; expected integers"),
+        (lambda: plain.scatter_add([True], 1.0), TypeError, r"dtype bool; expected integers"),
+        (
+            lambda: plain.scatter_add([0, 1], np.ones((3, 2), np.float32)),
+            ValueError,
+            r"shape \(3, 2\) for .* \(2,\); expected \(2, 2\)",
+        ),
+        (lambda: plain.scatter_add([0], 1j), TypeError, r"scatter_add to variable 'table'"),
+        (lambda: plain.scatter_add([0], jnp.ones((1, 2), complex)), TypeError, r"would lose information"),
+        (lambda: scalar.scatter_add([0], 1.0), ValueError, r"'table': it is a scalar and has no rows"),
+        (
+            lambda: plain.scatter_add(per_replica, 1.0),
+            mr.PerReplicaError,
+            r"strategy\.run\(lambda indices, updates: variable\.scatter",
+        ),
+    ]
+    in_steps = [
+        (
+            lambda: total.scatter_max([0], 1.0),
+            ValueError,
+            r"aggregation SUM would also .* variable\.scatter_max\(ctx\.all_gather\(",
+        ),
+        (lambda: plain.scatter_add(per_replica, 1.0), mr.PerReplicaError, r"Pass it to a step"),
+        *cases[:4],
+    ]
+    for call, kind, message in cases:
+        with pytest.raises(kind, match=message):
+            call()
+    for call, kind, message in in_steps:
+        with pytest.raises(kind, match=message):
+            strategy3.run(call)
+    for variable in (plain, total):
+        np.testing.assert_array_equal(variable.numpy(), START)
+    total.scatter_max([0], 100.0)  # outside there is one value
+    np.testing.assert_array_equal(total.numpy()[0], [100, 100])
+    assert plain.scatter_add([], np.zeros((0, 2))) is plain
+    alone = make(strategy3, synchronization="on_read")
+    with pytest.raises(ValueError, match="aggregation NONE"):
+        alone.scatter_add([0], 1.0)
+
+
+def test_an_index_outside_that_only_the_devices_know_writes_nothing(strategy2: mr.MirroredStrategy) -> None:
+    plain = make(strategy2)
+    strategy2.run(lambda rows: plain.scatter_update(rows, 0.0), args=(np.array([6, 100]),))
+    np.testing.assert_array_equal(plain.numpy(), START)
+
+
+def test_scatter_within_loops_and_merge_calls(strategy2: mr.MirroredStrategy) -> None:
+    plain, total = make(strategy2), make(strategy2, aggregation="sum")
+
+    def step(x):
+        mr.fori_loop(0, 3, lambda i, c: (plain.scatter_add(jnp.asarray([i]), 1.0), c)[1], 0.0)
+        mr.get_replica_context().merge_call(lambda strategy: [total.scatter_add([0], 1.0), None][1])
+        total.scatter_add([1], x[0])
+
+    strategy2.run(step, args=(np.ones(2, np.float32),))
+    np.testing.assert_array_equal(plain.numpy() - START, [[1, 1]] * 3 + [[0, 0]] * 3)
+    np.testing.assert_array_equal((total.numpy() - START)[:2], [[1, 1], [2, 2]])

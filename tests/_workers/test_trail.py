@@ -1,0 +1,66 @@
+"""What a worker has done is compared with what others have done at the same number, wherever they are by now."""
+
+import json
+
+import pytest
+
+from mirrored._workers.trail import SIZE, Entry, ProgramTrail, decode, parting
+
+
+def trail(text: str) -> ProgramTrail:
+    """One of a worker that has done what the letters are, of which each is a step."""
+    made = ProgramTrail()
+    for step, name in enumerate(text):
+        made.add(name, name.encode(), step)
+    return made
+
+
+def told(*texts: str) -> dict[int, list[Entry]]:
+    return {worker: decode(trail(text).encode()) or [] for worker, text in enumerate(texts)}
+
+
+def test_who_is_ahead_or_behind_contradicts_nobody_and_who_did_other_things_does() -> None:
+    here = trail("abcde")
+    for there in ("", "a", "abc", "abcde", "abcdef"):
+        last = trail(there).last
+        assert not here.contradicts(last.number, last.checksum) and not trail(there).contradicts(5, here.last.checksum)
+    for there in ("b", "acb", "abcdd", "abdcee"[:5]):
+        last = trail(there).last
+        assert here.contradicts(last.number, last.checksum), there
+
+
+def test_what_was_long_ago_contradicts_nothing() -> None:
+    here = trail("a" * (SIZE + 2))
+    assert [here.contradicts(number, 1) for number in (0, 1, 2, 3, SIZE + 2, SIZE + 3, -1)] == [False] * 3 + [True] * 2 + [
+        False
+    ] * 2
+
+
+@pytest.mark.parametrize(
+    ("texts", "said"),
+    [
+        (["abcd", "abdc"], "since step 3 (worker 0: c, then d; worker 1: d, then c)"),
+        (["abcd", "abcd", "abd"], "since step 3 (workers 0, 1: c, then d; worker 2: d)"),
+        (["abc", "abcd"], "since step 4 (worker 0: nothing more; worker 1: d)"),
+        (["abcdef", "abcd", "abcdfe"], "since step 5 (worker 0: e, then f; worker 1: nothing more; worker 2: f, then e)"),
+        (["abcdef", "abc", "abcdeg"], "since step 6 (worker 0: f; worker 1: nothing more; worker 2: g)"),
+        (["ab", ""], "since step 1 (worker 0: a, then b; worker 1: nothing more)"),
+        (["ab", "ab"], "at a step that is not known any more"),
+        (["a" * 600 + "b", "b" + "a" * 600], "before step 102"),
+        (["x\n", "y"], "since step 1 (worker 0: x, then \\n; worker 1: y)"),
+    ],
+)
+def test_it_is_told_since_when_workers_have_parted(texts: list[str], said: str) -> None:
+    assert parting(told(*texts)) == said
+
+
+def test_another_program_of_the_same_name_is_called_so() -> None:
+    trails = {0: [Entry(1, 5, 0, "step")], 1: [Entry(1, 6, 0, "step")]}
+    assert parting(trails) == "since step 1 (worker 0: step; worker 1: step, another program of this name)"
+
+
+def test_a_trail_survives_the_way_and_nothing_else_is_one() -> None:
+    assert decode(trail("ab").encode()) == [(1, trail("a").last.checksum, 0, "a"), trail("ab").last]
+    assert decode(ProgramTrail().encode()) == []
+    for text in ("", "1", "[1]", "[[1, 2, 3]]", '[[1, 2, "3", "a"]]', "[" * 100_000, json.dumps([[1, 2, 3, "a" * 1_000_000]])):
+        assert decode(text) is None

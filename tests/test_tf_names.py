@@ -1,0 +1,97 @@
+"""Names of TensorFlow's work, or say what to write; what they say to write exists."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mirrored as mr
+from mirrored import _tf_names
+
+STRATEGY = mr.MirroredStrategy(["cpu:0", "cpu:1"])
+with STRATEGY.scope():
+    VARIABLE = mr.Variable(np.ones((3, 2), np.float32), name="v")
+OPTIMIZER = mr.Optimizer(optax.sgd(0.1), [VARIABLE])
+OWNERS = {
+    "mirrored": mr,
+    "mr.Strategy": STRATEGY,
+    "mr.Variable": VARIABLE,
+    "mr.Optimizer": OPTIMIZER,
+    "mr.ReplicaContext": mr.get_replica_context(),
+}
+
+
+@pytest.mark.parametrize("owner", OWNERS)
+def test_a_name_that_makes_no_sense_here_says_what_to_write(owner: str) -> None:
+    for name, sentence in _tf_names._INSTEAD[owner].items():
+        if name == "testing":  # which is there when somebody has imported it
+            continue
+        with pytest.raises(AttributeError) as caught:
+            getattr(OWNERS[owner], name)
+        assert str(caught.value) == f"{owner} has no attribute {name!r}. {sentence}", name
+        assert not hasattr(OWNERS[owner], name) and getattr(OWNERS[owner], name, 5) == 5
+    with pytest.raises(AttributeError, match=rf"^{owner} has no attribute 'nonsense'$"):
+        OWNERS[owner].nonsense
+
+
+def test_the_names_that_are_said_to_be_written_exist() -> None:
+    """Each `x.name` in a sentence, of what is known under this name in the sentences."""
+    known = {
+        "mr": mr, "strategy": STRATEGY, "variable": VARIABLE, "optimizer": OPTIMIZER, "ctx": mr.get_replica_context(), "jnp": jnp,
+        "jax": jax, "np": np, "optax": optax,
+    }  # fmt: skip
+    said = {
+        (owner, name)
+        for sentences in _tf_names._INSTEAD.values()
+        for sentence in sentences.values()
+        for owner, name in re.findall(r"\b(\w+)\.(\w+)", sentence)
+        if owner in known
+    }
+    assert len(said) > 30 and [(owner, name) for owner, name in said if not hasattr(known[owner], name)] == []
+
+
+def test_any_experimental_name_is_refused_and_the_known_ones_work_with_a_warning() -> None:
+    with pytest.raises(AttributeError, match=r"'experimental_prefetch'\. Names have no `experimental_` here"):
+        STRATEGY.experimental_prefetch
+    for old, new in _tf_names.ALIASES.items():
+        assert callable(getattr(STRATEGY, old)) and hasattr(STRATEGY, new)
+    with pytest.warns(DeprecationWarning, match=r"strategy\.experimental_run_v2 is called strategy\.run here"):
+        assert int(STRATEGY.experimental_run_v2(lambda: jnp.int32(3))) == 3
+
+
+def test_in_a_step_they_say_it_too() -> None:
+    for step, message in (
+        (lambda: STRATEGY.extended, "strategy.devices for extended.worker_devices"),
+        (lambda: VARIABLE.sparse_read([0]), r"Write variable\[indices\]"),
+        (lambda: mr.get_replica_context().devices, r"Write ctx\.strategy\.devices"),
+        (lambda: mr.RunOptions(), "strategy.run takes no options"),
+    ):
+        with pytest.raises(AttributeError, match=message):
+            STRATEGY.run(step)
+    with pytest.raises(ImportError):
+        exec("from mirrored import RunOptions")
+
+
+def test_the_mesh_is_jaxs_own(strategy3: mr.MirroredStrategy) -> None:
+    mesh = strategy3.mesh
+    assert isinstance(mesh, jax.sharding.Mesh) and mesh.axis_names == ("replica",)
+    assert tuple(mesh.devices.flat) == strategy3.devices
+    rows = jax.device_put(np.arange(6.0), jax.NamedSharding(mesh, jax.P("replica")))
+    total = jax.shard_map(lambda x: jax.lax.psum(x.sum(), "replica"), mesh=mesh, in_specs=jax.P("replica"), out_specs=jax.P())(
+        rows
+    )
+    assert float(total) == 15
+    with pytest.raises(AttributeError):
+        strategy3.mesh = mesh
+
+
+def test_read_value_is_the_value(strategy2: mr.MirroredStrategy) -> None:
+    with strategy2.scope():
+        v = mr.Variable(2.0)
+        own = mr.Variable(1, synchronization="on_read", aggregation="sum")
+    assert float(v.read_value()) == 2.0 and int(own.read_value()) == int(own.value)
+    each = strategy2.run(lambda: (own.assign_add(4), own.read_value())[1])
+    assert int(strategy2.reduce("sum", each)) == int(own.read_value()) == 10
