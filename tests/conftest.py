@@ -4,6 +4,8 @@ import gc
 import os
 import threading
 
+os.environ["KERAS_BACKEND"] = "jax"  # before any test imports keras
+
 import jax
 import numpy as np
 import pytest
@@ -42,8 +44,12 @@ def per_replica():
     return make
 
 
+#: What changes by itself, or is set where keras is imported.
+_CHANGES = {"PYTEST_CURRENT_TEST", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TF_FORCE_GPU_ALLOW_GROWTH"}
+
+
 def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    return {name: value for name, value in os.environ.items() if name not in _CHANGES}
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,8 @@ OFFERS = {
         marks.mark marks.mark_p means.is_of_mean primitives.INLINE_CALLS primitives.MAKE_SAME primitives.PURE
         tracing.CLEAN tracing.bind tracing.evaluate tracing.is_mapped_over tracing.is_staging tracing.lowered
         tracing.own_axes_first tracing.placeholder tracing.separate_caches tracing.trace tracing.trace_state
-        user_code.equation_line user_code.line_of user_code.raising_line user_code.show_users_lines
-        user_code.user_line user_code.user_stacklevel versions.warn_if_untried
+        user_code.equation_line user_code.leave_out user_code.line_of user_code.raising_line
+        user_code.show_users_lines user_code.user_line user_code.user_stacklevel versions.warn_if_untried
     """,
     "_cluster": """
         environments.SOURCES meeting.Meeting meeting.meet resolvers.ClusterResolver
@@ -40,10 +40,11 @@ OFFERS = {
         cross_replica.reduce_stack cross_replica.require_equal_except cross_replica.split_stack frames.Frame
         frames.check_enterable frames.current frames.entered frames.foreign_trace_message
         frames.in_cross_replica_context frames.is_traced frames.require_cross_replica in_flight.finish
-        in_flight.joined in_flight.require_threads in_flight.started mesh.ReplicaMesh mesh.cluster_mesh
-        mesh.default_mesh mesh.make_mesh mesh.resolve_devices per_replica.PerReplica per_replica.is_per_replica
-        per_replica.stack_of per_replica.stack_shapes per_replica.uneven_shapes placement.check_later
-        placement.checksum placement.mirror placement.mirror_constants placement.refuse_argument placement.stack
+        in_flight.is_paced in_flight.joined in_flight.require_threads in_flight.started mesh.ReplicaMesh
+        mesh.cluster_mesh mesh.default_mesh mesh.make_mesh mesh.resolve_devices per_replica.PerReplica
+        per_replica.is_per_replica per_replica.stack_of per_replica.stack_shapes per_replica.uneven_shapes
+        placement.check_later placement.checksum placement.mirror placement.mirror_constants placement.refuse_argument
+        placement.stack
     """,
     "_variables": """
         access.all_copies access.claimed access.keep access.lent access.load access.set_stored access.store
@@ -55,11 +56,15 @@ OFFERS = {
         variable.use_value
     """,
     "data": """
-        _dataset.DistributedDataset _dataset.check_dataset _input_context.InputContext _iterator.DistributedIterator
-        _iterator.num_workers_of _sharing.agree.InputWorker _sharing.plan.Plan _sharing.plan.make_plan
-        _sharing.plan.plan_of_function _sharing.rows.count_rows _sharing.rows.to_numpy _sharing.steps.LocalReplicas
-        _sources.numpy_dataset.NumpyDataset _sources.numpy_dataset.stacked_lists _sources.open.adapted
-        _sources.open.open_source
+        _dataset.DistributedDataset _dataset.check_dataset _dataset.mesh_of _input_context.InputContext
+        _iterator.DistributedIterator _iterator.num_workers_of _sharing.agree.InputWorker _sharing.plan.Plan
+        _sharing.plan.make_plan _sharing.plan.plan_of_function _sharing.rows.count_rows _sharing.rows.to_numpy
+        _sharing.steps.LocalReplicas _sources.numpy_dataset.NumpyDataset _sources.numpy_dataset.stacked_lists
+        _sources.open.adapted _sources.open.open_source
+    """,
+    "_models": """
+        keras.build_by keras.in_scope keras.traced_until_found keras.tracing keras_fit.describe keras_state.state_of
+        keras_variables.has_strangers keras_variables.own_variable nnx.holds_objects nnx.run_with_objects
     """,
     "_program": """
         cache.Programs cache.listeners call.ArrayLeaf call.Call call.argument_names call.array_leaves call.key_of

@@ -103,6 +103,17 @@ def test_question_3_examples_1_and_2_are_refused_and_3_works(strategy2: mr.Strat
 
 
 @pytest.mark.slow
+def test_keras_digits_reaches_97_percent_by_fit_and_in_a_loop(tmp_path: Path) -> None:
+    pytest.importorskip("keras")
+    assert len((EXAMPLES / "keras_digits.py").read_text().splitlines()) <= 120
+    for arguments in ([], ["--loop"]):
+        accuracy, number = re.match(
+            r"([\d.]+)% of the held-out images right, with (\d) rep", _run("keras_digits", *arguments, cwd=tmp_path)
+        ).groups()
+        assert float(accuracy) >= 97 and number == "4", arguments
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_digits_on_two_workers_of_which_one_is_killed_is_as_good_as_on_one(tmp_path: Path) -> None:
     """As `make demo-cluster` runs it."""

@@ -34,7 +34,7 @@ MAX_LINES, MAX_BODY, MAX_ARGUMENTS = 400, 60, 7
 #: Files that may be longer, and why.
 LONGER = {
     "_checkpoint.checkpoint": 410,  # the public class: half of it is its documentation
-    "_strategy.strategy": 520,  # the public verbs: half of it is their documentation
+    "_strategy.strategy": 530,  # the public verbs: half of it is their documentation
     "_variables.variable": 490,  # one class with the operators and conversions of an array
 }
 #: Files that start threads: none starts one at import, and each ends its own.
@@ -278,7 +278,8 @@ def test_the_way_of_a_step_is_short(num_variables: int, strategy2: mr.Strategy, 
             variable.assign(variable + 1.0)
 
     first, _ = way(lambda: strategy2.run(step))
-    assert len(first) <= 24, sorted(first)
+    models = {name for name in first if name.startswith("_models/")}  # of libraries that some test has imported
+    assert len(first - models) <= 24 and models <= {"_models/keras", "_models/keras_parts", "_models/keras_scope"}, sorted(first)
     warm, calls = min((way(lambda: strategy2.run(step)) for _ in range(2)), key=lambda found: found[1])  # one may wait for others
     assert warm <= WARM, sorted(warm - WARM)
     assert calls <= (13 if sys.version_info >= (3, 12) else 15), calls  # none per variable; comprehensions were calls once

@@ -24,9 +24,8 @@ _LINES = {
     ),
     "keras": (
         "Keras",
-        "variables = [mr.Variable(v.value) for v in model.trainable_variables]; "
-        "rest = [v.value for v in model.non_trainable_variables]",
-        "y, rest = model.stateless_call([v.value for v in variables], rest, x)",
+        "with strategy.scope(): model, optimizer = ..., ...",
+        "mr.value_and_grad(loss, model.trainable_variables), and optimizer.apply_gradients of Keras",
     ),
     "torch": (
         "PyTorch, which does not compute with JAX",

@@ -15,6 +15,7 @@ from ._errors import ContextError, PerReplicaError, StrategyMismatchError
 from ._jax import user_code
 from ._jax.marks import Mark, Purpose, mark
 from ._libraries import lines_for
+from ._models.keras_variables import own_variable
 from ._options import ReduceOp
 from ._replicas import cross_replica, frames
 from ._replicas.collectives import mean_by_rows
@@ -83,7 +84,8 @@ class Optimizer:
             )
         self._aggregate = _parse_aggregate(aggregate)
         self._tx = tx
-        self._leaves, self._treedef = jax.tree.flatten(trainable(variables), is_leaf=is_variable)
+        leaves, self._treedef = jax.tree.flatten(trainable(variables), is_leaf=is_variable)
+        self._leaves = list(map(own_variable, leaves))
         _check_variables(self._leaves, variables)
         # The state lives with the variables, also when the optimizer is made outside their scope.
         with frames.entered(Frame(None, spec_of(self._leaves[0]).mesh)):
@@ -285,6 +287,8 @@ def _as_pairs(grads: Any) -> list[tuple[Any, Variable]] | None:
     """Return the pairs of `zip(grads, variables)`, given as an iterator or a list; None for a tree."""
     is_iterator = isinstance(grads, Iterator)
     pairs = list(grads) if is_iterator else grads
+    if isinstance(pairs, list):
+        pairs = [(pair[0], own_variable(pair[1])) if isinstance(pair, tuple) and len(pair) == 2 else pair for pair in pairs]
     if isinstance(pairs, list) and pairs and all(map(_is_pair, pairs)):
         return pairs
     if is_iterator:

@@ -59,7 +59,7 @@ MUTANTS = [
     ("_jax/tracing.py", "        source_info=equation.source_info,\n", "", _HIGH),
     ("_jax/user_code.py", "stacklevel() -> int:\n", "stacklevel() -> int:\n    return 2\n", _U + "the_users_line_is_the_innermost"
      "_that_is_neither_ours_nor_jaxs"),
-    ("_jax/user_code.py", "_NOT_USER_CODE = (_PACKAGE_FOLDER, _JAX_FOLDER,", "_NOT_USER_CODE = (_PACKAGE_FOLDER,",
+    ("_jax/user_code.py", "_not_user_code = (_PACKAGE_FOLDER, _JAX_FOLDER,", "_not_user_code = (_PACKAGE_FOLDER,",
      _U + "an_equation_knows_its_line"),
     ("_jax/user_code.py", "    return None\n", '    return "<unknown>"\n', _U + "an_equation_whose_line_jax_has_lost_has_none_and"
      "_the_pass_takes_the_one_around"),

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._libraries import lines_for
+from .._models import keras_state
 from .._options import VariableAggregation
 from .._replicas.per_replica import PerReplica
 from .._text import shown
@@ -51,6 +52,7 @@ def _walk(path: str, tree: PyTree, is_replaceable: bool, lines: str) -> Iterator
     if isinstance(tree, Optimizer):
         yield path + ITERATIONS, tree.iterations
         tree = tree.state
+    tree = keras_state.state_of(tree)
     children = children_of(tree)
     if children is None:
         _check_leaf(path, tree, is_replaceable, lines)

@@ -17,7 +17,14 @@ _PACKAGE_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + 
 _JAX_FOLDER = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
 _OPTAX_FOLDER = os.path.dirname(os.path.abspath(optax.__file__)) + os.sep
 _CONTEXTLIB = os.path.dirname(contextlib.__file__) + os.sep + "contextlib"
-_NOT_USER_CODE = (_PACKAGE_FOLDER, _JAX_FOLDER, _OPTAX_FOLDER, _CONTEXTLIB, "<frozen")
+_not_user_code = (_PACKAGE_FOLDER, _JAX_FOLDER, _OPTAX_FOLDER, _CONTEXTLIB, "<frozen")
+
+
+def leave_out(library: types.ModuleType) -> None:
+    """Take a library's files for code that is not the user's, from now on."""
+    global _not_user_code
+    folder = os.path.dirname(os.path.abspath(library.__file__ or "")) + os.sep
+    _not_user_code = tuple(dict.fromkeys((*_not_user_code, folder)))
 
 
 def user_line() -> str:
@@ -25,7 +32,7 @@ def user_line() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         filename = frame.f_code.co_filename
-        if not filename.startswith(_NOT_USER_CODE):
+        if not filename.startswith(_not_user_code):
             return f"{filename}:{frame.f_lineno}"
         frame = frame.f_back
     return "<unknown>"
@@ -40,7 +47,7 @@ def line_of(function: Any) -> str:
 def user_stacklevel() -> int:
     """Return the `stacklevel` with which the caller's `warnings.warn` points at the user's line."""
     frame, level = sys._getframe(1), 1
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_USER_CODE):
+    while frame is not None and frame.f_code.co_filename.startswith(_not_user_code):
         frame, level = frame.f_back, level + 1
     return level
 
@@ -83,7 +90,7 @@ def _entries(error: BaseException) -> Iterator[types.TracebackType]:
 
 
 def _is_users(entry: types.TracebackType) -> bool:
-    return not entry.tb_frame.f_code.co_filename.startswith(_NOT_USER_CODE)
+    return not entry.tb_frame.f_code.co_filename.startswith(_not_user_code)
 
 
 def _is_bug(error: BaseException, innermost: types.TracebackType) -> bool:
@@ -103,6 +110,6 @@ def equation_line(equation: Any) -> str | None:
     """Return `file:line` of the user's code that made an equation of a jaxpr, or None when JAX does not know it."""
     traceback = equation.source_info.traceback
     for frame in traceback.frames if traceback is not None else ():
-        if not frame.file_name.startswith(_NOT_USER_CODE):
+        if not frame.file_name.startswith(_not_user_code):
             return f"{frame.file_name}:{frame.line_num}"
     return None

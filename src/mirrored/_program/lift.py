@@ -21,6 +21,7 @@ import numpy as np
 from .._errors import ContextError
 from .._jax import jaxprs, tracing
 from .._jax.jaxprs import ClosedJaxpr
+from .._models import keras
 from .._replicas import context, frames
 from .._replicas.frames import Frame
 from .._replicas.per_replica import PerReplica, stack_of, uneven_shapes
@@ -162,7 +163,8 @@ def lift(
         return [*results, *bindings.values(written)]
 
     values = [jax.ShapeDtypeStruct(shape_of(variable), variable.dtype) for variable in variables]
-    closed = tracing.trace(pure, (values, list(arrays)), frame.axis, user_function)
+    with keras.tracing(frame.mesh):
+        closed = tracing.trace(pure, (values, list(arrays)), frame.axis, user_function)
     # Copied, because `jax.device_put` may keep a numpy array's own memory, which its owner may change.
     own = [np.array(constant) if isinstance(constant, np.ndarray) else constant for constant in closed.consts]
     closed = ClosedJaxpr(closed.jaxpr, own)
@@ -185,6 +187,16 @@ def discover(
     user_function: Any,
 ) -> Touched:
     """Find the variables that a function touches, by tracing it; the arguments are those of `lift`."""
+    return keras.traced_until_found(lambda: _touched(function, arrays, frame, shape_of, user_function), frame.mesh)
+
+
+def _touched(
+    function: Callable[[Sequence[Any]], PyTree],
+    arrays: Sequence[jax.ShapeDtypeStruct],
+    frame: Frame,
+    shape_of: Callable[[Variable], Shape],
+    user_function: Any,
+) -> Touched:
     touched: dict[Variable, None] = {}
     written: dict[Variable, str] = {}
 

@@ -56,8 +56,8 @@ def check_gradients(findings: Findings, num_replicas: int) -> None:
             raise FactorOfReplicasError(
                 f"the gradient of variable {note.name!r} given to apply_gradients at {note.where} has already been "
                 "combined over the replicas. apply_gradients sums gradients over the replicas itself, so this update "
-                f"would be R times too large (R = {num_replicas} here). Leave the all_reduce out, or say that it is done: "
-                "optimizer.apply_gradients(grads, aggregate=False)."
+                f"would be R times too large (R = {num_replicas} here). Leave the all_reduce out, or say (to a "
+                "mr.Optimizer) that it is done: optimizer.apply_gradients(grads, aggregate=False)."
             )
     if not gradients or num_replicas == 1:
         return

@@ -19,7 +19,7 @@ from .. import _tf_names
 from .._cluster.spec import Cluster
 from .._errors import ContextError, StrategyMismatchError
 from .._jax import user_code
-from .._models import nnx
+from .._models import keras, keras_fit, nnx
 from .._options import AutoShardPolicy, InputOptions, ReduceOp
 from .._program.program import describe_program
 from .._program.steps import Steps
@@ -157,6 +157,7 @@ class Strategy:
         lines = [f"{type(self).__name__}: {self._mesh}"]
         lines += [f"program {describe_program(program)}" for program in self._steps.programs]
         lines += [f"dataset {dataset.describe()}" for dataset in self._datasets]
+        lines += keras_fit.describe(self._mesh)
         return "\n".join(lines)
 
     # -- where it is
@@ -178,7 +179,7 @@ class Strategy:
         frames.check_enterable(self)
         outer = frames.current()
         frame = Frame(self, self._mesh) if outer is None else dataclasses.replace(outer, strategy=self, mesh=self._mesh)
-        with frames.entered(frame):
+        with keras.in_scope(), frames.entered(frame):
             yield self
 
     def _check_current(self, verb: str) -> None:

@@ -12,6 +12,8 @@ from .._errors import ContextError, StrategyMismatchError
 from .._jax import user_code
 from .._jax.marks import Mark, Purpose, mark
 from .._libraries import lines_for
+from .._models import keras
+from .._models.keras_variables import has_strangers, own_variable
 from .._program import lift
 from .._replicas import frames
 from .._text import shown
@@ -73,14 +75,18 @@ def value_and_grad(fn: UserFunction, variables: PyTree, has_aux: bool = False) -
     """
     if not callable(fn):
         raise TypeError(f"mr.value_and_grad got {shown(fn)}; expected a function that returns a loss.")
-    leaves, treedef = _check_variables(variables)
+    is_later = has_strangers(variables) or (not jax.tree.leaves(variables, is_leaf=is_variable) and frames.is_traced())
+    known = None if is_later else _check_variables(variables)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if known is None and not jax.tree.leaves(variables):
+            keras.build_by(lambda: fn(*args, **kwargs))
+        leaves, treedef = known or _check_variables(variables)
         if frames.is_traced():
-            return differentiate(None, args, kwargs)
-        return with_few_compilations(lambda caches: differentiate(caches, args, kwargs))
+            return differentiate(leaves, treedef, None, args, kwargs)
+        return with_few_compilations(lambda caches: differentiate(leaves, treedef, caches, args, kwargs))
 
-    def differentiate(caches: Callable[[], Any] | None, args: Any, kwargs: Any) -> Any:
+    def differentiate(leaves: list[Variable], treedef: Any, caches: Callable[[], Any] | None, args: Any, kwargs: Any) -> Any:
         where = user_code.user_line()
         kept: dict[str, Any] = {}
 
@@ -105,10 +111,12 @@ def value_and_grad(fn: UserFunction, variables: PyTree, has_aux: bool = False) -
 
 
 def _check_variables(variables: PyTree) -> tuple[list[Variable], Any]:
-    leaves, treedef = jax.tree.flatten(trainable(variables), is_leaf=is_variable)
+    given, treedef = jax.tree.flatten(trainable(variables), is_leaf=is_variable)
+    leaves = list(map(own_variable, given))
     if not leaves:
         raise TypeError(
-            "mr.value_and_grad got no variables; expected at least one, for example mr.value_and_grad(loss_fn, [w, b])."
+            "mr.value_and_grad got no variables; expected at least one, for example mr.value_and_grad(loss_fn, [w, b]). A Keras "
+            "model has none before it is built: model.build(input_shape)."
         )
     for leaf in leaves:
         if not isinstance(leaf, Variable):

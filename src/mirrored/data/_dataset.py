@@ -6,6 +6,7 @@ import collections.abc
 import copy
 import dataclasses
 import logging
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -149,6 +150,10 @@ class DistributedDataset:
         if not self._has_dropped:
             self._has_dropped = True
             _logger.info("dropping %d of the %d rows of a step, so that all replicas get the same number", dropped, num_rows)
+
+
+#: The devices over which a dataset is distributed.
+mesh_of: Callable[[DistributedDataset], ReplicaMesh] = operator.attrgetter("_mesh")
 
 
 def check_dataset(dataset: Any, verb: str) -> None:

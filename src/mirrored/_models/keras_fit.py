@@ -1,0 +1,257 @@
+"""Keras' own `fit`, `evaluate` and `predict` on all devices of a strategy.
+
+Keras compiles a function of the global batch, and XLA shares out what it computes: by where the batch lies. So the numbers
+are those of one device, with normalization over the global batch. What is ours is only where variables and batches lie.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._errors import StrategyMismatchError
+from .._jax import user_code
+from .._replicas import cross_replica, in_flight, placement
+from .._replicas.mesh import ReplicaMesh
+from .._replicas.per_replica import PerReplica, is_per_replica, stack_of, uneven_shapes
+from .._text import numbered
+from .._variables.variable import spec_of
+from ..data._dataset import DistributedDataset, mesh_of
+from . import keras_parts
+from .keras_layers import replace
+from .keras_variables import adopt, ours_of, scope_mesh
+
+#: In whose scope models were made that have no variables yet.
+_made_on: weakref.WeakKeyDictionary[Any, ReplicaMesh] = weakref.WeakKeyDictionary()
+#: The models that were fitted, evaluated or asked for predictions, with their devices.
+_run_on: weakref.WeakKeyDictionary[Any, ReplicaMesh] = weakref.WeakKeyDictionary()
+
+
+def replace_methods(keras: ModuleType) -> None:
+    """Let `fit` and its kin know about strategies; for a model of no strategy they do what they did."""
+    replace(keras.Model, "__init__", _init_model)
+    for kind in ("train", "test", "predict"):
+        replace(keras.Model, f"make_{kind}_function", functools.partial(_make_function, keras, f"{kind}_function"))
+    replace(keras.Model, "fit", functools.partial(_with_dataset, keras))
+    replace(keras.Model, "evaluate", functools.partial(_with_dataset, keras))
+    replace(keras.Model, "predict", functools.partial(_with_dataset, keras))
+
+
+def describe(mesh: ReplicaMesh) -> list[str]:
+    """Say which models Keras trains, evaluates or asks on these devices."""
+    names = [model.name for model, own in list(_run_on.items()) if own == mesh]
+    how = "share each batch out over all replicas, or give it whole to each when they do not divide it"
+    return [f"Keras model {name!r}: fit, evaluate and predict {how}" for name in names]
+
+
+# -- where a model is
+
+
+def _init_model(old: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
+    mesh = scope_mesh()
+    if mesh is not None:
+        _made_on[model] = mesh
+    old(model, *args, **kwargs)
+
+
+def _mesh_of(model: Any) -> ReplicaMesh | None:
+    """Return the devices of the strategy that a model, or its optimizer, is of, or in whose scope this is."""
+    known = [ours for ours in map(ours_of, _variables_of(model)) if ours is not None]
+    mesh = spec_of(known[0]).mesh if known else _made_on.get(model)
+    here = scope_mesh()
+    if mesh is not None and here is not None and mesh != here:
+        raise StrategyMismatchError(
+            f"the Keras model {model.name!r} lives on {mesh}, but this is the scope of a strategy on {here}. Leave the scope, or "
+            "make the model in it."
+        )
+    return mesh or here
+
+
+def _variables_of(model: Any) -> list[Any]:
+    optimizer = getattr(model, "optimizer", None)
+    return [*model.variables, *model.metrics_variables, *(() if optimizer is None else optimizer.variables)]
+
+
+# -- the functions that Keras compiles
+
+
+def _make_function(
+    keras: ModuleType, name: str, old: Callable[..., Any], model: Any, force: bool = False
+) -> Callable[..., Any] | None:
+    """Make the function that `fit` calls with the state and the batches, so that both lie on all devices."""
+    mesh = _mesh_of(model)
+    if mesh is None:
+        return old(model, force)
+    for variable in _variables_of(model):  # those that were made outside of the scope, such as the slots of an optimizer
+        adopt(variable, mesh)
+    known = getattr(model, name)
+    if force or not isinstance(known, _OnAll) or known.mesh != mesh:
+        with _distribution(keras, mesh).scope():  # so that Keras names the placement of the new state
+            old(model, True)
+        setattr(model, name, _OnAll(mesh, getattr(model, name), kind=name.removesuffix("_function")))
+        _run_on[model] = mesh
+    return getattr(model, name)
+
+
+class _OnAll:
+    """A function of Keras, of the state and an iterator of batches, that is given batches which lie on all devices."""
+
+    def __init__(self, mesh: ReplicaMesh, function: Callable[..., Any], kind: str) -> None:
+        self.mesh = mesh
+        self._function = function
+        self._kind = kind
+        self._is_new = True
+
+    def __call__(self, state: Any, iterator: Iterator[Any]) -> Any:
+        in_flight.require_threads()
+        results, state = self._function(state, map(self._placed, iterator))
+        if self._kind == "predict":  # Keras makes numpy arrays of them
+            leaves, treedef = jax.tree.flatten(results)
+            results = treedef.unflatten(placement.mirror(self.mesh, leaves))
+        if in_flight.is_paced(self.mesh.mirrored):
+            witness = [leaf for leaf in jax.tree.leaves(results) if isinstance(leaf, jax.Array)]
+            if not witness:
+                jax.block_until_ready(state)
+            elif self.mesh.is_alone:
+                in_flight.started(witness[0])
+            else:
+                in_flight.joined(witness[0])
+        return results, state
+
+    def _placed(self, batch: Any) -> Any:
+        if self._is_new and self._kind == "train":
+            _warn_of_whole_batches(self.mesh, batch)
+        self._is_new = False
+        return _placed(self.mesh, batch)
+
+
+def _warn_of_whole_batches(mesh: ReplicaMesh, batch: Any) -> None:
+    sizes = {array.shape[0] for array in jax.tree.leaves(batch) if array.ndim}
+    if not any(size % mesh.num_replicas for size in sizes):
+        return
+    warnings.warn(
+        f"model.fit gets batches of {', '.join(map(str, sorted(sizes)))} rows for {mesh.num_replicas} replicas. Keras' programs "
+        "share a batch out only when the replicas divide it; now each replica computes the whole batch: the numbers are right, "
+        f"and it is no faster than one device. Use a multiple of {mesh.num_replicas} as the batch size.",
+        stacklevel=user_code.user_stacklevel(),
+    )
+
+
+@functools.cache
+def _distribution(keras: ModuleType, mesh: ReplicaMesh) -> Any:
+    devices = keras.distribution.DeviceMesh((mesh.num_replicas,), ["replica"], list(mesh.devices))
+    return keras.distribution.DataParallel(device_mesh=devices, auto_shard_dataset=False)
+
+
+# -- where batches lie
+
+
+def _placed(mesh: ReplicaMesh, batch: Any) -> Any:
+    """Share the rows of a batch out over the devices; a batch that they do not divide goes whole to each, which is exact too."""
+    arrays, treedef = jax.tree.flatten(batch)
+    if not mesh.is_alone:
+        _require_same(mesh, arrays)
+    return treedef.unflatten([_placed_array(mesh, array) for array in arrays])
+
+
+def _placed_array(mesh: ReplicaMesh, array: Any) -> jax.Array:
+    is_divided = array.ndim and array.shape[0] and array.shape[0] % mesh.num_replicas == 0
+    where = mesh.stacked if is_divided else mesh.mirrored
+    if mesh.is_alone or (isinstance(array, jax.Array) and not array.is_fully_addressable):
+        return array if isinstance(array, jax.Array) and array.sharding == where else jax.device_put(array, where)
+    host = np.asarray(array)
+    return jax.make_array_from_callback(host.shape, where, lambda index: host[index])
+
+
+def _require_same(mesh: ReplicaMesh, arrays: Sequence[Any]) -> None:
+    """See, at most two programs later, that all workers have the same global batch, of which each uses its rows."""
+    own = [array for array in arrays if not isinstance(array, jax.Array) or array.is_fully_addressable]
+    sums = np.array([placement.checksum(np.asarray(array)) for array in own], np.uint32)
+    if own:
+        placement.mirror(mesh, [sums], _refuse_batch, is_checked_late=True)
+
+
+def _refuse_batch(position: int, workers: Sequence[int]) -> None:
+    raise StrategyMismatchError(
+        f"{numbered(workers)} gave model.fit (or evaluate, predict) another batch than worker 0. With several workers each "
+        "passes the same global batches, of which it uses its own rows: seed what shuffles them alike, by "
+        "keras.utils.set_random_seed(0), or pass strategy.distribute_dataset(dataset)."
+    )
+
+
+# -- distributed datasets
+
+
+def _with_dataset(keras: ModuleType, old: Callable[..., Any], model: Any, x: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Call `fit`, `evaluate` or `predict` so that distributed datasets are understood, and that all workers shuffle alike."""
+    mesh = _mesh_of(model)
+    if isinstance(x, DistributedDataset):
+        unused = [name for name in ("y", "sample_weight", "class_weight", "validation_split") if kwargs.get(name)]
+        if unused or args:
+            raise ValueError(
+                f"{old.__name__} got a distributed dataset and {' and '.join(unused) or 'positional arguments'}; expected the "
+                "dataset alone, which yields (x, y) or (x, y, sample_weight). Pass other arguments by their names."
+            )
+        x = _adapted(keras, x, mesh, model)
+    if isinstance(kwargs.get("validation_data"), DistributedDataset):
+        kwargs["validation_data"] = _adapted(keras, kwargs["validation_data"], mesh, model)
+    if mesh is not None and not mesh.is_alone and old.__name__ == "fit":  # Keras shuffles by numpy's numbers
+        np.random.seed(int(placement.mirror(mesh, [np.random.randint(2**31, dtype=np.int32)])[0]))
+    return old(model, x, *args, **kwargs)
+
+
+def _adapted(keras: ModuleType, dataset: DistributedDataset, mesh: ReplicaMesh | None, model: Any) -> Any:
+    if mesh != mesh_of(dataset):
+        raise StrategyMismatchError(
+            f"the dataset was distributed over {mesh_of(dataset)}, but the Keras model {model.name!r} "
+            + ("belongs to no strategy. Make it in `with strategy.scope():`." if mesh is None else f"lives on {mesh}.")
+        )
+    return _adapter_class(keras_parts.adapter_base(keras))(dataset)
+
+
+class BatchAdapter:
+    """A distributed dataset as Keras takes batches from it: as global arrays."""
+
+    batch_size = partial_batch_size = None
+    has_partial_batch = False
+
+    def __init__(self, dataset: DistributedDataset) -> None:
+        self._dataset = dataset
+
+    @property
+    def num_batches(self) -> int | None:
+        """The number of batches of an epoch, or None when it is not known before the end."""
+        try:
+            return len(self._dataset)
+        except TypeError:
+            return None
+
+    def get_jax_iterator(self) -> Iterator[Any]:
+        """Yield the batches of one epoch."""
+        for batch in self._dataset:
+            yield jax.tree.map(_joined, batch, is_leaf=is_per_replica)
+
+
+@functools.cache
+def _adapter_class(base: type) -> type:
+    return type("BatchAdapter", (BatchAdapter, base), {})
+
+
+def _joined(value: PerReplica) -> jax.Array:
+    """Return the rows of all replicas as one array, which lies as the replicas' rows do."""
+    stack, shapes = stack_of(value), uneven_shapes(value)
+    mesh = ReplicaMesh(stack.sharding.mesh)  # type: ignore[attr-defined]
+    if shapes is None:
+        return cross_replica.compiled(_rows, mesh.stacked)(stack)
+    return cross_replica.compiled(cross_replica.gather_stack, mesh.mirrored, 0, shapes, mesh.mirrored)(stack)
+
+
+def _rows(stack: jax.Array) -> jax.Array:
+    return stack.reshape(-1, *stack.shape[2:])

@@ -1,0 +1,144 @@
+"""What Keras' layers and optimizers do in a step: they see the global batch, and the gradients of all replicas."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._jax import user_code
+from .._jax.marks import Mark, Purpose, mark
+from .._options import ReduceOp
+from .._replicas import frames
+from .._replicas.collectives import ReplicaAxis
+from .._replicas.context import ReplicaContext, axis_of
+from . import keras_parts
+from .keras_variables import UndiscoveredError, is_update, scope_mesh, update
+
+
+def replace_methods(keras: ModuleType) -> None:
+    """Let the layers and optimizers of Keras know about replicas; outside a step they do what they did."""
+    replace(keras.layers.BatchNormalization, keras_parts.MOMENTS, _moments)
+    replace(keras.random.SeedGenerator, "next", _next_seed)
+    replace(keras.optimizers.Optimizer, "apply", _apply)
+    replace(keras.optimizers.LossScaleOptimizer, "apply", _apply_scaled)
+
+
+def replace(owner: type, name: str, method: Callable[..., Any]) -> None:
+    """Replace a method by one that is given the old one first."""
+    old = getattr(owner, name)
+
+    @functools.wraps(old)
+    def new(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return method(old, self, *args, **kwargs)
+
+    setattr(owner, name, new)
+
+
+def _replica() -> ReplicaContext | None:
+    frame = frames.current()
+    return None if frame is None else frame.replica
+
+
+# -- normalization and random numbers
+
+
+def _moments(old: Callable[..., Any], layer: Any, inputs: Any, mask: Any) -> Any:
+    """Compute the mean and the variance of the global batch, of which each replica has some rows, or none."""
+    replica = _replica()
+    if replica is None:
+        return old(layer, inputs, mask)
+    return _global_moments(axis_of(replica), inputs, mask, tuple(keras_parts.reduction_axes_of(layer)))
+
+
+def _global_moments(axis: ReplicaAxis, x: jax.Array, mask: Any, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    """Combine the replicas' own means and sums of squares in one collective, without the cancellation of E[x^2] - E[x]^2."""
+    is_real = None if mask is None else jnp.broadcast_to(jnp.asarray(mask, bool)[..., None], x.shape)
+    num_elements = math.prod(x.shape[a] for a in axes)
+    count = num_elements if is_real is None else jnp.sum(is_real, axes, dtype=x.dtype)
+    mean = jnp.sum(x, axes, where=is_real) / jnp.maximum(count, 1)
+    squares = jnp.sum((x - jnp.expand_dims(mean, axes)) ** 2, axes, where=is_real)
+    if is_real is None:
+        counts: Any = np.array(axis.each(num_elements), x.dtype)[:, None]
+        means, squares = jnp.moveaxis(axis.stack(jnp.stack([mean, squares])), 1, 0)
+        total = counts.sum()
+    else:
+        counts, means, squares = jnp.moveaxis(axis.stack(jnp.stack([count, mean, squares])), 1, 0)
+        total = jnp.sum(counts, 0) + keras_parts.epsilon()  # as Keras does
+    mean = jnp.sum(counts * means, 0) / total
+    return mean, jnp.sum(squares + counts * (means - mean) ** 2, 0) / total
+
+
+def _next_seed(old: Callable[..., Any], generator: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return a seed that differs by replica, and is that of one device on the first; the generator's state is the same on all."""
+    seed, replica = old(generator, *args, **kwargs), _replica()
+    if replica is None:
+        return seed
+    index = axis_of(replica).index()
+    return jnp.where(index == 0, seed, jax.random.fold_in(seed, index))
+
+
+# -- optimizers
+
+
+def _apply(old: Callable[..., Any], optimizer: Any, grads: Sequence[Any], trainable_variables: Any = None) -> None:
+    """Sum the gradients over the replicas, and update the variables."""
+    replica = _replica()
+    if replica is None or is_update():  # an optimizer inside of another gets sums
+        return old(optimizer, grads, trainable_variables)
+    variables = None if trainable_variables is None else list(trainable_variables)
+    _require_built(optimizer, variables)
+    summed = _summed(replica, grads, variables or keras_parts.trained_by(optimizer))
+    with update():
+        return old(optimizer, summed, variables)
+
+
+def _apply_scaled(old: Callable[..., Any], optimizer: Any, grads: Sequence[Any], trainable_variables: Any = None) -> None:
+    """Do the same for an optimizer that looks whether all gradients are finite, through its method without side effects.
+
+    Its other method assigns inside the branches of a `cond`, which no trace of JAX survives.
+    """
+    replica = _replica()
+    if replica is None or is_update():
+        return old(optimizer, grads, trainable_variables)
+    variables = None if trainable_variables is None else list(trainable_variables)
+    _require_built(optimizer, variables)
+    trained = keras_parts.trained_by(optimizer)
+    variables = trained if variables is None else variables
+    by_variable = {id(v): g for g, v in zip(_summed(replica, grads, variables), variables, strict=True)}
+    with update():
+        state = optimizer.variables
+        values = [v.value for v in trained]
+        new, new_state = optimizer.stateless_apply([v.value for v in state], [by_variable.get(id(v)) for v in trained], values)
+        for variable, value in zip([*trained, *state], [*new, *new_state], strict=True):
+            variable.assign(value)
+    return None
+
+
+def _require_built(optimizer: Any, variables: list[Any] | None) -> None:
+    """Start the trace again when an optimizer has no slots: some make theirs in a way that no trace survives."""
+
+    def build() -> list[Any]:
+        with keras_parts.name_scope(optimizer):
+            optimizer.build(variables)
+        return optimizer.variables
+
+    if not optimizer.built and variables:
+        raise UndiscoveredError([], scope_mesh(), build)
+
+
+def _summed(replica: ReplicaContext, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    """Sum gradients over the replicas, as `mr.Optimizer` does: marked, so that none is summed twice."""
+    where, grads = user_code.user_line(), list(grads)
+    paths = [variable.path for variable in variables] + ["?"] * len(grads)  # Keras says it when their numbers differ
+    present = [i for i, gradient in enumerate(grads) if gradient is not None]
+    marked = [mark(jnp.asarray(grads[i]), Mark(Purpose.GRADIENT, paths[i], where)) for i in present]
+    for i, total in zip(present, replica.all_reduce(ReduceOp.SUM, marked), strict=True):
+        grads[i] = total
+    return grads

@@ -1,0 +1,52 @@
+"""What we use of Keras that it does not promise. tests/_models/test_keras_parts.py fails when one of them moves."""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+
+def loaded() -> ModuleType | None:
+    """Return Keras, when the program has imported it. We never import it."""
+    keras = sys.modules.get("keras")
+    return keras if hasattr(keras, "Variable") and hasattr(keras, "Model") and hasattr(keras, "random") else None
+
+
+def innermost_scope(keras: ModuleType) -> Any:
+    """Return the `keras.StatelessScope` that the program is in, or None."""
+    return keras.src.backend.common.stateless_scope.get_stateless_scope()
+
+
+def is_shape_inference(keras: ModuleType) -> bool:
+    """Tell whether Keras only wants to know shapes, so that a variable's value does not matter."""
+    return keras.src.backend.common.symbolic_scope.in_symbolic_scope()
+
+
+def epsilon() -> float:
+    """Return the small number that Keras adds to what it divides by."""
+    return sys.modules["keras"].config.epsilon()
+
+
+def name_scope(optimizer: Any) -> Any:
+    """Return the scope in which an optimizer makes its variables, so that its name is in theirs."""
+    return sys.modules["keras"].name_scope(optimizer.name, caller=optimizer)
+
+
+#: The name under which a variable holds its array. None says that it has none yet, or that `fit` has taken it.
+VALUE = "_value"
+#: The method that computes the mean and the variance of a batch.
+MOMENTS = "_moments"
+#: The dtype of a variable, whatever is cast where it is read.
+dtype_of: Callable[[Any], str] = operator.attrgetter("_dtype")
+#: The axes over which a normalization layer takes its moments.
+reduction_axes_of: Callable[[Any], Sequence[int]] = operator.attrgetter("_reduction_axes")
+#: The variables that an optimizer was built for.
+trained_by: Callable[[Any], list[Any]] = operator.attrgetter("_trainable_variables")
+
+
+def adapter_base(keras: ModuleType) -> type:
+    """Return the class of what `fit` takes batches from; an object of it is taken as it is."""
+    return keras.src.trainers.data_adapters.data_adapter.DataAdapter

@@ -1,0 +1,91 @@
+"""Which Keras variables a function touches while it is traced, and those that it makes."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+from .._errors import ContextError
+from .._jax import tracing
+from .._replicas.mesh import ReplicaMesh, default_mesh
+from . import keras_parts
+from .keras_variables import UndiscoveredError, adopt, ours_of
+
+
+class VariableScope:
+    """The scope in which a function that uses Keras is traced: Keras asks it for the values of variables.
+
+    Variables of ours are read and written as always. Others are noted, and so are those that are made here: Keras
+    initializes none before the end of the scope.
+
+    Attributes:
+        strangers: the variables that are not ours yet, by their identity.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(collect_losses=True)  # type: ignore[call-arg]
+        self.strangers: dict[int, Any] = {}
+
+    def get_current_value(self, variable: Any) -> Any:
+        """Return what Keras reads."""
+        if ours_of(variable) is not None:
+            return variable._value
+        self.strangers[id(variable)] = variable
+        value = super().get_current_value(variable)  # type: ignore[misc]
+        return tracing.placeholder(variable.shape, keras_parts.dtype_of(variable)) if value is None else value
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        """Take what Keras writes."""
+        variable, value = update
+        if ours_of(variable) is not None:
+            variable._value = value
+        else:
+            self.strangers[id(variable)] = variable
+            super().add_update(update)  # type: ignore[misc]
+
+
+@functools.cache
+def _scope_class(base: type) -> type:
+    return type("VariableScope", (VariableScope, base), {})
+
+
+@contextlib.contextmanager
+def search(keras: ModuleType, mesh: ReplicaMesh | None, is_discovery: bool) -> Iterator[list[Any]]:
+    """Trace a function inside this block; afterwards the list has the Keras variables that are ours now and were not before.
+
+    Args:
+        keras: the module.
+        mesh: where variables will be that are met here.
+        is_discovery: whether the trace can be repeated; otherwise no such variable may be met.
+
+    Raises:
+        ContextError: when one is met and the trace cannot be repeated.
+        UndiscoveredError: when a larger trace around this one has to be repeated.
+    """
+    found: list[Any] = []
+    is_inner = isinstance(keras_parts.innermost_scope(keras), VariableScope)
+    scope, met = _scope_class(keras.StatelessScope)(), mesh
+    make: Callable[[], list[Any]] = list
+    try:
+        with scope:  # at its end Keras initializes what was made, now that nothing is traced, if there is no scope around it
+            yield found
+    except UndiscoveredError as error:
+        scope.strangers |= {id(variable): variable for variable in error.variables}
+        met, make = error.mesh or mesh, error.make
+    found += scope.strangers.values()
+    if is_inner and (found or make is not list):
+        raise UndiscoveredError(found, met, make)
+    found += make()
+    if not found:
+        return
+    if not is_discovery:
+        raise ContextError(
+            f"the Keras variable {found[0].path!r} was used when the function was traced, but not when its variables were "
+            "discovered a moment before. A step must do the same every time it is traced: look for layers, metrics or "
+            "optimizers that are made in it, and for code that depends on something outside that changes."
+        )
+    for variable in found:
+        adopt(variable, met or default_mesh())

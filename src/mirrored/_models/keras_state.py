@@ -1,0 +1,89 @@
+"""The state of Keras' objects, by names that are the same in each run that builds them in the same way."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from .._variables.variable import Variable, spec_of
+from . import keras_parts
+from .keras_variables import adopt, is_keras_variable, ours_of, scope_mesh
+
+_NUMBERED = re.compile(r"(.*?)(?:_(\d+))?")
+
+
+def state_of(value: Any) -> Any:
+    """Return a model's, layer's, metric's or optimizer's variables, by name; any other value as it is.
+
+    Raises:
+        TypeError: for an object that has not made its variables yet, or whose variables belong to no strategy.
+    """
+    keras = keras_parts.loaded()
+    if is_keras_variable(value):
+        return _ours([value])[0]
+    if keras is None or not isinstance(value, keras.Layer | keras.optimizers.Optimizer | keras.metrics.Metric):
+        return value
+    kind, name = type(value).__name__, value.name
+    if isinstance(value, keras.optimizers.Optimizer):
+        if not value.built:
+            raise TypeError(
+                f"the Keras optimizer {name!r} ({kind}) has not made the variables that belong to the model's. Build it first, "
+                "in the strategy's scope: optimizer.build(model.trainable_variables)."
+            )
+        # Keras saves them by number too: their paths have those of the model's variables in them.
+        return {str(number): variable for number, variable in enumerate(_ours(value.variables))}
+    if isinstance(value, keras.Layer) and not value.built:
+        raise TypeError(
+            f"{name!r} ({kind}) has not made its variables yet. Build it first, in the strategy's scope: "
+            "model.build(input_shape), or call it once."
+        )
+    return dict(zip(_names([variable.path for variable in value.variables]), _ours(value.variables), strict=True))
+
+
+def _ours(variables: Sequence[Any]) -> list[Variable]:
+    """Return the variables behind Keras variables; those that have none yet are adopted by the strategy of the others."""
+    known = [ours for ours in map(ours_of, variables) if ours is not None]
+    mesh = spec_of(known[0]).mesh if known else scope_mesh()
+    for variable in variables:
+        if mesh is None:
+            raise TypeError(
+                f"the Keras variable {variable.path!r} belongs to no strategy. Make the model, its metrics and its optimizer in "
+                "`with strategy.scope():`."
+            )
+        adopt(variable, mesh)
+    found = [ours_of(variable) for variable in variables]
+    assert None not in found, variables
+    return found  # type: ignore[return-value]
+
+
+def _names(paths: Sequence[str]) -> list[str]:
+    """Return the paths, with Keras' own numbers counted from these objects on.
+
+    The second model that a program builds has a `dense_2` where the first has a `dense`. What two variables have in common is
+    told apart by their order.
+    """
+    numbers = defaultdict(set)
+    for part in {part for path in paths for part in path.split("/")}:
+        stem, number = _split(part)
+        numbers[stem].add(number)
+    rank = {stem: sorted(own) for stem, own in numbers.items()}
+
+    def own_name(part: str) -> str:
+        stem, number = _split(part)
+        index = rank[stem].index(number)
+        return f"{stem}_{index}" if index else stem
+
+    seen: dict[str, int] = defaultdict(int)
+    names = []
+    for path in paths:
+        name = "/".join(map(own_name, path.split("/")))
+        seen[name] += 1
+        names.append(f"{name}#{seen[name]}" if seen[name] > 1 else name)
+    return names
+
+
+def _split(part: str) -> tuple[str, int]:
+    stem, number = _NUMBERED.fullmatch(part).groups()  # type: ignore[union-attr]
+    return (stem, int(number)) if number else (stem, -1)

@@ -1,0 +1,194 @@
+"""A Keras variable of a strategy is a view on a variable of ours, so that all of Keras' own code works with it unchanged."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._errors import ContextError
+from .._jax import tracing, user_code
+from .._jax.marks import Mark, Purpose, mark
+from .._replicas import frames
+from .._replicas.frames import Frame
+from .._replicas.mesh import ReplicaMesh, default_mesh
+from .._variables.access import store
+from .._variables.variable import Variable, is_variable, spec_of
+from . import keras_parts
+
+_OURS, _MESH = "_mirrored_variable", "_mirrored_mesh"
+#: Inside an optimizer's update, where all replicas have the same gradients: what is written needs no aggregation, only the proof.
+_is_update: contextvars.ContextVar[bool] = contextvars.ContextVar("mirrored_keras_update", default=False)
+
+
+class View:
+    """What a class of Keras variables gets so that their arrays are those of `mr.Variable`s, made with their first values."""
+
+    @property
+    def _value(self) -> Any:
+        ours = vars(self).get(_OURS)
+        if ours is None:
+            return None
+        if keras_parts.is_shape_inference(_keras()):
+            return tracing.placeholder(ours.shape, ours.dtype)
+        return ours.value
+
+    @_value.setter
+    def _value(self, value: Any) -> None:
+        if value is None:  # it will be initialized later, or `fit` has taken the array and brings back another
+            return
+        ours = vars(self).get(_OURS)
+        if ours is None:
+            vars(self)[_OURS] = _made(self, value)
+        elif _is_update.get():
+            is_mirrored = not spec_of(ours).is_on_read
+            store(ours, mark(value, Mark(Purpose.ASSIGN, ours.name, user_code.user_line())) if is_mirrored else value)
+        else:
+            ours.assign(value)
+
+    def _initialize_layout(self) -> None:
+        """Leave the placement to the strategy, whatever `keras.distribution` says."""
+
+    def _direct_assign(self, value: Any) -> None:
+        self._value = value
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Be copied and pickled as an ordinary Keras variable, with its value."""
+        state = {name: content for name, content in vars(self).items() if name not in (_OURS, _MESH)}
+        return _new, (type(self).__base__,), state | {keras_parts.VALUE: self._value}
+
+
+def _new(kind: type) -> Any:
+    return object.__new__(kind)
+
+
+def _keras() -> Any:
+    keras = keras_parts.loaded()
+    assert keras is not None
+    return keras
+
+
+@functools.cache
+def _view_class(kind: type) -> type:
+    """Return a class that looks like `kind`; it has `kind` as its only base, because an object's class may change to no other."""
+    names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    own = {name: vars(View)[name] for name in (keras_parts.VALUE, "_initialize_layout", "_direct_assign", "__reduce_ex__")}
+    return type(kind.__name__, (kind,), own | names)
+
+
+def _made(view: Any, value: Any) -> Variable:
+    """Make the variable behind a view, with its first value."""
+    mesh, is_on_read = vars(view)[_MESH], view.synchronization == "on_read"
+    kind = {"name": view.path, "trainable": view.trainable, "aggregation": view.aggregation}
+    with frames.entered(Frame(None, mesh)):
+        if not is_on_read or view.aggregation == "none":
+            return Variable(value, synchronization="on_read" if is_on_read else "auto", **kind)
+        # What a metric has counted already is what all replicas have counted together.
+        return Variable(jnp.zeros_like(value), synchronization="on_read", **kind).assign(value)
+
+
+def is_keras_variable(value: Any) -> bool:
+    """Tell whether a value is a variable of Keras."""
+    keras = keras_parts.loaded()
+    return keras is not None and isinstance(value, keras.Variable)
+
+
+def ours_of(variable: Any) -> Variable | None:
+    """Return the variable behind a Keras variable, or None when it has none, or no value, yet."""
+    return vars(variable).get(_OURS)
+
+
+def claim(variable: Any, mesh: ReplicaMesh) -> None:
+    """Make a Keras variable a view, of which the array will be on these devices when there is one."""
+    _require_support(variable)
+    variable.__class__ = _view_class(type(variable))
+    vars(variable)[_MESH] = mesh
+
+
+def adopt(variable: Any, mesh: ReplicaMesh) -> None:
+    """Make a Keras variable a view on a new variable with its value; again does nothing."""
+    if _MESH in vars(variable):
+        return
+    kind, value = type(variable), vars(variable).pop(keras_parts.VALUE, None)
+    try:
+        claim(variable, mesh)
+        variable._value = value
+    except BaseException:
+        variable.__class__ = kind
+        setattr(variable, keras_parts.VALUE, value)
+        vars(variable).pop(_MESH, None)
+        raise
+
+
+def _require_support(variable: Any) -> None:
+    keras = _keras()
+    if keras.config.backend() != "jax":
+        raise ContextError(
+            f"Keras computes with {keras.config.backend()!r}, but its variable {getattr(variable, 'path', '')!r} is used with a "
+            "strategy, whose steps are programs of JAX. Set the environment variable KERAS_BACKEND=jax "
+            "before keras is imported."
+        )
+    if getattr(keras.config, "is_nnx_enabled", bool)():
+        raise ContextError(
+            "Keras is in its NNX mode, in which its variables belong to Flax; with a strategy it must be off: leave out "
+            "KERAS_NNX_ENABLED, which has to be so before keras is imported."
+        )
+
+
+@contextlib.contextmanager
+def update() -> Iterator[None]:
+    """Write variables, inside this block, as an optimizer does that has summed its gradients over the replicas."""
+    token = _is_update.set(True)
+    try:
+        yield
+    finally:
+        _is_update.reset(token)
+
+
+#: Whether this is inside such a block.
+is_update = _is_update.get
+
+
+def scope_mesh() -> ReplicaMesh | None:
+    """Return the devices of the strategy in whose scope, or step, the program is."""
+    frame = frames.current()
+    return frame.mesh if frame is not None and frame.strategy is not None else None
+
+
+def own_variable(value: Any) -> Any:
+    """Return the variable behind a Keras variable, which is adopted if need be; any other value as it is.
+
+    Raises:
+        UndiscoveredError: in a trace, where none can be made.
+    """
+    if not is_keras_variable(value):
+        return value
+    if ours_of(value) is None:
+        if frames.is_traced():
+            raise UndiscoveredError([value], scope_mesh())
+        adopt(value, scope_mesh() or default_mesh())
+    return ours_of(value)
+
+
+def has_strangers(tree: Any) -> bool:
+    """Tell whether there are Keras variables in a tree that are not ours yet."""
+    return any(is_keras_variable(leaf) and ours_of(leaf) is None for leaf in jax.tree.leaves(tree, is_leaf=is_variable))
+
+
+class UndiscoveredError(BaseException):
+    """A trace has met Keras variables that are not ours yet, and must be started again. Users never see it.
+
+    Attributes:
+        variables: those that it has met.
+        mesh: where they will be.
+        make: makes further ones, outside of the trace, and returns them.
+    """
+
+    def __init__(self, variables: list[Any], mesh: ReplicaMesh | None, make: Callable[[], list[Any]] = list) -> None:
+        super().__init__()
+        self.variables, self.mesh, self.make = variables, mesh, make

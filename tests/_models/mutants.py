@@ -1,0 +1,49 @@
+"""Damages to what makes Keras' variables ours, and lets its layers, optimizers and fit know about replicas."""
+
+_K, _L, _F, _S = (f"tests/_models/test_keras{name}.py::test_" for name in ("", "_layers", "_fit", "_state"))
+_NET = _L + "a_conv_net_learns_as_on_one_device[4-adam]"
+_WRONG = _L + "wrong_recipes_are_refused_and_change_nothing"
+_BATCH = _L + "normalization_sees_the_global_batch_and_dropout_differs_by_replica"
+_MET = _K + "variables_are_taken_over_where_a_step_meets_or_makes_them"
+_FIT = _F + "fit_is_that_of_one_device[4-small-options0]"
+_ELSEWHERE = _F + "what_would_train_elsewhere_is_refused"
+_SAVED = _S + "a_model_goes_on_where_it_was_saved"
+
+MUTANTS = [
+    ("_models/keras.py", "for _ in range(MAX_TRACES):", "for _ in range(1):", _MET),
+    (
+        "_models/keras.py",
+        "        if scope.strangers:\n",
+        "        if False:\n",
+        _K + "gradients_and_optimizers_of_ours_take_keras_variables",
+    ),
+    ("_models/keras_variables.py", "        elif _is_update.get():", "        elif False:", _NET),
+    ("_models/keras_variables.py", ".assign(value)\n\n\ndef is_keras", "\n\n\ndef is_keras", _MET),
+    ("_models/keras_variables.py", "state | {keras_parts.VALUE: self._value}", "state", _SAVED),
+    ("_models/keras_scope.py", "    found += make()\n", "", _MET),
+    (
+        "_models/keras_scope.py",
+        "collect_losses=True",
+        "collect_losses=False",
+        _L + "losses_constraints_and_mixed_precision_are_as_on_one_device",
+    ),
+    (
+        "_models/keras_layers.py",
+        "for i, total in zip(present, replica.all_reduce(ReduceOp.SUM, marked), strict=True):",
+        "for i, total in zip(present, marked, strict=True):",
+        _NET,
+    ),
+    ("_models/keras_layers.py", "axis.each(num_elements)", "(1,) * axis.size", _BATCH),
+    ("_models/keras_layers.py", "jnp.where(index == 0, seed, jax.random.fold_in(seed, index))", "seed", _BATCH),
+    ("_models/keras_layers.py", "jnp.sum(squares + counts * (means - mean) ** 2, 0)", "jnp.sum(squares, 0)", _BATCH),
+    ("_models/keras_fit.py", "where = mesh.stacked if is_divided else mesh.mirrored", "where = mesh.stacked", _FIT),
+    ("_models/keras_fit.py", "    if mesh != mesh_of(dataset):", "    if False:", _ELSEWHERE),
+    ("_models/keras_fit.py", "if mesh is not None and here is not None and mesh != here:", "if False:", _ELSEWHERE),
+    (
+        "_models/keras_fit.py",
+        "        adopt(variable, mesh)\n",
+        "        pass\n",
+        _F + "a_model_is_trained_by_steps_and_by_fit_in_turns_and_by_distributed_datasets",
+    ),
+    ("_models/keras_state.py", 'return f"{stem}_{index}" if index else stem', "return part", _SAVED),
+]

@@ -1,0 +1,171 @@
+"""Keras is found, and its variables become the strategy's, wherever and whenever they are made."""
+
+import contextlib
+import os
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mirrored as mr
+
+keras = pytest.importorskip("keras")
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+
+class Lazy(keras.Model):
+    """A model that makes its variables when it is called first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.norm = keras.layers.Dense(1, kernel_initializer="ones"), keras.layers.BatchNormalization()
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        return self.norm(self.dense(x), training=training)
+
+
+def is_on(strategy: mr.Strategy, *variables: Any) -> bool:
+    return all(variable.value.devices() == set(strategy.devices) for variable in variables)
+
+
+def test_variables_are_taken_over_where_a_step_meets_or_makes_them(strategy3: mr.Strategy) -> None:
+    x = np.arange(8, dtype=np.float32).reshape(4, 2)
+    [batch] = strategy3.distribute_dataset([x])
+    with strategy3.scope():
+        inside = keras.layers.Dense(1)  # made, and not built
+        total = keras.metrics.Mean()
+    total.update_state(6.0)  # what was counted already
+    outside, optimizer, count = Lazy(), keras.optimizers.Adam(0.1), keras.metrics.Mean()
+    count.update_state([2.0, 7.0])
+
+    def look(x: Any) -> Any:
+        total.update_state(x[:, 0])
+        count.update_state(x[:, 0])
+        return inside(x), outside(x)
+
+    strategy3.run(look, args=(batch,))
+    assert is_on(strategy3, *inside.variables, *outside.variables, *total.variables, *count.variables)
+    assert float(total.result()) == pytest.approx((6 + 12) / 5) and float(count.result()) == (9 + 12) / 6
+    total.reset_state()
+    assert float(total.count.value) == 0.0
+
+    def train(x: Any) -> Any:
+        def loss() -> Any:
+            return mr.losses.compute_average_loss((outside(x, training=True) - 1) ** 2)
+
+        value, gradients = mr.value_and_grad(loss, outside.trainable_variables)()
+        optimizer.apply_gradients(zip(gradients, outside.trainable_variables, strict=True))  # makes its slots
+        return value
+
+    @mr.function
+    def both(x: Any) -> Any:
+        return [strategy3.reduce("sum", strategy3.run(train, args=(x,))) for _ in range(2)]
+
+    first, second = map(float, both(batch))
+    assert second < first and int(optimizer.iterations) == 2 and is_on(strategy3, *optimizer.variables)
+    [even] = strategy3.distribute_dataset([x[:3]])
+
+    def scanned(x: Any) -> Any:
+        return mr.scan(lambda carry, x: (carry, train(x)), 0, jnp.stack([x, x]))[1]
+
+    strategy3.run(scanned, args=(even,))
+    assert int(optimizer.iterations) == 4
+    strategy3.assert_mirrored()
+    with pytest.raises(mr.StrategyMismatchError, match=r"kernel' lives on 3 replicas"):
+        mr.OneDeviceStrategy("cpu:1").run(lambda x: inside(x), args=(x,))
+    with pytest.raises(mr.ContextError, match="under a JAX transformation"):
+        jax.jit(lambda: inside.kernel.value + 1)()
+
+
+@pytest.mark.slow  # each operation of Keras is compiled alone
+def test_eager_steps_do_the_same(strategy2: mr.Strategy) -> None:
+    [x] = strategy2.distribute_dataset([np.arange(8, dtype=np.float32).reshape(4, 2)])
+    results = []
+    for context in (contextlib.nullcontext(), mr.eager()):
+        with strategy2.scope():
+            layer, optimizer, count = (
+                keras.layers.Dense(1, kernel_initializer="ones"),
+                keras.optimizers.SGD(0.1),
+                keras.metrics.Mean(),
+            )
+
+        def step(x: Any, layer: Any = layer, optimizer: Any = optimizer, count: Any = count) -> None:
+            def loss() -> Any:
+                count.update_state(x)
+                return mr.losses.compute_average_loss(layer(x) ** 2)
+
+            gradients = mr.value_and_grad(loss, layer.trainable_variables)()[1]
+            optimizer.apply_gradients(zip(gradients, layer.trainable_variables, strict=True))
+
+        with context:
+            strategy2.run(step, args=(x,))
+        results.append([*np.asarray(layer.kernel.value).ravel(), *np.asarray(layer.bias.value), float(count.result())])
+    np.testing.assert_allclose(*results, rtol=1e-6)
+
+
+def test_gradients_and_optimizers_of_ours_take_keras_variables(strategy2: mr.Strategy) -> None:
+    x = np.ones((4, 2), np.float32)
+    [batch] = strategy2.distribute_dataset([x])
+    with strategy2.scope():
+        layer = keras.layers.Dense(1, kernel_initializer="ones")
+        layer.build((None, 2))
+        optimizer = mr.Optimizer(optax.sgd(1.0), layer.trainable_variables)
+    made_before = mr.value_and_grad(lambda x: mr.losses.compute_average_loss(layer(x)), {"w": layer.kernel, "b": layer.bias})
+
+    def step(x: Any) -> Any:
+        gradients = made_before(x)[1]
+        optimizer.apply_gradients([(gradients["w"], layer.kernel), (gradients["b"], layer.bias)])
+        optimizer.apply_gradients([gradients["w"], gradients["b"]])
+
+    strategy2.run(step, args=(batch,))
+    assert np.asarray(layer.kernel.value).ravel().tolist() == [-1.0, -1.0] and float(layer.bias.value[0]) == -2.0
+
+    def stateless(x: Any) -> Any:  # the way of Keras' guide for JAX; its scope hides ours
+        values = [variable.value for variable in layer.trainable_variables]
+        loss = lambda values: mr.losses.compute_average_loss(layer.stateless_call(values, [], x)[0])  # noqa: E731
+        layer.kernel.assign(layer.kernel * 2)  # what is not given to the inner scope is read from the step
+        return jax.grad(loss)(values), layer(x), made_before(x)[1]["w"]
+
+    [given, _], output, own = strategy2.run(stateless, args=(batch,))
+    np.testing.assert_allclose(np.stack(given.values), np.stack(own.values))
+    np.testing.assert_allclose(np.stack(output.values), -6.0)
+    alone = keras.layers.Dense(1, kernel_initializer="ones")
+    alone.build((None, 2))
+    value, [gradient, _] = mr.value_and_grad(lambda: keras.ops.sum(alone(x)), alone.trainable_variables)()
+    assert float(value) == 8.0 and np.asarray(gradient).ravel().tolist() == [4.0, 4.0]
+    lazy = Lazy()
+
+    def builds(x: Any) -> Any:
+        return mr.value_and_grad(lambda: mr.losses.compute_average_loss(lazy(x, training=True)), lazy.trainable_variables)()[1]
+
+    assert len(strategy2.run(builds, args=(batch,))) == len(lazy.trainable_variables) == 4
+    with pytest.raises(TypeError, match=r"no variables.*before it is built: model.build"):
+        mr.value_and_grad(lambda: 0.0, Lazy().trainable_variables)
+
+
+@pytest.mark.slow  # another Keras, in another process
+def test_another_backend_is_refused_in_a_scope_and_a_late_import_is_told() -> None:
+    program = """
+import warnings, mirrored as mr
+strategy = mr.MirroredStrategy(["cpu:0", "cpu:1"])
+with warnings.catch_warnings(record=True) as caught, strategy.scope():
+    warnings.simplefilter("always")
+    import keras
+print([str(w.message)[:50] for w in caught if "inside a strategy's scope" in str(w.message)])
+keras.layers.Dense(1).build((None, 2))
+try:
+    with strategy.scope():
+        keras.layers.Dense(1).build((None, 2))
+except mr.ContextError as error:
+    print(error)
+"""
+    command, environment = [sys.executable, "-c", program], {**os.environ, "KERAS_BACKEND": "numpy"}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert "computes with 'numpy'" in ended.stdout and "KERAS_BACKEND=jax" in ended.stdout, ended.stdout + ended.stderr
+    assert "keras was imported inside" in ended.stdout, ended.stdout

@@ -1,0 +1,176 @@
+"""Keras' own fit, evaluate and predict on all devices of a strategy: the numbers of one device, also with Dropout."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mirrored as mr
+
+keras = pytest.importorskip("keras")
+pytest.importorskip("sklearn")
+import digits as program  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def compiled(model: Any, **options: Any) -> Any:
+    model.compile(keras.optimizers.Adam(1e-2), LOSS, metrics=["accuracy"], **options)
+    return model
+
+
+def small() -> Any:
+    keras.utils.set_random_seed(0)
+    layers = keras.layers
+    parts = [
+        layers.Flatten(),
+        layers.Dense(12, use_bias=False),
+        layers.BatchNormalization(),
+        layers.Dropout(0.3, seed=1),
+        layers.Dense(10),
+    ]
+    return keras.Sequential([keras.Input((8, 8, 1)), *parts])
+
+
+def fitted(model: Any) -> tuple[Any, Any, Any, Any]:
+    """Fit and use a model: its history, evaluation, predictions and weights."""
+    images, labels = program.digits()
+    keras.utils.set_random_seed(1)
+    validation = images[75:107], labels[75:107]
+    history = model.fit(
+        images[:75], labels[:75], batch_size=32, epochs=2, validation_data=validation, class_weight={0: 2.0, 1: 0.5}, verbose=0
+    )
+    evaluation = model.evaluate(*validation, batch_size=32, verbose=0)
+    return history.history, evaluation, model.predict(images[:43], batch_size=32, verbose=0), model.get_weights()
+
+
+def require_equal(own: Any, expected: Any) -> None:
+    for a, b in zip(own[3], expected[3], strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    np.testing.assert_allclose(own[2], expected[2], atol=1e-5)
+    assert own[1] == pytest.approx(expected[1], rel=1e-5)
+    assert {name: pytest.approx(values, rel=1e-5) for name, values in own[0].items()} == expected[0]
+
+
+CASES = [(4, small, {})]
+SLOW = [*((n, lambda: program.net(0.3), {}) for n in (1, 2, 4, 5)), (4, small, {"steps_per_execution": 2})]
+
+
+@pytest.mark.parametrize(
+    ("num_replicas", "make", "options"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+)
+def test_fit_is_that_of_one_device(num_replicas: int, make: Callable[[], Any], options: dict[str, Any]) -> None:
+    expected = fitted(compiled(make(), **options))
+    strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
+    with strategy.scope():
+        model = compiled(make(), **options)
+    assert repr(model.name) not in strategy.explain()
+    if num_replicas == 5:
+        with pytest.warns(UserWarning, match="batches of 32 rows for 5 replicas.*Use a multiple of 5"):
+            own = fitted(model)  # after the scope
+    else:
+        own = fitted(model)
+    require_equal(own, expected)
+    assert f"Keras model {model.name!r}: fit, evaluate and predict share" in strategy.explain()
+    variables = [*model.variables, *model.metrics_variables, *model.optimizer.variables]
+    assert {len(variable.value.devices()) for variable in variables} == {num_replicas}
+    strategy.assert_mirrored()
+
+
+def test_a_model_is_trained_by_steps_and_by_fit_in_turns_and_by_distributed_datasets(
+    tmp_path: Path, strategy2: mr.Strategy
+) -> None:
+    images, labels = program.digits()
+    x, y = images[:8].reshape(8, 64), labels[:8]
+
+    class Lazy(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense, self.drop = keras.layers.Dense(10, kernel_initializer="ones"), keras.layers.Dropout(0.2, seed=1)
+
+        def call(self, x: Any, training: bool = False) -> Any:
+            return self.dense(self.drop(x, training=training))
+
+    one = Lazy()
+    with strategy2.scope():
+        many = Lazy()  # makes its variables in fit, after the scope
+    for model in (one, many):
+        compiled(model).fit(x, y, batch_size=4, shuffle=False, verbose=0)
+    dataset = strategy2.distribute_dataset(strategy2.make_numpy_dataset((x[:7], y[:7])).batch(4))  # 2 + 2 rows and 2 + 1
+    again = many.fit(dataset, validation_data=dataset, verbose=0).history
+    options = {"batch_size": 4, "verbose": 0}
+    expected = one.fit(x[:7], y[:7], shuffle=False, validation_data=(x[:7], y[:7]), **options).history
+    assert {name: pytest.approx(values, rel=1e-5) for name, values in again.items()} == expected
+    np.testing.assert_allclose(many.predict(dataset, verbose=0), one.predict(x[:7], **options), atol=1e-5)
+
+    optimizer = many.optimizer
+
+    def step(x: Any, y: Any) -> None:
+        def loss() -> Any:
+            return mr.losses.compute_average_loss(program.losses(y, many(x, training=True)))
+
+        gradients = mr.value_and_grad(loss, many.trainable_variables)()[1]
+        optimizer.apply_gradients(zip(gradients, many.trainable_variables, strict=True))
+
+    strategy2.run(step, args=next(iter(dataset)))
+
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            raise KeyboardInterrupt
+
+    path = tmp_path / "m.weights.h5"
+    callbacks = [keras.callbacks.ModelCheckpoint(path, save_weights_only=True), keras.callbacks.EarlyStopping(patience=1)]
+    many.fit(x, y, validation_split=0.5, sample_weight=np.ones(8, np.float32), callbacks=callbacks, **options)
+    one.load_weights(path)
+    assert all(map(np.array_equal, one.get_weights(), many.get_weights()))
+    with pytest.raises(KeyboardInterrupt):
+        many.fit(x, y, callbacks=[Stop()], **options)
+    assert int(optimizer.iterations) == 2 + 2 + 1 + 1 + 1, "what was done is kept"
+    with pytest.raises(ValueError):  # of Keras
+        many.fit(x, np.zeros((8, 7, 3)), **options)
+    assert int(optimizer.iterations) == 7 and many.train_on_batch(x[:4], y[:4])[0] > 0
+    strategy2.assert_mirrored()
+
+
+def test_what_would_train_elsewhere_is_refused(strategy2: mr.Strategy, strategy3: mr.Strategy) -> None:
+    def make() -> Any:
+        return compiled(keras.Sequential([keras.Input((64,)), keras.layers.Dense(10)]))
+
+    images, labels = program.digits()
+    x, y = images[:6].reshape(6, 64), labels[:6]
+    with strategy2.scope():
+        model = make()
+    dataset, foreign = (strategy.distribute_dataset([(x, y)]) for strategy in (strategy2, strategy3))
+    with pytest.raises(mr.StrategyMismatchError, match=r"distributed over 3 replicas .* lives on 2 replicas"):
+        model.fit(foreign, verbose=0)
+    with pytest.raises(mr.StrategyMismatchError, match=r"belongs to no strategy. Make it in `with strategy.scope"):
+        make().fit(dataset, verbose=0)
+    with pytest.raises(ValueError, match=r"fit got a distributed dataset and class_weight; expected the dataset alone"):
+        model.fit(dataset, class_weight={0: 1.0}, verbose=0)
+    with (
+        strategy3.scope(),
+        pytest.raises(mr.StrategyMismatchError, match=r"lives on 2 .*scope of a strategy on 3 .*Leave the scope"),
+    ):
+        model.fit(x, y, verbose=0)
+    outside = make()
+    with strategy3.scope():
+        outside.fit(x, y, verbose=0)  # taken over
+    assert {len(variable.value.devices()) for variable in outside.variables} == {3}
+    alone = make()
+    alone.fit(x, y, verbose=0)
+    assert {len(variable.value.devices()) for variable in alone.variables} == {1}
+
+
+def test_the_page_marks_each_line_that_differs_from_the_program_for_one_device() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "keras.md").read_text()
+    one, many = [block.splitlines() for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL)[:2]]
+    stripped = [line.split("  # ")[0].strip() for line in many]
+    new = [line for line in many if line.endswith("# new")]
+    changed = [line for line in many if line.endswith("# changed")]
+    assert [line for line in stripped if line not in {n.split("  # ")[0].strip() for n in new}] == [line.strip() for line in one]
+    assert len(new) + len(changed) <= 4

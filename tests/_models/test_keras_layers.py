@@ -1,0 +1,176 @@
+"""Keras in a loop of one's own: the numbers of one device, whatever the replicas and the batches."""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import mirrored as mr
+
+keras = pytest.importorskip("keras")
+pytest.importorskip("sklearn")
+import digits as program  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of Keras' variables
+
+#: Twenty steps, the last of which leaves some of four replicas without rows.
+SIZES = [32] * 19 + [3]
+OPTIMIZERS = {
+    "adam": lambda: keras.optimizers.Adam(1e-2, global_clipnorm=1.0),
+    "accumulation": lambda: keras.optimizers.Adam(1e-2, gradient_accumulation_steps=3),
+    "ema": lambda: keras.optimizers.SGD(0.1, momentum=0.9, use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=3),
+    "decay": lambda: keras.optimizers.AdamW(1e-2, weight_decay=0.1, clipnorm=0.1),
+    "scaled": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(1e-2), initial_scale=2.0, dynamic_growth_steps=7),
+    "nadam": lambda: keras.optimizers.Nadam(1e-2),  # makes a slot in a way that no trace survives
+    "schedule": lambda: keras.optimizers.RMSprop(keras.optimizers.schedules.ExponentialDecay(1e-2, 5, 0.5), clipvalue=0.1),
+}
+
+
+@functools.cache
+def alone(optimizer: str) -> Any:
+    return program.train_alone(program.batches(SIZES), OPTIMIZERS[optimizer])
+
+
+def some(*cases: tuple[int, str]) -> list[Any]:
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+
+
+@pytest.mark.parametrize(
+    ("num_replicas", "optimizer"),
+    [(4, "adam"), *some(*((r, "adam") for r in (1, 2, 5)), *((4, name) for name in OPTIMIZERS if name != "adam"))],
+)
+def test_a_conv_net_learns_as_on_one_device(num_replicas: int, optimizer: str) -> None:
+    strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
+    model, state, accuracy = program.train(strategy, program.batches(SIZES), OPTIMIZERS[optimizer])
+    assert program.difference(model, alone(optimizer)) < 1e-5
+    assert int(state.iterations) == 20 // (state.gradient_accumulation_steps or 1) if optimizer != "scaled" else True
+    assert float(accuracy.count.value) == sum(SIZES)
+    strategy.assert_mirrored()
+    variables = [*model.variables, *state.variables, *accuracy.variables]
+    assert {len(variable.value.devices()) for variable in variables} == {num_replicas}
+    if optimizer == "adam" and num_replicas > 1:  # one collective for the statistics, one back, one for the gradients
+        programs = [line for line in strategy.explain().splitlines() if line.startswith("program")]
+        assert len(programs) == 2 and all("; 1 all-gather of 64 B" in line for line in programs), programs
+        assert all(line.count("all-reduce") == line.count("1 all-reduce of") == 1 for line in programs), programs
+
+
+def test_normalization_sees_the_global_batch_and_dropout_differs_by_replica(strategy3: mr.Strategy) -> None:
+    random = np.random.RandomState(0)
+    x, mask = random.randn(7, 5, 3).astype(np.float32), random.rand(7, 5) > 0.4
+    own = {kind: keras.layers.BatchNormalization(renorm=kind == "renorm") for kind in ("plain", "masked", "renorm")}
+    expected = {kind: layer(x, training=True, mask=mask if kind == "masked" else None) for kind, layer in own.items()}
+    with strategy3.scope():
+        mine = {kind: keras.layers.BatchNormalization(renorm=kind == "renorm") for kind in own}
+        dropout = keras.layers.Dropout(0.5, seed=3)
+
+    def step(x: Any, mask: Any) -> Any:
+        results = {kind: layer(x, training=True, mask=mask if kind == "masked" else None) for kind, layer in mine.items()}
+        return results, dropout(np.ones((10, 40), np.float32), training=True)
+
+    dataset = strategy3.distribute_dataset([(x, mask)])  # 3, 2 and 2 rows
+    [(results, dropped), (_, again)] = [strategy3.run(step, args=batch) for batch in [*dataset, *dataset]]
+    for kind, layer in mine.items():
+        np.testing.assert_allclose(strategy3.gather(results[kind], 0), expected[kind], atol=2e-6)
+        first = 0.01 * expected_moments(x, mask if kind == "masked" else None)  # of the first of the two steps
+        np.testing.assert_allclose(np.asarray(layer.moving_mean) / 0.0199 * 0.01, first, atol=1e-6)
+        np.testing.assert_allclose(own[kind].moving_mean, first, atol=1e-6)
+    masks = [np.asarray(value) for value in (*dropped.values, *again.values)]
+    one = keras.layers.Dropout(0.5, seed=3)
+    assert (masks[0] == one(np.ones((10, 40), np.float32), training=True)).all(), "replica 0 has the mask of one device"
+    assert len({value.tobytes() for value in masks}) == 6 and all(0.8 < value.mean() < 1.2 for value in masks)
+    assert dropout.seed_generator.state.numpy().tolist() == [3, 2]
+
+
+def expected_moments(x: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
+    rows = x.reshape(-1, 3)
+    return rows.mean(0) if mask is None else rows[mask.reshape(-1)].mean(0)
+
+
+def test_wrong_recipes_are_refused_and_change_nothing(strategy2: mr.Strategy) -> None:
+    """Those that tf.distribute with Keras runs without a word: copies that drift, gradients that are summed twice."""
+    with strategy2.scope():
+        layer, optimizer = keras.layers.Dense(1), keras.optimizers.SGD(1.0)
+        layer.build((None, 2))
+        own_mean = keras.Variable(np.zeros(2), trainable=False)
+    before = layer.get_weights()
+    [x] = strategy2.distribute_dataset([np.arange(8, dtype=np.float32).reshape(4, 2)])
+
+    def gradients(x: Any) -> Any:
+        return mr.value_and_grad(lambda: mr.losses.compute_average_loss(layer(x)), layer.trainable_variables)()[1]
+
+    def without_sum(x: Any) -> None:
+        for variable, gradient in zip(layer.trainable_variables, gradients(x), strict=True):
+            variable.assign_sub(gradient)
+
+    def twice(x: Any) -> None:
+        summed = mr.get_replica_context().all_reduce("sum", gradients(x))
+        optimizer.apply_gradients(zip(summed, layer.trainable_variables, strict=True))
+
+    def new_layer(x: Any) -> Any:
+        return keras.layers.Dense(1)(x)
+
+    def local_statistics(x: Any) -> None:
+        own_mean.assign(keras.ops.mean(x, axis=0))
+
+    def fails(x: Any) -> None:
+        optimizer.apply_gradients(zip(gradients(x), layer.trainable_variables, strict=True))
+        raise KeyError("the user's")
+
+    for step, error, message in [
+        (
+            without_sum,
+            mr.ReplicasDivergeError,
+            r"variable 'dense\w*/kernel' is mirrored, .* assigned to it at .*test_keras_layers",
+        ),
+        (twice, mr.FactorOfReplicasError, r"gradient of variable 'dense\w*/kernel' .* at .*test_keras_layers.* combined over"),
+        (new_layer, mr.ContextError, r"makes new Keras variables, such as 'dense\w*/\w+', .* before the step"),
+        (local_statistics, mr.ReplicasDivergeError, "may differ by replica"),
+        (fails, KeyError, "the user's"),
+    ]:
+        with pytest.raises(error, match=message):
+            strategy2.run(step, args=(x,))
+        assert all(map(np.array_equal, before, layer.get_weights())) and int(optimizer.iterations) == 0
+    assert optimizer.built and optimizer.learning_rate == 1.0, "built by the steps that failed, and ready"
+    strategy2.run(lambda x: optimizer.apply(gradients(x), layer.trainable_variables), args=(x,))
+    np.testing.assert_allclose(layer.get_weights()[1], [-1.0])  # the sum of the replicas' gradients of a mean
+    with pytest.warns(mr.FactorOfReplicasWarning, match="2 times"):
+        strategy2.run(lambda: optimizer.apply([np.zeros((2, 1), np.float32), np.ones(1, np.float32)], layer.trainable_variables))
+    np.testing.assert_allclose(layer.get_weights()[1], [-3.0])
+
+
+def test_losses_constraints_and_mixed_precision_are_as_on_one_device(strategy3: mr.Strategy) -> None:
+    def make(dtype: str = "float32") -> Any:
+        keras.utils.set_random_seed(0)
+        dense = keras.layers.Dense(4, kernel_regularizer="l2", activity_regularizer="l1", dtype=dtype)
+        return keras.Sequential([keras.Input((3,)), dense, keras.layers.Dense(1, kernel_constraint="non_neg")])
+
+    x = np.random.RandomState(0).randn(6, 3).astype(np.float32)
+    one, sgd = make(), keras.optimizers.SGD(0.1)
+    with strategy3.scope():
+        many, optimizer = make(), keras.optimizers.SGD(0.1)
+    trained = one.trainable_variables
+
+    def loss_of_one(values: Any) -> Any:
+        y, _, losses = one.stateless_call(values, [], x, return_losses=True)
+        return keras.ops.mean(y**2) + sum(losses)
+
+    sgd.apply(jax.grad(loss_of_one)([variable.value for variable in trained]), trained)
+
+    def step(x: Any) -> Any:
+        def loss() -> Any:
+            y = many(x, training=True)
+            return mr.losses.compute_average_loss(y**2) + mr.losses.scale_regularization_loss(sum(many.losses))
+
+        value, gradients = mr.value_and_grad(loss, many.trainable_variables)()
+        optimizer.apply_gradients(zip(gradients, many.trainable_variables, strict=True))
+        return value
+
+    for batch in strategy3.distribute_dataset([x]):
+        strategy3.run(step, args=(batch,))
+    assert program.difference(one, many) < 1e-6 and (many.layers[1].kernel.numpy() >= 0).all()
+    with strategy3.scope():
+        mixed = make("mixed_bfloat16")
+    hidden, output = strategy3.run(lambda: (mixed.layers[0](x), mixed(x)))
+    assert (hidden.dtype, output.dtype, mixed.layers[0].kernel.value.dtype) == ("bfloat16", "float32", "float32")
