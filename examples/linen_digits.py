@@ -1,4 +1,4 @@
-"""Flax Linen on the digits, on four replicas: examples/single_device/linen_digits.py with five lines changed.
+"""Flax Linen on the digits, on four replicas: examples/single_device/linen_digits.py with six lines changed.
 
 python examples/linen_digits.py
 """
@@ -22,7 +22,7 @@ class Net(nn.Module):
         x = nn.Conv(16, (3, 3), use_bias=False)(x)
         x = nn.relu(nn.BatchNorm(use_running_average=not train, axis_name="replica")(x))
         x = nn.avg_pool(x, (2, 2), strides=(2, 2))
-        return nn.Dense(10)(x.reshape(x.shape[0], -1))
+        return nn.Dense(10)(x.reshape(-1, 16 * 16))
 
 
 class TrainState(train_state.TrainState):
@@ -34,10 +34,11 @@ def train_step(state, batch):
     def loss_fn(params):
         variables = {"params": params, "batch_stats": state.batch_stats}
         logits, updates = state.apply_fn(variables, batch["image"], train=True, mutable=["batch_stats"])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean(), updates
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+        return mr.losses.compute_average_loss(losses), updates
 
     (loss, updates), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
-    loss, grads = mr.get_replica_context().all_reduce("mean", (loss, grads), by_rows=True)
+    loss, grads = mr.get_replica_context().all_reduce("sum", (loss, grads))
     return state.apply_gradients(grads=grads, batch_stats=updates["batch_stats"]), loss
 
 

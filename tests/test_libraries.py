@@ -31,7 +31,7 @@ LIBRARIES = {
     "flax.nnx.module": ("Flax NNX", "strategy.run(step, args=(model, optimizer, batch))"),
     "flax.linen.module": ("Flax Linen", "variables = mr.Variable(model.init(key, x))"),
     "equinox._module": ("Equinox", "variables = mr.Variable(model)"),
-    "keras.src.layers.layer": ("Keras", "model.stateless_call("),
+    "keras.src.layers.layer": ("Keras", "optimizer.apply_gradients of Keras"),
     "torch.nn.modules.module": ("PyTorch", "model.named_parameters()"),
 }
 

@@ -32,7 +32,8 @@ class Net(eqx.Module):
 def loss_fn(model, state, batch):
     batched = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
     logits, state = batched(batch["image"], state)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean(), state
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+    return losses.mean(), state
 
 
 @eqx.filter_jit

@@ -18,7 +18,7 @@ class Net(nn.Module):
         x = nn.Conv(16, (3, 3), use_bias=False)(x)
         x = nn.relu(nn.BatchNorm(use_running_average=not train)(x))
         x = nn.avg_pool(x, (2, 2), strides=(2, 2))
-        return nn.Dense(10)(x.reshape(x.shape[0], -1))
+        return nn.Dense(10)(x.reshape(-1, 16 * 16))
 
 
 class TrainState(train_state.TrainState):
@@ -30,7 +30,8 @@ def train_step(state, batch):
     def loss_fn(params):
         variables = {"params": params, "batch_stats": state.batch_stats}
         logits, updates = state.apply_fn(variables, batch["image"], train=True, mutable=["batch_stats"])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean(), updates
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+        return losses.mean(), updates
 
     (loss, updates), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
     return state.apply_gradients(grads=grads, batch_stats=updates["batch_stats"]), loss

@@ -24,7 +24,8 @@ class Net(nnx.Module):
 
 def loss_fn(model, batch):
     logits = model(batch["image"])
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean(), logits
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+    return losses.mean(), logits
 
 
 @nnx.jit

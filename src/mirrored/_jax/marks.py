@@ -19,6 +19,7 @@ class Purpose(enum.Enum):
     """What a marked value is used for."""
 
     ASSIGN = "assigned to a mirrored variable"
+    BY_ROWS = "averaged with the weight of each replica's rows"
     STATE = "kept in a model's object, which is one for all replicas"
     GRADIENT = "given to an optimizer that sums over the replicas"
     MEAN_GRADIENT = "given to an optimizer that averages over the replicas"

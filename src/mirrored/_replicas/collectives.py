@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._jax import user_code
+from .._jax.marks import Mark, Purpose, mark
 from .._options import ReduceOp, VariableAggregation
 from .._typing import REPLICA_AXIS, PyTree, Shape
 from .arrays import as_array, is_wrapped
@@ -106,7 +108,8 @@ def mean_by_rows(tree: PyTree, axis: ReplicaAxis) -> PyTree:
     own, total = axis.rows()
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_wrapped)
     arrays = [as_array(leaf, "all_reduce") for leaf in leaves]
-    wide = [array.astype(accumulator_dtype(ReduceOp.MEAN, array.dtype)) for array in arrays]
+    note = Mark(Purpose.BY_ROWS, "a mean by rows", user_code.user_line())
+    wide = [mark(array.astype(accumulator_dtype(ReduceOp.MEAN, array.dtype)), note) for array in arrays]
     sums = _packed_sum([array * (own / total) if own else jnp.zeros_like(array) for array in wide], axis)
     return jax.tree.unflatten(treedef, [divide(part, 1, array.dtype) for part, array in zip(sums, arrays, strict=True)])
 

@@ -113,6 +113,7 @@ def lift_uneven(call: Call, frame_with: Callable[[Any], Frame], states_of: Calla
     found = [proof.prove(lifted.shown.jaxpr, states_of(lifted)) for lifted in traces]
     for lifted, findings in zip(traces, found, strict=True):
         refusals.check_assignments(lifted, findings)
+        refusals.check_means_by_rows(lifted, findings)
     plan = _merge_plans(traces, kinds)
     closed = _merge_traces(traces, kinds, leaves, plan, frame_with(None), call.function)
     largest = max(range(len(traces)), key=lambda kind: kinds.most_rows(kind))
