@@ -31,7 +31,8 @@ class VariableTree:
     ...     def loss():
     ...         return jnp.sum(x @ params.value["w"] + params.value["b"])
     ...     optimizer.apply_gradients(mr.grad(loss, params)())
-    >>> strategy.run(step, args=(np.ones((1, 2), np.float32) / 2,))
+    >>> for batch in strategy.distribute_dataset([np.ones((2, 2), np.float32)]):
+    ...     strategy.run(step, args=(batch,))
     >>> params.numpy()["b"]
     array([-1., -1., -1.], dtype=float32)
     """
