@@ -41,7 +41,7 @@ class Mutant(NamedTuple):
 MUTANTS: list[tuple[str, str, str, str]] = [
     ("optimizer.py", "        self._iterations.assign_add(1)\n", "",
      "tests/test_optimizer.py::test_iterations_count_the_updates_wherever_they_are_made"),
-    ("optimizer.py", "variables = self.variables if var_list is None else var_list", "variables = self.variables",
+    ("optimizer.py", 'self.variables if var_list is None else trainable(var_list)', 'self.variables',
      "tests/test_optimizer.py::test_minimize_some_of_the_variables"),
     ("_libraries.py", "values = [value, *value.values()]", "pass",
      "tests/test_libraries.py::test_the_library_and_the_lines_are_named_and_no_array_is_printed"),

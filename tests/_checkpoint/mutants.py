@@ -3,7 +3,7 @@
 #: By the test that catches them: the file in `_checkpoint`, a text in it, and what takes its place.
 BY_TEST = {
     "test_checkpoint.py::test_an_optimizers_count_comes_back_and_files_from_before_it_are_restored": [
-        ("state.py", "if path.endswith(_COUNT) and not", "if path in saved.leaves and not"),
+        ("state.py", "if path.endswith(ITERATIONS) and not", "if path in saved.leaves and not"),
         ("state.py", "leaf.assign(0)", "pass"),
     ],
     "test_checkpoint.py::test_the_same_step_is_saved_once_and_an_older_one_is_refused": [

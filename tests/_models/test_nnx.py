@@ -204,13 +204,17 @@ def test_a_step_without_changes_returns_what_it_computes(strategy2: mr.Strategy,
     np.testing.assert_allclose(strategy2.gather(out, axis=0), model(ROWS), atol=1e-6)
 
 
-def test_gradients_through_a_normalization_over_uneven_replicas_are_weighed_in_the_loss_or_refused(strategy2: mr.Strategy) -> None:
+def test_gradients_through_a_normalization_over_uneven_replicas_are_weighed_in_the_loss_or_refused(
+    strategy2: mr.Strategy,
+) -> None:
     uneven = batch_of(strategy2, 11)
 
     def by_rows(model: Net, batch: dict) -> object:
         return mr.get_replica_context().all_reduce("mean", nnx.grad(loss_of)(model, batch), by_rows=True)
 
-    with pytest.raises(mr.UnevenReplicasError, match=r"come through a mean .*at .*test_nnx.*compute_average_loss\(per_example_loss\)"):
+    with pytest.raises(
+        mr.UnevenReplicasError, match=r"come through a mean .*at .*test_nnx.*compute_average_loss\(per_example_loss\)"
+    ):
         strategy2.run(by_rows, args=(Net(), uneven))
     plain = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
     ours = jax.tree.leaves(strategy2.run(by_rows, args=(plain, uneven)))
