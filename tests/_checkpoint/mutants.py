@@ -105,7 +105,7 @@ BY_TEST = {
         ("state.py", " or _contents(leaf) != _saved_contents(saved, entry):", ":"),
     ],
     "test_checkpoint.py::test_what_cannot_be_saved_is_refused_at_once": [
-        ("state.py", "if not is_replaceable and", "if False and"),
+        ("leaves.py", "if not is_replaceable and", "if False and"),
     ],
     "test_checkpoint.py::test_each_worker_gets_back_its_own_position": [
         ("state.py", "by_worker[worker if len(by_worker) == num_workers else 0]", "by_worker[0]"),
