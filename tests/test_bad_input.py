@@ -293,7 +293,7 @@ BAD_INPUT = {
         mr.Variable(None, name="v") => TypeError: value of variable 'v' is None of type NoneType; expected an array or a num
         mr.Variable("a", name="v") => TypeError: the initial value of variable 'v' is 'a' of type str
         mr.Variable(object()) => TypeError: is <object object
-        mr.Variable({"a": 1}) => TypeError: is a dict, which holds arrays; .*jax\.tree\.map
+        mr.Variable({"a": 1}) => TypeError: there is no array in .*mr\.Variable\(jax\.tree\.map\(jnp\.asarray, tree\)\)
         mr.Variable([[1], [1, 2]]) => TypeError: is \[\[1\], \[1, 2\]\]; expected an array or a number
         mr.Variable(WORDS) => TypeError: is array\(\['a', 'b'\]
         mr.Variable(lambda: "a") => TypeError: is 'a' of type str
@@ -365,6 +365,16 @@ BAD_INPUT = {
         w.scatter_add([0], "a") => TypeError: scatter_add to variable 'w' is .*'a'
         jax.jit(lambda x: w.scatter_add([0], x).value)(1.0) => ContextError: TRACED
         private.scatter_add([0], 1.0) => ValueError: variable 'private' has one value per replica|outside a step
+    """,
+    "VariableTree": r"""
+        mr.Variable({"a": "b"}, name="v") => TypeError: variable 'v': there is no array in
+    """,
+    "VariableTree.assign": r"""
+        mr.Variable({"a": ONES}, name="v").assign(ONES) => ValueError: v\.assign got a tree of structure
+        mr.Variable({"a": ONES, "n": 1}, name="v").assign({"a": ONES, "n": 2}) => ValueError: v\.assign got \['n'\] = 2
+    """,
+    "VariableTree.numpy": r"""
+        jax.jit(lambda: mr.Variable({"a": w}).numpy())() => ContextError: variable 'w' was read
     """,
     "Variable.numpy": r"""
         jax.jit(lambda: jnp.asarray(w.numpy()))() => ContextError: variable 'w' was read .*TRACED

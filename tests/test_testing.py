@@ -64,14 +64,17 @@ def test_what_is_compiled_while_a_program_runs_is_not_the_program(strategy2: mr.
 
 
 def test_assert_compiles_fails_with_the_reasons(strategy2: mr.Strategy) -> None:
-    def run(*rates: float) -> None:
+    def run(*rates: str) -> None:
         for rate in rates:
-            strategy2.run(lambda x, rate: x * rate, args=(np.ones(2), rate))
+            strategy2.run(lambda x, rate: x * float(rate), args=(np.ones(2), rate))
 
     with testing.assert_compiles(2):
-        run(0.1, 0.1, 0.2)
-    twice = r"^2 programs .* expected 1:\n  1\. .*<lambda>.*\n  2\. .*`rate` changed from 0\.3 to 0\.4\."
-    for rates, message in (((0.3, 0.4), twice), ((0.4,), r"0 programs were compiled .* expected 1\. What was compiled before")):
+        run("0.1", "0.1", "0.2")
+    twice = r"^2 programs .* expected 1:\n  1\. .*<lambda>.*\n  2\. .*`rate` changed from '0\.3' to '0\.4'\."
+    for rates, message in (
+        (("0.3", "0.4"), twice),
+        (("0.4",), r"0 programs were compiled .* expected 1\. What was compiled before"),
+    ):
         with pytest.raises(AssertionError, match=message), testing.assert_compiles(1):
             run(*rates)
     with pytest.raises(OSError, match="of the block"), testing.assert_compiles(1):

@@ -59,7 +59,7 @@ def others(num_workers: int, culprit: int, code: int, rest: int | tuple[int, ...
 # ---- what ends one worker ends all
 
 
-FAILED, ENDED_ITSELF = "worker {} failed at step 7 with ", "worker {} has ended its program after step 7 .*"
+FAILED, ENDED_ITSELF = "worker {} failed at step 5 with ", "worker {} has ended its program after step 7 .*"
 LOST = "leaves with code 75: lost worker {} at step \\d+: "
 #: The fault and its arguments, workers, devices of each, the culprit, its code, and what all that can have in their logs.
 ENDS = {
@@ -127,7 +127,7 @@ def test_a_program_that_catches_errors_does_not_go_on_alone() -> None:
 @slow
 def test_an_exception_of_all_workers_is_its_own_on_each() -> None:
     ended = run("raise ValueError", 3, who="all")
-    require(ended, [1] * 3, r"worker \d failed at step 7 with ValueError")
+    require(ended, [1] * 3, r"worker \d failed at step 5 with ValueError")
     assert all("Traceback" in one.output for one in ended)
 
 

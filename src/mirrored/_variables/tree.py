@@ -90,7 +90,7 @@ class VariableTree:
                 variable._store(frame, array)
         return self
 
-    def is_made_of(self, leaves: Sequence[Any]) -> bool:
+    def _is_made_of(self, leaves: Sequence[Any]) -> bool:
         """Tell whether these are its own variables."""
         return len(leaves) == len(self._variables) and all(map(operator.is_, leaves, self._variables))
 
@@ -159,7 +159,7 @@ def _flatten(tree: VariableTree) -> tuple[tuple[PyTree], VariableTree]:
 
 def _unflatten(tree: VariableTree, children: tuple[PyTree]) -> Any:
     # Of its own variables itself; of anything else, such as gradients, a plain tree.
-    return tree if tree.is_made_of(jax.tree.leaves(children[0], is_leaf=is_wrapped)) else children[0]
+    return tree if tree._is_made_of(jax.tree.leaves(children[0], is_leaf=is_wrapped)) else children[0]
 
 
 jax.tree_util.register_pytree_node(VariableTree, _flatten, _unflatten)

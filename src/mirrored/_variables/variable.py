@@ -454,7 +454,7 @@ def local_copies(variable: Variable) -> list[tuple[int, np.ndarray]]:
     """Return this worker's real copies as numpy arrays, with their replica numbers."""
     with storage.lent([variable._slot]) as [stored]:
         arrays = [(i, np.array(_plain(copy))) for i, copy in local_arrays(variable, stored)]
-    return [(i, array[0]) for i, array in arrays] if variable._spec.is_on_read else arrays
+    return [(i, np.asarray(array[0])) for i, array in arrays] if variable._spec.is_on_read else arrays
 
 
 def _plain(array: Any) -> Any:
