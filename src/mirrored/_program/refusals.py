@@ -105,10 +105,10 @@ def check_means_by_rows(lifted: Lifted, findings: Findings) -> None:
     crossing = [e for e in jaxprs.all_equations(lifted.shown.jaxpr) if jaxprs.is_collective(e) and jaxprs.is_backwards(e)]
     if notes and crossing:
         raise UnevenReplicasError(
-            "the batch does not divide evenly among the replicas, and the gradients have come through a mean or a sum over the "
-            f"replicas at {user_code.equation_line(crossing[0]) or '<unknown>'}, as in a layer that normalizes over all of "
-            f"them; afterwards, at {notes[0].where}, replicas cannot be weighed by their rows any more. Let the weights be in the "
-            "loss: take mr.losses.compute_average_loss(per_example_loss) instead of its mean, and add the gradients up: "
+            "the batch does not divide evenly among the replicas, and the gradients have come through a mean or a sum over "
+            f"the replicas at {user_code.equation_line(crossing[0]) or '<unknown>'}, as in a layer that normalizes over all of "
+            f"them; afterwards, at {notes[0].where}, replicas cannot be weighed by their rows any more. Let the weights be in "
+            "the loss: take mr.losses.compute_average_loss(per_example_loss) instead of its mean, and add the gradients up: "
             "ctx.all_reduce('sum', grads), or optimizer.apply_gradients(grads, aggregate='sum'). Or leave the odd rows out: "
             "strategy.distribute_dataset(dataset, mr.InputOptions(drop_remainder=True))."
         )
