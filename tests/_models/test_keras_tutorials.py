@@ -36,10 +36,9 @@ def test_custom_training(tmp_path: Path) -> None:
     images, labels = program.digits()
     train_images, train_labels, test_images, test_labels = images[:250], labels[:250], images[250:300], labels[250:300]
     strategy = mr.MirroredStrategy(["cpu:0", "cpu:1"])
-    BUFFER_SIZE = len(train_images)
     GLOBAL_BATCH_SIZE = 32 * strategy.num_replicas_in_sync
     EPOCHS = 3
-    train_dataset = strategy.make_numpy_dataset((train_images, train_labels)).shuffle(BUFFER_SIZE).batch(GLOBAL_BATCH_SIZE)
+    train_dataset = strategy.make_numpy_dataset((train_images, train_labels)).shuffle(seed=0).batch(GLOBAL_BATCH_SIZE)
     test_dataset = strategy.make_numpy_dataset((test_images, test_labels)).batch(GLOBAL_BATCH_SIZE)
     train_dist_dataset = strategy.distribute_dataset(train_dataset)
     test_dist_dataset = strategy.distribute_dataset(test_dataset)
@@ -126,7 +125,7 @@ def test_distributed_training_with_keras(tmp_path: Path) -> None:
     strategy = mr.MirroredStrategy(["cpu:0", "cpu:1"])
     BATCH_SIZE = 16 * strategy.num_replicas_in_sync
     train_dataset = strategy.distribute_dataset(
-        strategy.make_numpy_dataset((images[:200], labels[:200])).shuffle(200).batch(BATCH_SIZE)
+        strategy.make_numpy_dataset((images[:200], labels[:200])).shuffle(seed=0).batch(BATCH_SIZE)
     )
     eval_dataset = strategy.distribute_dataset(strategy.make_numpy_dataset((images[200:264], labels[200:264])).batch(BATCH_SIZE))
     with strategy.scope():

@@ -352,7 +352,8 @@ def write_in_step(p: Program) -> None:
         context = mr.get_replica_context()
         v[0].assign_add(context.all_reduce("sum", x.sum()))
         for variable in v[1:]:
-            variable.assign_add(x.sum() + context.replica_id_in_sync_group)
+            own = context.replica_id_in_sync_group * 1.0
+            variable.assign_add(own if variable.aggregation is mr.VariableAggregation.MEAN else x.sum() + own)
         context.merge_call(lambda strategy, y: v[0].assign(v[0] * 0.5 + strategy.reduce("mean", y)), args=(x.sum(),))
 
     taken = [variable.value for variable in v] if p.rng.random() < 0.5 or worker else None  # only some workers copy

@@ -186,13 +186,12 @@ OPERATIONS = {
         lambda i, v, rows: v + i,
     ),
     "own count": tainting(
-        lambda ctx, v, rows: v / (1 + rows.shape[0]), lambda i, v, rows: v / (1 + len(rows)), lambda s: s.is_uneven
+        lambda ctx, v, rows: v / (1 + rows.shape[0]) + 0 * ctx.replica_id_in_sync_group, lambda i, v, rows: v / (1 + len(rows))
     ),
     "own sum": tainting(lambda ctx, v, rows: v + jnp.tanh(rows).sum(axis=0), lambda i, v, rows: v + np.tanh(rows).sum(axis=0)),
     "own constant": tainting(
-        lambda ctx, v, rows: v * np.full(COLUMNS, rows.shape[0] - 1, np.float32),
+        lambda ctx, v, rows: v * np.full(COLUMNS, rows.shape[0] - 1, np.float32) + 0 * ctx.replica_id_in_sync_group,
         lambda i, v, rows: v * (len(rows) - 1),
-        lambda s: s.is_uneven,
     ),
     "own scan": tainting(
         lambda ctx, v, rows: jax.lax.scan(lambda c, row: (jnp.tanh(c + row), None), v, rows)[0],
