@@ -296,6 +296,8 @@ def test_many_random_programs(operations, sizes):
         check_random_program(operations, sizes)
     except mr.UnevenReplicasError as refusal:
         assert "collectives of one kind in different orders" in str(refusal), refusal
+    except RuntimeWarning as warning:  # of NumPy: no replica has a row left
+        assert "Mean of empty slice" in str(warning)
 
 
 # -- right programs: one device is the oracle
