@@ -85,28 +85,25 @@ def run_with_objects(
     leaves, treedef = jax.tree.flatten((tuple(args), kwargs), is_leaf=_is_whole)
     objects = list({id(leaf): leaf for leaf in leaves if _is_object(leaf)}.values())
     graph, state = nnx.split(objects)
-    paths, arrays = zip(*nnx.to_flat_state(nnx.as_pure(state)), strict=True) if jax.tree.leaves(state) else ((), ())
-    placed = _placed(mesh, arrays)
+    given = dict(nnx.to_flat_state(nnx.as_pure(state)))
+    placed = _placed(mesh, given)
     numbers = {id(each): number for number, each in enumerate(objects)}
-    first = iter([(graph, paths, placed)])
+    first = iter([(graph, tuple(placed), tuple(placed.values()))])
     stand_ins = [_StandIn(numbers[id(leaf)], *next(first, (None, (), ()))) if _is_object(leaf) else leaf for leaf in leaves]
     new_args, new_kwargs = jax.tree.unflatten(treedef, stand_ins)
     result, changed = run(_on_arrays(function), new_args, new_kwargs)
-    moved = {path: new for path, old, new in zip(paths, arrays, placed, strict=True) if new is not old}
-    new = moved | changed
-    nnx.update(objects, nnx.from_flat_state(list(new.items())))
+    moved = {path: array for path, array in placed.items() if array is not given[path]}
+    nnx.update(objects, nnx.from_flat_state(list((moved | changed).items())))
     return result
 
 
-def _placed(mesh: ReplicaMesh | None, arrays: Sequence[Any]) -> tuple[Any, ...]:
+def _placed(mesh: ReplicaMesh | None, arrays: dict[_Path, Any]) -> dict[_Path, Any]:
     """Bring arrays to the replicas before the first step, which is compiled for where they are; workers do it with the step."""
     if mesh is None or not mesh.is_alone or frames.is_traced():
-        return tuple(arrays)
-    is_elsewhere = [isinstance(array, jax.Array) and array.sharding != mesh.mirrored for array in arrays]
-    if not any(is_elsewhere):
-        return tuple(arrays)
-    moved = iter(jax.device_put([a for a, elsewhere in zip(arrays, is_elsewhere, strict=True) if elsewhere], mesh.mirrored))
-    return tuple(next(moved) if elsewhere else a for a, elsewhere in zip(arrays, is_elsewhere, strict=True))
+        return arrays
+    elsewhere = [path for path, array in arrays.items() if isinstance(array, jax.Array) and array.sharding != mesh.mirrored]
+    moved = jax.device_put([arrays[path] for path in elsewhere], mesh.mirrored)
+    return {**arrays, **dict(zip(elsewhere, moved, strict=True))}
 
 
 def _on_arrays(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -187,33 +187,27 @@ def discover(
     user_function: Any,
 ) -> Touched:
     """Find the variables that a function touches, by tracing it; the arguments are those of `lift`."""
-    return keras.traced_until_found(lambda: _touched(function, arrays, frame, shape_of, user_function), frame.mesh)
 
+    def touched_in_a_trace() -> Touched:
+        touched: dict[Variable, None] = {}
+        written: dict[Variable, str] = {}
 
-def _touched(
-    function: Callable[[Sequence[Any]], PyTree],
-    arrays: Sequence[jax.ShapeDtypeStruct],
-    frame: Frame,
-    shape_of: Callable[[Variable], Shape],
-    user_function: Any,
-) -> Touched:
-    touched: dict[Variable, None] = {}
-    written: dict[Variable, str] = {}
+        def stand_in(variable: Variable) -> jax.Array:
+            touched[variable] = None
+            return tracing.placeholder(shape_of(variable), variable.dtype)
 
-    def stand_in(variable: Variable) -> jax.Array:
-        touched[variable] = None
-        return tracing.placeholder(shape_of(variable), variable.dtype)
+        def record(arguments: Sequence[jax.Array]) -> list[jax.Array]:
+            with tracing.separate_caches() as renew:
+                bindings = Bindings({}, stand_in, renew)
+                with frames.entered(dataclasses.replace(frame, bindings=bindings)):
+                    function(arguments)
+            written.update(bindings.written)
+            return []
 
-    def record(arguments: Sequence[jax.Array]) -> list[jax.Array]:
-        with tracing.separate_caches() as renew:
-            bindings = Bindings({}, stand_in, renew)
-            with frames.entered(dataclasses.replace(frame, bindings=bindings)):
-                function(arguments)
-        written.update(bindings.written)
-        return []
+        tracing.trace(record, (list(arrays),), frame.axis, user_function)
+        return Touched(tuple(written), tuple(variable for variable in touched if variable not in written))
 
-    tracing.trace(record, (list(arrays),), frame.axis, user_function)
-    return Touched(tuple(written), tuple(variable for variable in touched if variable not in written))
+    return keras.traced_until_found(touched_in_a_trace, frame.mesh)
 
 
 def undiscovered(variable: Variable) -> jax.Array:
