@@ -239,7 +239,7 @@ def test_a_long_evaluation_on_the_chief_is_waited_for() -> None:
     for one in run("evaluation", 2, "seconds=12", "limit=30", who=0, steps=10):
         assert one.code == 0 and "END" in one.output and not re.search("WARNING|CRITICAL", one.output), one.output
         share = re.search(r"GUARD ([\d.]+)", one.output)
-        assert share and float(share[1]) < 0.05, "of a core, for the guard"
+        assert share and float(share[1]) < 0.01, "of a core, for the guard"
 
 
 # ---- who listens

@@ -266,7 +266,7 @@ class Guard:
                 )
                 self._fail(Verdict(title, detail, silent, wants_stacks=True))
                 return True
-        if own.waits_in_program and own.still >= SETTLED_SECONDS and (cut := self._links.look(own.started, elapsed)):
+        if own.waits_in_program and own.still >= SETTLED_SECONDS and (cut := self._links.look_at_times(own.started, elapsed)):
             self._fail(cut)
             return True
         call = self._coordination.get(_CALL, ROUND_SECONDS)

@@ -24,6 +24,8 @@ _logger = logging.getLogger("mirrored")
 STUCK_RETRIES = 4
 #: After so many more seconds it is lost; by then JAX takes a worker for lost from which worker 0 hears nothing.
 LOST_SECONDS = 8.0
+#: Between two looks: the kernel takes some 8 ms to list the connections.
+LOOK_SECONDS = 2.0
 _TABLES = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
 _ESTABLISHED, _SENDS_AGAIN = "01", "01"
 _IPV4_IN_IPV6 = "0000000000000000FFFF0000"
@@ -49,7 +51,16 @@ class Links:
     def __init__(self, coordination: Coordination) -> None:
         self._coordination = coordination
         self._has_told = False
+        self._since_look = LOOK_SECONDS  # the first look is at once
         self._stuck: dict[int, float] = {}  # for how many seconds, by worker
+
+    def look_at_times(self, step: int, elapsed: float) -> Verdict | None:
+        """Call `look` when it is time again; the arguments are the same, `elapsed` since the last call."""
+        self._since_look += elapsed
+        if self._since_look < LOOK_SECONDS:
+            return None
+        since, self._since_look = self._since_look, 0.0
+        return self.look(step, since)
 
     def look(self, step: int, elapsed: float) -> Verdict | None:
         """Tell the others which connections get no answer, and return that one to this worker is lost; for one that waits.
