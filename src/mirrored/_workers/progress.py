@@ -7,6 +7,7 @@ reader to find out, who looks twice a second.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable
 from types import TracebackType
@@ -156,9 +157,20 @@ class Progress:
         return self.trail.contradicts(number, checksum) and not self.is_threaded
 
 
+_main = threading.main_thread().ident
+
+
 def in_main_thread() -> bool:
     """Tell whether this is the thread whose batches and waiting can be compared with programs: others are not in step."""
-    return threading.current_thread() is threading.main_thread()
+    return threading.get_ident() == _main  # asked in every step, so by number: the objects take three times as long
+
+
+def _note_main_thread() -> None:
+    global _main
+    _main = threading.main_thread().ident
+
+
+os.register_at_fork(after_in_child=_note_main_thread)  # the thread that forks is the child's main one
 
 
 #: Of this process.
