@@ -19,7 +19,9 @@ mr.MirroredStrategy(ALL_DEVICES)  # starts the backend with 8 devices, whichever
 gc.freeze()  # what is imported stays: no collection looks at it again
 
 
-@pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(8, marks=pytest.mark.slow)], ids=lambda r: f"R{r}")
+@pytest.fixture(
+    params=[1, pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(8, marks=pytest.mark.slow)], ids=lambda r: f"R{r}"
+)
 def strategy(request: pytest.FixtureRequest) -> mr.MirroredStrategy:
     """A strategy of each size for which the anchor behaves differently."""
     return mr.MirroredStrategy(ALL_DEVICES[: request.param])
