@@ -5,7 +5,8 @@ import os
 import threading
 
 os.environ["KERAS_BACKEND"] = "jax"  # before any test imports keras
-# XLA's optimizations take a third of the default suite's time and decide none of its claims; slow tests and `make test-oldest` have them.
+# XLA's optimizations take a third of the default suite's time and decide none of its claims. `.ci/run` has them in the slow
+# tests and with the oldest Python.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 import jax
