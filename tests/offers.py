@@ -8,7 +8,7 @@ OFFERS = {
         distributed.known_devices distributed.late_devices distributed.listen_at distributed.place
         distributed.swallows_sigterm jaxprs.ClosedJaxpr jaxprs.Jaxpr jaxprs.Literal jaxprs.Part jaxprs.adds_own_axes
         jaxprs.all_equations jaxprs.axis_names jaxprs.branches_of jaxprs.callee jaxprs.has_collective
-        jaxprs.has_host_callback jaxprs.inner_constants jaxprs.inner_jaxprs jaxprs.inside jaxprs.is_backwards
+        jaxprs.has_host_callback jaxprs.inner_constants jaxprs.inner_jaxprs jaxprs.inside
         jaxprs.is_collective jaxprs.is_function_of_operands jaxprs.is_over_groups jaxprs.is_plain jaxprs.length_of
         jaxprs.meshes_in jaxprs.num_bytes jaxprs.parts_of jaxprs.scan_of jaxprs.solver_of jaxprs.while_of marks.Mark
         marks.Purpose marks.mark marks.mark_p means.is_of_mean primitives.INLINE_CALLS primitives.MAKE_SAME
@@ -16,6 +16,7 @@ OFFERS = {
         tracing.lowered tracing.own_axes_first tracing.placeholder tracing.separate_caches tracing.trace
         tracing.trace_state user_code.equation_line user_code.leave_out user_code.line_of user_code.raising_line
         user_code.show_users_lines user_code.user_line user_code.user_stacklevel versions.warn_if_untried
+        ways.Way ways.path_of ways.way_of
     """,
     "_cluster": """
         environments.SOURCES meeting.Meeting meeting.meet resolvers.ClusterResolver
@@ -65,6 +66,7 @@ OFFERS = {
     "_models": """
         keras.build_by keras.in_scope keras.traced_until_found keras.tracing keras_fit.describe keras_state.state_of
         keras_variables.has_strangers keras_variables.own_variable nnx.holds_objects nnx.run_with_objects
+        normalization.over_replicas
     """,
     "_program": """
         cache.Programs cache.listeners call.ArrayLeaf call.Call call.argument_names call.array_leaves call.key_of

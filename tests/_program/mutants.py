@@ -14,6 +14,7 @@ LOOPS = "tests/_program/uneven/test_loops.py::test_"
 PAIRING = "tests/_program/uneven/test_pairing.py::test_"
 CACHE = "tests/_program/test_cache.py::test_"
 MEANS = "tests/_program/uneven/test_means.py::test_"
+CROSSINGS = "tests/_program/uneven/test_crossings.py::test_"
 MERGE = "tests/_program/uneven/test_merge.py::test_"
 
 MISTAKES = "tests/_program/test_mistakes.py::test_"
@@ -187,6 +188,15 @@ MUTANTS = [
      MEANS + "a_mean_of_anything_else_that_depends_on_the_rows_is_refused"),
     ("_program/uneven/means.py", "return alike and self._own.isdisjoint(row)", "return alike",
      MEANS + "a_mean_of_anything_else_that_depends_on_the_rows_is_refused"),
+    ("_program/uneven/crossings.py", "scale_input(trace, node, position, float(share))", "pass",
+     CROSSINGS + "loss_and_gradients_are_those_of_one_device[plain-10]"),
+    ("_program/uneven/crossings.py", "if Use.OTHER in use or", "if", CROSSINGS + "where_the_weights_are_not_known_the_line_to_write_is_said"),
+    ("_program/uneven/crossings.py", "if not (self._stops and 0 in value.aval.shape):", "if not self._stops:",
+     CROSSINGS + "a_replica_without_rows_that_has_a_part_in_the_gradient_is_refused"),
+    ("_program/uneven/crossings.py", "            if found == use:", "            if True:",
+     CROSSINGS + "loss_and_gradients_are_those_of_one_device[scanned-10]"),
+    ("_program/uneven/nodes.py", "return append(trace, inner, inputs, path)", "return append(trace, inner, inputs)",
+     "tests/_models/test_nnx.py::test_gradients_through_a_normalization_over_uneven_replicas_are_weighed_by_rows"),
     ("_program/uneven/nodes.py", 'maker.equation.primitive.name == "broadcast_in_dim" else None', "False else None",
      MEANS + "means_and_their_gradients_equal_one_device"),
     # -- uneven steps: one program
