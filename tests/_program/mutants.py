@@ -19,7 +19,22 @@ MERGE = "tests/_program/uneven/test_merge.py::test_"
 
 MISTAKES = "tests/_program/test_mistakes.py::test_"
 
+JOINED = "tests/_program/test_joined_sums.py::test_"
+
 MUTANTS = [
+    # -- sums of one step
+    ("_program/joined_sums.py", "<= level and p not in totals", "<= level + 1 and p not in totals",
+     JOINED + "nothing_is_sent_for_a_result_that_would_need_a_message_of_its_own"),
+    ("_program/joined_sums.py", "        and shapes is None\n", "",
+     JOINED + "nothing_is_sent_for_a_result_that_would_need_a_message_of_its_own"),
+    ("_program/joined_sums.py", "or axis is None or axis.bytes_per_pack", "or axis is None",
+     JOINED + "who_has_said_what_travels_together_is_obeyed"),
+    ("_strategy/leaves.py", "if not axes and (known", "if (known",
+     JOINED + "a_result_that_a_step_has_added_up_is_looked_up_with_the_same_bits"),
+    ("_strategy/leaves.py", "known[op is ReduceOp.MEAN]", "known[0]",
+     JOINED + "a_result_that_a_step_has_added_up_is_looked_up_with_the_same_bits"),
+    ("_jax/sums.py", "level = last_effect = max(level, last_effect)", "last_effect = level",
+     JOINED + "what_is_written_to_a_reference_after_a_sum_is_read_after_it"),
     # -- mistakes in a step
     ("_program/mistakes.py", "        if knows_id:", "        if True:", MISTAKES + "a_mistake_in_a_step_is_one_clear_error"),
     ("_program/mistakes.py", ".with_traceback(error.__traceback__) from None", " from error",
