@@ -32,23 +32,40 @@ class ReplicaMesh:
 
     Axis types are Auto: `jax.make_mesh` would make them Explicit, and then every array's type would
     carry the mesh.
+
+    Attributes:
+        mesh: the devices.
+        per_device: how many replicas each device has; they are its neighbours in replica order.
+        one_by_one: whether a device runs its replicas one after the other, and not together; `_program/virtual`.
     """
 
     mesh: Mesh
+    per_device: int = 1
+    one_by_one: bool = False
 
     def __str__(self) -> str:
         count = f"{self.num_replicas} replica{'s' if self.num_replicas > 1 else ''}"
+        named = ", ".join(f"{device.platform}:{device.id}" for device in self.devices)
+        if self.per_device > 1:
+            num_devices = f"{len(self.devices)} device{'s' if len(self.devices) > 1 else ''}"
+            own = named if self.is_alone else f"{len(self.local_devices)} {self.devices[0].platform} here"
+            return f"{count} on {num_devices} ({own}), {'one by one' if self.one_by_one else 'together'}"
         if not self.is_alone:
             return f"{count} ({len(self.local_replicas)} {self.devices[0].platform} here)"
-        return f"{count} ({', '.join(f'{device.platform}:{device.id}' for device in self.devices)})"
+        return f"{count} ({named})"
 
     @functools.cached_property
     def devices(self) -> tuple[jax.Device, ...]:
+        """The devices, in the order of their replicas; as many as replicas, unless each has several."""
         return tuple(self.mesh.devices.flat)
 
     @functools.cached_property
     def num_replicas(self) -> int:
-        return self.mesh.devices.size
+        return self.mesh.devices.size * self.per_device
+
+    def device_of(self, replica: int) -> jax.Device:
+        """Return the device that a replica runs on."""
+        return self.devices[replica // self.per_device]
 
     @functools.cached_property
     def mirrored(self) -> NamedSharding:
@@ -63,8 +80,13 @@ class ReplicaMesh:
     @functools.cached_property
     def local_replicas(self) -> tuple[int, ...]:
         """The numbers of the replicas whose devices are this process's."""
+        return tuple(i for i in range(self.num_replicas) if self.device_of(i) in self.local_devices)
+
+    @functools.cached_property
+    def local_devices(self) -> tuple[jax.Device, ...]:
+        """The devices that are this process's."""
         own = self.devices[0].client.process_index()
-        return tuple(i for i, device in enumerate(self.devices) if device.process_index == own)
+        return tuple(device for device in self.devices if device.process_index == own)
 
     @functools.cached_property
     def is_alone(self) -> bool:
@@ -80,6 +102,39 @@ class ReplicaMesh:
 def make_mesh(devices: Sequence[jax.Device]) -> ReplicaMesh:
     """Make the mesh of some devices, in the order given."""
     return ReplicaMesh(Mesh(np.array(devices, dtype=object), (REPLICA_AXIS,)))
+
+
+def with_replicas(mesh: ReplicaMesh, num_replicas: Any, schedule: Any) -> ReplicaMesh:
+    """Return a mesh with so many replicas, shared out evenly over its devices.
+
+    Args:
+        mesh: with one replica on each device.
+        num_replicas: a multiple of the number of devices; None: one on each.
+        schedule: `"together"` or `"one_by_one"`.
+
+    Raises:
+        DeviceError: when the devices do not divide the number of replicas.
+        ValueError: for another schedule.
+        TypeError: when `num_replicas` is no int.
+    """
+    if schedule not in ("together", "one_by_one"):
+        raise ValueError(
+            f"schedule is {schedule!r}; expected 'together' (all replicas of a device at once) or 'one_by_one' (one after the "
+            "other, with the memory of one)."
+        )
+    if num_replicas is None:
+        return mesh
+    if isinstance(num_replicas, bool) or not isinstance(num_replicas, int | np.integer):
+        raise TypeError(f"num_replicas is {shown(num_replicas)}; expected an int, such as num_replicas=8.")
+    count = len(mesh.devices)
+    if num_replicas < count or num_replicas % count:
+        whole = max(num_replicas - num_replicas % count, count)
+        raise DeviceError(
+            f"num_replicas is {num_replicas} for {count} devices; expected a multiple of {count}, so that each device has "
+            f"equally many replicas. Write num_replicas={whole}, or name as many devices as divide the number of replicas: "
+            f"devices=[...] with {max((n for n in range(1, count) if num_replicas % n == 0), default=1)} of them."
+        )
+    return dataclasses.replace(mesh, per_device=int(num_replicas) // count, one_by_one=schedule == "one_by_one")
 
 
 def cluster_mesh() -> ReplicaMesh:

@@ -106,7 +106,7 @@ class Strategy:
 
     @property
     def devices(self) -> tuple[jax.Device, ...]:
-        """The replicas' devices, in replica order."""
+        """The replicas' devices, in replica order; fewer than replicas when each has several of them."""
         return self._mesh.devices
 
     @property
