@@ -38,12 +38,14 @@ class Value:
         level: the number of meetings before it.
         maker: the node that computes it; None for arguments and constants.
         constant: the array itself, of a constant.
+        aval: its type, of what a node makes.
     """
 
     is_own: bool = False
     level: int = 0
     maker: Node | None = None
     constant: Any = None
+    aval: Any = None
 
 
 @dataclasses.dataclass(eq=False)
@@ -108,7 +110,10 @@ def _flatten(jaxpr: Jaxpr, inputs: Sequence[Value], nodes: list[Node]) -> list[V
 
     for equation in jaxpr.eqns:
         operands = list(map(read, equation.invars))
-        if (inner := _call_in(equation)) is not None:
+        if equation.primitive.name == "custom_linear_solve" and jaxprs.has_collective(equation):
+            solver = jaxprs.solver_of(equation)  # its jaxpr has no constants
+            outputs = _flatten(solver.jaxpr, [operands[i] for i in solver.operands], nodes)
+        elif (inner := _call_in(equation)) is not None:
             constants = [Value(constant=constant) for constant in inner.consts]
             outputs = _flatten(inner.jaxpr, [*constants, *operands], nodes)
         else:
@@ -130,11 +135,11 @@ def _node(equation: Any, operands: list[Value]) -> Node:
     if jaxprs.has_collective(equation):
         flags = _own_after_meeting(equation, [value.is_own for value in operands])
         node = Node(equation, operands, [], Kind.MEETING, level)
-        node.outputs = [Value(flag, level + 1, node) for flag in flags]
+        node.outputs = [Value(flag, level + 1, node, aval=v.aval) for flag, v in zip(flags, equation.outvars, strict=True)]
         return node
     is_own = any(value.is_own for value in operands) or not jaxprs.is_function_of_operands(equation) or has_number(equation)
     node = Node(equation, operands, [], Kind.OWN if is_own else Kind.SHARED, level)
-    node.outputs = [Value(is_own, level, node) for _ in equation.outvars]
+    node.outputs = [Value(is_own, level, node, aval=variable.aval) for variable in equation.outvars]
     return node
 
 

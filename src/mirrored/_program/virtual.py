@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from .._errors import ContextError
 from .._jax import jaxprs, tracing
@@ -27,49 +27,35 @@ from . import levels, pushed
 from .levels import Kind, Node, Plan, Value
 from .lift import Lifted
 
-#: The axis of the devices inside a program. The replicas' name means none, so that nothing is taken for a replica by mistake.
-DEVICE_AXIS = "device"
 #: What a device must do for each replica by itself: call a host function, or print, as often as there are replicas.
 _ONE_BY_ONE = HOST_CALLBACKS | {"debug_print"}
 
 
 def mapped(mesh: ReplicaMesh, lifted: Lifted, is_per_replica: Sequence[bool], is_mirrored: Sequence[bool]) -> Callable[..., Any]:
     """Make the function of global arrays of a step; see `_program/steps._map`, which does so for one replica on each device."""
-    _refuse_references(lifted)
     is_own = [spec_of(variable).is_on_read for variable in lifted.variables] + list(is_per_replica)
     ends = [not same for same in is_mirrored] + [spec_of(variable).is_on_read for variable in lifted.written]
 
     def body(written: list[Any], read_only: list[Any], arrays: list[Any], constants: list[Any]) -> Any:
         device = _Device(mesh)
-        outputs = device.run(lifted.shown.jaxpr, constants, [*written, *read_only, *arrays], is_own)
+        outputs = device.run(_jaxpr_of(lifted), constants, [*written, *read_only, *arrays], is_own)
         placed = [device.as_kind(*output, end) for output, end in zip(outputs, ends, strict=True)]
         witness = [jnp.zeros((), jnp.int32)] if mesh.is_paced else []
         return placed[: lifted.num_results], placed[lifted.num_results :], witness
 
-    inner = Mesh(mesh.mesh.devices, (DEVICE_AXIS,))
-    replicated, stacked = PartitionSpec(), PartitionSpec(DEVICE_AXIS)
+    replicated, stacked = PartitionSpec(), PartitionSpec(mesh.axis)
     specs_of = lambda flags: [stacked if flag else replicated for flag in flags]  # noqa: E731
     cut = len(lifted.written), len(lifted.variables)
     in_specs = (specs_of(is_own[: cut[0]]), specs_of(is_own[cut[0] : cut[1]]), specs_of(is_per_replica), replicated)
     out_specs = (specs_of(ends[: lifted.num_results]), specs_of(ends[lifted.num_results :]), replicated)
-    program = jax.shard_map(body, mesh=inner, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    placements = [mesh.stacked if end else mesh.mirrored for end in ends]
-
-    def on_our_mesh(*arguments: Any) -> Any:
-        results, new, witness = program(*arguments)
-        placed = list(map(jax.lax.with_sharding_constraint, [*results, *new], placements))
-        return placed[: len(results)], placed[len(results) :], witness
-
-    return on_our_mesh
+    return jax.shard_map(body, mesh=mesh.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-def _refuse_references(lifted: Lifted) -> None:
-    atoms = (atom for equation in lifted.shown.jaxpr.eqns for atom in (*equation.invars, *equation.outvars))
-    if any(isinstance(atom.aval, jax.ref.AbstractRef) for atom in atoms):
-        raise ContextError(
-            "the step uses a jax.Ref, which several replicas of one device would share. Use an array, carried by jax.lax.scan "
-            "or mr.scan, or give each replica a device: leave num_replicas out."
-        )
+def _jaxpr_of(lifted: Lifted) -> Any:
+    """Return a step with what a high-level primitive stands for where that must be seen, and else with its own derivative."""
+    closed, shown = lifted.closed.jaxpr, lifted.shown.jaxpr
+    must_see = lambda e: jaxprs.has_collective(e) or levels.has_number(e) or _is_slow(e)  # noqa: E731
+    return closed.replace(eqns=[s if must_see(s) else own for own, s in zip(closed.eqns, shown.eqns, strict=True)])
 
 
 @dataclasses.dataclass
@@ -85,7 +71,7 @@ class _Device:
     @functools.cached_property
     def numbers(self) -> jax.Array:
         """The numbers of the device's replicas."""
-        return jax.lax.axis_index(DEVICE_AXIS) * self.count + jnp.arange(self.count, dtype=jnp.int32)
+        return jax.lax.axis_index(self.mesh.axis) * self.count + jnp.arange(self.count, dtype=jnp.int32)
 
     def as_kind(self, array: Any, is_own: bool, end: bool) -> Any:
         """Return a value as one for each replica, or as one for all: those of the replicas are proven to be the same then."""
@@ -135,8 +121,8 @@ class _Run:
 
     def own(self, nodes: Sequence[Node]) -> None:
         """Run nodes of one level on each replica."""
-        is_slow = _must_be_alone if not self.device.mesh.one_by_one else lambda node: True
-        for one_by_one, group in itertools.groupby(nodes, is_slow):
+        is_whole = self.device.mesh.one_by_one or any(map(_has_reference, nodes))
+        for one_by_one, group in itertools.groupby(nodes, lambda node: is_whole or _must_be_alone(node)):
             self._run_group(list(group), one_by_one)
 
     def _run_group(self, nodes: list[Node], one_by_one: bool) -> None:
@@ -145,6 +131,11 @@ class _Run:
         is_sum = lambda user: user is not None and user.is_sum  # noqa: E731
         added = [value for value in made if any(map(is_sum, users[value]))]
         leaving = [value for value in made if not all(map(is_sum, users[value]))]
+        if one_by_one and any(isinstance(value.aval, jax.ref.AbstractRef) for value in leaving):
+            raise ContextError(
+                "the step uses a jax.Ref before and after a collective. With several replicas on a device only arrays are carried "
+                "from one part to the next: read the Ref into an array, ref[...], before the collective, and make a new one."
+            )
         sums = {} if one_by_one else {value: pushed.plan_sum(value, inside) for value in added}
         wanted = dict.fromkeys(leaving)
         for way in sums.values():
@@ -198,12 +189,20 @@ class _Run:
             else:
                 array = jnp.asarray(self.read(value))
                 totals.append(array * jnp.asarray(self.device.count, array.dtype))
-        return jax.lax.psum(totals, DEVICE_AXIS)
+        return jax.lax.psum(totals, self.device.mesh.axis)
 
 
 def _must_be_alone(node: Node) -> bool:
     """Tell whether a device must run a node for each replica by itself, so that it does what it does on a device of its own."""
-    return any(e.primitive.name in _ONE_BY_ONE or _is_other_random(e) for e in (node.equation, *jaxprs.inside(node.equation)))
+    return _is_slow(node.equation) or tracing.keeps_a_mesh(node.equation)
+
+
+def _is_slow(equation: Any) -> bool:
+    return any(e.primitive.name in _ONE_BY_ONE or _is_other_random(e) for e in (equation, *jaxprs.inside(equation)))
+
+
+def _has_reference(node: Node) -> bool:
+    return any(isinstance(atom.aval, jax.ref.AbstractRef) for atom in (*node.equation.invars, *node.equation.outvars))
 
 
 def _is_other_random(equation: Any) -> bool:
@@ -286,8 +285,8 @@ def _meet(device: _Device, node: Node, run: _Run) -> list[Any]:
     if jaxprs.adds_own_axes(equation):
         closed, _ = tracing.own_axes_first(equation)
         sums = jax.vmap(lambda *own: tracing.evaluate(closed, closed.consts, own))(*stacks)
-        return jax.lax.psum(list(map(pushed.sum_of_rows, sums)), DEVICE_AXIS)
-    every = [jax.lax.all_gather(stack, DEVICE_AXIS, tiled=True) for stack in stacks]
+        return jax.lax.psum(list(map(pushed.sum_of_rows, sums)), device.mesh.axis)
+    every = [jax.lax.all_gather(stack, device.mesh.axis, tiled=True) for stack in stacks]
     if name == "all_gather" and not jaxprs.is_over_groups(equation):
         axis, is_tiled = equation.params["all_gather_dimension"], equation.params["tiled"]
         return [_joined(stack, axis) if is_tiled else jnp.moveaxis(stack, 0, axis) for stack in every]

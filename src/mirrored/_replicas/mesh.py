@@ -26,22 +26,37 @@ _DEVICE_NAME = re.compile(r"/?(?:device:)?(cpu|gpu|tpu|cuda|rocm):(\d+)", re.IGN
 MAX_CPU_DEVICES = 1024
 
 
+#: The name of the axis of devices with several replicas each.
+_SEVERAL = re.compile(r"device_of_(\d+)_replicas")
+_ONE_BY_ONE = "_one_by_one"
+
+
 @dataclasses.dataclass(frozen=True)
 class ReplicaMesh:
     """The devices of all replicas, in replica order, and the two placements that exist.
 
     Axis types are Auto: `jax.make_mesh` would make them Explicit, and then every array's type would
-    carry the mesh.
-
-    Attributes:
-        mesh: the devices.
-        per_device: how many replicas each device has; they are its neighbours in replica order.
-        one_by_one: whether a device runs its replicas one after the other, and not together; `_program/virtual`.
+    carry the mesh. The axis is called "replica", or, when each device has several of them, by a name that says how many: so
+    every array says how it is shared out, and meshes of different strategies are different.
     """
 
     mesh: Mesh
-    per_device: int = 1
-    one_by_one: bool = False
+
+    @functools.cached_property
+    def axis(self) -> str:
+        """The name of the mesh's axis."""
+        return self.mesh.axis_names[0]
+
+    @functools.cached_property
+    def per_device(self) -> int:
+        """How many replicas each device has; they are neighbours in replica order."""
+        match = _SEVERAL.match(self.axis)
+        return int(match[1]) if match else 1
+
+    @functools.cached_property
+    def one_by_one(self) -> bool:
+        """Whether a device runs its replicas one after the other, and not together; see `_program/virtual`."""
+        return self.axis.endswith(_ONE_BY_ONE)
 
     def __str__(self) -> str:
         count = f"{self.num_replicas} replica{'s' if self.num_replicas > 1 else ''}"
@@ -75,7 +90,7 @@ class ReplicaMesh:
     @functools.cached_property
     def stacked(self) -> NamedSharding:
         """The placement of a value with a leading replica axis, one row on each replica's device."""
-        return NamedSharding(self.mesh, PartitionSpec(REPLICA_AXIS))
+        return NamedSharding(self.mesh, PartitionSpec(self.axis))
 
     @functools.cached_property
     def local_replicas(self) -> tuple[int, ...]:
@@ -134,7 +149,10 @@ def with_replicas(mesh: ReplicaMesh, num_replicas: Any, schedule: Any) -> Replic
             f"equally many replicas. Write num_replicas={whole}, or name as many devices as divide the number of replicas: "
             f"devices=[...] with {max((n for n in range(1, count) if num_replicas % n == 0), default=1)} of them."
         )
-    return dataclasses.replace(mesh, per_device=int(num_replicas) // count, one_by_one=schedule == "one_by_one")
+    if num_replicas == count:
+        return mesh
+    axis = f"device_of_{num_replicas // count}_replicas{_ONE_BY_ONE if schedule == 'one_by_one' else ''}"
+    return ReplicaMesh(Mesh(mesh.mesh.devices, (axis,)))
 
 
 def cluster_mesh() -> ReplicaMesh:

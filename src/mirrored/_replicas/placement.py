@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 
 from .._errors import ReplicasDivergeError, StrategyMismatchError
 from .._text import numbered
-from .._typing import REPLICA_AXIS, Shape
+from .._typing import Shape
 from .._workers import joint_programs
 from .._workers.progress import progress
 from . import in_flight
@@ -175,14 +175,14 @@ def _program(mesh: ReplicaMesh, kinds: tuple[tuple[Shape, Any], ...]) -> Callabl
 
     def body(rows: list[jax.Array]) -> list[jax.Array]:
         *own, sums = [row[0] for row in rows]
-        is_chief = jax.lax.axis_index(REPLICA_AXIS) == 0
-        first = jax.lax.psum([jnp.where(is_chief, bits, jnp.zeros_like(bits)) for bits in own], REPLICA_AXIS)
+        is_chief = jax.lax.axis_index(mesh.axis) == 0
+        first = jax.lax.psum([jnp.where(is_chief, bits, jnp.zeros_like(bits)) for bits in own], mesh.axis)
         return [
             *(_array_of(bits, *kind) for bits, kind in zip(first, kinds, strict=True)),
-            jax.lax.all_gather(sums, REPLICA_AXIS),
+            jax.lax.all_gather(sums, mesh.axis),
         ]
 
-    specs = {"in_specs": PartitionSpec(REPLICA_AXIS), "out_specs": PartitionSpec(), "check_vma": False}
+    specs = {"in_specs": PartitionSpec(mesh.axis), "out_specs": PartitionSpec(), "check_vma": False}
     shapes = [(_bits_shape(mesh, *kind), _word(kind[1])) for kind in kinds] + [((len(mesh.devices), len(kinds)), np.uint32)]
     rows = [jax.ShapeDtypeStruct(shape, word, sharding=mesh.stacked) for shape, word in shapes]
     with progress.phase(f"compiling {_NAME}", is_patient=True):
