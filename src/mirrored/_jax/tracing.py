@@ -156,7 +156,7 @@ def bind(equation: Any, operands: Sequence[Any]) -> list[Any]:
 
 
 def keeps_a_mesh(equation: Any) -> bool:
-    """Tell whether functions inside an equation were traced with arrays of ours, so that their operations run in no other mesh."""
+    """Tell whether functions inside an equation were traced with arrays of ours: their operations run in no other mesh."""
     atoms = (atom for inner in inside(equation) for atom in (*inner.invars, *inner.outvars))
     return any(_has_mesh(atom.aval) for atom in atoms)
 

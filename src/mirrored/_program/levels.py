@@ -30,7 +30,7 @@ class Kind(enum.Enum):
 
 
 @dataclasses.dataclass(eq=False)
-class Value:
+class Quantity:
     """A value of the program.
 
     Attributes:
@@ -43,18 +43,18 @@ class Value:
 
     is_own: bool = False
     level: int = 0
-    maker: Node | None = None
+    maker: Operation | None = None
     constant: Any = None
     aval: Any = None
 
 
 @dataclasses.dataclass(eq=False)
-class Node:
+class Operation:
     """An equation, with the values that it takes and makes."""
 
     equation: Any
-    inputs: list[Value]
-    outputs: list[Value]
+    inputs: list[Quantity]
+    outputs: list[Quantity]
     kind: Kind
     level: int
 
@@ -66,22 +66,22 @@ class Node:
 
 
 @dataclasses.dataclass
-class Plan:
+class Levels:
     """The nodes of a program in their order, its outputs, and who uses each value; None stands for the outputs."""
 
-    nodes: list[Node]
-    outputs: list[Value]
-    users: dict[Value, list[Node | None]]
+    nodes: list[Operation]
+    outputs: list[Quantity]
+    users: dict[Quantity, list[Operation | None]]
 
     @property
     def num_levels(self) -> int:
         return 1 + max((node.level for node in self.nodes), default=0)
 
-    def at(self, level: int, kind: Kind) -> list[Node]:
+    def at(self, level: int, kind: Kind) -> list[Operation]:
         return [node for node in self.nodes if node.level == level and node.kind is kind]
 
 
-def plan_of(jaxpr: Jaxpr, inputs: Sequence[Value]) -> Plan:
+def levels_of(jaxpr: Jaxpr, inputs: Sequence[Quantity]) -> Levels:
     """Find the nodes of a program.
 
     Args:
@@ -91,22 +91,22 @@ def plan_of(jaxpr: Jaxpr, inputs: Sequence[Value]) -> Plan:
     Raises:
         ContextError: when it does what several replicas of one device cannot do.
     """
-    nodes: list[Node] = []
+    nodes: list[Operation] = []
     outputs = _flatten(jaxpr, inputs, nodes)
-    users: dict[Value, list[Node | None]] = collections.defaultdict(list)
+    users: dict[Quantity, list[Operation | None]] = collections.defaultdict(list)
     for node in nodes:
         for value in node.inputs:
             users[value].append(node)
     for value in outputs:
         users[value].append(None)
-    return Plan(nodes, outputs, users)
+    return Levels(nodes, outputs, users)
 
 
-def _flatten(jaxpr: Jaxpr, inputs: Sequence[Value], nodes: list[Node]) -> list[Value]:
-    known: dict[Any, Value] = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
+def _flatten(jaxpr: Jaxpr, inputs: Sequence[Quantity], nodes: list[Operation]) -> list[Quantity]:
+    known: dict[Any, Quantity] = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
 
-    def read(atom: Any) -> Value:
-        return Value(constant=atom.val) if isinstance(atom, jaxprs.Literal) else known[atom]
+    def read(atom: Any) -> Quantity:
+        return Quantity(constant=atom.val) if isinstance(atom, jaxprs.Literal) else known[atom]
 
     for equation in jaxpr.eqns:
         operands = list(map(read, equation.invars))
@@ -114,7 +114,7 @@ def _flatten(jaxpr: Jaxpr, inputs: Sequence[Value], nodes: list[Node]) -> list[V
             solver = jaxprs.solver_of(equation)  # its jaxpr has no constants
             outputs = _flatten(solver.jaxpr, [operands[i] for i in solver.operands], nodes)
         elif (inner := _call_in(equation)) is not None:
-            constants = [Value(constant=constant) for constant in inner.consts]
+            constants = [Quantity(constant=constant) for constant in inner.consts]
             outputs = _flatten(inner.jaxpr, [*constants, *operands], nodes)
         else:
             node = _node(equation, operands)
@@ -130,16 +130,16 @@ def _call_in(equation: Any) -> jaxprs.ClosedJaxpr | None:
     return jaxprs.callee(equation) if is_taken else None
 
 
-def _node(equation: Any, operands: list[Value]) -> Node:
+def _node(equation: Any, operands: list[Quantity]) -> Operation:
     level = max((value.level for value in operands), default=0)
     if jaxprs.has_collective(equation):
         flags = _own_after_meeting(equation, [value.is_own for value in operands])
-        node = Node(equation, operands, [], Kind.MEETING, level)
-        node.outputs = [Value(flag, level + 1, node, aval=v.aval) for flag, v in zip(flags, equation.outvars, strict=True)]
+        node = Operation(equation, operands, [], Kind.MEETING, level)
+        node.outputs = [Quantity(flag, level + 1, node, aval=v.aval) for flag, v in zip(flags, equation.outvars, strict=True)]
         return node
     is_own = any(value.is_own for value in operands) or not jaxprs.is_function_of_operands(equation) or has_number(equation)
-    node = Node(equation, operands, [], Kind.OWN if is_own else Kind.SHARED, level)
-    node.outputs = [Value(is_own, level, node, aval=variable.aval) for variable in equation.outvars]
+    node = Operation(equation, operands, [], Kind.OWN if is_own else Kind.SHARED, level)
+    node.outputs = [Quantity(is_own, level, node, aval=variable.aval) for variable in equation.outvars]
     return node
 
 
@@ -188,11 +188,11 @@ def own_in_carry(equation: Any, flags: Sequence[bool]) -> tuple[list[bool], list
 
 
 def _own_after(closed: jaxprs.ClosedJaxpr, flags: Sequence[bool]) -> list[bool]:
-    inputs = [Value() for _ in closed.consts] + [Value(flag) for flag in flags]
-    return [value.is_own for value in plan_of(closed.jaxpr, inputs).outputs]
+    inputs = [Quantity() for _ in closed.consts] + [Quantity(flag) for flag in flags]
+    return [value.is_own for value in levels_of(closed.jaxpr, inputs).outputs]
 
 
-def made_by(nodes: Sequence[Node]) -> Iterator[Value]:
+def made_by(nodes: Sequence[Operation]) -> Iterator[Quantity]:
     """Yield what some nodes make."""
     for node in nodes:
         yield from node.outputs

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._jax import jaxprs, tracing
-from .levels import Kind, Node, Value
+from .levels import Kind, Operation, Quantity
 
 #: Linear in their operand, or in all of them together.
 _LINEAR = frozenset({
@@ -47,15 +47,15 @@ class Way:
             a product, which takes the operands of all replicas.
     """
 
-    value: Value
-    node: Node | None = None
+    value: Quantity
+    node: Operation | None = None
     parts: tuple[Way | None, ...] = ()
 
     @property
     def is_product(self) -> bool:
         return self.node is not None and not any(self.parts)
 
-    def operands(self) -> Iterator[Value]:
+    def operands(self) -> Iterator[Quantity]:
         """Yield the values that must be known for all replicas."""
         if self.node is None:
             yield self.value
@@ -66,7 +66,7 @@ class Way:
                 yield from part.operands()
 
 
-def plan_sum(value: Value, nodes: Collection[Node]) -> Way:
+def plan_sum(value: Quantity, nodes: Collection[Operation]) -> Way:
     """Find how the sum of a value is made, among nodes that each replica runs."""
     node = value.maker
     if node is None or node not in nodes or node.kind is not Kind.OWN:
@@ -78,10 +78,10 @@ def plan_sum(value: Value, nodes: Collection[Node]) -> Way:
     return Way(value)
 
 
-def _is_linear(node: Node) -> bool:
+def _is_linear(node: Operation) -> bool:
     name, own = node.equation.primitive.name, [value.is_own for value in node.inputs]
-    dtypes = [getattr(atom.aval, "dtype", None) for atom in (*node.equation.invars, *node.equation.outvars)]
-    if not all(dtype is not None and jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
+    dtypes: list[Any] = [atom.aval.dtype for atom in (*node.equation.invars, *node.equation.outvars)]
+    if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
         return False  # the sum of integers may be made in another type
     if name in _LINEAR:
         return all(own)
@@ -92,7 +92,7 @@ def _is_linear(node: Node) -> bool:
     return name in ("mul", "dot_general") and sum(own) == 1
 
 
-def _is_product(node: Node) -> bool:
+def _is_product(node: Operation) -> bool:
     name, own, params = node.equation.primitive.name, [value.is_own for value in node.inputs], node.equation.params
     if not jnp.issubdtype(node.equation.outvars[0].aval.dtype, jnp.floating):
         return False
@@ -105,7 +105,7 @@ def _is_product(node: Node) -> bool:
     return name == "reduce_sum"
 
 
-def _is_zero(value: Value) -> bool:
+def _is_zero(value: Quantity) -> bool:
     maker = value.maker
     if value.is_own or maker is None or maker.equation.primitive.name != "broadcast_in_dim":
         return False
@@ -113,7 +113,7 @@ def _is_zero(value: Value) -> bool:
     return isinstance(atom, jaxprs.Literal) and bool(np.asarray(atom.val) == 0)
 
 
-def compute(way: Way, read: Callable[[Value], Any]) -> Any:
+def compute(way: Way, read: Callable[[Quantity], Any]) -> Any:
     """Make the sum over the replicas of a device.
 
     Args:
@@ -135,7 +135,8 @@ def _dot(equation: Any, _: Any, operands: Sequence[jax.Array]) -> jax.Array:
     (left, right), (left_batch, right_batch) = equation.params["dimension_numbers"]
     contracted = ((0, *_shifted(left)), (0, *_shifted(right)))
     options = {name: equation.params[name] for name in ("precision", "preferred_element_type")}
-    return jax.lax.dot_general(*operands, (contracted, (_shifted(left_batch), _shifted(right_batch))), **options)
+    numbers = (contracted, (_shifted(left_batch), _shifted(right_batch)))
+    return jax.lax.dot_general(operands[0], operands[1], numbers, **options)
 
 
 def _convolution(equation: Any, _: Any, operands: Sequence[jax.Array]) -> jax.Array:
@@ -153,7 +154,7 @@ def _merged(stack: jax.Array, axis: int) -> jax.Array:
     return moved.reshape(*moved.shape[:axis], moved.shape[axis] * moved.shape[axis + 1], *moved.shape[axis + 2 :])
 
 
-def _scatter(equation: Any, inputs: Sequence[Value], operands: Sequence[jax.Array]) -> jax.Array:
+def _scatter(equation: Any, inputs: Sequence[Quantity], operands: Sequence[jax.Array]) -> jax.Array:
     zeros, indices, updates = operands
     if not inputs[1].is_own:
         indices = jnp.broadcast_to(indices, (updates.shape[0], *indices.shape))
@@ -173,7 +174,7 @@ def _shifted(axes: Sequence[int]) -> tuple[int, ...]:
     return tuple(axis + 1 for axis in axes)
 
 
-_PRODUCTS: dict[str, Callable[[Any, Sequence[Value], Sequence[jax.Array]], jax.Array]] = {
+_PRODUCTS: dict[str, Callable[[Any, Sequence[Quantity], Sequence[jax.Array]], jax.Array]] = {
     "conv_general_dilated": _convolution,
     "dot_general": _dot,
     "reduce_sum": _reduction,

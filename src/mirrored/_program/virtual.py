@@ -24,7 +24,7 @@ from .._replicas.mesh import ReplicaMesh
 from .._typing import REPLICA_AXIS
 from .._variables.variable import spec_of
 from . import levels, pushed
-from .levels import Kind, Node, Plan, Value
+from .levels import Kind, Levels, Operation, Quantity
 from .lift import Lifted
 
 #: What a device must do for each replica by itself: call a host function, or print, as often as there are replicas.
@@ -87,9 +87,9 @@ class _Device:
             arrays: its arguments.
             is_own: of each, whether each replica has its own.
         """
-        values = [Value() for _ in constants] + [Value(flag) for flag in is_own]
-        plan = levels.plan_of(jaxpr, values)
-        run = _Run(self, plan, dict(zip(values, (*constants, *arrays), strict=True)))
+        values = [Quantity() for _ in constants] + [Quantity(flag) for flag in is_own]
+        plan = levels.levels_of(jaxpr, values)
+        run = _Course(self, plan, dict(zip(values, (*constants, *arrays), strict=True)))
         for level in range(plan.num_levels):
             for node in plan.at(level, Kind.SHARED):
                 run.keep(node, tracing.bind(node.equation, list(map(run.read, node.inputs))))
@@ -100,7 +100,7 @@ class _Device:
 
 
 @dataclasses.dataclass
-class _Run:
+class _Course:
     """What is known while a program is put together.
 
     Attributes:
@@ -109,23 +109,23 @@ class _Run:
     """
 
     device: _Device
-    plan: Plan
-    known: dict[Value, Any]
-    totals: dict[Value, Any] = dataclasses.field(default_factory=dict)
+    plan: Levels
+    known: dict[Quantity, Any]
+    totals: dict[Quantity, Any] = dataclasses.field(default_factory=dict)
 
-    def read(self, value: Value) -> Any:
-        return self.known[value] if value in self.known else value.constant
+    def read(self, value: Quantity) -> Any:
+        return self.known.get(value, value.constant)
 
-    def keep(self, node: Node, arrays: Sequence[Any]) -> None:
+    def keep(self, node: Operation, arrays: Sequence[Any]) -> None:
         self.known.update(zip(node.outputs, arrays, strict=True))
 
-    def own(self, nodes: Sequence[Node]) -> None:
+    def own(self, nodes: Sequence[Operation]) -> None:
         """Run nodes of one level on each replica."""
         is_whole = self.device.mesh.one_by_one or any(map(_has_reference, nodes))
         for one_by_one, group in itertools.groupby(nodes, lambda node: is_whole or _must_be_alone(node)):
             self._run_group(list(group), one_by_one)
 
-    def _run_group(self, nodes: list[Node], one_by_one: bool) -> None:
+    def _run_group(self, nodes: list[Operation], one_by_one: bool) -> None:
         inside, made = set(nodes), list(levels.made_by(nodes))
         users = {value: [user for user in self.plan.users[value] if user not in inside] for value in made}
         is_sum = lambda user: user is not None and user.is_sum  # noqa: E731
@@ -133,8 +133,8 @@ class _Run:
         leaving = [value for value in made if not all(map(is_sum, users[value]))]
         if one_by_one and any(isinstance(value.aval, jax.ref.AbstractRef) for value in leaving):
             raise ContextError(
-                "the step uses a jax.Ref before and after a collective. With several replicas on a device only arrays are carried "
-                "from one part to the next: read the Ref into an array, ref[...], before the collective, and make a new one."
+                "the step uses a jax.Ref before and after a collective. With several replicas on a device only arrays are "
+                "carried across one: read the Ref into an array, ref[...], before it, and make a new one after it."
             )
         sums = {} if one_by_one else {value: pushed.plan_sum(value, inside) for value in added}
         wanted = dict.fromkeys(leaving)
@@ -142,7 +142,7 @@ class _Run:
             wanted.update(dict.fromkeys(value for value in way.operands() if value in users))
         taken = list(dict.fromkeys(value for node in nodes for value in node.inputs if value.is_own and value in self.known))
 
-        def one(number: Any, rows: Sequence[Any], outputs: Sequence[Value]) -> list[Any]:
+        def one(number: Any, rows: Sequence[Any], outputs: Sequence[Quantity]) -> list[Any]:
             own = dict(zip(taken, rows, strict=True))
             for node in nodes:
                 operands = [own[value] if value in own else self.read(value) for value in node.inputs]
@@ -155,17 +155,13 @@ class _Run:
             self.totals.update(zip(added, totals, strict=True))
             self.known.update(zip(leaving, stacks, strict=True))
             return
-        self.known.update(zip(wanted, self._vmap(lambda number, rows: one(number, rows, list(wanted)), rows), strict=True))
-        self.totals.update((value, pushed.compute(way, self.read)) for value, way in sums.items())
-
-    def _vmap(self, function: Callable[..., list[Any]], rows: list[Any]) -> list[Any]:
         try:
-            return jax.vmap(function)(self.device.numbers, rows)
-        except NotImplementedError as error:
-            raise ContextError(
-                f"the {self.device.count} replicas of a device cannot run together what the step does: {error}. Run them one after "
-                "the other, mr.MirroredStrategy(..., schedule='one_by_one'), or give each a device: leave num_replicas out."
-            ) from error
+            stacks = jax.vmap(lambda number, rows: one(number, rows, list(wanted)))(self.device.numbers, rows)
+        except RuntimeError:  # JAX cannot batch an operation
+            self._run_group(nodes, one_by_one=True)
+            return
+        self.known.update(zip(wanted, stacks, strict=True))
+        self.totals.update((value, pushed.compute(way, self.read)) for value, way in sums.items())
 
     def _scan(self, function: Callable[..., list[Any]], rows: list[Any], num_added: int) -> tuple[list[Any], list[Any]]:
         """Run a function on each replica, one after the other; add its first results up, and stack the others."""
@@ -178,7 +174,7 @@ class _Run:
 
         return jax.lax.scan(one_replica, [jnp.zeros(a.shape, a.dtype) for a in first], (numbers, rows))
 
-    def sums(self, node: Node) -> list[Any]:
+    def sums(self, node: Operation) -> list[Any]:
         """Add values up over all replicas."""
         totals = []
         for value in node.inputs:
@@ -192,7 +188,7 @@ class _Run:
         return jax.lax.psum(totals, self.device.mesh.axis)
 
 
-def _must_be_alone(node: Node) -> bool:
+def _must_be_alone(node: Operation) -> bool:
     """Tell whether a device must run a node for each replica by itself, so that it does what it does on a device of its own."""
     return _is_slow(node.equation) or tracing.keeps_a_mesh(node.equation)
 
@@ -201,7 +197,7 @@ def _is_slow(equation: Any) -> bool:
     return any(e.primitive.name in _ONE_BY_ONE or _is_other_random(e) for e in (equation, *jaxprs.inside(equation)))
 
 
-def _has_reference(node: Node) -> bool:
+def _has_reference(node: Operation) -> bool:
     return any(isinstance(atom.aval, jax.ref.AbstractRef) for atom in (*node.equation.invars, *node.equation.outvars))
 
 
@@ -275,7 +271,7 @@ def _scan(equation: Any, operands: Sequence[Any], step: Callable[..., Any]) -> l
 # -- meetings
 
 
-def _meet(device: _Device, node: Node, run: _Run) -> list[Any]:
+def _meet(device: _Device, node: Operation, run: _Course) -> list[Any]:
     """Run a collective other than a sum, or a loop or condition with one inside."""
     arrays, flags = list(map(run.read, node.inputs)), [value.is_own for value in node.inputs]
     equation, name = node.equation, node.equation.primitive.name
@@ -302,7 +298,7 @@ def _on_all(device: _Device, equation: Any, every: Sequence[jax.Array]) -> list[
     """Run any collective: each device has the values of all replicas, and takes what its own would get."""
     try:
         results = jax.vmap(lambda *own: tracing.bind(equation, own), axis_name=REPLICA_AXIS)(*every)
-    except (NotImplementedError, ValueError) as error:
+    except (RuntimeError, ValueError) as error:
         raise ContextError(
             f"the collective `{equation.primitive.name}` cannot run with several replicas on a device: {error}. Write it with "
             "ctx.all_gather or ctx.all_reduce, or give each replica a device: leave num_replicas out."

@@ -84,15 +84,12 @@ def _compare(mesh: ReplicaMesh, variable: Variable, column: np.ndarray) -> None:
         return
     others = int(np.flatnonzero(column == usual)[0])
     workers = sorted({mesh.devices[place].process_index for place in differing})
+    holder = "replica" if mesh.per_device == 1 else "device"
     where = "" if mesh.is_alone else f" ({numbered(workers)})"
     raise ReplicasDivergeError(
-        f"the copies of variable {variable.name!r} differ: {_holders(mesh)}s {differing}{where} from {_holders(mesh)} {others}. They were changed "
-        f"behind the library's back, or a device computes wrongly. Restore the last checkpoint. {variable!r}"
+        f"the copies of variable {variable.name!r} differ: {holder}s {differing}{where} from {holder} {others}. They were "
+        f"changed behind the library's back, or a device computes wrongly. Restore the last checkpoint. {variable!r}"
     )
-
-
-def _holders(mesh: ReplicaMesh) -> str:
-    return "replica" if mesh.per_device == 1 else "device"
 
 
 class Watch:
