@@ -3,6 +3,8 @@
 PYTHON ?= $(shell tools/newest-python)
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Else each process compiles every module anew.
+unexport PYTHONDONTWRITEBYTECODE
 # How many processes share the tests.
 JOBS ?= 2
 
@@ -23,7 +25,7 @@ test: setup
 
 ## test-oldest: the default test suite with the oldest Python and JAX that are supported
 test-oldest:
-	$(MAKE) test VENV=.venv-oldest PYTHON=$$(tools/newest-python 3.11)
+	JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(MAKE) test VENV=.venv-oldest PYTHON=$$(tools/newest-python 3.11)
 
 ## test-all: the default suite and the slow tests
 test-all: setup

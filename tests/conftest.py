@@ -5,6 +5,9 @@ import os
 import threading
 
 os.environ["KERAS_BACKEND"] = "jax"  # before any test imports keras
+# XLA's optimizations take a third of the default suite's time and decide none of its claims. `.ci/run` has them in the slow
+# tests and with the oldest Python.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 import jax
 import numpy as np
@@ -14,9 +17,12 @@ import mirrored as mr
 
 ALL_DEVICES = [f"cpu:{i}" for i in range(8)]
 mr.MirroredStrategy(ALL_DEVICES)  # starts the backend with 8 devices, whichever test runs first
+gc.freeze()  # what is imported stays: no collection looks at it again
 
 
-@pytest.fixture(params=[1, 2, 3, 8], ids=lambda r: f"R{r}")
+@pytest.fixture(
+    params=[1, pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(8, marks=pytest.mark.slow)], ids=lambda r: f"R{r}"
+)
 def strategy(request: pytest.FixtureRequest) -> mr.MirroredStrategy:
     """A strategy of each size for which the anchor behaves differently."""
     return mr.MirroredStrategy(ALL_DEVICES[: request.param])

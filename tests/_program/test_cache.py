@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from parameters import slow
 
 import mirrored as mr
 from mirrored._program import cache
@@ -100,7 +101,7 @@ def in_a_tuple_of_a_function(strategy: mr.Strategy) -> tuple[Any, Callable[[], A
     return parameters[0], mr.function(lambda: strategy.run(lambda: adding_to(lambda: parameters[0])()))
 
 
-@pytest.mark.parametrize("make", [closure, method, argument, compiled, loop, in_a_dict, in_a_tuple_of_a_function])
+@pytest.mark.parametrize("make", [closure, argument, loop, *slow(method, compiled, in_a_dict, in_a_tuple_of_a_function)])
 def test_a_model_that_is_dropped_takes_its_programs_with_it(make: Any, strategy2: mr.MirroredStrategy) -> None:
     dropped, counts = [], []
     for _ in range(3):

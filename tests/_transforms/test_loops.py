@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from parameters import slow
 
 import mirrored as mr
 
@@ -44,7 +45,9 @@ CONTEXTS = {
 }
 
 
-@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize(
+    "context", ["in a step", "in mr.scan", *slow(*(c for c in CONTEXTS if c not in ("in a step", "in mr.scan")))]
+)
 def test_variables_are_read_and_written_in_every_context(context, strategy2):
     w, factor, unused = variable(strategy2, 1.0), variable(strategy2, 2.0), variable(strategy2, 5.0)
 

@@ -66,7 +66,7 @@ class Operation:
 
 
 @dataclasses.dataclass
-class Levels:
+class Agenda:
     """The nodes of a program in their order, its outputs, and who uses each value; None stands for the outputs."""
 
     nodes: list[Operation]
@@ -81,7 +81,7 @@ class Levels:
         return [node for node in self.nodes if node.level == level and node.kind is kind]
 
 
-def levels_of(jaxpr: Jaxpr, inputs: Sequence[Quantity]) -> Levels:
+def agenda_of(jaxpr: Jaxpr, inputs: Sequence[Quantity]) -> Agenda:
     """Find the nodes of a program.
 
     Args:
@@ -99,7 +99,7 @@ def levels_of(jaxpr: Jaxpr, inputs: Sequence[Quantity]) -> Levels:
             users[value].append(node)
     for value in outputs:
         users[value].append(None)
-    return Levels(nodes, outputs, users)
+    return Agenda(nodes, outputs, users)
 
 
 def _flatten(jaxpr: Jaxpr, inputs: Sequence[Quantity], nodes: list[Operation]) -> list[Quantity]:
@@ -189,7 +189,7 @@ def own_in_carry(equation: Any, flags: Sequence[bool]) -> tuple[list[bool], list
 
 def _own_after(closed: jaxprs.ClosedJaxpr, flags: Sequence[bool]) -> list[bool]:
     inputs = [Quantity() for _ in closed.consts] + [Quantity(flag) for flag in flags]
-    return [value.is_own for value in levels_of(closed.jaxpr, inputs).outputs]
+    return [value.is_own for value in agenda_of(closed.jaxpr, inputs).outputs]
 
 
 def made_by(nodes: Sequence[Operation]) -> Iterator[Quantity]:

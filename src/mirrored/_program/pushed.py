@@ -37,7 +37,7 @@ def sum_of_rows(stack: jax.Array) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
+class Push:
     """How the sum over the replicas of a value is made.
 
     Attributes:
@@ -49,7 +49,7 @@ class Way:
 
     value: Quantity
     node: Operation | None = None
-    parts: tuple[Way | None, ...] = ()
+    parts: tuple[Push | None, ...] = ()
 
     @property
     def is_product(self) -> bool:
@@ -66,16 +66,16 @@ class Way:
                 yield from part.operands()
 
 
-def plan_sum(value: Quantity, nodes: Collection[Operation]) -> Way:
+def plan_sum(value: Quantity, nodes: Collection[Operation]) -> Push:
     """Find how the sum of a value is made, among nodes that each replica runs."""
     node = value.maker
     if node is None or node not in nodes or node.kind is not Kind.OWN:
-        return Way(value)
+        return Push(value)
     if _is_product(node):
-        return Way(value, node, (None,) * len(node.inputs))
+        return Push(value, node, (None,) * len(node.inputs))
     if _is_linear(node):
-        return Way(value, node, tuple(plan_sum(operand, nodes) if operand.is_own else None for operand in node.inputs))
-    return Way(value)
+        return Push(value, node, tuple(plan_sum(operand, nodes) if operand.is_own else None for operand in node.inputs))
+    return Push(value)
 
 
 def _is_linear(node: Operation) -> bool:
@@ -113,7 +113,7 @@ def _is_zero(value: Quantity) -> bool:
     return isinstance(atom, jaxprs.Literal) and bool(np.asarray(atom.val) == 0)
 
 
-def compute(way: Way, read: Callable[[Quantity], Any]) -> Any:
+def compute(way: Push, read: Callable[[Quantity], Any]) -> Any:
     """Make the sum over the replicas of a device.
 
     Args:

@@ -24,14 +24,16 @@ from .._replicas.mesh import ReplicaMesh
 from .._typing import REPLICA_AXIS
 from .._variables.variable import spec_of
 from . import levels, pushed
-from .levels import Kind, Levels, Operation, Quantity
+from .levels import Agenda, Kind, Operation, Quantity
 from .lift import Lifted
 
 #: What a device must do for each replica by itself: call a host function, or print, as often as there are replicas.
 _ONE_BY_ONE = HOST_CALLBACKS | {"debug_print"}
 
 
-def mapped(mesh: ReplicaMesh, lifted: Lifted, is_per_replica: Sequence[bool], is_mirrored: Sequence[bool]) -> Callable[..., Any]:
+def mapped(
+    mesh: ReplicaMesh, lifted: Lifted, _: Any, is_per_replica: Sequence[bool], is_mirrored: Sequence[bool]
+) -> Callable[..., Any]:
     """Make the function of global arrays of a step; see `_program/steps._map`, which does so for one replica on each device."""
     is_own = [spec_of(variable).is_on_read for variable in lifted.variables] + list(is_per_replica)
     ends = [not same for same in is_mirrored] + [spec_of(variable).is_on_read for variable in lifted.written]
@@ -88,7 +90,7 @@ class _Device:
             is_own: of each, whether each replica has its own.
         """
         values = [Quantity() for _ in constants] + [Quantity(flag) for flag in is_own]
-        plan = levels.levels_of(jaxpr, values)
+        plan = levels.agenda_of(jaxpr, values)
         run = _Course(self, plan, dict(zip(values, (*constants, *arrays), strict=True)))
         for level in range(plan.num_levels):
             for node in plan.at(level, Kind.SHARED):
@@ -109,7 +111,7 @@ class _Course:
     """
 
     device: _Device
-    plan: Levels
+    plan: Agenda
     known: dict[Quantity, Any]
     totals: dict[Quantity, Any] = dataclasses.field(default_factory=dict)
 

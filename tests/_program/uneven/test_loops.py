@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from parameters import slow
 
 import mirrored as mr
 
@@ -122,7 +123,7 @@ def outcome(strategy, num_rows):
     return jax.tree.map(lambda leaf: strategy.gather(leaf, axis=0) if is_rows(leaf) else leaf, results, is_leaf=is_rows)
 
 
-@pytest.mark.parametrize("num_rows", [7, 3])
+@pytest.mark.parametrize("num_rows", [3, *slow(7)])
 def test_loops_with_collectives_that_use_the_rows_equal_one_device(num_rows):
     one, many = outcome(STRATEGIES[1], num_rows), outcome(STRATEGIES[4], num_rows)
     assert jax.tree.structure(one) == jax.tree.structure(many)

@@ -511,7 +511,7 @@ def test_gradients_through_run_are_those_of_one_device():
 
             return strategy.reduce("sum", strategy.run(step, args=(x, w)))
 
-        return lambda x: jax.jit(jax.grad(loss))(jnp.ones(COLUMNS), x)
+        return lambda x: jax.jit(jax.grad(loss))(0.1 * jnp.ones(COLUMNS), x)
 
     assert_equals_one_device(make, 7)
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from parameters import slow
 
 import mirrored as mr
 
@@ -66,7 +67,7 @@ def trained(strategy, x, y, num_steps=2):
     return [*model.values(), np.asarray(strategy.reduce("sum", loss))]
 
 
-@pytest.mark.parametrize("num_rows", [7, 2])
+@pytest.mark.parametrize("num_rows", [2, *slow(7)])
 def test_training_on_any_number_of_rows_equals_one_device(num_rows):
     x, y = data(num_rows)
     one = trained(STRATEGIES[1], x, y)
