@@ -5,9 +5,17 @@ import mirrored
 project = "mirrored"
 author = "the mirrored developers"
 release = mirrored.__version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon", "sphinx_copybutton", "sphinx_design"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "sphinx_design",
+]
 html_theme = "furo"
 html_static_path = ["_static"]
+html_css_files = ["pages.css"]
 html_title = "mirrored"
 copybutton_prompt_text = ">>> "
 copybutton_exclude = ".linenos, .gp, .go"
