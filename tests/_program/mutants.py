@@ -230,7 +230,7 @@ MUTANTS = [
     ("_program/uneven/merge.py", "_refuse_references(avals)\n        slots", "slots",
      PROPERTIES + "a_reference_on_both_sides_of_a_collective_is_explained_and_one_on_one_side_works"),
     # -- the rest
-    ("_program/program.py", "if count < 1024:", "if count <= 1024:",
+    ("_text.py", "if count < 1024:", "if count <= 1024:",
      "tests/_strategy/test_strategy.py::test_explain_says_what_the_programs_communicate_and_how_data_is_split"),
     ("_program/call.py", "array = np.array(leaf)", "array = np.asarray(leaf)",
      REPLICATE + "a_host_array_may_be_filled_again_at_once"),
