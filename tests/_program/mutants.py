@@ -14,8 +14,10 @@ LOOPS = "tests/_program/uneven/test_loops.py::test_"
 PAIRING = "tests/_program/uneven/test_pairing.py::test_"
 CACHE = "tests/_program/test_cache.py::test_"
 MEANS = "tests/_program/uneven/test_means.py::test_"
+CROSSINGS = "tests/_program/uneven/test_crossings.py::test_"
 MERGE = "tests/_program/uneven/test_merge.py::test_"
 
+VIRTUAL = "tests/_program/test_virtual.py::test_"
 MISTAKES = "tests/_program/test_mistakes.py::test_"
 
 JOINED = "tests/_program/test_joined_sums.py::test_"
@@ -84,7 +86,7 @@ MUTANTS = [
      REFUSALS + "right_programs_run_in_silence"),
     ("_program/refusals.py", "return any(note.purpose is Purpose.LOSS and", "return all(note.purpose is Purpose.LOSS and",
      REFUSALS + "a_combined_loss_warns"),
-    ("_program/refusals.py", "stacklevel=user_code.user_stacklevel()", "stacklevel=1",
+    ("_jax/user_code.py", "stacklevel=user_stacklevel()", "stacklevel=1",
      REFUSALS + "the_whole_batch_on_every_replica_warns_once"),
     # -- divisors
     ("_program/divisors.py", "if state.sameness == highest", "if True", DIVISORS + "a_mean_over_a_replicas_own_rows_warns"
@@ -202,6 +204,16 @@ MUTANTS = [
      MEANS + "a_mean_of_anything_else_that_depends_on_the_rows_is_refused"),
     ("_program/uneven/means.py", "return alike and self._own.isdisjoint(row)", "return alike",
      MEANS + "a_mean_of_anything_else_that_depends_on_the_rows_is_refused"),
+    ("_program/uneven/crossings.py", "scale_input(trace, node, position, float(share))", "pass",
+     CROSSINGS + "loss_and_gradients_are_those_of_one_device[plain-10]"),
+    ("_program/uneven/crossings.py", "if Use.OTHER in use or", "if",
+     CROSSINGS + "where_the_weights_are_not_known_the_line_to_write_is_said"),
+    ("_program/uneven/crossings.py", "if not (self._stops and 0 in value.aval.shape):", "if not self._stops:",
+     CROSSINGS + "a_replica_without_rows_that_has_a_part_in_the_gradient_is_refused"),
+    ("_program/uneven/crossings.py", "            if found == use:", "            if True:",
+     CROSSINGS + "loss_and_gradients_are_those_of_one_device[scanned-10]"),
+    ("_program/uneven/nodes.py", "return append(trace, inner, inputs, path)", "return append(trace, inner, inputs)",
+     "tests/_models/test_nnx.py::test_gradients_through_a_normalization_over_uneven_replicas_are_weighed_by_rows"),
     ("_program/uneven/nodes.py", 'maker.equation.primitive.name == "broadcast_in_dim" else None', "False else None",
      MEANS + "means_and_their_gradients_equal_one_device"),
     # -- uneven steps: one program
@@ -236,4 +248,15 @@ MUTANTS = [
      CACHE + "another_object_at_the_place_of_one_that_has_ended_is_another_program"),
     ("_program/program.py", "callbacks.forget_failed()", "pass",
      "tests/_variables/test_turns.py::test_a_callback_that_raises_changes_nothing[2-ordered]"),
+    # -- several replicas on a device
+    ("_program/virtual.py", "jax.lax.axis_index(self.mesh.axis) * self.count + ", "",
+     VIRTUAL + "it_says_what_it_is_and_not_more"),
+    ("_program/virtual.py", "return any(e.primitive.name in _ONE_BY_ONE", "return any(False",
+     VIRTUAL + "effects_happen_once_for_each_replica_and_only_where_its_own_way_leads"),
+    ("_program/virtual.py", "[_swapped(a, own) for", "[a for", VIRTUAL + "collectives_and_loops_are_those_of_as_many_devices"),
+    ("_program/levels.py", "or has_number(equation)\n", "\n", VIRTUAL + "it_says_what_it_is_and_not_more"),
+    ("_program/pushed.py", "    if _is_product(node):", "    if False:", VIRTUAL + "no_replica_has_a_gradient_of_its_own"),
+    ("_program/pushed.py", "return dtypes[0].itemsize >=", "return 9 >=", VIRTUAL + "sums_are_as_exact_as_those_of_devices"),
+    ("_replicas/mesh.py", "if num_replicas < count or num_replicas % count:", "if num_replicas < count:",
+     VIRTUAL + "what_cannot_be_is_refused_with_what_to_write"),
 ]  # fmt: skip

@@ -136,7 +136,7 @@ operations = st.one_of(
 )
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=4, deadline=None, derandomize=True)
 @given(st.lists(operations, min_size=4, max_size=12))
 def test_interleaved_programs_agree_on_the_variables_and_what_was_taken_stays(sequence):
     check_interleaved(sequence)
@@ -260,18 +260,13 @@ def test_a_first_step_overwrites_what_was_given_as_numpy_and_as_jax_and_what_an_
 
     def step():
         value, gradients = mr.value_and_grad(lambda: jnp.sum(w * v.value), [w, v])()
-        optimizer.apply_gradients(gradients)
+        optimizer.apply_gradients(gradients, aggregate=False)
         return value
 
-    def places():
-        shards = [variable._array.addressable_shards for variable in every]
-        return [[shard.data.unsafe_buffer_pointer() for shard in own] for own in shards]
-
-    before = places()
+    before = [variable._array for variable in every]
     strategy.run(step)
-    after = places()
-    assert copied == [1] and after[1] != before[1], "what the user holds, and nothing else"
-    assert [own for i, own in enumerate(after) if i != 1] == [own for i, own in enumerate(before) if i != 1]
+    assert copied == [1], "what the user holds, and nothing else"
+    assert [array.is_deleted() for array in before] == [array is not held for array in before]
     np.testing.assert_array_equal(held, np.full(20_000, 2.0))
     np.testing.assert_array_equal(given, np.full(20_000, 2.0))
 

@@ -40,7 +40,10 @@ def copied(variables: Sequence[Variable]) -> list[jax.Array]:
     """
     with lent(variables) as arrays:
         is_here = [array.is_fully_addressable for array in arrays]
-        return [jnp.asarray(np.array(local_arrays(v, a)[0][1])) if here else jnp.copy(a) for v, a, here in zip(variables, arrays, is_here, strict=True)]
+        return [
+            jnp.asarray(np.array(local_arrays(v, a)[0][1])) if here else jnp.copy(a)
+            for v, a, here in zip(variables, arrays, is_here, strict=True)
+        ]
 
 
 def keep(variable: Variable, array: jax.Array) -> None:

@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -38,6 +38,26 @@ def real_copies(variable: Variable) -> dict[int, np.ndarray]:
     return dict(local_copies(variable))
 
 
+class CopiesCompared(NamedTuple):
+    """A comparison of copies that has ended.
+
+    Attributes:
+        ended: when, in seconds since 1970.
+        seconds: how long it took.
+        num_variables: how many variables were compared.
+        difference: the message of what differs; "" when all copies are equal.
+    """
+
+    ended: float
+    seconds: float
+    num_variables: int
+    difference: str
+
+
+#: The last comparison on each strategy's devices, for those who look at the run.
+last_comparisons: dict[ReplicaMesh, CopiesCompared] = {}
+
+
 def check(mesh: ReplicaMesh, variables: Sequence[Variable], every: int = 0) -> int:
     """Compare the checksums of all copies of mirrored variables; with several workers, all call this together.
 
@@ -53,8 +73,23 @@ def check(mesh: ReplicaMesh, variables: Sequence[Variable], every: int = 0) -> i
         ProgramMismatchError: on every worker, when they have not taken the same number of batches, or run the same programs.
         ReplicasDivergeError: on every worker, naming the first variable whose copies differ, the replicas and the workers.
     """
-    if mesh.num_replicas == 1:
+    if len(mesh.devices) == 1:
         return every
+    start = time.perf_counter()
+    try:
+        wish = _compare_all(mesh, variables, every)
+    except ReplicasDivergeError as error:
+        _remember(mesh, start, variables, str(error))
+        raise
+    _remember(mesh, start, variables, "")
+    return wish
+
+
+def _remember(mesh: ReplicaMesh, start: float, variables: Sequence[Variable], difference: str) -> None:
+    last_comparisons[mesh] = CopiesCompared(time.time(), time.perf_counter() - start, len(variables), difference)
+
+
+def _compare_all(mesh: ReplicaMesh, variables: Sequence[Variable], every: int) -> int:
     own = [[spec_of(variable).number, _checksums(variable)] for variable in variables]
     told = _exchange(mesh, [progress.history(), own, every])
     require_same_history([history for history, _, _ in told], lambda: _exchange(mesh, progress.tell()))
@@ -83,11 +118,12 @@ def _compare(mesh: ReplicaMesh, variable: Variable, column: np.ndarray) -> None:
     if not differing:
         return
     others = int(np.flatnonzero(column == usual)[0])
-    workers = sorted({mesh.devices[replica].process_index for replica in differing})
+    workers = sorted({mesh.devices[place].process_index for place in differing})
+    holder = "replica" if mesh.per_device == 1 else "device"
     where = "" if mesh.is_alone else f" ({numbered(workers)})"
     raise ReplicasDivergeError(
-        f"the copies of variable {variable.name!r} differ: replicas {differing}{where} from replica {others}. They were changed "
-        f"behind the library's back, or a device computes wrongly. Restore the last checkpoint. {variable!r}"
+        f"the copies of variable {variable.name!r} differ: {holder}s {differing}{where} from {holder} {others}. They were "
+        f"changed behind the library's back, or a device computes wrongly. Restore the last checkpoint. {variable!r}"
     )
 
 
@@ -158,4 +194,4 @@ def watch(mesh: ReplicaMesh, variables: Sequence[Variable]) -> Watch | None:
     variables, because of what else is compared.
     """
     mirrored = [variable for variable in variables if not spec_of(variable).is_on_read]
-    return Watch(mesh, mirrored) if not mesh.is_alone or (mirrored and mesh.num_replicas > 1) else None
+    return Watch(mesh, mirrored) if not mesh.is_alone or (mirrored and len(mesh.devices) > 1) else None
