@@ -8,16 +8,15 @@ OFFERS = {
         distributed.known_devices distributed.late_devices distributed.listen_at distributed.place
         distributed.swallows_sigterm jaxprs.ClosedJaxpr jaxprs.Jaxpr jaxprs.Literal jaxprs.Part jaxprs.adds_own_axes
         jaxprs.all_equations jaxprs.axis_names jaxprs.branches_of jaxprs.callee jaxprs.has_collective
-        jaxprs.has_host_callback jaxprs.inner_constants jaxprs.inner_jaxprs jaxprs.inside
-        jaxprs.is_collective jaxprs.is_function_of_operands jaxprs.is_over_groups jaxprs.is_plain jaxprs.length_of
-        jaxprs.meshes_in jaxprs.num_bytes jaxprs.parts_of jaxprs.scan_of jaxprs.solver_of jaxprs.while_of marks.Mark
-        marks.Purpose marks.mark marks.mark_p means.is_of_mean primitives.INLINE_CALLS primitives.MAKE_SAME
-        primitives.PURE sums.Levels sums.call sums.is_number sums.levels_of sums.new_variable sums.num_bytes_of
-        sums.without tracing.CLEAN tracing.bind tracing.evaluate tracing.is_mapped_over tracing.is_staging
-        tracing.lowered tracing.own_axes_first tracing.placeholder tracing.separate_caches tracing.trace
-        tracing.trace_state user_code.equation_line user_code.leave_out user_code.line_of user_code.raising_line
-        user_code.show_users_lines user_code.user_line user_code.user_stacklevel versions.warn_if_untried
-        ways.Way ways.path_of ways.way_of
+        jaxprs.has_host_callback jaxprs.inner_constants jaxprs.inner_jaxprs jaxprs.inside jaxprs.is_collective
+        jaxprs.is_function_of_operands jaxprs.is_over_groups jaxprs.is_plain jaxprs.length_of jaxprs.meshes_in
+        jaxprs.num_bytes jaxprs.parts_of jaxprs.scan_of jaxprs.solver_of jaxprs.while_of marks.Mark marks.Purpose
+        marks.mark marks.mark_p means.is_of_mean primitives.INLINE_CALLS primitives.MAKE_SAME primitives.PURE
+        sums.Levels sums.call sums.is_number sums.levels_of sums.new_variable sums.num_bytes_of sums.without
+        tracing.CLEAN tracing.bind tracing.evaluate tracing.is_mapped_over tracing.is_staging tracing.lowered
+        tracing.own_axes_first tracing.placeholder tracing.separate_caches tracing.trace tracing.trace_state
+        user_code.equation_line user_code.leave_out user_code.line_of user_code.raising_line user_code.show_users_lines
+        user_code.user_line user_code.warn user_code.warned versions.warn_if_untried ways.Way ways.path_of ways.way_of
     """,
     "_cluster": """
         environments.SOURCES meeting.Meeting meeting.meet resolvers.ClusterResolver
@@ -52,18 +51,19 @@ OFFERS = {
     "_variables": """
         access.all_copies access.claimed access.keep access.lent access.load access.set_stored access.store
         assignment.check_per_replica bindings.Bindings bindings.Fallback bindings.bound bindings.outer_reader
-        bindings.with_few_compilations equal_copies.Watch equal_copies.check equal_copies.real_copies
-        equal_copies.watch storage.Home storage.WeakVariables storage.home_of storage.overwrite
-        storage.overwrite_when_done tree.VariableTree tree.trainable variable.Variable variable.is_variable
-        variable.listeners variable.live_variables variable.local_arrays variable.note_use variable.spec_of
-        variable.use_value
+        bindings.with_few_compilations equal_copies.CopiesCompared equal_copies.Watch equal_copies.check
+        equal_copies.last_comparisons equal_copies.real_copies equal_copies.watch storage.Home storage.WeakVariables
+        storage.home_of storage.overwrite storage.overwrite_when_done tree.VariableTree tree.trainable variable.Variable
+        variable.is_variable variable.listeners variable.live_variables variable.local_arrays variable.note_use
+        variable.spec_of variable.use_value
     """,
     "data": """
-        _dataset.DistributedDataset _dataset.check_dataset _dataset.mesh_of _input_context.InputContext
-        _iterator.DistributedIterator _iterator.num_workers_of _sharing.agree.InputWorker _sharing.plan.Plan
-        _sharing.plan.make_plan _sharing.plan.plan_of_function _sharing.rows.count_rows _sharing.rows.to_numpy
-        _sharing.steps.LocalReplicas _sources.numpy_dataset.NumpyDataset _sources.numpy_dataset.stacked_lists
-        _sources.open.adapted _sources.open.open_source
+        _dataset.DistributedDataset _dataset.batch_rows _dataset.check_dataset _dataset.mesh_of
+        _input_context.InputContext _iterator.DistributedIterator _iterator.num_workers_of _sharing.agree.InputWorker
+        _sharing.plan.Plan _sharing.plan.make_plan _sharing.plan.plan_of_function _sharing.rows.count_rows
+        _sharing.rows.split_sizes _sharing.rows.to_numpy _sharing.steps.LocalReplicas
+        _sources.numpy_dataset.NumpyDataset _sources.numpy_dataset.stacked_lists _sources.open.adapted
+        _sources.open.open_source
     """,
     "_models": """
         keras.build_by keras.in_scope keras.traced_until_found keras.tracing keras_fit.describe keras_state.state_of
@@ -74,15 +74,18 @@ OFFERS = {
         cache.Programs cache.listeners call.ArrayLeaf call.Call call.argument_names call.array_leaves call.key_of
         call.take_apart captured.Attribute captured.attributes_read captured.read_inside compiling.program_on_stack
         eager.eager eager.is_eager lift.Lifted lift.lift lift.plan_result mistakes.explain program.Program
-        program.describe_program program.place steps.Steps
+        program.StepProgram program.collectives_of program.describe_program program.name_of_collective program.place
+        steps.Steps
     """,
     "_transforms": """
-        function.function gradients.grad gradients.value_and_grad loops.cond loops.fori_loop loops.scan
+        function.function function.function_programs gradients.grad gradients.value_and_grad loops.cond loops.fori_loop
+        loops.scan
     """,
     "_strategy": """
         current.DefaultStrategy current.get_replica_context current.get_strategy current.has_strategy
         strategies.MirroredStrategy strategies.MultiWorkerMirroredStrategy strategies.OneDeviceStrategy
-        strategy.Strategy strategy.ValueContext strategy.coordination_of strategy.joint_strategy strategy.variables_of
+        strategy.Strategy strategy.ValueContext strategy.coordination_of strategy.datasets_of strategy.joint_strategy
+        strategy.mesh_of_strategy strategy.programs_of strategy.variables_of
     """,
     "_checkpoint": """
         checkpoint.Checkpoint export.export preemption.PreemptionHandler
@@ -94,5 +97,8 @@ OFFERS = {
     "_command": """
         ending.Budget ending.describe_failure ending.summarize group.Group output.Outlet output.make_log_folder
         signals.Signals
+    """,
+    "_report": """
+        report.report
     """,
 }

@@ -102,6 +102,13 @@ BAD_INPUT = {
         mr.OneDeviceStrategy("cpu") => DeviceError: devices contains 'cpu'; expected the form
         mr.OneDeviceStrategy("gpu:0") => DeviceError: devices contains 'gpu:0', but this process has 0 gpu devices
     """,
+    "report": r"""
+        mr.report(3) => TypeError: mr\.report got 3; expected a strategy: mr\.report\(strategy, 'run\.html'\)
+        mr.report(two, 3) => TypeError: path is 3; expected the file to write
+        mr.report(two, "") => TypeError: path is ''; expected the file to write
+        mr.report(two, ".") => IsADirectoryError: '\.' is a folder; write the name of a file: 'run\.html'
+        step(lambda: mr.report(two)) => ContextError: mr\.report was called inside a step
+    """,
     "Strategy.scope": r"""
         step(two.scope().__enter__) => ContextError: strategy\.scope\(\) was entered inside a step
         in_three(two.scope().__enter__) => StrategyMismatchError: Scopes of different strategies

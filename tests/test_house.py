@@ -17,7 +17,7 @@ import mirrored as mr
 PACKAGE = Path(mr.__file__).parent
 #: From the ground up: a wing imports from floors below its own only; inside a wing there are no cycles.
 FLOORS = (
-    {"_errors", "_env", "_libraries", "_options", "_text", "_tf_names", "_typing"},
+    {"_errors", "_env", "_html", "_libraries", "_options", "_text", "_tf_names", "_typing"},
     {"_jax", "_cluster"},
     {"_workers"},
     {"_replicas"},
@@ -26,7 +26,7 @@ FLOORS = (
     {"_program"},
     {"losses", "_transforms"},
     {"optimizer", "_strategy"},
-    {"_checkpoint", "_command", "_testing"},
+    {"_checkpoint", "_command", "_report", "_testing"},
     {"launch", "testing", "__init__", "__main__"},
 )
 FLOOR_OF = {wing: floor for floor, wings in enumerate(FLOORS) for wing in wings}
@@ -193,7 +193,7 @@ def test_a_wing_offers_what_others_take_and_nothing_else() -> None:
 def test_what_jax_does_not_promise_is_named_in_one_wing_and_the_ground_names_no_jax() -> None:
     beyond = re.compile(r"jax\.extend|jax\._src|jax\.interpreters|from jax import (_src|extend)")
     assert [name for name, path in PATHS.items() if wing(name) != "_jax" and beyond.search(path.read_text())] == []
-    no_jax = {"_errors", "_env", "_libraries", "_options", "_text", "_tf_names", "_cluster", "_workers", "launch"}
+    no_jax = {"_errors", "_env", "_html", "_libraries", "_options", "_text", "_tf_names", "_cluster", "_workers", "launch"}
     names_jax = re.compile(r"^(import|from) jax\b", re.M)
     found = {name for name, path in PATHS.items() if wing(name) in no_jax and names_jax.search(path.read_text())}
     assert found == {"_workers.runtime", "_workers.joint_programs"}

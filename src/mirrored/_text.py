@@ -98,3 +98,16 @@ def numbered(workers: Sequence[int]) -> str:
 def named(workers: Sequence[int]) -> str:
     """Return "worker 1 has" or "workers 1, 2 have"."""
     return f"{numbered(workers)} ha{'ve' if len(workers) > 1 else 's'}"
+
+
+def bytes_in_words(count: float) -> str:
+    """Write a number of bytes: "4 B", "1.0 KiB".
+
+    >>> bytes_in_words(4), bytes_in_words(1024), bytes_in_words(5 * 2**40)
+    ('4 B', '1.0 KiB', '5120.0 GiB')
+    """
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.1f} {unit}" if unit != "B" else f"{count} B"
+        count /= 1024
+    return f"{count:.1f} GiB"

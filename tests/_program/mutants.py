@@ -87,7 +87,7 @@ MUTANTS = [
      REFUSALS + "right_programs_run_in_silence"),
     ("_program/refusals.py", "return any(note.purpose is Purpose.LOSS and", "return all(note.purpose is Purpose.LOSS and",
      REFUSALS + "a_combined_loss_warns"),
-    ("_program/refusals.py", "stacklevel=user_code.user_stacklevel()", "stacklevel=1",
+    ("_jax/user_code.py", "stacklevel=user_stacklevel()", "stacklevel=1",
      REFUSALS + "the_whole_batch_on_every_replica_warns_once"),
     # -- divisors
     ("_program/divisors.py", "if state.sameness == highest", "if True", DIVISORS + "a_mean_over_a_replicas_own_rows_warns"

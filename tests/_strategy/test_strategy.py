@@ -294,6 +294,45 @@ def test_explain_says_what_the_programs_communicate_and_how_data_is_split(strate
     assert len([line for line in text.splitlines() if line.startswith("dataset ")]) == 1
 
 
+class Odd:
+    """A setting that cannot be shown."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def __hash__(self):
+        return self.number
+
+    def __eq__(self, other):
+        return self.number == other.number
+
+    def __repr__(self):
+        raise ArithmeticError("shown")
+
+
+def test_explain_says_why_a_function_was_compiled_again(strategy2):
+    def step(x, mode):
+        return x
+
+    ones, odd = np.ones(3), (Odd(1), Odd(2))
+    calls = [(np.ones(2), "a"), (ones, "a"), (ones, "b"), ((ones,), "b"), (ones, odd[0]), (ones, odd[1])]
+    for call in calls:
+        strategy2.run(step, args=call)
+        strategy2.run(step, args=call)
+    lines = strategy2.explain().splitlines()[1:]
+    name = "test_explain_says_why_a_function_was_compiled_again.<locals>.step"
+    assert [line.startswith(f"program {name}: ") for line in lines] == [True] + [True, False] * 5
+    again = [line.removeprefix("  compiled again, because ") for line in lines[2::2]]
+    for line, expected in zip(again, [
+        r"the argument `x` changed from shape \(2,\) float32 to \(3,\) float32\. Give batches one shape",
+        r"the argument `mode` changed from 'a' to 'b'\. Python numbers",
+        "the structure of its arguments changed",
+        "the structure of its arguments changed",
+        "the argument `mode` changed from an object of type .*Odd to an object of type .*Odd",
+    ], strict=True):  # fmt: skip
+        assert re.match(expected, line)
+
+
 # -- barrier and assert_mirrored
 
 

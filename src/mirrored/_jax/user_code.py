@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import inspect
 import os
 import sys
 import types
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -50,6 +52,19 @@ def user_stacklevel() -> int:
     while frame is not None and frame.f_code.co_filename.startswith(_not_user_code):
         frame, level = frame.f_back, level + 1
     return level
+
+
+#: What the user was warned of, and how often, for those who look at the run later; the oldest go first.
+warned: collections.OrderedDict[str, int] = collections.OrderedDict()
+_MAX_WARNED = 100
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn of something at the user's line, and remember it."""
+    warned[message] = warned.pop(message, 0) + 1
+    while len(warned) > _MAX_WARNED:
+        warned.popitem(last=False)
+    warnings.warn(message, category, stacklevel=user_stacklevel())
 
 
 def raising_line(error: BaseException) -> str:

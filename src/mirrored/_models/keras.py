@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -47,11 +46,10 @@ def in_scope() -> Iterator[None]:
     keras = prepare()
     yield
     if keras is None and prepare() is not None:
-        warnings.warn(
+        user_code.warn(
             "keras was imported inside a strategy's scope, so the strategy does not know the models that were made there: steps "
             "take their variables over when they use them, but model.fit would train them on one device. Import keras before "
-            "`with strategy.scope():`.",
-            stacklevel=user_code.user_stacklevel(),
+            "`with strategy.scope():`."
         )
 
 

@@ -7,7 +7,6 @@ are those of one device, with normalization over the global batch. What is ours 
 from __future__ import annotations
 
 import functools
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
@@ -136,11 +135,10 @@ def _warn_of_whole_batches(mesh: ReplicaMesh, batch: Any) -> None:
     sizes = {array.shape[0] for array in jax.tree.leaves(batch) if array.ndim}
     if not any(size % mesh.num_replicas for size in sizes):
         return
-    warnings.warn(
+    user_code.warn(
         f"model.fit gets batches of {', '.join(map(str, sorted(sizes)))} rows for {mesh.num_replicas} replicas. Keras' programs "
         "share a batch out only when the replicas divide it; now each replica computes the whole batch: the numbers are right, "
-        f"and it is no faster than one device. Use a multiple of {mesh.num_replicas} as the batch size.",
-        stacklevel=user_code.user_stacklevel(),
+        f"and it is no faster than one device. Use a multiple of {mesh.num_replicas} as the batch size."
     )
 
 

@@ -8,13 +8,13 @@ import functools
 import inspect
 import itertools
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from .._errors import RecompilationWarning
 from .._jax import user_code
+from .._text import shown
 from .call import ArrayLeaf, Call, identified, leaf_names, remembered
 
 #: Programs kept per strategy, least recently used first out.
@@ -41,13 +41,17 @@ class Programs(Generic[ProgramT]):
     """
 
     def __init__(self) -> None:
-        self._programs: collections.OrderedDict[Any, tuple[ProgramT, _Guards]] = collections.OrderedDict()
+        self._programs: collections.OrderedDict[Any, tuple[ProgramT, _Guards, str]] = collections.OrderedDict()
         self._seen: collections.OrderedDict[int, _Seen] = collections.OrderedDict()
         self.last: tuple[Any, ProgramT | None] = (None, None)
         _all.add(self)
 
     def __iter__(self) -> Iterator[ProgramT]:
-        return iter([program for program, _ in self._programs.values()])
+        return iter([program for program, _, _ in list(self._programs.values())])
+
+    def causes(self) -> list[tuple[ProgramT, str]]:
+        """Return the programs, each with why it is another than the one before of its function; "" for the first."""
+        return [(program, cause) for program, _, cause in list(self._programs.values())]
 
     def get(self, key: Any) -> ProgramT | None:
         found = self._programs.get(key)
@@ -70,21 +74,25 @@ class Programs(Generic[ProgramT]):
         """
         for programs in list(_all):
             programs._drop_unreachable()
-        key = call.key
-        targets = itertools.chain(identified(call), also)
-        self._programs[key] = (program, _Guards(targets, functools.partial(_drop_from, weakref.ref(self), key)))
-        self.last = (key, program)
-        while len(self._programs) > MAX_PROGRAMS:
-            self._programs.popitem(last=False)
         if owner is None:  # of what a decorator wraps: all that it makes have one code
             function = inspect.unwrap(call.function)
             owner = getattr(function, "__code__", function)
-        before, count = self._count(owner, call)
+        before, count, is_news = self._count(owner, call)
+        cause = _reason(before, call) if count > 1 else ""
+        key = call.key
+        targets = itertools.chain(identified(call), also)
+        self._programs[key] = (program, _Guards(targets, functools.partial(_drop_from, weakref.ref(self), key)), cause)
+        self.last = (key, program)
+        while len(self._programs) > MAX_PROGRAMS:
+            self._programs.popitem(last=False)
         for tell in listeners:
-            tell(program, _reason(before, call) if count > 1 else "")
+            tell(program, cause)
+        if is_news:
+            message = f"{_name_of(call)} has been compiled {count} times; this time because {cause}"
+            user_code.warn(message, RecompilationWarning)
 
-    def _count(self, owner: Any, call: Call) -> tuple[_Structure, int]:
-        """Return what the last call was like for which a program of a function was made, and how many there were."""
+    def _count(self, owner: Any, call: Call) -> tuple[_Structure, int, bool]:
+        """Return what the last call of a function that made a program was like, how many there were, and whether to warn."""
         structure = _structure_of(call)
         seen = self._seen.pop(id(owner), None)
         if seen is None or seen.owner() is not owner:
@@ -94,10 +102,7 @@ class Programs(Generic[ProgramT]):
         self._seen[id(owner)] = _Seen(seen.owner, count, structure, is_many)
         while len(self._seen) > 4 * MAX_PROGRAMS:
             self._seen.popitem(last=False)
-        if is_many and not seen.is_reported:
-            message = _recompilation_message(seen.structure, call, count)
-            warnings.warn(message, RecompilationWarning, stacklevel=user_code.user_stacklevel())
-        return seen.structure, count
+        return seen.structure, count, is_many and not seen.is_reported
 
     def _drop_program(self, key: Any) -> None:
         dropped = self._programs.pop(key, None)
@@ -106,7 +111,7 @@ class Programs(Generic[ProgramT]):
 
     def _drop_unreachable(self) -> None:
         """Drop programs whose key knows an object that cannot say that it has ended, and that nobody else has any more."""
-        for key in [key for key, (_, guards) in list(self._programs.items()) if guards.have_ended()]:
+        for key in [key for key, (_, guards, _) in list(self._programs.items()) if guards.have_ended()]:
             self._drop_program(key)
 
 
@@ -199,9 +204,8 @@ def _structure_of(call: Call) -> _Structure:
     return _Structure(call.treedef, [leaf if isinstance(leaf, ArrayLeaf) else (remembered(leaf[0]),) for leaf in call.leaves])
 
 
-def _recompilation_message(before: _Structure, after: Call, count: int) -> str:
-    name = getattr(after.function, "__qualname__", repr(after.function))
-    return f"{name} has been compiled {count} times; this time because {_reason(before, after)}"
+def _name_of(call: Call) -> str:
+    return getattr(call.function, "__qualname__", None) or shown(call.function)
 
 
 def _reason(before: _Structure, after: Call) -> str:
@@ -234,4 +238,4 @@ def _type_of(leaf: ArrayLeaf) -> str:
 
 
 def _shown(leaf: Any) -> str:
-    return f"an array of shape {leaf.shape}" if isinstance(leaf, ArrayLeaf) else repr(leaf[0])
+    return f"an array of shape {leaf.shape}" if isinstance(leaf, ArrayLeaf) else shown(leaf[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -12,13 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._errors import StrategyMismatchError
-from .._jax import callbacks
+from .._jax import callbacks, jaxprs, user_code
 from .._replicas import in_flight, placement
 from .._replicas.collectives import ReplicaAxis
 from .._replicas.context import ReplicaContext
 from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh
 from .._replicas.per_replica import PerReplica, stack_of
+from .._text import bytes_in_words
 from .._typing import PyTree
 from .._variables import storage
 from .._variables.equal_copies import Watch
@@ -28,27 +29,41 @@ from .call import ArrayLeaf
 from .captured import Attribute
 from .joined_sums import Joined
 from .lift import Lifted
-from .proof import Findings
+from .proof import Collective, Findings
 
 
 def describe_program(program: StepProgram) -> str:
     """Say which variables a step touches, and what it communicates."""
-    findings, lifted = program.findings, program.lifted
+    lifted = program.lifted
     sizes: dict[str, list[int]] = {}
-    for collective in findings.collectives:
-        name = {"psum": "all-reduce", "all_gather": "all-gather"}.get(collective.name, collective.name)
-        sizes.setdefault(name + (" in a loop" if collective.in_loop else ""), []).append(collective.num_bytes)
-    communication = ", ".join(f"{len(b)} {name} of {_bytes(sum(b))}" for name, b in sizes.items()) or "no communication"
+    for collective in collectives_of(program):
+        sizes.setdefault(name_of_collective(collective), []).append(collective.num_bytes)
+    communication = ", ".join(f"{len(b)} {name} of {bytes_in_words(sum(b))}" for name, b in sizes.items()) or "no communication"
     communication += program.joined.describe()
     return f"{program.name}: {len(lifted.written)} variables written, {len(lifted.read_only)} read; {communication}"
 
 
-def _bytes(count: int) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.1f} {unit}" if unit != "B" else f"{count} B"
-        count = count / 1024  # type: ignore[assignment]
-    return f"{count:.1f} GiB"
+def name_of_collective(collective: Collective) -> str:
+    """Return the field's name of a collective, and whether it is in a loop."""
+    name = {"psum": "all-reduce", "all_gather": "all-gather"}.get(collective.name, collective.name)
+    return name + (" in a loop" if collective.in_loop else "")
+
+
+def collectives_of(program: Program) -> list[Collective]:
+    """Return the collectives of a step, or of the steps inside a function, in program order."""
+    if isinstance(program, StepProgram):
+        return program.findings.collectives
+    return list(_collectives_in(program.lifted.shown.jaxpr))
+
+
+def _collectives_in(jaxpr: jaxprs.Jaxpr, in_loop: bool = False) -> Iterator[Collective]:
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        inner = list(jaxprs.inner_jaxprs(equation))
+        if not inner and jaxprs.is_collective(equation):
+            yield Collective(name, jaxprs.num_bytes(equation), user_code.equation_line(equation) or "an unknown line", in_loop)
+        for each in inner:
+            yield from _collectives_in(each.jaxpr, in_loop or name in ("scan", "while"))
 
 
 @dataclasses.dataclass(frozen=True)

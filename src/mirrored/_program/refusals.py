@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -144,4 +143,4 @@ def _divisions(marked: Iterable[tuple[Mark, State]], **counts: Any) -> set[Divid
 
 
 def _warn_of_factor(message: str) -> None:
-    warnings.warn(message, FactorOfReplicasWarning, stacklevel=user_code.user_stacklevel())
+    user_code.warn(message, FactorOfReplicasWarning)

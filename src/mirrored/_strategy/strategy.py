@@ -21,7 +21,7 @@ from .._errors import ContextError, StrategyMismatchError
 from .._jax import user_code
 from .._models import keras, keras_fit, nnx
 from .._options import AutoShardPolicy, InputOptions, ReduceOp
-from .._program.program import describe_program
+from .._program.program import StepProgram, describe_program
 from .._program.steps import Steps
 from .._replicas import collectives, context, frames, in_flight
 from .._replicas.frames import Frame
@@ -147,7 +147,7 @@ class Strategy:
         return f"mr.{type(self).__name__}({self._mesh})"
 
     def explain(self) -> str:
-        """Say in words what this strategy runs on, what its programs communicate, and how its datasets are split.
+        """Say in words what this strategy runs on, what its programs communicate, why they were compiled, and how data is split.
 
         >>> _ = strategy.run(lambda: mr.get_replica_context().all_reduce("sum", jnp.ones(256)))
         >>> print(strategy.explain())  # doctest: +ELLIPSIS
@@ -155,7 +155,8 @@ class Strategy:
         ...all-reduce of 1.0 KiB...
         """
         lines = [f"{type(self).__name__}: {self._mesh}"]
-        lines += [f"program {describe_program(program)}" for program in self._steps.programs]
+        for program, cause in programs_of(self):
+            lines += [f"program {describe_program(program)}", *[f"  compiled again, because {cause}"] * bool(cause)]
         lines += [f"dataset {dataset.describe()}" for dataset in self._datasets]
         lines += keras_fit.describe(self._mesh)
         return "\n".join(lines)
@@ -476,6 +477,16 @@ def variables_of(strategy: Strategy) -> list[Variable]:
     return live_variables(strategy._mesh)
 
 
+def datasets_of(strategy: Strategy) -> list[DistributedDataset]:
+    """Return the datasets that a strategy has distributed and that are still there."""
+    return list(strategy._datasets)
+
+
+def programs_of(strategy: Strategy) -> list[tuple[StepProgram, str]]:
+    """Return the steps that a strategy has compiled, each with what caused it when it was not its function's first."""
+    return strategy._steps.programs.causes()
+
+
 _made: weakref.WeakSet[Strategy] = weakref.WeakSet()
 
 
@@ -484,6 +495,8 @@ def joint_strategy() -> Strategy | None:
     return next((strategy for strategy in list(_made) if strategy.num_workers > 1), None)
 
 
+#: The replicas of a strategy.
+mesh_of_strategy: Callable[[Strategy], ReplicaMesh] = operator.attrgetter("_mesh")
 #: How a strategy's workers reach each other.
 coordination_of: Callable[[Strategy], Coordination] = operator.attrgetter("_coordination")
 

@@ -108,6 +108,11 @@ def call_compiled(fn: UserFunction, args: Sequence[Any], kwargs: dict[str, Any])
     return program.run(arrays)
 
 
+def function_programs(mesh: ReplicaMesh) -> list[tuple[FunctionProgram, str]]:
+    """Return the programs of functions on some devices, each with what caused it when it was not its function's first."""
+    return [(program, cause) for program, cause in _programs.causes() if program.mesh == mesh]
+
+
 @dataclasses.dataclass(frozen=True)
 class FunctionProgram(Program):
     """The program of a cross-replica function."""

@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -38,6 +38,26 @@ def real_copies(variable: Variable) -> dict[int, np.ndarray]:
     return dict(local_copies(variable))
 
 
+class CopiesCompared(NamedTuple):
+    """A comparison of copies that has ended.
+
+    Attributes:
+        ended: when, in seconds since 1970.
+        seconds: how long it took.
+        num_variables: how many variables were compared.
+        difference: the message of what differs; "" when all copies are equal.
+    """
+
+    ended: float
+    seconds: float
+    num_variables: int
+    difference: str
+
+
+#: The last comparison on each strategy's devices, for those who look at the run.
+last_comparisons: dict[ReplicaMesh, CopiesCompared] = {}
+
+
 def check(mesh: ReplicaMesh, variables: Sequence[Variable], every: int = 0) -> int:
     """Compare the checksums of all copies of mirrored variables; with several workers, all call this together.
 
@@ -55,6 +75,21 @@ def check(mesh: ReplicaMesh, variables: Sequence[Variable], every: int = 0) -> i
     """
     if mesh.num_replicas == 1:
         return every
+    start = time.perf_counter()
+    try:
+        wish = _compare_all(mesh, variables, every)
+    except ReplicasDivergeError as error:
+        _remember(mesh, start, variables, str(error))
+        raise
+    _remember(mesh, start, variables, "")
+    return wish
+
+
+def _remember(mesh: ReplicaMesh, start: float, variables: Sequence[Variable], difference: str) -> None:
+    last_comparisons[mesh] = CopiesCompared(time.time(), time.perf_counter() - start, len(variables), difference)
+
+
+def _compare_all(mesh: ReplicaMesh, variables: Sequence[Variable], every: int) -> int:
     own = [[spec_of(variable).number, _checksums(variable)] for variable in variables]
     told = _exchange(mesh, [progress.history(), own, every])
     require_same_history([history for history, _, _ in told], lambda: _exchange(mesh, progress.tell()))

@@ -156,6 +156,12 @@ class DistributedDataset:
 mesh_of: Callable[[DistributedDataset], ReplicaMesh] = operator.attrgetter("_mesh")
 
 
+def batch_rows(dataset: DistributedDataset) -> int | None:
+    """Return how many rows a global batch has, the last one apart; None where only the dataset itself knows."""
+    made_of = dataset._plan.dataset
+    return made_of.batch_size if isinstance(made_of, NumpyDataset) and dataset._plan.kind == "DATA" else None
+
+
 def check_dataset(dataset: Any, verb: str) -> None:
     """Refuse what cannot be iterated as batches, or only once without saying so."""
     batches, size = "global batches", "global_batch_size"

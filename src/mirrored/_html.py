@@ -1,0 +1,50 @@
+"""How facts are written as HTML: for notebooks and the report page."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Sequence
+
+
+class Html(str):
+    """A text that is HTML already; every other text is escaped."""
+
+    __slots__ = ()
+
+
+def markup(content: object) -> Html:
+    """Return a text as HTML, escaped unless it is HTML already.
+
+    >>> markup("<b>"), markup(Html("<b>"))
+    ('&lt;b&gt;', '<b>')
+    """
+    return content if isinstance(content, Html) else Html(html.escape(str(content)))
+
+
+def element(tag: str, content: object = "", **attributes: object) -> Html:
+    """Write one element; `class_` stands for `class`, and `_` in a name for `-`.
+
+    >>> element("p", "a < b", class_="quiet")
+    '<p class="quiet">a &lt; b</p>'
+    """
+    written = "".join(f' {name.rstrip("_").replace("_", "-")}="{html.escape(str(value))}"' for name, value in attributes.items())
+    return Html(f"<{tag}{written}>{markup(content)}</{tag}>")
+
+
+def joined(parts: Iterable[object]) -> Html:
+    """Write one part after the other."""
+    return Html("".join(markup(part) for part in parts))
+
+
+def table(headings: Sequence[object], rows: Iterable[Sequence[object]]) -> Html:
+    """Write a table with a line of headings."""
+    head = element("tr", joined(element("th", heading, scope="col") for heading in headings))
+    body = joined(element("tr", joined(element("td", cell) for cell in row)) for row in rows)
+    return element("table", joined([element("thead", head), element("tbody", body)]))
+
+
+def outline(text: str) -> Html:
+    """Write a text of several lines for a notebook: the first is the title, the others are its points."""
+    title, *lines = text.split("\n")
+    points = joined(element("li", line.strip()) for line in lines)
+    return joined([element("b", title), element("ul", points) if lines else ""])

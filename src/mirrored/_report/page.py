@@ -1,0 +1,186 @@
+"""The report page: facts in, one self-contained HTML file out."""
+
+from __future__ import annotations
+
+import collections
+import platform
+import time
+from collections.abc import Iterable
+
+import jax
+
+from .._html import Html, element, joined, table
+from .._text import bytes_in_words, counted, version_of
+from . import pictures
+from .facts import Facts
+
+#: No fonts, scripts or images from elsewhere; the colours follow the reader's choice of light or dark.
+STYLE = """
+:root { color-scheme: light dark; --page: #fff; --text: #1d2430; --quiet: #5b6675; --line: #d7dde5; --soft: #f3f6f9;
+  --accent: #2b6cb0; --onaccent: #fff; --warn: #9a4b00; --good: #1d7044; }
+@media (prefers-color-scheme: dark) { :root { --page: #14181f; --text: #e6eaf0; --quiet: #9aa6b5; --line: #333c49;
+  --soft: #1d232c; --accent: #6ba7e5; --onaccent: #10151c; --warn: #f0a860; --good: #6fcf97; } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; max-width: 62rem; padding: 1.5rem 1rem 4rem; background: var(--page); color: var(--text);
+  font: 16px/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.6rem; margin: 0; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .6rem; } p { margin: .4rem 0; }
+.quiet, caption { color: var(--quiet); font-size: .9rem; } .warn { color: var(--warn); } .good { color: var(--good); }
+.cards { display: flex; flex-wrap: wrap; gap: .6rem; margin: 1.2rem 0; }
+.card { flex: 1 1 8rem; background: var(--soft); border: 1px solid var(--line); border-radius: 8px; padding: .6rem .8rem; }
+.card b { display: block; font-size: 1.25rem; } .card span { color: var(--quiet); font-size: .85rem; }
+.wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: .9rem; }
+th, td { text-align: left; vertical-align: top; padding: .4rem .8rem .4rem 0; border-bottom: 1px solid var(--line);
+  overflow-wrap: anywhere; min-width: 4.5rem; }
+th { color: var(--quiet); font-weight: 600; white-space: nowrap; }
+svg { display: block; width: 100%; max-width: 40rem; margin: .6rem 0; font: 13px system-ui, sans-serif; }
+svg text { fill: var(--text); } svg .quiet { fill: var(--quiet); font-size: 12px; } svg .strong { font-weight: 600; }
+svg .worker { fill: none; stroke: var(--line); } svg .device { fill: var(--soft); stroke: var(--line); }
+svg .bus, svg .part { fill: var(--accent); } svg .onbus, svg .onpart { fill: var(--onaccent); }
+svg .rest { fill: var(--soft); } svg .wire { stroke: var(--accent); stroke-width: 2; }
+"""
+_MAX_VARIABLES = 20
+
+
+def page(facts: Facts) -> Html:
+    """Write the whole page."""
+    count = len(facts.replicas)
+    title = f"{facts.title}: {counted(count, 'replica')}"
+    taken = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(facts.taken))
+    versions = f"mirrored {version_of('mirrored')}, JAX {jax.__version__}, Python {platform.python_version()}"
+    sections = {
+        "Devices": _devices(facts),
+        "Data": _data(facts),
+        "Programs": _programs(facts),
+        "Communication": _communication(facts),
+        "Memory": _memory(facts),
+        "Copies": _copies(facts),
+        "Warnings": _warnings(facts),
+    }
+    body = joined([
+        element("h1", title),
+        element("p", f"{taken} · {versions}", class_="quiet"),
+        _cards(facts),
+        *[element("section", joined([element("h2", name), content])) for name, content in sections.items()],
+    ])  # fmt: skip
+    head = joined([
+        Html('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'),
+        element("title", title),
+        element("style", Html(STYLE)),
+    ])  # fmt: skip
+    return Html(f'<!DOCTYPE html>\n<html lang="en">{element("head", head)}{element("body", body)}</html>\n')
+
+
+def _quiet(text: str) -> Html:
+    return element("p", text, class_="quiet")
+
+
+def _wide(content: Html) -> Html:
+    return element("div", content, class_="wide")
+
+
+def _cards(facts: Facts) -> Html:
+    known = {
+        "replicas": len(facts.replicas),
+        "workers": facts.num_workers,
+        "programs": len(facts.programs),
+        "variables": len(facts.variables),
+        "of variables on each device": bytes_in_words(sum(state.num_bytes for state in facts.variables)),
+        "warnings": len(facts.warnings),
+    }
+    cards = [joined([element("b", value), element("span", name)]) for name, value in known.items()]
+    return element("div", joined(element("div", card, class_="card") for card in cards), class_="cards")
+
+
+def _devices(facts: Facts) -> Html:
+    kinds = ", ".join(dict.fromkeys(replica.kind for replica in facts.replicas))
+    return joined([_quiet(f"Devices of kind {kinds}."), pictures.topology(facts.replicas)])
+
+
+def _data(facts: Facts) -> Html:
+    if not facts.datasets:
+        return _quiet("No dataset of this strategy is in use.")
+    parts: list[Html] = []
+    for dataset in facts.datasets:
+        parts.append(element("p", joined([element("b", dataset.name), ": ", dataset.how, "."])))
+        parts.append(pictures.split(dataset.num_rows, len(facts.replicas)))
+    return joined(parts)
+
+
+def _programs(facts: Facts) -> Html:
+    if not facts.programs:
+        return _quiet("No program was compiled yet. A step is compiled when strategy.run first calls it.")
+    rows = [(element("code", p.name), p.num_written, p.num_read, p.cause or "first call of the function") for p in facts.programs]
+    return _wide(table(("function", "writes", "reads", "compiled because"), rows))
+
+
+def _communication(facts: Facts) -> Html:
+    rows = collections.Counter((program.name, exchange) for program in facts.programs for exchange in program.exchanges)
+    if not rows:
+        return _quiet("No program communicates.")
+    listed = table(
+        ("function", "collective", "how many", "bytes of each replica", "programs", "line"),
+        [
+            (element("code", name), e.name, e.count, bytes_in_words(e.num_bytes), programs, e.where)
+            for (name, e), programs in rows.items()
+        ],
+    )
+    largest = sorted(rows, key=lambda row: -row[1].num_bytes)[:8]
+    drawn = pictures.bars("bytes by collective", [(f"{name}: {e.name}", e.num_bytes, None) for name, e in largest])
+    return joined(
+        [_quiet("What one run of each program exchanges; a collective in a loop is counted once."), drawn, _wide(listed)]
+    )
+
+
+def _memory(facts: Facts) -> Html:
+    total = sum(state.num_bytes for state in facts.variables)
+    own = [replica for replica in facts.replicas if replica.in_use is not None][: pictures.MAX_DEVICES]
+    if own:
+        rows = [(f"replica {r.number}, {r.device}", r.in_use or 0, r.limit) for r in own]
+        note = f"In use on each device, by everything in it; the variables take {bytes_in_words(total)} of it."
+    else:
+        rows = [(f"replica {r.number}, {r.device}", total, None) for r in facts.replicas[: pictures.MAX_DEVICES]]
+        note = "These devices do not say how much memory is in use. The variables take, on each:"
+    if not facts.variables:
+        return _quiet("There are no variables.")
+    largest = sorted(facts.variables, key=lambda state: -state.num_bytes)[:_MAX_VARIABLES]
+    listed = table(
+        ("variable", "shape", "dtype", "bytes on each device", "kind"),
+        [
+            (
+                element("code", v.name),
+                str(v.shape),
+                v.dtype,
+                bytes_in_words(v.num_bytes),
+                "sync-on-read" if v.is_on_read else "mirrored",
+            )
+            for v in largest
+        ],
+    )
+    left = len(facts.variables) - len(largest)
+    rest = [_quiet(f"and {counted(left, 'smaller variable')}.")] * bool(left)
+    return joined([_quiet(note), pictures.bars("memory by device", rows), _wide(listed), *rest])
+
+
+def _copies(facts: Facts) -> Html:
+    if len(facts.replicas) == 1:
+        return _quiet("There is one replica, so there are no copies to compare.")
+    last = facts.comparison
+    if last is None:
+        return _quiet("The copies were not compared yet. strategy.assert_mirrored() compares them now.")
+    age = max(facts.taken - last.ended, 0.0)
+    when = f"Compared {age:.0f} s before this page was made, in {last.seconds * 1e3:.1f} ms."
+    if last.difference:
+        return joined([element("p", last.difference, class_="warn"), _quiet(when)])
+    what = f"All copies of {counted(last.num_variables, 'mirrored variable')} that were compared are equal."
+    return joined([element("p", what, class_="good"), _quiet(when)])
+
+
+def _warnings(facts: Facts) -> Html:
+    if not facts.warnings:
+        return _quiet("None.")
+    return joined(_warning(message, count) for message, count in facts.warnings)
+
+
+def _warning(message: str, count: int) -> Html:
+    times: Iterable[Html] = [element("span", f" ({count} times)", class_="quiet")] * (count > 1)
+    return element("p", joined([message, *times]), class_="warn")

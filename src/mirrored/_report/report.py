@@ -1,0 +1,65 @@
+"""One page about a run, for people."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from .._errors import ContextError
+from .._replicas import frames
+from .._strategy.strategy import Strategy
+from .._text import shown
+from .facts import facts_of
+from .page import page
+
+
+def report(strategy: Strategy, path: str | os.PathLike[str] = "mirrored-report.html") -> Path | None:
+    """Write what is known of a strategy's run as one HTML page that needs no other file.
+
+    The page shows the devices, how each dataset is split, the programs with what caused each compilation, the collectives with
+    their bytes, the memory of each device, the last comparison of the copies, and the warnings. It costs no communication and
+    runs no program, so it may be written at any time, also while another thread trains.
+
+    Args:
+        strategy: whose run it is.
+        path: the file to write; it is replaced in one step when it is there, and its folder is made when it is not.
+
+    Returns:
+        The path of the file; None on a worker that is not the chief, which writes nothing.
+
+    Raises:
+        TypeError: when an argument is none of these.
+        IsADirectoryError: when the path is a folder.
+        ContextError: (a RuntimeError) inside a step or an `mr.function`.
+
+    >>> import tempfile
+    >>> _ = strategy.run(lambda: mr.get_replica_context().all_reduce("sum", jnp.ones(256)))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     text = mr.report(strategy, f"{folder}/run.html").read_text()
+    >>> "all-reduce" in text, "1.0 KiB" in text
+    (True, True)
+    """
+    if not isinstance(strategy, Strategy):
+        raise TypeError(f"mr.report got {shown(strategy)}; expected a strategy: mr.report(strategy, 'run.html').")
+    if not isinstance(path, str | os.PathLike) or isinstance(os.fspath(path), bytes) or not os.fspath(path):
+        raise TypeError(f"mr.report: path is {shown(path)}; expected the file to write: mr.report(strategy, 'run.html').")
+    if frames.is_traced():
+        raise ContextError(
+            "mr.report was called inside a step or an mr.function, which is traced once and then run many times. Call "
+            "mr.report(strategy) outside, after it."
+        )
+    if not strategy.is_chief:
+        return None
+    target = Path(path)
+    if target.is_dir():
+        raise IsADirectoryError(
+            f"mr.report: {str(target)!r} is a folder; write the name of a file: {str(target / 'run.html')!r}."
+        )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        unfinished.write_text(page(facts_of(strategy)), encoding="utf-8")
+        os.replace(unfinished, target)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return target

@@ -1,0 +1,21 @@
+"""Small damages to the report and what it reads, each with the test that catches it."""
+
+REPORT = "tests/_report/test_report.py::test_"
+EXPLAIN = "tests/_strategy/test_strategy.py::test_explain_says_why_a_function_was_compiled_again"
+
+MUTANTS = [
+    ("_html.py", "html.escape(str(content))", "str(content)", REPORT + "the_page_says_what_the_run_was"),
+    ("_report/report.py", "os.replace(unfinished, target)", "target.write_text(unfinished.read_text())",
+     REPORT + "a_report_replaces_the_last_one_and_leaves_nothing_when_it_fails"),
+    ("_report/report.py", "if not strategy.is_chief:", "if False:", REPORT + "only_the_chief_writes"),
+    ("_report/pictures.py", "split_sizes(num_rows, num_replicas)", "[1] * num_replicas",
+     REPORT + "the_rows_of_a_batch_are_drawn_as_they_are_split"),
+    ("_variables/equal_copies.py", "_remember(mesh, start, variables, str(error))", "pass",
+     REPORT + "copies_that_differ_and_warnings_are_shown"),
+    ("_program/program.py", "yield from _collectives_in(each.jaxpr,", "list(_collectives_in)(each.jaxpr,",
+     REPORT + "functions_are_in_it_with_the_collectives_of_their_steps"),
+    ("_transforms/function.py", "_programs.causes() if program.mesh == mesh", "_programs.causes()",
+     REPORT + "functions_are_in_it_with_the_collectives_of_their_steps"),
+    ("_program/cache.py", "else shown(leaf[0])", "else repr(leaf[0])", EXPLAIN),
+    ("_program/cache.py", "call.key\n", "call.key\n        cause = ''\n", EXPLAIN),
+]  # fmt: skip
