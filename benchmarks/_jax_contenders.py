@@ -84,7 +84,10 @@ def mirrored_step(strategy: mr.Strategy, workload: Workload) -> Callable[[jax.Ar
 
 
 def with_mirrored(workload: Workload, num_replicas: int) -> Contender:
-    strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
+    return with_strategy("mirrored", mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)]), workload)
+
+
+def with_strategy(name: str, strategy: mr.Strategy, workload: Workload) -> Contender:
     step = mirrored_step(strategy, workload)
     batches = itertools.cycle(list(strategy.distribute_dataset(workload.batches())))
 
@@ -94,7 +97,7 @@ def with_mirrored(workload: Workload, num_replicas: int) -> Contender:
         strategy.barrier("end of a turn")
         return sum(map(float, losses.values))
 
-    return Contender("mirrored", run)
+    return Contender(name, run)
 
 
 def by_hand(workload: Workload, num_replicas: int) -> Contender:

@@ -5,11 +5,23 @@ import mirrored
 project = "mirrored"
 author = "the mirrored developers"
 release = mirrored.__version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "sphinx_design",
+]
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["pages.css"]
+html_title = "mirrored"
+copybutton_prompt_text = ">>> "
+copybutton_exclude = ".linenos, .gp, .go"
 exclude_patterns = ["_build"]
 myst_heading_anchors = 3
-myst_enable_extensions = ["fieldlist"]
+myst_enable_extensions = ["colon_fence", "fieldlist"]
 autosummary_generate = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"

@@ -11,12 +11,13 @@ OFFERS = {
         jaxprs.has_host_callback jaxprs.inner_constants jaxprs.inner_jaxprs jaxprs.inside jaxprs.is_collective
         jaxprs.is_function_of_operands jaxprs.is_over_groups jaxprs.is_plain jaxprs.length_of jaxprs.meshes_in
         jaxprs.num_bytes jaxprs.parts_of jaxprs.scan_of jaxprs.solver_of jaxprs.while_of marks.Mark marks.Purpose
-        marks.mark marks.mark_p means.is_of_mean primitives.INLINE_CALLS primitives.MAKE_SAME primitives.PURE
-        sums.Levels sums.call sums.is_number sums.levels_of sums.new_variable sums.num_bytes_of sums.without
-        tracing.CLEAN tracing.bind tracing.evaluate tracing.is_mapped_over tracing.is_staging tracing.lowered
-        tracing.own_axes_first tracing.placeholder tracing.separate_caches tracing.trace tracing.trace_state
-        user_code.equation_line user_code.leave_out user_code.line_of user_code.raising_line user_code.show_users_lines
-        user_code.user_line user_code.warn user_code.warned versions.warn_if_untried ways.Way ways.path_of ways.way_of
+        marks.mark marks.mark_p means.is_of_mean primitives.CONTROL_FLOW primitives.HOST_CALLBACKS
+        primitives.INLINE_CALLS primitives.MAKE_SAME primitives.PURE sums.Levels sums.call sums.is_number
+        sums.levels_of sums.new_variable sums.num_bytes_of sums.without tracing.CLEAN tracing.bind tracing.evaluate
+        tracing.is_mapped_over tracing.is_staging tracing.keeps_a_mesh tracing.lowered tracing.own_axes_first
+        tracing.placeholder tracing.separate_caches tracing.trace tracing.trace_state user_code.equation_line
+        user_code.leave_out user_code.line_of user_code.raising_line user_code.show_users_lines user_code.user_line
+        user_code.warn user_code.warned versions.warn_if_untried ways.Way ways.path_of ways.way_of
     """,
     "_cluster": """
         environments.SOURCES meeting.Meeting meeting.meet resolvers.ClusterResolver
@@ -43,10 +44,10 @@ OFFERS = {
         frames.check_enterable frames.current frames.entered frames.foreign_trace_message
         frames.in_cross_replica_context frames.is_traced frames.require_cross_replica in_flight.finish
         in_flight.is_paced in_flight.joined in_flight.require_threads in_flight.started mesh.ReplicaMesh
-        mesh.cluster_mesh mesh.default_mesh mesh.make_mesh mesh.resolve_devices per_replica.PerReplica
-        per_replica.carried_sums per_replica.is_per_replica per_replica.stack_of per_replica.stack_shapes
-        per_replica.uneven_shapes placement.check_later placement.checksum placement.mirror placement.mirror_constants
-        placement.refuse_argument placement.stack
+        mesh.cluster_mesh mesh.default_mesh mesh.make_mesh mesh.resolve_devices mesh.with_replicas
+        per_replica.PerReplica per_replica.carried_sums per_replica.is_per_replica per_replica.stack_of
+        per_replica.stack_shapes per_replica.uneven_shapes placement.check_later placement.checksum placement.mirror
+        placement.mirror_constants placement.refuse_argument placement.stack
     """,
     "_variables": """
         access.all_copies access.claimed access.keep access.lent access.load access.set_stored access.store

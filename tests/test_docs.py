@@ -38,11 +38,12 @@ def test_docstring_examples(name: str) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_page_examples(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Run the blocks of a page in order, in one namespace; `>>>` blocks are compared with their output."""
-    if page.stem == "keras":
-        pytest.importorskip("keras")
+    text = page.read_text()
+    for library in re.findall(r"^(?:import|from) (keras|flax|equinox)\b", text, re.MULTILINE):
+        pytest.importorskip(library)
     monkeypatch.chdir(tmp_path)
     names = _names()
-    for language, block in re.findall(r"```(\w*)[^\n]*\n(.*?)```", page.read_text(), re.DOTALL):
+    for language, block in re.findall(r"```(?:\{code-block\} )?(\w*)[^\n]*\n(?::[^\n]*\n)*(.*?)```", text, re.DOTALL):
         if language == "python":
             exec(compile(block, str(page), "exec"), names)
         elif language == "pycon":

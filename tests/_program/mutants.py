@@ -19,6 +19,7 @@ NNX_CLOSURE = "tests/_models/test_nnx.py::test_a_step_that_closes_over_a_model_r
 CROSSINGS = "tests/_program/uneven/test_crossings.py::test_"
 MERGE = "tests/_program/uneven/test_merge.py::test_"
 
+VIRTUAL = "tests/_program/test_virtual.py::test_"
 MISTAKES = "tests/_program/test_mistakes.py::test_"
 
 JOINED = "tests/_program/test_joined_sums.py::test_"
@@ -237,7 +238,7 @@ MUTANTS = [
     ("_program/uneven/merge.py", "_refuse_references(avals)\n        slots", "slots",
      PROPERTIES + "a_reference_on_both_sides_of_a_collective_is_explained_and_one_on_one_side_works"),
     # -- the rest
-    ("_program/program.py", "if count < 1024:", "if count <= 1024:",
+    ("_text.py", "if count < 1024:", "if count <= 1024:",
      "tests/_strategy/test_strategy.py::test_explain_says_what_the_programs_communicate_and_how_data_is_split"),
     ("_program/call.py", "array = np.array(leaf)", "array = np.asarray(leaf)",
      REPLICATE + "a_host_array_may_be_filled_again_at_once"),
@@ -255,4 +256,15 @@ MUTANTS = [
      CACHE + "another_object_at_the_place_of_one_that_has_ended_is_another_program"),
     ("_program/program.py", "callbacks.forget_failed()", "pass",
      "tests/_variables/test_turns.py::test_a_callback_that_raises_changes_nothing[2-ordered]"),
+    # -- several replicas on a device
+    ("_program/virtual.py", "jax.lax.axis_index(self.mesh.axis) * self.count + ", "",
+     VIRTUAL + "it_says_what_it_is_and_not_more"),
+    ("_program/virtual.py", "return any(e.primitive.name in _ONE_BY_ONE", "return any(False",
+     VIRTUAL + "effects_happen_once_for_each_replica_and_only_where_its_own_way_leads"),
+    ("_program/virtual.py", "[_swapped(a, own) for", "[a for", VIRTUAL + "collectives_and_loops_are_those_of_as_many_devices"),
+    ("_program/levels.py", "or has_number(equation)\n", "\n", VIRTUAL + "it_says_what_it_is_and_not_more"),
+    ("_program/pushed.py", "    if _is_product(node):", "    if False:", VIRTUAL + "no_replica_has_a_gradient_of_its_own"),
+    ("_program/pushed.py", "return dtypes[0].itemsize >=", "return 9 >=", VIRTUAL + "sums_are_as_exact_as_those_of_devices"),
+    ("_replicas/mesh.py", "if num_replicas < count or num_replicas % count:", "if num_replicas < count:",
+     VIRTUAL + "what_cannot_be_is_refused_with_what_to_write"),
 ]  # fmt: skip

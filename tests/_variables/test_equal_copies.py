@@ -16,7 +16,9 @@ from mirrored._variables import variable as _variable
 
 
 class FakeMesh(SimpleNamespace):
-    """Devices that are not there."""
+    """Devices that are not there, with one replica on each."""
+
+    per_device = 1
 
     __hash__ = object.__hash__
 

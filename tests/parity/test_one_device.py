@@ -176,6 +176,19 @@ def test_the_numbers_of_eight_replicas_are_those_of_one_device():
         check(name, mr.MirroredStrategy([f"cpu:{i}" for i in range(8)]))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["together", "one_by_one"])
+def test_the_numbers_of_eight_replicas_on_one_or_two_devices_are_those_of_one_device(schedule):
+    for name in PROGRAMS:
+        for devices in (["cpu:0"], ["cpu:0", "cpu:1"]):
+            check(name, mr.MirroredStrategy(devices, num_replicas=8, schedule=schedule))
+
+
+@pytest.mark.parametrize("schedule", ["together", "one_by_one"])
+def test_the_numbers_of_three_replicas_on_one_device_are_those_of_one_device(schedule):
+    check("convolution, momentum", mr.MirroredStrategy(["cpu:0"], num_replicas=3, schedule=schedule))
+
+
 def test_all_steps_in_one_program_give_the_same_numbers(strategy3):
     name, size = "MLP, gradient accumulation", GLOBAL_BATCH // 3
     variables, step = make_step(name, strategy3)

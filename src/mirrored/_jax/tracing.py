@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax._src import core
 
 from .._typing import REPLICA_AXIS
-from .jaxprs import ClosedJaxpr, Jaxpr, Literal, inner_constants
+from .jaxprs import ClosedJaxpr, Jaxpr, Literal, inner_constants, inside
 
 _cache_token = jax.make_user_context(None)
 _new_token = itertools.count()
@@ -153,6 +153,12 @@ def bind(equation: Any, operands: Sequence[Any]) -> list[Any]:
     """Apply one equation of a jaxpr to values, also in place of its literals, in whatever trace is current."""
     variables = [jex_core.Var(atom.aval) for atom in equation.invars]
     return _run(equation.replace(invars=variables), variables, operands)
+
+
+def keeps_a_mesh(equation: Any) -> bool:
+    """Tell whether functions inside an equation were traced with arrays of ours: their operations run in no other mesh."""
+    atoms = (atom for inner in inside(equation) for atom in (*inner.invars, *inner.outvars))
+    return any(_has_mesh(atom.aval) for atom in atoms)
 
 
 def own_axes_first(equation: Any) -> tuple[ClosedJaxpr, Any]:

@@ -144,7 +144,7 @@ def _warn_of_whole_batches(mesh: ReplicaMesh, batch: Any) -> None:
 
 @functools.cache
 def _distribution(keras: ModuleType, mesh: ReplicaMesh) -> Any:
-    devices = keras.distribution.DeviceMesh((mesh.num_replicas,), ["replica"], list(mesh.devices))
+    devices = keras.distribution.DeviceMesh((len(mesh.devices),), [mesh.axis], list(mesh.devices))
     return keras.distribution.DataParallel(device_mesh=devices, auto_shard_dataset=False)
 
 

@@ -113,6 +113,11 @@ def refuse_eager(call: Call, mesh: ReplicaMesh) -> None:
             "mr.eager() runs each operation by itself, which works with one worker only. Run the same script without a "
             "cluster: the numbers are the same with as many replicas, mr.MirroredStrategy(['cpu:0', 'cpu:1', ...])."
         )
+    if mesh.per_device > 1:
+        raise ContextError(
+            f"mr.eager() runs each operation on one device for each replica, but there are {mesh}. Make as many virtual devices, "
+            f"mr.MirroredStrategy([f'cpu:{{i}}' for i in range({mesh.num_replicas})]): the numbers are the same."
+        )
     for position, leaf in enumerate(call.array_leaves()):
         if leaf.shapes is not None:
             raise UnevenReplicasError(

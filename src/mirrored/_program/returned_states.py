@@ -6,7 +6,6 @@ PerReplica values, and the next step takes these.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -48,14 +47,13 @@ def check(call: Call, lifted: Lifted, findings: Findings, num_replicas: int) -> 
         leaves, treedef = jax.tree.flatten(part, is_leaf=_is_array)
         differing = [leaf for leaf in leaves if leaf.is_own]
         if differing and (_types(leaves), treedef) in given:
-            warnings.warn(
+            user_code.warn(
                 f"{call.name} was given a state, {len(leaves)} arrays that are the same on all {num_replicas} replicas, and "
                 f"returns it with {len(differing)} that differ by replica: they depend on {differing[0].state.origin}. From now "
                 "on each replica trains a model of its own. Combine the gradients before the update: grads = "
                 "mr.get_replica_context().all_reduce('mean', grads, by_rows=True). If each shall have its own, say so from the "
                 "beginning: state = strategy.distribute_values_from_function(lambda ctx: state).",
                 ReplicasDivergeWarning,
-                stacklevel=user_code.user_stacklevel(),
             )
             return
 

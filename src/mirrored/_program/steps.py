@@ -23,7 +23,7 @@ from .._variables import equal_copies, storage
 from .._variables.access import claimed, load, store
 from .._variables.variable import spec_of
 from .._workers import joint_programs
-from . import lift, numbers, proof, refusals, returned_states
+from . import lift, numbers, proof, refusals, returned_states, virtual
 from .cache import Programs
 from .call import ArrayLeaf, Call, argument_names, check_replicas, key_of, take_apart
 from .captured import attributes_read, read_inside
@@ -160,8 +160,10 @@ def _make_program(mesh: ReplicaMesh, call: Call, frame_with: Callable[[Any], Fra
     name = call.name
     is_split = [leaf.is_per_replica for leaf in leaves]
     text = "" if mesh.is_alone else f"arguments by replica: {is_split}\n{lifted.describe()}\nmirrored results: {is_mirrored}"
-    sums = joined(lifted, is_mirrored, frame_with(None).axis) if findings.collectives else Joined(lifted.closed)
-    mapped = _map(mesh, lifted, sums, is_split, is_mirrored)
+    has_own_device = mesh.per_device == 1
+    may_join = findings.collectives and has_own_device
+    sums = joined(lifted, is_mirrored, frame_with(None).axis) if may_join else Joined(lifted.closed)
+    mapped = (_map if has_own_device else virtual.mapped)(mesh, lifted, sums, is_split, is_mirrored)
     calls_host = jaxprs.has_host_callback(lifted.shown.jaxpr)
     compiled = jax.jit(mapped, donate_argnums=() if calls_host else 0)
     if text:

@@ -26,29 +26,61 @@ _DEVICE_NAME = re.compile(r"/?(?:device:)?(cpu|gpu|tpu|cuda|rocm):(\d+)", re.IGN
 MAX_CPU_DEVICES = 1024
 
 
+#: The name of the axis of devices with several replicas each.
+_SEVERAL = re.compile(r"device_of_(\d+)_replicas")
+_ONE_BY_ONE = "_one_by_one"
+
+
 @dataclasses.dataclass(frozen=True)
 class ReplicaMesh:
     """The devices of all replicas, in replica order, and the two placements that exist.
 
     Axis types are Auto: `jax.make_mesh` would make them Explicit, and then every array's type would
-    carry the mesh.
+    carry the mesh. The axis is called "replica", or, when each device has several of them, by a name that says how many: so
+    every array says how it is shared out, and meshes of different strategies are different.
     """
 
     mesh: Mesh
 
+    @functools.cached_property
+    def axis(self) -> str:
+        """The name of the mesh's axis."""
+        return self.mesh.axis_names[0]
+
+    @functools.cached_property
+    def per_device(self) -> int:
+        """How many replicas each device has; they are neighbours in replica order."""
+        match = _SEVERAL.match(self.axis)
+        return int(match[1]) if match else 1
+
+    @functools.cached_property
+    def one_by_one(self) -> bool:
+        """Whether a device runs its replicas one after the other, and not together; see `_program/virtual`."""
+        return self.axis.endswith(_ONE_BY_ONE)
+
     def __str__(self) -> str:
         count = f"{self.num_replicas} replica{'s' if self.num_replicas > 1 else ''}"
+        named = ", ".join(f"{device.platform}:{device.id}" for device in self.devices)
+        if self.per_device > 1:
+            num_devices = f"{len(self.devices)} device{'s' if len(self.devices) > 1 else ''}"
+            own = named if self.is_alone else f"{len(self.local_devices)} {self.devices[0].platform} here"
+            return f"{count} on {num_devices} ({own}), {'one by one' if self.one_by_one else 'together'}"
         if not self.is_alone:
             return f"{count} ({len(self.local_replicas)} {self.devices[0].platform} here)"
-        return f"{count} ({', '.join(f'{device.platform}:{device.id}' for device in self.devices)})"
+        return f"{count} ({named})"
 
     @functools.cached_property
     def devices(self) -> tuple[jax.Device, ...]:
+        """The devices, in the order of their replicas; as many as replicas, unless each has several."""
         return tuple(self.mesh.devices.flat)
 
     @functools.cached_property
     def num_replicas(self) -> int:
-        return self.mesh.devices.size
+        return self.mesh.devices.size * self.per_device
+
+    def device_of(self, replica: int) -> jax.Device:
+        """Return the device that a replica runs on."""
+        return self.devices[replica // self.per_device]
 
     @functools.cached_property
     def mirrored(self) -> NamedSharding:
@@ -58,13 +90,18 @@ class ReplicaMesh:
     @functools.cached_property
     def stacked(self) -> NamedSharding:
         """The placement of a value with a leading replica axis, one row on each replica's device."""
-        return NamedSharding(self.mesh, PartitionSpec(REPLICA_AXIS))
+        return NamedSharding(self.mesh, PartitionSpec(self.axis))
 
     @functools.cached_property
     def local_replicas(self) -> tuple[int, ...]:
         """The numbers of the replicas whose devices are this process's."""
+        return tuple(i for i in range(self.num_replicas) if self.device_of(i) in self.local_devices)
+
+    @functools.cached_property
+    def local_devices(self) -> tuple[jax.Device, ...]:
+        """The devices that are this process's."""
         own = self.devices[0].client.process_index()
-        return tuple(i for i, device in enumerate(self.devices) if device.process_index == own)
+        return tuple(device for device in self.devices if device.process_index == own)
 
     @functools.cached_property
     def is_alone(self) -> bool:
@@ -80,6 +117,42 @@ class ReplicaMesh:
 def make_mesh(devices: Sequence[jax.Device]) -> ReplicaMesh:
     """Make the mesh of some devices, in the order given."""
     return ReplicaMesh(Mesh(np.array(devices, dtype=object), (REPLICA_AXIS,)))
+
+
+def with_replicas(mesh: ReplicaMesh, num_replicas: Any, schedule: Any) -> ReplicaMesh:
+    """Return a mesh with so many replicas, shared out evenly over its devices.
+
+    Args:
+        mesh: with one replica on each device.
+        num_replicas: a multiple of the number of devices; None: one on each.
+        schedule: `"together"` or `"one_by_one"`.
+
+    Raises:
+        DeviceError: when the devices do not divide the number of replicas.
+        ValueError: for another schedule.
+        TypeError: when `num_replicas` is no int.
+    """
+    if schedule not in ("together", "one_by_one"):
+        raise ValueError(
+            f"schedule is {schedule!r}; expected 'together' (all replicas of a device at once) or 'one_by_one' (one after the "
+            "other, with the memory of one)."
+        )
+    if num_replicas is None:
+        return mesh
+    if isinstance(num_replicas, bool) or not isinstance(num_replicas, int | np.integer):
+        raise TypeError(f"num_replicas is {shown(num_replicas)}; expected an int, such as num_replicas=8.")
+    count = len(mesh.devices)
+    if num_replicas < count or num_replicas % count:
+        whole = max(num_replicas - num_replicas % count, count)
+        raise DeviceError(
+            f"num_replicas is {num_replicas} for {count} devices; expected a multiple of {count}, so that each device has "
+            f"equally many replicas. Write num_replicas={whole}, or name as many devices as divide the number of replicas: "
+            f"devices=[...] with {max((n for n in range(1, count) if num_replicas % n == 0), default=1)} of them."
+        )
+    if num_replicas == count:
+        return mesh
+    axis = f"device_of_{num_replicas // count}_replicas{_ONE_BY_ONE if schedule == 'one_by_one' else ''}"
+    return ReplicaMesh(Mesh(mesh.mesh.devices, (axis,)))
 
 
 def cluster_mesh() -> ReplicaMesh:

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 
 from .._errors import ReplicasDivergeError, StrategyMismatchError
 from .._text import numbered
-from .._typing import REPLICA_AXIS, Shape
+from .._typing import Shape
 from .._workers import joint_programs
 from .._workers.progress import progress
 from . import in_flight
@@ -112,6 +112,11 @@ def stack(mesh: ReplicaMesh, rows: Any) -> jax.Array:
     return jax.make_array_from_process_local_data(mesh.stacked, rows, (mesh.num_replicas, *rows.shape[1:]))
 
 
+def _rows_of_devices(mesh: ReplicaMesh, rows: np.ndarray) -> jax.Array:
+    """Return an array with a row for each device, of which this worker gives its own."""
+    return jax.make_array_from_process_local_data(mesh.stacked, rows, (len(mesh.devices), *rows.shape[1:]))
+
+
 def _mirrored_again(mesh: ReplicaMesh, array: jax.Array) -> jax.Array:
     """Mirror an array of all workers that has another placement, as one that the user's own JAX code made may have."""
     if array.sharding.device_set != mesh.mirrored.device_set:
@@ -146,7 +151,7 @@ def _from_chief(
     kinds = tuple((tuple(array.shape), jax.dtypes.canonicalize_dtype(array.dtype)) for array in plain)
     hosts = [np.asarray(array).astype(dtype, copy=False) for array, (_, dtype) in zip(plain, kinds, strict=True)]
     sums = np.array([checksum(host) for host in hosts], np.uint32)
-    rows = [stack(mesh, np.stack([bits] * len(mesh.local_replicas))) for bits in (*map(_bits, hosts), sums)]
+    rows = [_rows_of_devices(mesh, np.stack([bits] * len(mesh.local_devices))) for bits in (*map(_bits, hosts), sums)]
     *values, sums = _program(mesh, kinds)(rows)
     check = None if on_difference is None else functools.partial(_compare, mesh, positions, on_difference)
     in_flight.joined(sums, check)
@@ -170,15 +175,15 @@ def _program(mesh: ReplicaMesh, kinds: tuple[tuple[Shape, Any], ...]) -> Callabl
 
     def body(rows: list[jax.Array]) -> list[jax.Array]:
         *own, sums = [row[0] for row in rows]
-        is_chief = jax.lax.axis_index(REPLICA_AXIS) == 0
-        first = jax.lax.psum([jnp.where(is_chief, bits, jnp.zeros_like(bits)) for bits in own], REPLICA_AXIS)
+        is_chief = jax.lax.axis_index(mesh.axis) == 0
+        first = jax.lax.psum([jnp.where(is_chief, bits, jnp.zeros_like(bits)) for bits in own], mesh.axis)
         return [
             *(_array_of(bits, *kind) for bits, kind in zip(first, kinds, strict=True)),
-            jax.lax.all_gather(sums, REPLICA_AXIS),
+            jax.lax.all_gather(sums, mesh.axis),
         ]
 
-    specs = {"in_specs": PartitionSpec(REPLICA_AXIS), "out_specs": PartitionSpec(), "check_vma": False}
-    shapes = [(_bits_shape(mesh, *kind), _word(kind[1])) for kind in kinds] + [((mesh.num_replicas, len(kinds)), np.uint32)]
+    specs = {"in_specs": PartitionSpec(mesh.axis), "out_specs": PartitionSpec(), "check_vma": False}
+    shapes = [(_bits_shape(mesh, *kind), _word(kind[1])) for kind in kinds] + [((len(mesh.devices), len(kinds)), np.uint32)]
     rows = [jax.ShapeDtypeStruct(shape, word, sharding=mesh.stacked) for shape, word in shapes]
     with progress.phase(f"compiling {_NAME}", is_patient=True):
         program = jax.jit(jax.shard_map(body, mesh=mesh.mesh, **specs)).lower(rows).compile()
@@ -186,12 +191,12 @@ def _program(mesh: ReplicaMesh, kinds: tuple[tuple[Shape, Any], ...]) -> Callabl
 
 
 def _compare(mesh: ReplicaMesh, positions: list[int], on_difference: OnDifference, sums: jax.Array) -> None:
-    """Say on every worker which array differed on which workers; `sums` has a row for each replica."""
+    """Say on every worker which array differed on which workers; `sums` has a row for each device."""
     rows = np.asarray(sums)
     differ = rows != rows[0]
     for column, position in enumerate(positions):
         if differ[:, column].any():
-            owners = [mesh.devices[replica].process_index for replica in np.flatnonzero(differ[:, column])]
+            owners = [mesh.devices[row].process_index for row in np.flatnonzero(differ[:, column])]
             on_difference(position, sorted(set(owners)))
 
 
@@ -205,7 +210,7 @@ def _word(dtype: Any) -> Any:
 
 
 def _bits_shape(mesh: ReplicaMesh, shape: Shape, dtype: Any) -> Shape:
-    return (mesh.num_replicas, math.prod(shape) * dtype.itemsize // np.dtype(_word(dtype)).itemsize)
+    return (len(mesh.devices), math.prod(shape) * dtype.itemsize // np.dtype(_word(dtype)).itemsize)
 
 
 def _array_of(bits: jax.Array, shape: Shape, dtype: Any) -> jax.Array:

@@ -133,14 +133,15 @@ class Leaves:
             leaf = all_copies(leaf) if spec_of(leaf).is_on_read or frames.is_traced() else leaf
         if isinstance(leaf, Variable):  # its copies here; the other workers are not asked
             with lent([leaf]) as [stored]:
-                values = tuple(jax.numpy.copy(copy) for _, copy in local_arrays(leaf, stored))
+                copies = [copy for _, copy in local_arrays(leaf, stored) for _ in range(self.mesh.per_device)]
+                values = tuple(map(jax.numpy.copy, copies))
         else:
             self._check_own(leaf, "local_results")
             values = leaf.values
         if isinstance(values[0], jax.core.Tracer):
             return values
         # Together, because JAX does not combine arrays of two devices.
-        device = self.mesh.devices[self.mesh.local_replicas[0]]
+        device = self.mesh.local_devices[0]
         return tuple(jax.device_put(value, device) for value in values)
 
 

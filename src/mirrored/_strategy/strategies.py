@@ -18,7 +18,7 @@ from .._cluster.spec import Cluster
 from .._errors import ClusterConfigError
 from .._options import CommunicationImplementation, CommunicationOptions
 from .._replicas import placement
-from .._replicas.mesh import cluster_mesh, make_mesh, resolve_devices
+from .._replicas.mesh import cluster_mesh, make_mesh, resolve_devices, with_replicas
 from .._workers import runtime
 from .._workers.runtime import Runtime
 from .strategy import Strategy
@@ -38,27 +38,41 @@ class MirroredStrategy(Strategy):
             `["cpu:0", ..., "cpu:7"]` before JAX has started makes eight virtual CPU devices.
         cross_device_ops: None or `"auto"`: XLA chooses the collective for the devices. TensorFlow's classes
             have no counterpart yet.
+        num_replicas: how many replicas there are, a multiple of the number of devices; each device runs equally many. The
+            numbers are those of as many devices. None: one on each device.
+        schedule: how a device runs several replicas: `"together"`, which is fast, or `"one_by_one"`, one after the other,
+            with the memory of one.
 
     Raises:
-        DeviceError: (a ValueError) for a device that does not exist, is named twice, or an empty list.
-        TypeError: for an entry that is neither a name nor a `jax.Device`.
-        ValueError: for another `cross_device_ops`.
+        DeviceError: (a ValueError) for a device that does not exist, is named twice, or an empty list; and when the
+            devices do not divide `num_replicas`.
+        TypeError: for an entry that is neither a name nor a `jax.Device`, and a `num_replicas` that is no int.
+        ValueError: for another `cross_device_ops` or `schedule`.
 
     >>> strategy = mr.MirroredStrategy(["cpu:0", "cpu:1"])
     >>> strategy.num_replicas_in_sync
     2
+    >>> mr.MirroredStrategy(["cpu:0", "cpu:1"], num_replicas=8)
+    mr.MirroredStrategy(8 replicas on 2 devices (cpu:0, cpu:1), together)
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/MirroredStrategy
     """
 
-    def __init__(self, devices: Sequence[str | jax.Device] | None = None, *, cross_device_ops: Any = None) -> None:
+    def __init__(
+        self,
+        devices: Sequence[str | jax.Device] | None = None,
+        *,
+        cross_device_ops: Any = None,
+        num_replicas: int | None = None,
+        schedule: str = "together",
+    ) -> None:
         if cross_device_ops is not None and not (isinstance(cross_device_ops, str) and cross_device_ops == "auto"):
             raise ValueError(
                 f"cross_device_ops is {cross_device_ops!r}; expected None or 'auto'. XLA chooses the collective for the devices "
                 "(NCCL between GPUs); leave the argument out."
             )
         look_for_others("MirroredStrategy")
-        super().__init__(make_mesh(resolve_devices(devices)))
+        super().__init__(with_replicas(make_mesh(resolve_devices(devices)), num_replicas, schedule))
 
 
 class MultiWorkerMirroredStrategy(Strategy):

@@ -106,12 +106,15 @@ class Strategy:
 
     @property
     def devices(self) -> tuple[jax.Device, ...]:
-        """The replicas' devices, in replica order."""
+        """The replicas' devices, in replica order; fewer than replicas when each has several of them."""
         return self._mesh.devices
 
     @property
     def mesh(self) -> jax.sharding.Mesh:
-        """The devices as JAX's own mesh, of one axis `"replica"`, for `jax.NamedSharding` and other libraries."""
+        """The devices as JAX's own mesh, for `jax.NamedSharding` and other libraries.
+
+        Its one axis is called `"replica"`; where devices have several replicas each, `mesh.axis_names` has another name.
+        """
         return self._mesh.mesh
 
     @property

@@ -73,7 +73,7 @@ def check(mesh: ReplicaMesh, variables: Sequence[Variable], every: int = 0) -> i
         ProgramMismatchError: on every worker, when they have not taken the same number of batches, or run the same programs.
         ReplicasDivergeError: on every worker, naming the first variable whose copies differ, the replicas and the workers.
     """
-    if mesh.num_replicas == 1:
+    if len(mesh.devices) == 1:
         return every
     start = time.perf_counter()
     try:
@@ -118,11 +118,12 @@ def _compare(mesh: ReplicaMesh, variable: Variable, column: np.ndarray) -> None:
     if not differing:
         return
     others = int(np.flatnonzero(column == usual)[0])
-    workers = sorted({mesh.devices[replica].process_index for replica in differing})
+    workers = sorted({mesh.devices[place].process_index for place in differing})
+    holder = "replica" if mesh.per_device == 1 else "device"
     where = "" if mesh.is_alone else f" ({numbered(workers)})"
     raise ReplicasDivergeError(
-        f"the copies of variable {variable.name!r} differ: replicas {differing}{where} from replica {others}. They were changed "
-        f"behind the library's back, or a device computes wrongly. Restore the last checkpoint. {variable!r}"
+        f"the copies of variable {variable.name!r} differ: {holder}s {differing}{where} from {holder} {others}. They were "
+        f"changed behind the library's back, or a device computes wrongly. Restore the last checkpoint. {variable!r}"
     )
 
 
@@ -193,4 +194,4 @@ def watch(mesh: ReplicaMesh, variables: Sequence[Variable]) -> Watch | None:
     variables, because of what else is compared.
     """
     mirrored = [variable for variable in variables if not spec_of(variable).is_on_read]
-    return Watch(mesh, mirrored) if not mesh.is_alone or (mirrored and mesh.num_replicas > 1) else None
+    return Watch(mesh, mirrored) if not mesh.is_alone or (mirrored and len(mesh.devices) > 1) else None

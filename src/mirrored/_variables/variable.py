@@ -439,14 +439,14 @@ def note_use(variable: Variable, what: str) -> None:
 
 
 def local_arrays(variable: Variable, stored: jax.Array) -> list[tuple[int, jax.Array]]:
-    """Return what this worker's devices really hold, with the replica numbers, in order.
+    """Return what this worker's devices really hold, with the number of each one's first replica, in order.
 
     Args:
         variable: whose.
         stored: the array, which is lent.
     """
     mesh = variable._spec.mesh
-    replicas = {mesh.devices[i]: i for i in mesh.local_replicas}
+    replicas = {device: i * mesh.per_device for i, device in enumerate(mesh.devices)}
     return sorted(((replicas[s.device], s.data) for s in stored.addressable_shards), key=operator.itemgetter(0))
 
 
@@ -454,7 +454,9 @@ def local_copies(variable: Variable) -> list[tuple[int, np.ndarray]]:
     """Return this worker's real copies as numpy arrays, with their replica numbers."""
     with storage.lent([variable._slot]) as [stored]:
         arrays = [(i, np.array(_plain(copy))) for i, copy in local_arrays(variable, stored)]
-    return [(i, np.asarray(array[0])) for i, array in arrays] if variable._spec.is_on_read else arrays
+    if not variable._spec.is_on_read:
+        return arrays
+    return [(first + row, np.asarray(value)) for first, array in arrays for row, value in enumerate(array)]
 
 
 def _plain(array: Any) -> Any:

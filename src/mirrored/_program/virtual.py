@@ -1,0 +1,345 @@
+"""More replicas than devices: each device runs several replicas of a step, all together or one by one.
+
+The step is traced and proven as ever, for R replicas. Here its equations are run on arrays of a device's replicas `[v, ...]`,
+level by level (`_program/levels`): what is shared once, what is own for each replica, by `jax.vmap` or in a `jax.lax.scan`,
+and then the meetings, over the device's replicas and over the devices. docs/design/several-replicas-on-a-device.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from .._errors import ContextError
+from .._jax import jaxprs, tracing
+from .._jax.primitives import HOST_CALLBACKS, MAKE_SAME
+from .._replicas.mesh import ReplicaMesh
+from .._typing import REPLICA_AXIS
+from .._variables.variable import spec_of
+from . import levels, pushed
+from .levels import Agenda, Kind, Operation, Quantity
+from .lift import Lifted
+
+#: What a device must do for each replica by itself: call a host function, or print, as often as there are replicas.
+_ONE_BY_ONE = HOST_CALLBACKS | {"debug_print"}
+
+
+def mapped(
+    mesh: ReplicaMesh, lifted: Lifted, _: Any, is_per_replica: Sequence[bool], is_mirrored: Sequence[bool]
+) -> Callable[..., Any]:
+    """Make the function of global arrays of a step; see `_program/steps._map`, which does so for one replica on each device."""
+    is_own = [spec_of(variable).is_on_read for variable in lifted.variables] + list(is_per_replica)
+    ends = [not same for same in is_mirrored] + [spec_of(variable).is_on_read for variable in lifted.written]
+
+    def body(written: list[Any], read_only: list[Any], arrays: list[Any], constants: list[Any]) -> Any:
+        device = _Device(mesh)
+        outputs = device.run(_jaxpr_of(lifted), constants, [*written, *read_only, *arrays], is_own)
+        placed = [device.as_kind(*output, end) for output, end in zip(outputs, ends, strict=True)]
+        witness = [jnp.zeros((), jnp.int32)] if mesh.is_paced else []
+        return placed[: lifted.num_results], placed[lifted.num_results :], witness
+
+    replicated, stacked = PartitionSpec(), PartitionSpec(mesh.axis)
+    specs_of = lambda flags: [stacked if flag else replicated for flag in flags]  # noqa: E731
+    cut = len(lifted.written), len(lifted.variables)
+    in_specs = (specs_of(is_own[: cut[0]]), specs_of(is_own[cut[0] : cut[1]]), specs_of(is_per_replica), replicated)
+    out_specs = (specs_of(ends[: lifted.num_results]), specs_of(ends[lifted.num_results :]), replicated)
+    return jax.shard_map(body, mesh=mesh.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def _jaxpr_of(lifted: Lifted) -> Any:
+    """Return a step with what a high-level primitive stands for where that must be seen, and else with its own derivative."""
+    closed, shown = lifted.closed.jaxpr, lifted.shown.jaxpr
+    must_see = lambda e: jaxprs.has_collective(e) or levels.has_number(e) or _is_slow(e)  # noqa: E731
+    return closed.replace(eqns=[s if must_see(s) else own for own, s in zip(closed.eqns, shown.eqns, strict=True)])
+
+
+@dataclasses.dataclass
+class _Device:
+    """A device that runs its replicas, inside the program; an array of the replicas' own values has them in its first axis."""
+
+    mesh: ReplicaMesh
+
+    @property
+    def count(self) -> int:
+        return self.mesh.per_device
+
+    @functools.cached_property
+    def numbers(self) -> jax.Array:
+        """The numbers of the device's replicas."""
+        return jax.lax.axis_index(self.mesh.axis) * self.count + jnp.arange(self.count, dtype=jnp.int32)
+
+    def as_kind(self, array: Any, is_own: bool, end: bool) -> Any:
+        """Return a value as one for each replica, or as one for all: those of the replicas are proven to be the same then."""
+        if is_own == end:
+            return array
+        return jnp.broadcast_to(array, (self.count, *jnp.shape(array))) if end else array[0]
+
+    def run(self, jaxpr: Any, constants: Sequence[Any], arrays: Sequence[Any], is_own: Sequence[bool]) -> list[tuple[Any, bool]]:
+        """Run a program, and return each output, and whether each replica has its own.
+
+        Args:
+            jaxpr, constants: the program.
+            arrays: its arguments.
+            is_own: of each, whether each replica has its own.
+        """
+        values = [Quantity() for _ in constants] + [Quantity(flag) for flag in is_own]
+        plan = levels.agenda_of(jaxpr, values)
+        run = _Course(self, plan, dict(zip(values, (*constants, *arrays), strict=True)))
+        for level in range(plan.num_levels):
+            for node in plan.at(level, Kind.SHARED):
+                run.keep(node, tracing.bind(node.equation, list(map(run.read, node.inputs))))
+            run.own(plan.at(level, Kind.OWN))
+            for node in plan.at(level, Kind.MEETING):
+                run.keep(node, run.sums(node) if node.is_sum else _meet(self, node, run))
+        return [(run.read(value), value.is_own) for value in plan.outputs]
+
+
+@dataclasses.dataclass
+class _Course:
+    """What is known while a program is put together.
+
+    Attributes:
+        known: the values.
+        totals: the sums over the device's replicas, of values that are added up.
+    """
+
+    device: _Device
+    plan: Agenda
+    known: dict[Quantity, Any]
+    totals: dict[Quantity, Any] = dataclasses.field(default_factory=dict)
+
+    def read(self, value: Quantity) -> Any:
+        return self.known.get(value, value.constant)
+
+    def keep(self, node: Operation, arrays: Sequence[Any]) -> None:
+        self.known.update(zip(node.outputs, arrays, strict=True))
+
+    def own(self, nodes: Sequence[Operation]) -> None:
+        """Run nodes of one level on each replica."""
+        is_whole = self.device.mesh.one_by_one or any(map(_has_reference, nodes))
+        for one_by_one, group in itertools.groupby(nodes, lambda node: is_whole or _must_be_alone(node)):
+            self._run_group(list(group), one_by_one)
+
+    def _run_group(self, nodes: list[Operation], one_by_one: bool) -> None:
+        inside, made = set(nodes), list(levels.made_by(nodes))
+        users = {value: [user for user in self.plan.users[value] if user not in inside] for value in made}
+        is_sum = lambda user: user is not None and user.is_sum  # noqa: E731
+        added = [value for value in made if any(map(is_sum, users[value]))]
+        leaving = [value for value in made if not all(map(is_sum, users[value]))]
+        if one_by_one and any(isinstance(value.aval, jax.ref.AbstractRef) for value in leaving):
+            raise ContextError(
+                "the step uses a jax.Ref before and after a collective. With several replicas on a device only arrays are "
+                "carried across one: read the Ref into an array, ref[...], before it, and make a new one after it."
+            )
+        sums = {} if one_by_one else {value: pushed.plan_sum(value, inside) for value in added}
+        wanted = dict.fromkeys(leaving)
+        for way in sums.values():
+            wanted.update(dict.fromkeys(value for value in way.operands() if value in users))
+        taken = list(dict.fromkeys(value for node in nodes for value in node.inputs if value.is_own and value in self.known))
+
+        def one(number: Any, rows: Sequence[Any], outputs: Sequence[Quantity]) -> list[Any]:
+            own = dict(zip(taken, rows, strict=True))
+            for node in nodes:
+                operands = [own[value] if value in own else self.read(value) for value in node.inputs]
+                own.update(zip(node.outputs, _bind(node.equation, operands, number), strict=True))
+            return [own[value] for value in outputs]
+
+        rows = [self.known[value] for value in taken]
+        if one_by_one:
+            totals, stacks = self._scan(lambda number, rows: one(number, rows, [*added, *leaving]), rows, len(added))
+            self.totals.update(zip(added, totals, strict=True))
+            self.known.update(zip(leaving, stacks, strict=True))
+            return
+        try:
+            stacks = jax.vmap(lambda number, rows: one(number, rows, list(wanted)))(self.device.numbers, rows)
+        except RuntimeError:  # JAX cannot batch an operation
+            self._run_group(nodes, one_by_one=True)
+            return
+        self.known.update(zip(wanted, stacks, strict=True))
+        self.totals.update((value, pushed.compute(way, self.read)) for value, way in sums.items())
+
+    def _scan(self, function: Callable[..., list[Any]], rows: list[Any], num_added: int) -> tuple[list[Any], list[Any]]:
+        """Run a function on each replica, one after the other; add its first results up, and stack the others."""
+        numbers = self.device.numbers
+        first = jax.eval_shape(function, numbers[0], [row[0] for row in rows])[:num_added]
+
+        def one_replica(totals: list[Any], own: Any) -> tuple[list[Any], list[Any]]:
+            results = function(*own)
+            return [a + b for a, b in zip(totals, results, strict=False)], results[num_added:]
+
+        return jax.lax.scan(one_replica, [jnp.zeros(a.shape, a.dtype) for a in first], (numbers, rows))
+
+    def sums(self, node: Operation) -> list[Any]:
+        """Add values up over all replicas."""
+        totals = []
+        for value in node.inputs:
+            if value in self.totals:
+                totals.append(self.totals[value])
+            elif value.is_own:
+                totals.append(pushed.sum_of_rows(self.known[value]))
+            else:
+                array = jnp.asarray(self.read(value))
+                totals.append(array * jnp.asarray(self.device.count, array.dtype))
+        return jax.lax.psum(totals, self.device.mesh.axis)
+
+
+def _must_be_alone(node: Operation) -> bool:
+    """Tell whether a device must run a node for each replica by itself, so that it does what it does on a device of its own."""
+    return _is_slow(node.equation) or tracing.keeps_a_mesh(node.equation)
+
+
+def _is_slow(equation: Any) -> bool:
+    return any(e.primitive.name in _ONE_BY_ONE or _is_other_random(e) for e in (equation, *jaxprs.inside(equation)))
+
+
+def _has_reference(node: Operation) -> bool:
+    return any(isinstance(atom.aval, jax.ref.AbstractRef) for atom in (*node.equation.invars, *node.equation.outvars))
+
+
+def _is_other_random(equation: Any) -> bool:
+    """Tell whether an equation makes random numbers that are others when many are made together: with `rbg` keys."""
+    if equation.primitive.name == "rng_bit_generator":
+        return True
+    if equation.primitive.name not in ("random_bits", "random_gamma", "random_split", "random_fold_in"):
+        return False
+    return "fry" not in str(equation.invars[0].aval.dtype)
+
+
+# -- the replica's number
+
+
+def _bind(equation: Any, operands: Sequence[Any], number: Any) -> list[Any]:
+    """Apply an equation to one replica's values."""
+    if not levels.has_number(equation):
+        return tracing.bind(equation, operands)
+    if levels.is_number(equation):
+        return [number]
+    name = equation.primitive.name
+    run = lambda closed: lambda *arguments: _evaluate(closed, arguments, number)  # noqa: E731
+    if (inner := jaxprs.callee(equation)) is not None:
+        return run(inner)(*operands)
+    if name == "cond":
+        return list(jax.lax.switch(operands[0], [run(closed) for closed in equation.params["branches"]], *operands[1:]))
+    if name == "while":
+        again, step = (run(equation.params[key]) for key in ("cond_jaxpr", "body_jaxpr"))
+        return _while(equation, operands, lambda *a: again(*a)[0], step)
+    if name == "scan":
+        [closed] = jaxprs.inner_jaxprs(equation)
+        return _scan(equation, operands, run(closed))
+    raise ContextError(
+        f"the replica's number is asked for inside `{name}`, which several replicas of one device cannot do. Ask before, or give "
+        "each replica a device: leave num_replicas out."
+    )
+
+
+def _evaluate(closed: Any, arguments: Sequence[Any], number: Any) -> list[Any]:
+    jaxpr = closed.jaxpr
+    known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *arguments), strict=True))
+    read = lambda atom: atom.val if isinstance(atom, jaxprs.Literal) else known[atom]  # noqa: E731
+    for equation in jaxpr.eqns:
+        known.update(zip(equation.outvars, _bind(equation, list(map(read, equation.invars)), number), strict=True))
+    return list(map(read, jaxpr.outvars))
+
+
+def _while(equation: Any, operands: Sequence[Any], again: Callable[..., Any], step: Callable[..., Any]) -> list[Any]:
+    """Run a loop whose functions take their constants and then what the loop carries."""
+    _, _, num_cond, num_body = jaxprs.while_of(equation)
+    first, second = operands[:num_cond], operands[num_cond : num_cond + num_body]
+    carry = list(operands[num_cond + num_body :])
+    return jax.lax.while_loop(lambda c: again(*first, *c), lambda c: list(step(*second, *c)), carry)
+
+
+def _scan(equation: Any, operands: Sequence[Any], step: Callable[..., Any]) -> list[Any]:
+    """Run a loop whose function takes constants, the carry and rows, and returns the new carry and rows."""
+    _, num_consts, num_carry = jaxprs.scan_of(equation)
+    constants, end = operands[:num_consts], num_consts + num_carry
+
+    def one_round(carry: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
+        results = list(step(*constants, *carry, *rows))
+        return results[:num_carry], results[num_carry:]
+
+    options = {key: equation.params[key] for key in ("length", "reverse", "unroll")}
+    carry, stacked = jax.lax.scan(one_round, list(operands[num_consts:end]), list(operands[end:]), **options)
+    return [*carry, *stacked]
+
+
+# -- meetings
+
+
+def _meet(device: _Device, node: Operation, run: _Course) -> list[Any]:
+    """Run a collective other than a sum, or a loop or condition with one inside."""
+    arrays, flags = list(map(run.read, node.inputs)), [value.is_own for value in node.inputs]
+    equation, name = node.equation, node.equation.primitive.name
+    if not jaxprs.is_collective(equation):
+        return _meet_inside(device, equation, arrays, flags)
+    stacks = [device.as_kind(array, flag, True) for array, flag in zip(arrays, flags, strict=True)]
+    if jaxprs.adds_own_axes(equation):
+        closed, _ = tracing.own_axes_first(equation)
+        sums = jax.vmap(lambda *own: tracing.evaluate(closed, closed.consts, own))(*stacks)
+        return jax.lax.psum(list(map(pushed.sum_of_rows, sums)), device.mesh.axis)
+    every = [jax.lax.all_gather(stack, device.mesh.axis, tiled=True) for stack in stacks]
+    if name == "all_gather" and not jaxprs.is_over_groups(equation):
+        axis, is_tiled = equation.params["all_gather_dimension"], equation.params["tiled"]
+        return [_joined(stack, axis) if is_tiled else jnp.moveaxis(stack, 0, axis) for stack in every]
+    return _on_all(device, equation, every)
+
+
+def _joined(stack: jax.Array, axis: int) -> jax.Array:
+    moved = jnp.moveaxis(stack, 0, axis)
+    return moved.reshape(*moved.shape[:axis], moved.shape[axis] * moved.shape[axis + 1], *moved.shape[axis + 2 :])
+
+
+def _on_all(device: _Device, equation: Any, every: Sequence[jax.Array]) -> list[Any]:
+    """Run any collective: each device has the values of all replicas, and takes what its own would get."""
+    try:
+        results = jax.vmap(lambda *own: tracing.bind(equation, own), axis_name=REPLICA_AXIS)(*every)
+    except (RuntimeError, ValueError) as error:
+        raise ContextError(
+            f"the collective `{equation.primitive.name}` cannot run with several replicas on a device: {error}. Write it with "
+            "ctx.all_gather or ctx.all_reduce, or give each replica a device: leave num_replicas out."
+        ) from error
+    if equation.primitive.name in MAKE_SAME and not jaxprs.is_over_groups(equation):
+        return [result[0] for result in results]
+    return [jax.lax.dynamic_slice_in_dim(result, device.numbers[0], device.count) for result in results]
+
+
+def _meet_inside(device: _Device, equation: Any, arrays: Sequence[Any], flags: Sequence[bool]) -> list[Any]:
+    """Run a loop or condition with a collective inside: all replicas take the same way through it."""
+    carried, ends = levels.own_in_carry(equation, flags)
+
+    def run(closed: Any, own: Sequence[bool], wanted: Sequence[bool]) -> Callable[..., list[Any]]:
+        def call(*arguments: Any) -> list[Any]:
+            outputs = device.run(closed.jaxpr, closed.consts, arguments, own)
+            return [device.as_kind(*output, end) for output, end in zip(outputs, wanted, strict=True)]
+
+        return call
+
+    if equation.primitive.name == "cond":
+        index = device.as_kind(arrays[0], flags[0], False)
+        return list(jax.lax.switch(index, [run(c, flags[1:], ends) for c in equation.params["branches"]], *arrays[1:]))
+    parts, handed = jaxprs.parts_of(equation)
+    start = handed.start
+    fit = [device.as_kind(array, own, end) for array, own, end in zip(arrays[start:], flags[start:], carried, strict=False)]
+    if equation.primitive.name == "while":
+        (cond, cond_fixed), (body, body_fixed) = parts
+        again = run(cond, [*(flags[i] for i in cond_fixed), *carried], [False])
+        step = run(body, [*(flags[i] for i in body_fixed), *carried], carried)
+        return _while(equation, [*arrays[:start], *fit], lambda *a: again(*a)[0], step)
+    [(body, _)] = parts
+    num_carry = len(carried)
+    rows = [_swapped(a, own) for a, own in zip(arrays[start + num_carry :], flags[start + num_carry :], strict=True)]
+    own = [*flags[:start], *carried, *flags[start + num_carry :]]
+    results = _scan(equation, [*arrays[:start], *fit, *rows], run(body, own, ends))
+    return [*results[:num_carry], *map(_swapped, results[num_carry:], ends[num_carry:])]
+
+
+def _swapped(array: Any, is_own: bool) -> Any:
+    """Bring the rounds of a loop before its replicas, and back."""
+    return jnp.swapaxes(array, 0, 1) if is_own else array

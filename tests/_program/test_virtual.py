@@ -1,0 +1,348 @@
+"""More replicas than devices: the numbers of as many devices, whatever the step does, and what cannot be is refused."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.experimental import io_callback
+
+import mirrored as mr
+
+DEVICES = [f"cpu:{i}" for i in range(8)]
+SCHEDULES = ("together", "one_by_one")
+X = np.random.default_rng(0).normal(size=(24, 4)).astype(np.float32)
+
+
+def several(num_replicas, num_devices, schedule="together"):
+    return mr.MirroredStrategy(DEVICES[:num_devices], num_replicas=num_replicas, schedule=schedule)
+
+
+def ctx():
+    return mr.get_replica_context()
+
+
+def number():
+    return ctx().replica_id_in_sync_group
+
+
+def shown(strategy, tree):
+    """Replace each array by numpy, a PerReplica by the list of its values."""
+
+    def show(value):
+        return [np.asarray(v) for v in value.values] if isinstance(value, mr.PerReplica) else np.asarray(value)
+
+    return jax.tree.map(show, tree, is_leaf=lambda leaf: isinstance(leaf, mr.PerReplica))
+
+
+def assert_same(found, expected):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected)
+
+
+def results(strategy, step, num_rows):
+    [x] = strategy.distribute_dataset(strategy.make_numpy_dataset(X[:num_rows]).batch(num_rows))
+    return shown(strategy, strategy.run(step, args=(x,)))
+
+
+# -- training
+
+
+def trained(strategy, batch_size):
+    """Train on three batches, with all that a training has beside its model; the last batch is smaller."""
+    with strategy.scope():
+        w, b = mr.Variable(np.full((4, 3), 0.1, np.float32)), mr.Variable(np.zeros(3, np.float32))
+        table = mr.Variable(np.ones((5, 3), np.float32))
+        optimizer = mr.Optimizer(optax.sgd(0.1, momentum=0.9), [w, b, table])
+        rows = mr.Variable(np.float32(0), synchronization="on_read", aggregation="sum", trainable=False)
+        mean = mr.Variable(np.zeros(4, np.float32), aggregation="mean", trainable=False)
+
+    def step(x, index):
+        def loss():
+            h = jnp.tanh(x @ w.value + b.value) * table.value[index]
+            return mr.losses.compute_average_loss(jnp.sum(h**2, axis=1))
+
+        value, gradients = mr.value_and_grad(loss, [w, b, table])()
+        optimizer.apply_gradients(zip(gradients, [w, b, table], strict=True))
+        rows.assign_add(jnp.float32(x.shape[0]) + 0 * number())
+        mean.assign(ctx().all_reduce("sum", jnp.sum(x, axis=0)) / 24)
+        noise = jax.random.normal(ctx().rng(0), (2,))
+        return value, noise, ctx().all_gather(x, 0), jax.lax.cond(number() > 1, lambda: x.sum(), lambda: 1.0 * number())
+
+    dataset = strategy.make_numpy_dataset((X, np.arange(24) % 5)).batch(batch_size)
+    history = [shown(strategy, strategy.run(step, args=batch)) for batch in strategy.distribute_dataset(dataset)]
+    strategy.assert_mirrored()
+    return history, [v.numpy() for v in (w, b, table, rows, mean)]
+
+
+@functools.cache
+def trained_on_devices(num_replicas, batch_size):
+    return trained(mr.MirroredStrategy(DEVICES[:num_replicas]), batch_size)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("num_devices", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_training_has_the_numbers_of_eight_devices(num_devices, schedule):
+    assert_same(trained(several(8, num_devices, schedule), 16), trained_on_devices(8, 16))
+
+
+def uneven(x):
+    total = ctx().all_reduce("sum", (jnp.sum(x), x.shape[0]))
+    return x * total[0], ctx().all_gather(x, 0), mr.get_strategy().reduce("mean", x, axis=0), total[1]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_uneven_batches_also_with_replicas_without_rows(schedule):
+    for num_rows in (4, 2):
+        expected = results(mr.MirroredStrategy(DEVICES[:3]), uneven, num_rows)
+        assert_same(results(several(3, 1, schedule), uneven, num_rows), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("num_replicas, num_devices", [(2, 1), (3, 1), (8, 1), (8, 2), (8, 4)])
+def test_a_training_on_uneven_batches_has_the_numbers_of_as_many_devices(num_replicas, num_devices, schedule):
+    for batch_size in (21, 3):
+        strategy = several(num_replicas, num_devices, schedule)
+        assert_same(trained(strategy, batch_size), trained_on_devices(num_replicas, batch_size))
+
+
+# -- what a step may do
+
+
+def collectives(x):
+    """Use every collective that JAX has, in the replicas' order."""
+    total = jax.lax.psum(x, "replica")
+    return {
+        "sum": total,
+        "of what is the same": jax.lax.psum(jnp.float32(3), "replica"),
+        "extremes": (jax.lax.pmax(x, "replica"), jax.lax.pmin(x, "replica")),
+        "gathered": (jax.lax.all_gather(x, "replica", axis=1), jax.lax.all_gather(x, "replica", axis=1, tiled=True)),
+        "next": jax.lax.ppermute(x, "replica", [(0, 1), (1, 2), (2, 3), (3, 0)]),
+        "exchanged": jax.lax.all_to_all(jnp.arange(8.0).reshape(4, 2) + 10 * number(), "replica", 0, 1),
+        "scattered": jax.lax.psum_scatter(jnp.arange(4.0) + x.sum(), "replica"),
+        "with rows": jax.vmap(lambda row: jax.lax.pmean(row, ("batch", "replica")), axis_name="batch")(x)[0],
+        "first": mr.get_strategy().reduce("mean", x, axis=0),
+        "keys": jax.random.key_data(ctx().all_gather(ctx().rng(1)[None], 0)),
+        "complex": jax.lax.psum(x * 1j, "replica"),
+        "merged": ctx().merge_call(lambda strategy, x: strategy.reduce("sum", x), args=(x,)),
+    }
+
+
+def loops(x):
+    """Use collectives, and the replica's number, in loops and conditions, one inside the other."""
+
+    def round_(carry, row):
+        total, own = carry
+        inner = jax.lax.fori_loop(0, 2, lambda i, t: t + ctx().all_reduce("sum", row * i + own), total)
+        return (inner, own + number()), (own, inner, jax.lax.cond(number() == 1, lambda: row * 2.0, lambda: row))
+
+    (total, own), rows = jax.lax.scan(round_, (0.0, 1.0 * number()), jnp.arange(3.0))
+    more = jax.lax.while_loop(lambda c: c[0] < 9, lambda c: (c[0] + ctx().all_reduce("sum", 1.0), c[1] + number()), (0.0, 0))
+    chosen = jax.lax.cond(total > 0, lambda: (ctx().all_reduce("sum", x), x * 2), lambda: (x, x))
+    times = jax.lax.while_loop(lambda c: c < 3 + number(), lambda c: c + 1, 0)
+    scanned, _ = jax.lax.scan(lambda c, x: (c + ctx().all_reduce("sum", x), None), jnp.zeros(4), x)
+    jitted = jax.jit(lambda x: jax.checkpoint(lambda y: y * number() + ctx().all_reduce("sum", y))(x))(x)
+    return total, own, rows, more, chosen, times, scanned, jitted
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("step", [collectives, loops], ids=lambda step: step.__name__)
+def test_collectives_and_loops_are_those_of_as_many_devices(step, schedule):
+    expected = results(mr.MirroredStrategy(DEVICES[:4]), step, 8)
+    for num_devices in (1, 2):
+        assert_same(results(several(4, num_devices, schedule), step, 8), expected)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_effects_happen_once_for_each_replica_and_only_where_its_own_way_leads(schedule):
+    strategy, calls, seen = several(4, 2, schedule), [], []
+
+    def step():
+        jax.debug.callback(lambda i: seen.append(int(i)), number())
+        jax.lax.cond(number() > 2, lambda: jax.debug.callback(lambda: seen.append(100)), lambda: None)
+        host = io_callback(lambda: calls.append(1) or np.float32(7), jax.ShapeDtypeStruct((), np.float32))
+        return host + number()
+
+    values = [float(value) for value in strategy.run(step).values]
+    jax.effects_barrier()
+    assert values == [7, 8, 9, 10] and len(calls) == 4
+    assert sorted(seen) == [0, 1, 2, 3, 100]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_other_generators_make_the_numbers_that_they_make_alone(schedule):
+    def step():
+        return jax.random.uniform(ctx().rng(jax.random.key(3, impl="rbg")), (2,))
+
+    found = shown(None, several(2, 1, schedule).run(step))
+    assert_same(found, shown(None, mr.MirroredStrategy(DEVICES[:2]).run(step)))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_references_work_between_collectives_and_are_refused_across_one(schedule):
+    strategy = several(2, 1, schedule)
+
+    def step(crosses):
+        ref = jax.new_ref(jnp.zeros(2))
+        ref[0] = 1.0 * number()
+        ref[1] = ctx().all_reduce("sum", ref[0]) if crosses else 5.0
+        return ref[...]
+
+    assert_same(shown(strategy, strategy.run(step, args=(False,))), [np.float32([0, 5]), np.float32([1, 5])])
+    with pytest.raises(mr.ContextError, match=r"jax\.Ref before and after a collective.* make a new one after it\."):
+        strategy.run(step, args=(True,))
+
+
+def test_derivatives_through_run_and_many_steps_in_one_program():
+    expected = None
+    for strategy in (mr.MirroredStrategy(DEVICES[:2]), several(2, 1), several(2, 1, "one_by_one")):
+        with strategy.scope():
+            v = mr.Variable(np.float32(1))
+        x = strategy.distribute_values_from_function(lambda context: X[context.replica_id_in_sync_group])
+
+        def loss(w, x, strategy=strategy, v=v):
+            step = lambda x, w: jnp.sum(x * w) * ctx().all_reduce("sum", jnp.sum(w * x)) * v  # noqa: E731
+            return strategy.reduce("sum", strategy.run(step, args=(x, w)))
+
+        def train(carry, _, strategy=strategy, v=v, x=x):
+            strategy.run(lambda x, v=v: v.assign_add(ctx().all_reduce("sum", x.sum())), args=(x,))
+            return carry + v.value, None
+
+        gradient = mr.function(lambda x, loss=loss: jax.grad(loss)(jnp.ones(4), x))(x)
+        found = [np.asarray(gradient), np.asarray(mr.scan(train, jnp.float32(0), None, length=3)[0]), v.numpy()]
+        expected = expected or found
+        assert_same(found, expected)
+
+
+# -- what it is
+
+
+def test_it_says_what_it_is_and_not_more():
+    strategy = several(8, 2)
+    assert repr(strategy) == "mr.MirroredStrategy(8 replicas on 2 devices (cpu:0, cpu:1), together)"
+    assert "8 replicas on 1 device (cpu:0), one by one" in several(8, 1, "one_by_one").explain()
+    assert strategy.num_replicas_in_sync == 8 and len(strategy.devices) == 2
+    assert repr(several(2, 2)) == repr(mr.MirroredStrategy(DEVICES[:2]))
+    with strategy.scope():
+        v = mr.Variable(1.0, name="v")
+        own = mr.Variable(2.0, synchronization="on_read", aggregation="mean")
+    assert len(v._array.addressable_shards) == 2
+    assert len(strategy.local_results(v)) == len(strategy.local_results(own)) == 8
+    assert [line.split(":")[0].strip() for line in repr(own).splitlines()[1:]] == [str(i) for i in range(8)]
+    values = strategy.local_results(strategy.run(lambda: number() * 2))
+    assert [int(value) for value in values] == [0, 2, 4, 6, 8, 10, 12, 14]
+
+
+@pytest.mark.parametrize(
+    "options, error, words",
+    [
+        ({"num_replicas": 6}, mr.DeviceError, r"num_replicas is 6 for 4 devices; .* Write num_replicas=4, .* with 3 of them"),
+        ({"num_replicas": 2}, mr.DeviceError, r"expected a multiple of 4.* Write num_replicas=4"),
+        ({"num_replicas": 0}, mr.DeviceError, r"expected a multiple of 4"),
+        ({"num_replicas": "8"}, TypeError, r"expected an int"),
+        ({"num_replicas": True}, TypeError, r"expected an int"),
+        ({"num_replicas": 8, "schedule": "later"}, ValueError, r"schedule is 'later'; expected 'together'"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_to_write(options, error, words):
+    with pytest.raises(error, match=words):
+        mr.MirroredStrategy(DEVICES[:4], **options)
+
+
+def test_what_needs_a_device_for_each_replica_is_refused():
+    strategy = several(2, 1)
+    with (
+        mr.eager(),
+        pytest.raises(mr.ContextError, match=r"Make as many virtual devices, .* range\(2\)\]\): the numbers are the"),
+    ):
+        strategy.run(lambda: number())
+    groups = lambda: jax.lax.psum(number(), "replica", axis_index_groups=[[0], [1]])  # noqa: E731
+    with pytest.raises(mr.ContextError, match=r"`psum` cannot run with several replicas on a device"):
+        strategy.run(groups)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_copies_cannot_diverge(schedule):
+    strategy = several(2, 1, schedule)
+    with strategy.scope():
+        v = mr.Variable(0.0)
+    with pytest.raises(mr.ReplicasDivergeError):
+        strategy.run(lambda: v.assign(1.0 * number()))
+    with pytest.raises(mr.CollectiveHangError):
+        strategy.run(lambda: jax.lax.cond(number() > 0, lambda: ctx().all_reduce("sum", 1.0), lambda: 0.0))
+
+
+def test_values_of_a_strategy_with_another_number_of_replicas_are_refused():
+    few, many = mr.MirroredStrategy(DEVICES[:2]), several(4, 2)
+    with few.scope():
+        v = mr.Variable(0.0)
+    x = few.distribute_values_from_function(lambda context: 1.0)
+    with pytest.raises(mr.StrategyMismatchError):
+        many.run(lambda x: x, args=(x,))
+    with pytest.raises(mr.StrategyMismatchError):
+        many.run(lambda: v.assign_add(1.0))
+
+
+def test_a_checkpoint_goes_on_with_other_devices(tmp_path):
+    for number_of_run, strategy in enumerate((mr.MirroredStrategy(DEVICES[:4]), several(4, 1), several(4, 2, "one_by_one"))):
+        with strategy.scope():
+            v = mr.Variable(np.zeros(3, np.float32), name="v")
+            own = mr.Variable(0, synchronization="on_read", aggregation="sum", name="own")
+        with mr.Checkpoint(tmp_path, v=v, own=own) as checkpoint:
+            assert checkpoint.restore_latest() == (number_of_run or None)
+            assert v.numpy().tolist() == [number_of_run] * 3
+            assert [int(c) for c in strategy.local_results(own)] == [number_of_run * i for i in range(4)]
+            strategy.run(lambda v=v, own=own: [v.assign_add(jnp.ones(3)), own.assign_add(number())][2:])
+            checkpoint.save(number_of_run + 1)
+
+
+# -- what it costs
+
+
+def compiled_for(strategy, step, x):
+    strategy.run(step, args=(x,))
+    [program] = strategy._steps.programs
+    written, read_only = ([v._array for v in variables] for variables in (program.lifted.written, program.lifted.read_only))
+    return program.compiled.lower(written, read_only, [x._array], program.constants)
+
+
+def gradients_of(strategy):
+    with strategy.scope():
+        w = mr.Variable(np.ones((32, 64), np.float32))
+
+    def step(x):
+        return ctx().all_reduce("sum", mr.grad(lambda: jnp.sum(jnp.tanh(x @ w.value)), w)())
+
+    x = strategy.distribute_values_from_function(lambda context: np.ones((4, 32), np.float32))
+    return compiled_for(strategy, step, x)
+
+
+def test_no_replica_has_a_gradient_of_its_own():
+    together, one_by_one = (gradients_of(several(8, 1, schedule)).as_text() for schedule in SCHEDULES)
+    assert "8x32x64" not in together and "8x64x32" not in together
+    assert "8x32x64" not in one_by_one and "8x64x32" not in one_by_one and "8x4x64" not in one_by_one
+    assert "tensor<8x4x64xf32>" in together
+
+
+def test_sums_are_as_exact_as_those_of_devices():
+    """A sum is not pushed back into a narrower type, and a value that is used besides is what it was."""
+    strategy = several(8, 1)
+    with strategy.scope():
+        w = mr.Variable(np.ones((2, 3, 4), np.float32))
+
+    def step(x):
+        narrow = (x * 256).astype(jnp.bfloat16) + 0.5 * number().astype(jnp.bfloat16)
+        kernel = mr.grad(lambda: jnp.sum(jnp.sin(jax.lax.conv(x[None, :, :], w.value.transpose(2, 1, 0), (1,), "SAME"))), w)()
+        taken = mr.grad(lambda: jnp.sum(w.value[0][jnp.arange(2) + 0 * number()] * x[0, 0]), w)()
+        sums = ctx().all_reduce("sum", (narrow.astype(jnp.float32), kernel, taken, x[:, 1:] - x[:, :-1]))
+        return sums, kernel, ctx().all_reduce("sum", 3 * number())
+
+    make = lambda context: X[:6].reshape(3, 8) + context.replica_id_in_sync_group  # noqa: E731
+    found = shown(strategy, strategy.run(step, args=(strategy.distribute_values_from_function(make),)))
+    alone = mr.MirroredStrategy(DEVICES)
+    with alone.scope():
+        w = mr.Variable(np.ones((2, 3, 4), np.float32))
+    expected = shown(alone, alone.run(step, args=(alone.distribute_values_from_function(make),)))
+    assert_same(found, expected)
