@@ -17,6 +17,7 @@ html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["pages.css"]
 html_title = "mirrored"
+html_show_copyright = False
 copybutton_prompt_text = ">>> "
 copybutton_exclude = ".linenos, .gp, .go"
 exclude_patterns = ["_build"]
