@@ -1,8 +1,10 @@
 """Every example runs as a user runs it, and says what it should."""
 
 import importlib.util
+import os
 import re
 import runpy
+import socket
 import subprocess
 import sys
 import warnings
@@ -111,6 +113,58 @@ def test_keras_digits_reaches_97_percent_by_fit_and_in_a_loop(tmp_path: Path) ->
             r"([\d.]+)% of the held-out images right, with (\d) rep", _run("keras_digits", *arguments, cwd=tmp_path)
         ).groups()
         assert float(accuracy) >= 97 and number == "4", arguments
+
+
+def _is_picture(path: Path) -> bool:
+    return path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("name", ["char_transformer", "fine_tune", "two_hosts"])
+def test_new_examples_are_short(name: str) -> None:
+    assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 120
+
+
+@pytest.mark.slow
+def test_char_transformer_learns_within_its_minute(tmp_path: Path) -> None:
+    output = _run("char_transformer", cwd=tmp_path)
+    first, last = re.search(r"held-out loss ([\d.]+) at first, ([\d.]+) after 500 steps", output).groups()
+    assert float(first) > 4 and float(last) < 1.9, output
+    assert _is_picture(tmp_path / "out" / "char_transformer.png")
+
+
+@pytest.mark.slow
+def test_fine_tuning_from_four_replicas_on_three_is_better_than_from_nothing(tmp_path: Path) -> None:
+    output = _run("fine_tune", cwd=tmp_path)
+    before, tuned, anew = map(float, re.findall(r"([\d.]+)%", output))
+    assert before > 93 and tuned > 78 and tuned > anew + 5, output
+    assert _is_picture(tmp_path / "out" / "fine_tune.png")
+
+
+@pytest.mark.slow
+def test_two_hosts_by_the_two_commands_that_it_names(tmp_path: Path) -> None:
+    """Two launchers, as on two hosts, and once more with one launcher and another number of replicas."""
+    commands = re.findall(r"mirrored (launch --nnodes .*examples/two_hosts.py)  ", (EXAMPLES / "two_hosts.py").read_text())
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{sock.getsockname()[1]}"
+    python, rest = [sys.executable, "-m", "mirrored"], ["--checkpoints", str(tmp_path)]
+    hosts = [
+        subprocess.Popen(
+            [*python, *command.replace("gpu-0:9000", address).replace("examples", str(EXAMPLES)).split(), "--epochs", "2", *rest],
+            env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for command in commands
+    ]
+    outputs = [host.communicate(timeout=100)[0] for host in hosts]
+    assert [host.returncode for host in hosts] == [0, 0], outputs
+    assert "worker 0 of 2" in outputs[0] and "worker 1 of 2" in outputs[1]
+    assert "steps 1 to 82 on 4 replicas of 2 workers" in outputs[0]
+    again = [*python, "launch", "-n", "2", "--cpu-devices", "1", str(EXAMPLES / "two_hosts.py"), "--epochs", "3", *rest]
+    output = subprocess.run(again, check=True, capture_output=True, text=True, timeout=100).stdout
+    assert "steps 83 to 123 on 2 replicas of 2 workers" in output, output
 
 
 @pytest.mark.slow

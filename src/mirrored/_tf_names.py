@@ -13,6 +13,10 @@ ALIASES = {
 }
 
 _COLLECTIVES = "XLA chooses the collective for the devices: write mr.MirroredStrategy(devices), without cross_device_ops."
+_LEARNING_RATE = (
+    "Give optax a schedule, optax.sgd(lambda step: ...), or write optax.inject_hyperparams(optax.sgd)(0.1), whose learning rate "
+    "is the variable optimizer.state.hyperparams['learning_rate']: assign to it."
+)
 _NO_GRAPH = "Variables have their value from the start, and there are no graphs and sessions."
 
 #: For each owner, the names that it does not have, and the sentence that says what to write.
@@ -82,8 +86,8 @@ _INSTEAD = {
         "graph": _NO_GRAPH,
     },
     "mr.Optimizer": {
-        "learning_rate": "Give optax a schedule, optax.sgd(lambda step: ...), or write optax.inject_hyperparams(optax.sgd)(0.1).",
-        "lr": "Give optax a schedule, optax.sgd(lambda step: ...), or write optax.inject_hyperparams(optax.sgd)(0.1).",
+        "learning_rate": _LEARNING_RATE,
+        "lr": _LEARNING_RATE,
         "compute_gradients": "Write loss, gradients = mr.value_and_grad(loss_fn, variables)().",
         "get_gradients": "Write loss, gradients = mr.value_and_grad(loss_fn, variables)().",
         "build": "Its state is made with it: mr.Optimizer(tx, variables).",
@@ -98,6 +102,11 @@ _INSTEAD = {
         "broadcast": "Write mr.Variable(..., aggregation='only_first_replica'), whose assign takes the value of replica 0.",
     },
 }
+
+
+def is_told(owner: str, name: str) -> bool:
+    """Tell whether there is a sentence that says what to write instead of an attribute."""
+    return name in _INSTEAD[owner]
 
 
 def missing(owner: str, name: str) -> AttributeError:

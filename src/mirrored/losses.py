@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -78,6 +80,74 @@ def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
     """
     context = _replica_context("scale_regularization_loss")
     return _share(jnp.sum(_as_numbers(regularization_loss, "regularization_loss")) / context.num_replicas_in_sync)
+
+
+def global_loss(loss: Callable[..., Any]) -> Callable[..., jax.Array]:
+    """Make the loss of the whole batch, whose value and gradients are the same on every replica.
+
+    It is for transformations that ask for a loss themselves: `value_fn` of `optax.lbfgs` and of line searches, `obj_fn` of
+    `optax.contrib.sophia`, `grad_fn=jax.grad(...)` of `optax.contrib.sam`. Each evaluation sends one message, and each
+    gradient one more. The gradients have been combined, so `apply_gradients` takes them with `aggregate=False`.
+
+    Args:
+        loss: a function that returns this replica's share, a scalar: the shares of all replicas add up to the whole, as those
+            of `compute_average_loss` do. It is differentiated by its arguments, trees of arrays that are the same on all
+            replicas; what it closes over may be the replica's own.
+
+    Raises:
+        TypeError: for something that is not a function, or does not return a scalar.
+        ContextError: when the function that it returns is called outside a step.
+
+    >>> with strategy.scope():
+    ...     w = mr.Variable([2.0, -1.0])
+    ...     optimizer = mr.Optimizer(optax.lbfgs(), w)
+    >>> def step(x, y):
+    ...     loss = mr.losses.global_loss(lambda w: mr.losses.compute_average_loss((x @ w - y) ** 2))
+    ...     value, gradient = jax.value_and_grad(loss)(w.value)
+    ...     optimizer.apply_gradients(gradient, aggregate=False, value=value, grad=gradient, value_fn=loss)
+    ...     return value
+    >>> x, y = np.eye(4, 2, dtype=np.float32), np.ones(4, np.float32)
+    >>> for rows in strategy.distribute_dataset([(x, y)] * 3):
+    ...     value = strategy.run(step, args=rows)
+    >>> print(value < 0.6, np.round(w, 1))  # 0.5 is the smallest
+    True [1. 1.]
+
+    Source: https://optax.readthedocs.io/en/latest/api/optimizers.html#lbfgs
+    """
+    if not callable(loss):
+        raise TypeError(
+            f"global_loss got {_shown(loss)}; expected a function that computes this replica's share, so that it can be "
+            "evaluated again: mr.losses.global_loss(lambda w: mr.losses.compute_average_loss(per_example_loss(w)))."
+        )
+
+    @functools.wraps(loss)
+    def whole(*args: Any, **kwargs: Any) -> jax.Array:
+        axis = _axis_of(_replica_context("global_loss"))
+
+        @jax.custom_jvp
+        def same(value: jax.Array) -> jax.Array:
+            """Return a value whose cotangents, one on each replica, are added up."""
+            return value
+
+        @same.defjvp
+        def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+            # The transpose of a sum over the replicas is a sum again: of R equal cotangents here, and of R own ones there.
+            return same(*primals), axis.sum(tangents)[0] / axis.size
+
+        own = jax.tree.map(lambda leaf: same(jnp.asarray(leaf)) if _is_differentiable(leaf) else leaf, (args, kwargs))
+        share = _as_numbers(loss(*own[0], **own[1]), "the result of the function given to global_loss")
+        if share.ndim:
+            raise TypeError(
+                f"the function given to global_loss returned shape {share.shape}; expected a scalar, this replica's share, for "
+                "example mr.losses.compute_average_loss(per_example_loss)."
+            )
+        return axis.sum([share])[0]
+
+    return whole
+
+
+def _is_differentiable(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray | float) and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
 
 
 def _share(loss: jax.Array, counted: int = 0) -> jax.Array:

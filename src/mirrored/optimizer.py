@@ -273,6 +273,11 @@ class Optimizer:
     def __getattr__(self, name: str) -> NoReturn:
         raise _tf_names.missing("mr.Optimizer", name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if _tf_names.is_told("mr.Optimizer", name):  # else a learning rate would be set that nobody reads
+            raise _tf_names.missing("mr.Optimizer", name)
+        super().__setattr__(name, value)
+
     def __repr__(self) -> str:
         names = ", ".join(repr(variable.name) for variable in self._leaves)
         return f"mr.Optimizer({names}; {len(self._state)} state variables)"

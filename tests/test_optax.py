@@ -1,0 +1,233 @@
+"""Each transformation that optax exports trains as on one device, or is refused."""
+
+import functools
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optax import contrib
+from optax_rows import CONTRIB, ELSEWHERE, OPTAX, REFUSED, START, Row, exported
+from parameters import slow
+
+import mirrored as mr
+from mirrored import losses
+
+ROWS: dict[str, Row] = OPTAX | {f"contrib.{name}": row for name, row in CONTRIB.items()}
+SOME = ["adamw", "clip_by_global_norm", "MultiSteps", "contrib.reduce_on_plateau"]
+REST = [name for name in ROWS if name not in SOME]
+GROUPS = [REST[i::8] for i in range(8)]
+#: Rows in each step, which 3 and 8 replicas share evenly in one of them only; of 8 one has none in the others.
+SIZES = (7, 7, 24, 7)
+PAGE = Path(__file__).parents[1] / "docs" / "optax.md"
+
+
+def batches() -> list[tuple[np.ndarray, np.ndarray]]:
+    x, y = (np.sin(scale * np.arange(45 * n, dtype=np.float32)).reshape(45, n) for scale, n in ((1.0, 4), (0.7, 3)))
+    ends = np.cumsum(SIZES)
+    return [(x[end - n : end], y[end - n : end]) for end, n in zip(ends, SIZES, strict=True)]
+
+
+def each(params: Any, x: Any, y: Any) -> jax.Array:
+    return jnp.mean((jnp.tanh(x @ params["w"] + params["b"]) - y) ** 2, axis=1)
+
+
+def given(names: Sequence[str], loss: Any, value: Any, gradient: Any) -> dict[str, Any]:
+    def gradient_of(params: Any, _: Any) -> Any:
+        return jax.grad(loss)(params)
+
+    everything = {"value": value, "grad": gradient, "value_fn": loss, "obj_fn": loss, "grad_fn": gradient_of}
+    return {name: everything[name] for name in names}
+
+
+@functools.cache
+def alone(name: str) -> tuple[Any, Any]:
+    """Train with plain optax on one device; return weights and state."""
+    row = ROWS[name]
+    tx = optax.with_extra_args_support(row.make())
+    params: Any = jax.tree.map(jnp.asarray, START)
+    state = tx.init(params)
+
+    @jax.jit
+    def step(params: Any, state: Any, x: Any, y: Any) -> Any:
+        loss = lambda params: jnp.mean(each(params, x, y))  # noqa: E731
+        value, gradient = jax.value_and_grad(loss)(params)
+        updates, state = tx.update(gradient, state, params, **given(row.given, loss, value, gradient))
+        return optax.apply_updates(params, updates), state
+
+    for x, y in batches():
+        params, state = step(params, state, x, y)
+    return params, state
+
+
+def together(names: Sequence[str], strategy: mr.Strategy) -> dict[str, tuple[Any, mr.Optimizer]]:
+    """Train with each of them, in one step."""
+    with strategy.scope():
+        variables = {name: jax.tree.map(mr.Variable, START) for name in names}
+        optimizers = {name: mr.Optimizer(ROWS[name].make(), variables[name]) for name in names}
+
+    def step(x: Any, y: Any) -> None:
+        for name, optimizer in optimizers.items():
+            params = jax.tree.map(lambda value: value, variables[name])
+            own = lambda params: losses.compute_average_loss(each(params, x, y))  # noqa: E731
+            if not ROWS[name].given:
+                optimizer.apply_gradients(jax.grad(own)(params))
+                continue
+            loss = losses.global_loss(own)
+            value, gradient = jax.value_and_grad(loss)(params)
+            optimizer.apply_gradients(gradient, aggregate=False, **given(ROWS[name].given, loss, value, gradient))
+
+    for rows in strategy.distribute_dataset(batches()):
+        strategy.run(step, args=rows)
+    strategy.assert_mirrored()
+    return {name: (variables[name], optimizers[name]) for name in names}
+
+
+def largest_difference(tree: Any, other: Any) -> float:
+    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True)
+    arrays = [[jax.random.key_data(a) if jnp.issubdtype(a.dtype, jax.dtypes.prng_key) else a for a in pair] for pair in pairs]
+    return max((float(np.max(np.abs(np.subtract(*map(np.asarray, pair))), initial=0)) for pair in arrays), default=0.0)
+
+
+@pytest.fixture
+def without_optimizations() -> Iterator[None]:
+    """Let XLA compile many updates in one program fast: the slow suite optimizes otherwise."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1")
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("without_optimizations")
+@pytest.mark.parametrize(
+    ("names", "num_replicas"),
+    [(SOME, 3), *slow((SOME, 1), *((names, num_replicas) for names in GROUPS for num_replicas in (3, 8)))],
+    ids=lambda value: value[0] if isinstance(value, list) else f"R{value}",
+)
+def test_each_trains_as_on_one_device(names: Sequence[str], num_replicas: int) -> None:
+    wrong = {}
+    for name, (variables, optimizer) in together(names, mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])).items():
+        params, state = alone(name)
+        found = largest_difference(jax.tree.map(lambda value: value, variables), params)
+        moved = largest_difference(START, params)
+        if not found < 2e-5 or (moved > 5e-3) is not ROWS[name].moves or jax.tree.structure(state) != _structure(optimizer):
+            wrong[name] = found, moved
+    assert wrong == {}
+
+
+def _structure(optimizer: mr.Optimizer) -> Any:
+    return jax.tree.structure(jax.tree.map(lambda value: value, optimizer.state))
+
+
+@pytest.mark.filterwarnings('ignore:"seed" is deprecated')  # dpsgd has no other argument yet
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_takes_gradients_of_examples_is_refused(name: str, strategy2: mr.Strategy) -> None:
+    options = {"learning_rate": 0.1, "seed": 0} if "dpsgd" in name else {"key": jax.random.key(0)}
+    tx = getattr(contrib, name.removeprefix("contrib."))(l2_norm_clip=1.0, noise_multiplier=0.1, **options)
+    with strategy2.scope():
+        w = mr.Variable(np.ones(3, np.float32), name="w")
+        optimizer = mr.Optimizer(tx, [w])
+    x = strategy2.distribute_values_from_function(lambda ctx: np.ones((4, 3), np.float32))
+    with pytest.raises(ValueError, match=r"gradient of variable 'w' has shape \(4, 3\); expected \(3,\)"):
+        strategy2.run(lambda x: optimizer.apply_gradients([x]), args=(x,))
+    np.testing.assert_array_equal(w, np.ones(3))
+
+
+def test_a_replicas_own_loss_is_refused_and_the_loss_of_all_is_taken(strategy3: mr.Strategy) -> None:
+    with strategy3.scope():
+        w = mr.Variable(np.ones(3, np.float32), name="w")
+        optimizer = mr.Optimizer(optax.chain(optax.sgd(0.1), contrib.reduce_on_plateau()), w)
+    x = strategy3.distribute_values_from_function(lambda ctx: np.full((2, 3), 1.0 + ctx.replica_id_in_sync_group, np.float32))
+
+    def step(x: Any, is_whole: bool) -> None:
+        own = lambda w: losses.compute_average_loss(jnp.sum((x * w) ** 2, axis=1))  # noqa: E731
+        value, gradient = jax.value_and_grad(own)(w.value)
+        value = mr.get_replica_context().all_reduce("sum", value) if is_whole else value
+        optimizer.apply_gradients(gradient, value=value)
+
+    with pytest.raises(mr.ReplicasDivergeError, match=r"may differ by replica: it depends on the argument `x`"):
+        strategy3.run(step, args=(x, False))
+    np.testing.assert_array_equal(w, np.ones(3))
+    strategy3.run(step, args=(x, True))
+    assert not np.array_equal(w, np.ones(3))
+
+
+@pytest.mark.parametrize("num_replicas", [3, *slow(1, 2)])
+def test_the_loss_of_all_has_the_derivatives_of_one_device(num_replicas: int) -> None:
+    x = np.sin(np.arange(14, dtype=np.float32)).reshape(7, 2)
+    start = {"a": np.float32([0.3, -0.8]), "n": np.int32(2)}
+
+    def each_of(params: Any, x: Any, scale: Any = 1.0) -> Any:
+        return jnp.sum(jnp.sin(x * params["a"]) ** params["n"], axis=1) * scale
+
+    def everything(loss: Any) -> Any:
+        direction = {"a": jnp.float32([1.0, 2.0]), "n": np.zeros((), jax.dtypes.float0)}
+        gradient = jax.grad(lambda a: loss({"a": a, "n": 2}, scale=3.0))
+        return {
+            "value": loss(start),
+            "gradient": gradient(start["a"]),
+            "forward": jax.jvp(lambda p: loss(p), (start,), (direction,))[1],
+            "forward over reverse": jax.jvp(gradient, (start["a"],), (direction["a"],))[1],
+            "reverse over reverse": jax.grad(lambda a: jnp.sum(gradient(a) * direction["a"]))(start["a"]),
+            "hessian": jax.hessian(lambda a: loss({"a": a, "n": 2}))(start["a"]),
+            "in jit and scan": jax.lax.scan(lambda c, _: (c - jax.jit(gradient)(c), None), start["a"], None, length=3)[0],
+        }
+
+    expected = everything(lambda params, scale=1.0: jnp.mean(each_of(params, x, scale)))
+    strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
+
+    def step(x: Any) -> Any:
+        return everything(losses.global_loss(lambda p, scale=1.0: losses.compute_average_loss(each_of(p, x, scale))))
+
+    [rows] = strategy.distribute_dataset([x])
+    found = strategy.run(step, args=(rows,))
+    for name, value in expected.items():
+        assert isinstance(found[name], jax.Array), name  # one value: the same on every replica
+        np.testing.assert_allclose(found[name], value, rtol=2e-5, atol=2e-6, err_msg=name)
+
+
+def test_wrong_losses_are_told(strategy2: mr.Strategy) -> None:
+    with pytest.raises(TypeError, match=r"global_loss got 0\.5.*compute_average_loss\(per_example_loss\(w\)\)"):
+        losses.global_loss(0.5)
+    with pytest.raises(mr.ContextError, match=r"global_loss was called outside a step"):
+        losses.global_loss(lambda w: w)(1.0)
+    with pytest.raises(TypeError, match=r"returned shape \(2,\); expected a scalar"):
+        strategy2.run(lambda: losses.global_loss(lambda w: w)(jnp.ones(2)))
+
+
+def test_summed_gradients_are_not_summed_again(strategy2: mr.Strategy) -> None:
+    with strategy2.scope():
+        w = mr.Variable(1.0)
+        optimizer = mr.Optimizer(optax.sgd(0.1), w)
+    x = strategy2.distribute_values_from_function(lambda ctx: np.ones(2, np.float32))
+
+    def step(x: Any) -> None:
+        optimizer.apply_gradients(jax.grad(losses.global_loss(lambda w: losses.compute_average_loss(w * x)))(w.value))
+
+    with pytest.raises(mr.FactorOfReplicasError, match=r"aggregate=False"):
+        strategy2.run(step, args=(x,))
+
+
+def test_a_learning_rate_is_changed_in_the_state_and_nowhere_else(strategy2: mr.Strategy) -> None:
+    with strategy2.scope():
+        w = mr.Variable(1.0, name="w")
+        optimizer = mr.Optimizer(optax.inject_hyperparams(optax.sgd)(learning_rate=0.5), w)
+    for name in ("learning_rate", "lr"):
+        with pytest.raises(AttributeError, match=r"no attribute '(learning_rate|lr)'.*hyperparams\['learning_rate'\]: assign"):
+            setattr(optimizer, name, 0.1)
+    optimizer.note = "mine"
+    optimizer.state.hyperparams["learning_rate"].assign(0.25)
+    optimizer.apply_gradients(jnp.float32(1.0))
+    assert float(w) == 0.75 and optimizer.note == "mine"
+
+
+def test_no_transformation_is_missing_here_or_in_the_table() -> None:
+    rows = {re.sub(",.*", "", name) for name in ROWS}
+    assert exported() - rows - {*REFUSED, *ELSEWHERE} == set(), "optax exports more: give it a row, or say what it is"
+    assert rows | {*REFUSED, *ELSEWHERE} == set(re.findall(r"^\| `([\w.]+)`", PAGE.read_text(), re.MULTILINE))
