@@ -8,7 +8,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # How many processes share the tests.
 JOBS ?= 2
 
-.PHONY: demo demo-cluster test test-oldest test-all check mutants bench setup lock clean
+.PHONY: demo demo-cluster test test-oldest test-all check mutants bench setup dist lock clean
 
 ## demo: train on real digits with 4 replicas; picture in out/
 demo: setup
@@ -58,10 +58,16 @@ $(VENV)/.ready: requirements.lock pyproject.toml
 	@$(BIN)/python -c "import platform, jax; print('Python', platform.python_version(), 'with jax', jax.__version__)"
 	@touch $@
 
+## dist: build the source archive and the wheel into dist/, and try the wheel in a clean environment
+dist: setup
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
+	tools/try-wheel $(PYTHON)
+
 ## lock: choose new versions (needs uv)
 lock:
 	uv pip compile pyproject.toml --extra checkpoint --extra data --extra examples --extra keras --extra flax --extra equinox --group dev --universal --python-version 3.11 \
 	  --no-emit-index-url --custom-compile-command "make lock" --upgrade --quiet --output-file requirements.lock
 
 clean:
-	rm -rf .venv .venv-oldest out
+	rm -rf .venv .venv-oldest out dist

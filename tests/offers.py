@@ -75,8 +75,8 @@ OFFERS = {
         cache.Programs cache.listeners call.ArrayLeaf call.Call call.argument_names call.array_leaves call.key_of
         call.take_apart captured.Attribute captured.attributes_read captured.read_inside compiling.program_on_stack
         eager.eager eager.is_eager lift.Lifted lift.lift lift.plan_result mistakes.explain program.Program
-        program.StepProgram program.collectives_of program.describe_program program.name_of_collective program.place
-        steps.Steps
+        program.StepProgram program.annotate program.collectives_of program.describe_program program.name_of_collective
+        program.place steps.Steps
     """,
     "_transforms": """
         function.function function.function_programs gradients.grad gradients.value_and_grad loops.cond loops.fori_loop
@@ -100,6 +100,6 @@ OFFERS = {
         signals.Signals
     """,
     "_report": """
-        report.report
+        profile.profile report.report
     """,
 }

@@ -102,6 +102,11 @@ BAD_INPUT = {
         mr.OneDeviceStrategy("cpu") => DeviceError: devices contains 'cpu'; expected the form
         mr.OneDeviceStrategy("gpu:0") => DeviceError: devices contains 'gpu:0', but this process has 0 gpu devices
     """,
+    "profile": r"""
+        mr.profile(3).__enter__() => TypeError: mr\.profile got 3; expected a folder to write into
+        mr.profile("").__enter__() => TypeError: mr\.profile got ''; expected a folder
+        step(lambda: mr.profile("p").__enter__()) => ContextError: mr\.profile was called inside a step
+    """,
     "report": r"""
         mr.report(3) => TypeError: mr\.report got 3; expected a strategy: mr\.report\(strategy, 'run\.html'\)
         mr.report(two, 3) => TypeError: path is 3; expected the file to write

@@ -5,6 +5,8 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 
 class Html(str):
     """A text that is HTML already; every other text is escaped."""
@@ -48,3 +50,24 @@ def outline(text: str) -> Html:
     title, *lines = text.split("\n")
     points = joined(element("li", line.strip()) for line in lines)
     return joined([element("b", title), element("ul", points) if lines else ""])
+
+
+def copies(title: str, arrays: Sequence[tuple[int, np.ndarray]], is_on_read: bool) -> Html:
+    """Write the copies of a variable for a notebook: the value once where they are equal.
+
+    Args:
+        title: what the variable is.
+        arrays: each copy with the number of its replica.
+        is_on_read: whether each replica has a value of its own.
+    """
+    are_equal = len({array.tobytes() for _, array in arrays}) == 1
+    values = [(number, element("code", np.array2string(array, threshold=20))) for number, array in arrays]
+    if is_on_read:
+        kind = "sync-on-read, one value for each replica"
+    elif are_equal:
+        kind = f"{len(arrays)} equal copies" if len(arrays) > 1 else "1 copy"
+    else:
+        kind = "copies that differ"
+    is_once = are_equal and not is_on_read
+    shown = element("div", values[0][1]) if is_once else table(("replica", "value"), values)
+    return joined([element("b", title), f", {kind}", shown])

@@ -18,4 +18,9 @@ MUTANTS = [
      REPORT + "functions_are_in_it_with_the_collectives_of_their_steps"),
     ("_program/cache.py", "else shown(leaf[0])", "else repr(leaf[0])", EXPLAIN),
     ("_program/cache.py", "call.key\n", "call.key\n        cause = ''\n", EXPLAIN),
+    ("_html.py", "array.tobytes() for", "array.item(0) for", "tests/test_html.py::test_copies_that_differ_are_all_shown"),
+    ("_report/profile.py", "        program.annotate = None\n", "        pass\n",
+     "tests/_report/test_profile.py::test_a_profile_ends_when_the_block_fails_and_there_is_one_at_a_time"),
+    ("_report/profile.py", "numbers[running.name] += 1", "numbers[running.name] = 1",
+     "tests/_report/test_profile.py::test_each_run_is_a_step_with_its_name_and_number"),
 ]  # fmt: skip

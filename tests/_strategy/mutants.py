@@ -3,6 +3,7 @@
 STRATEGY = "tests/_strategy/test_strategy.py::test_"
 STRATEGIES = "tests/_strategy/test_strategies.py::test_"
 LOSSES = "tests/test_losses.py::test_"
+OPTAX = "tests/test_optax.py::test_"
 OPTIMIZER = "tests/test_optimizer.py::test_"
 
 MUTANTS = [
@@ -51,6 +52,12 @@ MUTANTS = [
     ("_strategy/current.py", "(frame.strategy is None and frame.axis is None)", "frame.axis is None",
      STRATEGY + "scope_makes_it_the_current_strategy_and_leaves_nothing_behind"),
     # -- losses
+    ("losses.py", "axis.sum(tangents)[0] / axis.size", "axis.sum(tangents)[0]",
+     OPTAX + "the_loss_of_all_has_the_derivatives_of_one_device[3]"),
+    ("losses.py", "return axis.sum([share])[0]", "return share", OPTAX + "the_loss_of_all_has_the_derivatives_of_one_device[3]"),
+    ("losses.py", "        if share.ndim:\n", "        if False:\n", OPTAX + "wrong_losses_are_told"),
+    ("optimizer.py", 'if _tf_names.is_told("mr.Optimizer", name):', "if False:",
+     OPTAX + "a_learning_rate_is_changed_in_the_state_and_nowhere_else"),
     ("losses.py", "each(losses.shape[0]))", "each(losses.shape[0])[:1]) * context.num_replicas_in_sync",
      "tests/_program/uneven/test_traces.py::test_any_sizes_on_any_replicas_work_also_in_mr_function"),
     ("losses.py", " / context.num_replicas_in_sync", "", LOSSES + "a_regularization_loss_counts_once"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,9 @@ from .captured import Attribute
 from .joined_sums import Joined
 from .lift import Lifted
 from .proof import Collective, Findings
+
+#: While a profile is recorded: begins to mark a run of a program in it. What it returns is left when the run was dispatched.
+annotate: Callable[[Program], contextlib.AbstractContextManager[object]] | None = None
 
 
 def describe_program(program: StepProgram) -> str:
@@ -100,10 +104,15 @@ class Program:
         """Run on placed arrays, keep what the variables became, and return the arrays of the result."""
         in_flight.require_threads()
         written, read_only = self.lifted.writes.slots, self.lifted.reads.slots
-        if self.calls_host:
-            outputs = storage.overwrite_when_done(self._until_done, self.home, written, read_only, arrays, self.constants)
-        else:
-            outputs = storage.overwrite(self.compiled, self.home, written, read_only, arrays, self.constants)
+        mark = begin(self) if (begin := annotate) is not None else None
+        try:
+            if self.calls_host:
+                outputs = storage.overwrite_when_done(self._until_done, self.home, written, read_only, arrays, self.constants)
+            else:
+                outputs = storage.overwrite(self.compiled, self.home, written, read_only, arrays, self.constants)
+        finally:
+            if mark is not None:
+                mark.__exit__(None, None, None)
         results, _, witness = outputs
         if witness:
             (in_flight.started if self.mesh.is_alone else in_flight.joined)(witness[0])

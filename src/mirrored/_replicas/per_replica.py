@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
+from .. import _html
 from .._errors import PerReplicaError
 from .._typing import PyTree, Shape
 
@@ -127,6 +128,14 @@ class PerReplica:
         others = "" if len(own) == self.num_replicas else f" {len(own)} of {self.num_replicas} replicas are of this worker:"
         return f"PerReplica(shape={self.shape}, dtype={self.dtype},{others}\n{rows})"
 
+    def _repr_html_(self) -> str:
+        if not isinstance(self._array, jax.Array) or isinstance(self._array, jax.core.Tracer) or self._array.is_deleted():
+            return _html.element("pre", repr(self))
+        own = self._local_rows()
+        rows = [(number, str(tuple(value.shape)), _html.element("code", _abridged(value, ""))) for number, value in own.items()]
+        title = f"PerReplica of {self.num_replicas} replicas, shape {self.shape}, dtype {self.dtype}"
+        return _html.joined([_html.element("b", title), _html.table(("replica", "shape", "value"), rows)])
+
     def __getattr__(self, name: str) -> NoReturn:
         """Say what to do instead of `x.mean()`, `x.item()` and other methods of arrays."""
         hint = f" {_WAYS_OUT}" if name == "numpy" or hasattr(jax.Array, name) else ""
@@ -212,8 +221,11 @@ _add_refused_operators()
 
 def _indent(replica: int, value: jax.Array) -> str:
     label = f"  {replica}: "
-    text = np.array2string(np.asarray(value), threshold=20, prefix=label) if _is_plain(value) else str(value)
-    return label + text
+    return label + _abridged(value, label)
+
+
+def _abridged(value: jax.Array, label: str) -> str:
+    return np.array2string(np.asarray(value), threshold=20, prefix=label) if _is_plain(value) else str(value)
 
 
 def _is_plain(value: jax.Array) -> bool:

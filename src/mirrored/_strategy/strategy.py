@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from .. import _tf_names
+from .. import _html, _tf_names
 from .._cluster.spec import Cluster
 from .._errors import ContextError, StrategyMismatchError
 from .._jax import user_code
@@ -148,6 +148,9 @@ class Strategy:
 
     def __repr__(self) -> str:
         return f"mr.{type(self).__name__}({self._mesh})"
+
+    def _repr_html_(self) -> str:
+        return _html.outline(self.explain())
 
     def explain(self) -> str:
         """Say in words what this strategy runs on, what its programs communicate, why they were compiled, and how data is split.

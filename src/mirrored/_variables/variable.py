@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _tf_names
+from .. import _html, _tf_names
 from .._errors import ContextError, StrategyMismatchError
 from .._jax import tracing
 from .._options import VariableAggregation, VariableSynchronization
@@ -378,12 +378,23 @@ class Variable(ScatterMethods):
             head += ", synchronization=ON_READ"
         if self._spec.aggregation is not _NONE:
             head += f", aggregation={self._spec.aggregation.name}"
-        if (frame := frames.current()) is not None and frame.bindings is not None:
+        if _is_traced():
             return f"{head}, traced)"
         if isinstance(self._array, storage.Lost):
             return f"{head}): {self._array}"
         copies = ",\n".join(f"  {i}: {_abridged(copy, len(str(i)))}" for i, copy in local_copies(self))
         return f"{head},\n{copies})"
+
+    def _repr_html_(self) -> str:
+        if _is_traced() or isinstance(self._array, storage.Lost):
+            return _html.element("pre", repr(self))
+        title = f"mr.Variable {self.name!r}, shape {self._spec.shape}, dtype {self._spec.dtype}"
+        return _html.copies(title, local_copies(self), self._spec.is_on_read)
+
+
+def _is_traced() -> bool:
+    frame = frames.current()
+    return frame is not None and frame.bindings is not None
 
 
 def _add_operators() -> None:

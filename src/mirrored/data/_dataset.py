@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from .. import _html
 from .._options import InputOptions
 from .._replicas.mesh import ReplicaMesh
 from .._replicas.per_replica import PerReplica
@@ -136,6 +137,10 @@ class DistributedDataset:
 
     def __repr__(self) -> str:
         return f"DistributedDataset({type(self._plan.dataset).__name__} on {self._mesh.num_replicas} replicas)"
+
+    def _repr_html_(self) -> str:
+        how = self.describe().partition(": ")[2]
+        return _html.outline(f"{self!r}\n" + "\n".join(how.split("; ")))
 
     def describe(self) -> str:
         """Say in one line how the rows reach the replicas, and why in this way."""

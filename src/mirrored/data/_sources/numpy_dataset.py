@@ -9,9 +9,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from ..._html import outline
 from ..._replicas.arrays import is_numeric
 from ..._replicas.per_replica import PerReplica, is_per_replica
-from ..._text import shown
+from ..._text import counted, shown
 from ..._typing import PyTree
 from .elements import applied, checked_function, spec_of_batch
 
@@ -123,6 +124,13 @@ class NumpyDataset:
     def element_spec(self) -> PyTree:
         """The shapes and dtypes of a batch, in its structure, with None for the number of rows."""
         return spec_of_batch(jax.tree.map(np.asarray, self._sample()))
+
+    def _repr_html_(self) -> str:
+        lines = [f"NumpyDataset of {counted(self.num_rows, 'row')}"]
+        lines += [f"batches of {self.batch_size}, as element_spec says"] * (self.batch_size is not None)
+        lines += [f"shuffled with the seed {self.shuffle_seed}"] * (self.shuffle_seed is not None)
+        lines += ["repeated without end" if self.num_epochs is None else f"{self.num_epochs} passes"] * (self.num_epochs != 1)
+        return outline("\n".join(lines))
 
     def _sample(self) -> PyTree:
         """Return a batch, without beginning a pass."""

@@ -1,0 +1,85 @@
+"""A profile of some steps, for TensorBoard and Perfetto: JAX's profiler, with each run of a program named."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+
+from .._errors import ContextError
+from .._program import program
+from .._replicas import frames
+from .._replicas.mesh import ReplicaMesh
+from .._strategy.strategy import coordination_of, joint_strategy
+from .._text import shown
+from .._variables.access import lent
+from .._variables.variable import live_variables
+
+
+@contextlib.contextmanager
+def profile(folder: str | os.PathLike[str]) -> Iterator[Path]:
+    """Record what the devices and Python do inside this block, with `jax.profiler`.
+
+    Each run of a step or an `mr.function` is one step of the profile, with the name of your function and its number. The block
+    waits at its end for what was dispatched. Leave out the first step, which compiles, and record a few: a profile of a whole
+    training is too large to read.
+
+    Args:
+        folder: where the profile is written; with several workers, each writes into a folder `worker_<i>` in it. TensorBoard with
+            its profile plugin, and xprof, show it: `tensorboard --logdir FOLDER`.
+
+    Returns:
+        The folder of this worker.
+
+    Raises:
+        TypeError: when the folder is no path.
+        RuntimeError: when a profile is being recorded already; a ContextError inside a step or an `mr.function`.
+
+    >>> import tempfile
+    >>> def train_step(x):
+    ...     return x + 1
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with mr.profile(folder) as path:
+    ...         for _ in range(3):
+    ...             _ = strategy.run(train_step, args=(np.ones(2),))
+    ...     len(list(path.rglob("*.xplane.pb")))
+    1
+
+    Source: https://docs.jax.dev/en/latest/profiling.html
+    """
+    if not isinstance(folder, str | os.PathLike) or isinstance(os.fspath(folder), bytes) or not os.fspath(folder):
+        raise TypeError(f"mr.profile got {shown(folder)}; expected a folder to write into: with mr.profile('profiles'):")
+    if frames.is_traced():
+        raise ContextError(
+            "mr.profile was called inside a step or an mr.function, which is traced once and then run many times. Write "
+            "`with mr.profile(folder):` around the loop that runs it."
+        )
+    if program.annotate is not None:
+        raise RuntimeError("mr.profile: a profile is being recorded already, and JAX records one at a time. End that one first.")
+    path = Path(folder)
+    if (joint := joint_strategy()) is not None:
+        path = path / f"worker_{coordination_of(joint).worker}"  # workers of one host would write into one file
+    numbers: collections.Counter[str] = collections.Counter()
+    ran: set[ReplicaMesh] = set()
+
+    def step(running: program.Program) -> contextlib.AbstractContextManager[object]:
+        ran.add(running.mesh)
+        numbers[running.name] += 1
+        mark = jax.profiler.StepTraceAnnotation(running.name, step_num=numbers[running.name] - 1)
+        mark.__enter__()
+        return mark
+
+    jax.profiler.start_trace(path)
+    program.annotate = step
+    try:
+        yield path
+        for mesh in ran:
+            with lent(live_variables(mesh)) as arrays:
+                jax.block_until_ready(arrays)
+    finally:
+        program.annotate = None
+        jax.profiler.stop_trace()

@@ -1,0 +1,52 @@
+"""What a release needs is there and agrees: one version, a citation, workflows, forms, and a program that tries the wheel."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import yaml
+
+import mirrored as mr
+
+ROOT = Path(__file__).parent.parent
+
+
+def load(path: str) -> dict:
+    return yaml.safe_load((ROOT / path).read_text())
+
+
+def test_the_version_is_written_in_one_place_and_repeated_in_the_citation() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "version" not in project["project"] and project["project"]["dynamic"] == ["version"]
+    assert project["tool"]["hatch"]["version"]["path"] == "src/mirrored/__init__.py"
+    citation = load("CITATION.cff")
+    assert citation["version"] == mr.__version__ and citation["license"] == project["project"]["license"]
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    assert "## Unreleased" in changelog or f"## {mr.__version__}" in changelog
+
+
+def test_the_workflows_run_what_developers_run() -> None:
+    jobs = load(".github/workflows/ci.yml")["jobs"]
+    commands = {name: [step["run"] for step in job["steps"] if "run" in step] for name, job in jobs.items()}
+    assert commands == {"linux": [".ci/run"], "macos": ["make test PYTHON=python"], "wheel": ["make dist PYTHON=python"]}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    tried = re.findall(r"Python :: (3\.\d+)", " ".join(project["classifiers"]))
+    assert jobs["linux"]["steps"][1]["with"]["python-version"].split() == [tried[0], tried[-1]]
+    assert jobs["macos"]["strategy"]["matrix"]["python"] == [tried[0], tried[-1]]
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
+    assert {"test", "dist"} <= set(targets)
+
+
+def test_the_forms_ask_for_something_once_each() -> None:
+    for name in ("bug", "wish"):
+        form = load(f".github/ISSUE_TEMPLATE/{name}.yml")
+        fields = [field["id"] for field in form["body"]]
+        assert form["name"] and form["description"] and len(set(fields)) == len(fields) > 1
+        assert all(field["attributes"]["label"] for field in form["body"])
+
+
+def test_the_smoke_program_refuses_what_is_not_installed() -> None:
+    text = (ROOT / "tools" / "smoke.py").read_text()
+    compile(text, "smoke.py", "exec")
+    assert '"site-packages" in folder.parts' in text
+    assert (ROOT / "tools" / "try-wheel").stat().st_mode & 0o111
