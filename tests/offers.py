@@ -68,8 +68,8 @@ OFFERS = {
     """,
     "_models": """
         keras.build_by keras.in_scope keras.traced_until_found keras.tracing keras_fit.describe keras_state.state_of
-        keras_variables.has_strangers keras_variables.own_variable nnx.holds_objects nnx.run_with_objects
-        normalization.over_replicas
+        keras_variables.has_strangers keras_variables.own_variable nnx.array_at nnx.arrays_by_name nnx.holds_objects
+        nnx.is_object nnx.run_with_objects nnx.set_arrays nnx.variables_of normalization.over_replicas
     """,
     "_program": """
         cache.Programs cache.listeners call.ArrayLeaf call.Call call.argument_names call.array_leaves call.key_of
@@ -89,7 +89,7 @@ OFFERS = {
         strategy.mesh_of_strategy strategy.programs_of strategy.variables_of
     """,
     "_checkpoint": """
-        checkpoint.Checkpoint preemption.PreemptionHandler
+        checkpoint.Checkpoint export.export preemption.PreemptionHandler
     """,
     "_testing": """
         copies.assert_equal_copies copies.copies inputs.InputOfWorkers inputs.input_of_workers programs.ProgramCount
