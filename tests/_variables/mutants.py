@@ -42,7 +42,7 @@ MUTANTS = [
     ("_variables/equal_copies.py", "if len(self._costs) < 2:", "if not self._costs:", _OFTEN),
     ("_variables/equal_copies.py", "    require_same_history([history", "    (lambda *_: None)([history", _EQ + "workers_that_did"
      "_other_things_are_told"),
-    ("_variables/equal_copies.py", "and mesh.num_replicas > 1)", ")", _EQ + "with_one_replica_and_without_variables_nothing_is"
+    ("_variables/equal_copies.py", "and len(mesh.devices) > 1)", ")", _EQ + "with_one_replica_and_without_variables_nothing_is"
      "_watched"),
     ("_variables/initial.py", "aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN)", "aggregation in ()", _HINTS),
     ("_variables/initial.py", 'f"variable_{next(_numbers)}"', '"variable"', _HINTS),

@@ -52,7 +52,7 @@ MUTANTS = [
         "if False:",
         _HERE + "test_mistakes.py::test_workers_that_part_end_with_a_message[barriers]",
     ),
-    ("_replicas/placement.py", "jax.lax.axis_index(REPLICA_AXIS) == 0", "jax.lax.axis_index(REPLICA_AXIS) == 1", _RANDOM),
+    ("_replicas/placement.py", "jax.lax.axis_index(mesh.axis) == 0", "jax.lax.axis_index(mesh.axis) == 1", _RANDOM),
     ("_replicas/placement.py", "differ = rows != rows[0]", "differ = rows != rows", _REFUSED),
     ("_replicas/placement.py", "if row[column] != rows[0][column]", "if row[column] > rows[0][column] < 0", _ALONE),
     ("_variables/equal_copies.py", "column != usual", "column < 0", _MISTAKE.format("flipped bit")),
