@@ -50,13 +50,13 @@ OFFERS = {
         placement.mirror_constants placement.refuse_argument placement.stack
     """,
     "_variables": """
-        access.all_copies access.claimed access.keep access.lent access.load access.set_stored access.store
-        assignment.check_per_replica bindings.Bindings bindings.Fallback bindings.bound bindings.outer_reader
-        bindings.with_few_compilations equal_copies.CopiesCompared equal_copies.Watch equal_copies.check
-        equal_copies.last_comparisons equal_copies.real_copies equal_copies.watch storage.Home storage.WeakVariables
-        storage.home_of storage.overwrite storage.overwrite_when_done tree.VariableTree tree.trainable variable.Variable
-        variable.is_variable variable.listeners variable.live_variables variable.local_arrays variable.note_use
-        variable.spec_of variable.use_value
+        access.all_copies access.claimed access.copied access.keep access.lent access.load access.set_stored
+        access.store assignment.check_per_replica bindings.Bindings bindings.Fallback bindings.bound
+        bindings.outer_reader bindings.with_few_compilations equal_copies.CopiesCompared equal_copies.Watch
+        equal_copies.check equal_copies.last_comparisons equal_copies.real_copies equal_copies.watch storage.Home
+        storage.WeakVariables storage.home_of storage.overwrite storage.overwrite_when_done tree.VariableTree
+        tree.trainable variable.Variable variable.is_variable variable.listeners variable.live_variables
+        variable.local_arrays variable.note_use variable.spec_of variable.use_value
     """,
     "data": """
         _dataset.DistributedDataset _dataset.batch_rows _dataset.check_dataset _dataset.mesh_of
@@ -68,8 +68,8 @@ OFFERS = {
     """,
     "_models": """
         keras.build_by keras.in_scope keras.traced_until_found keras.tracing keras_fit.describe keras_state.state_of
-        keras_variables.has_strangers keras_variables.own_variable nnx.holds_objects nnx.run_with_objects
-        normalization.over_replicas
+        keras_variables.has_strangers keras_variables.own_variable nnx.array_at nnx.arrays_by_name nnx.holds_objects
+        nnx.is_object nnx.run_with_objects nnx.set_arrays nnx.variables_of normalization.over_replicas
     """,
     "_program": """
         cache.Programs cache.listeners call.ArrayLeaf call.Call call.argument_names call.array_leaves call.key_of
@@ -89,7 +89,7 @@ OFFERS = {
         strategy.mesh_of_strategy strategy.programs_of strategy.variables_of
     """,
     "_checkpoint": """
-        checkpoint.Checkpoint preemption.PreemptionHandler
+        checkpoint.Checkpoint export.export preemption.PreemptionHandler
     """,
     "_testing": """
         copies.assert_equal_copies copies.copies inputs.InputOfWorkers inputs.input_of_workers programs.ProgramCount

@@ -242,6 +242,15 @@ def _the_whole_batch_everywhere(g):
     g.run(_step(g, jnp.mean), np.ones(4, np.float32))
 
 
+@case("ReplicasDivergeWarning")
+def _a_state_that_differs(g):
+    def step(params, x):
+        grads = jax.grad(lambda params: jnp.mean((x * params["w"]) ** 2))(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    g.run(step, {"w": jnp.ones(2)}, g.batch)
+
+
 @case("RecompilationWarning")
 def _new_shapes(g):
     def step(x):

@@ -10,6 +10,7 @@ _versions.warn_if_untried()  # before anything that could fail because of it
 from . import data as data
 from . import losses as losses
 from ._checkpoint.checkpoint import Checkpoint as Checkpoint
+from ._checkpoint.export import export as export
 from ._checkpoint.preemption import PreemptionHandler as PreemptionHandler
 from ._cluster.resolvers import ClusterResolver as ClusterResolver
 from ._cluster.resolvers import KubernetesClusterResolver as KubernetesClusterResolver
@@ -30,6 +31,7 @@ from ._errors import PerReplicaError as PerReplicaError
 from ._errors import ProgramMismatchError as ProgramMismatchError
 from ._errors import RecompilationWarning as RecompilationWarning
 from ._errors import ReplicasDivergeError as ReplicasDivergeError
+from ._errors import ReplicasDivergeWarning as ReplicasDivergeWarning
 from ._errors import StrategyMismatchError as StrategyMismatchError
 from ._errors import UnevenReplicasError as UnevenReplicasError
 from ._errors import VariableLostError as VariableLostError

@@ -138,6 +138,13 @@ class FactorOfReplicasWarning(UserWarning):
     """
 
 
+class ReplicasDivergeWarning(UserWarning):
+    """A step returns a state that was the same on all replicas, and differs by replica now.
+
+    Messages, causes, cures: docs/troubleshooting.md#replicasdivergewarning.
+    """
+
+
 class RecompilationWarning(UserWarning):
     """A function is compiled again and again. The message names the argument that causes it.
 

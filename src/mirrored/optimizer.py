@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.tree_util import keystr
 
 from . import _tf_names
 from ._errors import ContextError, PerReplicaError, StrategyMismatchError
@@ -25,6 +26,7 @@ from ._replicas.per_replica import PerReplica, is_per_replica, stack_of
 from ._text import shown
 from ._transforms.gradients import value_and_grad
 from ._typing import PyTree
+from ._variables.access import copied
 from ._variables.assignment import check_per_replica
 from ._variables.tree import trainable
 from ._variables.variable import Variable, is_variable, spec_of
@@ -89,9 +91,8 @@ class Optimizer:
         _check_variables(self._leaves, variables)
         # The state lives with the variables, also when the optimizer is made outside their scope.
         with frames.entered(Frame(None, spec_of(self._leaves[0]).mesh)):
-            values = self._as_tree([variable.value for variable in self._leaves])
-            paths, self._state_treedef = jax.tree_util.tree_flatten_with_path(tx.init(values))
-            self._state = [Variable(leaf, name=f"optimizer{jax.tree_util.keystr(path)}", trainable=False) for path, leaf in paths]
+            paths, self._state_treedef = jax.tree_util.tree_flatten_with_path(tx.init(self._as_tree(copied(self._leaves))))
+            self._state = [Variable(leaf, name=f"optimizer{keystr(path)}", trainable=False) for path, leaf in _emptied(paths)]
             self._iterations = Variable(np.int32(0), name="optimizer.iterations", trainable=False)
 
     @property
@@ -281,6 +282,12 @@ class Optimizer:
     def __repr__(self) -> str:
         names = ", ".join(repr(variable.name) for variable in self._leaves)
         return f"mr.Optimizer({names}; {len(self._state)} state variables)"
+
+
+def _emptied(items: list[Any]) -> Iterator[Any]:
+    """Yield the items of a list, which forgets each: an array and the variable that copies it are there once."""
+    while items:
+        yield items.pop(0)
 
 
 def _gradient_tree(gradients: PyTree) -> PyTree:

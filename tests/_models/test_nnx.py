@@ -216,3 +216,23 @@ def test_gradients_through_a_normalization_over_uneven_replicas_are_weighed_by_r
         ours = jax.tree.leaves(strategy2.run(by_rows, args=(model, uneven)))
         for a, b in zip(ours, alone, strict=True):
             np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+class Tower(nnx.Module):
+    def __init__(self, depth: int) -> None:
+        self.inner = Tower(depth - 1) if depth else nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.inner(x)
+
+
+def test_a_step_that_closes_over_a_model_reads_it_anew_however_deep_it_is(strategy2: mr.Strategy) -> None:
+    model, holder, x = Tower(6), {"models": [Tower(5)]}, np.ones((4, 2), np.float32)
+    jitted = nnx.jit(lambda x: model(x) + holder["models"][0](x) if jitted else x)  # it names itself
+    steps = [lambda x: model(x) + holder["models"][0](x), lambda x: jitted(x)]
+    for step in steps:
+        for scale in (1.0, 2.0, 2.0):
+            for each in (model, holder["models"][0]):
+                nnx.update(each, jax.tree.map(lambda leaf, scale=scale: jnp.full_like(leaf, scale), nnx.state(each)))
+            np.testing.assert_allclose(strategy2.run(step, args=(x,)), 2 * (2 * scale + scale) * np.ones((4, 2)))
+            np.testing.assert_allclose(mr.function(lambda x, s=step: strategy2.run(s, args=(x,)))(x), 6 * scale * np.ones((4, 2)))

@@ -70,11 +70,15 @@ MUTANTS = [
     ("_variables/storage.py", "and num_bytes + _bytes_at(waiting[0]) <= MAX_COPIED_BYTES", "", _ST + "only_some_megabytes_are"
      "_copied_at_once"),
     ("_variables/variable.py", "(not is_on_read) if trainable is None", "True if trainable is None", _HINTS),
-    ("_variables/variable.py", "self._slot.note_taken()  # the placed array may share", "pass  # the placed array may share",
-     _VA + "arrays_that_went_in_stay_valid_and_unchanged"),
+    ("_variables/assignment.py", "jnp.copy(jnp.asarray(array)) if mesh.is_alone or isinstance(array, jax.Array) else array",
+     "array", _VA + "arrays_that_went_in_stay_valid_and_unchanged"),
     ("_variables/variable.py", "self._slot.array = None", "pass", _ST + "a_variable_that_dies_frees_its_array_while_others_of"
      "_its_home_live"),
-    ("_variables/variable.py", "if result is stored:", "if False:", _TAKEN),
+    ("_variables/variable.py", "if result is self._slot.array:", "if False:", _TAKEN),
+    ("_variables/variable.py", "if result is self._slot.array:", "if result is stored:",
+     _ST + "a_first_step_overwrites_what_was_given_as_numpy_and_as_jax_and_what_an_optimizer_made"),
+    ("_variables/access.py", "if array is variable._slot.array:", "if True:",
+     _ST + "a_first_step_overwrites_what_was_given_as_numpy_and_as_jax_and_what_an_optimizer_made"),
     ("_variables/variable.py", 'name.startswith("_") or ', "", _VA + "what_a_variable_is_not"),
     ("_variables/variable.py", "return np.True_", "pass", _VA + "equality_compares_values_and_hashes_are_of_the_variables"),
     # writes

@@ -10,6 +10,7 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given, settings
 
@@ -242,6 +243,45 @@ def test_only_what_was_taken_is_copied():
     assert [array.is_deleted() for array in before] == [True, False, True]
     assert taken is before[1]
     np.testing.assert_array_equal(taken, np.full(3, 2.0))
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_a_first_step_overwrites_what_was_given_as_numpy_and_as_jax_and_what_an_optimizer_made(num_replicas, monkeypatch):
+    """Copies of all state at the first step were 0.4 of the peak memory of training."""
+    copied = []
+    monkeypatch.setattr(storage, "_copy", lambda arrays: copied.append(len(arrays)) or [jnp.copy(array) for array in arrays])
+    strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
+    given = jnp.full(20_000, 2.0)
+    with strategy.scope():
+        w, v = mr.Variable(np.ones(20_000, np.float32)), mr.Variable(given)
+        optimizer = mr.Optimizer(optax.chain(optax.trace(0.9), optax.ema(0.9)), [w, v])
+    held = v.value
+    every = [w, v, *jax.tree.leaves(optimizer.state, is_leaf=lambda leaf: isinstance(leaf, mr.Variable))]
+
+    def step():
+        value, gradients = mr.value_and_grad(lambda: jnp.sum(w * v.value), [w, v])()
+        optimizer.apply_gradients(gradients, aggregate=False)
+        return value
+
+    before = [variable._array for variable in every]
+    strategy.run(step)
+    assert copied == [1], "what the user holds, and nothing else"
+    assert [array.is_deleted() for array in before] == [array is not held for array in before]
+    np.testing.assert_array_equal(held, np.full(20_000, 2.0))
+    np.testing.assert_array_equal(given, np.full(20_000, 2.0))
+
+
+def test_state_that_an_optimizer_makes_of_one_array_is_several():
+    shared = jnp.ones(3)
+    same = optax.GradientTransformation(lambda params: (params, params, shared, shared), lambda u, s, params=None: (u, s))
+    with STRATEGY.scope():
+        w = mr.Variable(np.ones(3, np.float32))
+        optimizer = mr.Optimizer(same, [w])
+    STRATEGY.run(lambda: optimizer.apply_gradients([jnp.ones(3)], aggregate=False))
+    STRATEGY.run(lambda: optimizer.apply_gradients([jnp.ones(3)], aggregate=False))
+    leaves = jax.tree.leaves(optimizer.state, is_leaf=lambda leaf: isinstance(leaf, mr.Variable))
+    assert [leaf.numpy().tolist() for leaf in leaves] == [[1.0] * 3] * 4 and w.numpy().tolist() == [3.0] * 3
+    assert shared.tolist() == [1.0] * 3
 
 
 # -- the warm path is taken only where it is right

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._libraries import lines_for
-from .._models import keras_state
+from .._models import keras_state, nnx
 from .._options import VariableAggregation
 from .._replicas.per_replica import PerReplica
 from .._text import shown
@@ -53,6 +54,11 @@ def _walk(path: str, tree: PyTree, is_replaceable: bool, lines: str) -> Iterator
         yield path + ITERATIONS, tree.iterations
         tree = tree.state
     tree = keras_state.state_of(tree)
+    if is_nnx_object(tree):
+        for name, array in nnx.arrays_by_name(tree).items():
+            _check_leaf(path + name, array, True, lines)
+            yield path + name, array
+        return
     children = children_of(tree)
     if children is None:
         _check_leaf(path, tree, is_replaceable, lines)
@@ -64,11 +70,16 @@ def _walk(path: str, tree: PyTree, is_replaceable: bool, lines: str) -> Iterator
 
 def children_of(tree: PyTree) -> tuple[list[tuple[Any, Any]], Any] | None:
     """Return what is directly below a node, with the keys, and how to make such a node; None for a leaf."""
-    if isinstance(tree, Variable | PerReplica | Optimizer) or has_position(tree):
+    if isinstance(tree, Variable | PerReplica | Optimizer) or has_position(tree) or is_nnx_object(tree):
         return None
     children, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
     is_leaf = len(children) == 1 and not children[0][0]  # its path to itself is empty
     return None if is_leaf else (children, treedef)
+
+
+def is_nnx_object(value: Any) -> bool:
+    """Tell whether a value is a module, optimizer, metric or variable of Flax NNX."""
+    return "flax.nnx" in sys.modules and nnx.is_object(value)
 
 
 def has_position(value: Any) -> bool:

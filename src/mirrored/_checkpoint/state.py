@@ -12,12 +12,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._models import nnx
 from .._options import VariableAggregation
 from .._replicas import cross_replica
 from .._typing import PyTree
 from .._variables.access import lent, set_stored
 from .._variables.variable import Variable, spec_of
-from .leaves import ITERATIONS, NUMBERS, Leaves, children_of, dtype_name, has_position, is_key, key_impl, kind_of, variables_of
+from .leaves import (
+    ITERATIONS,
+    NUMBERS,
+    Leaves,
+    children_of,
+    dtype_name,
+    has_position,
+    is_key,
+    is_nnx_object,
+    key_impl,
+    kind_of,
+    variables_of,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,6 +283,8 @@ def _plain_value(leaf: Any, host: np.ndarray, entry: Mapping[str, Any]) -> Any:
 
 def _replaced(path: str, tree: PyTree, new: Mapping[str, Any]) -> PyTree:
     """Return a tree with new leaves: dicts and lists keep their identity, immutable nodes are made anew."""
+    if is_nnx_object(tree):
+        nnx.set_arrays(tree, {name.removeprefix(path): value for name, value in new.items() if name.startswith(path)})
     children = None if path in new else children_of(tree)
     if children is None:
         return new.get(path, tree)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -52,16 +52,57 @@ class _StandIn:
 
 def holds_objects(arguments: PyTree) -> bool:
     """Tell whether there is an NNX object among arguments. Call it when `flax.nnx` has been imported."""
-    return any(_is_object(leaf) for leaf in jax.tree.leaves(arguments, is_leaf=_is_whole))
+    return any(is_object(leaf) for leaf in jax.tree.leaves(arguments, is_leaf=_is_whole))
 
 
-def _is_object(value: Any) -> bool:
+def is_object(value: Any) -> bool:
+    """Tell whether a value is an NNX module, optimizer, metric or variable. Call it when `flax.nnx` has been imported."""
     nnx = sys.modules["flax.nnx"]
     return isinstance(value, nnx.Pytree | nnx.Variable)
 
 
+def variables_of(value: Any) -> Iterator[tuple[_Path, Any]]:
+    """Yield where each variable of an NNX object is, and its array."""
+    nnx = sys.modules["flax.nnx"]
+    for path, node in nnx.iter_graph(value):
+        if isinstance(node, nnx.Variable):
+            yield path, node.get_raw_value()
+
+
+def array_at(value: Any, path: _Path) -> Any:
+    """Return the array of the variable that is there in an NNX object now; None when there is none."""
+    nnx = sys.modules["flax.nnx"]
+    for key in path:
+        try:
+            value = getattr(value, key) if isinstance(key, str) and hasattr(value, key) else value[key]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return value.get_raw_value() if isinstance(value, nnx.Variable) else None
+
+
+def arrays_by_name(value: Any) -> dict[str, Any]:
+    """Return the arrays of an NNX object by their names, such as `['conv']['kernel']`."""
+    return {_name(path): array for path, array in _flat(value).items()}
+
+
+def set_arrays(value: Any, arrays: Mapping[str, Any]) -> None:
+    """Give an NNX object new arrays; those that are not named stay."""
+    nnx = sys.modules["flax.nnx"]
+    new = [(path, arrays[_name(path)]) for path in _flat(value) if _name(path) in arrays]
+    nnx.update([value], nnx.from_flat_state(new))
+
+
+def _name(path: _Path) -> str:
+    return "".join(f"[{key!r}]" for key in path[1:])
+
+
+def _flat(value: Any) -> dict[_Path, Any]:
+    nnx = sys.modules["flax.nnx"]
+    return dict(nnx.to_flat_state(nnx.as_pure(nnx.state([value]))))
+
+
 def _is_whole(value: Any) -> bool:
-    return isinstance(value, sys.modules["flax.nnx"].State) or _is_object(value)  # a State is a tree of arrays, as in nnx.jit
+    return isinstance(value, sys.modules["flax.nnx"].State) or is_object(value)  # a State is a tree of arrays, as in nnx.jit
 
 
 def run_with_objects(
@@ -83,13 +124,13 @@ def run_with_objects(
     """
     nnx = sys.modules["flax.nnx"]
     leaves, treedef = jax.tree.flatten((tuple(args), kwargs), is_leaf=_is_whole)
-    objects = list({id(leaf): leaf for leaf in leaves if _is_object(leaf)}.values())
+    objects = list({id(leaf): leaf for leaf in leaves if is_object(leaf)}.values())
     graph, state = nnx.split(objects)
     given = dict(nnx.to_flat_state(nnx.as_pure(state)))
     placed = _placed(mesh, given)
     numbers = {id(each): number for number, each in enumerate(objects)}
     first = iter([(graph, tuple(placed), tuple(placed.values()))])
-    stand_ins = [_StandIn(numbers[id(leaf)], *next(first, (None, (), ()))) if _is_object(leaf) else leaf for leaf in leaves]
+    stand_ins = [_StandIn(numbers[id(leaf)], *next(first, (None, (), ()))) if is_object(leaf) else leaf for leaf in leaves]
     new_args, new_kwargs = jax.tree.unflatten(treedef, stand_ins)
     result, changed = run(_on_arrays(function), new_args, new_kwargs)
     moved = {path: array for path, array in placed.items() if array is not given[path]}

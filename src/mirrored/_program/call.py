@@ -280,7 +280,7 @@ def _content_of(cell: types.CellType) -> Any:
 
 def identified(call: Call) -> Iterator[Any]:
     """Yield the objects whose identity is in a call's key: while they live, no other object can have it."""
-    yield from _identified_by(call.function, _MAX_DEPTH)
+    yield from identified_by(call.function, _MAX_DEPTH)
     for leaf in call.leaves:
         if isinstance(leaf, ArrayLeaf):
             continue
@@ -290,8 +290,8 @@ def identified(call: Call) -> Iterator[Any]:
             yield leaf[0]
 
 
-def _identified_by(function: Any, depth: int) -> Iterator[Any]:
-    """Yield those in `function_key(function, depth)`."""
+def identified_by(function: Any, depth: int = _MAX_DEPTH) -> Iterator[Any]:
+    """Yield those whose identity is in `function_key(function, depth)`."""
     if isinstance(function, types.FunctionType):
         yield function.__code__
         for value in _globals_of(function):
@@ -300,9 +300,9 @@ def _identified_by(function: Any, depth: int) -> Iterator[Any]:
             yield from _identified_in(value, depth)
     elif isinstance(function, types.MethodType):
         yield function.__self__
-        yield from _identified_by(function.__func__, depth)
+        yield from identified_by(function.__func__, depth)
     elif isinstance(function, functools.partial):
-        yield from _identified_by(function.func, depth)
+        yield from identified_by(function.func, depth)
         for value in (*function.args, *function.keywords.values()):
             yield from _identified_in(value, depth)
     else:
@@ -314,7 +314,7 @@ def _identified_in(value: Any, depth: int) -> Iterator[Any]:
     if not _is_by_content(type(value)) or (isinstance(value, _FUNCTIONS) and not depth):
         yield value
     elif isinstance(value, _FUNCTIONS):
-        yield from _identified_by(value, depth - 1)
+        yield from identified_by(value, depth - 1)
 
 
 def argument_names(call: Call) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import dis
 import functools
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from .call import Call, identified
+from .._models import nnx
+from .call import Call, identified, identified_by
 
 #: What an object may hold that a trace reads as a number or array.
 _READ = (bool, int, float, complex, np.ndarray, np.generic, jax.Array)
@@ -69,8 +71,14 @@ def attributes_read(call: Call, constants: Sequence[Any]) -> tuple[Attribute, ..
     names = {name for code in targets if isinstance(code, types.CodeType) for name in _attributes_in(code)}
     known = {id(constant) for constant in constants}
     visited: set[int] = set()
+    is_object = nnx.is_object if "flax.nnx" in sys.modules else lambda _: False
 
     def look(value: Any, root: Callable[[], Any], path: tuple[Any, ...]) -> Iterator[Attribute]:
+        if id(value) not in visited and is_object(value):  # as deep as it may be
+            visited.add(id(value))
+            found = ((path, array) for path, array in nnx.variables_of(value) if id(array) in known)
+            yield from (Attribute(functools.partial(_array_at, _weakly(value), path), (), array) for path, array in found)
+            return
         holder = _holder(value)
         if holder is None or id(value) in visited or len(path) >= _MAX_DEPTH or len(visited) > _MAX_OBJECTS:
             return
@@ -81,7 +89,19 @@ def attributes_read(call: Call, constants: Sequence[Any]) -> tuple[Attribute, ..
             else:
                 yield from look(part, root, (*path, key))
 
-    return tuple(attribute for target in targets for attribute in look(target, _weakly(target), ()))
+    seen: set[int] = set()
+    inside = [inner for target in targets for inner in _inside_wrapped(target, seen)]
+    return tuple(attribute for target in (*targets, *inside) for attribute in look(target, _weakly(target), ()))
+
+
+def _inside_wrapped(value: Any, seen: set[int]) -> Iterator[Any]:
+    """Yield what the function closes over that is in a wrapper of it, such as `jax.jit` and `nnx.jit` make."""
+    function = getattr(value, "__wrapped__", None) if callable(value) else None
+    if isinstance(function, types.FunctionType) and id(function) not in seen:
+        seen.add(id(function))
+        for inner in identified_by(function):
+            yield inner
+            yield from _inside_wrapped(inner, seen)
 
 
 def _holder(value: Any) -> dict[Any, Any] | list[Any] | None:
@@ -90,6 +110,10 @@ def _holder(value: Any) -> dict[Any, Any] | list[Any] | None:
         return value
     is_other = isinstance(value, _NO_HOLDERS) or type(value).__module__.partition(".")[0] in _KNOWN_PACKAGES
     return None if is_other else getattr(value, "__dict__", None)
+
+
+def _array_at(root: Callable[[], Any], path: tuple[Any, ...]) -> Any:
+    return nnx.array_at(root(), path)
 
 
 def _weakly(value: Any) -> Callable[[], Any]:

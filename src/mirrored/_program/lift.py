@@ -106,6 +106,10 @@ class Lifted:
         """All variables, in the order of the pure function's first arguments."""
         return (*self.written, *self.read_only)
 
+    def all_constants(self) -> list[Any]:
+        """Return the arrays that the user's function closes over, also those of functions inside it."""
+        return [*self.closed.consts, *jaxprs.inner_constants(self.closed.jaxpr)]
+
     def describe(self) -> str:
         """Write the program as text that is equal on two workers which may run it together.
 

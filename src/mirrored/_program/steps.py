@@ -23,7 +23,7 @@ from .._variables import equal_copies, storage
 from .._variables.access import claimed, load, store
 from .._variables.variable import spec_of
 from .._workers import joint_programs
-from . import lift, numbers, proof, refusals, virtual
+from . import lift, numbers, proof, refusals, returned_states, virtual
 from .cache import Programs
 from .call import ArrayLeaf, Call, argument_names, check_replicas, key_of, take_apart
 from .captured import attributes_read, read_inside
@@ -155,6 +155,8 @@ def _make_program(mesh: ReplicaMesh, call: Call, frame_with: Callable[[Any], Fra
     if not call.is_uneven():  # else each kind of replica has been looked at
         refusals.check_divisors(findings, mesh.num_replicas, *_rows_of(leaves, mesh.num_replicas))
     is_mirrored = tuple(state.is_mirrored for state in findings.outputs[: lifted.num_results])
+    if mesh.num_replicas > 1 and not all(is_mirrored):
+        returned_states.check(call, lifted, findings, mesh.num_replicas)
     name = call.name
     is_split = [leaf.is_per_replica for leaf in leaves]
     text = "" if mesh.is_alone else f"arguments by replica: {is_split}\n{lifted.describe()}\nmirrored results: {is_mirrored}"
@@ -171,7 +173,7 @@ def _make_program(mesh: ReplicaMesh, call: Call, frame_with: Callable[[Any], Fra
         mesh, lifted.closed.consts, "an array that the step closes over"
     )
     home, watch = storage.home_of(lifted.writes.slots), equal_copies.watch(mesh, lifted.variables)
-    read = attributes_read(call, lifted.closed.consts)
+    read = attributes_read(call, lifted.all_constants())
     return StepProgram(
         name, mesh, lifted, home, compiled, constants, watch, calls_host, read, findings, mapped, is_mirrored, sums
     )

@@ -156,7 +156,7 @@ def _make(call: Call, frame: Frame) -> FunctionProgram:
         compiled = joint_programs.prepared(name, text, compiled, is_run=True, is_update=is_update)
     constants = mirror_constants(mesh, lifted.closed.consts, f"an array that {name} closes over")
     home, watch = storage.home_of(lifted.writes.slots), equal_copies.watch(mesh, lifted.variables)
-    read = (*attributes_read(call, lifted.closed.consts), *inside)
+    read = (*attributes_read(call, lifted.all_constants()), *inside)
     return FunctionProgram(name, mesh, lifted, home, compiled, constants, watch, calls_host, read)
 
 

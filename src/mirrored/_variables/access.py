@@ -8,11 +8,12 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._replicas import cross_replica, frames
 from .._replicas.per_replica import PerReplica
 from . import storage, turns
-from .variable import Variable
+from .variable import Variable, local_arrays
 
 
 def lent(variables: Sequence[Variable]) -> contextlib.AbstractContextManager[list[jax.Array]]:
@@ -32,6 +33,19 @@ def taken_array(variable: Variable) -> jax.Array:
         return array
 
 
+def copied(variables: Sequence[Variable]) -> list[jax.Array]:
+    """Return copies of mirrored variables: unlike arrays that were taken, they leave a program free to overwrite the variables.
+
+    They are one for all replicas, and tied to no device; with several workers mirrored, so that nothing need be sent.
+    """
+    with lent(variables) as arrays:
+        is_here = [array.is_fully_addressable for array in arrays]
+        return [
+            jnp.asarray(np.array(local_arrays(v, a)[0][1])) if here else jnp.copy(a)
+            for v, a, here in zip(variables, arrays, is_here, strict=True)
+        ]
+
+
 def keep(variable: Variable, array: jax.Array) -> None:
     """Store a new array, of the shape of the old one, in a variable that the caller has claimed."""
     variable._keep(array, None)
@@ -49,7 +63,8 @@ def load(variable: Variable) -> jax.Array:
 
 
 def _taken(variable: Variable, array: jax.Array) -> jax.Array:
-    variable._slot.note_taken()
+    if array is variable._slot.array:  # and not what stands for it in a trace
+        variable._slot.note_taken()
     return array
 
 

@@ -166,6 +166,14 @@ def placed(array: jax.Array | np.ndarray, mesh: ReplicaMesh) -> jax.Array:
     return placement.mirror(mesh, [array])[0]
 
 
+def placed_copy(array: jax.Array | np.ndarray, mesh: ReplicaMesh) -> jax.Array:
+    """Return the same as an array of its own, which the first step can overwrite where it is.
+
+    XLA neither overwrites what somebody else holds, nor, on CPU, memory that NumPy has allocated.
+    """
+    return placed(jnp.copy(jnp.asarray(array)) if mesh.is_alone or isinstance(array, jax.Array) else array, mesh)
+
+
 def _own(stack: jax.Array, axis: ReplicaAxis | None) -> jax.Array:
     return stack if axis is None else jax.lax.dynamic_index_in_dim(stack, axis.index(), keepdims=False)
 

@@ -25,7 +25,7 @@ from .._replicas.per_replica import PerReplica
 from .._typing import ArrayLike, Shape
 from .._workers import joint_programs
 from . import storage, turns
-from .assignment import Assignment, placed
+from .assignment import Assignment, placed, placed_copy
 from .initial import check_aggregated_dtype, check_name, creation_mesh, initial_array, takes_each_value
 from .scatter import ScatterMethods
 from .spec import VariableSpec
@@ -119,9 +119,7 @@ class Variable(ScatterMethods):
             broadcast = cross_replica.compiled(cross_replica.broadcast_stack, mesh.stacked, mesh.num_replicas)
             self._array = broadcast(placed(array, mesh))
         else:
-            self._array = placed(array, mesh)
-            if isinstance(array, jax.Array):
-                self._slot.note_taken()  # the placed array may share the given one's buffer
+            self._array = placed_copy(array, mesh)
         self._spec = VariableSpec(
             name=name,
             shape=tuple(array.shape),
@@ -219,7 +217,7 @@ class Variable(ScatterMethods):
 
         def of_stored(stored: jax.Array) -> ResultT:
             result = use(self._value_of(frame, stored))
-            if result is stored:
+            if result is self._slot.array:  # and not what stands for it in a trace
                 self._slot.note_taken()
             return result
 

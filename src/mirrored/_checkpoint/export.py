@@ -1,0 +1,69 @@
+"""What a program has in variables, as plain trees of arrays for other libraries."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import jax
+
+from .._errors import UnevenReplicasError
+from .._models import keras_state, nnx
+from .._replicas.per_replica import PerReplica, stack_of, uneven_shapes
+from .._typing import PyTree
+from .._variables.tree import VariableTree
+from .._variables.variable import Variable
+from ..optimizer import Optimizer
+
+
+def export(tree: PyTree) -> PyTree:
+    """Return the values of variables as a plain tree of JAX arrays.
+
+    The arrays are those of the variables, on all devices of the strategy, and are not copied; they stay as they are when
+    the variables change. They go in again by `variable.assign(array)`, also of a tree that `mr.Variable(tree)` has made.
+
+    Args:
+        tree: in any nest: variables; what `mr.Variable(tree)` makes; a `mr.Optimizer`, of which its state is meant; models,
+            optimizers and metrics of Keras and Flax NNX, of which the arrays by their names are meant. A PerReplica becomes its
+            array `[R, ...]`, with one row for each replica. Everything else comes back as it is.
+
+    Returns:
+        The same nest, with arrays. A sync-on-read variable has the value that reading it has.
+
+    Raises:
+        UnevenReplicasError: (a ValueError) for a PerReplica whose shapes differ.
+        ContextError: (a RuntimeError) under a `jax.jit` that does not know the variables.
+
+    >>> with strategy.scope():
+    ...     params = {"w": mr.Variable([1.0, 2.0]), "layers": [mr.Variable(3.0)]}
+    >>> arrays = mr.export(params)
+    >>> arrays["w"], float(jax.grad(lambda p: jnp.sum(p["w"]) * p["layers"][0])(arrays)["layers"][0])
+    (Array([1., 2.], dtype=float32), 3.0)
+    """
+    return jax.tree.map(_exported, tree, is_leaf=_is_whole)
+
+
+def _is_object(value: Any) -> bool:
+    return "flax.nnx" in sys.modules and nnx.is_object(value)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, Variable | VariableTree | PerReplica) or _is_object(value)
+
+
+def _exported(value: Any) -> Any:
+    if isinstance(value, Variable | VariableTree):
+        return value.value
+    if isinstance(value, Optimizer):
+        return export(value.state)
+    if _is_object(value):
+        return nnx.arrays_by_name(value)
+    if isinstance(value, PerReplica):
+        if uneven_shapes(value) is not None:
+            raise UnevenReplicasError(
+                f"mr.export got a PerReplica with the shapes {value.shapes}, of which there is no one array. Join the rows: "
+                "replicas: strategy.gather(value, axis=0)."
+            )
+        return stack_of(value)
+    state = keras_state.state_of(value)
+    return value if state is value else export(state)
