@@ -133,8 +133,11 @@ def compute(way: Push, read: Callable[[Quantity], Any]) -> Any:
 
 def _dot(equation: Any, _: Any, operands: Sequence[jax.Array]) -> jax.Array:
     (left, right), (left_batch, right_batch) = equation.params["dimension_numbers"]
-    contracted = ((0, *_shifted(left)), (0, *_shifted(right)))
     options = {name: equation.params[name] for name in ("precision", "preferred_element_type")}
+    if (0, 0) in zip(left, right, strict=True):  # the rows of all replicas lie together: XLA need not transpose them
+        merged = [_merged(operand, 0) for operand in operands]
+        return jax.lax.dot_general(merged[0], merged[1], equation.params["dimension_numbers"], **options)
+    contracted = ((0, *_shifted(left)), (0, *_shifted(right)))
     numbers = (contracted, (_shifted(left_batch), _shifted(right_batch)))
     return jax.lax.dot_general(operands[0], operands[1], numbers, **options)
 
