@@ -524,6 +524,16 @@ BAD_INPUT = {
         step(lambda: mr.losses.scale_regularization_loss(None)) => TypeError: regularization_loss is None
         step(lambda: mr.losses.scale_regularization_loss(x)) => PerReplicaError: PerReplica does not support
     """,
+    "losses.global_loss": r"""
+        mr.losses.global_loss(1.0) => TypeError: global_loss got 1\.0; expected a function
+        mr.losses.global_loss(jnp.sum)(ONES) => ContextError: global_loss was called outside a step
+        step(lambda: mr.losses.global_loss(lambda w: w)(ONES)) => TypeError: returned shape \(2,\); expected a scalar
+        step(lambda: mr.losses.global_loss(lambda w: "a")(ONES)) => TypeError: the function given to global_loss is 'a'
+    """,
+    "export": r"""
+        mr.export(values(two, lambda i: np.ones(1 + i))) => UnevenReplicasError: got a PerReplica with the shapes
+        jax.jit(lambda: mr.export(w))() => ContextError: TRACED
+    """,
     # datasets
     "InputOptions": r"""
         mr.InputOptions(prefetch=-1) => ValueError: prefetch is -1; expected 0 or more batches
