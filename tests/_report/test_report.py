@@ -85,7 +85,7 @@ def test_the_page_says_what_the_run_was(strategy: mr.MirroredStrategy, tmp_path:
     assert "1.0 KiB" in section(text, "Communication")
     assert "&lt;w&gt; (256,) float32 1.0 KiB mirrored" in section(text, "Memory")
     copies = section(text, "Copies")
-    assert ("one replica" in copies) if count == 1 else re.search(r"All copies of 2 mirrored variables .* equal.* ms", copies)
+    assert ("one replica" in copies) if count == 1 else re.search(r"All copies of \d+ mirrored variables .* equal.* ms", copies)
     assert kept
 
 
@@ -132,8 +132,8 @@ def test_a_warning_is_remembered_although_it_is_raised_and_old_ones_go(monkeypat
     assert (len(user_code.warned), next(iter(user_code.warned))) == (100, "w 2")
 
 
-def test_nothing_happened_yet_and_many_devices(strategy2: mr.MirroredStrategy) -> None:
-    text = page(facts_of(strategy2))
+def test_nothing_happened_yet_and_many_devices() -> None:
+    text = page(facts_of(mr.MirroredStrategy(["cpu:7", "cpu:5", "cpu:6"])))  # functions of other tests ran elsewhere
     for name, sentence in {
         "Data": "No dataset", "Programs": "No program", "Communication": "No program communicates",
         "Memory": "no variables",
