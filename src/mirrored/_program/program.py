@@ -35,7 +35,7 @@ def describe_program(program: StepProgram) -> str:
     findings, lifted = program.findings, program.lifted
     sizes: dict[str, list[int]] = {}
     for collective in findings.collectives:
-        name = {"psum": "all-reduce", "all_gather": "all-gather"}.get(collective.name, collective.name)
+        name = "all-reduce" if collective.name == "psum" else collective.name.replace("_", "-")
         sizes.setdefault(name + (" in a loop" if collective.in_loop else ""), []).append(collective.num_bytes)
     communication = ", ".join(f"{len(b)} {name} of {_bytes(sum(b))}" for name, b in sizes.items()) or "no communication"
     return f"{program.name}: {len(lifted.written)} variables written, {len(lifted.read_only)} read; {communication}"

@@ -105,7 +105,6 @@ def mean_by_rows(tree: PyTree, axis: ReplicaAxis) -> PyTree:
     """Return the mean over the replicas, in which each has the weight of its rows; one without rows has no part in it."""
     if axis.sizes is None:
         return all_reduce(ReduceOp.MEAN, tree, axis)
-    own, total = axis.rows()
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_wrapped)
     arrays = [as_array(leaf, "all_reduce") for leaf in leaves]
     sums = _packed_sum(wide_by_rows(arrays, axis), axis)

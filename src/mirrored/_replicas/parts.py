@@ -32,7 +32,8 @@ def split_parts(whole: jax.Array, num_replicas: int) -> jax.Array:
 def join_parts(stack: Any, shape: Shape, everywhere: NamedSharding | None = None) -> Any:
     """Return the whole value of the parts of all replicas, `[R, part]`, on the devices or on the host.
 
-    With `everywhere`, the parts are brought to all devices first, as they are: XLA may add zeros to join them, which makes 0.0 of -0.0.
+    With `everywhere`, the parts are brought to all devices first, as they are: XLA may add zeros to join them, which makes
+    0.0 of -0.0.
     """
     if everywhere is not None:
         stack = jax.lax.with_sharding_constraint(stack, everywhere)

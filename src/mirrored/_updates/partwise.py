@@ -1,9 +1,9 @@
 """A traced function on parts: each replica computes the elements that it holds, and what it needs of others is brought.
 
-A value of the function is one of four: a `Part` of an array, a `Sum` that is still to be added up over the replicas, an array
-`Filled` with one number, or a whole array or number, the same on every replica. An operation that computes each element from
-the elements at the same place is carried out on parts. Any other one gets whole arrays, by an all-gather. So the result is what
-the function gives for whole arrays, whatever it computes.
+A value of the function is one of four: this replica's `OwnPart` of an array, its `OwnSum`, which is still to be added to those of
+the others, an array `Filled` with one number, or a whole array or number, the same on every replica. An operation that computes each
+element from the elements at the same place is carried out on parts. Any other one gets whole arrays, by an all-gather. So the
+result is what the function gives for whole arrays, whatever it computes.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from .._replicas.collectives import ReplicaAxis
 from .._typing import Shape
 
 
-class Part(NamedTuple):
+class OwnPart(NamedTuple):
     """This replica's elements of an array of some shape."""
 
     array: jax.Array
     shape: Shape
 
 
-class Sum(NamedTuple):
+class OwnSum(NamedTuple):
     """What this replica has of a sum."""
 
     array: jax.Array
@@ -52,7 +52,7 @@ class Partwise:
     """
 
     def __init__(self, axis: ReplicaAxis, same: Callable[[jax.Array], jax.Array]) -> None:
-        self._axis = axis
+        self.axis = axis
         self._same = same
         self._noted: dict[int, tuple[Any, Any]] = {}
         self._gathered: dict[int, tuple[Any, jax.Array]] = {}
@@ -63,23 +63,23 @@ class Partwise:
 
     def part(self, value: Any, shape: Shape) -> jax.Array:
         """Return this replica's elements of a value of this shape."""
-        if isinstance(value, Part):
+        if isinstance(value, OwnPart):
             return value.array
         if isinstance(value, Filled):
-            return jnp.broadcast_to(self._note(value.number), (parts.part_size(shape, self._axis.size),))
-        return parts.own_part(self._note(value), self._axis)
+            return jnp.broadcast_to(self._note(value.number), (parts.part_size(shape, self.axis.size),))
+        return parts.own_part(self._note(self.whole(value)), self.axis)
 
     def whole(self, value: Any) -> Any:
         """Return the whole array of a value."""
         if isinstance(value, Filled):
             return jnp.broadcast_to(value.number, value.shape)
-        if not isinstance(value, Part | Sum):
+        if not isinstance(value, OwnPart | OwnSum):
             return value
         if id(value.array) not in self._gathered:
-            if isinstance(value, Sum):
-                [whole] = self._axis.sum([value.array])
+            if isinstance(value, OwnSum):
+                [whole] = self.axis.sum([value.array])
             else:
-                [whole] = parts.all_gather_parts([value.array], [value.shape], self._axis)
+                [whole] = parts.all_gather_parts([value.array], [value.shape], self.axis)
             self._gathered[id(value.array)] = value.array, whole  # the first one stays, so that its id is not given away
         return self._gathered[id(value.array)][1]
 
@@ -94,17 +94,19 @@ class Partwise:
         return list(map(read, jaxpr.outvars))
 
     def _equation(self, equation: Any, values: list[Any]) -> Sequence[Any]:
-        has_parts = any(isinstance(value, Part | Sum) for value in values)
+        has_parts = any(isinstance(value, OwnPart | OwnSum) for value in values)
         if has_parts and (inner := jaxprs.callee(equation)) is not None:
             return self._run(inner.jaxpr, inner.consts, values)
-        name, [result, *_] = equation.primitive.name, (atom.aval for atom in equation.outvars) if equation.outvars else [None]
+        name = equation.primitive.name
         if name in ELEMENTWISE and _is_by_place(equation):
-            if any(isinstance(value, Part) for value in values):
-                return [Part(self._by_place(equation, values, result.shape), result.shape)]
+            shape = equation.outvars[0].aval.shape
+            if any(isinstance(value, OwnPart) for value in values):
+                return [OwnPart(self._by_place(equation, values, shape), shape)]
             if any(isinstance(value, Filled) for value in values) and all(map(_is_one_number, values)):
-                return [Filled(*tracing.bind(equation, [v.number if isinstance(v, Filled) else v for v in values]), result.shape)]
-        if name == "broadcast_in_dim" and len(values) == 1 and not has_parts and _is_one_number(values[0]):
-            return [Filled(getattr(values[0], "number", values[0]), result.shape)]
+                [number] = tracing.bind(equation, [v.number if isinstance(v, Filled) else v for v in values])
+                return [Filled(number, shape)]
+        if name == "broadcast_in_dim" and len(values) == 1 and _is_one_number(values[0]):
+            return [Filled(getattr(values[0], "number", values[0]), equation.outvars[0].aval.shape)]
         if name in ("add", "reduce_sum") and (total := self._sum(equation, values)) is not None:
             return [total]
         return tracing.bind(equation, list(map(self.whole, values)))
@@ -118,21 +120,23 @@ class Partwise:
         [result] = tracing.bind(equation, operands)
         return result
 
-    def _sum(self, equation: Any, values: Sequence[Any]) -> Sum | None:
-        """Add up what this replica has, if that is what an equation is about: it may be added up over the replicas later."""
+    def _sum(self, equation: Any, values: Sequence[Any]) -> OwnSum | None:
+        """Add up what this replica has, for an equation that adds up all elements of an array, or adds to such a sum."""
         if equation.primitive.name == "add":
-            first, second = values
-            if isinstance(first, Sum) and isinstance(second, Sum):
-                return Sum(*tracing.bind(equation, [first.array, second.array]))
-            zeros = [isinstance(atom, jaxprs.Literal) and atom.val == 0 for atom in equation.invars]
-            sums = [value for value in values if isinstance(value, Sum)]
-            return sums[0] if sums and any(zeros) else None
+            if equation.outvars[0].aval.shape != () or not any(isinstance(value, OwnSum) for value in values):
+                return None
+            return OwnSum(*tracing.bind(equation, [v.array if isinstance(v, OwnSum) else self._of_first(v) for v in values]))
         [value] = values
-        if not isinstance(value, Part) or len(equation.params["axes"]) < len(value.shape):
+        if not isinstance(value, OwnPart) or len(equation.params["axes"]) < len(value.shape):
             return None
-        is_real = jnp.arange(value.array.size) < parts.num_real(value.shape, self._axis)
+        is_real = jnp.arange(value.array.size) < parts.num_real(value.shape, self.axis)
         real = jnp.where(is_real, value.array, jnp.zeros_like(value.array))
-        return Sum(jnp.sum(real, dtype=value.array.dtype))
+        return OwnSum(jnp.sum(real, dtype=value.array.dtype))
+
+    def _of_first(self, value: Any) -> jax.Array:
+        """Return what the first replica adds to a sum, and the others do not."""
+        whole = jnp.asarray(self._note(self.whole(value)))
+        return jnp.where(self.axis.index() == 0, whole, jnp.zeros_like(whole))
 
     def _note(self, value: Any) -> Any:
         """Note that a value must be the same on every replica; once for each."""
@@ -151,4 +155,4 @@ def _is_by_place(equation: Any) -> bool:
 
 
 def _is_one_number(value: Any) -> bool:
-    return isinstance(value, Filled) or (not isinstance(value, Part | Sum) and jnp.ndim(value) == 0)
+    return isinstance(value, Filled) or (not isinstance(value, OwnPart | OwnSum) and jnp.ndim(value) == 0)

@@ -20,16 +20,21 @@ from .._replicas.collectives import ReplicaAxis, all_reduce, mean_by_rows
 from .._variables import access
 from .._variables.sharded import ShardedVariable
 from .._variables.variable import Variable
-from .partwise import Part, Partwise
+from .partwise import OwnPart, Partwise
 
 #: Makes the new values of the variables, and of the state, of the gradients, the values and the state.
 Compute = Callable[[list[Any], list[Any], list[Any]], tuple[list[Any], list[Any]]]
 
 
 def state_variable(value: Any, name: str) -> Variable:
-    """Make a variable of a leaf of the state: sharded, but for scalars and random keys."""
-    is_whole = not jnp.shape(value) or jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
-    return Variable(value, name=name, trainable=False) if is_whole else ShardedVariable(value, name=name)
+    """Make a variable of a leaf of the state: sharded, but for scalars, random keys and what has no elements."""
+    is_divided = _is_divided(value) and not jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+    return ShardedVariable(value, name=name) if is_divided else Variable(value, name=name, trainable=False)
+
+
+def _is_divided(value: Any) -> bool:
+    """Tell whether each replica has a part of such an array."""
+    return jnp.ndim(value) > 0 and jnp.size(value) > 0
 
 
 def check_dtypes(variables: Sequence[Variable]) -> None:
@@ -41,19 +46,18 @@ def check_dtypes(variables: Sequence[Variable]) -> None:
     for variable in variables:
         if jnp.issubdtype(variable.dtype, jnp.complexfloating):
             raise TypeError(
-                f"variable {variable.name!r} has dtype {variable.dtype}; mr.Optimizer(..., shard_state=True) takes real numbers only, "
-                "which all backends add up and scatter. Leave shard_state=True out, or keep the real and the imaginary part in "
-                "two variables."
+                f"variable {variable.name!r} has dtype {variable.dtype}; mr.Optimizer(..., shard_state=True) takes real numbers "
+                "only, which all backends add up and scatter. Leave shard_state=True out, or keep the real and the imaginary part "
+                "in two variables."
             )
 
 
 def combined(op: ReduceOp, gradients: Sequence[jax.Array], axis: ReplicaAxis) -> list[Any]:
-    """Combine gradients over the replicas: each replica gets its part of each, and scalars as a whole."""
-    large = [gradient for gradient in gradients if gradient.shape]
-    scattered = iter(parts.reduce_scatter(op, large, axis))
-    small = [gradient for gradient in gradients if not gradient.shape]
-    whole = iter(all_reduce(op, small, axis) if op is ReduceOp.SUM else mean_by_rows(small, axis))
-    return [Part(next(scattered), g.shape) if g.shape else next(whole) for g in gradients]
+    """Combine gradients over the replicas: each replica gets its part of each; what is not divided it gets whole."""
+    divided = iter(parts.reduce_scatter(op, [gradient for gradient in gradients if _is_divided(gradient)], axis))
+    others = [gradient for gradient in gradients if not _is_divided(gradient)]
+    whole = iter(all_reduce(op, others, axis) if op is ReduceOp.SUM else mean_by_rows(others, axis))
+    return [OwnPart(next(divided), g.shape) if _is_divided(g) else next(whole) for g in gradients]
 
 
 def update(
@@ -64,13 +68,14 @@ def update(
     The update is traced for whole arrays, so that it may ask for shapes, and carried out on parts.
     """
     where = user_code.user_line()
+    names = {id(gradient): variable.name for gradient, variable in zip(gradients, variables, strict=True)}
 
     def same(value: jax.Array) -> jax.Array:
-        return mark(value, Mark(Purpose.ASSIGN, variables[0].name, where))
+        return mark(value, Mark(Purpose.ASSIGN, names.get(id(value), variables[0].name), where))
 
     partwise = Partwise(axis, same)
     values = [variable.value for variable in variables]
-    held = [Part(access.traced(v), v.shape) if isinstance(v, ShardedVariable) else v.value for v in state]
+    held = [OwnPart(access.traced(v), v.shape) if isinstance(v, ShardedVariable) else v.value for v in state]
     arguments = [*gradients, *values, *held]
     closed = tracing.trace(_flat(compute, len(gradients), len(values)), list(map(_aval, arguments)), axis, compute)
     results = partwise.evaluate(closed, arguments)
@@ -100,13 +105,13 @@ def _flat(compute: Compute, num_gradients: int, num_values: int) -> Callable[...
 
 def _aval(value: Any) -> jax.ShapeDtypeStruct:
     """Return the shape and dtype of the whole value."""
-    aval = jax.typeof(value.array if isinstance(value, Part) else value)
-    shape = value.shape if isinstance(value, Part) else aval.shape
+    aval = jax.typeof(value.array if isinstance(value, OwnPart) else value)
+    shape = value.shape if isinstance(value, OwnPart) else aval.shape
     return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=aval.weak_type)
 
 
 def _wholes(partwise: Partwise, values: Sequence[Any], axis: ReplicaAxis) -> list[Any]:
     """Return whole values; what there is in parts is brought together, small ones in one collective."""
-    divided = [value for value in values if isinstance(value, Part)]
+    divided = [value for value in values if isinstance(value, OwnPart)]
     wholes = iter(parts.all_gather_parts([v.array for v in divided], [v.shape for v in divided], axis))
-    return [next(wholes) if isinstance(value, Part) else partwise.whole(value) for value in values]
+    return [next(wholes) if isinstance(value, OwnPart) else partwise.whole(value) for value in values]
