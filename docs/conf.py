@@ -5,11 +5,12 @@ import mirrored
 project = "mirrored"
 author = "the mirrored developers"
 release = mirrored.__version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
 html_theme = "furo"
 exclude_patterns = ["_build"]
 myst_heading_anchors = 3
 myst_enable_extensions = ["fieldlist"]
+autosummary_generate = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True

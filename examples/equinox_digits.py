@@ -1,4 +1,4 @@
-"""Equinox on the digits, on four replicas: examples/single_device/equinox_digits.py with six lines changed.
+"""Equinox on the digits, on four replicas: examples/single_device/equinox_digits.py with four lines changed.
 
 python examples/equinox_digits.py
 """
@@ -24,7 +24,7 @@ class Net(eqx.Module):
     def __init__(self, key):
         first, second = jax.random.split(key)
         self.conv = eqx.nn.Conv2d(1, 16, 3, padding=1, use_bias=False, key=first)
-        self.norm = eqx.nn.BatchNorm(16, axis_name=("batch", "replica"), mode="batch")
+        self.norm = eqx.nn.BatchNorm(16, axis_name="batch", mode="batch")
         self.pool = eqx.nn.AvgPool2d(2, 2)
         self.out = eqx.nn.Linear(16 * 16, 10, key=second)
 
@@ -37,13 +37,13 @@ def loss_fn(model, state, batch):
     batched = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
     logits, state = batched(batch["image"], state)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
-    return mr.losses.compute_average_loss(losses), state
+    return losses.mean(), state
 
 
 @eqx.filter_jit
 def train_step(model, state, opt_state, batch):
     (loss, state), grads = eqx.filter_value_and_grad(loss_fn, has_aux=True)(model, state, batch)
-    loss, grads = mr.get_replica_context().all_reduce("sum", (loss, grads))
+    loss, grads = mr.get_replica_context().all_reduce("mean", (loss, grads), by_rows=True)
     updates, opt_state = optimizer.update(grads, opt_state)
     return eqx.apply_updates(model, updates), state, opt_state, loss
 

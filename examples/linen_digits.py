@@ -1,4 +1,4 @@
-"""Flax Linen on the digits, on four replicas: examples/single_device/linen_digits.py with six lines changed.
+"""Flax Linen on the digits, on four replicas: examples/single_device/linen_digits.py with four lines changed.
 
 python examples/linen_digits.py
 """
@@ -20,7 +20,7 @@ class Net(nn.Module):
     @nn.compact
     def __call__(self, x, train):
         x = nn.Conv(16, (3, 3), use_bias=False)(x)
-        x = nn.relu(nn.BatchNorm(use_running_average=not train, axis_name="replica")(x))
+        x = nn.relu(nn.BatchNorm(use_running_average=not train)(x))
         x = nn.avg_pool(x, (2, 2), strides=(2, 2))
         return nn.Dense(10)(x.reshape(-1, 16 * 16))
 
@@ -35,10 +35,10 @@ def train_step(state, batch):
         variables = {"params": params, "batch_stats": state.batch_stats}
         logits, updates = state.apply_fn(variables, batch["image"], train=True, mutable=["batch_stats"])
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
-        return mr.losses.compute_average_loss(losses), updates
+        return losses.mean(), updates
 
     (loss, updates), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
-    loss, grads = mr.get_replica_context().all_reduce("sum", (loss, grads))
+    loss, grads = mr.get_replica_context().all_reduce("mean", (loss, grads), by_rows=True)
     return state.apply_gradients(grads=grads, batch_stats=updates["batch_stats"]), loss
 
 

@@ -8,15 +8,16 @@ OFFERS = {
         distributed.known_devices distributed.late_devices distributed.listen_at distributed.place
         distributed.swallows_sigterm jaxprs.ClosedJaxpr jaxprs.Jaxpr jaxprs.Literal jaxprs.Part jaxprs.adds_own_axes
         jaxprs.all_equations jaxprs.axis_names jaxprs.branches_of jaxprs.callee jaxprs.has_collective
-        jaxprs.has_host_callback jaxprs.inner_constants jaxprs.inner_jaxprs jaxprs.inside jaxprs.is_backwards
-        jaxprs.is_collective jaxprs.is_function_of_operands jaxprs.is_over_groups jaxprs.is_plain jaxprs.length_of
-        jaxprs.meshes_in jaxprs.num_bytes jaxprs.parts_of jaxprs.scan_of jaxprs.solver_of jaxprs.while_of marks.Mark
-        marks.Purpose marks.mark marks.mark_p means.is_of_mean primitives.ELEMENTWISE primitives.INLINE_CALLS
-        primitives.MAKE_SAME primitives.PURE tracing.CLEAN tracing.bind tracing.evaluate tracing.is_mapped_over
-        tracing.is_staging tracing.lowered tracing.own_axes_first tracing.placeholder tracing.separate_caches
-        tracing.trace tracing.trace_state user_code.equation_line user_code.leave_out user_code.line_of
-        user_code.raising_line user_code.show_users_lines user_code.user_line user_code.user_stacklevel
-        versions.warn_if_untried
+        jaxprs.has_host_callback jaxprs.inner_constants jaxprs.inner_jaxprs jaxprs.inside jaxprs.is_collective
+        jaxprs.is_function_of_operands jaxprs.is_over_groups jaxprs.is_plain jaxprs.length_of jaxprs.meshes_in
+        jaxprs.num_bytes jaxprs.parts_of jaxprs.scan_of jaxprs.solver_of jaxprs.while_of marks.Mark marks.Purpose
+        marks.mark marks.mark_p means.is_of_mean primitives.ELEMENTWISE primitives.INLINE_CALLS primitives.MAKE_SAME
+        primitives.PURE sums.Levels sums.call sums.is_number sums.levels_of sums.new_variable sums.num_bytes_of
+        sums.without tracing.CLEAN tracing.bind tracing.evaluate tracing.is_mapped_over tracing.is_staging
+        tracing.lowered tracing.own_axes_first tracing.placeholder tracing.separate_caches tracing.trace
+        tracing.trace_state user_code.equation_line user_code.leave_out user_code.line_of user_code.raising_line
+        user_code.show_users_lines user_code.user_line user_code.user_stacklevel versions.warn_if_untried ways.Way
+        ways.path_of ways.way_of
     """,
     "_cluster": """
         environments.SOURCES meeting.Meeting meeting.meet resolvers.ClusterResolver
@@ -33,8 +34,9 @@ OFFERS = {
     """,
     "_replicas": """
         arrays.as_array arrays.cast arrays.check_range arrays.converted_number arrays.host_array arrays.is_numeric
-        arrays.is_wrapped arrays.strong collectives.ReplicaAxis collectives.aggregate collectives.all_reduce
-        collectives.check_axis collectives.mean_by_rows collectives.normalize_axes collectives.pad_to
+        arrays.is_wrapped arrays.strong collectives.MAX_ARRAYS_PER_PACK collectives.PACK_BELOW_BYTES
+        collectives.ReplicaAxis collectives.aggregate collectives.all_reduce collectives.check_axis
+        collectives.mean_by_rows collectives.normalize_axes collectives.pad_to collectives.sum_in_one_buffer
         context.ReplicaContext context.axis_of context.check_call context.knows_id context.own_parts
         cross_replica.aggregate_stack cross_replica.broadcast_stack cross_replica.compiled cross_replica.gather_mirrored
         cross_replica.gather_stack cross_replica.reduce_mirrored cross_replica.reduce_stack
@@ -43,9 +45,9 @@ OFFERS = {
         frames.require_cross_replica in_flight.finish in_flight.is_paced in_flight.joined in_flight.require_threads
         in_flight.started mesh.ReplicaMesh mesh.cluster_mesh mesh.default_mesh mesh.make_mesh mesh.resolve_devices
         parts.all_gather_parts parts.join_parts parts.num_real parts.own_part parts.part_size parts.reduce_scatter
-        parts.split_parts per_replica.PerReplica per_replica.is_per_replica per_replica.stack_of
-        per_replica.stack_shapes per_replica.uneven_shapes placement.check_later placement.checksum placement.mirror
-        placement.mirror_constants placement.refuse_argument placement.stack
+        parts.split_parts per_replica.PerReplica per_replica.carried_sums per_replica.is_per_replica
+        per_replica.stack_of per_replica.stack_shapes per_replica.uneven_shapes placement.check_later placement.checksum
+        placement.mirror placement.mirror_constants placement.refuse_argument placement.stack
     """,
     "_variables": """
         access.all_copies access.claimed access.keep access.lent access.load access.set_stored access.store
@@ -66,6 +68,7 @@ OFFERS = {
     "_models": """
         keras.build_by keras.in_scope keras.traced_until_found keras.tracing keras_fit.describe keras_state.state_of
         keras_variables.has_strangers keras_variables.own_variable nnx.holds_objects nnx.run_with_objects
+        normalization.over_replicas
     """,
     "_program": """
         cache.Programs cache.listeners call.ArrayLeaf call.Call call.argument_names call.array_leaves call.key_of

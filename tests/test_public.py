@@ -14,6 +14,11 @@ from mirrored import testing
 
 DOCS = Path(mr.__file__).parents[2] / "docs"
 
+
+def _api() -> str:
+    return "\n".join(page.read_text() for page in sorted(DOCS.glob("api/*.md")))
+
+
 PUBLIC = {
     "AutoShardPolicy", "Checkpoint", "CheckpointError", "ClusterConfigError", "ClusterResolver", "ClusterSpec",
     "ClusterStartError", "CollectiveCommunication", "CollectiveHangError", "CommunicationImplementation",
@@ -41,10 +46,10 @@ def test_public_names_are_frozen() -> None:
 
 
 def test_public_names_are_documented_with_examples() -> None:
-    api = (DOCS / "api.md").read_text()
+    api = _api()
     for name in PUBLIC - {"data", "losses"}:
         thing = getattr(mr, name)
-        assert f"mirrored.{name}" in api, f"{name} is not in docs/api.md"
+        assert f"mirrored.{name}" in api, f"{name} is not in docs/api/"
         assert inspect.getdoc(thing), name
         is_error = inspect.isclass(thing) and issubclass(thing, Exception)
         if not is_error and thing is not mr.Strategy:
@@ -53,9 +58,9 @@ def test_public_names_are_documented_with_examples() -> None:
 
 
 def test_names_for_tests_are_documented_with_examples() -> None:
-    api = (DOCS / "api.md").read_text()
+    api = _api()
     for name in TESTING:
-        assert f"mirrored.testing.{name}" in api, f"{name} is not in docs/api.md"
+        assert f"mirrored.testing.{name}" in api, f"{name} is not in docs/api/"
         thing = getattr(testing, name)
         assert ">>>" in inspect.getdoc(thing) or inspect.isclass(thing), f"{name} has no example"  # the classes are results
 
@@ -70,7 +75,7 @@ _TENSORFLOW_NAMES = {
 
 
 def test_public_methods_are_documented() -> None:
-    api = (DOCS / "api.md").read_text()
+    api = _api()
     state = (mr.Checkpoint, mr.PreemptionHandler)
     inputs = (mr.data.NumpyDataset, mr.data.DistributedIterator, mr.InputContext)
     for owner in (mr.Strategy, mr.ReplicaContext, mr.Variable, mr.Optimizer, mr.PerReplica, *inputs, *state):
@@ -78,7 +83,7 @@ def test_public_methods_are_documented() -> None:
             if name.startswith(("_", "experimental_")) or not (callable(member) or isinstance(member, property)):
                 continue
             assert inspect.getdoc(member), f"{owner.__name__}.{name}"
-            assert re.search(rf"\b{name}\b", api), f"{owner.__name__}.{name} is not in docs/api.md"
+            assert re.search(rf"\b{name}\b", api), f"{owner.__name__}.{name} is not in docs/api/"
 
 
 def test_importing_wakes_no_backend_and_loads_no_optional_package() -> None:

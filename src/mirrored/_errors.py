@@ -4,47 +4,80 @@ from __future__ import annotations
 
 
 class ReplicasDivergeError(ValueError):
-    """Copies that must be the same on every replica are not, or cannot be shown to be."""
+    """Copies that must be the same on every replica are not, or cannot be shown to be.
+
+    Messages, causes, cures: docs/troubleshooting.md#replicasdivergeerror.
+    """
 
 
 class CollectiveHangError(ValueError):
-    """Only some replicas would reach a collective, so that all would wait for ever."""
+    """Only some replicas would reach a collective, so that all would wait for ever.
+
+    Messages, causes, cures: docs/troubleshooting.md#collectivehangerror.
+    """
 
 
 class FactorOfReplicasError(ValueError):
-    """A gradient would be summed over the replicas twice."""
+    """A gradient would be summed over the replicas twice.
+
+    Messages, causes, cures: docs/troubleshooting.md#factorofreplicaserror.
+    """
 
 
 class UnevenReplicasError(ValueError):
-    """The replicas hold different shapes where equal ones are needed."""
+    """The replicas hold different shapes where equal ones are needed.
+
+    Messages, causes, cures: docs/troubleshooting.md#unevenreplicaserror.
+    """
 
 
 class PerReplicaError(TypeError):
-    """A PerReplica was used as if it were one array."""
+    """A PerReplica was used as if it were one array.
+
+    Messages, causes, cures: docs/troubleshooting.md#perreplicaerror.
+    """
 
 
 class OneProgramError(TypeError):
-    """Python needed the value of an array in a step, which is traced once for all steps and replicas."""
+    """Python needed the value of an array in a step, which is traced once for all steps and replicas.
+
+    Messages, causes, cures: docs/troubleshooting.md#oneprogramerror.
+    """
 
 
 class ContextError(RuntimeError):
-    """Something was called in the wrong context (replica, cross-replica, foreign trace)."""
+    """Something was called in the wrong context (replica, cross-replica, foreign trace).
+
+    Messages, causes, cures: docs/troubleshooting.md#contexterror.
+    """
 
 
 class StrategyMismatchError(RuntimeError):
-    """Values, variables or scopes of two strategies were mixed."""
+    """Values, variables or scopes of two strategies were mixed.
+
+    Messages, causes, cures: docs/troubleshooting.md#strategymismatcherror.
+    """
 
 
 class VariableLostError(RuntimeError):
-    """The value of a variable is lost, because a program that was overwriting it failed."""
+    """The value of a variable is lost, because a program that was overwriting it failed.
+
+    Messages, causes, cures: docs/troubleshooting.md#variablelosterror.
+    """
 
 
 class DeviceError(ValueError):
-    """A device does not exist, is named twice, or can no longer be made."""
+    """A device does not exist, is named twice, or can no longer be made.
+
+    Messages, causes, cures: docs/troubleshooting.md#deviceerror.
+    """
 
 
 class TFRecordError(ValueError):
-    """A TFRecord file is damaged, cut short, or written in another way than was said."""
+    """A TFRecord file is damaged, cut short, or written in another way than was said.
+
+    Messages, causes, cures: docs/troubleshooting.md#tfrecorderror.
+    """
 
 
 #: The description of the cluster is wrong: starting again would not help.
@@ -52,7 +85,10 @@ BAD_CONFIGURATION = 76
 
 
 class ClusterConfigError(ValueError):
-    """The description of a cluster is wrong, so that starting again would not help. A script ends with code 76."""
+    """The description of a cluster is wrong, so that starting again would not help. A script ends with code 76.
+
+    Messages, causes, cures: docs/troubleshooting.md#clusterconfigerror.
+    """
 
     exit_code = BAD_CONFIGURATION
 
@@ -65,6 +101,8 @@ class ClusterStartError(RuntimeError):
     """The workers of a cluster did not come together: one is missing, or a port is taken. A script ends with code 75.
 
     Where starting again would not help, because JAX had started before the strategy was made, with 76.
+
+    Messages, causes, cures: docs/troubleshooting.md#clusterstarterror.
     """
 
     def __init__(self, *args: object, exit_code: int = RESTART) -> None:
@@ -73,23 +111,38 @@ class ClusterStartError(RuntimeError):
 
 
 class WorkerLostError(RuntimeError):
-    """Another worker is gone, or did not come where all must."""
+    """Another worker is gone, or did not come where all must.
+
+    Messages, causes, cures: docs/troubleshooting.md#workerlosterror.
+    """
 
 
 class ProgramMismatchError(RuntimeError):
-    """The workers came to different programs, which would wait for each other or give wrong numbers."""
+    """The workers came to different programs, which would wait for each other or give wrong numbers.
+
+    Messages, causes, cures: docs/troubleshooting.md#programmismatcherror.
+    """
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be restored or does not fit, or saving has failed again and again."""
+    """A checkpoint cannot be restored or does not fit, or saving has failed again and again.
+
+    Messages, causes, cures: docs/troubleshooting.md#checkpointerror.
+    """
 
 
 class FactorOfReplicasWarning(UserWarning):
-    """An update is R times the one that a single device would make."""
+    """An update is R times the one that a single device would make.
+
+    Messages, causes, cures: docs/troubleshooting.md#factorofreplicaswarning.
+    """
 
 
 class RecompilationWarning(UserWarning):
-    """A function is compiled again and again. The message names the argument that causes it."""
+    """A function is compiled again and again. The message names the argument that causes it.
+
+    Messages, causes, cures: docs/troubleshooting.md#recompilationwarning.
+    """
 
 
 #: An error of the user's program.

@@ -9,7 +9,16 @@ _FIT = _F + "fit_is_that_of_one_device[4-small-options0]"
 _ELSEWHERE = _F + "what_would_train_elsewhere_is_refused"
 _SAVED = _S + "a_model_goes_on_where_it_was_saved"
 
+_NORM = "tests/_models/test_normalization.py::test_"
+
 MUTANTS = [
+    ("_models/normalization.py", "and layer.axis_name is None", "", _NORM + "a_linen_layer_with_an_axis_name_is_left_alone"),
+    (
+        "_models/normalization.py",
+        "(*names, REPLICA_AXIS)",
+        "names",
+        _NORM + "an_equinox_layer_normalizes_over_the_replicas_besides",
+    ),
     ("_models/keras.py", "for _ in range(MAX_TRACES):", "for _ in range(1):", _MET),
     (
         "_models/keras.py",

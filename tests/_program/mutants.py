@@ -14,11 +14,27 @@ LOOPS = "tests/_program/uneven/test_loops.py::test_"
 PAIRING = "tests/_program/uneven/test_pairing.py::test_"
 CACHE = "tests/_program/test_cache.py::test_"
 MEANS = "tests/_program/uneven/test_means.py::test_"
+CROSSINGS = "tests/_program/uneven/test_crossings.py::test_"
 MERGE = "tests/_program/uneven/test_merge.py::test_"
 
 MISTAKES = "tests/_program/test_mistakes.py::test_"
 
+JOINED = "tests/_program/test_joined_sums.py::test_"
+
 MUTANTS = [
+    # -- sums of one step
+    ("_program/joined_sums.py", "<= level and p not in totals", "<= level + 1 and p not in totals",
+     JOINED + "nothing_is_sent_for_a_result_that_would_need_a_message_of_its_own"),
+    ("_program/joined_sums.py", "        and shapes is None\n", "",
+     JOINED + "nothing_is_sent_for_a_result_that_would_need_a_message_of_its_own"),
+    ("_program/joined_sums.py", "or axis is None or axis.bytes_per_pack", "or axis is None",
+     JOINED + "who_has_said_what_travels_together_is_obeyed"),
+    ("_strategy/leaves.py", "if not axes and (known", "if (known",
+     JOINED + "a_result_that_a_step_has_added_up_is_looked_up_with_the_same_bits"),
+    ("_strategy/leaves.py", "known[op is ReduceOp.MEAN]", "known[0]",
+     JOINED + "a_result_that_a_step_has_added_up_is_looked_up_with_the_same_bits"),
+    ("_jax/sums.py", "level = last_effect = max(level, last_effect)", "last_effect = level",
+     JOINED + "what_is_written_to_a_reference_after_a_sum_is_read_after_it"),
     # -- mistakes in a step
     ("_program/mistakes.py", "        if knows_id:", "        if True:", MISTAKES + "a_mistake_in_a_step_is_one_clear_error"),
     ("_program/mistakes.py", ".with_traceback(error.__traceback__) from None", " from error",
@@ -187,6 +203,16 @@ MUTANTS = [
      MEANS + "a_mean_of_anything_else_that_depends_on_the_rows_is_refused"),
     ("_program/uneven/means.py", "return alike and self._own.isdisjoint(row)", "return alike",
      MEANS + "a_mean_of_anything_else_that_depends_on_the_rows_is_refused"),
+    ("_program/uneven/crossings.py", "scale_input(trace, node, position, float(share))", "pass",
+     CROSSINGS + "loss_and_gradients_are_those_of_one_device[plain-10]"),
+    ("_program/uneven/crossings.py", "if Use.OTHER in use or", "if",
+     CROSSINGS + "where_the_weights_are_not_known_the_line_to_write_is_said"),
+    ("_program/uneven/crossings.py", "if not (self._stops and 0 in value.aval.shape):", "if not self._stops:",
+     CROSSINGS + "a_replica_without_rows_that_has_a_part_in_the_gradient_is_refused"),
+    ("_program/uneven/crossings.py", "            if found == use:", "            if True:",
+     CROSSINGS + "loss_and_gradients_are_those_of_one_device[scanned-10]"),
+    ("_program/uneven/nodes.py", "return append(trace, inner, inputs, path)", "return append(trace, inner, inputs)",
+     "tests/_models/test_nnx.py::test_gradients_through_a_normalization_over_uneven_replicas_are_weighed_by_rows"),
     ("_program/uneven/nodes.py", 'maker.equation.primitive.name == "broadcast_in_dim" else None', "False else None",
      MEANS + "means_and_their_gradients_equal_one_device"),
     # -- uneven steps: one program

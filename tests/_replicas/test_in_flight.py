@@ -117,6 +117,7 @@ def starts(count: int) -> list[str]:
     return [STARTED_BY_USER.format(count=count), ""]
 
 
+@pytest.mark.slow
 def test_programs_of_all_kinds_in_the_pool_of_jax() -> None:
     """Many steps that nobody waits for, two strategies of different sizes in turns, two threads, all verbs mixed."""
     code = "one(8, 1, True, 500); interleaved([2, 8], 100); two_threads(8, 100); verbs(8, 20)"

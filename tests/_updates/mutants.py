@@ -6,7 +6,7 @@ _REFUSED = _OUT + "what_differs_by_replica_is_refused_before_it_is_gathered"
 _SAME = _OUT + "the_numbers_are_those_without_shards"
 
 MUTANTS = [
-    ("_updates/partwise.py", "self._noted[id(value)] = value, self._same(value)", "self._noted[id(value)] = value, value", _REFUSED),
+    ("_updates/partwise.py", "= value, self._same(value)", "= value, value", _REFUSED),
     ("_updates/partwise.py", "jnp.where(is_real, value.array, jnp.zeros_like(value.array))", "value.array + 1", _SAME),
     ("_updates/partwise.py", "jnp.where(self.axis.index() == 0, whole, jnp.zeros_like(whole))", "whole", _SAME),
     ("_updates/partwise.py", "isinstance(v, jax.sharding.Sharding) for v", "True for v", _SENDS),

@@ -252,9 +252,7 @@ def test_what_differs_by_replica_is_refused_before_it_is_gathered(strategy2):
     """An all-gather makes the same of anything, so the proof must see what goes into the parts."""
     _, optimizer = make(strategy2, optax.sgd(0.1), shard_state=True)
     given = gradients_of(strategy2)
-    with pytest.raises(
-        mr.ReplicasDivergeError, match="variable .b. is mirrored, .* may differ by replica: it depends on the argument"
-    ):
+    with pytest.raises(mr.ReplicasDivergeError, match="variable 'b' is mirrored, but the value"):
         strategy2.run(lambda g: optimizer.apply_gradients(g, aggregate=False), args=(given,))
     _, optimizer = make(strategy2, optax.chain(contrib.reduce_on_plateau(), optax.sgd(0.1)), shard_state=True)
     with pytest.raises(mr.ReplicasDivergeError, match="may differ by replica"):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import mirrored as mr
+from mirrored import testing
 from mirrored._variables.sharded import ShardedVariable
 
 VALUE = np.arange(7, dtype=np.float32).reshape(7, 1)
@@ -33,6 +34,8 @@ def test_it_is_read_and_assigned_as_a_whole(strategy3):
     np.testing.assert_array_equal(strategy3.run(step), 2 * (2 * VALUE - 1))
     np.testing.assert_array_equal(mr.function(lambda: variable.assign(variable.value + 1).value)(), 2 * VALUE)
     assert repr(variable) == "mr.Variable(name='s', shape=(7, 1), dtype=float32, in 3 parts of 3 elements, one on each replica)"
+    testing.assert_equal_copies([variable])
+    strategy3.assert_mirrored()
     assert [shard.data.shape for shard in variable._array.addressable_shards] == [(1, 3)] * 3
 
 

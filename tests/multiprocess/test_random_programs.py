@@ -39,6 +39,7 @@ def assert_same(several: list[dict[str, np.ndarray]], one: dict[str, np.ndarray]
                 np.testing.assert_array_equal(value, one[name], err_msg=name)
 
 
+@pytest.mark.slow
 def test_programs_compute_on_two_workers_what_they_do_on_one(tmp_path: Path) -> None:
     """With these seeds: values, verbs, variables of all kinds and workers, steps, whole functions, training, two datasets."""
     [one] = found(tmp_path, 1, 2, 3, 1)

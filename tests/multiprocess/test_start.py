@@ -24,6 +24,7 @@ def test_a_malformed_tf_config_is_one_readable_error_with_its_code() -> None:
     assert "ClusterConfigError: TF_CONFIG: task.index is 2; with 2 workers give 0 to 1" in worker.output
 
 
+@pytest.mark.slow
 def test_the_launcher_starts_all_again_after_a_death(tmp_path: Path) -> None:
     script, command = tmp_path / "worker.py", tmp_path / "command.py"
     script.write_text(

@@ -172,11 +172,6 @@ def is_collective(equation: Any) -> bool:
     return REPLICA_AXIS in axis_names(equation) and equation.primitive.name not in LOCAL
 
 
-def is_backwards(equation: Any) -> bool:
-    """Tell whether an equation carries gradients backwards."""
-    return "transpose(" in str(equation.source_info.name_stack)
-
-
 def has_collective(equation: Any) -> bool:
     """Tell whether an equation is, or has inside, a collective over the replicas."""
     return any(map(is_collective, itertools.chain([equation], inside(equation))))

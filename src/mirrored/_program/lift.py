@@ -21,7 +21,7 @@ import numpy as np
 from .._errors import ContextError
 from .._jax import jaxprs, tracing
 from .._jax.jaxprs import ClosedJaxpr
-from .._models import keras
+from .._models import keras, normalization
 from .._replicas import context, frames
 from .._replicas.frames import Frame
 from .._replicas.per_replica import PerReplica, stack_of, uneven_shapes
@@ -287,14 +287,15 @@ def trace_step(trace: Callable[..., ResultT], call: Call, shapes: Sequence[Shape
     avals = [leaf.aval(shape) for leaf, shape in zip(call.array_leaves(), shapes, strict=True)]
     assert frame.replica is not None
     try:
-        return trace(
-            lambda arrays: call.apply(arrays, lambda _, array: array),
-            avals,
-            frame,
-            lambda variable: spec_of(variable).shape,
-            call.function,
-            **more,
-        )
+        with normalization.over_replicas():
+            return trace(
+                lambda arrays: call.apply(arrays, lambda _, array: array),
+                avals,
+                frame,
+                lambda variable: spec_of(variable).shape,
+                call.function,
+                **more,
+            )
     except Exception as error:
         mistakes.explain(error, context.knows_id(frame.replica))
         raise

@@ -18,7 +18,7 @@ from .._replicas.collectives import ReplicaAxis
 from .._replicas.context import ReplicaContext
 from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh
-from .._replicas.per_replica import PerReplica
+from .._replicas.per_replica import PerReplica, stack_of
 from .._typing import PyTree
 from .._variables import storage
 from .._variables.equal_copies import Watch
@@ -26,6 +26,7 @@ from .._variables.storage import Home
 from .._workers.progress import in_main_thread
 from .call import ArrayLeaf
 from .captured import Attribute
+from .joined_sums import Joined
 from .lift import Lifted
 from .proof import Findings
 
@@ -38,6 +39,7 @@ def describe_program(program: StepProgram) -> str:
         name = "all-reduce" if collective.name == "psum" else collective.name.replace("_", "-")
         sizes.setdefault(name + (" in a loop" if collective.in_loop else ""), []).append(collective.num_bytes)
     communication = ", ".join(f"{len(b)} {name} of {_bytes(sum(b))}" for name, b in sizes.items()) or "no communication"
+    communication += program.joined.describe()
     return f"{program.name}: {len(lifted.written)} variables written, {len(lifted.read_only)} read; {communication}"
 
 
@@ -113,20 +115,27 @@ class StepProgram(Program):
         findings: what the proof found.
         mapped: the pure function of global arrays, before it is compiled.
         is_mirrored: for each result array, whether it is the same on every replica.
+        joined: which sums travel together, and what they carry; the SUM and MEAN of each follow the results.
     """
 
     findings: Findings
     mapped: Callable[..., Any]
     is_mirrored: tuple[bool, ...]
+    joined: Joined
 
     def run(self, arrays: list[Any]) -> PyTree:
         return self.rebuild(self.execute(arrays))
 
     def rebuild(self, results: list[Any]) -> PyTree:
-        """Make the step's result of the program's, in place."""
+        """Make the step's result of the program's, in place; without what it carries, when the program was not run as it is."""
         plan = self.lifted.plan
+        carried = results[len(plan.shapes) :]
+        del results[len(plan.shapes) :]
         for index in self._differing:
             results[index] = PerReplica(results[index], plan.shapes[index])
+        if carried:
+            for place, index in enumerate(self.joined.carried):
+                results[index] = PerReplica(stack_of(results[index]), None, (carried[2 * place], carried[2 * place + 1]))
         return results[0] if self._is_one_array else self._rebuild(results)
 
     @functools.cached_property

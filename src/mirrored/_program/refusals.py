@@ -7,8 +7,8 @@ import warnings
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from .._errors import FactorOfReplicasError, FactorOfReplicasWarning, ReplicasDivergeError, UnevenReplicasError
-from .._jax import jaxprs, user_code
+from .._errors import FactorOfReplicasError, FactorOfReplicasWarning, ReplicasDivergeError
+from .._jax import user_code
 from .._jax.marks import Mark, Purpose
 from .._variables.variable import spec_of
 from . import divisors
@@ -93,25 +93,6 @@ def _is_shared(state: State) -> bool:
 
 def _has_combined_loss(findings: Findings) -> bool:
     return any(note.purpose is Purpose.LOSS and state.sameness is Sameness.REDUCED for note, state in findings.marks)
-
-
-def check_means_by_rows(lifted: Lifted, findings: Findings) -> None:
-    """Refuse, in an uneven step, a mean by rows where gradients have come through a collective.
-
-    In a layer that normalizes over all replicas each row has a part in all replicas' losses. Their gradients come back to it
-    summed, so the weights of these losses must be in them already.
-    """
-    notes = [note for note, _ in findings.marks if note.purpose is Purpose.BY_ROWS]
-    crossing = [e for e in jaxprs.all_equations(lifted.shown.jaxpr) if jaxprs.is_collective(e) and jaxprs.is_backwards(e)]
-    if notes and crossing:
-        raise UnevenReplicasError(
-            "the batch does not divide evenly among the replicas, and the gradients have come through a mean or a sum over "
-            f"the replicas at {user_code.equation_line(crossing[0]) or '<unknown>'}, as in a layer that normalizes over all of "
-            f"them; afterwards, at {notes[0].where}, replicas cannot be weighed by their rows any more. Let the weights be in "
-            "the loss: take mr.losses.compute_average_loss(per_example_loss) instead of its mean, and add the gradients up: "
-            "ctx.all_reduce('sum', grads), or optimizer.apply_gradients(grads, aggregate='sum'). Or leave the odd rows out: "
-            "strategy.distribute_dataset(dataset, mr.InputOptions(drop_remainder=True))."
-        )
 
 
 def check_divisors(findings: Findings, num_replicas: int, rows: Collection[int], num_rows: Collection[int]) -> None:

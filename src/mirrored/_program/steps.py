@@ -28,6 +28,7 @@ from .cache import Programs
 from .call import ArrayLeaf, Call, argument_names, check_replicas, key_of, take_apart
 from .captured import attributes_read, read_inside
 from .eager import is_eager, refuse_eager, run_eagerly, silenced
+from .joined_sums import Joined, joined, mean_of
 from .lift import Lifted, trace_step
 from .numbers import Numbers, with_numbers
 from .program import StepProgram, are_placed, place, replica_frame, stacked_unless, unstacked
@@ -157,7 +158,8 @@ def _make_program(mesh: ReplicaMesh, call: Call, frame_with: Callable[[Any], Fra
     name = call.name
     is_split = [leaf.is_per_replica for leaf in leaves]
     text = "" if mesh.is_alone else f"arguments by replica: {is_split}\n{lifted.describe()}\nmirrored results: {is_mirrored}"
-    mapped = _map(mesh, lifted, is_split, is_mirrored)
+    sums = joined(lifted, is_mirrored, frame_with(None).axis) if findings.collectives else Joined(lifted.closed)
+    mapped = _map(mesh, lifted, sums, is_split, is_mirrored)
     calls_host = jaxprs.has_host_callback(lifted.shown.jaxpr)
     compiled = jax.jit(mapped, donate_argnums=() if calls_host else 0)
     if text:
@@ -168,20 +170,27 @@ def _make_program(mesh: ReplicaMesh, call: Call, frame_with: Callable[[Any], Fra
     )
     home, watch = storage.home_of(lifted.writes.slots), equal_copies.watch(mesh, lifted.variables)
     read = attributes_read(call, lifted.closed.consts)
-    return StepProgram(name, mesh, lifted, home, compiled, constants, watch, calls_host, read, findings, mapped, is_mirrored)
+    return StepProgram(
+        name, mesh, lifted, home, compiled, constants, watch, calls_host, read, findings, mapped, is_mirrored, sums
+    )
 
 
-def _map(mesh: ReplicaMesh, lifted: Lifted, is_per_replica: Sequence[bool], is_mirrored: Sequence[bool]) -> Callable[..., Any]:
+def _map(
+    mesh: ReplicaMesh, lifted: Lifted, sums: Joined, is_per_replica: Sequence[bool], is_mirrored: Sequence[bool]
+) -> Callable[..., Any]:
     """Make the function of global arrays: each replica takes its rows, runs the step, and gives rows back."""
+    num_results, num_outputs = lifted.num_results, lifted.num_results + len(lifted.writes.slots)
 
     def body(written: list[Any], read_only: list[Any], arrays: list[Any], constants: list[Any]) -> Any:
         values = [unstacked(a, spec_of(v).is_on_read) for a, v in zip((*written, *read_only), lifted.variables, strict=True)]
         own = [unstacked(a, split) for a, split in zip(arrays, is_per_replica, strict=True)]
-        outputs = tracing.evaluate(lifted.closed, constants, [*values, *own])
-        results = [stacked_unless(same, r) for r, same in zip(outputs[: lifted.num_results], is_mirrored, strict=True)]
+        outputs = tracing.evaluate(sums.closed, constants, [*values, *own])
+        results = [stacked_unless(same, r) for r, same in zip(outputs[:num_results], is_mirrored, strict=True)]
+        for total in outputs[num_outputs:]:
+            results += [total, mean_of(total, mesh.num_replicas)]
         new = [
             stacked_unless(not spec_of(v).is_on_read, n)
-            for v, n in zip(lifted.written, outputs[lifted.num_results :], strict=True)
+            for v, n in zip(lifted.written, outputs[num_results:num_outputs], strict=True)
         ]
         return results, new, [jnp.zeros((), jnp.int32)] if mesh.is_paced else []
 
@@ -193,7 +202,8 @@ def _map(mesh: ReplicaMesh, lifted: Lifted, is_per_replica: Sequence[bool], is_m
         [stacked if split else replicated for split in is_per_replica],
         replicated,
     )
-    out_specs = ([replicated if same else stacked for same in is_mirrored], specs_of(lifted.written), replicated)
+    shown = [*(replicated if same else stacked for same in is_mirrored), *[replicated] * (2 * len(sums.carried))]
+    out_specs = (shown, specs_of(lifted.written), replicated)
     # check_vma=False: gradients are local, and `_program/proof` takes the place of JAX's own check.
     return jax.shard_map(body, mesh=mesh.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 

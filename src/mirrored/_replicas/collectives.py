@@ -264,6 +264,11 @@ def _packed_real_sum(arrays: Sequence[jax.Array], axis: ReplicaAxis) -> list[jax
     return sums
 
 
+def sum_in_one_buffer(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """Sum arrays of one dtype over the replicas, in one collective."""
+    return _unpack(jax.lax.psum(_pack(arrays), REPLICA_AXIS), [array.shape for array in arrays])
+
+
 def _pack(arrays: Sequence[jax.Array]) -> jax.Array:
     return arrays[0] if len(arrays) == 1 else jnp.concatenate([array.reshape(-1) for array in arrays])
 

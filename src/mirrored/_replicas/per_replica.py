@@ -45,16 +45,20 @@ class PerReplica:
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/DistributedValues
     """
 
-    __slots__ = ("__weakref__", "_array", "_shapes")
+    __slots__ = ("__weakref__", "_array", "_carried", "_shapes")
 
-    def __init__(self, array: Any, shapes: tuple[Shape, ...] | None = None) -> None:
+    def __init__(
+        self, array: Any, shapes: tuple[Shape, ...] | None = None, carried: tuple[jax.Array, jax.Array] | None = None
+    ) -> None:
         """Wrap a stacked array; users get PerReplica values from a strategy instead.
 
         Args:
             array: shape `[R, ...]`, sharded over the replicas along its first axis.
             shapes: each replica's true shape when they differ, else None.
+            carried: the SUM and the MEAN over the replicas, when the program that made the values has made these too.
         """
         self._array = array
+        self._carried = carried
         self._shapes = shapes
 
     @property
@@ -223,6 +227,8 @@ def is_per_replica(value: Any) -> bool:
 
 #: The one array `[R, ...]` of all replicas' values, padded when they differ in shape.
 stack_of: Callable[[PerReplica], Any] = operator.attrgetter("_array")
+#: The SUM and the MEAN over the replicas, if they are known, else None.
+carried_sums: Callable[[PerReplica], tuple[Any, Any] | None] = operator.attrgetter("_carried")
 #: The shape of each replica's value when they differ, else None.
 uneven_shapes: Callable[[PerReplica], tuple[Shape, ...] | None] = operator.attrgetter("_shapes")
 

@@ -13,7 +13,7 @@ from .._errors import StrategyMismatchError
 from .._options import ReduceOp, VariableSynchronization
 from .._replicas import arrays, collectives, cross_replica, frames, placement
 from .._replicas.mesh import ReplicaMesh
-from .._replicas.per_replica import PerReplica, stack_of, uneven_shapes
+from .._replicas.per_replica import PerReplica, carried_sums, stack_of, uneven_shapes
 from .._typing import PyTree
 from .._variables.access import all_copies, lent
 from .._variables.variable import Variable, local_arrays, note_use, spec_of, use_value
@@ -53,6 +53,8 @@ class Leaves:
         if not isinstance(value, PerReplica):
             return self._apply(cross_replica.reduce_mirrored, value, op, axes, self.mesh.num_replicas)
         cross_replica.require_equal_except(axes, value, "reduce")
+        if not axes and (known := _carried(op, value)) is not None:
+            return known
         return self._apply(cross_replica.reduce_stack, stack_of(value), op, axes, uneven_shapes(value))
 
     def gather(self, leaf: Any, axis: Any) -> jax.Array:
@@ -141,6 +143,16 @@ class Leaves:
         # Together, because JAX does not combine arrays of two devices.
         device = self.mesh.devices[self.mesh.local_replicas[0]]
         return tuple(jax.device_put(value, device) for value in values)
+
+
+def _carried(op: ReduceOp, value: PerReplica) -> jax.Array | None:
+    """Return what the step that made a value has found its SUM or MEAN to be; None if it did not, or an array is deleted."""
+    known = carried_sums(value)
+    if known is None:
+        return None
+    result = known[op is ReduceOp.MEAN]
+    is_gone = not isinstance(result, jax.core.Tracer) and (result.is_deleted() or stack_of(value).is_deleted())
+    return None if is_gone else result
 
 
 def _is_distributed(value: Any) -> bool:

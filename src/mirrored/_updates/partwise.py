@@ -1,9 +1,9 @@
 """A traced function on parts: each replica computes the elements that it holds, and what it needs of others is brought.
 
-A value of the function is one of four: this replica's `OwnPart` of an array, its `OwnSum`, which is still to be added to those of
-the others, an array `Filled` with one number, or a whole array or number, the same on every replica. An operation that computes each
-element from the elements at the same place is carried out on parts. Any other one gets whole arrays, by an all-gather. So the
-result is what the function gives for whole arrays, whatever it computes.
+A value of the function is one of four: this replica's `OwnPart` of an array, its `OwnSum`, which is still to be added to
+those of the others, an array `Filled` with one number, or a whole array or number, the same on every replica. An operation
+that computes each element from the elements at the same place is carried out on parts. Any other one gets whole arrays, by
+an all-gather. So the result is what the function gives for whole arrays, whatever it computes.
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ def check_dtypes(variables: Sequence[Variable]) -> None:
         if jnp.issubdtype(variable.dtype, jnp.complexfloating):
             raise TypeError(
                 f"variable {variable.name!r} has dtype {variable.dtype}; mr.Optimizer(..., shard_state=True) takes real numbers "
-                "only, which all backends add up and scatter. Leave shard_state=True out, or keep the real and the imaginary part "
-                "in two variables."
+                "only, which all backends add up and scatter. Leave shard_state=True out, or keep the real and the imaginary "
+                "part in two variables."
             )
 
 

@@ -119,7 +119,7 @@ class _Weigher:
         if all(factor == 1 for factor in factors):
             return False
         for trace, node, factor in zip(traces, nodes, factors, strict=True):
-            (_scale_output if is_turned_round else _scale_input)(trace, node, position, float(factor))
+            (scale_output if is_turned_round else scale_input)(trace, node, position, float(factor))
         return True
 
     # -- what a value is
@@ -312,11 +312,13 @@ def _find_own_in_loop(node: Node, own: set[Value]) -> None:
 # -- what is changed
 
 
-def _scale_input(trace: Trace, node: Node, position: int, factor: float) -> None:
+def scale_input(trace: Trace, node: Node, position: int, factor: float) -> None:
+    """Multiply what goes into a collective by a number."""
     node.inputs[position] = node.handed[position] = _scaled(trace, trace.nodes.index(node), node.inputs[position], factor)
 
 
-def _scale_output(trace: Trace, node: Node, position: int, factor: float) -> None:
+def scale_output(trace: Trace, node: Node, position: int, factor: float) -> None:
+    """Multiply what comes out of a collective by a number."""
     known = node.outputs[position]
     node.outputs[position] = Value(known.aval)
     scaled = _scaled(trace, trace.nodes.index(node) + 1, node.outputs[position], factor)

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from ..._jax import jaxprs, means, tracing
+from ..._jax import jaxprs, means, tracing, ways
 from ..._jax.jaxprs import ClosedJaxpr, Literal
 from ..._jax.primitives import INLINE_CALLS
 
@@ -43,6 +43,7 @@ class Node:
         bodies: what a loop or condition with collectives inside runs; empty for everything else.
         handed: the inputs that are handed over as one array of all traces, when it is a collective: those of a loop that its
             bodies do not take as they are.
+        path: the transformations that have made it, see `_jax/ways`.
     """
 
     equation: Any
@@ -51,6 +52,7 @@ class Node:
     is_collective: bool
     bodies: list[Trace] = dataclasses.field(default_factory=list)
     handed: list[Value] = dataclasses.field(default_factory=list)
+    path: str = ""
     stage: int = 0
 
     @property
@@ -98,9 +100,9 @@ def read_trace(name: str, closed: ClosedJaxpr) -> Trace:
     return _read(name, closed, [], [Value(variable.aval) for variable in closed.jaxpr.invars])
 
 
-def _read(name: str, closed: ClosedJaxpr, taken: list[Value], arguments: list[Value]) -> Trace:
+def _read(name: str, closed: ClosedJaxpr, taken: list[Value], arguments: list[Value], path: str = "") -> Trace:
     trace = Trace(name, arguments, [], [], [value for value in taken if value.outer is not None])
-    trace.outputs = append(trace, closed, [*taken, *arguments])
+    trace.outputs = append(trace, closed, [*taken, *arguments], path)
     return trace
 
 
@@ -109,8 +111,8 @@ def constant(content: Any, aval: Any = None) -> Value:
     return Value(aval if aval is not None else jax.typeof(content), content=content)
 
 
-def append(trace: Trace, closed: ClosedJaxpr, inputs: Sequence[Value]) -> list[Value]:
-    """Add what a traced function computes to a trace, and return its results."""
+def append(trace: Trace, closed: ClosedJaxpr, inputs: Sequence[Value], path: str = "") -> list[Value]:
+    """Add what a traced function computes to a trace, and return its results; `path` is that of what calls it."""
     jaxpr = closed.jaxpr
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*map(constant, closed.consts), *inputs), strict=True))
 
@@ -118,32 +120,33 @@ def append(trace: Trace, closed: ClosedJaxpr, inputs: Sequence[Value]) -> list[V
         return constant(atom.val, atom.aval) if isinstance(atom, Literal) else values[atom]
 
     for equation in jaxpr.eqns:
-        values.update(zip(equation.outvars, _read_equation(trace, equation, list(map(read, equation.invars))), strict=True))
+        outputs = _read_equation(trace, equation, list(map(read, equation.invars)), ways.path_of(path, equation))
+        values.update(zip(equation.outvars, outputs, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _read_equation(trace: Trace, equation: Any, inputs: list[Value]) -> list[Value]:
+def _read_equation(trace: Trace, equation: Any, inputs: list[Value], path: str) -> list[Value]:
     has_collective = jaxprs.has_collective(equation)
     inner = jaxprs.callee(equation)
     if inner is not None and (equation.primitive.name in INLINE_CALLS or has_collective):
-        return append(trace, inner, inputs)
+        return append(trace, inner, inputs, path)
     if has_collective and equation.primitive.name == "custom_linear_solve":
         solver = jaxprs.solver_of(equation)
-        return append(trace, ClosedJaxpr(solver.jaxpr, ()), [inputs[k] for k in solver.operands])
+        return append(trace, ClosedJaxpr(solver.jaxpr, ()), [inputs[k] for k in solver.operands], path)
     if jaxprs.adds_own_axes(equation):
         first, equation = tracing.own_axes_first(equation)
         inputs = append(trace, first, inputs)
     if (spread := _spread_before_mean(trace, equation, inputs)) is not None:
         total = Value(spread.inputs[0].aval)
         outputs = [Value(variable.aval) for variable in equation.outvars]
-        trace.nodes.append(Node(equation, list(spread.inputs), [total], True, handed=list(spread.inputs)))
+        trace.nodes.append(Node(equation, list(spread.inputs), [total], True, [], list(spread.inputs), path))
         trace.nodes.append(Node(spread.equation, [total], outputs, False))
         return outputs
     outputs = [Value(variable.aval) for variable in equation.outvars]
-    node = Node(equation, inputs, outputs, has_collective)
+    node = Node(equation, inputs, outputs, has_collective, path=path)
     if has_collective:
         parts, handed = jaxprs.parts_of(equation)
-        node.bodies = [_read_body(trace.name, part, inputs) for part in parts]
+        node.bodies = [_read_body(trace.name, part, inputs, path) for part in parts]
         node.handed = [inputs[k] for k in handed]
     trace.nodes.append(node)
     return outputs
@@ -161,9 +164,9 @@ def _spread_before_mean(trace: Trace, equation: Any, inputs: Sequence[Value]) ->
     return maker if maker is not None and maker.equation.primitive.name == "broadcast_in_dim" else None
 
 
-def _read_body(name: str, part: jaxprs.Part, inputs: Sequence[Value]) -> Trace:
+def _read_body(name: str, part: jaxprs.Part, inputs: Sequence[Value], path: str) -> Trace:
     taken = [_taken(inputs[k]) for k in part.fixed]
-    return _read(name, part.closed, taken, [Value(variable.aval) for variable in part.closed.jaxpr.invars[len(taken) :]])
+    return _read(name, part.closed, taken, [Value(variable.aval) for variable in part.closed.jaxpr.invars[len(taken) :]], path)
 
 
 def renew(traces: Sequence[Trace]) -> None:

@@ -27,7 +27,7 @@ from .. import lift, proof, refusals
 from ..call import ArrayLeaf, Call, argument_names, static_key
 from ..lift import Lifted, ResultPlan, Touched, static_value, trace_step
 from ..proof import State
-from . import align, means, merge, nodes, pairing
+from . import align, crossings, means, merge, nodes, pairing
 
 #: A trace may show that a size was guessed wrong; after this many, sizes are found out one question at a time.
 _MAX_TRACES = 3
@@ -114,7 +114,6 @@ def lift_uneven(call: Call, frame_with: Callable[[Any], Frame], states_of: Calla
     found = [proof.prove(lifted.shown.jaxpr, states_of(lifted)) for lifted in traces]
     for lifted, findings in zip(traces, found, strict=True):
         refusals.check_assignments(lifted, findings)
-        refusals.check_means_by_rows(lifted, findings)
     plan = _merge_plans(traces, kinds)
     closed = _merge_traces(traces, kinds, leaves, plan, frame_with(None), call.function)
     largest = max(range(len(traces)), key=lambda kind: kinds.most_rows(kind))
@@ -309,6 +308,11 @@ def _merge_traces(
     if means.weigh(aligned, kinds.of_replica):
         nodes.renew(aligned)
         align.compare(aligned, is_common)
+    if crossings.has_means_by_rows(aligned):
+        shares = [Fraction(*kinds.rows(kind)) for kind in range(len(traces))]
+        if crossings.weigh(aligned, shares):
+            nodes.renew(aligned)
+            align.compare(aligned, is_common)
     rows = zip(*(trace.outputs for trace in aligned), strict=True)
     output_shapes = [stack_shapes([value.aval.shape for value in row])[0] for row in rows]
     axis = frame.axis

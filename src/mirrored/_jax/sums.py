@@ -1,0 +1,102 @@
+"""The sums over the replicas of a traced program: after which others each comes, and how some are made one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend.core as jex_core
+import numpy as np
+from jax._src import core
+
+from .._typing import REPLICA_AXIS
+from .jaxprs import Jaxpr, Literal, axis_names, is_over_groups
+
+
+class Levels(NamedTuple):
+    """A program cut at its sums over the replicas: those of one level need no other's result, and could be one.
+
+    Attributes:
+        plain: for each level, the other equations that can run before its sums, in program order.
+        sums: for each level, its sums; the last level has none.
+        of: the level of what is computed; at this level's sums, or later ones, it can be added up.
+        parts: of how many arrays what is a concatenation consists.
+    """
+
+    plain: list[list[Any]]
+    sums: list[list[Any]]
+    of: dict[Any, int]
+    parts: dict[Any, int]
+
+
+def levels_of(jaxpr: Jaxpr) -> Levels:
+    """Cut a program at its sums; equations with effects stay in their order."""
+    of: dict[Any, int] = dict.fromkeys((*jaxpr.constvars, *jaxpr.invars), 0)
+    levels = Levels([[]], [[]], of, {})
+    last_effect = 0
+    for equation in jaxpr.eqns:
+        level = max((of[atom] for atom in equation.invars if not isinstance(atom, Literal)), default=0)
+        if _has_effects(equation):
+            level = last_effect = max(level, last_effect)
+        is_sum = _is_sum(equation)
+        (levels.sums if is_sum else levels.plain)[level].append(equation)
+        of.update(dict.fromkeys(equation.outvars, level + is_sum))
+        if is_sum and level + 1 == len(levels.sums):
+            levels.plain.append([])
+            levels.sums.append([])
+        if equation.primitive.name == "concatenate":
+            levels.parts[equation.outvars[0]] = len(equation.invars)
+    return levels
+
+
+def _is_sum(equation: Any) -> bool:
+    is_psum = equation.primitive.name == "psum" and axis_names(equation) == (REPLICA_AXIS,)
+    return is_psum and not _has_effects(equation) and not is_over_groups(equation)
+
+
+def _has_effects(equation: Any) -> bool:
+    """Tell whether an equation does more than compute; that it names the replica axis is an effect to JAX, but none here."""
+    return any(not isinstance(effect, core.NamedAxisEffect) for effect in equation.effects)
+
+
+def new_variable(like: Any) -> Any:
+    """Make a variable of a program, for a value of the type of another."""
+    return jex_core.Var(like.aval)
+
+
+def is_number(atom: Any) -> bool:
+    """Tell whether an atom of a program is an array of real numbers."""
+    dtype = getattr(atom.aval, "dtype", np.dtype(bool))
+    return jax.numpy.issubdtype(dtype, jax.numpy.floating) or jax.numpy.issubdtype(dtype, jax.numpy.integer)
+
+
+def num_bytes_of(atom: Any) -> int:
+    """Return the size of an array in a program."""
+    return math.prod(atom.aval.shape) * atom.aval.dtype.itemsize
+
+
+def call(function: Callable[..., Any], operands: Sequence[Any], results: Sequence[Any], like: Any, num_replicas: int) -> Any:
+    """Make an equation that calls a function with collectives.
+
+    Args:
+        function: takes a list of arrays and returns one.
+        operands: the atoms that it is given.
+        results: the variables that it computes.
+        like: an equation that has the user's line, and the settings.
+        num_replicas: R.
+    """
+    avals = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in operands]
+    traced = jax.make_jaxpr(jax.jit(lambda *arrays: function(arrays)), axis_env=[(REPLICA_AXIS, num_replicas)])(*avals)
+    [equation] = traced.eqns
+    return equation.replace(invars=list(operands), outvars=list(results), source_info=like.source_info, ctx=like.ctx)
+
+
+def without(equation: Any, is_left_out: Callable[[int], bool]) -> Any | None:
+    """Return a sum of several arrays without some of them; None if none is left."""
+    kept = [position for position in range(len(equation.invars)) if not is_left_out(position)]
+    if len(kept) == len(equation.invars):
+        return equation
+    invars, outvars = [equation.invars[i] for i in kept], [equation.outvars[i] for i in kept]
+    return equation.replace(invars=invars, outvars=outvars) if kept else None

@@ -1,0 +1,179 @@
+"""Sums of one step travel in one buffer and carry small results' sums, with the numbers of sums that travel alone."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mirrored as mr
+from mirrored._replicas.per_replica import carried_sums, stack_of, uneven_shapes
+
+ROWS = np.random.default_rng(0).normal(size=(16, 3)).astype(np.float32)
+
+
+def all_reduce(value: Any) -> Any:
+    return mr.get_replica_context().all_reduce("sum", value)
+
+
+def rows(strategy: mr.Strategy, count: int) -> mr.PerReplica:
+    return next(iter(strategy.distribute_dataset(strategy.make_numpy_dataset(ROWS[:count]).batch(count))))
+
+
+def alone(value: mr.PerReplica) -> mr.PerReplica:
+    """Return the same values as another object, of which nobody knows the sum."""
+    copy = jax.tree.map(lambda array: array, value)
+    assert carried_sums(copy) is None
+    return copy
+
+
+def bits(value: Any) -> bytes:
+    return np.asarray(value).tobytes()
+
+
+def num_all_reduces(strategy: mr.Strategy) -> tuple[int, int]:
+    """Return how many all-reduces the last program has, and how many arrays they send."""
+    *_, program = strategy._steps.programs
+    arrays = [jax.ShapeDtypeStruct((strategy.num_replicas_in_sync, *leaf), np.float32) for leaf in [(16 // 2, 3)]]
+    text = program.compiled.lower([], [], arrays, program.constants).compile().as_text()
+    calls = [line.split(" all-reduce(")[1].split(")")[0] for line in text.splitlines() if " all-reduce(" in line]
+    return len(calls), sum(call.count(",") + 1 for call in calls)
+
+
+@pytest.mark.parametrize("count", [16, 13])
+def test_a_result_that_a_step_has_added_up_is_looked_up_with_the_same_bits(strategy: mr.Strategy, count: int) -> None:
+    def step(x: Any) -> Any:
+        loss = jnp.sum(x * x)
+        return {"loss": loss, "pair": jnp.stack([loss, -loss]), "total": all_reduce([x.sum(0), loss])[1]}
+
+    result = strategy.run(step, args=(rows(strategy, count),))
+    for key in ("loss", "pair"):
+        value, other = result[key], alone(result[key])
+        for op in ("sum", "mean"):
+            looked_up = strategy.reduce(op, value)
+            assert looked_up is strategy.reduce(op, value) and looked_up is not strategy.reduce(op, other)
+            assert bits(looked_up) == bits(strategy.reduce(op, other))
+            assert looked_up.sharding.is_equivalent_to(strategy.reduce(op, other).sharding, looked_up.ndim)
+    assert bits(strategy.reduce("sum", result["pair"], axis=0)) == bits(strategy.reduce("sum", alone(result["pair"]), axis=0))
+    assert bits(result["total"]) == bits(strategy.reduce("sum", result["loss"]))
+
+
+def test_what_is_reduced_in_one_step_goes_into_one_buffer_whoever_asked(strategy2: mr.Strategy) -> None:
+    def step(x: Any) -> Any:
+        loss = jnp.sum(x * x)
+        gradients = all_reduce([x.sum(0), x.max(0)])
+        return all_reduce(loss), gradients, loss
+
+    x = rows(strategy2, 16)
+    total, gradients, loss = strategy2.run(step, args=(x,))
+    assert num_all_reduces(strategy2) == (1, 1)
+    assert bits(total) == bits(strategy2.reduce("sum", alone(loss)))
+    parts = [np.asarray(part) for part in x.values]
+    np.testing.assert_allclose(gradients[1], sum(part.max(0) for part in parts), rtol=1e-6)
+    assert strategy2.explain().endswith(
+        "2 all-reduce of 28 B, 1 in the buffer of another; carries the sum of 1 result, which strategy.reduce looks up"
+    )
+
+
+def test_sums_that_need_other_sums_stay_apart_and_right(strategy3: mr.Strategy) -> None:
+    def step(x: Any) -> Any:
+        mean = all_reduce(x.sum(0)) / 15
+        early = jnp.sum(x)
+        spread = all_reduce(jnp.sum((x - mean) ** 2, 0))
+        late = jnp.sum(x / jnp.sqrt(spread))
+        return mean, spread, all_reduce(late), early, late
+
+    mean, spread, total, early, late = strategy3.run(step, args=(rows(strategy3, 15),))
+    np.testing.assert_allclose(mean, ROWS[:15].mean(0), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(spread, ((ROWS[:15] - ROWS[:15].mean(0)) ** 2).sum(0), rtol=1e-5)
+    assert bits(total) == bits(strategy3.reduce("sum", late)) == bits(strategy3.reduce("sum", alone(late)))
+    assert bits(strategy3.reduce("mean", early)) == bits(strategy3.reduce("mean", alone(early)))
+
+
+def test_nothing_is_sent_for_a_result_that_would_need_a_message_of_its_own(strategy2: mr.Strategy) -> None:
+    steps = {
+        "no all-reduce": lambda x: x.sum(),
+        "large": lambda x: (all_reduce(x.sum()), jnp.tile(x[:1], (65, 1)))[1],
+        "an integer": lambda x: (all_reduce(x.sum()), (x > 0).sum())[1],
+        "half": lambda x: (all_reduce(x.sum()), x.sum().astype(jnp.float16))[1],
+        "another dtype in the buffer": lambda x: (all_reduce((x > 0).sum()), x.sum())[1],
+        "after the last": lambda x: x.sum() + all_reduce(x.sum()),
+        "a large buffer": lambda x: (all_reduce(jnp.full(10_000, x.sum())), x.sum())[1],
+    }
+    for what, step in steps.items():
+        value = strategy2.run(step, args=(rows(strategy2, 16),))
+        assert carried_sums(value) is None, what
+        local = [np.asarray(part, np.float64) for part in value.values]
+        np.testing.assert_allclose(strategy2.reduce("mean", value), sum(local) / 2, rtol=1e-2, err_msg=what)
+    uneven = strategy2.run(lambda x: (all_reduce(x.sum()), x[:, 0])[1], args=(rows(strategy2, 13),))
+    assert uneven_shapes(uneven) is not None and carried_sums(uneven) is None
+
+
+def test_who_has_said_what_travels_together_is_obeyed() -> None:
+    strategy = mr.MultiWorkerMirroredStrategy(communication_options=mr.CommunicationOptions(bytes_per_pack=8))
+    value = strategy.run(lambda x: (all_reduce(x.sum()), x.sum())[1], args=(rows(strategy, 16),))
+    assert not isinstance(value, mr.PerReplica) or carried_sums(value) is None
+
+
+def test_a_changed_value_has_its_own_sum_and_a_deleted_one_is_none(strategy2: mr.Strategy) -> None:
+    value = strategy2.run(lambda x: (all_reduce(x.sum()), x.sum())[1], args=(rows(strategy2, 16),))
+    doubled = jax.tree.map(lambda array: 2 * array, value)
+    total = strategy2.reduce("sum", value)
+    assert float(strategy2.reduce("sum", doubled)) == 2 * float(total)
+    known = float(total)
+    jax.jit(jnp.negative, donate_argnums=0)(total)  # the user's, who may give it away
+    assert float(strategy2.reduce("sum", value)) == known
+    stack_of(value).delete()
+    with pytest.raises(RuntimeError, match="deleted"):
+        strategy2.reduce("mean", value)
+
+
+def test_functions_and_loops_of_steps_have_the_same_numbers(strategy3: mr.Strategy) -> None:
+    with strategy3.scope():
+        w = mr.Variable(np.ones(3, np.float32))
+
+    def step(x: Any) -> Any:
+        loss, gradient = mr.value_and_grad(lambda: jnp.sum((x @ w.value) ** 2) / 15, w)()
+        w.assign_sub(0.1 * all_reduce(gradient))
+        return loss
+
+    def train(x: Any) -> Any:
+        return strategy3.reduce("sum", strategy3.run(step, args=(x,)))
+
+    x = rows(strategy3, 15)
+    by_step = [bits(train(x)) for _ in range(4)]
+    w.assign(np.ones(3, np.float32))
+    assert [bits(mr.function(train)(x)) for _ in range(4)] == by_step
+    w.assign(np.ones(3, np.float32))
+    _, losses = mr.scan(lambda carry, _: (carry, train(x)), 0.0, length=4)
+    np.testing.assert_allclose(losses, [np.frombuffer(one, np.float32)[0] for one in by_step], rtol=1e-6)
+    w.assign(np.ones(3, np.float32))
+    with mr.eager():
+        np.testing.assert_allclose(train(x), np.frombuffer(by_step[0], np.float32)[0], rtol=1e-6)
+
+
+def test_what_a_step_calls_on_the_host_is_called_once_by_each_replica(strategy2: mr.Strategy) -> None:
+    lines: list[str] = []
+
+    def step(x: Any) -> Any:
+        first = all_reduce(x.sum())
+        jax.debug.callback(lambda _: lines.append("first"), first)
+        second = all_reduce(x.max())
+        jax.debug.callback(lambda _: lines.append("second"), x.min())
+        return all_reduce(first * second), second
+
+    strategy2.run(step, args=(rows(strategy2, 16),))
+    jax.effects_barrier()
+    assert sorted(lines) == ["first", "first", "second", "second"]
+
+
+def test_what_is_written_to_a_reference_after_a_sum_is_read_after_it(strategy2: mr.Strategy) -> None:
+    def step(x: Any) -> Any:
+        reference = jax.new_ref(jnp.float32(1.0))
+        total = all_reduce(x.sum())
+        reference[...] = total
+        return reference[...] - total, all_reduce(x.max())
+
+    difference, _ = strategy2.run(step, args=(rows(strategy2, 16),))
+    assert [float(value) for value in difference.values] == [0.0, 0.0]

@@ -1,0 +1,60 @@
+"""The pages hang together: no link is broken, each page is in the contents, and a search finds what people look for."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.glob("**/*.md"), *ROOT.glob("benchmarks/*.md")])
+
+
+def _prose(page: Path) -> str:
+    return re.sub(r"```(?!\{toctree|\{grid|\{tab).*?```", "", page.read_text(), flags=re.DOTALL)
+
+
+def _anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub and MyST make them, and those that it names itself."""
+    text = _prose(page)
+    headings = [re.sub(r"[^\w\- ]", "", line.lower()).strip().replace(" ", "-") for line in re.findall(r"^#+ (.*)$", text, re.M)]
+    return {*headings, *re.findall(r"^\(([\w-]+)\)=$", text, re.M)}
+
+
+def _broken(page: Path) -> list[str]:
+    found = []
+    for target in re.findall(r"(?<!`)\]\(([^)\s]+)\)", _prose(page)):
+        if re.match(r"https?:|mailto:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        file = page.parent / name if name else page
+        if not file.exists() or (anchor and file.suffix == ".md" and anchor not in _anchors(file)):
+            found.append(target)
+    for target in re.findall(r"\{doc\}`(?:[^`<]*<)?([^`>]+)>?`", _prose(page)):
+        if not (page.parent / f"{target}.md").exists():
+            found.append(target)
+    return found
+
+
+def test_no_link_is_broken() -> None:
+    broken = {str(page.relative_to(ROOT)): links for page in PAGES if (links := _broken(page))}
+    assert broken == {}
+
+
+def _contents() -> set[Path]:
+    """Return the pages that the lists of contents name."""
+    named = {DOCS / "index.md"}
+    for page in DOCS.glob("**/*.md"):
+        for block in re.findall(r"```\{toctree\}\n(.*?)```", page.read_text(), re.DOTALL):
+            entries = [re.sub(r".*<(.+)>", r"\1", line) for line in block.splitlines() if line and not line.startswith(":")]
+            named |= {page.parent / f"{entry}.md" for entry in entries}
+    return {page.resolve() for page in named}
+
+
+def test_each_page_is_in_the_contents() -> None:
+    assert _contents() == {page.resolve() for page in DOCS.glob("**/*.md")}
+
+
+@pytest.mark.parametrize("words", ["MirroredStrategy", "halved batch", "copies differ"])
+def test_a_search_finds(words: str) -> None:
+    assert [page for page in DOCS.glob("**/*.md") if words.lower() in page.read_text().lower()]

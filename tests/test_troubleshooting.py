@@ -1,0 +1,293 @@
+"""Each public error and warning is in docs/troubleshooting.md: each message there is raised here, and is printed so."""
+
+import re
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from fake_service import FakeClient
+
+import mirrored as mr
+from mirrored._cluster.meeting import meet
+from mirrored._cluster.spec import Cluster, ClusterSpec
+from mirrored._workers.coordination import Coordination
+from mirrored._workers.same_program import require_same_history
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
+MESSAGES = [message for message in re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL) if message.startswith("mirrored.")]
+PUBLIC = {
+    thing.__name__
+    for thing in (*vars(mr).values(), mr.data.TFRecordError)
+    if isinstance(thing, type) and issubclass(thing, Exception)
+}
+
+Case = Callable[[SimpleNamespace], Any]
+CASES: list[tuple[str, Case]] = []
+
+
+def case(name: str) -> Callable[[Case], Case]:
+    """Say which error a function raises."""
+
+    def add(function: Case) -> Case:
+        CASES.append((name, function))
+        return function
+
+    return add
+
+
+@pytest.fixture
+def given(strategy2, monkeypatch, tmp_path) -> SimpleNamespace:
+    with strategy2.scope():
+        w = mr.Variable(np.zeros(2, np.float32), name="w")
+        optimizer = mr.Optimizer(optax.sgd(0.1), [w])
+    batch, odd = strategy2.distribute_dataset([np.arange(n, dtype=np.float32) for n in (4, 3)])
+    run = lambda fn, *args: strategy2.run(fn, args=args)  # noqa: E731
+    names = {"monkeypatch": monkeypatch, "folder": tmp_path, "batch": batch, "odd": odd, "run": run}
+    return SimpleNamespace(strategy=strategy2, w=w, optimizer=optimizer, **names)
+
+
+def ctx() -> mr.ReplicaContext:
+    return mr.get_replica_context()
+
+
+@case("ReplicasDivergeError")
+def _assign_own_rows(g):
+    g.run(lambda x: g.w.assign(x), g.batch)
+
+
+@case("ReplicasDivergeError")
+def _assign_a_per_replica(g):
+    g.w.assign(g.batch)
+
+
+@case("ReplicasDivergeError")
+def _copies_differ(g):
+    copies = [np.float32([0, i]) for i in range(2)]
+    sharding = g.w.value.sharding
+    arrays = [jax.device_put(copy, device) for copy, device in zip(copies, g.strategy.devices, strict=True)]
+    g.w.assign(jax.make_array_from_single_device_arrays((2,), sharding, arrays))
+    g.strategy.assert_mirrored()
+
+
+@case("CollectiveHangError")
+def _collective_under_a_condition(g):
+    g.run(lambda x: jax.lax.cond(x.sum() > 2, lambda: ctx().all_reduce("sum", x.sum()), lambda: 0.0), g.batch)
+
+
+def _step(g, loss: Callable[[Any], Any], combine: bool = False) -> Callable[[Any], None]:
+    def step(x):
+        gradients = mr.grad(lambda: loss((g.w.value.sum() - x) ** 2), [g.w])()
+        g.optimizer.apply_gradients(ctx().all_reduce("sum", gradients) if combine else gradients)
+
+    return step
+
+
+@case("FactorOfReplicasError")
+def _gradients_are_reduced_twice(g):
+    g.run(_step(g, mr.losses.compute_average_loss, combine=True), g.batch)
+
+
+@case("UnevenReplicasError")
+def _reduce_different_shapes(g):
+    g.strategy.reduce("sum", g.odd)
+
+
+@case("UnevenReplicasError")
+def _all_reduce_rows(g):
+    g.run(lambda x: ctx().all_reduce("sum", x), g.odd)
+
+
+@case("PerReplicaError")
+def _use_as_one_array(g):
+    g.batch + 1
+
+
+@case("OneProgramError")
+def _branch_on_the_replica(g):
+    g.run(lambda x: x if ctx().replica_id_in_sync_group == 0 else -x, g.batch)
+
+
+@case("OneProgramError")
+def _float_in_a_step(g):
+    g.run(lambda x: float(x.sum()), g.batch)
+
+
+@case("ContextError")
+def _read_under_jit(g):
+    jax.jit(lambda: g.w * 2)()
+
+
+@case("ContextError")
+def _gather_in_a_step(g):
+    g.run(lambda: g.strategy.gather(g.w.value, axis=0))
+
+
+@case("ContextError")
+def _create_in_a_step(g):
+    g.run(lambda: mr.Variable(0.0, name="made"))
+
+
+@case("ContextError")
+def _loss_outside(g):
+    mr.losses.compute_average_loss(np.ones(3))
+
+
+@case("StrategyMismatchError")
+def _batch_of_another_strategy(g):
+    mr.MirroredStrategy(["cpu:0"]).run(lambda x: x, args=(g.batch,))
+
+
+@case("StrategyMismatchError")
+def _variable_of_another_strategy(g):
+    mr.MirroredStrategy(["cpu:0"]).run(lambda: g.w.value)
+
+
+@case("VariableLostError")
+def _a_program_fails(g):
+    step = lambda x: g.w.assign_add(jnp.log(x))  # noqa: E731
+    g.run(step, np.ones(2, np.float32))
+    with jax.debug_nans(True), pytest.raises(RuntimeError):
+        g.run(step, np.full(2, -1, np.float32))
+    g.w.numpy()
+
+
+@case("DeviceError")
+def _device_twice(g):
+    mr.MirroredStrategy(["cpu:0", "cpu:0"])
+
+
+@case("DeviceError")
+def _no_gpu(g):
+    g.monkeypatch.setattr(jax, "devices", lambda *a, _devices=jax.devices: [] if "gpu" in a or "cuda" in a else _devices(*a))
+    mr.MirroredStrategy(["gpu:31"])
+
+
+@case("DeviceError")
+def _too_late_for_devices(g):
+    mr.MirroredStrategy(["cpu:99"])
+
+
+@case("ClusterConfigError")
+def _no_task(g):
+    g.monkeypatch.setenv("TF_CONFIG", '{"cluster": {"worker": ["a:1"]}}')
+    mr.TFConfigClusterResolver().cluster_spec()
+
+
+def two_workers(worker: int) -> Cluster:
+    return Cluster(ClusterSpec.of({"worker": ["127.0.0.1:1", "127.0.0.1:2"]}), "worker", worker)
+
+
+@case("ClusterStartError")
+def _jax_has_started(g):
+    mr.MultiWorkerMirroredStrategy(mr.SimpleClusterResolver({"worker": ["a:1", "b:1"]}, task_type="worker", task_id=0))
+
+
+@case("ClusterStartError")
+def _no_chief(g):
+    meet(two_workers(1), {}, 0.05)
+
+
+@case("WorkerLostError")
+def _another_does_not_come(g):
+    Coordination(FakeClient(), 0, 2).exchange("end", 1, timeout_seconds=0.05)
+
+
+@case("WorkerLostError")
+def _different_barriers(g):
+    client = FakeClient()
+    workers = [Coordination(client, worker, 2, timeout_seconds=20) for worker in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        for future in [pool.submit(worker.barrier, f"end of {worker.worker}") for worker in workers]:
+            future.result()
+
+
+@case("ProgramMismatchError")
+def _the_chief_takes_more_batches(g):
+    require_same_history([["2", "x"], ["1", "y"]], list)
+
+
+@case("CheckpointError")
+def _another_shape(g):
+    with mr.Checkpoint(str(g.folder / "c"), w=g.w) as checkpoint:
+        checkpoint.save(1)
+    with g.strategy.scope():
+        other = mr.Variable(np.zeros(3, np.float32), name="w")
+    mr.Checkpoint(str(g.folder / "c"), w=other).restore_latest()
+
+
+@case("TFRecordError")
+def _cut_short(g):
+    path = g.folder / "a.tfrecord"
+    mr.data.write_tfrecords(path, [b"abc"])
+    path.write_bytes(path.read_bytes()[:8])
+    list(mr.data.tfrecord_dataset(str(path)))
+
+
+@case("FactorOfReplicasWarning")
+def _mean_over_own_rows(g):
+    g.run(_step(g, jnp.mean), g.batch)
+
+
+@case("FactorOfReplicasWarning")
+def _the_whole_batch_everywhere(g):
+    g.run(_step(g, jnp.mean), np.ones(4, np.float32))
+
+
+@case("RecompilationWarning")
+def _new_shapes(g):
+    def step(x):
+        return x.shape[0]
+
+    for rows in range(1, 30):
+        g.run(step, np.ones(rows, np.float32))
+
+
+def printed(name: str, message: str) -> str:
+    home = "mirrored.data" if name == "TFRecordError" else "mirrored"
+    return " ".join(f"{home}.{name}: {message}".split())
+
+
+def pattern(message: str) -> str:
+    return re.escape(" ".join(message.split())).replace("…", ".*?")
+
+
+def section(name: str) -> str:
+    """Return what the page says below an error's name."""
+    return re.search(rf"^## {name}\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE).group(1)
+
+
+@pytest.mark.parametrize(("name", "raises"), CASES, ids=[function.__name__[1:] for _, function in CASES])
+def test_a_message_is_on_the_page_as_it_is_printed(name: str, raises: Case, given: SimpleNamespace) -> None:
+    error = getattr(mr, name, None) or getattr(mr.data, name)
+    with pytest.raises(error) as caught, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        raises(given)
+    told = printed(name, str(caught.value))
+    messages = [pattern(message) for message in MESSAGES if message in section(name)]
+    assert [message for message in messages if re.fullmatch(message, told)], told
+
+
+def test_no_error_and_no_message_is_missing() -> None:
+    assert {name for name, _ in CASES} == PUBLIC
+    assert len(CASES) == len(MESSAGES), "one function here for each message on the page"
+    for name in PUBLIC:
+        own = section(name)
+        assert "**Cause**" in own and "**Cure**" in own, name
+        assert all(
+            message.removeprefix("mirrored.").removeprefix("data.").startswith(name) for message in MESSAGES if message in own
+        )
+
+
+def test_errors_say_where_their_page_is() -> None:
+    for name in PUBLIC:
+        error = getattr(mr, name, None) or getattr(mr.data, name)
+        assert f"docs/troubleshooting.md#{name.lower()}" in error.__doc__, name
