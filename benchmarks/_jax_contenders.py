@@ -65,11 +65,13 @@ def _transformer(params: Params, x: jax.Array, y: jax.Array) -> jax.Array:
 LOSSES: dict[str, Callable[..., jax.Array]] = {"W1": _linear, "W2": _mlp, "W3": _conv, "W4": _transformer}
 
 
-def mirrored_step(strategy: mr.Strategy, workload: Workload) -> Callable[[jax.Array, jax.Array], jax.Array]:
+def mirrored_step(
+    strategy: mr.Strategy, workload: Workload, shard_state: bool = False
+) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """Make a model of its own, and its training step, which returns the loss."""
     with strategy.scope():
         variables = {name: mr.Variable(array, name=name) for name, array in workload.parameters().items()}
-        optimizer = mr.Optimizer(optax.adam(LEARNING_RATE), variables)
+        optimizer = mr.Optimizer(optax.adam(LEARNING_RATE), variables, shard_state=shard_state)
 
     def step(x: jax.Array, y: jax.Array) -> jax.Array:
         def loss() -> jax.Array:
@@ -83,12 +85,13 @@ def mirrored_step(strategy: mr.Strategy, workload: Workload) -> Callable[[jax.Ar
     return step
 
 
-def with_mirrored(workload: Workload, num_replicas: int) -> Contender:
-    return with_strategy("mirrored", mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)]), workload)
+def with_mirrored(workload: Workload, num_replicas: int, shard_state: bool = False) -> Contender:
+    name = "mirrored, shard_state" if shard_state else "mirrored"
+    return with_strategy(name, mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)]), workload, shard_state)
 
 
-def with_strategy(name: str, strategy: mr.Strategy, workload: Workload) -> Contender:
-    step = mirrored_step(strategy, workload)
+def with_strategy(name: str, strategy: mr.Strategy, workload: Workload, shard_state: bool = False) -> Contender:
+    step = mirrored_step(strategy, workload, shard_state)
     batches = itertools.cycle(list(strategy.distribute_dataset(workload.batches())))
 
     def run(num_steps: int) -> float:
@@ -165,6 +168,7 @@ def all_of(workload: Workload, num_replicas: int) -> Sequence[Contender]:
     return (
         by_hand(workload, num_replicas),
         with_mirrored(workload, num_replicas),
+        with_mirrored(workload, num_replicas, shard_state=True),
         by_hand_packed(workload, num_replicas),
         on_one_device(workload),
     )

@@ -11,13 +11,13 @@ OFFERS = {
         jaxprs.has_host_callback jaxprs.inner_constants jaxprs.inner_jaxprs jaxprs.inside jaxprs.is_collective
         jaxprs.is_function_of_operands jaxprs.is_over_groups jaxprs.is_plain jaxprs.length_of jaxprs.meshes_in
         jaxprs.num_bytes jaxprs.parts_of jaxprs.scan_of jaxprs.solver_of jaxprs.while_of marks.Mark marks.Purpose
-        marks.mark marks.mark_p means.is_of_mean primitives.CONTROL_FLOW primitives.HOST_CALLBACKS
-        primitives.INLINE_CALLS primitives.MAKE_SAME primitives.PURE sums.Levels sums.call sums.is_number
-        sums.levels_of sums.new_variable sums.num_bytes_of sums.without tracing.CLEAN tracing.bind tracing.evaluate
-        tracing.is_mapped_over tracing.is_staging tracing.keeps_a_mesh tracing.lowered tracing.own_axes_first
-        tracing.placeholder tracing.separate_caches tracing.trace tracing.trace_state user_code.equation_line
-        user_code.leave_out user_code.line_of user_code.raising_line user_code.show_users_lines user_code.user_line
-        user_code.warn user_code.warned versions.warn_if_untried ways.Way ways.path_of ways.way_of
+        marks.mark marks.mark_p means.is_of_mean primitives.CONTROL_FLOW primitives.ELEMENTWISE
+        primitives.HOST_CALLBACKS primitives.INLINE_CALLS primitives.MAKE_SAME primitives.PURE sums.Levels sums.call
+        sums.is_number sums.levels_of sums.new_variable sums.num_bytes_of sums.without tracing.CLEAN tracing.bind
+        tracing.evaluate tracing.is_mapped_over tracing.is_staging tracing.keeps_a_mesh tracing.lowered
+        tracing.own_axes_first tracing.placeholder tracing.separate_caches tracing.trace tracing.trace_state
+        user_code.equation_line user_code.leave_out user_code.line_of user_code.raising_line user_code.show_users_lines
+        user_code.user_line user_code.warn user_code.warned versions.warn_if_untried ways.Way ways.path_of ways.way_of
     """,
     "_cluster": """
         environments.SOURCES meeting.Meeting meeting.meet resolvers.ClusterResolver
@@ -38,25 +38,27 @@ OFFERS = {
         collectives.ReplicaAxis collectives.aggregate collectives.all_reduce collectives.check_axis
         collectives.mean_by_rows collectives.normalize_axes collectives.pad_to collectives.sum_in_one_buffer
         context.ReplicaContext context.axis_of context.check_call context.knows_id context.own_parts
-        cross_replica.aggregate_stack cross_replica.broadcast_stack cross_replica.compiled
-        cross_replica.gather_mirrored cross_replica.gather_stack cross_replica.reduce_mirrored
-        cross_replica.reduce_stack cross_replica.require_equal_except cross_replica.split_stack frames.Frame
-        frames.check_enterable frames.current frames.entered frames.foreign_trace_message
-        frames.in_cross_replica_context frames.is_traced frames.require_cross_replica in_flight.finish
-        in_flight.is_paced in_flight.joined in_flight.require_threads in_flight.started mesh.ReplicaMesh
-        mesh.cluster_mesh mesh.default_mesh mesh.make_mesh mesh.resolve_devices mesh.with_replicas
-        per_replica.PerReplica per_replica.carried_sums per_replica.is_per_replica per_replica.stack_of
-        per_replica.stack_shapes per_replica.uneven_shapes placement.check_later placement.checksum placement.mirror
-        placement.mirror_constants placement.refuse_argument placement.stack
+        cross_replica.aggregate_stack cross_replica.broadcast_stack cross_replica.compiled cross_replica.gather_mirrored
+        cross_replica.gather_stack cross_replica.reduce_mirrored cross_replica.reduce_stack
+        cross_replica.require_equal_except cross_replica.split_stack frames.Frame frames.check_enterable frames.current
+        frames.entered frames.foreign_trace_message frames.in_cross_replica_context frames.is_traced
+        frames.require_cross_replica in_flight.finish in_flight.is_paced in_flight.joined in_flight.require_threads
+        in_flight.started mesh.ReplicaMesh mesh.cluster_mesh mesh.default_mesh mesh.make_mesh mesh.resolve_devices
+        mesh.with_replicas parts.all_gather_parts parts.join_parts parts.num_real parts.own_part parts.part_size
+        parts.reduce_scatter parts.split_parts per_replica.PerReplica per_replica.carried_sums
+        per_replica.is_per_replica per_replica.stack_of per_replica.stack_shapes per_replica.uneven_shapes
+        placement.check_later placement.checksum placement.mirror placement.mirror_constants placement.refuse_argument
+        placement.stack
     """,
     "_variables": """
         access.all_copies access.claimed access.copied access.keep access.lent access.load access.set_stored
-        access.store assignment.check_per_replica bindings.Bindings bindings.Fallback bindings.bound
+        access.store access.traced assignment.check_per_replica bindings.Bindings bindings.Fallback bindings.bound
         bindings.outer_reader bindings.with_few_compilations equal_copies.CopiesCompared equal_copies.Watch
-        equal_copies.check equal_copies.last_comparisons equal_copies.real_copies equal_copies.watch storage.Home
-        storage.WeakVariables storage.home_of storage.overwrite storage.overwrite_when_done tree.VariableTree
-        tree.trainable variable.Variable variable.is_variable variable.listeners variable.live_variables
-        variable.local_arrays variable.note_use variable.spec_of variable.use_value
+        equal_copies.check equal_copies.last_comparisons equal_copies.real_copies equal_copies.watch
+        sharded.ShardedVariable storage.Home storage.WeakVariables storage.home_of storage.overwrite
+        storage.overwrite_when_done tree.VariableTree tree.trainable variable.Variable variable.is_variable
+        variable.listeners variable.live_variables variable.local_arrays variable.note_use variable.spec_of
+        variable.use_value
     """,
     "data": """
         _dataset.DistributedDataset _dataset.batch_rows _dataset.check_dataset _dataset.mesh_of
@@ -81,6 +83,9 @@ OFFERS = {
     "_transforms": """
         function.function function.function_programs gradients.grad gradients.value_and_grad loops.cond loops.fori_loop
         loops.scan
+    """,
+    "_updates": """
+        shared_out.check_variables shared_out.combined shared_out.state_variable shared_out.store shared_out.update
     """,
     "_strategy": """
         current.DefaultStrategy current.get_replica_context current.get_strategy current.has_strategy

@@ -24,7 +24,7 @@ FLOORS = (
     {"_variables", "data"},
     {"_models"},
     {"_program"},
-    {"losses", "_transforms"},
+    {"losses", "_transforms", "_updates"},
     {"optimizer", "_strategy"},
     {"_checkpoint", "_command", "_report", "_testing"},
     {"launch", "testing", "__init__", "__main__"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NoReturn
 
@@ -26,6 +27,7 @@ from ._replicas.per_replica import PerReplica, is_per_replica, stack_of
 from ._text import shown
 from ._transforms.gradients import value_and_grad
 from ._typing import PyTree
+from ._updates import shared_out
 from ._variables.access import copied
 from ._variables.assignment import check_per_replica
 from ._variables.tree import trainable
@@ -48,10 +50,13 @@ class Optimizer:
             the number of rows on all replicas, `mr.losses.compute_average_loss`. `"mean"`: averages them, each replica with the
             weight of its rows, for losses that are a mean over the replica's own rows, `jnp.mean(per_example_loss)`; a replica
             without rows has no weight. `False`: they have been combined before.
+        shard_state: whether each of the R replicas holds 1/R of the state only, updates 1/R of the variables' elements, and
+            gets the rest from the others; the numbers are the same. Scalars, such as counts, are on every replica.
 
     Raises:
-        TypeError: when `tx` is not a transformation or `variables` holds something else.
-        ValueError: for a sync-on-read variable, one that is listed twice, or another `aggregate`.
+        TypeError: when `tx` is not a transformation or `variables` holds something else, and for complex variables in shards.
+        ValueError: for a sync-on-read variable, one that is listed twice, another `aggregate`, or a state in shards where a device
+            has several replicas.
 
     >>> with strategy.scope():
     ...     w = mr.Variable(1.0, name="w")
@@ -76,7 +81,9 @@ class Optimizer:
     Source: https://www.tensorflow.org/api_docs/python/tf/keras/optimizers/Optimizer
     """
 
-    def __init__(self, tx: optax.GradientTransformation, variables: PyTree, *, aggregate: Aggregate = "sum") -> None:
+    def __init__(
+        self, tx: optax.GradientTransformation, variables: PyTree, *, aggregate: Aggregate = "sum", shard_state: bool = False
+    ) -> None:
         if not (hasattr(tx, "init") and hasattr(tx, "update")):
             raise TypeError(f"tx is {shown(tx)}; expected an optax transformation, for example optax.adam(1e-3).")
         if (frame := frames.current()) is not None and frame.bindings is not None:
@@ -86,13 +93,17 @@ class Optimizer:
             )
         self._aggregate = _parse_aggregate(aggregate)
         self._tx = tx
+        self._is_sharded = bool(shard_state)
         leaves, self._treedef = jax.tree.flatten(trainable(variables), is_leaf=is_variable)
         self._leaves = list(map(own_variable, leaves))
         _check_variables(self._leaves, variables)
+        if self._is_sharded:
+            shared_out.check_variables(self._leaves)
         # The state lives with the variables, also when the optimizer is made outside their scope.
         with frames.entered(Frame(None, spec_of(self._leaves[0]).mesh)):
             paths, self._state_treedef = jax.tree_util.tree_flatten_with_path(tx.init(self._as_tree(copied(self._leaves))))
-            self._state = [Variable(leaf, name=f"optimizer{keystr(path)}", trainable=False) for path, leaf in _emptied(paths)]
+            make = shared_out.state_variable if self._is_sharded else functools.partial(Variable, trainable=False)
+            self._state = [make(leaf, name=f"optimizer{keystr(path)}") for path, leaf in _emptied(paths)]
             self._iterations = Variable(np.int32(0), name="optimizer.iterations", trainable=False)
 
     @property
@@ -184,17 +195,24 @@ class Optimizer:
         self._update(complete, [gradient is None for gradient in gradients], extra)
 
     def _update(self, gradients: list[jax.Array], is_skipped: list[bool], extra: dict[str, Any]) -> None:
-        values = self._as_tree([variable.value for variable in self._leaves])
-        state = jax.tree.unflatten(self._state_treedef, [variable.value for variable in self._state])
-        update = optax.with_extra_args_support(self._tx).update
-        updates, new_state = update(_gradient_tree(self._as_tree(gradients)), state, values, **extra)
-        new_values = optax.apply_updates(values, updates)
-        keep_state = self._skipped_state(is_skipped)
-        new = list(zip(self._leaves, jax.tree.leaves(new_values), is_skipped, strict=True))
-        new += zip(self._state, jax.tree.leaves(new_state), keep_state, strict=True)
+        def compute(gradients: list[Any], values: list[Any], state: list[Any]) -> tuple[list[Any], list[Any]]:
+            tree = self._as_tree(values)
+            update = optax.with_extra_args_support(self._tx).update
+            state_tree = jax.tree.unflatten(self._state_treedef, state)
+            updates, new_state = update(_gradient_tree(self._as_tree(gradients)), state_tree, tree, **extra)
+            return jax.tree.leaves(optax.apply_updates(tree, updates)), jax.tree.leaves(new_state)
+
+        frame, store = frames.current(), Variable.assign
+        if self._is_sharded and frame is not None and frame.axis is not None:
+            new_values, new_state = shared_out.update(compute, gradients, self._leaves, self._state, frame.axis)
+            store = shared_out.store
+        else:
+            new_values, new_state = compute(gradients, [v.value for v in self._leaves], [v.value for v in self._state])
+        new = list(zip(self._leaves, new_values, is_skipped, strict=True))
+        new += zip(self._state, new_state, self._skipped_state(is_skipped), strict=True)
         for variable, value, keep in new:
             if not keep:
-                variable.assign(value)
+                store(variable, value)
         self._iterations.assign_add(1)
 
     def _skipped_state(self, is_skipped: list[bool]) -> list[bool]:
@@ -226,6 +244,8 @@ class Optimizer:
         purpose = Purpose.GRADIENT if op is ReduceOp.SUM else Purpose.MEAN_GRADIENT
         where = user_code.user_line()
         marked = [mark(jnp.asarray(g), Mark(purpose, v.name, where, id(self))) for g, v in zip(gradients, variables, strict=True)]
+        if self._is_sharded:
+            return shared_out.combined(op, marked, axis_of(frame.replica))
         return frame.replica.all_reduce(op, marked) if op is ReduceOp.SUM else mean_by_rows(marked, axis_of(frame.replica))
 
     def _aligned(self, grads: Any) -> list[Any]:

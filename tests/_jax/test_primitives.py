@@ -30,6 +30,15 @@ def test_every_primitive_that_the_proof_knows_exists():
     assert sorted(KNOWN - existing) == sorted(missing), "JAX has dropped a primitive, or dropped one at another version"
 
 
+def test_what_is_computed_by_place_gives_for_a_part_what_it_gives_for_the_whole():
+    assert primitives.ELEMENTWISE <= primitives.PURE
+    whole, other = np.linspace(0.1, 0.9, 6, dtype=np.float32), np.linspace(0.9, 0.1, 6, dtype=np.float32)
+    for function in (jnp.arctan2, jnp.maximum, lambda x, y: jnp.where(x > y, x, y), lambda x, y: jnp.clip(x, y, 0.7)):
+        names = {equation.primitive.name for equation in equations(function, whole, other)}
+        assert names <= primitives.ELEMENTWISE | primitives.CALLS, names
+        np.testing.assert_array_equal(function(whole, other)[2:4], function(whole[2:4], other[2:4]))
+
+
 def test_the_public_primitives_are_all_decided():
     """A new public primitive must be put into a list, or be left out on purpose: here."""
     public = {getattr(jex_core.primitives, name).name for name in dir(jex_core.primitives) if name.endswith("_p")}

@@ -13,7 +13,7 @@ import numpy as np
 
 from .._libraries import lines_for
 from .._models import keras_state, nnx
-from .._options import VariableAggregation
+from .._options import VariableAggregation, VariableSynchronization
 from .._replicas.per_replica import PerReplica
 from .._text import shown
 from .._typing import PyTree
@@ -139,7 +139,8 @@ def kinds_of(leaves: Leaves) -> dict[str, str]:
 def kind_of(leaf: Any) -> str:
     if isinstance(leaf, Variable):
         aggregation = "" if leaf.aggregation is VariableAggregation.NONE else f", {leaf.aggregation.name}"
-        return f"{'sync-on-read' if spec_of(leaf).is_on_read else 'mirrored'} {dtype_name(leaf)}{list(leaf.shape)}{aggregation}"
+        kind = "sync-on-read" if leaf.synchronization is VariableSynchronization.ON_READ else "mirrored"
+        return f"{kind} {dtype_name(leaf)}{list(leaf.shape)}{aggregation}"
     if has_position(leaf):
         return "iterator"
     return f"{dtype_name(leaf)}{list(leaf.shape)}" if hasattr(leaf, "dtype") else "number"

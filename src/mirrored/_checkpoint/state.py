@@ -13,10 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._models import nnx
-from .._options import VariableAggregation
+from .._options import VariableAggregation, VariableSynchronization
 from .._replicas import cross_replica
+from .._replicas.parts import join_parts
 from .._typing import PyTree
 from .._variables.access import lent, set_stored
+from .._variables.sharded import ShardedVariable
 from .._variables.variable import Variable, spec_of
 from .leaves import (
     ITERATIONS,
@@ -97,7 +99,11 @@ def _snapshot(
     own = {key: array.addressable_data(0) if array.is_fully_replicated else array for key, array in on_devices.items()}
     for array in own.values():
         array.copy_to_host_async()
-    return Snapshot(entries, host | {key: np.array(array) for key, array in own.items()})
+    host |= {key: np.array(array) for key, array in own.items()}
+    for path, leaf in leaves.items():
+        if isinstance(leaf, ShardedVariable):
+            host[entries[path]["value"]] = join_parts(host[entries[path]["value"]], leaf.shape)
+    return Snapshot(entries, host)
 
 
 def _array_entry(leaf: Variable | jax.Array, held: Mapping[Variable, jax.Array], arrays: dict[str, jax.Array]) -> dict[str, Any]:
@@ -112,9 +118,11 @@ def _array_entry(leaf: Variable | jax.Array, held: Mapping[Variable, jax.Array],
     if not isinstance(leaf, Variable):
         return entry | {"kind": "array", "value": add(leaf)}
     stored = held[leaf]
-    if not spec_of(leaf).is_on_read:
-        return entry | {"kind": "mirrored", "value": add(stored)}
     mesh = spec_of(leaf).mesh
+    if isinstance(leaf, ShardedVariable):  # its parts, which are joined on the host
+        stored = stored if mesh.is_alone else cross_replica.compiled(_same, mesh.mirrored)(stored)
+    if leaf.synchronization is VariableSynchronization.ON_WRITE:
+        return entry | {"kind": "mirrored", "value": add(stored)}
     entry |= {"kind": "on_read", "aggregation": leaf.aggregation.name}
     entry["copies"] = add(stored if mesh.is_alone else cross_replica.compiled(_same, mesh.mirrored)(stored))
     if leaf.aggregation is not VariableAggregation.NONE:
@@ -153,7 +161,7 @@ def _difference(leaf: Any, saved: Snapshot, path: str) -> str | None:
         return f"is {here} here, and {there} in the checkpoint"
     if _takes_copies(leaf, saved, entry):
         return None
-    on_read_here = isinstance(leaf, Variable) and spec_of(leaf).is_on_read
+    on_read_here = isinstance(leaf, Variable) and leaf.synchronization is VariableSynchronization.ON_READ
     if "value" not in entry:
         count = saved.arrays[entry["copies"]].shape[0]
         return (
@@ -198,7 +206,7 @@ def _takes_copies(leaf: Any, saved: Snapshot, entry: Mapping[str, Any]) -> bool:
     """Tell whether each replica gets back exactly what it had."""
     return (
         isinstance(leaf, Variable)
-        and spec_of(leaf).is_on_read
+        and leaf.synchronization is VariableSynchronization.ON_READ
         and entry.get("aggregation") == leaf.aggregation.name
         and saved.arrays[entry["copies"]].shape[0] == spec_of(leaf).mesh.num_replicas
     )

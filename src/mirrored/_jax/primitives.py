@@ -39,3 +39,13 @@ MAKE_SAME = frozenset({"psum", "pmax", "pmin", "all_gather", "pbroadcast", "psum
 LOCAL = frozenset({"axis_index", "pvary"})
 #: Call a user's function on the host. `debug_print`, a primitive of its own since jax 0.11, calls none.
 HOST_CALLBACKS = frozenset({"buffer_callback", "debug_callback", "io_callback", "pure_callback"})
+_ELEMENTWISE_NAMES = """
+abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex conj
+convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag
+integer_pow is_finite le lgamma log log1p log2 logistic lt max min mul ne neg nextafter not one_minus_square or polygamma
+population_count pow real reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign
+sin sinh sqrt square sub tan tanh xor zeta
+"""
+#: Compute each element of the one result from the elements of the operands at the same place, and from scalars; what is among
+#: their parameters does not depend on the shape.
+ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())

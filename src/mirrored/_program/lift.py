@@ -296,7 +296,7 @@ def trace_step(trace: Callable[..., ResultT], call: Call, shapes: Sequence[Shape
                 lambda arrays: call.apply(arrays, lambda _, array: array),
                 avals,
                 frame,
-                lambda variable: variable.shape,
+                lambda variable: spec_of(variable).shape,
                 call.function,
                 **more,
             )

@@ -49,7 +49,7 @@ def describe_program(program: StepProgram) -> str:
 
 def name_of_collective(collective: Collective) -> str:
     """Return the field's name of a collective, and whether it is in a loop."""
-    name = {"psum": "all-reduce", "all_gather": "all-gather"}.get(collective.name, collective.name)
+    name = "all-reduce" if collective.name == "psum" else collective.name.replace("_", "-")
     return name + (" in a loop" if collective.in_loop else "")
 
 

@@ -105,13 +105,21 @@ def mean_by_rows(tree: PyTree, axis: ReplicaAxis) -> PyTree:
     """Return the mean over the replicas, in which each has the weight of its rows; one without rows has no part in it."""
     if axis.sizes is None:
         return all_reduce(ReduceOp.MEAN, tree, axis)
-    own, total = axis.rows()
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_wrapped)
     arrays = [as_array(leaf, "all_reduce") for leaf in leaves]
-    note = Mark(Purpose.BY_ROWS, "a mean by rows", user_code.user_line())
-    wide = [mark(array.astype(accumulator_dtype(ReduceOp.MEAN, array.dtype)), note) for array in arrays]
-    sums = _packed_sum([array * (own / total) if own else jnp.zeros_like(array) for array in wide], axis)
+    sums = _packed_sum(wide_by_rows(arrays, axis), axis)
     return jax.tree.unflatten(treedef, [divide(part, 1, array.dtype) for part, array in zip(sums, arrays, strict=True)])
+
+
+def wide_by_rows(arrays: Sequence[jax.Array], axis: ReplicaAxis) -> list[jax.Array]:
+    """Return what is added up for a mean by rows; in an uneven step with the weight of this replica's rows."""
+    wide = [array.astype(accumulator_dtype(ReduceOp.MEAN, array.dtype)) for array in arrays]
+    if axis.sizes is None:
+        return wide
+    own, total = axis.rows()
+    note = Mark(Purpose.BY_ROWS, "a mean by rows", user_code.user_line())
+    marked = [mark(array, note) for array in wide]
+    return [array * (own / total) if own else jnp.zeros_like(array) for array in marked]
 
 
 def _uneven_means(arrays: Sequence[jax.Array], axis: ReplicaAxis) -> list[jax.Array]:
@@ -247,7 +255,7 @@ def _pairs(array: jax.Array) -> jax.Array:
 
 
 def _packed_real_sum(arrays: Sequence[jax.Array], axis: ReplicaAxis) -> list[jax.Array]:
-    groups = _groups_of_bytes(arrays, axis.bytes_per_pack) if axis.bytes_per_pack else _groups_of_small(arrays)
+    groups = groups_of(arrays, axis.bytes_per_pack)
     buffers = [_pack([arrays[i] for i in members]) for members in groups]
     sums: list[Any] = [None] * len(arrays)
     for members, total in zip(groups, axis.sum(buffers) if buffers else (), strict=True):
@@ -270,6 +278,11 @@ def _unpack(buffer: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Ar
         return [buffer]
     ends = np.cumsum([np.prod(shape, dtype=int) for shape in shapes])
     return [part.reshape(shape) for part, shape in zip(jnp.split(buffer, ends[:-1]), shapes, strict=True)]
+
+
+def groups_of(arrays: Sequence[jax.Array], bytes_per_pack: int) -> list[list[int]]:
+    """Return which arrays, by their positions, travel together."""
+    return _groups_of_bytes(arrays, bytes_per_pack) if bytes_per_pack else _groups_of_small(arrays)
 
 
 def _groups_of_small(arrays: Sequence[jax.Array]) -> list[list[int]]:

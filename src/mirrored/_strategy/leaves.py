@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from .._errors import StrategyMismatchError
-from .._options import ReduceOp
+from .._options import ReduceOp, VariableSynchronization
 from .._replicas import arrays, collectives, cross_replica, frames, placement
 from .._replicas.mesh import ReplicaMesh
 from .._replicas.per_replica import PerReplica, carried_sums, stack_of, uneven_shapes
@@ -81,7 +81,8 @@ class Leaves:
             return use(self._own(leaf, verb))
         self._check_own_variable(leaf, verb)
         note_use(leaf, verb)
-        return use(all_copies(leaf)) if spec_of(leaf).is_on_read else use_value(leaf, use)
+        is_on_read = leaf.synchronization is VariableSynchronization.ON_READ
+        return use(all_copies(leaf)) if is_on_read else use_value(leaf, use)
 
     def _own(self, leaf: Any, verb: str) -> PerReplica | jax.Array:
         if isinstance(leaf, PerReplica):

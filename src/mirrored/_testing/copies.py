@@ -15,6 +15,7 @@ from .._strategy.strategy import Strategy, variables_of
 from .._text import shown
 from .._typing import PyTree
 from .._variables import equal_copies
+from .._variables.sharded import ShardedVariable
 from .._variables.variable import Variable
 
 _HAS_COPIES = (Variable, PerReplica, jax.Array)
@@ -27,7 +28,8 @@ def copies(value: Variable | jax.Array) -> dict[int, np.ndarray]:
     are when the variable changes. Of a random key they are its data.
 
     Args:
-        value: a variable of any kind, or an array that is the same on each replica, such as a mirrored result of `strategy.run`.
+        value: a variable of any kind, of which state in shards has parts instead of copies; or an array that is the
+            same on each replica, such as a mirrored result of `strategy.run`.
 
     Returns:
         A dict from the replica's number to its copy, of the variable's shape. With several workers, of this worker's replicas.
@@ -91,6 +93,8 @@ def assert_equal_copies(value: Strategy | PyTree) -> None:
             "be compared. Make the variables in `with strategy.scope():`, and keep them."
         )
     for name, leaf in named:
+        if isinstance(leaf, ShardedVariable):  # each of its elements is there once
+            continue
         if isinstance(leaf, Variable) and leaf.synchronization is VariableSynchronization.ON_READ:
             raise ValueError(
                 f"{name} is a sync-on-read variable: each replica has its own value, so that no copies are to be equal. Leave it "

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._options import VariableSynchronization
 from .._replicas import cross_replica, frames
 from .._replicas.per_replica import PerReplica
 from . import storage, turns
@@ -62,6 +63,11 @@ def load(variable: Variable) -> jax.Array:
     return variable._use_stored(frames.current(), functools.partial(_taken, variable))
 
 
+def traced(variable: Variable) -> jax.Array:
+    """Return what stands for what is stored, in a trace; nothing is taken, so that the program may overwrite it."""
+    return variable._load(frames.current())
+
+
 def _taken(variable: Variable, array: jax.Array) -> jax.Array:
     if array is variable._slot.array:  # and not what stands for it in a trace
         variable._slot.note_taken()
@@ -79,9 +85,12 @@ def all_copies(variable: Variable) -> PerReplica:
     frame, spec = frames.current(), variable._spec
 
     def of_stored(stored: jax.Array) -> PerReplica:
+        is_on_read = variable.synchronization is VariableSynchronization.ON_READ
+        if spec.is_on_read and not is_on_read:  # a part; each replica has the whole value, as it were
+            stored = variable._value_of(frame, stored)
         if frame is not None and frame.axis is not None:
             return PerReplica(frame.axis.stack(stored))
-        if spec.is_on_read:
+        if is_on_read:
             return PerReplica(jnp.copy(stored))
         broadcast = cross_replica.compiled(cross_replica.broadcast_stack, spec.mesh.stacked, spec.mesh.num_replicas)
         return PerReplica(broadcast(stored))

@@ -167,12 +167,12 @@ class Variable(ScatterMethods):
     @property
     def ndim(self) -> int:
         """The number of axes of one copy."""
-        return len(self._spec.shape)
+        return len(self.shape)
 
     @property
     def size(self) -> int:
         """The number of elements of one copy."""
-        return int(np.prod(self._spec.shape, dtype=int))
+        return int(np.prod(self.shape, dtype=int))
 
     @property
     def trainable(self) -> bool:
@@ -347,9 +347,9 @@ class Variable(ScatterMethods):
         return self._apply("__getitem__", key)
 
     def __len__(self) -> int:
-        if not self._spec.shape:
+        if not self.shape:
             raise TypeError(f"variable {self.name!r} is a scalar and has no len().")
-        return self._spec.shape[0]
+        return self.shape[0]
 
     def __iter__(self) -> Any:
         return iter(self._use(list))
@@ -476,13 +476,15 @@ def _abridged(copy: np.ndarray, indent: int) -> str:
     return np.array2string(copy, threshold=20, prefix=" " * (indent + 4))
 
 
-def _flatten(variable: Variable) -> tuple[tuple[jax.Array], None]:
+def flatten(variable: Variable) -> tuple[tuple[jax.Array], None]:
+    """Take a variable apart, as a pytree: into its value."""
     return (variable.value,), None
 
 
-def _unflatten(_: None, children: tuple[Any]) -> Any:
+def unflatten(_: None, children: tuple[Any]) -> Any:
+    """Return the value that stands in a variable's place in a tree."""
     # Not a Variable: a tree of variables stands for the tree of their values, see docs/design/variables.md.
     return children[0]
 
 
-jax.tree_util.register_pytree_node(Variable, _flatten, _unflatten)
+jax.tree_util.register_pytree_node(Variable, flatten, unflatten)

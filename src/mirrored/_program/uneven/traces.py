@@ -22,6 +22,7 @@ from ..._replicas.frames import Frame
 from ..._replicas.per_replica import stack_shapes
 from ..._typing import Shape
 from ..._variables.storage import WeakVariables
+from ..._variables.variable import spec_of
 from .. import lift, proof, refusals
 from ..call import ArrayLeaf, Call, argument_names, static_key
 from ..lift import Lifted, ResultPlan, Touched, static_value, trace_step
@@ -300,7 +301,7 @@ def _merge_traces(
     traces: Sequence[Lifted], kinds: Kinds, leaves: Sequence[ArrayLeaf], plan: ResultPlan, frame: Frame, function: Any
 ) -> Any:
     aligned = [nodes.read_trace(kinds.describe(kind), lifted.shown) for kind, lifted in enumerate(traces)]
-    variables = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in traces[0].variables]
+    variables = [jax.ShapeDtypeStruct(spec_of(v).shape, v.dtype) for v in traces[0].variables]
     arrays = [leaf.aval(leaf.shape) for leaf in leaves]
     is_common = [True] * len(variables) + [leaf.shapes is None for leaf in leaves]
     align.compare(aligned, is_common)

@@ -1,0 +1,1 @@
+"""How the replicas share out the update of variables."""

@@ -1,0 +1,158 @@
+"""A traced function on parts: each replica computes the elements that it holds, and what it needs of others is brought.
+
+A value of the function is one of four: this replica's `OwnPart` of an array, its `OwnSum`, which is still to be added to
+those of the others, an array `Filled` with one number, or a whole array or number, the same on every replica. An operation
+that computes each element from the elements at the same place is carried out on parts. Any other one gets whole arrays, by
+an all-gather. So the result is what the function gives for whole arrays, whatever it computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .._jax import jaxprs, tracing
+from .._jax.jaxprs import ClosedJaxpr, Jaxpr
+from .._jax.primitives import ELEMENTWISE
+from .._replicas import parts
+from .._replicas.collectives import ReplicaAxis
+from .._typing import Shape
+
+
+class OwnPart(NamedTuple):
+    """This replica's elements of an array of some shape."""
+
+    array: jax.Array
+    shape: Shape
+
+
+class OwnSum(NamedTuple):
+    """What this replica has of a sum."""
+
+    array: jax.Array
+
+
+class Filled(NamedTuple):
+    """An array of one number."""
+
+    number: Any
+    shape: Shape
+
+
+class Partwise:
+    """One evaluation of traced functions on parts.
+
+    Args:
+        axis: the means to reach the other replicas.
+        same: is given each whole value that parts are computed with, and returns it. It notes that this value must be the same
+            on every replica: what comes of an all-gather looks as if it were, even if the parts were of different arrays.
+    """
+
+    def __init__(self, axis: ReplicaAxis, same: Callable[[jax.Array], jax.Array]) -> None:
+        self.axis = axis
+        self._same = same
+        self._noted: dict[int, tuple[Any, Any]] = {}
+        self._gathered: dict[int, tuple[Any, jax.Array]] = {}
+
+    def evaluate(self, closed: ClosedJaxpr, arguments: Sequence[Any]) -> list[Any]:
+        """Return the results of a traced function for parts and whole arrays; each is one of the four."""
+        return self._run(closed.jaxpr, closed.consts, arguments)
+
+    def part(self, value: Any, shape: Shape) -> jax.Array:
+        """Return this replica's elements of a value of this shape."""
+        if isinstance(value, OwnPart):
+            return value.array
+        if isinstance(value, Filled):
+            return jnp.broadcast_to(self._note(value.number), (parts.part_size(shape, self.axis.size),))
+        return parts.own_part(self._note(self.whole(value)), self.axis)
+
+    def whole(self, value: Any) -> Any:
+        """Return the whole array of a value."""
+        if isinstance(value, Filled):
+            return jnp.broadcast_to(value.number, value.shape)
+        if not isinstance(value, OwnPart | OwnSum):
+            return value
+        if id(value.array) not in self._gathered:
+            if isinstance(value, OwnSum):
+                [whole] = self.axis.sum([value.array])
+            else:
+                [whole] = parts.all_gather_parts([value.array], [value.shape], self.axis)
+            self._gathered[id(value.array)] = value.array, whole  # the first one stays, so that its id is not given away
+        return self._gathered[id(value.array)][1]
+
+    def _run(self, jaxpr: Jaxpr, constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
+        known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *arguments), strict=True))
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, jaxprs.Literal) else known[atom]
+
+        for equation in jaxpr.eqns:
+            known.update(zip(equation.outvars, self._equation(equation, list(map(read, equation.invars))), strict=True))
+        return list(map(read, jaxpr.outvars))
+
+    def _equation(self, equation: Any, values: list[Any]) -> Sequence[Any]:
+        has_parts = any(isinstance(value, OwnPart | OwnSum) for value in values)
+        if has_parts and (inner := jaxprs.callee(equation)) is not None:
+            return self._run(inner.jaxpr, inner.consts, values)
+        name = equation.primitive.name
+        if name in ELEMENTWISE and _is_by_place(equation):
+            shape = equation.outvars[0].aval.shape
+            if any(isinstance(value, OwnPart) for value in values):
+                return [OwnPart(self._by_place(equation, values, shape), shape)]
+            if any(isinstance(value, Filled) for value in values) and all(map(_is_one_number, values)):
+                [number] = tracing.bind(equation, [v.number if isinstance(v, Filled) else v for v in values])
+                return [Filled(number, shape)]
+        if name == "broadcast_in_dim" and len(values) == 1 and _is_one_number(values[0]):
+            return [Filled(getattr(values[0], "number", values[0]), equation.outvars[0].aval.shape)]
+        if name in ("add", "reduce_sum") and (total := self._sum(equation, values)) is not None:
+            return [total]
+        return tracing.bind(equation, list(map(self.whole, values)))
+
+    def _by_place(self, equation: Any, values: Sequence[Any], shape: Shape) -> jax.Array:
+        """Carry out an operation on parts: with this replica's elements of all operands, and with scalars as they are."""
+        operands = []
+        for atom, value in zip(equation.invars, values, strict=True):
+            is_scalar = atom.aval.shape == () != shape
+            operands.append(self._note(self.whole(value)) if is_scalar else self.part(value, shape))
+        [result] = tracing.bind(equation, operands)
+        return result
+
+    def _sum(self, equation: Any, values: Sequence[Any]) -> OwnSum | None:
+        """Add up what this replica has, for an equation that adds up all elements of an array, or adds to such a sum."""
+        if equation.primitive.name == "add":
+            if equation.outvars[0].aval.shape != () or not any(isinstance(value, OwnSum) for value in values):
+                return None
+            return OwnSum(*tracing.bind(equation, [v.array if isinstance(v, OwnSum) else self._of_first(v) for v in values]))
+        [value] = values
+        if not isinstance(value, OwnPart) or len(equation.params["axes"]) < len(value.shape):
+            return None
+        is_real = jnp.arange(value.array.size) < parts.num_real(value.shape, self.axis)
+        real = jnp.where(is_real, value.array, jnp.zeros_like(value.array))
+        return OwnSum(jnp.sum(real, dtype=value.array.dtype))
+
+    def _of_first(self, value: Any) -> jax.Array:
+        """Return what the first replica adds to a sum, and the others do not."""
+        whole = jnp.asarray(self._note(self.whole(value)))
+        return jnp.where(self.axis.index() == 0, whole, jnp.zeros_like(whole))
+
+    def _note(self, value: Any) -> Any:
+        """Note that a value must be the same on every replica; once for each."""
+        if not isinstance(value, jax.core.Tracer):
+            return value
+        if id(value) not in self._noted:
+            self._noted[id(value)] = value, self._same(value)
+        return self._noted[id(value)][1]
+
+
+def _is_by_place(equation: Any) -> bool:
+    """Tell whether all operands of an operation are scalars or of the result's shape, and it is placed nowhere in particular."""
+    [result] = equation.outvars
+    shapes = {atom.aval.shape for atom in equation.invars}
+    return shapes <= {(), result.aval.shape} and not any(isinstance(v, jax.sharding.Sharding) for v in equation.params.values())
+
+
+def _is_one_number(value: Any) -> bool:
+    return isinstance(value, Filled) or (not isinstance(value, OwnPart | OwnSum) and jnp.ndim(value) == 0)

@@ -1,0 +1,123 @@
+"""The update of variables, shared out: each replica updates its part of them, and holds that part of the optimizer's state.
+
+Xu et al. 2020, "Automatic Cross-Replica Sharding of Weight Update in Data-Parallel Training" (https://arxiv.org/abs/2004.13336);
+the first stage of ZeRO, Rajbhandari et al. 2020 (https://arxiv.org/abs/1910.02054).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._jax import tracing, user_code
+from .._jax.marks import Mark, Purpose, mark
+from .._options import ReduceOp
+from .._replicas import parts
+from .._replicas.collectives import ReplicaAxis, all_reduce, mean_by_rows
+from .._variables import access
+from .._variables.sharded import ShardedVariable
+from .._variables.variable import Variable, spec_of
+from .partwise import OwnPart, Partwise
+
+#: Makes the new values of the variables, and of the state, of the gradients, the values and the state.
+Compute = Callable[[list[Any], list[Any], list[Any]], tuple[list[Any], list[Any]]]
+
+
+def state_variable(value: Any, name: str) -> Variable:
+    """Make a variable of a leaf of the state: sharded, but for scalars, random keys and what has no elements."""
+    is_divided = _is_divided(value) and not jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+    return ShardedVariable(value, name=name) if is_divided else Variable(value, name=name, trainable=False)
+
+
+def _is_divided(value: Any) -> bool:
+    """Tell whether each replica has a part of such an array."""
+    return jnp.ndim(value) > 0 and jnp.size(value) > 0
+
+
+def check_variables(variables: Sequence[Variable]) -> None:
+    """Refuse complex variables, whose gradients XLA on CPU cannot scatter, and several replicas on one device.
+
+    Raises:
+        TypeError: for a complex variable.
+        ValueError: where a device has several replicas.
+    """
+    if spec_of(variables[0]).mesh.per_device > 1:
+        raise ValueError(
+            f"shard_state=True on {spec_of(variables[0]).mesh}: replicas of one device share one copy of the state already. Leave "
+            "shard_state=True out, or num_replicas out of mr.MirroredStrategy."
+        )
+    for variable in variables:
+        if jnp.issubdtype(variable.dtype, jnp.complexfloating):
+            raise TypeError(
+                f"variable {variable.name!r} has dtype {variable.dtype}; mr.Optimizer(..., shard_state=True) takes real numbers "
+                "only, which all backends add up and scatter. Leave shard_state=True out, or keep the real and the imaginary "
+                "part in two variables."
+            )
+
+
+def combined(op: ReduceOp, gradients: Sequence[jax.Array], axis: ReplicaAxis) -> list[Any]:
+    """Combine gradients over the replicas: each replica gets its part of each; what is not divided it gets whole."""
+    divided = iter(parts.reduce_scatter(op, [gradient for gradient in gradients if _is_divided(gradient)], axis))
+    others = [gradient for gradient in gradients if not _is_divided(gradient)]
+    whole = iter(all_reduce(op, others, axis) if op is ReduceOp.SUM else mean_by_rows(others, axis))
+    return [OwnPart(next(divided), g.shape) if _is_divided(g) else next(whole) for g in gradients]
+
+
+def update(
+    compute: Compute, gradients: Sequence[Any], variables: Sequence[Variable], state: Sequence[Variable], axis: ReplicaAxis
+) -> tuple[list[Any], list[Any]]:
+    """Return the new values of the variables, and of the state, of which a sharded variable gets this replica's part.
+
+    The update is traced for whole arrays, so that it may ask for shapes, and carried out on parts.
+    """
+    where = user_code.user_line()
+    names = {id(gradient): variable.name for gradient, variable in zip(gradients, variables, strict=True)}
+
+    def same(value: jax.Array) -> jax.Array:
+        return mark(value, Mark(Purpose.ASSIGN, names.get(id(value), variables[0].name), where))
+
+    partwise = Partwise(axis, same)
+    values = [variable.value for variable in variables]
+    held = [OwnPart(access.traced(v), v.shape) if isinstance(v, ShardedVariable) else v.value for v in state]
+    arguments = [*gradients, *values, *held]
+    closed = tracing.trace(_flat(compute, len(gradients), len(values)), list(map(_aval, arguments)), axis, compute)
+    results = partwise.evaluate(closed, arguments)
+    new_values, new_state = results[: len(values)], results[len(values) :]
+    return _wholes(partwise, new_values, axis), [
+        partwise.part(new, v.shape) if isinstance(v, ShardedVariable) else partwise.whole(new)
+        for v, new in zip(state, new_state, strict=True)
+    ]
+
+
+def store(variable: Variable, value: jax.Array) -> None:
+    """Give a variable what `update` made for it."""
+    if isinstance(variable, ShardedVariable):
+        access.store(variable, value.astype(variable.dtype))
+    else:
+        variable.assign(value)
+
+
+def _flat(compute: Compute, num_gradients: int, num_values: int) -> Callable[..., list[Any]]:
+    def flat(*arrays: Any) -> list[Any]:
+        end = num_gradients + num_values
+        values, state = compute(list(arrays[:num_gradients]), list(arrays[num_gradients:end]), list(arrays[end:]))
+        return [*values, *state]
+
+    return flat
+
+
+def _aval(value: Any) -> jax.ShapeDtypeStruct:
+    """Return the shape and dtype of the whole value."""
+    aval = jax.typeof(value.array if isinstance(value, OwnPart) else value)
+    shape = value.shape if isinstance(value, OwnPart) else aval.shape
+    return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=aval.weak_type)
+
+
+def _wholes(partwise: Partwise, values: Sequence[Any], axis: ReplicaAxis) -> list[Any]:
+    """Return whole values; what there is in parts is brought together, small ones in one collective."""
+    divided = [value for value in values if isinstance(value, OwnPart)]
+    wholes = iter(parts.all_gather_parts([v.array for v in divided], [v.shape for v in divided], axis))
+    return [next(wholes) if isinstance(value, OwnPart) else partwise.whole(value) for value in values]

@@ -1,0 +1,297 @@
+"""mr.Optimizer(..., shard_state=True): the numbers of the optimizer without it, from 1/R of the state on each replica."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optax import contrib
+
+import mirrored as mr
+
+# One test function makes a step for each optimizer.
+pytestmark = pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning")
+
+SCHEDULE = optax.cosine_decay_schedule(0.1, 10)
+TRANSFORMATIONS = {
+    "momentum": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
+    "mask that asks for shapes": lambda: optax.adamw(SCHEDULE, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)),
+    "clip by norm": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1)),
+    "norms of each": lambda: optax.lamb(0.1),
+    "factored": lambda: optax.adafactor(0.1, min_dim_size_to_factor=1),
+    "noise": lambda: optax.chain(optax.add_noise(0.01, 0.5, 0), optax.sgd(0.1)),
+    "condition": lambda: optax.MultiSteps(optax.adam(0.1), 2),
+    "matrices": lambda: contrib.muon(0.1),
+    "hyperparameters": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=SCHEDULE),
+    "labels": lambda: optax.multi_transform({"a": optax.adam(0.1), "s": optax.sgd(0.1)}, {"w": "a", "b": "s", "scale": "a"}),
+}
+
+
+def start():
+    return {
+        "w": np.linspace(-1, 1, 15, dtype=np.float32).reshape(5, 3),
+        "b": np.full(7, 0.1, np.float32),
+        "scale": np.float32(2),
+    }
+
+
+def make(strategy, tx, **options):
+    with strategy.scope():
+        variables = {name: mr.Variable(value, name=name) for name, value in start().items()}
+        return variables, mr.Optimizer(tx, variables, **options)
+
+
+def gradients_of(strategy, k=0):
+    """Give each replica gradients of its own."""
+    return strategy.distribute_values_from_function(
+        lambda ctx: jax.tree.map(lambda x: np.cos(x + k + ctx.replica_id_in_sync_group), start())
+    )
+
+
+def plain(tree):
+    """Return a tree of variables as numpy arrays."""
+    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
+    return [np.asarray(jax.random.key_data(x) if is_key(x) else x) for x in jax.tree.leaves(tree)]
+
+
+def assert_alike(one, other, name=""):
+    (variables, optimizer), (others, other_optimizer) = one, other
+    assert optimizer.iterations.numpy() == other_optimizer.iterations.numpy()
+    tree, other_tree = (variables, optimizer.state), (others, other_optimizer.state)
+    assert jax.tree.structure(tree, is_leaf=lambda x: isinstance(x, mr.Variable)) == jax.tree.structure(
+        other_tree, is_leaf=lambda x: isinstance(x, mr.Variable)
+    )
+    for a, b in zip(plain(tree), plain(other_tree), strict=True):
+        assert a.shape == b.shape
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6, err_msg=name)
+
+
+def is_per_replica(value):
+    return isinstance(value, mr.PerReplica)
+
+
+def both(strategy, make_tx=lambda: optax.adam(0.1), **options):
+    return [make(strategy, make_tx(), shard_state=is_sharded, **options) for is_sharded in (False, True)]
+
+
+def check_transformations(strategy, names):
+    made = {name: both(strategy, TRANSFORMATIONS[name]) for name in names}
+
+    def step(gradients):
+        for _, optimizer in (pair for pairs in made.values() for pair in pairs):
+            optimizer.apply_gradients(gradients)
+
+    for k in range(3):
+        strategy.run(step, args=(gradients_of(strategy, k),))
+    strategy.assert_mirrored()
+    for name, pairs in made.items():
+        assert_alike(*pairs, name)
+
+
+def test_the_numbers_are_those_without_shards(strategy3):
+    check_transformations(strategy3, ["momentum", "mask that asks for shapes", "clip by norm"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_any_transformation_gives_the_numbers_of_whole_arrays(strategy, name):
+    check_transformations(strategy, [name])
+
+
+def test_each_replica_holds_its_part_of_the_state(strategy3):
+    (_, whole), (_, sharded) = both(strategy3)
+    strategy3.run(sharded.apply_gradients, args=(gradients_of(strategy3),))
+
+    def bytes_by_device(optimizer):
+        arrays = [v._array for v in jax.tree.leaves(optimizer.state, is_leaf=lambda x: isinstance(x, mr.Variable))]
+        return [sum(s.data.nbytes for a in arrays for s in a.addressable_shards if s.device == d) for d in strategy3.devices]
+
+    assert bytes_by_device(whole) == [4 * (1 + 2 * (15 + 7 + 1))] * 3
+    assert bytes_by_device(sharded) == [4 * (1 + 2 * (5 + 3 + 1))] * 3  # scalars are on each, 7 elements are 3 + 3 + 1
+    assert [v.shape for v in sharded.state[0].mu.values()] == [(7,), (), (5, 3)]
+
+
+def step_with_loss(variables, optimizer, mean, x):
+    def loss():
+        each = jnp.sum((x @ variables["w"].value) ** 2, axis=-1) * variables["scale"].value + jnp.sum(variables["b"].value)
+        return jnp.mean(each) if mean else mr.losses.compute_average_loss(each)
+
+    optimizer.minimize(loss, aggregate="mean" if mean else "sum")
+
+
+def loss_of(x, w, scale):
+    return jnp.sum((x @ w) ** 2, axis=-1) * scale
+
+
+@pytest.mark.parametrize("mean", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_uneven_batches_and_one_device(strategy3, mean):
+    """One replica has two rows and two have one, then two have none."""
+    x = np.random.default_rng(0).normal(size=(4 + 1, 5)).astype(np.float32)
+    tx = optax.adam(0.1)
+    variables, optimizer = make(strategy3, tx, shard_state=True, aggregate="mean" if mean else "sum")
+
+    def step(x):
+        def loss():
+            each = loss_of(x, variables["w"].value, variables["scale"].value)
+            return jnp.mean(each) if mean else mr.losses.compute_average_loss(each)
+
+        optimizer.minimize(loss)
+
+    @jax.jit
+    def plain_step(params, state, x):
+        gradients = jax.grad(lambda params: jnp.mean(loss_of(x, params["w"], params["scale"])))(params)
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = jax.tree.map(jnp.asarray, start())
+    state = tx.init(params)
+    for rows in (x[:4], x[4:]) if mean else (x[:4],):
+        [batch] = strategy3.distribute_dataset([rows])
+        strategy3.run(step, args=(batch,))
+        params, state = plain_step(params, state, rows)
+    strategy3.assert_mirrored()
+    for a, b in zip(plain((variables, optimizer.state)), plain((params, state)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
+
+
+def test_outside_of_a_step_and_without_some_gradients(strategy2):
+    variables, optimizer = make(strategy2, optax.sgd(0.1, momentum=0.9), shard_state=True)
+    optimizer.apply_gradients(jax.tree.map(np.ones_like, start()))
+    optimizer.apply_gradients([(np.ones((5, 3), np.float32), variables["w"])])
+    np.testing.assert_allclose(variables["w"], start()["w"] - 0.1 * (1 + 1.9), rtol=1e-6)
+    np.testing.assert_allclose(variables["b"], start()["b"] - 0.1, rtol=1e-6)
+    strategy2.run(lambda: optimizer.apply_gradients([(jnp.ones(7), variables["b"])], aggregate=False))
+    np.testing.assert_allclose(variables["b"], start()["b"] - 0.1 * (1 + 1.9), rtol=1e-6)
+    np.testing.assert_allclose(optimizer.state[0].trace["w"], np.full((5, 3), 1.9), rtol=1e-6)
+
+
+def test_arrays_without_elements(strategy2):
+    with strategy2.scope():
+        variables = [mr.Variable(np.zeros((0, 3), np.float32)), mr.Variable(np.ones(1, np.float32))]
+        optimizer = mr.Optimizer(optax.adam(0.1), variables, shard_state=True)
+    strategy2.run(lambda: optimizer.apply_gradients([jnp.zeros((0, 3)), jnp.ones(1)], aggregate=False))
+    np.testing.assert_allclose(variables[1], [0.9], rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_every_place_in_which_an_update_is_made(strategy3):
+    """In a loop, in mr.function, in merge_call, outside, and with no gradient for some of the variables."""
+    pairs = both(strategy3)
+    given = gradients_of(strategy3)
+    for variables, optimizer in pairs:
+
+        def in_a_loop(gradients, optimizer=optimizer):
+            mr.fori_loop(0, 2, lambda i, carry: (optimizer.apply_gradients(gradients), carry)[1], 0)
+
+        def some(gradients, optimizer=optimizer):
+            optimizer.apply_gradients({**gradients, "b": None})
+
+        def merged(gradients, variables=variables, optimizer=optimizer):
+            mr.get_replica_context().merge_call(lambda _, g: optimizer.apply_gradients(g), args=(gradients,))
+
+        strategy3.run(in_a_loop, args=(given,))
+        strategy3.run(some, args=(given,))
+        strategy3.run(merged, args=(given,))
+        mr.function(lambda g, step=some: strategy3.run(step, args=(g,)))(given)
+        optimizer.apply_gradients(given)
+        mr.function(optimizer.apply_gradients)(given)
+    strategy3.assert_mirrored()
+    assert_alike(*pairs)
+
+
+@pytest.mark.slow
+def test_op_by_op(strategy2):
+    pairs = both(strategy2)
+    for _, optimizer in pairs:
+        with mr.eager():
+            strategy2.run(optimizer.apply_gradients, args=(gradients_of(strategy2),))
+    assert_alike(*pairs)
+
+
+@pytest.mark.slow
+def test_extra_arguments_reach_the_transformation(strategy2):
+    """`optax.lbfgs` looks along a line, and calls the loss at other values."""
+    pairs = both(strategy2, lambda: optax.lbfgs(memory_size=2))
+
+    def step(x, variables, optimizer):
+        def loss(values):
+            return jnp.mean((x @ values["w"] - 1) ** 2) + jnp.sum(values["b"] ** 2) + values["scale"] ** 2
+
+        values = jax.tree.map(lambda value: value, variables)
+        value, gradients = jax.value_and_grad(loss)(values)
+        optimizer.apply_gradients(gradients, aggregate=False, value=value, grad=gradients, value_fn=loss)
+
+    for variables, optimizer in pairs:
+        for _ in range(2):
+            strategy2.run(functools.partial(step, variables=variables, optimizer=optimizer), args=(np.eye(5, dtype=np.float32),))
+    assert_alike(*pairs)
+
+
+def collectives(devices, tx):
+    """Return what one update sends, as `explain` says it."""
+    strategy = mr.MirroredStrategy(devices)
+    _, optimizer = make(strategy, tx, shard_state=True)
+    strategy.run(lambda g: optimizer.apply_gradients({**g, "scale": None}), args=(gradients_of(strategy),))
+    return strategy.explain().rpartition("; ")[2]
+
+
+def test_what_an_update_sends():
+    """Two replicas: gradients of 16 + 8 elements, of which each replica gets 8 + 4, and gives the new ones."""
+    devices = ["cpu:0", "cpu:1"]
+    update = "1 reduce-scatter of 96 B, {}1 all-gather of 48 B"
+    assert collectives(devices, optax.adam(0.1)) == update.format("")
+    clipped = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1))
+    assert collectives(devices, clipped) == update.format("1 all-reduce of 4 B, ")
+    of_shapes = optax.adamw(0.1, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p))
+    assert collectives(devices, of_shapes) == update.format("")
+
+
+def test_what_differs_by_replica_is_refused_before_it_is_gathered(strategy2):
+    """An all-gather makes the same of anything, so the proof must see what goes into the parts."""
+    _, optimizer = make(strategy2, optax.sgd(0.1), shard_state=True)
+    given = gradients_of(strategy2)
+    with pytest.raises(mr.ReplicasDivergeError, match="variable 'b' is mirrored, but the value"):
+        strategy2.run(lambda g: optimizer.apply_gradients(g, aggregate=False), args=(given,))
+    _, optimizer = make(strategy2, optax.chain(contrib.reduce_on_plateau(), optax.sgd(0.1)), shard_state=True)
+    with pytest.raises(mr.ReplicasDivergeError, match="may differ by replica"):
+        strategy2.run(lambda g: optimizer.apply_gradients(g, value=g["scale"]), args=(given,))
+    _, optimizer = make(strategy2, optax.polyak_sgd(), shard_state=True)
+    with pytest.raises(mr.ReplicasDivergeError, match="may differ by replica"):
+        strategy2.run(lambda g: optimizer.apply_gradients(g, value=g["scale"]), args=(given,))
+    with pytest.raises(mr.FactorOfReplicasError, match="already been combined"):
+        strategy2.run(
+            lambda g: optimizer.apply_gradients(mr.get_replica_context().all_reduce("sum", g), value=1.0), args=(given,)
+        )
+
+
+def test_complex_variables_are_refused_with_the_ways_out(strategy2):
+    with strategy2.scope():
+        z = mr.Variable(np.zeros(3, np.complex64), name="z")
+    with pytest.raises(TypeError, match=r"variable 'z' has dtype complex64; .* real numbers only.*Leave shard_state=True out"):
+        mr.Optimizer(optax.sgd(0.1), [z], shard_state=True)
+
+
+@pytest.mark.parametrize("there, here", [(True, False), (False, True), pytest.param(True, True, marks=pytest.mark.slow)])
+def test_a_checkpoint_restores_into_the_other_kind_on_another_number_of_replicas(strategy2, strategy3, tmp_path, there, here):
+    saved = make(strategy3, optax.adam(0.1), shard_state=there)
+    strategy3.run(saved[1].apply_gradients, args=(gradients_of(strategy3),))
+    checkpoint = mr.Checkpoint(tmp_path, variables=saved[0], optimizer=saved[1])
+    checkpoint.save(1)
+    checkpoint.wait()
+    restored = make(strategy2, optax.adam(0.1), shard_state=here)
+    mr.Checkpoint(tmp_path, variables=restored[0], optimizer=restored[1]).restore_latest()
+    assert_alike(saved, restored)
+    summed = jax.tree.map(lambda value: strategy3.reduce("sum", value), gradients_of(strategy3, 1), is_leaf=is_per_replica)
+    for _, optimizer in (saved, restored):
+        optimizer.apply_gradients(jax.tree.map(np.asarray, summed))
+    assert_alike(saved, restored)
+
+
+def test_several_replicas_on_a_device_are_refused():
+    strategy = mr.MirroredStrategy(["cpu:0", "cpu:1"], num_replicas=4)
+    with strategy.scope():
+        w = mr.Variable(np.ones(3, np.float32))
+        with pytest.raises(ValueError, match=r"shard_state=True on 4 replicas on 2 devices.*share one copy"):
+            mr.Optimizer(optax.adam(0.1), w, shard_state=True)
