@@ -36,7 +36,11 @@ def down(tx: Any, rate: float = 0.05) -> Any:
 
 
 def _norm(updates: Any) -> jax.Array:
-    return optax.global_norm(updates)
+    return optax.tree.norm(updates)
+
+
+def _all_matrices(params: Any) -> Any:
+    return jax.tree.map(lambda _: contrib.MuonDimensionNumbers(), params)
 
 
 def _every_second(step: jax.Array, **_: Any) -> jax.Array:
@@ -170,7 +174,7 @@ CONTRIB: dict[str, Row] = {
     "scale_by_cocob": Row(contrib.scale_by_cocob),
     "scale_by_galore": Row(lambda: down(contrib.scale_by_galore(rank=2, update_proj_gap=2))),
     "scale_by_madgrad": Row(lambda: contrib.scale_by_madgrad(0.05)),
-    "scale_by_muon": Row(lambda: down(contrib.scale_by_muon())),
+    "scale_by_muon": Row(lambda: down(contrib.scale_by_muon(weight_dimension_numbers=_all_matrices))),
     "scale_by_simplified_ademamix": Row(lambda: down(contrib.scale_by_simplified_ademamix(), 0.002)),
     "schedule_free": Row(lambda: contrib.schedule_free(optax.sgd(0.1), 0.1)),
     "schedule_free_adamw": Row(lambda: contrib.schedule_free_adamw(0.05)),

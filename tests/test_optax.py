@@ -104,7 +104,7 @@ def without_optimizations() -> Iterator[None]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.filterwarnings("ignore:inject_stateful_hyperparams is deprecated")
+@pytest.mark.filterwarnings("ignore:inject_stateful_hyperparams is deprecated", "ignore:`optimistic_adam` is deprecated")
 @pytest.mark.usefixtures("without_optimizations")
 @pytest.mark.parametrize(
     ("names", "num_replicas"),

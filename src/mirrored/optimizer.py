@@ -55,7 +55,7 @@ class Optimizer:
 
     Raises:
         TypeError: when `tx` is not a transformation or `variables` holds something else, and for complex variables in shards.
-        ValueError: for a sync-on-read variable, one that is listed twice, another `aggregate`, or a state in shards where a device
+        ValueError: for a sync-on-read variable, one that is listed twice, another `aggregate`, or state in shards where a device
             has several replicas.
 
     >>> with strategy.scope():

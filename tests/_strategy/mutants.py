@@ -79,7 +79,8 @@ MUTANTS = [
      OPTIMIZER + "the_state_of_the_longest_name_is_skipped_and_no_other"),
     ("optimizer.py", "transform_non_params=lambda _: False", "transform_non_params=lambda _: True",
      OPTIMIZER + "a_variable_without_a_gradient_is_skipped_with_its_state"),
-    ("optimizer.py", ', trainable=False) for path', ') for path', OPTIMIZER + "the_state_is_made_once_named_and_not_trainable"),
+    ("optimizer.py", 'functools.partial(Variable, trainable=False)', 'Variable',
+     OPTIMIZER + "the_state_is_made_once_named_and_not_trainable"),
     ("optimizer.py", "return gradients.fast if", "return gradients if",
      OPTIMIZER + "any_transformation_gives_the_numbers_of_plain_optax"),
     ("optimizer.py", "tuple(gradient.shape) != variable.shape:", "False:",
@@ -92,6 +93,6 @@ MUTANTS = [
     ("optimizer.py", '.mirrored, op, (), None)', '.mirrored, ReduceOp.MEAN, (), None)',
      OPTIMIZER + "outside_a_step_gradients_are_one_value_and_per_replica_ones_are_summed"),
     ("optimizer.py", 'Purpose.GRADIENT if op', 'Purpose.ROWS if op', OPTIMIZER + "gradients_that_were_reduced_before"),
-    ("optimizer.py", "state, values, **extra)\n", "state, None, **extra)\n",
+    ("optimizer.py", "state_tree, tree, **extra)\n", "state_tree, None, **extra)\n",
      OPTIMIZER + "any_transformation_gives_the_numbers_of_plain_optax"),
 ]  # fmt: skip

@@ -46,8 +46,8 @@ def check_variables(variables: Sequence[Variable]) -> None:
     """
     if spec_of(variables[0]).mesh.per_device > 1:
         raise ValueError(
-            f"shard_state=True on {spec_of(variables[0]).mesh}: replicas of one device share one copy of the state already. Leave "
-            "shard_state=True out, or num_replicas out of mr.MirroredStrategy."
+            f"shard_state=True on {spec_of(variables[0]).mesh}: replicas of one device share one copy of the state already. "
+            "Leave shard_state=True out, or num_replicas out of mr.MirroredStrategy."
         )
     for variable in variables:
         if jnp.issubdtype(variable.dtype, jnp.complexfloating):
