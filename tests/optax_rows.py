@@ -83,8 +83,6 @@ OPTAX: dict[str, Row] = {
     "lbfgs": Row(optax.lbfgs, SEARCH),
     "lion": Row(lambda: optax.lion(0.01)),
     "masked": Row(lambda: optax.masked(optax.adam(0.05), ONLY_W)),
-    "measure_with_ema": Row(lambda: optax.chain(optax.monitor({"norm": optax.measure_with_ema(_norm, 0.9)}), optax.sgd(0.1))),
-    "monitor": Row(lambda: optax.chain(optax.monitor({"norm": _norm}), optax.sgd(0.1))),
     "MultiSteps": Row(lambda: optax.MultiSteps(optax.sgd(0.2), 2)),
     "multi_transform": Row(lambda: optax.multi_transform({"one": optax.adam(0.05), "other": optax.sgd(0.1)}, LABELS)),
     "nadam": Row(lambda: optax.nadam(0.05)),
@@ -184,7 +182,12 @@ CONTRIB: dict[str, Row] = {
     "split_real_and_imaginary": Row(lambda: contrib.split_real_and_imaginary(optax.adam(0.05))),
 }
 #: Exported, but refused: they take the gradient of each example.
-REFUSED = ("contrib.differentially_private_aggregate", "contrib.dpsgd")
+OF_EXAMPLES = ("contrib.differentially_private_aggregate", "contrib.dpsgd")
+#: Exported, but refused: their state has another structure after an update.
+CHANGE_STRUCTURE = {
+    "monitor": lambda: optax.monitor({"norm": _norm}),
+    "measure_with_ema": lambda: optax.monitor({"norm": optax.measure_with_ema(_norm, 0.9)}),
+}
 #: Has parameters of its own: a pair of fast and slow values. `tests/test_optimizer.py` trains with it.
 ELSEWHERE = ("lookahead",)
 #: What optax exports besides: schedules, losses, functions of arrays, types.

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 from optax import contrib
-from optax_rows import CONTRIB, ELSEWHERE, OPTAX, REFUSED, START, Row, exported
+from optax_rows import CHANGE_STRUCTURE, CONTRIB, ELSEWHERE, OF_EXAMPLES, OPTAX, START, Row, exported
 from parameters import slow
 
 import mirrored as mr
@@ -127,7 +127,7 @@ def _structure(optimizer: mr.Optimizer) -> Any:
 
 
 @pytest.mark.filterwarnings('ignore:"seed" is deprecated')  # dpsgd has no other argument yet
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", OF_EXAMPLES)
 def test_what_takes_gradients_of_examples_is_refused(name: str, strategy2: mr.Strategy) -> None:
     options = {"learning_rate": 0.1, "seed": 0} if "dpsgd" in name else {"key": jax.random.key(0)}
     tx = getattr(contrib, name.removeprefix("contrib."))(l2_norm_clip=1.0, noise_multiplier=0.1, **options)
@@ -137,6 +137,16 @@ def test_what_takes_gradients_of_examples_is_refused(name: str, strategy2: mr.St
     x = strategy2.distribute_values_from_function(lambda ctx: np.ones((4, 3), np.float32))
     with pytest.raises(ValueError, match=r"gradient of variable 'w' has shape \(4, 3\); expected \(3,\)"):
         strategy2.run(lambda x: optimizer.apply_gradients([x]), args=(x,))
+    np.testing.assert_array_equal(w, np.ones(3))
+
+
+@pytest.mark.parametrize("name", CHANGE_STRUCTURE)
+def test_a_state_that_changes_its_structure_is_refused(name: str, strategy2: mr.Strategy) -> None:
+    with strategy2.scope():
+        w = mr.Variable(np.ones(3, np.float32), name="w")
+        optimizer = mr.Optimizer(optax.chain(CHANGE_STRUCTURE[name](), optax.sgd(0.1)), [w])
+    with pytest.raises(ValueError, match=r"state of another structure, .*'norm'.*; expected .* leave it out, and return"):
+        strategy2.run(lambda: optimizer.apply_gradients([jnp.ones(3)], aggregate=False))
     np.testing.assert_array_equal(w, np.ones(3))
 
 
@@ -230,5 +240,9 @@ def test_a_learning_rate_is_changed_in_the_state_and_nowhere_else(strategy2: mr.
 
 def test_no_transformation_is_missing_here_or_in_the_table() -> None:
     rows = {re.sub(",.*", "", name) for name in ROWS}
-    assert exported() - rows - {*REFUSED, *ELSEWHERE} == set(), "optax exports more: give it a row, or say what it is"
-    assert rows | {*REFUSED, *ELSEWHERE} == set(re.findall(r"^\| `([\w.]+)`", PAGE.read_text(), re.MULTILINE))
+    assert exported() - rows - {*OF_EXAMPLES, *CHANGE_STRUCTURE, *ELSEWHERE} == set(), (
+        "optax exports more: give it a row, or say what it is"
+    )
+    assert rows | {*OF_EXAMPLES, *CHANGE_STRUCTURE, *ELSEWHERE} == set(
+        re.findall(r"^\| `([\w.]+)`", PAGE.read_text(), re.MULTILINE)
+    )

@@ -180,8 +180,8 @@ class Optimizer:
             FactorOfReplicasError: (a ValueError) when they have been, and are to be summed.
             ReplicasDivergeError: (a ValueError) when they have not been, and `aggregate` is False.
             UnevenReplicasError: (a ValueError) for a mean in an uneven step whose arguments divide differently.
-            ValueError: for another `aggregate`, structure or shape, a variable that is twice in the zip, or when there is no
-                gradient at all.
+            ValueError: for another `aggregate`, structure or shape, a variable that is twice in the zip, when there is no
+                gradient at all, or when the transformation's state gets another structure.
             TypeError: for a gradient that is not an array or None.
         """
         frame = frames.current()
@@ -200,6 +200,11 @@ class Optimizer:
             update = optax.with_extra_args_support(self._tx).update
             state_tree = jax.tree.unflatten(self._state_treedef, state)
             updates, new_state = update(_gradient_tree(self._as_tree(gradients)), state_tree, tree, **extra)
+            if (changed := jax.tree.structure(new_state)) != self._state_treedef:
+                raise ValueError(
+                    f"an update has made a state of another structure, {changed}; expected that of tx.init, "
+                    f"{self._state_treedef}, which is kept in variables. optax.monitor does so: leave it out, and return what it measures from the step."
+                )
             return jax.tree.leaves(optax.apply_updates(tree, updates)), jax.tree.leaves(new_state)
 
         frame, store = frames.current(), Variable.assign

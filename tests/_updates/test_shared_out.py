@@ -260,6 +260,15 @@ def test_what_differs_by_replica_is_refused_before_it_is_gathered(strategy2):
     _, optimizer = make(strategy2, optax.polyak_sgd(), shard_state=True)
     with pytest.raises(mr.ReplicasDivergeError, match="may differ by replica"):
         strategy2.run(lambda g: optimizer.apply_gradients(g, value=g["scale"]), args=(given,))
+    with strategy2.scope():
+        variables = [mr.Variable(np.ones(3, np.float32), name=name) for name in ("one", "other")]
+        adam = mr.Optimizer(optax.adam(0.1), variables, shard_state=True)
+        momentum = mr.Optimizer(optax.sgd(0.1, momentum=0.9), variables, shard_state=True)
+    own = strategy2.distribute_values_from_function(lambda ctx: np.full(3, 1.0 + ctx.replica_id_in_sync_group, np.float32))
+    with pytest.raises(mr.ReplicasDivergeError, match=r"variable 'one \(or another that"):
+        strategy2.run(lambda g: adam.apply_gradients([jnp.ones(3), g], aggregate=False), args=(own,))
+    with pytest.raises(mr.ReplicasDivergeError, match="variable 'other' is mirrored, but the value"):
+        strategy2.run(lambda g: momentum.apply_gradients([jnp.ones(3), g], aggregate=False), args=(own,))
     with pytest.raises(mr.FactorOfReplicasError, match="already been combined"):
         strategy2.run(
             lambda g: optimizer.apply_gradients(mr.get_replica_context().all_reduce("sum", g), value=1.0), args=(given,)

@@ -76,8 +76,10 @@ def update(
     where = user_code.user_line()
     names = {id(gradient): variable.name for gradient, variable in zip(gradients, variables, strict=True)}
 
+    unknown = variables[0].name + (" (or another that the optimizer trains)" if len(variables) > 1 else "")
+
     def same(value: jax.Array) -> jax.Array:
-        return mark(value, Mark(Purpose.ASSIGN, names.get(id(value), variables[0].name), where))
+        return mark(value, Mark(Purpose.ASSIGN, names.get(id(value), unknown), where))
 
     partwise = Partwise(axis, same)
     values = [variable.value for variable in variables]
