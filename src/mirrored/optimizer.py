@@ -203,7 +203,8 @@ class Optimizer:
             if (changed := jax.tree.structure(new_state)) != self._state_treedef:
                 raise ValueError(
                     f"an update has made a state of another structure, {changed}; expected that of tx.init, "
-                    f"{self._state_treedef}, which is kept in variables. optax.monitor does so: leave it out, and return what it measures from the step."
+                    f"{self._state_treedef}, which is kept in variables. optax.monitor does so: leave it out, and return what it "
+                    "measures from the step."
                 )
             return jax.tree.leaves(optax.apply_updates(tree, updates)), jax.tree.leaves(new_state)
 
