@@ -119,7 +119,7 @@ def finish(left: int = 0) -> None:
 def _wait() -> None:
     with _lock:
         waited_for = [_in_flight.popleft() for _ in range(WAIT_FOR)] if len(_in_flight) >= MAX_IN_FLIGHT else []
-    # XLA runs them one after the other, so the last that can be waited for is enough.
-    last = next((old for old in reversed(waited_for) if not old.is_deleted()), None)
-    if last is not None:
-        last.block_until_ready()
+    for old in reversed(waited_for):
+        if not old.is_deleted():  # XLA runs them one after the other, so the last that can be waited for is enough
+            old.block_until_ready()
+            return
