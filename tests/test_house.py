@@ -27,7 +27,7 @@ FLOORS = (
     {"losses", "_transforms", "_updates"},
     {"optimizer", "_strategy"},
     {"_checkpoint", "_command", "_report", "_testing"},
-    {"launch", "testing", "__init__", "__main__"},
+    {"launch", "testing", "_public", "__init__", "__main__"},
 )
 FLOOR_OF = {wing: floor for floor, wings in enumerate(FLOORS) for wing in wings}
 MAX_LINES, MAX_BODY, MAX_ARGUMENTS = 400, 60, 7
