@@ -20,6 +20,16 @@ from _harness import Contender, Row, check_losses, interleave, parse, print_tabl
 GOALS = {"W1": 1.15, "W2": 1.05}
 ROUNDS, TURN = 15, 0.5
 START_ROUNDS = 5
+#: Until the first worker is started: at most so many times a Python that imports what any launcher needs.
+LAUNCHER_GOAL = 3.0
+#: Ends at the first process that Python starts.
+LAUNCHERS = {
+    name: f"import os, sys; sys.addaudithook(lambda e, _: os._exit(0) if e == 'subprocess.Popen' else None)\n{code}"
+    for name, code in {
+        "by hand": "import argparse, select, socket, subprocess; subprocess.Popen(['true'])",
+        "mirrored": "from mirrored.launch import main; main(['launch', '-n', '2', sys.argv[1]])",
+    }.items()
+}
 MARK = "RESULT "
 
 
@@ -37,6 +47,7 @@ def main() -> None:
             rows += rows_of(f"{name}{'' if guard else ', no guard'}", found, GOALS[name] if guard else None)
         print_table(f"{num_workers} workers with {devices} CPU device{'s' * (devices > 1)} each: one step", rows)
     print_table("2 workers: from the command to the end of the first step", starts(1 if options.quick else START_ROUNDS))
+    print_table("the launcher: from its start to the first worker's", launchers(2 if options.quick else ROUNDS))
 
 
 def launched(num_workers: int, devices: int, *arguments: str) -> Any:
@@ -67,6 +78,20 @@ def starts(num_rounds: int) -> list[Row]:
     return [
         Row("start: by hand", show_seconds(statistics.median(seconds["by hand"]))),
         Row("start: mirrored", show_seconds(statistics.median(seconds["mirrored"])), ratios),
+    ]
+
+
+def launchers(num_rounds: int) -> list[Row]:
+    seconds: dict[str, list[float]] = {name: [] for name in LAUNCHERS}
+    for _ in range(num_rounds):
+        for name, code in LAUNCHERS.items():
+            start = time.perf_counter()
+            subprocess.run([sys.executable, "-c", code, __file__], check=True)
+            seconds[name].append(time.perf_counter() - start)
+    ratios = [a / b for a, b in zip(seconds["mirrored"], seconds["by hand"], strict=True)]
+    return [
+        Row("launcher: by hand", show_seconds(statistics.median(seconds["by hand"]))),
+        Row("launcher: mirrored", show_seconds(statistics.median(seconds["mirrored"])), ratios, LAUNCHER_GOAL),
     ]
 
 

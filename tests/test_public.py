@@ -46,6 +46,12 @@ def test_public_names_are_frozen() -> None:
     assert {name for name in vars(testing) if not name.startswith("_")} == TESTING
 
 
+def test_all_public_names_are_there_whoever_asks_first() -> None:
+    taken: dict[str, object] = {}
+    exec("from mirrored import *", taken)
+    assert set(mr.__all__) == set(taken) - {"__builtins__"} == PUBLIC <= set(dir(mr))
+
+
 def test_public_names_are_documented_with_examples() -> None:
     api = _api()
     for name in PUBLIC - {"data", "losses"}:
@@ -88,8 +94,13 @@ def test_public_methods_are_documented() -> None:
 
 
 def test_importing_wakes_no_backend_and_loads_no_optional_package() -> None:
+    """Nor JAX, until several threads ask for names at once; and whoever imports JAX then may still configure it."""
     code = (
-        "import sys, jax, mirrored; jax.config.update('jax_num_cpu_devices', 3); "
+        "import sys, mirrored; from concurrent.futures import ThreadPoolExecutor as Pool; assert 'jax' not in sys.modules; "
+        "questions = [dir, *[lambda m, n=n: getattr(m, n) for n in ('Variable', 'data', 'scan', 'Optimizer')]]; "
+        "found = [f.result() for f in [Pool(8).submit(q, mirrored) for q in questions]]; "
+        "assert 'Variable' in found[0] and found[1] is mirrored.Variable and found[2] is mirrored.data; "
+        "import jax; jax.config.update('jax_num_cpu_devices', 3); "
         "optional = ('grain', 'orbax', 'tensorflow', 'torch', 'flax', 'keras', 'matplotlib', 'sklearn', "
         "'mirrored.testing'); "
         "print([name for name in optional if name in sys.modules], jax.device_count())"

@@ -163,3 +163,7 @@ PREEMPTED = 143
 #: and Slurm may signal all processes of a job, and what starts others, as the launcher and `srun` do, passes its own on, so that
 #: two come within milliseconds. Who wants an end at once is slower.
 NOTICE_SECONDS = 1.0
+
+for _thing in list(vars().values()):
+    if isinstance(_thing, type):
+        _thing.__module__ = "mirrored"  # tracebacks show the name to write behind `except`

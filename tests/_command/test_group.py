@@ -25,15 +25,12 @@ from mirrored._command import group
 from mirrored._command.ending import Attempt, Ending
 
 SOURCE = Path(mirrored.__file__).parent
-#: The launcher without the package's own imports: it needs no jax, and so this starts in a tenth of the time.
-BOOT = f"""
-import sys, types
-package = types.ModuleType("mirrored")
-package.__path__ = [{str(SOURCE)!r}]
-sys.modules["mirrored"] = package
+#: The launcher, which needs no jax.
+BOOT = """
+import sys
 from mirrored._command import group, signals
-from mirrored import launch
-assert not {{"jax", "numpy"}} & set(sys.modules)
+import mirrored.launch as launch
+assert not {"jax", "numpy"} & set(sys.modules)
 """
 HEAD = """
 import os, signal, sys, time
@@ -223,7 +220,7 @@ def test_streams_that_are_closed_stop_nobody(launcher: Launcher, tmp_path: Path)
 
 
 def test_a_launcher_without_standard_streams_runs(launcher: Launcher, tmp_path: Path) -> None:
-    boot = BOOT.replace("\nimport sys, types", "\nimport os; os.closerange(0, 3)\nimport sys, types")
+    boot = f"import os; os.closerange(0, 3)\n{BOOT}"
     assert launcher.run("say('here'); sys.exit(4)", "--log-dir", tmp_path / "logs", boot=boot)[0] == 4
     assert (tmp_path / "logs/attempt-0/worker-0.log").read_text() == "here\n"
 
@@ -711,6 +708,31 @@ def test_usage_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture
         shown = err.partition("Write for example: ")[2]
         assert ("--nnodes" in shown) == ("node" in message or "coordinator" in message or "65536 workers" in message), options
         assert ("--log-dir" in shown) == ("folder" in message), options
+
+
+#: What pip's script `mirrored` does, and `python -m mirrored`; it ends at the first process that the launcher starts.
+STARTS = {
+    "script": "from mirrored.launch import main; sys.exit(main())",
+    "module": "import runpy; runpy.run_module('mirrored', run_name='__main__', alter_sys=True)",
+}
+AT_FIRST_PROCESS = """
+import os, sys
+def tell(event, _):
+    if event == "subprocess.Popen":
+        os.write(1, " ".join(sys.modules).encode())
+        os._exit(0)
+sys.addaudithook(tell)
+"""
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_workers_are_started_before_jax_could_be_imported(start: str) -> None:
+    """All else that a public name brings would take a second."""
+    command = [sys.executable, "-c", AT_FIRST_PROCESS + STARTS[start], "launch", "-n", "2", __file__]
+    loaded = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.split()
+    assert "mirrored._command.group" in loaded
+    assert not {"jax", "numpy", "optax", "tqdm", "mirrored._public"} & set(loaded)
+    assert len(loaded) < 250, len(loaded)
 
 
 def test_commands_help_and_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,5 +68,7 @@ MUTANTS = [
     ("_jax/user_code.py", "    return None\n", '    return "<unknown>"\n', _U + "an_equation_whose_line_jax_has_lost_has_none_and"
      "_the_pass_takes_the_one_around"),
     ("_jax/versions.py", "if OLDEST <= jax", "if OLDEST < jax", _V + "the_tried_range"),
+    ("_jax/versions.py", "stacklevel=6", "stacklevel=5",
+     _V + "an_untried_version_is_told_once_at_the_first_public_name_also_inside_a_trace"),
     ("_jax/versions.py", "version_info__ <= NEWEST", "version_info__ < (0, 13)", _V + "the_tried_range"),
 ]  # fmt: skip

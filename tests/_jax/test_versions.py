@@ -33,12 +33,12 @@ print(mirrored.MirroredStrategy(['cpu:0']).num_replicas_in_sync)
 """
 
 
-def test_an_untried_version_is_told_once_where_the_user_imports_also_inside_a_trace() -> None:
+def test_an_untried_version_is_told_once_at_the_first_public_name_also_inside_a_trace() -> None:
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment, timeout=100)
     assert (ended.returncode, ended.stdout) == (0, "1\n"), ended.stderr
     assert ended.stderr.count("UserWarning") == 1
-    assert ended.stderr.startswith("<string>:4: UserWarning: ")
+    assert ended.stderr.startswith("<string>:9: UserWarning: ")
     assert f"this is jax 1.0.0; this version of mirrored was tried with jax {OLDEST} to {NEWEST}." in ended.stderr
 
 

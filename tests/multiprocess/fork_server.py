@@ -61,7 +61,7 @@ def serve() -> tuple[dict, list[int]]:
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # JAX's about fork: its backends have not started
-    for module in ("grain", "jax", "optax", "orbax.checkpoint", "mirrored"):
+    for module in ("grain", "jax", "optax", "orbax.checkpoint", "mirrored._public"):
         __import__(module)
     request, logs = serve()
 

@@ -19,5 +19,5 @@ def warn_if_untried() -> None:
         f"this is jax {jax.__version__}; this version of mirrored was tried with jax {oldest} to {newest}. It should work, or "
         f"fail with an error, but its guarantees were not tested here. Install a tried one with `pip install jax=={newest}` "
         f"(Python 3.12 or later; for 3.11: jax=={oldest}), or look for a newer mirrored",
-        stacklevel=3,
+        stacklevel=6,  # who asks for a public name: this file, _public, importlib, _load, __getattr__
     )
