@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Callable
 from typing import Any, Self
 
 
@@ -234,7 +235,7 @@ class ReductionToOneDevice:
         TypeError: when `accumulation_fn` is no function, or, from a step, when it returns something else.
         DeviceError: (a ValueError) from the strategy, when `reduce_to_device` is none of its devices.
 
-    >>> largest = mr.ReductionToOneDevice(accumulation_fn=lambda values: functools.reduce(jnp.maximum, values))
+    >>> largest = mr.ReductionToOneDevice(accumulation_fn=lambda values: jnp.stack(values).max(axis=0))
     >>> strategy = mr.MirroredStrategy(["cpu:0", "cpu:1"], cross_device_ops=largest)
     >>> x = strategy.distribute_values_from_function(lambda ctx: 10 + ctx.replica_id_in_sync_group)
     >>> int(strategy.reduce("sum", x))

@@ -16,7 +16,7 @@ import numpy as np
 from .._errors import UnevenReplicasError
 from .._jax import user_code
 from .._jax.marks import Mark, Purpose, mark
-from .._options import CrossDeviceOps, ReduceOp, VariableAggregation
+from .._options import CrossDeviceOps, ReduceOp, ReductionToOneDevice, VariableAggregation
 from .._typing import REPLICA_AXIS, PyTree, Shape
 from . import cross_device
 from .arrays import as_array, is_wrapped
@@ -60,9 +60,10 @@ class ReplicaAxis:
     ops: CrossDeviceOps | None = None
 
     @property
-    def is_packed_by_hand(self) -> bool:
-        """Whether the user has said what travels together."""
-        return bool(self.bytes_per_pack) or cross_device.num_packs_of(self.ops) != 1
+    def is_by_hand(self) -> bool:
+        """Whether the user has said what travels together, or what takes the place of sums."""
+        has_packs = bool(self.bytes_per_pack) or cross_device.num_packs_of(self.ops) != 1
+        return has_packs or cross_device.accumulates(self.ops)
 
     def each(self, size: int) -> tuple[int, ...]:
         """Return on each replica what is `size` on this one: the length of an axis, a number of rows."""
@@ -99,7 +100,8 @@ def all_reduce(op: ReduceOp, tree: PyTree, axis: ReplicaAxis, array_axes: Any = 
     arrays = [as_array(leaf, verb) for leaf in leaves]
     axes = [normalize_axes(array_axes, array.ndim, verb) for array in arrays]
     if cross_device.accumulates(axis.ops):
-        return jax.tree.unflatten(treedef, [_accumulated(op, a, own, axis) for a, own in zip(arrays, axes, strict=True)])
+        results = [_accumulated(op, array, own, axis, axis.ops) for array, own in zip(arrays, axes, strict=True)]
+        return jax.tree.unflatten(treedef, results)
     if op is ReduceOp.MEAN and axis.sizes is not None and not any(axes):
         return jax.tree.unflatten(treedef, _uneven_means(arrays, axis))
     counts = [_count(array, own, axis) for array, own in zip(arrays, axes, strict=True)]
@@ -112,17 +114,17 @@ def all_reduce(op: ReduceOp, tree: PyTree, axis: ReplicaAxis, array_axes: Any = 
     return jax.tree.unflatten(treedef, sums)
 
 
-def _accumulated(op: ReduceOp, array: jax.Array, axes: Axes, axis: ReplicaAxis) -> jax.Array:
+def _accumulated(op: ReduceOp, array: jax.Array, axes: Axes, axis: ReplicaAxis, ops: ReductionToOneDevice) -> jax.Array:
     """Combine an array over the replicas, and over axes of its own first, with the user's function in the place of the sum."""
     if op is ReduceOp.MEAN and axis.sizes is not None and not axes:
         raise UnevenReplicasError(
-            f"a mean over the replicas in a step with an uneven batch, at {user_code.user_line()}, weighs them by their rows, but "
-            f"{axis.ops} has an accumulation_fn, which knows no weights. Combine with 'sum', or leave the odd rows out: "
+            f"a mean over the replicas of an uneven batch, at {user_code.user_line()}, weighs them by their rows, but {ops} has "
+            "an accumulation_fn, which knows no weights. Combine with 'sum', or leave the odd rows out: "
             "mr.InputOptions(drop_remainder=True)."
         )
     [own] = local_sums(op, array, axes, 0)
     stack = axis.stack(own)
-    total = cross_device.accumulated(axis.ops, [stack[i] for i in range(axis.size)])
+    total = cross_device.accumulated(ops, [stack[i] for i in range(axis.size)])
     return finished(op, [total], _count(array, axes, axis), array.dtype)
 
 

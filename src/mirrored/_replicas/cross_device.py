@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ def sum_by(ops: CrossDeviceOps | None, array: jax.Array, num_replicas: int, per_
     if isinstance(ops, HierarchicalCopyAllReduce):
         return _hierarchical(array, num_replicas, per_host)
     rows = jax.lax.all_gather(array, REPLICA_AXIS)
-    return functools.reduce(jnp.add, [rows[i] for i in range(num_replicas)])
+    return _in_order([rows[i] for i in range(num_replicas)])
 
 
 def _hierarchical(array: jax.Array, num_replicas: int, per_host: int) -> jax.Array:
@@ -52,24 +52,30 @@ def _hierarchical(array: jax.Array, num_replicas: int, per_host: int) -> jax.Arr
     return whole[: array.size].reshape(array.shape)
 
 
-def accumulates(ops: CrossDeviceOps | None) -> bool:
+def accumulates(ops: CrossDeviceOps | None) -> TypeGuard[ReductionToOneDevice]:
     """Tell whether a function of the user's takes the place of sums."""
     return isinstance(ops, ReductionToOneDevice) and ops.accumulation_fn is not None
 
 
-def accumulated(ops: Any, rows: Sequence[jax.Array]) -> jax.Array:
-    """Give the replicas' arrays to the function that takes the place of the sum.
+def _in_order(rows: Sequence[jax.Array]) -> jax.Array:
+    return functools.reduce(jnp.add, rows)
+
+
+def accumulated(ops: ReductionToOneDevice, rows: Sequence[jax.Array]) -> jax.Array:
+    """Add the replicas' arrays up in their order, or give them to the function that takes the place of the sum.
 
     Raises:
         TypeError: when it returns something else than an array like one of them.
     """
+    if ops.accumulation_fn is None:
+        return _in_order(rows)
     result = ops.accumulation_fn(list(rows))
     expected = f"{rows[0].dtype}{list(rows[0].shape)}"
     if not hasattr(result, "dtype") or (jnp.shape(result), result.dtype) != (rows[0].shape, rows[0].dtype):
         given = f"{result.dtype}{list(jnp.shape(result))}" if hasattr(result, "dtype") else repr(result)
         raise TypeError(
             f"accumulation_fn returned {given} for {len(rows)} arrays {expected}; expected one array like them, such as that of "
-            "lambda values: functools.reduce(jnp.maximum, values)."
+            "lambda values: jnp.stack(values).max(axis=0)."
         )
     return result
 
