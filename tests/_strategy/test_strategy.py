@@ -1,6 +1,8 @@
 """A strategy's verbs from outside a step: what they take, what they refuse, and that strategies do not disturb one another."""
 
 import collections
+import copy
+import pickle
 import re
 import threading
 import warnings
@@ -331,6 +333,15 @@ def test_explain_says_why_a_function_was_compiled_again(strategy2):
         "the argument `mode` changed from an object of type .*Odd to an object of type .*Odd",
     ], strict=True):  # fmt: skip
         assert re.match(expected, line)
+
+
+def test_a_copy_of_a_strategy_is_the_strategy_and_pickling_says_what_to_do(strategy2):
+    settings = {"strategy": strategy2, "rate": [0.1]}
+    assert copy.deepcopy(settings)["strategy"] is strategy2 and copy.copy(strategy2) is strategy2
+    with pytest.raises(
+        TypeError, match=r"2 replicas \(cpu:0, cpu:1\)\) cannot be pickled: its devices are those of this process"
+    ):
+        pickle.dumps(settings)
 
 
 # -- barrier and assert_mirrored

@@ -11,7 +11,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import jax
 
@@ -148,6 +148,17 @@ class Strategy:
 
     def __repr__(self) -> str:
         return f"mr.{type(self).__name__}({self._mesh})"
+
+    def __deepcopy__(self, memo: object = None) -> Self:
+        return self  # variables and datasets know their strategy by identity
+
+    __copy__ = __deepcopy__
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            f"{self!r} cannot be pickled: its devices are those of this process. Pickle what it is made from, such as a list of "
+            "device names, and make the strategy where it is used."
+        )
 
     def _repr_html_(self) -> str:
         return _html.outline(self.explain())
