@@ -23,10 +23,11 @@ PUBLIC = {
     "AutoShardPolicy", "Checkpoint", "CheckpointError", "ClusterConfigError", "ClusterResolver", "ClusterSpec",
     "ClusterStartError", "CollectiveCommunication", "CollectiveHangError", "CommunicationImplementation",
     "CommunicationOptions", "ContextError", "DeviceError", "FactorOfReplicasError", "FactorOfReplicasWarning", "InputContext",
-    "InputOptions", "KubernetesClusterResolver", "MirroredStrategy", "MultiWorkerMirroredStrategy", "OneDeviceStrategy",
+    "HierarchicalCopyAllReduce", "InputOptions", "KubernetesClusterResolver", "MirroredStrategy", "MultiWorkerMirroredStrategy",
+    "NcclAllReduce", "OneDeviceStrategy",
     "OneProgramError", "Optimizer", "PerReplica", "PerReplicaError", "PreemptionHandler", "ProgramMismatchError",
-    "RecompilationWarning", "ReduceOp", "ReplicaContext", "ReplicasDivergeError", "ReplicasDivergeWarning",
-    "SimpleClusterResolver",
+    "RecompilationWarning", "ReduceOp", "ReductionToOneDevice", "ReplicaContext", "ReplicasDivergeError",
+    "ReplicasDivergeWarning", "SimpleClusterResolver",
     "SlurmClusterResolver", "Strategy", "StrategyMismatchError", "TFConfigClusterResolver", "UnevenReplicasError",
     "ValueContext", "Variable", "VariableAggregation", "VariableLostError", "VariableSynchronization", "VariableTree",
     "WorkerLostError",
@@ -78,6 +79,7 @@ _TENSORFLOW_NAMES = {
     "AutoShardPolicy", "InputContext", "InputOptions", "PerReplica", "Optimizer", "MultiWorkerMirroredStrategy",
     "CommunicationOptions", "CommunicationImplementation", "ClusterResolver", "ClusterSpec", "TFConfigClusterResolver",
     "SimpleClusterResolver", "SlurmClusterResolver", "KubernetesClusterResolver", "Checkpoint", "PreemptionHandler",
+    "NcclAllReduce", "HierarchicalCopyAllReduce", "ReductionToOneDevice",
 }  # fmt: skip
 
 
