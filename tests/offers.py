@@ -90,7 +90,7 @@ OFFERS = {
         shared_out.check_variables shared_out.combined shared_out.state_variable shared_out.store shared_out.update
     """,
     "_strategy": """
-        current.DefaultStrategy current.get_replica_context current.get_strategy current.has_strategy
+        adding_up.ops_of current.DefaultStrategy current.get_replica_context current.get_strategy current.has_strategy
         strategies.MirroredStrategy strategies.MultiWorkerMirroredStrategy strategies.OneDeviceStrategy
         strategy.Strategy strategy.ValueContext strategy.coordination_of strategy.datasets_of strategy.joint_strategy
         strategy.mesh_of_strategy strategy.programs_of strategy.variables_of

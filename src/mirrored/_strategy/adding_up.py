@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,6 +12,9 @@ from .._errors import DeviceError
 from .._jax import user_code
 from .._options import CrossDeviceOps, HierarchicalCopyAllReduce, NcclAllReduce, ReductionToOneDevice, accumulates
 from .._replicas.mesh import ReplicaMesh, resolve_devices
+
+#: How a strategy's replicas add up, where the user has said so.
+ops_of: Callable[[Any], CrossDeviceOps | None] = operator.attrgetter("_ops")
 
 _KINDS = (NcclAllReduce, HierarchicalCopyAllReduce, ReductionToOneDevice)
 
