@@ -96,6 +96,7 @@ def test_loss_and_gradients_are_those_of_one_device(name, rows):
     assert_equal(run(step, strategy, rows), gradient(PARAMS, X[:rows]))
 
 
+@pytest.mark.slow
 def test_a_loss_that_has_its_weights_goes_beside_one_that_gets_them(strategy2):
     def step(params, x):
         losses = lambda p: jnp.sum(net(flax, p, x) ** 3, axis=-1)  # noqa: E731
