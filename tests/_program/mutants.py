@@ -30,7 +30,7 @@ MUTANTS = [
      JOINED + "nothing_is_sent_for_a_result_that_would_need_a_message_of_its_own"),
     ("_program/joined_sums.py", "        and shapes is None\n", "",
      JOINED + "nothing_is_sent_for_a_result_that_would_need_a_message_of_its_own"),
-    ("_program/joined_sums.py", "or axis is None or axis.bytes_per_pack", "or axis is None",
+    ("_program/joined_sums.py", " or axis.is_by_hand:", ":",
      JOINED + "who_has_said_what_travels_together_is_obeyed"),
     ("_strategy/leaves.py", "if not axes and (known", "if (known",
      JOINED + "a_result_that_a_step_has_added_up_is_looked_up_with_the_same_bits"),

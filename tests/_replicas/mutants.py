@@ -18,7 +18,19 @@ _JOINED = _IN + "two_programs_of_several_workers_are_in_flight_and_older_ones_ar
 _WRONG = _ME + "wrong_devices"
 _TREE = _PE + "its_only_leaf_is_the_stacked_array_and_different_shapes_are_part_of_the_structure"
 
+_ADDING = "tests/_strategy/test_adding_up.py::test_"
+
 MUTANTS = [
+    ("_replicas/cross_device.py", "functools.reduce(jnp.add, rows)", "functools.reduce(jnp.add, rows[::-1])",
+     _ADDING + "at_one_device_values_are_added_in_the_order_of_the_replicas"),
+    ("_replicas/cross_device.py", "zip(*hosts, strict=True)", "hosts",
+     _ADDING + "between_hosts_travels_each_replicas_share_only"),
+    ("_replicas/cross_device.py", "min(before * num_packs // total, num_packs - 1)", "0",
+     _ADDING + "the_number_of_packs_says_how_many_collectives_there_are"),
+    ("_replicas/collectives.py", "has_packs or cross_device.accumulates(self.ops)", "has_packs",
+     _ADDING + "a_function_of_the_users_takes_the_place_of_the_sum"),
+    ("_replicas/collectives.py", "dataclasses.replace(axis, ops=None) if", "axis if",
+     _ADDING + "a_function_of_the_users_takes_the_place_of_the_sum"),
     ("_replicas/arrays.py", "if given > own:", "if given > own + 1:", _CONVERTED),
     ("_replicas/arrays.py", "return 1 if is_weak and kind == 2 else kind", "return kind",
      _VAR + "a_python_number_in_a_step_gives_no_weak_type"),

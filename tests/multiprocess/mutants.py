@@ -9,6 +9,7 @@ _RANDOM = _HERE + "test_random_programs.py::test_programs_compute_on_two_workers
 _FAILED_SAVES = _HERE + "test_checkpoint_workers.py::test_what_fails_fails_on_all_workers"
 _PREEMPTED = _HERE + "test_checkpoint_workers.py::test_a_signal_to_one_worker_lets_all_leave_at_one_step"
 _RESTARTED = _HERE + "test_start.py::test_the_launcher_starts_all_again_after_a_death"
+_SHARDED = _HERE + "test_sharded_workers.py::test_workers_that_share_out_the_update_go_on_from_one_device_and_back[2-2]"
 
 MUTANTS = [
     ("_workers/guard.py", "self._coordination.put(_VERDICT, verdict.encode())", "pass", _ENDS.format("raise hostile")),
@@ -62,6 +63,8 @@ MUTANTS = [
     ("_checkpoint/checkpoint.py", "same_on_workers.require_seen(reports)", "pass", _FAILED_SAVES),
     ("_checkpoint/preemption.py", "self._save(step)", "pass", _PREEMPTED),
     ("_checkpoint/preemption.py", "sys.exit(PREEMPTED)", "sys.exit(1)", _PREEMPTED),
+    ("_replicas/parts.py", "[: math.prod(shape)].reshape(shape)", "[-math.prod(shape) :].reshape(shape)", _SHARDED),
+    ("_replicas/parts.py", "array, axis.size) for array in arrays]", "array, axis.size)[::-1] for array in arrays]", _SHARDED),
     ("launch.py", "_env.MIRRORED_ATTEMPT: attempt,", "_env.MIRRORED_ATTEMPT: 0,", _RESTARTED),
     ("launch.py", "if code == 0 or not budget.allows(attempt):", "if True:", _RESTARTED),
     ("launch.py", "used.add(port)", "port = 10_001", _RESTARTED),

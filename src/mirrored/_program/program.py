@@ -234,7 +234,7 @@ def stacked_unless(is_mirrored: bool, array: Any) -> Any:
     return array if is_mirrored else jnp.expand_dims(array, 0)
 
 
-def replica_frame(strategy: Any, mesh: ReplicaMesh, bytes_per_pack: int, sizes: Any = None, bindings: Any = None) -> Frame:
-    """Return the place inside a step."""
-    axis = ReplicaAxis(mesh.num_replicas, sizes=sizes, bytes_per_pack=bytes_per_pack)
+def replica_frame(strategy: Any, mesh: ReplicaMesh, even: ReplicaAxis, sizes: Any = None, bindings: Any = None) -> Frame:
+    """Return the place inside a step; `even` is how a replica reaches the others where the batch divides evenly."""
+    axis = dataclasses.replace(even, sizes=sizes)
     return Frame(strategy, mesh, ReplicaContext(strategy, axis), axis, bindings)

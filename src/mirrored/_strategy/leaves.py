@@ -10,8 +10,8 @@ from typing import Any
 import jax
 
 from .._errors import StrategyMismatchError
-from .._options import ReduceOp, VariableSynchronization
-from .._replicas import arrays, collectives, cross_replica, frames, placement
+from .._options import CrossDeviceOps, ReduceOp, ReductionToOneDevice, VariableSynchronization
+from .._replicas import arrays, collectives, cross_device, cross_replica, frames, placement
 from .._replicas.mesh import ReplicaMesh
 from .._replicas.per_replica import PerReplica, carried_sums, stack_of, uneven_shapes
 from .._typing import PyTree
@@ -26,10 +26,12 @@ class Leaves:
     Attributes:
         mesh: the strategy's devices.
         strategy: whose leaves they are; messages show it.
+        ops: how its replicas add up, where the user has said so.
     """
 
     mesh: ReplicaMesh
     strategy: Any
+    ops: CrossDeviceOps | None = None
 
     def map(self, function: Callable[[Any], Any], value: PyTree) -> PyTree:
         """Apply a function to each leaf of a nest, in which PerReplica values and variables are leaves."""
@@ -53,11 +55,17 @@ class Leaves:
 
     def _reduced(self, op: ReduceOp, value: PerReplica | jax.Array, axis: Any) -> jax.Array:
         axes = collectives.normalize_axes(axis, value.ndim, "reduce")
+        at_one = self.ops if isinstance(self.ops, ReductionToOneDevice) else None
         if not isinstance(value, PerReplica):
+            if cross_device.accumulates(at_one):
+                every = self._apply(cross_replica.broadcast_stack, value, self.mesh.num_replicas)
+                return self._apply(cross_replica.reduce_at_one, every, op, axes, None, at_one)
             return self._apply(cross_replica.reduce_mirrored, value, op, axes, self.mesh.num_replicas)
         cross_replica.require_equal_except(axes, value, "reduce")
         if not axes and (known := _carried(op, value)) is not None:
             return known
+        if at_one is not None:
+            return self._apply(cross_replica.reduce_at_one, stack_of(value), op, axes, uneven_shapes(value), at_one)
         return self._apply(cross_replica.reduce_stack, stack_of(value), op, axes, uneven_shapes(value))
 
     def gather(self, leaf: Any, axis: Any) -> jax.Array:
