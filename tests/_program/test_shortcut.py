@@ -123,7 +123,7 @@ def test_numbers_that_come_and_go_are_not_taken_for_each_other(strategy: mr.Stra
 
 def test_arguments_of_another_kind_are_another_step(strategy: mr.Strategy) -> None:
     def step(x: Any, **more: Any) -> Any:
-        return jnp.sum(x) * (10 if more else 1)
+        return jnp.sum(x) * (10 if more else 1) * x.shape[0]
 
     def plain(x: Any) -> Any:
         return jnp.sum(x["a"] - 2 * x["b"] if isinstance(x, dict) else x[0] if isinstance(x, tuple | list) else x)
@@ -144,7 +144,8 @@ def test_arguments_of_another_kind_are_another_step(strategy: mr.Strategy) -> No
     assert total(strategy, strategy.run(plain, args=((x,),))) == 9
     uneven = strategy.distribute_values_from_function(lambda ctx: np.ones(3 - ctx.replica_id_in_sync_group, np.float32))
     assert total(strategy, warmed(strategy, plain, x)) == 9 and total(strategy, strategy.run(plain, args=(uneven,))) == 5
-    assert total(strategy, warmed(strategy, step, x)) == 9 and total(strategy, strategy.run(step, (x,), {"y": 1})) == 90
+    assert total(strategy, warmed(strategy, step, x)) == 27 and total(strategy, strategy.run(step, (x,), {"y": 1})) == 270
+    assert total(strategy, strategy.run(step, args=(rows(strategy, 4),))) == 48
 
 
 def test_a_shortcut_ends_with_its_program(strategy: mr.Strategy) -> None:
@@ -163,7 +164,7 @@ def test_a_shortcut_ends_with_its_program(strategy: mr.Strategy) -> None:
     for value in (1.0, 2.0):
         ended = train(value)
         gc.collect()
-        assert ended() is None
+        assert ended() is None and strategy._steps.programs.shortcut is None
 
 
 def test_threads_take_each_their_own_step(strategy: mr.Strategy) -> None:

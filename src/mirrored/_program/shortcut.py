@@ -81,11 +81,10 @@ class Shortcut(NamedTuple, Generic[ProgramT]):
         if kind is not None:
             if len(args) != 1 or type(args[0]) is not kind:
                 return None
-            args = args[0]
-            if kind is dict:
-                if len(args) != len(names):
-                    return None
-                args = list(map(args.get, names))
+            inner: Any = args[0]
+            if kind is dict and len(inner) != len(names):
+                return None
+            args = inner if kind is not dict else [inner.get(name) for name in names]
         if len(args) != len(described):
             return None
         arrays = []
