@@ -39,15 +39,14 @@ OFFERS = {
         arrays.is_wrapped arrays.strong collectives.MAX_ARRAYS_PER_PACK collectives.PACK_BELOW_BYTES
         collectives.ReplicaAxis collectives.aggregate collectives.all_reduce collectives.check_axis
         collectives.mean_by_rows collectives.normalize_axes collectives.pad_to collectives.sum_in_one_buffer
-        context.ReplicaContext context.axis_of context.check_call context.knows_id context.own_parts
-        cross_device.accumulates cross_device.is_for cross_device.sum_by cross_replica.aggregate_stack
-        cross_replica.broadcast_stack cross_replica.compiled cross_replica.gather_mirrored cross_replica.gather_stack
-        cross_replica.reduce_at_one cross_replica.reduce_mirrored cross_replica.reduce_stack
-        cross_replica.require_equal_except cross_replica.split_stack frames.Frame frames.check_enterable frames.current
-        frames.entered frames.foreign_trace_message frames.in_cross_replica_context frames.is_traced
-        frames.require_cross_replica in_flight.finish in_flight.is_paced in_flight.joined in_flight.new_witness
-        in_flight.require_threads in_flight.started mesh.ReplicaMesh mesh.cluster_mesh mesh.default_mesh mesh.make_mesh
-        mesh.resolve_devices
+        context.ReplicaContext context.axis_of context.check_call context.knows_id context.own_parts cross_device.is_for
+        cross_device.sum_by cross_replica.aggregate_stack cross_replica.broadcast_stack cross_replica.compiled
+        cross_replica.gather_mirrored cross_replica.gather_stack cross_replica.reduce_at_one
+        cross_replica.reduce_mirrored cross_replica.reduce_stack cross_replica.require_equal_except
+        cross_replica.split_stack frames.Frame frames.check_enterable frames.current frames.entered
+        frames.foreign_trace_message frames.in_cross_replica_context frames.is_traced frames.require_cross_replica
+        in_flight.finish in_flight.is_paced in_flight.joined in_flight.new_witness in_flight.require_threads
+        in_flight.started mesh.ReplicaMesh mesh.cluster_mesh mesh.default_mesh mesh.make_mesh mesh.resolve_devices
         mesh.with_replicas parts.all_gather_parts parts.join_parts parts.num_real parts.own_part parts.part_size
         parts.reduce_scatter parts.split_parts per_replica.PerReplica per_replica.carried_sums
         per_replica.is_per_replica per_replica.stack_of per_replica.stack_shapes per_replica.uneven_shapes
@@ -92,7 +91,7 @@ OFFERS = {
         shared_out.check_variables shared_out.combined shared_out.state_variable shared_out.store shared_out.update
     """,
     "_strategy": """
-        current.DefaultStrategy current.get_replica_context current.get_strategy current.has_strategy
+        adding_up.ops_of current.DefaultStrategy current.get_replica_context current.get_strategy current.has_strategy
         strategies.MirroredStrategy strategies.MultiWorkerMirroredStrategy strategies.OneDeviceStrategy
         strategy.Strategy strategy.ValueContext strategy.coordination_of strategy.datasets_of strategy.joint_strategy
         strategy.mesh_of_strategy strategy.programs_of strategy.variables_of

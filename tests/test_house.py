@@ -333,7 +333,6 @@ def test_the_way_of_a_step_is_short(num_variables: int, strategy2: mr.Strategy, 
     assert calls <= (13 if sys.version_info >= (3, 12) else 15), calls  # none per variable; comprehensions were calls once
 
 
-@pytest.mark.slow
 def test_the_first_run_of_a_training_step_passes_few_files_more(strategy2: mr.Strategy) -> None:
     with strategy2.scope():
         w = mr.Variable(np.ones((5, 3), np.float32))

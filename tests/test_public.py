@@ -99,7 +99,7 @@ def test_importing_wakes_no_backend_and_loads_no_optional_package() -> None:
     """Nor JAX, until a name is asked for, here by several threads at once; JAX may still be configured then. Nothing warns."""
     code = (
         "import sys, mirrored; from concurrent.futures import ThreadPoolExecutor as Pool; assert 'jax' not in sys.modules; "
-        "questions = [dir, *[lambda m, n=n: getattr(m, n) for n in ('Variable', 'data', 'scan', 'Optimizer')]]; "
+        "questions = [dir, *[lambda m, n=n: getattr(m, n) for n in ('Variable', 'data', 'scan', 'optimizer')]]; "
         "found = [f.result() for f in [Pool(8).submit(q, mirrored) for q in questions]]; "
         "assert 'Variable' in found[0] and found[1] is mirrored.Variable and found[2] is mirrored.data; "
         "import jax; jax.config.update('jax_num_cpu_devices', 3); "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, Self, TypeGuard
 
 
 class NamedChoice(enum.Enum):
@@ -257,6 +257,16 @@ class ReductionToOneDevice:
 
 
 CrossDeviceOps = NcclAllReduce | HierarchicalCopyAllReduce | ReductionToOneDevice
+
+
+def accumulates(ops: CrossDeviceOps | None) -> TypeGuard[ReductionToOneDevice]:
+    """Tell whether a function of the user's takes the place of sums."""
+    return isinstance(ops, ReductionToOneDevice) and ops.accumulation_fn is not None
+
+
+def num_packs_of(ops: CrossDeviceOps | None) -> int:
+    """Return in how many packs arrays of one dtype travel; 0 is one for each, 1 what is chosen here."""
+    return getattr(ops, "num_packs", 1)
 
 
 class ReduceOp(NamedChoice):

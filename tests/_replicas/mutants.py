@@ -27,7 +27,7 @@ MUTANTS = [
      _ADDING + "between_hosts_travels_each_replicas_share_only"),
     ("_replicas/cross_device.py", "min(before * num_packs // total, num_packs - 1)", "0",
      _ADDING + "the_number_of_packs_says_how_many_collectives_there_are"),
-    ("_replicas/collectives.py", "has_packs or cross_device.accumulates(self.ops)", "has_packs",
+    ("_replicas/collectives.py", "has_packs or accumulates(self.ops)", "has_packs",
      _ADDING + "a_function_of_the_users_takes_the_place_of_the_sum"),
     ("_replicas/collectives.py", "dataclasses.replace(axis, ops=None) if", "axis if",
      _ADDING + "a_function_of_the_users_takes_the_place_of_the_sum"),

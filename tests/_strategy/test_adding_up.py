@@ -1,6 +1,7 @@
 """Replicas add up in the way that `cross_device_ops` names: the same numbers for any number of replicas, or a clear error."""
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -231,7 +232,7 @@ def test_a_shared_out_update_and_a_compiled_function_know_the_way() -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-5), found, expected)
 
 
-def test_explain_names_the_way() -> None:
+def test_explain_and_the_report_name_the_way(tmp_path: Path) -> None:
     strategy = strategy_of(2, HIERARCHICAL)
     strategy.run(lambda x: all_reduce("sum", [x, 1.0]), args=(per_replica(strategy),))
     first, program, *_ = strategy.explain().splitlines()
@@ -240,6 +241,7 @@ def test_explain_names_the_way() -> None:
     assert "1 array by mr.HierarchicalCopyAllReduce(num_packs=1)" in program
     assert "maximum" in str(mr.ReductionToOneDevice(accumulation_fn=maximum)), "the same on all workers, without an address"
     assert "adds up by" not in strategy_of(2, None).explain()
+    assert f"Replicas add up by {HIERARCHICAL}." in mr.report(strategy, tmp_path / "report.html").read_text()
 
 
 def test_nccl_without_gpus_is_refused() -> None:

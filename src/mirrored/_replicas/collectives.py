@@ -16,7 +16,7 @@ import numpy as np
 from .._errors import UnevenReplicasError
 from .._jax import user_code
 from .._jax.marks import Mark, Purpose, mark
-from .._options import CrossDeviceOps, ReduceOp, ReductionToOneDevice, VariableAggregation
+from .._options import CrossDeviceOps, ReduceOp, ReductionToOneDevice, VariableAggregation, accumulates, num_packs_of
 from .._typing import REPLICA_AXIS, PyTree, Shape
 from . import cross_device
 from .arrays import as_array, is_wrapped
@@ -62,8 +62,8 @@ class ReplicaAxis:
     @property
     def is_by_hand(self) -> bool:
         """Whether the user has said what travels together, or what takes the place of sums."""
-        has_packs = bool(self.bytes_per_pack) or cross_device.num_packs_of(self.ops) != 1
-        return has_packs or cross_device.accumulates(self.ops)
+        has_packs = bool(self.bytes_per_pack) or num_packs_of(self.ops) != 1
+        return has_packs or accumulates(self.ops)
 
     def each(self, size: int) -> tuple[int, ...]:
         """Return on each replica what is `size` on this one: the length of an axis, a number of rows."""
@@ -99,7 +99,7 @@ def all_reduce(op: ReduceOp, tree: PyTree, axis: ReplicaAxis, array_axes: Any = 
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_wrapped)
     arrays = [as_array(leaf, verb) for leaf in leaves]
     axes = [normalize_axes(array_axes, array.ndim, verb) for array in arrays]
-    if cross_device.accumulates(axis.ops):
+    if accumulates(axis.ops):
         results = [_accumulated(op, array, own, axis, axis.ops) for array, own in zip(arrays, axes, strict=True)]
         return jax.tree.unflatten(treedef, results)
     if op is ReduceOp.MEAN and axis.sizes is not None and not any(axes):
@@ -130,7 +130,7 @@ def _accumulated(op: ReduceOp, array: jax.Array, axes: Axes, axis: ReplicaAxis, 
 
 def mean_by_rows(tree: PyTree, axis: ReplicaAxis) -> PyTree:
     """Return the mean over the replicas, in which each has the weight of its rows; one without rows has no part in it."""
-    if axis.sizes is None or cross_device.accumulates(axis.ops):
+    if axis.sizes is None or accumulates(axis.ops):
         return all_reduce(ReduceOp.MEAN, tree, axis)
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_wrapped)
     arrays = [as_array(leaf, "all_reduce") for leaf in leaves]
@@ -199,7 +199,7 @@ def join_rows(stack: jax.Array, axis: int, sizes: Sequence[int]) -> jax.Array:
 
 def aggregate(mode: VariableAggregation, array: jax.Array, axis: ReplicaAxis) -> jax.Array:
     """Make one value of the replicas' values, as a variable's aggregation says; the dtype stays."""
-    axis = dataclasses.replace(axis, ops=None) if cross_device.accumulates(axis.ops) else axis
+    axis = dataclasses.replace(axis, ops=None) if accumulates(axis.ops) else axis
     if mode is VariableAggregation.SUM:
         return all_reduce(ReduceOp.SUM, array, axis).astype(array.dtype)
     if mode is VariableAggregation.MEAN:
@@ -283,7 +283,7 @@ def _pairs(array: jax.Array) -> jax.Array:
 
 
 def _packed_real_sum(arrays: Sequence[jax.Array], axis: ReplicaAxis) -> list[jax.Array]:
-    num_packs = cross_device.num_packs_of(axis.ops)
+    num_packs = num_packs_of(axis.ops)
     groups = groups_of(arrays, axis.bytes_per_pack) if num_packs == 1 else cross_device.packs_of(arrays, num_packs)
     buffers = [_pack([arrays[i] for i in members]) for members in groups]
     sums: list[Any] = [None] * len(arrays)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,11 +52,6 @@ def _hierarchical(array: jax.Array, num_replicas: int, per_host: int) -> jax.Arr
     return whole[: array.size].reshape(array.shape)
 
 
-def accumulates(ops: CrossDeviceOps | None) -> TypeGuard[ReductionToOneDevice]:
-    """Tell whether a function of the user's takes the place of sums."""
-    return isinstance(ops, ReductionToOneDevice) and ops.accumulation_fn is not None
-
-
 def _in_order(rows: Sequence[jax.Array]) -> jax.Array:
     return functools.reduce(jnp.add, rows)
 
@@ -78,11 +73,6 @@ def accumulated(ops: ReductionToOneDevice, rows: Sequence[jax.Array]) -> jax.Arr
             "lambda values: jnp.stack(values).max(axis=0)."
         )
     return result
-
-
-def num_packs_of(ops: CrossDeviceOps | None) -> int:
-    """Return in how many packs arrays of one dtype travel; 0 is one for each, 1 what is chosen here."""
-    return getattr(ops, "num_packs", 1)
 
 
 def packs_of(arrays: Sequence[jax.Array], num_packs: int) -> list[list[int]]:

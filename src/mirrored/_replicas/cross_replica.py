@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from .._errors import UnevenReplicasError
-from .._options import ReduceOp, ReductionToOneDevice, VariableAggregation
+from .._options import ReduceOp, ReductionToOneDevice, VariableAggregation, accumulates
 from .._typing import Shape
 from .._workers import joint_programs
 from . import cross_device, in_flight
@@ -36,7 +36,7 @@ def reduce_at_one(
 ) -> jax.Array:
     """Reduce over `axes` of each replica's value, and then over the replicas in their order, or as the user's function does."""
     stack, count = _real_rows(stack, axes, shapes)
-    own = local_sums(op, stack, tuple(axis + 1 for axis in axes), 0 if cross_device.accumulates(ops) else count)
+    own = local_sums(op, stack, tuple(axis + 1 for axis in axes), 0 if accumulates(ops) else count)
     totals = [cross_device.accumulated(ops, [part[i] for i in range(part.shape[0])]) for part in own]
     return finished(op, totals, count, stack.dtype)
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from .._errors import DeviceError
 from .._jax import user_code
-from .._options import CrossDeviceOps, HierarchicalCopyAllReduce, NcclAllReduce, ReductionToOneDevice
+from .._options import CrossDeviceOps, HierarchicalCopyAllReduce, NcclAllReduce, ReductionToOneDevice, accumulates
 from .._replicas.mesh import ReplicaMesh, resolve_devices
+
+#: How a strategy's replicas add up, where the user has said so.
+ops_of: Callable[[Any], CrossDeviceOps | None] = operator.attrgetter("_ops")
 
 _KINDS = (NcclAllReduce, HierarchicalCopyAllReduce, ReductionToOneDevice)
 
@@ -53,7 +58,7 @@ def check_ops(ops: CrossDeviceOps | None, mesh: ReplicaMesh) -> None:
         [device] = resolve_devices([given])
         if device not in mesh.devices:
             raise DeviceError(f"reduce_to_device is {given!r}, which is none of the strategy's devices, {mesh}. Leave it out.")
-    if ops is not None and mesh.per_device > 1 and not (isinstance(ops, ReductionToOneDevice) and ops.accumulation_fn):
+    if ops is not None and mesh.per_device > 1 and not accumulates(ops):
         user_code.warn(
             f"{ops} has no part in steps of {mesh}: a device adds up its replicas first, and XLA's all-reduce the devices.",
             UserWarning,

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 
 from .._errors import StrategyMismatchError
-from .._options import CrossDeviceOps, ReduceOp, ReductionToOneDevice, VariableSynchronization
-from .._replicas import arrays, collectives, cross_device, cross_replica, frames, placement
+from .._options import CrossDeviceOps, ReduceOp, ReductionToOneDevice, VariableSynchronization, accumulates
+from .._replicas import arrays, collectives, cross_replica, frames, placement
 from .._replicas.mesh import ReplicaMesh
 from .._replicas.per_replica import PerReplica, carried_sums, stack_of, uneven_shapes
 from .._typing import PyTree
@@ -57,7 +57,7 @@ class Leaves:
         axes = collectives.normalize_axes(axis, value.ndim, "reduce")
         at_one = self.ops if isinstance(self.ops, ReductionToOneDevice) else None
         if not isinstance(value, PerReplica):
-            if cross_device.accumulates(at_one):
+            if accumulates(at_one):
                 every = self._apply(cross_replica.broadcast_stack, value, self.mesh.num_replicas)
                 return self._apply(cross_replica.reduce_at_one, every, op, axes, None, at_one)
             return self._apply(cross_replica.reduce_mirrored, value, op, axes, self.mesh.num_replicas)
