@@ -15,10 +15,8 @@ class NamedChoice(enum.Enum):
     def parse(cls, given: Any, argument: str) -> Self:
         if isinstance(given, cls):
             return given
-        if isinstance(given, str):
-            for member in cls:
-                if member.name == given.upper():
-                    return member
+        if isinstance(given, str) and (member := cls.__members__.get(given.upper())) is not None:
+            return member
         names = ", ".join(repr(member.name.lower()) for member in cls)
         error = ValueError if isinstance(given, str) else TypeError
         raise error(

@@ -61,11 +61,18 @@ class Steps:
         frame = frames.current()
         if frame is not None and frame.axis is not None:
             return _run_merged(strategy, frame, function, args, kwargs)
+        is_traced = (frame is not None and frame.bindings is not None) or tracing.current_trace() is not tracing.NO_TRACE
+        is_plain = not is_traced and not is_eager.get()
+        if is_plain and not kwargs and (shortcut := self.programs.shortcut) is not None:
+            arrays, program = shortcut.arrays_of(function, args), shortcut.program
+            if arrays is not None and (not program.read or program.is_current()):
+                return program.run(arrays)
         key, arrays = key_of(function, args, kwargs)
         last_key, program = self.programs.last
         if key != last_key:  # a loop of steps needs not hash its key
             program = self.programs.get(key)
-        is_plain = (frame is None or frame.bindings is None) and tracing.trace_state() == tracing.CLEAN and not is_eager.get()
+        elif is_plain and not kwargs and program is not None:
+            self.programs.shorten(key, program, function, args, self._mesh.stacked)
         if program is not None and program.read and not program.is_current():
             program = None
         if program is not None and is_plain and are_placed(self._mesh, arrays):

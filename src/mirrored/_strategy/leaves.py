@@ -35,7 +35,7 @@ class Leaves:
 
     def map(self, function: Callable[[Any], Any], value: PyTree) -> PyTree:
         """Apply a function to each leaf of a nest, in which PerReplica values and variables are leaves."""
-        return jax.tree.map(function, value, is_leaf=_is_distributed)
+        return function(value) if type(value) is PerReplica else jax.tree.map(function, value, is_leaf=_is_distributed)
 
     def local_results(self, value: PyTree) -> tuple[Any, ...]:
         """Return a nest's values on this worker, one nest for each local replica; a 1-tuple when nothing in it differs."""
@@ -48,6 +48,9 @@ class Leaves:
         return tuple(jax.tree.unflatten(treedef, row) for row in rows)
 
     def reduce(self, op: ReduceOp, leaf: Any, axis: Any) -> jax.Array:
+        is_own = axis is None and type(leaf) is PerReplica and (known := carried_sums(leaf)) is not None and known[2] is self.mesh
+        if is_own and (found := _carried(op, leaf)) is not None:
+            return found
         return self._with_own(leaf, "reduce", lambda value: self._reduced(op, value, axis))
 
     def _reduced(self, op: ReduceOp, value: PerReplica | jax.Array, axis: Any) -> jax.Array:
