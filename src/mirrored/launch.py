@@ -85,6 +85,8 @@ def _launch(argv: Sequence[str]) -> int:
             _say(outlets[1], f"cannot start the workers: {error}")
             return 1
         finally:
+            for outlet in outlets:
+                outlet.end()
             _flush(outlets, signals)
 
 

@@ -61,7 +61,16 @@ _WING = {
         ("output", "        if self._is_open:\n", "        if True:\n"),
     ],
     "test_output.py::test_output_is_cut_into_lines": [
-        ("output", 'if end.start() > start or end[0] != b"\\r"', "if True"),
+        ("output", 'if line or end[0] != b"\\r"', "if True"),
+    ],
+    "test_output.py::test_what_a_carriage_return_ends_is_a_state_that_is_as_wide_as_the_terminal_and_gives_way_to_a_line": [
+        ("output", "[: max((width or 80) - len(start) - 1, 0)]", ""),
+        ("output", "_ERASE_LINE + data if self._shows_state else data", "data"),
+        ("output", "        if self._shows_state:\n", "        if True:\n"),
+    ],
+    "test_group.py::test_a_progress_bar_moves_in_one_line_of_a_terminal_and_is_a_line_now_and_then_elsewhere": [
+        ("group", "stream.shown_at + STATE_SECONDS", "stream.shown_at"),
+        ("group", "if worker is self._workers[0]:", "if True:"),
     ],
     "test_output.py::test_what_is_no_verdict_of_the_library_hides_nothing": [
         ("output", "if self._num_since > _VERDICT_LINES", "if False"),
@@ -74,7 +83,7 @@ _WING = {
         ("output", "num_workers - 1}] ", "num_workers}] "),
     ],
     "test_output.py::test_prefixes_are_coloured_on_a_terminal_unless_the_user_wants_none": [
-        ("output", "os.isatty(fd) and not _env.NO_COLOR.get()", "os.isatty(fd)"),
+        ("output", "self.is_terminal and not _env.NO_COLOR.get()", "self.is_terminal"),
     ],
     "test_check.py::test_results_that_differ_by_worker_are_found": [
         ("check", "len(set(digests)) > 1", "len(set(digests)) > 2"),

@@ -182,6 +182,20 @@ def test_prefixes_are_coloured_on_a_terminal(launcher: Launcher) -> None:
         assert sorted(terminal.read(65536).split(b"\r\n")) == [b"", b"\x1b[32m[0]\x1b[0m 0", b"\x1b[33m[1]\x1b[0m 1"]
 
 
+def test_a_progress_bar_moves_in_one_line_of_a_terminal_and_is_a_line_now_and_then_elsewhere(launcher: Launcher) -> None:
+    body = "for i in range(50): sys.stderr.write(f'\\r{i}%')\nsys.stderr.write('\\n'); say('end')"
+    _, _, err = launcher.run(body, "-n", 2)
+    assert sorted(err.splitlines()) == ["[0] 0%", "[0] 49%", "[1] 0%", "[1] 49%"]
+    own, other = os.openpty()
+    with open(own, "rb", buffering=0) as terminal:
+        process = launcher.start(body, "-n", 2, stderr=other, environment={"NO_COLOR": "1"})
+        os.close(other)
+        assert process.wait(20) == 0
+        shown = [piece for piece in re.split(rb"\r\x1b\[K|\r\n", terminal.read(65536)) if piece]
+    assert [piece for piece in shown if piece.startswith(b"[0]")] == [b"[0] %d%%" % i for i in range(50)]
+    assert [piece for piece in shown if piece.startswith(b"[1]")] == [b"[1] 49%"]
+
+
 def test_lines_stay_whole_when_both_streams_go_to_one_place(launcher: Launcher) -> None:
     body = "for i in range(60):\n  print('o' * 9000)\n  print('e' * 9000, file=sys.stderr)"
     code, out, _ = launcher.run(body, "-n", 2, stderr=subprocess.STDOUT)

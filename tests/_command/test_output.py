@@ -1,6 +1,7 @@
 """Output is cut into lines without loss, and what a summary shows is escaped and short."""
 
 import os
+import termios
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,24 @@ def test_prefixes_are_coloured_on_a_terminal_unless_the_user_wants_none(monkeypa
     os.close(terminal)
 
 
+def test_what_a_carriage_return_ends_is_a_state_that_is_as_wide_as_the_terminal_and_gives_way_to_a_line() -> None:
+    assert [type(line) is output.BarState for line in cut(b"\r1%\r2%\rline\n3%")] == [True, True, False, False]
+    own, terminal = os.openpty()
+    termios.tcsetwinsize(terminal, (5, 12))
+    outlet = Outlet(terminal)
+    outlet.show(b"[0] ", b"0123456789")
+    outlet.show(b"[0] ", "é%".encode())
+    outlet.write(b"line")
+    outlet.show(b"", b"last")
+    outlet.end()
+    outlet.end()
+    outlet.flush()
+    erase = b"\r\x1b[K"
+    assert os.read(own, 4096) == erase + b"[0] 0123456" + erase + "[0] é%".encode() + erase + b"line" + erase + b"last\r\n"
+    os.close(own)
+    os.close(terminal)
+
+
 def test_the_tail_is_the_end_escaped_and_short() -> None:
     tail = Tail()
     for i in range(30):
@@ -72,6 +91,9 @@ def test_the_tail_is_the_end_escaped_and_short() -> None:
     for _ in range(30):
         tail.add(b"\x00" * 100_000)
     assert 0 < sum(map(len, tail.lines())) <= output.TAIL_CHARACTERS
+    for i in range(30):
+        tail.add(output.BarState(b"%d%%" % i))
+    assert tail.lines()[-1] == "29%" and "28%" not in tail.lines()
 
 
 def tail_of(*lines: str) -> list[str]:

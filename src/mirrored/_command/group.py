@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import math
 import os
 import select
 import shutil
@@ -23,7 +24,7 @@ from .. import _env
 from .._errors import PREEMPTED
 from . import keeper
 from .ending import Attempt, Ending
-from .output import LineCutter, LogFile, Outlet, Tail, prefix
+from .output import STATE_SECONDS, BarState, LineCutter, LogFile, Outlet, Tail, prefix
 from .signals import Signals
 
 #: How long the others have to leave by themselves when one has failed; the library needs about one second for it.
@@ -44,6 +45,7 @@ class Stream:
     prefix: bytes
     cutter: LineCutter = dataclasses.field(default_factory=LineCutter)
     is_open: bool = True
+    shown_at: float = -math.inf
 
 
 @dataclasses.dataclass
@@ -202,7 +204,14 @@ class Group:
     def _pass_on(self, worker: Worker, stream: Stream, lines: Sequence[bytes]) -> None:
         for line in lines:
             worker.tail.add(line)
-            stream.outlet.write(stream.prefix + line + b"\n")
+            if not isinstance(line, BarState):
+                stream.outlet.write(stream.prefix + line + b"\n")
+            elif stream.outlet.is_terminal:
+                if worker is self._workers[0]:  # two bars would take turns in one line
+                    stream.outlet.show(stream.prefix, line)
+            elif (now := time.monotonic()) >= stream.shown_at + STATE_SECONDS:
+                stream.shown_at = now
+                stream.outlet.write(stream.prefix + line + b"\n")
 
     def _look_after(self, worker: Worker, now: float) -> None:
         """See whether a worker has ended, and what it started."""

@@ -29,8 +29,15 @@ _STACKS = re.compile(rb"worker \d+ was here:$")
 _OF_STACKS = re.compile(rb"  |.*:$")
 #: After so many more lines, a verdict was somebody's own text.
 _VERDICT_LINES = 200
-# A carriage return alone is how progress bars end a line; whether the last one stands alone is seen when more comes.
+#: Between two states of a progress bar that reach a file or a pipe; a terminal shows each, in the place of the last one.
+STATE_SECONDS = 10.0
+_ERASE_LINE = b"\r\x1b[K"
+# A carriage return alone is how progress bars end a state; whether the last one stands alone is seen when more comes.
 _LINE_END = re.compile(rb"\r?\n|\r(?=[^\n])")
+
+
+class BarState(bytes):
+    """A line that a carriage return alone has ended: a state of a progress bar."""
 
 
 class Outlet:
@@ -44,7 +51,9 @@ class Outlet:
         with contextlib.suppress(OSError):
             # A pipe that is ready takes PIPE_BUF bytes, a terminal at least 256.
             self._chunk = 256 if os.isatty(fd) else 1 << 20 if stat.S_ISREG(os.fstat(fd).st_mode) else select.PIPE_BUF
-        self.has_colour = os.isatty(fd) and not _env.NO_COLOR.get()
+        self.is_terminal = os.isatty(fd)
+        self.has_colour = self.is_terminal and not _env.NO_COLOR.get()
+        self._shows_state = False
 
     @property
     def is_waiting(self) -> bool:
@@ -59,7 +68,24 @@ class Outlet:
     def write(self, data: bytes) -> None:
         """Keep bytes until the stream takes them; a stream that nobody reads any more takes nothing."""
         if self._is_open:
-            self._pending += data
+            self._pending += _ERASE_LINE + data if self._shows_state else data
+            self._shows_state = False
+
+    def show(self, start: bytes, state: bytes) -> None:
+        """Show a state of a progress bar on a terminal until the next one, or a line, takes its place."""
+        width = 0
+        with contextlib.suppress(OSError):
+            width = os.get_terminal_size(self.fd).columns
+        text = state.decode(errors="replace")[: max((width or 80) - len(start) - 1, 0)]  # what is wrapped cannot be erased
+        self._shows_state = True
+        self.write(start + text.encode())
+        self._shows_state = True
+
+    def end(self) -> None:
+        """Begin a new line after a state, which stays."""
+        if self._shows_state:
+            self._shows_state = False
+            self.write(b"\n")
 
     def flush(self) -> None:
         """Write a piece to a stream that is ready."""
@@ -73,21 +99,25 @@ class Outlet:
 
 
 class Tail:
-    """The last lines that a worker wrote; of one that the library ended, from its verdict on, without its stacks."""
+    """The last lines that a worker wrote; of one that the library ended, from its verdict on, without its stacks.
+
+    Of states of a progress bar that follow each other it keeps the last one.
+    """
 
     def __init__(self) -> None:
         self._lines: collections.deque[bytes] = collections.deque(maxlen=TAIL_LINES)
         self._verdict = b""
         self._num_since = 0
-        self._is_in_stacks = False
+        self._is_in_stacks = self._ends_in_state = False
 
     def add(self, line: bytes) -> None:
         """Remember one line, and forget an old one."""
         if not line.strip():
             return
-        line = line[: 4 * TAIL_LINE_CHARACTERS]
+        is_state, line = isinstance(line, BarState), line[: 4 * TAIL_LINE_CHARACTERS]
         if _VERDICT.search(line):
-            self._verdict, self._num_since, self._is_in_stacks = line, 0, False
+            self._verdict, self._num_since = line, 0
+            self._is_in_stacks = self._ends_in_state = False
             self._lines.clear()
             return
         self._num_since += 1
@@ -95,7 +125,10 @@ class Tail:
             self._verdict = b""
         self._is_in_stacks = bool(_STACKS.search(line) or (self._is_in_stacks and _OF_STACKS.match(line)))
         if not self._is_in_stacks:
+            if is_state and self._ends_in_state:
+                self._lines.pop()
             self._lines.append(line)
+            self._ends_in_state = is_state
 
     def lines(self) -> list[str]:
         """Return the last lines, escaped."""
@@ -144,11 +177,12 @@ class LineCutter:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the lines that are complete, without their ends; of an endless line, pieces."""
+        """Return the lines that are complete, without their ends; of an endless line, pieces. What "\\r" ends is a `BarState`."""
         text, start, lines = self._rest + data, 0, []
         for end in _LINE_END.finditer(text):
-            if end.start() > start or end[0] != b"\r":
-                lines.append(text[start : end.start()])
+            line = text[start : end.start()]
+            if line or end[0] != b"\r":
+                lines.append(BarState(line) if end[0] == b"\r" else line)
             start = end.end()
         while len(text) - start > LINE_BYTES:
             lines.append(text[start : start + LINE_BYTES])
