@@ -26,12 +26,17 @@ from .per_replica import PerReplica
 
 def reduce_stack(stack: jax.Array, op: ReduceOp, axes: Axes, shapes: tuple[Shape, ...] | None) -> jax.Array:
     """Reduce over the replicas and over `axes` of each replica's value, counting only real rows."""
+    stack, count = with_zero_padding(stack, axes, shapes)
+    positions = (0, *(axis + 1 for axis in axes))
+    return finished(op, local_sums(op, stack, positions, count), count, stack.dtype)
+
+
+def with_zero_padding(stack: jax.Array, axes: Axes, shapes: tuple[Shape, ...] | None) -> tuple[jax.Array, int]:
+    """Return a stack with zeros behind the real rows, and how many elements of it make one of a sum over `axes` and replicas."""
     if shapes is not None:
         stack = jnp.where(_is_real(stack.shape, shapes), stack, jnp.zeros_like(stack))
     true_shapes = shapes or (stack.shape[1:],) * stack.shape[0]
-    count = sum(math.prod(shape[a] for a in axes) for shape in true_shapes)
-    positions = (0, *(axis + 1 for axis in axes))
-    return finished(op, local_sums(op, stack, positions, count), count, stack.dtype)
+    return stack, sum(math.prod(shape[a] for a in axes) for shape in true_shapes)
 
 
 def reduce_mirrored(value: jax.Array, op: ReduceOp, axes: Axes, num_replicas: int) -> jax.Array:
