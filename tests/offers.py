@@ -42,8 +42,9 @@ OFFERS = {
         cross_replica.gather_stack cross_replica.reduce_mirrored cross_replica.reduce_stack
         cross_replica.require_equal_except cross_replica.split_stack frames.Frame frames.check_enterable frames.current
         frames.entered frames.foreign_trace_message frames.in_cross_replica_context frames.is_traced
-        frames.require_cross_replica in_flight.finish in_flight.is_paced in_flight.joined in_flight.require_threads
-        in_flight.started mesh.ReplicaMesh mesh.cluster_mesh mesh.default_mesh mesh.make_mesh mesh.resolve_devices
+        frames.require_cross_replica in_flight.finish in_flight.is_paced in_flight.joined in_flight.new_witness
+        in_flight.require_threads in_flight.started mesh.ReplicaMesh mesh.cluster_mesh mesh.default_mesh mesh.make_mesh
+        mesh.resolve_devices
         mesh.with_replicas parts.all_gather_parts parts.join_parts parts.num_real parts.own_part parts.part_size
         parts.reduce_scatter parts.split_parts per_replica.PerReplica per_replica.carried_sums
         per_replica.is_per_replica per_replica.stack_of per_replica.stack_shapes per_replica.uneven_shapes

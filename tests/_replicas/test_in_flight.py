@@ -234,7 +234,7 @@ def test_keys_of_random_numbers_are_watched_as_their_data() -> None:
 def test_only_several_devices_of_this_cpu_are_paced() -> None:
     for count in (1, 2):
         mesh = mr.MirroredStrategy([f"cpu:{i}" for i in range(count)])._mesh
-        assert in_flight.is_paced(mesh.mirrored) is in_flight.is_paced(mesh.stacked) is mesh.is_paced is (count > 1)
+        assert in_flight.is_paced(mesh.mirrored) is in_flight.is_paced(mesh.stacked) is (count > 1)
     gpus = np.array([SimpleNamespace(platform="gpu")] * 2, dtype=object)
     assert not in_flight.is_paced(SimpleNamespace(num_devices=2, is_fully_addressable=True, mesh=SimpleNamespace(devices=gpus)))
 

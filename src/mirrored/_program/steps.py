@@ -9,11 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from .._jax import jaxprs, tracing
-from .._replicas import frames, placement
+from .._replicas import frames, in_flight, placement
 from .._replicas.context import ReplicaContext, own_parts
 from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh
@@ -196,7 +195,7 @@ def _map(
             stacked_unless(not spec_of(v).is_on_read, n)
             for v, n in zip(lifted.written, outputs[num_results:num_outputs], strict=True)
         ]
-        return results, new, [jnp.zeros((), jnp.int32)] if mesh.is_paced else []
+        return results, new, in_flight.new_witness(mesh.mirrored)
 
     replicated, stacked = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
     specs_of = lambda variables: [stacked if spec_of(v).is_on_read else replicated for v in variables]  # noqa: E731

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 from .._errors import ContextError
 from .._jax import jaxprs, tracing
 from .._jax.primitives import HOST_CALLBACKS, MAKE_SAME
+from .._replicas import in_flight
 from .._replicas.mesh import ReplicaMesh
 from .._typing import REPLICA_AXIS
 from .._variables.variable import spec_of
@@ -42,7 +43,7 @@ def mapped(
         device = _Device(mesh)
         outputs = device.run(_jaxpr_of(lifted), constants, [*written, *read_only, *arrays], is_own)
         placed = [device.as_kind(*output, end) for output, end in zip(outputs, ends, strict=True)]
-        witness = [jnp.zeros((), jnp.int32)] if mesh.is_paced else []
+        witness = in_flight.new_witness(mesh.mirrored)
         return placed[: lifted.num_results], placed[lifted.num_results :], witness
 
     replicated, stacked = PartitionSpec(), PartitionSpec(mesh.axis)

@@ -18,7 +18,6 @@ from .. import _env
 from .._errors import ClusterConfigError, DeviceError
 from .._text import shown
 from .._typing import REPLICA_AXIS
-from . import in_flight
 
 _DEVICE_NAME = re.compile(r"/?(?:device:)?(cpu|gpu|tpu|cuda|rocm):(\d+)", re.IGNORECASE | re.ASCII)
 
@@ -107,11 +106,6 @@ class ReplicaMesh:
     def is_alone(self) -> bool:
         """Whether all replicas are this process's, so that no other worker takes part."""
         return len(self.local_replicas) == self.num_replicas
-
-    @functools.cached_property
-    def is_paced(self) -> bool:
-        """Whether the programs in flight are counted: on virtual CPU devices, and with other workers; see `in_flight`."""
-        return in_flight.is_paced(self.mirrored)
 
 
 def make_mesh(devices: Sequence[jax.Device]) -> ReplicaMesh:

@@ -20,7 +20,7 @@ from .._program.call import ArrayLeaf, Call, argument_names, array_leaves, key_o
 from .._program.captured import Attribute, attributes_read, read_inside
 from .._program.lift import Lifted
 from .._program.program import Program, place
-from .._replicas import frames
+from .._replicas import frames, in_flight
 from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh, default_mesh
 from .._replicas.per_replica import PerReplica
@@ -162,7 +162,7 @@ def _make(call: Call, frame: Frame) -> FunctionProgram:
 
 def _pure(lifted: Lifted, mesh: ReplicaMesh, written: Any, read_only: Any, arrays: Any, constants: Any) -> Any:
     outputs = tracing.evaluate(lifted.closed, constants, [*written, *read_only, *arrays])
-    witness = [jax.numpy.zeros((), jax.numpy.int32)] if mesh.is_paced else []
+    witness = in_flight.new_witness(mesh.mirrored)
     return outputs[: lifted.num_results], outputs[lifted.num_results :], witness
 
 

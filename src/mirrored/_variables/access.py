@@ -13,7 +13,7 @@ import numpy as np
 from .._options import VariableSynchronization
 from .._replicas import cross_replica, frames
 from .._replicas.per_replica import PerReplica
-from . import storage, turns
+from . import storage
 from .variable import Variable, local_arrays
 
 
@@ -24,7 +24,7 @@ def lent(variables: Sequence[Variable]) -> contextlib.AbstractContextManager[lis
 
 def claimed(variables: Sequence[Variable]) -> contextlib.AbstractContextManager[None]:
     """Return a block inside which no other thread writes variables; in a trace nobody could."""
-    return turns.claimed_unless_traced([variable._slot for variable in variables], frames.current())
+    return storage.claimed([variable._slot for variable in variables], frames.current())
 
 
 def taken_array(variable: Variable) -> jax.Array:

@@ -14,7 +14,7 @@ from .._options import VariableAggregation
 from .._replicas import frames
 from .._replicas.arrays import cast, host_array
 from .._replicas.per_replica import PerReplica
-from . import turns
+from . import storage
 from .spec import VariableSpec
 
 
@@ -105,7 +105,7 @@ class ScatterMethods:
                 old = jnp.asarray(np.asarray(old))  # each worker computes; what the chief has is taken, and compared
             return getattr(old.at[rows], scatter.operation)(new)
 
-        with turns.claimed_unless_traced([self._slot], frame):
+        with storage.claimed([self._slot], frame):
             return self._write(scatter.method, self._use(scattered), None)
 
     # -- of the variable

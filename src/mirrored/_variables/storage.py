@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from .._errors import VariableLostError
+from .._replicas.frames import Frame
 from . import turns
 
 #: How many bytes of variables are copied at once before they are overwritten.
@@ -138,6 +139,11 @@ def found(slot: Slot) -> jax.Array:
     """
     _refuse_lost([slot.array])
     return slot.array
+
+
+def claimed(slots: Sequence[Slot], frame: Frame | None) -> contextlib.AbstractContextManager[None]:
+    """Let no other thread write slots inside this block; in a trace nobody could write what stands for them."""
+    return contextlib.nullcontext() if frame is not None and frame.bindings is not None else turns.claimed(slots)
 
 
 @contextlib.contextmanager

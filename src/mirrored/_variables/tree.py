@@ -13,7 +13,7 @@ import numpy as np
 from .._replicas import frames
 from .._replicas.arrays import is_wrapped
 from .._typing import PyTree
-from . import turns
+from . import storage
 
 
 class VariableTree:
@@ -84,7 +84,7 @@ class VariableTree:
         """
         leaves = self._checked(value)
         frame = frames.current()
-        with turns.claimed_unless_traced([variable._slot for variable in self._variables], frame):
+        with storage.claimed([variable._slot for variable in self._variables], frame):
             new = [(v, v._new_value(frame, "assign", leaf, None)) for v, leaf in zip(self._variables, leaves, strict=True)]
             for variable, array in new:
                 variable._store(frame, array)

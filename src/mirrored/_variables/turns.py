@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from .._errors import ContextError
-from .._replicas.frames import Frame
 
 #: Held while a program that takes arrays over is started, and while somebody looks where arrays are. Nobody who holds it waits
 #: for a device: a program on it may have a host callback, which may want to read a variable.
@@ -56,11 +55,6 @@ def claimed(slots: Sequence[Any], calls_host: bool = False) -> Iterator[None]:
         claims.pop(token, None)
         with lock:
             _changed.notify_all()
-
-
-def claimed_unless_traced(slots: Sequence[Any], frame: Frame | None) -> contextlib.AbstractContextManager[None]:
-    """Return the same; in a trace nobody else could write what stands for the variables."""
-    return contextlib.nullcontext() if frame is not None and frame.bindings is not None else claimed(slots)
 
 
 def wait_for(slots: Sequence[Any]) -> None:

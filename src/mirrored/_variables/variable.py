@@ -24,7 +24,7 @@ from .._replicas.mesh import ReplicaMesh
 from .._replicas.per_replica import PerReplica
 from .._typing import ArrayLike, Shape
 from .._workers import joint_programs
-from . import storage, turns
+from . import storage
 from .assignment import Assignment, placed, placed_copy
 from .initial import check_aggregated_dtype, check_name, creation_mesh, initial_array, takes_each_value
 from .scatter import ScatterMethods
@@ -290,7 +290,7 @@ class Variable(ScatterMethods):
     def _write(self, method: str, operand: Any, combine: Callable[..., jax.Array] | None) -> Variable:
         frame = frames.current()
         in_flight.require_threads()
-        with turns.claimed_unless_traced([self._slot], frame):
+        with storage.claimed([self._slot], frame):
             self._store(frame, self._new_value(frame, method, operand, combine))
         return self
 
