@@ -144,12 +144,12 @@ def require_equal_except(axes: Axes, value: PerReplica, verb: str) -> None:
     )
 
 
-def compiled(function: Callable[..., jax.Array], placement: NamedSharding, *static: Any) -> Callable[..., jax.Array]:
-    """Return `function(array, *static)` as a compiled program with a known placement of its result."""
+def compiled(function: Callable[..., Any], placement: NamedSharding, *static: Any) -> Callable[..., Any]:
+    """Return `function(array, *static)`, or of a list of arrays, as a compiled program with a known placement of its results."""
     return functools.partial(in_flight.dispatch, placement, _compile(function, placement, static))
 
 
 @functools.lru_cache(maxsize=1024)
-def _compile(function: Callable[..., jax.Array], placement: NamedSharding, static: tuple[Any, ...]) -> Any:
+def _compile(function: Callable[..., Any], placement: NamedSharding, static: tuple[Any, ...]) -> Any:
     program = jax.jit(lambda array: function(array, *static), out_shardings=placement)
     return joint_programs.agreed(function.__name__, str(static), program) if in_flight.is_joint(placement) else program

@@ -1,6 +1,6 @@
 """What cross-replica code does with many values at once: one program, in which small arrays travel together.
 
-The results have the same bits as those of a program for each: the additions of every element stay in their order.
+The sums over the replicas have the same bits as those of a program for each: the additions of an element stay in their order.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from jax.sharding import NamedSharding
 from .collectives import finished, groups_of, local_sums
 from .cross_replica import compiled, gather_stack, reduce_stack, with_zero_padding
 
-#: Arrays in one buffer. From 20 on more of them do not run faster, and compile longer (benchmarks/all_reduce.py).
-MAX_ARRAYS_TOGETHER = 25
+#: Arrays in one buffer. With more of them, compiling takes longer than running gains (benchmarks/all_reduce.py).
+MAX_ARRAYS_TOGETHER = 50
 
 
 class Task(NamedTuple):
@@ -41,7 +41,7 @@ def run(arrays: list[jax.Array], tasks: Sequence[Task], placement: NamedSharding
     if len(arrays) == 1:
         [(function, static)] = tasks
         return [compiled(function, placement, *static)(arrays[0])]
-    return compiled(compute_all, placement, tuple(tasks), placement)(arrays)  # pyrefly: ignore[bad-return]
+    return compiled(compute_all, placement, tuple(tasks), placement)(arrays)
 
 
 def compute_all(arrays: Sequence[jax.Array], tasks: Sequence[Task], whole: NamedSharding) -> list[jax.Array]:
@@ -66,6 +66,8 @@ def compute_all(arrays: Sequence[jax.Array], tasks: Sequence[Task], whole: Named
 
 def _kind(array: jax.Array, task: Task, whole: NamedSharding) -> Any:
     """Return the function of a task if its array may travel with others."""
+    if whole.num_devices == 1:
+        return None
     if task.function is gather_stack:
         return None if jnp.issubdtype(array.dtype, jax.dtypes.extended) else gather_stack
     if task.function is not reduce_stack:

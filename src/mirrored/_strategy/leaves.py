@@ -76,7 +76,7 @@ class Leaves:
         leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_distributed)
         results: list[Any] = [None] * len(leaves)
         tasks: dict[int, Task] = {}
-        arrays: list[jax.Array] = []
+        stacks: list[jax.Array] = []
         for position, leaf in enumerate(leaves):
             if isinstance(leaf, Variable) and leaf.synchronization is not VariableSynchronization.ON_READ:
                 self._note(leaf, verb)
@@ -86,17 +86,17 @@ class Leaves:
             task = task_of(value)
             if isinstance(task, Task):
                 tasks[position] = task
-                arrays.append(stack_of(value) if isinstance(value, PerReplica) else value)
+                stacks.append(stack_of(value) if isinstance(value, PerReplica) else value)
             else:
                 results[position] = task
-        for position, result in zip(tasks, self._run(arrays, list(tasks.values())), strict=True):
+        for position, result in zip(tasks, self._run(stacks, list(tasks.values())), strict=True):
             results[position] = result
         return jax.tree.unflatten(treedef, results)
 
-    def _run(self, arrays: list[jax.Array], tasks: Sequence[Any]) -> list[jax.Array]:
+    def _run(self, stacks: list[jax.Array], tasks: Sequence[Any]) -> list[jax.Array]:
         if _is_merged():  # every replica holds the whole stacks
-            return [task.function(array, *task.static) for array, task in zip(arrays, tasks, strict=True)]
-        return together.run(arrays, tasks, self.mesh.mirrored)
+            return [task.function(array, *task.static) for array, task in zip(stacks, tasks, strict=True)]
+        return together.run(stacks, tasks, self.mesh.mirrored)
 
     def _note(self, variable: Variable, verb: str) -> None:
         self._check_own_variable(variable, verb)
@@ -146,6 +146,8 @@ class Leaves:
     def _is_elsewhere(self, array: Any) -> bool:
         """Tell whether an array is tied to devices that are not this strategy's."""
         if isinstance(array, jax.core.Tracer) or not isinstance(array, jax.Array) or not array.committed:
+            return False
+        if array.sharding is self.mesh.stacked:
             return False
         return array.sharding.device_set != self.mesh.mirrored.device_set
 

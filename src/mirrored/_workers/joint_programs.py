@@ -88,7 +88,7 @@ def started(
 
 
 def agreed(name: str, text: str, program: Compiled) -> Callable[..., Any]:
-    """Return a program of an array, or a list of some, that is `prepared` for all new shapes and dtypes that it is called with."""
+    """Return a program of an array, or a list of some, that is `prepared` for each new shape and dtype."""
     known: dict[Any, Callable[..., Any]] = {}
 
     def call(given: jax.Array | list[jax.Array]) -> Any:

@@ -33,7 +33,7 @@ def split_rows(batch: PyTree, sizes: Sequence[int], start: int = 0) -> list[PyTr
 
 
 def reshape_rows(batch: PyTree, start: int, num_replicas: int, num_rows: int) -> PyTree:
-    """Turn rows of a batch, from `start` on, into `[L, num_rows, ...]` for L replicas, without copying unless the dtype changes."""
+    """Turn rows of a batch, from `start` on, into `[L, num_rows, ...]` for L replicas; only another dtype is a copy."""
     stop = start + num_replicas * num_rows
 
     def reshape(leaf: np.ndarray) -> np.ndarray:
