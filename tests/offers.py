@@ -12,12 +12,14 @@ OFFERS = {
         jaxprs.is_function_of_operands jaxprs.is_over_groups jaxprs.is_plain jaxprs.length_of jaxprs.meshes_in
         jaxprs.num_bytes jaxprs.parts_of jaxprs.scan_of jaxprs.solver_of jaxprs.while_of marks.Mark marks.Purpose
         marks.mark marks.mark_p means.is_of_mean primitives.CONTROL_FLOW primitives.ELEMENTWISE
-        primitives.HOST_CALLBACKS primitives.INLINE_CALLS primitives.MAKE_SAME primitives.PURE sums.Levels sums.call
-        sums.is_number sums.levels_of sums.new_variable sums.num_bytes_of sums.without tracing.CLEAN tracing.bind
-        tracing.evaluate tracing.is_mapped_over tracing.is_staging tracing.keeps_a_mesh tracing.lowered
-        tracing.own_axes_first tracing.placeholder tracing.separate_caches tracing.trace tracing.trace_state
-        user_code.equation_line user_code.leave_out user_code.line_of user_code.raising_line user_code.show_users_lines
-        user_code.user_line user_code.warn user_code.warned versions.warn_if_untried ways.Way ways.path_of ways.way_of
+        primitives.HOST_CALLBACKS primitives.INLINE_CALLS primitives.MAKE_SAME primitives.PURE sums.Levels sums.Sum
+        sums.call sums.is_number sums.levels_of sums.new_variable sums.num_bytes_of sums.with_sums_by sums.without
+        tracing.NO_TRACE tracing.bind tracing.current_trace tracing.evaluate tracing.is_mapped_over tracing.is_staging
+        tracing.keeps_a_mesh
+        tracing.lowered tracing.own_axes_first tracing.placeholder tracing.separate_caches tracing.trace
+        tracing.trace_state user_code.equation_line user_code.leave_out user_code.line_of user_code.raising_line
+        user_code.show_users_lines user_code.user_line user_code.warn user_code.warned versions.warn_if_untried ways.Way
+        ways.path_of ways.way_of
     """,
     "_cluster": """
         environments.SOURCES meeting.Meeting meeting.meet resolvers.ClusterResolver
@@ -37,20 +39,19 @@ OFFERS = {
         arrays.is_numeric arrays.is_wrapped arrays.strong collectives.MAX_ARRAYS_PER_PACK collectives.PACK_BELOW_BYTES
         collectives.ReplicaAxis collectives.aggregate collectives.all_reduce collectives.check_axis
         collectives.mean_by_rows collectives.normalize_axes collectives.pad_to collectives.sum_in_one_buffer
-        context.ReplicaContext context.axis_of context.check_call context.knows_id context.own_parts
-        cross_replica.aggregate_stack cross_replica.broadcast_stack cross_replica.compiled cross_replica.gather_mirrored
-        cross_replica.gather_stack cross_replica.reduce_mirrored cross_replica.reduce_stack
+        context.ReplicaContext context.axis_of context.check_call context.knows_id context.own_parts cross_device.is_for
+        cross_device.sum_by cross_replica.aggregate_stack cross_replica.broadcast_stack cross_replica.compiled
+        cross_replica.gather_mirrored cross_replica.gather_stack cross_replica.reduce_at_one
+        cross_replica.reduce_copies_at_one cross_replica.reduce_mirrored cross_replica.reduce_stack
         cross_replica.require_equal_except cross_replica.split_stack frames.Frame frames.check_enterable frames.current
         frames.entered frames.foreign_trace_message frames.in_cross_replica_context frames.is_traced
-        frames.require_cross_replica host_memory.empty_rows host_memory.gather host_memory.gathers
-        in_flight.finish in_flight.is_paced in_flight.joined in_flight.new_witness in_flight.require_threads
-        in_flight.started mesh.ReplicaMesh mesh.cluster_mesh mesh.default_mesh mesh.make_mesh
-        mesh.resolve_devices
-        mesh.with_replicas parts.all_gather_parts parts.join_parts parts.num_real parts.own_part parts.part_size
-        parts.reduce_scatter parts.split_parts per_replica.PerReplica per_replica.carried_sums
-        per_replica.is_per_replica per_replica.stack_of per_replica.stack_shapes per_replica.uneven_shapes
-        placement.check_later placement.checksum placement.mirror placement.mirror_constants placement.refuse_argument
-        placement.stack together.Task together.run
+        frames.require_cross_replica host_memory.empty_rows host_memory.gather host_memory.gathers in_flight.finish
+        in_flight.is_paced in_flight.joined in_flight.new_witness in_flight.require_threads in_flight.started
+        mesh.ReplicaMesh mesh.cluster_mesh mesh.default_mesh mesh.make_mesh mesh.resolve_devices mesh.with_replicas
+        parts.all_gather_parts parts.join_parts parts.num_real parts.own_part parts.part_size parts.reduce_scatter
+        parts.split_parts per_replica.PerReplica per_replica.carried_sums per_replica.is_per_replica
+        per_replica.stack_of per_replica.stack_shapes per_replica.uneven_shapes placement.check_later placement.checksum
+        placement.mirror placement.mirror_constants placement.refuse_argument placement.stack together.Task together.run
     """,
     "_variables": """
         access.all_copies access.claimed access.copied access.keep access.lent access.load access.set_stored
@@ -90,7 +91,7 @@ OFFERS = {
         shared_out.check_variables shared_out.combined shared_out.state_variable shared_out.store shared_out.update
     """,
     "_strategy": """
-        current.DefaultStrategy current.get_replica_context current.get_strategy current.has_strategy
+        adding_up.ops_of current.DefaultStrategy current.get_replica_context current.get_strategy current.has_strategy
         strategies.MirroredStrategy strategies.MultiWorkerMirroredStrategy strategies.OneDeviceStrategy
         strategy.Strategy strategy.ValueContext strategy.coordination_of strategy.datasets_of strategy.joint_strategy
         strategy.mesh_of_strategy strategy.programs_of strategy.variables_of

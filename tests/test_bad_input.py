@@ -93,8 +93,25 @@ BAD_INPUT = {
         mr.MirroredStrategy(["cpu:0", "tpu:0"]) => DeviceError: devices contains 'tpu:0', but this process has 0 tpu devices
         mr.MirroredStrategy(["cpu:0", "/CPU:0"]) => DeviceError: twice, as 'cpu:0' and '/CPU:0'
         mr.MirroredStrategy(["cpu:0"], cross_device_ops="ring") => ValueError: cross_device_ops is 'ring'; expected None
-        mr.MirroredStrategy(["cpu:0"], cross_device_ops=ONES) => ValueError: cross_device_ops is array
+        mr.MirroredStrategy(["cpu:0"], cross_device_ops=ONES) => TypeError: cross_device_ops is array
+        mr.MirroredStrategy(["cpu:0"], cross_device_ops=mr.NcclAllReduce) => TypeError: is the class .* Write .*NcclAllReduce\(\)
+        mr.MirroredStrategy(["cpu:0"], cross_device_ops=mr.NcclAllReduce()) => ValueError: connects GPUs, but the devices are
+        mr.MirroredStrategy(["cpu:0"], cross_device_ops=mr.ReductionToOneDevice("cpu:1")) => DeviceError: is none of the strat
+        mr.MirroredStrategy(["cpu:0"], cross_device_ops=mr.ReductionToOneDevice("one")) => DeviceError: expected the form
+        mr.MirroredStrategy(["cpu:0"], cross_device_ops=mr.ReductionToOneDevice(3)) => TypeError: reduce_to_device is 3; expect
         mr.MirroredStrategy(["cpu:0"], "auto") => TypeError: positional argument
+    """,
+    "NcclAllReduce": r"""
+        mr.NcclAllReduce(-1) => ValueError: num_packs is -1; expected 1, more, or 0
+        mr.NcclAllReduce("1") => TypeError: num_packs is '1'; expected an int
+        mr.NcclAllReduce(True) => TypeError: num_packs is True; expected an int
+    """,
+    "HierarchicalCopyAllReduce": r"""
+        mr.HierarchicalCopyAllReduce(num_packs=-2) => ValueError: num_packs is -2; expected 1, more, or 0
+        mr.HierarchicalCopyAllReduce(1.5) => TypeError: num_packs is 1.5; expected an int
+    """,
+    "ReductionToOneDevice": r"""
+        mr.ReductionToOneDevice(accumulation_fn="max") => TypeError: accumulation_fn is 'max'; expected a function of a list
     """,
     "OneDeviceStrategy": r"""
         mr.OneDeviceStrategy(["cpu:0"]) => TypeError: device is \['cpu:0'\]; expected one device, for example 'gpu:0'
@@ -650,6 +667,7 @@ BAD_INPUT = {
     "MultiWorkerMirroredStrategy": r"""
         mr.MultiWorkerMirroredStrategy("10.0.0.1:22") => ClusterConfigError: cluster= is .*; give a resolver
         mr.MultiWorkerMirroredStrategy(communication_options=3) => TypeError: communication_options is 3; expec
+        mr.MultiWorkerMirroredStrategy(cross_device_ops="nccl") => ValueError: cross_device_ops is 'nccl'; expected None
     """,
     "ClusterResolver": "mr.ClusterResolver() => TypeError: abstract class ClusterResolver",
     "ClusterSpec": r"""

@@ -21,8 +21,10 @@ else:  # `mirrored launch` asks for no public name, so that it starts its worker
     def __getattr__(name: str) -> object:
         if name == "__all__":
             return sorted(_load())
-        if not name.startswith("_") and name in (names := _load()):
-            return names[name]
+        if not name.startswith("_"):
+            _load()
+            if name in globals():  # or a module that a name comes from
+                return globals()[name]
         raise _tf_names.missing("mirrored", name)
 
     def __dir__() -> list[str]:

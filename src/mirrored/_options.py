@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Any, Self
+from collections.abc import Callable
+from typing import Any, Self, TypeGuard
 
 
 class NamedChoice(enum.Enum):
@@ -14,10 +15,8 @@ class NamedChoice(enum.Enum):
     def parse(cls, given: Any, argument: str) -> Self:
         if isinstance(given, cls):
             return given
-        if isinstance(given, str):
-            for member in cls:
-                if member.name == given.upper():
-                    return member
+        if isinstance(given, str) and (member := cls.__members__.get(given.upper())) is not None:
+            return member
         names = ", ".join(repr(member.name.lower()) for member in cls)
         error = ValueError if isinstance(given, str) else TypeError
         raise error(
@@ -153,6 +152,121 @@ class CommunicationOptions:
 
 
 MAX_TIMEOUT_SECONDS = 7 * 24 * 3600.0
+
+
+@dataclasses.dataclass(frozen=True)
+class AllReduce:
+    """What the two all-reduces, which differ in their way over the links, have in common.
+
+    Attributes:
+        num_packs: see `NcclAllReduce`.
+    """
+
+    num_packs: int = 1
+
+    def __post_init__(self) -> None:
+        if isinstance(self.num_packs, bool) or not isinstance(self.num_packs, int):
+            raise TypeError(f"num_packs is {self.num_packs!r}; expected an int, such as num_packs=1.")
+        if self.num_packs < 0:
+            raise ValueError(f"num_packs is {self.num_packs}; expected 1, more, or 0 to send each array by itself.")
+
+    def __repr__(self) -> str:
+        return f"mr.{type(self).__name__}(num_packs={self.num_packs})"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class NcclAllReduce(AllReduce):
+    """NCCL adds up over GPUs: what XLA does there also without it. On a CPU it is an error.
+
+    Args:
+        num_packs: in how many packs, each with a collective of its own, the arrays of one dtype travel that are added up at
+            once, such as gradients. 1: in one collective. 0: in one for each array. XLA may combine them further.
+
+    Raises:
+        TypeError: when `num_packs` is no int.
+        ValueError: when it is negative; and, from the strategy, when its devices are CPUs.
+
+    >>> mr.NcclAllReduce(num_packs=2)
+    mr.NcclAllReduce(num_packs=2)
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/NcclAllReduce
+    """
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class HierarchicalCopyAllReduce(AllReduce):
+    """Arrays are added up inside each host first, and then between the hosts, so that each byte crosses a network once.
+
+    In a host each replica adds up its share of the array (a reduce-scatter), then replicas of different hosts add up their
+    shares (an all-reduce), and then each host puts the whole together (an all-gather). It is right for any number of replicas.
+    What is smaller than 32 KiB is added up at once. On one host there is nothing in the middle; where each host has one replica
+    there is nothing else.
+
+    Args:
+        num_packs: see `mr.NcclAllReduce`.
+
+    Raises:
+        TypeError: when `num_packs` is no int.
+        ValueError: when it is negative.
+
+    >>> mr.HierarchicalCopyAllReduce()
+    mr.HierarchicalCopyAllReduce(num_packs=1)
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/HierarchicalCopyAllReduce
+    """
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class ReductionToOneDevice:
+    """The replicas' arrays are brought together, and added up in the order of the replicas.
+
+    One program runs on all devices, so each of them gets all arrays and computes the same sum: the numbers are those of one
+    device that adds up and sends the result, and no second message is needed. It takes R times the memory of each array.
+
+    Args:
+        reduce_to_device: one of the strategy's devices, or None. It changes nothing, because every device has the result.
+        accumulation_fn: takes a list of R arrays of one shape and dtype, in the order of the replicas, and returns one like
+            them. None: their sum. It takes the place of the sum in `all_reduce`, `strategy.reduce` and the gradients of
+            `mr.Optimizer`; a MEAN is its result divided by R. What a variable's `aggregation` adds up, it adds up.
+
+    Raises:
+        TypeError: when `accumulation_fn` is no function, or, from a step, when it returns something else.
+        DeviceError: (a ValueError) from the strategy, when `reduce_to_device` is none of its devices.
+
+    >>> largest = mr.ReductionToOneDevice(accumulation_fn=lambda values: jnp.stack(values).max(axis=0))
+    >>> strategy = mr.MirroredStrategy(["cpu:0", "cpu:1"], cross_device_ops=largest)
+    >>> x = strategy.distribute_values_from_function(lambda ctx: 10 + ctx.replica_id_in_sync_group)
+    >>> int(strategy.reduce("sum", x))
+    11
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/ReductionToOneDevice
+    """
+
+    reduce_to_device: Any = None
+    accumulation_fn: Callable[[Any], Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.accumulation_fn is not None and not callable(self.accumulation_fn):
+            raise TypeError(f"accumulation_fn is {self.accumulation_fn!r}; expected a function of a list of arrays, or None.")
+
+    def __repr__(self) -> str:
+        """Show the function by its name, which is the same on all workers."""
+        named = getattr(self.accumulation_fn, "__qualname__", type(self.accumulation_fn).__name__)
+        function = None if self.accumulation_fn is None else named
+        return f"mr.ReductionToOneDevice(reduce_to_device={self.reduce_to_device!r}, accumulation_fn={function})"
+
+
+CrossDeviceOps = NcclAllReduce | HierarchicalCopyAllReduce | ReductionToOneDevice
+
+
+def accumulates(ops: CrossDeviceOps | None) -> TypeGuard[ReductionToOneDevice]:
+    """Tell whether a function of the user's takes the place of sums."""
+    return isinstance(ops, ReductionToOneDevice) and ops.accumulation_fn is not None
+
+
+def num_packs_of(ops: CrossDeviceOps | None) -> int:
+    """Return in how many packs arrays of one dtype travel; 0 is one for each, 1 what is chosen here."""
+    return getattr(ops, "num_packs", 1)
 
 
 class ReduceOp(NamedChoice):

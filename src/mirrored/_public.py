@@ -37,8 +37,11 @@ from ._options import AutoShardPolicy as AutoShardPolicy
 from ._options import CommunicationImplementation as CollectiveCommunication
 from ._options import CommunicationImplementation as CommunicationImplementation
 from ._options import CommunicationOptions as CommunicationOptions
+from ._options import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce
 from ._options import InputOptions as InputOptions
+from ._options import NcclAllReduce as NcclAllReduce
 from ._options import ReduceOp as ReduceOp
+from ._options import ReductionToOneDevice as ReductionToOneDevice
 from ._options import VariableAggregation as VariableAggregation
 from ._options import VariableSynchronization as VariableSynchronization
 from ._program.eager import eager as eager

@@ -12,7 +12,6 @@ ALIASES = {
     "experimental_distribute_values_from_function": "distribute_values_from_function",
 }
 
-_COLLECTIVES = "XLA chooses the collective for the devices: write mr.MirroredStrategy(devices), without cross_device_ops."
 _LEARNING_RATE = (
     "Give optax a schedule, optax.sgd(lambda step: ...), or write optax.inject_hyperparams(optax.sgd)(0.1), whose learning rate "
     "is the variable optimizer.state.hyperparams['learning_rate']: assign to it."
@@ -27,10 +26,10 @@ _INSTEAD = {
         "experimental": "What it holds is in mirrored itself: write mr.MultiWorkerMirroredStrategy().",
         "cluster_resolver": "The resolvers are in mirrored itself: write mr.TFConfigClusterResolver().",
         "StrategyExtended": "Write strategy.run, strategy.reduce and strategy.devices.",
-        "CrossDeviceOps": _COLLECTIVES,
-        "ReductionToOneDevice": _COLLECTIVES,
-        "NcclAllReduce": _COLLECTIVES,
-        "HierarchicalCopyAllReduce": _COLLECTIVES,
+        "CrossDeviceOps": (
+            "Write mr.MirroredStrategy(cross_device_ops=mr.HierarchicalCopyAllReduce()), mr.NcclAllReduce or "
+            "mr.ReductionToOneDevice; or leave it out, and XLA chooses the collective for the devices."
+        ),
         "TPUStrategy": "mr.MirroredStrategy() takes all accelerators of this machine.",
         "ParameterServerStrategy": "There are no parameter servers: write mr.MultiWorkerMirroredStrategy().",
         "CentralStorageStrategy": "Every device has its copy of the variables: write mr.MirroredStrategy().",

@@ -15,12 +15,12 @@ from mirrored._jax import versions
 
 ROOT = Path(__file__).parents[2]
 OLDEST, NEWEST = (".".join(map(str, version)) for version in (versions.OLDEST, versions.NEWEST))
-#: Imports the library inside a trace, whose state `tracing` then takes for a shortcut, beside a JAX that calls itself 1.0.0.
+#: Imports the library inside a trace, which is known for one there too, beside a JAX that calls itself 1.0.0.
 PROGRAM = """
 import jax; jax.__version__, jax.__version_info__ = "1.0.0", (1, 0, 0)
 def f(x):
     from mirrored._jax import tracing
-    assert tracing.CLEAN == tracing.trace_state()
+    assert tracing.is_staging() and tracing.current_trace() is not tracing.NO_TRACE
     return x
 jax.jit(f)(1.0)
 import mirrored, importlib

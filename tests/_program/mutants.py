@@ -23,14 +23,28 @@ VIRTUAL = "tests/_program/test_virtual.py::test_"
 MISTAKES = "tests/_program/test_mistakes.py::test_"
 
 JOINED = "tests/_program/test_joined_sums.py::test_"
+SHORTCUT = "tests/_program/test_shortcut.py::test_"
 
 MUTANTS = [
+    # -- steps in a loop
+    ("_program/steps.py", "if is_plain and not kwargs and (shortcut", "if False and (shortcut",
+     SHORTCUT + "a_step_in_a_loop_is_known_without_its_key"),
+    ("_program/shortcut.py", "if ids != self.ids:", "if False:", SHORTCUT + "what_a_step_reads_may_change_at_any_time"),
+    ("_program/shortcut.py", "return not self.inner or ", "return True or ",
+     SHORTCUT + "what_a_step_reads_may_change_at_any_time"),
+    ("_program/shortcut.py", "if type(value) in _PLAIN])", "if False])",
+     SHORTCUT + "numbers_that_come_and_go_are_not_taken_for_each_other"),
+    ("_program/shortcut.py", "or array.shape != shape ", "", SHORTCUT + "arguments_of_another_kind_are_another_step"),
+    ("_program/shortcut.py", "names = sorted(values)", "names = list(values)",
+     SHORTCUT + "arguments_of_another_kind_are_another_step"),
+    ("_program/cache.py", "        if self._sought is dropped[0]:\n            self._sought = self.shortcut = None\n", "",
+     SHORTCUT + "a_shortcut_ends_with_its_program"),
     # -- sums of one step
     ("_program/joined_sums.py", "<= level and p not in totals", "<= level + 1 and p not in totals",
      JOINED + "nothing_is_sent_for_a_result_that_would_need_a_message_of_its_own"),
     ("_program/joined_sums.py", "        and shapes is None\n", "",
      JOINED + "nothing_is_sent_for_a_result_that_would_need_a_message_of_its_own"),
-    ("_program/joined_sums.py", "or axis is None or axis.bytes_per_pack", "or axis is None",
+    ("_program/joined_sums.py", " or axis.is_by_hand:", ":",
      JOINED + "who_has_said_what_travels_together_is_obeyed"),
     ("_strategy/leaves.py", "if not axes and (known", "if (known",
      JOINED + "a_result_that_a_step_has_added_up_is_looked_up_with_the_same_bits"),
@@ -243,7 +257,7 @@ MUTANTS = [
     ("_program/call.py", "array = np.array(leaf)", "array = np.asarray(leaf)",
      REPLICATE + "a_host_array_may_be_filled_again_at_once"),
     ("_program/call.py", "array.shape[0] != num_replicas:", "False:", REPLICATE + "values_of_another_strategy_are_refused"),
-    ("_program/cache.py", "self._programs.popitem(last=False)", "self._programs.popitem()",
+    ("_program/cache.py", "self._drop_program(next(iter(self._programs)))", "self._drop_program(next(reversed(self._programs)))",
      REPLICATE + "the_program_least_recently_used_goes_first"),
     ("_program/cache.py", "is_many = count > MAX_SILENT_RECOMPILATIONS", "is_many = count > MAX_SILENT_RECOMPILATIONS + 1",
      REPLICATE + "a_few_programs_of_one_function_are_silent"),

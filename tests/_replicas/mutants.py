@@ -3,6 +3,8 @@
 _COL, _CON, _CRO, _IN, _ME, _PE, _PL = (f"tests/_replicas/test_{n}.py::test_" for n in (
     "collectives", "context", "cross_replica", "in_flight", "mesh", "per_replica", "placement"
 ))  # fmt: skip
+_HOST = "tests/_replicas/test_host_memory.py::test_"
+_TOGETHER = "tests/_replicas/test_together.py::test_a_tree_of_small_arrays_is_one_program_and_few_sums"
 _VAR = "tests/_variables/test_variable.py::test_"
 _BAD = "tests/test_bad_input.py::test_bad_input_is_one_clear_error_and_changes_nothing"
 _CONVERTED = _VAR + "a_value_is_converted_to_a_kind_that_holds_it_and_refused_where_it_would_lose_information"
@@ -18,7 +20,19 @@ _JOINED = _IN + "two_programs_of_several_workers_are_in_flight_and_older_ones_ar
 _WRONG = _ME + "wrong_devices"
 _TREE = _PE + "its_only_leaf_is_the_stacked_array_and_different_shapes_are_part_of_the_structure"
 
+_ADDING = "tests/_strategy/test_adding_up.py::test_"
+
 MUTANTS = [
+    ("_replicas/cross_device.py", "functools.reduce(jnp.add, rows)", "functools.reduce(jnp.add, rows[::-1])",
+     _ADDING + "at_one_device_values_are_added_in_the_order_of_the_replicas"),
+    ("_replicas/cross_device.py", "zip(*hosts, strict=True)", "hosts",
+     _ADDING + "between_hosts_travels_each_replicas_share_only"),
+    ("_replicas/cross_device.py", "min(before * num_packs // total, num_packs - 1)", "0",
+     _ADDING + "the_number_of_packs_says_how_many_collectives_there_are"),
+    ("_replicas/collectives.py", "has_packs or accumulates(self.ops)", "has_packs",
+     _ADDING + "a_function_of_the_users_takes_the_place_of_the_sum"),
+    ("_replicas/collectives.py", "dataclasses.replace(axis, ops=None) if", "axis if",
+     _ADDING + "a_function_of_the_users_takes_the_place_of_the_sum"),
     ("_replicas/arrays.py", "if given > own:", "if given > own + 1:", _CONVERTED),
     ("_replicas/arrays.py", "return 1 if is_weak and kind == 2 else kind", "return kind",
      _VAR + "a_python_number_in_a_step_gives_no_weak_type"),
@@ -52,6 +66,13 @@ MUTANTS = [
     ("_replicas/context.py", "or array.dtype == jnp.uint32", "", _CON + "rng_is_different_on_each_replica_and_the_same_in_every"
      "_run"),
     ("_replicas/context.py", "isinstance(args, tuple | list)", "hasattr(args, '__len__')", _BAD + "[ReplicaContext.merge_call]"),
+    ("_replicas/host_memory.py", "-memory.ctypes.data % _ALIGNMENT", "0", _HOST + "each_row_of_large_memory_can_be_kept"),
+    ("_replicas/host_memory.py", "first + i: row", "i: row", _HOST + "a_large_gather_on_this_machine_is_no_program"),
+    ("_replicas/host_memory.py", "parts[i] if shapes is None else", "parts[i] if True else",
+     _HOST + "a_large_gather_on_this_machine_is_no_program"),
+    ("_replicas/together.py", "groups_of(rows, 0, MAX_ARRAYS_TOGETHER)", "groups_of(rows, 0, 1)",
+     "tests/_replicas/test_together.py::test_large_arrays_of_a_tree_travel_alone"),
+    ("_replicas/together.py", "start += rows[i].size", "start += 1", _TOGETHER),
     ("_replicas/cross_replica.py", "axis + 1) < sizes", "axis + 1) <= sizes", _PADDING),
     ("_replicas/cross_replica.py", "return result * jnp.asarray(num_replicas).astype(result.dtype) if op is",
      "return result if op is",
@@ -79,7 +100,7 @@ MUTANTS = [
     ("_replicas/in_flight.py", "if witness is None or witness.is_deleted():", "if witness is None:", _JOINED),
     ("_replicas/in_flight.py", "    if not isinstance(witness.dtype, np.dtype):", "    if False:", _IN + "keys_of_random_numbers"
      "_are_watched_as_their_data"),
-    ("_replicas/in_flight.py", "not isinstance(result, jax.core.Tracer) and", "", _IN + "a_traced_program_is_not_in_flight_and_a"
+    ("_replicas/in_flight.py", "not isinstance(witness, jax.core.Tracer) and", "", _IN + "a_traced_program_is_not_in_flight_and_a"
      "_result_is_passed_on"),
     ("_replicas/mesh.py", "max(2 * num_devices,", "max(num_devices,", _ME + "pool_is_twice_the_devices_and_not_below_the_cores"),
     ("_replicas/mesh.py", ", re.IGNORECASE | re.ASCII", "", _ME + "spellings_and_lists_of_devices"),

@@ -87,7 +87,7 @@ def test_a_tree_of_small_arrays_is_one_program_and_few_sums(strategy3: mr.Strate
     assert text.count(" all-reduce(") + text.count("all-reduce-start(") <= 2, "one for each dtype"
 
 
-def test_large_arrays_of_a_tree_travel_alone(strategy2: mr.Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_arrays_of_a_tree_travel_alone() -> None:
     shapes: list[tuple[int, ...]] = []
     stacks = [jnp.ones((2, size)) for size in (3, 9000, 4)]
     assert [x.tolist() for x in together._moved(stacks, lambda s: shapes.append(s.shape) or s[0])] == [

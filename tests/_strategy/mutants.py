@@ -6,7 +6,10 @@ LOSSES = "tests/test_losses.py::test_"
 OPTAX = "tests/test_optax.py::test_"
 OPTIMIZER = "tests/test_optimizer.py::test_"
 
+
 MUTANTS = [
+    ("_strategy/adding_up.py", "if device not in mesh.devices:", "if False:",
+     "tests/test_bad_input.py::test_bad_input_is_one_clear_error_and_changes_nothing"),
     ("_strategy/strategy.py", "frame.strategy is not self:", "False:",
      STRATEGY + "verbs_take_what_is_theirs_and_refuse_what_is_of_another_strategy"),
     ("_strategy/strategy.py", "frames.check_enterable(self)", "pass", STRATEGY + "scopes_of_two_strategies_do_not_nest"),

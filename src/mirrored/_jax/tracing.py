@@ -24,13 +24,14 @@ _WIDE = frozenset({"int64", "uint64", "float64", "complex128"})
 
 #: An opaque value that changes when a trace begins or ends.
 trace_state = functools.partial(jex_core.get_opaque_trace_state, convention="nnx")
-#: Its value when JAX traces nothing.
-CLEAN = trace_state()
+#: The trace that the program is in; when JAX traces nothing, it is `NO_TRACE`. A warm step asks, so it is no function of Python.
+current_trace = functools.partial(getattr, core.trace_ctx, "trace")
+NO_TRACE = core.eval_trace
 
 
 def is_clean() -> bool:
     """Tell whether JAX traces nothing at all."""
-    return trace_state() == CLEAN
+    return current_trace() is NO_TRACE
 
 
 def is_mapped_over(name: str) -> bool:

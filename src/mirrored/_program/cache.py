@@ -16,6 +16,7 @@ from .._errors import RecompilationWarning
 from .._jax import user_code
 from .._text import shown
 from .call import ArrayLeaf, Call, identified, leaf_names, remembered
+from .shortcut import Shortcut, shortcut_to
 
 #: Programs kept per strategy, least recently used first out.
 MAX_PROGRAMS = 256
@@ -38,12 +39,15 @@ class Programs(Generic[ProgramT]):
 
     Attributes:
         last: the key and the program that were asked for last; two None at first.
+        shortcut: to the program of a call that was made twice in a row, while it is kept; None also when there is none.
     """
 
     def __init__(self) -> None:
         self._programs: collections.OrderedDict[Any, tuple[ProgramT, _Guards, str]] = collections.OrderedDict()
         self._seen: collections.OrderedDict[int, _Seen] = collections.OrderedDict()
         self.last: tuple[Any, ProgramT | None] = (None, None)
+        self.shortcut: Shortcut[ProgramT] | None = None
+        self._sought: ProgramT | None = None  # to which a shortcut was looked for
         _all.add(self)
 
     def __iter__(self) -> Iterator[ProgramT]:
@@ -61,6 +65,14 @@ class Programs(Generic[ProgramT]):
         with contextlib.suppress(KeyError):  # it has just ended: garbage is collected at any time
             self._programs.move_to_end(key)
         return found[0]
+
+    def shorten(self, key: Any, program: ProgramT, function: Any, args: Sequence[Any], placement: Any) -> None:
+        """Look for a shortcut to a program that is asked for twice in a row; once, for there may be none."""
+        if program is self._sought:
+            return
+        self._sought, self.shortcut = program, shortcut_to(key, program, function, args, placement)
+        if key not in self._programs:  # it has just ended
+            self._sought = self.shortcut = None
 
     def add(self, call: Call, program: ProgramT, owner: Any = None, also: Sequence[Any] = ()) -> None:
         """Keep a program.
@@ -83,8 +95,11 @@ class Programs(Generic[ProgramT]):
         targets = itertools.chain(identified(call), also)
         self._programs[key] = (program, _Guards(targets, functools.partial(_drop_from, weakref.ref(self), key)), cause)
         self.last = (key, program)
+        if (used := self.shortcut) is not None:
+            with contextlib.suppress(KeyError):
+                self._programs.move_to_end(used.key, last=True)
         while len(self._programs) > MAX_PROGRAMS:
-            self._programs.popitem(last=False)
+            self._drop_program(next(iter(self._programs)))
         for tell in listeners:
             tell(program, cause)
         if is_news:
@@ -106,8 +121,12 @@ class Programs(Generic[ProgramT]):
 
     def _drop_program(self, key: Any) -> None:
         dropped = self._programs.pop(key, None)
-        if dropped is not None and self.last[1] is dropped[0]:
+        if dropped is None:
+            return
+        if self.last[1] is dropped[0]:
             self.last = (None, None)
+        if self._sought is dropped[0]:
+            self._sought = self.shortcut = None
 
     def _drop_unreachable(self) -> None:
         """Drop programs whose key knows an object that cannot say that it has ended, and that nobody else has any more."""

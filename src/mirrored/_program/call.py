@@ -22,7 +22,7 @@ from .._variables.variable import Variable
 _WHOLE = (PerReplica, Variable)
 _BY_REPR = (float, complex)  # 0.0 and -0.0 differ, nan equals itself
 _BY_VALUE = (bool, int, str, bytes, type(None))
-_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _NUMPY = (np.ndarray, np.generic)
 #: Types of arguments that hold no others (without numpy's arrays, which share programs with those of JAX).
 _LEAVES = frozenset({*_WHOLE, *_BY_REPR, bool, int, str, bytes})
@@ -174,7 +174,7 @@ def _numpy_message(array: np.ndarray | np.generic, name: str) -> str:
 
 def static_key(value: Any) -> Any:
     """Return a hashable that is equal for static values which give the same program."""
-    if _is_by_content(type(value)):
+    if is_by_content(type(value)):
         return _content_key(value, _MAX_DEPTH)
     return (type(value), id(value) if _is_by_identity(value) else value)
 
@@ -191,7 +191,7 @@ class _Forgotten(NamedTuple):
 
 def remembered(value: Any) -> Any:
     """Return a static value, or what tells it from others without keeping it alive."""
-    is_function = isinstance(value, _FUNCTIONS)
+    is_function = isinstance(value, FUNCTIONS)
     return _Forgotten(str(type(value).__name__), id(value)) if is_function or _is_by_identity(value) else value
 
 
@@ -207,6 +207,8 @@ def _is_by_identity(value: Any) -> bool:
     return False
 
 
+#: Of so much code the names are kept, and with them the code.
+MAX_NAMES = 4096
 #: Functions in a function's closure are told apart by theirs, so many levels deep.
 _MAX_DEPTH = 4
 
@@ -219,13 +221,13 @@ def function_key(function: Any, depth: int = _MAX_DEPTH) -> Any:
     """
     if isinstance(function, types.FunctionType):
         # Here as in `_content_key`, without a call for each value that is compared by identity: this is in every step.
-        named = [id(v) if not _is_by_content(type(v)) else _content_key(v, 0) for v in _globals_of(function)]
+        named = [id(v) if not is_by_content(type(v)) else _content_key(v, 0) for v in _globals_of(function)]
         identity = (id(function.__code__), id(function.__globals__), tuple(named))
         if function.__defaults__ or function.__kwdefaults__:
             identity += tuple([_content_key(v, depth) for v in _defaults_of(function)])
         if not function.__closure__:
             return identity
-        own = [id(v) if not _is_by_content(type(v)) else _content_key(v, depth) for v in map(_content_of, function.__closure__)]
+        own = [id(v) if not is_by_content(type(v)) else _content_key(v, depth) for v in map(_content_of, function.__closure__)]
         return (identity, tuple(own))
     if isinstance(function, types.MethodType):
         return (function_key(function.__func__, depth), id(function.__self__))
@@ -236,7 +238,7 @@ def function_key(function: Any, depth: int = _MAX_DEPTH) -> Any:
 
 
 def _content_key(value: Any, depth: int) -> Any:
-    if not _is_by_content(type(value)):
+    if not is_by_content(type(value)):
         return id(value)
     if isinstance(value, _BY_REPR):
         return (type(value), repr(value))
@@ -246,25 +248,35 @@ def _content_key(value: Any, depth: int) -> Any:
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_by_content(kind: type) -> bool:
-    return issubclass(kind, (*_BY_REPR, *_BY_VALUE, *_FUNCTIONS))
+def is_by_content(kind: type) -> bool:
+    return issubclass(kind, (*_BY_REPR, *_BY_VALUE, *FUNCTIONS))
 
 
-@functools.lru_cache(maxsize=4096)
-def _names_in(code: types.CodeType) -> tuple[str, ...]:
+#: The names in code, by its `id`: the hash of code, which `lru_cache` would ask for, is of all its instructions.
+_names_by_code: dict[int, tuple[types.CodeType, tuple[str, ...]]] = {}
+
+
+def names_in(code: types.CodeType) -> tuple[str, ...]:
     """Return the globals that code reads; `co_names` has attributes too, and `output.loss` does not read a global `loss`."""
+    known = _names_by_code.get(id(code))
+    if known is not None:
+        return known[1]
     own = [i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"]
-    inner = [name for const in code.co_consts if isinstance(const, types.CodeType) for name in _names_in(const)]
-    return tuple(dict.fromkeys((*own, *inner)))
+    inner = [name for const in code.co_consts if isinstance(const, types.CodeType) for name in names_in(const)]
+    if len(_names_by_code) >= MAX_NAMES:
+        _names_by_code.clear()
+    names = tuple(dict.fromkeys((*own, *inner)))
+    _names_by_code[id(code)] = code, names
+    return names
 
 
 #: In place of a name that is no global, such as that of a built-in function.
-_ABSENT = object()
+ABSENT = object()
 
 
 def _globals_of(function: types.FunctionType) -> Iterator[Any]:
     """Return the module-level objects that a function names, which a notebook or a loop in a script may rebind."""
-    return map(function.__globals__.get, _names_in(function.__code__), itertools.repeat(_ABSENT))
+    return map(function.__globals__.get, names_in(function.__code__), itertools.repeat(ABSENT))
 
 
 def _defaults_of(function: types.FunctionType) -> list[Any]:
@@ -284,7 +296,7 @@ def identified(call: Call) -> Iterator[Any]:
     for leaf in call.leaves:
         if isinstance(leaf, ArrayLeaf):
             continue
-        if _is_by_content(type(leaf[0])):
+        if is_by_content(type(leaf[0])):
             yield from _identified_in(leaf[0], _MAX_DEPTH)
         elif _is_by_identity(leaf[0]):
             yield leaf[0]
@@ -311,9 +323,9 @@ def identified_by(function: Any, depth: int = _MAX_DEPTH) -> Iterator[Any]:
 
 def _identified_in(value: Any, depth: int) -> Iterator[Any]:
     """Yield those in `_content_key(value, depth)`."""
-    if not _is_by_content(type(value)) or (isinstance(value, _FUNCTIONS) and not depth):
+    if not is_by_content(type(value)) or (isinstance(value, FUNCTIONS) and not depth):
         yield value
-    elif isinstance(value, _FUNCTIONS):
+    elif isinstance(value, FUNCTIONS):
         yield from identified_by(value, depth - 1)
 
 

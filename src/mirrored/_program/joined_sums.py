@@ -35,15 +35,18 @@ class Joined:
         closed: the step; after its own results it gives the sums that it carries.
         carried: the positions of the results whose sums these are.
         num_arrays: how many sums have joined others.
+        otherwise: which sums are not XLA's all-reduces, in words.
     """
 
     closed: ClosedJaxpr
     carried: tuple[int, ...] = ()
     num_arrays: int = 0
+    otherwise: str = ""
 
     def describe(self) -> str:
         """Say what travels together, in a part of a sentence; "" if nothing does."""
         text = f", {self.num_arrays} in the buffer of another" if self.num_arrays else ""
+        text += f", {self.otherwise}" if self.otherwise else ""
         if self.carried:
             noun = "1 result" if len(self.carried) == 1 else f"{len(self.carried)} results"
             text += f"; carries the sum of {noun}, which strategy.reduce looks up"
@@ -69,17 +72,17 @@ class _Buffer:
         self.num_parts += num_parts
 
 
-def joined(lifted: Lifted, is_mirrored: Sequence[bool], axis: ReplicaAxis | None) -> Joined:
+def joined(lifted: Lifted, is_mirrored: Sequence[bool], axis: ReplicaAxis) -> Joined:
     """Join the small sums of a step, and let them carry the sums of small results.
 
     Args:
         lifted: the step, proven.
         is_mirrored: for each result array, whether it is the same on every replica.
-        axis: the replicas; with `bytes_per_pack` the user has said what travels together, and nothing is joined.
+        axis: the replicas; where the user has said what travels together, or what takes the place of sums, nothing is joined.
     """
     jaxpr = lifted.closed.jaxpr
     levels = sums.levels_of(jaxpr)
-    if len(levels.sums) == 1 or axis is None or axis.bytes_per_pack:
+    if len(levels.sums) == 1 or axis.is_by_hand:
         return Joined(lifted.closed)
     waiting = _carriable(lifted, is_mirrored, levels)
     totals: dict[int, Any] = {}

@@ -19,9 +19,9 @@ from .._replicas.collectives import ReplicaAxis
 from .._replicas.context import ReplicaContext
 from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh
-from .._replicas.per_replica import PerReplica, stack_of
+from .._replicas.per_replica import PerReplica
 from .._text import bytes_in_words
-from .._typing import PyTree
+from .._typing import PyTree, Shape
 from .._variables import storage
 from .._variables.equal_copies import Watch
 from .._variables.storage import Home
@@ -155,16 +155,16 @@ class StepProgram(Program):
         plan = self.lifted.plan
         carried = results[len(plan.shapes) :]
         del results[len(plan.shapes) :]
-        for index in self._differing:
-            results[index] = PerReplica(results[index], plan.shapes[index])
-        if carried:
-            for place, index in enumerate(self.joined.carried):
-                results[index] = PerReplica(stack_of(results[index]), None, (carried[2 * place], carried[2 * place + 1]))
+        for index, shapes, place in self._differing:
+            sums = (carried[place], carried[place + 1], self.mesh) if carried and place is not None else None
+            results[index] = PerReplica(results[index], shapes, sums)
         return results[0] if self._is_one_array else self._rebuild(results)
 
     @functools.cached_property
-    def _differing(self) -> list[int]:
-        return [index for index, same in enumerate(self.is_mirrored) if not same]
+    def _differing(self) -> list[tuple[int, tuple[Shape, ...] | None, int | None]]:
+        """The results that differ by replica: which, their shapes, and where their sums are among those that are carried."""
+        shapes, places = self.lifted.plan.shapes, {index: 2 * place for place, index in enumerate(self.joined.carried)}
+        return [(index, shapes[index], places.get(index)) for index, same in enumerate(self.is_mirrored) if not same]
 
     @functools.cached_property
     def _rebuild(self) -> Callable[[list[Any]], PyTree]:
@@ -234,7 +234,7 @@ def stacked_unless(is_mirrored: bool, array: Any) -> Any:
     return array if is_mirrored else jnp.expand_dims(array, 0)
 
 
-def replica_frame(strategy: Any, mesh: ReplicaMesh, bytes_per_pack: int, sizes: Any = None, bindings: Any = None) -> Frame:
-    """Return the place inside a step."""
-    axis = ReplicaAxis(mesh.num_replicas, sizes=sizes, bytes_per_pack=bytes_per_pack)
+def replica_frame(strategy: Any, mesh: ReplicaMesh, even: ReplicaAxis, sizes: Any = None, bindings: Any = None) -> Frame:
+    """Return the place inside a step; `even` is how a replica reaches the others where the batch divides evenly."""
+    axis = dataclasses.replace(even, sizes=sizes)
     return Frame(strategy, mesh, ReplicaContext(strategy, axis), axis, bindings)

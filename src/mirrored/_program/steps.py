@@ -12,7 +12,9 @@ import jax
 from jax.sharding import PartitionSpec
 
 from .._jax import jaxprs, tracing
+from .._options import CrossDeviceOps
 from .._replicas import frames, in_flight, placement
+from .._replicas.collectives import ReplicaAxis
 from .._replicas.context import ReplicaContext, own_parts
 from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh
@@ -26,6 +28,7 @@ from . import lift, numbers, proof, refusals, returned_states, virtual
 from .cache import Programs
 from .call import ArrayLeaf, Call, argument_names, check_replicas, key_of, take_apart
 from .captured import attributes_read, read_inside
+from .chosen_sums import chosen
 from .eager import is_eager, refuse_eager, run_eagerly, silenced
 from .joined_sums import Joined, joined, mean_of
 from .lift import Lifted, trace_step
@@ -41,13 +44,15 @@ class Steps:
     Args:
         mesh: the strategy's devices.
         bytes_per_pack: see `CommunicationOptions`.
+        ops: how replicas add up, where the user has said so.
 
     Attributes:
         programs: those that are kept.
     """
 
-    def __init__(self, mesh: ReplicaMesh, bytes_per_pack: int = 0) -> None:
-        self._mesh, self._bytes_per_pack = mesh, bytes_per_pack
+    def __init__(self, mesh: ReplicaMesh, bytes_per_pack: int = 0, ops: CrossDeviceOps | None = None) -> None:
+        self._mesh = mesh
+        self._even = ReplicaAxis(mesh.num_replicas, bytes_per_pack=bytes_per_pack, ops=ops)
         self.programs: Programs[StepProgram] = Programs()
         self._numbers = Numbers()
 
@@ -56,11 +61,18 @@ class Steps:
         frame = frames.current()
         if frame is not None and frame.axis is not None:
             return _run_merged(strategy, frame, function, args, kwargs)
+        is_traced = (frame is not None and frame.bindings is not None) or tracing.current_trace() is not tracing.NO_TRACE
+        is_plain = not is_traced and not is_eager.get()
+        if is_plain and not kwargs and (shortcut := self.programs.shortcut) is not None:
+            arrays, program = shortcut.arrays_of(function, args), shortcut.program
+            if arrays is not None and (not program.read or program.is_current()):
+                return program.run(arrays)
         key, arrays = key_of(function, args, kwargs)
         last_key, program = self.programs.last
         if key != last_key:  # a loop of steps needs not hash its key
             program = self.programs.get(key)
-        is_plain = (frame is None or frame.bindings is None) and tracing.trace_state() == tracing.CLEAN and not is_eager.get()
+        elif is_plain and not kwargs and program is not None:
+            self.programs.shorten(key, program, function, args, self._mesh.stacked)
         if program is not None and program.read and not program.is_current():
             program = None
         if program is not None and is_plain and are_placed(self._mesh, arrays):
@@ -70,7 +82,7 @@ class Steps:
     def _run_otherwise(self, strategy: Any, program: StepProgram | None, call: Call) -> PyTree:
         """Run a step that is new, traced, eager, or whose arguments are elsewhere."""
         mesh = self._mesh
-        frame_with = functools.partial(replica_frame, strategy, mesh, self._bytes_per_pack)
+        frame_with = functools.partial(replica_frame, strategy, mesh, self._even)
         may_pass = program is None and call.has_numbers() and not is_eager.get() and not frames.is_traced()
         if may_pass:
             known = self._numbers.known(call)
@@ -156,12 +168,16 @@ def _make_program(mesh: ReplicaMesh, call: Call, frame_with: Callable[[Any], Fra
     is_mirrored = tuple(state.is_mirrored for state in findings.outputs[: lifted.num_results])
     if mesh.num_replicas > 1 and not all(is_mirrored):
         returned_states.check(call, lifted, findings, mesh.num_replicas)
-    name = call.name
+    name, axis = call.name, frame_with(None).axis
+    assert axis is not None
     is_split = [leaf.is_per_replica for leaf in leaves]
     text = "" if mesh.is_alone else f"arguments by replica: {is_split}\n{lifted.describe()}\nmirrored results: {is_mirrored}"
+    text += f"\nadded up by {axis.ops}" if text and axis.ops is not None else ""
     has_own_device = mesh.per_device == 1
     may_join = findings.collectives and has_own_device
-    sums = joined(lifted, is_mirrored, frame_with(None).axis) if may_join else Joined(lifted.closed)
+    sums = joined(lifted, is_mirrored, axis) if may_join else Joined(lifted.closed)
+    if may_join and axis.ops is not None:
+        sums = chosen(sums, mesh, axis)
     mapped = (_map if has_own_device else virtual.mapped)(mesh, lifted, sums, is_split, is_mirrored)
     calls_host = jaxprs.has_host_callback(lifted.shown.jaxpr)
     compiled = jax.jit(mapped, donate_argnums=() if calls_host else 0)

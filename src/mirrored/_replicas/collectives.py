@@ -13,10 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._errors import UnevenReplicasError
 from .._jax import user_code
 from .._jax.marks import Mark, Purpose, mark
-from .._options import ReduceOp, VariableAggregation
+from .._options import CrossDeviceOps, ReduceOp, ReductionToOneDevice, VariableAggregation, accumulates, num_packs_of
 from .._typing import REPLICA_AXIS, PyTree, Shape
+from . import cross_device
 from .arrays import as_array, is_wrapped
 
 Axes = tuple[int, ...]
@@ -48,12 +50,20 @@ class ReplicaAxis:
         bound: False in the default replica context outside any `run`, where no mesh axis exists.
         sizes: in an uneven step, knows how large the other replicas' arrays are.
         bytes_per_pack: see `CommunicationOptions`.
+        ops: how replicas add up, where the user has said so.
     """
 
     size: int
     bound: bool = True
     sizes: Sizes | None = None
     bytes_per_pack: int = 0
+    ops: CrossDeviceOps | None = None
+
+    @property
+    def is_by_hand(self) -> bool:
+        """Whether the user has said what travels together, or what takes the place of sums."""
+        has_packs = bool(self.bytes_per_pack) or num_packs_of(self.ops) != 1
+        return has_packs or accumulates(self.ops)
 
     def each(self, size: int) -> tuple[int, ...]:
         """Return on each replica what is `size` on this one: the length of an axis, a number of rows."""
@@ -89,6 +99,9 @@ def all_reduce(op: ReduceOp, tree: PyTree, axis: ReplicaAxis, array_axes: Any = 
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_wrapped)
     arrays = [as_array(leaf, verb) for leaf in leaves]
     axes = [normalize_axes(array_axes, array.ndim, verb) for array in arrays]
+    if accumulates(axis.ops):
+        results = [_accumulated(op, array, own, axis, axis.ops) for array, own in zip(arrays, axes, strict=True)]
+        return jax.tree.unflatten(treedef, results)
     if op is ReduceOp.MEAN and axis.sizes is not None and not any(axes):
         return jax.tree.unflatten(treedef, _uneven_means(arrays, axis))
     counts = [_count(array, own, axis) for array, own in zip(arrays, axes, strict=True)]
@@ -101,9 +114,23 @@ def all_reduce(op: ReduceOp, tree: PyTree, axis: ReplicaAxis, array_axes: Any = 
     return jax.tree.unflatten(treedef, sums)
 
 
+def _accumulated(op: ReduceOp, array: jax.Array, axes: Axes, axis: ReplicaAxis, ops: ReductionToOneDevice) -> jax.Array:
+    """Combine an array over the replicas, and over axes of its own first, with the user's function in the place of the sum."""
+    if op is ReduceOp.MEAN and axis.sizes is not None and not axes:
+        raise UnevenReplicasError(
+            f"a mean over the replicas of an uneven batch, at {user_code.user_line()}, weighs them by their rows, but {ops} has "
+            "an accumulation_fn, which knows no weights. Combine with 'sum', or leave the odd rows out: "
+            "mr.InputOptions(drop_remainder=True)."
+        )
+    [own] = local_sums(op, array, axes, 0)
+    stack = axis.stack(own)
+    total = cross_device.accumulated(ops, [stack[i] for i in range(axis.size)])
+    return finished(op, [total], _count(array, axes, axis), array.dtype)
+
+
 def mean_by_rows(tree: PyTree, axis: ReplicaAxis) -> PyTree:
     """Return the mean over the replicas, in which each has the weight of its rows; one without rows has no part in it."""
-    if axis.sizes is None:
+    if axis.sizes is None or accumulates(axis.ops):
         return all_reduce(ReduceOp.MEAN, tree, axis)
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_wrapped)
     arrays = [as_array(leaf, "all_reduce") for leaf in leaves]
@@ -172,6 +199,7 @@ def join_rows(stack: jax.Array, axis: int, sizes: Sequence[int]) -> jax.Array:
 
 def aggregate(mode: VariableAggregation, array: jax.Array, axis: ReplicaAxis) -> jax.Array:
     """Make one value of the replicas' values, as a variable's aggregation says; the dtype stays."""
+    axis = dataclasses.replace(axis, ops=None) if accumulates(axis.ops) else axis
     if mode is VariableAggregation.SUM:
         return all_reduce(ReduceOp.SUM, array, axis).astype(array.dtype)
     if mode is VariableAggregation.MEAN:
@@ -255,10 +283,12 @@ def _pairs(array: jax.Array) -> jax.Array:
 
 
 def _packed_real_sum(arrays: Sequence[jax.Array], axis: ReplicaAxis) -> list[jax.Array]:
-    groups = groups_of(arrays, axis.bytes_per_pack)
+    num_packs = num_packs_of(axis.ops)
+    groups = groups_of(arrays, axis.bytes_per_pack) if num_packs == 1 else cross_device.packs_of(arrays, num_packs)
     buffers = [_pack([arrays[i] for i in members]) for members in groups]
     sums: list[Any] = [None] * len(arrays)
-    for members, total in zip(groups, axis.sum(buffers) if buffers else (), strict=True):
+    alone = num_packs != 1 or not buffers
+    for members, total in zip(groups, [axis.sum([b])[0] for b in buffers] if alone else axis.sum(buffers), strict=True):
         for i, part in zip(members, _unpack(total, [arrays[i].shape for i in members]), strict=True):
             sums[i] = part
     return sums

@@ -49,14 +49,15 @@ class PerReplica:
     __slots__ = ("__weakref__", "_array", "_carried", "_shapes")
 
     def __init__(
-        self, array: Any, shapes: tuple[Shape, ...] | None = None, carried: tuple[jax.Array, jax.Array] | None = None
+        self, array: Any, shapes: tuple[Shape, ...] | None = None, carried: tuple[jax.Array, jax.Array, Any] | None = None
     ) -> None:
         """Wrap a stacked array; users get PerReplica values from a strategy instead.
 
         Args:
             array: shape `[R, ...]`, sharded over the replicas along its first axis.
             shapes: each replica's true shape when they differ, else None.
-            carried: the SUM and the MEAN over the replicas, when the program that made the values has made these too.
+            carried: the SUM and the MEAN over the replicas, when the program that made the values has made these too, and its
+                mesh.
         """
         self._array = array
         self._carried = carried
@@ -239,8 +240,8 @@ def is_per_replica(value: Any) -> bool:
 
 #: The one array `[R, ...]` of all replicas' values, padded when they differ in shape.
 stack_of: Callable[[PerReplica], Any] = operator.attrgetter("_array")
-#: The SUM and the MEAN over the replicas, if they are known, else None.
-carried_sums: Callable[[PerReplica], tuple[Any, Any] | None] = operator.attrgetter("_carried")
+#: The SUM and the MEAN over the replicas, and the mesh of these, if they are known, else None.
+carried_sums: Callable[[PerReplica], tuple[Any, Any, Any] | None] = operator.attrgetter("_carried")
 #: The shape of each replica's value when they differ, else None.
 uneven_shapes: Callable[[PerReplica], tuple[Shape, ...] | None] = operator.attrgetter("_shapes")
 

@@ -10,6 +10,7 @@ import jax
 
 from .._jax import user_code
 from .._program.program import collectives_of, name_of_collective
+from .._strategy.adding_up import ops_of
 from .._strategy.strategy import Strategy, datasets_of, mesh_of_strategy, programs_of, variables_of
 from .._transforms.function import function_programs
 from .._variables.equal_copies import CopiesCompared, last_comparisons
@@ -102,6 +103,7 @@ class Facts:
         taken: when, in seconds since 1970.
         replicas: all of them, also those of other workers.
         num_workers: how many processes there are.
+        adds_up_by: what the user has given as `cross_device_ops`; "" where XLA chooses.
         datasets, programs, variables: those that are alive.
         comparison: the last one of the copies, None before the first.
         warnings: what this process has warned of, and how often.
@@ -111,6 +113,7 @@ class Facts:
     taken: float
     replicas: tuple[Replica, ...]
     num_workers: int
+    adds_up_by: str
     datasets: tuple[Split, ...]
     programs: tuple[Compiled, ...]
     variables: tuple[StateEntry, ...]
@@ -126,6 +129,7 @@ def facts_of(strategy: Strategy) -> Facts:
         taken=time.time(),
         replicas=tuple(_replica(number, device) for number, device in enumerate(strategy.devices)),
         num_workers=strategy.num_workers,
+        adds_up_by="" if (ops := ops_of(strategy)) is None else str(ops),
         datasets=tuple(map(_split, datasets_of(strategy))),
         programs=_programs(strategy),
         variables=tuple(

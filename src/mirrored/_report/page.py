@@ -93,7 +93,8 @@ def _cards(facts: Facts) -> Html:
 
 def _devices(facts: Facts) -> Html:
     kinds = ", ".join(dict.fromkeys(replica.kind for replica in facts.replicas))
-    return joined([_quiet(f"Devices of kind {kinds}."), pictures.topology(facts.replicas)])
+    way = f" Replicas add up by {facts.adds_up_by}." if facts.adds_up_by else ""
+    return joined([_quiet(f"Devices of kind {kinds}.{way}"), pictures.topology(facts.replicas)])
 
 
 def _data(facts: Facts) -> Html:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from .._errors import StrategyMismatchError
-from .._options import ReduceOp, VariableSynchronization
+from .._options import CrossDeviceOps, ReduceOp, ReductionToOneDevice, VariableSynchronization, accumulates
 from .._replicas import arrays, collectives, cross_replica, frames, host_memory, placement, together
 from .._replicas.mesh import ReplicaMesh
 from .._replicas.per_replica import PerReplica, carried_sums, stack_of, uneven_shapes
@@ -27,10 +27,12 @@ class Leaves:
     Attributes:
         mesh: the strategy's devices.
         strategy: whose leaves they are; messages show it.
+        ops: how its replicas add up, where the user has said so.
     """
 
     mesh: ReplicaMesh
     strategy: Any
+    ops: CrossDeviceOps | None = None
 
     def local_results(self, value: PyTree) -> tuple[Any, ...]:
         """Return a nest's values on this worker, one nest for each local replica; a 1-tuple when nothing in it differs."""
@@ -43,17 +45,25 @@ class Leaves:
         return tuple(jax.tree.unflatten(treedef, row) for row in rows)
 
     def reduce(self, op: ReduceOp, tree: PyTree, axis: Any) -> PyTree:
+        is_own = axis is None and type(tree) is PerReplica and (known := carried_sums(tree)) is not None and known[2] is self.mesh
+        if is_own and (found := _carried(op, tree)) is not None:
+            return found
         return self._done(tree, "reduce", lambda value: self._reduction(op, value, axis))
 
     def _reduction(self, op: ReduceOp, value: PerReplica | jax.Array, axis: Any) -> Task | jax.Array:
         axes = collectives.normalize_axes(axis, value.ndim, "reduce")
+        at_one = self.ops if isinstance(self.ops, ReductionToOneDevice) else None
         if not isinstance(value, PerReplica):
+            if accumulates(at_one):
+                return Task(cross_replica.reduce_copies_at_one, (op, axes, self.mesh.num_replicas, at_one))
             return Task(cross_replica.reduce_mirrored, (op, axes, self.mesh.num_replicas))
         shapes = uneven_shapes(value)
         if shapes is not None:
             cross_replica.require_equal_except(axes, value, "reduce")
         if not axes and (known := _carried(op, value)) is not None:
             return known
+        if at_one is not None:
+            return Task(cross_replica.reduce_at_one, (op, axes, shapes, at_one))
         return Task(cross_replica.reduce_stack, (op, axes, shapes))
 
     def gather(self, tree: PyTree, axis: Any) -> PyTree:
@@ -66,7 +76,7 @@ class Leaves:
         shapes = uneven_shapes(value)
         if shapes is not None:
             cross_replica.require_equal_except((position,), value, "gather")
-        if host_memory.gathers(self.mesh, stack_of(value)):
+        if not _is_merged() and host_memory.gathers(self.mesh, stack_of(value)):
             return host_memory.gather(self.mesh, stack_of(value), position, shapes)
         whole = None if shapes is None or _is_merged() else self.mesh.mirrored
         return Task(cross_replica.gather_stack, (position, shapes, whole))

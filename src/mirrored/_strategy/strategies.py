@@ -6,7 +6,7 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Literal, TypeVar
 
 import jax
 import numpy as np
@@ -16,11 +16,12 @@ from .._cluster import resolvers
 from .._cluster.resolvers import ClusterResolver
 from .._cluster.spec import Cluster
 from .._errors import ClusterConfigError
-from .._options import CommunicationImplementation, CommunicationOptions
+from .._options import CommunicationImplementation, CommunicationOptions, CrossDeviceOps
 from .._replicas import placement
 from .._replicas.mesh import cluster_mesh, make_mesh, resolve_devices, with_replicas
 from .._workers import runtime
 from .._workers.runtime import Runtime
+from .adding_up import check_ops, parse_ops
 from .strategy import Strategy
 
 _logger = logging.getLogger("mirrored")
@@ -36,8 +37,8 @@ class MirroredStrategy(Strategy):
         devices: `jax.Device` objects or names such as `"gpu:0"`, `"/gpu:0"`, `"GPU:0"`, `"cpu:3"`, one for
             each replica. None: all local accelerators, or the CPU devices when there are none. Asking for
             `["cpu:0", ..., "cpu:7"]` before JAX has started makes eight virtual CPU devices.
-        cross_device_ops: None or `"auto"`: XLA chooses the collective for the devices. TensorFlow's classes
-            have no counterpart yet.
+        cross_device_ops: how replicas add up: `mr.NcclAllReduce`, `mr.HierarchicalCopyAllReduce` or `mr.ReductionToOneDevice`.
+            None or `"auto"`: XLA's all-reduce for the devices, which is NCCL's between GPUs.
         num_replicas: how many replicas there are, a multiple of the number of devices; each device runs equally many. The
             numbers are those of as many devices. None: one on each device.
         schedule: how a device runs several replicas: `"together"`, which is fast, or `"one_by_one"`, one after the other,
@@ -46,8 +47,9 @@ class MirroredStrategy(Strategy):
     Raises:
         DeviceError: (a ValueError) for a device that does not exist, is named twice, or an empty list; and when the
             devices do not divide `num_replicas`.
-        TypeError: for an entry that is neither a name nor a `jax.Device`, and a `num_replicas` that is no int.
-        ValueError: for another `cross_device_ops` or `schedule`.
+        TypeError: for an entry that is neither a name nor a `jax.Device`, a `num_replicas` that is no int, and another
+            `cross_device_ops`.
+        ValueError: for another `schedule`, and for NCCL without GPUs.
 
     >>> strategy = mr.MirroredStrategy(["cpu:0", "cpu:1"])
     >>> strategy.num_replicas_in_sync
@@ -62,17 +64,15 @@ class MirroredStrategy(Strategy):
         self,
         devices: Sequence[str | jax.Device] | None = None,
         *,
-        cross_device_ops: Any = None,
+        cross_device_ops: CrossDeviceOps | Literal["auto"] | None = None,
         num_replicas: int | None = None,
         schedule: str = "together",
     ) -> None:
-        if cross_device_ops is not None and not (isinstance(cross_device_ops, str) and cross_device_ops == "auto"):
-            raise ValueError(
-                f"cross_device_ops is {cross_device_ops!r}; expected None or 'auto'. XLA chooses the collective for the devices "
-                "(NCCL between GPUs); leave the argument out."
-            )
+        ops = parse_ops(cross_device_ops)
         look_for_others("MirroredStrategy")
-        super().__init__(with_replicas(make_mesh(resolve_devices(devices)), num_replicas, schedule))
+        mesh = with_replicas(make_mesh(resolve_devices(devices)), num_replicas, schedule)
+        check_ops(ops, mesh)
+        super().__init__(mesh, ops=ops)
 
 
 class MultiWorkerMirroredStrategy(Strategy):
@@ -87,6 +87,7 @@ class MultiWorkerMirroredStrategy(Strategy):
     Args:
         cluster: a resolver, such as `mr.SimpleClusterResolver`, or None to look at the variables.
         communication_options: see `mr.CommunicationOptions`.
+        cross_device_ops: how replicas add up, as in `mr.MirroredStrategy`. TensorFlow's has no such argument.
         cluster_resolver: TensorFlow's name of `cluster`; works, with a DeprecationWarning.
         communication: in TensorFlow 2.0, the implementation of the communication options; likewise.
 
@@ -108,6 +109,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         cluster: ClusterResolver | None = None,
         *,
         communication_options: CommunicationOptions | None = None,
+        cross_device_ops: CrossDeviceOps | Literal["auto"] | None = None,
         cluster_resolver: ClusterResolver | None = None,
         communication: CommunicationImplementation | str | None = None,
     ) -> None:
@@ -119,6 +121,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         communication_options = _renamed("communication", chosen, "communication_options", communication_options, right)
         options = CommunicationOptions() if communication_options is None else communication_options
         _refuse_options(cluster, options)
+        ops = parse_ops(cross_device_ops)
         with runtime.exit_codes():
             joined = self._join(cluster, options)
             if joined is None:
@@ -131,7 +134,8 @@ class MultiWorkerMirroredStrategy(Strategy):
                 "implementation is NCCL, which connects GPUs, but JAX has found none; it uses the CPU. Leave the option out, or "
                 "install JAX for CUDA: pip install 'jax[cuda13]'."
             )
-        super().__init__(mesh, bytes_per_pack=options.bytes_per_pack)
+        check_ops(ops, mesh)
+        super().__init__(mesh, bytes_per_pack=options.bytes_per_pack, ops=ops)
         if joined is not None:
             self._coordination = joined.coordination
             self._meet()

@@ -20,7 +20,7 @@ from .._cluster.spec import Cluster
 from .._errors import ContextError, StrategyMismatchError
 from .._jax import user_code
 from .._models import keras, keras_fit, nnx
-from .._options import AutoShardPolicy, InputOptions, ReduceOp
+from .._options import AutoShardPolicy, CrossDeviceOps, InputOptions, ReduceOp
 from .._program.program import StepProgram, describe_program
 from .._program.steps import Steps
 from .._replicas import collectives, context, frames, in_flight
@@ -75,14 +75,15 @@ class Strategy:
 
     _coordination = Coordination()
 
-    def __init__(self, mesh: ReplicaMesh, *, bytes_per_pack: int = 0) -> None:
+    def __init__(self, mesh: ReplicaMesh, *, bytes_per_pack: int = 0, ops: CrossDeviceOps | None = None) -> None:
         """Take the devices; users call a subclass."""
         if not isinstance(mesh, ReplicaMesh):
             raise TypeError(
                 "mr.Strategy is not made directly; write mr.MirroredStrategy(devices) or mr.OneDeviceStrategy(device)."
             )
         self._mesh = mesh
-        self._steps = Steps(mesh, bytes_per_pack)
+        self._steps = Steps(mesh, bytes_per_pack, ops)
+        self._ops = ops
         _made.add(self)
         self._datasets: weakref.WeakSet[DistributedDataset] = weakref.WeakSet()
         _logger.info("%s: %s", type(self).__name__, mesh)
@@ -171,7 +172,7 @@ class Strategy:
         MirroredStrategy: 2 replicas (cpu:0, cpu:1)
         ...all-reduce of 1.0 KiB...
         """
-        lines = [f"{type(self).__name__}: {self._mesh}"]
+        lines = [f"{type(self).__name__}: {self._mesh}" + (f", adds up by {self._ops}" if self._ops is not None else "")]
         for program, cause in programs_of(self):
             lines += [f"program {describe_program(program)}", *[f"  compiled again, because {cause}"] * bool(cause)]
         lines += [f"dataset {dataset.describe()}" for dataset in self._datasets]
@@ -471,7 +472,7 @@ class Strategy:
 
     @property
     def _leaves(self) -> Leaves:
-        return Leaves(self._mesh, self)
+        return Leaves(self._mesh, self, self._ops)
 
     # -- guarantees
 

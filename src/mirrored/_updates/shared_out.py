@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from .._jax import tracing, user_code
 from .._jax.marks import Mark, Purpose, mark
-from .._options import ReduceOp
+from .._options import ReduceOp, accumulates
 from .._replicas import parts
 from .._replicas.collectives import ReplicaAxis, all_reduce, mean_by_rows
 from .._variables import access
@@ -59,7 +59,16 @@ def check_variables(variables: Sequence[Variable]) -> None:
 
 
 def combined(op: ReduceOp, gradients: Sequence[jax.Array], axis: ReplicaAxis) -> list[Any]:
-    """Combine gradients over the replicas: each replica gets its part of each; what is not divided it gets whole."""
+    """Combine gradients over the replicas: each replica gets its part of each; what is not divided it gets whole.
+
+    Raises:
+        ValueError: when a function of the user's takes the place of sums.
+    """
+    if accumulates(axis.ops):
+        raise ValueError(
+            f"mr.Optimizer(..., shard_state=True) adds gradients up where they are shared out, so {axis.ops} has no place for "
+            "its accumulation_fn. Leave shard_state=True out, or accumulation_fn."
+        )
     divided = iter(parts.reduce_scatter(op, [gradient for gradient in gradients if _is_divided(gradient)], axis))
     others = [gradient for gradient in gradients if not _is_divided(gradient)]
     whole = iter(all_reduce(op, others, axis) if op is ReduceOp.SUM else mean_by_rows(others, axis))

@@ -1,0 +1,65 @@
+"""The `cross_device_ops` that a strategy is given: refused where they make no sense on its devices."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from .._errors import DeviceError
+from .._jax import user_code
+from .._options import CrossDeviceOps, HierarchicalCopyAllReduce, NcclAllReduce, ReductionToOneDevice, accumulates
+from .._replicas.mesh import ReplicaMesh, resolve_devices
+
+#: How a strategy's replicas add up, where the user has said so.
+ops_of: Callable[[Any], CrossDeviceOps | None] = operator.attrgetter("_ops")
+
+_KINDS = (NcclAllReduce, HierarchicalCopyAllReduce, ReductionToOneDevice)
+
+
+def parse_ops(given: Any) -> CrossDeviceOps | None:
+    """Return what the user has chosen; None where XLA chooses.
+
+    Raises:
+        TypeError, ValueError: for anything else, such as a class that is not called.
+    """
+    if given is None or isinstance(given, _KINDS):
+        return given
+    if isinstance(given, str) and given == "auto":
+        return None
+    if isinstance(given, type) and given in _KINDS:
+        name = given.__name__
+        raise TypeError(f"cross_device_ops is the class mr.{name}; expected an object. Write cross_device_ops=mr.{name}().")
+    error = ValueError if isinstance(given, str) else TypeError
+    raise error(
+        f"cross_device_ops is {given!r}; expected None or 'auto', with which XLA chooses the collective for the devices, or "
+        "mr.NcclAllReduce(), mr.HierarchicalCopyAllReduce() or mr.ReductionToOneDevice()."
+    )
+
+
+def check_ops(ops: CrossDeviceOps | None, mesh: ReplicaMesh) -> None:
+    """Refuse what these devices cannot do, and say what they do otherwise.
+
+    Raises:
+        ValueError: for NCCL without GPUs.
+        DeviceError: for a device to reduce to that is none of the strategy's.
+    """
+    if isinstance(ops, NcclAllReduce) and mesh.devices[0].platform == "cpu":
+        raise ValueError(
+            f"cross_device_ops is {ops}, which connects GPUs, but the devices are {mesh}. Leave the argument out: XLA "
+            "chooses the collective for the devices."
+        )
+    if isinstance(ops, ReductionToOneDevice) and ops.reduce_to_device is not None:
+        given = ops.reduce_to_device
+        if not isinstance(given, str | jax.Device):
+            raise TypeError(f"reduce_to_device is {given!r}; expected one device, for example 'gpu:0', or None.")
+        [device] = resolve_devices([given])
+        if device not in mesh.devices:
+            raise DeviceError(f"reduce_to_device is {given!r}, which is none of the strategy's devices, {mesh}. Leave it out.")
+    if ops is not None and mesh.per_device > 1 and not accumulates(ops):
+        user_code.warn(
+            f"{ops} has no part in steps of {mesh}: a device adds up its replicas first, and XLA's all-reduce the devices.",
+            UserWarning,
+        )
