@@ -72,6 +72,7 @@ def assert_close(variables, expected):
         np.testing.assert_allclose(own, value, rtol=2e-5, atol=2e-6, err_msg=jax.tree_util.keystr(path))
 
 
+@pytest.mark.slow
 def test_any_transformation_gives_the_numbers_of_plain_optax():
     transformations = {name: make() for name, make in TRANSFORMATIONS.items()}
     params = dict.fromkeys(transformations, start())

@@ -26,6 +26,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
+from parameters import slow
 from processes import run_program
 
 import mirrored as mr
@@ -76,6 +77,7 @@ def errors_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 # -- what is saved comes back
 
 
+@pytest.mark.slow
 def test_values_of_every_dtype_come_back_exactly(tmp_path: Path) -> None:
     names = "bool int8 int16 int32 uint8 uint16 uint32 float16 float32 complex64 bfloat16 int4 uint4 float8_e4m3fn float8_e5m2"
     values = {name: np.array([[0, 1, 1]]).astype(np.dtype(getattr(ml_dtypes, name, name))) for name in names.split()}
@@ -1324,7 +1326,7 @@ def run_epochs(directory: Path, kill_at: int, recipe: str = RECIPE) -> tuple[lis
     return [line for line in lines if "END" not in line], [line for line in lines if "END" in line]
 
 
-@pytest.mark.parametrize("kills", [(5,), pytest.param((3, 4, 7, 9), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("kills", slow(((5,),), ((3, 4, 7, 9),)), ids=str)
 def test_the_epochs_of_the_docs_go_on_bit_for_bit_after_kills(tmp_path: Path, kills: tuple[int, ...]) -> None:
     used, end = run_epochs(tmp_path / "whole", 0)
     parts = [run_epochs(tmp_path / "parts", kill_at) for kill_at in (*kills, 0)]

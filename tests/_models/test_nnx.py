@@ -204,6 +204,7 @@ def test_a_step_without_changes_returns_what_it_computes(strategy2: mr.Strategy,
     np.testing.assert_allclose(strategy2.gather(out, axis=0), model(ROWS), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_gradients_through_a_normalization_over_uneven_replicas_are_weighed_by_rows(strategy2: mr.Strategy) -> None:
     uneven = batch_of(strategy2, 11)
 

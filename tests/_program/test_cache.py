@@ -101,7 +101,7 @@ def in_a_tuple_of_a_function(strategy: mr.Strategy) -> tuple[Any, Callable[[], A
     return parameters[0], mr.function(lambda: strategy.run(lambda: adding_to(lambda: parameters[0])()))
 
 
-@pytest.mark.parametrize("make", [closure, argument, loop, *slow(method, compiled, in_a_dict, in_a_tuple_of_a_function)])
+@pytest.mark.parametrize("make", [argument, *slow(closure, loop, method, compiled, in_a_dict, in_a_tuple_of_a_function)])
 def test_a_model_that_is_dropped_takes_its_programs_with_it(make: Any, strategy2: mr.MirroredStrategy) -> None:
     dropped, counts = [], []
     for _ in range(3):

@@ -36,6 +36,7 @@ USES = {
 }
 
 
+@pytest.mark.slow
 def test_a_step_computes_with_an_array_that_it_closes_over(strategy3) -> None:
     values = np.array([3.0, -1.0], np.float32)
     of_this = strategy3.run(lambda v: v, args=(values,))

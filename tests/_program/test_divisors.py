@@ -178,6 +178,7 @@ def test_both_remedies_are_the_update_of_one_device_for_any_number_of_replicas(s
     assert len(warned(strategy, step_of(loss, *model(strategy)), x)) == (len(sizes) > 1)
 
 
+@pytest.mark.slow
 def test_a_loss_that_was_divided_by_all_rows_warns_when_its_gradients_are_averaged(strategy3: mr.Strategy) -> None:
     for sizes in ([4, 4, 4], [2, 2, 1]):
         _, x = rows_of(strategy3, sizes)

@@ -134,6 +134,7 @@ def read_only(x):
     return {name: read(x) for name, read in READERS.items()}
 
 
+@pytest.mark.slow
 def test_a_helper_that_reads_a_variable_sees_its_value_of_the_moment():
     compiled, names = mr.function(read_write_read), tuple(READERS)
     for seen in (STRATEGY.run(read_write_read, args=(TEN, names)), compiled(TEN, names), compiled(TEN, names)):

@@ -217,7 +217,7 @@ def random_programs(max_examples):
 def test_what_the_proof_calls_mirrored_is_bit_equal():
     accepted = []
 
-    @random_programs(16)
+    @random_programs(8)
     @given(st.lists(instructions(2, frozenset(LEAVES)), min_size=2, max_size=5))
     def check(program):
         try:
@@ -227,7 +227,7 @@ def test_what_the_proof_calls_mirrored_is_bit_equal():
         accepted.append(program)
 
     check()
-    assert len(accepted) > 6, "hardly a program ran: the test shows nothing"
+    assert len(accepted) > 3, "hardly a program ran: the test shows nothing"
 
 
 STATEMENTS = ("assign", "assign_reduced", "assign_averaged", "assign_sometimes", "assign_in_a_loop", "add_to_local", "swap")

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from jax.experimental import io_callback
+from parameters import slow
 
 import mirrored as mr
 
@@ -81,8 +82,9 @@ def trained_on_devices(num_replicas, batch_size):
     return trained(mr.MirroredStrategy(DEVICES[:num_replicas]), batch_size)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("num_devices", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "num_devices, schedule", [(2, "together"), *slow((2, "one_by_one"), *((n, s) for n in (1, 4) for s in SCHEDULES))]
+)
 def test_a_training_has_the_numbers_of_eight_devices(num_devices, schedule):
     assert_same(trained(several(8, num_devices, schedule), 16), trained_on_devices(8, 16))
 
@@ -147,8 +149,10 @@ def loops(x):
     return total, own, rows, more, chosen, times, scanned, jitted
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("step", [collectives, loops], ids=lambda step: step.__name__)
+CASES = [(collectives, "together"), (loops, "one_by_one"), *slow((collectives, "one_by_one"), (loops, "together"))]
+
+
+@pytest.mark.parametrize("step, schedule", CASES, ids=lambda value: getattr(value, "__name__", value))
 def test_collectives_and_loops_are_those_of_as_many_devices(step, schedule):
     expected = results(mr.MirroredStrategy(DEVICES[:4]), step, 8)
     for num_devices in (1, 2):

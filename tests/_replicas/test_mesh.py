@@ -43,6 +43,7 @@ def pool(*expected: object) -> str:
     return f"{replicas} {devices} {max(threads, len(os.sched_getaffinity(0)))} {nproc}"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads in /proc")
 def test_backend_starts_with_enough_devices_and_threads() -> None:
     flags, four = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}, {"JAX_NUM_CPU_DEVICES": "4"}

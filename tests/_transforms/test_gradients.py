@@ -42,6 +42,7 @@ def _eagerly(fn):
         return fn()
 
 
+@pytest.mark.slow
 def test_the_same_numbers_as_plain_jax_in_every_context():
     variables = jax.tree.map(variable, PARAMS)
     plain_loss, plain = jax.value_and_grad(model_loss)(jax.tree.map(jnp.asarray, PARAMS), X)

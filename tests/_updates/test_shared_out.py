@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from optax import contrib
+from parameters import slow
 
 import mirrored as mr
 
@@ -282,7 +283,7 @@ def test_complex_variables_are_refused_with_the_ways_out(strategy2):
         mr.Optimizer(optax.sgd(0.1), [z], shard_state=True)
 
 
-@pytest.mark.parametrize("there, here", [(True, False), (False, True), pytest.param(True, True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("there, here", [(True, False), *slow((False, True), (True, True))])
 def test_a_checkpoint_restores_into_the_other_kind_on_another_number_of_replicas(strategy2, strategy3, tmp_path, there, here):
     saved = make(strategy3, optax.adam(0.1), shard_state=there)
     strategy3.run(saved[1].apply_gradients, args=(gradients_of(strategy3),))

@@ -372,6 +372,7 @@ def test_two_variables_swap_in_a_step_and_in_a_function():
 # -- dtypes
 
 
+@pytest.mark.slow
 def test_every_dtype_and_shape_in_every_mode(strategy3):
     kinds = {"bfloat16": (2,), "float16": (0, 3), "int8": (), "uint8": (2,), "int4": (2,), "bool": (0,), "complex64": ()}
     ones = [np.ones(shape, jnp.dtype(dtype)) for dtype, shape in kinds.items()]

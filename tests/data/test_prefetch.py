@@ -361,6 +361,7 @@ for _ in range({num_taken}):
 """
 
 
+@pytest.mark.slow
 def test_the_interpreter_exits_with_an_open_feed() -> None:
     for num_taken, stuck_at, end, code, found in (
         (3, -1, "sys.exit(7)", 7, "closed\n"),

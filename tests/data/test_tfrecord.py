@@ -409,6 +409,7 @@ def test_a_bomb_takes_no_more_than_chunks_and_the_longest_record(tmp_path: Path)
         assert peak(lambda c=compression: list(mr.data.tfrecord_dataset(path, c, max_record_bytes=1 << 20))) < 6 << 20
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_chunks", "real_chunks")
 def test_records_as_long_as_they_may_be_take_their_own_memory_once(tmp_path: Path) -> None:
     path, longest = tmp_path / "bomb.tfrecord", 16 << 20

@@ -42,6 +42,7 @@ def test_two_workers_save_and_others_go_on(tmp_path: Path, sizes: list[tuple[int
         assert local == ([12.0, 13.0, 14.0, 15.0] if num_workers * devices == 4 else [13.5] * len(local))
 
 
+@pytest.mark.slow
 def test_what_fails_fails_on_all_workers(tmp_path: Path) -> None:
     own = found(job(2, "refuse", tmp_path))
     for worker, said in enumerate(own):
@@ -98,6 +99,7 @@ def preempted_and_resumed(directory: Path, num_workers: int, victims: str, at: i
         assert f"DONE {end} {float(end)}\n" in worker.output
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_worker_lets_all_leave_at_one_step(tmp_path: Path) -> None:
     preempted_and_resumed(tmp_path, 2, "1", 20, 2000)
 

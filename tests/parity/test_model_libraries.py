@@ -152,7 +152,7 @@ def check(train: Callable[..., list[np.ndarray]], num_replicas: int) -> None:
         np.testing.assert_allclose(ours, alone, atol=1e-5)
 
 
-@pytest.mark.parametrize("library", ["equinox", *slow("nnx", "linen")])
+@pytest.mark.parametrize("library", slow("equinox", "nnx", "linen"))
 def test_weights_are_those_of_one_device(library: str) -> None:
     pytest.importorskip("equinox" if library == "equinox" else "flax")
     check(LIBRARIES[library], 4)

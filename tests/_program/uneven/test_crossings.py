@@ -81,7 +81,7 @@ def assert_equal(ours, alone):
         np.testing.assert_allclose(a, b, atol=2e-6)
 
 
-SLOW = ("sums", "under vmap", "normalized in jit", "checkpointed")
+SLOW = ("scanned", "in jit", "sums", "under vmap", "normalized in jit", "checkpointed")
 CASES = [pytest.param(name, 10, marks=[pytest.mark.slow] * (name in SLOW)) for name in LOSSES]
 CASES += [
     pytest.param(name, rows, marks=pytest.mark.slow) for name in LOSSES for rows in (3, 4, 7) if (name, rows) != ("under vmap", 3)
@@ -96,6 +96,7 @@ def test_loss_and_gradients_are_those_of_one_device(name, rows):
     assert_equal(run(step, strategy, rows), gradient(PARAMS, X[:rows]))
 
 
+@pytest.mark.slow
 def test_a_loss_that_has_its_weights_goes_beside_one_that_gets_them(strategy2):
     def step(params, x):
         losses = lambda p: jnp.sum(net(flax, p, x) ** 3, axis=-1)  # noqa: E731

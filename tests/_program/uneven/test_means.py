@@ -87,7 +87,7 @@ def step(x):
     return results
 
 
-@pytest.mark.parametrize("num_replicas", [2, *slow(8)])
+@pytest.mark.parametrize("num_replicas", slow(2, 8))
 def test_means_and_their_gradients_equal_one_device(num_replicas):
     one, many = (STRATEGIES[r].run(step, args=(split(STRATEGIES[r], X),)) for r in (1, num_replicas))
     for name in one:

@@ -339,6 +339,7 @@ ROWWISE = [
 ]
 
 
+@pytest.mark.slow
 def test_gradients_through_operations_of_all_kinds_equal_one_device():
     def run(strategy):
         with strategy.scope():
