@@ -1,7 +1,8 @@
 """What does an all-reduce cost, and from which size on does an array travel better alone than packed with others?
 
-The second table is the reason for `PACK_BELOW_BYTES` in `_replicas/collectives.py`, the last one for XLA's all-reduce as the
-default of `cross_device_ops`: docs/design/collectives.md.
+The trees are `strategy.reduce` and `strategy.gather` of many small values, outside of a step. The table after them is the reason
+for `PACK_BELOW_BYTES` in `_replicas/collectives.py`, the last one for XLA's all-reduce as the default of `cross_device_ops`:
+docs/design/collectives.md.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from mirrored._replicas import collectives, cross_device
 
 #: No goal is set for the all-reduce alone; ours should not lose to the simplest way of writing it.
 GOAL = 1.05
+#: A tree that is reduced outside of a step, next to a psum for each leaf by hand.
+TREE_GOAL = 0.25
 KIB, MIB = 1024, 1024 * 1024
 #: Number of arrays, bytes of each.
 SWEEP = tuple((32, size * KIB) for size in (1, 4, 16, 24, 32, 48, 64, 256, 1024))
@@ -37,6 +40,8 @@ def main() -> None:
     cases = ((1, MIB), (20, 4 * KIB)) if options.quick else ((1, 64 * MIB), (200, 4 * KIB))
     for count, size in cases:
         against_by_hand(replicas, count, size, rounds, turn)
+    for verb in ("reduce", "gather"):
+        of_tree(verb, replicas, *cases[1], rounds, turn)
     rows = [packed_or_alone(replicas, count, size, rounds, turn) for count, size in (SWEEP[:2] if options.quick else SWEEP)]
     limit = show_bytes(collectives.PACK_BELOW_BYTES)
     print_table(f"packed below {limit}, {replicas} replicas, {rounds} rounds; ratio of the chosen way to the other", rows)
@@ -57,7 +62,7 @@ def each_way(num_replicas: int, size: int, rounds: int, turn: float) -> list[Row
 
 def against_by_hand(num_replicas: int, count: int, size: int, rounds: int, turn: float) -> None:
     contenders = [
-        by_hand("by hand, a psum each", num_replicas, count, size, lambda arrays: [jax.lax.psum(a, "data") for a in arrays]),
+        by_hand("by hand, a psum each", num_replicas, count, size, psum_each),
         by_hand("by hand, one psum", num_replicas, count, size, lambda arrays: jax.lax.psum(arrays, "data")),
         by_hand("by hand, packed", num_replicas, count, size, packed_psum),
         with_mirrored("mirrored", num_replicas, count, size),
@@ -69,6 +74,28 @@ def against_by_hand(num_replicas: int, count: int, size: int, rounds: int, turn:
         for c in contenders
     ]
     what = f"all-reduce of {count} x {show_bytes(size)}"
+    print_table(f"{what}, {num_replicas} replicas, {rounds} rounds; ratio to {reference}", rows)
+
+
+def of_tree(verb: str, num_replicas: int, count: int, size: int, rounds: int, turn: float) -> None:
+    """Measure what `strategy.reduce` or `strategy.gather` of a tree costs, outside of a step."""
+    strategy = mr.MirroredStrategy(jax.devices()[:num_replicas])
+    tree = strategy.distribute_values_from_function(lambda context: [np.ones(size // 4, np.float32) for _ in range(count)])
+    call = {"reduce": lambda x: strategy.reduce("sum", x), "gather": lambda x: strategy.gather(x, axis=0)}[verb]
+    one, packed = {"reduce": (psum_each, packed_psum), "gather": (gather_each, packed_gather)}[verb]
+    contenders = [
+        by_hand("by hand, one for each", num_replicas, count, size, one),
+        by_hand("by hand, packed", num_replicas, count, size, packed),
+        Contender("leaf by leaf", _repeated(lambda: [call(leaf) for leaf in tree])),
+        Contender("mirrored", _repeated(lambda: call(tree))),
+    ]
+    times = measure(contenders, rounds, turn)
+    reference = contenders[0].name
+    goals = {"mirrored": TREE_GOAL if verb == "reduce" else None}
+    rows = [
+        Row(c.name, show_seconds(times.median(c.name)), times.ratios(c.name, reference), goals.get(c.name)) for c in contenders
+    ]
+    what = f"strategy.{verb} of a tree, {count} x {show_bytes(size)}"
     print_table(f"{what}, {num_replicas} replicas, {rounds} rounds; ratio to {reference}", rows)
 
 
@@ -126,6 +153,19 @@ def by_hand(name: str, num_replicas: int, count: int, size: int, reduce: Callabl
     mapped = jax.shard_map(step, mesh=mesh, in_specs=split, out_specs=PartitionSpec(), check_vma=False)
     compiled = jax.jit(mapped)
     return Contender(name, _repeated(lambda: compiled(buffers)))
+
+
+def psum_each(arrays: list[jax.Array]) -> list[jax.Array]:
+    return [jax.lax.psum(array, "data") for array in arrays]
+
+
+def gather_each(arrays: list[jax.Array]) -> list[jax.Array]:
+    return [jax.lax.all_gather(array, "data", tiled=True) for array in arrays]
+
+
+def packed_gather(arrays: list[jax.Array]) -> list[jax.Array]:
+    parts = jnp.split(jax.lax.all_gather(jnp.concatenate(arrays), "data"), len(arrays), axis=1)
+    return [part.reshape(-1) for part in parts]
 
 
 def packed_psum(arrays: list[jax.Array]) -> list[jax.Array]:

@@ -15,6 +15,7 @@ FILES = (
     "compile_time",
     "memory",
     "all_reduce",
+    "transfers",
     "virtual_replicas",
     "workers",
     "tfrecord_read",

@@ -35,23 +35,23 @@ OFFERS = {
         same_program.require_same_history
     """,
     "_replicas": """
-        arrays.as_array arrays.cast arrays.check_range arrays.converted_number arrays.host_array arrays.is_numeric
-        arrays.is_wrapped arrays.strong collectives.MAX_ARRAYS_PER_PACK collectives.PACK_BELOW_BYTES
+        arrays.as_array arrays.cast arrays.check_leaf arrays.check_range arrays.converted_number arrays.host_array
+        arrays.is_numeric arrays.is_wrapped arrays.strong collectives.MAX_ARRAYS_PER_PACK collectives.PACK_BELOW_BYTES
         collectives.ReplicaAxis collectives.aggregate collectives.all_reduce collectives.check_axis
         collectives.mean_by_rows collectives.normalize_axes collectives.pad_to collectives.sum_in_one_buffer
         context.ReplicaContext context.axis_of context.check_call context.knows_id context.own_parts cross_device.is_for
         cross_device.sum_by cross_replica.aggregate_stack cross_replica.broadcast_stack cross_replica.compiled
         cross_replica.gather_mirrored cross_replica.gather_stack cross_replica.reduce_at_one
-        cross_replica.reduce_mirrored cross_replica.reduce_stack cross_replica.require_equal_except
-        cross_replica.split_stack frames.Frame frames.check_enterable frames.current frames.entered
-        frames.foreign_trace_message frames.in_cross_replica_context frames.is_traced frames.require_cross_replica
-        in_flight.finish in_flight.is_paced in_flight.joined in_flight.new_witness in_flight.require_threads
-        in_flight.started mesh.ReplicaMesh mesh.cluster_mesh mesh.default_mesh mesh.make_mesh mesh.resolve_devices
-        mesh.with_replicas parts.all_gather_parts parts.join_parts parts.num_real parts.own_part parts.part_size
-        parts.reduce_scatter parts.split_parts per_replica.PerReplica per_replica.carried_sums
-        per_replica.is_per_replica per_replica.stack_of per_replica.stack_shapes per_replica.uneven_shapes
-        placement.check_later placement.checksum placement.mirror placement.mirror_constants placement.refuse_argument
-        placement.stack
+        cross_replica.reduce_copies_at_one cross_replica.reduce_mirrored cross_replica.reduce_stack
+        cross_replica.require_equal_except cross_replica.split_stack frames.Frame frames.check_enterable frames.current
+        frames.entered frames.foreign_trace_message frames.in_cross_replica_context frames.is_traced
+        frames.require_cross_replica host_memory.empty_rows host_memory.gather host_memory.gathers in_flight.finish
+        in_flight.is_paced in_flight.joined in_flight.new_witness in_flight.require_threads in_flight.started
+        mesh.ReplicaMesh mesh.cluster_mesh mesh.default_mesh mesh.make_mesh mesh.resolve_devices mesh.with_replicas
+        parts.all_gather_parts parts.join_parts parts.num_real parts.own_part parts.part_size parts.reduce_scatter
+        parts.split_parts per_replica.PerReplica per_replica.carried_sums per_replica.is_per_replica
+        per_replica.stack_of per_replica.stack_shapes per_replica.uneven_shapes placement.check_later placement.checksum
+        placement.mirror placement.mirror_constants placement.refuse_argument placement.stack together.Task together.run
     """,
     "_variables": """
         access.all_copies access.claimed access.copied access.keep access.lent access.load access.set_stored

@@ -3,6 +3,8 @@
 _COL, _CON, _CRO, _IN, _ME, _PE, _PL = (f"tests/_replicas/test_{n}.py::test_" for n in (
     "collectives", "context", "cross_replica", "in_flight", "mesh", "per_replica", "placement"
 ))  # fmt: skip
+_HOST = "tests/_replicas/test_host_memory.py::test_"
+_TOGETHER = "tests/_replicas/test_together.py::test_a_tree_of_small_arrays_is_one_program_and_few_sums"
 _VAR = "tests/_variables/test_variable.py::test_"
 _BAD = "tests/test_bad_input.py::test_bad_input_is_one_clear_error_and_changes_nothing"
 _CONVERTED = _VAR + "a_value_is_converted_to_a_kind_that_holds_it_and_refused_where_it_would_lose_information"
@@ -64,6 +66,13 @@ MUTANTS = [
     ("_replicas/context.py", "or array.dtype == jnp.uint32", "", _CON + "rng_is_different_on_each_replica_and_the_same_in_every"
      "_run"),
     ("_replicas/context.py", "isinstance(args, tuple | list)", "hasattr(args, '__len__')", _BAD + "[ReplicaContext.merge_call]"),
+    ("_replicas/host_memory.py", "-memory.ctypes.data % _ALIGNMENT", "0", _HOST + "each_row_of_large_memory_can_be_kept"),
+    ("_replicas/host_memory.py", "first + i: row", "i: row", _HOST + "a_large_gather_on_this_machine_is_no_program"),
+    ("_replicas/host_memory.py", "parts[i] if shapes is None else", "parts[i] if True else",
+     _HOST + "a_large_gather_on_this_machine_is_no_program"),
+    ("_replicas/together.py", "groups_of(rows, 0, MAX_ARRAYS_TOGETHER)", "groups_of(rows, 0, 1)",
+     "tests/_replicas/test_together.py::test_large_arrays_of_a_tree_travel_alone"),
+    ("_replicas/together.py", "start += rows[i].size", "start += 1", _TOGETHER),
     ("_replicas/cross_replica.py", "axis + 1) < sizes", "axis + 1) <= sizes", _PADDING),
     ("_replicas/cross_replica.py", "return result * jnp.asarray(num_replicas).astype(result.dtype) if op is",
      "return result if op is",
@@ -91,7 +100,7 @@ MUTANTS = [
     ("_replicas/in_flight.py", "if witness is None or witness.is_deleted():", "if witness is None:", _JOINED),
     ("_replicas/in_flight.py", "    if not isinstance(witness.dtype, np.dtype):", "    if False:", _IN + "keys_of_random_numbers"
      "_are_watched_as_their_data"),
-    ("_replicas/in_flight.py", "not isinstance(result, jax.core.Tracer) and", "", _IN + "a_traced_program_is_not_in_flight_and_a"
+    ("_replicas/in_flight.py", "not isinstance(witness, jax.core.Tracer) and", "", _IN + "a_traced_program_is_not_in_flight_and_a"
      "_result_is_passed_on"),
     ("_replicas/mesh.py", "max(2 * num_devices,", "max(num_devices,", _ME + "pool_is_twice_the_devices_and_not_below_the_cores"),
     ("_replicas/mesh.py", ", re.IGNORECASE | re.ASCII", "", _ME + "spellings_and_lists_of_devices"),

@@ -4,7 +4,12 @@ LOOPS = "tests/_transforms/test_loops.py::test_"
 GRADIENTS = "tests/_transforms/test_gradients.py::test_"
 FUNCTION = "tests/_transforms/test_function.py::test_"
 
+IN_A_LOOP = FUNCTION + "a_function_in_a_loop_is_known_by_a_few_looks_and_is_another_with_what_it_reads"
+
 MUTANTS = [
+    ("_transforms/function.py", " and shortcut.key[1] == strategy:", ":", IN_A_LOOP),
+    ("_transforms/function.py", "if arrays is not None and program.is_current():", "if arrays is not None:", IN_A_LOOP),
+    ("_transforms/function.py", "    elif not kwargs and program is not None:", "    elif False:", IN_A_LOOP),
     ("_transforms/loops.py", "_map_whole(_replicas_first, ys)", "ys",
      LOOPS + "steps_in_a_scan_take_per_replica_rows_carries_and_results"),
     ("_transforms/loops.py", "_write_back(list(written), after)", "_write_back(list(written), before)",

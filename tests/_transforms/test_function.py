@@ -1,5 +1,6 @@
 """mr.function: a cross-replica function with all its runs and reductions is one program."""
 
+import types
 import warnings
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 import mirrored as mr
+from mirrored._program import call as _call
 from mirrored._transforms import function
 
 pytestmark = pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning")
@@ -239,3 +241,27 @@ def test_values_that_a_user_stacked_elsewhere_are_taken(strategy2):
     stacked = mr.PerReplica(jnp.arange(2.0))  # on one device only, as `jax.tree.map` may leave it
     with strategy2.scope():
         assert float(mr.function(lambda x: strategy2.reduce("sum", x))(stacked)) == 1.0
+
+
+def test_a_function_in_a_loop_is_known_by_a_few_looks_and_is_another_with_what_it_reads(strategy2, strategy3, monkeypatch):
+    asked, real = [], _call.function_key
+    monkeypatch.setattr(_call, "function_key", lambda *given: [asked.append(given), real(*given)][1])
+    settings, total, x = types.SimpleNamespace(scale=2.0), variable(strategy2, 0.0), numbered(strategy2)
+
+    @mr.function
+    def train(x):
+        total.assign_add(strategy2.reduce("sum", strategy2.run(lambda x: x * settings.scale, args=(x,))))
+        return total.value
+
+    @mr.function
+    def count():
+        return jnp.float32(mr.get_strategy().num_replicas_in_sync)
+
+    assert [float(train(x)) for _ in range(3)] == [6, 12, 18]
+    asked.clear()
+    assert float(train(x)) == 24 and not asked
+    settings.scale = 4.0
+    assert [float(train(x)) for _ in range(4)] == [36, 48, 60, 72]
+    for strategy in (strategy2, strategy3):
+        with strategy.scope():
+            assert [float(count()) for _ in range(4)] == [strategy.num_replicas_in_sync] * 4

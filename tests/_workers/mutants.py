@@ -113,7 +113,7 @@ _WING = {
         ("progress", "return self.updates or self.runs", "return self.runs"),
     ],
     "test_joint_programs.py::test_every_new_shape_and_dtype_of_an_array_is_another_program": [
-        ("joint_programs", "(array.shape, str(array.dtype))", "array.shape"),
+        ("joint_programs", "{array.dtype}{list(array.shape)}", "{list(array.shape)}"),
         ("joint_programs", "isinstance(array, jax.core.Tracer)", "False"),
     ],
     "test_joint_programs.py::test_in_the_debug_mode_every_start_is_compared_before_it": [

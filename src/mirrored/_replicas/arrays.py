@@ -94,6 +94,13 @@ def strong(array: jax.Array, dtype: Any) -> jax.Array:
 
 def as_array(leaf: Any, verb: str) -> jax.Array:
     """Turn a leaf into an array, or say that it cannot be combined over replicas."""
+    check_leaf(leaf, verb)
+    # A copy of a host array: JAX may keep its memory, which the user may change.
+    return jnp.array(leaf) if isinstance(leaf, np.ndarray) else jnp.asarray(leaf)
+
+
+def check_leaf(leaf: Any, verb: str) -> None:
+    """Say that a leaf cannot be combined over replicas, if so."""
     if _is_sparse(leaf):
         raise TypeError(
             f"{verb} got a {type(leaf).__name__}, whose indices would be combined like its values. Make it dense: x.todense()."
@@ -105,8 +112,6 @@ def as_array(leaf: Any, verb: str) -> jax.Array:
         )
     if isinstance(leaf, np.ndarray | np.generic):
         check_range(np.asarray(leaf), lambda: f"the value given to {verb} holds")
-    # A copy of a host array: JAX may keep its memory, which the user may change.
-    return jnp.array(leaf) if isinstance(leaf, np.ndarray) else jnp.asarray(leaf)
 
 
 _OURS = f"{__name__.partition('.')[0]}."

@@ -310,12 +310,14 @@ def _unpack(buffer: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Ar
     return [part.reshape(shape) for part, shape in zip(jnp.split(buffer, ends[:-1]), shapes, strict=True)]
 
 
-def groups_of(arrays: Sequence[jax.Array], bytes_per_pack: int) -> list[list[int]]:
+def groups_of(arrays: Sequence[Any], bytes_per_pack: int, max_arrays: int = 0) -> list[list[int]]:
     """Return which arrays, by their positions, travel together."""
-    return _groups_of_bytes(arrays, bytes_per_pack) if bytes_per_pack else _groups_of_small(arrays)
+    if bytes_per_pack:
+        return _groups_of_bytes(arrays, bytes_per_pack)
+    return _groups_of_small(arrays, max_arrays or MAX_ARRAYS_PER_PACK)
 
 
-def _groups_of_small(arrays: Sequence[jax.Array]) -> list[list[int]]:
+def _groups_of_small(arrays: Sequence[Any], max_arrays: int) -> list[list[int]]:
     """Group the positions of small arrays of one dtype; large ones stay alone."""
     groups: dict[Any, list[int]] = defaultdict(list)
     num_small: Counter[Any] = Counter()
@@ -323,12 +325,12 @@ def _groups_of_small(arrays: Sequence[jax.Array]) -> list[list[int]]:
         if array.size * array.dtype.itemsize >= PACK_BELOW_BYTES:
             groups[position].append(position)
         else:
-            groups[array.dtype, num_small[array.dtype] // MAX_ARRAYS_PER_PACK].append(position)
+            groups[array.dtype, num_small[array.dtype] // max_arrays].append(position)
             num_small[array.dtype] += 1
     return list(groups.values())
 
 
-def _groups_of_bytes(arrays: Sequence[jax.Array], num_bytes: int) -> list[list[int]]:
+def _groups_of_bytes(arrays: Sequence[Any], num_bytes: int) -> list[list[int]]:
     """Group the positions of arrays of one dtype, in order, until a group has so many bytes."""
     groups: list[list[int]] = []
     filling: dict[Any, tuple[list[int], int]] = {}

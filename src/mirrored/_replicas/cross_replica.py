@@ -26,7 +26,7 @@ from .per_replica import PerReplica
 
 def reduce_stack(stack: jax.Array, op: ReduceOp, axes: Axes, shapes: tuple[Shape, ...] | None) -> jax.Array:
     """Reduce over the replicas and over `axes` of each replica's value, counting only real rows."""
-    stack, count = _real_rows(stack, axes, shapes)
+    stack, count = with_zero_padding(stack, axes, shapes)
     positions = (0, *(axis + 1 for axis in axes))
     return finished(op, local_sums(op, stack, positions, count), count, stack.dtype)
 
@@ -35,18 +35,23 @@ def reduce_at_one(
     stack: jax.Array, op: ReduceOp, axes: Axes, shapes: tuple[Shape, ...] | None, ops: ReductionToOneDevice
 ) -> jax.Array:
     """Reduce over `axes` of each replica's value, and then over the replicas in their order, or as the user's function does."""
-    stack, count = _real_rows(stack, axes, shapes)
+    stack, count = with_zero_padding(stack, axes, shapes)
     own = local_sums(op, stack, tuple(axis + 1 for axis in axes), 0 if accumulates(ops) else count)
     totals = [cross_device.accumulated(ops, [part[i] for i in range(part.shape[0])]) for part in own]
     return finished(op, totals, count, stack.dtype)
 
 
-def _real_rows(stack: jax.Array, axes: Axes, shapes: tuple[Shape, ...] | None) -> tuple[jax.Array, int]:
+def with_zero_padding(stack: jax.Array, axes: Axes, shapes: tuple[Shape, ...] | None) -> tuple[jax.Array, int]:
     """Return the stack with zeros in what is no row of a replica, and how many elements make one of the result."""
     if shapes is not None:
         stack = jnp.where(_is_real(stack.shape, shapes), stack, jnp.zeros_like(stack))
     true_shapes = shapes or (stack.shape[1:],) * stack.shape[0]
     return stack, sum(math.prod(shape[a] for a in axes) for shape in true_shapes)
+
+
+def reduce_copies_at_one(value: jax.Array, op: ReduceOp, axes: Axes, num_replicas: int, ops: ReductionToOneDevice) -> jax.Array:
+    """Do the same with a value that is the same on each replica: the user's function is given it once for each."""
+    return reduce_at_one(broadcast_stack(value, num_replicas), op, axes, None, ops)
 
 
 def reduce_mirrored(value: jax.Array, op: ReduceOp, axes: Axes, num_replicas: int) -> jax.Array:
@@ -154,12 +159,12 @@ def require_equal_except(axes: Axes, value: PerReplica, verb: str) -> None:
     )
 
 
-def compiled(function: Callable[..., jax.Array], placement: NamedSharding, *static: Any) -> Callable[..., jax.Array]:
-    """Return `function(array, *static)` as a compiled program with a known placement of its result."""
+def compiled(function: Callable[..., Any], placement: NamedSharding, *static: Any) -> Callable[..., Any]:
+    """Return `function(array, *static)`, or of a list of arrays, as a compiled program with a known placement of its results."""
     return functools.partial(in_flight.dispatch, placement, _compile(function, placement, static))
 
 
 @functools.lru_cache(maxsize=1024)
-def _compile(function: Callable[..., jax.Array], placement: NamedSharding, static: tuple[Any, ...]) -> Any:
+def _compile(function: Callable[..., Any], placement: NamedSharding, static: tuple[Any, ...]) -> Any:
     program = jax.jit(lambda array: function(array, *static), out_shardings=placement)
     return joint_programs.agreed(function.__name__, str(static), program) if in_flight.is_joint(placement) else program

@@ -60,11 +60,12 @@ _lock = threading.Lock()
 
 
 def dispatch(placement: NamedSharding, program: Any, *arguments: Any) -> Any:
-    """Run a program with one result, and keep the number of programs in flight within bounds."""
+    """Run a program whose result is an array or a list of some, and keep the number of programs in flight within bounds."""
     require_threads()
     result = program(*arguments)
-    if not isinstance(result, jax.core.Tracer) and is_paced(placement):
-        (joined if is_joint(placement) else started)(result)
+    witness = result[-1] if isinstance(result, list) else result
+    if not isinstance(witness, jax.core.Tracer) and is_paced(placement):
+        (joined if is_joint(placement) else started)(witness)
     return result
 
 

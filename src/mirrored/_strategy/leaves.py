@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from .._errors import StrategyMismatchError
 from .._options import CrossDeviceOps, ReduceOp, ReductionToOneDevice, VariableSynchronization, accumulates
-from .._replicas import arrays, collectives, cross_replica, frames, placement
+from .._replicas import arrays, collectives, cross_replica, frames, host_memory, placement, together
 from .._replicas.mesh import ReplicaMesh
 from .._replicas.per_replica import PerReplica, carried_sums, stack_of, uneven_shapes
+from .._replicas.together import Task
 from .._typing import PyTree
 from .._variables.access import all_copies, lent
 from .._variables.variable import Variable, local_arrays, note_use, spec_of, use_value
@@ -33,10 +34,6 @@ class Leaves:
     strategy: Any
     ops: CrossDeviceOps | None = None
 
-    def map(self, function: Callable[[Any], Any], value: PyTree) -> PyTree:
-        """Apply a function to each leaf of a nest, in which PerReplica values and variables are leaves."""
-        return function(value) if type(value) is PerReplica else jax.tree.map(function, value, is_leaf=_is_distributed)
-
     def local_results(self, value: PyTree) -> tuple[Any, ...]:
         """Return a nest's values on this worker, one nest for each local replica; a 1-tuple when nothing in it differs."""
         leaves, treedef = jax.tree.flatten(value, is_leaf=_is_distributed)
@@ -47,58 +44,81 @@ class Leaves:
         rows = [[leaf if c is None else c[i] for leaf, c in zip(leaves, columns, strict=True)] for i in range(count)]
         return tuple(jax.tree.unflatten(treedef, row) for row in rows)
 
-    def reduce(self, op: ReduceOp, leaf: Any, axis: Any) -> jax.Array:
-        is_own = axis is None and type(leaf) is PerReplica and (known := carried_sums(leaf)) is not None and known[2] is self.mesh
-        if is_own and (found := _carried(op, leaf)) is not None:
+    def reduce(self, op: ReduceOp, tree: PyTree, axis: Any) -> PyTree:
+        is_own = axis is None and type(tree) is PerReplica and (known := carried_sums(tree)) is not None and known[2] is self.mesh
+        if is_own and (found := _carried(op, tree)) is not None:
             return found
-        return self._with_own(leaf, "reduce", lambda value: self._reduced(op, value, axis))
+        return self._done(tree, "reduce", lambda value: self._reduction(op, value, axis))
 
-    def _reduced(self, op: ReduceOp, value: PerReplica | jax.Array, axis: Any) -> jax.Array:
+    def _reduction(self, op: ReduceOp, value: PerReplica | jax.Array, axis: Any) -> Task | jax.Array:
         axes = collectives.normalize_axes(axis, value.ndim, "reduce")
         at_one = self.ops if isinstance(self.ops, ReductionToOneDevice) else None
         if not isinstance(value, PerReplica):
             if accumulates(at_one):
-                every = self._apply(cross_replica.broadcast_stack, value, self.mesh.num_replicas)
-                return self._apply(cross_replica.reduce_at_one, every, op, axes, None, at_one)
-            return self._apply(cross_replica.reduce_mirrored, value, op, axes, self.mesh.num_replicas)
-        cross_replica.require_equal_except(axes, value, "reduce")
+                return Task(cross_replica.reduce_copies_at_one, (op, axes, self.mesh.num_replicas, at_one))
+            return Task(cross_replica.reduce_mirrored, (op, axes, self.mesh.num_replicas))
+        shapes = uneven_shapes(value)
+        if shapes is not None:
+            cross_replica.require_equal_except(axes, value, "reduce")
         if not axes and (known := _carried(op, value)) is not None:
             return known
         if at_one is not None:
-            return self._apply(cross_replica.reduce_at_one, stack_of(value), op, axes, uneven_shapes(value), at_one)
-        return self._apply(cross_replica.reduce_stack, stack_of(value), op, axes, uneven_shapes(value))
+            return Task(cross_replica.reduce_at_one, (op, axes, shapes, at_one))
+        return Task(cross_replica.reduce_stack, (op, axes, shapes))
 
-    def gather(self, leaf: Any, axis: Any) -> jax.Array:
-        return self._with_own(leaf, "gather", lambda value: self._gathered(value, axis))
+    def gather(self, tree: PyTree, axis: Any) -> PyTree:
+        return self._done(tree, "gather", lambda value: self._joining(value, axis))
 
-    def _gathered(self, value: PerReplica | jax.Array, axis: Any) -> jax.Array:
+    def _joining(self, value: PerReplica | jax.Array, axis: Any) -> Task | jax.Array:
         position = collectives.check_axis(axis, value.ndim, "gather")
         if not isinstance(value, PerReplica):
-            return self._apply(cross_replica.gather_mirrored, value, position, self.mesh.num_replicas)
-        cross_replica.require_equal_except((position,), value, "gather")
-        is_merged = (frame := frames.current()) is not None and frame.axis is not None
-        whole = None if uneven_shapes(value) is None or is_merged else self.mesh.mirrored
-        return self._apply(cross_replica.gather_stack, stack_of(value), position, uneven_shapes(value), whole)
+            return Task(cross_replica.gather_mirrored, (position, self.mesh.num_replicas))
+        shapes = uneven_shapes(value)
+        if shapes is not None:
+            cross_replica.require_equal_except((position,), value, "gather")
+        if not _is_merged() and host_memory.gathers(self.mesh, stack_of(value)):
+            return host_memory.gather(self.mesh, stack_of(value), position, shapes)
+        whole = None if shapes is None or _is_merged() else self.mesh.mirrored
+        return Task(cross_replica.gather_stack, (position, shapes, whole))
 
-    def _apply(self, function: Any, array: jax.Array, *static: Any) -> jax.Array:
-        frame = frames.current()
-        if frame is not None and frame.axis is not None:
-            return function(array, *static)  # in merge_call every replica holds the whole stack
-        return cross_replica.compiled(function, self.mesh.mirrored, *static)(array)
+    def _done(self, tree: PyTree, verb: str, task_of: Callable[[Any], Task | jax.Array]) -> PyTree:
+        """Do with each leaf of a nest what a function says, or has done, in one program for all."""
+        leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_distributed)
+        results: list[Any] = [None] * len(leaves)
+        tasks: dict[int, Task] = {}
+        stacks: list[jax.Array] = []
+        for position, leaf in enumerate(leaves):
+            if isinstance(leaf, Variable) and leaf.synchronization is not VariableSynchronization.ON_READ:
+                self._note(leaf, verb)
+                results[position] = use_value(leaf, lambda value: self._run([value], [task_of(value)])[0])
+                continue
+            value = self._own(leaf, verb)
+            task = task_of(value)
+            if isinstance(task, Task):
+                tasks[position] = task
+                stacks.append(stack_of(value) if isinstance(value, PerReplica) else value)
+            else:
+                results[position] = task
+        for position, result in zip(tasks, self._run(stacks, list(tasks.values())), strict=True):
+            results[position] = result
+        return jax.tree.unflatten(treedef, results)
 
-    def _with_own(self, leaf: Any, verb: str, use: Callable[[Any], jax.Array]) -> jax.Array:
-        """Return what a function makes of a leaf: of a PerReplica, or of an array that is the same on each replica."""
-        if not isinstance(leaf, Variable):
-            return use(self._own(leaf, verb))
-        self._check_own_variable(leaf, verb)
-        note_use(leaf, verb)
-        is_on_read = leaf.synchronization is VariableSynchronization.ON_READ
-        return use(all_copies(leaf)) if is_on_read else use_value(leaf, use)
+    def _run(self, stacks: list[jax.Array], tasks: Sequence[Any]) -> list[jax.Array]:
+        if _is_merged():  # every replica holds the whole stacks
+            return [task.function(array, *task.static) for array, task in zip(stacks, tasks, strict=True)]
+        return together.run(stacks, tasks, self.mesh.mirrored)
+
+    def _note(self, variable: Variable, verb: str) -> None:
+        self._check_own_variable(variable, verb)
+        note_use(variable, verb)
 
     def _own(self, leaf: Any, verb: str) -> PerReplica | jax.Array:
         if isinstance(leaf, PerReplica):
             self._check_own(leaf, verb)
             return leaf
+        if isinstance(leaf, Variable):
+            self._note(leaf, verb)
+            return all_copies(leaf)
         array = arrays.as_array(leaf, f"strategy.{verb}")
         if not self.mesh.is_alone:
             return self._agreed(array, verb)
@@ -137,6 +157,8 @@ class Leaves:
         """Tell whether an array is tied to devices that are not this strategy's."""
         if isinstance(array, jax.core.Tracer) or not isinstance(array, jax.Array) or not array.committed:
             return False
+        if array.sharding is self.mesh.stacked:
+            return False
         return array.sharding.device_set != self.mesh.mirrored.device_set
 
     def _local_values(self, leaf: PerReplica | Variable) -> tuple[Any, ...]:
@@ -165,6 +187,11 @@ def _carried(op: ReduceOp, value: PerReplica) -> jax.Array | None:
     result = known[op is ReduceOp.MEAN]
     is_gone = not isinstance(result, jax.core.Tracer) and (result.is_deleted() or stack_of(value).is_deleted())
     return None if is_gone else result
+
+
+def _is_merged() -> bool:
+    """Tell whether this is merged code, in which every replica holds all replicas' values."""
+    return (frame := frames.current()) is not None and frame.axis is not None
 
 
 def _is_distributed(value: Any) -> bool:

@@ -292,7 +292,7 @@ class Strategy:
         frame = frames.current()
         if frame is not None and frame.replica is not None:
             return collectives.all_reduce(op, value, context.axis_of(frame.replica), axis, "strategy.reduce")
-        return self._leaves.map(lambda leaf: self._leaves.reduce(op, leaf, axis), value)
+        return self._leaves.reduce(op, value, axis)
 
     def gather(self, value: PyTree, axis: int) -> PyTree:
         """Concatenate the replicas' values along `axis`, in replica order.
@@ -317,7 +317,7 @@ class Strategy:
         """
         frames.require_cross_replica("gather", "Use mr.get_replica_context().all_gather(value, axis) there.")
         self._check_current("gather")
-        return self._leaves.map(lambda leaf: self._leaves.gather(leaf, axis), value)
+        return self._leaves.gather(value, axis)
 
     def local_results(self, value: PyTree) -> tuple[Any, ...]:
         """Return this worker's values, one for each local replica.

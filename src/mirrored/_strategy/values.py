@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._replicas import placement
-from .._replicas.arrays import as_array
+from .._replicas.arrays import as_array, check_leaf
+from .._replicas.host_memory import empty_rows
 from .._replicas.mesh import ReplicaMesh
 from .._replicas.per_replica import PerReplica, stack_shapes
 from .._typing import PyTree, Shape
@@ -29,9 +30,9 @@ def distribute(mesh: ReplicaMesh, coordination: Coordination, trees: Sequence[Py
         trees: one for each replica of this worker, in order.
     """
     flat = [jax.tree.flatten(tree, is_leaf=lambda leaf: hasattr(leaf, "__jax_array__")) for tree in trees]
-    arrays = [[as_array(leaf, _VERB) for leaf in leaves] for leaves, _ in flat]
+    arrays = [[_array(leaf) for leaf in leaves] for leaves, _ in flat]
     own = [
-        {"structure": str(treedef), "leaves": [[list(a.shape), str(a.dtype)] for a in row]}
+        {"structure": str(treedef), "leaves": [[list(a.shape), str(_held_dtype(a))] for a in row]}
         for row, (_, treedef) in zip(arrays, flat, strict=True)
     ]
     with progress.phase(_VERB, waits=not mesh.is_alone):
@@ -40,6 +41,20 @@ def distribute(mesh: ReplicaMesh, coordination: Coordination, trees: Sequence[Py
     columns = zip(*arrays, strict=True)
     kinds = zip(*(replica["leaves"] for replica in every), strict=True)
     return jax.tree.unflatten(flat[0][1], [_per_replica(mesh, column, kind) for column, kind in zip(columns, kinds, strict=True)])
+
+
+def _array(leaf: Any) -> np.ndarray | jax.Array:
+    """Turn a leaf into an array; one of numpy's stays, for it is copied to where the devices will have it."""
+    if not isinstance(leaf, np.ndarray):
+        return as_array(leaf, _VERB)
+    check_leaf(leaf, _VERB)
+    return leaf
+
+
+def _held_dtype(array: np.ndarray | jax.Array) -> Any:
+    """Return the dtype that an array has on a device."""
+    dtype = array.dtype
+    return jax.dtypes.canonicalize_dtype(dtype.newbyteorder("=")) if isinstance(array, np.ndarray) else dtype
 
 
 def _require_one_structure(every: Sequence[Any]) -> None:
@@ -51,7 +66,7 @@ def _require_one_structure(every: Sequence[Any]) -> None:
             )
 
 
-def _per_replica(mesh: ReplicaMesh, arrays: Sequence[jax.Array], kinds: Sequence[tuple[list[int], str]]) -> PerReplica:
+def _per_replica(mesh: ReplicaMesh, arrays: Sequence[Any], kinds: Sequence[tuple[list[int], str]]) -> PerReplica:
     """Make a PerReplica of one leaf of this worker's replicas; `kinds` has the shape and dtype of every replica's."""
     every = [tuple(shape) for shape, _ in kinds]
     if len(set(map(len, every))) > 1:
@@ -70,9 +85,11 @@ def _per_replica(mesh: ReplicaMesh, arrays: Sequence[jax.Array], kinds: Sequence
     return PerReplica(jax.random.wrap_key_data(stacked, impl=jax.random.key_impl(arrays[0])), shapes)
 
 
-def _stack(mesh: ReplicaMesh, arrays: Sequence[jax.Array], padded: Shape) -> jax.Array:
+def _stack(mesh: ReplicaMesh, arrays: Sequence[Any], padded: Shape) -> jax.Array:
     """Put each replica's array on its device, padded with zeros to one shape."""
-    rows = np.zeros((len(arrays), *padded), arrays[0].dtype)
+    rows = empty_rows(len(arrays), padded, _held_dtype(arrays[0]))
     for place, array in enumerate(arrays):
-        rows[(place, *(slice(size) for size in array.shape))] = np.asarray(array)
+        if array.shape != padded:
+            rows[place] = 0
+        rows[(place, *map(slice, array.shape))] = np.asarray(array)
     return placement.stack(mesh, rows)

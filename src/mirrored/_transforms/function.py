@@ -86,11 +86,20 @@ def call_compiled(fn: UserFunction, args: Sequence[Any], kwargs: dict[str, Any])
         return fn(*args, **kwargs)
     if "flax.nnx" in sys.modules and nnx.holds_objects((args, kwargs)):
         return nnx.run_with_objects(call_compiled, None, fn, args, kwargs)
+    strategy = None if frame is None else id(frame.strategy)
+    if not kwargs and (shortcut := _programs.shortcut) is not None and shortcut.key[1] == strategy:
+        arrays, program = shortcut.arrays_of(fn, args), shortcut.program
+        if arrays is not None and program.is_current():
+            return program.run(arrays)
     key, arrays = key_of(fn, args, kwargs)
     leaves = array_leaves(key)
     placements = [getattr(array, "sharding", None) for array, leaf in zip(arrays, leaves, strict=True) if leaf.is_per_replica]
-    key = (key, None if frame is None else id(frame.strategy), tuple(placements))
-    program = _programs.get(key)
+    key = (key, strategy, tuple(placements))
+    last_key, program = _programs.last
+    if key != last_key:
+        program = _programs.get(key)
+    elif not kwargs and program is not None:
+        _programs.shorten(key, program, fn, args, program.mesh.stacked)
     if program is None or not program.is_current():
         call = take_apart(fn, args, kwargs)
         program = _make(call, frame or Frame(None, None))

@@ -88,16 +88,17 @@ def started(
 
 
 def agreed(name: str, text: str, program: Compiled) -> Callable[..., Any]:
-    """Return a program of one array that is `prepared` for each new shape and dtype that it is called with."""
+    """Return a program of an array, or a list of some, that is `prepared` for each new shape and dtype."""
     known: dict[Any, Callable[..., Any]] = {}
 
-    def call(array: jax.Array) -> Any:
-        if isinstance(array, jax.core.Tracer):
-            return program(array)
-        kind = (array.shape, str(array.dtype))
-        if kind not in known:
-            known[kind] = prepared(name, f"{name}{text} of {array.dtype}{list(array.shape)}", program)
-        return known[kind](array)
+    def call(given: jax.Array | list[jax.Array]) -> Any:
+        arrays = given if isinstance(given, list) else [given]
+        if any(isinstance(array, jax.core.Tracer) for array in arrays):
+            return program(given)
+        kinds = ", ".join(f"{array.dtype}{list(array.shape)}" for array in arrays)
+        if kinds not in known:
+            known[kinds] = prepared(name, f"{name}{text} of {kinds}", program)
+        return known[kinds](given)
 
     return call
 

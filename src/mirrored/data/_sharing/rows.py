@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from ..._replicas.arrays import check_range, is_numeric
+from ..._replicas.host_memory import empty_rows
 from ..._replicas.per_replica import PerReplica, is_per_replica
 from ..._text import shown
 from ..._typing import PyTree
@@ -32,12 +33,17 @@ def split_rows(batch: PyTree, sizes: Sequence[int], start: int = 0) -> list[PyTr
 
 
 def reshape_rows(batch: PyTree, start: int, num_replicas: int, num_rows: int) -> PyTree:
-    """Turn rows of a batch, from `start` on, into `[L, num_rows, ...]` for L replicas, without copying."""
+    """Turn rows of a batch, from `start` on, into `[L, num_rows, ...]` for L replicas; only another dtype is a copy."""
     stop = start + num_replicas * num_rows
 
     def reshape(leaf: np.ndarray) -> np.ndarray:
-        held = leaf[start:stop].astype(jax.dtypes.canonicalize_dtype(leaf.dtype), copy=False)
-        return held.reshape(num_replicas, num_rows, *leaf.shape[1:])
+        held = leaf[start:stop].reshape(num_replicas, num_rows, *leaf.shape[1:])
+        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+        if leaf.dtype == dtype:
+            return held
+        converted = empty_rows(num_replicas, held.shape[1:], dtype)
+        converted[...] = held
+        return converted
 
     return jax.tree.map(reshape, batch)
 
@@ -55,7 +61,7 @@ def stack_rows(parts: Sequence[PyTree], num_rows: int) -> PyTree:
 
     def stack(*rows: np.ndarray) -> np.ndarray:
         dtype = jax.dtypes.canonicalize_dtype(rows[0].dtype)
-        stacked = np.empty((len(rows), num_rows, *rows[0].shape[1:]), dtype)
+        stacked = empty_rows(len(rows), (num_rows, *rows[0].shape[1:]), dtype)
         for place, part in zip(stacked, rows, strict=True):
             place[: len(part)] = part
             place[len(part) :] = 0

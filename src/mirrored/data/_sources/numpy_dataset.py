@@ -11,6 +11,7 @@ import numpy as np
 
 from ..._html import outline
 from ..._replicas.arrays import is_numeric
+from ..._replicas.host_memory import empty_rows
 from ..._replicas.per_replica import PerReplica, is_per_replica
 from ..._text import counted, shown
 from ..._typing import PyTree
@@ -221,7 +222,7 @@ class _NumpyIterator:
             self._order = dataset._order(self._begin() + self._epoch)
         rows = self._order[self._row : self._row + rows_per_batch]
         self._row += len(rows)
-        return dataset._mapped(jax.tree.map(lambda array: array[rows], dataset.arrays))
+        return dataset._mapped(jax.tree.map(lambda array: _taken(array, rows), dataset.arrays))
 
     def _batch_of_epoch(self) -> int:
         return -(-self._row // self._dataset._rows_per_batch())
@@ -253,6 +254,12 @@ class _NumpyIterator:
             )
         self._first, self._epoch, self._row, self._order = first, epoch, row, None
         self._dataset._passes[0] = first + (self._dataset.num_epochs or 1)  # the next pass is the one after this
+
+
+def _taken(array: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Copy rows to where devices can have them without a further copy."""
+    [copy] = empty_rows(1, (len(rows), *array.shape[1:]), array.dtype)
+    return np.take(array, rows, axis=0, out=copy, mode="clip")  # the default mode copies once more; all rows are there
 
 
 def _check_int(name: str, value: Any, at_least: int, what: str) -> None:

@@ -1,0 +1,108 @@
+"""What cross-replica code does with many values at once: one program, in which small arrays travel together.
+
+The sums over the replicas have the same bits as those of a program for each: the additions of an element stay in their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from .collectives import finished, groups_of, local_sums
+from .cross_replica import compiled, gather_stack, reduce_stack, with_zero_padding
+
+#: Arrays in one buffer. With more of them, compiling takes longer than running gains (benchmarks/all_reduce.py).
+MAX_ARRAYS_TOGETHER = 50
+
+
+class Task(NamedTuple):
+    """What is to be done with one array.
+
+    Attributes:
+        function: one of `cross_replica`, of an array.
+        static: its other arguments.
+    """
+
+    function: Callable[..., jax.Array]
+    static: tuple[Any, ...]
+
+    def __repr__(self) -> str:
+        return f"{self.function.__name__}{self.static}"  # equal on all workers
+
+
+def run(arrays: list[jax.Array], tasks: Sequence[Task], placement: NamedSharding) -> list[jax.Array]:
+    """Do with each array what its task says, in one compiled program; the results have the placement."""
+    if not arrays:
+        return []
+    if len(arrays) == 1:
+        [(function, static)] = tasks
+        return [compiled(function, placement, *static)(arrays[0])]
+    return compiled(compute_all, placement, tuple(tasks), placement)(arrays)
+
+
+def compute_all(arrays: Sequence[jax.Array], tasks: Sequence[Task], whole: NamedSharding) -> list[jax.Array]:
+    """Do with each array what its task says.
+
+    Args:
+        arrays: one for each task.
+        tasks: what to do.
+        whole: the placement of what is the same on all devices.
+    """
+    kinds = [_kind(array, task, whole) for array, task in zip(arrays, tasks, strict=True)]
+    sums = [i for i, kind in enumerate(kinds) if kind is reduce_stack]
+    gathers = [i for i, kind in enumerate(kinds) if kind is gather_stack]
+    results = {i: task.function(arrays[i], *task.static) for i, task in enumerate(tasks) if kinds[i] is None}
+    results |= zip(sums, _reduced([arrays[i] for i in sums], [tasks[i].static for i in sums]), strict=True)
+    everywhere = _moved([arrays[i] for i in gathers], lambda stack: jax.lax.with_sharding_constraint(stack, whole))
+    for i, stack in zip(gathers, everywhere, strict=True):
+        axis, shapes, _ = tasks[i].static
+        results[i] = gather_stack(stack, axis, shapes, None)
+    return [results[i] for i in range(len(arrays))]
+
+
+def _kind(array: jax.Array, task: Task, whole: NamedSharding) -> Any:
+    """Return the function of a task if its array may travel with others."""
+    if whole.num_devices == 1:
+        return None
+    if task.function is gather_stack:
+        return None if jnp.issubdtype(array.dtype, jax.dtypes.extended) else gather_stack
+    if task.function is not reduce_stack:
+        return None
+    _, axes, _ = task.static
+    is_alone_on_device = array.shape[0] == whole.num_devices
+    return reduce_stack if is_alone_on_device or not axes else None  # else other additions would come first
+
+
+def _reduced(stacks: Sequence[jax.Array], static: Sequence[tuple[Any, ...]]) -> list[jax.Array]:
+    """Do what `reduce_stack` does for each, with sums over the replicas in few buffers."""
+    counts, parts = [], []
+    for stack, (op, axes, shapes) in zip(stacks, static, strict=True):
+        real, count = with_zero_padding(stack, axes, shapes)
+        counts.append(count)
+        parts.append(local_sums(op, real, tuple(axis + 1 for axis in axes), count))
+    totals = iter(_moved([part for own in parts for part in own], lambda stack: jnp.sum(stack, axis=0, dtype=stack.dtype)))
+    return [
+        finished(op, [next(totals) for _ in own], count, stack.dtype)
+        for stack, own, count, (op, _, _) in zip(stacks, parts, counts, static, strict=True)
+    ]
+
+
+def _moved(stacks: Sequence[jax.Array], move: Callable[[jax.Array], jax.Array]) -> list[jax.Array]:
+    """Apply a function of a stack `[R, n]`, which keeps its last axis, to small ones together."""
+    rows = [jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype) for stack in stacks]
+    results: dict[int, jax.Array] = {}
+    for members in groups_of(rows, 0, MAX_ARRAYS_TOGETHER):
+        if len(members) == 1:
+            results[members[0]] = move(stacks[members[0]])
+            continue
+        flat = [stacks[i].reshape(stacks[i].shape[0], rows[i].size) for i in members]
+        buffer, start = move(jnp.concatenate(flat, axis=1)), 0
+        for i in members:
+            part = jax.lax.slice_in_dim(buffer, start, start + rows[i].size, axis=buffer.ndim - 1)
+            results[i] = part.reshape(*buffer.shape[:-1], *rows[i].shape)
+            start += rows[i].size
+    return [results[i] for i in range(len(stacks))]

@@ -1,0 +1,119 @@
+"""Values go to CPU devices, and come back, with one copy, and nobody can change them afterwards."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import mirrored as mr
+from mirrored._replicas import host_memory
+from mirrored._replicas.per_replica import stack_of
+from mirrored.testing import count_programs
+
+
+def address(array: Any) -> int:
+    return array.unsafe_buffer_pointer()
+
+
+@pytest.mark.parametrize("shape, dtype", [((17, 1023), "float32"), ((65537,), "uint8"), ((9, 9001), ml_dtypes.bfloat16)])
+def test_each_row_of_large_memory_can_be_kept(shape: tuple[int, ...], dtype: Any) -> None:
+    rows = host_memory.empty_rows(3, shape, dtype)
+    assert (rows.shape, rows.dtype) == ((3, *shape), dtype) and all(row.ctypes.data % 64 == 0 for row in rows)
+    rows[...] = 1
+    for row in rows:
+        assert address(jax.device_put(row)) == row.ctypes.data, "the device has this memory"
+    assert all(row.flags.c_contiguous for row in rows)
+
+
+def test_small_and_empty_memory() -> None:
+    for shape in ((), (0,), (3, 0), (7,)):
+        assert host_memory.empty_rows(2, shape, np.int8).shape == (2, *shape)
+    assert host_memory.empty_rows(0, (7,), np.int8).shape == (0, 7)
+
+
+def large(strategy: mr.Strategy, last: int = 0) -> tuple[Any, list[np.ndarray]]:
+    """Return a PerReplica of more than 1 MiB, of which the last replica has so many columns less, and its values."""
+    count = strategy.num_replicas_in_sync
+    rows = [np.arange(i, 300_000 + i, dtype=np.float32).reshape(3, -1) for i in range(count)]
+    rows[-1] = rows[-1][:, : rows[-1].shape[1] - last]
+    return strategy.distribute_values_from_function(lambda context: rows[context.replica_id_in_sync_group]), rows
+
+
+@pytest.mark.parametrize("last", [0, 5])
+def test_a_large_gather_on_this_machine_is_no_program(last: int) -> None:
+    for names, count in ((["cpu:0", "cpu:1", "cpu:2"], 3), (["cpu:0", "cpu:1"], 4), (["cpu:0"], 1)):
+        strategy = mr.MirroredStrategy(names, num_replicas=count)
+        value, rows = large(strategy, last)
+        if count > 1 and not last:
+            rows[0][:] = -1  # the user's own, later
+            rows[0] = np.arange(300_000, dtype=np.float32).reshape(3, -1)
+        with count_programs() as counted:
+            gathered = strategy.gather(value, axis=1)
+        assert not counted.others and gathered.sharding == strategy._mesh.mirrored
+        np.testing.assert_array_equal(gathered, np.concatenate(rows, axis=1))
+        in_trace = mr.function(lambda value, strategy=strategy: strategy.gather(value, axis=1))(value)
+        np.testing.assert_array_equal(gathered, in_trace)
+
+
+def test_devices_that_share_memory_do_not_write_into_it(strategy3: mr.Strategy) -> None:
+    value, rows = large(strategy3)
+    gathered, expected = strategy3.gather(value, 0), np.concatenate(rows)
+    assert len({address(shard.data) for shard in gathered.addressable_shards}) == 1
+    with strategy3.scope():
+        variable = mr.Variable(gathered)
+    strategy3.run(lambda: variable.assign_add(jnp.ones_like(variable.value)))
+    np.testing.assert_array_equal(gathered, expected)
+    added = jax.jit(lambda x: x + 1, donate_argnums=0)(gathered)
+    for array in (added, variable.value):
+        for shard in array.addressable_shards:
+            np.testing.assert_array_equal(shard.data, expected + 1)
+
+
+class SameBuffer:
+    """A dataset whose batches are all in one buffer."""
+
+    def __init__(self, buffer: np.ndarray) -> None:
+        self.buffer = buffer
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        for number in range(3):
+            self.buffer[:] = number
+            yield self.buffer
+
+
+@pytest.mark.parametrize("rows", [64, 63])
+def test_a_source_may_fill_its_buffer_again(strategy2: mr.Strategy, rows: int) -> None:
+    batches = strategy2.distribute_dataset(SameBuffer(np.ones((rows, 1024), np.float32)))
+    values = [np.asarray(stack_of(batch))[:, :-1] for batch in batches]
+    assert [set(value.ravel()) for value in values] == [{0.0}, {1.0}, {2.0}]
+
+
+@pytest.mark.parametrize("is_shuffled", [False, True])
+def test_rows_in_memory_may_change_after_the_batch(strategy2: mr.Strategy, is_shuffled: bool) -> None:
+    rows = np.arange(128.0 * 1024).reshape(128, 1024)  # float64: another dtype on the devices
+    for array in (rows, rows.astype(np.float32), rows.astype(">f4")):
+        dataset = strategy2.make_numpy_dataset(array)
+        dataset = (dataset.shuffle(seed=0) if is_shuffled else dataset).batch(64)
+        batches = list(strategy2.distribute_dataset(dataset))
+        array[:] = -1
+        found = np.concatenate([value for batch in batches for value in batch.values])
+        assert is_shuffled != np.array_equal(found, np.arange(128.0 * 1024).reshape(128, 1024))
+        np.testing.assert_array_equal(np.sort(found, axis=0), np.arange(128.0 * 1024).reshape(128, 1024))
+        array[:] = rows[:] = np.arange(128.0 * 1024).reshape(128, 1024)
+
+
+def test_values_of_numpy_are_copied_and_converted_as_before(strategy2: mr.Strategy) -> None:
+    big = np.arange(70_000, dtype=">f8")
+    value = strategy2.distribute_values_from_function(lambda context: big + context.replica_id_in_sync_group)
+    assert value.dtype == jnp.float32 and value.values[1][3] == 4
+    mine = np.ones(70_000, np.float32)
+    value = strategy2.distribute_values_from_function(lambda context: mine[: 60_000 + context.replica_id_in_sync_group])
+    mine[:] = 7
+    assert value.shapes == ((60_000,), (60_001,)) and all((np.asarray(v) == 1).all() for v in value.values)
+    assert not np.asarray(stack_of(value))[0, 60_000:].any(), "zeros behind the real rows"
+    with pytest.raises(ValueError, match="wrap"):
+        strategy2.distribute_values_from_function(lambda context: np.array([2**40]))
