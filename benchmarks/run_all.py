@@ -17,6 +17,7 @@ FILES = (
     "all_reduce",
     "transfers",
     "virtual_replicas",
+    "scaling",
     "workers",
     "tfrecord_read",
     "input_files",

@@ -21,6 +21,7 @@ FILES = {
     "tfrecord_read": ("records of 100 KiB", "grain, no checksums", "parse_example"),
     "workers": ("W1: mirrored", "W2, no guard: mirrored", "start: by hand", "launcher: mirrored"),
     "virtual_replicas": ("W1:", "W2:", "one device", "on 1 device, together", "on 2 devices, one_by_one"),
+    "scaling": ("the all-reduce", "2 replicas", "W1, 2 replicas", "foretold"),
     "all_reduce": ("20 x 4 KiB", "packed below", "alone", "strategy.reduce of a tree", "strategy.gather of a tree"),
     "transfers": ("device_put", "distribute_dataset", "distribute_values_from_function", "gather", "4 replicas"),
 }
