@@ -93,11 +93,11 @@ class Programs(Generic[ProgramT]):
         cause = _reason(before, call) if count > 1 else ""
         key = call.key
         targets = itertools.chain(identified(call), also)
-        self._programs[key] = (program, _Guards(targets, functools.partial(_drop_from, weakref.ref(self), key)), cause)
-        self.last = (key, program)
         if (used := self.shortcut) is not None:
             with contextlib.suppress(KeyError):
                 self._programs.move_to_end(used.key, last=True)
+        self._programs[key] = (program, _Guards(targets, functools.partial(_drop_from, weakref.ref(self), key)), cause)
+        self.last = (key, program)
         while len(self._programs) > MAX_PROGRAMS:
             self._drop_program(next(iter(self._programs)))
         for tell in listeners:

@@ -15,8 +15,8 @@ from jax.sharding import NamedSharding
 from .collectives import finished, groups_of, local_sums
 from .cross_replica import compiled, gather_stack, reduce_stack, with_zero_padding
 
-#: Arrays in one buffer. With more of them, compiling takes longer than running gains (benchmarks/all_reduce.py).
-MAX_ARRAYS_TOGETHER = 50
+#: Arrays in one buffer. More of them compile longer and run no faster (benchmarks/all_reduce.py).
+MAX_ARRAYS_TOGETHER = 25
 
 
 class Task(NamedTuple):

@@ -51,7 +51,7 @@ class Leaves:
         return self._done(tree, "reduce", lambda value: self._reduction(op, value, axis))
 
     def _reduction(self, op: ReduceOp, value: PerReplica | jax.Array, axis: Any) -> Task | jax.Array:
-        axes = collectives.normalize_axes(axis, value.ndim, "reduce")
+        axes = () if axis is None else collectives.normalize_axes(axis, value.ndim, "reduce")
         at_one = self.ops if isinstance(self.ops, ReductionToOneDevice) else None
         if not isinstance(value, PerReplica):
             if accumulates(at_one):
