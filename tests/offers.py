@@ -51,7 +51,8 @@ OFFERS = {
         parts.all_gather_parts parts.join_parts parts.num_real parts.own_part parts.part_size parts.reduce_scatter
         parts.split_parts per_replica.PerReplica per_replica.carried_sums per_replica.is_per_replica
         per_replica.stack_of per_replica.stack_shapes per_replica.uneven_shapes placement.check_later placement.checksum
-        placement.mirror placement.mirror_constants placement.refuse_argument placement.stack together.Task together.run
+        placement.mirror placement.mirror_constants placement.refuse_argument placement.stack spent.Spent spent.waited
+        together.Task together.run
     """,
     "_variables": """
         access.all_copies access.claimed access.copied access.keep access.lent access.load access.set_stored
@@ -94,7 +95,7 @@ OFFERS = {
         adding_up.ops_of current.DefaultStrategy current.get_replica_context current.get_strategy current.has_strategy
         strategies.MirroredStrategy strategies.MultiWorkerMirroredStrategy strategies.OneDeviceStrategy
         strategy.Strategy strategy.ValueContext strategy.coordination_of strategy.datasets_of strategy.joint_strategy
-        strategy.mesh_of_strategy strategy.programs_of strategy.variables_of
+        strategy.mesh_of_strategy strategy.programs_of strategy.spent_in strategy.variables_of
     """,
     "_checkpoint": """
         checkpoint.Checkpoint export.export preemption.PreemptionHandler

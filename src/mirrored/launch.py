@@ -31,6 +31,7 @@ USAGE_ERROR = 2
 _HELP = """usage: mirrored launch -n N [options] script.py args...   start N workers, and start them again after a failure
        mirrored check                                     compute and measure with all workers of this cluster
        mirrored env                                       what a bug report needs: versions, devices, cluster
+       mirrored report RUN                                one page about a run that has ended, or that goes on
        mirrored --version
 
   mirrored launch --help         the options
@@ -62,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _launch(arguments[1:])
     if command in ("check", "env"):  # they need jax
         return importlib.import_module(f"._command.{command}", __package__).main(arguments[1:])
+    if command == "report":
+        return importlib.import_module("._report.saved", __package__).main(arguments[1:])
     if command == "--version":
         sys.stdout.write(f"mirrored {importlib.import_module(__package__ or 'mirrored').__version__}\n")
         return 0
@@ -69,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.write(_HELP)
         return 0
     given = f"there is no command {describe(command)}" if command else "no command was given"
-    sys.stderr.write(f"mirrored: {given}; there are launch, check and env. Write for example: {_Parser.right}\n")
+    sys.stderr.write(f"mirrored: {given}; there are launch, check, env and report. Write for example: {_Parser.right}\n")
     return USAGE_ERROR
 
 

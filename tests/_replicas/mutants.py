@@ -3,6 +3,7 @@
 _COL, _CON, _CRO, _IN, _ME, _PE, _PL = (f"tests/_replicas/test_{n}.py::test_" for n in (
     "collectives", "context", "cross_replica", "in_flight", "mesh", "per_replica", "placement"
 ))  # fmt: skip
+_SPENT = "tests/_replicas/test_spent.py::test_"
 _HOST = "tests/_replicas/test_host_memory.py::test_"
 _TOGETHER = "tests/_replicas/test_together.py::test_a_tree_of_small_arrays_is_one_program_and_few_sums"
 _VAR = "tests/_variables/test_variable.py::test_"
@@ -134,4 +135,10 @@ MUTANTS = [
      "_of_any_dtype_is_found"),
     ("_replicas/placement.py", "    in_flight.joined(mirrored)\n", "", _PL + "what_is_mirrored_again_is_waited_for_like_any"
      "_program"),
+    ("_replicas/spent.py", "self.num_steps < MIN_STEPS", "self.num_steps < 1", _SPENT + "nothing_is_said_of_a_few_steps_and_a"
+     "_line_of_many"),
+    ("_program/steps.py", "- (waited.devices - waited_before)", "", _SPENT + "waiting_for_programs_in_flight_is_no_python"),
+    ("_program/steps.py", "        self.spent.last = None\n", "", _SPENT + "the_parts_of_a_loop_add_up_and_a_step_that_is"
+     "_compiled_begins_it_anew"),
+    ("data/_iterator.py", "waited.input += time", "waited.input -= time", _SPENT + "waiting_for_a_batch_is_input"),
 ]  # fmt: skip

@@ -1,13 +1,14 @@
 """Small damages to the report and what it reads, each with the test that catches it."""
 
 REPORT = "tests/_report/test_report.py::test_"
+SAVED = "tests/_report/test_saved.py::test_"
 EXPLAIN = "tests/_strategy/test_strategy.py::test_explain_says_why_a_function_was_compiled_again"
 
 MUTANTS = [
     ("_html.py", "html.escape(str(content))", "str(content)", REPORT + "the_page_says_what_the_run_was"),
-    ("_report/report.py", "os.replace(unfinished, target)", "target.write_text(unfinished.read_text())",
+    ("_report/replacing.py", "os.replace(unfinished, path)", "path.write_text(unfinished.read_text())",
      REPORT + "a_report_replaces_the_last_one_and_leaves_nothing_when_it_fails"),
-    ("_report/report.py", "if not strategy.is_chief:", "if False:", REPORT + "only_the_chief_writes"),
+    ("_report/report.py", "elif not strategy.is_chief:", "elif False:", REPORT + "only_the_chief_writes"),
     ("_report/pictures.py", "split_sizes(num_rows, num_replicas)", "[1] * num_replicas",
      REPORT + "the_rows_of_a_batch_are_drawn_as_they_are_split"),
     ("_variables/equal_copies.py", "_remember(mesh, start, variables, str(error))", "pass",
@@ -23,4 +24,7 @@ MUTANTS = [
      "tests/_report/test_profile.py::test_a_profile_ends_when_the_block_fails_and_there_is_one_at_a_time"),
     ("_report/profile.py", "numbers[running.name] += 1", "numbers[running.name] = 1",
      "tests/_report/test_profile.py::test_each_run_is_a_step_with_its_name_and_number"),
+    ("_report/saved.py", "by_worker.get(replica.worker, first)", "first", SAVED + "files_of_workers_are_one_page"),
+    ("_report/saved.py", "    if version != _VERSION:", "    if False:", SAVED + "what_is_no_run_is_one_line"),
+    ("_report/saved.py", "if num_workers == 1 else", "if True else", SAVED + "each_worker_has_a_file_of_its_own"),
 ]  # fmt: skip

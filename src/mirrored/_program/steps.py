@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +21,7 @@ from .._replicas.context import ReplicaContext, own_parts
 from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh
 from .._replicas.per_replica import PerReplica
+from .._replicas.spent import Spent, waited
 from .._typing import REPLICA_AXIS, PyTree
 from .._variables import equal_copies, storage
 from .._variables.access import claimed, load, store
@@ -48,6 +51,7 @@ class Steps:
 
     Attributes:
         programs: those that are kept.
+        spent: where the time of a loop of steps goes.
     """
 
     def __init__(self, mesh: ReplicaMesh, bytes_per_pack: int = 0, ops: CrossDeviceOps | None = None) -> None:
@@ -55,9 +59,11 @@ class Steps:
         self._even = ReplicaAxis(mesh.num_replicas, bytes_per_pack=bytes_per_pack, ops=ops)
         self.programs: Programs[StepProgram] = Programs()
         self._numbers = Numbers()
+        self.spent = Spent()
 
     def run(self, strategy: Any, function: Any, args: Sequence[Any], kwargs: Any) -> PyTree:
         """Call `function` on every replica: find or make its program, and run it."""
+        start, waited_before = time.perf_counter(), waited.devices
         frame = frames.current()
         if frame is not None and frame.axis is not None:
             return _run_merged(strategy, frame, function, args, kwargs)
@@ -66,7 +72,9 @@ class Steps:
         if is_plain and not kwargs and (shortcut := self.programs.shortcut) is not None:
             arrays, program = shortcut.arrays_of(function, args), shortcut.program
             if arrays is not None and (not program.read or program.is_current()):
-                return program.run(arrays)
+                result = program.run(arrays)
+                self._took(start, waited_before)
+                return result
         key, arrays = key_of(function, args, kwargs)
         last_key, program = self.programs.last
         if key != last_key:  # a loop of steps needs not hash its key
@@ -76,8 +84,28 @@ class Steps:
         if program is not None and program.read and not program.is_current():
             program = None
         if program is not None and is_plain and are_placed(self._mesh, arrays):
-            return program.run(arrays)
+            result = program.run(arrays)
+            self._took(start, waited_before)
+            return result
+        self.spent.last = None
         return self._run_otherwise(strategy, program, take_apart(function, args, kwargs))
+
+    def _took(self, start: float, waited_before: float) -> None:
+        """Note where the time of a warm step went, and of what the loop did before it."""
+        spent, thread = self.spent, threading.get_ident()
+        if thread != spent.thread:
+            if spent.thread:
+                return
+            spent.thread = thread
+        end = time.perf_counter()
+        if spent.last is not None:
+            last, last_input, last_devices = spent.last
+            spent.num_steps += 1
+            spent.wall += end - last
+            spent.input += waited.input - last_input
+            spent.devices += waited.devices - last_devices
+            spent.python += end - start - (waited.devices - waited_before)
+        spent.last = end, waited.input, waited.devices
 
     def _run_otherwise(self, strategy: Any, program: StepProgram | None, call: Call) -> PyTree:
         """Run a step that is new, traced, eager, or whose arguments are elsewhere."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import os
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ from jax.sharding import NamedSharding
 from .._errors import ContextError
 from .._jax import distributed
 from .._workers.progress import progress
+from .spent import waited
 
 #: Programs in flight per process, over all strategies: XLA blocks a thread of the pool from the 33rd on, and programs
 #: that other code dispatches count too.
@@ -117,7 +119,9 @@ def finish(left: int = 0) -> None:
             witness, check = _joint.popleft() if len(_joint) > left else (None, None)
         if witness is None or witness.is_deleted():
             continue
+        start = time.perf_counter()
         witness.block_until_ready()
+        waited.devices += time.perf_counter() - start
         progress.finished += 1
         if check is not None:
             check(witness)
@@ -128,5 +132,7 @@ def _wait() -> None:
         waited_for = [_in_flight.popleft() for _ in range(WAIT_FOR)] if len(_in_flight) >= MAX_IN_FLIGHT else []
     for old in reversed(waited_for):
         if not old.is_deleted():  # XLA runs them one after the other, so the last that can be waited for is enough
+            start = time.perf_counter()
             old.block_until_ready()
+            waited.devices += time.perf_counter() - start
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import platform
 import time
 from typing import NamedTuple
 
@@ -11,7 +12,8 @@ import jax
 from .._jax import user_code
 from .._program.program import collectives_of, name_of_collective
 from .._strategy.adding_up import ops_of
-from .._strategy.strategy import Strategy, datasets_of, mesh_of_strategy, programs_of, variables_of
+from .._strategy.strategy import Strategy, coordination_of, datasets_of, mesh_of_strategy, programs_of, spent_in, variables_of
+from .._text import version_of
 from .._transforms.function import function_programs
 from .._variables.equal_copies import CopiesCompared, last_comparisons
 from .._variables.variable import spec_of
@@ -100,16 +102,21 @@ class Facts:
 
     Attributes:
         title: the strategy's class.
+        worker: the number of the process that knows this.
+        versions: of this library, JAX and Python.
         taken: when, in seconds since 1970.
         replicas: all of them, also those of other workers.
         num_workers: how many processes there are.
         adds_up_by: what the user has given as `cross_device_ops`; "" where XLA chooses.
         datasets, programs, variables: those that are alive.
+        num_steps, step_seconds, shares: of the warm steps: how many, what one took, and which part of it went where.
         comparison: the last one of the copies, None before the first.
         warnings: what this process has warned of, and how often.
     """
 
     title: str
+    worker: int
+    versions: str
     taken: float
     replicas: tuple[Replica, ...]
     num_workers: int
@@ -117,15 +124,20 @@ class Facts:
     datasets: tuple[Split, ...]
     programs: tuple[Compiled, ...]
     variables: tuple[StateEntry, ...]
+    num_steps: int
+    step_seconds: float
+    shares: dict[str, float]
     comparison: CopiesCompared | None
     warnings: tuple[tuple[str, int], ...]
 
 
 def facts_of(strategy: Strategy) -> Facts:
     """Collect what is known of a strategy, without communication."""
-    mesh = mesh_of_strategy(strategy)
+    mesh, spent = mesh_of_strategy(strategy), spent_in(strategy)
     return Facts(
         title=type(strategy).__name__,
+        worker=coordination_of(strategy).worker,
+        versions=f"mirrored {version_of('mirrored')}, JAX {jax.__version__}, Python {platform.python_version()}",
         taken=time.time(),
         replicas=tuple(_replica(number, device) for number, device in enumerate(strategy.devices)),
         num_workers=strategy.num_workers,
@@ -136,6 +148,9 @@ def facts_of(strategy: Strategy) -> Facts:
             StateEntry(spec.name, spec.shape, str(spec.dtype), _bytes_of(spec.shape, spec.dtype), spec.is_on_read)
             for spec in map(spec_of, variables_of(strategy))
         ),
+        num_steps=spent.num_steps,
+        step_seconds=spent.wall / max(spent.num_steps, 1),
+        shares=spent.shares(),
         comparison=last_comparisons.get(mesh),
         warnings=tuple(user_code.warned.items()),
     )

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import collections
-import platform
 import time
-from collections.abc import Iterable
-
-import jax
+from collections.abc import Iterable, Sequence
 
 from .._html import Html, element, joined, table
-from .._text import bytes_in_words, counted, version_of
+from .._text import bytes_in_words, counted
 from . import pictures
 from .facts import Facts
 
@@ -41,16 +38,16 @@ svg .rest { fill: var(--soft); } svg .wire { stroke: var(--accent); stroke-width
 _MAX_VARIABLES = 20
 
 
-def page(facts: Facts) -> Html:
-    """Write the whole page."""
+def page(facts: Facts, workers: Sequence[Facts] = ()) -> Html:
+    """Write the whole page; with several workers' own facts, also where the time of each went."""
     count = len(facts.replicas)
     title = f"{facts.title}: {counted(count, 'replica')}"
     taken = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(facts.taken))
-    versions = f"mirrored {version_of('mirrored')}, JAX {jax.__version__}, Python {platform.python_version()}"
     sections = {
         "Devices": _devices(facts),
         "Data": _data(facts),
         "Programs": _programs(facts),
+        "Time": _time(facts) if len(workers) < 2 else _times(workers),
         "Communication": _communication(facts),
         "Memory": _memory(facts),
         "Copies": _copies(facts),
@@ -58,7 +55,7 @@ def page(facts: Facts) -> Html:
     }
     body = joined([
         element("h1", title),
-        element("p", f"{taken} · {versions}", class_="quiet"),
+        element("p", f"{taken} · {facts.versions}", class_="quiet"),
         _cards(facts),
         *[element("section", joined([element("h2", name), content])) for name, content in sections.items()],
     ])  # fmt: skip
@@ -112,6 +109,32 @@ def _programs(facts: Facts) -> Html:
         return _quiet("No program was compiled yet. A step is compiled when strategy.run first calls it.")
     rows = [(element("code", p.name), p.num_written, p.num_read, p.cause or "first call of the function") for p in facts.programs]
     return _wide(table(("function", "writes", "reads", "compiled because"), rows))
+
+
+def _time(facts: Facts) -> Html:
+    if not facts.shares:
+        return _quiet("Too few steps of strategy.run were taken to say where their time goes.")
+    each = f"{counted(facts.num_steps, 'step')} of strategy.run, {1e3 * facts.step_seconds:.3g} ms each"
+    note = (
+        ", without those that were compiled. "
+        "Waiting for devices is where the loop was ahead of them; between the steps is your own program, and results that it "
+        "reads. What the devices do meanwhile, mr.profile shows."
+    )
+    return joined([_quiet(each + note), pictures.shares("time of a step", facts.shares)])
+
+
+def _times(workers: Sequence[Facts]) -> Html:
+    """Show the workers side by side: one that waits for devices waits for one that does not."""
+    names = list(dict.fromkeys(name for facts in workers for name in facts.shares))
+    rows = [
+        (f.worker, f.num_steps, f"{1e3 * f.step_seconds:.3g} ms", *(f"{f.shares[n]:.0%}" if f.shares else "" for n in names))
+        for f in workers
+    ]
+    note = (
+        "Steps of strategy.run without those that were compiled. Workers take their steps together, so look for the one that "
+        "waits least."
+    )
+    return joined([_quiet(note), _wide(table(("worker", "steps", "each", *names), rows))])
 
 
 def _communication(facts: Facts) -> Html:

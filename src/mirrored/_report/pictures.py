@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from .._html import Html, element, joined
 from .._text import bytes_in_words, counted
@@ -72,6 +72,24 @@ def split(num_rows: int | None, num_replicas: int) -> Html:
         x += width
     parts.append(_text(2, 68, "replica" if num_rows is None else "replica: its rows", "quiet"))
     return _picture(f"{label}, cut into {num_replicas} parts", 74, parts)
+
+
+def shares(title: str, parts: Mapping[str, float]) -> Html:
+    """Draw which part of a whole each of some is.
+
+    Args:
+        title: for those who cannot see it.
+        parts: label, and a number from 0 to 1.
+    """
+    drawn = []
+    for position, (label, share) in enumerate(parts.items()):
+        y = position * 40
+        drawn += [
+            _text(2, y + 14, label),
+            element("text", f"{share:.0%}", x=WIDTH - 2, y=y + 14, class_="quiet", text_anchor="end"),
+        ]
+        drawn += [_box(1, y + 20, WIDTH - 2, 9, "rest"), _box(1, y + 20, (WIDTH - 2) * min(share, 1.0), 9, "part")]
+    return _picture(title, 40 * len(parts), drawn)
 
 
 def bars(title: str, rows: Sequence[tuple[str, int, int | None]]) -> Html:

@@ -7,25 +7,29 @@ from pathlib import Path
 
 from .._errors import ContextError
 from .._replicas import frames
-from .._strategy.strategy import Strategy
+from .._strategy.strategy import Strategy, coordination_of
 from .._text import shown
 from .facts import facts_of
 from .page import page
+from .replacing import replace
+from .saved import file_of, save
 
 
 def report(strategy: Strategy, path: str | os.PathLike[str] = "mirrored-report.html") -> Path | None:
     """Write what is known of a strategy's run as one HTML page that needs no other file.
 
-    The page shows the devices, how each dataset is split, the programs with what caused each compilation, the collectives with
-    their bytes, the memory of each device, the last comparison of the copies, and the warnings. It costs no communication and
-    runs no program, so it may be written at any time, also while another thread trains.
+    The page shows the devices, how each dataset is split, the programs with what caused each compilation, where the time of a
+    step goes, the collectives with their bytes, the memory of each device, the last comparison of the copies, and the warnings.
+    It costs no communication and runs no program, so it may be written at any time, also while another thread trains.
 
     Args:
         strategy: whose run it is.
-        path: the file to write; it is replaced in one step when it is there, and its folder is made when it is not.
+        path: the file to write; it is replaced in one step when it is there, and its folder is made when it is not. A name that
+            ends in `.json` gives the same facts as data: each worker writes its own, `report.0.json`, `report.1.json`, ..., and
+            the command `mirrored report FOLDER` makes one page of them, with what each worker's time went to.
 
     Returns:
-        The path of the file; None on a worker that is not the chief, which writes nothing.
+        The path of the file; None for a page on a worker that is not the chief, which writes nothing.
 
     Raises:
         TypeError: when an argument is none of these.
@@ -48,18 +52,18 @@ def report(strategy: Strategy, path: str | os.PathLike[str] = "mirrored-report.h
             "mr.report was called inside a step or an mr.function, which is traced once and then run many times. Call "
             "mr.report(strategy) outside, after it."
         )
-    if not strategy.is_chief:
-        return None
     target = Path(path)
+    if target.suffix == ".json":
+        target = file_of(target, coordination_of(strategy).worker, strategy.num_workers)
+    elif not strategy.is_chief:
+        return None
     if target.is_dir():
         raise IsADirectoryError(
             f"mr.report: {str(target)!r} is a folder; write the name of a file: {str(target / 'run.html')!r}."
         )
-    target.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        unfinished.write_text(page(facts_of(strategy)), encoding="utf-8")
-        os.replace(unfinished, target)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    facts = facts_of(strategy)
+    if target.suffix == ".json":
+        save(facts, target)
+    else:
+        replace(target, page(facts))
     return target

@@ -26,6 +26,7 @@ from .._program.steps import Steps
 from .._replicas import collectives, context, frames, in_flight
 from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh
+from .._replicas.spent import Spent
 from .._text import shown
 from .._typing import PyTree, UserFunction
 from .._variables import equal_copies
@@ -176,6 +177,7 @@ class Strategy:
         for program, cause in programs_of(self):
             lines += [f"program {describe_program(program)}", *[f"  compiled again, because {cause}"] * bool(cause)]
         lines += [f"dataset {dataset.describe()}" for dataset in self._datasets]
+        lines += self._steps.spent.in_words()
         lines += keras_fit.describe(self._mesh)
         return "\n".join(lines)
 
@@ -503,6 +505,11 @@ def datasets_of(strategy: Strategy) -> list[DistributedDataset]:
 def programs_of(strategy: Strategy) -> list[tuple[StepProgram, str]]:
     """Return the steps that a strategy has compiled, each with what caused it when it was not its function's first."""
     return strategy._steps.programs.causes()
+
+
+def spent_in(strategy: Strategy) -> Spent:
+    """Return where the time of a strategy's steps went."""
+    return strategy._steps.spent
 
 
 _made: weakref.WeakSet[Strategy] = weakref.WeakSet()

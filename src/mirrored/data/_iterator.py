@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from collections.abc import Generator
 from types import TracebackType
 from typing import Any, Self
@@ -13,6 +14,7 @@ import jax
 from .._replicas import placement
 from .._replicas.mesh import ReplicaMesh
 from .._replicas.per_replica import PerReplica
+from .._replicas.spent import waited
 from .._typing import PyTree
 from .._workers.coordination import Channel
 from .._workers.progress import NEXT_BATCH, in_main_thread, progress
@@ -72,12 +74,15 @@ class DistributedIterator:
     def __next__(self) -> PyTree:
         if self._is_closed:
             raise StopIteration
+        start = time.perf_counter()
         try:
             batch, self._position, self._extra = self._next()
         except BaseException as error:
             if not isinstance(error, KeyboardInterrupt):  # which interrupts the waiting, not the pipeline
                 self.close()
             raise
+        if in_main_thread():
+            waited.input += time.perf_counter() - start
         return batch
 
     def _next(self) -> tuple[PyTree, Position, dict[str, Any]]:

@@ -1,0 +1,68 @@
+"""Where the time of a loop of steps goes, as its thread sees it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+#: So many steps are looked at before anything is said of them.
+MIN_STEPS = 20
+
+
+@dataclasses.dataclass
+class Waited:
+    """Seconds that this process's threads have waited.
+
+    Attributes:
+        input: for the next batch of a distributed dataset.
+        devices: for programs in flight, where their number is bounded.
+    """
+
+    input: float = 0.0
+    devices: float = 0.0
+
+
+waited = Waited()
+
+
+@dataclasses.dataclass
+class Spent:
+    """The seconds of a strategy's warm steps, each from the end of the one before to its own.
+
+    A step that was compiled, and the time until the next one has come back, are left out. Of several threads that take steps the
+    first one counts.
+
+    Attributes:
+        num_steps: how many there were.
+        wall: what they took.
+        input, devices: see `Waited`.
+        python: inside `strategy.run`, without waiting.
+        last: what `Waited` and the clock were at the end of the last step; None when the next one begins a row of steps.
+        thread: that takes the steps; 0 before the first.
+    """
+
+    num_steps: int = 0
+    wall: float = 0.0
+    input: float = 0.0
+    devices: float = 0.0
+    python: float = 0.0
+    last: tuple[float, float, float] | None = None
+    thread: int = 0
+
+    def shares(self) -> dict[str, float]:
+        """Return which part of the time went where; nothing after too few steps."""
+        if self.num_steps < MIN_STEPS or self.wall <= 0:
+            return {}
+        parts = {
+            "waiting for input": self.input,
+            "waiting for devices": self.devices,
+            "Python and dispatch": self.python,
+        }
+        parts["between the steps"] = max(self.wall - sum(parts.values()), 0.0)
+        return {name: seconds / self.wall for name, seconds in parts.items()}
+
+    def in_words(self) -> Iterator[str]:
+        """Say it in a line; in none after too few steps."""
+        if shares := self.shares():
+            listed = ", ".join(f"{share:.0%} {name}" for name, share in shares.items())
+            yield f"time of {self.num_steps} steps, {1e3 * self.wall / self.num_steps:.3g} ms each: {listed}"
