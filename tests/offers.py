@@ -109,6 +109,6 @@ OFFERS = {
         signals.Signals
     """,
     "_report": """
-        profile.profile report.report
+        bar.progress profile.profile report.report
     """,
 }

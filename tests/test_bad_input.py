@@ -124,6 +124,12 @@ BAD_INPUT = {
         mr.profile("").__enter__() => TypeError: mr\.profile got ''; expected a folder
         step(lambda: mr.profile("p").__enter__()) => ContextError: mr\.profile was called inside a step
     """,
+    "progress": r"""
+        mr.progress(3) => TypeError: mr\.progress got 3; expected the batches of a loop: for batch in mr\.progress\(dataset\)
+        mr.progress([], total="4") => TypeError: total is '4'; expected how many batches
+        mr.progress([], total=-1) => TypeError: total is -1
+        mr.progress([], description=3) => TypeError: description is 3; expected a str
+    """,
     "report": r"""
         mr.report(3) => TypeError: mr\.report got 3; expected a strategy: mr\.report\(strategy, 'run\.html'\)
         mr.report(two, 3) => TypeError: path is 3; expected the file to write

@@ -33,7 +33,7 @@ PUBLIC = {
     "WorkerLostError",
     "cond", "data", "eager", "export",
     "fori_loop", "function", "get_replica_context", "get_strategy", "grad", "has_strategy", "in_cross_replica_context",
-    "losses", "profile", "report", "scan", "value_and_grad",
+    "losses", "profile", "progress", "report", "scan", "value_and_grad",
 }  # fmt: skip
 TESTING = {
     "InputOfWorkers", "ProgramCount", "assert_compiles", "assert_equal_copies", "assert_same_on_any_replicas", "copies",

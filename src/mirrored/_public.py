@@ -48,6 +48,7 @@ from ._program.eager import eager as eager
 from ._replicas.context import ReplicaContext as ReplicaContext
 from ._replicas.frames import in_cross_replica_context as in_cross_replica_context
 from ._replicas.per_replica import PerReplica as PerReplica
+from ._report.bar import progress as progress
 from ._report.profile import profile as profile
 from ._report.report import report as report
 from ._strategy.current import get_replica_context as get_replica_context

@@ -2,6 +2,7 @@
 
 REPORT = "tests/_report/test_report.py::test_"
 SAVED = "tests/_report/test_saved.py::test_"
+BAR = "tests/_report/test_bar.py::test_"
 EXPLAIN = "tests/_strategy/test_strategy.py::test_explain_says_why_a_function_was_compiled_again"
 
 MUTANTS = [
@@ -27,4 +28,7 @@ MUTANTS = [
     ("_report/saved.py", "by_worker.get(replica.worker, first)", "first", SAVED + "files_of_workers_are_one_page"),
     ("_report/saved.py", "    if version != _VERSION:", "    if False:", SAVED + "what_is_no_run_is_one_line"),
     ("_report/saved.py", "if num_workers == 1 else", "if True else", SAVED + "each_worker_has_a_file_of_its_own"),
+    ("_report/bar.py", "strategy is not None and not strategy.is_chief", "False", BAR + "only_the_chief_shows_it"),
+    ("_report/bar.py", "waited += time.perf_counter() - asked", "waited += 0",
+     BAR + "it_passes_batches_on_and_shows_steps_and_the_share_of_the_input"),
 ]  # fmt: skip

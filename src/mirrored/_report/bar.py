@@ -1,0 +1,72 @@
+"""A progress bar over the batches of a loop: how many steps a second, and how much of the time the input takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
+
+from .._strategy.strategy import joint_strategy
+from .._text import shown
+
+T = TypeVar("T")
+
+
+def progress(batches: Iterable[T], *, total: int | None = None, description: str = "") -> Iterator[T]:
+    """Show a progress bar while a loop takes batches: steps, steps a second, and the share of the time that it waits for input.
+
+    With several workers the chief shows the bar; the others only pass their batches on. In a notebook it is a widget. Under
+    `mirrored launch` it moves in one line of the terminal.
+
+    Args:
+        batches: what the loop takes, such as a distributed dataset.
+        total: how many there will be; default: `len(batches)`, where it has a length.
+        description: stands before the bar, such as "epoch 3".
+
+    Returns:
+        An iterator over the batches.
+
+    Raises:
+        TypeError: when an argument is none of these.
+        ImportError: when tqdm is not installed.
+
+    >>> for batch in mr.progress(strategy.distribute_dataset([np.ones(4)] * 3), description="epoch 1"):
+    ...     _ = strategy.run(lambda x: x, args=(batch,))
+    """
+    if not isinstance(batches, Iterable):
+        raise TypeError(f"mr.progress got {shown(batches)}; expected the batches of a loop: for batch in mr.progress(dataset):")
+    if total is not None and (isinstance(total, bool) or not isinstance(total, int) or total < 0):
+        raise TypeError(f"mr.progress: total is {shown(total)}; expected how many batches there will be, or None.")
+    if not isinstance(description, str):
+        raise TypeError(f"mr.progress: description is {shown(description)}; expected a str, such as 'epoch 3'.")
+    if total is None:
+        try:
+            total = len(batches)  # pyrefly: ignore[bad-argument-type]
+        except TypeError:
+            total = None
+    strategy = joint_strategy()
+    is_hidden = strategy is not None and not strategy.is_chief
+    return _shown(batches, _bar(total=total, desc=description, unit="step", disable=is_hidden))
+
+
+def _bar(**options: Any) -> Any:
+    try:
+        from tqdm.auto import tqdm
+    except ImportError as error:
+        raise ImportError("mr.progress needs tqdm, which is not installed: pip install tqdm.") from error
+    return tqdm(**options)
+
+
+def _shown(batches: Iterable[T], bar: Any) -> Iterator[T]:
+    with bar:
+        start, waited, iterator = time.perf_counter(), 0.0, iter(batches)
+        while True:
+            asked = time.perf_counter()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            waited += time.perf_counter() - asked
+            yield batch
+            bar.set_postfix_str(f"input {waited / (time.perf_counter() - start):.0%}", refresh=False)
+            bar.update()
