@@ -20,7 +20,8 @@ STYLE = """
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 62rem; padding: 1.5rem 1rem 4rem; background: var(--page); color: var(--text);
   font: 16px/1.5 system-ui, sans-serif; }
-h1 { font-size: 1.6rem; margin: 0; overflow-wrap: anywhere; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .6rem; } p { margin: .4rem 0; }
+h1 { font-size: 1.6rem; margin: 0; overflow-wrap: anywhere; }
+h2 { font-size: 1.15rem; margin: 2.2rem 0 .6rem; } p { margin: .4rem 0; }
 .quiet, caption { color: var(--quiet); font-size: .9rem; } .warn { color: var(--warn); } .good { color: var(--good); }
 .cards { display: flex; flex-wrap: wrap; gap: .6rem; margin: 1.2rem 0; }
 .card { flex: 1 1 8rem; background: var(--soft); border: 1px solid var(--line); border-radius: 8px; padding: .6rem .8rem; }
