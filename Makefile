@@ -70,4 +70,4 @@ lock:
 	  --no-emit-index-url --custom-compile-command "make lock" --upgrade --quiet --output-file requirements.lock
 
 clean:
-	rm -rf .venv .venv-oldest out dist
+	rm -rf .venv .venv-oldest .pytest_cache out dist

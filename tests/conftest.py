@@ -3,11 +3,16 @@
 import gc
 import os
 import threading
+from pathlib import Path
 
 os.environ["KERAS_BACKEND"] = "jax"  # before any test imports keras
 # XLA's optimizations take a third of the default suite's time and decide none of its claims. `.ci/run` has them in the slow
 # tests and with the oldest Python.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+# What an earlier run, another process or another test has compiled is loaded, in a seventh of the time: `make clean` drops it.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".pytest_cache" / "jax"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 import numpy as np
 import pytest
