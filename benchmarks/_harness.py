@@ -100,8 +100,8 @@ def check_losses(contenders: Sequence[Contender], num_steps: int, tolerance: flo
 
 
 def interleave(contenders: Sequence[Contender], num_rounds: int, turn: float) -> Times:
-    """Let the contenders take turns of about `turn` seconds, all of the same number of steps, in rotating order."""
-    num_steps = max(1, round(turn / min(_seconds_a_step(c, 5) for c in contenders)))
+    """Let the contenders take turns of about `turn` seconds, all of the same number of steps, in rotating order; 0: of one step."""
+    num_steps = max(1, round(turn / min(_seconds_a_step(c, 5) for c in contenders))) if turn else 1
     seconds: dict[str, list[float]] = {c.name: [] for c in contenders}
     for position in range(num_rounds):
         start = position % len(contenders)

@@ -34,7 +34,7 @@ WAYS = {"hierarchical": mr.HierarchicalCopyAllReduce(), "at one": mr.ReductionTo
 
 def main() -> None:
     options = parse(__doc__, replicas=2, rounds=40, turn=0.1)
-    rounds, turn = (2, 0.01) if options.quick else (options.rounds, options.turn)
+    rounds, turn = (2, 0.0) if options.quick else (options.rounds, options.turn)
     replicas = options.replicas
     mr.MirroredStrategy([f"cpu:{i}" for i in range(replicas)])  # starts the backend with so many devices
     cases = ((1, MIB), (20, 4 * KIB)) if options.quick else ((1, 64 * MIB), (200, 4 * KIB))

@@ -35,7 +35,7 @@ SPEC = {"image": mr.data.FixedLenFeature((PIXELS,), np.uint8), "label": mr.data.
 
 def main() -> None:
     options = parse(__doc__, replicas=2, rounds=8, turn=1.0, peers_python=sys.executable)
-    rounds, turn = (3, 0.01) if options.quick else (options.rounds, options.turn)
+    rounds, turn = (2, 0.0) if options.quick else (options.rounds, options.turn)
     strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(options.replicas)])
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         files = write_shards(Path(folder), 1024 if options.quick else 29440)

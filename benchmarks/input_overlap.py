@@ -71,7 +71,7 @@ def computing(end: float) -> None:
 
 def main() -> None:
     options = parse(__doc__, replicas=2, workload="W2", rounds=20, turn=1.0)
-    rounds, turn = (2, 0.05) if options.quick else (options.rounds, options.turn)
+    rounds, turn = (2, 0.0) if options.quick else (options.rounds, options.turn)
     strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(options.replicas)])
     workload = WORKLOADS[options.workload]
     pace = Pace()

@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def measure(workload: Workload, options: argparse.Namespace) -> None:
-    rounds, turn = (3, 0.01) if options.quick else (options.rounds, options.turn)
+    rounds, turn = (2, 0.0) if options.quick else (options.rounds, options.turn)
     with _peers.running(workload.name, options.replicas, options.peers_python) as peers:
         contenders = [*_jax_contenders.all_of(workload, options.replicas), *peers]
         check_losses(contenders, num_steps=3, tolerance=1e-3)

@@ -27,7 +27,7 @@ SPEC = {"image": mr.data.FixedLenFeature((PIXELS,), np.uint8), "label": mr.data.
 
 def main() -> None:
     options = parse(__doc__, rounds=30, turn=0.2)
-    rounds, turn = (2, 0.01) if options.quick else (options.rounds, options.turn)
+    rounds, turn = (2, 0.0) if options.quick else (options.rounds, options.turn)
     megabytes = 4 if options.quick else 100
     with tempfile.TemporaryDirectory() as folder:
         for kib, batch_size in ((1, BATCH), (100, 16)):

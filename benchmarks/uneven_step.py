@@ -24,7 +24,7 @@ ROWS_PER_REPLICA, WIDTH = 64, 512
 
 def main() -> None:
     options = parse(__doc__, replicas=2, rounds=40, turn=0.1)
-    rounds, turn = (3, 0.01) if options.quick else (options.rounds, options.turn)
+    rounds, turn = (2, 0.0) if options.quick else (options.rounds, options.turn)
     strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(options.replicas)])
     rows = []
     for name in ("plain", "normalized"):

@@ -25,7 +25,7 @@ def main() -> None:
 
 
 def measure(workload: Workload, options: argparse.Namespace) -> None:
-    rounds, turn = (3, 0.01) if options.quick else (options.rounds, options.turn)
+    rounds, turn = (2, 0.0) if options.quick else (options.rounds, options.turn)
     few: dict[str, mr.MirroredStrategy] = {}
     for count in (1, 2):
         for schedule in ("together", "one_by_one"):

@@ -38,7 +38,7 @@ def main() -> None:
     if options.job:
         print(MARK + json.dumps(JOBS[options.job](options)), flush=True)
         return
-    rounds, turn = (2, 0.02) if options.quick else (options.rounds, options.turn)
+    rounds, turn = (2, 0.0) if options.quick else (options.rounds, options.turn)
     for num_workers, devices in ((2, 1),) if options.quick else ((2, 1), (2, 2)):
         rows = []
         for name, guard in itertools.product(GOALS, (1, 0)):
