@@ -7,8 +7,15 @@ import dataclasses
 import math
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import _results
+
+#: What the file that runs was called with; `parse` sets it.
+_options = argparse.Namespace(record="")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +55,7 @@ class Row:
         samples: the figure that the goal is about, one for each round.
         goal: the largest median of `samples` that passes; None when there is no goal.
         unit: of the figure: "x" for a ratio.
+        seconds: the measured value, where it is a time.
     """
 
     what: str
@@ -55,6 +63,7 @@ class Row:
     samples: Sequence[float] = ()
     goal: float | None = None
     unit: str = "x"
+    seconds: float | None = None
 
     def cells(self) -> list[str]:
         figure = statistics.median(self.samples) if self.samples else None
@@ -82,12 +91,17 @@ def quartiles(samples: Sequence[float]) -> tuple[float, ...]:
 
 
 def parse(description: str | None, **options: object) -> argparse.Namespace:
-    """Parse `--quick` and a file's own options, given by name and default."""
+    """Parse `--quick`, `--record` and a file's own options, given by name and default."""
+    global _options
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="a smoke run of a few seconds; its numbers mean nothing")
+    parser.add_argument("--record", default="", metavar="FILE", help="add the tables to this file, for tables.py")
     for name, default in options.items():
         parser.add_argument(f"--{name.replace('_', '-')}", default=default, type=type(default), help=f"default: {default}")
-    return parser.parse_args()
+    _options = parser.parse_args()
+    if _options.quick and _options.record:
+        parser.error("--quick measures nothing that is worth a record: leave out one of --quick and --record")
+    return _options
 
 
 def check_losses(contenders: Sequence[Contender], num_steps: int, tolerance: float) -> None:
@@ -100,7 +114,7 @@ def check_losses(contenders: Sequence[Contender], num_steps: int, tolerance: flo
 
 
 def interleave(contenders: Sequence[Contender], num_rounds: int, turn: float) -> Times:
-    """Let the contenders take turns of about `turn` seconds, all of the same number of steps, in rotating order; 0: of one step."""
+    """Let the contenders take turns of about `turn` seconds, of as many steps each, in rotating order; of one step if it is 0."""
     num_steps = max(1, round(turn / min(_seconds_a_step(c, 5) for c in contenders))) if turn else 1
     seconds: dict[str, list[float]] = {c.name: [] for c in contenders}
     for position in range(num_rounds):
@@ -116,14 +130,25 @@ def _seconds_a_step(contender: Contender, num_steps: int) -> float:
     return (time.perf_counter() - start) / num_steps
 
 
-def print_table(title: str, rows: Sequence[Row]) -> None:
-    """Print rows as a Markdown table; `figure` is what the goal is about, `middle half` its quartiles."""
+def print_table(title: str, rows: Sequence[Row], **about: object) -> None:
+    """Print rows as a Markdown table; `figure` is what the goal is about, `middle half` its quartiles; and record it.
+
+    Args:
+        title: what all rows have in common.
+        rows: of the table.
+        about: what a picture of several tables needs, as the number of replicas.
+    """
     table = [["", "median", "figure", "middle half", "goal", ""], *(row.cells() for row in rows)]
     widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
     lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in table]
     lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
     load = f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     print(f"\n{title} ({load})\n\n" + "\n".join(lines), flush=True)
+    if _options.record:
+        data = [dataclasses.asdict(row) | {"cells": row.cells()} for row in rows]
+        _results.append(
+            Path(_options.record), {"benchmark": Path(sys.argv[0]).stem, "title": title, "about": about, "rows": data}
+        )
 
 
 def show_seconds(seconds: float) -> str:

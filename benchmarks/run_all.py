@@ -1,4 +1,4 @@
-"""Run every benchmark, each in a process of its own: `python benchmarks/run_all.py [--quick]`."""
+"""Run every benchmark, each in a process of its own: `python benchmarks/run_all.py [--quick | --record FILE]`."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ def main() -> None:
     for name in FILES:
         print(f"\n## {name}", flush=True)
         command = [sys.executable, str(Path(__file__).with_name(f"{name}.py")), *(["--quick"] if options.quick else [])]
+        command += [f"--record={options.record}"] if options.record else []
         command += [f"--peers-python={options.peers_python}"] if name in ("step_time", "input_files") else []
         if subprocess.run(command, check=False).returncode:
             failed.append(name)

@@ -39,7 +39,7 @@ def main() -> None:
         print(MARK + json.dumps(JOBS[options.job](options)), flush=True)
         return
     rounds, turn = (2, 0.0) if options.quick else (options.rounds, options.turn)
-    for num_workers, devices in ((2, 1),) if options.quick else ((2, 1), (2, 2)):
+    for num_workers, devices in ((2, 1),) if options.quick else ((2, 1), (2, 2), (4, 1)):
         rows = []
         for name, guard in itertools.product(GOALS, (1, 0)):
             more = [f"--job={name}", f"--rounds={rounds}", f"--turn={turn}", f"--guard={guard}"]

@@ -4,6 +4,7 @@ import itertools
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -65,7 +66,7 @@ def test_run_all_runs_every_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import run_all
 
-    shared = {path.stem for pattern in ("_*.py", "peer_*.py", "run_all.py") for path in BENCHMARKS.glob(pattern)}
+    shared = {path.stem for pattern in ("_*.py", "peer_*.py", "run_all.py", "tables.py") for path in BENCHMARKS.glob(pattern)}
     assert set(run_all.FILES) == set(FILES) == {path.stem for path in BENCHMARKS.glob("*.py")} - shared
 
 
@@ -106,6 +107,40 @@ def test_contenders_that_compute_other_losses_are_not_timed(harness, error: floa
 )
 def test_a_row_passes_when_the_median_meets_the_goal(harness, samples: list[float], goal: float | None, verdict: str) -> None:
     assert harness.Row("what", "1 ms", samples, goal).cells()[-1] == verdict
+
+
+def test_tables_are_recorded_written_and_drawn(harness, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import _results
+    import tables
+
+    monkeypatch.setattr(harness, "_options", harness._options)  # put back what `parse` sets
+    monkeypatch.setattr("sys.argv", ["step_time.py", f"--record={tmp_path / 'new' / 'r.jsonl'}"])
+    harness.parse("")
+    for num_replicas, seconds in ((1, 2e-4), (8, 3e-3), (8, 2e-3)):
+        row = harness.Row("mirrored", "2 ms", [1.0, 1.5, 1.1], 1.15, seconds=seconds)
+        harness.print_table(f"W1, R = {num_replicas}", [row], workload="W1", num_replicas=num_replicas)
+    found = _results.read(tmp_path / "new" / "r.jsonl")
+    assert [table["rows"][0]["samples"] for table in found] == [[1.0, 1.5, 1.1]] * 3
+    text = tables.markdown(found)
+    assert "## step_time.py" in text and "### W1, R = 8" in text and "| mirrored | 2 ms | 1.10 |  | 1.15 | pass |" in text
+    times = tables.times_of(found)
+    assert times == {"W1": {"mirrored": {1: 2e-4, 8: 2e-3}}}  # the later of two
+    root = ElementTree.fromstring(tables.picture(times))
+    assert len(root.findall("{*}circle[@class='ours']")) == 2 and len(root.findall("{*}circle")) == 2
+    assert {text.text for text in root.findall("{*}text")} >= {"R = 1", "R = 8", "0.2 ms", "2 ms", "W1 linear", "by hand"}
+    monkeypatch.setattr("sys.argv", ["step_time.py", "--quick", "--record=x"])
+    with pytest.raises(SystemExit):
+        harness.parse("")
+
+
+def test_tables_and_pictures_are_those_of_the_results(harness) -> None:
+    import _results
+    import tables
+
+    for path in (BENCHMARKS / "results").glob("*.jsonl"):
+        found = _results.read(path)
+        assert path.with_suffix(".md").read_text() == tables.markdown(found), f"run `python benchmarks/tables.py {path}`"
+        assert path.with_suffix(".svg").read_text() == tables.picture(tables.times_of(found))
 
 
 @pytest.mark.parametrize("seconds, shown", [(2.5, "2.5 s"), (0.0123, "12.3 ms"), (45.6e-6, "45.6 us")])
