@@ -26,7 +26,7 @@ h2 { font-size: 1.15rem; margin: 2.2rem 0 .6rem; } p { margin: .4rem 0; }
 .cards { display: flex; flex-wrap: wrap; gap: .6rem; margin: 1.2rem 0; }
 .card { flex: 1 1 8rem; background: var(--soft); border: 1px solid var(--line); border-radius: 8px; padding: .6rem .8rem; }
 .card b { display: block; font-size: 1.25rem; } .card span { color: var(--quiet); font-size: .85rem; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: .9rem; }
+.wide { overflow-x: auto; } .wide + p { margin-top: 1.4rem; } table { border-collapse: collapse; width: 100%; font-size: .9rem; }
 th, td { text-align: left; vertical-align: top; padding: .4rem .8rem .4rem 0; border-bottom: 1px solid var(--line);
   overflow-wrap: anywhere; min-width: 4.5rem; }
 th { color: var(--quiet); font-weight: 600; white-space: nowrap; }
