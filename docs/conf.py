@@ -1,12 +1,18 @@
 """How the documentation is built: `make check`, result in out/docs."""
 
+import sys
+from pathlib import Path
+
 import mirrored
+
+sys.path.append(str(Path(__file__).parent / "_ext"))
 
 project = "mirrored"
 author = "the mirrored developers"
 release = mirrored.__version__
 extensions = [
     "myst_parser",
+    "notebook_cells",
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
@@ -20,7 +26,7 @@ html_title = "mirrored"
 html_show_copyright = False
 copybutton_prompt_text = ">>> "
 copybutton_exclude = ".linenos, .gp, .go"
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "_ext"]
 myst_heading_anchors = 3
 myst_enable_extensions = ["colon_fence", "fieldlist"]
 autosummary_generate = False

@@ -43,7 +43,8 @@ OFFERS = {
         cross_device.sum_by cross_replica.aggregate_stack cross_replica.broadcast_stack cross_replica.compiled
         cross_replica.gather_mirrored cross_replica.gather_stack cross_replica.reduce_at_one
         cross_replica.reduce_copies_at_one cross_replica.reduce_mirrored cross_replica.reduce_stack
-        cross_replica.require_equal_except cross_replica.split_stack frames.Frame frames.check_enterable frames.current
+        cross_replica.require_equal_except cross_replica.split_stack device_time.COMPUTATION device_time.DeviceTime
+        device_time.in_words device_time.last_profiles frames.Frame frames.check_enterable frames.current
         frames.entered frames.foreign_trace_message frames.in_cross_replica_context frames.is_traced
         frames.require_cross_replica host_memory.empty_rows host_memory.gather host_memory.gathers in_flight.finish
         in_flight.is_paced in_flight.joined in_flight.new_witness in_flight.require_threads in_flight.started
@@ -51,7 +52,8 @@ OFFERS = {
         parts.all_gather_parts parts.join_parts parts.num_real parts.own_part parts.part_size parts.reduce_scatter
         parts.split_parts per_replica.PerReplica per_replica.carried_sums per_replica.is_per_replica
         per_replica.stack_of per_replica.stack_shapes per_replica.uneven_shapes placement.check_later placement.checksum
-        placement.mirror placement.mirror_constants placement.refuse_argument placement.stack spent.Spent spent.waited
+        placement.mirror placement.mirror_constants placement.refuse_argument placement.stack spent.Spent spent.forget_pause
+        spent.waited
         together.Task together.run
     """,
     "_variables": """

@@ -2,6 +2,7 @@
 
 REPORT = "tests/_report/test_report.py::test_"
 SAVED = "tests/_report/test_saved.py::test_"
+TRACED = "tests/_report/test_traced.py::test_"
 BAR = "tests/_report/test_bar.py::test_"
 EXPLAIN = "tests/_strategy/test_strategy.py::test_explain_says_why_a_function_was_compiled_again"
 
@@ -31,4 +32,16 @@ MUTANTS = [
     ("_report/bar.py", "strategy is not None and not strategy.is_chief", "False", BAR + "only_the_chief_shows_it"),
     ("_report/bar.py", "waited += time.perf_counter() - asked", "waited += 0",
      BAR + "it_passes_batches_on_and_shows_steps_and_the_share_of_the_input"),
+    ("_report/traced.py", "max(end, ends.get(number, end))", "end",
+     TRACED + "operations_of_cpus_count_where_they_are_innermost_and_until_they_end"),
+    ("_report/traced.py", "until = min(last.end, operation.start)", "until = last.end",
+     TRACED + "each_moment_counts_for_the_operation_that_began_last"),
+    ("_report/traced.py", "key=lambda each: (each.start, -each.end)", "key=lambda each: each.start",
+     TRACED + "each_moment_counts_for_the_operation_that_began_last"),
+    ("_report/traced.py", "for line in streams or", "for line in streams +",
+     TRACED + "operations_of_gpus_are_those_of_their_streams"),
+    ("_report/traced.py", "    if missing:", "    if False:", TRACED + "what_cannot_be_read_has_a_reason"),
+    ("_report/profile.py", "if has_peers and set(seconds) == {COMPUTATION}", "if False",
+     TRACED + "explain_and_the_page_show_the_last_profile"),
+    ("_report/profile.py", "    if not has_peers:", "    if False:", TRACED + "one_replica_does_not_communicate"),
 ]  # fmt: skip

@@ -98,8 +98,8 @@ class Steps:
                 return
             spent.thread = thread
         end = time.perf_counter()
-        if spent.last is not None:
-            last, last_input, last_devices = spent.last
+        if (before := spent.last) is not None:
+            last, last_input, last_devices = before
             spent.num_steps += 1
             spent.wall += end - last
             spent.input += waited.input - last_input

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Iterator
 
 #: So many steps are looked at before anything is said of them.
@@ -25,7 +26,16 @@ class Waited:
 waited = Waited()
 
 
-@dataclasses.dataclass
+_made: weakref.WeakSet[Spent] = weakref.WeakSet()
+
+
+def forget_pause() -> None:
+    """Leave the time since the last steps out: the loop did something that belongs to no step."""
+    for spent in list(_made):
+        spent.last = None
+
+
+@dataclasses.dataclass(eq=False)
 class Spent:
     """The seconds of a strategy's warm steps, each from the end of the one before to its own.
 
@@ -48,6 +58,9 @@ class Spent:
     python: float = 0.0
     last: tuple[float, float, float] | None = None
     thread: int = 0
+
+    def __post_init__(self) -> None:
+        _made.add(self)
 
     def shares(self) -> dict[str, float]:
         """Return which part of the time went where; nothing after too few steps."""

@@ -11,6 +11,7 @@ import jax
 
 from .._jax import user_code
 from .._program.program import collectives_of, name_of_collective
+from .._replicas.device_time import DeviceTime, last_profiles
 from .._strategy.adding_up import ops_of
 from .._strategy.strategy import Strategy, coordination_of, datasets_of, mesh_of_strategy, programs_of, spent_in, variables_of
 from .._text import version_of
@@ -110,6 +111,7 @@ class Facts:
         adds_up_by: what the user has given as `cross_device_ops`; "" where XLA chooses.
         datasets, programs, variables: those that are alive.
         num_steps, step_seconds, shares: of the warm steps: how many, what one took, and which part of it went where.
+        profiled: what the last profile has of this process's devices, None without one.
         comparison: the last one of the copies, None before the first.
         warnings: what this process has warned of, and how often.
     """
@@ -127,6 +129,7 @@ class Facts:
     num_steps: int
     step_seconds: float
     shares: dict[str, float]
+    profiled: DeviceTime | None
     comparison: CopiesCompared | None
     warnings: tuple[tuple[str, int], ...]
 
@@ -151,6 +154,7 @@ def facts_of(strategy: Strategy) -> Facts:
         num_steps=spent.num_steps,
         step_seconds=spent.wall / max(spent.num_steps, 1),
         shares=spent.shares(),
+        profiled=last_profiles.get(mesh),
         comparison=last_comparisons.get(mesh),
         warnings=tuple(user_code.warned.items()),
     )

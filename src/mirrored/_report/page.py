@@ -26,7 +26,7 @@ h2 { font-size: 1.15rem; margin: 2.2rem 0 .6rem; } p { margin: .4rem 0; }
 .cards { display: flex; flex-wrap: wrap; gap: .6rem; margin: 1.2rem 0; }
 .card { flex: 1 1 8rem; background: var(--soft); border: 1px solid var(--line); border-radius: 8px; padding: .6rem .8rem; }
 .card b { display: block; font-size: 1.25rem; } .card span { color: var(--quiet); font-size: .85rem; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: .9rem; }
+.wide { overflow-x: auto; } .wide + p { margin-top: 1.4rem; } table { border-collapse: collapse; width: 100%; font-size: .9rem; }
 th, td { text-align: left; vertical-align: top; padding: .4rem .8rem .4rem 0; border-bottom: 1px solid var(--line);
   overflow-wrap: anywhere; min-width: 4.5rem; }
 th { color: var(--quiet); font-weight: 600; white-space: nowrap; }
@@ -37,6 +37,8 @@ svg .bus, svg .part { fill: var(--accent); } svg .onbus, svg .onpart { fill: var
 svg .rest { fill: var(--soft); } svg .wire { stroke: var(--accent); stroke-width: 2; }
 """
 _MAX_VARIABLES = 20
+_NO_PROFILE = "What the devices do in that time, a profile shows: with mr.profile('run/profile'): around some steps."
+_COUNTED = "Waiting for other replicas inside a collective is communication; a collective that runs beside computation is not."
 
 
 def page(facts: Facts, workers: Sequence[Facts] = ()) -> Html:
@@ -113,13 +115,31 @@ def _programs(facts: Facts) -> Html:
 
 
 def _time(facts: Facts) -> Html:
+    return joined([_steps(facts), _profiled(facts)])
+
+
+def _profiled(facts: Facts) -> Html:
+    """Show what the devices did, by the last profile."""
+    found = facts.profiled
+    if found is None:
+        return _quiet(_NO_PROFILE)
+    source = joined([f"profile of {counted(found.num_steps, 'step')} in ", element("code", found.folder)])
+    if not (shares := found.shares()):
+        return element("p", joined(["What the devices did is unknown (", source, "): ", found.reason, "."]), class_="warn")
+    note = joined([f"What {counted(found.num_devices, 'device')} did while they worked (", source, f"). {_COUNTED}"])
+    kinds = {f"of it {kind}": share for kind, share in found.kinds().items()}
+    drawn = pictures.shares("what the devices did", shares | (kinds if len(kinds) > 1 else {}))
+    return joined([element("p", note, class_="quiet"), drawn])
+
+
+def _steps(facts: Facts) -> Html:
     if not facts.shares:
         return _quiet("Too few steps of strategy.run were taken to say where their time goes.")
     each = f"{counted(facts.num_steps, 'step')} of strategy.run, {1e3 * facts.step_seconds:.3g} ms each"
     note = (
         ", without those that were compiled. "
         "Waiting for devices is where the loop was ahead of them; between the steps is your own program, and results that it "
-        "reads. What the devices do meanwhile, mr.profile shows."
+        "reads."
     )
     return joined([_quiet(each + note), pictures.shares("time of a step", facts.shares)])
 
@@ -135,7 +155,20 @@ def _times(workers: Sequence[Facts]) -> Html:
         "Steps of strategy.run without those that were compiled. Workers take their steps together, so look for the one that "
         "waits least."
     )
-    return joined([_quiet(note), _wide(table(("worker", "steps", "each", *names), rows))])
+    return joined([_quiet(note), _wide(table(("worker", "steps", "each", *names), rows)), _profiles(workers)])
+
+
+def _profiles(workers: Sequence[Facts]) -> Html:
+    """Show the profiles of several workers, side by side."""
+    found = [(facts.worker, each) for facts in workers if (each := facts.profiled) is not None]
+    if not found:
+        return _quiet(_NO_PROFILE)
+    rows = [
+        (worker, each.num_steps, *([f"{share:.0%}" for share in each.shares().values()] or ["", ""]), each.reason or each.folder)
+        for worker, each in found
+    ]
+    note = f"What the devices of each worker did while they worked, by its last profile. {_COUNTED}"
+    return joined([_quiet(note), _wide(table(("worker", "steps", "computation", "communication", "profile"), rows))])
 
 
 def _communication(facts: Facts) -> Html:

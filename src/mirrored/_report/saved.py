@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .._replicas.device_time import DeviceTime
 from .._text import describe, escape
 from .._variables.equal_copies import CopiesCompared
 from .facts import Compiled, Exchange, Facts, Replica, Split, StateEntry
 from .page import page
 from .replacing import replace
 
-_VERSION = 1
+_VERSION = 2
 _NO_FACTS = 1
 
 
@@ -57,12 +58,14 @@ def _facts(data: dict[str, Any]) -> Facts:
         Compiled(name, num_written, num_read, cause, tuple(Exchange(*exchange) for exchange in exchanges))
         for name, num_written, num_read, cause, exchanges in data.pop("programs")
     ]
-    comparison = data.pop("comparison")
+    comparison: list[Any] | None = data.pop("comparison")
+    profiled: dict[str, Any] | None = data.pop("profiled")
     return Facts(
         replicas=tuple(Replica(*row) for row in data.pop("replicas")),
         datasets=tuple(Split(*row) for row in data.pop("datasets")),
         programs=tuple(programs),
         variables=tuple(StateEntry(name, tuple(shape), *rest) for name, shape, *rest in data.pop("variables")),
+        profiled=None if profiled is None else DeviceTime(seconds=dict(profiled.pop("seconds")), **profiled),
         comparison=None if comparison is None else CopiesCompared(*comparison),
         warnings=tuple((str(message), int(count)) for message, count in data.pop("warnings")),
         **data,

@@ -23,7 +23,7 @@ from .._models import keras, keras_fit, nnx
 from .._options import AutoShardPolicy, CrossDeviceOps, InputOptions, ReduceOp
 from .._program.program import StepProgram, describe_program
 from .._program.steps import Steps
-from .._replicas import collectives, context, frames, in_flight
+from .._replicas import collectives, context, device_time, frames, in_flight
 from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh
 from .._replicas.spent import Spent
@@ -178,6 +178,7 @@ class Strategy:
             lines += [f"program {describe_program(program)}", *[f"  compiled again, because {cause}"] * bool(cause)]
         lines += [f"dataset {dataset.describe()}" for dataset in self._datasets]
         lines += self._steps.spent.in_words()
+        lines += device_time.in_words(self._mesh)
         lines += keras_fit.describe(self._mesh)
         return "\n".join(lines)
 

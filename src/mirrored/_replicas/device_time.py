@@ -1,0 +1,62 @@
+"""What the devices' time went to, as the last profile has it: computation, or collectives."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from .._text import counted
+from .mesh import ReplicaMesh
+
+#: The name of what is no collective.
+COMPUTATION = "computation"
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceTime:
+    """The time that this process's devices worked while a profile was recorded.
+
+    Attributes:
+        folder: of the profile.
+        num_steps: runs of programs in it.
+        num_devices: how many devices were looked at.
+        seconds: of all of them together, by what they did: `COMPUTATION`, or the kind of a collective, such as all-reduce.
+        reason: why there are no seconds; "" when there are.
+    """
+
+    folder: str
+    num_steps: int
+    num_devices: int
+    seconds: dict[str, float]
+    reason: str = ""
+
+    def shares(self) -> dict[str, float]:
+        """Return which part of the time was computation, and which communication; nothing where that is unknown."""
+        if (total := sum(self.seconds.values())) <= 0:
+            return {}
+        computation = self.seconds.get(COMPUTATION, 0.0) / total
+        return {COMPUTATION: computation, "communication": 1 - computation}
+
+    def kinds(self) -> dict[str, float]:
+        """Return which part of the time each kind of collective took, the longest first."""
+        kinds = {kind: seconds for kind, seconds in self.seconds.items() if kind != COMPUTATION}
+        return {kind: kinds[kind] / sum(self.seconds.values()) for kind in sorted(kinds, key=lambda kind: -kinds[kind])}
+
+    def in_words(self) -> str:
+        """Say it in a line."""
+        source = f"(profile of {counted(self.num_steps, 'step')} in {self.folder!r})"
+        if not (shares := self.shares()):
+            return f"the devices' time {source} is unknown: {self.reason}"
+        both, kinds = ", ".join(f"{share:.0%} {name}" for name, share in shares.items()), self.kinds()
+        listed = ", ".join(f"{share:.0%} {kind}" if len(kinds) > 1 else kind for kind, share in kinds.items())
+        return f"time of the devices {source}: {both}" + f" ({listed})" * bool(kinds)
+
+
+#: Of the last profile in which programs of a mesh ran.
+last_profiles: dict[ReplicaMesh, DeviceTime] = {}
+
+
+def in_words(mesh: ReplicaMesh) -> Iterator[str]:
+    """Say in a line what the last profile of a mesh has; in none without one."""
+    if (found := last_profiles.get(mesh)) is not None:
+        yield found.in_words()
