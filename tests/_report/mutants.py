@@ -41,6 +41,8 @@ MUTANTS = [
     ("_report/traced.py", "for line in streams or", "for line in streams +",
      TRACED + "operations_of_gpus_are_those_of_their_streams"),
     ("_report/traced.py", "    if missing:", "    if False:", TRACED + "what_cannot_be_read_has_a_reason"),
+    ("_report/traced.py", 'if device.platform == "cpu"', "if False",
+     TRACED + "cpus_have_the_number_of_the_job_and_gpus_that_of_the_process"),
     ("_report/profile.py", "if has_peers and set(seconds) == {COMPUTATION}", "if False",
      TRACED + "explain_and_the_page_show_the_last_profile"),
     ("_report/profile.py", "    if not has_peers:", "    if False:", TRACED + "one_replica_does_not_communicate"),

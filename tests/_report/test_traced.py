@@ -1,5 +1,6 @@
 """A trace gives the devices' computation and communication, or no numbers and the reason."""
 
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -204,6 +205,11 @@ def test_the_time_of_the_profiler_is_none_between_the_steps(
         strategy2.run(total, args=(np.ones(2),))
         strategy2.run(total, args=(np.ones(2),))
     assert strategy2._steps.spent.last is None
+
+
+def test_cpus_have_the_number_of_the_job_and_gpus_that_of_the_process() -> None:
+    number = lambda platform: traced.number_of(types.SimpleNamespace(platform=platform, id=2048, local_hardware_id=1))  # noqa: E731
+    assert (number("cpu"), number("gpu")) == (2048, 1)  # as traces of two workers have them
 
 
 @pytest.mark.slow
