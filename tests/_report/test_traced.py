@@ -175,6 +175,8 @@ def test_explain_and_the_page_show_the_last_profile(strategy2: mr.MirroredStrate
     save(facts, tmp_path / "facts.json")
     assert load(tmp_path / "facts.json") == facts
     assert "<td>36%</td><td>64%</td>" in page(facts, [facts, facts])
+    later = mr.MirroredStrategy(list(strategy2.devices))
+    assert "profile of" not in later.explain() and facts_of(later).profiled is None  # it ran nothing of another strategy's
 
 
 def test_one_replica_does_not_communicate(recorded: list[str], tmp_path: Path) -> None:
@@ -186,7 +188,7 @@ def test_one_replica_does_not_communicate(recorded: list[str], tmp_path: Path) -
 
 
 def test_a_block_that_fails_leaves_the_last_profile(strategy2: mr.MirroredStrategy, recorded: list[str], tmp_path: Path) -> None:
-    last = DeviceTime("run", 3, 2, {COMPUTATION: 1.0})
+    last = DeviceTime("run", 0.0, 3, 2, {COMPUTATION: 1.0})
     last_profiles[mesh_of_strategy(strategy2)] = last
     with pytest.raises(KeyError), mr.profile(tmp_path / "p"):
         strategy2.run(total, args=(np.ones(2),))

@@ -18,6 +18,7 @@ class DeviceTime:
 
     Attributes:
         folder: of the profile.
+        ended: when the profile ended, as of time.time().
         num_steps: runs of programs in it.
         num_devices: how many devices were looked at.
         seconds: of all of them together, by what they did: `COMPUTATION`, or the kind of a collective, such as all-reduce.
@@ -25,6 +26,7 @@ class DeviceTime:
     """
 
     folder: str
+    ended: float
     num_steps: int
     num_devices: int
     seconds: dict[str, float]
@@ -56,7 +58,13 @@ class DeviceTime:
 last_profiles: dict[ReplicaMesh, DeviceTime] = {}
 
 
-def in_words(mesh: ReplicaMesh) -> Iterator[str]:
-    """Say in a line what the last profile of a mesh has; in none without one."""
-    if (found := last_profiles.get(mesh)) is not None:
+def last_profile(mesh: ReplicaMesh, since: float) -> DeviceTime | None:
+    """Return what the last profile of a mesh has; None without one since then, as of time.time()."""
+    found = last_profiles.get(mesh)
+    return None if found is None or found.ended < since else found
+
+
+def in_words(mesh: ReplicaMesh, since: float) -> Iterator[str]:
+    """Say in a line what `last_profile` has; in none without one."""
+    if (found := last_profile(mesh, since)) is not None:
         yield found.in_words()

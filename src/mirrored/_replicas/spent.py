@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 import weakref
 from collections.abc import Iterator
 
@@ -49,6 +50,7 @@ class Spent:
         python: inside `strategy.run`, without waiting.
         last: what `Waited` and the clock were at the end of the last step; None when the next one begins a row of steps.
         thread: that takes the steps; 0 before the first.
+        since: when the strategy was made, as of time.time().
     """
 
     num_steps: int = 0
@@ -58,6 +60,7 @@ class Spent:
     python: float = 0.0
     last: tuple[float, float, float] | None = None
     thread: int = 0
+    since: float = dataclasses.field(default_factory=time.time)
 
     def __post_init__(self) -> None:
         _made.add(self)

@@ -11,7 +11,7 @@ import jax
 
 from .._jax import user_code
 from .._program.program import collectives_of, name_of_collective
-from .._replicas.device_time import DeviceTime, last_profiles
+from .._replicas.device_time import DeviceTime, last_profile
 from .._strategy.adding_up import ops_of
 from .._strategy.strategy import Strategy, coordination_of, datasets_of, mesh_of_strategy, programs_of, spent_in, variables_of
 from .._text import version_of
@@ -154,7 +154,7 @@ def facts_of(strategy: Strategy) -> Facts:
         num_steps=spent.num_steps,
         step_seconds=spent.wall / max(spent.num_steps, 1),
         shares=spent.shares(),
-        profiled=last_profiles.get(mesh),
+        profiled=last_profile(mesh, spent.since),
         comparison=last_comparisons.get(mesh),
         warnings=tuple(user_code.warned.items()),
     )

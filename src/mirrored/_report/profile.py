@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -108,7 +109,7 @@ def _device_time(path: Path, folder: str, mesh: ReplicaMesh, programs: list[prog
         if has_peers and set(seconds) == {COMPUTATION} and any(map(program.collectives_of, programs)):
             raise ValueError("the trace names no collective, although the programs have some")
     except (OSError, ValueError) as error:
-        return DeviceTime(folder, len(programs), len(own), {}, str(error))
+        return DeviceTime(folder, time.time(), len(programs), len(own), {}, str(error))
     if not has_peers:  # what XLA made of a sum over one
         seconds = {COMPUTATION: sum(seconds.values())}
-    return DeviceTime(folder, len(programs), len(own), seconds)
+    return DeviceTime(folder, time.time(), len(programs), len(own), seconds)

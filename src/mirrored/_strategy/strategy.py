@@ -178,7 +178,7 @@ class Strategy:
             lines += [f"program {describe_program(program)}", *[f"  compiled again, because {cause}"] * bool(cause)]
         lines += [f"dataset {dataset.describe()}" for dataset in self._datasets]
         lines += self._steps.spent.in_words()
-        lines += device_time.in_words(self._mesh)
+        lines += device_time.in_words(self._mesh, self._steps.spent.since)
         lines += keras_fit.describe(self._mesh)
         return "\n".join(lines)
 
