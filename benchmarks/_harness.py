@@ -14,6 +14,8 @@ from pathlib import Path
 
 import _results
 
+#: How many turns of the fastest contender a turn of another may take.
+LONGEST = 10
 #: What the file that runs was called with; `parse` sets it.
 _options = argparse.Namespace(record="")
 
@@ -114,13 +116,18 @@ def check_losses(contenders: Sequence[Contender], num_steps: int, tolerance: flo
 
 
 def interleave(contenders: Sequence[Contender], num_rounds: int, turn: float) -> Times:
-    """Let the contenders take turns of about `turn` seconds, of as many steps each, in rotating order; of one step if it is 0."""
-    num_steps = max(1, round(turn / min(_seconds_a_step(c, 5) for c in contenders))) if turn else 1
+    """Let the contenders take turns in rotating order: of about `turn` seconds for the fastest, or of one step if it is 0.
+
+    The others take as many steps in a turn, but none works longer than for `LONGEST` turns of the fastest.
+    """
+    expected = {c.name: _seconds_a_step(c, 5) for c in contenders} if turn else {}
+    shortest = min(expected.values(), default=1.0)
+    num_steps = {c.name: max(1, round(turn / max(shortest, expected.get(c.name, 1.0) / LONGEST))) for c in contenders}
     seconds: dict[str, list[float]] = {c.name: [] for c in contenders}
     for position in range(num_rounds):
         start = position % len(contenders)
         for contender in (*contenders[start:], *contenders[:start]):
-            seconds[contender.name].append(_seconds_a_step(contender, num_steps))
+            seconds[contender.name].append(_seconds_a_step(contender, num_steps[contender.name]))
     return Times(seconds)
 
 

@@ -24,7 +24,7 @@ LINES = {
 }
 WORKLOADS = {"W1": "W1 linear", "W2": "W2 MLP", "W3": "W3 convolutions", "W4": "W4 transformer"}
 #: Pixels of one workload's part, of its margins, and of the whole picture.
-WIDTH, HEIGHT, LEFT, TOP = 250, 210, 46, 64
+WIDTH, HEIGHT, LEFT, TOP = 262, 210, 52, 64
 STYLE = """
   .card { fill: #fff }
   text { font: 12px system-ui, sans-serif; fill: #333 }
@@ -93,7 +93,7 @@ def picture(times: Times) -> str:
     """Draw a step's time by the number of replicas, a part for each workload, both axes logarithmic."""
     columns = [name for name in WORKLOADS if name in times]
     width = LEFT + len(columns) * WIDTH
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {TOP + HEIGHT + 44}" role="img">']
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {TOP + HEIGHT + 34}" role="img">']
     parts += ["<title>Time of a training step by the number of replicas</title>", f"<style>{STYLE}</style>"]
     parts.append('<rect class="card" width="100%" height="100%" rx="8"/>')
     for position, (name, style) in enumerate(LINES.items()):
@@ -109,11 +109,11 @@ def _part(title: str, times: Mapping[str, Mapping[int, float]], left: int) -> It
     largest, smallest = (choose(t for line in times.values() for t in line.values()) for choose in (max, min))
     ticks = _ticks(smallest, largest)
     low, high = math.log(min(smallest, ticks[0]) * 0.9), math.log(max(largest, ticks[-1]) * 1.1)
-    across = lambda size: left + 20 + (WIDTH - 70) * sizes.index(size) / max(1, len(sizes) - 1)  # noqa: E731
+    across = lambda size: left + 14 + (WIDTH - 86) * sizes.index(size) / max(1, len(sizes) - 1)  # noqa: E731
     up = lambda seconds: TOP + HEIGHT * (high - math.log(seconds)) / (high - low)  # noqa: E731
     yield f'<text x="{left}" y="{TOP - 14}">{title}</text>'
     for tick in ticks:
-        yield f'<line class="grid" x1="{left}" x2="{left + WIDTH - 30}" y1="{up(tick):.1f}" y2="{up(tick):.1f}"/>'
+        yield f'<line class="grid" x1="{left}" x2="{left + WIDTH - 58}" y1="{up(tick):.1f}" y2="{up(tick):.1f}"/>'
         yield f'<text class="small" x="{left - 4}" y="{up(tick) + 3:.1f}" text-anchor="end">{_shown(tick)}</text>'
     for size in sizes:
         yield f'<text class="small" x="{across(size):.1f}" y="{TOP + HEIGHT + 18}" text-anchor="middle">R = {size}</text>'

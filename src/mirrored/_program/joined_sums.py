@@ -85,6 +85,9 @@ def joined(lifted: Lifted, is_mirrored: Sequence[bool], axis: ReplicaAxis) -> Jo
     if len(levels.sums) == 1 or axis.is_by_hand:
         return Joined(lifted.closed)
     waiting = _carriable(lifted, is_mirrored, levels)
+    if axis.size == 1:  # each is its own sum
+        closed = ClosedJaxpr(jaxpr.replace(outvars=[*jaxpr.outvars, *[jaxpr.outvars[p] for p in waiting]]), lifted.closed.consts)
+        return Joined(closed, tuple(waiting))
     totals: dict[int, Any] = {}
     equations: list[Any] = []
     num_joined = 0

@@ -284,7 +284,10 @@ def _pairs(array: jax.Array) -> jax.Array:
 
 def _packed_real_sum(arrays: Sequence[jax.Array], axis: ReplicaAxis) -> list[jax.Array]:
     num_packs = num_packs_of(axis.ops)
-    groups = groups_of(arrays, axis.bytes_per_pack) if num_packs == 1 else cross_device.packs_of(arrays, num_packs)
+    if axis.size == 1:  # nothing travels, and buffers would take XLA longer to compile than all the rest
+        groups = [[position] for position in range(len(arrays))]
+    else:
+        groups = groups_of(arrays, axis.bytes_per_pack) if num_packs == 1 else cross_device.packs_of(arrays, num_packs)
     buffers = [_pack([arrays[i] for i in members]) for members in groups]
     sums: list[Any] = [None] * len(arrays)
     alone = num_packs != 1 or not buffers
