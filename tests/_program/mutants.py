@@ -40,6 +40,8 @@ MUTANTS = [
     ("_program/cache.py", "        if self._sought is dropped[0]:\n            self._sought = self.shortcut = None\n", "",
      SHORTCUT + "a_shortcut_ends_with_its_program"),
     # -- sums of one step
+    ("_program/joined_sums.py", "    if axis.size == 1:", "    if axis.size == 0:",
+     JOINED + "one_replica_copies_nothing_into_buffers_and_its_results_are_their_own_sums"),
     ("_program/joined_sums.py", "<= level and p not in totals", "<= level + 1 and p not in totals",
      JOINED + "nothing_is_sent_for_a_result_that_would_need_a_message_of_its_own"),
     ("_program/joined_sums.py", "        and shapes is None\n", "",

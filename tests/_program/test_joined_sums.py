@@ -76,6 +76,21 @@ def test_what_is_reduced_in_one_step_goes_into_one_buffer_whoever_asked(strategy
     )
 
 
+def test_one_replica_copies_nothing_into_buffers_and_its_results_are_their_own_sums() -> None:
+    strategy = mr.MirroredStrategy(["cpu:0"])
+
+    def step(x: Any) -> Any:
+        loss = jnp.sum(x * x)
+        return all_reduce([x.sum(0), x.max(0)]), all_reduce(loss), loss
+
+    gradients, total, loss = strategy.run(step, args=(rows(strategy, 13),))
+    [program] = strategy._steps.programs
+    assert "concatenate" not in str(program.joined.closed) and program.joined.carried
+    np.testing.assert_array_equal(gradients[1], ROWS[:13].max(0))
+    assert bits(total) == bits(strategy.reduce("sum", loss)) == bits(strategy.reduce("mean", alone(loss)))
+    assert strategy.reduce("mean", loss) is strategy.reduce("mean", loss)  # looked up
+
+
 def test_sums_that_need_other_sums_stay_apart_and_right(strategy3: mr.Strategy) -> None:
     def step(x: Any) -> Any:
         mean = all_reduce(x.sum(0)) / 15
