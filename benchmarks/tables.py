@@ -23,11 +23,13 @@ LINES = {
     "PyTorch DDP, one process each": "torch",
 }
 WORKLOADS = {"W1": "W1 linear", "W2": "W2 MLP", "W3": "W3 convolutions", "W4": "W4 transformer"}
-#: Pixels of one workload's part, of its margins, and of the whole picture.
-WIDTH, HEIGHT, LEFT, TOP = 262, 210, 52, 64
+#: Pixels of one workload's part with its margins, of its axes, and of the space to the left of them and above them.
+WIDTH, HEIGHT, LEFT, TOP = 370, 270, 52, 90
+AXES = (290, 190)
 STYLE = """
   .card { fill: #fff }
   text { font: 12px system-ui, sans-serif; fill: #333 }
+  .title { font-weight: 600 }
   .small { font-size: 10px; fill: #777 }
   .grid { stroke: #ddd }
   polyline { fill: none; stroke-width: 2 }
@@ -92,31 +94,32 @@ def times_of(tables: Sequence[Mapping[str, Any]]) -> Times:
 def picture(times: Times) -> str:
     """Draw a step's time by the number of replicas, a part for each workload, both axes logarithmic."""
     columns = [name for name in WORKLOADS if name in times]
-    width = LEFT + len(columns) * WIDTH
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {TOP + HEIGHT + 34}" role="img">']
+    size = f"{2 * WIDTH} {TOP + (len(columns) + 1) // 2 * HEIGHT - 20}"
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" role="img">']
     parts += ["<title>Time of a training step by the number of replicas</title>", f"<style>{STYLE}</style>"]
     parts.append('<rect class="card" width="100%" height="100%" rx="8"/>')
     for position, (name, style) in enumerate(LINES.items()):
-        x = LEFT + position * 225
-        parts += [f'<polyline class="{style}" points="{x},20 {x + 26},20"/>', f'<text x="{x + 32}" y="24">{name}</text>']
+        x, y = LEFT + position % 2 * 225, 20 + position // 2 * 20
+        parts += [f'<polyline class="{style}" points="{x},{y} {x + 26},{y}"/>', f'<text x="{x + 32}" y="{y + 4}">{name}</text>']
     for position, name in enumerate(columns):
-        parts += _part(WORKLOADS[name], times[name], LEFT + position * WIDTH)
+        parts += _part(WORKLOADS[name], times[name], LEFT + position % 2 * WIDTH, TOP + position // 2 * HEIGHT)
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _part(title: str, times: Mapping[str, Mapping[int, float]], left: int) -> Iterator[str]:
+def _part(title: str, times: Mapping[str, Mapping[int, float]], left: int, top: int) -> Iterator[str]:
     sizes = sorted({size for line in times.values() for size in line})
     largest, smallest = (choose(t for line in times.values() for t in line.values()) for choose in (max, min))
     ticks = _ticks(smallest, largest)
     low, high = math.log(min(smallest, ticks[0]) * 0.9), math.log(max(largest, ticks[-1]) * 1.1)
-    across = lambda size: left + 14 + (WIDTH - 86) * sizes.index(size) / max(1, len(sizes) - 1)  # noqa: E731
-    up = lambda seconds: TOP + HEIGHT * (high - math.log(seconds)) / (high - low)  # noqa: E731
-    yield f'<text x="{left}" y="{TOP - 14}">{title}</text>'
+    width, height = AXES
+    across = lambda size: left + 16 + (width - 32) * sizes.index(size) / max(1, len(sizes) - 1)  # noqa: E731
+    up = lambda seconds: top + height * (high - math.log(seconds)) / (high - low)  # noqa: E731
+    yield f'<text x="{left}" y="{top - 12}" class="title">{title}</text>'
     for tick in ticks:
-        yield f'<line class="grid" x1="{left}" x2="{left + WIDTH - 58}" y1="{up(tick):.1f}" y2="{up(tick):.1f}"/>'
+        yield f'<line class="grid" x1="{left}" x2="{left + width}" y1="{up(tick):.1f}" y2="{up(tick):.1f}"/>'
         yield f'<text class="small" x="{left - 4}" y="{up(tick) + 3:.1f}" text-anchor="end">{_shown(tick)}</text>'
     for size in sizes:
-        yield f'<text class="small" x="{across(size):.1f}" y="{TOP + HEIGHT + 18}" text-anchor="middle">R = {size}</text>'
+        yield f'<text class="small" x="{across(size):.1f}" y="{top + height + 18}" text-anchor="middle">R = {size}</text>'
     for name, style in LINES.items():
         points = [(across(size), up(seconds)) for size, seconds in sorted(times.get(name, {}).items())]
         yield f'<polyline class="{style}" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"/>'
