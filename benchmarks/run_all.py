@@ -10,6 +10,7 @@ from _harness import parse
 
 FILES = (
     "step_time",
+    "loop",
     "uneven_step",
     "overhead",
     "compile_time",

@@ -15,6 +15,7 @@ FILES = {
     "uneven_step": ("plain: uneven step", "normalized: uneven step", "compiling"),
     "input_files": ("mirrored", "plain reader", "grain's TFRecord reader"),
     "step_time": ("W1:", "W2:", "W3:", "W4:", "by hand", "mirrored", "by hand, packed", "one device"),
+    "loop": ("by hand, packed, paced", "lax.scan by hand", "run, then reduce", "mr.function", "mr.scan", "R = 8"),
     "overhead": ("2 variables", "200 variables", "60 us"),
     "compile_time": ("mirrored, R=8", "1.30", "traces of the user's function"),
     "memory": ("by hand", "mirrored"),
