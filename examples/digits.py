@@ -19,83 +19,16 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "4")  # before jax starts; ignored where there are GPUs
 
-import grain
 import jax
 import jax.numpy as jnp
-import matplotlib
 import numpy as np
 import optax
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
+from digits_parts.files import NUM_HELD_OUT, STEPS_PER_EPOCH, batches_of, shuffled, write_shards
+from digits_parts.network import initial_weights, logits_of
+from digits_parts.picture import draw
 from tqdm import tqdm
 
 import mirrored as mr
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
-NUM_SHARDS = 4
-NUM_HELD_OUT = 359
-GLOBAL_BATCH_SIZE = 120
-STEPS_PER_EPOCH = 12
-FEATURES = {"image": mr.data.FixedLenFeature((8, 8, 1), np.uint8), "label": mr.data.FixedLenFeature((), np.int32)}
-
-
-def write_shards(folder: Path) -> dict[str, list[Path]]:
-    """Write scikit-learn's digits, images of 0 to 16 in uint8, as `tf.train.Example` records, unless they are there."""
-    shards = {
-        name: [folder / f"{name}-{i:05d}-of-{NUM_SHARDS:05d}.tfrecord" for i in range(NUM_SHARDS)] for name in ("train", "test")
-    }
-    if all(path.exists() for paths in shards.values() for path in paths):
-        return shards
-    folder.mkdir(parents=True, exist_ok=True)
-    digits = load_digits()
-    rows = train_test_split(np.arange(len(digits.target)), test_size=NUM_HELD_OUT, stratify=digits.target, random_state=0)
-    for paths, members in zip(shards.values(), rows, strict=True):
-        for i, path in enumerate(paths):
-            images, labels = digits.images.astype(np.uint8)[members[i::NUM_SHARDS]], digits.target[members[i::NUM_SHARDS]]
-            examples = [{"image": image.tobytes(), "label": int(label)} for image, label in zip(images, labels, strict=True)]
-            mr.data.write_tfrecords(path, map(mr.data.make_example, examples))
-    return shards
-
-
-def batches_of(records: grain.IterDataset) -> grain.IterDataset:
-    """Return global batches of (images, labels): images of shape [n, 8, 8, 1] in [0, 1]."""
-
-    def parsed(examples: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
-        features = mr.data.parse_example(examples, FEATURES)
-        return features["image"].astype(np.float32) / 16, features["label"]
-
-    return records.batch(GLOBAL_BATCH_SIZE, batch_fn=list).map(parsed)
-
-
-def shuffled(files: list[Path], epoch: int) -> grain.IterDataset:
-    """Return the records of all files in an order of this epoch's own."""
-    return grain.experimental.WindowShuffleIterDataset(mr.data.tfrecord_dataset(files), window_size=2048, seed=epoch)
-
-
-def initial_weights(key: jax.Array) -> dict[str, jax.Array]:
-    """Return He-initialised kernels and zero biases of two convolutions and two dense layers."""
-    shapes = {"conv1": (3, 3, 1, 16), "conv2": (3, 3, 16, 32), "dense1": (4 * 4 * 32, 64), "dense2": (64, 10)}
-    weights = {}
-    for name, shape in shapes.items():
-        key, own = jax.random.split(key)
-        weights[name] = jax.random.normal(own, shape) * np.sqrt(2 / np.prod(shape[:-1]))
-        weights[f"{name}_bias"] = jnp.zeros(shape[-1])
-    return weights
-
-
-def logits_of(weights: dict, images: jax.Array) -> jax.Array:
-    """Apply the network to images of shape [n, 8, 8, 1]."""
-
-    def convolve(x: jax.Array, name: str) -> jax.Array:
-        y = jax.lax.conv_general_dilated(x, weights[name], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-        return jax.nn.relu(y + weights[f"{name}_bias"])
-
-    x = convolve(convolve(images, "conv1"), "conv2")
-    x = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
-    x = jax.nn.relu(x.reshape(len(x), -1) @ weights["dense1"] + weights["dense1_bias"])
-    return x @ weights["dense2"] + weights["dense2_bias"]
 
 
 def main() -> None:
@@ -180,23 +113,6 @@ def kill_the_last_worker(strategy: mr.Strategy) -> None:
     is_last = strategy.cluster is not None and strategy.cluster.worker_index == strategy.num_workers - 1
     if is_last and os.environ.get("MIRRORED_ATTEMPT") == "0":
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def draw(losses: np.ndarray, accuracies: np.ndarray, folder: Path) -> Path:
-    """Draw the loss of each step and the held-out accuracy of each epoch."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
-    left.semilogy(np.arange(1, losses.size + 1) / STEPS_PER_EPOCH, losses.ravel(), linewidth=0.8)
-    left.set(xlabel="epoch", ylabel="loss of the global batch", title="Training")
-    right.plot(np.arange(1, len(accuracies) + 1), 100 * accuracies, marker="o", markersize=3)
-    right.set(xlabel="epoch", ylabel="held-out images right (%)", title=f"Accuracy: {accuracies[-1]:.1%} at the end")
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-        axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.spines[["top", "right"]].set_visible(False)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "digits.png"
-    figure.savefig(path, dpi=120)
-    return path
 
 
 if __name__ == "__main__":

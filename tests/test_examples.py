@@ -36,7 +36,8 @@ def test_every_example_is_tested_here_and_says_how_to_run_it() -> None:
     for path in EXAMPLES.glob("*.py"):
         assert f'"{path.stem.removesuffix("_digits")}' in text, path
         assert f"python examples/{path.name}" in path.read_text().split('"""')[1], path
-        assert len(path.read_text().splitlines()) <= 210, path
+        is_of_four_documents = path.stem == "from_the_questions"
+        assert len(path.read_text().splitlines()) <= (190 if is_of_four_documents else 120), path
 
 
 def test_quickstart_is_the_loop_of_the_readme_and_finds_the_weights() -> None:
