@@ -48,15 +48,6 @@ def test_quickstart_is_the_loop_of_the_readme_and_finds_the_weights() -> None:
     np.testing.assert_allclose([*names["w"].numpy().ravel(), *names["b"].numpy()], [1, 2, 3, 4], atol=0.005)
 
 
-@pytest.mark.slow
-def test_digits_reaches_97_percent_and_draws_the_curves(tmp_path: Path) -> None:
-    last_line = _run("digits", "--out", "pictures", cwd=tmp_path).splitlines()[-1]
-    match = re.match(r"trained 240 steps on 4 replicas in \d+ s: (\d+) of 359 held-out images right", last_line)
-    assert match and int(match[1]) / 359 >= 0.97, last_line
-    assert "all copies bit-equal" in last_line
-    assert (tmp_path / "pictures" / "digits.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_from_the_questions_runs(capsys: pytest.CaptureFixture[str]) -> None:
     _load("from_the_questions").main()
     output = capsys.readouterr().out
@@ -170,12 +161,14 @@ def test_two_hosts_by_the_two_commands_that_it_names(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_digits_on_two_workers_of_which_one_is_killed_is_as_good_as_on_one(tmp_path: Path) -> None:
-    """As `make demo-cluster` runs it."""
+def test_digits_reaches_97_percent_alone_and_on_two_workers_of_which_one_is_killed(tmp_path: Path) -> None:
+    """As `make demo` and `make demo-cluster` run it."""
     alone = _run("digits", "--out", "alone", cwd=tmp_path).splitlines()[-1]
+    assert "all copies bit-equal" in alone and _is_picture(tmp_path / "alone" / "digits.png")
     launch = ["-m", "mirrored", "launch", "-n", "2", "--cpu-devices", "2", "--max-restarts", "2", str(EXAMPLES / "digits.py")]
     right = re.compile(r"trained 240 steps on 4 replicas in \d+ s: (\d+) of 359 held-out images right")
     command = [sys.executable, *launch, "--checkpoints", "checkpoints", "--kill-one"]
     ended = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True, timeout=180)
+    assert int(right.search(alone)[1]) / 359 >= 0.97, alone
     assert right.search(ended.stdout)[1] == right.search(alone)[1], ended.stdout + ended.stderr
     assert all(text in ended.stderr for text in ("failed first: SIGKILL", "done: 1 restart")), ended.stderr

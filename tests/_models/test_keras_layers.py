@@ -39,7 +39,7 @@ def some(*cases: tuple[int, str]) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("num_replicas", "optimizer"),
-    some(*((r, "adam") for r in (1, 2, 4, 5)), *((4, name) for name in OPTIMIZERS if name != "adam")),
+    some(*((r, "adam") for r in (1, 5)), *((4, name) for name in OPTIMIZERS if name != "adam")),
 )
 def test_a_conv_net_learns_as_on_one_device(num_replicas: int, optimizer: str) -> None:
     strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])

@@ -130,9 +130,9 @@ def test_programs_of_all_kinds_in_the_pool_of_jax() -> None:
 def test_programs_of_all_kinds_for_long(count: int, start: int) -> None:
     num_collectives = 20 if count < 16 else 6
     for dependent in (True, False):
-        check(starts(count)[start], f"one({count}, {num_collectives}, {dependent}, 1000)")
-    check(starts(16)[start], f"interleaved([16, 2, 8], 400) if {count} == 16 else two_threads({count}, 400)")
-    check(starts(count)[start], f"one({count}, 1, True, 1000); verbs({count}, 30)")
+        check(starts(count)[start], f"one({count}, {num_collectives}, {dependent}, 500)")
+    check(starts(16)[start], f"interleaved([16, 2, 8], 200) if {count} == 16 else two_threads({count}, 200)")
+    check(starts(count)[start], f"one({count}, 1, True, 500); verbs({count}, 30)")
 
 
 @pytest.mark.slow
