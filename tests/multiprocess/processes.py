@@ -26,6 +26,8 @@ _NOT_INHERITED = re.compile(
     r"(?i:.*_proxy)|TF_CONFIG|JAX_.*|XLA_.*|MIRRORED_.*|SLURM_.*|OMPI_.*|PMI_.*|PMIX_.*|RANK|WORLD_SIZE|LOCAL_.*|MASTER_.*"
     r"|COORDINATOR_.*|NUM_PROCESSES|PROCESS_ID|PYTEST_.*|PYTHONUNBUFFERED|(PJRT_)?NPROC"
 )
+#: A third of a short job's time is compilation, and few of the tests are about the code that comes out.
+QUICK_COMPILATION = "--xla_backend_optimization_level=0"
 
 
 def _inherited() -> dict[str, str]:
@@ -173,6 +175,7 @@ def workers(
         "PYTHONFAULTHANDLER": "1",
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(devices),
+        "XLA_FLAGS": QUICK_COMPILATION,
         "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}",
         "JAX_NUM_PROCESSES": str(num_workers),
     }

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,11 +14,12 @@ FIRST, COUNT = map(int, os.environ.get("MIRRORED_TEST_SEEDS", "5,4").split(","))
 
 
 def found(
-    folder: Path, num_workers: int, devices: int, first: int = FIRST, count: int = COUNT, **options: object
+    folder: Path, num_workers: int, devices: int, first: int = FIRST, count: int = COUNT, **options: Any
 ) -> list[dict[str, np.ndarray]]:
     folder.mkdir(exist_ok=True)
     timeout = 60 + 10 * count * num_workers
-    for worker in run_workers(PROGRAMS, num_workers, folder, first, count, devices=devices, timeout=timeout, **options):
+    env = {"XLA_FLAGS": "", **options.pop("env", {})}  # XLA optimizes, as for users
+    for worker in run_workers(PROGRAMS, num_workers, folder, first, count, devices=devices, timeout=timeout, env=env, **options):
         assert worker.code == 0 and "Warning" not in worker.output, worker.output
     return [dict(np.load(folder / f"{num_workers}x{devices}-{worker}.npz")) for worker in range(num_workers)]
 
