@@ -140,6 +140,15 @@ def test_a_function_gets_batches_on_the_host_before_they_are_divided(strategy3: 
     assert [rows_of(x) for x in by_replica] == [[5, 6] * 3]
     with pytest.raises(ZeroDivisionError):
         list(strategy3.distribute_dataset([np.arange(2)]).map(lambda x: 1 // 0))
+    others = strategy3.make_numpy_dataset(np.arange(12.0))
+    for ended in (
+        lambda fn: strategy3.distribute_dataset([np.arange(2)] * 3).map(fn),
+        lambda fn: strategy3.distribute_dataset(others.map(fn).batch(4)),
+        lambda fn: strategy3.distribute_dataset(others.batch(4).map(fn)),
+    ):
+        second = iter([1])
+        with pytest.raises(RuntimeError, match=r"map was given raised StopIteration, .* the batches after it would be lost"):
+            list(ended(lambda x, second=second: x + next(second)))
     for wrong in (lambda: dataset.map(3), lambda: dataset.take("1"), lambda: dataset.repeat(True), lambda: dataset.take(None)):
         with pytest.raises(TypeError, match="got"):
             wrong()
