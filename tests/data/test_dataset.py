@@ -343,6 +343,19 @@ class Indexed:
         return np.full(2, index)
 
 
+class Sliced:
+    """As people write it, and as Keras has it: behind the last batch are others without rows, and no IndexError."""
+
+    rows = np.arange(10)
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        assert index < 5, "nobody would stop to ask"
+        return self.rows[4 * index : 4 * (index + 1)]
+
+
 @dataclasses.dataclass
 class Fields:
     image: Any
@@ -382,6 +395,18 @@ def test_anything_that_can_be_iterated_again(strategy2: mr.MirroredStrategy) -> 
                 len(distributed)
         else:
             assert len(distributed) == length
+
+
+def test_batches_by_number_end_at_their_length_and_have_a_position(strategy2: mr.MirroredStrategy) -> None:
+    distributed = strategy2.distribute_dataset(Sliced())
+    assert distributed.element_spec.shape == (None,)
+    assert [joined(x).tolist() for x in distributed.repeat(2)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]] * 2
+    with iter(distributed) as iterator:
+        next(iterator)
+        state = iterator.get_state()
+    with iter(distributed) as resumed:
+        resumed.set_state(state)
+        assert [joined(x).tolist() for x in resumed] == [[4, 5, 6, 7], [8, 9]]
 
 
 def test_two_passes_at_the_same_time(strategy2: mr.MirroredStrategy) -> None:
@@ -489,6 +514,8 @@ def test_what_is_no_dataset(strategy2: mr.MirroredStrategy) -> None:
         (X, r"got ndarray, one set of arrays; .*make_numpy_dataset\(arrays\)\.batch\(global_batch_size\)"),
         (jnp.arange(4), r"one set of arrays"),
         ((X, X), r"got tuple, one set of arrays"),
+        ((X, {"label": X}), r"got tuple, one set of arrays"),
+        ((), r"got tuple, one set of arrays"),
         ({"x": X}, r"got dict, one set of arrays"),
         ({}, r"got dict, one set of arrays"),
         (mr.get_strategy().distribute_dataset([X]), r"the dataset is distributed already; iterate over it"),

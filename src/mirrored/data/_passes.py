@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections.abc
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +16,7 @@ from ._sharing.steps import LocalReplicas, Steps
 from ._sources import grain
 from ._sources.elements import PerReplicaSpec, applied, spec_of_batch
 from ._sources.numpy_dataset import NumpyDataset
-from ._sources.open import is_hugging_face, open_source
+from ._sources.open import is_sequence, open_source
 from ._sources.position import Source
 
 
@@ -66,7 +65,7 @@ class Elements:
                 raise ValueError(f"{name} is empty, so nobody knows what its elements are like.") from end
             finally:
                 iterator.close()
-        if isinstance(dataset, collections.abc.Sequence) or (is_hugging_face(dataset) and hasattr(dataset, "__len__")):
+        if is_sequence(dataset):
             if not len(dataset):
                 raise ValueError(f"{name} is empty, so nobody knows what its elements are like.")
             return dataset[0]

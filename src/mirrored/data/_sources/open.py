@@ -44,7 +44,7 @@ def open_source(dataset: Any, state: Any = None, maps: Sequence[Callable[..., Py
     def start() -> Any:
         if grain.is_pipeline(own):
             return grain.open_pipeline(own)
-        if isinstance(own, Sequence) or (is_hugging_face(own) and hasattr(own, "__len__")):
+        if is_sequence(own):
             return _SequenceIterator(own)
         return iter(own)
 
@@ -59,6 +59,18 @@ def _own_stream(dataset: Any, state: Any) -> Any:
     if hasattr(dataset, "epoch"):
         own.set_epoch(dataset.epoch if state is None else state.get("epoch", dataset.epoch))
     return own
+
+
+def is_sequence(dataset: Any) -> bool:
+    """Tell whether the batches of a dataset are asked for by their number, up to its length.
+
+    Also where Python would ask until an IndexError: slices of arrays, as in `x[n * i : n * (i + 1)]`, never raise one, and the
+    batches behind the end have no rows.
+    """
+    if isinstance(dataset, Sequence):
+        return True
+    is_by_number = is_hugging_face(dataset) or not hasattr(type(dataset), "__iter__")
+    return is_by_number and hasattr(type(dataset), "__len__") and hasattr(type(dataset), "__getitem__")
 
 
 def is_hugging_face(dataset: Any) -> bool:
