@@ -113,6 +113,7 @@ class DistributedIterator:
             "policy": self._plan.kind,
             "worker": None if self._plan.is_same_for_all else [worker.index, worker.count],
             "source": json.loads(self._position),
+            **({"sizes": list(self._plan.sizes)} if self._plan.sizes else {}),
             **self._extra,
         }
 
@@ -192,6 +193,14 @@ class DistributedIterator:
                 f"the state is that of worker {state['worker']} (number, of how many), and this is worker "
                 f"{[worker.index, worker.count]}; under {self._plan.kind} each worker has a position of its own. With "
                 "mr.InputOptions(auto_shard_policy='data') a position holds for any number of workers."
+            )
+        sizes = list(self._plan.sizes)
+        if state.get("sizes", sizes) != sizes:
+            raise ValueError(
+                f"the state counts per-replica batches for which context.get_per_replica_batch_size gave {state['sizes']}, and "
+                f"it gave {sizes} here: rows would be used twice, or left out. Let the function make a dataset whose position "
+                "counts rows, strategy.make_numpy_dataset(arrays).batch(size), or write strategy.distribute_dataset(dataset), "
+                "whose global batches are the same for any number of replicas; else go on with as many replicas as before."
             )
         extra = {name: state[name] for name in ("rows", "batch_size") if name in state}
         if not all(type(value) is int and value >= 0 for value in extra.values()):
