@@ -1,6 +1,7 @@
 """`take`, `repeat` and `map` of distributed datasets, what their elements are like, and their positions."""
 
 import itertools
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,32 @@ LIMITS: list[list[tuple[str, int | None]]] = [
     [("repeat", 2), ("take", 5), ("repeat", 2)], [("take", 2), ("take", 1), ("repeat", 2), ("repeat", 2)],
     [("take", 1), ("repeat", 3), ("take", 2), ("repeat", None), ("take", 5), ("take", 4)],
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("limits", [[("repeat", None)], [("repeat", 3)], [("take", 2), ("repeat", 3)]])
+def test_what_is_read_ahead_changes_no_order_of_another_iterator(limits: list[Any], strategy2: mr.MirroredStrategy) -> None:
+    """Of the same rows, such as those of a training that are measured meanwhile; workers would read ahead differently far."""
+
+    def orders(prefetch: int, is_resumed: bool = False) -> list[Any]:
+        rows = numpy_dataset(np.arange(20)).shuffle(seed=0).batch(10)
+        dataset = strategy2.distribute_dataset(rows, mr.InputOptions(prefetch=prefetch))
+        with iter(limited(dataset, limits)) as iterator:
+            found = [rows_of(next(iterator)) for _ in range(2)]
+            if is_resumed:
+                iterator.set_state(iterator.get_state())
+                found += [rows_of(next(iterator))]
+            while prefetch and len(iterator._batches._channel._ready) < prefetch:
+                time.sleep(0.001)
+            other = [rows_of(x) for x in dataset]
+            found += [rows_of(next(iterator)) for _ in range(6 - len(found))]
+        return [found, other, [rows_of(x) for x in dataset]]
+
+    near = orders(prefetch=0)
+    assert near == orders(prefetch=3) == orders(prefetch=0, is_resumed=True) == orders(prefetch=2, is_resumed=True)
+    passes = [np.random.default_rng([0, k]).permutation(20).tolist() for k in range(5)]
+    assert [a + b for a, b in zip(near[0][::2], near[0][1::2], strict=True)] == passes[:3]
+    later = 1 if limits[-1][1] is None else 3
+    assert [[*first, *second] for first, second in near[1:]] == passes[later : later + 2]
 
 
 def test_steps_are_taken_and_repeated_and_any_position_is_gone_on_from(strategy: mr.MirroredStrategy) -> None:

@@ -50,7 +50,7 @@ class DistributedIterator:
 
     def __init__(self, elements: Elements, layout: LocalReplicas, mesh: ReplicaMesh, prefetch: int) -> None:
         """Take what a DistributedDataset knows; nothing is read yet."""
-        self._elements = elements
+        self._elements = self._later = elements
         self._plan = elements.plan
         self._layout = layout
         self._mesh = mesh
@@ -143,6 +143,7 @@ class DistributedIterator:
         self.close()
         self._is_closed = False
         self._source, self._extra, self._position = source, extra, json.dumps(state["source"])
+        self._later = self._elements.of_later_passes(extra.get("places", []))
 
     def close(self) -> None:
         """End the preparation in the background and free what it holds. No batch comes after; again does nothing."""
@@ -164,6 +165,7 @@ class DistributedIterator:
         if self._source is None:
             self._source = self._elements.open()
             self._position = self._source.position()
+            self._later = self._elements.of_later_passes([])
         return self._source
 
     def _started(self) -> Ahead[Any] | Batches:
@@ -171,7 +173,7 @@ class DistributedIterator:
             source, worker = self._open(), self._layout.worker.for_iterator()
             self._channel = worker.channel
             layout = dataclasses.replace(self._layout, worker=worker)
-            self._passes = Passes(self._elements, source, layout, self._extra)
+            self._passes = Passes(self._later, source, layout, self._extra)
             batches = _batches(self._passes.steps(), self._mesh, layout, self._elements)
             self._batches = Ahead(batches, self._passes.close, self._prefetch, worker.close) if self._prefetch else batches
         return self._batches

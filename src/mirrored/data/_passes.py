@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from .._typing import PyTree
 from ._sharing.plan import Plan
-from ._sharing.rounds import Limit, all_steps
+from ._sharing.rounds import Limit, all_steps, num_passes_left
 from ._sharing.rows import to_numpy
 from ._sharing.steps import LocalReplicas, Steps
 from ._sources import grain
@@ -38,6 +38,21 @@ class Elements:
     def open(self, state: Any = None) -> Source:
         """Start one pass, from a position on if one is given."""
         return open_source(self.plan.dataset, state, self.maps)
+
+    def of_later_passes(self, places: Sequence[int]) -> Elements:
+        """Return what the passes after the one that was just opened begin with.
+
+        The thread that reads ahead begins them at a moment that nobody knows. Their numbers, which say the order of rows that are
+        shuffled, are therefore taken now, before another iterator takes one.
+
+        Args:
+            places: how far the pass is in each limit.
+        """
+        dataset = self.plan.dataset
+        if not (self.limits and isinstance(dataset, NumpyDataset)):
+            return self
+        later = dataset._of_later_passes(num_passes_left(self.limits, places) - 1)
+        return dataclasses.replace(self, plan=dataclasses.replace(self.plan, dataset=later))
 
     def note(self, stacked: PyTree) -> None:
         """Take note of what a batch is like, of arrays `[L, rows, ...]`."""

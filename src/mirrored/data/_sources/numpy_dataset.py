@@ -177,6 +177,13 @@ class NumpyDataset:
         self._passes[0] += self.num_epochs or 1
         return first
 
+    def _of_later_passes(self, num_passes: int) -> NumpyDataset:
+        """Return the same dataset for so many passes, with numbers that no other pass gets, whenever they begin."""
+        made = dataclasses.replace(self)
+        made._passes[0] = self._passes[0]
+        self._passes[0] += num_passes * (self.num_epochs or 1)
+        return made
+
     def _order(self, epoch: int) -> np.ndarray:
         if self.shuffle_seed is None:
             return np.arange(self.num_rows)
