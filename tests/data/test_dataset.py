@@ -409,6 +409,29 @@ def test_batches_by_number_end_at_their_length_and_have_a_position(strategy2: mr
         assert [joined(x).tolist() for x in resumed] == [[4, 5, 6, 7], [8, 9]]
 
 
+def test_what_can_be_gone_through_only_once_is_said(strategy2: mr.MirroredStrategy, caplog: pytest.LogCaptureFixture) -> None:
+    """An iterator that hides in an object, such as an open file, is found at the second pass."""
+
+    class Once:
+        def __init__(self) -> None:
+            self.batches = iter([X, X])
+
+        def __iter__(self) -> Iterator[np.ndarray]:
+            return self.batches
+
+    for passes, num_warned in ((lambda ds: [len(list(ds)) for _ in range(2)], 1), (lambda ds: [len(list(ds.repeat(3))), 0], 1)):
+        caplog.clear()
+        assert passes(strategy2.distribute_dataset(Once())) == [2, 0]
+        assert caplog.text.count("Once gave no batch in this pass, and gave some in an earlier one") == num_warned
+    caplog.clear()
+    distributed = strategy2.distribute_dataset([X, X])
+    with iter(distributed) as iterator:
+        states = [iterator.get_state() for _ in iterator]
+        iterator.set_state(states[-1])  # the end, of which nothing is to be said
+        assert list(iterator) == [] == list(distributed.take(0)) == list(strategy2.distribute_dataset([]).repeat(2))
+    assert not caplog.text
+
+
 def test_two_passes_at_the_same_time(strategy2: mr.MirroredStrategy) -> None:
     distributed = strategy2.distribute_dataset([X, X + 4, X + 8])
     pairs = [(joined(a).tolist(), joined(b).tolist()) for a, b in zip(distributed, distributed, strict=True)]

@@ -60,7 +60,7 @@ class DistributedIterator:
         self._position: Position = ValueError("the iterator was closed before it read anything, and has no position.")
         self._extra: dict[str, Any] = {"places": [0] * len(elements.limits)} if elements.limits else {}
         self._passes: Passes | None = None
-        self._is_closed = False
+        self._is_closed = self._is_resumed = False
         self._channel: Channel | None = None
 
     @property
@@ -141,7 +141,7 @@ class DistributedIterator:
                     self._source = open_source(json.loads(self._position))
             raise
         self.close()
-        self._is_closed = False
+        self._is_closed, self._is_resumed = False, True
         self._source, self._extra, self._position = source, extra, json.dumps(state["source"])
         self._later = self._elements.of_later_passes(extra.get("places", []))
 
@@ -173,7 +173,7 @@ class DistributedIterator:
             source, worker = self._open(), self._layout.worker.for_iterator()
             self._channel = worker.channel
             layout = dataclasses.replace(self._layout, worker=worker)
-            self._passes = Passes(self._later, source, layout, self._extra)
+            self._passes = Passes(self._later, source, layout, self._extra, self._is_resumed)
             batches = _batches(self._passes.steps(), self._mesh, layout, self._elements)
             self._batches = Ahead(batches, self._passes.close, self._prefetch, worker.close) if self._prefetch else batches
         return self._batches

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +20,8 @@ from ._sources.elements import PerReplicaSpec, applied, spec_of_batch
 from ._sources.numpy_dataset import NumpyDataset
 from ._sources.open import is_sequence, open_source
 from ._sources.position import Source
+
+_logger = logging.getLogger("mirrored")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +57,11 @@ class Elements:
             return self
         later = dataset._of_later_passes(num_passes_left(self.limits, places) - 1)
         return dataclasses.replace(self, plan=dataclasses.replace(self.plan, dataset=later))
+
+    @property
+    def has_given(self) -> bool:
+        """Whether an iterator has given a batch, or a sample of one was taken."""
+        return bool(self._specs)
 
     def note(self, stacked: PyTree) -> None:
         """Take note of what a batch is like, of arrays `[L, rows, ...]`."""
@@ -93,9 +102,12 @@ class Elements:
 class Passes:
     """The passes of one iterator, of which one source after the other is open."""
 
-    def __init__(self, elements: Elements, source: Source, layout: LocalReplicas, extra: dict[str, Any]) -> None:
+    def __init__(
+        self, elements: Elements, source: Source, layout: LocalReplicas, extra: dict[str, Any], is_resumed: bool = False
+    ) -> None:
         """Begin with an open source, in which the iterator is, and with what else its position holds."""
         self._elements, self._source, self._layout, self._extra = elements, source, layout, extra
+        self._is_resumed = is_resumed
 
     def steps(self) -> Steps:
         """Return the steps of all passes."""
@@ -105,7 +117,22 @@ class Passes:
         if not is_first:
             self._source.close()
             self._source = self._elements.open()
-        return self._elements.plan.steps(self._source, self._layout, self._extra if is_first else {})
+        steps = self._elements.plan.steps(self._source, self._layout, self._extra if is_first else {})
+        return steps if is_first and self._is_resumed else self._not_empty(steps)
+
+    def _not_empty(self, steps: Steps) -> Steps:
+        """Say when a pass has no steps, and one before it had: the dataset can be gone through only once."""
+        is_empty = True
+        with contextlib.closing(steps):
+            for step in steps:
+                is_empty = False
+                yield step
+        if is_empty and self._elements.has_given:
+            _logger.warning(
+                "%s gave no batch in this pass, and gave some in an earlier one: it can be gone through only once. Let its "
+                "__iter__ begin anew each time: open the files, or call the generator function, in there.",
+                type(self._elements.plan.dataset).__name__,
+            )
 
     def close(self) -> None:
         """Close the source that is open."""
