@@ -253,8 +253,13 @@ class _NumpyIterator:
         first, epoch, row, num_rows = (state[name] for name in ("pass", "epoch", "row", "num_rows"))
         if num_rows != self._dataset.num_rows:
             raise ValueError(f"it is of a dataset of {num_rows} rows, and this one has {self._dataset.num_rows}")
-        if not (first >= 0 and epoch >= 0 and 0 <= row <= num_rows):
+        if not all(type(number) is int and number >= 0 for number in (first, epoch, row)) or row > num_rows:
             raise ValueError(f"no such position: {state}")
+        if epoch >= (self._dataset.num_epochs or epoch + 1):
+            raise ValueError(
+                f"it is in epoch {epoch}, counted from 0, of rows that are repeated {self._dataset.num_epochs} times here; call "
+                "repeat with at least as many epochs as were begun"
+            )
         if state["seed"] != self._dataset.shuffle_seed:
             raise ValueError(
                 f"its rows are in the order of shuffle seed {state['seed']}, and here of {self._dataset.shuffle_seed}"
