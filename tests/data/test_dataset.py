@@ -432,6 +432,27 @@ def test_what_can_be_gone_through_only_once_is_said(strategy2: mr.MirroredStrate
     assert not caplog.text
 
 
+def test_no_batch_is_taken_inside_a_function_that_is_traced(strategy2: mr.MirroredStrategy) -> None:
+    """As in a `tf.function`: it would be traced with one batch, and use that in each call."""
+    iterator = iter(strategy2.distribute_dataset([X, X + 4, X + 8]))
+    sums = mr.function(lambda batches: [strategy2.reduce("sum", x, axis=0) for x in batches])
+
+    def body(total: Any, _: Any) -> Any:
+        return total + strategy2.reduce("sum", next(iterator), axis=0), None
+
+    for traced in (
+        mr.function(lambda: strategy2.reduce("sum", next(iterator), axis=0)), jax.jit(lambda: next(iterator)),
+        mr.function(lambda: [strategy2.reduce("sum", x, axis=0) for x in iterator]),
+        lambda: strategy2.run(lambda: next(iterator)), mr.function(lambda: mr.scan(body, 0, jnp.arange(2))),
+    ):  # fmt: skip
+        with pytest.raises(mr.ContextError, match=r"read once, and be the same batch in each call\. Take it outside"):
+            traced()
+    assert [int(total) for total in sums([next(iterator), next(iterator)])] == [6, 22], "none was lost"
+    assert [int(total) for total in sums(list(iterator))] == [38]
+    with mr.eager():
+        assert [joined(x).tolist() for x in strategy2.distribute_dataset([X])] == [[0, 1, 2, 3]]
+
+
 def test_two_passes_at_the_same_time(strategy2: mr.MirroredStrategy) -> None:
     distributed = strategy2.distribute_dataset([X, X + 4, X + 8])
     pairs = [(joined(a).tolist(), joined(b).tolist()) for a, b in zip(distributed, distributed, strict=True)]

@@ -11,7 +11,8 @@ from typing import Any, Self
 
 import jax
 
-from .._replicas import placement
+from .._errors import ContextError
+from .._replicas import frames, placement
 from .._replicas.mesh import ReplicaMesh
 from .._replicas.per_replica import PerReplica
 from .._replicas.spent import waited
@@ -72,6 +73,13 @@ class DistributedIterator:
         return self
 
     def __next__(self) -> PyTree:
+        if frames.is_traced():
+            raise ContextError(
+                "the next batch was asked for inside a function that is traced: a step, or one with mr.function or jax.jit. It "
+                "would be read once, and be the same batch in each call. Take it outside, and give it as an argument: for batch in "
+                "dataset: train_step(batch). Of several steps in one program, give all: "
+                "train_steps([next(iterator) for _ in range(k)])."
+            )
         if self._is_closed:
             raise StopIteration
         start = time.perf_counter()
