@@ -2,6 +2,9 @@
 
 #: By the test that catches them: the file in `data`, a text in it, and what takes its place.
 BY_TEST = {
+    "test_dataset.py::test_no_batch_is_taken_inside_a_function_that_is_traced": [
+        ("_iterator.py", "if frames.is_traced():", "if False:"),
+    ],
     "test_dataset.py::test_batches_by_number_end_at_their_length_and_have_a_position": [
         ("_sources/open.py", ' or not hasattr(type(dataset), "__iter__")', ""),
     ],
@@ -63,6 +66,9 @@ BY_TEST = {
     ],
     "test_rounds.py::test_a_function_gets_batches_on_the_host_before_they_are_divided": [
         ("_sources/elements.py", "except StopIteration as end:", "except ZeroDivisionError as end:"),
+        ("_sources/open.py", "is_copied=bool(maps)", "is_copied=False"),
+        ("_sources/numpy_dataset.py", "array[: self._rows_per_batch()].copy()", "array[: self._rows_per_batch()]"),
+        ("_passes.py", "return own_copy(dataset[0])", "return dataset[0]"),
         ("_sources/open.py", " and not (own.maps or maps)", ""),
     ],
     "test_tfrecord.py::test_an_error_in_a_batch_leaves_its_records_to_be_read": [

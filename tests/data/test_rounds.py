@@ -167,6 +167,11 @@ def test_a_function_gets_batches_on_the_host_before_they_are_divided(strategy3: 
     assert [rows_of(x) for x in by_replica] == [[5, 6] * 3]
     with pytest.raises(ZeroDivisionError):
         list(strategy3.distribute_dataset([np.arange(2)]).map(lambda x: 1 // 0))
+    mine = np.ones((4, 2))
+    for source in ([mine], strategy3.make_numpy_dataset(mine).batch(4)):  # a function may change what it gets
+        halved = strategy3.distribute_dataset(source).map(lambda x: np.divide(x, 2, out=x))
+        assert halved.element_spec.shape == (None, 2)
+        assert [rows_of(x) for x in halved.repeat(2)] == [[[0.5, 0.5]] * 4] * 2 and (mine == 1).all()
     others = strategy3.make_numpy_dataset(np.arange(12.0))
     for ended in (
         lambda fn: strategy3.distribute_dataset([np.arange(2)] * 3).map(fn),
@@ -269,6 +274,9 @@ def test_rows_in_memory_are_taken_mapped_and_repeated_as_in_tf_data() -> None:
     assert endless == [batch for _ in range(3) for batch in batches(shuffled)], "epochs have the orders that passes have"
     with pytest.raises(TypeError, match="repeats without end"):
         len(rows.batch(2).repeat())
+    for fn in (lambda row: np.ones(row), lambda row: row if row else {"a": row}):
+        with pytest.raises(ValueError, match=r"structures or shapes, and cannot be stacked\. Return arrays of one shape"):
+            list(rows.map(fn).batch(3))
     for wrong in (lambda: rows.shuffle(seed=0).take(2), lambda: rows.map(abs).take(1), lambda: rows.repeat().take(1),
                   lambda: rows.batch(2).repeat(2).take(3).repeat()):  # fmt: skip
         with pytest.raises(ValueError, match="was called after"):

@@ -76,9 +76,9 @@ class DistributedIterator:
         if frames.is_traced():
             raise ContextError(
                 "the next batch was asked for inside a function that is traced: a step, or one with mr.function or jax.jit. It "
-                "would be read once, and be the same batch in each call. Take it outside, and give it as an argument: for batch in "
-                "dataset: train_step(batch). Of several steps in one program, give all: "
-                "train_steps([next(iterator) for _ in range(k)])."
+                "would be read once, and be the same batch in each call. Take it outside, and give it as an argument: for batch "
+                "in dataset: train_step(batch). Of several steps in one program, give all: train_steps([next(iterator) for _ in "
+                "range(k)])."
             )
         if self._is_closed:
             raise StopIteration

@@ -16,7 +16,7 @@ from ._sharing.rounds import Limit, all_steps, num_passes_left
 from ._sharing.rows import to_numpy
 from ._sharing.steps import LocalReplicas, Steps
 from ._sources import grain
-from ._sources.elements import PerReplicaSpec, applied, spec_of_batch
+from ._sources.elements import PerReplicaSpec, applied, own_copy, spec_of_batch
 from ._sources.numpy_dataset import NumpyDataset
 from ._sources.open import is_sequence, open_source
 from ._sources.position import Source
@@ -92,7 +92,7 @@ class Elements:
         if is_sequence(dataset):
             if not len(dataset):
                 raise ValueError(f"{name} is empty, so nobody knows what its elements are like.")
-            return dataset[0]
+            return own_copy(dataset[0])
         raise TypeError(
             f"what the elements of {name} are like is known when an iterator has given one: to read one now might change the "
             "order of others. Ask after `batch = next(iterator)`, or look at the batch."

@@ -134,15 +134,15 @@ class NumpyDataset:
         return outline("\n".join(lines))
 
     def _sample(self) -> PyTree:
-        """Return a batch, without beginning a pass."""
-        return self._mapped(jax.tree.map(lambda array: array[: self._rows_per_batch()], self.arrays))
+        """Return a batch, without beginning a pass; a function may change it."""
+        return self._mapped(jax.tree.map(lambda array: array[: self._rows_per_batch()].copy(), self.arrays))
 
     def _mapped(self, batch: PyTree) -> PyTree:
         for fn, is_by_row in self.maps:
             if is_by_row:
                 num_rows = jax.tree.leaves(batch)[0].shape[0]
                 made = [applied(fn, jax.tree.map(lambda leaf, i=i: leaf[i], batch)) for i in range(num_rows)]
-                batch = jax.tree.map(lambda *rows: np.stack(rows), *made)
+                batch = _stacked(made)
             else:
                 batch = applied(fn, batch)
         return batch
@@ -266,6 +266,18 @@ class _NumpyIterator:
             )
         self._first, self._epoch, self._row, self._order = first, epoch, row, None
         self._dataset._passes[0] = first + (self._dataset.num_epochs or 1)  # the next pass is the one after this
+
+
+def _stacked(made: list[PyTree]) -> PyTree:
+    """Make a batch of what a function returned for each row."""
+    try:
+        return jax.tree.map(lambda *rows: np.stack(rows), *made)
+    except ValueError as error:
+        raise ValueError(
+            "what the function of map returns for the rows of one batch has different structures or shapes, and cannot be "
+            "stacked. Return arrays of one shape for each row, padded if need be; or call map after batch, with a function of "
+            "whole batches."
+        ) from error
 
 
 def _taken(array: np.ndarray, rows: np.ndarray) -> np.ndarray:

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..._typing import PyTree
 from . import grain
+from .elements import own_copy
 from .numpy_dataset import NumpyDataset
 from .position import Source, resumed
 
@@ -14,8 +15,8 @@ from .position import Source, resumed
 class _SequenceIterator:
     """An iterator over batches by their number."""
 
-    def __init__(self, batches: Any) -> None:
-        self._batches = batches
+    def __init__(self, batches: Any, is_copied: bool) -> None:
+        self._batches, self._is_copied = batches, is_copied
         self._next = 0
 
     def __iter__(self) -> _SequenceIterator:
@@ -25,7 +26,8 @@ class _SequenceIterator:
         if self._next >= len(self._batches):
             raise StopIteration
         self._next += 1
-        return self._batches[self._next - 1]
+        batch = self._batches[self._next - 1]
+        return own_copy(batch) if self._is_copied else batch
 
     def get_state(self) -> dict[str, int]:
         return {"next": self._next}
@@ -45,7 +47,7 @@ def open_source(dataset: Any, state: Any = None, maps: Sequence[Callable[..., Py
         if grain.is_pipeline(own):
             return grain.open_pipeline(own)
         if is_sequence(own):
-            return _SequenceIterator(own)
+            return _SequenceIterator(own, is_copied=bool(maps))
         return iter(own)
 
     iterator = start() if state is None else resumed(own, start, state)
