@@ -123,7 +123,7 @@ def _run(options: argparse.Namespace, outlets: tuple[Outlet, Outlet], signals: S
     budget, start, logs, used_ports = Budget(options.max_restarts), time.monotonic(), None, set[int]()
     for number in itertools.count():
         if options.log_dir:
-            logs = make_log_folder(options.log_dir, number, f"-node-{options.node_rank}" if options.nnodes > 1 else "")
+            logs = _log_folder(options, number, outlets[1])
         address = options.coordinator or _free_address(used_ports)
         attempt = Group(
             options.command,
@@ -143,6 +143,15 @@ def _run(options: argparse.Namespace, outlets: tuple[Outlet, Outlet], signals: S
     for line in summarize(attempt, number, time.monotonic() - start, where):
         _say(outlets[1], line)
     return code
+
+
+def _log_folder(options: argparse.Namespace, attempt: int, errors: Outlet) -> Path | None:
+    """Make the folder of an attempt; None, with a line that says why, where a disk that is full must not end the training."""
+    try:
+        return make_log_folder(options.log_dir, attempt, f"-node-{options.node_rank}" if options.nnodes > 1 else "")
+    except OSError as error:
+        _say(errors, f"cannot keep the output of attempt {attempt} in {escape(str(options.log_dir), 400)}: {error.strerror}")
+        return None
 
 
 def _free_address(used: set[int]) -> str:
