@@ -137,6 +137,12 @@ def _create_in_a_step(g):
 
 
 @case("ContextError")
+def _next_batch_in_a_step(g):
+    iterator = iter(g.strategy.distribute_dataset([np.ones(4)]))
+    g.run(lambda: next(iterator))
+
+
+@case("ContextError")
 def _loss_outside(g):
     mr.losses.compute_average_loss(np.ones(3))
 

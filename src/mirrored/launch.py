@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import io
 import itertools
 import math
 import os
 import select
+import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -61,10 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = arguments[0] if arguments else ""
     if command == "launch":
         return _launch(arguments[1:])
-    if command in ("check", "env"):  # they need jax
-        return importlib.import_module(f"._command.{command}", __package__).main(arguments[1:])
-    if command == "report":
-        return importlib.import_module("._report.saved", __package__).main(arguments[1:])
+    if command in ("check", "env", "report"):  # they need jax
+        _show_all_characters()
+        name = "._report.saved" if command == "report" else f"._command.{command}"
+        work = importlib.import_module(name, __package__).main
+        return work(arguments[1:]) if command == "check" else _until_nobody_reads(work, arguments[1:])
     if command == "--version":
         sys.stdout.write(f"mirrored {importlib.import_module(__package__ or 'mirrored').__version__}\n")
         return 0
@@ -74,6 +77,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = f"there is no command {describe(command)}" if command else "no command was given"
     sys.stderr.write(f"mirrored: {given}; there are launch, check, env and report. Write for example: {_Parser.right}\n")
     return USAGE_ERROR
+
+
+def _show_all_characters() -> None:
+    """Let no character of a variable or a path end a command: the encoding of the output may lack it."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _until_nobody_reads(work: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
+    """Run a command that prints, and end it as SIGPIPE would when nobody reads any more, as in `mirrored env | head`."""
+    try:
+        code = work(argv)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        with open(os.devnull, "wb") as nowhere:  # where Python writes once more at its end
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    return code
 
 
 def _launch(argv: Sequence[str]) -> int:
@@ -101,7 +123,7 @@ def _run(options: argparse.Namespace, outlets: tuple[Outlet, Outlet], signals: S
     budget, start, logs, used_ports = Budget(options.max_restarts), time.monotonic(), None, set[int]()
     for number in itertools.count():
         if options.log_dir:
-            logs = make_log_folder(options.log_dir, number, f"-node-{options.node_rank}" if options.nnodes > 1 else "")
+            logs = _log_folder(options, number, outlets[1])
         address = options.coordinator or _free_address(used_ports)
         attempt = Group(
             options.command,
@@ -121,6 +143,15 @@ def _run(options: argparse.Namespace, outlets: tuple[Outlet, Outlet], signals: S
     for line in summarize(attempt, number, time.monotonic() - start, where):
         _say(outlets[1], line)
     return code
+
+
+def _log_folder(options: argparse.Namespace, attempt: int, errors: Outlet) -> Path | None:
+    """Make the folder of an attempt; None, with a line that says why, where a disk that is full must not end the training."""
+    try:
+        return make_log_folder(options.log_dir, attempt, f"-node-{options.node_rank}" if options.nnodes > 1 else "")
+    except OSError as error:
+        _say(errors, f"cannot keep the output of attempt {attempt} in {escape(str(options.log_dir), 400)}: {error.strerror}")
+        return None
 
 
 def _free_address(used: set[int]) -> str:

@@ -2,6 +2,12 @@
 
 #: By the test that catches them: the file in `_checkpoint`, a text in it, and what takes its place.
 BY_TEST = {
+    "test_checkpoint.py::test_a_step_that_another_object_is_writing_is_neither_replaced_nor_passed_over": [
+        ("writer.py", "            _finish(writer, self._files.root)\n", "            _finish(self, self._files.root)\n"),
+    ],
+    "test_preemption.py::test_handlers_that_are_closed_in_any_order_leave_the_signal_as_it_was": [
+        ("preemption.py", "if other._previous.get(number) == self._on_signal:", "if False:"),
+    ],
     "test_nnx_objects.py::test_training_goes_on_where_it_was_saved": [
         ("state.py", "    if is_nnx_object(tree):", "    if False:"),
     ],

@@ -15,6 +15,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 import zlib
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Sequence
@@ -1150,6 +1151,21 @@ def test_two_checkpoints_in_one_directory_do_not_disturb_each_other(tmp_path: Pa
         checkpoint.wait()
         assert checkpoint.steps() == [3, 4]
         assert other.read(4)[1]["a0"].tolist() == [0, 1, 2] and other.read(3)[0]["step"] == 3
+
+
+def test_a_step_that_another_object_is_writing_is_neither_replaced_nor_passed_over(tmp_path: Path, monkeypatch) -> None:
+    """Such as that of a cell of a notebook that was interrupted, and run again."""
+    write, seen = _files.StepFiles.write, []
+    monkeypatch.setattr(_files.StepFiles, "write", lambda *args: (seen.append(time.sleep(0.3)), write(*args))[1])
+    w, v = mr.Variable(5.0), mr.Variable(6.0)
+    with Checkpoint(tmp_path, w=w) as first, Checkpoint(tmp_path, v=v) as second:
+        first.save(3)
+        for step in (2, 3):
+            with pytest.raises(ValueError, match=rf"save\({step}\), but .* holds step 3, which this program has not come from"):
+                second.save(step)
+        first.save(4)
+        w.assign(0.0)
+        assert restore(tmp_path, w=w) == 4 and float(w) == 5.0 and seen == [None] * 2
 
 
 def test_workers_that_differ_are_told_how() -> None:

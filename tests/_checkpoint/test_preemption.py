@@ -294,6 +294,18 @@ def test_the_notice_of_one_handler_does_not_end_in_the_next() -> None:
             second.close()
 
 
+def test_handlers_that_are_closed_in_any_order_leave_the_signal_as_it_was() -> None:
+    """The first to be made is closed first: it must not be what the second one gives the signal back to."""
+    before = signal.getsignal(signal.SIGTERM)
+    first, second, third = (PreemptionHandler(Checkpoint("unused", w=mr.Variable(0.0))) for _ in range(3))
+    second.close()
+    assert signal.getsignal(signal.SIGTERM) == third._on_signal
+    first.close()
+    assert signal.getsignal(signal.SIGTERM) == third._on_signal
+    third.close()
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
 def test_without_threads_a_second_signal_ends_the_program(monkeypatch) -> None:
     def none_left(*args: object) -> None:
         raise RuntimeError("can't start new thread")

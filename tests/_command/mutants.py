@@ -1,6 +1,9 @@
 """Damages to `_command`, by the test that catches them."""
 
 _WING = {
+    "test_group.py::test_a_folder_of_logs_that_is_gone_or_cannot_be_made_does_not_end_the_restarts": [
+        ("output", "    root.mkdir(mode=0o700, parents=True, exist_ok=True)", "    pass"),
+    ],
     "test_ending.py::test_exit_codes": [
         ("ending", " and number != signal.SIGINT", ""),
         ("ending", "code >= 0 else 128 - code", "code >= 0 else 128 + code"),

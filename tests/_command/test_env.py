@@ -2,7 +2,10 @@
 
 import contextlib
 import io
+import os
 import re
+import signal
+import sys
 
 import jax
 import pytest
@@ -49,6 +52,20 @@ def test_a_broken_cluster_is_reported_and_escaped(capsys: pytest.CaptureFixture[
     assert "cluster:  wrong: TF_CONFIG: it is not JSON" in text
     assert r"TF_CONFIG = {\x1b[2Jxxx" in text
     assert "\x1b" not in text and "x" * 301 not in text
+
+
+def test_a_reader_that_leaves_and_characters_that_the_output_lacks_are_no_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in `mirrored env | head -1`, and in a job whose locale is of another century."""
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as stream, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stream)
+        assert launch.main(["env"]) == 128 + signal.SIGPIPE
+    monkeypatch.setenv("TF_CONFIG", "{\xfc")
+    with io.TextIOWrapper(io.BytesIO(), "ascii") as stream, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stream)
+        assert launch.main(["env"]) == 0
+        assert b"TF_CONFIG = {\\xfc" in stream.buffer.getvalue()
 
 
 def test_without_a_cluster(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

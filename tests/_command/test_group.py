@@ -656,6 +656,16 @@ def test_logs_are_whole_and_private_and_runs_do_not_overwrite_each_other(launche
     assert [path.read_bytes() for path in files] == wrote * 2
 
 
+def test_a_folder_of_logs_that_is_gone_or_cannot_be_made_does_not_end_the_restarts(launcher: Launcher, tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    gone = f"import shutil; shutil.rmtree({str(logs)!r})"
+    code, out, err = launcher.run(f"say(ATTEMPT)\nif not ATTEMPT: {gone}; sys.exit(3)", "--max-restarts", 1, "--log-dir", logs)
+    assert (code, out) == (0, "[0] 0\n[0] 1\n") and [path.name for path in logs.iterdir()] == ["attempt-1"]
+    body = f"say(ATTEMPT)\nif not ATTEMPT: {gone}; open({str(logs)!r}, 'w').close(); sys.exit(3)"
+    code, out, err = launcher.run(body, "--max-restarts", 1, "--log-dir", logs)
+    assert (code, out) == (0, "[0] 0\n[0] 1\n") and "cannot keep the output of attempt 1 in " in err and "File exists" in err
+
+
 def test_logs_of_hosts_in_one_folder(plan: Plan, tmp_path: Path) -> None:
     for rank in (0, 1):
         nodes = ("--nnodes", 2, "--node-rank", rank, "--coordinator", "127.0.0.1:9000")

@@ -86,6 +86,7 @@ def test_what_is_no_run_is_one_line(facts: Facts, tmp_path: Path, capsys: pytest
         ({"mirrored_report": 99}, "version 99"),
         ({"replicas": [[1]]}, "is damaged: TypeError"),
         ({"more": 1}, "is damaged: TypeError"),
+        ({"profiled": 3}, "is damaged: AttributeError"),
         ({"warnings": [["x", "\x1b"]]}, "is damaged: ValueError"),
     ):
         (tmp_path / "a.json").write_text(json.dumps(data | change))

@@ -343,6 +343,19 @@ class Indexed:
         return np.full(2, index)
 
 
+class Sliced:
+    """As people write it, and as Keras has it: behind the last batch are others without rows, and no IndexError."""
+
+    rows = np.arange(10)
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        assert index < 5, "nobody would stop to ask"
+        return self.rows[4 * index : 4 * (index + 1)]
+
+
 @dataclasses.dataclass
 class Fields:
     image: Any
@@ -382,6 +395,62 @@ def test_anything_that_can_be_iterated_again(strategy2: mr.MirroredStrategy) -> 
                 len(distributed)
         else:
             assert len(distributed) == length
+
+
+def test_batches_by_number_end_at_their_length_and_have_a_position(strategy2: mr.MirroredStrategy) -> None:
+    distributed = strategy2.distribute_dataset(Sliced())
+    assert distributed.element_spec.shape == (None,)
+    assert [joined(x).tolist() for x in distributed.repeat(2)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]] * 2
+    with iter(distributed) as iterator:
+        next(iterator)
+        state = iterator.get_state()
+    with iter(distributed) as resumed:
+        resumed.set_state(state)
+        assert [joined(x).tolist() for x in resumed] == [[4, 5, 6, 7], [8, 9]]
+
+
+def test_what_can_be_gone_through_only_once_is_said(strategy2: mr.MirroredStrategy, caplog: pytest.LogCaptureFixture) -> None:
+    """An iterator that hides in an object, such as an open file, is found at the second pass."""
+
+    class Once:
+        def __init__(self) -> None:
+            self.batches = iter([X, X])
+
+        def __iter__(self) -> Iterator[np.ndarray]:
+            return self.batches
+
+    for passes, num_warned in ((lambda ds: [len(list(ds)) for _ in range(2)], 1), (lambda ds: [len(list(ds.repeat(3))), 0], 1)):
+        caplog.clear()
+        assert passes(strategy2.distribute_dataset(Once())) == [2, 0]
+        assert caplog.text.count("Once gave no batch in this pass, and gave some in an earlier one") == num_warned
+    caplog.clear()
+    distributed = strategy2.distribute_dataset([X, X])
+    with iter(distributed) as iterator:
+        states = [iterator.get_state() for _ in iterator]
+        iterator.set_state(states[-1])  # the end, of which nothing is to be said
+        assert list(iterator) == [] == list(distributed.take(0)) == list(strategy2.distribute_dataset([]).repeat(2))
+    assert not caplog.text
+
+
+def test_no_batch_is_taken_inside_a_function_that_is_traced(strategy2: mr.MirroredStrategy) -> None:
+    """As in a `tf.function`: it would be traced with one batch, and use that in each call."""
+    iterator = iter(strategy2.distribute_dataset([X, X + 4, X + 8]))
+    sums = mr.function(lambda batches: [strategy2.reduce("sum", x, axis=0) for x in batches])
+
+    def body(total: Any, _: Any) -> Any:
+        return total + strategy2.reduce("sum", next(iterator), axis=0), None
+
+    for traced in (
+        mr.function(lambda: strategy2.reduce("sum", next(iterator), axis=0)), jax.jit(lambda: next(iterator)),
+        mr.function(lambda: [strategy2.reduce("sum", x, axis=0) for x in iterator]),
+        lambda: strategy2.run(lambda: next(iterator)), mr.function(lambda: mr.scan(body, 0, jnp.arange(2))),
+    ):  # fmt: skip
+        with pytest.raises(mr.ContextError, match=r"read once, and be the same batch in each call\. Take it outside"):
+            traced()
+    assert [int(total) for total in sums([next(iterator), next(iterator)])] == [6, 22], "none was lost"
+    assert [int(total) for total in sums(list(iterator))] == [38]
+    with mr.eager():
+        assert [joined(x).tolist() for x in strategy2.distribute_dataset([X])] == [[0, 1, 2, 3]]
 
 
 def test_two_passes_at_the_same_time(strategy2: mr.MirroredStrategy) -> None:
@@ -489,6 +558,8 @@ def test_what_is_no_dataset(strategy2: mr.MirroredStrategy) -> None:
         (X, r"got ndarray, one set of arrays; .*make_numpy_dataset\(arrays\)\.batch\(global_batch_size\)"),
         (jnp.arange(4), r"one set of arrays"),
         ((X, X), r"got tuple, one set of arrays"),
+        ((X, {"label": X}), r"got tuple, one set of arrays"),
+        ((), r"got tuple, one set of arrays"),
         ({"x": X}, r"got dict, one set of arrays"),
         ({}, r"got dict, one set of arrays"),
         (mr.get_strategy().distribute_dataset([X]), r"the dataset is distributed already; iterate over it"),

@@ -247,6 +247,8 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
         (of_rows(seed=2), ValueError, r"its rows are in the order of shuffle seed 2, and here of 1"),
         (of_rows(**{"pass": -1}), ValueError, r"no such position"),
         (of_rows(row="4"), ValueError, r"does not fit"),
+        (of_rows(row=1.5), ValueError, r"no such position"),
+        (of_rows(epoch=1), ValueError, r"it is in epoch 1, counted from 0, of rows that are repeated 1 times here"),
     ]:
         with pytest.raises(error, match=message):
             iterator.set_state(state)

@@ -1,6 +1,7 @@
 """`take`, `repeat` and `map` of distributed datasets, what their elements are like, and their positions."""
 
 import itertools
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,32 @@ LIMITS: list[list[tuple[str, int | None]]] = [
     [("repeat", 2), ("take", 5), ("repeat", 2)], [("take", 2), ("take", 1), ("repeat", 2), ("repeat", 2)],
     [("take", 1), ("repeat", 3), ("take", 2), ("repeat", None), ("take", 5), ("take", 4)],
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("limits", [[("repeat", None)], [("repeat", 3)], [("take", 2), ("repeat", 3)]])
+def test_what_is_read_ahead_changes_no_order_of_another_iterator(limits: list[Any], strategy2: mr.MirroredStrategy) -> None:
+    """Of the same rows, such as those of a training that are measured meanwhile; workers would read ahead differently far."""
+
+    def orders(prefetch: int, is_resumed: bool = False) -> list[Any]:
+        rows = numpy_dataset(np.arange(20)).shuffle(seed=0).batch(10)
+        dataset = strategy2.distribute_dataset(rows, mr.InputOptions(prefetch=prefetch))
+        with iter(limited(dataset, limits)) as iterator:
+            found = [rows_of(next(iterator)) for _ in range(3)]
+            if is_resumed:
+                iterator.set_state(iterator.get_state())
+                found += [rows_of(next(iterator))]
+            while prefetch and len(iterator._batches._channel._ready) < prefetch:
+                time.sleep(0.001)
+            other = [rows_of(x) for x in dataset]
+            found += [rows_of(next(iterator)) for _ in range(6 - len(found))]
+        return [found, other, [rows_of(x) for x in dataset]]
+
+    near, has_end = orders(prefetch=0), limits[-1][1] is not None
+    assert near == orders(prefetch=3) and (not has_end or near == orders(0, is_resumed=True) == orders(2, is_resumed=True))
+    passes = [np.random.default_rng([0, k]).permutation(20).tolist() for k in range(5)]
+    assert [a + b for a, b in zip(near[0][::2], near[0][1::2], strict=True)] == passes[:3]
+    later = 3 if has_end else 1
+    assert [[*first, *second] for first, second in near[1:]] == passes[later : later + 2]
 
 
 def test_steps_are_taken_and_repeated_and_any_position_is_gone_on_from(strategy: mr.MirroredStrategy) -> None:
@@ -140,6 +167,20 @@ def test_a_function_gets_batches_on_the_host_before_they_are_divided(strategy3: 
     assert [rows_of(x) for x in by_replica] == [[5, 6] * 3]
     with pytest.raises(ZeroDivisionError):
         list(strategy3.distribute_dataset([np.arange(2)]).map(lambda x: 1 // 0))
+    mine = np.ones((4, 2))
+    for source in ([mine], strategy3.make_numpy_dataset(mine).batch(4)):  # a function may change what it gets
+        halved = strategy3.distribute_dataset(source).map(lambda x: np.divide(x, 2, out=x))
+        assert halved.element_spec.shape == (None, 2)
+        assert [rows_of(x) for x in halved.repeat(2)] == [[[0.5, 0.5]] * 4] * 2 and (mine == 1).all()
+    others = strategy3.make_numpy_dataset(np.arange(12.0))
+    for ended in (
+        lambda fn: strategy3.distribute_dataset([np.arange(2)] * 3).map(fn),
+        lambda fn: strategy3.distribute_dataset(others.map(fn).batch(4)),
+        lambda fn: strategy3.distribute_dataset(others.batch(4).map(fn)),
+    ):
+        second = iter([1])
+        with pytest.raises(RuntimeError, match=r"map was given raised StopIteration, .* the batches after it would be lost"):
+            list(ended(lambda x, second=second: x + next(second)))
     for wrong in (lambda: dataset.map(3), lambda: dataset.take("1"), lambda: dataset.repeat(True), lambda: dataset.take(None)):
         with pytest.raises(TypeError, match="got"):
             wrong()
@@ -233,6 +274,9 @@ def test_rows_in_memory_are_taken_mapped_and_repeated_as_in_tf_data() -> None:
     assert endless == [batch for _ in range(3) for batch in batches(shuffled)], "epochs have the orders that passes have"
     with pytest.raises(TypeError, match="repeats without end"):
         len(rows.batch(2).repeat())
+    for fn in (lambda row: np.ones(row), lambda row: row if row else {"a": row}):
+        with pytest.raises(ValueError, match=r"structures or shapes, and cannot be stacked\. Return arrays of one shape"):
+            list(rows.map(fn).batch(3))
     for wrong in (lambda: rows.shuffle(seed=0).take(2), lambda: rows.map(abs).take(1), lambda: rows.repeat().take(1),
                   lambda: rows.batch(2).repeat(2).take(3).repeat()):  # fmt: skip
         with pytest.raises(ValueError, match="was called after"):

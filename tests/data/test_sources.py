@@ -2,6 +2,7 @@
 
 import importlib.util
 import itertools
+import json
 import subprocess
 import sys
 import types
@@ -423,6 +424,35 @@ def test_the_position_in_a_dataset_of_a_function(strategy2: mr.MirroredStrategy,
     resumed.set_state(iterator.get_state())
     iterator.close()
     assert taken + [x for batch in resumed for x in rows_of(batch)] == list(range(8))
+
+
+def test_a_position_that_counts_per_replica_batches_of_another_size_is_refused(
+    strategy2: mr.MirroredStrategy, strategy3: mr.MirroredStrategy
+) -> None:
+    """The function divides a global batch, so that the fourth batch of two replicas begins elsewhere than that of three."""
+
+    def make(context: mr.InputContext) -> Any:
+        size = context.get_per_replica_batch_size(6)
+        return [np.arange(start, start + size) for start in range(0, 24, size)]
+
+    def of_rows(context: mr.InputContext) -> Any:
+        return strategy2.make_numpy_dataset(np.arange(24)).batch(context.get_per_replica_batch_size(6))
+
+    for function, is_right in ((make, False), (of_rows, True)):
+        with iter(strategy2.distribute_datasets_from_function(function)) as iterator:
+            taken = rows_of(next(iterator))
+            state = json.loads(json.dumps(iterator.get_state()))
+        with iter(strategy2.distribute_datasets_from_function(function)) as same:
+            same.set_state(state)
+            assert taken + [x for batch in same for x in rows_of(batch)] == list(range(24))
+        with iter(strategy3.distribute_datasets_from_function(function)) as other:
+            if is_right:
+                other.set_state(state)
+                assert taken + [x for batch in other for x in rows_of(batch)] == list(range(24))
+                continue
+            with pytest.raises(ValueError, match=r"batch_size gave \[3\], and it gave \[2\] here: rows would be"):
+                other.set_state(state)
+            assert rows_of(next(other)) == list(range(6))
 
 
 def test_workers_whose_functions_give_different_numbers_of_elements() -> None:

@@ -117,6 +117,10 @@ def test_files_may_be_a_path_paths_or_a_pattern(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(framed(name.encode()))
     assert list(mr.data.tfrecord_dataset(tmp_path / "[ab].tfrecord")) == [b"a.tfrecord", b"b.tfrecord"]
     assert list(mr.data.tfrecord_dataset(tmp_path / "c[1].tfrecord")) == [b"c[1].tfrecord"]
+    (tmp_path / "one" / "more").mkdir()
+    (tmp_path / "one" / "more" / "d.tfrecord").write_bytes(framed(b"d"))
+    everywhere = mr.data.tfrecord_dataset(tmp_path / "**" / "*.tfrecord")  # ** stands for no folder, one and more
+    assert list(everywhere) == [b"a.tfrecord", b"b.tfrecord", b"c[1].tfrecord", b"d", b"x"]
     os.mkfifo(tmp_path / "pipe-0")  # it would block when it is opened, and a second epoch would be empty
     for files in (tmp_path / "pipe-0", str(tmp_path / "pipe-*"), "/dev/zero"):
         with pytest.raises(ValueError, match="is a pipe or a device, which cannot be read again"):

@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from types import FrameType, TracebackType
-from typing import NoReturn, Self
+from typing import Any, NoReturn, Self
 
 from .._errors import NOTICE_SECONDS, PREEMPTED, CheckpointError, ContextError
 from .._strategy.strategy import Strategy, coordination_of
@@ -222,8 +222,16 @@ class PreemptionHandler:
             with self._lock:
                 for number, handler in self._previous.items():
                     if number == signal.SIGTERM or self._is_signalled:
-                        signal.signal(number, signal.SIG_DFL if handler is None else handler)
+                        self._give_back(number, signal.SIG_DFL if handler is None else handler)
         self._previous = {}
+
+    def _give_back(self, number: signal.Signals, to: Any) -> None:
+        """Let a signal do what it did before; a handler that was made later, and goes on, gives it back in turn."""
+        for other in list(_handlers):
+            if other._previous.get(number) == self._on_signal:
+                other._previous[number] = to
+                return
+        signal.signal(number, to)
 
     def _end(self) -> None:
         if not self._is_closed and self._is_signalled and self._watch is None:

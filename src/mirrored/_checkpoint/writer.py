@@ -35,6 +35,13 @@ def _finish_all() -> None:
                 writer.finish()
 
 
+def _finish(writer: Writer, root: Path) -> None:
+    if writer.is_writing() and writer._files.root == root:
+        end = writer._end
+        end.get()
+        end.put(None)  # for another thread that waits
+
+
 before_pools_end(_finish_all)
 
 
@@ -80,10 +87,9 @@ class Writer:
         return self._thread is not None and not self._is_written and self._thread.is_alive()
 
     def finish(self) -> None:
-        """Wait until nothing is being written."""
-        if self.is_writing():
-            self._end.get()
-            self._end.put(None)  # for another thread that waits
+        """Wait until this process writes nothing to the directory: what another object of it writes is soon the latest step."""
+        for writer in list(_writers):
+            _finish(writer, self._files.root)
 
     def look(self) -> None:
         """See which step is the latest on disk."""

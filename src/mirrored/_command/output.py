@@ -205,6 +205,7 @@ def prefix(index: int, num_workers: int, colour: bool) -> bytes:
 
 def make_log_folder(root: Path, attempt: int, node: str) -> Path:
     """Make a new folder for one attempt; the numbers go on where an earlier run with the same root ended."""
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)  # again: somebody may have cleaned up
     while True:
         folder = root / f"attempt-{attempt}{node}"
         try:

@@ -49,7 +49,7 @@ def load(path: Path) -> Facts | None:
         raise ValueError(f"{path} has version {describe(version)} of the facts of a report; this mirrored reads {_VERSION}")
     try:
         return _facts(data)
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from None
 
 

@@ -414,9 +414,11 @@ class Strategy:
                 "context.input_pipeline_id. Leave the policy out, or use strategy.distribute_dataset(dataset, options)."
             )
         worker = self._input_worker()
-        dataset = dataset_fn(InputContext(worker.count, worker.index, self.num_replicas_in_sync))
+        context = InputContext(worker.count, worker.index, self.num_replicas_in_sync)
+        dataset = dataset_fn(context)
         check_dataset(dataset, "distribute_datasets_from_function")
-        return self._register(DistributedDataset(self._mesh, options, worker, plan_of_function(adapted(dataset), worker)))
+        plan = plan_of_function(adapted(dataset), worker, context)
+        return self._register(DistributedDataset(self._mesh, options, worker, plan))
 
     def _checked_input(self, options: InputOptions | None, verb: str) -> InputOptions:
         if options is not None and not isinstance(options, InputOptions):

@@ -213,5 +213,5 @@ def _has_length(dataset: Any) -> bool:
 
 
 def _is_batches(dataset: Any) -> bool:
-    """Tell a tuple of batches from one batch that is a tuple of arrays: only the former holds nests."""
-    return isinstance(dataset, tuple) and any(isinstance(element, dict | list | tuple) for element in dataset)
+    """Tell a tuple of batches from one batch that is a tuple of arrays: only the former holds nothing but nests."""
+    return isinstance(dataset, tuple) and dataset != () and all(isinstance(element, dict | list | tuple) for element in dataset)

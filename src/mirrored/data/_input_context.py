@@ -24,6 +24,7 @@ class InputContext:
     num_input_pipelines: int = 1
     input_pipeline_id: int = 0
     num_replicas_in_sync: int = 1
+    _sizes: list[int] = dataclasses.field(default_factory=list, init=False, repr=False, compare=False)
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
         """Return how many of the rows of a global batch each replica takes.
@@ -42,6 +43,7 @@ class InputContext:
                 f"global_batch_size {global_batch_size} is not divisible by the {self.num_replicas_in_sync} replicas. Use a "
                 "multiple, or strategy.distribute_dataset(dataset), which takes global batches and divides any number of rows."
             )
+        self._sizes.append(size)
         return size
 
     def __str__(self) -> str:

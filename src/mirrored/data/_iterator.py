@@ -11,7 +11,8 @@ from typing import Any, Self
 
 import jax
 
-from .._replicas import placement
+from .._errors import ContextError
+from .._replicas import frames, placement
 from .._replicas.mesh import ReplicaMesh
 from .._replicas.per_replica import PerReplica
 from .._replicas.spent import waited
@@ -50,7 +51,7 @@ class DistributedIterator:
 
     def __init__(self, elements: Elements, layout: LocalReplicas, mesh: ReplicaMesh, prefetch: int) -> None:
         """Take what a DistributedDataset knows; nothing is read yet."""
-        self._elements = elements
+        self._elements = self._later = elements
         self._plan = elements.plan
         self._layout = layout
         self._mesh = mesh
@@ -60,7 +61,7 @@ class DistributedIterator:
         self._position: Position = ValueError("the iterator was closed before it read anything, and has no position.")
         self._extra: dict[str, Any] = {"places": [0] * len(elements.limits)} if elements.limits else {}
         self._passes: Passes | None = None
-        self._is_closed = False
+        self._is_closed = self._is_resumed = False
         self._channel: Channel | None = None
 
     @property
@@ -72,6 +73,13 @@ class DistributedIterator:
         return self
 
     def __next__(self) -> PyTree:
+        if frames.is_traced():
+            raise ContextError(
+                "the next batch was asked for inside a function that is traced: a step, or one with mr.function or jax.jit. It "
+                "would be read once, and be the same batch in each call. Take it outside, and give it as an argument: for batch "
+                "in dataset: train_step(batch). Of several steps in one program, give all: train_steps([next(iterator) for _ in "
+                "range(k)])."
+            )
         if self._is_closed:
             raise StopIteration
         start = time.perf_counter()
@@ -113,6 +121,7 @@ class DistributedIterator:
             "policy": self._plan.kind,
             "worker": None if self._plan.is_same_for_all else [worker.index, worker.count],
             "source": json.loads(self._position),
+            **({"sizes": list(self._plan.sizes)} if self._plan.sizes else {}),
             **self._extra,
         }
 
@@ -140,8 +149,9 @@ class DistributedIterator:
                     self._source = open_source(json.loads(self._position))
             raise
         self.close()
-        self._is_closed = False
+        self._is_closed, self._is_resumed = False, True
         self._source, self._extra, self._position = source, extra, json.dumps(state["source"])
+        self._later = self._elements.of_later_passes(extra.get("places", []))
 
     def close(self) -> None:
         """End the preparation in the background and free what it holds. No batch comes after; again does nothing."""
@@ -163,6 +173,7 @@ class DistributedIterator:
         if self._source is None:
             self._source = self._elements.open()
             self._position = self._source.position()
+            self._later = self._elements.of_later_passes([])
         return self._source
 
     def _started(self) -> Ahead[Any] | Batches:
@@ -170,7 +181,7 @@ class DistributedIterator:
             source, worker = self._open(), self._layout.worker.for_iterator()
             self._channel = worker.channel
             layout = dataclasses.replace(self._layout, worker=worker)
-            self._passes = Passes(self._elements, source, layout, self._extra)
+            self._passes = Passes(self._later, source, layout, self._extra, self._is_resumed)
             batches = _batches(self._passes.steps(), self._mesh, layout, self._elements)
             self._batches = Ahead(batches, self._passes.close, self._prefetch, worker.close) if self._prefetch else batches
         return self._batches
@@ -192,6 +203,14 @@ class DistributedIterator:
                 f"the state is that of worker {state['worker']} (number, of how many), and this is worker "
                 f"{[worker.index, worker.count]}; under {self._plan.kind} each worker has a position of its own. With "
                 "mr.InputOptions(auto_shard_policy='data') a position holds for any number of workers."
+            )
+        sizes = list(self._plan.sizes)
+        if state.get("sizes", sizes) != sizes:
+            raise ValueError(
+                f"the state counts per-replica batches for which context.get_per_replica_batch_size gave {state['sizes']}, and "
+                f"it gave {sizes} here: rows would be used twice, or left out. Let the function make a dataset whose position "
+                "counts rows, strategy.make_numpy_dataset(arrays).batch(size), or write strategy.distribute_dataset(dataset), "
+                "whose global batches are the same for any number of replicas; else go on with as many replicas as before."
             )
         extra = {name: state[name] for name in ("rows", "batch_size") if name in state}
         if not all(type(value) is int and value >= 0 for value in extra.values()):

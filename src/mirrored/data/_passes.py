@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import collections.abc
+import contextlib
 import dataclasses
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from .._typing import PyTree
 from ._sharing.plan import Plan
-from ._sharing.rounds import Limit, all_steps
+from ._sharing.rounds import Limit, all_steps, num_passes_left
 from ._sharing.rows import to_numpy
 from ._sharing.steps import LocalReplicas, Steps
 from ._sources import grain
-from ._sources.elements import PerReplicaSpec, applied, spec_of_batch
+from ._sources.elements import PerReplicaSpec, applied, own_copy, spec_of_batch
 from ._sources.numpy_dataset import NumpyDataset
-from ._sources.open import is_hugging_face, open_source
+from ._sources.open import is_sequence, open_source
 from ._sources.position import Source
+
+_logger = logging.getLogger("mirrored")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +42,26 @@ class Elements:
     def open(self, state: Any = None) -> Source:
         """Start one pass, from a position on if one is given."""
         return open_source(self.plan.dataset, state, self.maps)
+
+    def of_later_passes(self, places: Sequence[int]) -> Elements:
+        """Return what the passes after the one that was just opened begin with.
+
+        The thread that reads ahead begins them at a moment that nobody knows. Their numbers, which say the order of rows that are
+        shuffled, are therefore taken now, before another iterator takes one.
+
+        Args:
+            places: how far the pass is in each limit.
+        """
+        dataset = self.plan.dataset
+        if not (self.limits and isinstance(dataset, NumpyDataset)):
+            return self
+        later = dataset._of_later_passes(num_passes_left(self.limits, places) - 1)
+        return dataclasses.replace(self, plan=dataclasses.replace(self.plan, dataset=later))
+
+    @property
+    def has_given(self) -> bool:
+        """Whether an iterator has given a batch, or a sample of one was taken."""
+        return bool(self._specs)
 
     def note(self, stacked: PyTree) -> None:
         """Take note of what a batch is like, of arrays `[L, rows, ...]`."""
@@ -66,10 +89,10 @@ class Elements:
                 raise ValueError(f"{name} is empty, so nobody knows what its elements are like.") from end
             finally:
                 iterator.close()
-        if isinstance(dataset, collections.abc.Sequence) or (is_hugging_face(dataset) and hasattr(dataset, "__len__")):
+        if is_sequence(dataset):
             if not len(dataset):
                 raise ValueError(f"{name} is empty, so nobody knows what its elements are like.")
-            return dataset[0]
+            return own_copy(dataset[0])
         raise TypeError(
             f"what the elements of {name} are like is known when an iterator has given one: to read one now might change the "
             "order of others. Ask after `batch = next(iterator)`, or look at the batch."
@@ -79,9 +102,12 @@ class Elements:
 class Passes:
     """The passes of one iterator, of which one source after the other is open."""
 
-    def __init__(self, elements: Elements, source: Source, layout: LocalReplicas, extra: dict[str, Any]) -> None:
+    def __init__(
+        self, elements: Elements, source: Source, layout: LocalReplicas, extra: dict[str, Any], is_resumed: bool = False
+    ) -> None:
         """Begin with an open source, in which the iterator is, and with what else its position holds."""
         self._elements, self._source, self._layout, self._extra = elements, source, layout, extra
+        self._is_resumed = is_resumed
 
     def steps(self) -> Steps:
         """Return the steps of all passes."""
@@ -91,7 +117,22 @@ class Passes:
         if not is_first:
             self._source.close()
             self._source = self._elements.open()
-        return self._elements.plan.steps(self._source, self._layout, self._extra if is_first else {})
+        steps = self._elements.plan.steps(self._source, self._layout, self._extra if is_first else {})
+        return steps if is_first and self._is_resumed else self._not_empty(steps)
+
+    def _not_empty(self, steps: Steps) -> Steps:
+        """Say when a pass has no steps, and one before it had: the dataset can be gone through only once."""
+        is_empty = True
+        with contextlib.closing(steps):
+            for step in steps:
+                is_empty = False
+                yield step
+        if is_empty and self._elements.has_given:
+            _logger.warning(
+                "%s gave no batch in this pass, and gave some in an earlier one: it can be gone through only once. Let its "
+                "__iter__ begin anew each time: open the files, or call the generator function, in there.",
+                type(self._elements.plan.dataset).__name__,
+            )
 
     def close(self) -> None:
         """Close the source that is open."""

@@ -38,7 +38,8 @@ def tfrecord_dataset(
     `.mp_prefetch`, and iterators with `get_state()` and `set_state()`.
 
     Args:
-        files: a path; a pattern such as `"train-*.tfrecord"`, whose files are read in sorted order; or a list of paths.
+        files: a path; a pattern such as `"train-*.tfrecord"`, whose files are read in sorted order, with `**` for any folders;
+            or a list of paths.
         compression: None, "GZIP" or "ZLIB": how each file was written. It is never guessed.
         max_record_bytes: a longer record is an error. A damaged or hostile file can claim any length, and nothing is
             allocated for it before it has been compared with this limit. Reading takes little more memory than this, beside
@@ -122,7 +123,7 @@ def _find_files(files: Any) -> tuple[str, ...]:
     if isinstance(files, str | os.PathLike):
         path = os.fspath(files)
         if glob.has_magic(path) and not os.path.exists(path):
-            found = sorted(glob.glob(path))
+            found = sorted(glob.glob(path, recursive=True))
             if not found:
                 raise FileNotFoundError(f"no file matches {path!r} (working directory: {os.getcwd()}).")
             return tuple(_checked_file(match) for match in found)

@@ -6,7 +6,9 @@ import dataclasses
 from typing import Any
 
 from ..._options import AutoShardPolicy
+from .._input_context import InputContext
 from .._sources import grain
+from .._sources.numpy_dataset import NumpyDataset
 from . import steps
 from .agree import InputWorker
 from .steps import LocalReplicas, Steps
@@ -20,11 +22,13 @@ class Plan:
         dataset: what this worker iterates over.
         kind: the policy that was chosen, or "FUNCTION" for one dataset by worker.
         how: how the records are shared out, in words; says why when the choice was made here.
+        sizes: of the per-replica batches that a position counts, when they depend on the number of replicas.
     """
 
     dataset: Any
     kind: str
     how: str
+    sizes: tuple[int, ...] = ()
 
     @property
     def is_same_for_all(self) -> bool:
@@ -74,11 +78,13 @@ def make_plan(dataset: Any, policy: AutoShardPolicy | str, worker: InputWorker, 
     return Plan(dataset, "DATA", f"AUTO chose DATA, because {reason}: {by_row}")
 
 
-def plan_of_function(dataset: Any, worker: InputWorker) -> Plan:
-    """Plan for a dataset that a function made for this worker alone."""
+def plan_of_function(dataset: Any, worker: InputWorker, context: InputContext | None = None) -> Plan:
+    """Plan for a dataset that a function made for this worker alone, with what it asked its context."""
     count = worker.count
     calls = "once" if count == 1 else f"on each of the {count} workers"
-    return Plan(dataset, "FUNCTION", f"made by a function, called {calls}: each replica takes the next element")
+    counts_rows = context is None or isinstance(dataset, NumpyDataset)  # and not batches
+    sizes = () if counts_rows else tuple(context._sizes)
+    return Plan(dataset, "FUNCTION", f"made by a function, called {calls}: each replica takes the next element", sizes)
 
 
 def _why_not_by_file(dataset: Any, num_workers: int, is_certain: bool) -> str | None:

@@ -54,6 +54,16 @@ def _limited(start: StartPass, limits: Sequence[Limit], done: list[int], depth: 
         done[mine] += 1
 
 
+def num_passes_left(limits: Sequence[Limit], places: Sequence[int]) -> int:
+    """Return how many passes there may be from here on, with the one that is under way; 1 when there is no end."""
+    total, done = 1, 0
+    for (kind, count), place in zip(limits, places or [0] * len(limits), strict=True):
+        if kind == "repeat":
+            done += total * place
+            total *= count or 1
+    return max(total - done, 1)
+
+
 def num_steps(of_one_pass: int, limits: Sequence[Limit]) -> int:
     """Return how many steps there are in all.
 

@@ -42,6 +42,22 @@ def checked_function(fn: Any) -> Callable[..., PyTree]:
     return fn
 
 
+def own_copy(element: PyTree) -> PyTree:
+    """Copy the arrays of an element that its dataset keeps, for functions that may change them in place, as in `x /= 255`."""
+    return jax.tree.map(lambda leaf: leaf.copy() if type(leaf) is np.ndarray else leaf, element)
+
+
 def applied(fn: Callable[..., PyTree], element: PyTree) -> PyTree:
-    """Call a function with an element, a tuple as several arguments."""
-    return fn(*element) if type(element) is tuple else fn(element)
+    """Call a function with an element, a tuple as several arguments.
+
+    Raises:
+        RuntimeError: when it raised StopIteration, which would be taken for the end of the data.
+    """
+    try:
+        return fn(*element) if type(element) is tuple else fn(element)
+    except StopIteration as end:
+        raise RuntimeError(
+            "the function that map was given raised StopIteration, which says that an iterator it calls `next` on has ended, and "
+            "not the data: the batches after it would be lost. Let that iterator have an element for each call, or write "
+            "next(iterator, default)."
+        ) from end

@@ -134,15 +134,15 @@ class NumpyDataset:
         return outline("\n".join(lines))
 
     def _sample(self) -> PyTree:
-        """Return a batch, without beginning a pass."""
-        return self._mapped(jax.tree.map(lambda array: array[: self._rows_per_batch()], self.arrays))
+        """Return a batch, without beginning a pass; a function may change it."""
+        return self._mapped(jax.tree.map(lambda array: array[: self._rows_per_batch()].copy(), self.arrays))
 
     def _mapped(self, batch: PyTree) -> PyTree:
         for fn, is_by_row in self.maps:
             if is_by_row:
                 num_rows = jax.tree.leaves(batch)[0].shape[0]
                 made = [applied(fn, jax.tree.map(lambda leaf, i=i: leaf[i], batch)) for i in range(num_rows)]
-                batch = jax.tree.map(lambda *rows: np.stack(rows), *made)
+                batch = _stacked(made)
             else:
                 batch = applied(fn, batch)
         return batch
@@ -176,6 +176,13 @@ class NumpyDataset:
         first = self._passes[0]
         self._passes[0] += self.num_epochs or 1
         return first
+
+    def _of_later_passes(self, num_passes: int) -> NumpyDataset:
+        """Return the same dataset for so many passes, with numbers that no other pass gets, whenever they begin."""
+        made = dataclasses.replace(self)
+        made._passes[0] = self._passes[0]
+        self._passes[0] += num_passes * (self.num_epochs or 1)
+        return made
 
     def _order(self, epoch: int) -> np.ndarray:
         if self.shuffle_seed is None:
@@ -246,14 +253,31 @@ class _NumpyIterator:
         first, epoch, row, num_rows = (state[name] for name in ("pass", "epoch", "row", "num_rows"))
         if num_rows != self._dataset.num_rows:
             raise ValueError(f"it is of a dataset of {num_rows} rows, and this one has {self._dataset.num_rows}")
-        if not (first >= 0 and epoch >= 0 and 0 <= row <= num_rows):
+        if not all(type(number) is int and number >= 0 for number in (first, epoch, row)) or row > num_rows:
             raise ValueError(f"no such position: {state}")
+        if epoch >= (self._dataset.num_epochs or epoch + 1):
+            raise ValueError(
+                f"it is in epoch {epoch}, counted from 0, of rows that are repeated {self._dataset.num_epochs} times here; call "
+                "repeat with at least as many epochs as were begun"
+            )
         if state["seed"] != self._dataset.shuffle_seed:
             raise ValueError(
                 f"its rows are in the order of shuffle seed {state['seed']}, and here of {self._dataset.shuffle_seed}"
             )
         self._first, self._epoch, self._row, self._order = first, epoch, row, None
         self._dataset._passes[0] = first + (self._dataset.num_epochs or 1)  # the next pass is the one after this
+
+
+def _stacked(made: list[PyTree]) -> PyTree:
+    """Make a batch of what a function returned for each row."""
+    try:
+        return jax.tree.map(lambda *rows: np.stack(rows), *made)
+    except ValueError as error:
+        raise ValueError(
+            "what the function of map returns for the rows of one batch has different structures or shapes, and cannot be "
+            "stacked. Return arrays of one shape for each row, padded if need be; or call map after batch, with a function of "
+            "whole batches."
+        ) from error
 
 
 def _taken(array: np.ndarray, rows: np.ndarray) -> np.ndarray:

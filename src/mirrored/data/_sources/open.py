@@ -7,6 +7,7 @@ from typing import Any
 
 from ..._typing import PyTree
 from . import grain
+from .elements import own_copy
 from .numpy_dataset import NumpyDataset
 from .position import Source, resumed
 
@@ -14,8 +15,8 @@ from .position import Source, resumed
 class _SequenceIterator:
     """An iterator over batches by their number."""
 
-    def __init__(self, batches: Any) -> None:
-        self._batches = batches
+    def __init__(self, batches: Any, is_copied: bool) -> None:
+        self._batches, self._is_copied = batches, is_copied
         self._next = 0
 
     def __iter__(self) -> _SequenceIterator:
@@ -25,7 +26,8 @@ class _SequenceIterator:
         if self._next >= len(self._batches):
             raise StopIteration
         self._next += 1
-        return self._batches[self._next - 1]
+        batch = self._batches[self._next - 1]
+        return own_copy(batch) if self._is_copied else batch
 
     def get_state(self) -> dict[str, int]:
         return {"next": self._next}
@@ -44,8 +46,8 @@ def open_source(dataset: Any, state: Any = None, maps: Sequence[Callable[..., Py
     def start() -> Any:
         if grain.is_pipeline(own):
             return grain.open_pipeline(own)
-        if isinstance(own, Sequence) or (is_hugging_face(own) and hasattr(own, "__len__")):
-            return _SequenceIterator(own)
+        if is_sequence(own):
+            return _SequenceIterator(own, is_copied=bool(maps))
         return iter(own)
 
     iterator = start() if state is None else resumed(own, start, state)
@@ -59,6 +61,18 @@ def _own_stream(dataset: Any, state: Any) -> Any:
     if hasattr(dataset, "epoch"):
         own.set_epoch(dataset.epoch if state is None else state.get("epoch", dataset.epoch))
     return own
+
+
+def is_sequence(dataset: Any) -> bool:
+    """Tell whether the batches of a dataset are asked for by their number, up to its length.
+
+    Also where Python would ask until an IndexError: slices of arrays, as in `x[n * i : n * (i + 1)]`, never raise one, and the
+    batches behind the end have no rows.
+    """
+    if isinstance(dataset, Sequence):
+        return True
+    is_by_number = is_hugging_face(dataset) or not hasattr(type(dataset), "__iter__")
+    return is_by_number and hasattr(type(dataset), "__len__") and hasattr(type(dataset), "__getitem__")
 
 
 def is_hugging_face(dataset: Any) -> bool:
