@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -63,6 +64,18 @@ def test_each_run_is_a_step_with_its_name_and_number(strategy2: mr.MirroredStrat
     assert path == tmp_path / "p"
     name = "test_each_run_is_a_step_with_its_name_and_number.<locals>.<lambda>"
     assert recorder.seen == ["p", ("double", 0), "end", ("double", 1), "end", (name, 0), "end", "stopped"]
+
+
+def test_the_block_waits_for_programs_whose_results_nobody_has_asked_for(
+    strategy: mr.MirroredStrategy, monkeypatch: pytest.MonkeyPatch, recorder: Recorder, tmp_path: Path
+) -> None:
+    long = lambda x: jax.lax.fori_loop(0, 200, lambda _, x: jnp.tanh(x @ x), x)  # noqa: E731
+    found: list[jax.Array] = []
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: recorder.seen.append([array.is_ready() for array in found]))
+    strategy.run(long, args=(np.ones((200, 200), np.float32),))
+    with mr.profile(tmp_path):
+        found += [strategy.run(long, args=(np.ones((200, 200), np.float32),)) for _ in range(3)]
+    assert recorder.seen[-1] == [True] * 3
 
 
 def test_a_profile_ends_when_the_block_fails_and_there_is_one_at_a_time(

@@ -161,7 +161,7 @@ def test_weights_are_those_of_one_device(library: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("library", "num_replicas"),
-    [("nnx", 1), ("nnx", 3), ("nnx", 8), ("linen", 2), ("linen", 3), ("linen", 8), ("equinox", 2), ("equinox", 3), ("equinox", 5)],
+    [*(("nnx", n) for n in (1, 3, 8)), *(("linen", n) for n in (2, 3, 8)), *(("equinox", n) for n in (2, 3, 5))],
 )
 def test_weights_are_those_of_one_device_on_any_replicas(library: str, num_replicas: int) -> None:
     check(LIBRARIES[library], num_replicas)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -32,8 +31,9 @@ from .joined_sums import Joined
 from .lift import Lifted
 from .proof import Collective, Findings
 
-#: While a profile is recorded: begins to mark a run of a program in it. What it returns is left when the run was dispatched.
-annotate: Callable[[Program], contextlib.AbstractContextManager[object]] | None = None
+#: While a profile is recorded: begins to mark a run of a program in it. What it returns is called when the run was dispatched, with
+#: its results; without any when it failed.
+annotate: Callable[[Program], Callable[[list[Any]], None]] | None = None
 
 
 def describe_program(program: StepProgram) -> str:
@@ -104,15 +104,16 @@ class Program:
         """Run on placed arrays, keep what the variables became, and return the arrays of the result."""
         in_flight.require_threads()
         written, read_only = self.lifted.writes.slots, self.lifted.reads.slots
-        mark = begin(self) if (begin := annotate) is not None else None
+        end_mark = begin(self) if (begin := annotate) is not None else None
+        outputs: Any = [[]]
         try:
             if self.calls_host:
                 outputs = storage.overwrite_when_done(self._until_done, self.home, written, read_only, arrays, self.constants)
             else:
                 outputs = storage.overwrite(self.compiled, self.home, written, read_only, arrays, self.constants)
         finally:
-            if mark is not None:
-                mark.__exit__(None, None, None)
+            if end_mark is not None:
+                end_mark(outputs[0])
         results, _, witness = outputs
         if witness:
             (in_flight.started if self.mesh.is_alone else in_flight.joined)(witness[0])

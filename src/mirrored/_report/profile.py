@@ -6,8 +6,9 @@ import collections
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -73,13 +74,19 @@ def profile(folder: str | os.PathLike[str]) -> Iterator[Path]:
         path = path / f"worker_{coordination_of(joint).worker}"  # workers of one host would write into one file
     numbers: collections.Counter[str] = collections.Counter()
     ran: dict[ReplicaMesh, list[program.Program]] = {}
+    results: dict[ReplicaMesh, list[Any]] = {}  # of the last that has some: devices carry out one program after the other
 
-    def step(running: program.Program) -> contextlib.AbstractContextManager[object]:
+    def step(running: program.Program) -> Callable[[list[Any]], None]:
         ran.setdefault(running.mesh, []).append(running)
         numbers[running.name] += 1
         mark = jax.profiler.StepTraceAnnotation(running.name, step_num=numbers[running.name] - 1)
         mark.__enter__()
-        return mark
+
+        def end(made: list[Any]) -> None:
+            mark.__exit__(None, None, None)
+            results[running.mesh] = made or results.get(running.mesh, [])
+
+        return end
 
     jax.profiler.start_trace(path)
     forget_pause()
@@ -88,7 +95,7 @@ def profile(folder: str | os.PathLike[str]) -> Iterator[Path]:
         yield path
         for mesh in ran:
             with lent(live_variables(mesh)) as arrays:
-                jax.block_until_ready(arrays)
+                jax.block_until_ready([arrays, [made for made in results.get(mesh, []) if not made.is_deleted()]])
     finally:
         program.annotate = None
         jax.profiler.stop_trace()
