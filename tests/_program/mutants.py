@@ -9,6 +9,7 @@ LIFT = "tests/_program/test_lift.py::test_"
 REPLICATE = "tests/_program/test_steps.py::test_"
 TRACES = "tests/_program/uneven/test_traces.py::test_"
 PROPERTIES = "tests/_program/uneven/test_properties.py::test_"
+APART = "tests/_program/uneven/test_apart.py::test_"
 ALIGN = "tests/_program/uneven/test_align.py::test_"
 LOOPS = "tests/_program/uneven/test_loops.py::test_"
 PAIRING = "tests/_program/uneven/test_pairing.py::test_"
@@ -61,7 +62,7 @@ MUTANTS = [
     ("_program/mistakes.py", "if axis == REPLICA_AXIS:", "if False:",
      MISTAKES + "a_mistake_in_a_function_is_explained_too"),
     # -- the proof
-    ("_program/proof.py", "if state.sameness > highest.sameness", "if state.sameness < highest.sameness",
+    ("_program/proof.py", "if (state.sameness, highest.is_share) > (highest", "if (highest.sameness, 0) > (state",
      PROOF + "a_part_of_a_result_may_be_mirrored"),
     ("_program/proof.py", "return REDUCED if join(inputs).sameness is not Sameness.SAME else SAME", "return REDUCED",
      PROOF + "a_part_of_a_result_may_be_mirrored"),
@@ -102,10 +103,24 @@ MUTANTS = [
      REFUSALS + "the_warning_tells_the_truth"),
     ("_program/refusals.py", "if all(state.sameness is Sameness.SAME", "if any(state.sameness is Sameness.SAME",
      REFUSALS + "right_programs_run_in_silence"),
-    ("_program/refusals.py", "return any(note.purpose is Purpose.LOSS and", "return all(note.purpose is Purpose.LOSS and",
+    ("_program/refusals.py", "if note.purpose is Purpose.LOSS]", "if note.purpose is Purpose.SEED]",
      REFUSALS + "a_combined_loss_warns"),
+    ("_program/refusals.py", "and not state.is_share for state in losses", "for state in losses",
+     REFUSALS + "a_share_of_a_combined_loss_is_the_gradient_of_one_device"),
+    ("_program/proof.py", "(state.sameness, highest.is_share) > (highest.sameness, state.is_share)",
+     "state.sameness > highest.sameness", REFUSALS + "a_share_does_not_excuse_what_is_combined_beside_or_after_it"),
+    ("_program/proof.py", "is_share = note.purpose is Purpose.SHARE and", "is_share =",
+     REFUSALS + "a_share_does_not_excuse_what_is_combined_beside_or_after_it"),
     ("_jax/user_code.py", "stacklevel=user_stacklevel()", "stacklevel=1",
      REFUSALS + "the_whole_batch_on_every_replica_warns_once"),
+    # -- loops with rows and without
+    ("_program/uneven/apart.py", "if wider == list(carry):", "if True:", APART + "what_is_computed_beside_rows_may_be_assigned"),
+    ("_program/uneven/apart.py", "return [again or own for own in carry]", "return carry",
+     APART + "a_condition_of_rows_decides_how_often_all_is_done"),
+    ("_program/uneven/apart.py", "purpose is Purpose.ASSIGN:", "purpose is Purpose.SEED:",
+     APART + "a_loop_over_rows_assigns_in_each_round"),
+    ("_program/uneven/apart.py", "(not any(differs) and not jaxprs.has_axis_index(equation))", "not any(differs)",
+     APART + "a_loop_over_rows_counts_for_all_and_for_each_replica"),
     # -- divisors
     ("_program/divisors.py", "if state.sameness == highest", "if True", DIVISORS + "a_mean_over_a_replicas_own_rows_warns"
      "_once_and_what_is_right_does_not"),

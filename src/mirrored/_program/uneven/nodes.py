@@ -11,6 +11,7 @@ import jax
 from ..._jax import jaxprs, means, tracing, ways
 from ..._jax.jaxprs import ClosedJaxpr, Literal
 from ..._jax.primitives import INLINE_CALLS
+from . import apart
 
 #: Cheaper to compute again wherever they are used than to carry from one part to the next.
 _CHEAP = frozenset({"broadcast_in_dim", "iota"})
@@ -26,6 +27,7 @@ class Value:
         stage: after how many groups of collectives it is known.
         content: the array, for a constant.
         outer: the value outside of the loop, for one that a loop's body takes from there.
+        of_rows: whether it depends on arguments that have another shape in other traces, and no collective is between.
     """
 
     aval: Any
@@ -33,6 +35,7 @@ class Value:
     stage: int = 0
     content: Any = None
     outer: Value | None = None
+    of_rows: bool = False
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -90,14 +93,16 @@ class Trace:
     num_stages: int = 1
 
 
-def read_trace(name: str, closed: ClosedJaxpr) -> Trace:
+def read_trace(name: str, closed: ClosedJaxpr, is_common: Sequence[bool]) -> Trace:
     """Turn a traced step into nodes, with calls put in line, so that what they compute can be told apart.
 
     Args:
         name: how messages call the replicas that run it.
         closed: the traced step.
+        is_common: for each argument, whether it has one shape in all traces.
     """
-    return _read(name, closed, [], [Value(variable.aval) for variable in closed.jaxpr.invars])
+    arguments = zip(closed.jaxpr.invars, is_common, strict=True)
+    return _read(name, closed, [], [Value(variable.aval, of_rows=not common) for variable, common in arguments])
 
 
 def _read(name: str, closed: ClosedJaxpr, taken: list[Value], arguments: list[Value], path: str = "") -> Trace:
@@ -136,19 +141,25 @@ def _read_equation(trace: Trace, equation: Any, inputs: list[Value], path: str) 
     if jaxprs.adds_own_axes(equation):
         first, equation = tracing.own_axes_first(equation)
         inputs = append(trace, first, inputs)
+    of_rows = [value.of_rows for value in inputs]
+    results = apart.depends(equation, of_rows)
     if (spread := _spread_before_mean(trace, equation, inputs)) is not None:
         total = Value(spread.inputs[0].aval)
         outputs = [Value(variable.aval) for variable in equation.outvars]
         trace.nodes.append(Node(equation, list(spread.inputs), [total], True, [], list(spread.inputs), path))
         trace.nodes.append(Node(spread.equation, [total], outputs, False))
         return outputs
-    outputs = [Value(variable.aval) for variable in equation.outvars]
+    outputs = [Value(variable.aval, of_rows=own) for variable, own in zip(equation.outvars, results, strict=True)]
     node = Node(equation, inputs, outputs, has_collective, path=path)
     if has_collective:
         parts, handed = jaxprs.parts_of(equation)
-        node.bodies = [_read_body(trace.name, part, inputs, path) for part in parts]
         node.handed = [inputs[k] for k in handed]
+        node.bodies = [_read_body(trace.name, part, inputs, node.handed, path) for part in parts]
     trace.nodes.append(node)
+    if not has_collective and (same := apart.without_rows(equation, of_rows, results)) is not None:
+        node.equation = apart.judged_elsewhere(equation)
+        computed = iter(append(trace, same, [value for value in inputs if not value.of_rows], path))
+        return [value if value.of_rows else next(computed) for value in outputs]
     return outputs
 
 
@@ -164,9 +175,11 @@ def _spread_before_mean(trace: Trace, equation: Any, inputs: Sequence[Value]) ->
     return maker if maker is not None and maker.equation.primitive.name == "broadcast_in_dim" else None
 
 
-def _read_body(name: str, part: jaxprs.Part, inputs: Sequence[Value], path: str) -> Trace:
+def _read_body(name: str, part: jaxprs.Part, inputs: Sequence[Value], handed: Sequence[Value], path: str) -> Trace:
     taken = [_taken(inputs[k]) for k in part.fixed]
-    return _read(name, part.closed, taken, [Value(variable.aval) for variable in part.closed.jaxpr.invars[len(taken) :]], path)
+    rest = part.closed.jaxpr.invars[len(taken) :]  # none of a branch
+    arguments = [Value(variable.aval, of_rows=value.of_rows) for variable, value in zip(rest, handed, strict=False)]
+    return _read(name, part.closed, taken, arguments, path)
 
 
 def renew(traces: Sequence[Trace]) -> None:
@@ -181,4 +194,4 @@ def renew(traces: Sequence[Trace]) -> None:
 
 
 def _taken(value: Value) -> Value:
-    return value if value.content is not None else Value(value.aval, outer=value)
+    return value if value.content is not None else Value(value.aval, outer=value, of_rows=value.of_rows)

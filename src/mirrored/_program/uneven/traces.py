@@ -300,10 +300,10 @@ def _different_questions(kinds: Kinds, asked: Sequence[Sequence[int]]) -> str:
 def _merge_traces(
     traces: Sequence[Lifted], kinds: Kinds, leaves: Sequence[ArrayLeaf], plan: ResultPlan, frame: Frame, function: Any
 ) -> Any:
-    aligned = [nodes.read_trace(kinds.describe(kind), lifted.shown) for kind, lifted in enumerate(traces)]
     variables = [jax.ShapeDtypeStruct(spec_of(v).shape, v.dtype) for v in traces[0].variables]
     arrays = [leaf.aval(leaf.shape) for leaf in leaves]
     is_common = [True] * len(variables) + [leaf.shapes is None for leaf in leaves]
+    aligned = [nodes.read_trace(kinds.describe(kind), lifted.shown, is_common) for kind, lifted in enumerate(traces)]
     align.compare(aligned, is_common)
     if means.weigh(aligned, kinds.of_replica):
         nodes.renew(aligned)
