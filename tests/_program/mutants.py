@@ -222,6 +222,8 @@ MUTANTS = [
      LOOPS + "loops_with_collectives_that_use_the_rows_equal_one_device"),
     ("_program/uneven/pairing.py", "if _line(own) != _line(other):", "if False:",
      PAIRING + "collectives_that_change_places_are_refused"),
+    ("_program/uneven/pairing.py", "if is_sum else None", "if False else None", PAIRING + "collectives_in_one_order_are_taken"),
+    ("_program/uneven/pairing.py", "if is_sum else None", "", PAIRING + "collectives_that_change_places_are_refused"),
     ("_program/uneven/pairing.py", "_distance(c, d) > _distance", "_distance(c, d) > 9 + _distance",
      PAIRING + "collectives_that_change_places_are_refused"),
     ("_program/uneven/pairing.py", "if len(members) > 1:\n            _check_lines", "if members:\n            _check_lines",
