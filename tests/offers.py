@@ -7,7 +7,7 @@ OFFERS = {
         complaints.unbound_axis distributed.choose_cpu_collectives distributed.client distributed.has_backend
         distributed.known_devices distributed.late_devices distributed.listen_at distributed.place
         distributed.swallows_sigterm jaxprs.ClosedJaxpr jaxprs.Jaxpr jaxprs.Literal jaxprs.Part jaxprs.adds_own_axes
-        jaxprs.all_equations jaxprs.axis_names jaxprs.branches_of jaxprs.callee jaxprs.has_axis_index jaxprs.has_collective
+        jaxprs.all_equations jaxprs.axis_names jaxprs.branches_of jaxprs.callee jaxprs.has_collective
         jaxprs.has_host_callback jaxprs.inner_constants jaxprs.inner_jaxprs jaxprs.inside jaxprs.is_collective
         jaxprs.is_function_of_operands jaxprs.is_over_groups jaxprs.is_plain jaxprs.length_of jaxprs.meshes_in
         jaxprs.num_bytes jaxprs.parts_of jaxprs.scan_of jaxprs.solver_of jaxprs.while_of marks.Mark marks.Purpose
@@ -17,7 +17,7 @@ OFFERS = {
         tracing.NO_TRACE tracing.bind tracing.current_trace tracing.evaluate tracing.is_mapped_over tracing.is_staging
         tracing.keeps_a_mesh
         tracing.lowered tracing.own_axes_first tracing.placeholder tracing.separate_caches tracing.trace
-        tracing.trace_state user_code.equation_line user_code.leave_out user_code.line_of user_code.raising_line
+        tracing.trace_state tracing.traced user_code.equation_line user_code.leave_out user_code.line_of user_code.raising_line
         user_code.show_users_lines user_code.user_line user_code.warn user_code.warned versions.warn_if_untried ways.Way
         ways.path_of ways.way_of
     """,

@@ -114,12 +114,14 @@ MUTANTS = [
     ("_jax/user_code.py", "stacklevel=user_stacklevel()", "stacklevel=1",
      REFUSALS + "the_whole_batch_on_every_replica_warns_once"),
     # -- loops with rows and without
-    ("_program/uneven/apart.py", "if wider == list(carry):", "if True:", APART + "what_is_computed_beside_rows_may_be_assigned"),
-    ("_program/uneven/apart.py", "return [again or own for own in carry]", "return carry",
+    ("_program/uneven/apart.py", "if wider == carried:", "if True:", APART + "what_is_computed_beside_rows_may_be_assigned"),
+    ("_program/uneven/apart.py", "zip(wanted, of_cond[num_cond_consts:], strict=True)", "zip(wanted, wanted, strict=True)",
      APART + "a_condition_of_rows_decides_how_often_all_is_done"),
     ("_program/uneven/apart.py", "purpose is Purpose.ASSIGN:", "purpose is Purpose.SEED:",
      APART + "a_loop_over_rows_assigns_in_each_round"),
-    ("_program/uneven/apart.py", "(not any(differs) and not jaxprs.has_axis_index(equation))", "not any(differs)",
+    ("_program/uneven/apart.py", "[value if own else None for value", "[value for value",
+     APART + "what_is_computed_beside_rows_may_be_assigned"),
+    ("_program/uneven/apart.py", "tracing.traced(compute, operands, axis)", "tracing.traced(compute, operands, None)",
      APART + "a_loop_over_rows_counts_for_all_and_for_each_replica"),
     # -- divisors
     ("_program/divisors.py", "if state.sameness == highest", "if True", DIVISORS + "a_mean_over_a_replicas_own_rows_warns"

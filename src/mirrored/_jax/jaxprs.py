@@ -184,11 +184,6 @@ def adds_own_axes(equation: Any) -> bool:
     return any(isinstance(axis, int | np.integer) for axis in axis_names(equation))
 
 
-def has_axis_index(equation: Any) -> bool:
-    """Tell whether an equation asks for the replica's number."""
-    return any(one.primitive.name == "axis_index" for one in itertools.chain([equation], inside(equation)))
-
-
 def is_over_groups(equation: Any) -> bool:
     """Tell whether a collective joins groups of replicas only, and not all of them."""
     return equation.params.get("axis_index_groups") is not None

@@ -52,6 +52,28 @@ def a_round_later(x, u, n):
     return jax.lax.fori_loop(0, 3, step, (x, u, n, *jnp.zeros(3)))[:3]
 
 
+def nested_with_own_totals(x, u, n):
+    """What is carried beside rows begins with a constant, and rows are handed in that are not used, or for their number only."""
+
+    def outer(carry, _):
+        inner = lambda own, row: ((own[0] + 1, own[1] + own[2].sum(), own[2], own[3] + x.shape[0]), row * own[0])  # noqa: E731
+        (n, total, x_, _), stacked = jax.lax.scan(inner, (carry[2], 0.0, carry[0], 0), jnp.arange(2.0))
+        return (x_ * 2 + 0 * total, carry[1] + stacked.sum(), n), jnp.zeros_like(x_)
+
+    return jax.lax.scan(outer, (x, u, n), jnp.zeros((3, *x.shape)))[0]
+
+
+def differentiated_under_a_condition(x, u, n):
+    """Branches of a gradient fill what the other one keeps, with zeros of as many rows."""
+
+    def loss(w):
+        y, new = jax.lax.cond(n > 1, lambda w: (x @ w, n + 1), lambda w: (jnp.tanh(jnp.tanh(x @ w) @ w), n + 2), w)
+        return jnp.sum(y), new
+
+    gradient, n = jax.grad(loss, has_aux=True)(jnp.asarray(W[0]))
+    return x * gradient.sum(), u * 2, n
+
+
 def under_a_condition(x, u, n):
     return jax.lax.cond(n > 0, lambda x, u, n: (x * 2, u + 1, n + 1), lambda x, u, n: (x, u * 2, n + 2), x, u, n)
 
@@ -65,7 +87,18 @@ doubled.defjvp(lambda primals, tangents: (doubled(*primals), (2 * tangents[0], t
 
 
 @pytest.mark.parametrize(
-    "compute", [scanned, scanned_and_differentiated, repeated, nested, a_round_later, under_a_condition, doubled]
+    "compute",
+    [
+        scanned,
+        scanned_and_differentiated,
+        repeated,
+        nested,
+        a_round_later,
+        under_a_condition,
+        doubled,
+        nested_with_own_totals,
+        differentiated_under_a_condition,
+    ],
 )
 def test_what_is_computed_beside_rows_may_be_assigned(strategy3, compute):
     with strategy3.scope():
@@ -83,7 +116,7 @@ def test_what_is_computed_beside_rows_may_be_assigned(strategy3, compute):
         for batch in strategy3.distribute_dataset([x]):
             _, y = strategy3.run(step, args=(batch,))
         whole, *expected = compute(jnp.asarray(x), *expected)
-        if compute is not scanned_and_differentiated:  # whose gradient is that of the own rows
+        if "differentiated" not in compute.__name__:  # whose gradient is that of the own rows
             np.testing.assert_allclose(strategy3.gather(y, axis=0), whole, rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(u.numpy(), expected[0], rtol=1e-5)
         assert int(n) == int(expected[1])
@@ -108,6 +141,21 @@ def test_a_loop_over_rows_counts_for_all_and_for_each_replica(strategy3):
     rounds, numbers = strategy3.run(step, args=(batch,))
     assert int(rounds) == 2  # one array, as of a batch that the replicas divide
     assert list(map(int, strategy3.local_results(numbers))) == [0, 2, 4]
+
+
+def test_what_differs_beside_it_does_not_keep_a_counter_from_being_assigned(strategy3):
+    with strategy3.scope():
+        rows = mr.Variable(0, name="rows", synchronization="on_read", aggregation="sum")
+        n = mr.Variable(0, name="n")
+
+    def one(i, x):
+        rows.assign_add(x.shape[0])
+        n.assign_add(1)
+        return jnp.tanh(x)
+
+    for batch in strategy3.distribute_dataset([X]):
+        strategy3.run(lambda x: mr.fori_loop(0, 3, one, x), args=(batch,))
+    assert (int(rows), int(n)) == (3 * len(X), 3)
 
 
 def test_a_loop_over_rows_assigns_in_each_round(strategy3):

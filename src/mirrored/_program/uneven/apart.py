@@ -7,7 +7,7 @@ and the counter may be assigned to a mirrored variable.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,55 +17,50 @@ from ..._jax.jaxprs import ClosedJaxpr, Jaxpr, Literal
 from ..._jax.marks import Purpose, mark_p
 
 
-def depends(equation: Any, differs: Sequence[bool]) -> list[bool]:
-    """Tell of each result of an equation whether it depends on operands that differ: what replicas have combined does not."""
-    name = equation.primitive.name
-    if jaxprs.is_collective(equation) or (not any(differs) and not jaxprs.has_axis_index(equation)):
-        return [False] * len(equation.outvars)
-    parts = _parts(equation, differs)
-    if name == "scan":
-        return _in_jaxpr(*parts[0])
-    if name == "while":
-        [again], carry = (_in_jaxpr(*part) for part in parts)
-        return [again or own for own in carry]
-    if name == "cond":
-        return [differs[0] or any(row) for row in zip(*(_in_jaxpr(*part) for part in parts), strict=True)]
-    return _in_jaxpr(*parts[0]) if parts else [True] * len(equation.outvars)
-
-
-def _parts(equation: Any, differs: Sequence[bool]) -> list[tuple[Jaxpr, list[bool]]]:
-    """Return what a loop, condition or call runs, each with which of its arguments differ, in any round."""
+def needs(equation: Any, wanted: Sequence[bool]) -> list[bool]:
+    """Tell of each operand of an equation whether the results that are wanted depend on it."""
     name, inner = equation.primitive.name, jaxprs.callee(equation)
     if name == "scan":
         body, num_consts, num_carry = jaxprs.scan_of(equation)
-        constants, carry, rows = differs[:num_consts], differs[num_consts:][:num_carry], differs[num_consts + num_carry :]
-        return [(body, [*constants, *_carried(body, constants, carry, rows), *rows])]
+        carried, stacked = list(wanted[:num_carry]), wanted[num_carry:]
+        return _until_all(carried, num_consts, lambda carried: _needs_in(body, [*carried, *stacked]))
     if name == "while":
         cond, body, num_cond_consts, num_body_consts = jaxprs.while_of(equation)
-        num_consts = num_cond_consts + num_body_consts
-        constants = differs[num_cond_consts:num_consts]
-        carry = _carried(body, constants, differs[num_consts:], [])
-        return [(cond, [*differs[:num_cond_consts], *carry]), (body, [*constants, *carry])]
+        of_cond = _needs_in(cond, [True])
+        carried = [a or b for a, b in zip(wanted, of_cond[num_cond_consts:], strict=True)]
+        return [*of_cond[:num_cond_consts], *_until_all(carried, num_body_consts, lambda carried: _needs_in(body, carried))]
     if name == "cond":
-        return [(branch, list(differs[1:])) for branch in jaxprs.branches_of(equation)]
-    return [(inner.jaxpr, list(differs))] if inner is not None else []
+        branches = [_needs_in(branch, wanted) for branch in jaxprs.branches_of(equation)]
+        return [True, *(any(row) for row in zip(*branches, strict=True))]
+    return _needs_in(inner.jaxpr, wanted) if inner is not None else [True] * len(equation.invars)
 
 
-def _carried(body: Jaxpr, constants: Sequence[bool], carry: Sequence[bool], rows: Sequence[bool]) -> list[bool]:
+def _until_all(carried: list[bool], num_consts: int, one_round: Callable[[list[bool]], list[bool]]) -> list[bool]:
+    """Return what a loop needs, whose rounds take constants and then what is carried; `carried` grows to all that is needed."""
     while True:
-        after = _in_jaxpr(body, [*constants, *carry, *rows])
-        wider = [before or own for before, own in zip(carry, after, strict=False)]  # after the carry, what is stacked
-        if wider == list(carry):
-            return wider
-        carry = wider
+        needed = one_round(carried)
+        wider = [a or b for a, b in zip(carried, needed[num_consts:], strict=False)]
+        if wider == carried:
+            return [*needed[:num_consts], *carried, *needed[num_consts + len(carried) :]]
+        carried = wider
 
 
-def _in_jaxpr(jaxpr: Jaxpr, differs: Sequence[bool]) -> list[bool]:
-    known = {**dict.fromkeys(jaxpr.constvars, False), **dict(zip(jaxpr.invars, differs, strict=True))}
-    read = lambda atom: not isinstance(atom, Literal) and known[atom]  # noqa: E731
-    for equation in jaxpr.eqns:
-        known.update(zip(equation.outvars, depends(equation, list(map(read, equation.invars))), strict=True))
-    return list(map(read, jaxpr.outvars))
+def _needs_in(jaxpr: Jaxpr, wanted: Sequence[bool]) -> list[bool]:
+    needed = _needed(jaxpr, wanted)[0]
+    return [variable in needed for variable in jaxpr.invars]
+
+
+def _needed(jaxpr: Jaxpr, wanted: Sequence[bool]) -> tuple[set[Any], list[tuple[Any, list[bool]]]]:
+    """Return the variables that the wanted results need, and the equations, each with which of its results are."""
+    needed = {atom for atom, own in zip(jaxpr.outvars, wanted, strict=True) if own and not isinstance(atom, Literal)}
+    equations = []
+    for equation in reversed(jaxpr.eqns):
+        results = [variable in needed for variable in equation.outvars]
+        if any(results):
+            equations.append((equation, results))
+            operands = zip(equation.invars, needs(equation, results), strict=True)
+            needed.update(atom for atom, own in operands if own and not isinstance(atom, Literal))
+    return needed, equations[::-1]
 
 
 def judged_elsewhere(equation: Any) -> Any:
@@ -88,92 +83,89 @@ def _judged(value: Any) -> Any:
     return ClosedJaxpr(inner, value.consts) if isinstance(value, ClosedJaxpr) else inner
 
 
-def without_rows(equation: Any, differs: Sequence[bool], results: Sequence[bool]) -> ClosedJaxpr | None:
-    """Return what an equation computes of the operands that do not differ: a function of these, for the results that do not.
+def alone(equation: Any, position: int, axis: Any) -> tuple[ClosedJaxpr, list[int]] | None:
+    """Return a function that computes one result of a loop, condition or call and nothing else, and the operands that it takes.
 
-    Args:
-        equation: a loop, condition or call.
-        differs: of each operand, whether it differs.
-        results: of each result, whether it does, as `depends` tells.
-
-    Returns:
-        None where there is nothing to take apart: all results differ or none, or there is more to do than to compute them.
+    None where that is not known to be all that the equation does.
     """
-    if all(results) or not any(results) or tracing.keeps_a_mesh(equation) or not jaxprs.is_function_of_operands(equation):
+    if tracing.keeps_a_mesh(equation) or not jaxprs.is_function_of_operands(equation):
         return None
-    avals = [atom.aval for atom, own in zip(equation.invars, differs, strict=True) if not own]
+    wanted = [k == position for k in range(len(equation.outvars))]
+    taken = [k for k, own in enumerate(needs(equation, wanted)) if own]
+    avals = [equation.invars[k].aval for k in taken]
+
+    def compute(*values: Any) -> Any:
+        given = dict(zip(taken, values, strict=True))
+        return _compute(equation, [given.get(k) for k in range(len(equation.invars))], wanted)[position]
+
     operands = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in avals]
-
-    def same(*operands: Any) -> list[Any]:
-        given = iter(operands)
-        computed = _apart(equation, [None if own else next(given) for own in differs])
-        return [value for value, own in zip(computed, results, strict=True) if not own]
-
-    return jax.make_jaxpr(same)(*operands)
+    return tracing.traced(compute, operands, axis), taken
 
 
-def _apart(equation: Any, operands: Sequence[Any]) -> list[Any]:
-    """Compute those results of an equation that do not differ, with None for what does."""
+def _compute(equation: Any, operands: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
+    """Compute the wanted results of an equation, with None for the others and for the operands that they do not need."""
     name, inner = equation.primitive.name, jaxprs.callee(equation)
-    results = depends(equation, [value is None for value in operands])
-    if all(results):
-        return [None] * len(results)
-    if not any(results) and None not in operands:
+    needed = needs(equation, wanted)
+    if all(wanted) and all(needed):
         return tracing.bind(equation, operands)
+    operands = [value if own else None for value, own in zip(operands, needed, strict=True)]
     if inner is not None:
-        return _run(inner.jaxpr, inner.consts, operands)
+        return _run(inner, operands, wanted)
     if name == "cond":
-        branches = [_picked(closed, operands[1:], results) for closed in equation.params["branches"]]
-        return _filled(jax.lax.switch(operands[0], branches), results)
+        branches = [_branch(closed, operands[1:], wanted) for closed in equation.params["branches"]]
+        return _filled(jax.lax.switch(operands[0], branches), wanted)
     if name == "while":
-        return _while(equation, operands, results)
-    return _scan(equation, operands, results)
+        return _while(equation, operands)
+    return _scan(equation, operands, wanted) if name == "scan" else tracing.bind(equation, operands)
 
 
-def _picked(closed: ClosedJaxpr, operands: Sequence[Any], results: Sequence[bool]) -> Any:
-    return lambda: [v for v, own in zip(_run(closed.jaxpr, closed.consts, operands), results, strict=True) if not own]
+def _branch(closed: ClosedJaxpr, operands: Sequence[Any], wanted: Sequence[bool]) -> Callable[[], list[Any]]:
+    return lambda: _kept(_run(closed, operands, wanted), wanted)
 
 
-def _filled(values: Sequence[Any], results: Sequence[bool]) -> list[Any]:
-    given = iter(values)
-    return [None if own else next(given) for own in results]
-
-
-def _while(equation: Any, operands: Sequence[Any], results: Sequence[bool]) -> list[Any]:
+def _while(equation: Any, operands: Sequence[Any]) -> list[Any]:
     _, _, num_cond_consts, num_body_consts = jaxprs.while_of(equation)
     again, body = (equation.params[name] for name in ("cond_jaxpr", "body_jaxpr"))
     num_consts = num_cond_consts + num_body_consts
-    of_cond, of_body = operands[:num_cond_consts], operands[num_cond_consts:num_consts]
-    kept = lambda values: [value for value, own in zip(values, results, strict=True) if not own]  # noqa: E731
+    of_cond, of_body, carry = operands[:num_cond_consts], operands[num_cond_consts:num_consts], operands[num_consts:]
+    carried = [value is not None for value in carry]
     values = jax.lax.while_loop(
-        lambda carry: _run(again.jaxpr, again.consts, [*of_cond, *_filled(carry, results)])[0],
-        lambda carry: kept(_run(body.jaxpr, body.consts, [*of_body, *_filled(carry, results)])),
-        kept(operands[num_consts:]),
+        lambda carry: _run(again, [*of_cond, *_filled(carry, carried)], [True])[0],
+        lambda carry: _kept(_run(body, [*of_body, *_filled(carry, carried)], carried), carried),
+        _kept(carry, carried),
     )
-    return _filled(values, results)
+    return _filled(values, carried)
 
 
-def _scan(equation: Any, operands: Sequence[Any], results: Sequence[bool]) -> list[Any]:
+def _scan(equation: Any, operands: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
     [closed] = jaxprs.inner_jaxprs(equation)
     _, num_consts, num_carry = jaxprs.scan_of(equation)
     constants, carry, rows = operands[:num_consts], operands[num_consts:][:num_carry], operands[num_consts + num_carry :]
-    is_own_carry, is_own_row = results[:num_carry], [value is None for value in rows]
+    carried, sliced, stacked = [v is not None for v in carry], [v is not None for v in rows], wanted[num_carry:]
 
     def one_round(carry: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
-        arguments = [*constants, *_filled(carry, is_own_carry), *_filled(rows, is_own_row)]
-        values = list(zip(_run(closed.jaxpr, closed.consts, arguments), results, strict=True))
-        new, stacked = ([value for value, own in part if not own] for part in (values[:num_carry], values[num_carry:]))
-        return new, stacked
+        arguments = [*constants, *_filled(carry, carried), *_filled(rows, sliced)]
+        results = _run(closed, arguments, [*carried, *stacked])
+        return _kept(results[:num_carry], carried), _kept(results[num_carry:], stacked)
 
-    kept = [value for value, own in zip(carry, is_own_carry, strict=True) if not own]
     options = {key: equation.params[key] for key in ("length", "reverse", "unroll")}
-    new, stacked = jax.lax.scan(one_round, kept, [value for value in rows if value is not None], **options)
-    return _filled([*new, *stacked], results)
+    new, collected = jax.lax.scan(one_round, _kept(carry, carried), _kept(rows, sliced), **options)
+    return [*_filled(new, carried), *_filled(collected, stacked)]
 
 
-def _run(jaxpr: Jaxpr, constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
-    known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *arguments), strict=True))
-    read = lambda atom: atom.val if isinstance(atom, Literal) else known[atom]  # noqa: E731
-    for equation in jaxpr.eqns:
-        known.update(zip(equation.outvars, _apart(equation, list(map(read, equation.invars))), strict=True))
-    return list(map(read, jaxpr.outvars))
+def _kept(values: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
+    return [value for value, own in zip(values, wanted, strict=True) if own]
+
+
+def _filled(values: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
+    given = iter(values)
+    return [next(given) if own else None for own in wanted]
+
+
+def _run(closed: ClosedJaxpr, arguments: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
+    jaxpr = closed.jaxpr
+    known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *arguments), strict=True))
+    read = lambda atom: atom.val if isinstance(atom, Literal) else known.get(atom)  # noqa: E731
+    for equation, results in _needed(jaxpr, wanted)[1]:
+        known.update(zip(equation.outvars, _compute(equation, list(map(read, equation.invars)), results), strict=True))
+    return [read(atom) if own else None for atom, own in zip(jaxpr.outvars, wanted, strict=True)]
