@@ -158,6 +158,23 @@ def test_what_differs_beside_it_does_not_keep_a_counter_from_being_assigned(stra
     assert (int(rows), int(n)) == (3 * len(X), 3)
 
 
+def test_a_loop_over_rows_may_close_over_a_mirrored_array(strategy3):
+    two = strategy3.run(lambda: jnp.float32(2.0))
+    with strategy3.scope():
+        n = mr.Variable(0.0, name="n")
+
+    def step(x):
+        body = lambda i, own: (jnp.where(two > 0, own[0] * two, own[0]), own[1] + jax.nn.relu(two))  # noqa: E731
+        y, total = jax.lax.fori_loop(0, 3, body, (x, n.value))
+        n.assign(total)
+        return y
+
+    for batch in strategy3.distribute_dataset([X[:6], X]):
+        y = strategy3.gather(strategy3.run(step, args=(batch,)), axis=0)
+    np.testing.assert_allclose(y, 8 * X, rtol=1e-6)
+    assert float(n) == 12
+
+
 def test_a_loop_over_rows_assigns_in_each_round(strategy3):
     """What `mr.scan`, `mr.fori_loop` and `mr.cond` assign beside rows is judged once, where all replicas do it."""
     with strategy3.scope():

@@ -88,7 +88,7 @@ def alone(equation: Any, position: int, axis: Any) -> tuple[ClosedJaxpr, list[in
 
     None where that is not known to be all that the equation does.
     """
-    if tracing.keeps_a_mesh(equation) or not jaxprs.is_function_of_operands(equation):
+    if not jaxprs.is_function_of_operands(equation):
         return None
     wanted = [k == position for k in range(len(equation.outvars))]
     taken = [k for k, own in enumerate(needs(equation, wanted)) if own]
