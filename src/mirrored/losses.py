@@ -59,7 +59,8 @@ def compute_average_loss(
     if sample_weight is not None:
         losses = losses * _broadcast_weight(sample_weight, losses)
     counted = losses.shape[0] if global_batch_size is None else 0
-    return _share(jnp.sum(losses) / _global_batch_size(global_batch_size, losses, context), counted)
+    purpose = _Purpose.SHARE if global_batch_size is None else _Purpose.GIVEN_SHARE
+    return _share(jnp.sum(losses) / _global_batch_size(global_batch_size, losses, context), counted, purpose)
 
 
 def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
@@ -150,9 +151,9 @@ def _is_differentiable(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray | float) and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
 
 
-def _share(loss: jax.Array, counted: int = 0) -> jax.Array:
+def _share(loss: jax.Array, counted: int = 0, purpose: _Purpose = _Purpose.SHARE) -> jax.Array:
     """Mark a loss as this replica's share, so that nobody is warned that its gradients are summed."""
-    return _mark(loss, _Mark(_Purpose.SHARE, "loss", "", counted))
+    return _mark(loss, _Mark(purpose, "loss", "", counted))
 
 
 def _replica_context(name: str) -> _ReplicaContext:

@@ -9,6 +9,7 @@ LIFT = "tests/_program/test_lift.py::test_"
 REPLICATE = "tests/_program/test_steps.py::test_"
 TRACES = "tests/_program/uneven/test_traces.py::test_"
 PROPERTIES = "tests/_program/uneven/test_properties.py::test_"
+APART = "tests/_program/uneven/test_apart.py::test_"
 ALIGN = "tests/_program/uneven/test_align.py::test_"
 LOOPS = "tests/_program/uneven/test_loops.py::test_"
 PAIRING = "tests/_program/uneven/test_pairing.py::test_"
@@ -61,7 +62,7 @@ MUTANTS = [
     ("_program/mistakes.py", "if axis == REPLICA_AXIS:", "if False:",
      MISTAKES + "a_mistake_in_a_function_is_explained_too"),
     # -- the proof
-    ("_program/proof.py", "if state.sameness > highest.sameness", "if state.sameness < highest.sameness",
+    ("_program/proof.py", "if (state.sameness, highest.is_share) > (highest", "if (highest.sameness, 0) > (state",
      PROOF + "a_part_of_a_result_may_be_mirrored"),
     ("_program/proof.py", "return REDUCED if join(inputs).sameness is not Sameness.SAME else SAME", "return REDUCED",
      PROOF + "a_part_of_a_result_may_be_mirrored"),
@@ -102,10 +103,26 @@ MUTANTS = [
      REFUSALS + "the_warning_tells_the_truth"),
     ("_program/refusals.py", "if all(state.sameness is Sameness.SAME", "if any(state.sameness is Sameness.SAME",
      REFUSALS + "right_programs_run_in_silence"),
-    ("_program/refusals.py", "return any(note.purpose is Purpose.LOSS and", "return all(note.purpose is Purpose.LOSS and",
+    ("_program/refusals.py", "if note.purpose is Purpose.LOSS]", "if note.purpose is Purpose.SEED]",
      REFUSALS + "a_combined_loss_warns"),
+    ("_program/refusals.py", "and not state.is_share for state in losses", "for state in losses",
+     REFUSALS + "a_share_of_a_combined_loss_is_the_gradient_of_one_device"),
+    ("_program/proof.py", "(state.sameness, highest.is_share) > (highest.sameness, state.is_share)",
+     "state.sameness > highest.sameness", REFUSALS + "a_share_does_not_excuse_what_is_combined_beside_or_after_it"),
+    ("_program/proof.py", "is_share = note.purpose is Purpose.SHARE and", "is_share =",
+     REFUSALS + "a_share_does_not_excuse_what_is_combined_beside_or_after_it"),
     ("_jax/user_code.py", "stacklevel=user_stacklevel()", "stacklevel=1",
      REFUSALS + "the_whole_batch_on_every_replica_warns_once"),
+    # -- loops with rows and without
+    ("_program/uneven/apart.py", "if wider == carried:", "if True:", APART + "what_is_computed_beside_rows_may_be_assigned"),
+    ("_program/uneven/apart.py", "zip(wanted, of_cond[num_cond_consts:], strict=True)", "zip(wanted, wanted, strict=True)",
+     APART + "a_condition_of_rows_decides_how_often_all_is_done"),
+    ("_program/uneven/apart.py", "purpose is Purpose.ASSIGN:", "purpose is Purpose.SEED:",
+     APART + "a_loop_over_rows_assigns_in_each_round"),
+    ("_program/uneven/apart.py", "[value if own else None for value", "[value for value",
+     APART + "what_is_computed_beside_rows_may_be_assigned"),
+    ("_program/uneven/apart.py", "tracing.traced(compute, operands, axis)", "tracing.traced(compute, operands, None)",
+     APART + "a_loop_over_rows_counts_for_all_and_for_each_replica"),
     # -- divisors
     ("_program/divisors.py", "if state.sameness == highest", "if True", DIVISORS + "a_mean_over_a_replicas_own_rows_warns"
      "_once_and_what_is_right_does_not"),
@@ -207,6 +224,8 @@ MUTANTS = [
      LOOPS + "loops_with_collectives_that_use_the_rows_equal_one_device"),
     ("_program/uneven/pairing.py", "if _line(own) != _line(other):", "if False:",
      PAIRING + "collectives_that_change_places_are_refused"),
+    ("_program/uneven/pairing.py", "if is_sum else None", "if False else None", PAIRING + "collectives_in_one_order_are_taken"),
+    ("_program/uneven/pairing.py", "if is_sum else None", "", PAIRING + "collectives_that_change_places_are_refused"),
     ("_program/uneven/pairing.py", "_distance(c, d) > _distance", "_distance(c, d) > 9 + _distance",
      PAIRING + "collectives_that_change_places_are_refused"),
     ("_program/uneven/pairing.py", "if len(members) > 1:\n            _check_lines", "if members:\n            _check_lines",

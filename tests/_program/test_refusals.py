@@ -209,6 +209,45 @@ def test_a_combined_loss_warns(strategy3):
                 assert "mr.losses.compute_average_loss" in str(warning.message)
 
 
+def of_statistics(z):
+    return jnp.sum((z - 2) ** 2)
+
+
+def of_embeddings(z):
+    return jax.nn.logsumexp(z @ z.T, axis=1)
+
+
+def test_a_share_of_a_combined_loss_is_the_gradient_of_one_device(strategy3):
+    """A loss of statistics or embeddings of all rows cannot be a replica's own: every replica computes it and takes its share."""
+    rows, gathered = np.arange(9, dtype="float32").reshape(3, 3) / 10, lambda z: mr.get_replica_context().all_gather(z, axis=0)
+    share, average = mr.losses.scale_regularization_loss, mr.losses.compute_average_loss
+    ways = [
+        (lambda z: share(of_statistics(all_reduce("sum", z.sum(axis=0)))), lambda z: of_statistics(z.sum(axis=0))),
+        (lambda z: average(of_embeddings(gathered(z))), lambda z: of_embeddings(z).mean()),
+    ]
+    for loss, of_one in ways:
+        w, _, _, optimizer, _ = model(strategy3)
+        [batch] = strategy3.distribute_dataset([rows])
+        step = lambda x, w=w, o=optimizer, loss=loss: o.apply_gradients(mr.grad(lambda: loss(x * w), [w])())  # noqa: E731
+        assert warnings_of(lambda step=step, batch=batch: strategy3.run(step, args=(batch,))) == []
+        gradient = jax.grad(lambda w, of_one=of_one: of_one(rows * w))(jnp.ones(SIZE))
+        np.testing.assert_allclose(w.numpy(), 1 - 0.1 * gradient, rtol=1e-5)
+
+
+def test_a_share_does_not_excuse_what_is_combined_beside_or_after_it(strategy3):
+    share, total = mr.losses.scale_regularization_loss, lambda z: all_reduce("sum", z.sum())
+    ways = {
+        "beside": lambda z: share(total(z)) + total(z),
+        "beside, first": lambda z: total(z) + share(total(z)),
+        "after": lambda z: all_reduce("sum", share(z)),
+        "a number that was given": lambda z: mr.losses.compute_average_loss(all_reduce("sum", z), global_batch_size=3),
+    }
+    for name, loss in ways.items():
+        w, _, _, optimizer, _ = model(strategy3)
+        step = lambda x, w=w, o=optimizer, loss=loss: o.apply_gradients(mr.grad(lambda: loss(x * w), [w])())  # noqa: E731
+        assert len(warnings_of(lambda step=step: strategy3.run(step, args=(own_rows(strategy3),)))) == 1, name
+
+
 def test_a_loss_that_is_combined_after_its_gradient_does_not_warn(strategy3):
     w, _, _, optimizer, _ = model(strategy3)
 

@@ -26,7 +26,9 @@ class Purpose(enum.Enum):
     LOSS = "differentiated"
     SEED = "the gradient of a loss by itself, where gradients begin"
     SHARE = "scaled for a sum over the replicas, and so is its gradient"
+    GIVEN_SHARE = "divided by a number that the user says is that of all replicas, and so is its gradient"
     ROWS = "depends on how many rows a replica has"
+    JUDGED = "assigned to a mirrored variable, and judged elsewhere"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +59,12 @@ def mark(value: jax.Array, note: Mark) -> jax.Array:
 
 
 #: The marks that a gradient has too, where it comes by.
-_OF_GRADIENTS = {Purpose.LOSS: Purpose.SEED, Purpose.SEED: Purpose.SEED, Purpose.SHARE: Purpose.SHARE}
+_OF_GRADIENTS = {
+    Purpose.LOSS: Purpose.SEED,
+    Purpose.SEED: Purpose.SEED,
+    Purpose.SHARE: Purpose.SHARE,
+    Purpose.GIVEN_SHARE: Purpose.GIVEN_SHARE,
+}
 
 
 def _jvp(primals: Any, tangents: Any, note: Mark) -> Any:

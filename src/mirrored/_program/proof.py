@@ -46,11 +46,13 @@ class State:
         sameness: whether it is the same on every replica.
         origin: what made it differ, when it is VARYING.
         trails: the ways from losses to it, when it is part of a gradient.
+        is_share: whether it was divided for a sum over the replicas after they were combined.
     """
 
     sameness: Sameness
     origin: str = ""
     trails: Trails = NO_TRAILS
+    is_share: bool = False
 
     @property
     def is_mirrored(self) -> bool:
@@ -79,7 +81,7 @@ def join(states: Iterable[State]) -> State:
     highest, trails = SAME, NO_TRAILS
     for state in states:
         trails = trails | state.trails if state.trails else trails
-        if state.sameness > highest.sameness:
+        if (state.sameness, highest.is_share) > (highest.sameness, state.is_share):
             highest = state
     return highest.on(trails)
 
@@ -225,8 +227,10 @@ class _Pass:
         note = equation.params["note"]
         if note.purpose is Purpose.SEED:
             return state.on(self.seed(equation, note.where))
-        if note.purpose is Purpose.SHARE:
-            return state.on(frozenset(t._replace(is_whole=True, counted=note.number) for t in state.trails))
+        if note.purpose in (Purpose.SHARE, Purpose.GIVEN_SHARE):
+            is_share = note.purpose is Purpose.SHARE and state.sameness is Sameness.REDUCED
+            trails = frozenset(t._replace(is_whole=True, counted=note.number) for t in state.trails)
+            return dataclasses.replace(state, trails=trails, is_share=is_share)
         if note.purpose is Purpose.ASSIGN and self.within is not None and state.is_mirrored:
             state = varying(self.within)  # only some replicas assign it
         if note.purpose is Purpose.ROWS:
@@ -306,5 +310,5 @@ def _fixed_point(carry: list[State], one_round: Callable[[list[State]], list[Sta
         carry = wider
 
 
-def _kinds(states: Sequence[State]) -> list[tuple[Sameness, Trails]]:
-    return [(state.sameness, state.trails) for state in states]
+def _kinds(states: Sequence[State]) -> list[tuple[Sameness, Trails, bool]]:
+    return [(state.sameness, state.trails, state.is_share) for state in states]

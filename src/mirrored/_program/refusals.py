@@ -91,7 +91,8 @@ def _is_shared(state: State) -> bool:
 
 
 def _has_combined_loss(findings: Findings) -> bool:
-    return any(note.purpose is Purpose.LOSS and state.sameness is Sameness.REDUCED for note, state in findings.marks)
+    losses = [state for note, state in findings.marks if note.purpose is Purpose.LOSS]
+    return any(state.sameness is Sameness.REDUCED and not state.is_share for state in losses)
 
 
 def check_divisors(findings: Findings, num_replicas: int, rows: Collection[int], num_rows: Collection[int]) -> None:

@@ -11,6 +11,7 @@ import jax
 from ..._jax import jaxprs, means, tracing, ways
 from ..._jax.jaxprs import ClosedJaxpr, Literal
 from ..._jax.primitives import INLINE_CALLS
+from . import apart
 
 #: Cheaper to compute again wherever they are used than to carry from one part to the next.
 _CHEAP = frozenset({"broadcast_in_dim", "iota"})
@@ -26,6 +27,7 @@ class Value:
         stage: after how many groups of collectives it is known.
         content: the array, for a constant.
         outer: the value outside of the loop, for one that a loop's body takes from there.
+        of_rows: whether it depends on arguments that have another shape in other traces, and no collective is between.
     """
 
     aval: Any
@@ -33,6 +35,7 @@ class Value:
     stage: int = 0
     content: Any = None
     outer: Value | None = None
+    of_rows: bool = False
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -80,6 +83,7 @@ class Trace:
         name: how messages call the replicas that run it, such as "the replicas with 3 rows".
         taken: what it takes from outside as it is, for a body of a loop.
         num_stages: the number of stages, after `compare`.
+        axis: that of the replicas.
     """
 
     name: str
@@ -88,20 +92,24 @@ class Trace:
     outputs: list[Value]
     taken: list[Value] = dataclasses.field(default_factory=list)
     num_stages: int = 1
+    axis: Any = None
 
 
-def read_trace(name: str, closed: ClosedJaxpr) -> Trace:
+def read_trace(name: str, closed: ClosedJaxpr, is_common: Sequence[bool], axis: Any) -> Trace:
     """Turn a traced step into nodes, with calls put in line, so that what they compute can be told apart.
 
     Args:
         name: how messages call the replicas that run it.
         closed: the traced step.
+        is_common: for each argument, whether it has one shape in all traces.
+        axis: that of the replicas.
     """
-    return _read(name, closed, [], [Value(variable.aval) for variable in closed.jaxpr.invars])
+    arguments = zip(closed.jaxpr.invars, is_common, strict=True)
+    return _read(name, closed, [], [Value(variable.aval, of_rows=not common) for variable, common in arguments], axis)
 
 
-def _read(name: str, closed: ClosedJaxpr, taken: list[Value], arguments: list[Value], path: str = "") -> Trace:
-    trace = Trace(name, arguments, [], [], [value for value in taken if value.outer is not None])
+def _read(name: str, closed: ClosedJaxpr, taken: list[Value], arguments: list[Value], axis: Any, path: str = "") -> Trace:
+    trace = Trace(name, arguments, [], [], [value for value in taken if value.outer is not None], axis=axis)
     trace.outputs = append(trace, closed, [*taken, *arguments], path)
     return trace
 
@@ -142,14 +150,30 @@ def _read_equation(trace: Trace, equation: Any, inputs: list[Value], path: str) 
         trace.nodes.append(Node(equation, list(spread.inputs), [total], True, [], list(spread.inputs), path))
         trace.nodes.append(Node(spread.equation, [total], outputs, False))
         return outputs
-    outputs = [Value(variable.aval) for variable in equation.outvars]
+    of_rows = not jaxprs.is_collective(equation) and any(value.of_rows for value in inputs)
+    outputs = [Value(variable.aval, of_rows=of_rows) for variable in equation.outvars]
     node = Node(equation, inputs, outputs, has_collective, path=path)
     if has_collective:
         parts, handed = jaxprs.parts_of(equation)
-        node.bodies = [_read_body(trace.name, part, inputs, path) for part in parts]
         node.handed = [inputs[k] for k in handed]
+        node.bodies = [_read_body(trace, part, inputs, node.handed, path) for part in parts]
     trace.nodes.append(node)
+    if of_rows and not has_collective and len(outputs) > 1 and list(jaxprs.inner_jaxprs(equation)):
+        outputs = [_apart(trace, node, equation, k, path) or value for k, value in enumerate(outputs)]
     return outputs
+
+
+def _apart(trace: Trace, node: Node, equation: Any, position: int, path: str) -> Value | None:
+    """Compute a result of a loop, condition or call that does not depend on rows by itself, and return it."""
+    wanted = [k == position for k in range(len(node.outputs))]
+    if any(value.of_rows for value, own in zip(node.inputs, apart.needs(equation, wanted), strict=True) if own):
+        return None
+    if (found := apart.alone(equation, position, trace.axis)) is None:
+        return None
+    closed, taken = found
+    node.equation = apart.judged_elsewhere(equation)
+    [value] = append(trace, closed, [node.inputs[k] for k in taken], path)
+    return value
 
 
 def _spread_before_mean(trace: Trace, equation: Any, inputs: Sequence[Value]) -> Node | None:
@@ -164,9 +188,11 @@ def _spread_before_mean(trace: Trace, equation: Any, inputs: Sequence[Value]) ->
     return maker if maker is not None and maker.equation.primitive.name == "broadcast_in_dim" else None
 
 
-def _read_body(name: str, part: jaxprs.Part, inputs: Sequence[Value], path: str) -> Trace:
+def _read_body(trace: Trace, part: jaxprs.Part, inputs: Sequence[Value], handed: Sequence[Value], path: str) -> Trace:
     taken = [_taken(inputs[k]) for k in part.fixed]
-    return _read(name, part.closed, taken, [Value(variable.aval) for variable in part.closed.jaxpr.invars[len(taken) :]], path)
+    rest = part.closed.jaxpr.invars[len(taken) :]  # none of a branch
+    arguments = [Value(variable.aval, of_rows=value.of_rows) for variable, value in zip(rest, handed, strict=False)]
+    return _read(trace.name, part.closed, taken, arguments, trace.axis, path)
 
 
 def renew(traces: Sequence[Trace]) -> None:
@@ -181,4 +207,4 @@ def renew(traces: Sequence[Trace]) -> None:
 
 
 def _taken(value: Value) -> Value:
-    return value if value.content is not None else Value(value.aval, outer=value)
+    return value if value.content is not None else Value(value.aval, outer=value, of_rows=value.of_rows)

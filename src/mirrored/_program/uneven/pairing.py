@@ -14,6 +14,7 @@ from typing import Any
 
 from ..._errors import UnevenReplicasError
 from ..._jax import jaxprs, user_code
+from ..._typing import Shape
 from .keys import content_key, equation_key
 from .nodes import Node, Trace, Value
 
@@ -91,10 +92,16 @@ def _check_order(first: Trace, trace: Trace, pairs: Sequence[tuple[Node, Node]])
             _check_lines(first, trace, members)
     at_one_line = defaultdict(list)
     for own, other in pairs:
-        at_one_line[_line(own), own.equation.primitive.name, _type_of(own.handed)].append((own, other))
+        at_one_line[_line(own), own.equation.primitive.name, _type_of(own.handed), _shapes_of_sum(own)].append((own, other))
     for members in at_one_line.values():
         if len(members) > 1:
             _check_what_goes_in(first, trace, members)
+
+
+def _shapes_of_sum(node: Node) -> tuple[Shape, ...] | None:
+    """Return the shapes that a sum is made of: of others it is another one. What is gathered has been padded to one shape."""
+    is_sum = node.equation.primitive.name == "psum"
+    return tuple(value.aval.shape for value in node.handed) if is_sum else None
 
 
 def _check_lines(first: Trace, trace: Trace, pairs: Sequence[tuple[Node, Node]]) -> None:

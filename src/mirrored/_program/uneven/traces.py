@@ -300,10 +300,12 @@ def _different_questions(kinds: Kinds, asked: Sequence[Sequence[int]]) -> str:
 def _merge_traces(
     traces: Sequence[Lifted], kinds: Kinds, leaves: Sequence[ArrayLeaf], plan: ResultPlan, frame: Frame, function: Any
 ) -> Any:
-    aligned = [nodes.read_trace(kinds.describe(kind), lifted.shown) for kind, lifted in enumerate(traces)]
     variables = [jax.ShapeDtypeStruct(spec_of(v).shape, v.dtype) for v in traces[0].variables]
     arrays = [leaf.aval(leaf.shape) for leaf in leaves]
     is_common = [True] * len(variables) + [leaf.shapes is None for leaf in leaves]
+    axis = frame.axis
+    assert axis is not None
+    aligned = [nodes.read_trace(kinds.describe(kind), lifted.shown, is_common, axis) for kind, lifted in enumerate(traces)]
     align.compare(aligned, is_common)
     if means.weigh(aligned, kinds.of_replica):
         nodes.renew(aligned)
@@ -315,8 +317,6 @@ def _merge_traces(
             align.compare(aligned, is_common)
     rows = zip(*(trace.outputs for trace in aligned), strict=True)
     output_shapes = [stack_shapes([value.aval.shape for value in row])[0] for row in rows]
-    axis = frame.axis
-    assert axis is not None
 
     def merged(values: Sequence[jax.Array], arguments: Sequence[jax.Array]) -> list[jax.Array]:
         index = mark(jnp.asarray(kinds.of_replica)[axis.index()], Mark(Purpose.ROWS, _origin(kinds), ""))

@@ -1,0 +1,171 @@
+"""What a loop, condition or call computes of values that do not depend on the rows, apart from what it computes of rows.
+
+A loop over layers may carry rows and a counter. Replicas with different numbers of rows run different loops, but all count alike,
+and the counter may be assigned to a mirrored variable.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from ..._jax import jaxprs, tracing
+from ..._jax.jaxprs import ClosedJaxpr, Jaxpr, Literal
+from ..._jax.marks import Purpose, mark_p
+
+
+def needs(equation: Any, wanted: Sequence[bool]) -> list[bool]:
+    """Tell of each operand of an equation whether the results that are wanted depend on it."""
+    name, inner = equation.primitive.name, jaxprs.callee(equation)
+    if name == "scan":
+        body, num_consts, num_carry = jaxprs.scan_of(equation)
+        carried, stacked = list(wanted[:num_carry]), wanted[num_carry:]
+        return _until_all(carried, num_consts, lambda carried: _needs_in(body, [*carried, *stacked]))
+    if name == "while":
+        cond, body, num_cond_consts, num_body_consts = jaxprs.while_of(equation)
+        of_cond = _needs_in(cond, [True])
+        carried = [a or b for a, b in zip(wanted, of_cond[num_cond_consts:], strict=True)]
+        return [*of_cond[:num_cond_consts], *_until_all(carried, num_body_consts, lambda carried: _needs_in(body, carried))]
+    if name == "cond":
+        branches = [_needs_in(branch, wanted) for branch in jaxprs.branches_of(equation)]
+        return [True, *(any(row) for row in zip(*branches, strict=True))]
+    return _needs_in(inner.jaxpr, wanted) if inner is not None else [True] * len(equation.invars)
+
+
+def _until_all(carried: list[bool], num_consts: int, one_round: Callable[[list[bool]], list[bool]]) -> list[bool]:
+    """Return what a loop needs, whose rounds take constants and then what is carried; `carried` grows to all that is needed."""
+    while True:
+        needed = one_round(carried)
+        wider = [a or b for a, b in zip(carried, needed[num_consts:], strict=False)]
+        if wider == carried:
+            return [*needed[:num_consts], *carried, *needed[num_consts + len(carried) :]]
+        carried = wider
+
+
+def _needs_in(jaxpr: Jaxpr, wanted: Sequence[bool]) -> list[bool]:
+    needed = _needed(jaxpr, wanted)[0]
+    return [variable in needed for variable in jaxpr.invars]
+
+
+def _needed(jaxpr: Jaxpr, wanted: Sequence[bool]) -> tuple[set[Any], list[tuple[Any, list[bool]]]]:
+    """Return the variables that the wanted results need, and the equations, each with which of its results are."""
+    needed = {atom for atom, own in zip(jaxpr.outvars, wanted, strict=True) if own and not isinstance(atom, Literal)}
+    equations = []
+    for equation in reversed(jaxpr.eqns):
+        results = [variable in needed for variable in equation.outvars]
+        if any(results):
+            equations.append((equation, results))
+            operands = zip(equation.invars, needs(equation, results), strict=True)
+            needed.update(atom for atom, own in operands if own and not isinstance(atom, Literal))
+    return needed, equations[::-1]
+
+
+def judged_elsewhere(equation: Any) -> Any:
+    """Return an equation in which no mark says that a variable is assigned.
+
+    What depends on rows was judged in the trace, and what does not is assigned where all replicas do it.
+    """
+    if equation.primitive is mark_p and equation.params["note"].purpose is Purpose.ASSIGN:
+        return equation.replace(params={"note": dataclasses.replace(equation.params["note"], purpose=Purpose.JUDGED)})
+    return equation.replace(params={name: _judged(value) for name, value in equation.params.items()})
+
+
+def _judged(value: Any) -> Any:
+    if type(value) in (tuple, list):
+        return type(value)(map(_judged, value))
+    if not isinstance(value, Jaxpr | ClosedJaxpr):
+        return value
+    jaxpr = value.jaxpr if isinstance(value, ClosedJaxpr) else value
+    inner = jaxpr.replace(eqns=[judged_elsewhere(equation) for equation in jaxpr.eqns])
+    return ClosedJaxpr(inner, value.consts) if isinstance(value, ClosedJaxpr) else inner
+
+
+def alone(equation: Any, position: int, axis: Any) -> tuple[ClosedJaxpr, list[int]] | None:
+    """Return a function that computes one result of a loop, condition or call and nothing else, and the operands that it takes.
+
+    None where that is not known to be all that the equation does.
+    """
+    if not jaxprs.is_function_of_operands(equation):
+        return None
+    wanted = [k == position for k in range(len(equation.outvars))]
+    taken = [k for k, own in enumerate(needs(equation, wanted)) if own]
+    avals = [equation.invars[k].aval for k in taken]
+
+    def compute(*values: Any) -> Any:
+        given = dict(zip(taken, values, strict=True))
+        return _compute(equation, [given.get(k) for k in range(len(equation.invars))], wanted)[position]
+
+    operands = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in avals]
+    return tracing.traced(compute, operands, axis), taken
+
+
+def _compute(equation: Any, operands: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
+    """Compute the wanted results of an equation, with None for the others and for the operands that they do not need."""
+    name, inner = equation.primitive.name, jaxprs.callee(equation)
+    needed = needs(equation, wanted)
+    if all(wanted) and all(needed):
+        return tracing.bind(equation, operands)
+    operands = [value if own else None for value, own in zip(operands, needed, strict=True)]
+    if inner is not None:
+        return _run(inner, operands, wanted)
+    if name == "cond":
+        branches = [_branch(closed, operands[1:], wanted) for closed in equation.params["branches"]]
+        return _filled(jax.lax.switch(operands[0], branches), wanted)
+    if name == "while":
+        return _while(equation, operands)
+    return _scan(equation, operands, wanted) if name == "scan" else tracing.bind(equation, operands)
+
+
+def _branch(closed: ClosedJaxpr, operands: Sequence[Any], wanted: Sequence[bool]) -> Callable[[], list[Any]]:
+    return lambda: _kept(_run(closed, operands, wanted), wanted)
+
+
+def _while(equation: Any, operands: Sequence[Any]) -> list[Any]:
+    _, _, num_cond_consts, num_body_consts = jaxprs.while_of(equation)
+    again, body = (equation.params[name] for name in ("cond_jaxpr", "body_jaxpr"))
+    num_consts = num_cond_consts + num_body_consts
+    of_cond, of_body, carry = operands[:num_cond_consts], operands[num_cond_consts:num_consts], operands[num_consts:]
+    carried = [value is not None for value in carry]
+    values = jax.lax.while_loop(
+        lambda carry: _run(again, [*of_cond, *_filled(carry, carried)], [True])[0],
+        lambda carry: _kept(_run(body, [*of_body, *_filled(carry, carried)], carried), carried),
+        _kept(carry, carried),
+    )
+    return _filled(values, carried)
+
+
+def _scan(equation: Any, operands: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
+    [closed] = jaxprs.inner_jaxprs(equation)
+    _, num_consts, num_carry = jaxprs.scan_of(equation)
+    constants, carry, rows = operands[:num_consts], operands[num_consts:][:num_carry], operands[num_consts + num_carry :]
+    carried, sliced, stacked = [v is not None for v in carry], [v is not None for v in rows], wanted[num_carry:]
+
+    def one_round(carry: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
+        arguments = [*constants, *_filled(carry, carried), *_filled(rows, sliced)]
+        results = _run(closed, arguments, [*carried, *stacked])
+        return _kept(results[:num_carry], carried), _kept(results[num_carry:], stacked)
+
+    options = {key: equation.params[key] for key in ("length", "reverse", "unroll")}
+    new, collected = jax.lax.scan(one_round, _kept(carry, carried), _kept(rows, sliced), **options)
+    return [*_filled(new, carried), *_filled(collected, stacked)]
+
+
+def _kept(values: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
+    return [value for value, own in zip(values, wanted, strict=True) if own]
+
+
+def _filled(values: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
+    given = iter(values)
+    return [next(given) if own else None for own in wanted]
+
+
+def _run(closed: ClosedJaxpr, arguments: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
+    jaxpr = closed.jaxpr
+    known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *arguments), strict=True))
+    read = lambda atom: atom.val if isinstance(atom, Literal) else known.get(atom)  # noqa: E731
+    for equation, results in _needed(jaxpr, wanted)[1]:
+        known.update(zip(equation.outvars, _compute(equation, list(map(read, equation.invars)), results), strict=True))
+    return [read(atom) if own else None for atom, own in zip(jaxpr.outvars, wanted, strict=True)]
