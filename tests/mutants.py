@@ -61,6 +61,8 @@ MUTANTS: list[tuple[str, str, str, str]] = [
      "tests/_command/test_env.py::test_a_reader_that_leaves_and_characters_that_the_output_lacks_are_no_error_of_ours"),
     ("launch.py", "    except BrokenPipeError:\n", "    except ZeroDivisionError:\n",
      "tests/_command/test_env.py::test_a_reader_that_leaves_and_characters_that_the_output_lacks_are_no_error_of_ours"),
+    ("launch.py", "    if None in (sys.stdout, sys.stderr):", "    if False:",
+     "tests/_command/test_env.py::test_streams_that_are_closed_or_read_by_nobody_are_no_error_of_ours"),
     ("_text.py", " and not lines_for(value)", "", "tests/test_libraries.py::test_values_are_shown_shortly"),
     ("_tf_names.py", " or (instead.get(prefix) if name.startswith(prefix) else None)", "",
      "tests/test_tf_names.py::test_any_experimental_name_is_refused_and_the_known_ones_work_with_a_warning"),

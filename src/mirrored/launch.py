@@ -61,6 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments[0] if arguments else ""
+    if None in (sys.stdout, sys.stderr):  # closed, as by `mirrored env >&-`
+        _open_standard_streams()
+        sys.stdout, sys.stderr = sys.stdout or os.fdopen(1, "w"), sys.stderr or os.fdopen(2, "w")
     if command == "launch":
         return _launch(arguments[1:])
     if command in ("check", "env", "report"):  # they need jax
@@ -68,12 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         name = "._report.saved" if command == "report" else f"._command.{command}"
         work = importlib.import_module(name, __package__).main
         return work(arguments[1:]) if command == "check" else _until_nobody_reads(work, arguments[1:])
-    if command == "--version":
-        sys.stdout.write(f"mirrored {importlib.import_module(__package__ or 'mirrored').__version__}\n")
-        return 0
-    if command in ("-h", "--help"):
-        sys.stdout.write(_HELP)
-        return 0
+    if command in ("--version", "-h", "--help"):
+        text = f"mirrored {importlib.import_module(__package__ or 'mirrored').__version__}\n" if command == "--version" else _HELP
+        return _until_nobody_reads(lambda _: sys.stdout.write(text) and 0, [])
     given = f"there is no command {describe(command)}" if command else "no command was given"
     sys.stderr.write(f"mirrored: {given}; there are launch, check, env and report. Write for example: {_Parser.right}\n")
     return USAGE_ERROR

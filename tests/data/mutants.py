@@ -175,8 +175,9 @@ BY_TEST = {
     "test_plan.py::test_workers_that_read_different_batches_under_data_are_told_so": [
         ("_sharing/agree.py", "else [num_rows, _digest(batch)]", "else [num_rows, 0]"),
     ],
-    "test_plan.py::test_another_record_at_either_end_of_any_array_of_a_batch_is_seen": [
-        ("_sharing/agree.py", "flat[-_DIGEST_BYTES:]", "flat[:_DIGEST_BYTES]"),
+    "test_plan.py::test_another_record_anywhere_in_any_array_of_a_batch_is_seen": [
+        ("_sharing/agree.py", "reshape(-1).view(np.uint8), digest)", "reshape(-1).view(np.uint8)[:100_000], digest)"),
+        ("_sharing/agree.py", "view(np.uint8), digest)", "view(np.uint8))"),
     ],
     "test_dataset.py::test_every_row_of_an_uneven_batch_arrives": [
         ("_sharing/rows.py", "place[len(part) :] = 0", "place[len(part) :] = 1"),
@@ -220,6 +221,10 @@ BY_TEST = {
     ],
     "test_sources.py::test_a_filtered_map_dataset_does_not_know_its_length": [
         ("_dataset.py", "or not _has_length(dataset):", "or False:"),
+    ],
+    "test_prefetch.py::test_ctrl_c_in_a_pipeline_that_nobody_reads_ahead_loses_none_or_says_so": [
+        ("_iterator.py", "                self._begin_again()\n", "                pass\n"),
+        ("_iterator.py", "            self._is_interrupted = True\n", "            pass\n"),
     ],
     "test_prefetch.py::test_ctrl_c_while_waiting_for_a_batch_loses_none": [
         ("_iterator.py", "if not isinstance(error, KeyboardInterrupt):", "if True:"),

@@ -1,5 +1,6 @@
 """The feed: ahead of the loop, in a thread that no way of leaving the loop leaves behind."""
 
+import contextlib
 import contextvars
 import gc
 import threading
@@ -257,6 +258,37 @@ def test_ctrl_c_while_waiting_for_a_batch_loses_none(strategy2: mr.MirroredStrat
 
 def interrupted() -> None:
     raise KeyboardInterrupt
+
+
+def test_ctrl_c_in_a_pipeline_that_nobody_reads_ahead_loses_none_or_says_so(strategy2: mr.MirroredStrategy) -> None:
+    calls: list[int] = []
+
+    def once_interrupted(x: Any) -> Any:
+        calls.append(len(calls))
+        if len(calls) == 3:
+            interrupted()
+        return x
+
+    rows = strategy2.make_numpy_dataset(np.arange(12)).shuffle(seed=1).batch(2)
+    alone = mr.InputOptions(prefetch=0)
+    expected = [strategy2.gather(batch, 0).tolist() for batch in strategy2.distribute_dataset(rows, alone).repeat(2)]
+    iterator, seen = iter(strategy2.distribute_dataset(rows, alone).map(once_interrupted).repeat(2)), []
+    while len(seen) < len(expected):
+        with contextlib.suppress(KeyboardInterrupt):
+            seen.append(strategy2.gather(next(iterator), 0).tolist())
+    assert len(calls) == 13 and next(iterator, None) is None
+    assert (
+        np.sort(seen[:6], axis=None).tolist() == np.sort(seen[6:], axis=None).tolist() == list(range(12)) and seen[:6] != seen[6:]
+    )
+    assert len(expected) == len(seen)
+
+    calls.clear()
+    iterator = iter(strategy2.distribute_dataset(Reiterable(lambda: map(once_interrupted, iter([X] * 4))), alone))
+    with pytest.raises(KeyboardInterrupt):
+        list(iterator)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"was interrupted while it read a batch .* Begin anew: iter\(dataset\)"):
+            next(iterator)
 
 
 def test_no_batch_is_kept_by_an_exception_or_a_closed_iterator(strategy2: mr.MirroredStrategy) -> None:

@@ -31,8 +31,8 @@ from .joined_sums import Joined
 from .lift import Lifted
 from .proof import Collective, Findings
 
-#: While a profile is recorded: begins to mark a run of a program in it. What it returns is called when the run was dispatched, with
-#: its results; without any when it failed.
+#: While a profile is recorded: begins to mark a run of a program in it. What it returns is called when the run was dispatched,
+#: with its results, or with none when it failed.
 annotate: Callable[[Program], Callable[[list[Any]], None]] | None = None
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Generator
-from types import TracebackType
+from types import GeneratorType, TracebackType
 from typing import Any, Self
 
 import jax
@@ -61,7 +61,7 @@ class DistributedIterator:
         self._position: Position = ValueError("the iterator was closed before it read anything, and has no position.")
         self._extra: dict[str, Any] = {"places": [0] * len(elements.limits)} if elements.limits else {}
         self._passes: Passes | None = None
-        self._is_closed = self._is_resumed = False
+        self._is_closed = self._is_resumed = self._is_interrupted = False
         self._channel: Channel | None = None
 
     @property
@@ -80,6 +80,11 @@ class DistributedIterator:
                 "in dataset: train_step(batch). Of several steps in one program, give all: train_steps([next(iterator) for _ in "
                 "range(k)])."
             )
+        if self._is_interrupted:
+            raise RuntimeError(
+                "this iterator was interrupted while it read a batch (Ctrl-C), and cannot say where to go on: batches would be "
+                "lost. Begin anew: iter(dataset). With mr.InputOptions(prefetch=2), Ctrl-C interrupts the waiting only."
+            )
         if self._is_closed:
             raise StopIteration
         start = time.perf_counter()
@@ -88,6 +93,8 @@ class DistributedIterator:
         except BaseException as error:
             if not isinstance(error, KeyboardInterrupt):  # which interrupts the waiting, not the pipeline
                 self.close()
+            elif isinstance(self._batches, GeneratorType) and self._batches.gi_frame is None:
+                self._begin_again()
             raise
         if in_main_thread():
             waited.input += time.perf_counter() - start
@@ -149,7 +156,7 @@ class DistributedIterator:
                     self._source = open_source(json.loads(self._position))
             raise
         self.close()
-        self._is_closed, self._is_resumed = False, True
+        self._is_closed, self._is_resumed, self._is_interrupted = False, True, False
         self._source, self._extra, self._position = source, extra, json.dumps(state["source"])
         self._later = self._elements.of_later_passes(extra.get("places", []))
 
@@ -171,10 +178,19 @@ class DistributedIterator:
 
     def _open(self) -> Source:
         if self._source is None:
-            self._source = self._elements.open()
+            state = json.loads(self._position) if self._is_resumed and isinstance(self._position, str) else None
+            self._source = self._elements.open(state)
             self._position = self._source.position()
-            self._later = self._elements.of_later_passes([])
+            self._later = self._elements.of_later_passes(self._extra.get("places", []))
         return self._source
+
+    def _begin_again(self) -> None:
+        """Go on after the last batch that was given, where an interrupted pipeline would say that the data has ended."""
+        self.close()
+        if isinstance(self._position, str) and self._layout.worker.count == 1:
+            self._is_closed, self._is_resumed = False, True
+        else:
+            self._is_interrupted = True
 
     def _started(self) -> Ahead[Any] | Batches:
         if self._batches is None:
