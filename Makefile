@@ -25,7 +25,7 @@ test: setup
 
 ## test-oldest: the default test suite with the oldest Python and JAX that are supported
 test-oldest:
-	JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(MAKE) test VENV=.venv-oldest PYTHON=$$(tools/newest-python 3.11)
+	$(MAKE) test VENV=.venv-oldest PYTHON=$$(tools/newest-python 3.11)
 
 ## test-all: the default suite and the slow tests
 test-all: setup
