@@ -36,8 +36,8 @@ OFFERS = {
     """,
     "_replicas": """
         arrays.as_array arrays.cast arrays.check_leaf arrays.check_range arrays.converted_number arrays.host_array
-        arrays.is_numeric arrays.is_wrapped arrays.strong collectives.MAX_ARRAYS_PER_PACK collectives.PACK_BELOW_BYTES
-        collectives.ReplicaAxis collectives.aggregate collectives.all_reduce collectives.check_axis
+        arrays.is_numeric arrays.is_wrapped arrays.refuse_mask arrays.strong collectives.MAX_ARRAYS_PER_PACK
+        collectives.PACK_BELOW_BYTES collectives.ReplicaAxis collectives.aggregate collectives.all_reduce collectives.check_axis
         collectives.mean_by_rows collectives.normalize_axes collectives.pad_to collectives.sum_in_one_buffer
         context.ReplicaContext context.axis_of context.check_call context.knows_id context.own_parts cross_device.is_for
         cross_device.sum_by cross_replica.aggregate_stack cross_replica.broadcast_stack cross_replica.compiled
@@ -51,7 +51,8 @@ OFFERS = {
         mesh.ReplicaMesh mesh.cluster_mesh mesh.default_mesh mesh.make_mesh mesh.resolve_devices mesh.with_replicas
         parts.all_gather_parts parts.join_parts parts.num_real parts.own_part parts.part_size parts.reduce_scatter
         parts.split_parts per_replica.PerReplica per_replica.carried_sums per_replica.is_per_replica
-        per_replica.stack_of per_replica.stack_shapes per_replica.uneven_shapes placement.check_later placement.checksum
+        per_replica.require_whole per_replica.stack_of per_replica.stack_shapes per_replica.uneven_shapes
+        placement.check_later placement.checksum
         placement.mirror placement.mirror_constants placement.refuse_argument placement.stack spent.Spent spent.forget_pause
         spent.waited
         together.Task together.run

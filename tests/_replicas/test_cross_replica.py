@@ -291,6 +291,32 @@ def test_aggregation_makes_one_value_of_the_copies():
     assert half.dtype == jnp.float16 and half[0] == 60000
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
+def test_the_first_copy_comes_bit_by_bit(strategy3, dtype):
+    with strategy3.scope():
+        first = mr.Variable(np.ones(3, dtype), synchronization="on_read", aggregation="only_first_replica")
+    value = jnp.asarray([-0.0, 1e-40, 5], "float32").astype(dtype)  # a subnormal
+    first.assign(value)
+    assert first.numpy().tobytes() == np.asarray(value).tobytes()
+
+
+@pytest.mark.parametrize("synchronization", ["on_write", "on_read"])
+@pytest.mark.parametrize("aggregation, share", [("sum", 1), ("mean", 1 / 3), ("only_first_replica", 1)])
+def test_an_aggregation_outside_a_step_has_gradients(strategy3, synchronization, aggregation, share):
+    with strategy3.scope():
+        w = mr.Variable(np.float32([3, 4]))
+        total = mr.Variable(np.zeros(2, np.float32), synchronization=synchronization, aggregation=aggregation)
+    own = strategy3.distribute_values_from_function(lambda ctx: np.float32(ctx.replica_id_in_sync_group == 0))
+
+    def loss():  # all copies but the first are zero
+        total.assign(strategy3.run(lambda own: own * w.value**2, args=(own,)))
+        return total.value.sum()
+
+    for value_and_grad in (mr.value_and_grad(loss, w), mr.function(mr.value_and_grad(loss, w))):
+        value, gradient = value_and_grad()
+        np.testing.assert_allclose((value, *gradient), (25 * share, 6 * share, 8 * share), rtol=1e-6)
+
+
 def test_one_program_serves_all_values_of_one_shape(strategy2, per_replica):
     cross_replica._compile.cache_clear()
     for i in range(4):

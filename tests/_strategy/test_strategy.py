@@ -126,6 +126,25 @@ def test_local_results_of_variables_are_their_copies(strategy3):
     assert [tuple(map(float, pair)) for pair in pairs] == [(2, 1), (2, 2), (2, 3)]
 
 
+@pytest.mark.parametrize("verb", ["reduce", "gather", "local_results", "run"])
+def test_a_per_replica_that_tree_map_has_changed_is_refused(strategy3, per_replica, verb):
+    odd = per_replica(strategy3, *map(np.ones, (1, 2, 3)))
+    use = {
+        "reduce": lambda x: strategy3.reduce("sum", x, axis=0),
+        "gather": lambda x: strategy3.gather(x, axis=0),
+        "local_results": strategy3.local_results,
+        "run": lambda x: strategy3.run(lambda x: x, args=(x,)),
+    }[verb]
+    for change in (lambda a: a[:, :1], lambda a: a[:, None]):
+        with pytest.raises(mr.PerReplicaError, match=r"does not hold the replicas' shapes \(1,\), \(2,\), .*strategy\.run"):
+            use(jax.tree.map(change, odd))
+    with pytest.raises(mr.PerReplicaError, match=r"a PerReplica without replicas: jax\.tree\.map\(jnp\.sum"):
+        use(jax.tree.map(jnp.sum, odd))
+    doubled = jax.tree.map(lambda a: a * 2, odd)
+    assert [value.tolist() for value in doubled.values] == [[2], [2, 2], [2, 2, 2]]
+    use(doubled)
+
+
 def test_results_are_mirrored_arrays_that_live_on_every_device(strategy3, per_replica):
     x = per_replica(strategy3, *range(3))
     for result in (strategy3.reduce("sum", x), strategy3.reduce("mean", 2.0), strategy3.gather(np.ones(1), axis=0)):
@@ -223,6 +242,25 @@ def test_a_later_change_of_a_numpy_array_does_not_matter(strategy2):
     x = strategy2.distribute_values_from_function(lambda ctx: array)
     array[:] = 7
     assert strategy2.reduce("sum", x, axis=0) == 0
+
+
+def test_a_masked_array_is_refused_since_its_mask_would_be_lost(strategy2):
+    masked = np.ma.array(np.ones(2, np.float32), mask=[0, 1])
+    with strategy2.scope():
+        v = mr.Variable(np.zeros(2))
+    uses = [
+        lambda: strategy2.run(lambda x: x, args=(masked,)),
+        lambda: mr.function(lambda x: x)(masked),
+        lambda: strategy2.reduce("sum", masked),
+        lambda: strategy2.gather(masked, axis=0),
+        lambda: strategy2.distribute_values_from_function(lambda ctx: masked),
+        lambda: mr.Variable(masked),
+        lambda: v.assign(masked),
+    ]
+    for use in uses:
+        with pytest.raises(TypeError, match=r"masked array, and no device holds masks\. Write array\.filled\(value\)"):
+            use()
+    assert strategy2.run(lambda x: x, args=(masked.filled(0),)).tolist() == [1, 0]
 
 
 def test_values_that_do_not_fit_together_are_refused(strategy2):

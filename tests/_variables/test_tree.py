@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import mirrored as mr
+from mirrored._variables.variable import is_variable
 
 
 @jax.tree_util.register_dataclass
@@ -128,3 +129,41 @@ def test_what_is_refused_changes_nothing(strategy2: mr.Strategy) -> None:
         mr.Variable({"a": 1})
     with pytest.raises(TypeError, match=r"the function returned a dict.*mr\.Variable\(make\(\)\)"):
         mr.Variable(lambda: {"a": np.ones(2)})
+
+
+# -- of variables
+
+
+def test_a_variable_of_variables_is_a_copy_that_can_be_assigned(strategy2: mr.Strategy) -> None:
+    with strategy2.scope():
+        w = mr.Variable(np.ones(2, np.float32), name="w")
+        params = mr.Variable({"a": np.ones(2, np.float32), "n": 3}, name="params")
+        made = {
+            "params": mr.Variable(params, name="average"),
+            "nested": mr.Variable({"p": params, "w": w}, name="average"),
+            "variables": mr.Variable({"w": w, "n": 3}, name="average"),
+        }
+    names = {how: sorted(v.name for v in jax.tree.leaves(tree.variables, is_leaf=is_variable)) for how, tree in made.items()}
+    expected = {"params": ["average['a']"], "nested": ["average['p']['a']", "average['w']"], "variables": ["average['w']"]}
+    assert names == expected
+    for tree in made.values():
+        tree.assign(tree.value)  # its own value fits, with the number at its place
+        tree.assign(jax.tree.map(lambda x: x if isinstance(x, int) else x * 2, tree.value))
+    assert made["nested"].numpy()["p"]["n"] == 3 and made["nested"].numpy()["w"].tolist() == [2, 2]
+    assert params.numpy()["a"].tolist() == w.numpy().tolist() == [1, 1], "it is a copy"
+
+    def take_over() -> None:
+        made["params"].assign(params)
+        made["nested"].assign({"p": params, "w": w})
+
+    for way in (take_over, lambda: strategy2.run(take_over)):
+        made["params"].assign({"a": np.zeros(2), "n": 3})
+        way()
+        assert made["params"].numpy()["a"].tolist() == made["nested"].numpy()["p"]["a"].tolist() == [1, 1]
+
+
+def test_a_tree_with_a_per_replica_is_refused_as_one_alone_is(strategy2: mr.Strategy) -> None:
+    own = strategy2.distribute_values_from_function(lambda ctx: np.ones(2))
+    for tree in (own, {"a": own}, [np.ones(3), {"a": own}]):
+        with pytest.raises(mr.PerReplicaError, match="the initial value is a PerReplica"):
+            mr.Variable(tree)

@@ -4,9 +4,11 @@ What they refuse is also in test_bad_input.py.
 """
 
 import copy
+import gc
 import math
 import operator
 import pickle
+import sys
 import weakref
 
 import hypothesis.strategies as st
@@ -392,6 +394,16 @@ def test_every_dtype_and_shape_in_every_mode(strategy3):
         assert all(copy.dtype == one.dtype and copy.shape == one.shape for copy in strategy3.local_results(v)), mode
         assert mode == ["on_read", "none"] or v.numpy().dtype == one.dtype, mode
     strategy3.assert_mirrored()
+
+
+def test_arguments_that_no_variable_takes_give_one_error_and_no_second_one_at_its_end(monkeypatch):
+    unraisable = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda found: unraisable.append(found.exc_value))
+    for make in (lambda: mr.Variable(1.0, shape=()), lambda: mr.Variable(1.0, "w")):
+        with pytest.raises(TypeError, match="argument"):
+            make()
+        gc.collect()
+    assert not unraisable
 
 
 def test_a_random_key_is_state(strategy2):

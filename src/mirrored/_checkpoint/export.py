@@ -62,7 +62,7 @@ def _exported(value: Any) -> Any:
         if uneven_shapes(value) is not None:
             raise UnevenReplicasError(
                 f"mr.export got a PerReplica with the shapes {value.shapes}, of which there is no one array. Join the rows: "
-                "replicas: strategy.gather(value, axis=0)."
+                "strategy.gather(value, axis=0)."
             )
         return stack_of(value)
     state = keras_state.state_of(value)

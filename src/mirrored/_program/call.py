@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from .._errors import PerReplicaError, StrategyMismatchError
-from .._replicas.arrays import check_range, is_numeric
-from .._replicas.per_replica import PerReplica, stack_of, uneven_shapes
+from .._errors import StrategyMismatchError
+from .._replicas.arrays import check_range, is_numeric, refuse_mask
+from .._replicas.per_replica import PerReplica, require_whole, stack_of, uneven_shapes
 from .._typing import PyTree, Shape
 from .._variables.variable import Variable
 
@@ -128,6 +128,7 @@ def key_of(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
             is_weak = getattr(array, "weak_type", False)  # random keys have none
             kinds.append(_array_leaf((array.shape, array.dtype, is_weak, False, None)))
         elif isinstance(leaf, _NUMPY) and not isinstance(leaf, str | bytes):
+            refuse_mask(leaf, lambda: f"the argument {_name_at(len(kinds), function, args, kwargs)} is")
             array = np.array(leaf)  # a copy: the program reads it later, when the user may have changed it
             if not is_numeric(leaf.dtype):
                 raise TypeError(_numpy_message(leaf, _name_at(len(kinds), function, args, kwargs)))
@@ -148,13 +149,10 @@ def array_leaves(key: Any) -> list[ArrayLeaf]:
 def check_replicas(arrays: Sequence[Any], leaves: Sequence[ArrayLeaf], names: Callable[[], list[str]], num_replicas: int) -> None:
     """Refuse a PerReplica that another strategy made."""
     for position, (array, leaf) in enumerate(zip(arrays, leaves, strict=True)):
-        if leaf.is_per_replica and not array.ndim:
-            raise PerReplicaError(
-                f"the argument {names()[position]} is a PerReplica without replicas: jax.tree.map(jnp.sum, value) and the "
-                "like reduce over the axis of the replicas too. Compute in a step: strategy.run(jnp.sum, args=(value,)). For one "
-                "number of all: strategy.reduce('sum', value, axis=None)."
-            )
-        if leaf.is_per_replica and array.shape[0] != num_replicas:
+        if not leaf.is_per_replica:
+            continue
+        require_whole(PerReplica(array, leaf.shapes), lambda: f"the argument {names()[position]} is")  # noqa: B023
+        if array.shape[0] != num_replicas:
             raise StrategyMismatchError(
                 f"the argument {names()[position]} is a PerReplica of {array.shape[0]} replicas, but this strategy has "
                 f"{num_replicas}; it comes from another strategy. Distribute the data with the strategy that runs the step."

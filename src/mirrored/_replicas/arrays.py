@@ -49,11 +49,18 @@ def check_range(array: np.ndarray, what: Callable[[], str]) -> None:
         )
 
 
+def refuse_mask(value: Any, what: Callable[[], str]) -> None:
+    """Refuse a masked array, of which numpy would give what is under the mask too; `what` is how the message begins."""
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(f"{what()} a masked array, and no device holds masks. Write array.filled(value).")
+
+
 def host_array(value: Any, what: str, dtype: Any) -> np.ndarray:
     """Copy a host value into an array that nobody else can change.
 
     The copy is made with numpy because `jax.device_put` may keep a numpy array's own memory.
     """
+    refuse_mask(value, lambda: f"{what} is")
     if hasattr(value, "__jax_array__"):
         value = np.asarray(value.__jax_array__())
     try:
@@ -111,6 +118,7 @@ def check_leaf(leaf: Any, verb: str) -> None:
             "dicts, lists and tuples. Leave other values out of the tree."
         )
     if isinstance(leaf, np.ndarray | np.generic):
+        refuse_mask(leaf, lambda: f"the value given to {verb} is")
         check_range(np.asarray(leaf), lambda: f"the value given to {verb} holds")
 
 

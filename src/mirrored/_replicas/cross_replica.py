@@ -81,20 +81,47 @@ def gather_mirrored(value: jax.Array, axis: int, num_replicas: int) -> jax.Array
 def aggregate_stack(stack: jax.Array, mode: VariableAggregation) -> jax.Array:
     """Make one value of the copies of a variable; the dtype stays."""
     if mode is VariableAggregation.ONLY_FIRST_REPLICA:
-        return stack[0]
+        return _first_copy(stack)
     if mode is VariableAggregation.SUM and jnp.issubdtype(stack.dtype, jnp.inexact):
         return _sum_of_copies(stack)
     return reduce_stack(stack, ReduceOp[mode.name], (), None).astype(stack.dtype)
 
 
+def _first_copy(stack: jax.Array) -> jax.Array:
+    if jnp.iscomplexobj(stack):
+        return jax.lax.complex(_first_copy(stack.real), _first_copy(stack.imag))
+    return _first_bits(stack) if jnp.issubdtype(stack.dtype, jnp.floating) else stack[0]
+
+
+@jax.custom_jvp
+def _first_bits(stack: jax.Array) -> jax.Array:
+    """Take the first copy by its bits: XLA takes a row out of a split array by adding zeros, 0.0 for -0.0 and subnormals."""
+    return jax.lax.bitcast_convert_type(_bits_of(stack)[0], stack.dtype)
+
+
+@_first_bits.defjvp
+def _first_tangent(stacks: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    return _first_bits(stacks[0]), tangents[0][0]
+
+
 def _sum_of_copies(stack: jax.Array) -> jax.Array:
-    """Add up copies. If all but one are zero, take the bits of that one: XLA on CPU takes a subnormal for zero when it adds."""
     if jnp.iscomplexobj(stack):
         return jax.lax.complex(_sum_of_copies(stack.real), _sum_of_copies(stack.imag))
+    return _sum_by_bits(stack)
+
+
+@jax.custom_jvp
+def _sum_by_bits(stack: jax.Array) -> jax.Array:
+    """Add up copies. If all but one are zero, take the bits of that one: XLA on CPU takes a subnormal for zero when it adds."""
     bits = _bits_of(stack)
     is_zero = (bits << 1) == 0
     alone = jax.lax.bitcast_convert_type(jnp.sum(jnp.where(is_zero, 0, bits), axis=0, dtype=bits.dtype), stack.dtype)
     return jnp.where(jnp.sum(~is_zero, axis=0) == 1, alone, reduce_stack(stack, ReduceOp.SUM, (), None))
+
+
+@_sum_by_bits.defjvp
+def _sum_tangent(stacks: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    return _sum_by_bits(stacks[0]), reduce_stack(tangents[0], ReduceOp.SUM, (), None)
 
 
 def _bits_of(value: jax.Array) -> jax.Array:

@@ -246,6 +246,31 @@ carried_sums: Callable[[PerReplica], tuple[Any, Any, Any] | None] = operator.att
 uneven_shapes: Callable[[PerReplica], tuple[Shape, ...] | None] = operator.attrgetter("_shapes")
 
 
+def require_whole(value: PerReplica, what: Callable[[], str]) -> None:
+    """Refuse a PerReplica whose array `jax.tree.map` has changed so that it holds no longer one value for each replica.
+
+    Args:
+        value: the PerReplica.
+        what: says how the message begins, such as "reduce got".
+    """
+    array, shapes = stack_of(value), uneven_shapes(value)
+    if not getattr(array, "ndim", 0):
+        found = "without replicas"
+    elif shapes is not None and not all(_fits(shape, array.shape[1:]) for shape in shapes):
+        found = f"whose array of shape {array.shape} does not hold the replicas' shapes {', '.join(map(str, shapes))}"
+    else:
+        return
+    raise PerReplicaError(
+        f"{what()} a PerReplica {found}: jax.tree.map(jnp.sum, value) and the like work on one array of all replicas, padding "
+        "included. Compute in a step: strategy.run(jnp.sum, args=(value,)). For one number of all: strategy.reduce('sum', "
+        "value, axis=0), or axis=None for scalars."
+    )
+
+
+def _fits(shape: Shape, padded: Shape) -> bool:
+    return len(shape) == len(padded) and all(size <= room for size, room in zip(shape, padded, strict=True))
+
+
 def stack_shapes(shapes: Sequence[Shape]) -> tuple[Shape, tuple[Shape, ...] | None]:
     """Return the shape to which all `shapes` are padded, and the shapes themselves when they differ."""
     largest = tuple(max(sizes) for sizes in zip(*shapes, strict=True))

@@ -13,7 +13,7 @@ from .._errors import StrategyMismatchError
 from .._options import CrossDeviceOps, ReduceOp, ReductionToOneDevice, VariableSynchronization, accumulates
 from .._replicas import arrays, collectives, cross_replica, frames, host_memory, placement, together
 from .._replicas.mesh import ReplicaMesh
-from .._replicas.per_replica import PerReplica, carried_sums, stack_of, uneven_shapes
+from .._replicas.per_replica import PerReplica, carried_sums, require_whole, stack_of, uneven_shapes
 from .._replicas.together import Task
 from .._typing import PyTree
 from .._variables.access import all_copies, lent
@@ -135,6 +135,7 @@ class Leaves:
         return placement.mirror(self.mesh, [array], differ)[0]
 
     def _check_own(self, value: PerReplica, verb: str) -> None:
+        require_whole(value, lambda: f"{verb} got")
         if value.num_replicas != self.mesh.num_replicas:
             raise StrategyMismatchError(
                 f"{verb} got a PerReplica of {value.num_replicas} replicas, but {self.strategy!r} has {self.mesh.num_replicas}; "

@@ -19,7 +19,7 @@ from .._replicas.arrays import cast, host_array
 from .._replicas.collectives import ReplicaAxis
 from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh
-from .._replicas.per_replica import PerReplica, stack_of
+from .._replicas.per_replica import PerReplica, require_whole, stack_of
 from .spec import VariableSpec
 
 
@@ -142,6 +142,7 @@ class Assignment:
 
 def check_per_replica(spec: VariableSpec, method: str, operand: PerReplica) -> None:
     """Refuse a PerReplica of another strategy, or of another shape than the variable's."""
+    require_whole(operand, lambda: f"{method} to variable {spec.name!r} was given")
     if operand.num_replicas != spec.mesh.num_replicas:
         raise StrategyMismatchError(
             f"{method} to variable {spec.name!r} of {spec.mesh.num_replicas} replicas was given a PerReplica of "

@@ -12,6 +12,7 @@ import numpy as np
 
 from .._replicas import frames
 from .._replicas.arrays import is_wrapped
+from .._replicas.per_replica import is_per_replica
 from .._typing import PyTree
 from . import storage
 
@@ -41,11 +42,11 @@ class VariableTree:
 
     def __init__(self, tree: PyTree, make: Callable[..., Any], name: str) -> None:
         """Make the variables; users call `mr.Variable(tree)`."""
-        paths, self._treedef = jax.tree_util.tree_flatten_with_path(tree)
+        paths, self._treedef = jax.tree_util.tree_flatten_with_path(_with_values(tree), is_leaf=is_per_replica)
         self._name = name
         #: What is no array, at its place; None where a variable is.
-        self._static: list[tuple[Any] | None] = [None if is_array(leaf) else (leaf,) for _, leaf in paths]
-        self._variables = [make(leaf, name=name + jax.tree_util.keystr(path)) for path, leaf in paths if is_array(leaf)]
+        self._static: list[tuple[Any] | None] = [None if _is_state(leaf) else (leaf,) for _, leaf in paths]
+        self._variables = [make(leaf, name=name + jax.tree_util.keystr(path)) for path, leaf in paths if _is_state(leaf)]
         if paths and not self._variables:
             raise TypeError(
                 f"variable {name!r}: there is no array in {tree!r}. Make arrays of the numbers that are state, for example "
@@ -95,7 +96,7 @@ class VariableTree:
         return len(leaves) == len(self._variables) and all(map(operator.is_, leaves, self._variables))
 
     def _checked(self, value: PyTree) -> list[Any]:
-        leaves, treedef = jax.tree.flatten(value, is_leaf=is_wrapped)
+        leaves, treedef = jax.tree.flatten(_with_values(value), is_leaf=is_wrapped)
         if treedef != self._treedef:
             raise ValueError(
                 f"{self._name}.assign got a tree of structure {treedef}; expected {self._treedef}, which mr.Variable was given."
@@ -125,6 +126,19 @@ class VariableTree:
 def is_array(leaf: Any) -> bool:
     """Tell whether a leaf of a tree is state."""
     return isinstance(leaf, jax.Array | np.ndarray | np.generic)
+
+
+def _is_state(leaf: Any) -> bool:
+    return is_array(leaf) or is_per_replica(leaf)  # a PerReplica is refused, as it is outside of a tree
+
+
+def _with_values(tree: PyTree) -> PyTree:
+    """Return a tree with the values of its variables in their places: a variable of them is a copy, with a state of its own."""
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_whole)
+    if not any(map(_is_whole, leaves)):
+        return tree
+    is_variable = [_is_whole(leaf) and hasattr(type(leaf), "value") for leaf in leaves]
+    return jax.tree.unflatten(treedef, [leaf.value if is_one else leaf for leaf, is_one in zip(leaves, is_variable, strict=True)])
 
 
 def is_tree(value: Any) -> bool:

@@ -93,7 +93,9 @@ class Variable(ScatterMethods):
     def __new__(cls, initial_value: Any = None, name: str | None = None, **options: Any) -> Any:
         """Make a variable, or one of each array in a tree."""
         if not is_tree(initial_value):
-            return super().__new__(cls)
+            self = super().__new__(cls)
+            self._slot = Slot()  # here, because `__del__` finds it also where `__init__` does not take the arguments
+            return self
         return VariableTree(initial_value, functools.partial(cls, **options), check_name(name))
 
     def __init__(
@@ -106,7 +108,6 @@ class Variable(ScatterMethods):
         synchronization: VariableSynchronization | str = "auto",
         aggregation: VariableAggregation | str = "none",
     ) -> None:
-        self._slot = Slot()
         self._slot.name = name = check_name(name)
         is_on_read = takes_each_value(synchronization, name)
         how = VariableAggregation.parse(aggregation, "aggregation")
@@ -482,8 +483,7 @@ def flatten(variable: Variable) -> tuple[tuple[jax.Array], None]:
 
 
 def unflatten(_: None, children: tuple[Any]) -> Any:
-    """Return the value that stands in a variable's place in a tree."""
-    # Not a Variable: a tree of variables stands for the tree of their values, see docs/design/variables.md.
+    """Return the value, no variable: a tree of variables stands for the tree of their values (docs/design/variables.md)."""
     return children[0]
 
 
