@@ -499,6 +499,23 @@ def test_no_job_ends_well_whose_workers_have_done_different_things(make: Make, c
             assert re.search(f"leaves with code .: ProgramMismatchError: the workers have .*{said}", caplog.text), caplog.text
 
 
+def test_what_the_last_programs_find_wrong_is_an_error_of_the_end(make: Make) -> None:
+    def finish() -> None:
+        raise ValueError("the argument `x` is not the same on all workers")
+
+    for order, is_found in ((done("train").history(), True), ([UNKNOWN] * 2, False)):
+        guarded = make()
+        guarded.progress.finish = finish
+        guarded.progress.enter("train", b"train")
+        guarded.says("ended/1", json.dumps(order))
+        guarded.guard._end()
+        if is_found:
+            assert guarded.codes.get(timeout=5) == 1 and isinstance(guarded.printed[-1], ValueError)
+            assert guarded.verdict().title.endswith("with ValueError: the argument `x` is not the same on all workers")
+        else:  # the programs of other threads may wait for ever
+            assert guarded.codes.empty() and guarded.of_key("call") == "done"
+
+
 # ---- the end
 
 

@@ -26,7 +26,7 @@ from .coordination import Coordination
 from .leaving import HERE, LAST_RESORT_SECONDS, Leaving
 from .links import Links
 from .neighbours import Neighbours
-from .progress import NEXT_BATCH, Progress
+from .progress import NEXT_BATCH, UNKNOWN, Progress
 from .same_program import decode_history, is_other_order, other_order, require_same_history
 from .stall import SETTLED_SECONDS, Others, Own, Position, judge, listed
 from .verdict import Verdict, exit_code_of, last_error, tells_of_loss, tells_of_lost_service, title_of
@@ -173,8 +173,12 @@ class Guard:
             histories.append(decode_history(text))
         try:
             require_same_history(histories, self._trails)
+            if all(UNKNOWN not in history for history in histories):  # so all have started the same programs, and these will end
+                self._progress.finish()
         except ProgramMismatchError as error:
             self._fail(_told_apart(str(error)), code or None)
+        except Exception as error:  # such as an argument of the last step that differs by worker
+            self._on_exception(type(error), error, error.__traceback__)
         else:
             self._coordination.put(_CALL, _DONE)  # wakes the guards
 
