@@ -563,6 +563,19 @@ def test_the_code_of_sys_exit_is_kept_when_others_still_need_this_worker_and_a_c
     assert guarded.codes.get(timeout=10) == 75
 
 
+def test_sys_exit_in_another_thread_is_no_end(make: Make) -> None:
+    guarded = make(worker=1)
+
+    def leave() -> None:
+        with pytest.raises(SystemExit):  # else Python ends the thread, and says nothing
+            sys.exit(3)
+
+    thread = threading.Thread(target=leave)
+    thread.start()
+    thread.join()
+    assert guarded.guard._sys_exit_code == 0
+
+
 def test_waiting_at_the_end_is_told(make: Make, caplog: Log, monkeypatch: Patch) -> None:
     monkeypatch.setattr("mirrored._workers.guard._END_WARNING_SECONDS", 0.5)
     guarded = make()

@@ -26,7 +26,7 @@ from .coordination import Coordination
 from .leaving import HERE, LAST_RESORT_SECONDS, Leaving
 from .links import Links
 from .neighbours import Neighbours
-from .progress import NEXT_BATCH, UNKNOWN, Progress
+from .progress import NEXT_BATCH, UNKNOWN, Progress, in_main_thread
 from .same_program import decode_history, is_other_order, other_order, require_same_history
 from .stall import SETTLED_SECONDS, Others, Own, Position, judge, listed
 from .verdict import Verdict, exit_code_of, last_error, tells_of_loss, tells_of_lost_service, title_of
@@ -76,8 +76,7 @@ class Guard:
         self._stopped, self._failing, self._has_ended = threading.Event(), threading.Event(), False
         self._speaking = threading.Lock()
         self._sys_exit_code = 0
-        self._ticks_in_service = 0
-        self._was_late = False
+        self._ticks_in_service, self._was_late = 0, False
         self._hooks: tuple[Any, Any] = (None, None)
         self._last_error: BaseException | None = None
         self._neighbours, self._links = Neighbours(self._worker, self._num_workers), Links(coordination)
@@ -130,8 +129,9 @@ class Guard:
     # ---- what the main thread runs into
 
     def _on_sys_exit(self, code: Any = None, /) -> None:
-        """Take note of the code, which Python tells nobody else; the exception may still be caught."""
-        self._sys_exit_code = 0 if code is None else code & 0xFF if isinstance(code, int) else FAILED
+        """Take note of the code, which Python tells nobody else; the exception may still be caught, or end a thread only."""
+        if in_main_thread():
+            self._sys_exit_code = 0 if code is None else code & 0xFF if isinstance(code, int) else FAILED
         self._hooks[1](code)
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
