@@ -18,6 +18,7 @@ from fake_service import FakeClient
 import mirrored as mr
 from mirrored._cluster.meeting import meet
 from mirrored._cluster.spec import Cluster, ClusterSpec
+from mirrored._workers import runtime
 from mirrored._workers.coordination import Coordination
 from mirrored._workers.same_program import require_same_history
 
@@ -190,6 +191,12 @@ def _no_task(g):
 
 def two_workers(worker: int) -> Cluster:
     return Cluster(ClusterSpec.of({"worker": ["127.0.0.1:1", "127.0.0.1:2"]}), "worker", worker)
+
+
+@case("ClusterConfigError")
+def _started_by_a_worker(g):
+    g.monkeypatch.setenv("MIRRORED_WORKER", f"1 {runtime._name_of(two_workers(0))}")
+    runtime.start(two_workers(0), mr.CommunicationOptions())
 
 
 @case("ClusterStartError")

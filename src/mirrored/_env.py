@@ -24,6 +24,10 @@ class EnvironmentVariable:
         """Set it, unless it is set."""
         os.environ.setdefault(self.name, value)
 
+    def set(self, value: str) -> None:
+        """Set it, for the processes that this one starts."""
+        os.environ[self.name] = value
+
     def get_int(self) -> int:
         """Return the value as an int, 0 when it is unset or no number."""
         text = self.get() or ""
@@ -95,6 +99,9 @@ JAX_LOCAL_DEVICE_IDS = EnvironmentVariable(
 MIRRORED_ATTEMPT = EnvironmentVariable("MIRRORED_ATTEMPT", "Set by `mirrored launch`: 0, and one more after every restart.")
 MIRRORED_PROGRESS_FILE = EnvironmentVariable(
     "MIRRORED_PROGRESS_FILE", "Set by `mirrored launch`: where to write the step of the last checkpoint, in decimal digits."
+)
+MIRRORED_WORKER = EnvironmentVariable(
+    "MIRRORED_WORKER", "Set by each worker of several, for the processes that it starts: the worker that they cannot be too."
 )
 NO_COLOR = EnvironmentVariable("NO_COLOR", "When it is set and not empty, `mirrored launch` writes no colours: no-color.org.")
 

@@ -37,6 +37,7 @@ from mirrored._checkpoint import state as _state
 from mirrored._checkpoint.checkpoint import Checkpoint
 from mirrored._checkpoint.writer import Writer
 from mirrored._errors import CheckpointError
+from mirrored._replicas import in_flight
 from mirrored._workers.coordination import Coordination
 from mirrored._workers.progress import progress
 
@@ -644,6 +645,19 @@ def test_a_checkpoint_of_a_later_format_is_not_taken_for_damage(tmp_path: Path, 
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match=r"has format 2, and this version.*written by.*install that version"):
         restore(tmp_path, w=w)
+
+
+def test_what_the_last_step_finds_wrong_is_never_saved(tmp_path: Path, strategy2: mr.Strategy) -> None:
+    def differs(_: object) -> None:
+        raise mr.ReplicasDivergeError("the argument `x` is not the same on all workers")
+
+    with strategy2.scope():
+        w = mr.Variable(0.0)
+    with Checkpoint(tmp_path, w=w) as checkpoint:
+        in_flight.joined(jnp.zeros(()), differs)
+        with pytest.raises(mr.ReplicasDivergeError, match="argument `x`"):
+            checkpoint.save(1)
+        assert checkpoint.steps() == []
 
 
 def test_copies_that_differ_are_never_saved(tmp_path: Path, strategy2: mr.Strategy) -> None:

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 import mirrored as mr
 from mirrored._program import cache
 from mirrored._variables import storage
+from mirrored._workers import joint_programs
 
 # Many steps here come from one factory.
 pytestmark = pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning")
@@ -177,6 +178,20 @@ def test_a_ctrl_c_at_any_call_of_steps_that_share_a_variable_loses_nothing():
 
     steps()
     assert ctrl_c.after_each_call(steps, check) > 100
+
+
+def test_a_ctrl_c_at_any_call_of_a_step_of_several_workers_loses_nothing():
+    [a] = variables([0])
+    told = []
+    program = jax.jit(lambda arrays, read: ([], [array + 1 for array in arrays]), donate_argnums=0)
+    started = joint_programs.Announced(program, lambda *arguments: told.append(len(arguments)))
+    home = storage.home_of(slots([a]))
+
+    def step():
+        storage.overwrite(started, home, slots([a]), [])
+
+    step()
+    assert ctrl_c.after_each_call(step, lambda: first(a)) > 3 and set(told) == {2}
 
 
 def test_threads_with_a_lock_lose_no_step():

@@ -203,6 +203,13 @@ _WING = {
     "test_guard.py::test_no_job_ends_well_whose_workers_have_done_different_things": [
         ("guard", "require_same_history(histories, self._trails)", "pass"),
     ],
+    "test_guard.py::test_sys_exit_in_another_thread_is_no_end": [
+        ("guard", "        if in_main_thread():\n", "        if True:\n"),
+    ],
+    "test_guard.py::test_what_the_last_programs_find_wrong_is_an_error_of_the_end": [
+        ("guard", "                self._progress.finish()\n", "                pass\n"),
+        ("guard", "if all(UNKNOWN not in history for history in histories)", "if True"),
+    ],
     "test_guard.py::test_a_worker_that_is_asked_tells_what_it_did_and_leaves_with_the_code_of_the_verdict": [
         ("guard", "if call == _TELL:", "if False:"),
         ("verdict", 'FAILED if fields.get("code") == FAILED else RESTART', "RESTART"),
@@ -244,6 +251,10 @@ _WING = {
     ],
     "test_runtime.py::test_the_guard_watches_from_the_start_to_the_end_of_the_program": [
         ("runtime", "    atexit.register(guard.stop)", "    #"),
+    ],
+    "test_runtime.py::test_a_process_that_a_worker_has_started_is_not_that_worker_too": [
+        ("runtime", "name == _name_of(cluster) and process", "process"),
+        ("runtime", "name == _name_of(cluster) and process != str(os.getpid())", "name == _name_of(cluster)"),
     ],
     "test_runtime.py::test_a_process_is_part_of_one_cluster": [
         ("runtime", "runtime.cluster is not None and runtime.cluster.digest() != cluster.digest()", "False"),

@@ -499,6 +499,23 @@ def test_no_job_ends_well_whose_workers_have_done_different_things(make: Make, c
             assert re.search(f"leaves with code .: ProgramMismatchError: the workers have .*{said}", caplog.text), caplog.text
 
 
+def test_what_the_last_programs_find_wrong_is_an_error_of_the_end(make: Make) -> None:
+    def finish() -> None:
+        raise ValueError("the argument `x` is not the same on all workers")
+
+    for order, is_found in ((done("train").history(), True), ([UNKNOWN] * 2, False)):
+        guarded = make()
+        guarded.progress.finish = finish
+        guarded.progress.enter("train", b"train")
+        guarded.says("ended/1", json.dumps(order))
+        guarded.guard._end()
+        if is_found:
+            assert guarded.codes.get(timeout=5) == 1 and isinstance(guarded.printed[-1], ValueError)
+            assert guarded.verdict().title.endswith("with ValueError: the argument `x` is not the same on all workers")
+        else:  # the programs of other threads may wait for ever
+            assert guarded.codes.empty() and guarded.of_key("call") == "done"
+
+
 # ---- the end
 
 
@@ -544,6 +561,19 @@ def test_the_code_of_sys_exit_is_kept_when_others_still_need_this_worker_and_a_c
         sys.exit(2)  # as a parser of arguments does, and its caller catches
     guarded.called(Verdict("worker 0 failed"))
     assert guarded.codes.get(timeout=10) == 75
+
+
+def test_sys_exit_in_another_thread_is_no_end(make: Make) -> None:
+    guarded = make(worker=1)
+
+    def leave() -> None:
+        with pytest.raises(SystemExit):  # else Python ends the thread, and says nothing
+            sys.exit(3)
+
+    thread = threading.Thread(target=leave)
+    thread.start()
+    thread.join()
+    assert guarded.guard._sys_exit_code == 0
 
 
 def test_waiting_at_the_end_is_told(make: Make, caplog: Log, monkeypatch: Patch) -> None:

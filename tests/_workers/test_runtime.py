@@ -76,6 +76,30 @@ def test_jax_is_told_where_to_listen_and_how_soon_a_silent_worker_is_dead(monkey
     }  # fmt: skip
 
 
+def test_a_process_that_a_worker_has_started_is_not_that_worker_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "has_backend", lambda: False)
+    monkeypatch.setattr(_runtime, "meet", lambda *_: (_ for _ in ()).throw(mr.ClusterStartError("it meets the others")))
+    monkeypatch.setattr(_runtime, "_current", None)
+    monkeypatch.setattr(_runtime, "Guard", lambda *_, **__: SimpleNamespace(start=lambda: None, stop=lambda: None))
+    monkeypatch.setattr(_runtime.distributed, "client", lambda: None)
+    monkeypatch.setenv("MIRRORED_WORKER", "")
+    cluster, options = Cluster(ClusterSpec.of({"worker": ["a:1"]}), "worker", 0), mr.CommunicationOptions()
+    _runtime._begin(cluster, options, 0, 1)
+    monkeypatch.setattr(_runtime, "_current", None)
+    process = os.environ["MIRRORED_WORKER"].partition(" ")[0]
+    assert process == str(os.getpid())
+    for parent, other, is_refused in [
+        ("1", two_workers("a:1", "b:1"), True),  # in the parent's environment, as a process of multiprocessing
+        (process, two_workers("a:1", "b:1"), False),  # os.execv
+        ("1", two_workers("a:2", "b:1"), False),  # of a job of its own
+        ("1", Cluster(ClusterSpec.of({"worker": ["a:1", "b:1"]}), "worker", 1), False),
+    ]:
+        monkeypatch.setenv("MIRRORED_WORKER", f"{parent} {_runtime._name_of(two_workers('a:1', 'b:1'))}")
+        error = mr.ClusterConfigError if is_refused else mr.ClusterStartError
+        with pytest.raises(error, match="started by process 1, which is" if is_refused else "it meets the others"):
+            _runtime.start(other, options)
+
+
 @pytest.fixture
 def connecting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[..., None]], object]]:
     """Start a worker whose `jax.distributed.initialize` is a function of the test."""

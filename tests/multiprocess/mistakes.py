@@ -90,6 +90,7 @@ mistakes: dict[str, Callable[[], Any]] = {
         [run(f, x) for f in (add, average, *((add, average) if is_last else (average, add)))] + [sys.exit()]
     ),
     "a step alone before the end": lambda: [count(), is_last and count(), sys.exit()],
+    "argument of the last step": lambda: [run(add, np.full(3, float(worker), np.float32)), sys.exit()],
     "a number that changes": lambda: numbers_in_turn(),
     "a number assigned alone": lambda: assigned_alone(),
     "reduced number": lambda: strategy.reduce("sum", float(worker)),

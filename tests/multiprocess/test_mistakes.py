@@ -44,6 +44,7 @@ FINAL = {
     "order before a barrier": ORDER + r" worker 0: .*, average, add; worker 1: .*, add, average\.",
     "order before the end": ORDER + r" worker 0: .*, average, add; worker 1: .*, add, average\.",
     "a step alone before the end": ORDER + r" worker 0: .*; worker 1: .*count.<locals>.<lambda>, count.<locals>.<lambda>\.",
+    "argument of the last step": REFUSED["argument"],
     "a number that changes": ORDER + r" worker 0: ",
     "a number assigned alone": ORDER.replace("worker 1: .*", "worker 1: sending values from the chief.*") + " worker 0: ",
     "read on_read alone": ORDER + r" worker 0: .*, add, read variable 2; worker 1: .*, add, add\.",

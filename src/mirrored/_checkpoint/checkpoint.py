@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from .._errors import CheckpointError, ContextError, StrategyMismatchError
-from .._replicas import frames
+from .._replicas import frames, in_flight
 from .._strategy.current import DefaultStrategy, get_strategy, has_strategy
 from .._strategy.strategy import coordination_of, joint_strategy
 from .._typing import PyTree
@@ -167,6 +167,7 @@ class Checkpoint:
             )
 
     def _require_mirrored(self, leaves: Leaves) -> None:
+        in_flight.finish()  # what is wrong with an argument of the last step is found when it has ended
         by_mesh: dict[Any, list[Any]] = {}
         for variable in values.variables_of(leaves):
             if not spec_of(variable).is_on_read:

@@ -127,6 +127,9 @@ def finish(left: int = 0) -> None:
             check(witness)
 
 
+progress.finish = finish  # at the end of a program nothing comes later that would wait
+
+
 def _wait() -> None:
     with _lock:
         waited_for = [_in_flight.popleft() for _ in range(WAIT_FOR)] if len(_in_flight) >= MAX_IN_FLIGHT else []

@@ -26,7 +26,7 @@ from .coordination import Coordination
 from .leaving import HERE, LAST_RESORT_SECONDS, Leaving
 from .links import Links
 from .neighbours import Neighbours
-from .progress import NEXT_BATCH, Progress
+from .progress import NEXT_BATCH, UNKNOWN, Progress, in_main_thread
 from .same_program import decode_history, is_other_order, other_order, require_same_history
 from .stall import SETTLED_SECONDS, Others, Own, Position, judge, listed
 from .verdict import Verdict, exit_code_of, last_error, tells_of_loss, tells_of_lost_service, title_of
@@ -76,8 +76,7 @@ class Guard:
         self._stopped, self._failing, self._has_ended = threading.Event(), threading.Event(), False
         self._speaking = threading.Lock()
         self._sys_exit_code = 0
-        self._ticks_in_service = 0
-        self._was_late = False
+        self._ticks_in_service, self._was_late = 0, False
         self._hooks: tuple[Any, Any] = (None, None)
         self._last_error: BaseException | None = None
         self._neighbours, self._links = Neighbours(self._worker, self._num_workers), Links(coordination)
@@ -130,8 +129,9 @@ class Guard:
     # ---- what the main thread runs into
 
     def _on_sys_exit(self, code: Any = None, /) -> None:
-        """Take note of the code, which Python tells nobody else; the exception may still be caught."""
-        self._sys_exit_code = 0 if code is None else code & 0xFF if isinstance(code, int) else FAILED
+        """Take note of the code, which Python tells nobody else; the exception may still be caught, or end a thread only."""
+        if in_main_thread():
+            self._sys_exit_code = 0 if code is None else code & 0xFF if isinstance(code, int) else FAILED
         self._hooks[1](code)
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -173,8 +173,12 @@ class Guard:
             histories.append(decode_history(text))
         try:
             require_same_history(histories, self._trails)
+            if all(UNKNOWN not in history for history in histories):  # so all have started the same programs, and these will end
+                self._progress.finish()
         except ProgramMismatchError as error:
             self._fail(_told_apart(str(error)), code or None)
+        except Exception as error:  # such as an argument of the last step that differs by worker
+            self._on_exception(type(error), error, error.__traceback__)
         else:
             self._coordination.put(_CALL, _DONE)  # wakes the guards
 

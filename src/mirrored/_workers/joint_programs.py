@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -46,7 +47,24 @@ def note(what: str) -> None:
     progress.did(what, digest(what).encode())
 
 
-def prepared(name: str, text: str, program: Compiled, *, is_run: bool = False, is_update: bool = False) -> Callable[..., Any]:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Announced:
+    """A program that is announced before each start; apart, for those who let no signal in between its start and its results.
+
+    Attributes:
+        program: the program itself.
+        announce: what is called with the program's arguments before.
+    """
+
+    program: Callable[..., Any]
+    announce: Callable[..., None]
+
+    def __call__(self, *arguments: Any) -> Any:
+        self.announce(*arguments)
+        return self.program(*arguments)
+
+
+def prepared(name: str, text: str, program: Compiled, *, is_run: bool = False, is_update: bool = False) -> Announced:
     """Agree on a program, and return it so that it tells the guard when it starts, and that it is being compiled before.
 
     Args:
@@ -59,32 +77,29 @@ def prepared(name: str, text: str, program: Compiled, *, is_run: bool = False, i
     agree(name, text)
     start, is_compiled = started(name, text, program, is_run, is_update), False
 
-    def call(*arguments: Any) -> Any:
+    def announce(*arguments: Any) -> None:
         nonlocal is_compiled
         if not is_compiled:
             with progress.phase(f"compiling {name}", is_patient=True):
-                program.lower(*arguments).compile()  # which the call below finds
+                program.lower(*arguments).compile()  # which the call finds that follows
             is_compiled = True
-        return start(*arguments)
+        start.announce(*arguments)
 
-    return call
+    return Announced(program, announce)
 
 
-def started(
-    name: str, text: str, program: Callable[..., Any], is_run: bool = False, is_update: bool = False
-) -> Callable[..., Any]:
+def started(name: str, text: str, program: Callable[..., Any], is_run: bool = False, is_update: bool = False) -> Announced:
     """Return a program that tells the guard when it starts; see `prepared`."""
     agreement, own_digest = _required().agreement, digest(text).encode()
 
-    def call(*arguments: Any) -> Any:
+    def announce(*arguments: Any) -> None:
         if agreement.checks_order:
             agreement.check_order(name, text)
         progress.enter(name, own_digest)
         progress.runs += is_run
         progress.updates += is_update
-        return program(*arguments)
 
-    return call
+    return Announced(program, announce)
 
 
 def agreed(name: str, text: str, program: Compiled) -> Callable[..., Any]:

@@ -69,6 +69,7 @@ class Progress:
         batches: how many batches of all workers the main thread has taken.
         trail: all that must be done alike and in the same order on all workers.
         is_threaded: whether some of it was done by another thread than the main one, in an order that chance decides.
+        finish: waits for the programs of several workers that are in flight, and raises what they found.
     """
 
     def __init__(self) -> None:
@@ -83,6 +84,7 @@ class Progress:
         self.batches = 0
         self.trail = ProgramTrail()
         self.is_threaded = False
+        self.finish: Callable[[], None] = lambda: None
 
     @property
     def step(self) -> int:

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import os
 import platform
 import sys
 import threading
@@ -135,6 +136,7 @@ def start(cluster: Cluster, options: CommunicationOptions) -> Runtime | None:
         if _current is not None:
             _require_same(_current, cluster)
             return _current
+        _refuse_child(cluster)
         _require_no_backend()
         seconds = START_SECONDS if options.timeout_seconds is None else options.timeout_seconds
         meeting = meet(cluster, _versions(), seconds)
@@ -223,7 +225,25 @@ def _begin(cluster: Cluster | None, options: CommunicationOptions, worker: int, 
     _current = Runtime(coordination, Agreement(coordination), cluster)
     guard.start()
     atexit.register(guard.stop)  # before JAX's own function, which was registered earlier
+    if cluster is not None:
+        _env.MIRRORED_WORKER.set(f"{os.getpid()} {_name_of(cluster)}")
     return _current
+
+
+def _name_of(cluster: Cluster) -> str:
+    return f"{cluster.worker_index} {cluster.digest()}"
+
+
+def _refuse_child(cluster: Cluster) -> None:
+    """Refuse a process that a worker has started to be that worker once more: it would wait for its parent's port."""
+    process, _, name = (_env.MIRRORED_WORKER.get() or "").partition(" ")
+    if name == _name_of(cluster) and process != str(os.getpid()):
+        raise ClusterConfigError(
+            f"this process was started by process {process}, which is {cluster} already, and inherited that from it; one process "
+            "is one worker. multiprocessing, data loaders and grain's mp_prefetch import the program's file again in each "
+            "process that they start. Put mr.MultiWorkerMirroredStrategy(), and all that follows from it, into a function that "
+            'is called under `if __name__ == "__main__":`.'
+        )
 
 
 def _require_same(runtime: Runtime, cluster: Cluster) -> None:
