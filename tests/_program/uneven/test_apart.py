@@ -86,6 +86,42 @@ def doubled(x, u, n):
 doubled.defjvp(lambda primals, tangents: (doubled(*primals), (2 * tangents[0], tangents[1] / 2, tangents[2])))
 
 
+def loop_with_effects(x, u, n):
+    def one(i, own):
+        jax.debug.callback(lambda total: None, own[0].sum())
+        y = jax.pure_callback(lambda y: y, jax.ShapeDtypeStruct(x.shape, x.dtype), own[0])
+        return y * 2, own[1] + 1, own[2] + i
+
+    return jax.lax.fori_loop(0, 3, one, (x, u, n))
+
+
+def calls_and_loops_of_one_result(x, u, n):
+    """Rows are handed in, and nothing is computed of them."""
+    n, _ = jax.lax.scan(lambda n, _: (n + 0 * jnp.int32(len(jnp.tanh(x)) > 9) + 1, None), n, None, length=3)
+    return x, jax.lax.cond(n > 0, lambda x, u: u + 1, lambda x, u: u * 2, x, u), n
+
+
+def in_64_bits(x, u, n):
+    with jax.enable_x64(True):
+
+        def one(own, _):
+            x, small, large = own
+            more, _ = jax.lax.scan(lambda more, _: (more + 2**33, x), jnp.int64(5), None, length=2)
+            return (x * 2, small + 1e-12, large + more), None
+
+        (x, small, large), _ = jax.lax.scan(one, (x, jnp.float64(1), jnp.int64(0)), None, length=3)
+        total = mr.get_replica_context().all_reduce("mean", small)
+        return x, u + ((total - 1) * 1e12).astype("float32").round(2), n + (large // 2**33).astype("int32")
+
+
+def after_a_loop_with_a_collective(x, u, n):
+    """What comes out of a loop over rows with a collective inside is asked one by one whether it depends on rows."""
+    total = lambda v: mr.get_replica_context().all_reduce("mean", v)  # noqa: E731
+    (x, t), _ = jax.lax.scan(lambda own, i: ((own[0] * 1.1, own[1] + total(i)), None), (x, u), jnp.arange(3.0))
+    x, t = jax.lax.cond(n > 0, lambda x, t: (x * 2, t + total(t)), lambda x, t: (x, t), x, t)
+    return jax.lax.fori_loop(0, 2, lambda i, own: (own[0] * 2, own[1] + t, own[2] + 1), (x, u, n))
+
+
 @pytest.mark.parametrize(
     "compute",
     [
@@ -98,6 +134,10 @@ doubled.defjvp(lambda primals, tangents: (doubled(*primals), (2 * tangents[0], t
         doubled,
         nested_with_own_totals,
         differentiated_under_a_condition,
+        loop_with_effects,
+        calls_and_loops_of_one_result,
+        in_64_bits,
+        after_a_loop_with_a_collective,
     ],
 )
 def test_what_is_computed_beside_rows_may_be_assigned(strategy3, compute):

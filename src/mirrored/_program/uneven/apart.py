@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from ..._jax import jaxprs, tracing
 from ..._jax.jaxprs import ClosedJaxpr, Jaxpr, Literal
@@ -86,27 +87,29 @@ def _judged(value: Any) -> Any:
 def alone(equation: Any, position: int, axis: Any) -> tuple[ClosedJaxpr, list[int]] | None:
     """Return a function that computes one result of a loop, condition or call and nothing else, and the operands that it takes.
 
-    None where that is not known to be all that the equation does.
+    None where the result is not known to be computed from operands alone. What the equation does besides, such as a print, it
+    does in its own place.
     """
-    if not jaxprs.is_function_of_operands(equation):
-        return None
     wanted = [k == position for k in range(len(equation.outvars))]
     taken = [k for k, own in enumerate(needs(equation, wanted)) if own]
     avals = [equation.invars[k].aval for k in taken]
+    if not all(type(aval) is jax.core.ShapedArray for aval in avals):
+        return None
 
     def compute(*values: Any) -> Any:
         given = dict(zip(taken, values, strict=True))
         return _compute(equation, [given.get(k) for k in range(len(equation.invars))], wanted)[position]
 
     operands = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in avals]
-    return tracing.traced(compute, operands, axis), taken
+    closed = tracing.traced(compute, operands, axis)
+    return (closed, taken) if all(map(jaxprs.is_function_of_operands, closed.jaxpr.eqns)) else None
 
 
 def _compute(equation: Any, operands: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
     """Compute the wanted results of an equation, with None for the others and for the operands that they do not need."""
     name, inner = equation.primitive.name, jaxprs.callee(equation)
     needed = needs(equation, wanted)
-    if all(wanted) and all(needed):
+    if all(wanted) and all(needed) and jaxprs.is_function_of_operands(equation):
         return tracing.bind(equation, operands)
     operands = [value if own else None for value, own in zip(operands, needed, strict=True)]
     if inner is not None:
@@ -165,7 +168,12 @@ def _filled(values: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
 def _run(closed: ClosedJaxpr, arguments: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
     jaxpr = closed.jaxpr
     known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *arguments), strict=True))
-    read = lambda atom: atom.val if isinstance(atom, Literal) else known.get(atom)  # noqa: E731
+    read = lambda atom: _literal(atom) if isinstance(atom, Literal) else known.get(atom)  # noqa: E731
     for equation, results in _needed(jaxpr, wanted)[1]:
         known.update(zip(equation.outvars, _compute(equation, list(map(read, equation.invars)), results), strict=True))
     return [read(atom) if own else None for atom, own in zip(jaxpr.outvars, wanted, strict=True)]
+
+
+def _literal(atom: Any) -> Any:
+    """Return the value of a literal in its type, which a Python number has only where it meets the other operands."""
+    return np.asarray(atom.val, atom.aval.dtype)

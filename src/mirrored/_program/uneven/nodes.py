@@ -59,6 +59,11 @@ class Node:
     stage: int = 0
 
     @property
+    def giving(self) -> list[Trace]:
+        """Those of its bodies that give its outputs: all branches of a condition, and not the condition of a loop."""
+        return self.bodies if self.equation.primitive.name == "cond" else self.bodies[-1:]
+
+    @property
     def is_shared(self) -> bool:
         """Whether all traces compute it alike; known after `compare`."""
         return not self.is_collective and bool(self.outputs) and self.outputs[0].number is not None
@@ -157,8 +162,10 @@ def _read_equation(trace: Trace, equation: Any, inputs: list[Value], path: str) 
         parts, handed = jaxprs.parts_of(equation)
         node.handed = [inputs[k] for k in handed]
         node.bodies = [_read_body(trace, part, inputs, node.handed, path) for part in parts]
+        for value, *given in zip(outputs, *(body.outputs for body in node.giving), strict=True) if node.bodies else ():
+            value.of_rows = any(one.of_rows for one in given)
     trace.nodes.append(node)
-    if of_rows and not has_collective and len(outputs) > 1 and list(jaxprs.inner_jaxprs(equation)):
+    if of_rows and not has_collective and list(jaxprs.inner_jaxprs(equation)):
         outputs = [_apart(trace, node, equation, k, path) or value for k, value in enumerate(outputs)]
     return outputs
 
