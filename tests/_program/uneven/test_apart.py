@@ -266,3 +266,51 @@ def test_what_depends_on_the_own_number_of_rows_is_refused_as_before(strategy3):
             with pytest.raises(mr.ReplicasDivergeError, match="variable 'n' is mirrored"):
                 strategy3.run(wrong, args=(batch,)), pytest.fail(name)
         assert float(n) == 1
+
+
+def test_a_value_that_differs_is_refused_also_where_a_later_assignment_overwrites_it(strategy3):
+    with strategy3.scope():
+        v = mr.Variable(0.0, name="v")
+    [batch] = strategy3.distribute_dataset([X])
+
+    def after_the_loop(x):
+        def one(i, y):
+            v.assign(v.value + x.shape[0])
+            return x * v.value
+
+        y = mr.fori_loop(0, 2, one, x)
+        v.assign(0.0)
+        return y
+
+    def in_each_round(x):
+        def one(i, y):
+            for value in (jnp.float32(x.shape[0]), 0.0):
+                y = x * v.value
+                v.assign(value)
+            return y
+
+        return mr.fori_loop(0, 2, one, x)
+
+    for wrong in (after_the_loop, in_each_round):
+        with pytest.raises(mr.ReplicasDivergeError, match="variable 'v' is mirrored"):
+            strategy3.run(wrong, args=(batch,)), pytest.fail(wrong.__name__)
+
+
+@jax.custom_vjp
+def rounded(x, w):
+    return jnp.round(x * w), jnp.round(w * 3)
+
+
+rounded.defvjp(lambda x, w: (rounded(x, w), (x, w)), lambda kept, given: (given[0] * kept[1], given[1] * 3))
+
+
+def test_a_derivative_of_ones_own_is_not_lost_through_run(strategy3):
+    def derivative(x):
+        batch = next(iter(strategy3.distribute_dataset([x])))
+        return jax.grad(lambda w: strategy3.run(lambda x, w: rounded(x, w)[1], args=(batch, w)))(jnp.float32(1.3))
+
+    assert float(derivative(X[:6])) == 3
+    with pytest.raises(
+        mr.UnevenReplicasError, match=r"differentiates through strategy\.run a function with a derivative of its own"
+    ):
+        derivative(X)

@@ -178,7 +178,7 @@ def _apart(trace: Trace, node: Node, equation: Any, position: int, path: str) ->
     if (found := apart.alone(equation, position, trace.axis)) is None:
         return None
     closed, taken = found
-    node.equation = apart.judged_elsewhere(equation)
+    node.equation = apart.judged_elsewhere(node.equation, closed)
     [value] = append(trace, closed, [node.inputs[k] for k in taken], path)
     return value
 
