@@ -131,6 +131,8 @@ MUTANTS = [
      APART + "a_value_that_differs_is_refused_also_where_a_later_assignment_overwrites_it"),
     ("_program/uneven/apart.py", "if name in CUSTOM_DERIVATIVE else operands", "if False else operands",
      APART + "a_derivative_of_ones_own_is_not_lost_through_run"),
+    ("_program/uneven/apart.py", "if position < count else position", "if False else position",
+     APART + "values_that_need_one_another_share_a_loop"),
     ("_program/uneven/apart.py", "if wider == carried:", "if True:", APART + "what_is_computed_beside_rows_may_be_assigned"),
     ("_program/uneven/apart.py", "zip(wanted, of_cond[num_cond_consts:], strict=True)", "zip(wanted, wanted, strict=True)",
      APART + "a_condition_of_rows_decides_how_often_all_is_done"),

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import mirrored as mr
+from mirrored._program.uneven import apart
 
 W = np.random.default_rng(0).normal(size=(3, 4, 4)).astype(np.float32)
 X = np.random.default_rng(1).normal(size=(7, 4)).astype(np.float32)
@@ -314,3 +315,12 @@ def test_a_derivative_of_ones_own_is_not_lost_through_run(strategy3):
         mr.UnevenReplicasError, match=r"differentiates through strategy\.run a function with a derivative of its own"
     ):
         derivative(X)
+
+
+def test_values_that_need_one_another_share_a_loop():
+    """A loop for each would compute all of them again, as often as an optimizer's state has leaves."""
+    body = lambda i, own: (own[0] * 2, own[1] + own[2], own[2] + own[3], own[3] + own[1], own[4] + 1)  # noqa: E731
+    closed = jax.make_jaxpr(lambda x: jax.lax.fori_loop(0, 3, body, (x, 0.0, 1.0, 2.0, 0)))(X)
+    [loop] = [equation for equation in closed.jaxpr.eqns if equation.primitive.name in ("scan", "while")]
+    sizes = sorted(len(positions) for positions, _ in apart.groups(loop))
+    assert sizes[-2:] == [1, 3]

@@ -99,21 +99,38 @@ def _judged(value: Any, found: Collection[Mark]) -> Any:
     return ClosedJaxpr(inner, value.consts) if isinstance(value, ClosedJaxpr) else inner
 
 
-def alone(equation: Any, position: int, axis: Any) -> tuple[ClosedJaxpr, list[int]] | None:
-    """Return a function that computes one result of a loop, condition or call and nothing else, and the operands that it takes.
+def groups(equation: Any) -> list[tuple[list[int], list[bool]]]:
+    """Return the results of an equation that are computed together, and of each operand whether they need it.
 
-    None where the result is not known to be computed from operands alone. What the equation does besides, such as a print, it
+    What a loop carries stays together where each value needs all the others, such as the leaves of an optimizer's state: a loop
+    for each would do all of the work again.
+    """
+    num_results = len(equation.outvars)
+    num_carry = {"scan": lambda: jaxprs.scan_of(equation).num_carry, "while": lambda: num_results}
+    count = num_carry.get(equation.primitive.name, lambda: 0)()
+    found: dict[Any, tuple[list[int], list[bool]]] = {}
+    for position in range(num_results):
+        needed = needs(equation, [k == position for k in range(num_results)])
+        key = tuple(needed) if position < count else position
+        found.setdefault(key, ([], needed))[0].append(position)
+    return list(found.values())
+
+
+def alone(equation: Any, positions: Sequence[int], needed: Sequence[bool], axis: Any) -> tuple[ClosedJaxpr, list[int]] | None:
+    """Return a function that computes some results of a loop, condition or call and nothing else, and the operands that it takes.
+
+    None where they are not known to be computed from operands alone. What the equation does besides, such as a print, it
     does in its own place.
     """
-    wanted = [k == position for k in range(len(equation.outvars))]
-    taken = [k for k, own in enumerate(needs(equation, wanted)) if own]
+    wanted = [k in positions for k in range(len(equation.outvars))]
+    taken = [k for k, own in enumerate(needed) if own]
     avals = [equation.invars[k].aval for k in taken]
     if not all(type(aval) is jax.core.ShapedArray for aval in avals):
         return None
 
-    def compute(*values: Any) -> Any:
+    def compute(*values: Any) -> list[Any]:
         given = dict(zip(taken, values, strict=True))
-        return _compute(equation, [given.get(k) for k in range(len(equation.invars))], wanted)[position]
+        return _kept(_compute(equation, [given.get(k) for k in range(len(equation.invars))], wanted), wanted)
 
     operands = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in avals]
     closed = tracing.traced(compute, operands, axis)
