@@ -234,6 +234,37 @@ def test_a_share_of_a_combined_loss_is_the_gradient_of_one_device(strategy3):
         np.testing.assert_allclose(w.numpy(), 1 - 0.1 * gradient, rtol=1e-5)
 
 
+def test_the_gradient_of_a_weight_behind_what_was_gathered_is_a_share_too(strategy3):
+    """A temperature of logits of all rows: the same gradient on all replicas, each a share of that of the whole."""
+    rows, gathered = np.arange(9, dtype="float32").reshape(3, 3) / 10, lambda z: mr.get_replica_context().all_gather(z, axis=0)
+    loss_of = lambda z, b: jax.nn.logsumexp(b * z @ z.T, axis=1)  # noqa: E731
+    average = mr.losses.compute_average_loss
+    ways = {
+        "a share": lambda z, b: average(loss_of(gathered(z), b)),
+        "the whole": lambda z, b: jnp.mean(loss_of(gathered(z), b)),
+        "a number that was given": lambda z, b: average(loss_of(gathered(z), b), global_batch_size=3),
+        "the whole beside": lambda z, b: average(loss_of(gathered(z), b)) + b * all_reduce("sum", z.sum()),
+    }
+    for name, loss in ways.items():
+        w, b, optimizer, _, _ = model(strategy3)
+        [batch] = strategy3.distribute_dataset([rows])
+
+        def step(x, w=w, b=b, o=optimizer, loss=loss, combine=False):
+            gradients = mr.grad(lambda: loss(x * w, b.value), [w, b])()
+            if combine:  # added to one that is a share, and so not told by itself
+                gradients = [gradients[0], gradients[1] + all_reduce("sum", gradients[1] + 0 * x.sum())]
+            o.apply_gradients(gradients)
+
+        if name == "a share":
+            assert warnings_of(lambda step=step, batch=batch: strategy3.run(step, args=(batch,))) == []
+            gradients = jax.grad(lambda w, b: loss_of(rows * w, b).mean(), (0, 1))(jnp.ones(SIZE), 0.5)
+            np.testing.assert_allclose(w.numpy(), 1 - 0.1 * gradients[0], rtol=1e-5)
+            np.testing.assert_allclose(b.numpy(), 0.5 - 0.1 * gradients[1], rtol=1e-5)
+        for combine in (True,) if name == "a share" else (True, False):
+            with pytest.raises(mr.FactorOfReplicasError, match=r"variable 'b' .* already been combined"):
+                strategy3.run(step, args=(batch,), kwargs={"combine": combine}), pytest.fail(f"{name} {combine}")
+
+
 def test_a_share_does_not_excuse_what_is_combined_beside_or_after_it(strategy3):
     share, total = mr.losses.scale_regularization_loss, lambda z: all_reduce("sum", z.sum())
     ways = {

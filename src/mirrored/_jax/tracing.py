@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax._src import core
 
 from .._typing import REPLICA_AXIS
-from .jaxprs import ClosedJaxpr, Jaxpr, Literal, inner_constants, inside
+from .jaxprs import ClosedJaxpr, Jaxpr, Literal, all_equations, inner_constants, inside
 
 _cache_token = jax.make_user_context(None)
 _new_token = itertools.count()
@@ -122,7 +122,7 @@ def _lowered_equation(equation: Any, axis: Any) -> Any:
         return call(*operands)
 
     avals: list[Any] = [v.aval for v in variables]
-    with jax.enable_x64(True) if any(aval.dtype.name in _WIDE for aval in avals) else contextlib.nullcontext():
+    with _room_for(avals):
         arguments = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in avals]
         [around] = jax.make_jaxpr(record, axis_env=_axis_env(axis))(*arguments).eqns
     [inside] = calls
@@ -133,6 +133,18 @@ def _lowered_equation(equation: Any, axis: Any) -> Any:
         source_info=equation.source_info,
         ctx=equation.ctx,
     )
+
+
+def room_for(traced: Iterable[ClosedJaxpr]) -> contextlib.AbstractContextManager[Any]:
+    """Return a block in which JAX keeps numbers of 64 bits, if traced functions have any: a step may ask for them itself."""
+    jaxprs = [closed.jaxpr for closed in traced]
+    equations = itertools.chain.from_iterable(map(all_equations, jaxprs))
+    return _room_for(variable.aval for equation in equations for variable in equation.outvars)
+
+
+def _room_for(avals: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
+    names = (getattr(getattr(aval, "dtype", None), "name", "") for aval in avals)
+    return jax.enable_x64(True) if any(name in _WIDE for name in names) else contextlib.nullcontext()
 
 
 def evaluate(closed: ClosedJaxpr, constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:

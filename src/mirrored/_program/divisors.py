@@ -35,6 +35,8 @@ class Trail(NamedTuple):
         after: the divisions and products by constants that it met later.
         is_whole: whether it was divided by something that stands for all replicas.
         counted: the replica's rows that `compute_average_loss` has counted, or 0.
+        is_share: whether the loss was divided for a sum over the replicas, so that its gradients are to be summed however they
+            were computed.
     """
 
     seed: Hashable
@@ -44,6 +46,7 @@ class Trail(NamedTuple):
     after: frozenset[tuple[str, float]] = frozenset()
     is_whole: bool = False
     counted: int = 0
+    is_share: bool = False
 
 
 Trails = frozenset[Trail]
@@ -82,7 +85,9 @@ def passed(equation: Any, states: Sequence[Traced]) -> Trails:
     name = equation.primitive.name
     if name in _SUMS:  # beside data, what comes from none, such as a regularization, is not looked at
         highest = max(state.sameness for state in states)
-        return _bounded(trail for state in given if state.sameness == highest for trail in state.trails)
+        added = [state for state in states if state.sameness == highest]
+        is_of_shares = all(state.trails for state in added)  # what was combined already has no ways
+        return _bounded(t._replace(is_share=t.is_share and is_of_shares) for state in added for t in state.trails)
     if name in _PRODUCTS and len(given) == 2:
         return _bounded(_both(a, b) for a in given[0].trails for b in given[1].trails)
     [*_, state] = given
@@ -120,7 +125,11 @@ def _both(a: Trail, b: Trail) -> Trail:
     """Return the way of a product of two gradients, as in a penalty for the size of one."""
     scales = (*a.scales, *b.scales)[:_MAX_SCALES]
     return b._replace(
-        scales=scales, after=a.after | b.after, is_whole=a.is_whole or b.is_whole, counted=max(a.counted, b.counted)
+        scales=scales,
+        after=a.after | b.after,
+        is_whole=a.is_whole or b.is_whole,
+        counted=max(a.counted, b.counted),
+        is_share=a.is_share and b.is_share,
     )
 
 

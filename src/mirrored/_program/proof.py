@@ -228,9 +228,9 @@ class _Pass:
         if note.purpose is Purpose.SEED:
             return state.on(self.seed(equation, note.where))
         if note.purpose in (Purpose.SHARE, Purpose.GIVEN_SHARE):
-            is_share = note.purpose is Purpose.SHARE and state.sameness is Sameness.REDUCED
-            trails = frozenset(t._replace(is_whole=True, counted=note.number) for t in state.trails)
-            return dataclasses.replace(state, trails=trails, is_share=is_share)
+            is_share = note.purpose is Purpose.SHARE
+            trails = frozenset(t._replace(is_whole=True, counted=note.number, is_share=is_share) for t in state.trails)
+            return dataclasses.replace(state, trails=trails, is_share=is_share and state.sameness is Sameness.REDUCED)
         if note.purpose is Purpose.ASSIGN and self.within is not None and state.is_mirrored:
             state = varying(self.within)  # only some replicas assign it
         if note.purpose is Purpose.ROWS:

@@ -51,7 +51,7 @@ def _state_message(note: Mark, state: State) -> str:
 def check_gradients(findings: Findings, num_replicas: int) -> None:
     gradients = [(note, state) for note, state in findings.marks if note.purpose is Purpose.GRADIENT]
     for note, state in gradients:
-        if state.sameness is Sameness.REDUCED:
+        if state.sameness is Sameness.REDUCED and not _is_of_shares(state):
             raise FactorOfReplicasError(
                 f"the gradient of variable {note.name!r} given to apply_gradients at {note.where} has already been "
                 "combined over the replicas. apply_gradients sums gradients over the replicas itself, so this update "
@@ -88,6 +88,11 @@ def _by_optimizer(gradients: list[tuple[Mark, State]]) -> list[list[tuple[Mark, 
 def _is_shared(state: State) -> bool:
     """Tell whether all losses of a gradient were divided for a sum over the replicas, as `scale_regularization_loss` does."""
     return bool(state.trails) and all(trail.is_whole for trail in state.trails)
+
+
+def _is_of_shares(state: State) -> bool:
+    """Tell whether a gradient that is the same everywhere is that of shares of a combined loss, which add up to the whole."""
+    return bool(state.trails) and all(trail.is_share for trail in state.trails)
 
 
 def _has_combined_loss(findings: Findings) -> bool:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import mirrored as mr
+from mirrored._program.uneven import apart
 
 W = np.random.default_rng(0).normal(size=(3, 4, 4)).astype(np.float32)
 X = np.random.default_rng(1).normal(size=(7, 4)).astype(np.float32)
@@ -86,6 +87,42 @@ def doubled(x, u, n):
 doubled.defjvp(lambda primals, tangents: (doubled(*primals), (2 * tangents[0], tangents[1] / 2, tangents[2])))
 
 
+def loop_with_effects(x, u, n):
+    def one(i, own):
+        jax.debug.callback(lambda total: None, own[0].sum())
+        y = jax.pure_callback(lambda y: y, jax.ShapeDtypeStruct(x.shape, x.dtype), own[0])
+        return y * 2, own[1] + 1, own[2] + i
+
+    return jax.lax.fori_loop(0, 3, one, (x, u, n))
+
+
+def calls_and_loops_of_one_result(x, u, n):
+    """Rows are handed in, and nothing is computed of them."""
+    n, _ = jax.lax.scan(lambda n, _: (n + 0 * jnp.int32(len(jnp.tanh(x)) > 9) + 1, None), n, None, length=3)
+    return x, jax.lax.cond(n > 0, lambda x, u: u + 1, lambda x, u: u * 2, x, u), n
+
+
+def in_64_bits(x, u, n):
+    with jax.enable_x64(True):
+
+        def one(own, _):
+            x, small, large = own
+            more, _ = jax.lax.scan(lambda more, _: (more + 2**33, x), jnp.int64(5), None, length=2)
+            return (x * 2, small + 1e-12, large + more), None
+
+        (x, small, large), _ = jax.lax.scan(one, (x, jnp.float64(1), jnp.int64(0)), None, length=3)
+        total = mr.get_replica_context().all_reduce("mean", small)
+        return x, u + ((total - 1) * 1e12).astype("float32").round(2), n + (large // 2**33).astype("int32")
+
+
+def after_a_loop_with_a_collective(x, u, n):
+    """What comes out of a loop over rows with a collective inside is asked one by one whether it depends on rows."""
+    total = lambda v: mr.get_replica_context().all_reduce("mean", v)  # noqa: E731
+    (x, t), _ = jax.lax.scan(lambda own, i: ((own[0] * 1.1, own[1] + total(i)), None), (x, u), jnp.arange(3.0))
+    x, t = jax.lax.cond(n > 0, lambda x, t: (x * 2, t + total(t)), lambda x, t: (x, t), x, t)
+    return jax.lax.fori_loop(0, 2, lambda i, own: (own[0] * 2, own[1] + t, own[2] + 1), (x, u, n))
+
+
 @pytest.mark.parametrize(
     "compute",
     [
@@ -98,6 +135,10 @@ doubled.defjvp(lambda primals, tangents: (doubled(*primals), (2 * tangents[0], t
         doubled,
         nested_with_own_totals,
         differentiated_under_a_condition,
+        loop_with_effects,
+        calls_and_loops_of_one_result,
+        in_64_bits,
+        after_a_loop_with_a_collective,
     ],
 )
 def test_what_is_computed_beside_rows_may_be_assigned(strategy3, compute):
@@ -226,3 +267,60 @@ def test_what_depends_on_the_own_number_of_rows_is_refused_as_before(strategy3):
             with pytest.raises(mr.ReplicasDivergeError, match="variable 'n' is mirrored"):
                 strategy3.run(wrong, args=(batch,)), pytest.fail(name)
         assert float(n) == 1
+
+
+def test_a_value_that_differs_is_refused_also_where_a_later_assignment_overwrites_it(strategy3):
+    with strategy3.scope():
+        v = mr.Variable(0.0, name="v")
+    [batch] = strategy3.distribute_dataset([X])
+
+    def after_the_loop(x):
+        def one(i, y):
+            v.assign(v.value + x.shape[0])
+            return x * v.value
+
+        y = mr.fori_loop(0, 2, one, x)
+        v.assign(0.0)
+        return y
+
+    def in_each_round(x):
+        def one(i, y):
+            for value in (jnp.float32(x.shape[0]), 0.0):
+                y = x * v.value
+                v.assign(value)
+            return y
+
+        return mr.fori_loop(0, 2, one, x)
+
+    for wrong in (after_the_loop, in_each_round):
+        with pytest.raises(mr.ReplicasDivergeError, match="variable 'v' is mirrored"):
+            strategy3.run(wrong, args=(batch,)), pytest.fail(wrong.__name__)
+
+
+@jax.custom_vjp
+def rounded(x, w):
+    return jnp.round(x * w), jnp.round(w * 3)
+
+
+rounded.defvjp(lambda x, w: (rounded(x, w), (x, w)), lambda kept, given: (given[0] * kept[1], given[1] * 3))
+
+
+def test_a_derivative_of_ones_own_is_not_lost_through_run(strategy3):
+    def derivative(x):
+        batch = next(iter(strategy3.distribute_dataset([x])))
+        return jax.grad(lambda w: strategy3.run(lambda x, w: rounded(x, w)[1], args=(batch, w)))(jnp.float32(1.3))
+
+    assert float(derivative(X[:6])) == 3
+    with pytest.raises(
+        mr.UnevenReplicasError, match=r"differentiates through strategy\.run a function with a derivative of its own"
+    ):
+        derivative(X)
+
+
+def test_values_that_need_one_another_share_a_loop():
+    """A loop for each would compute all of them again, as often as an optimizer's state has leaves."""
+    body = lambda i, own: (own[0] * 2, own[1] + own[2], own[2] + own[3], own[3] + own[1], own[4] + 1)  # noqa: E731
+    closed = jax.make_jaxpr(lambda x: jax.lax.fori_loop(0, 3, body, (x, 0.0, 1.0, 2.0, 0)))(X)
+    [loop] = [equation for equation in closed.jaxpr.eqns if equation.primitive.name in ("scan", "while")]
+    sizes = sorted(len(positions) for positions, _ in apart.groups(loop))
+    assert sizes[-2:] == [1, 3]

@@ -7,14 +7,20 @@ and the counter may be assigned to a mirrored variable.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import itertools
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
+from ..._errors import UnevenReplicasError
 from ..._jax import jaxprs, tracing
 from ..._jax.jaxprs import ClosedJaxpr, Jaxpr, Literal
-from ..._jax.marks import Purpose, mark_p
+from ..._jax.marks import Mark, Purpose, mark_p
+from .keys import CUSTOM_DERIVATIVE
 
 
 def needs(equation: Any, wanted: Sequence[bool]) -> list[bool]:
@@ -63,60 +69,110 @@ def _needed(jaxpr: Jaxpr, wanted: Sequence[bool]) -> tuple[set[Any], list[tuple[
     return needed, equations[::-1]
 
 
-def judged_elsewhere(equation: Any) -> Any:
-    """Return an equation in which no mark says that a variable is assigned.
+def assignments(equations: Iterable[Any]) -> Counter[Mark]:
+    """Count the marks, also inside equations, that say that a variable is assigned."""
+    every = itertools.chain.from_iterable((equation, *jaxprs.inside(equation)) for equation in equations)
+    notes = (equation.params["note"] for equation in every if equation.primitive is mark_p)
+    return Counter(note for note in notes if note.purpose is Purpose.ASSIGN)
 
-    What depends on rows was judged in the trace, and what does not is assigned where all replicas do it.
-    """
-    if equation.primitive is mark_p and equation.params["note"].purpose is Purpose.ASSIGN:
+
+def judged_elsewhere(equation: Any, closed: ClosedJaxpr) -> Any:
+    """Return an equation whose marks no longer say that a variable is assigned, where all that they say is computed apart."""
+    there = assignments([equation])
+    found = {note for note, count in assignments(closed.jaxpr.eqns).items() if count >= there[note]}
+    return _judged_equation(equation, found) if found else equation
+
+
+def _judged_equation(equation: Any, found: Collection[Mark]) -> Any:
+    if equation.primitive is mark_p and equation.params["note"] in found:
         return equation.replace(params={"note": dataclasses.replace(equation.params["note"], purpose=Purpose.JUDGED)})
-    return equation.replace(params={name: _judged(value) for name, value in equation.params.items()})
+    return equation.replace(params={name: _judged(value, found) for name, value in equation.params.items()})
 
 
-def _judged(value: Any) -> Any:
+def _judged(value: Any, found: Collection[Mark]) -> Any:
     if type(value) in (tuple, list):
-        return type(value)(map(_judged, value))
+        return type(value)(_judged(inner, found) for inner in value)
     if not isinstance(value, Jaxpr | ClosedJaxpr):
         return value
     jaxpr = value.jaxpr if isinstance(value, ClosedJaxpr) else value
-    inner = jaxpr.replace(eqns=[judged_elsewhere(equation) for equation in jaxpr.eqns])
+    inner = jaxpr.replace(eqns=[_judged_equation(equation, found) for equation in jaxpr.eqns])
     return ClosedJaxpr(inner, value.consts) if isinstance(value, ClosedJaxpr) else inner
 
 
-def alone(equation: Any, position: int, axis: Any) -> tuple[ClosedJaxpr, list[int]] | None:
-    """Return a function that computes one result of a loop, condition or call and nothing else, and the operands that it takes.
+def groups(equation: Any) -> list[tuple[list[int], list[bool]]]:
+    """Return the results of an equation that are computed together, and of each operand whether they need it.
 
-    None where that is not known to be all that the equation does.
+    What a loop carries stays together where each value needs all the others, such as the leaves of an optimizer's state: a loop
+    for each would do all of the work again.
     """
-    if not jaxprs.is_function_of_operands(equation):
-        return None
-    wanted = [k == position for k in range(len(equation.outvars))]
-    taken = [k for k, own in enumerate(needs(equation, wanted)) if own]
-    avals = [equation.invars[k].aval for k in taken]
+    num_results = len(equation.outvars)
+    num_carry = {"scan": lambda: jaxprs.scan_of(equation).num_carry, "while": lambda: num_results}
+    count = num_carry.get(equation.primitive.name, lambda: 0)()
+    found: dict[Any, tuple[list[int], list[bool]]] = {}
+    for position in range(num_results):
+        needed = needs(equation, [k == position for k in range(num_results)])
+        key = tuple(needed) if position < count else position
+        found.setdefault(key, ([], needed))[0].append(position)
+    return list(found.values())
 
-    def compute(*values: Any) -> Any:
+
+def alone(equation: Any, positions: Sequence[int], needed: Sequence[bool], axis: Any) -> tuple[ClosedJaxpr, list[int]] | None:
+    """Return a function that computes some results of a loop, condition or call and nothing else, and the operands that it takes.
+
+    None where they are not known to be computed from operands alone. What the equation does besides, such as a print, it
+    does in its own place.
+    """
+    wanted = [k in positions for k in range(len(equation.outvars))]
+    taken = [k for k, own in enumerate(needed) if own]
+    avals = [equation.invars[k].aval for k in taken]
+    if not all(type(aval) is jax.core.ShapedArray for aval in avals):
+        return None
+
+    def compute(*values: Any) -> list[Any]:
         given = dict(zip(taken, values, strict=True))
-        return _compute(equation, [given.get(k) for k in range(len(equation.invars))], wanted)[position]
+        return _kept(_compute(equation, [given.get(k) for k in range(len(equation.invars))], wanted), wanted)
 
     operands = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in avals]
-    return tracing.traced(compute, operands, axis), taken
+    closed = tracing.traced(compute, operands, axis)
+    return (closed, taken) if all(map(jaxprs.is_function_of_operands, closed.jaxpr.eqns)) else None
 
 
 def _compute(equation: Any, operands: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
     """Compute the wanted results of an equation, with None for the others and for the operands that they do not need."""
     name, inner = equation.primitive.name, jaxprs.callee(equation)
     needed = needs(equation, wanted)
-    if all(wanted) and all(needed):
+    if all(wanted) and all(needed) and jaxprs.is_function_of_operands(equation):
         return tracing.bind(equation, operands)
     operands = [value if own else None for value, own in zip(operands, needed, strict=True)]
     if inner is not None:
-        return _run(inner, operands, wanted)
+        return _run(inner, list(map(_without_derivative, operands)) if name in CUSTOM_DERIVATIVE else operands, wanted)
     if name == "cond":
         branches = [_branch(closed, operands[1:], wanted) for closed in equation.params["branches"]]
         return _filled(jax.lax.switch(operands[0], branches), wanted)
     if name == "while":
         return _while(equation, operands)
     return _scan(equation, operands, wanted) if name == "scan" else tracing.bind(equation, operands)
+
+
+def _without_derivative(operand: Any) -> Any:
+    is_differentiable = operand is not None and jnp.issubdtype(jnp.result_type(operand), jnp.inexact)
+    return _underived(operand) if is_differentiable else operand
+
+
+@jax.custom_jvp
+def _underived(value: jax.Array) -> jax.Array:
+    """Return an operand of a call of which only a part is computed, while its own derivative is that of all of it."""
+    return value
+
+
+@_underived.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    raise UnevenReplicasError(
+        "the batch does not divide evenly among the replicas, and this differentiates through strategy.run a function with a "
+        "derivative of its own (jax.custom_jvp, jax.custom_vjp) that computes of rows and of what does not depend on them "
+        "together: they are computed apart in such an uneven step, where that derivative is not known. "
+        "Differentiate inside the step, with mr.grad or jax.grad, or write two functions."
+    )
 
 
 def _branch(closed: ClosedJaxpr, operands: Sequence[Any], wanted: Sequence[bool]) -> Callable[[], list[Any]]:
@@ -165,7 +221,12 @@ def _filled(values: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
 def _run(closed: ClosedJaxpr, arguments: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
     jaxpr = closed.jaxpr
     known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *arguments), strict=True))
-    read = lambda atom: atom.val if isinstance(atom, Literal) else known.get(atom)  # noqa: E731
+    read = lambda atom: _literal(atom) if isinstance(atom, Literal) else known.get(atom)  # noqa: E731
     for equation, results in _needed(jaxpr, wanted)[1]:
         known.update(zip(equation.outvars, _compute(equation, list(map(read, equation.invars)), results), strict=True))
     return [read(atom) if own else None for atom, own in zip(jaxpr.outvars, wanted, strict=True)]
+
+
+def _literal(atom: Any) -> Any:
+    """Return the value of a literal in its type, which a Python number has only where it meets the other operands."""
+    return np.asarray(atom.val, atom.aval.dtype)

@@ -16,13 +16,13 @@ _SAID_TWICE = frozenset({("reduce", "computation")})
 #: Device arrays up to this many bytes are compared by content, larger ones by identity.
 _COMPARED_BYTES = 1 << 20
 #: Calls whose parameters other than the jaxpr matter to derivatives only.
-_CUSTOM_DERIVATIVE = frozenset({"custom_jvp_call", "custom_vjp_call"})
+CUSTOM_DERIVATIVE = frozenset({"custom_jvp_call", "custom_vjp_call"})
 
 
 def equation_key(equation: Any) -> Any:
     """Return a hashable that is equal for equations that compute the same from equal operands."""
     name, params = equation.primitive.name, equation.params
-    if name in _CUSTOM_DERIVATIVE:
+    if name in CUSTOM_DERIVATIVE:
         params = {"call_jaxpr": params["call_jaxpr"]}
     compared = sorted(key for key in params if (name, key) not in _SAID_TWICE)
     return (name, tuple((key, param_key(params[key])) for key in compared))

@@ -304,7 +304,7 @@ def _find_own_in_loop(node: Node, own: set[Value]) -> None:
             _find_own(body, own)
         carried = [i for i in range(count) if node.bodies[-1].outputs[i] in own]
         own.update(body.arguments[i] for body in node.bodies for i in carried)
-    results = [body.outputs for body in (node.bodies if node.equation.primitive.name == "cond" else node.bodies[-1:])]
+    results = [body.outputs for body in node.giving]
     own.update(node.outputs[i] for outputs in results for i, value in enumerate(outputs) if value in own)
     own.update(node.outputs[i] for i in range(count) if node.handed[i] in own)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -57,6 +57,11 @@ class Node:
     handed: list[Value] = dataclasses.field(default_factory=list)
     path: str = ""
     stage: int = 0
+
+    @property
+    def giving(self) -> list[Trace]:
+        """Those of its bodies that give its outputs: all branches of a condition, and not the condition of a loop."""
+        return self.bodies if self.equation.primitive.name == "cond" else self.bodies[-1:]
 
     @property
     def is_shared(self) -> bool:
@@ -152,28 +157,32 @@ def _read_equation(trace: Trace, equation: Any, inputs: list[Value], path: str) 
         return outputs
     of_rows = not jaxprs.is_collective(equation) and any(value.of_rows for value in inputs)
     outputs = [Value(variable.aval, of_rows=of_rows) for variable in equation.outvars]
-    node = Node(equation, inputs, outputs, has_collective, path=path)
+    node = Node(equation, inputs, list(outputs), has_collective, path=path)
     if has_collective:
         parts, handed = jaxprs.parts_of(equation)
         node.handed = [inputs[k] for k in handed]
         node.bodies = [_read_body(trace, part, inputs, node.handed, path) for part in parts]
+        for value, *given in zip(outputs, *(body.outputs for body in node.giving), strict=True) if node.bodies else ():
+            value.of_rows = any(one.of_rows for one in given)
     trace.nodes.append(node)
-    if of_rows and not has_collective and len(outputs) > 1 and list(jaxprs.inner_jaxprs(equation)):
-        outputs = [_apart(trace, node, equation, k, path) or value for k, value in enumerate(outputs)]
+    if of_rows and not has_collective and list(jaxprs.inner_jaxprs(equation)):
+        for positions, needed in apart.groups(equation):
+            for position, value in _apart(trace, node, equation, positions, needed, path):
+                outputs[position] = value
     return outputs
 
 
-def _apart(trace: Trace, node: Node, equation: Any, position: int, path: str) -> Value | None:
-    """Compute a result of a loop, condition or call that does not depend on rows by itself, and return it."""
-    wanted = [k == position for k in range(len(node.outputs))]
-    if any(value.of_rows for value, own in zip(node.inputs, apart.needs(equation, wanted), strict=True) if own):
-        return None
-    if (found := apart.alone(equation, position, trace.axis)) is None:
-        return None
+def _apart(
+    trace: Trace, node: Node, equation: Any, positions: Sequence[int], needed: Sequence[bool], path: str
+) -> Iterable[tuple[int, Value]]:
+    """Compute results of a loop, condition or call by themselves, if they depend on no rows, and return them."""
+    if any(value.of_rows for value, own in zip(node.inputs, needed, strict=True) if own):
+        return ()
+    if (found := apart.alone(equation, positions, needed, trace.axis)) is None:
+        return ()
     closed, taken = found
-    node.equation = apart.judged_elsewhere(equation)
-    [value] = append(trace, closed, [node.inputs[k] for k in taken], path)
-    return value
+    node.equation = apart.judged_elsewhere(node.equation, closed)
+    return zip(positions, append(trace, closed, [node.inputs[k] for k in taken], path), strict=True)
 
 
 def _spread_before_mean(trace: Trace, equation: Any, inputs: Sequence[Value]) -> Node | None:

@@ -115,7 +115,8 @@ def lift_uneven(call: Call, frame_with: Callable[[Any], Frame], states_of: Calla
     for lifted, findings in zip(traces, found, strict=True):
         refusals.check_assignments(lifted, findings)
     plan = _merge_plans(traces, kinds)
-    closed = _merge_traces(traces, kinds, leaves, plan, frame_with(None), call.function)
+    with tracing.room_for(lifted.shown for lifted in traces):
+        closed = _merge_traces(traces, kinds, leaves, plan, frame_with(None), call.function)
     largest = max(range(len(traces)), key=lambda kind: kinds.most_rows(kind))
     refusals.check_divisors(found[largest], len(kinds.of_replica), *kinds.rows_of(largest))
     lines = tuple(map(_known_line, zip(*(lifted.write_lines for lifted in traces), strict=True)))
