@@ -266,7 +266,7 @@ def test_the_gradient_of_a_weight_behind_what_was_gathered_is_a_share_too(strate
 
 
 def test_a_share_does_not_excuse_what_is_combined_beside_or_after_it(strategy3):
-    share, total = mr.losses.scale_regularization_loss, lambda z: all_reduce("sum", z.sum())
+    share, total = mr.losses.scale_regularization_loss, lambda z: of_statistics(all_reduce("sum", z))
     ways = {
         "beside": lambda z: share(total(z)) + total(z),
         "beside, first": lambda z: total(z) + share(total(z)),
@@ -277,6 +277,58 @@ def test_a_share_does_not_excuse_what_is_combined_beside_or_after_it(strategy3):
         w, _, _, optimizer, _ = model(strategy3)
         step = lambda x, w=w, o=optimizer, loss=loss: o.apply_gradients(mr.grad(lambda: loss(x * w), [w])())  # noqa: E731
         assert len(warnings_of(lambda step=step: strategy3.run(step, args=(own_rows(strategy3),)))) == 1, name
+
+
+COMBINED, BY_OWN_ROWS = "combined over the replicas before it was differentiated", "divided by this replica's own number of rows"
+#: Losses of four own rows, by what is said of them where `jax.grad` differentiates them.
+DIFFERENTIATED = {
+    "sum of shares": (lambda each: all_reduce("sum", mr.losses.compute_average_loss(each)), COMBINED),
+    "sum, then divided by all rows": (lambda each: jax.lax.psum(jnp.sum(each), "replica") / 12, COMBINED),
+    "in jit": (lambda each: jax.jit(lambda each: all_reduce("sum", jnp.sum(each) / 12))(each), COMBINED),
+    "beside a share": (lambda each: mr.losses.compute_average_loss(each) + all_reduce("sum", each.sum()), COMBINED),
+    "mean of means": (lambda each: jax.lax.pmean(jnp.mean(each), "replica"), BY_OWN_ROWS),
+    "mean of shares": (lambda each: 3 * all_reduce("mean", mr.losses.compute_average_loss(each)), ""),
+    "sums of rows, element by element": (lambda each: mr.losses.compute_average_loss(all_reduce("sum", each)), COMBINED),
+    "means of rows, element by element": (lambda each: mr.losses.compute_average_loss(all_reduce("mean", each)), ""),
+    "share of a sum": (lambda each: mr.losses.scale_regularization_loss(all_reduce("sum", each.sum()) / 12), ""),
+    "divided by a count": (lambda each: each.sum() / all_reduce("sum", jnp.ones(()) * 4), ""),
+    "divided by a sum of ones": (lambda each: each.sum() / all_reduce("sum", jnp.ones_like(each).sum()), ""),
+    "of what is left of a mean": (lambda each: mr.losses.compute_average_loss((each - all_reduce("mean", each.mean())) ** 2), ""),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENTIATED)
+def test_a_combined_loss_warns_however_it_is_differentiated(strategy3, name):
+    loss, expected = DIFFERENTIATED[name]
+    w, _, _, optimizer, _ = model(strategy3)
+    [batch] = strategy3.distribute_dataset([np.arange(12 * SIZE, dtype="float32").reshape(12, SIZE) / 10])
+
+    def step(x):
+        optimizer.apply_gradients([jax.grad(lambda w: loss(jnp.sum(jnp.tanh(x * w), axis=1)))(w.value)])
+
+    messages = [str(warning.message) for warning in warnings_of(lambda: strategy3.run(step, args=(batch,)))]
+    assert len(messages) == bool(expected) and all(expected in message for message in messages), messages
+
+
+def test_losses_of_rows_that_were_summed_by_element_are_no_shares(strategy3):
+    for op in ("sum", "mean"):
+        w, _, _, optimizer, _ = model(strategy3)
+        loss = lambda x, w=w, op=op: mr.losses.compute_average_loss(all_reduce(op, x * w))  # noqa: E731
+        step = lambda x, w=w, o=optimizer, loss=loss: o.apply_gradients(mr.grad(lambda: loss(x), [w])())  # noqa: E731
+        caught = warnings_of(lambda step=step: strategy3.run(step, args=(own_rows(strategy3),)))
+        assert [COMBINED in str(warning.message) for warning in caught] == [True] * (op == "sum")
+
+
+def test_an_update_of_what_was_updated_is_judged_by_itself(strategy3):
+    """Its new value is the same on all replicas as any variable's is, and not a gradient that was combined."""
+    w, b, _, first, second = model(strategy3)
+
+    def step(x):
+        first.apply_gradients(mr.grad(lambda: mr.losses.compute_average_loss(w * x), [w])())
+        second.apply_gradients(mr.grad(lambda: b * jnp.sum(w.value**2), [b])())
+
+    [warning] = warnings_of(lambda: strategy3.run(step, args=(own_rows(strategy3),)))
+    assert "computed the same gradients, from no data" in str(warning.message)
 
 
 def test_a_loss_that_is_combined_after_its_gradient_does_not_warn(strategy3):

@@ -37,6 +37,8 @@ class Trail(NamedTuple):
         counted: the replica's rows that `compute_average_loss` has counted, or 0.
         is_share: whether the loss was divided for a sum over the replicas, so that its gradients are to be summed however they
             were computed.
+        is_combined: whether it came back through a sum over the replicas before it met any data, so that each replica has the
+            gradient of a sum of all losses.
     """
 
     seed: Hashable
@@ -47,6 +49,7 @@ class Trail(NamedTuple):
     is_whole: bool = False
     counted: int = 0
     is_share: bool = False
+    is_combined: bool = False
 
 
 Trails = frozenset[Trail]
@@ -130,6 +133,7 @@ def _both(a: Trail, b: Trail) -> Trail:
         is_whole=a.is_whole or b.is_whole,
         counted=max(a.counted, b.counted),
         is_share=a.is_share and b.is_share,
+        is_combined=a.is_combined or b.is_combined,
     )
 
 
@@ -155,6 +159,8 @@ def divided(trail: Trail, rows: Collection[int], num_rows: Collection[int], num_
     """
     if trail.is_whole:
         return Divided.BY_ALL
+    if trail.is_combined and (place := _place_of_mean(trail, num_replicas)) is not None:  # the sum makes up for it
+        trail = trail._replace(scales=trail.scales[:place] + trail.scales[place + 1 :])
     spreads = [value for kind, value in trail.scales if kind == "spread"]
     begins = {*spreads[:1], math.prod(spreads)} if spreads else set()
     is_by_row = _is_one_of(spreads[0], rows) if spreads else False
@@ -187,6 +193,17 @@ def _is_of_all(kind: str, divisor: float, num_replicas: int) -> bool:
     if kind == "mul":
         return _is_one_of(divisor, (num_replicas,))
     return divisor > 0 and divisor % num_replicas == 0
+
+
+def of_combined_loss(trails: Trails, num_replicas: int) -> bool:
+    """Tell whether a loss was added up over the replicas before it was differentiated, and not divided by their number."""
+    return any(trail.is_combined and _place_of_mean(trail, num_replicas) is None for trail in trails)
+
+
+def _place_of_mean(trail: Trail, num_replicas: int) -> int | None:
+    """Return which of the scales of a combined loss is its division by the number of replicas."""
+    by_all = (("div", float(num_replicas)), ("mul", 1 / num_replicas))
+    return next((place for place, step in enumerate(trail.scales) if step in by_all), None)
 
 
 def too_many_averages(trails: Trails, rows: Collection[int]) -> int:

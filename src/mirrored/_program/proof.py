@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from .._errors import CollectiveHangError
-from .._jax import jaxprs, user_code
+from .._jax import jaxprs, user_code, ways
 from .._jax.jaxprs import Jaxpr
 from .._jax.marks import Mark, Purpose, mark_p
 from .._jax.primitives import MAKE_SAME, PURE
@@ -47,12 +48,14 @@ class State:
         origin: what made it differ, when it is VARYING.
         trails: the ways from losses to it, when it is part of a gradient.
         is_share: whether it was divided for a sum over the replicas after they were combined.
+        summed: 1 for a sum over the replicas of which only the shape has changed since, 2 for one that was also divided once.
     """
 
     sameness: Sameness
     origin: str = ""
     trails: Trails = NO_TRAILS
     is_share: bool = False
+    summed: int = 0
 
     @property
     def is_mirrored(self) -> bool:
@@ -69,6 +72,10 @@ class State:
 
 SAME = State(Sameness.SAME)
 REDUCED = State(Sameness.REDUCED)
+SUMMED = State(Sameness.REDUCED, summed=1)
+
+#: Change the shape of an array, or add up its elements.
+_RESHAPING = frozenset({"broadcast_in_dim", "convert_element_type", "reduce_sum", "reshape", "slice", "squeeze", "transpose"})
 
 
 def varying(origin: str) -> State:
@@ -83,6 +90,7 @@ def join(states: Iterable[State]) -> State:
         trails = trails | state.trails if state.trails else trails
         if (state.sameness, highest.is_share) > (highest.sameness, state.is_share):
             highest = state
+    highest = dataclasses.replace(highest, summed=0) if highest.summed else highest
     return highest.on(trails)
 
 
@@ -207,6 +215,8 @@ class _Pass:
             state = state.on(divisors.passed(equation, inputs))
         if not state.is_mirrored:
             return state
+        if inputs and inputs[0].summed:
+            state = dataclasses.replace(state, summed=_still_summed(name, inputs[0].summed))
         if name in PURE and all(map(jaxprs.is_plain, inside)):
             return state
         if all(0 in getattr(atom.aval, "shape", (1,)) for atom in equation.outvars):
@@ -228,7 +238,7 @@ class _Pass:
         if note.purpose is Purpose.SEED:
             return state.on(self.seed(equation, note.where))
         if note.purpose in (Purpose.SHARE, Purpose.GIVEN_SHARE):
-            is_share = note.purpose is Purpose.SHARE
+            is_share = note.purpose is Purpose.SHARE and not (note.number and state.summed == 2)
             trails = frozenset(t._replace(is_whole=True, counted=note.number, is_share=is_share) for t in state.trails)
             return dataclasses.replace(state, trails=trails, is_share=is_share and state.sameness is Sameness.REDUCED)
         if note.purpose is Purpose.ASSIGN and self.within is not None and state.is_mirrored:
@@ -239,6 +249,13 @@ class _Pass:
             self.findings.marks.append((note, state))
         # A mirrored variable's new value starts afresh, so that two updates in one step are judged like one in each of two.
         return SAME if note.purpose is Purpose.ASSIGN and state.is_mirrored else state
+
+    def combined(self, equation: Any, trails: Trails) -> Trails:
+        """Return the ways through a collective of a gradient that has met no data: the loss itself was combined by it."""
+        path = functools.reduce(ways.path_of, (*reversed(self.around), equation), "")
+        if not equation.primitive.name.startswith("psum") or ways.way_of(path, equation) is not ways.Way.BACKWARD:
+            return NO_TRAILS
+        return frozenset(trail._replace(is_combined=True) for trail in trails)
 
     def axis_primitive(self, equation: Any, inputs: list[State]) -> State:
         name = equation.primitive.name
@@ -258,7 +275,9 @@ class _Pass:
             self.findings.collectives.append(Collective(name, jaxprs.num_bytes(equation), where, self.in_loop))
         if name not in MAKE_SAME or jaxprs.is_over_groups(equation):
             return varying(f"`{name}` at {where}, which gives each replica its own part")
-        return REDUCED if join(inputs).sameness is not Sameness.SAME else SAME
+        if (state := join(inputs)).is_same:
+            return SAME.on(self.combined(equation, state.trails)) if state.trails else SAME
+        return SUMMED if name in ("psum", "psum_invariant") else REDUCED
 
     def linear_solve(self, equation: Any, inputs: list[State]) -> list[State]:
         solver = jaxprs.solver_of(equation)
@@ -308,6 +327,12 @@ def _fixed_point(carry: list[State], one_round: Callable[[list[State]], list[Sta
         if _kinds(wider) == _kinds(carry):
             return carry
         carry = wider
+
+
+def _still_summed(name: str, summed: int) -> int:
+    if name in _RESHAPING:
+        return summed
+    return 2 if name == "div" and summed == 1 else 0
 
 
 def _kinds(states: Sequence[State]) -> list[tuple[Sameness, Trails, bool]]:

@@ -69,7 +69,7 @@ def check_gradients(findings: Findings, num_replicas: int) -> None:
                 "replica; give each replica its part of the batch with strategy.distribute_dataset(dataset)."
             )
     is_same = all(state.sameness is Sameness.SAME for _, state in gradients)
-    if not is_same and _has_combined_loss(findings):
+    if not is_same and _has_combined_loss(findings, num_replicas):
         _warn_of_factor(
             "the loss was combined over the replicas before it was differentiated, so each gradient already stands for "
             f"all replicas, and apply_gradients at {gradients[0][0].where} sums them again: the update is {num_replicas} times "
@@ -95,9 +95,12 @@ def _is_of_shares(state: State) -> bool:
     return bool(state.trails) and all(trail.is_share for trail in state.trails)
 
 
-def _has_combined_loss(findings: Findings) -> bool:
+def _has_combined_loss(findings: Findings, num_replicas: int) -> bool:
     losses = [state for note, state in findings.marks if note.purpose is Purpose.LOSS]
-    return any(state.sameness is Sameness.REDUCED and not state.is_share for state in losses)
+    gradients = [state for note, state in findings.marks if note.purpose is Purpose.GRADIENT]
+    return any(state.sameness is Sameness.REDUCED and not state.is_share for state in losses) or any(
+        divisors.of_combined_loss(state.trails, num_replicas) for state in gradients
+    )
 
 
 def check_divisors(findings: Findings, num_replicas: int, rows: Collection[int], num_rows: Collection[int]) -> None:
@@ -109,7 +112,7 @@ def check_divisors(findings: Findings, num_replicas: int, rows: Collection[int],
         rows: the numbers of rows that a replica may have.
         num_rows: the numbers that all may have together.
     """
-    if num_replicas == 1 or 1 in rows or _has_combined_loss(findings):
+    if num_replicas == 1 or 1 in rows or _has_combined_loss(findings, num_replicas):
         return  # a mean of one row is a sum
     summed, averaged = (
         _by_optimizer([(note, state) for note, state in findings.marks if note.purpose is purpose])
