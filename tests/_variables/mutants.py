@@ -66,7 +66,7 @@ MUTANTS = [
      "_writes_those_that_its_step_does_not[1]"),
     ("_variables/storage.py", "for old, index in places if index in old.taken or index in old.lent])", "for old, index in ()])",
      _LEFT),
-    ("_variables/storage.py", "    if type(compiled) is Announced:", "    if False:",
+    ("_variables/storage.py", "if type(compiled) is Announced:  # now", "if False:  # now",
      _ST + "a_ctrl_c_at_any_call_of_a_step_of_several_workers_loses_nothing"),
     ("_variables/storage.py", "<= MAX_COPIED_BYTES:", "<= -1:", _ST + "only_some_megabytes_are_copied_at_once"),
     ("_variables/storage.py", "and num_bytes + _bytes_at(waiting[0]) <= MAX_COPIED_BYTES", "", _ST + "only_some_megabytes_are"

@@ -201,7 +201,10 @@ def overwrite(compiled: Callable[..., Any], home: Home, slots: Sequence[Slot], r
                 _give_copies([(home, index) for index in sorted(home.taken.union(home.lent))])
             outputs: dict[int, Any] = {}
             arguments = (home.arrays, arrays_of(read_only) if read_only else [], *others)
-            call = map(outputs.setdefault, (0,), _one_call(compiled, arguments))
+            if type(compiled) is Announced:  # now, because it is Python
+                compiled.announce(*arguments)
+                compiled = compiled.program
+            call = map(outputs.setdefault, (0,), itertools.starmap(compiled, (arguments,)))
             any(map(setattr, (home,), ("arrays",), map(_new_arrays_of, call)))  # they are all None
         return outputs[0]
     except BaseException as error:
@@ -209,20 +212,16 @@ def overwrite(compiled: Callable[..., Any], home: Home, slots: Sequence[Slot], r
         raise
 
 
-def _one_call(compiled: Callable[..., Any], arguments: tuple[Any, ...]) -> Iterator[Any]:
-    """Return an iterator that calls a program once, in a C function; with several workers it is announced now."""
-    if type(compiled) is Announced:
-        compiled.announce(*arguments)
-        compiled = compiled.program
-    return itertools.starmap(compiled, (arguments,))
-
-
 def _overwrite_and_move(compiled: Callable[..., Any], home: Home, slots: Sequence[Slot], others: Sequence[Any]) -> Any:
     """Do the same for variables of which some are elsewhere, and move them home in the same C function."""
     places = map(_place_of, slots)
     _give_copies([(old, index) for old, index in places if index in old.taken or index in old.lent])
     outputs: dict[int, Any] = {}
-    call = map(outputs.setdefault, (0,), _one_call(compiled, (arrays_of(slots), *others)))
+    arguments = (arrays_of(slots), *others)
+    if type(compiled) is Announced:
+        compiled.announce(*arguments)
+        compiled = compiled.program
+    call = map(outputs.setdefault, (0,), itertools.starmap(compiled, (arguments,)))
     _move(home, slots, map(_new_arrays_of, call))
     return outputs[0]
 
