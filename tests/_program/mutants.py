@@ -328,8 +328,6 @@ MUTANTS = [
      REFUSALS + "a_combined_loss_warns_however_it_is_differentiated"),
     ("_program/divisors.py", "    if trail.is_combined and (place", "    if False and (place",
      REFUSALS + "a_combined_loss_warns_however_it_is_differentiated"),
-    ("_program/proof.py", " and not (note.number and state.summed == 2)", "",
-     REFUSALS + "losses_of_rows_that_were_summed_by_element_are_no_shares"),
     ("_program/proof.py", 'return 2 if name == "div" and summed == 1 else 0', 'return 2 if name == "div" else 0',
      REFUSALS + "losses_of_rows_that_were_summed_by_element_are_no_shares"),
 ]  # fmt: skip
