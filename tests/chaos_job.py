@@ -17,7 +17,7 @@ from typing import Any
 PROGRAM = Path(__file__).parent / "multiprocess" / "chaos_worker.py"
 #: Without anything said; far more than it takes on a busy machine.
 DEADLINE_SECONDS = 60.0
-#: Most of an attempt's time is compilation, and what it computes is not the question here.
+#: Much of a short job is compilation, and few of its tests are about the code that comes out.
 QUICK_COMPILATION = "--xla_backend_optimization_level=0"
 SAID = re.compile(r"CHAOS (\d+) (\d+) ([A-Z]+) (\d+)")
 

@@ -20,14 +20,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from chaos_job import QUICK_COMPILATION
+
 #: What says to a process that it is a worker of a job, or changes what jax does; a test's workers inherit none of it.
 #: Nor PYTHONUNBUFFERED, which writes each piece of a line alone: a log message of another thread may come in between.
 _NOT_INHERITED = re.compile(
     r"(?i:.*_proxy)|TF_CONFIG|JAX_.*|XLA_.*|MIRRORED_.*|SLURM_.*|OMPI_.*|PMI_.*|PMIX_.*|RANK|WORLD_SIZE|LOCAL_.*|MASTER_.*"
     r"|COORDINATOR_.*|NUM_PROCESSES|PROCESS_ID|PYTEST_.*|PYTHONUNBUFFERED|(PJRT_)?NPROC"
 )
-#: A third of a short job's time is compilation, and few of the tests are about the code that comes out.
-QUICK_COMPILATION = "--xla_backend_optimization_level=0"
 
 
 def _inherited() -> dict[str, str]:
