@@ -42,27 +42,9 @@ from ..data._sharing.plan import make_plan, plan_of_function
 from ..data._sources.numpy_dataset import NumpyDataset, stacked_lists
 from ..data._sources.open import adapted
 from .leaves import Leaves
-from .values import distribute
+from .values import ValueContext, distribute
 
 _logger = logging.getLogger("mirrored")
-
-
-@dataclasses.dataclass(frozen=True)
-class ValueContext:
-    """The replica for which a function given to `distribute_values_from_function` makes a value.
-
-    Attributes:
-        replica_id_in_sync_group: the replica's number, a Python int.
-        num_replicas_in_sync: how many replicas there are.
-
-    >>> print(mr.ValueContext(2, 4))
-    ValueContext(replica_id_in_sync_group=2, num_replicas_in_sync=4)
-
-    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/ValueContext
-    """
-
-    replica_id_in_sync_group: int = 0
-    num_replicas_in_sync: int = 1
 
 
 class Strategy:
@@ -124,6 +106,7 @@ class Strategy:
         """The cluster: its tasks, and which of them this process is. None when this strategy is for one process."""
         return None
 
+    @user_code.shorten_errors
     def barrier(self, name: str) -> None:
         """Wait until every worker has come here, and until what was dispatched before has been carried out.
 
@@ -261,6 +244,7 @@ class Strategy:
             user_code.show_users_lines(error)
             raise
 
+    @user_code.shorten_errors
     def reduce(self, reduce_op: ReduceOp | str, value: PyTree, axis: int | Sequence[int] | None = None) -> PyTree:
         """Combine a value over the replicas, and optionally over axes of each replica's value.
 
@@ -297,6 +281,7 @@ class Strategy:
             return collectives.all_reduce(op, value, context.axis_of(frame.replica), axis, "strategy.reduce")
         return self._leaves.reduce(op, value, axis)
 
+    @user_code.shorten_errors
     def gather(self, value: PyTree, axis: int) -> PyTree:
         """Concatenate the replicas' values along `axis`, in replica order.
 
@@ -322,6 +307,7 @@ class Strategy:
         self._check_current("gather")
         return self._leaves.gather(value, axis)
 
+    @user_code.shorten_errors
     def local_results(self, value: PyTree) -> tuple[Any, ...]:
         """Return this worker's values, one for each local replica.
 
@@ -344,6 +330,7 @@ class Strategy:
 
     # -- input
 
+    @user_code.shorten_errors
     def distribute_dataset(self, dataset: Any, options: InputOptions | None = None) -> DistributedDataset:
         """Divide each global batch of a dataset among the replicas.
 
@@ -377,6 +364,7 @@ class Strategy:
         plan = make_plan(adapted(dataset), options.auto_shard_policy, worker, self.num_replicas_in_sync)
         return self._register(DistributedDataset(self._mesh, options, worker, plan))
 
+    @user_code.shorten_errors
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
     ) -> DistributedDataset:
@@ -434,6 +422,7 @@ class Strategy:
         self._datasets.add(dataset)
         return dataset
 
+    @user_code.shorten_errors
     def make_numpy_dataset(self, numpy_input: PyTree) -> NumpyDataset:
         """Make a dataset of the rows of arrays in memory; continue with `.shuffle(seed=0).batch(n)`.
 
@@ -449,6 +438,7 @@ class Strategy:
         """
         return NumpyDataset(stacked_lists(numpy_input))
 
+    @user_code.shorten_errors
     def distribute_values_from_function(self, value_fn: Callable[[ValueContext], PyTree]) -> PyTree:
         """Make a PerReplica value by calling a function once for each replica, in order.
 
