@@ -18,7 +18,8 @@ OFFERS = {
         tracing.keeps_a_mesh
         tracing.lowered tracing.own_axes_first tracing.placeholder tracing.room_for tracing.separate_caches tracing.trace
         tracing.trace_state tracing.traced user_code.equation_line user_code.leave_out user_code.line_of user_code.raising_line
-        user_code.show_users_lines user_code.user_line user_code.warn user_code.warned versions.warn_if_untried ways.Way
+        user_code.shorten_errors user_code.show_users_lines user_code.user_line user_code.user_stacklevel
+        user_code.warn user_code.warned versions.warn_if_untried ways.Way
         ways.path_of ways.way_of
     """,
     "_cluster": """
@@ -98,8 +99,8 @@ OFFERS = {
     "_strategy": """
         adding_up.ops_of current.DefaultStrategy current.get_replica_context current.get_strategy current.has_strategy
         strategies.MirroredStrategy strategies.MultiWorkerMirroredStrategy strategies.OneDeviceStrategy
-        strategy.Strategy values.ValueContext strategy.coordination_of strategy.datasets_of strategy.joint_strategy
-        strategy.mesh_of_strategy strategy.programs_of strategy.spent_in strategy.variables_of
+        strategy.Strategy strategy.coordination_of strategy.datasets_of strategy.joint_strategy
+        strategy.mesh_of_strategy strategy.programs_of strategy.spent_in strategy.variables_of values.ValueContext
     """,
     "_checkpoint": """
         checkpoint.Checkpoint export.export preemption.PreemptionHandler

@@ -341,7 +341,7 @@ WRONG = [
     (
         lambda: STRATEGY.run(applied([distributed(STRATEGY, ONES, ONES), 1.0])),
         mr.PerReplicaError,
-        r"compute inside strategy\.run",
+        r"strategy\.run\(step, args",
     ),
     (lambda: STRATEGY.run(lambda: mr.Optimizer(optax.sgd(0.1), [A])), mr.ContextError, "inside a step.*next to the variables"),
 ]

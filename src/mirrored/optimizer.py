@@ -122,6 +122,7 @@ class Optimizer:
         """
         return self._iterations
 
+    @user_code.shorten_errors
     def minimize(self, loss: Callable[[], Any], var_list: PyTree = None, **options: Any) -> jax.Array:
         """Differentiate a loss, update the variables with its gradients, and return its value.
 
@@ -157,6 +158,7 @@ class Optimizer:
         self.apply_gradients(zip(jax.tree.leaves(gradients), leaves, strict=True), **options)
         return value
 
+    @user_code.shorten_errors
     def apply_gradients(
         self, grads: PyTree | Iterable[tuple[Any, Variable]], aggregate: Aggregate | None = None, **extra: Any
     ) -> None:

@@ -102,6 +102,43 @@ def test_the_traceback_has_the_users_lines_only():
         assert "_make_program" in lines_of(call(hides))
 
 
+def test_a_public_function_shows_the_users_lines_only():
+    strategy = mr.MirroredStrategy(["cpu:0", "cpu:1"])
+    x = strategy.distribute_values_from_function(lambda ctx: np.ones(2))
+    w = mr.Variable(np.ones(2))
+
+    def loss(x):
+        return jnp.sum((w - x) ** 2)
+
+    def forgot_run(x):
+        return mr.value_and_grad(loss, [w])(x)
+
+    def users_mistake(x):
+        raise KeyError("mine")
+
+    with pytest.raises(mr.PerReplicaError) as caught:
+        forgot_run(x)
+    here = "test_a_public_function_shows_the_users_lines_only"
+    assert lines_of(caught.value) == [here, "forgot_run", "loss"] and not getattr(caught.value, "__notes__", [])
+    with pytest.raises(KeyError) as caught:
+        next(iter(strategy.distribute_dataset([np.ones(4)]).map(users_mistake)))
+    assert lines_of(caught.value) == [here, "users_mistake"]
+    with pytest.raises(TypeError) as caught:
+        strategy.distribute_dataset(np.ones(4))
+    assert lines_of(caught.value) == [here]
+    with jax_config("jax_traceback_filtering", "off"), pytest.raises(TypeError) as caught:
+        strategy.distribute_dataset(np.ones(4))
+    assert lines_of(caught.value)[-1] == "check_dataset"
+
+
+def test_what_shows_the_users_lines_keeps_its_signature_and_its_result():
+    assert list(inspect.signature(mr.Strategy.reduce).parameters) == ["self", "reduce_op", "value", "axis"]
+    assert mr.Strategy.reduce.__name__ == "reduce" and "Combine a value" in mr.Strategy.reduce.__doc__
+    assert user_code.shorten_errors(divmod)(7, 2) == (3, 1)
+    with pytest.raises(KeyboardInterrupt):
+        user_code.shorten_errors(exec)("raise KeyboardInterrupt")
+
+
 def test_a_bug_of_ours_shows_its_lines(monkeypatch):
     strategy = mr.MirroredStrategy(["cpu:0"])
     for kind, last in ((AssertionError, "prove"), (KeyError, "prove"), (ValueError, "test_a_bug_of_ours_shows_its_lines")):

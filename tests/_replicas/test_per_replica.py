@@ -14,7 +14,7 @@ import pytest
 import mirrored as mr
 from mirrored._replicas.per_replica import stack_shapes
 
-WAYS_OUT = r"strategy\.reduce\(.*strategy\.gather\(.*strategy\.local_results\("
+WAYS_OUT = r"(?s)strategy\.run\(.*strategy\.reduce\(.*strategy\.gather\(.*strategy\.local_results\("
 
 
 @pytest.fixture
@@ -111,14 +111,14 @@ def test_every_use_as_one_array_is_refused_with_the_ways_out(even):
                 refused(getattr(operator, name), other, even)
     for use in _USES:
         refused(use, even)
-    with pytest.raises(TypeError, match=r"PerReplica does not support `\+` \(shape \(2,\) on each replica\)"):
+    with pytest.raises(TypeError, match=r"PerReplica does not support `\+` \(shape \(2,\)\): it has one value"):
         even + 1
 
 
 def test_a_method_of_arrays_is_missing_with_the_ways_out(even):
     for name in ("mean", "sum", "item", "numpy", "astype", "T", "reshape", "at"):
         assert not hasattr(even, name)
-        with pytest.raises(AttributeError, match=rf"no attribute {name!r}\. A PerReplica holds .*{WAYS_OUT}"):
+        with pytest.raises(AttributeError, match=rf"{WAYS_OUT}"):
             getattr(even, name)
     with pytest.raises(AttributeError, match=r"^PerReplica has no attribute 'vals'\.$"):
         even.vals

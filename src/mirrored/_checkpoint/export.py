@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from .._errors import UnevenReplicasError
+from .._jax import user_code
 from .._models import keras_state, nnx
 from .._replicas.per_replica import PerReplica, stack_of, uneven_shapes
 from .._typing import PyTree
@@ -16,6 +17,7 @@ from .._variables.variable import Variable
 from ..optimizer import Optimizer
 
 
+@user_code.shorten_errors
 def export(tree: PyTree) -> PyTree:
     """Return the values of variables as a plain tree of JAX arrays.
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import inspect
 import os
 import sys
 import types
 import warnings
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import optax
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _PACKAGE_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _JAX_FOLDER = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
@@ -76,10 +80,25 @@ def raising_line(error: BaseException) -> str:
     return where
 
 
+def shorten_errors(verb: Callable[P, T]) -> Callable[P, T]:
+    """Return a public function whose exceptions show the user's lines only."""
+
+    @functools.wraps(verb)
+    def shortened(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return verb(*args, **kwargs)
+        except Exception as error:
+            show_users_lines(error)
+            raise
+
+    return shortened
+
+
 def show_users_lines(error: BaseException) -> None:
     """Leave only the user's lines in the traceback of an exception, and of those that it comes from; `raise` it afterwards.
 
-    A bug of ours keeps all of its lines, and so does everything where JAX shows its own: JAX_TRACEBACK_FILTERING=off.
+    JAX's note that it has left out lines goes as well. A bug of ours keeps all of its lines, and so does everything where JAX
+    shows its own: JAX_TRACEBACK_FILTERING=off.
     """
     if jax.config.jax_traceback_filtering == "off":
         return
@@ -94,6 +113,8 @@ def show_users_lines(error: BaseException) -> None:
         entries = list(_entries(link))
         if entries and not _is_bug(link, entries[-1]):
             link.__traceback__ = _chained([entry for entry in entries if _is_users(entry)])
+            if notes := getattr(link, "__notes__", None):
+                link.__notes__ = [note for note in notes if "JAX_TRACEBACK_FILTERING" not in note]
 
 
 def _entries(error: BaseException) -> Iterator[types.TracebackType]:

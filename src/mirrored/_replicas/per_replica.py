@@ -13,12 +13,11 @@ from .. import _html
 from .._errors import PerReplicaError
 from .._typing import PyTree, Shape
 
-_WAYS_OUT = (
-    "A PerReplica holds one value for each replica, so it has no single value. Choose what you mean: "
-    "strategy.reduce('mean', x) or strategy.reduce('sum', x) combines the replicas element by element "
-    "(add axis=0 to reduce over the batch too); strategy.gather(x, axis=0) concatenates them; "
-    "strategy.local_results(x) is the tuple of values; or compute inside strategy.run."
-)
+_WAYS_OUT = """it has one value for each replica. Write one of
+    strategy.run(step, args=(x,))   # computes on each replica
+    strategy.reduce('mean', x)      # or 'sum': one array; axis=0 also over its rows
+    strategy.gather(x, axis=0)      # all rows
+    strategy.local_results(x)       # a tuple of values"""
 
 
 class PerReplica:
@@ -141,55 +140,55 @@ class PerReplica:
 
         def __getattr__(self, name: str) -> NoReturn:
             """Say what to do instead of `x.mean()`, `x.item()` and other methods of arrays."""
-            hint = f" {_WAYS_OUT}" if name == "numpy" or hasattr(jax.Array, name) else ""
-            raise AttributeError(f"PerReplica has no attribute {name!r}.{hint}")
+            hint = f": {_WAYS_OUT}" if name == "numpy" or hasattr(jax.Array, name) else "."
+            raise AttributeError(f"PerReplica has no attribute {name!r}{hint}")
 
     def __format__(self, spec: str) -> str:
         if spec:
-            self._refuse(f"the format {spec!r}")
+            raise self._refused(f"the format {spec!r}")
         return repr(self)
 
-    def _refuse(self, operation: str) -> NoReturn:
-        raise PerReplicaError(f"PerReplica does not support {operation} (shape {self.shape} on each replica). {_WAYS_OUT}")
+    def _refused(self, operation: str) -> PerReplicaError:
+        return PerReplicaError(f"PerReplica does not support {operation} (shape {self.shape}): {_WAYS_OUT}")
 
     def __jax_array__(self) -> NoReturn:
-        self._refuse("use as one array")
+        raise self._refused("use as one array")
 
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        self._refuse("conversion to a numpy array")
+        raise self._refused("conversion to a numpy array")
 
     def __array_ufunc__(self, ufunc: Any, *args: Any, **kwargs: Any) -> NoReturn:
-        self._refuse(f"`np.{ufunc.__name__}`")
+        raise self._refused(f"`np.{ufunc.__name__}`")
 
     def __bool__(self) -> bool:
-        self._refuse("`bool()`")
+        raise self._refused("`bool()`")
 
     def __float__(self) -> float:
-        self._refuse("`float()`")
+        raise self._refused("`float()`")
 
     def __int__(self) -> int:
-        self._refuse("`int()`")
+        raise self._refused("`int()`")
 
     def __complex__(self) -> complex:
-        self._refuse("`complex()`")
+        raise self._refused("`complex()`")
 
     def __index__(self) -> int:
-        self._refuse("use as an index")
+        raise self._refused("use as an index")
 
     def __len__(self) -> int:
-        self._refuse("`len()`")
+        raise self._refused("`len()`")
 
     def __iter__(self) -> Iterator[Any]:
-        self._refuse("iteration")
+        raise self._refused("iteration")
 
     def __contains__(self, item: Any) -> bool:
-        self._refuse("`in`")
+        raise self._refused("`in`")
 
     def __getitem__(self, key: Any) -> NoReturn:
-        self._refuse("indexing")
+        raise self._refused("indexing")
 
     def __setitem__(self, key: Any, value: Any) -> NoReturn:
-        self._refuse("assignment to its items")
+        raise self._refused("assignment to its items")
 
     __hash__ = object.__hash__
 
@@ -208,7 +207,7 @@ def _add_refused_operators() -> None:
 
     def refused(symbol: str) -> Any:
         def operator(self: PerReplica, *operands: Any) -> NoReturn:
-            self._refuse(f"`{symbol}`")
+            raise self._refused(f"`{symbol}`")
 
         return operator
 

@@ -16,6 +16,7 @@ from .._cluster import resolvers
 from .._cluster.resolvers import ClusterResolver
 from .._cluster.spec import Cluster
 from .._errors import ClusterConfigError
+from .._jax import user_code
 from .._options import CommunicationImplementation, CommunicationOptions, CrossDeviceOps
 from .._replicas import placement
 from .._replicas.mesh import cluster_mesh, make_mesh, resolve_devices, with_replicas
@@ -60,6 +61,7 @@ class MirroredStrategy(Strategy):
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/MirroredStrategy
     """
 
+    @user_code.shorten_errors
     def __init__(
         self,
         devices: Sequence[str | jax.Device] | None = None,
@@ -104,6 +106,7 @@ class MultiWorkerMirroredStrategy(Strategy):
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/MultiWorkerMirroredStrategy
     """
 
+    @user_code.shorten_errors
     def __init__(
         self,
         cluster: ClusterResolver | None = None,
@@ -166,7 +169,7 @@ def _renamed(old_name: str, old: T | None, new_name: str, new: T | None, right: 
         return new
     if new is not None:
         raise TypeError(f"MultiWorkerMirroredStrategy got {old_name} and {new_name}, which say the same; give {new_name} only.")
-    warnings.warn(f"{old_name} is called {new_name} here{right}.", DeprecationWarning, stacklevel=3)
+    warnings.warn(f"{old_name} is called {new_name} here{right}.", DeprecationWarning, stacklevel=user_code.user_stacklevel())
     return old
 
 
@@ -224,6 +227,7 @@ class OneDeviceStrategy(Strategy):
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/OneDeviceStrategy
     """
 
+    @user_code.shorten_errors
     def __init__(self, device: str | jax.Device | None = None) -> None:
         if device is not None and not isinstance(device, str | jax.Device):
             raise TypeError(f"device is {device!r}; expected one device, for example 'gpu:0' or jax.devices()[0].")

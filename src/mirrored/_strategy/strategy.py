@@ -107,6 +107,7 @@ class Strategy:
         """The cluster: its tasks, and which of them this process is. None when this strategy is for one process."""
         return None
 
+    @user_code.shorten_errors
     def barrier(self, name: str) -> None:
         """Wait until every worker has come here, and until what was dispatched before has been carried out.
 
@@ -260,6 +261,7 @@ class Strategy:
     @overload
     def reduce(self, reduce_op: ReduceOp | ReduceOpName, value: PyTree, axis: int | Sequence[int] | None = None) -> PyTree: ...
 
+    @user_code.shorten_errors
     def reduce(self, reduce_op: ReduceOp | ReduceOpName, value: PyTree, axis: int | Sequence[int] | None = None) -> PyTree:
         """Combine a value over the replicas, and optionally over axes of each replica's value.
 
@@ -296,6 +298,7 @@ class Strategy:
             return collectives.all_reduce(op, value, context.axis_of(frame.replica), axis, "strategy.reduce")
         return self._leaves.reduce(op, value, axis)
 
+    @user_code.shorten_errors
     def gather(self, value: PyTree, axis: int) -> PyTree:
         """Concatenate the replicas' values along `axis`, in replica order.
 
@@ -321,6 +324,7 @@ class Strategy:
         self._check_current("gather")
         return self._leaves.gather(value, axis)
 
+    @user_code.shorten_errors
     def local_results(self, value: PyTree) -> tuple[Any, ...]:
         """Return this worker's values, one for each local replica.
 
@@ -343,6 +347,7 @@ class Strategy:
 
     # -- input
 
+    @user_code.shorten_errors
     def distribute_dataset(self, dataset: Any, options: InputOptions | None = None) -> DistributedDataset:
         """Divide each global batch of a dataset among the replicas.
 
@@ -376,6 +381,7 @@ class Strategy:
         plan = make_plan(adapted(dataset), options.auto_shard_policy, worker, self.num_replicas_in_sync)
         return self._register(DistributedDataset(self._mesh, options, worker, plan))
 
+    @user_code.shorten_errors
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
     ) -> DistributedDataset:
@@ -433,6 +439,7 @@ class Strategy:
         self._datasets.add(dataset)
         return dataset
 
+    @user_code.shorten_errors
     def make_numpy_dataset(self, numpy_input: PyTree) -> NumpyDataset:
         """Make a dataset of the rows of arrays in memory; continue with `.shuffle(seed=0).batch(n)`.
 
@@ -448,6 +455,7 @@ class Strategy:
         """
         return NumpyDataset(stacked_lists(numpy_input))
 
+    @user_code.shorten_errors
     def distribute_values_from_function(self, value_fn: Callable[[ValueContext], PyTree]) -> PyTree:
         """Make a PerReplica value by calling a function once for each replica, in order.
 

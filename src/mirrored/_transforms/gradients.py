@@ -24,6 +24,7 @@ from .._variables.variable import Variable, is_variable, spec_of
 from ..losses import compute_average_loss
 
 
+@user_code.shorten_errors
 def grad(fn: UserFunction, variables: PyTree, has_aux: bool = False) -> Callable[..., Any]:
     """Make a function that returns the gradients of `fn` with respect to variables that it reads.
 
@@ -42,6 +43,7 @@ def grad(fn: UserFunction, variables: PyTree, has_aux: bool = False) -> Callable
     return gradient
 
 
+@user_code.shorten_errors
 def value_and_grad(fn: UserFunction, variables: PyTree, has_aux: bool = False) -> Callable[..., Any]:
     """Make a function that returns `fn`'s value and its gradients with respect to variables that it reads.
 
@@ -80,6 +82,7 @@ def value_and_grad(fn: UserFunction, variables: PyTree, has_aux: bool = False) -
     is_later = has_strangers(variables) or (not jax.tree.leaves(variables, is_leaf=is_variable) and frames.is_traced())
     known = None if is_later else _check_variables(variables)
 
+    @user_code.shorten_errors
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if known is None and not jax.tree.leaves(variables):
             keras.build_by(lambda: fn(*args, **kwargs))

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from .._errors import UnevenReplicasError
+from .._jax import user_code
 from .._replicas import frames
 from .._replicas.arrays import as_array
 from .._replicas.per_replica import PerReplica, stack_of, uneven_shapes
@@ -21,6 +22,7 @@ from .._variables.variable import Variable
 from .function import call_compiled
 
 
+@user_code.shorten_errors
 def scan(
     fn: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
     init: PyTree,
@@ -63,6 +65,7 @@ def scan(
     return call_compiled(functools.partial(_scan, fn), (_without_numbers(init), xs, length), {})
 
 
+@user_code.shorten_errors
 def fori_loop(lower: Any, upper: Any, body: Callable[[Any, PyTree], PyTree], init: PyTree) -> PyTree:
     """Loop from `lower` to `upper` like `jax.lax.fori_loop`, with a body that may use variables.
 
@@ -90,6 +93,7 @@ def fori_loop(lower: Any, upper: Any, body: Callable[[Any, PyTree], PyTree], ini
     return call_compiled(functools.partial(_fori_loop, body), (lower, upper, _without_numbers(init)), {})
 
 
+@user_code.shorten_errors
 def cond(pred: Any, true_fn: Callable[..., PyTree], false_fn: Callable[..., PyTree], *operands: PyTree) -> PyTree:
     """Call one of two functions like `jax.lax.cond`; both may read and assign variables.
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._errors import PerReplicaError
+from .._jax import user_code
 from .._options import VariableAggregation
 from .._replicas import frames
 from .._replicas.arrays import cast, host_array
@@ -86,6 +87,7 @@ class ScatterMethods:
         """Take the larger of each row at `indices` and its update, and return the variable; see `scatter_update`."""
         return self._scatter(_Scatter("scatter_max", "max"), indices, updates)
 
+    @user_code.shorten_errors
     def _scatter(self, scatter: _Scatter, indices: Any, updates: Any) -> Self:
         spec, frame = self._spec, frames.current()
         in_replica = frame is not None and frame.replica is not None

@@ -16,7 +16,7 @@ import numpy as np
 
 from .. import _html, _tf_names
 from .._errors import ContextError, StrategyMismatchError
-from .._jax import tracing
+from .._jax import tracing, user_code
 from .._options import AggregationName, SynchronizationName, VariableAggregation, VariableSynchronization
 from .._replicas import collectives, cross_replica, frames, in_flight, placement
 from .._replicas.frames import Frame
@@ -25,6 +25,7 @@ from .._replicas.per_replica import PerReplica
 from .._typing import PyTree, Shape
 from .._workers import joint_programs
 from . import storage
+from .arithmetic import add_operators
 from .assignment import Assignment, placed, placed_copy
 from .initial import check_aggregated_dtype, check_name, creation_mesh, initial_array, takes_each_value
 from .scatter import ScatterMethods
@@ -109,6 +110,7 @@ class Variable(ScatterMethods, _Array):
             self._slot = Slot()  # here, because `__del__` finds it also where `__init__` does not take the arguments
             return self
 
+    @user_code.shorten_errors
     def __init__(
         self,
         initial_value: PyTree,
@@ -201,10 +203,12 @@ class Variable(ScatterMethods, _Array):
         """
         return self._use(lambda value: value)
 
+    @user_code.shorten_errors
     def read_value(self) -> jax.Array:
         """Return `value`, under the name of TensorFlow's method."""
         return self.value
 
+    @user_code.shorten_errors
     def numpy(self) -> np.ndarray:
         """Return a copy of the value as a numpy array."""
         return self._use(np.array)
@@ -258,6 +262,7 @@ class Variable(ScatterMethods, _Array):
 
     # -- writing
 
+    @user_code.shorten_errors
     def assign(self, value: Any) -> Variable:
         """Set the value, and return the variable.
 
@@ -277,10 +282,12 @@ class Variable(ScatterMethods, _Array):
         """
         return self._write("assign", value, None)
 
+    @user_code.shorten_errors
     def assign_add(self, delta: Any) -> Variable:
         """Add to the value, and return the variable; an aggregation applies to `delta`. See `assign`."""
         return self._write("assign_add", delta, jnp.add)
 
+    @user_code.shorten_errors
     def assign_sub(self, delta: Any) -> Variable:
         """Subtract from the value, and return the variable; an aggregation applies to `delta`. See `assign`."""
         return self._write("assign_sub", delta, jnp.subtract)
@@ -343,8 +350,21 @@ class Variable(ScatterMethods, _Array):
         """Call an operator of the value."""
         return self._use(lambda value: getattr(value, method)(*operands))
 
+    def _apply_to(self, method: str, other: Any) -> Any:
+        """Call an operator of the value with another operand, or with the value of another variable."""
+        if isinstance(other, PerReplica):
+            return NotImplemented
+        if isinstance(other, Variable):
+            return other._use(lambda value: self._apply(method, value))
+        return self._apply(method, other)
+
     def __getitem__(self, key: Any) -> jax.Array:  # type: ignore[override]
         return self._apply("__getitem__", key)
+
+    __hash__ = object.__hash__  # of the variable, so that it is a key of dicts and a member of sets
+
+    def __eq__(self, other: object) -> Any:
+        return np.True_ if other is self else self._apply_to("__eq__", other)  # JAX's caches compare an object with itself
 
     def __len__(self) -> int:
         if not self.shape:
@@ -362,13 +382,6 @@ class Variable(ScatterMethods, _Array):
             f"variable {self.name!r} cannot be copied or pickled: two variables with one name would drift apart. Make a new "
             "one with mr.Variable(variable.value), or keep variable.numpy()."
         )
-
-    __hash__ = object.__hash__  # of the variable, so that it is a key of dicts and a member of sets
-
-    def __eq__(self, other: object) -> Any:
-        if other is self:  # JAX's caches, and weak references, compare an object with itself
-            return np.True_
-        return NotImplemented if isinstance(other, PerReplica) else _with_value(other, lambda value: self._apply("__eq__", value))
 
     def __repr__(self) -> str:
         head = f"mr.Variable(name={self.name!r}, shape={self._spec.shape}, dtype={self._spec.dtype}"
@@ -395,29 +408,7 @@ def _is_traced() -> bool:
     return frame is not None and frame.bindings is not None
 
 
-def _add_operators() -> None:
-    """Give Variable the operators and conversions of arrays, through its value."""
-    names = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift", "divmod"]
-
-    def of_two(method: str) -> Any:
-        def operator(self: Variable, other: Any) -> Any:
-            if isinstance(other, PerReplica):
-                return NotImplemented
-            return _with_value(other, lambda value: self._apply(method, value))
-
-        return operator
-
-    for name in (*names, *(f"r{name}" for name in names), "ne", "lt", "le", "gt", "ge"):
-        setattr(Variable, f"__{name}__", of_two(f"__{name}__"))
-    for name in ("neg", "pos", "abs", "invert", "round", "bool", "float", "int", "complex", "index"):
-        setattr(Variable, f"__{name}__", functools.partialmethod(Variable._apply, f"__{name}__"))
-
-
-_add_operators()
-
-
-def _with_value(operand: Any, use: Callable[[Any], Any]) -> Any:
-    return use_value(operand, use) if isinstance(operand, Variable) else use(operand)
+add_operators(Variable)
 
 
 def is_variable(value: Any) -> bool:

@@ -12,6 +12,7 @@ from typing import Any, Self
 import jax
 
 from .._errors import ContextError
+from .._jax import user_code
 from .._replicas import frames, placement
 from .._replicas.mesh import ReplicaMesh
 from .._replicas.per_replica import PerReplica
@@ -72,6 +73,7 @@ class DistributedIterator:
     def __iter__(self) -> Self:
         return self
 
+    @user_code.shorten_errors
     def __next__(self) -> PyTree:
         if frames.is_traced():
             raise ContextError(
@@ -132,6 +134,7 @@ class DistributedIterator:
             **self._extra,
         }
 
+    @user_code.shorten_errors
     def set_state(self, state: dict[str, Any]) -> None:
         """Go on from a position that `get_state` returned, here or in an earlier run.
 
