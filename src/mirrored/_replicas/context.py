@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ import numpy as np
 from .. import _tf_names
 from .._errors import ContextError, UnevenReplicasError
 from .._jax import tracing, user_code
-from .._options import ReduceOp
+from .._options import ReduceOp, ReduceOpName
 from .._text import shown
 from .._typing import REPLICA_AXIS, PyTree
 from . import arrays, collectives
@@ -63,7 +64,7 @@ class ReplicaContext:
         self._knows_id = True
         return jnp.asarray(self._axis.index(), jnp.int32)
 
-    def all_reduce(self, reduce_op: ReduceOp | str, value: PyTree, by_rows: bool = False) -> PyTree:
+    def all_reduce(self, reduce_op: ReduceOp | ReduceOpName, value: PyTree, by_rows: bool = False) -> PyTree:
         """Combine each leaf of `value` element by element over the replicas; all get the result.
 
         The whole tree travels in one collective for each dtype that is added up (a MEAN adds up floating point numbers in
@@ -146,7 +147,8 @@ class ReplicaContext:
         """Make a random key that is different on each replica and the same in every run.
 
         Args:
-            key: a key from `jax.random.key` (or an int, from which one is made), the same on all replicas.
+            key: a key from `jax.random.key` (or an int, from which one is made), the same on all replicas; or an array of
+                keys, of which each one is made different.
 
         Raises:
             TypeError: for anything else.
@@ -157,10 +159,16 @@ class ReplicaContext:
         >>> bool(a == b)
         False
         """
-        return jax.random.fold_in(_as_key(key), self.replica_id_in_sync_group)
+        keys, fold = _as_key(key), functools.partial(_fold_in, self.replica_id_in_sync_group)
+        num_axes_of_key = 0 if jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) else 1
+        for _ in range(keys.ndim - num_axes_of_key):
+            fold = jax.vmap(fold)
+        return fold(keys)
 
-    def __getattr__(self, name: str) -> NoReturn:
-        raise _tf_names.missing("mr.ReplicaContext", name)
+    if not TYPE_CHECKING:  # so that type checkers find misspelt names
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise _tf_names.missing("mr.ReplicaContext", name)
 
     def _merge(self, value: Any) -> Any:
         if not isinstance(value, jax.Array):
@@ -189,6 +197,10 @@ class ReplicaContext:
 axis_of: Callable[[ReplicaContext], ReplicaAxis] = operator.attrgetter("_axis")
 #: Whether a step has asked for the replica's number.
 knows_id: Callable[[ReplicaContext], bool] = operator.attrgetter("_knows_id")
+
+
+def _fold_in(replica: jax.Array, key: jax.Array) -> jax.Array:
+    return jax.random.fold_in(key, replica)
 
 
 def _as_key(key: Any) -> jax.Array:
