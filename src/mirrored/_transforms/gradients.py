@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from .._errors import ContextError, StrategyMismatchError
+from .._jax import user_code
 from .._libraries import lines_for
 from .._models import keras
 from .._models.keras_variables import has_strangers, own_variable
