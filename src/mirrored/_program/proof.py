@@ -39,7 +39,7 @@ class Sameness(enum.IntEnum):
 
 
 class Said(enum.IntEnum):
-    """What a loss has said of itself, for its derivatives and what is computed of them.
+    """What a loss has said of itself, for what is computed of it and its derivatives.
 
     In a product the highest of the factors holds, and in a sum the lowest of the operands, without constants.
     """
@@ -59,7 +59,7 @@ class State:
     Attributes:
         sameness: whether it is the same on every replica.
         origin: what made it differ, when it is VARYING.
-        said: what the loss has said of which it is a derivative, or is computed of one.
+        said: what the loss has said that it is, or is a derivative of, or is computed of.
     """
 
     sameness: Sameness
@@ -106,9 +106,7 @@ def join(states: Iterable[State]) -> State:
 def either(states: Iterable[State]) -> State:
     """Return the state of a value that is a sum of values in these states, or one of them."""
     states = list(states)
-    said = [state.said for state in states]
-    spoken = (one for one in said if one > Said.CONSTANT)
-    return join(states).saying(min(spoken, default=max(said, default=Said.CONSTANT)))
+    return join(states).saying(_lowest(states, above=Said.CONSTANT))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,12 +230,10 @@ class _Pass:
 
     def mark(self, equation: Any, state: State) -> State:
         note = equation.params["note"]
-        if note.purpose is Purpose.TANGENT:
+        if note.purpose in (Purpose.SHARE, Purpose.TANGENT):
             return state.saying(Said.SHARE)
-        if note.purpose is Purpose.COTANGENT:  # that of a loss which is not linear in the share varies
-            return state.saying(Said.SHARE) if state.is_mirrored and state.said is not Said.WHOLE else state
-        if note.purpose is Purpose.SHARE:
-            return state
+        if note.purpose is Purpose.COTANGENT and state.said is not Said.WHOLE:
+            return state.saying(Said.SHARE if state.is_mirrored else Said.NOTHING)  # it varies where a loss is not linear in it
         if note.purpose is Purpose.ASSIGN and self.within is not None and state.is_mirrored:
             state = varying(self.within)  # only some replicas assign it
         if note.purpose is Purpose.ROWS:
@@ -323,14 +319,19 @@ def _of_literal(literal: Any) -> State:
 def _said(name: str, inputs: Sequence[State]) -> Said:
     """Return what is said of the result of a primitive."""
     if name in _SUMS:
-        return either(inputs).said
-    if name == "add_any":
-        return min((state.said for state in inputs if state.said is not Said.ZERO), default=Said.ZERO)  # derivatives: no constants
+        return _lowest(inputs, above=Said.CONSTANT)
+    if name == "add_any":  # adds up derivatives, of which a constant is one too
+        return _lowest(inputs, above=Said.ZERO)
     if name in _KEEP_ZERO and inputs[0].said is Said.ZERO:
         return Said.ZERO
     if name == "div" and inputs[1].said is Said.WHOLE:
         return inputs[0].said  # what is divided by a number of all rows is not multiplied by it
     return join(inputs).said
+
+
+def _lowest(states: Sequence[State], above: Said) -> Said:
+    said = [state.said for state in states]
+    return min((one for one in said if one > above), default=max(said, default=above))
 
 
 def _chosen_by(predicate: State, state: State) -> State:
