@@ -41,7 +41,7 @@ def start():
 def make(strategy, tx, **options):
     with strategy.scope():
         variables = {name: mr.Variable(value, name=name) for name, value in start().items()}
-        return variables, mr.Optimizer(tx, variables, **options)
+        return variables, mr.Optimizer(tx, variables, **{"aggregate": "sum"} | options)
 
 
 def gradients_of(strategy, k=0):
