@@ -14,8 +14,8 @@ OFFERS = {
         marks.mark marks.mark_p means.is_of_mean primitives.CONTROL_FLOW primitives.ELEMENTWISE
         primitives.HOST_CALLBACKS primitives.INLINE_CALLS primitives.MAKE_SAME primitives.PURE sums.Levels sums.Sum
         sums.call sums.is_number sums.levels_of sums.new_variable sums.num_bytes_of sums.with_sums_by sums.without
-        tracing.NO_TRACE tracing.bind tracing.current_trace tracing.evaluate tracing.is_mapped_over tracing.is_staging
-        tracing.keeps_a_mesh
+        tracing.NO_TRACE tracing.bind tracing.current_trace tracing.evaluate tracing.is_for_this_call tracing.is_mapped_over
+        tracing.is_staging tracing.keeps_a_mesh tracing.untraced
         tracing.lowered tracing.own_axes_first tracing.placeholder tracing.room_for tracing.separate_caches tracing.trace
         tracing.trace_state tracing.traced user_code.equation_line user_code.leave_out user_code.line_of user_code.raising_line
         user_code.shorten_errors user_code.show_users_lines user_code.user_line user_code.user_stacklevel

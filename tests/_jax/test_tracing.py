@@ -58,6 +58,43 @@ def test_staging_means_that_operations_are_recorded():
     assert seen == {name: {expected} for name, (_, expected) in transforms.items()}
 
 
+def test_what_is_recorded_for_one_call_is_told_from_what_is_kept():
+    at_once, kept = {}, {}
+    note = lambda into, name: lambda x: (into.__setitem__(name, tracing.is_for_this_call()), x)[1]  # noqa: E731
+    scan = lambda f: lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, None, length=1)[0]  # noqa: E731
+    scan(note(at_once, "scan"))(VECTOR)
+    scan(scan(note(at_once, "scan in scan")))(VECTOR)
+    jax.lax.cond(VECTOR[0] > 0, note(at_once, "cond"), lambda x: x, VECTOR)
+    jax.lax.switch(0, [note(at_once, "switch")] * 3, VECTOR)
+    jax.lax.while_loop(lambda x: note(at_once, "while cond")(x)[0] < 0, note(at_once, "while body"), VECTOR)
+    jax.lax.fori_loop(0, 2, lambda i, x: note(at_once, "fori")(x), VECTOR)
+    jax.lax.map(note(at_once, "map"), VECTOR)
+    jax.checkpoint(note(at_once, "remat"))(VECTOR)
+    jax.grad(lambda x: scan(note(at_once, "grad"))(x).sum())(VECTOR)
+    jax.vmap(scan(note(at_once, "vmap")))(VECTOR)
+    jax.jit(note(kept, "jit"))(VECTOR)
+    jax.jit(scan(note(kept, "scan in jit")))(VECTOR)
+    scan(jax.jit(note(kept, "jit in scan")))(VECTOR)
+    jax.make_jaxpr(note(kept, "make_jaxpr"))(VECTOR)
+    jax.eval_shape(note(kept, "eval_shape"), VECTOR)
+    assert set(at_once.values()) == {True} and len(at_once) == 11, at_once
+    assert set(kept.values()) == {False} and len(kept) == 5, kept
+
+
+def test_operations_are_executed_in_the_middle_of_a_trace():
+    values = []
+
+    def body(x):
+        with tracing.untraced():
+            values.append(float(jnp.sum(VECTOR * 2)))
+            assert not tracing.is_staging()
+        assert tracing.is_staging()
+        return x
+
+    jax.jit(body)(VECTOR)
+    assert values == [float(VECTOR.sum() * 2)]
+
+
 def test_inner_caches_are_shared_without_and_apart_with_a_token():
     traced = []
 

@@ -2,6 +2,7 @@
 
 _K, _L, _F, _S = (f"tests/_models/test_keras{name}.py::test_" for name in ("", "_layers", "_fit", "_state"))
 _NET = _L + "a_conv_net_learns_as_on_one_device[4-adam]"
+_V = "tests/_models/test_keras_variables.py::test_"
 _WRONG = _L + "wrong_recipes_are_refused_and_change_nothing"
 _BATCH = _L + "normalization_sees_the_global_batch_and_dropout_differs_by_replica"
 _MET = _K + "variables_are_taken_over_where_a_step_meets_or_makes_them"
@@ -25,6 +26,13 @@ MUTANTS = [
         "        if scope.strangers:\n",
         "        if False:\n",
         _K + "gradients_and_optimizers_of_ours_take_keras_variables",
+    ),
+    ("_models/keras_variables.py", " and tracing.is_for_this_call()", "", _V + "what_is_kept_is_refused"),
+    (
+        "_models/keras_variables.py",
+        "tracing.untraced() if is_passing else contextlib.nullcontext()",
+        "contextlib.nullcontext()",
+        _V + "what_is_traced_for_one_call_sees_the_value_of_this_moment",
     ),
     ("_models/keras_variables.py", "        elif _is_update.get():", "        elif False:", _NET),
     ("_models/keras_variables.py", ".assign(value)\n\n\ndef is_keras", "\n\n\ndef is_keras", _MET),

@@ -13,6 +13,7 @@ import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jax._src import core
+from jax._src.interpreters.partial_eval import DynamicJaxprTrace
 
 from .._typing import REPLICA_AXIS
 from .jaxprs import ClosedJaxpr, Jaxpr, Literal, all_equations, inner_constants, inside
@@ -27,6 +28,8 @@ trace_state = functools.partial(jex_core.get_opaque_trace_state, convention="nnx
 #: The trace that the program is in; when JAX traces nothing, it is `NO_TRACE`. A warm step asks, so it is no function of Python.
 current_trace = functools.partial(getattr, core.trace_ctx, "trace")
 NO_TRACE = core.eval_trace
+#: Makes a block in which operations are executed, whatever is traced around it.
+untraced = core.eval_context
 
 
 def is_clean() -> bool:
@@ -50,6 +53,20 @@ def is_staging() -> bool:
     Under an eager `grad`, `vmap` or `shard_map` they are executed, so the answer is False there.
     """
     return not is_clean() and jex_core.unsafe_am_i_under_a_jit_DO_NOT_USE()
+
+
+#: JAX's names for what it traces a function for and runs at once.
+_RUN_AT_ONCE = frozenset({"scan", "cond", "switch", "while_cond", "while_body", "fori_loop", "checkpoint / remat"})
+
+
+def is_for_this_call() -> bool:
+    """Tell whether all that is being recorded is run by this call, as under an eager scan or cond, and not kept, as under jit."""
+    trace = core.trace_ctx.trace
+    while trace is not None:
+        if isinstance(trace, DynamicJaxprTrace) and trace.frame.debug_info.traced_for not in _RUN_AT_ONCE:
+            return False
+        trace = getattr(trace, "parent_trace", None)
+    return True
 
 
 @contextlib.contextmanager

@@ -26,6 +26,14 @@ _OURS, _MESH = "_mirrored_variable", "_mirrored_mesh"
 _is_update: contextvars.ContextVar[bool] = contextvars.ContextVar("mirrored_keras_update", default=False)
 
 
+def _as_in_keras() -> contextlib.AbstractContextManager[Any]:
+    """Return a block in which a variable is read; outside of steps also in an eager scan or cond, which closes over its value."""
+    frame = frames.current()
+    is_in_step = frame is not None and frame.bindings is not None
+    is_passing = not is_in_step and tracing.is_staging() and tracing.is_for_this_call()
+    return tracing.untraced() if is_passing else contextlib.nullcontext()
+
+
 class View:
     """What a class of Keras variables gets so that their arrays are those of `mr.Variable`s, made with their first values."""
 
@@ -36,7 +44,8 @@ class View:
             return None
         if keras_parts.is_shape_inference(_keras()):
             return tracing.placeholder(ours.shape, ours.dtype)
-        return ours.value
+        with _as_in_keras():
+            return ours.value
 
     @_value.setter
     def _value(self, value: Any) -> None:
