@@ -41,7 +41,7 @@ def start():
 def make(strategy, tx, **options):
     with strategy.scope():
         variables = {name: mr.Variable(value, name=name) for name, value in start().items()}
-        return variables, mr.Optimizer(tx, variables, **options)
+        return variables, mr.Optimizer(tx, variables, **{"aggregate": "sum"} | options)
 
 
 def gradients_of(strategy, k=0):
@@ -111,14 +111,6 @@ def test_each_replica_holds_its_part_of_the_state(strategy3):
     assert bytes_by_device(whole) == [4 * (1 + 2 * (15 + 7 + 1))] * 3
     assert bytes_by_device(sharded) == [4 * (1 + 2 * (5 + 3 + 1))] * 3  # scalars are on each, 7 elements are 3 + 3 + 1
     assert [v.shape for v in sharded.state[0].mu.values()] == [(7,), (), (5, 3)]
-
-
-def step_with_loss(variables, optimizer, mean, x):
-    def loss():
-        each = jnp.sum((x @ variables["w"].value) ** 2, axis=-1) * variables["scale"].value + jnp.sum(variables["b"].value)
-        return jnp.mean(each) if mean else mr.losses.compute_average_loss(each)
-
-    optimizer.minimize(loss, aggregate="mean" if mean else "sum")
 
 
 def test_outside_of_a_step_and_without_some_gradients(strategy2):

@@ -90,11 +90,6 @@ def scan_of(equation: Any) -> Scan:
     return Scan(body, len(equation.invars) - num_carry - num_rows, num_carry)
 
 
-def length_of(equation: Any) -> int:
-    """Return how often a `scan` runs its body."""
-    return equation.params["length"]
-
-
 def _num_longer(outer: Any, inner: Any) -> int:
     return sum(_rank(a) > _rank(b) for a, b in zip(outer, inner, strict=True))
 

@@ -181,7 +181,10 @@ def _on_arrays(function: Callable[..., Any]) -> Callable[..., Any]:
         [all_of_them] = [leaf for leaf in leaves if isinstance(leaf, _StandIn) and leaf.graph is not None]
         objects = nnx.unflatten(all_of_them.graph, list(all_of_them.arrays))
         keys, norms = _make_own(objects), _normalize_together(objects)
-        held = [*_arrays_of(_take_apart(objects)[1]).values(), *(key for _, key in keys)]  # while they are held, no other array has their ids
+        held = [
+            *_arrays_of(_take_apart(objects)[1]).values(),
+            *(key for _, key in keys),
+        ]  # while they are held, no other array has their ids
         given = set(map(id, held))
         own = [objects[leaf.number] if isinstance(leaf, _StandIn) else leaf for leaf in leaves]
         own_args, own_kwargs = jax.tree.unflatten(treedef, own)
