@@ -20,6 +20,8 @@ import enum
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from .._errors import CollectiveHangError
 from .._jax import jaxprs, user_code
 from .._jax.jaxprs import Jaxpr
@@ -37,16 +39,17 @@ class Sameness(enum.IntEnum):
 
 
 class Said(enum.IntEnum):
-    """What a loss has said of itself, for its derivatives and what is computed of them.
+    """What a loss has said of itself, for what is computed of it and its derivatives.
 
     In a product the highest of the factors holds, and in a sum the lowest of the operands, without constants.
     """
 
-    CONSTANT = 0  # computed from numbers in the program alone: nothing needs to be said
-    NOTHING = 1
-    WHOLE = 2  # what is the same on all replicas was summed over them, as on the way back from a loss that was combined
-    COMBINED = 3  # as below, and it was combined over the replicas
-    SHARE = 4  # the loss is this replica's share: the shares of all add up to the whole, and so do their gradients
+    ZERO = 0  # there is nothing to be said
+    CONSTANT = 1  # computed from numbers in the program alone
+    NOTHING = 2
+    WHOLE = 3  # what is the same on all replicas was summed over them, as on the way back from a loss that was combined
+    COMBINED = 4  # as below, and it was combined over the replicas
+    SHARE = 5  # the loss is this replica's share: the shares of all add up to the whole, and so do their gradients
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,7 +59,7 @@ class State:
     Attributes:
         sameness: whether it is the same on every replica.
         origin: what made it differ, when it is VARYING.
-        said: what the loss has said of which it is a derivative, or is computed of one.
+        said: what the loss has said that it is, or is a derivative of, or is computed of.
     """
 
     sameness: Sameness
@@ -78,9 +81,11 @@ class State:
 
 SAME = State(Sameness.SAME)
 CONSTANT = State(Sameness.SAME, said=Said.CONSTANT)
+ZERO = State(Sameness.SAME, said=Said.ZERO)
 
 #: Primitives that add: what one operand says does not hold for the other.
-_SUMS = frozenset({"add", "add_any", "concatenate", "sub"})
+_SUMS = frozenset({"add", "concatenate", "sub"})
+_KEEP_ZERO = frozenset({"broadcast_in_dim", "convert_element_type", "reshape"})
 
 
 def varying(origin: str) -> State:
@@ -90,7 +95,7 @@ def varying(origin: str) -> State:
 
 def join(states: Iterable[State]) -> State:
     """Return the state of a value that is computed from values in these states."""
-    highest, said = CONSTANT, Said.CONSTANT
+    highest, said = ZERO, Said.CONSTANT
     for state in states:
         said = max(said, state.said)
         if state.sameness > highest.sameness:
@@ -101,8 +106,7 @@ def join(states: Iterable[State]) -> State:
 def either(states: Iterable[State]) -> State:
     """Return the state of a value that is a sum of values in these states, or one of them."""
     states = list(states)
-    said = (state.said for state in states if state.said is not Said.CONSTANT)
-    return join(states).saying(min(said, default=Said.CONSTANT))
+    return join(states).saying(_lowest(states, above=Said.CONSTANT))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +179,7 @@ class _Pass:
         states.update((variable, CONSTANT) for variable in jaxpr.constvars)
 
         def read(atom: Any) -> State:
-            return CONSTANT if isinstance(atom, jaxprs.Literal) else states[atom]
+            return _of_literal(atom) if isinstance(atom, jaxprs.Literal) else states[atom]
 
         for equation in jaxpr.eqns:
             outputs = self.equation(equation, list(map(read, equation.invars)))
@@ -205,9 +209,7 @@ class _Pass:
         name = equation.primitive.name
         inside = list(jaxprs.inside(equation))
         self.refuse_collectives(equation, inside)
-        state = either(inputs) if name in _SUMS else join(inputs)
-        if name == "div" and inputs[1].said is Said.WHOLE:
-            state = state.saying(inputs[0].said)  # what is divided by a number of all rows is not multiplied by it
+        state = join(inputs).saying(_said(name, inputs))
         if not state.is_mirrored:
             return state
         if name in PURE and all(map(jaxprs.is_plain, inside)):
@@ -228,12 +230,10 @@ class _Pass:
 
     def mark(self, equation: Any, state: State) -> State:
         note = equation.params["note"]
-        if note.purpose is Purpose.TANGENT:
+        if note.purpose in (Purpose.SHARE, Purpose.TANGENT):
             return state.saying(Said.SHARE)
-        if note.purpose is Purpose.COTANGENT:  # that of a loss which is not linear in the share varies
-            return state.saying(Said.SHARE) if state.is_mirrored and state.said is not Said.WHOLE else state
-        if note.purpose is Purpose.SHARE:
-            return state
+        if note.purpose is Purpose.COTANGENT and state.said is not Said.WHOLE:
+            return state.saying(Said.SHARE if state.is_mirrored else Said.NOTHING)  # it varies where a loss is not linear in it
         if note.purpose is Purpose.ASSIGN and self.within is not None and state.is_mirrored:
             state = varying(self.within)  # only some replicas assign it
         if note.purpose is Purpose.ROWS:
@@ -312,6 +312,28 @@ def _fixed_point(carry: list[State], one_round: Callable[[list[State]], list[Sta
         carry = wider
 
 
+def _of_literal(literal: Any) -> State:
+    return ZERO if np.ndim(literal.val) == 0 and literal.val == 0 else CONSTANT
+
+
+def _said(name: str, inputs: Sequence[State]) -> Said:
+    """Return what is said of the result of a primitive."""
+    if name in _SUMS:
+        return _lowest(inputs, above=Said.CONSTANT)
+    if name == "add_any":  # adds up derivatives, of which a constant is one too
+        return _lowest(inputs, above=Said.ZERO)
+    if name in _KEEP_ZERO and inputs[0].said is Said.ZERO:
+        return Said.ZERO
+    if name == "div" and inputs[1].said is Said.WHOLE:
+        return inputs[0].said  # what is divided by a number of all rows is not multiplied by it
+    return join(inputs).said
+
+
+def _lowest(states: Sequence[State], above: Said) -> Said:
+    said = [state.said for state in states]
+    return min((one for one in said if one > above), default=max(said, default=above))
+
+
 def _chosen_by(predicate: State, state: State) -> State:
     """Return the state of a value that is there because of a predicate."""
     return join((predicate, state)).saying(state.said)
@@ -321,7 +343,7 @@ def _combined(state: State, is_sum: bool) -> State:
     """Return the state of what a collective over all replicas makes of a value."""
     if not state.is_mirrored:
         return State(Sameness.REDUCED, said=min(state.said, Said.COMBINED))
-    if is_sum and state.said <= Said.NOTHING:
+    if is_sum and Said.ZERO < state.said <= Said.NOTHING:
         state = state.saying(Said.WHOLE)
     return dataclasses.replace(state, origin="")
 

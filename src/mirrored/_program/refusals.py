@@ -90,9 +90,9 @@ def _by_optimizer(gradients: list[tuple[Mark, State]]) -> list[list[tuple[Mark, 
 def _complaint(note: Mark, states: list[State], num_replicas: int) -> str:
     """Return what is wrong with gradients that are summed, or may be; "" when nothing is."""
     said = {state.said for state in states}
-    if num_replicas > 1 and Said.WHOLE in said:
+    if Said.WHOLE in said:
         return _COMBINED_LOSS
-    is_unspoken = Said.NOTHING in said
+    is_unspoken = not said.isdisjoint((Said.CONSTANT, Said.NOTHING))
     if num_replicas > 1 and is_unspoken and all(state.is_same for state in states):
         return _SAME_DATA
     return _UNSPOKEN if is_unspoken and note.purpose is Purpose.GRADIENT else ""
@@ -106,8 +106,8 @@ _SAME_DATA = (
 )
 _COMBINED_LOSS = (
     "the loss was combined over the replicas before it was differentiated, so each gradient already stands for "
-    "all replicas, and apply_gradients at {where} sums them again: the update is {num_replicas} times "
-    "too large. Differentiate this replica's own loss (mr.losses.compute_average_loss) and reduce the loss "
+    "all replicas, and apply_gradients at {where} sums them again: the update is R times too large "
+    "(R = {num_replicas} here). Differentiate this replica's own loss (mr.losses.compute_average_loss) and reduce the loss "
     "after the gradient, or for reporting outside with strategy.reduce('sum', loss)."
 )
 _UNSPOKEN = (
