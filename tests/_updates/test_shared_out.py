@@ -113,14 +113,6 @@ def test_each_replica_holds_its_part_of_the_state(strategy3):
     assert [v.shape for v in sharded.state[0].mu.values()] == [(7,), (), (5, 3)]
 
 
-def step_with_loss(variables, optimizer, mean, x):
-    def loss():
-        each = jnp.sum((x @ variables["w"].value) ** 2, axis=-1) * variables["scale"].value + jnp.sum(variables["b"].value)
-        return jnp.mean(each) if mean else mr.losses.compute_average_loss(each)
-
-    optimizer.minimize(loss, aggregate="mean" if mean else "sum")
-
-
 def test_outside_of_a_step_and_without_some_gradients(strategy2):
     variables, optimizer = make(strategy2, optax.sgd(0.1, momentum=0.9), shard_state=True)
     optimizer.apply_gradients(jax.tree.map(np.ones_like, start()))

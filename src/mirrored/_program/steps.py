@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from .._jax import jaxprs, tracing
+from .._jax import interpreter, jaxprs, tracing
 from .._options import CrossDeviceOps
 from .._replicas import frames, in_flight, placement
 from .._replicas.collectives import ReplicaAxis
@@ -229,7 +229,7 @@ def _map(
     def body(written: list[Any], read_only: list[Any], arrays: list[Any], constants: list[Any]) -> Any:
         values = [unstacked(a, spec_of(v).is_on_read) for a, v in zip((*written, *read_only), lifted.variables, strict=True)]
         own = [unstacked(a, split) for a, split in zip(arrays, is_per_replica, strict=True)]
-        outputs = tracing.evaluate(sums.closed, constants, [*values, *own])
+        outputs = interpreter.evaluate(sums.closed, constants, [*values, *own])
         results = [stacked_unless(same, r) for r, same in zip(outputs[:num_results], is_mirrored, strict=True)]
         for total in outputs[num_outputs:]:
             results += [total, mean_of(total, mesh.num_replicas)]

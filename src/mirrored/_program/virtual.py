@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from .._errors import ContextError
-from .._jax import jaxprs, tracing
+from .._jax import interpreter, jaxprs, tracing
+from .._jax.interpreter import Evaluation, run_cond, run_scan, run_while
 from .._jax.primitives import HOST_CALLBACKS, MAKE_SAME
 from .._replicas import in_flight
 from .._replicas.mesh import ReplicaMesh
@@ -90,9 +91,9 @@ class _Device:
             arrays: its arguments.
             is_own: of each, whether each replica has its own.
         """
-        values = [Quantity() for _ in constants] + [Quantity(flag) for flag in is_own]
-        plan = levels.agenda_of(jaxpr, values)
-        run = _Course(self, plan, dict(zip(values, (*constants, *arrays), strict=True)))
+        values = list(map(Quantity, is_own))
+        plan = levels.agenda_of(jaxpr, constants, values)
+        run = _Course(self, plan, dict(zip(values, arrays, strict=True)))
         for level in range(plan.num_levels):
             for node in plan.at(level, Kind.SHARED):
                 run.keep(node, tracing.bind(node.equation, list(map(run.read, node.inputs))))
@@ -146,10 +147,10 @@ class _Course:
         taken = list(dict.fromkeys(value for node in nodes for value in node.inputs if value.is_own and value in self.known))
 
         def one(number: Any, rows: Sequence[Any], outputs: Sequence[Quantity]) -> list[Any]:
-            own = dict(zip(taken, rows, strict=True))
+            own, replica = dict(zip(taken, rows, strict=True)), _OneReplica(number)
             for node in nodes:
                 operands = [own[value] if value in own else self.read(value) for value in node.inputs]
-                own.update(zip(node.outputs, _bind(node.equation, operands, number), strict=True))
+                own.update(zip(node.outputs, replica.equation(node.equation, operands), strict=True))
             return [own[value] for value in outputs]
 
         rows = [self.known[value] for value in taken]
@@ -213,62 +214,23 @@ def _is_other_random(equation: Any) -> bool:
     return "fry" not in str(equation.invars[0].aval.dtype)
 
 
-# -- the replica's number
+class _OneReplica(Evaluation):
+    """A program on one replica's values: what asks for the replica's number is told it."""
 
+    def __init__(self, number: Any) -> None:
+        self.number = number
 
-def _bind(equation: Any, operands: Sequence[Any], number: Any) -> list[Any]:
-    """Apply an equation to one replica's values."""
-    if not levels.has_number(equation):
-        return tracing.bind(equation, operands)
-    if levels.is_number(equation):
-        return [number]
-    name = equation.primitive.name
-    run = lambda closed: lambda *arguments: _evaluate(closed, arguments, number)  # noqa: E731
-    if (inner := jaxprs.callee(equation)) is not None:
-        return run(inner)(*operands)
-    if name == "cond":
-        return list(jax.lax.switch(operands[0], [run(closed) for closed in equation.params["branches"]], *operands[1:]))
-    if name == "while":
-        again, step = (run(equation.params[key]) for key in ("cond_jaxpr", "body_jaxpr"))
-        return _while(equation, operands, lambda *a: again(*a)[0], step)
-    if name == "scan":
-        [closed] = jaxprs.inner_jaxprs(equation)
-        return _scan(equation, operands, run(closed))
-    raise ContextError(
-        f"the replica's number is asked for inside `{name}`, which several replicas of one device cannot do. Ask before, or give "
-        "each replica a device: leave num_replicas out."
-    )
+    def enters(self, equation: Any, values: list[Any]) -> bool:
+        return levels.has_number(equation)
 
+    def over_replicas(self, equation: Any, values: list[Any]) -> Sequence[Any]:
+        return [self.number]
 
-def _evaluate(closed: Any, arguments: Sequence[Any], number: Any) -> list[Any]:
-    jaxpr = closed.jaxpr
-    known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *arguments), strict=True))
-    read = lambda atom: atom.val if isinstance(atom, jaxprs.Literal) else known[atom]  # noqa: E731
-    for equation in jaxpr.eqns:
-        known.update(zip(equation.outvars, _bind(equation, list(map(read, equation.invars)), number), strict=True))
-    return list(map(read, jaxpr.outvars))
-
-
-def _while(equation: Any, operands: Sequence[Any], again: Callable[..., Any], step: Callable[..., Any]) -> list[Any]:
-    """Run a loop whose functions take their constants and then what the loop carries."""
-    _, _, num_cond, num_body = jaxprs.while_of(equation)
-    first, second = operands[:num_cond], operands[num_cond : num_cond + num_body]
-    carry = list(operands[num_cond + num_body :])
-    return jax.lax.while_loop(lambda c: again(*first, *c), lambda c: list(step(*second, *c)), carry)
-
-
-def _scan(equation: Any, operands: Sequence[Any], step: Callable[..., Any]) -> list[Any]:
-    """Run a loop whose function takes constants, the carry and rows, and returns the new carry and rows."""
-    _, num_consts, num_carry = jaxprs.scan_of(equation)
-    constants, end = operands[:num_consts], num_consts + num_carry
-
-    def one_round(carry: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
-        results = list(step(*constants, *carry, *rows))
-        return results[:num_carry], results[num_carry:]
-
-    options = {key: equation.params[key] for key in ("length", "reverse", "unroll")}
-    carry, stacked = jax.lax.scan(one_round, list(operands[num_consts:end]), list(operands[end:]), **options)
-    return [*carry, *stacked]
+    def plain(self, equation: Any, values: list[Any]) -> Sequence[Any]:
+        raise ContextError(
+            f"the replica's number is asked for inside `{equation.primitive.name}`, which several replicas of one device cannot "
+            "do. Ask before, or give each replica a device: leave num_replicas out."
+        )
 
 
 # -- meetings
@@ -283,7 +245,7 @@ def _meet(device: _Device, node: Operation, run: _Course) -> list[Any]:
     stacks = [device.as_kind(array, flag, True) for array, flag in zip(arrays, flags, strict=True)]
     if jaxprs.adds_own_axes(equation):
         closed, _ = tracing.own_axes_first(equation)
-        sums = jax.vmap(lambda *own: tracing.evaluate(closed, closed.consts, own))(*stacks)
+        sums = jax.vmap(lambda *own: interpreter.evaluate(closed, closed.consts, own))(*stacks)
         return jax.lax.psum(list(map(pushed.sum_of_rows, sums)), device.mesh.axis)
     every = [jax.lax.all_gather(stack, device.mesh.axis, tiled=True) for stack in stacks]
     if name == "all_gather" and not jaxprs.is_over_groups(equation):
@@ -311,9 +273,9 @@ def _on_all(device: _Device, equation: Any, every: Sequence[jax.Array]) -> list[
     return [jax.lax.dynamic_slice_in_dim(result, device.numbers[0], device.count) for result in results]
 
 
-def _meet_inside(device: _Device, equation: Any, arrays: Sequence[Any], flags: Sequence[bool]) -> list[Any]:
+def _meet_inside(device: _Device, equation: Any, arrays: Sequence[Any], flags: list[bool]) -> list[Any]:
     """Run a loop or condition with a collective inside: all replicas take the same way through it."""
-    carried, ends = levels.own_in_carry(equation, flags)
+    ends = levels.own_after(equation, flags)
 
     def run(closed: Any, own: Sequence[bool], wanted: Sequence[bool]) -> Callable[..., list[Any]]:
         def call(*arguments: Any) -> list[Any]:
@@ -324,20 +286,21 @@ def _meet_inside(device: _Device, equation: Any, arrays: Sequence[Any], flags: S
 
     if equation.primitive.name == "cond":
         index = device.as_kind(arrays[0], flags[0], False)
-        return list(jax.lax.switch(index, [run(c, flags[1:], ends) for c in equation.params["branches"]], *arrays[1:]))
+        return run_cond([index, *arrays[1:]], [run(c, flags[1:], ends) for c in equation.params["branches"]])
     parts, handed = jaxprs.parts_of(equation)
     start = handed.start
+    num_carry = len(ends) if equation.primitive.name == "while" else jaxprs.scan_of(equation).num_carry
+    carried = ends[:num_carry]
     fit = [device.as_kind(array, own, end) for array, own, end in zip(arrays[start:], flags[start:], carried, strict=False)]
     if equation.primitive.name == "while":
         (cond, cond_fixed), (body, body_fixed) = parts
         again = run(cond, [*(flags[i] for i in cond_fixed), *carried], [False])
         step = run(body, [*(flags[i] for i in body_fixed), *carried], carried)
-        return _while(equation, [*arrays[:start], *fit], lambda *a: again(*a)[0], step)
+        return run_while(equation, [*arrays[:start], *fit], again, step)
     [(body, _)] = parts
-    num_carry = len(carried)
     rows = [_swapped(a, own) for a, own in zip(arrays[start + num_carry :], flags[start + num_carry :], strict=True)]
     own = [*flags[:start], *carried, *flags[start + num_carry :]]
-    results = _scan(equation, [*arrays[:start], *fit, *rows], run(body, own, ends))
+    results = run_scan(equation, [*arrays[:start], *fit, *rows], run(body, own, ends))
     return [*results[:num_carry], *map(_swapped, results[num_carry:], ends[num_carry:])]
 
 
