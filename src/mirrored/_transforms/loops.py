@@ -60,7 +60,7 @@ def scan(
     _check_length(length)
     if frames.is_traced():
         return _scan(fn, init, xs, length)
-    return call_compiled(functools.partial(_scan, fn), (_without_numbers(init), xs, length), {})
+    return call_compiled(functools.partial(_scan, fn, length=length), (_without_numbers(init), xs), {})
 
 
 def fori_loop(lower: Any, upper: Any, body: Callable[[Any, PyTree], PyTree], init: PyTree) -> PyTree:
