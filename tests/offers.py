@@ -4,21 +4,22 @@ OFFERS = {
     "_jax": """
         callbacks.forget_failed compilations.heard complaints.NEEDS_A_VALUE complaints.is_call_of_array
         complaints.is_formatted complaints.is_tree_against_leaf complaints.is_unconverted complaints.missing_attribute
-        complaints.unbound_axis distributed.choose_cpu_collectives distributed.client distributed.has_backend
-        distributed.known_devices distributed.late_devices distributed.listen_at distributed.place
-        distributed.swallows_sigterm interpreter.Analysis interpreter.Evaluation interpreter.Interpreter
-        interpreter.evaluate interpreter.run_cond interpreter.run_scan interpreter.run_while jaxprs.ClosedJaxpr
-        jaxprs.Jaxpr jaxprs.Literal jaxprs.Part jaxprs.adds_own_axes jaxprs.all_equations jaxprs.axis_names
+        complaints.needed_arguments complaints.unbound_axis distributed.choose_cpu_collectives distributed.client
+        distributed.has_backend distributed.known_devices distributed.late_devices distributed.listen_at
+        distributed.place distributed.swallows_sigterm interpreter.Analysis interpreter.Evaluation
+        interpreter.Interpreter interpreter.evaluate interpreter.run_cond interpreter.run_scan interpreter.run_while
+        jaxprs.ClosedJaxpr jaxprs.Jaxpr jaxprs.Literal jaxprs.Part jaxprs.adds_own_axes jaxprs.axis_names
         jaxprs.branches_of jaxprs.callee jaxprs.has_collective jaxprs.has_host_callback jaxprs.inner_constants
         jaxprs.inner_jaxprs jaxprs.inside jaxprs.is_collective jaxprs.is_function_of_operands jaxprs.is_over_groups
         jaxprs.is_plain jaxprs.meshes_in jaxprs.num_bytes jaxprs.parts_of jaxprs.scan_of jaxprs.solver_of
         jaxprs.while_of marks.Mark marks.Purpose marks.mark marks.mark_p means.is_of_mean primitives.ELEMENTWISE
         primitives.HOST_CALLBACKS primitives.INLINE_CALLS primitives.MAKE_SAME primitives.PURE sums.Levels sums.Sum
         sums.call sums.is_number sums.levels_of sums.new_variable sums.num_bytes_of sums.with_sums_by sums.without
-        tracing.NO_TRACE tracing.bind tracing.current_trace tracing.is_for_this_call tracing.is_mapped_over
-        tracing.is_staging tracing.keeps_a_mesh tracing.lowered tracing.own_axes_first tracing.placeholder
-        tracing.room_for tracing.separate_caches tracing.trace tracing.trace_state tracing.traced tracing.untraced
-        user_code.equation_line user_code.leave_out user_code.line_of user_code.raising_line user_code.shorten_errors
+        tracing.NO_TRACE tracing.bind tracing.context tracing.current_trace tracing.is_for_this_call
+        tracing.is_mapped_over tracing.is_staging tracing.is_wide tracing.keeps_a_mesh tracing.key_kind
+        tracing.lowered tracing.own_axes_first tracing.placeholder tracing.room_for tracing.separate_caches
+        tracing.settings tracing.trace tracing.trace_state tracing.traced tracing.untraced user_code.equation_line
+        user_code.leave_out user_code.line_of user_code.raising_line user_code.shorten_errors
         user_code.show_users_lines user_code.user_line user_code.user_stacklevel user_code.warn user_code.warned
         versions.warn_if_untried ways.Way ways.path_of ways.way_of
     """,
@@ -79,15 +80,15 @@ OFFERS = {
     """,
     "_models": """
         keras.build_by keras.in_scope keras.traced_until_found keras.tracing keras_fit.describe keras_state.state_of
-        keras_variables.has_strangers keras_variables.own_variable nnx.array_at nnx.arrays_by_name nnx.holds_objects
+        keras_variables.has_strangers keras_variables.own_variable nnx.arrays_by_name nnx.holds_objects
         nnx.is_object nnx.run_with_objects nnx.set_arrays nnx.variables_of normalization.over_replicas
     """,
     "_program": """
         cache.Programs cache.listeners call.ArrayLeaf call.Call call.argument_names call.array_leaves call.key_of
-        call.take_apart captured.Attribute captured.attributes_read captured.read_inside compiling.program_on_stack
+        call.take_apart compiling.program_on_stack
         eager.eager eager.is_eager lift.Lifted lift.lift lift.plan_result mistakes.explain program.Program
         program.StepProgram program.annotate program.collectives_of program.describe_program program.name_of_collective
-        program.place steps.Steps
+        program.place scalar_args.explain steps.Steps
     """,
     "_transforms": """
         function.function function.function_programs gradients.grad gradients.value_and_grad loops.cond loops.fori_loop

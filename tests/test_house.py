@@ -52,7 +52,7 @@ TREES = {name: ast.parse(path.read_text()) for name, path in PATHS.items()}
 
 #: What a warm `strategy.run` passes through.
 WARM = {
-    "_strategy/strategy", "_program/steps", "_program/shortcut", "_program/program", "_variables/storage", "_replicas/in_flight",
+    "_strategy/strategy", "_program/steps", "_program/fast_path", "_program/program", "_variables/storage", "_replicas/in_flight",
 }  # fmt: skip
 
 

@@ -1,5 +1,8 @@
 """In which trace the program is, which caches JAX uses, and how functions are traced and run."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -242,3 +245,40 @@ def test_a_step_with_a_high_level_primitive_is_proven(strategy3):
     places = strategy3.run(step, args=(own,))
     assert int(count) == 2
     assert [value.tolist() for value in places.values] == [[0, 1, 2], [0, 0, 1], [0, 0, 0]]
+
+
+SETTINGS: dict[str, Callable[[], Any]] = {
+    "x64": lambda: jax.enable_x64(True),
+    "partitionable": lambda: jax.threefry_partitionable(False),
+    "key kind": lambda: jax.default_prng_impl("rbg"),
+    "precision": lambda: jax.default_matmul_precision("highest"),
+    "rank promotion": lambda: jax.numpy_rank_promotion("raise"),
+    "dtype promotion": lambda: jax.numpy_dtype_promotion("strict"),
+    "device": lambda: jax.default_device(jax.devices()[1]),
+    "user context": lambda: USER_CONTEXT(1),
+}
+USER_CONTEXT = jax.make_user_context(None)
+
+
+def test_settings_are_all_that_jit_has_in_its_keys_and_separate_caches_are_none() -> None:
+    before = tracing.settings()
+    assert before == tracing.settings() == (tracing.context(), tracing.key_kind()) and hash(before) == hash(tracing.settings())
+    for name, setting in SETTINGS.items():
+        traces: list[None] = []
+        jitted = jax.jit(lambda x, traces=traces: [traces.append(None), x][1])
+        jitted(1.0)
+        with setting():
+            assert tracing.settings() != before, name
+            jitted(1.0)
+        assert len(traces) == (1 if name == "key kind" else 2), name  # the one that JAX has forgotten
+        assert tracing.settings() == before, name
+    with tracing.separate_caches() as renew:
+        assert tracing.settings() == before
+        renew()
+        assert tracing.settings() == before != (tracing.context(), tracing.key_kind())
+    seen = []
+    jax.make_jaxpr(lambda x: [seen.append(tracing.settings()), x][1])(1.0)
+    assert seen == [before]
+    assert tracing.is_wide() is False
+    with jax.enable_x64(True):
+        assert tracing.is_wide() is True

@@ -4,7 +4,8 @@ PROOF = "tests/_program/test_proof.py::test_"
 REFUSALS = "tests/_program/test_refusals.py::test_"
 LOSSES = "tests/test_losses.py::test_"
 SAID = REFUSALS + "what_is_said_of_a_loss_goes_to_its_gradient_however_it_is_differentiated"
-NUMBERS = "tests/_program/test_numbers.py::test_a_number_that_changes_is_passed_where_the_bits_stay_the_same"
+SCALARS = "tests/_program/test_scalar_args.py::test_"
+GUARDS = "tests/_program/test_guards.py::test_"
 OBJECTS = "tests/_program/test_closed_over.py::test_"
 LIFT = "tests/_program/test_lift.py::test_"
 REPLICATE = "tests/_program/test_steps.py::test_"
@@ -25,22 +26,23 @@ VIRTUAL = "tests/_program/test_virtual.py::test_"
 MISTAKES = "tests/_program/test_mistakes.py::test_"
 
 JOINED = "tests/_program/test_joined_sums.py::test_"
-SHORTCUT = "tests/_program/test_shortcut.py::test_"
+FAST = "tests/_program/test_fast_path.py::test_"
 
 MUTANTS = [
     # -- steps in a loop
-    ("_program/steps.py", "if is_plain and not kwargs and (shortcut", "if False and (shortcut",
-     SHORTCUT + "a_step_in_a_loop_is_known_without_its_key"),
-    ("_program/shortcut.py", "if ids != self.ids:", "if False:", SHORTCUT + "what_a_step_reads_may_change_at_any_time"),
-    ("_program/shortcut.py", "return not self.inner or ", "return True or ",
-     SHORTCUT + "what_a_step_reads_may_change_at_any_time"),
-    ("_program/shortcut.py", "if type(value) in _PLAIN])", "if False])",
-     SHORTCUT + "numbers_that_come_and_go_are_not_taken_for_each_other"),
-    ("_program/shortcut.py", "or array.shape != shape ", "", SHORTCUT + "arguments_of_another_kind_are_another_step"),
-    ("_program/shortcut.py", "names = sorted(values)", "names = list(values)",
-     SHORTCUT + "arguments_of_another_kind_are_another_step"),
-    ("_program/cache.py", "        if self._sought is dropped[0]:\n            self._sought = self.shortcut = None\n", "",
-     SHORTCUT + "a_shortcut_ends_with_its_program"),
+    ("_program/steps.py", "if is_plain and not kwargs and (fast_path", "if False and (fast_path",
+     FAST + "a_step_in_a_loop_is_known_without_its_key"),
+    ("_program/fast_path.py", "if list(map(id, roots)) != self.ids:", "if False:",
+     FAST + "what_a_step_reads_may_change_at_any_time"),
+    ("_program/fast_path.py", "return not self.inner or ", "return True or ",
+     FAST + "what_a_step_reads_may_change_at_any_time"),
+    ("_program/fast_path.py", "if type(value) in _PLAIN])", "if False])",
+     FAST + "numbers_that_come_and_go_are_not_taken_for_each_other"),
+    ("_program/fast_path.py", "or array.shape != shape ", "", FAST + "arguments_of_another_kind_are_another_step"),
+    ("_program/fast_path.py", "names = sorted(values)", "names = list(values)",
+     FAST + "arguments_of_another_kind_are_another_step"),
+    ("_program/cache.py", "        if self._sought is dropped[0]:\n            self._sought = self.fast_path = None\n", "",
+     FAST + "a_fast_path_ends_with_its_program"),
     # -- sums of one step
     ("_program/joined_sums.py", "    if axis.size == 1:", "    if axis.size == 0:",
      JOINED + "one_replica_copies_nothing_into_buffers_and_its_results_are_their_own_sums"),
@@ -155,20 +157,28 @@ MUTANTS = [
      "tests/test_optimizer.py::test_a_mean_weighs_replicas_by_their_rows_and_leaves_out_who_has_none"),
     ("_replicas/collectives.py", "if own else jnp.zeros_like(array)", "",
      "tests/test_optimizer.py::test_a_mean_weighs_replicas_by_their_rows_and_leaves_out_who_has_none"),
-    # -- numbers
-    ("_program/numbers.py", "in_program = name in _ROUNDED and not all", "in_program = name in _ROUNDED or not all", NUMBERS),
-    ("_program/numbers.py", 'if name == "convert_element_type" and _rounds_twice(*avals):', "if False:", NUMBERS),
-    ("_program/numbers.py", "if not (name in _WITH_ARRAYS", "if False and not (name in _WITH_ARRAYS", NUMBERS),
-    ("_program/numbers.py", "isinstance(value, int):\n        limits", "False:\n        limits",
-     "tests/_program/test_numbers.py::test_a_number_that_jax_cannot_hold_and_an_error_of_the_step_are_as_before"),
-    # -- attributes of objects
-    ("_program/captured.py", 'if id(part) in known or (key in names', 'if (key in names',
-     OBJECTS + "what_was_read_of_an_object_is_read_again_when_it_is_replaced"),
-    ("_program/captured.py", '(key in names and isinstance(part, _READ) and',
-     '(isinstance(part, _READ) and',
-     OBJECTS + "what_was_not_read_of_an_object_may_change_and_compiles_nothing"),
-    ("_program/steps.py", "        read += program.read\n", "        pass\n", OBJECTS + "what_was_read_of_an_object_is_read_again"
-     "_when_it_is_replaced"),
+    # -- what a call sees
+    ("_program/call.py", "elif type(leaf) in NUMBERS:", "elif False:",
+     SCALARS + "a_number_that_changes_compiles_nothing_and_has_the_type_that_it_has_under_jit"),
+    ("_program/call.py", "if type(leaf) is int and leaf.bit_length() > 31:", "if False:",
+     SCALARS + "an_integer_that_jax_would_wrap_around_is_refused_by_name"),
+    ("_program/call.py", "content_key(v) for v in values], tracing.settings())", "content_key(v) for v in values],)",
+     REPLICATE + "jaxs_settings_are_part_of_a_program"),
+    ("_program/fast_path.py", "or (tracing.context(), tracing.key_kind()) != settings:", ":",
+     REPLICATE + "jaxs_settings_are_part_of_a_program"),
+    ("_program/fast_path.py", "if id(get(roots[place])) != identity:", "if False:",
+     GUARDS + "strings_sets_flags_functions_and_objects_are_seen_too"),
+    ("_program/scalar_args.py", "or not set(needed).issubset(numbers)", "",
+     SCALARS + "a_number_that_an_array_decides_with_is_not_blamed_alone"),
+    ("_program/guards.py", "values.append(frozenset(value))", "values.append(value)",
+     GUARDS + "strings_sets_flags_functions_and_objects_are_seen_too"),
+    ("_program/guards.py", "path.keys = path.keys[:-1]", "return",
+     GUARDS + "what_is_not_named_and_what_is_made_anew_each_time_compiles_nothing"),
+    ("_program/guards.py", "value = dict.get(value, key, ABSENT)", "value = value[key]",
+     GUARDS + "what_is_not_named_and_what_is_made_anew_each_time_compiles_nothing"),
+    ("_program/program.py", "    if isinstance(array, (*_ON_HOST, jax.core.Tracer)):\n        return False",
+     "    if isinstance(array, _ON_HOST):\n        return mesh.is_alone",
+     REPLICATE + "a_state_that_comes_back_is_compiled_once[numpy]"),
     # -- lifting
     ("_program/lift.py", "for variable in bindings.written.keys() - set(written):", "if False:",
      LIFT + "what_only_the_second_trace_does_is_an_error"),
@@ -245,12 +255,12 @@ MUTANTS = [
      PAIRING + "collectives_in_one_order_are_taken"),
     ("_program/uneven/traces.py", "if not state.is_mirrored and all(one.is_mirrored for one in own):", "if False:",
      TRACES + "steps_that_uneven_replicas_cannot_take_together_are_refused"),
-    ("_program/captured.py", "isinstance(function, types.FunctionType) and id(function)", "False and id(function)", NNX_CLOSURE),
-    ("_program/captured.py", "if id(value) not in visited and is_object(value):", "if False:", NNX_CLOSURE),
+    ("_program/guards.py", "values += [array for _, array in nnx.variables_of(value)]", "pass", NNX_CLOSURE),
+    ("_program/guards.py", "elif is_code and (wrapped := _wrapped_by(value)) is not None:", "elif False:", NNX_CLOSURE),
     # -- states that a step returns
-    ("_program/returned_states.py", "not state.is_mirrored and not _is_gradient(jaxpr, atom)", "not state.is_mirrored",
-     RETURNED + "what_is_meant_so_is_silent"),
-    ("_program/returned_states.py", "and not any(leaf.is_own for leaf in leaves)", "", RETURNED + "what_is_meant_so_is_silent"),
+    ("_program/returned_states.py", "and (is_inside or not has_collectives)", "", RETURNED + "what_is_meant_so_is_silent"),
+    ("_program/returned_states.py", "(is_inside or not has_collectives)", "is_inside",
+     RETURNED + "a_forgotten_all_reduce_is_said_once_at_the_users_line[6-sgd]"),
     # -- uneven steps: means over the replicas
     ("_program/uneven/means.py", "array * factor if factor else jnp.zeros_like(array)", "array * factor",
      MEANS + "means_and_their_gradients_equal_one_device"),
@@ -296,7 +306,7 @@ MUTANTS = [
     ("_program/cache.py", "is_many = count > MAX_SILENT_RECOMPILATIONS", "is_many = count > MAX_SILENT_RECOMPILATIONS + 1",
      REPLICATE + "a_few_programs_of_one_function_are_silent"),
     # -- how long programs are kept
-    ("_program/steps.py", ", also=program.lifted.variables", "",
+    ("_program/cache.py", "itertools.chain(call.objects(), variables, also)", "itertools.chain(call.objects(), also)",
      CACHE + "a_model_that_is_dropped_takes_its_programs_with_it[method]"),
     ("_program/cache.py", "<= 2 for pin", "<= 1 for pin",
      CACHE + "a_model_that_is_dropped_takes_its_programs_with_it[in_a_dict]"),

@@ -17,8 +17,8 @@ import pytest
 from named import named
 
 import mirrored as mr
-from mirrored._program import call as _call
-from mirrored._program.call import ArrayLeaf, argument_names, function_key, leaf_names, static_key, take_apart
+from mirrored._program.call import ArrayLeaf, argument_names, leaf_names, static_key, take_apart
+from mirrored._program.call import function_key as _function_key
 
 
 class Color(enum.Enum):
@@ -44,6 +44,10 @@ def key(*args: Any, **kwargs: Any) -> Any:
     return take_apart(step, args, kwargs).key
 
 
+def function_key(function: Any) -> Any:
+    return _function_key(function, False)
+
+
 def same_key(first: Any, second: Any) -> bool:
     return first == second and hash(first) == hash(second)
 
@@ -54,7 +58,7 @@ def same_key(first: Any, second: Any) -> bool:
 @pytest.mark.parametrize(
     "static",
     [
-        0, True, 2.5, 1j, "relu", b"relu", None, Color.RED, Config(3), int, jnp.float32, step, max, np.str_("relu"), range(3),
+        True, "relu", b"relu", None, Color.RED, Config(3), int, jnp.float32, step, max, np.str_("relu"), range(3),
         frozenset({1}), object(), Unhashable(), np.dtype("float32"), functools.partial(step, 1), Ellipsis, slice(None),
     ],
     ids=named,
@@ -80,13 +84,16 @@ def test_what_is_no_array_is_compiled_in(static: Any) -> None:
         (jnp.ones((2, 3)), (2, 3), "float32", False),
         (jnp.asarray(2.0), (), "float32", True),
         (jnp.asarray(2), (), "int32", True),
+        (2, (), "int32", True),
+        (2.5, (), "float32", True),
+        (1j, (), "complex64", True),
     ],
     ids=named,
 )
 def test_an_array_is_passed(array: Any, shape: tuple[int, ...], dtype: str, is_weak: bool) -> None:
     call = take_apart(step, (array,), {})
     assert call.leaves == [ArrayLeaf(shape, jnp.dtype(dtype), is_weak, False)]
-    assert (call.arrays[0] is array) is isinstance(array, jax.Array)  # what lies on the host is copied
+    assert (call.arrays[0] is array) is not isinstance(array, np.ndarray | np.generic)  # what lies on the host is copied
     np.testing.assert_array_equal(call.arrays[0], array)
     assert call.apply(["own"], lambda leaf, own: (leaf, own)) == (call.leaves[0], "own")
 
@@ -133,6 +140,45 @@ def test_a_numpy_array_without_numbers_is_refused_by_name(array: Any) -> None:
         take_apart(step, (1,), {"y": {"image": array}})
 
 
+class HostTensor:
+    """A tensor of another library, which numpy can read."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = np.asarray(rows)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.rows, dtype)
+
+
+class NarrowTensor:
+    """A tensor with a dtype that its library's numpy arrays do not have, as torch's bfloat16."""
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        raise TypeError("Got unsupported ScalarType BFloat16")
+
+    def __dlpack__(self, **more: Any) -> Any:
+        return jnp.ones(3, jnp.bfloat16).__dlpack__(**more)
+
+    def __dlpack_device__(self) -> Any:
+        return jnp.ones(3).__dlpack_device__()
+
+
+def test_arrays_of_other_libraries_on_the_host_are_arrays_and_changed_in_place_they_give_the_new_rows(
+    strategy2: mr.Strategy,
+) -> None:
+    one, other = HostTensor(np.ones(3)), HostTensor(np.arange(3))
+    assert take_apart(step, (one,), {}).leaves == [ArrayLeaf((3,), jnp.dtype("float32"), False, False)]
+    assert key(one) != key(other) and key(one) == key(HostTensor(np.zeros(3))) == key(np.zeros(3))
+    assert take_apart(step, (NarrowTensor(),), {}).leaves == [ArrayLeaf((3,), jnp.dtype("bfloat16"), False, False)]
+    for number in range(3):
+        one.rows[:] = number
+        assert float(strategy2.run(jnp.sum, args=(one,))) == 3 * number
+    with pytest.raises(TypeError, match="`x` is a numpy array of dtype <U1"):
+        take_apart(step, (HostTensor(["a"]),), {})
+    with strategy2.scope():
+        assert take_apart(step, (mr.Variable(1.0), HostTensor), {}).arrays == []
+
+
 # -- equal and different programs
 
 
@@ -143,8 +189,9 @@ def test_a_numpy_array_without_numbers_is_refused_by_name(array: Any) -> None:
         ((np.ones(2),), (np.ones(2, "float32"),)),
         ((np.ones(2, "float32"),), (jnp.zeros(2),)),
         ((2.5, "relu"), (2.5, "relu")),
-        ((float("nan"),), (float("nan"),)),
-        ((complex("nan"),), (complex("nan"),)),
+        ((1,), (2,)),
+        ((0.0,), (float("nan"),)),
+        ((1,), (jnp.asarray(2),)),
         (({"a": 1, "b": 2},), ({"b": 2, "a": 1},)),
         ((Config(3),), (Config(3),)),
         ((Color.RED,), (Color.RED,)),
@@ -165,18 +212,13 @@ def test_calls_that_share_a_program(args: tuple[Any, ...], others: tuple[Any, ..
         ((jnp.asarray(2.0),), (jnp.asarray(2.0, "float32"),)),
         ((np.ones(2),), ([np.ones(2)],)),
         (([np.ones(2)],), ((np.ones(2),),)),
-        ((1,), (2,)),
         ((1,), (True,)),
         ((0,), (False,)),
         ((1,), (1.0,)),
-        ((0.0,), (-0.0,)),
-        ((complex(0.0, 0.0),), (complex(0.0, -0.0),)),
-        ((1.0,), (1.0 + 2**-52,)),
         (("1",), (1,)),
         (("1",), (b"1",)),
         ((None,), (False,)),
         ((None,), ()),
-        ((1, 2), (2, 1)),
         ((Config(3),), (Config(4),)),
         ((Color.RED,), (Color.BLUE,)),
         ((Color.RED,), (1,)),
@@ -228,6 +270,10 @@ def adder(amount: Any, *, default: Any = 0.0) -> Callable[..., Any]:
 
 def outer(inner: Callable[..., Any]) -> Callable[..., Any]:
     return lambda x: inner(x)
+
+
+def scaled(x: Any) -> Any:
+    return x * SCALE  # noqa: F821
 
 
 class Model:
@@ -288,7 +334,7 @@ def test_functions_made_again_are_the_same_program(make: Callable[[], Callable[.
         (functools.partial(adder(1)), adder(1)),
         (Model().step, Model().step),
         (Model(), Model()),
-        (types.FunctionType(step.__code__, {}), types.FunctionType(step.__code__, {})),
+        (types.FunctionType(scaled.__code__, {"SCALE": 1}), types.FunctionType(scaled.__code__, {"SCALE": 2})),
     ],
 )
 def test_functions_that_need_two_programs(one: Callable[..., Any], other: Callable[..., Any]) -> None:
@@ -329,7 +375,7 @@ def test_a_function_that_captures_itself_ends() -> None:
 
     countdown = make()
     assert function_key(countdown) == function_key(countdown)
-    assert list(_call.identified(take_apart(countdown, (), {})))
+    assert list(take_apart(countdown, (), {}).objects())
 
 
 # -- identity stays true
@@ -357,7 +403,7 @@ def test_a_key_says_what_it_identifies_by_identity_and_keeps_it_not_alive(wrap: 
     alive = weakref.ref(held)
     function, args = wrap(held)
     call = take_apart(function, args, {})
-    assert any(found is held for found in _call.identified(call))
+    assert any(found is held for found in call.objects())
     key = call.key
     del held, function, args, call
     gc.collect()
@@ -368,7 +414,7 @@ def test_a_key_says_what_it_identifies_by_identity_and_keeps_it_not_alive(wrap: 
 
 
 def test_arguments_are_named_as_the_user_wrote_them() -> None:
-    call = take_apart(step, ({"image": ARRAY, "label": [1, ARRAY]}, 2.0, "more", ARRAY), {"flag": ARRAY, "k": (3,)})
+    call = take_apart(step, ({"image": ARRAY, "label": ["a", ARRAY]}, True, "more", ARRAY), {"flag": ARRAY, "k": ("c",)})
     assert leaf_names(call) == [
         "`x['image']`", "`x['label'][0]`", "`x['label'][1]`", "`y`", "`rest[0]`", "`rest[1]`", "`flag`", "`k[0]`",
     ]  # fmt: skip
@@ -392,7 +438,7 @@ def test_names_come_from_the_signature_where_there_is_one(function: Callable[...
 
 
 def test_the_key_of_a_static_value_is_hashable() -> None:
-    for value in (1, 1.5, 1j, "a", None, [1], {1: 2}, step, Unhashable(), MODEL.step):
+    for value in (True, "a", None, [1], {1: 2}, step, Unhashable(), MODEL.step):
         hash(static_key(value))
 
 

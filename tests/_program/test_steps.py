@@ -9,6 +9,7 @@ import re
 import sys
 import threading
 import traceback
+import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ import optax
 import pytest
 
 import mirrored as mr
+from mirrored import testing
 from mirrored._program import cache
 
 Pair = collections.namedtuple("Pair", "first second")
@@ -76,13 +78,14 @@ def test_each_argument_arrives_as_what_it_is(strategy3: mr.MirroredStrategy) -> 
     rows = strategy3.distribute_values_from_function(lambda ctx: np.full((2, 3), ctx.replica_id_in_sync_group, "float32"))
     own, whole = strategy3.run(
         step,
-        args=(rows, np.ones((4, 5)), jnp.ones(6), np.float64(1), 2, 2.5, True, "relu", None, len),
+        args=(rows, np.ones((4, 5)), jnp.ones(6), np.float64(1), 2.5, 2, True, "relu", None, len),
         kwargs={"nested": {"rows": [rows], "flag": False, "none": None}},
     )
-    *arrays, number, fraction, flag, text, none, function = seen["leaves"]
-    assert [a.shape for a in arrays] == [(2, 3), (4, 5), (6,), ()]
+    *arrays, number, flag, text, none, function = seen["leaves"]
+    assert [a.shape for a in arrays] == [(2, 3), (4, 5), (6,), (), ()]
     assert all(isinstance(a, jax.core.Tracer) and a.dtype == "float32" for a in arrays)
-    assert [number, fraction, flag, text, none, function] == [2, 2.5, True, "relu", None, len]
+    assert isinstance(number, jax.core.Tracer) and number.dtype == "int32" and number.weak_type and arrays[-1].weak_type
+    assert [flag, text, none, function] == [True, "relu", None, len]
     assert seen["nested"]["rows"][0].shape == (2, 3)
     assert (seen["nested"]["flag"], seen["nested"]["none"]) == (False, None)
     assert [value.sum() for value in own.values] == [0, 6, 12], "a PerReplica is this replica's slice"
@@ -337,6 +340,63 @@ def test_threads_share_a_program(strategy2: mr.MirroredStrategy) -> None:
     assert num_programs(strategy2) == 1
 
 
+# -- where arguments are, and JAX's settings
+
+
+STATES: dict[str, Callable[[], Any]] = {
+    "numpy": lambda: {"w": np.ones(3, np.float32), "step": 0},
+    "jax": lambda: {"w": jnp.ones(3), "step": jnp.asarray(0)},
+    "one device": lambda: {"w": jax.device_put(np.ones(3, np.float32), jax.devices()[1]), "step": 0},
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_state_that_comes_back_is_compiled_once(name: str) -> None:
+    def step(state: Any, x: Any) -> Any:
+        return {"w": state["w"] - x, "step": state["step"] + 1}
+
+    for strategy in (
+        mr.MirroredStrategy(["cpu:0", "cpu:1"]), mr.MirroredStrategy(["cpu:0"]), mr.MirroredStrategy(["cpu:0"], num_replicas=3),
+    ):  # fmt: skip
+        with strategy.scope():
+            function = mr.function(lambda state, s=strategy: s.run(step, args=(state, 0.5)))
+        for run in (lambda state, s=strategy: s.run(step, args=(state, 0.5)), function):
+            state = STATES[name]()
+            with testing.assert_compiles(1), strategy.scope():
+                for _ in range(3):
+                    state = run(state)
+            assert state["w"].tolist() == [-0.5] * 3 and int(state["step"]) == 3
+
+
+def test_jaxs_settings_are_part_of_a_program(strategy2: mr.Strategy) -> None:
+    def step(x: Any) -> Any:
+        return {"wide": jnp.asarray(1.0) * 1, "key": jax.random.key_data(jax.random.key(0)), "noise": noise(x)}
+
+    def noise(x: Any) -> Any:
+        return jax.random.uniform(jax.random.key(0), (4,)) + x
+
+    x = np.float32(0)
+    function = mr.function(lambda x: strategy2.run(step, args=(x,)))
+    for run in (lambda x: strategy2.run(step, args=(x,)), function):
+        before = run(x)
+        with jax.enable_x64(True):
+            assert run(x)["wide"].dtype == np.float64
+        with jax.default_prng_impl("rbg"):
+            assert run(x)["key"].shape == (4,)
+        with jax.threefry_partitionable(False):
+            np.testing.assert_array_equal(run(x)["noise"], noise(x))
+        for _ in range(3):
+            again = run(x)
+        assert (again["wide"].dtype, again["key"].shape) == (np.float32, (2,))
+        np.testing.assert_array_equal(again["noise"], before["noise"])
+    ranks = lambda x, y: x + y  # noqa: E731
+    x, y = (strategy2.distribute_values_from_function(lambda ctx, s=s: np.ones(s, np.float32)) for s in ((2,), (2, 1)))
+    for _ in range(3):
+        strategy2.run(ranks, args=(x, y))
+    with jax.numpy_rank_promotion("raise"), pytest.raises(ValueError, match="numpy_rank_promotion"):
+        strategy2.run(ranks, args=(x, y))
+
+
 # -- compiled again and again
 
 
@@ -354,11 +414,11 @@ def named(x: Any = None, rate: Any = None) -> None: ...
 REASONS = [
     (
         lambda i: (np.ones(2), {"rate": str(i)}),
-        r"the argument `rate\['rate'\]` changed from '7' to '8'\. Python numbers, strings",
+        r"the argument `rate\['rate'\]` changed from '7' to '8'\. Strings, bools, functions",
     ),
-    (lambda i: (np.ones(2), f"name{i}"), r"the argument `rate` changed from 'name7' to 'name8'\. .* jnp.asarray\(value\)"),
+    (lambda i: (np.ones(2), f"name{i}"), r"the argument `rate` changed from 'name7' to 'name8'\. .* as a number or an array"),
     (lambda i: ([np.ones(i + 1)], 0), r"`x\[0\]` changed from shape \(8,\) float32 to \(9,\) float32\. Give batches one shape"),
-    (lambda i: (np.ones(2) if i % 2 else 1, str(i)), r"the argument `x` changed from an array of shape \(2,\) to 1"),
+    (lambda i: (np.ones(2) if i % 2 else "1", str(i)), r"the argument `x` changed from an array of shape \(2,\) to '1'"),
     (lambda i: ([1] * i, 0), r"the structure of its arguments changed"),
 ]
 
@@ -377,7 +437,41 @@ def test_recompilation_for_what_is_captured_is_reported(strategy2: mr.MirroredSt
         strategy2.run(lambda: (captured, None)[1])
 
     [warning] = recompiled(run)
-    assert "something that it closes over is another object than before" in str(warning.message)
+    assert "captured, which it reads, is another object than before" in str(warning.message)
+
+
+def test_a_number_that_it_closes_over_is_named_with_what_it_was_and_is(strategy2: mr.Strategy) -> None:
+    settings = types.SimpleNamespace(lr=0.0)
+    x = strategy2.distribute_values_from_function(lambda ctx: np.ones(2, np.float32))
+
+    def step(x: Any) -> Any:
+        return x * settings.lr
+
+    def run(i: int) -> None:
+        settings.lr = i / 10
+        strategy2.run(step, args=(x,))
+
+    [warning] = recompiled(run)
+    assert re.search(
+        r"step has been compiled 9 times; .* settings\.lr, .* changed from 0\.7 to 0\.8\. .* argument", str(warning.message)
+    )
+    assert "drop_remainder" not in str(warning.message)
+
+
+def test_a_cross_validation_is_silent(strategy2: mr.Strategy) -> None:
+    rows = np.ones((5, 3), np.float32)
+
+    def step(w: Any, x: Any) -> Any:
+        return w.assign_add(mr.get_replica_context().all_reduce("sum", x.sum(0)))
+
+    def fold(i: int) -> None:
+        with strategy2.scope():
+            model = mr.Variable(np.zeros(3, np.float32))
+        for x in strategy2.distribute_dataset(strategy2.make_numpy_dataset(rows).batch(4)):
+            strategy2.run(lambda x: step(model, x), args=(x,))
+            strategy2.run(step, args=(model, x))
+
+    assert recompiled(fold) == []
 
 
 def test_a_few_programs_of_one_function_are_silent(strategy2: mr.MirroredStrategy) -> None:

@@ -7,8 +7,7 @@ FUNCTION = "tests/_transforms/test_function.py::test_"
 IN_A_LOOP = FUNCTION + "a_function_in_a_loop_is_known_by_a_few_looks_and_is_another_with_what_it_reads"
 
 MUTANTS = [
-    ("_transforms/function.py", " and shortcut.key[1] == strategy:", ":", IN_A_LOOP),
-    ("_transforms/function.py", "if arrays is not None and program.is_current():", "if arrays is not None:", IN_A_LOOP),
+    ("_transforms/function.py", " and fast_path.key[1] == strategy:", ":", IN_A_LOOP),
     ("_transforms/function.py", "    elif not kwargs and program is not None:", "    elif False:", IN_A_LOOP),
     ("_transforms/loops.py", "_map_whole(_replicas_first, ys)", "ys",
      LOOPS + "steps_in_a_scan_take_per_replica_rows_carries_and_results"),
@@ -36,6 +35,6 @@ MUTANTS = [
     ("_transforms/function.py", "if mesh != meshes[0]:", "if False:", FUNCTION + "two_strategies_in_one_function_are_refused"),
     ("_transforms/function.py", "owner=fn, also", "owner=fn.__code__, also",
      FUNCTION + "a_factory_of_functions_may_be_used_often_and_one_function_compiled_again_and_again_is_reported"),
-    ("_transforms/function.py", "else [frame.strategy]\n", "else []\n",
+    ("_transforms/function.py", "else [frame.strategy])\n", "else [])\n",
      FUNCTION + "a_new_strategy_with_the_address_of_a_dead_one_gets_its_own_program"),
 ]  # fmt: skip

@@ -14,9 +14,22 @@ NEEDS_A_VALUE = (
     jax.errors.NonConcreteBooleanIndexError,
 )
 
+_ARGUMENTS = re.compile(r"\barguments\[(\d+)\]")
+_TRACER_NEEDED = re.compile(r"(unhashable type:|single integer, got) '\w*Tracer")
 _UNBOUND_AXIS = re.compile(r"unbound axis name:? ['\"]?(\w+)")
 _TRACER_CALLED = re.compile(r"'\w*Tracer' object is not callable")
 _TRACER_FORMATTED = re.compile(r"unsupported format string passed to \w*Tracer\.__format__")
+
+
+def needed_arguments(error: BaseException) -> list[int] | None:
+    """Return which of the `arguments` of the traced function Python needed the values of; none when JAX does not say which.
+
+    None when Python needed no value.
+    """
+    text = str(error)
+    if isinstance(error, NEEDS_A_VALUE) or (isinstance(error, TypeError) and "concrete values" in text):
+        return sorted(set(map(int, _ARGUMENTS.findall(text))))
+    return [] if isinstance(error, TypeError) and _TRACER_NEEDED.search(text) else None
 
 
 def unbound_axis(error: BaseException) -> str | None:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
-from jax._src import core
+from jax._src import config, core
 from jax._src.interpreters.partial_eval import DynamicJaxprTrace
 
 from .._typing import REPLICA_AXIS
@@ -30,6 +30,22 @@ current_trace = functools.partial(getattr, core.trace_ctx, "trace")
 NO_TRACE = core.eval_trace
 #: Makes a block in which operations are executed, whatever is traced around it.
 untraced = core.eval_context
+
+
+#: Whether numbers have 64 bits, by default 32.
+is_wide = functools.partial(getattr, config.enable_x64, "value")
+#: What `jax.jit` has in its keys beside functions and arguments: JAX's settings and contexts. A warm step asks, too.
+context = config.trace_context
+#: The implementation of random keys, which is not among them, though it changes what a trace gives.
+key_kind = functools.partial(getattr, config.default_prng_impl, "value")
+
+
+def settings() -> tuple[Any, ...]:
+    """Return all of JAX's settings that change what a trace gives, without the caches of `separate_caches`."""
+    if _cache_token.value is None:
+        return (context(), key_kind())
+    with _cache_token(None):
+        return (context(), key_kind())
 
 
 def is_clean() -> bool:

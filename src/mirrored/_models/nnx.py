@@ -70,17 +70,6 @@ def variables_of(value: Any) -> Iterator[tuple[_Path, Any]]:
             yield path, node.get_raw_value()
 
 
-def array_at(value: Any, path: _Path) -> Any:
-    """Return the array of the variable that is there in an NNX object now; None when there is none."""
-    nnx = sys.modules["flax.nnx"]
-    for key in path:
-        try:
-            value = getattr(value, key) if isinstance(key, str) and hasattr(value, key) else value[key]
-        except (KeyError, IndexError, TypeError):
-            return None
-    return value.get_raw_value() if isinstance(value, nnx.Variable) else None
-
-
 def arrays_by_name(value: Any) -> dict[str, Any]:
     """Return the arrays of an NNX object by their names, such as `['conv']['kernel']`."""
     return {_name(path): array for path, array in _flat(value).items()}

@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from .._errors import RecompilationWarning
-from .._jax import user_code
+from .._jax import tracing, user_code
 from .._text import shown
-from .call import ArrayLeaf, Call, identified, leaf_names, remembered
-from .shortcut import Shortcut, shortcut_to
+from .._variables.variable import Variable, spec_of
+from .call import ArrayLeaf, Call, leaf_names, remembered
+from .fast_path import FastPath, fast_path_to
 
 #: Programs kept per strategy, least recently used first out.
 MAX_PROGRAMS = 256
@@ -39,15 +40,15 @@ class Programs(Generic[ProgramT]):
 
     Attributes:
         last: the key and the program that were asked for last; two None at first.
-        shortcut: to the program of a call that was made twice in a row, while it is kept; None also when there is none.
+        fast_path: to the program of a call that was made twice in a row, while it is kept; None also when there is none.
     """
 
     def __init__(self) -> None:
         self._programs: collections.OrderedDict[Any, tuple[ProgramT, _Guards, str]] = collections.OrderedDict()
-        self._seen: collections.OrderedDict[int, _Seen] = collections.OrderedDict()
+        self._seen: collections.OrderedDict[tuple[int, ...], _Seen] = collections.OrderedDict()
         self.last: tuple[Any, ProgramT | None] = (None, None)
-        self.shortcut: Shortcut[ProgramT] | None = None
-        self._sought: ProgramT | None = None  # to which a shortcut was looked for
+        self.fast_path: FastPath[ProgramT] | None = None
+        self._sought: ProgramT | None = None  # to which a fast path was looked for
         _all.add(self)
 
     def __iter__(self) -> Iterator[ProgramT]:
@@ -66,34 +67,38 @@ class Programs(Generic[ProgramT]):
             self._programs.move_to_end(key)
         return found[0]
 
-    def shorten(self, key: Any, program: ProgramT, function: Any, args: Sequence[Any], placement: Any) -> None:
-        """Look for a shortcut to a program that is asked for twice in a row; once, for there may be none."""
+    def shorten(self, key: Any, program: ProgramT, function: Any, args: Sequence[Any], placement: Any, **more: Any) -> None:
+        """Look for a fast path to a program that is asked for twice in a row; once, for there may be none."""
         if program is self._sought:
             return
-        self._sought, self.shortcut = program, shortcut_to(key, program, function, args, placement)
+        self._sought, self.fast_path = program, fast_path_to(key, program, function, args, placement, **more)
         if key not in self._programs:  # it has just ended
-            self._sought = self.shortcut = None
+            self._sought = self.fast_path = None
 
-    def add(self, call: Call, program: ProgramT, owner: Any = None, also: Sequence[Any] = ()) -> None:
-        """Keep a program.
+    def add(
+        self, call: Call, program: ProgramT, variables: Sequence[Variable], owner: Any = None, also: Sequence[Any] = ()
+    ) -> Structure | None:
+        """Keep a program, and return what the call was like for which the function's last one was made, if any.
 
         Args:
             call: the call it was made for.
             program: the program.
-            owner: whose compilations are counted. Default: those of the function's code, because a step is often a
-                new function in each turn of a loop.
-            also: further objects, besides those of the call, with which the program ends: its variables.
+            variables: those that it reads or writes. Compilations are counted for an owner and its variables: a new model,
+                such as that of the next fold of a cross-validation, has programs of its own.
+            owner: the function. Default: its code, because a step is often a new function in each turn of a loop.
+            also: further objects with which the program ends.
         """
         for programs in list(_all):
             programs._drop_unreachable()
         if owner is None:  # of what a decorator wraps: all that it makes have one code
             function = inspect.unwrap(call.function)
             owner = getattr(function, "__code__", function)
-        before, count, is_news = self._count(owner, call)
-        cause = _reason(before, call) if count > 1 else ""
+        structure = _structure_of(call)
+        before, count, is_news = self._count(owner, [spec_of(variable).number for variable in variables], structure)
+        cause = _reason(before, structure, leaf_names(call)) if count > 1 else ""
         key = call.key
-        targets = itertools.chain(identified(call), also)
-        if (used := self.shortcut) is not None:
+        targets = itertools.chain(call.objects(), variables, also)
+        if (used := self.fast_path) is not None:
             with contextlib.suppress(KeyError):
                 self._programs.move_to_end(used.key, last=True)
         self._programs[key] = (program, _Guards(targets, functools.partial(_drop_from, weakref.ref(self), key)), cause)
@@ -105,16 +110,17 @@ class Programs(Generic[ProgramT]):
         if is_news:
             message = f"{_name_of(call)} has been compiled {count} times; this time because {cause}"
             user_code.warn(message, RecompilationWarning)
+        return before if count > 1 else None
 
-    def _count(self, owner: Any, call: Call) -> tuple[_Structure, int, bool]:
+    def _count(self, owner: Any, variables: Sequence[int], structure: Structure) -> tuple[Structure, int, bool]:
         """Return what the last call of a function that made a program was like, how many there were, and whether to warn."""
-        structure = _structure_of(call)
-        seen = self._seen.pop(id(owner), None)
+        key = (id(owner), *sorted(variables))
+        seen = self._seen.pop(key, None)
         if seen is None or seen.owner() is not owner:
             seen = _Seen(_weakly(owner), 0, structure, False)
         count = seen.count + 1
         is_many = count > MAX_SILENT_RECOMPILATIONS
-        self._seen[id(owner)] = _Seen(seen.owner, count, structure, is_many)
+        self._seen[key] = _Seen(seen.owner, count, structure, is_many)
         while len(self._seen) > 4 * MAX_PROGRAMS:
             self._seen.popitem(last=False)
         return seen.structure, count, is_many and not seen.is_reported
@@ -126,7 +132,7 @@ class Programs(Generic[ProgramT]):
         if self.last[1] is dropped[0]:
             self.last = (None, None)
         if self._sought is dropped[0]:
-            self._sought = self.shortcut = None
+            self._sought = self.fast_path = None
 
     def _drop_unreachable(self) -> None:
         """Drop programs whose key knows an object that cannot say that it has ended, and that nobody else has any more."""
@@ -184,16 +190,20 @@ class _Guards:
 # -- functions that are compiled again and again
 
 
-class _Structure(NamedTuple):
+class Structure(NamedTuple):
     """What a call was like, without the objects in it, so that it keeps none of them alive.
 
     Attributes:
         treedef: of the arguments.
         leaves: each an ArrayLeaf, or a static value in a 1-tuple.
+        named: what the function's own code names, and for each what is in the key.
+        settings: JAX's.
     """
 
     treedef: Any
     leaves: list[Any]
+    named: dict[str, Any]
+    settings: Any
 
 
 class _Seen(NamedTuple):
@@ -208,7 +218,7 @@ class _Seen(NamedTuple):
 
     owner: Callable[[], Any]
     count: int
-    structure: _Structure
+    structure: Structure
     is_reported: bool
 
 
@@ -219,34 +229,52 @@ def _weakly(owner: Any) -> Callable[[], Any]:
         return lambda: None
 
 
-def _structure_of(call: Call) -> _Structure:
-    return _Structure(call.treedef, [leaf if isinstance(leaf, ArrayLeaf) else (remembered(leaf[0]),) for leaf in call.leaves])
+def _structure_of(call: Call) -> Structure:
+    leaves = [leaf if isinstance(leaf, ArrayLeaf) else (remembered(leaf[0]),) for leaf in call.leaves]
+    return Structure(call.treedef, leaves, call.named(), tracing.settings())
 
 
 def _name_of(call: Call) -> str:
     return getattr(call.function, "__qualname__", None) or shown(call.function)
 
 
-def _reason(before: _Structure, after: Call) -> str:
+def _reason(before: Structure, after: Structure, names: Sequence[str]) -> str:
     """Say what in a call needs another program than a call before, and how it could be the same."""
     if before.treedef != after.treedef:
         return "the structure of its arguments changed. Pass arguments of one structure."
-    for leaf_name, old, new in zip(leaf_names(after), before.leaves, _structure_of(after).leaves, strict=True):
+    for leaf_name, old, new in zip(names, before.leaves, after.leaves, strict=True):
         if isinstance(old, ArrayLeaf) and isinstance(new, ArrayLeaf) and old != new:
             is_kind = (old.shape, old.dtype, old.shapes) == (new.shape, new.dtype, new.shapes)
             remedy = "Pass values of one kind." if is_kind else "Give batches one shape, for example with drop_remainder=True."
             return f"the argument {leaf_name} changed from shape {_type_of(old)} to {_type_of(new)}. {remedy}"
-        if isinstance(new, ArrayLeaf) and isinstance(old, tuple) and not isinstance(old, ArrayLeaf):
-            return f"the argument {leaf_name} is no longer always {_shown(old)}: from now on it is passed to the program."
-        if not isinstance(new, ArrayLeaf) and old != new:
+        if type(old) is not type(new) or old != new:
             return (
-                f"the argument {leaf_name} changed from {_shown(old)} to {_shown(new)}. Python numbers, strings and objects are "
-                "compiled into the program. Pass a value that changes as an array: jnp.asarray(value)."
+                f"the argument {leaf_name} changed from {_shown(old)} to {_shown(new)}. Strings, bools, functions and other "
+                "objects are compiled into the program. Pass a value that changes as a number or an array."
             )
+    for name, new in after.named.items():
+        if (old := before.named.get(name, new)) != new:
+            return _reason_of_name(name, old, new)
+    if before.settings != after.settings:
+        return "a setting of JAX is another, as with jax.enable_x64. Leave JAX's settings as they are between steps."
+    return "something that it closes over is another object. Define the step once, outside of the loop, and pass what changes."
+
+
+def _reason_of_name(name: str, old: Any, new: Any) -> str:
+    if isinstance(old, tuple) and isinstance(new, tuple):
+        return (
+            f"{name}, which it reads, changed from {_content(old)} to {_content(new)}. What a step reads is compiled into it. "
+            "Pass what changes as an argument: strategy.run(step, args=(batch, value))."
+        )
     return (
-        "something that it closes over is another object than before. Define the step once, outside the loop, and pass what "
-        "changes as an argument."
+        f"{name}, which it reads, is another object than before. Define functions once, outside of the loop, and pass an array "
+        "that changes as an argument: strategy.run(step, args=(batch, array))."
     )
+
+
+def _content(key: tuple[Any, Any]) -> str:
+    """Show the value that a `content_key` is of."""
+    return key[1] if key[0] in (float, complex) else shown(key[1])
 
 
 def _type_of(leaf: ArrayLeaf) -> str:

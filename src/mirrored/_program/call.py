@@ -1,12 +1,9 @@
-"""What makes two calls the same program: the function, the structure, the arrays' types, the static values."""
+"""What makes two calls the same program: what the code names, JAX's settings, the arguments' structure, types, static values."""
 
 from __future__ import annotations
 
-import dis
 import functools
 import inspect
-import itertools
-import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -14,18 +11,19 @@ import jax
 import numpy as np
 
 from .._errors import StrategyMismatchError
+from .._jax import tracing
 from .._replicas.arrays import check_range, is_numeric, refuse_mask
 from .._replicas.per_replica import PerReplica, require_whole, stack_of, uneven_shapes
 from .._typing import PyTree, Shape
 from .._variables.variable import Variable
+from .guards import FUNCTIONS, Path, content_key, forget_made_anew, is_by_content, objects_in, seen_by
 
 _WHOLE = (PerReplica, Variable)
-_BY_REPR = (float, complex)  # 0.0 and -0.0 differ, nan equals itself
-_BY_VALUE = (bool, int, str, bytes, type(None))
-FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _NUMPY = (np.ndarray, np.generic)
-#: Types of arguments that hold no others (without numpy's arrays, which share programs with those of JAX).
-_LEAVES = frozenset({*_WHOLE, *_BY_REPR, bool, int, str, bytes})
+#: Python numbers of these types are traced; a bool and an enum, which are ints too, are compiled in.
+NUMBERS = (int, float, complex)
+#: Types of arguments that hold no others (without numbers and numpy's arrays, which share programs with arrays of JAX).
+_LEAVES = frozenset({*_WHOLE, bool, str, bytes})
 
 
 class ArrayLeaf(NamedTuple):
@@ -56,9 +54,10 @@ class Call(NamedTuple):
 
     Attributes:
         key: equal for calls that can share a program.
-        arrays: the array arguments; a PerReplica is its stacked array.
+        function: the user's.
+        arrays: the array arguments; a PerReplica is its stacked array, and a Python number is itself.
         treedef, leaves: the rest: each leaf is an ArrayLeaf, or the static object in a 1-tuple.
-        numbers: which of the arrays were Python numbers, see `_program/numbers`.
+        runs_steps: whether it is the call of an `mr.function`.
     """
 
     key: Any
@@ -66,7 +65,7 @@ class Call(NamedTuple):
     arrays: list[Any]
     treedef: Any
     leaves: list[Any]
-    numbers: tuple[int, ...] = ()
+    runs_steps: bool = False
 
     @property
     def name(self) -> str:
@@ -83,40 +82,57 @@ class Call(NamedTuple):
     def array_leaves(self) -> list[ArrayLeaf]:
         return [leaf for leaf in self.leaves if isinstance(leaf, ArrayLeaf)]
 
-    def has_numbers(self) -> bool:
-        """Tell whether some argument is a Python number that is compiled in."""
-        return any(type(leaf[0]) in (int, float) for leaf in self.leaves if not isinstance(leaf, ArrayLeaf))
-
     def is_uneven(self) -> bool:
         """Tell whether some argument has a different shape on different replicas."""
         return any(leaf.shapes is not None for leaf in self.array_leaves())
 
     def keyed_again(self) -> Call:
         """Return the call with the key that it has after a trace, which may have set globals, such as a count of traces."""
-        return self._replace(key=(function_key(self.function), *self.key[1:]))
+        forget_made_anew(self.function, self.runs_steps)
+        return self._replace(key=(function_key(self.function, self.runs_steps), *self.key[1:]))
+
+    def named(self) -> dict[str, Any]:
+        """Return what the function's own code names, in words, and for each what is in the key."""
+        paths: list[Path] = []
+        values = seen_by(self.function, self.runs_steps, paths)
+        return {path.text: content_key(value) for path, value in zip(paths, values, strict=True)}
+
+    def objects(self) -> Iterator[Any]:
+        """Yield the objects whose identity is in the key: while they live, no other object can have it."""
+        yield from objects_in(seen_by(self.function, self.runs_steps))
+        for leaf in self.leaves:
+            if isinstance(leaf, ArrayLeaf):
+                continue
+            if isinstance(leaf[0], FUNCTIONS):
+                yield from objects_in(seen_by(leaf[0]))
+            elif _is_by_identity(leaf[0]):
+                yield leaf[0]
 
 
-def _is_whole(leaf: Any) -> bool:
+def _is_leaf(leaf: Any) -> bool:
     return type(leaf) in _WHOLE
 
 
-def take_apart(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
+def take_apart(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], runs_steps: bool = False) -> Call:
     """Separate a call into what is compiled in and what is passed to the program.
 
-    Arrays (jax, numpy, PerReplica) are passed; everything else is static and part of the key.
+    Arrays (jax, numpy, PerReplica, those of other libraries on the host) and Python numbers are passed; everything else is static
+    and part of the key.
     """
-    key, arrays = key_of(function, args, kwargs)
-    flat, treedef = jax.tree.flatten((tuple(args), kwargs), is_leaf=_is_whole)
+    key, arrays = key_of(function, args, kwargs, runs_steps)
+    flat, treedef = jax.tree.flatten((tuple(args), kwargs), is_leaf=_is_leaf)
     leaves = [kind if isinstance(kind, ArrayLeaf) else (leaf,) for leaf, kind in zip(flat, key[2], strict=True)]
-    return Call(key, function, arrays, treedef, leaves)
+    return Call(key, function, arrays, treedef, leaves, runs_steps)
 
 
-def key_of(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
+def key_of(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], runs_steps: bool = False
+) -> tuple[Any, list[Any]]:
     """Return a call's key and its array arguments, which is all that a warm step looks at."""
     if not kwargs and _LEAVES.issuperset(map(type, args)):
         flat, structure = args, len(args)  # most steps: nothing to flatten
     else:
-        flat, structure = jax.tree.flatten((tuple(args), kwargs), is_leaf=_is_whole)
+        flat, structure = jax.tree.flatten((tuple(args), kwargs), is_leaf=_is_leaf)
     arrays: list[Any] = []
     kinds: list[Any] = []  # for each leaf, an ArrayLeaf or a static key
     for leaf in flat:
@@ -127,18 +143,51 @@ def key_of(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
             array = leaf
             is_weak = getattr(array, "weak_type", False)  # random keys have none
             kinds.append(_array_leaf((array.shape, array.dtype, is_weak, False, None)))
-        elif isinstance(leaf, _NUMPY) and not isinstance(leaf, str | bytes):
-            refuse_mask(leaf, lambda: f"the argument {_name_at(len(kinds), function, args, kwargs)} is")
-            array = np.array(leaf)  # a copy: the program reads it later, when the user may have changed it
-            if not is_numeric(leaf.dtype):
-                raise TypeError(_numpy_message(leaf, _name_at(len(kinds), function, args, kwargs)))
-            check_range(array, lambda: f"the argument {_name_at(len(kinds), function, args, kwargs)} holds")
-            kinds.append(_array_leaf((leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype), False, False, None)))
+        elif type(leaf) in NUMBERS:
+            array = leaf
+            kinds.append(_number_leaf(type(leaf), tracing.is_wide()))
+            if type(leaf) is int and leaf.bit_length() > 31:
+                name = _name_at(len(kinds) - 1, function, args, kwargs)
+                in_64_bits = min(max(leaf, -(2**63)), 2**63 - 1)  # numpy makes an object of what is larger
+                check_range(np.asarray(in_64_bits), lambda: f"the argument {name} holds")  # noqa: B023
+        elif _gives_array(type(leaf)):
+            array = _host_array(leaf, lambda: _name_at(len(kinds), function, args, kwargs))
+            kinds.append(_array_leaf((array.shape, jax.dtypes.canonicalize_dtype(array.dtype), False, False, None)))
         else:
             kinds.append(static_key(leaf))
             continue
         arrays.append(array)
-    return (function_key(function), structure, tuple(kinds)), arrays
+    return (function_key(function, runs_steps), structure, tuple(kinds)), arrays
+
+
+@functools.lru_cache
+def _number_leaf(kind: type, is_wide: bool) -> ArrayLeaf:
+    dtype = jax.dtypes.canonicalize_dtype(np.dtype(kind))
+    return ArrayLeaf((), dtype, True, False)
+
+
+@functools.lru_cache(maxsize=4096)
+def _gives_array(kind: type) -> bool:
+    """Tell whether objects of a type are arrays on the host: numpy's, and others that numpy or DLPack can read."""
+    if issubclass(kind, str | bytes | type):
+        return False
+    gives = hasattr(kind, "__array__") or hasattr(kind, "__dlpack__")
+    return issubclass(kind, _NUMPY) or (gives and not hasattr(kind, "__jax_array__"))
+
+
+def _host_array(leaf: Any, name: Callable[[], str]) -> np.ndarray:
+    """Copy an array on the host: the program reads it later, when the user may have changed it."""
+    refuse_mask(leaf, lambda: f"the argument {name()} is")
+    try:
+        array = np.array(leaf)
+    except TypeError:  # numpy has no bfloat16, in which torch's tensors may be
+        if not hasattr(leaf, "__dlpack__"):
+            raise
+        array = np.array(jax.dlpack.from_dlpack(leaf))
+    if not is_numeric(array.dtype):
+        raise TypeError(_numpy_message(array, name()))
+    check_range(array, lambda: f"the argument {name()} holds")
+    return array
 
 
 def array_leaves(key: Any) -> list[ArrayLeaf]:
@@ -160,7 +209,7 @@ def check_replicas(arrays: Sequence[Any], leaves: Sequence[ArrayLeaf], names: Ca
 
 
 def _name_at(position: int, function: Any, args: Sequence[Any], kwargs: Any) -> str:
-    return _names(function, jax.tree.structure((tuple(args), kwargs), is_leaf=_is_whole))[position]
+    return _names(function, jax.tree.structure((tuple(args), kwargs), is_leaf=_is_leaf))[position]
 
 
 def _numpy_message(array: np.ndarray | np.generic, name: str) -> str:
@@ -172,9 +221,17 @@ def _numpy_message(array: np.ndarray | np.generic, name: str) -> str:
 
 def static_key(value: Any) -> Any:
     """Return a hashable that is equal for static values which give the same program."""
-    if is_by_content(type(value)):
-        return _content_key(value, _MAX_DEPTH)
+    if isinstance(value, FUNCTIONS):
+        return (type(value), *function_key(value, False))
+    if isinstance(value, float | complex):
+        return content_key(value)
     return (type(value), id(value) if _is_by_identity(value) else value)
+
+
+def function_key(function: Any, runs_steps: bool) -> Any:
+    """Return a hashable that is equal for functions whose code and all that it names are the same, under the same settings."""
+    values = seen_by(function, runs_steps)
+    return (*[id(v) if not is_by_content(type(v)) else content_key(v) for v in values], tracing.settings())
 
 
 class _Forgotten(NamedTuple):
@@ -203,128 +260,6 @@ def _is_by_identity(value: Any) -> bool:
     except TypeError:
         return True
     return False
-
-
-#: Of so much code the names are kept, and with them the code.
-MAX_NAMES = 4096
-#: Functions in a function's closure are told apart by theirs, so many levels deep.
-_MAX_DEPTH = 4
-
-
-def function_key(function: Any, depth: int = _MAX_DEPTH) -> Any:
-    """Return a hashable that is equal for functions which give the same program.
-
-    A function that is defined again and again in a loop keeps its code; it is the same program while the
-    things that it closes over, and the module's globals that it names, are the same objects, or equal numbers and strings.
-    """
-    if isinstance(function, types.FunctionType):
-        # Here as in `_content_key`, without a call for each value that is compared by identity: this is in every step.
-        named = [id(v) if not is_by_content(type(v)) else _content_key(v, 0) for v in _globals_of(function)]
-        identity = (id(function.__code__), id(function.__globals__), tuple(named))
-        if function.__defaults__ or function.__kwdefaults__:
-            identity += tuple([_content_key(v, depth) for v in _defaults_of(function)])
-        if not function.__closure__:
-            return identity
-        own = [id(v) if not is_by_content(type(v)) else _content_key(v, depth) for v in map(_content_of, function.__closure__)]
-        return (identity, tuple(own))
-    if isinstance(function, types.MethodType):
-        return (function_key(function.__func__, depth), id(function.__self__))
-    if isinstance(function, functools.partial):
-        content = (*function.args, *function.keywords.values())
-        return (function_key(function.func, depth), tuple(function.keywords), tuple([_content_key(v, depth) for v in content]))
-    return id(function)
-
-
-def _content_key(value: Any, depth: int) -> Any:
-    if not is_by_content(type(value)):
-        return id(value)
-    if isinstance(value, _BY_REPR):
-        return (type(value), repr(value))
-    if isinstance(value, _BY_VALUE):
-        return (type(value), value)
-    return function_key(value, depth - 1) if depth else id(value)
-
-
-@functools.lru_cache(maxsize=4096)
-def is_by_content(kind: type) -> bool:
-    return issubclass(kind, (*_BY_REPR, *_BY_VALUE, *FUNCTIONS))
-
-
-#: The names in code, by its `id`: the hash of code, which `lru_cache` would ask for, is of all its instructions.
-_names_by_code: dict[int, tuple[types.CodeType, tuple[str, ...]]] = {}
-
-
-def names_in(code: types.CodeType) -> tuple[str, ...]:
-    """Return the globals that code reads; `co_names` has attributes too, and `output.loss` does not read a global `loss`."""
-    known = _names_by_code.get(id(code))
-    if known is not None:
-        return known[1]
-    own = [i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"]
-    inner = [name for const in code.co_consts if isinstance(const, types.CodeType) for name in names_in(const)]
-    if len(_names_by_code) >= MAX_NAMES:
-        _names_by_code.clear()
-    names = tuple(dict.fromkeys((*own, *inner)))
-    _names_by_code[id(code)] = code, names
-    return names
-
-
-#: In place of a name that is no global, such as that of a built-in function.
-ABSENT = object()
-
-
-def _globals_of(function: types.FunctionType) -> Iterator[Any]:
-    """Return the module-level objects that a function names, which a notebook or a loop in a script may rebind."""
-    return map(function.__globals__.get, names_in(function.__code__), itertools.repeat(ABSENT))
-
-
-def _defaults_of(function: types.FunctionType) -> list[Any]:
-    return [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).keys(), *(function.__kwdefaults__ or {}).values()]
-
-
-def _content_of(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not assigned yet
-        return None
-
-
-def identified(call: Call) -> Iterator[Any]:
-    """Yield the objects whose identity is in a call's key: while they live, no other object can have it."""
-    yield from identified_by(call.function, _MAX_DEPTH)
-    for leaf in call.leaves:
-        if isinstance(leaf, ArrayLeaf):
-            continue
-        if is_by_content(type(leaf[0])):
-            yield from _identified_in(leaf[0], _MAX_DEPTH)
-        elif _is_by_identity(leaf[0]):
-            yield leaf[0]
-
-
-def identified_by(function: Any, depth: int = _MAX_DEPTH) -> Iterator[Any]:
-    """Yield those whose identity is in `function_key(function, depth)`."""
-    if isinstance(function, types.FunctionType):
-        yield function.__code__
-        for value in _globals_of(function):
-            yield from _identified_in(value, 0)
-        for value in (*_defaults_of(function), *map(_content_of, function.__closure__ or ())):
-            yield from _identified_in(value, depth)
-    elif isinstance(function, types.MethodType):
-        yield function.__self__
-        yield from identified_by(function.__func__, depth)
-    elif isinstance(function, functools.partial):
-        yield from identified_by(function.func, depth)
-        for value in (*function.args, *function.keywords.values()):
-            yield from _identified_in(value, depth)
-    else:
-        yield function
-
-
-def _identified_in(value: Any, depth: int) -> Iterator[Any]:
-    """Yield those in `_content_key(value, depth)`."""
-    if not is_by_content(type(value)) or (isinstance(value, FUNCTIONS) and not depth):
-        yield value
-    elif isinstance(value, FUNCTIONS):
-        yield from identified_by(value, depth - 1)
 
 
 def argument_names(call: Call) -> list[str]:

@@ -30,7 +30,7 @@ from .._typing import PyTree, Shape
 from .._variables.bindings import Bindings
 from .._variables.storage import WeakVariables
 from .._variables.variable import Variable, spec_of
-from . import mistakes
+from . import mistakes, scalar_args
 from .call import Call
 
 #: What changes a program's numbers and not its text.
@@ -105,10 +105,6 @@ class Lifted:
     def variables(self) -> tuple[Variable, ...]:
         """All variables, in the order of the pure function's first arguments."""
         return (*self.written, *self.read_only)
-
-    def all_constants(self) -> list[Any]:
-        """Return the arrays that the user's function closes over, also those of functions inside it."""
-        return [*self.closed.consts, *jaxprs.inner_constants(self.closed.jaxpr)]
 
     def describe(self) -> str:
         """Write the program as text that is equal on two workers which may run it together.
@@ -301,5 +297,6 @@ def trace_step(trace: Callable[..., ResultT], call: Call, shapes: Sequence[Shape
                 **more,
             )
     except Exception as error:
+        scalar_args.explain(error, call)
         mistakes.explain(error, context.knows_id(frame.replica))
         raise

@@ -25,12 +25,12 @@ from .._variables import storage
 from .._variables.equal_copies import Watch
 from .._variables.storage import Home
 from .._workers.progress import in_main_thread
-from .call import ArrayLeaf
-from .captured import Attribute
+from .call import NUMBERS, ArrayLeaf
 from .joined_sums import Joined
 from .lift import Lifted
 from .proof import Collective, Findings
 
+_ON_HOST = (np.ndarray, *NUMBERS)
 #: While a profile is recorded: begins to mark a run of a program in it. What it returns is called when the run was dispatched,
 #: with its results, or with none when it failed.
 annotate: Callable[[Program], Callable[[list[Any]], None]] | None = None
@@ -83,7 +83,6 @@ class Program:
             program has a host callback, which may raise: then they stay as they are until it has ended.
         constants: the arrays that the function closes over, placed on the mesh.
         watch: compares the copies of the variables that it writes now and then.
-        read: what its trace has read of objects that the function closes over.
     """
 
     name: str
@@ -94,11 +93,6 @@ class Program:
     constants: list[Any]
     watch: Watch | None
     calls_host: bool
-    read: tuple[Attribute, ...]
-
-    def is_current(self) -> bool:
-        """Tell whether what the trace has read is still there."""
-        return not any(attribute.has_changed() for attribute in self.read)
 
     def execute(self, arrays: list[Any]) -> list[Any]:
         """Run on placed arrays, keep what the variables became, and return the arrays of the result."""
@@ -178,23 +172,24 @@ class StepProgram(Program):
         return plan.static == (None,) and jax.tree_util.treedef_is_leaf(plan.treedef)
 
 
-def are_placed(mesh: ReplicaMesh, arrays: Sequence[Any]) -> bool:
-    """Tell whether no array is tied to other devices, nor traced; everything else `jit` moves by itself.
+def is_placed(mesh: ReplicaMesh, array: Any) -> bool:
+    """Tell whether an argument is where the program takes it from. A program is compiled for the places of its arguments."""
+    if isinstance(array, (*_ON_HOST, jax.core.Tracer)):
+        return False
+    return array.sharding is mesh.stacked or array.sharding is mesh.mirrored or array.sharding in (mesh.stacked, mesh.mirrored)
 
-    With several workers it does not: there every array must be placed.
-    """
-    for array in arrays:
-        if isinstance(array, np.ndarray):
-            if mesh.is_alone:
-                continue
-            return False
-        if array.sharding is mesh.stacked or array.sharding is mesh.mirrored:
-            continue
-        if isinstance(array, jax.core.Tracer):
-            return False
-        if (array.committed or not mesh.is_alone) and array.sharding not in (mesh.stacked, mesh.mirrored):
-            return False
-    return True
+
+def place_quickly(mesh: ReplicaMesh, arrays: list[Any]) -> list[Any] | None:
+    """Bring what is on the host or on JAX's default device to the replicas; None when there is more to see to."""
+    elsewhere = [position for position, array in enumerate(arrays) if not is_placed(mesh, array)]
+    if not elsewhere:
+        return arrays
+    moving = [arrays[position] for position in elsewhere]
+    if not mesh.is_alone or not all(isinstance(array, _ON_HOST) or not getattr(array, "committed", True) for array in moving):
+        return None
+    for position, array in zip(elsewhere, jax.device_put(moving, mesh.mirrored), strict=True):
+        arrays[position] = array
+    return arrays
 
 
 def place(mesh: ReplicaMesh, arrays: Sequence[Any], leaves: Sequence[ArrayLeaf], names: Callable[[], Sequence[str]]) -> list[Any]:
@@ -207,7 +202,7 @@ def place(mesh: ReplicaMesh, arrays: Sequence[Any], leaves: Sequence[ArrayLeaf],
         names: makes their names, for messages.
     """
     placed = list(arrays)
-    plain = [i for i, array in enumerate(arrays) if not are_placed(mesh, (array,))]
+    plain = [i for i, array in enumerate(arrays) if not is_placed(mesh, array)]
     for position in plain:
         if leaves[position].is_per_replica:
             raise StrategyMismatchError(
@@ -221,7 +216,10 @@ def place(mesh: ReplicaMesh, arrays: Sequence[Any], leaves: Sequence[ArrayLeaf],
     def differ(index: int, workers: Sequence[int]) -> None:
         placement.refuse_argument(f"the argument {names()[plain[index]]}, a plain array", index, workers)
 
-    new = placement.mirror(mesh, [arrays[position] for position in plain], differ, is_checked_late=True)
+    given = [arrays[position] for position in plain]
+    if not mesh.is_alone:  # a message has bytes: a number has those of its type in the trace
+        given = [np.asarray(a, leaves[i].dtype) if type(a) in NUMBERS else a for i, a in zip(plain, given, strict=True)]
+    new = placement.mirror(mesh, given, differ, is_checked_late=True)
     for position, array in zip(plain, new, strict=True):
         placed[position] = array
     return placed

@@ -1,110 +1,67 @@
-"""Does a step return a state that it was given, of which each replica has another one now?
+"""Does the state of an optimizer, which a step was given the same on all replicas, come back to it different on each?
 
-A train state that a step takes and returns is no variable, so nothing refuses that its copies drift apart: it comes back as
-PerReplica values, and the next step takes these.
+A train state that a step takes and returns is no variable, so nothing refuses that its copies drift apart. Other things that a
+step carries, such as sums of an epoch, may well differ by replica.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
-
-import jax
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from .._errors import ReplicasDivergeWarning
-from .._jax import jaxprs, user_code, ways
-from .._typing import Shape
-from .call import ArrayLeaf, Call
-from .lift import Lifted
-from .proof import Findings, State
+from .._jax import user_code
+from .call import ArrayLeaf, Call, leaf_names
 
 
-class _Array(NamedTuple):
-    """An array of an argument or result.
+def check(treedef: Any, before: Sequence[Any], call: Call, has_collectives: bool) -> None:
+    """Warn of an optimizer's state that each replica updates for itself.
 
-    Attributes:
-        shape, dtype: its type.
-        state: what the proof says of a result.
-        is_own: whether each replica has its own: of an argument, one that was given so; of a result, no gradient as it is.
+    A step that is given a state of optax must combine the gradients: that state may not begin to differ by replica, nor may
+    anything that the step was given, if it combines nothing.
+
+    Args:
+        treedef, before: the arguments of the function's last call that needed a program.
+        call: this one.
+        has_collectives: whether its program combines anything over the replicas.
     """
-
-    shape: Shape
-    dtype: Any
-    state: State | None
-    is_own: bool
-
-
-def check(call: Call, lifted: Lifted, findings: Findings, num_replicas: int) -> None:
-    """Warn where a step that computes gradients returns a state that it was given, and replicas have different ones now.
-
-    A state is a nest of arrays, such as a train state or a module, that comes back with the same structure, shapes and dtypes.
-    """
-    states = findings.outputs[: lifted.num_results]
-    if not _has_gradient(lifted):
+    if treedef != call.treedef or not _holds_optax(treedef):
         return
-    given = list(_given(call))
-    for part in _returned(lifted, states):
-        leaves, treedef = jax.tree.flatten(part, is_leaf=_is_array)
-        differing = [leaf for leaf in leaves if leaf.is_own]
-        if differing and (_types(leaves), treedef) in given:
-            user_code.warn(
-                f"{call.name} was given a state, {len(leaves)} arrays that are the same on all {num_replicas} replicas, and "
-                f"returns it with {len(differing)} that differ by replica: they depend on {differing[0].state.origin}. From now "
-                "on each replica trains a model of its own. Combine the gradients before the update: grads = "
-                "mr.get_replica_context().all_reduce('mean', grads, by_rows=True). If each shall have its own, say so from the "
-                "beginning: state = strategy.distribute_values_from_function(lambda ctx: state).",
-                ReplicasDivergeWarning,
-            )
-            return
+    differing = [
+        name
+        for name, old, new, is_inside in zip(leaf_names(call), before, call.leaves, _of_optax(treedef), strict=True)
+        if _begins_to_differ(old, new) and (is_inside or not has_collectives)
+    ]
+    if differing:
+        user_code.warn(
+            f"{call.name} was given the state of an optimizer, and {len(differing)} arrays that were the same on all replicas, "
+            f"such as {differing[0]}, have come back different on each. From now on each trains a model of its own. Combine "
+            "the gradients before the update: grads = mr.get_replica_context().all_reduce('mean', grads, by_rows=True). If "
+            "each shall have its own, say so before: state = strategy.distribute_values_from_function(lambda ctx: state).",
+            ReplicasDivergeWarning,
+        )
 
 
-def _has_gradient(lifted: Lifted) -> bool:
-    return any(map(_is_backward, jaxprs.all_equations(lifted.shown.jaxpr)))
+def _begins_to_differ(old: Any, new: Any) -> bool:
+    if not (isinstance(old, ArrayLeaf) and isinstance(new, ArrayLeaf)):
+        return False
+    return new.is_per_replica and not old.is_per_replica and old.shape == new.shape
 
 
-def _is_backward(equation: Any) -> bool:
-    return ways.way_of(ways.path_of("", equation), equation) is not ways.Way.FORWARD
+def _of_optax(treedef: Any, is_inside: bool = False) -> Iterator[bool]:
+    """Yield for each leaf of a tree whether it is in a state of optax."""
+    node = treedef.node_data()
+    is_inside = is_inside or _is_of_optax(node)
+    if node is None:
+        yield from [is_inside] * treedef.num_leaves
+    for child in treedef.children():
+        yield from _of_optax(child, is_inside)
 
 
-def _given(call: Call) -> Iterator[tuple[list[Any], Any]]:
-    """Yield the types and structure of each argument that is a nest of arrays, all of them the same on all replicas."""
-    describe = lambda leaf: _Array(leaf.shape, leaf.dtype, None, leaf.is_per_replica)  # noqa: E731
-    arrays = [describe(leaf) if isinstance(leaf, ArrayLeaf) else None for leaf in call.leaves]
-    args, kwargs = jax.tree.unflatten(call.treedef, arrays)
-    for argument in (*args, *kwargs.values()):
-        leaves, treedef = jax.tree.flatten(argument, is_leaf=_is_array)
-        if leaves and not jax.tree_util.treedef_is_leaf(treedef) and not any(leaf.is_own for leaf in leaves):
-            yield _types(leaves), treedef
+def _holds_optax(treedef: Any) -> bool:
+    """Tell whether a tree holds a state of optax, which has no leaves where there is nothing to remember."""
+    return _is_of_optax(treedef.node_data()) or any(map(_holds_optax, treedef.children()))
 
 
-def _returned(lifted: Lifted, states: list[State]) -> Iterator[Any]:
-    """Yield the result, and what is directly in it, with a description in place of each array."""
-    jaxpr = lifted.shown.jaxpr
-    described = []
-    for atom, state in zip(jaxpr.outvars[: lifted.num_results], states, strict=True):
-        is_own = not state.is_mirrored and not _is_gradient(jaxpr, atom)
-        aval: Any = atom.aval
-        described.append(_Array(tuple(aval.shape), aval.dtype, state, is_own))
-    remaining = iter(described)
-    result = lifted.plan.treedef.unflatten([next(remaining) if leaf is None else None for leaf in lifted.plan.static])
-    yield result
-    if isinstance(result, tuple | list) and not isinstance(result, _Array):
-        yield from result
-
-
-def _is_gradient(jaxpr: Any, atom: Any) -> bool:
-    """Tell whether a result is a gradient as JAX has computed it, which may well differ by replica."""
-    maker = next((equation for equation in jaxpr.eqns if any(atom is variable for variable in equation.outvars)), None)
-    if maker is None or _is_backward(maker):
-        return maker is not None
-    position = maker.outvars.index(atom)
-    inner = [own.jaxpr for own in jaxprs.inner_jaxprs(maker) if len(own.jaxpr.outvars) == len(maker.outvars)]
-    return any(_is_gradient(own, own.outvars[position]) for own in inner)
-
-
-def _types(leaves: list[_Array]) -> list[Any]:
-    return [(leaf.shape, leaf.dtype) for leaf in leaves]
-
-
-def _is_array(value: Any) -> bool:
-    return isinstance(value, _Array)
+def _is_of_optax(node: Any) -> bool:
+    return node is not None and getattr(node[0], "__module__", "").partition(".")[0] == "optax"

@@ -27,16 +27,14 @@ from .._variables import equal_copies, storage
 from .._variables.access import claimed, load, store
 from .._variables.variable import spec_of
 from .._workers import joint_programs
-from . import lift, numbers, proof, refusals, returned_states, virtual
+from . import lift, proof, refusals, returned_states, virtual
 from .cache import Programs
 from .call import Call, argument_names, check_replicas, key_of, take_apart
-from .captured import attributes_read, read_inside
 from .chosen_sums import chosen
 from .eager import is_eager, refuse_eager, run_eagerly, silenced
 from .joined_sums import Joined, joined, mean_of
 from .lift import Lifted, trace_step
-from .numbers import Numbers, with_numbers
-from .program import StepProgram, are_placed, place, replica_frame, stacked_unless, unstacked
+from .program import StepProgram, place, place_quickly, replica_frame, stacked_unless, unstacked
 from .proof import SAME, State, varying
 from .uneven import traces
 
@@ -58,7 +56,6 @@ class Steps:
         self._mesh = mesh
         self._even = ReplicaAxis(mesh.num_replicas, bytes_per_pack=bytes_per_pack, ops=ops)
         self.programs: Programs[StepProgram] = Programs()
-        self._numbers = Numbers()
         self.spent = Spent()
 
     def run(self, strategy: Any, function: Any, args: Sequence[Any], kwargs: Any) -> PyTree:
@@ -69,10 +66,10 @@ class Steps:
             return _run_merged(strategy, frame, function, args, kwargs)
         is_traced = (frame is not None and frame.bindings is not None) or tracing.current_trace() is not tracing.NO_TRACE
         is_plain = not is_traced and not is_eager.get()
-        if is_plain and not kwargs and (shortcut := self.programs.shortcut) is not None:
-            arrays, program = shortcut.arrays_of(function, args), shortcut.program
-            if arrays is not None and (not program.read or program.is_current()):
-                result = program.run(arrays)
+        if is_plain and not kwargs and (fast_path := self.programs.fast_path) is not None:
+            arrays = fast_path.arrays_of(function, args)
+            if arrays is not None:
+                result = fast_path.program.run(arrays)
                 self._took(start, waited_before)
                 return result
         key, arrays = key_of(function, args, kwargs)
@@ -81,10 +78,8 @@ class Steps:
             program = self.programs.get(key)
         elif is_plain and not kwargs and program is not None:
             self.programs.shorten(key, program, function, args, self._mesh.stacked)
-        if program is not None and program.read and not program.is_current():
-            program = None
-        if program is not None and is_plain and are_placed(self._mesh, arrays):
-            result = program.run(arrays)
+        if program is not None and is_plain and (placed := place_quickly(self._mesh, arrays)) is not None:
+            result = program.run(placed)
             self._took(start, waited_before)
             return result
         self.spent.last = None
@@ -111,18 +106,14 @@ class Steps:
         """Run a step that is new, traced, eager, or whose arguments are elsewhere."""
         mesh = self._mesh
         frame_with = functools.partial(replica_frame, strategy, mesh, self._even)
-        may_pass = program is None and call.has_numbers() and not is_eager.get() and not frames.is_traced()
-        if may_pass:
-            known = self._numbers.known(call)
-            program = self.programs.get(known.key)
-            program = program if program is not None and program.is_current() else None
-            call = call if program is None else known
         is_new = program is None
         if program is None:
             with silenced() if is_eager.get() else contextlib.nullcontext():
-                program, call = self._made(call, frame_with, may_pass)
+                program = _make_program(mesh, call, frame_with)
             if not any(isinstance(constant, jax.core.Tracer) for constant in program.constants):
-                self.programs.add(call.keyed_again(), program, also=program.lifted.variables)
+                before = self.programs.add(call.keyed_again(), program, program.lifted.variables)
+                if before is not None:
+                    returned_states.check(before.treedef, before.leaves, call, bool(program.findings.collectives))
         if frames.is_traced() or any(isinstance(array, jax.core.Tracer) for array in call.arrays):
             return _run_traced(program, call)
         if is_eager.get():
@@ -133,19 +124,6 @@ class Steps:
             placement.check_later(mesh, call.arrays, lambda index: f"the argument {names()[index]}")
         return program.run(place(mesh, call.arrays, call.array_leaves(), names))
 
-    def _made(self, call: Call, frame_with: Callable[..., Frame], may_pass: bool) -> tuple[StepProgram, Call]:
-        """Make a program, with the numbers as arguments that have changed, if it may be."""
-        for tried in self._numbers.candidates(call) if may_pass else ():
-            passing = with_numbers(call, tried)
-            try:
-                program = _make_program(self._mesh, passing, frame_with)
-            except Exception:  # whatever is wrong without numbers is raised below
-                self._numbers.keep(call, tried, is_right=False)
-            else:
-                self._numbers.keep(call, tried, is_right=True)
-                return program, passing
-        return _make_program(self._mesh, call, frame_with), call
-
 
 # -- running
 
@@ -154,8 +132,6 @@ def _run_traced(program: StepProgram, call: Call) -> PyTree:
     """Make the program part of a larger one that is being traced."""
     check_replicas(call.arrays, call.array_leaves(), lambda: argument_names(call), program.mesh.num_replicas)
     lifted = program.lifted
-    if (read := read_inside.get()) is not None:
-        read += program.read
     with claimed(lifted.written):
         written = [load(variable) for variable in lifted.written]
         read_only = [load(variable) for variable in lifted.read_only]
@@ -185,15 +161,11 @@ def _make_program(mesh: ReplicaMesh, call: Call, frame_with: Callable[[Any], Fra
         lifted = traces.lift_uneven(call, frame_with, functools.partial(_input_states, call))
     else:
         lifted = trace_step(lift.lift, call, [leaf.shape for leaf in leaves], frame_with(None))
-    if call.numbers:
-        numbers.check(lifted.shown.jaxpr, len(lifted.variables), call.numbers)
     _refuse_per_replica_results(lifted)
     findings = proof.prove(lifted.shown.jaxpr, _input_states(call, lifted))
     refusals.check_assignments(lifted, findings)
     refusals.check_gradients(findings, mesh.num_replicas)
     is_mirrored = tuple(state.is_mirrored for state in findings.outputs[: lifted.num_results])
-    if mesh.num_replicas > 1 and not all(is_mirrored):
-        returned_states.check(call, lifted, findings, mesh.num_replicas)
     name, axis = call.name, frame_with(None).axis
     assert axis is not None
     is_split = [leaf.is_per_replica for leaf in leaves]
@@ -214,10 +186,7 @@ def _make_program(mesh: ReplicaMesh, call: Call, frame_with: Callable[[Any], Fra
         mesh, lifted.closed.consts, "an array that the step closes over"
     )
     home, watch = storage.home_of(lifted.writes.slots), equal_copies.watch(mesh, lifted.variables)
-    read = attributes_read(call, lifted.all_constants())
-    return StepProgram(
-        name, mesh, lifted, home, compiled, constants, watch, calls_host, read, findings, mapped, is_mirrored, sums
-    )
+    return StepProgram(name, mesh, lifted, home, compiled, constants, watch, calls_host, findings, mapped, is_mirrored, sums)
 
 
 def _map(

@@ -49,8 +49,9 @@ def mirror(
     missing = [i for i, array in enumerate(arrays) if not (isinstance(array, jax.Array) and array.sharding == mesh.mirrored)]
     if mesh.is_alone:
         with jax.ensure_compile_time_eval():  # now, also while a larger program is traced
-            for i in missing:
-                placed[i] = jax.device_put(arrays[i], mesh.mirrored)
+            moved = jax.device_put([arrays[i] for i in missing], mesh.mirrored)
+        for i, array in zip(missing, moved, strict=True):
+            placed[i] = array
         return placed
     for i in [i for i in missing if isinstance(arrays[i], jax.Array) and not arrays[i].is_fully_addressable]:
         placed[i] = _mirrored_again(mesh, arrays[i])

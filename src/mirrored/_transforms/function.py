@@ -14,10 +14,9 @@ from jax.sharding import Mesh, NamedSharding
 from .._errors import StrategyMismatchError
 from .._jax import interpreter, jaxprs, user_code
 from .._models import nnx
-from .._program import eager, lift, mistakes
+from .._program import eager, lift, mistakes, scalar_args
 from .._program.cache import Programs
 from .._program.call import ArrayLeaf, Call, argument_names, array_leaves, key_of, take_apart
-from .._program.captured import Attribute, attributes_read, read_inside
 from .._program.lift import Lifted
 from .._program.program import Program, place
 from .._replicas import frames, in_flight
@@ -87,11 +86,11 @@ def call_compiled(fn: UserFunction, args: Sequence[Any], kwargs: dict[str, Any])
     if "flax.nnx" in sys.modules and nnx.holds_objects((args, kwargs)):
         return nnx.run_with_objects(call_compiled, None, fn, args, kwargs)
     strategy = None if frame is None else id(frame.strategy)
-    if not kwargs and (shortcut := _programs.shortcut) is not None and shortcut.key[1] == strategy:
-        arrays, program = shortcut.arrays_of(fn, args), shortcut.program
-        if arrays is not None and program.is_current():
-            return program.run(arrays)
-    key, arrays = key_of(fn, args, kwargs)
+    if not kwargs and (fast_path := _programs.fast_path) is not None and fast_path.key[1] == strategy:
+        arrays = fast_path.arrays_of(fn, args)
+        if arrays is not None:
+            return fast_path.program.run(arrays)
+    key, arrays = key_of(fn, args, kwargs, runs_steps=True)
     leaves = array_leaves(key)
     placements = [getattr(array, "sharding", None) for array, leaf in zip(arrays, leaves, strict=True) if leaf.is_per_replica]
     key = (key, strategy, tuple(placements))
@@ -99,14 +98,13 @@ def call_compiled(fn: UserFunction, args: Sequence[Any], kwargs: dict[str, Any])
     if key != last_key:
         program = _programs.get(key)
     elif not kwargs and program is not None:
-        _programs.shorten(key, program, fn, args, program.mesh.stacked)
-    if program is None or not program.is_current():
-        call = take_apart(fn, args, kwargs)
+        _programs.shorten(key, program, fn, args, program.mesh.stacked, runs_steps=True)
+    if program is None:
+        call = take_apart(fn, args, kwargs, runs_steps=True)
         program = _make(call, frame or Frame(None, None))
-        # Counted for each function: a decorator in a factory makes many of one code, each for its own variables.
         call = call._replace(key=(call.keyed_again().key, *key[1:]))
-        strategies = [] if frame is None else [frame.strategy]
-        _programs.add(call, program, owner=fn, also=[*program.lifted.variables, *strategies])
+        # Counted for each function: a decorator in a factory makes many of one code.
+        _programs.add(call, program, program.lifted.variables, owner=fn, also=[] if frame is None else [frame.strategy])
         check_later(program.mesh, arrays, lambda index: f"the argument {argument_names(call)[index]}")
     # A PerReplica lies where it is: `_mesh_of` has chosen the devices after it.
     plain = [position for position, leaf in enumerate(leaves) if not leaf.is_per_replica]
@@ -140,15 +138,12 @@ def _make(call: Call, frame: Frame) -> FunctionProgram:
     avals = [
         leaf.aval(array.shape if leaf.is_per_replica else leaf.shape) for leaf, array in zip(leaves, call.arrays, strict=True)
     ]
-    inside: list[Attribute] = []
-    token = read_inside.set(inside)
     try:
         lifted = lift.lift(lambda arrays: call.apply(arrays, _rewrapped), avals, frame, _global_shape, call.function)
     except Exception as error:
+        scalar_args.explain(error, call)
         mistakes.explain(error)
         raise
-    finally:
-        read_inside.reset(token)
     mesh, name = _mesh_of(frame, lifted, call), call.name
     placements = (
         [mesh.stacked if is_stacked else mesh.mirrored for is_stacked in lifted.plan.stacked],
@@ -165,8 +160,7 @@ def _make(call: Call, frame: Frame) -> FunctionProgram:
         compiled = joint_programs.prepared(name, text, compiled, is_run=True, is_update=is_update)
     constants = mirror_constants(mesh, lifted.closed.consts, f"an array that {name} closes over")
     home, watch = storage.home_of(lifted.writes.slots), equal_copies.watch(mesh, lifted.variables)
-    read = (*attributes_read(call, lifted.all_constants()), *inside)
-    return FunctionProgram(name, mesh, lifted, home, compiled, constants, watch, calls_host, read)
+    return FunctionProgram(name, mesh, lifted, home, compiled, constants, watch, calls_host)
 
 
 def _pure(lifted: Lifted, mesh: ReplicaMesh, written: Any, read_only: Any, arrays: Any, constants: Any) -> Any:

@@ -62,7 +62,7 @@ def scan(
     _check_length(length)
     if frames.is_traced():
         return _scan(fn, init, xs, length)
-    return call_compiled(functools.partial(_scan, fn), (_without_numbers(init), xs, length), {})
+    return call_compiled(functools.partial(_scan, fn, length=length), (_without_numbers(init), xs), {})
 
 
 @user_code.shorten_errors

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import operator
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 
+from .._jax import tracing
 from .._replicas.per_replica import PerReplica, stack_of, uneven_shapes
-from .call import ABSENT, FUNCTIONS, is_by_content, names_in
+from .guards import ABSENT, Path, is_by_content, places_of, read_along, seen_by
 
 ProgramT = TypeVar("ProgramT")
 
-#: Values that are compared by what they are: as long as a shortcut keeps them, nothing else has their `id`.
+#: Values that are compared by what they are: as long as a fast path keeps them, nothing else has their `id`.
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
 #: Functions in a function's closure are looked at so many levels deep.
 _MAX_DEPTH = 4
@@ -26,41 +27,46 @@ class _Look(NamedTuple):
     """What a function has, by `id`: when it has the same, it has the same key. What it has ends no later than the program.
 
     Attributes:
-        code, module: the ids of its code and of its module's globals.
+        code: the id of its code.
         names: of the globals that it reads.
         ids: of these globals, and of what it closes over.
+        reads: of attributes of these: the places there, what gets the attribute, and its id.
         inner: of the functions that it closes over, their places there, and what they have.
         kept: the plain values among all of them.
     """
 
     code: int
-    module: int
     names: tuple[str, ...]
     ids: list[int]
+    reads: tuple[tuple[int, Callable[[Any], Any], int], ...]
     inner: tuple[tuple[int, _Look], ...]
     kept: tuple[Any, ...]
 
     def is_of(self, function: Any) -> bool:
-        """Tell whether a function has all this, and nothing else; ValueError when it closes over what is not there yet."""
+        """Tell whether a function has all this, and nothing else; an error when it closes over what is not there yet."""
         if type(function) is not types.FunctionType:
             return False
         code, named, closure, defaults, by_name = _parts_of(function)
-        if id(code) != self.code or id(named) != self.module or defaults or by_name:
+        if id(code) != self.code or defaults or by_name:
             return False
-        ids = [id(named.get(name, ABSENT)) for name in self.names]
+        roots = [named.get(name, ABSENT) for name in self.names]
         if closure:
-            ids += [id(cell.cell_contents) for cell in closure]
-        if ids != self.ids:
+            roots += [cell.cell_contents for cell in closure]
+        if list(map(id, roots)) != self.ids:
             return False
-        return not self.inner or all(look.is_of(closure[place].cell_contents) for place, look in self.inner)
+        for place, get, identity in self.reads:
+            if id(get(roots[place])) != identity:
+                return False
+        return not self.inner or all(look.is_of(roots[place]) for place, look in self.inner)
 
 
-class Shortcut(NamedTuple, Generic[ProgramT]):
+class FastPath(NamedTuple, Generic[ProgramT]):
     """The way to the program of a call whose arguments are PerReplica values, or one tuple, list or dict of them.
 
     Attributes:
         key, program: of the call.
         look: its function.
+        settings: JAX's.
         kind: the type of the one argument that holds all others; None when there is none.
         names: the keys in it, if it is a dict, in JAX's order.
         described: the shape, with the axis of the replicas, and the dtype of each array.
@@ -70,6 +76,7 @@ class Shortcut(NamedTuple, Generic[ProgramT]):
     key: Any
     program: ProgramT
     look: _Look
+    settings: tuple[Any, ...]
     kind: type | None
     names: list[str]
     described: list[tuple[Any, Any]]
@@ -77,7 +84,7 @@ class Shortcut(NamedTuple, Generic[ProgramT]):
 
     def arrays_of(self, function: Any, args: Sequence[Any]) -> list[Any] | None:
         """Return the arrays of a call without keyword arguments if it has the same key, else None: then it may have it, too."""
-        _, _, look, kind, names, described, placement = self
+        _, _, look, settings, kind, names, described, placement = self
         if kind is not None:
             if len(args) != 1 or type(args[0]) is not kind:
                 return None
@@ -85,7 +92,7 @@ class Shortcut(NamedTuple, Generic[ProgramT]):
             if kind is dict and len(inner) != len(names):
                 return None
             args = inner if kind is not dict else [inner.get(name) for name in names]
-        if len(args) != len(described):
+        if len(args) != len(described) or (tracing.context(), tracing.key_kind()) != settings:
             return None
         arrays = []
         try:
@@ -97,17 +104,20 @@ class Shortcut(NamedTuple, Generic[ProgramT]):
                     return None
                 arrays.append(array)
             return arrays if look.is_of(function) else None
-        except (AttributeError, ValueError):  # a PerReplica that a user has mapped over; a cell that is empty
+        except Exception:  # a PerReplica that a user has mapped over, a cell that is empty, an attribute that is not there
             return None
 
 
-def shortcut_to(key: Any, program: ProgramT, function: Any, args: Sequence[Any], placement: Any) -> Shortcut[ProgramT] | None:
-    """Return the shortcut to the program of a call; None if there is none.
+def fast_path_to(
+    key: Any, program: ProgramT, function: Any, args: Sequence[Any], placement: Any, runs_steps: bool = False
+) -> FastPath[ProgramT] | None:
+    """Return the fast path to the program of a call; None if there is none.
 
     Args:
         key, program: of the call.
         function, args: the call, which has no keyword arguments.
         placement: where its arrays must be.
+        runs_steps: whether it is an `mr.function`.
     """
     kind, names, values = None, [], args
     if len(args) == 1 and type(args[0]) in (tuple, list, dict):
@@ -119,32 +129,57 @@ def shortcut_to(key: Any, program: ProgramT, function: Any, args: Sequence[Any],
         values = [values[name] for name in names]
     if not all(type(value) is PerReplica and isinstance(stack_of(value), jax.Array) for value in values):
         return None
-    look = _look_at(function, _MAX_DEPTH)
+    looked: set[int] = set()
+    look = _look_at(function, _MAX_DEPTH, looked)
+    if look is None or not looked.issuperset(map(id, seen_by(function, runs_steps))):
+        return None
     described = [(stack_of(value).shape, stack_of(value).dtype) for value in values]
-    return None if look is None else Shortcut(key, program, look, kind, names, described, placement)
+    return FastPath(key, program, look, tracing.settings(), kind, names, described, placement)
 
 
-def _look_at(function: Any, depth: int) -> _Look | None:
-    """Return what a function has; None if a look would not do, as at defaults of arguments, methods, and numpy's numbers."""
+def _look_at(function: Any, depth: int, looked: set[int]) -> _Look | None:
+    """Return what a function has, and note its ids; None if a look would not do, as at defaults of arguments and methods."""
     if not depth or type(function) is not types.FunctionType or function.__defaults__ or function.__kwdefaults__:
         return None
-    names = names_in(function.__code__)
-    named = [function.__globals__.get(name, ABSENT) for name in names]
+    names, _, paths = places_of(function)
+    roots = [function.__globals__.get(name, ABSENT) for name in names]
     try:
-        closed = [cell.cell_contents for cell in function.__closure__ or ()]
+        roots += [cell.cell_contents for cell in function.__closure__ or ()]
     except ValueError:
         return None
     inner: list[tuple[int, _Look]] = []
-    for place, value in enumerate((*named, *closed)):
-        if not is_by_content(type(value)) or type(value) in _PLAIN:
-            continue
-        is_global = place < len(named)
-        if is_global and isinstance(value, FUNCTIONS):
-            continue  # known by identity
-        look = None if is_global else _look_at(value, depth - 1)
-        if look is None:
-            return None
-        inner.append((place - len(named), look))
-    kept = tuple([value for value in (*named, *closed) if type(value) in _PLAIN])
-    ids = list(map(id, (*named, *closed)))
-    return _Look(id(function.__code__), id(function.__globals__), names, ids, tuple(inner), kept)
+    reads: list[tuple[int, Callable[[Any], Any], int]] = []
+    for place, (root, own) in enumerate(zip(roots, paths, strict=False)):
+        if place >= len(names) and isinstance(root, types.FunctionType) and (look := _look_at(root, depth - 1, looked)):
+            inner.append((place, look))
+        for path in own:
+            reads += [(place, *read) for read in _reads_of(root, path)]
+    values = [*roots, *(get(roots[place]) for place, get, _ in reads)]
+    if any(is_by_content(type(value)) and type(value) not in _PLAIN for value in values):
+        return None  # numpy's numbers, and tuples, are made again
+    kept = tuple([value for value in values if type(value) in _PLAIN])
+    looked.update([id(function.__code__), *map(id, values)])
+    return _Look(id(function.__code__), names, list(map(id, roots)), tuple(reads), tuple(inner), kept)
+
+
+def _reads_of(root: Any, path: Path) -> list[tuple[Callable[[Any], Any], int]]:
+    """Return what gets the end of a path, and the end's id; of a method, which is made each time, its object and function."""
+    value, keys = read_along(root, path)
+    if not keys:
+        return []
+    ends = ("__self__", "__func__") if isinstance(value, types.MethodType) else ()
+    getters = [_getter((*keys, (False, end))) for end in ends] or [_getter(keys)]
+    return [(get, id(get(root))) for get in getters]
+
+
+def _getter(keys: Sequence[tuple[bool, Any]]) -> Callable[[Any], Any]:
+    if not any(is_item for is_item, _ in keys):
+        return operator.attrgetter(".".join(key for _, key in keys))
+    steps = [operator.itemgetter(key) if is_item else operator.attrgetter(key) for is_item, key in keys]
+
+    def get(value: Any) -> Any:
+        for step in steps:
+            value = step(value)
+        return value
+
+    return get

@@ -46,7 +46,7 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def warmed(strategy: mr.Strategy, step: Callable[..., Any], *args: Any) -> Any:
-    """Call a step until its shortcut is there."""
+    """Call a step until its fast path is there."""
     for _ in range(3):
         result = strategy.run(step, args=args)
     return result
@@ -148,7 +148,7 @@ def test_arguments_of_another_kind_are_another_step(strategy: mr.Strategy) -> No
     assert total(strategy, strategy.run(step, args=(rows(strategy, 4),))) == 48
 
 
-def test_a_shortcut_ends_with_its_program(strategy: mr.Strategy) -> None:
+def test_a_fast_path_ends_with_its_program(strategy: mr.Strategy) -> None:
     x = rows(strategy, 3)
 
     def train(value: float) -> weakref.ref[Any]:
@@ -164,7 +164,7 @@ def test_a_shortcut_ends_with_its_program(strategy: mr.Strategy) -> None:
     for value in (1.0, 2.0):
         ended = train(value)
         gc.collect()
-        assert ended() is None and strategy._steps.programs.shortcut is None
+        assert ended() is None and strategy._steps.programs.fast_path is None
 
 
 def test_threads_take_each_their_own_step(strategy: mr.Strategy) -> None:

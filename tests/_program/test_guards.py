@@ -1,0 +1,206 @@
+"""What a step's own code names is seen when it changes, whatever it is; what its callees read is read when it is traced."""
+
+import enum
+import functools
+import types
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mirrored as mr
+from mirrored import testing
+from mirrored._program.guards import Path, seen_by
+
+ONE = np.ones(2, np.float32)
+SCALE: Any = 2.0
+
+
+class Mode(enum.Enum):
+    SLOW = 1
+    FAST = 2
+
+
+class Trainer:
+    default: Any = 2.0
+
+    def __init__(self) -> None:
+        self.lr: Any = 2.0
+        self.cfg = {"lr": 2.0, "inner": [types.SimpleNamespace(lr=2.0)]}
+
+    @property
+    def twice(self) -> Any:
+        return 2 * self.lr
+
+    def step(self, x: Any) -> Any:
+        def loss(y: Any) -> Any:
+            return next(row * self.lr for row in (y,))
+
+        return loss(jnp.sum(x))
+
+    __call__ = step
+
+
+def of_method(t: Trainer) -> Callable[..., Any]:
+    return t.step
+
+
+def of_default(t: Trainer) -> Callable[..., Any]:
+    def step(x: Any, lr: Any = t.lr) -> Any:
+        return jnp.sum(x) * lr
+
+    return step
+
+
+#: Each: makes a step of a trainer; what sets a number in it; the numbers and the sums that follow.
+WAYS: dict[str, tuple[Callable[[Trainer], Any], Callable[[Trainer, Any], Any]]] = {
+    "attribute": (lambda t: lambda x: jnp.sum(x) * t.lr, lambda t, n: setattr(t, "lr", n)),
+    "method": (of_method, lambda t, n: setattr(t, "lr", n)),
+    "callable object": (lambda t: t, lambda t, n: setattr(t, "lr", n)),
+    "default in a class": (lambda t: lambda x: jnp.sum(x) * t.default, lambda t, n: setattr(t, "default", n)),
+    "property": (lambda t: lambda x: jnp.sum(x) * t.twice / 2, lambda t, n: setattr(t, "lr", n)),
+    "item": (lambda t: (lambda cfg: lambda x: jnp.sum(x) * cfg["lr"])(t.cfg), lambda t, n: t.cfg.update(lr=n)),
+    "items and dots": (
+        lambda t: lambda x: jnp.sum(x) * t.cfg["inner"][0].lr, lambda t, n: setattr(t.cfg["inner"][0], "lr", n),
+    ),
+    "partial": (lambda t: functools.partial(lambda lr, x: jnp.sum(x) * lr, t.lr), lambda t, n: setattr(t, "lr", n)),
+    "partial of an object": (lambda t: functools.partial(lambda t, x: jnp.sum(x) * t.lr, t), lambda t, n: setattr(t, "lr", n)),
+    "default of an argument": (of_default, lambda t, n: setattr(t, "lr", n)),
+    "inner function": (
+        lambda t: lambda x: (lambda y: sum(row * t.lr for row in (y,)))(jnp.sum(x)), lambda t, n: setattr(t, "lr", n),
+    ),
+    "function that it closes over": (
+        lambda t: (lambda inner: lambda x: inner(jnp.sum(x)))(lambda y: y * t.lr), lambda t, n: setattr(t, "lr", n),
+    ),
+    "jit": (lambda t: jax.jit(lambda x: jnp.sum(x) * t.lr), lambda t, n: setattr(t, "lr", n)),
+    "decorator": (
+        lambda t: functools.wraps(print)((lambda f: lambda *args: f(*args))(lambda x: jnp.sum(x) * t.lr)),
+        lambda t, n: setattr(t, "lr", n),
+    ),
+    "global": (lambda t: lambda x: jnp.sum(x) * SCALE, lambda t, n: globals().update(SCALE=n)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_what_a_step_names_is_seen_when_it_changes_and_goes_to_and_fro_between_two_programs(
+    name: str, strategy2: mr.Strategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "SCALE", 2.0)
+    make, change = WAYS[name]
+    trainer = Trainer()
+    step = make(trainer)
+    anew = name == "partial" or "default of" in name  # the number is in the function
+    function = mr.function(lambda x: strategy2.run(step, args=(x,)))
+    with testing.count_programs() as programs:
+        for number in (2.0, 3.0, 2.0, 3.0, 3.0):
+            change(trainer, number)
+            step = make(trainer) if anew else step
+            assert float(strategy2.run(step, args=(ONE,))) == 2 * number
+    assert programs.count == 2, programs.describe()
+    for number in (2.0, 3.0, 2.0):
+        change(trainer, number)
+        step = make(trainer) if anew else step
+        assert float(function(ONE)) == 2 * number
+
+
+def weigh(x: Any) -> Any:
+    return jnp.sum(x) * 2
+
+
+def test_strings_sets_flags_functions_and_objects_are_seen_too(strategy2: mr.Strategy) -> None:
+    t: Any = types.SimpleNamespace()
+
+    def result(value: Any, step: Callable[[Any], Any]) -> float:
+        t.value = value
+        for _ in range(3):  # the third takes the fast path
+            found = strategy2.run(step, args=(ONE,))
+        return float(found)
+
+    by_name = lambda x: {"sum": jnp.sum, "max": jnp.max}[t.value](x)  # noqa: E731
+    assert [result(name, by_name) for name in ("sum", "max", "sum")] == [2, 1, 2]
+    by_set = lambda x: jnp.sum(x) if "sum" in t.value else jnp.max(x)  # noqa: E731
+    names: set[str] = set()
+    assert result(names, by_set) == 1
+    names.add("sum")  # in place
+    assert result(names, by_set) == 2
+    by_function = lambda x: t.value(x)  # noqa: E731
+    assert [result(f, by_function) for f in (weigh, jnp.max, weigh)] == [4, 1, 4]
+    by_mode = lambda x: jnp.sum(x) if t.value is Mode.FAST else jnp.max(x)  # noqa: E731
+    assert [result(mode, by_mode) for mode in (Mode.FAST, Mode.SLOW)] == [2, 1]
+    by_tuple = lambda x: x * t.value[0] + t.value[1]  # noqa: E731
+    assert [result(value, lambda x: jnp.sum(by_tuple(x))) for value in ((1.0, 2.0), (2.0, 2.0))] == [6, 8]
+
+
+def test_another_variable_or_optimizer_at_a_name_is_updated(strategy2: mr.Strategy) -> None:
+    """As in k-fold, where the models are kept for an ensemble."""
+    t: Any = types.SimpleNamespace()
+
+    def step(x: Any) -> Any:
+        gradients = mr.grad(lambda: mr.losses.compute_average_loss(x * t.w), t.w)()
+        t.opt.apply_gradients(gradients)
+
+    [batch] = strategy2.distribute_dataset([np.ones(4, np.float32)])
+    models = []
+    for fold in range(3):
+        with strategy2.scope():
+            t.w = mr.Variable(np.float32(fold))
+            t.opt = mr.Optimizer(optax.sgd(1.0), t.w)
+        models.append((t.w, t.opt))
+        for _ in range(3):
+            strategy2.run(step, args=(batch,))
+    assert [float(w) for w, _ in models] == [-3, -2, -1]
+    t.w, t.opt = models[0]
+    strategy2.run(step, args=(batch,))
+    assert [float(w) for w, _ in models] == [-4, -2, -1]
+
+
+def test_what_is_not_named_and_what_is_made_anew_each_time_compiles_nothing(strategy2: mr.Strategy) -> None:
+    class Lists(Trainer):
+        @property
+        def rows(self) -> list[float]:
+            return [self.lr]
+
+        def scaled(self, x: Any) -> Any:
+            return x * 2
+
+    t, items = Lists(), defaultdict(int, a=1)
+
+    def step(x: Any) -> Any:
+        return jnp.sum(t.scaled(x)) + len(t.rows) + items["a"] + len(items) + jnp.linalg.norm(x) * 0
+
+    with testing.assert_compiles(1):
+        for number in range(4):
+            t.other, t.lr = number, float(number)
+            assert float(strategy2.run(step, args=(ONE,))) == 7
+    assert dict(items) == {"a": 1}
+
+
+def test_what_a_callee_reads_is_read_when_it_is_traced_as_under_jit(strategy2: mr.Strategy) -> None:
+    t = Trainer()
+
+    def step(x: Any) -> Any:
+        return t.step(x)
+
+    assert float(strategy2.run(step, args=(ONE,))) == 4
+    t.lr = 3.0
+    assert float(strategy2.run(step, args=(ONE,))) == 4
+
+
+def test_paths_are_named_as_they_are_written() -> None:
+    t = Trainer()
+
+    def step(self: Any, x: Any, k: Any = t) -> Any:
+        return [self.cfg["lr"], k.cfg["inner"][0].lr, t.lr, SCALE, jnp.sum(x), (lambda: self.lr)()]
+
+    paths: list[Path] = []
+    values = seen_by(functools.partial(step, t), paths=paths)
+    assert len(values) == len(paths)
+    named = {path.text: value for path, value in zip(paths, values, strict=True)}
+    expected = {"self.cfg['lr']": 2.0, "k.cfg['inner'][0].lr": 2.0, "t.lr": 2.0, "SCALE": SCALE, "self.lr": 2.0}
+    assert {name: named[name] for name in expected} == expected
+    assert jnp in values and not any(value is jnp.sum for value in values)
