@@ -21,12 +21,12 @@ class Purpose(enum.Enum):
     ASSIGN = "assigned to a mirrored variable"
     BY_ROWS = "averaged with the weight of each replica's rows"
     STATE = "kept in a model's object, which is one for all replicas"
-    GRADIENT = "given to an optimizer that sums over the replicas"
-    MEAN_GRADIENT = "given to an optimizer that averages over the replicas"
-    LOSS = "differentiated"
-    SEED = "the gradient of a loss by itself, where gradients begin"
-    SHARE = "scaled for a sum over the replicas, and so is its gradient"
-    GIVEN_SHARE = "divided by a number that the user says is that of all replicas, and so is its gradient"
+    GRADIENT = "given to an optimizer that combines it as the loss says"
+    SUMMED_GRADIENT = "given to an optimizer that is told to sum over the replicas"
+    MEAN_GRADIENT = "given to an optimizer that is told to average over the replicas"
+    SHARE = "this replica's share of a loss: the shares of all replicas add up to the whole"
+    TANGENT = "the derivative of a share"
+    COTANGENT = "the derivative of a loss by its share"
     ROWS = "depends on how many rows a replica has"
     JUDGED = "assigned to a mirrored variable, and judged elsewhere"
 
@@ -37,7 +37,7 @@ class Mark:
 
     Attributes:
         purpose, name, where: that.
-        number: which optimizer, of a gradient; of a share, how many rows of the replica were counted, or 0.
+        number: which optimizer, of a gradient.
     """
 
     purpose: Purpose
@@ -58,24 +58,22 @@ def mark(value: jax.Array, note: Mark) -> jax.Array:
     return mark_p.bind(value, note=note)
 
 
-#: The marks that a gradient has too, where it comes by.
-_OF_GRADIENTS = {
-    Purpose.LOSS: Purpose.SEED,
-    Purpose.SEED: Purpose.SEED,
-    Purpose.SHARE: Purpose.SHARE,
-    Purpose.GIVEN_SHARE: Purpose.GIVEN_SHARE,
-}
+#: What marks the derivative of a value that is marked so.
+_OF_TANGENTS = {purpose: purpose for purpose in (Purpose.TANGENT, Purpose.COTANGENT)} | {Purpose.SHARE: Purpose.TANGENT}
+_TRANSPOSED = {Purpose.TANGENT: Purpose.COTANGENT, Purpose.COTANGENT: Purpose.TANGENT}
 
 
 def _jvp(primals: Any, tangents: Any, note: Mark) -> Any:
     [tangent] = tangents
-    if note.purpose in _OF_GRADIENTS and type(tangent) is not ad.Zero:
-        tangent = mark_p.bind(tangent, note=dataclasses.replace(note, purpose=_OF_GRADIENTS[note.purpose]))
+    if note.purpose in _OF_TANGENTS and type(tangent) is not ad.Zero:
+        tangent = mark_p.bind(tangent, note=dataclasses.replace(note, purpose=_OF_TANGENTS[note.purpose]))
     return mark_p.bind(*primals, note=note), tangent
 
 
 def _transpose(cotangent: Any, _: Any, note: Mark) -> Any:
-    return [cotangent if type(cotangent) is ad.Zero else mark_p.bind(cotangent, note=note)]
+    if type(cotangent) is ad.Zero:
+        return [cotangent]
+    return [mark_p.bind(cotangent, note=dataclasses.replace(note, purpose=_TRANSPOSED[note.purpose]))]
 
 
 def _batch(arguments: Any, dimensions: Any, **params: Any) -> Any:

@@ -7,7 +7,7 @@ highest of theirs:
 * REDUCED: the same on every replica, because a collective over all of them made it so.
 * VARYING: may differ.
 
-Beside that it notes how losses were divided before they were differentiated (`_program/divisors`).
+Beside that it notes what the losses have said of themselves (`Said`), which goes along with what is computed of them.
 
 What the pass does not know is VARYING: sound before complete. The reasoning, and what "same" assumes of
 the hardware, are in docs/design/mirror-proof.md.
@@ -17,18 +17,17 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from .._errors import CollectiveHangError
-from .._jax import jaxprs, user_code, ways
+from .._jax import jaxprs, user_code
 from .._jax.jaxprs import Jaxpr
 from .._jax.marks import Mark, Purpose, mark_p
 from .._jax.primitives import MAKE_SAME, PURE
 from .._typing import REPLICA_AXIS
-from . import divisors
-from .divisors import NO_TRAILS, Trail, Trails
 
 
 class Sameness(enum.IntEnum):
@@ -39,6 +38,20 @@ class Sameness(enum.IntEnum):
     VARYING = 2
 
 
+class Said(enum.IntEnum):
+    """What a loss has said of itself, for its derivatives and what is computed of them.
+
+    In a product the highest of the factors holds, and in a sum the lowest of the operands, without constants.
+    """
+
+    ZERO = 0  # there is nothing to be said
+    CONSTANT = 1  # computed from numbers in the program alone
+    NOTHING = 2
+    WHOLE = 3  # what is the same on all replicas was summed over them, as on the way back from a loss that was combined
+    COMBINED = 4  # as below, and it was combined over the replicas
+    SHARE = 5  # the loss is this replica's share: the shares of all add up to the whole, and so do their gradients
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class State:
     """The state of a value.
@@ -46,16 +59,12 @@ class State:
     Attributes:
         sameness: whether it is the same on every replica.
         origin: what made it differ, when it is VARYING.
-        trails: the ways from losses to it, when it is part of a gradient.
-        is_share: whether it was divided for a sum over the replicas after they were combined.
-        summed: 1 for a sum over the replicas of which only the shape has changed since, 2 for one that was also divided once.
+        said: what the loss has said of which it is a derivative, or is computed of one.
     """
 
     sameness: Sameness
     origin: str = ""
-    trails: Trails = NO_TRAILS
-    is_share: bool = False
-    summed: int = 0
+    said: Said = Said.NOTHING
 
     @property
     def is_mirrored(self) -> bool:
@@ -65,17 +74,18 @@ class State:
     def is_same(self) -> bool:
         return self.sameness is Sameness.SAME
 
-    def on(self, trails: Trails) -> State:
-        """Return the state of a value that these ways lead to."""
-        return self if trails == self.trails else dataclasses.replace(self, trails=trails)
+    def saying(self, said: Said) -> State:
+        """Return the state of a value of which this has been said."""
+        return self if said is self.said else dataclasses.replace(self, said=said)
 
 
 SAME = State(Sameness.SAME)
-REDUCED = State(Sameness.REDUCED)
-SUMMED = State(Sameness.REDUCED, summed=1)
+CONSTANT = State(Sameness.SAME, said=Said.CONSTANT)
+ZERO = State(Sameness.SAME, said=Said.ZERO)
 
-#: Change the shape of an array, or add up its elements.
-_RESHAPING = frozenset({"broadcast_in_dim", "convert_element_type", "reduce_sum", "reshape", "slice", "squeeze", "transpose"})
+#: Primitives that add: what one operand says does not hold for the other.
+_SUMS = frozenset({"add", "concatenate", "sub"})
+_KEEP_ZERO = frozenset({"broadcast_in_dim", "convert_element_type", "reshape"})
 
 
 def varying(origin: str) -> State:
@@ -85,13 +95,20 @@ def varying(origin: str) -> State:
 
 def join(states: Iterable[State]) -> State:
     """Return the state of a value that is computed from values in these states."""
-    highest, trails = SAME, NO_TRAILS
+    highest, said = ZERO, Said.CONSTANT
     for state in states:
-        trails = trails | state.trails if state.trails else trails
-        if (state.sameness, highest.is_share) > (highest.sameness, state.is_share):
+        said = max(said, state.said)
+        if state.sameness > highest.sameness:
             highest = state
-    highest = dataclasses.replace(highest, summed=0) if highest.summed else highest
-    return highest.on(trails)
+    return highest.saying(said)
+
+
+def either(states: Iterable[State]) -> State:
+    """Return the state of a value that is a sum of values in these states, or one of them."""
+    states = list(states)
+    said = [state.said for state in states]
+    spoken = (one for one in said if one > Said.CONSTANT)
+    return join(states).saying(min(spoken, default=max(said, default=Said.CONSTANT)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,9 +147,7 @@ def prove(jaxpr: Jaxpr, inputs: Sequence[State]) -> Findings:
         CollectiveHangError: when replicas may disagree on whether, or how often, they reach a collective.
     """
     findings = Findings()
-    purposes = {e.params["note"].purpose for e in jaxprs.all_equations(jaxpr) if e.primitive is mark_p}
-    has_seeds = Purpose.SEED in purposes or not purposes & {Purpose.GRADIENT, Purpose.MEAN_GRADIENT}
-    findings.outputs = _Pass(findings, has_seeds=has_seeds).run(jaxpr, inputs)
+    findings.outputs = _Pass(findings).run(jaxpr, inputs)
     return findings
 
 
@@ -145,14 +160,12 @@ class _Pass:
         within: what makes the replicas disagree on whether this code runs, or None.
         in_loop: whether the code may run more than once.
         around: the equations that this code is inside of, innermost first.
-        has_seeds: whether marks say where gradients begin, as those of `mr.grad` do. Else each constant 1.0 may be one.
     """
 
     findings: Findings | None
     within: str | None = None
     in_loop: bool = False
     around: tuple[Any, ...] = ()
-    has_seeds: bool = True
 
     def inside(self, equation: Any, **changes: Any) -> _Pass:
         """Return the pass for a jaxpr inside an equation."""
@@ -165,27 +178,15 @@ class _Pass:
 
     def run(self, jaxpr: Jaxpr, inputs: Sequence[State]) -> list[State]:
         states: dict[Any, State] = dict(zip(jaxpr.invars, inputs, strict=True))
-        states.update((variable, SAME) for variable in jaxpr.constvars)
+        states.update((variable, CONSTANT) for variable in jaxpr.constvars)
 
-        def read(atom: Any, equation: Any = None) -> State:
-            return self.literal(atom, equation) if isinstance(atom, jaxprs.Literal) else states[atom]
+        def read(atom: Any) -> State:
+            return _of_literal(atom) if isinstance(atom, jaxprs.Literal) else states[atom]
 
         for equation in jaxpr.eqns:
-            outputs = self.equation(equation, [read(atom, equation) for atom in equation.invars])
+            outputs = self.equation(equation, list(map(read, equation.invars)))
             states.update(zip(equation.outvars, outputs, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
-
-    def literal(self, atom: Any, equation: Any) -> State:
-        """Return the state of a constant: a 1.0 in what may be a gradient's first operation is taken for its beginning."""
-        if self.has_seeds or equation is None or equation.primitive.name in divisors.NEVER_FIRST or atom.aval.shape:
-            return SAME
-        is_one = atom.aval.dtype.kind in "fV" and atom.val == 1
-        if not is_one or (equation.primitive.name == "div" and atom is not equation.invars[0]):
-            return SAME
-        return SAME.on(self.seed(equation, ""))
-
-    def seed(self, equation: Any, where: str) -> Trails:
-        return frozenset({Trail((id(equation), *map(id, self.around)), where)})
+        return list(map(read, jaxpr.outvars))
 
     def equation(self, equation: Any, inputs: list[State]) -> list[State]:
         name = equation.primitive.name
@@ -210,13 +211,9 @@ class _Pass:
         name = equation.primitive.name
         inside = list(jaxprs.inside(equation))
         self.refuse_collectives(equation, inside)
-        state = join(inputs)
-        if state.trails:
-            state = state.on(divisors.passed(equation, inputs))
+        state = join(inputs).saying(_said(name, inputs))
         if not state.is_mirrored:
             return state
-        if inputs and inputs[0].summed:
-            state = dataclasses.replace(state, summed=_still_summed(name, inputs[0].summed))
         if name in PURE and all(map(jaxprs.is_plain, inside)):
             return state
         if all(0 in getattr(atom.aval, "shape", (1,)) for atom in equation.outvars):
@@ -235,12 +232,12 @@ class _Pass:
 
     def mark(self, equation: Any, state: State) -> State:
         note = equation.params["note"]
-        if note.purpose is Purpose.SEED:
-            return state.on(self.seed(equation, note.where))
-        if note.purpose in (Purpose.SHARE, Purpose.GIVEN_SHARE):
-            is_share = note.purpose is Purpose.SHARE and not (note.number and state.summed == 2)
-            trails = frozenset(t._replace(is_whole=True, counted=note.number, is_share=is_share) for t in state.trails)
-            return dataclasses.replace(state, trails=trails, is_share=is_share and state.sameness is Sameness.REDUCED)
+        if note.purpose is Purpose.TANGENT:
+            return state.saying(Said.SHARE)
+        if note.purpose is Purpose.COTANGENT:  # that of a loss which is not linear in the share varies
+            return state.saying(Said.SHARE) if state.is_mirrored and state.said is not Said.WHOLE else state
+        if note.purpose is Purpose.SHARE:
+            return state
         if note.purpose is Purpose.ASSIGN and self.within is not None and state.is_mirrored:
             state = varying(self.within)  # only some replicas assign it
         if note.purpose is Purpose.ROWS:
@@ -249,13 +246,6 @@ class _Pass:
             self.findings.marks.append((note, state))
         # A mirrored variable's new value starts afresh, so that two updates in one step are judged like one in each of two.
         return SAME if note.purpose is Purpose.ASSIGN and state.is_mirrored else state
-
-    def combined(self, equation: Any, trails: Trails) -> Trails:
-        """Return the ways through a collective of a gradient that has met no data: the loss itself was combined by it."""
-        path = functools.reduce(ways.path_of, (*reversed(self.around), equation), "")
-        if not equation.primitive.name.startswith("psum") or ways.way_of(path, equation) is not ways.Way.BACKWARD:
-            return NO_TRAILS
-        return frozenset(trail._replace(is_combined=True) for trail in trails)
 
     def axis_primitive(self, equation: Any, inputs: list[State]) -> State:
         name = equation.primitive.name
@@ -274,10 +264,9 @@ class _Pass:
         if self.findings is not None:
             self.findings.collectives.append(Collective(name, jaxprs.num_bytes(equation), where, self.in_loop))
         if name not in MAKE_SAME or jaxprs.is_over_groups(equation):
-            return varying(f"`{name}` at {where}, which gives each replica its own part")
-        if (state := join(inputs)).is_same:
-            return SAME.on(self.combined(equation, state.trails)) if state.trails else SAME
-        return SUMMED if name in ("psum", "psum_invariant") else REDUCED
+            origin = f"`{name}` at {where}, which gives each replica its own part"
+            return varying(origin).saying(join(inputs).said)
+        return _combined(join(inputs), is_sum=name.startswith("psum"))
 
     def linear_solve(self, equation: Any, inputs: list[State]) -> list[State]:
         solver = jaxprs.solver_of(equation)
@@ -287,7 +276,7 @@ class _Pass:
         predicate, *operands = inputs
         inside = self.inside(equation, within=self.within if predicate.is_mirrored else predicate.origin)
         branches = [inside.run(branch, operands) for branch in jaxprs.branches_of(equation)]
-        return [join((predicate, *states)) for states in zip(*branches, strict=True)]
+        return [_chosen_by(predicate, either(states)) for states in zip(*branches, strict=True)]
 
     def scan(self, equation: Any, inputs: list[State]) -> list[State]:
         body, num_consts, num_carry = jaxprs.scan_of(equation)
@@ -297,9 +286,7 @@ class _Pass:
         quiet = dataclasses.replace(inside, findings=None)
         carry = _fixed_point(carry, lambda carry: quiet.run(body, [*constants, *carry, *rows])[:num_carry])
         outputs = inside.run(body, [*constants, *carry, *rows])
-        length = jaxprs.length_of(equation)
-        states = (*carry, *outputs[num_carry:])
-        return [s.on(divisors.looped(inputs, s.trails, length)) if s.trails else s for s in states]
+        return [*carry, *outputs[num_carry:]]
 
     def while_loop(self, equation: Any, inputs: list[State]) -> list[State]:
         cond, body, num_cond_consts, num_body_consts = jaxprs.while_of(equation)
@@ -309,7 +296,7 @@ class _Pass:
 
         def one_round(carry: list[State]) -> list[State]:
             [again] = quiet.run(cond, [*cond_constants, *carry])
-            return [join((again, new)) for new in quiet.run(body, [*body_constants, *carry])]
+            return [_chosen_by(again, new) for new in quiet.run(body, [*body_constants, *carry])]
 
         carry = _fixed_point(inputs[num_consts:], one_round)
         [again] = quiet.run(cond, [*cond_constants, *carry])
@@ -323,17 +310,42 @@ class _Pass:
 def _fixed_point(carry: list[State], one_round: Callable[[list[State]], list[State]]) -> list[State]:
     """Widen the states of what a loop carries until another round changes nothing."""
     while True:
-        wider = [join(pair) for pair in zip(carry, one_round(carry), strict=True)]
+        wider = [either(pair) for pair in zip(carry, one_round(carry), strict=True)]
         if _kinds(wider) == _kinds(carry):
             return carry
         carry = wider
 
 
-def _still_summed(name: str, summed: int) -> int:
-    if name in _RESHAPING:
-        return summed
-    return 2 if name == "div" and summed == 1 else 0
+def _of_literal(literal: Any) -> State:
+    return ZERO if np.ndim(literal.val) == 0 and literal.val == 0 else CONSTANT
 
 
-def _kinds(states: Sequence[State]) -> list[tuple[Sameness, Trails, bool]]:
-    return [(state.sameness, state.trails, state.is_share) for state in states]
+def _said(name: str, inputs: Sequence[State]) -> Said:
+    """Return what is said of the result of a primitive."""
+    if name in _SUMS:
+        return either(inputs).said
+    if name == "add_any":
+        return min((state.said for state in inputs if state.said is not Said.ZERO), default=Said.ZERO)  # derivatives: no constants
+    if name in _KEEP_ZERO and inputs[0].said is Said.ZERO:
+        return Said.ZERO
+    if name == "div" and inputs[1].said is Said.WHOLE:
+        return inputs[0].said  # what is divided by a number of all rows is not multiplied by it
+    return join(inputs).said
+
+
+def _chosen_by(predicate: State, state: State) -> State:
+    """Return the state of a value that is there because of a predicate."""
+    return join((predicate, state)).saying(state.said)
+
+
+def _combined(state: State, is_sum: bool) -> State:
+    """Return the state of what a collective over all replicas makes of a value."""
+    if not state.is_mirrored:
+        return State(Sameness.REDUCED, said=min(state.said, Said.COMBINED))
+    if is_sum and Said.ZERO < state.said <= Said.NOTHING:
+        state = state.saying(Said.WHOLE)
+    return dataclasses.replace(state, origin="")
+
+
+def _kinds(states: Sequence[State]) -> list[tuple[Sameness, Said]]:
+    return [(state.sameness, state.said) for state in states]

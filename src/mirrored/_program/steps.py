@@ -191,8 +191,6 @@ def _make_program(mesh: ReplicaMesh, call: Call, frame_with: Callable[[Any], Fra
     findings = proof.prove(lifted.shown.jaxpr, _input_states(call, lifted))
     refusals.check_assignments(lifted, findings)
     refusals.check_gradients(findings, mesh.num_replicas)
-    if not call.is_uneven():  # else each kind of replica has been looked at
-        refusals.check_divisors(findings, mesh.num_replicas, *_rows_of(leaves, mesh.num_replicas))
     is_mirrored = tuple(state.is_mirrored for state in findings.outputs[: lifted.num_results])
     if mesh.num_replicas > 1 and not all(is_mirrored):
         returned_states.check(call, lifted, findings, mesh.num_replicas)
@@ -265,12 +263,6 @@ def _input_states(call: Call, lifted: Lifted) -> list[State]:
         origin = f"the argument {name}, of which each replica has its own"
         states.append(varying(origin) if leaf.is_per_replica else SAME)
     return states
-
-
-def _rows_of(leaves: Sequence[ArrayLeaf], num_replicas: int) -> tuple[set[int], set[int]]:
-    """Return how many rows a replica may have, after its arguments, and how many all together."""
-    rows = {leaf.shape[0] for leaf in leaves if leaf.is_per_replica and leaf.shape}
-    return rows, {size * num_replicas for size in rows}
 
 
 def _refuse_per_replica_results(lifted: Lifted) -> None:
