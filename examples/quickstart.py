@@ -1,35 +1,33 @@
-"""The twenty-line loop of the README: a linear model on two replicas.
+"""The training loop of the README: a linear model on two replicas.
 
 python examples/quickstart.py
 """
 
-import jax.numpy as jnp
 import numpy as np
 import optax
 
 import mirrored as mr
 
-strategy = mr.MirroredStrategy(["cpu:0", "cpu:1"])  # leave the list out to take all GPUs
+x = np.random.default_rng(0).normal(size=(256, 3)).astype("float32")
+y = x @ np.array([1.0, 2.0, 3.0], "float32") + 4.0
+
+strategy = mr.MirroredStrategy(["cpu:0", "cpu:1"])  # omit the list to use every GPU
 with strategy.scope():
-    w = mr.Variable(np.zeros((3, 1)), name="w")
-    b = mr.Variable(np.zeros(1), name="b")
+    w, b = mr.Variable(np.zeros(3, "float32")), mr.Variable(0.0)
     optimizer = mr.Optimizer(optax.adam(0.1), [w, b])
 
 
-def train_step(x, y):  # one replica's program: its rows, its loss, its gradients
-    def loss():
-        return mr.losses.compute_average_loss(jnp.sum((jnp.matmul(x, w) + b - y) ** 2, axis=-1))
+def train_step(x, y):  # one replica's program, on its part of the batch
+    def loss():  # one loss per example; nothing is divided
+        return (x @ w + b - y) ** 2
 
     value, gradients = mr.value_and_grad(loss, [w, b])()
-    optimizer.apply_gradients(gradients)  # sums the gradients over the replicas
+    optimizer.apply_gradients(gradients)  # adds the gradients over the replicas
     return value
 
 
-x = np.random.default_rng(0).normal(size=(256, 3)).astype("float32")
-y = x @ np.array([[1.0], [2.0], [3.0]], "float32") + 4.0
-batches = strategy.distribute_dataset(strategy.make_numpy_dataset((x, y)).shuffle(seed=0).batch(32))
+dataset = strategy.make_numpy_dataset((x, y)).shuffle(seed=0).batch(32)
 for epoch in range(20):
-    for batch in batches:
+    for batch in strategy.distribute_dataset(dataset):
         loss = strategy.reduce("sum", strategy.run(train_step, args=batch))
-    print(f"epoch {epoch}: loss {float(loss):.5f}")
-print(w.numpy().round(2).ravel(), b.numpy().round(2))
+print(f"loss {float(loss):.5f}, w {w.numpy().round(2)}, b {float(b):.2f}")

@@ -12,6 +12,7 @@ import warnings
 page = sys.argv[1]
 os.chdir(os.path.dirname(os.path.abspath(__file__)))  # what the page writes ends with this program's folder
 warnings.simplefilter("error")
+warnings.filterwarnings("ignore", "__array__ implementation", DeprecationWarning)  # of Keras with numpy 2
 with open(page) as file:
     blocks = re.findall(r"```(?:\{code-block\} )?(python|pycon)\b[^\n]*\n(?::[^\n]*\n)*(.*?)```", file.read(), re.DOTALL)
 names: dict[str, object] = {"__name__": "__main__"}

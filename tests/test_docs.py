@@ -40,10 +40,18 @@ def test_docstring_examples(name: str) -> None:
     assert runner.summarize(verbose=False).failed == 0, "".join(report)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+_SLOW = {"docs/tf-tutorials.md"}
+
+
+def _case(page: Path) -> object:
+    name = str(page.relative_to(ROOT))
+    return pytest.param(page, id=name, marks=[pytest.mark.slow] * (name in _SLOW))
+
+
+@pytest.mark.parametrize("page", map(_case, PAGES))
 def test_page_examples(page: Path) -> None:
     """Run a page as a reader does who copies its blocks into a file: in order, in a new process, with nothing before them."""
-    for library in re.findall(r"^(?:import|from) (keras|flax|equinox)\b", page.read_text(), re.MULTILINE):
+    for library in re.findall(r"^(?:import|from) (keras|flax|equinox|torch)\b", page.read_text(), re.MULTILINE):
         pytest.importorskip(library)
     done = run_program((ROOT / "tests" / "page_program.py").read_text(), page, env=_ENVIRONMENT)
     assert done.returncode == 0, done.stdout + done.stderr

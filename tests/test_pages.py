@@ -58,3 +58,7 @@ def test_each_page_is_in_the_contents() -> None:
 @pytest.mark.parametrize("words", ["MirroredStrategy", "halved batch", "copies differ"])
 def test_a_search_finds(words: str) -> None:
     assert [page for page in DOCS.glob("**/*.md") if words.lower() in page.read_text().lower()]
+
+
+def test_the_readme_is_read_in_thirty_seconds() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 110
