@@ -9,6 +9,7 @@ OFFERS = {
         distributed.swallows_sigterm jaxprs.ClosedJaxpr jaxprs.Jaxpr jaxprs.Literal jaxprs.Part jaxprs.adds_own_axes
         jaxprs.all_equations jaxprs.axis_names jaxprs.branches_of jaxprs.callee jaxprs.has_collective
         jaxprs.has_host_callback jaxprs.inner_constants jaxprs.inner_jaxprs jaxprs.inside jaxprs.is_collective
+        interrupts.send_ignored_again
         jaxprs.is_function_of_operands jaxprs.is_over_groups jaxprs.is_plain jaxprs.length_of jaxprs.meshes_in
         jaxprs.num_bytes jaxprs.parts_of jaxprs.scan_of jaxprs.solver_of jaxprs.while_of marks.Mark marks.Purpose
         marks.mark marks.mark_p means.is_of_mean primitives.CONTROL_FLOW primitives.ELEMENTWISE

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .. import _env
 from .._errors import ClusterConfigError, DeviceError
+from .._jax import interrupts
 from .._text import shown
 from .._typing import REPLICA_AXIS
 
@@ -203,6 +204,7 @@ def start_backend(num_cpu_devices: int) -> None:
 
     The size of XLA's CPU thread pool is read once, when the backend starts: docs/design/cpu-rendezvous.md.
     """
+    interrupts.send_ignored_again()
     configured = _configured_cpu_devices()
     if num_cpu_devices > configured and not _set_num_cpu_devices(num_cpu_devices):
         return  # too late; `_find_device` says so for the first device that is missing
