@@ -7,6 +7,8 @@ import enum
 from collections.abc import Callable
 from typing import Any, Self, TypeGuard
 
+from . import _tf_names
+
 
 class NamedChoice(enum.Enum):
     """An enum that accepts its members' names in any case, and says all of them when it does not."""
@@ -50,6 +52,7 @@ class AutoShardPolicy(NamedChoice):
     OFF = "OFF"
 
 
+@_tf_names.explain_arguments("mr.InputOptions")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InputOptions:
     """The options of a distributed dataset.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
 
+from ... import _tf_names
 from ..._html import outline
 from ..._replicas.arrays import is_numeric
 from ..._replicas.host_memory import empty_rows
@@ -61,6 +62,9 @@ class NumpyDataset:
             _check_int("seed", self.shuffle_seed, 0, "so that a run can be repeated")
         if self.num_epochs is not None:
             _check_int("num_epochs", self.num_epochs, 1, "the number of passes over the rows")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise _tf_names.missing("mr.data.NumpyDataset", name)
 
     @property
     def num_rows(self) -> int:
