@@ -3,7 +3,8 @@
 OFFERS = {
     "_jax": """
         callbacks.forget_failed compilations.heard complaints.NEEDS_A_VALUE complaints.is_call_of_array
-        complaints.is_formatted complaints.is_tree_against_leaf complaints.is_unconverted complaints.missing_attribute
+        complaints.is_for_torch complaints.is_formatted complaints.is_tree_against_leaf complaints.is_unconverted
+        complaints.is_unpacked_function complaints.missing_attribute
         complaints.unbound_axis distributed.choose_cpu_collectives distributed.client distributed.has_backend
         distributed.known_devices distributed.late_devices distributed.listen_at distributed.place
         distributed.swallows_sigterm jaxprs.ClosedJaxpr jaxprs.Jaxpr jaxprs.Literal jaxprs.Part jaxprs.adds_own_axes

@@ -88,8 +88,8 @@ _INSTEAD = {
         "experimental_place_dataset_on_device": "Leave it out: each replica's rows go to its device.",
         "experimental_per_replica_buffer_size": "Write mr.InputOptions(prefetch=2), the number of batches ahead.",
         "experimental_replication_mode": (
-            "Leave it out: strategy.distribute_dataset takes global batches, and strategy.distribute_datasets_from_function those "
-            "of one replica."
+            "Leave it out: strategy.distribute_dataset takes global batches, strategy.distribute_datasets_from_function those of "
+            "one replica."
         ),
     },
     "mr.data.DistributedDataset": {
@@ -135,6 +135,9 @@ _INSTEAD = {
         "set_epoch": _OWN_ORDER,
     },
     "mr.Variable": {
+        "grad": "Write gradient = mr.grad(loss_fn, variable)().",
+        "data": "Write variable.value.",
+        "detach": "Write jax.lax.stop_gradient(variable.value).",
         "sparse_read": "Write variable[indices].",
         "gather_nd": "Write variable[tuple(jnp.moveaxis(indices, -1, 0))].",
         "batch_scatter_update": "Write variable.assign(variable.value.at[batch, indices].set(updates)).",
@@ -163,6 +166,9 @@ _INSTEAD = {
         "lr": _LEARNING_RATE,
         "compute_gradients": "Write loss, gradients = mr.value_and_grad(loss_fn, variables)().",
         "get_gradients": "Write loss, gradients = mr.value_and_grad(loss_fn, variables)().",
+        "step": "Write optimizer.apply_gradients(gradients).",
+        "zero_grad": "Leave it out: gradients are values, and none are kept between steps.",
+        "param_groups": _LEARNING_RATE,
         "build": "Its state is made with it: mr.Optimizer(tx, variables).",
         "weights": "Write optimizer.state.",
         "get_weights": "Write jax.tree.map(np.asarray, optimizer.state).",

@@ -347,6 +347,15 @@ def test_a_real_torch_loader(strategy2: mr.MirroredStrategy) -> None:
         assert [rows_of(x) for x, _ in distributed] == [[0, 1, 2], [3, 4, 5], [6]]
 
 
+def test_a_dataset_shows_what_it_is_and_not_its_arrays(strategy2: mr.MirroredStrategy) -> None:
+    rows = {"x": np.zeros((60_000, 28), "float32"), "y": np.zeros(60_000, "int32")}
+    dataset = strategy2.make_numpy_dataset(rows)
+    assert repr(dataset) == "NumpyDataset(60000 rows of {'x': 'float32[28]', 'y': 'int32[]'})"
+    assert repr(dataset.shuffle(seed=3).batch(64).repeat(2)) == (
+        "NumpyDataset(60000 rows of {'x': 'float32[28]', 'y': 'int32[]'}, batches of 64, shuffled with the seed 3, 2 passes)"
+    )
+
+
 class FakeSampler:
     """As torch's DistributedSampler: those rows of every so many that are this rank's."""
 

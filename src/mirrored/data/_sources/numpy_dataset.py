@@ -19,7 +19,7 @@ from ..._typing import PyTree
 from .elements import applied, checked_function, spec_of_batch
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class NumpyDataset:
     """A dataset that yields rows in memory as batches, made by `strategy.make_numpy_dataset`.
 
@@ -130,12 +130,19 @@ class NumpyDataset:
         """The shapes and dtypes of a batch, in its structure, with None for the number of rows."""
         return spec_of_batch(jax.tree.map(np.asarray, self._sample()))
 
+    def __repr__(self) -> str:
+        rows = jax.tree.map(lambda array: f"{array.dtype}{list(array.shape[1:])}", self.arrays)
+        return f"NumpyDataset({', '.join([f'{self._summary()[0]} of {rows}', *self._summary()[1:]])})"
+
     def _repr_html_(self) -> str:
-        lines = [f"NumpyDataset of {counted(self.num_rows, 'row')}"]
-        lines += [f"batches of {self.batch_size}, as element_spec says"] * (self.batch_size is not None)
+        return outline("NumpyDataset of " + "\n".join(self._summary()))
+
+    def _summary(self) -> list[str]:
+        lines = [counted(self.num_rows, "row")]
+        lines += [f"batches of {self.batch_size}"] * (self.batch_size is not None)
         lines += [f"shuffled with the seed {self.shuffle_seed}"] * (self.shuffle_seed is not None)
         lines += ["repeated without end" if self.num_epochs is None else f"{self.num_epochs} passes"] * (self.num_epochs != 1)
-        return outline("\n".join(lines))
+        return lines
 
     def _sample(self) -> PyTree:
         """Return a batch, without beginning a pass; a function may change it."""
