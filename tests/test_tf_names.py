@@ -1,5 +1,8 @@
 """Names of TensorFlow's work, or say what to write; what they say to write exists."""
 
+import copy
+import dataclasses
+import inspect
 import re
 
 import jax
@@ -21,7 +24,10 @@ OWNERS = {
     "mr.Variable": VARIABLE,
     "mr.Optimizer": OPTIMIZER,
     "mr.ReplicaContext": mr.get_replica_context(),
+    "mr.data.NumpyDataset": STRATEGY.make_numpy_dataset(np.arange(4)).batch(2),
 }
+OWNERS["mr.data.DistributedDataset"] = STRATEGY.distribute_dataset(OWNERS["mr.data.NumpyDataset"])
+OWNERS["mr.data.DistributedIterator"] = iter(OWNERS["mr.data.DistributedDataset"])
 
 
 @pytest.mark.parametrize("owner", OWNERS)
@@ -37,11 +43,21 @@ def test_a_name_that_makes_no_sense_here_says_what_to_write(owner: str) -> None:
         OWNERS[owner].nonsense
 
 
+def test_an_argument_of_tensorflows_says_what_to_write_and_the_others_work() -> None:
+    for name, sentence in _tf_names._INSTEAD["mr.InputOptions"].items():
+        with pytest.raises(TypeError, match=re.escape(f"mr.InputOptions has no argument {name!r}. {sentence}")):
+            mr.InputOptions(**{name: True})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'batch'"):
+        mr.InputOptions(batch=3)
+    assert list(inspect.signature(mr.InputOptions).parameters) == ["drop_remainder", "prefetch", "auto_shard_policy"]
+    assert dataclasses.replace(mr.InputOptions(), prefetch=0) == copy.deepcopy(mr.InputOptions(prefetch=0))
+
+
 def test_the_names_that_are_said_to_be_written_exist() -> None:
     """Each `x.name` in a sentence, of what is known under this name in the sentences."""
     known = {
         "mr": mr, "strategy": STRATEGY, "variable": VARIABLE, "optimizer": OPTIMIZER, "ctx": mr.get_replica_context(), "jnp": jnp,
-        "jax": jax, "np": np, "optax": optax,
+        "jax": jax, "np": np, "optax": optax, "iterator": OWNERS["mr.data.DistributedIterator"],
     }  # fmt: skip
     said = {
         (owner, name)

@@ -13,6 +13,8 @@ SynchronizationName: TypeAlias = Literal["auto", "on_write", "on_read", "AUTO", 
 AggregationName: TypeAlias = Literal["none", "sum", "mean", "only_first_replica", "NONE", "SUM", "MEAN", "ONLY_FIRST_REPLICA"]
 ShardPolicyName: TypeAlias = Literal["auto", "file", "data", "off", "AUTO", "FILE", "DATA", "OFF"]
 
+from . import _tf_names
+
 
 class NamedChoice(enum.Enum):
     """An enum that accepts its members' names in any case, and says all of them when it does not."""
@@ -56,6 +58,7 @@ class AutoShardPolicy(NamedChoice):
     OFF = "OFF"
 
 
+@_tf_names.explain_arguments("mr.InputOptions")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InputOptions:
     """The options of a distributed dataset.

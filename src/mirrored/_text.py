@@ -85,6 +85,11 @@ def shown(value: object) -> str:
     return f"an object of type {kind.__module__}.{kind.__qualname__}"
 
 
+def call_it(value: object) -> str:
+    """Return what to write where a function was given instead of what it returns, else nothing."""
+    return " It is a function: call it, as in mr.grad(loss_fn, variables)()." if callable(value) else ""
+
+
 def counted(number: int, noun: str) -> str:
     """Write "1 worker", "2 workers"."""
     return f"{number} {noun}" + ("" if number == 1 else "s")

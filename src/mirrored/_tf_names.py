@@ -1,6 +1,12 @@
-"""Which line takes the place of a name that TensorFlow has, and that makes no sense or is called differently here?"""
+"""Which line takes the place of a name that TensorFlow or PyTorch has, and that makes no sense or is called differently here?"""
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+ClassT = TypeVar("ClassT", bound=type)
 
 #: Methods of a strategy: TensorFlow's spellings, and ours. They work, and say so.
 ALIASES = {
@@ -16,6 +22,13 @@ _LEARNING_RATE = (
     "Give optax a schedule, optax.sgd(lambda step: ...), or write optax.inject_hyperparams(optax.sgd)(0.1), whose learning rate "
     "is the variable optimizer.state.hyperparams['learning_rate']: assign to it."
 )
+_OWN_ORDER = "Each pass over the data has an order of its own by itself: leave it out."
+_IN_A_LOADER = "Write DataLoader(data, batch_size=global_batch_size, shuffle=True) and strategy.distribute_dataset(loader)."
+_NO_SHARES = "Leave it out: strategy.distribute_dataset(dataset) gives each worker and each replica its own rows."
+_PREFETCHES = "Leave it out: batches are prepared ahead by mr.InputOptions(prefetch=2), the default."
+_EARLIER = "Call it before: strategy.distribute_dataset(dataset.{}(...))."
+_OPTIONS = "Write strategy.distribute_dataset(dataset, mr.InputOptions(...))."
+_LENGTH = "Write len(dataset), a TypeError where it is not known."
 _NO_GRAPH = "Variables have their value from the start, and there are no graphs and sessions."
 
 #: For each owner, the names that it does not have, and the sentence that says what to write.
@@ -44,6 +57,11 @@ _INSTEAD = {
         "GradientTape": "Write loss, gradients = mr.value_and_grad(loss_fn, variables)().",
         "nn": "Write mr.losses.compute_average_loss(per_example_loss).",
         "testing": "Import it by itself: from mirrored import testing.",
+        "init_process_group": "Making the strategy connects the workers: write mr.MultiWorkerMirroredStrategy().",
+        "DistributedDataParallel": "Make the variables in `with strategy.scope():`; mr.Optimizer sums their gradients.",
+        "DistributedSampler": _IN_A_LOADER,
+        "get_rank": "Write strategy.is_chief for rank == 0, and ctx.replica_id_in_sync_group in a step.",
+        "get_world_size": "Write strategy.num_replicas_in_sync.",
     },
     "mr.Strategy": {
         "extended": (
@@ -59,8 +77,67 @@ _INSTEAD = {
         "broadcast": "An array that is passed in strategy.run(step, args=(array,)) goes to every replica.",
         "unwrap": "Write strategy.local_results(value).",
         "experimental_": "Names have no `experimental_` here.",
+        "rank": "Write strategy.is_chief for rank == 0, and ctx.replica_id_in_sync_group in a step.",
+        "world_size": "Write strategy.num_replicas_in_sync, or strategy.num_workers for the number of processes.",
+        "is_main_process": "Write strategy.is_chief.",
+        "wait_for_everyone": "Write strategy.barrier('name').",
+        "prepare": "Make the model and the optimizer in `with strategy.scope():`, and write strategy.distribute_dataset(loader).",
+    },
+    "mr.InputOptions": {
+        "experimental_fetch_to_device": "Leave it out: each replica's rows go to its device.",
+        "experimental_place_dataset_on_device": "Leave it out: each replica's rows go to its device.",
+        "experimental_per_replica_buffer_size": "Write mr.InputOptions(prefetch=2), the number of batches ahead.",
+        "experimental_replication_mode": (
+            "Leave it out: strategy.distribute_dataset takes global batches, strategy.distribute_datasets_from_function those of "
+            "one replica."
+        ),
+    },
+    "mr.data.DistributedDataset": {
+        "cardinality": _LENGTH,
+        "batch": _EARLIER.format("batch"),
+        "unbatch": _EARLIER.format("unbatch"),
+        "shuffle": _EARLIER.format("shuffle"),
+        "filter": _EARLIER.format("filter"),
+        "skip": _EARLIER.format("skip"),
+        "cache": _EARLIER.format("cache"),
+        "shard": _NO_SHARES,
+        "prefetch": _PREFETCHES,
+        "with_options": _OPTIONS,
+        "options": _OPTIONS,
+        "enumerate": "Write for i, batch in enumerate(dataset).",
+        "reduce": "Write for batch in dataset: state = strategy.run(step, args=(batch,)).",
+        "as_numpy_iterator": "Write strategy.gather(batch, axis=0) for all rows of a batch.",
+        "set_epoch": _OWN_ORDER,
+        "sampler": _IN_A_LOADER,
+    },
+    "mr.data.DistributedIterator": {
+        "get_next": "Write next(iterator).",
+        "next": "Write next(iterator).",
+        "get_next_as_optional": "Write next(iterator, None), which is None at the end; or for batch in dataset.",
+        "initialize": "It is ready when it is made: iterator = iter(dataset).",
+        "initializer": "It is ready when it is made: iterator = iter(dataset).",
+        "save": "Write state = iterator.get_state(), or mr.Checkpoint(directory, iterator=iterator).",
+        "restore": "Write iterator.set_state(state), or mr.Checkpoint(directory, iterator=iterator).",
+    },
+    "mr.data.NumpyDataset": {
+        "cardinality": _LENGTH,
+        "shard": _NO_SHARES,
+        "cache": "Leave it out: the rows are in memory.",
+        "prefetch": _PREFETCHES,
+        "filter": "Choose the rows first: strategy.make_numpy_dataset((x[keep], y[keep])), with keep = a boolean array.",
+        "skip": "Choose the rows first: strategy.make_numpy_dataset((x[count:], y[count:])).",
+        "unbatch": "Leave batch out; rows are batched once.",
+        "padded_batch": "Rows have one shape: write dataset.batch(global_batch_size).",
+        "enumerate": "Write for i, batch in enumerate(dataset).",
+        "as_numpy_iterator": "Write for batch in dataset.",
+        "with_options": _OPTIONS,
+        "options": _OPTIONS,
+        "set_epoch": _OWN_ORDER,
     },
     "mr.Variable": {
+        "grad": "Write gradient = mr.grad(loss_fn, variable)().",
+        "data": "Write variable.value.",
+        "detach": "Write jax.lax.stop_gradient(variable.value).",
         "sparse_read": "Write variable[indices].",
         "gather_nd": "Write variable[tuple(jnp.moveaxis(indices, -1, 0))].",
         "batch_scatter_update": "Write variable.assign(variable.value.at[batch, indices].set(updates)).",
@@ -89,6 +166,9 @@ _INSTEAD = {
         "lr": _LEARNING_RATE,
         "compute_gradients": "Write loss, gradients = mr.value_and_grad(loss_fn, variables)().",
         "get_gradients": "Write loss, gradients = mr.value_and_grad(loss_fn, variables)().",
+        "step": "Write optimizer.apply_gradients(gradients).",
+        "zero_grad": "Leave it out: gradients are values, and none are kept between steps.",
+        "param_groups": _LEARNING_RATE,
         "build": "Its state is made with it: mr.Optimizer(tx, variables).",
         "weights": "Write optimizer.state.",
         "get_weights": "Write jax.tree.map(np.asarray, optimizer.state).",
@@ -106,6 +186,24 @@ _INSTEAD = {
 def is_told(owner: str, name: str) -> bool:
     """Tell whether there is a sentence that says what to write instead of an attribute."""
     return name in _INSTEAD[owner]
+
+
+def explain_arguments(owner: str) -> Callable[[ClassT], ClassT]:
+    """Let a class say what to write instead of an argument that it does not have."""
+
+    def explain(kind: ClassT) -> ClassT:
+        init = kind.__init__
+
+        @functools.wraps(init)
+        def checked(self: Any, *args: Any, **given: Any) -> None:
+            for name in given.keys() & _INSTEAD[owner].keys():
+                raise TypeError(f"{owner} has no argument {name!r}. {_INSTEAD[owner][name]}")
+            init(self, *args, **given)
+
+        kind.__init__ = checked
+        return kind
+
+    return explain
 
 
 def missing(owner: str, name: str) -> AttributeError:

@@ -24,7 +24,7 @@ from ._replicas.collectives import mean_by_rows
 from ._replicas.context import axis_of, own_parts
 from ._replicas.frames import Frame
 from ._replicas.per_replica import PerReplica, is_per_replica, stack_of
-from ._text import shown
+from ._text import call_it, shown
 from ._transforms.gradients import value_and_grad
 from ._typing import PyTree
 from ._updates import shared_out
@@ -293,7 +293,7 @@ class Optimizer:
             treedef = jax.tree.structure(grads, is_leaf=lambda x: is_per_replica(x) or is_variable(x))
             raise ValueError(
                 f"apply_gradients got gradients of structure {treedef}; expected {self._treedef}, like the variables, or "
-                "zip(grads, variables)."
+                f"zip(grads, variables).{call_it(grads)}"
             ) from error
         return [_checked_gradient(g, v) for g, v in zip(leaves, self._leaves, strict=True)]
 
@@ -347,7 +347,7 @@ def _checked_gradient(gradient: Any, variable: Variable) -> Any:
     if gradient is None or isinstance(gradient, PerReplica):
         return gradient
     if not hasattr(gradient, "shape") and not isinstance(gradient, int | float):
-        raise TypeError(f"the gradient of variable {variable.name!r} is {shown(gradient)}; expected an array or None.")
+        raise TypeError(f"the gradient of variable {variable.name!r} is {shown(gradient)}; expected an array.{call_it(gradient)}")
     gradient = jnp.asarray(gradient)
     if jnp.iscomplexobj(gradient) and not jnp.issubdtype(variable.dtype, jnp.complexfloating):
         raise TypeError(f"the gradient of variable {variable.name!r} has dtype {gradient.dtype}; expected {variable.dtype}.")

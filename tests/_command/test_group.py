@@ -173,6 +173,13 @@ def test_lines_have_prefixes_and_keep_their_order_and_stream(launcher: Launcher)
     assert len(out.splitlines()) == 2 * 10_001 and len(err.splitlines()) == 2 * 102  # a success is silent
 
 
+def test_gloos_line_is_left_out(launcher: Launcher) -> None:
+    code, out, _ = launcher.run(
+        "say('[Gloo] Rank 0 is connected to 1 peer ranks.')\nsay('of the program: [Gloo] Rank 0')", "-n", 2
+    )
+    assert code == 0 and sorted(out.splitlines()) == [f"[{index}] of the program: [Gloo] Rank 0" for index in range(2)]
+
+
 def test_prefixes_are_coloured_on_a_terminal(launcher: Launcher) -> None:
     own, other = os.openpty()
     with open(own, "rb", buffering=0) as terminal:

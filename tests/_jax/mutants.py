@@ -27,6 +27,11 @@ MUTANTS = [
      _U + "a_bug_of_ours_shows_its_lines"),
     ("_jax/user_code.py", "waiting += [link.__cause__, link.__context__]", "pass", _SHOWN),
     ("_jax/user_code.py", "_CONTEXTLIB, ", "", _SHOWN),
+    ("_jax/user_code.py", 'if "JAX_TRACEBACK_FILTERING" not in note', "", _U + "a_public_function_shows_the_users_lines_only"),
+    ("_jax/interrupts.py", "gc.callbacks.remove(callback)", "pass",
+     "tests/_jax/test_interrupts.py::test_ctrl_c_during_a_garbage_collection_ends_the_program"),
+    ("_replicas/mesh.py", "interrupts.send_ignored_again()", "pass",
+     "tests/_jax/test_interrupts.py::test_ctrl_c_during_a_garbage_collection_ends_the_program"),
     ("_jax/distributed.py", ' or _cpu_collectives() != "gloo"', "", _D + "gloo_listens_where_the_other_workers_reach_this_one"),
     ("_jax/distributed.py", "process_id or 0", "process_id or 1", _D + "one_process_is_the_first_of_one"
      "_and_runs_no_preemption_service"),

@@ -39,6 +39,7 @@ def test_jaxs_complaints_are_known() -> None:
     assert complaints.is_tree_against_leaf(caught.value, mr.Variable)
     assert complaints.is_call_of_array(error_of(lambda x: x()))
     assert complaints.is_formatted(error_of(lambda x: f"{x[0]:.3f}"))
+    assert complaints.is_unpacked_function(error_of(lambda x: [None for a, b in [error_of]]))
     assert complaints.missing_attribute(error_of(lambda x: x.numpy())) == "numpy"
     assert complaints.missing_attribute(error_of(lambda x: "text".numpy())) is None
 

@@ -57,6 +57,14 @@ def require_equal(own: Any, expected: Any) -> None:
     assert {name: pytest.approx(values, rel=1e-5) for name, values in own[0].items()} == expected[0]
 
 
+def test_labels_of_int64_are_no_cause_for_a_warning(strategy2: mr.Strategy) -> None:
+    with strategy2.scope():
+        model = compiled(keras.Sequential([keras.layers.Dense(10)]))
+    model.fit(np.ones((8, 3)), np.zeros(8, "int64"), batch_size=4, verbose=0)
+    with pytest.warns(UserWarning, match="Explicitly requested dtype int64"):  # Keras' own, where no strategy is
+        compiled(keras.Sequential([keras.layers.Dense(10)])).fit(np.ones((8, 3)), np.zeros(8, "int64"), batch_size=4, verbose=0)
+
+
 CASES = [(4, small, {})]
 SLOW = [*((n, lambda: program.net(0.3), {}) for n in (1, 5)), (4, small, {"steps_per_execution": 2})]
 

@@ -34,6 +34,7 @@ def test_the_methods_that_are_replaced_have_the_arguments_that_we_give() -> None
     def arguments(function: object) -> list[str]:
         return list(inspect.signature(function).parameters)
 
+    assert keras_parts.BUILD in dir(keras.Model)
     layer = keras.layers.BatchNormalization()
     layer.build((None, 5, 3))
     assert list(keras_parts.reduction_axes_of(layer)) == [0, 1]

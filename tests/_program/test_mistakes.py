@@ -28,7 +28,23 @@ MISTAKES = {
     "in a loss": (lambda w, x: mr.grad(lambda: 1.0 if w > 0 else 2.0, w)(), *NEEDED, r"jnp\.where"),
     "in a loop": (lambda w, x: mr.fori_loop(0, 2, lambda i, c: c if i > 0 else -c, 1.0), *NEEDED, r"jnp\.where"),
     "format": (lambda w, x: f"{x[0, 0]:.3f}", mr.OneProgramError, "write an array in a format, at {here}", r"jax\.debug\.print"),
-    "numpy": (lambda w, x: x.numpy(), AttributeError, r"no method numpy\(\), at {here}", r"np\.asarray\(result\)"),
+    "numpy": (lambda w, x: x.numpy(), AttributeError, "no attribute 'numpy', at {here}", r"np\.asarray\(result\)"),
+    "backward": (lambda w, x: x.backward(), AttributeError, "'backward', at {here}", r"mr\.value_and_grad\(loss_fn, .*\)\(\)"),
+    "cuda": (lambda w, x: x.cuda(), AttributeError, "no attribute 'cuda', at {here}", "Leave it out"),
+    "torch": (lambda w, x: as_torch(x), TypeError, "torch was given an array of JAX, at {here}", r"with jax\.numpy"),
+    "unpacked": (
+        lambda w, x: loss_and_gradients(w), TypeError, "a function was unpacked, at {here}",
+        r"loss, gradients = mr\.value_and_grad\(loss_fn, variables\)\(\)",
+    ),
+    "returned gradients": (
+        lambda w, x: {"g": mr.grad(lambda: w * 2.0, [w])}, TypeError, "the step returned <function",
+        r"It is a function: call it, as in mr\.grad\(loss_fn, variables\)\(\)",
+    ),
+    "reduced gradients": (
+        lambda w, x: mr.get_replica_context().all_reduce("sum", mr.grad(lambda: w * 2.0, [w])), TypeError,
+        "all_reduce got <function", r"It is a function: call it, as in mr\.grad\(loss_fn, variables\)\(\)",
+    ),
+    "-=": (lambda w, x: in_place(w), UnboundLocalError, "local variable 'w'.*, at {here}", r"w\.assign_sub\(x\)"),
     "value()": (lambda w, x: w.value(), TypeError, "called like a function, at {here}", r"variable\.read_value\(\)"),
     "pmean": (lambda w, x: jax.lax.pmean(x, "batch"), NameError, "no axis 'batch', at {here}", r"pmean\(x, 'replica'\)"),
     "lax": (lambda w, x: jax.lax.exp(w), TypeError, r"jax\.lax was given a mr\.Variable, at {here}", r"exp\(variable\.value\)"),
@@ -38,6 +54,21 @@ MISTAKES = {
         r"mr\.Optimizer\(tx, variables\) .* jax\.tree\.map\(jnp\.asarray, variables\), .* variable\.assign\(new\)",
     ),
 }  # fmt: skip
+
+
+def as_torch(x):
+    raise TypeError(f"linear(): argument 'input' (position 1) must be Tensor, not {type(x).__name__}")
+
+
+def loss_and_gradients(w):
+    _, _ = mr.value_and_grad(lambda: w * 2.0, [w])  # `()` is missing
+
+
+def in_place(w):
+    def update():
+        w -= 1.0  # noqa: F823, F841 - the mistake
+
+    update()
 
 
 @pytest.mark.parametrize("num_replicas", [1, 3])
@@ -58,10 +89,44 @@ def test_a_mistake_in_a_step_is_one_clear_error(num_replicas: int) -> None:
             here = rf"{re.escape(__file__)}:\d+"
             assert re.search(message.format(here=here) + ".*" + remedy, str(caught.value)), (what, caught.value)
             innermost = caught.traceback[-1]
+            if "{here}" not in message:
+                continue
             assert innermost.path.as_posix() == __file__ and f":{innermost.lineno + 1}" in str(caught.value), what
             assert caught.value.__suppress_context__
     assert float(w) == 1.0
     assert strategy.run(lambda x: jnp.sum(x), args=(next(iter(even)),)).num_replicas == num_replicas, "right steps run"
+
+
+class Holder:
+    def __init__(self):
+        self.seen, self.last, self.shapes = [], None, []
+
+    def step(self, x):
+        self.seen.append(jnp.sum(x))
+        self.last = x
+        self.shapes.append(x.shape)
+
+
+def test_an_array_that_a_step_keeps_is_warned_of(strategy2: mr.MirroredStrategy) -> None:
+    losses, by_name, right = [], {}, []
+
+    def step(x):
+        loss = jnp.sum(x)
+        jax.tree.map(lambda x: losses.append(x), loss)
+        by_name["loss"] = loss
+        right.append(x.shape)
+        return loss
+
+    with pytest.warns(UserWarning) as caught:
+        strategy2.run(step, args=(ROWS,))
+        strategy2.run(Holder().step, args=(ROWS,))
+    told = [str(warning.message).split("`")[1] for warning in caught]
+    assert sorted(told) == ["by_name", "losses", "self.last", "self.seen"]
+    assert all("x = strategy.run(step), and put x into" in str(warning.message) for warning in caught)
+    assert {warning.filename for warning in caught} == {__file__}
+    losses.clear()
+    losses.append(strategy2.run(lambda x: jnp.sum(x), args=(ROWS,)))
+    assert [float(loss) for loss in losses] == [12.0]
 
 
 def test_what_the_messages_say_to_write_works(strategy2: mr.MirroredStrategy) -> None:

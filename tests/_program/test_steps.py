@@ -68,6 +68,7 @@ def compilations() -> Iterator[collections.Counter[str]]:
 # -- arguments
 
 
+@pytest.mark.filterwarnings("ignore:the step has put an array into `seen`")
 def test_each_argument_arrives_as_what_it_is(strategy3: mr.MirroredStrategy) -> None:
     seen: dict[str, Any] = {}
 

@@ -1,6 +1,7 @@
 """Devices: how they are named, made, and refused. What happens when JAX starts is seen in processes of their own."""
 
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -93,6 +94,31 @@ def test_jax_without_cpu_devices_is_no_obstacle(monkeypatch: pytest.MonkeyPatch)
     assert mesh.resolve_devices(["gpu:1"]) == (gpus[1],)
     with pytest.raises(mr.DeviceError, match=r"devices contains 'cpu:0', but this process has 0 cpu devices \(none\)"):
         mesh.resolve_devices(["cpu:0"])
+
+
+def test_a_gpu_that_jax_does_not_see_has_a_cause_and_a_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="mirrored")
+
+    def told() -> str:
+        caplog.clear()
+        mr.MirroredStrategy()
+        with pytest.raises(mr.DeviceError) as caught:
+            mr.MirroredStrategy(["gpu:0"])
+        return f"{caplog.messages[0]} {caught.value}"
+
+    monkeypatch.setattr(mesh, "_NVIDIA_DRIVER", str(tmp_path / "no driver"))
+    assert "pip install" not in told() and "Leave devices out" in told()
+    monkeypatch.setattr(mesh, "_NVIDIA_DRIVER", __file__)
+    before = jax.config.jax_platforms
+    try:
+        jax.config.update("jax_platforms", None)
+        assert told().count('JAX has no CUDA. Write pip install "jax[cuda13]".') == 2
+        jax.config.update("jax_platforms", "cpu")
+        assert told().count("JAX_PLATFORMS=cpu leaves its GPUs out. Unset it.") == 2
+    finally:
+        jax.config.update("jax_platforms", before)
 
 
 def test_workers_with_different_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ BY_TEST = {
     ],
     "test_sources.py::test_examples_that_nothing_batches_are_refused_where_that_is_known": [
         ("_sources/single_rows.py", "if not is_single or not steps <= _SAME_ELEMENTS | _MAPS:", "if not is_single:"),
-        ("_dataset.py", "if reason := why_single_rows(dataset, size):", "if reason := None:"),
+        ("_dataset.py", "if reason := why_single_rows(dataset, size) or", "if reason :="),
     ],
     "test_sources.py::test_what_may_make_batches_is_taken_for_them": [
         ("_sources/single_rows.py", " and root.batch_size is None for", " for"),

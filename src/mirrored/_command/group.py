@@ -31,6 +31,8 @@ from .signals import Signals
 FAREWELL_SECONDS = 5.0
 #: How long processes that an ended worker has started may live on, such as those that clean up after it.
 LEFTOVER_SECONDS = 1.0
+#: What gloo writes of each worker that has found the others, whatever its level of logging; it stays in the workers' logs.
+_NOISE = b"[Gloo] Rank "
 _READ_BYTES, _LAST_READS = 1 << 16, 16
 #: Of what a writer of checkpoints says, and of writers.
 _PROGRESS_BYTES, _MAX_WRITERS = 32, 100
@@ -204,6 +206,8 @@ class Group:
     def _pass_on(self, worker: Worker, stream: Stream, lines: Sequence[bytes]) -> None:
         for line in lines:
             worker.tail.add(line)
+            if line.startswith(_NOISE):
+                continue
             if not isinstance(line, BarState):
                 stream.outlet.write(stream.prefix + line + b"\n")
             elif stream.outlet.is_terminal:

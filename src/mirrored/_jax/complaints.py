@@ -18,6 +18,7 @@ _ARGUMENTS = re.compile(r"\barguments\[(\d+)\]")
 _TRACER_NEEDED = re.compile(r"(unhashable type:|single integer, got) '\w*Tracer")
 _UNBOUND_AXIS = re.compile(r"unbound axis name:? ['\"]?(\w+)")
 _TRACER_CALLED = re.compile(r"'\w*Tracer' object is not callable")
+_TRACER_FOR_TORCH = re.compile(r"must be Tensor, not \w*Tracer")
 _TRACER_FORMATTED = re.compile(r"unsupported format string passed to \w*Tracer\.__format__")
 
 
@@ -52,6 +53,16 @@ def is_tree_against_leaf(error: BaseException, kind: type) -> bool:
 def is_call_of_array(error: BaseException) -> bool:
     """Tell whether a traced array was called like a function."""
     return isinstance(error, TypeError) and _TRACER_CALLED.search(str(error)) is not None
+
+
+def is_unpacked_function(error: BaseException) -> bool:
+    """Tell whether a function was to be unpacked, as in `a, b = function`."""
+    return isinstance(error, TypeError) and str(error) == "cannot unpack non-iterable function object"
+
+
+def is_for_torch(error: BaseException) -> bool:
+    """Tell whether a function of torch was given a traced array."""
+    return isinstance(error, TypeError) and _TRACER_FOR_TORCH.search(str(error)) is not None
 
 
 def is_formatted(error: BaseException) -> bool:

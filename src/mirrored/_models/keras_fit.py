@@ -7,6 +7,7 @@ are those of one device, with normalization over the global batch. What is ours 
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
@@ -38,6 +39,7 @@ def replace_methods(keras: ModuleType) -> None:
     replace(keras.Model, "__init__", _init_model)
     for kind in ("train", "test", "predict"):
         replace(keras.Model, f"make_{kind}_function", functools.partial(_make_function, keras, f"{kind}_function"))
+    replace(keras.Model, keras_parts.BUILD, _build_quietly)
     replace(keras.Model, "fit", functools.partial(_with_dataset, keras))
     replace(keras.Model, "evaluate", functools.partial(_with_dataset, keras))
     replace(keras.Model, "predict", functools.partial(_with_dataset, keras))
@@ -185,6 +187,14 @@ def _refuse_batch(position: int, workers: Sequence[int]) -> None:
 
 
 # -- distributed datasets
+
+
+def _build_quietly(old: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
+    """Build a model without JAX's warning that int64 labels, which Keras names as they are, will be int32."""
+    with warnings.catch_warnings():
+        if _mesh_of(model) is not None:
+            warnings.filterwarnings("ignore", "Explicitly requested dtype u?int64", UserWarning)
+        old(model, *args, **kwargs)
 
 
 def _with_dataset(keras: ModuleType, old: Callable[..., Any], model: Any, x: Any = None, *args: Any, **kwargs: Any) -> Any:

@@ -39,6 +39,8 @@ def name_scope(optimizer: Any) -> Any:
 VALUE = "_value"
 #: The method that computes the mean and the variance of a batch.
 MOMENTS = "_moments"
+#: The method by which `fit` and its kin build a model from the first batch.
+BUILD = "_symbolic_build"
 #: The dtype of a variable, whatever is cast where it is read.
 dtype_of: Callable[[Any], str] = operator.attrgetter("_dtype")
 #: The axes over which a normalization layer takes its moments.

@@ -19,17 +19,18 @@ import jax
 import numpy as np
 
 from .._errors import ContextError
-from .._jax import jaxprs, tracing
+from .._jax import jaxprs, tracing, user_code
 from .._jax.jaxprs import ClosedJaxpr
 from .._models import keras, normalization
 from .._replicas import context, frames
 from .._replicas.frames import Frame
 from .._replicas.per_replica import PerReplica, stack_of, uneven_shapes
 from .._replicas.placement import checksum
+from .._text import call_it, shown
 from .._typing import PyTree, Shape
 from .._variables.bindings import Bindings
 from .._variables.storage import WeakVariables
-from .._variables.variable import Variable, spec_of
+from .._variables.variable import Variable, is_variable, spec_of
 from . import mistakes, scalar_args
 from .call import Call
 
@@ -247,7 +248,10 @@ def _refuse_hidden_arrays(leaf: Any) -> None:
     if inspect.isgenerator(leaf) or inspect.iscoroutine(leaf):
         raise TypeError(f"the step returned a {kind}: it contains `yield` or `await`, so calling it runs nothing. Use `return`.")
     for name, value in _fields_of(leaf):
-        if any(isinstance(part, jax.core.Tracer) for part in jax.tree.leaves(value)):
+        parts = jax.tree.leaves(value, is_leaf=is_variable)
+        if isinstance(leaf, types.FunctionType) and any(map(is_variable, parts)):
+            raise TypeError(f"the step returned {shown(leaf)}, which computes with variables.{call_it(leaf)}")
+        if any(isinstance(part, jax.core.Tracer) for part in parts):
             raise TypeError(
                 f"the step returned a {kind}, whose field {name!r} holds an array, but JAX does not know how to look "
                 f"into a {kind}. Register it with @jax.tree_util.register_dataclass above the class, or return a "
@@ -269,6 +273,43 @@ def _fields_of(leaf: Any, depth: int = 3) -> Iterator[tuple[str, Any]]:
         yield name, value
         if jax.tree_util.all_leaves([value]) and not isinstance(value, jax.Array | np.ndarray):
             yield from _fields_of(value, depth - 1)
+
+
+def warn_of_leaks(function: Any) -> None:
+    """Warn of an array that a step has put into a list, a dict or an attribute that it names: it has no value outside.
+
+    Only the last element of a list and the last value of a dict are looked at.
+    """
+    for name, value in _named(function):
+        last = value[-1:] if isinstance(value, list) else list(value.values())[-1:] if isinstance(value, dict) else [value]
+        if any(isinstance(part, jax.core.Tracer) for part in jax.tree.leaves(last, is_leaf=is_variable)):
+            user_code.warn(
+                f"the step has put an array into `{name}`. It is traced once and then run, so what it puts there has no value. "
+                f"Return the array: x = strategy.run(step), and put x into `{name}` outside."
+            )
+
+
+def _named(function: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the globals and closed-over values that a function names, and their attributes that it names."""
+    owner = getattr(function, "__self__", None)
+    function = getattr(function, "__func__", function)
+    if not isinstance(function, types.FunctionType):
+        return
+    names = set(_names_in(function.__code__))
+    values = {name: function.__globals__[name] for name in names & function.__globals__.keys()}
+    values |= inspect.getclosurevars(function).nonlocals | ({} if owner is None else {"self": owner})
+    for name, value in values.items():
+        yield name, value
+        has_attributes = type(value).__dictoffset__ and not isinstance(value, types.ModuleType)
+        attributes = value.__dict__ if has_attributes else {}
+        yield from ((f"{name}.{attribute}", attributes[attribute]) for attribute in names & attributes.keys())
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _names_in(inner)
 
 
 ResultT = TypeVar("ResultT")

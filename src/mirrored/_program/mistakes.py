@@ -14,6 +14,14 @@ _NO_VALUE = (
     "no value yet. "
 )
 _LOOK = "To look at the value: jax.debug.print('{}', x)."
+#: Methods and attributes that TensorFlow's or torch's arrays have, and what to write instead.
+_NOT_OF_ARRAYS = {
+    "numpy": f"{_NO_VALUE}Return the array from the step, and write np.asarray(result) outside. {_LOOK}",
+    "backward": "Write loss, gradients = mr.value_and_grad(loss_fn, variables)(); optimizer.apply_gradients(gradients).",
+    "grad": "Write gradients = mr.grad(loss_fn, variables)().",
+    "detach": "Write jax.lax.stop_gradient(x).",
+    **dict.fromkeys(("cpu", "cuda", "to"), "Leave it out: each replica's arrays are on its device; x.astype changes the dtype."),
+}
 #: What to write instead, by what wanted the value.
 _INSTEAD: dict[type[Exception], str] = {
     jax.errors.TracerBoolConversionError: (
@@ -58,10 +66,23 @@ def _explanation(error: Exception, where: str, knows_id: bool) -> Exception | No
         return OneProgramError(f"Python needed the value of an array, at {where}. {_NO_VALUE}{instead}{_LOOK}")
     if complaints.is_formatted(error):
         return OneProgramError(f"Python was to write an array in a format, at {where}. {_NO_VALUE}{_LOOK}")
-    if complaints.missing_attribute(error) == "numpy":
-        return AttributeError(
-            f"an array has no method numpy(), at {where}. {_NO_VALUE}Return the array from the step, and write "
-            f"np.asarray(result) outside, where TensorFlow has result.numpy(). {_LOOK}"
+    if (name := complaints.missing_attribute(error)) in _NOT_OF_ARRAYS:
+        return AttributeError(f"an array has no attribute {name!r}, at {where}. {_NOT_OF_ARRAYS[name]}")
+    if complaints.is_unpacked_function(error):
+        return TypeError(
+            f"a function was unpacked, at {where}. mr.value_and_grad returns a function; call it: loss, gradients = "
+            "mr.value_and_grad(loss_fn, variables)()."
+        )
+    if complaints.is_for_torch(error):
+        return TypeError(
+            f"a function of torch was given an array of JAX, at {where}. A step is a program of JAX: write it with jax.numpy, or "
+            "with a model of Keras, NNX, Linen or Equinox."
+        )
+    if isinstance(error, UnboundLocalError):
+        return UnboundLocalError(
+            f"{error}, at {where}. Python takes a name for local that the function assigns, as `w -= x` does. To change a "
+            "variable, write w.assign_sub(x), w.assign_add(x) or w.assign(value).",
+            name=error.name,
         )
     if complaints.is_call_of_array(error):
         return TypeError(

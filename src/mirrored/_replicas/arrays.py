@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._libraries import lines_for
-from .._text import shown
+from .._text import call_it, shown
 
 #: A value is converted to a dtype of its own kind or of a later one.
 _KINDS = (np.bool_, jnp.unsignedinteger, jnp.signedinteger, jnp.floating, jnp.complexfloating)
@@ -115,7 +115,7 @@ def check_leaf(leaf: Any, verb: str) -> None:
     if isinstance(leaf, str | bytes) or not _is_array_like(leaf):
         raise TypeError(
             f"{verb} got {shown(leaf)} of type {type(leaf).__name__}; expected arrays or numbers, in any nest of "
-            "dicts, lists and tuples. Leave other values out of the tree."
+            "dicts, lists and tuples." + (call_it(leaf) or " Leave other values out of the tree.")
         )
     if isinstance(leaf, np.ndarray | np.generic):
         refuse_mask(leaf, lambda: f"the value given to {verb} is")

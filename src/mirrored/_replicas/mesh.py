@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import logging
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -16,11 +17,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .. import _env
 from .._errors import ClusterConfigError, DeviceError
+from .._jax import interrupts
 from .._text import shown
 from .._typing import REPLICA_AXIS
 
 _DEVICE_NAME = re.compile(r"/?(?:device:)?(cpu|gpu|tpu|cuda|rocm):(\d+)", re.IGNORECASE | re.ASCII)
 
+_logger = logging.getLogger("mirrored")
+#: Is there when the driver is, also in a container that was given a GPU.
+_NVIDIA_DRIVER = "/proc/driver/nvidia/version"
 #: Virtual CPU devices that a strategy makes at most; each takes threads, and a slip such as "cpu:88888" takes all.
 MAX_CPU_DEVICES = 1024
 
@@ -183,7 +188,10 @@ def resolve_devices(devices: Sequence[Any] | None) -> tuple[jax.Device, ...]:
     """
     if devices is None:
         start_backend(0)
-        return tuple(jax.local_devices())
+        found = tuple(jax.local_devices())
+        if found[0].platform == "cpu" and (cause := _why_no_gpu()):
+            _logger.info("training on the CPU: %s", cause)
+        return found
     wanted = _listed(devices)
     if not wanted:
         raise DeviceError(
@@ -203,6 +211,7 @@ def start_backend(num_cpu_devices: int) -> None:
 
     The size of XLA's CPU thread pool is read once, when the backend starts: docs/design/cpu-rendezvous.md.
     """
+    interrupts.send_ignored_again()
     configured = _configured_cpu_devices()
     if num_cpu_devices > configured and not _set_num_cpu_devices(num_cpu_devices):
         return  # too late; `_find_device` says so for the first device that is missing
@@ -287,12 +296,23 @@ def _missing_device_message(entry: str, platform: str, available: Sequence[jax.D
     message = f"devices contains {entry!r}, but this process has {len(available)} {platform} devices ({have})."
     if platform != "cpu":
         others = ", ".join(f"{d.platform}:{i}" for i, d in enumerate(jax.local_devices()))
-        return f"{message} It has {others}. Leave devices out to use all of the best kind."
+        cause = _why_no_gpu() if platform in ("gpu", "cuda") and not available else ""
+        return f"{message} It has {others}. {cause or 'Leave devices out to use all of the best kind.'}"
     return (
         f"{message} CPU devices are made when JAX starts, and it had started before this strategy was made. "
         "Two ways out: make the strategy before anything else uses JAX (move it above the first jnp call), "
         f"or run the program with JAX_NUM_CPU_DEVICES={num_cpu_devices} in the environment."
     )
+
+
+def _why_no_gpu() -> str:
+    """Say why JAX has no GPU on a machine with a driver of NVIDIA's; nothing on another machine."""
+    if not os.path.exists(_NVIDIA_DRIVER):
+        return ""
+    chosen = jax.config.jax_platforms  # pyrefly: ignore[missing-attribute]
+    if chosen and "cuda" not in chosen and "gpu" not in chosen:
+        return f"This machine has an NVIDIA driver, and JAX_PLATFORMS={chosen} leaves its GPUs out. Unset it."
+    return 'This machine has an NVIDIA driver, and JAX has no CUDA. Write pip install "jax[cuda13]".'
 
 
 def _refuse_duplicates(found: Sequence[jax.Device], wanted: Sequence[Any]) -> None:

@@ -376,7 +376,7 @@ class Strategy:
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#experimental_distribute_dataset
         """
         options = self._checked_input(options, "distribute_dataset")
-        check_dataset(dataset, "distribute_dataset")
+        check_dataset(dataset, "distribute_dataset", options.auto_shard_policy)
         worker = self._input_worker()
         plan = make_plan(adapted(dataset), options.auto_shard_policy, worker, self.num_replicas_in_sync)
         return self._register(DistributedDataset(self._mesh, options, worker, plan))

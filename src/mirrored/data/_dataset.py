@@ -8,13 +8,13 @@ import dataclasses
 import logging
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
 
-from .. import _html
-from .._options import InputOptions
+from .. import _html, _tf_names
+from .._options import AutoShardPolicy, InputOptions
 from .._replicas.mesh import ReplicaMesh
 from .._replicas.per_replica import PerReplica
 from .._text import shown
@@ -28,6 +28,7 @@ from ._sharing.steps import LocalReplicas
 from ._sources import grain
 from ._sources.elements import checked_function
 from ._sources.numpy_dataset import NumpyDataset
+from ._sources.shares import why_share
 from ._sources.single_rows import why_single_rows
 
 _logger = logging.getLogger("mirrored")
@@ -64,6 +65,9 @@ class DistributedDataset:
     def __iter__(self) -> DistributedIterator:
         layout = LocalReplicas(self._mesh.num_replicas, self._worker, self._options.drop_remainder, self._report_dropped)
         return DistributedIterator(self._elements, layout, self._mesh, self._options.prefetch)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise _tf_names.missing("mr.data.DistributedDataset", name)
 
     @property
     def _plan(self) -> Plan:
@@ -167,7 +171,7 @@ def batch_rows(dataset: DistributedDataset) -> int | None:
     return made_of.batch_size if isinstance(made_of, NumpyDataset) and dataset._plan.kind == "DATA" else None
 
 
-def check_dataset(dataset: Any, verb: str) -> None:
+def check_dataset(dataset: Any, verb: str, policy: AutoShardPolicy | str = AutoShardPolicy.AUTO) -> None:
     """Refuse what cannot be iterated as batches, or only once without saying so."""
     batches, size = "global batches", "global_batch_size"
     if verb == "distribute_datasets_from_function":
@@ -196,7 +200,8 @@ def check_dataset(dataset: Any, verb: str) -> None:
         )
     if isinstance(dataset, str | bytes | dict):
         raise TypeError(f"{verb} got {shown(dataset)}; expected an iterable of {batches}.")
-    if reason := why_single_rows(dataset, size):
+    shared_by_user = verb == "distribute_datasets_from_function" or policy is AutoShardPolicy.OFF
+    if reason := why_single_rows(dataset, size) or (None if shared_by_user else why_share(dataset)):
         raise ValueError(f"{verb} expected {batches}, and {type(dataset).__name__} {reason}")
 
 

@@ -7,10 +7,11 @@ import json
 import time
 from collections.abc import Generator
 from types import GeneratorType, TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import jax
 
+from .. import _tf_names
 from .._errors import ContextError
 from .._jax import user_code
 from .._replicas import frames, placement
@@ -69,6 +70,9 @@ class DistributedIterator:
     def element_spec(self) -> PyTree:
         """What each replica gets of a batch: see `DistributedDataset.element_spec`."""
         return self._elements.spec()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise _tf_names.missing("mr.data.DistributedIterator", name)
 
     def __iter__(self) -> Self:
         return self

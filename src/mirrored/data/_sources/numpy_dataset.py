@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
 
+from ... import _tf_names
 from ..._html import outline
 from ..._replicas.arrays import is_numeric
 from ..._replicas.host_memory import empty_rows
@@ -18,7 +19,7 @@ from ..._typing import PyTree
 from .elements import applied, checked_function, spec_of_batch
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class NumpyDataset:
     """A dataset that yields rows in memory as batches, made by `strategy.make_numpy_dataset`.
 
@@ -61,6 +62,9 @@ class NumpyDataset:
             _check_int("seed", self.shuffle_seed, 0, "so that a run can be repeated")
         if self.num_epochs is not None:
             _check_int("num_epochs", self.num_epochs, 1, "the number of passes over the rows")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise _tf_names.missing("mr.data.NumpyDataset", name)
 
     @property
     def num_rows(self) -> int:
@@ -126,12 +130,19 @@ class NumpyDataset:
         """The shapes and dtypes of a batch, in its structure, with None for the number of rows."""
         return spec_of_batch(jax.tree.map(np.asarray, self._sample()))
 
+    def __repr__(self) -> str:
+        rows = jax.tree.map(lambda array: f"{array.dtype}{list(array.shape[1:])}", self.arrays)
+        return f"NumpyDataset({', '.join([f'{self._summary()[0]} of {rows}', *self._summary()[1:]])})"
+
     def _repr_html_(self) -> str:
-        lines = [f"NumpyDataset of {counted(self.num_rows, 'row')}"]
-        lines += [f"batches of {self.batch_size}, as element_spec says"] * (self.batch_size is not None)
+        return outline("NumpyDataset of " + "\n".join(self._summary()))
+
+    def _summary(self) -> list[str]:
+        lines = [counted(self.num_rows, "row")]
+        lines += [f"batches of {self.batch_size}"] * (self.batch_size is not None)
         lines += [f"shuffled with the seed {self.shuffle_seed}"] * (self.shuffle_seed is not None)
         lines += ["repeated without end" if self.num_epochs is None else f"{self.num_epochs} passes"] * (self.num_epochs != 1)
-        return outline("\n".join(lines))
+        return lines
 
     def _sample(self) -> PyTree:
         """Return a batch, without beginning a pass; a function may change it."""
