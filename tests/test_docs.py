@@ -48,7 +48,7 @@ def _case(page: Path) -> object:
     return pytest.param(page, id=name, marks=[pytest.mark.slow] * (name in _SLOW))
 
 
-@pytest.mark.parametrize("page", map(_case, PAGES))
+@pytest.mark.parametrize("page", list(map(_case, PAGES)))
 def test_page_examples(page: Path) -> None:
     """Run a page as a reader does who copies its blocks into a file: in order, in a new process, with nothing before them."""
     for library in re.findall(r"^(?:import|from) (keras|flax|equinox|torch)\b", page.read_text(), re.MULTILINE):

@@ -7,13 +7,13 @@ import enum
 from collections.abc import Callable
 from typing import Any, Literal, Self, TypeAlias, TypeGuard
 
+from . import _tf_names
+
 #: The names of the members below, which are accepted in any case.
 ReduceOpName: TypeAlias = Literal["sum", "mean", "SUM", "MEAN"]
 SynchronizationName: TypeAlias = Literal["auto", "on_write", "on_read", "AUTO", "ON_WRITE", "ON_READ"]
 AggregationName: TypeAlias = Literal["none", "sum", "mean", "only_first_replica", "NONE", "SUM", "MEAN", "ONLY_FIRST_REPLICA"]
 ShardPolicyName: TypeAlias = Literal["auto", "file", "data", "off", "AUTO", "FILE", "DATA", "OFF"]
-
-from . import _tf_names
 
 
 class NamedChoice(enum.Enum):

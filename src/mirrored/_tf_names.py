@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -217,3 +218,19 @@ def missing(owner: str, name: str) -> AttributeError:
     prefix = "experimental_"
     sentence = instead.get(name) or (instead.get(prefix) if name.startswith(prefix) else None)
     return AttributeError(f"{owner} has no attribute {name!r}" + (f". {sentence}" if sentence else ""))
+
+
+def add_aliases(kind: type) -> None:
+    """Give the class of strategies its methods under TensorFlow's older names too."""
+
+    def alias(old: str, new: str) -> Callable[..., Any]:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            warnings.warn(f"strategy.{old} is called strategy.{new} here.", DeprecationWarning, stacklevel=2)
+            return getattr(self, new)(*args, **kwargs)
+
+        method.__name__ = method.__qualname__ = old
+        method.__doc__ = f"Call `{new}`, under its TensorFlow name."
+        return method
+
+    for old, new in ALIASES.items():
+        setattr(kind, old, alias(old, new))

@@ -79,7 +79,8 @@ def is_for_this_call() -> bool:
     """Tell whether all that is being recorded is run by this call, as under an eager scan or cond, and not kept, as under jit."""
     trace = core.trace_ctx.trace
     while trace is not None:
-        if isinstance(trace, DynamicJaxprTrace) and trace.frame.debug_info.traced_for not in _RUN_AT_ONCE:
+        info = trace.frame.debug_info if isinstance(trace, DynamicJaxprTrace) else None
+        if info is not None and info.traced_for not in _RUN_AT_ONCE:
             return False
         trace = getattr(trace, "parent_trace", None)
     return True

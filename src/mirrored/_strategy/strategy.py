@@ -8,7 +8,6 @@ import functools
 import logging
 import operator
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Self, overload
@@ -545,18 +544,4 @@ def _require_untraced(verb: str) -> None:
         )
 
 
-def _add_aliases() -> None:
-    def alias(old: str, new: str) -> Callable[..., Any]:
-        def method(self: Strategy, *args: Any, **kwargs: Any) -> Any:
-            warnings.warn(f"strategy.{old} is called strategy.{new} here.", DeprecationWarning, stacklevel=2)
-            return getattr(self, new)(*args, **kwargs)
-
-        method.__name__ = method.__qualname__ = old
-        method.__doc__ = f"Call `{new}`, under its TensorFlow name."
-        return method
-
-    for old, new in _tf_names.ALIASES.items():
-        setattr(Strategy, old, alias(old, new))
-
-
-_add_aliases()
+_tf_names.add_aliases(Strategy)
