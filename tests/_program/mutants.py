@@ -120,7 +120,7 @@ MUTANTS = [
      SAID + "[sum of shares]"),
     ("_program/proof.py", "said=min(state.said, Said.COMBINED)", "said=state.said",
      REFUSALS + "gradients_that_were_combined_before_are_refused"),
-    ("_program/proof.py", 'if name == "div" and inputs[1].said is Said.WHOLE', "if False", SAID + "[divided by a count]"),
+    ("_program/proof.py", 'if name == "div" and inputs[1].said is not Said.WHOLE:', 'if name == "div":', SAID + "[divided by a count]"),
     ("_program/proof.py", "return ZERO if np.ndim", "return CONSTANT if np.ndim",
      LOSSES + "every_right_form_is_the_update_of_one_device_in_silence[even]"),
     ("_jax/marks.py", "Purpose.TANGENT: Purpose.COTANGENT,", "Purpose.TANGENT: Purpose.TANGENT,",
