@@ -86,6 +86,7 @@ ZERO = State(Sameness.SAME, said=Said.ZERO)
 #: Primitives that add: what one operand says does not hold for the other.
 _SUMS = frozenset({"add", "concatenate", "sub"})
 _KEEP_ZERO = frozenset({"broadcast_in_dim", "convert_element_type", "reshape"})
+_SPECIAL = _SUMS | _KEEP_ZERO | {"add_any", "div"}
 
 
 def varying(origin: str) -> State:
@@ -209,14 +210,16 @@ class _Pass:
         name = equation.primitive.name
         inside = list(jaxprs.inside(equation))
         self.refuse_collectives(equation, inside)
-        state = join(inputs).saying(_said(name, inputs))
+        state = join(inputs)
+        if name in _SPECIAL:
+            state = state.saying(_said(name, inputs))
         if not state.is_mirrored:
             return state
         if name in PURE and all(map(jaxprs.is_plain, inside)):
             return state
         if all(0 in getattr(atom.aval, "shape", (1,)) for atom in equation.outvars):
             return state  # nothing can differ in arrays without elements, such as `jnp.empty((0,))`
-        return varying(f"`{name}` at {self.line(equation)}, whose results the proof knows nothing about")
+        return varying(f"`{name}` at {self.line(equation)}, whose results the proof knows nothing about").saying(state.said)
 
     def refuse_collectives(self, equation: Any, inside: Sequence[Any]) -> None:
         """Refuse collectives inside a construct of which the pass does not know when it runs what is inside."""
@@ -317,16 +320,15 @@ def _of_literal(literal: Any) -> State:
 
 
 def _said(name: str, inputs: Sequence[State]) -> Said:
-    """Return what is said of the result of a primitive."""
+    """Return what is said of the result of a primitive that is no product."""
     if name in _SUMS:
         return _lowest(inputs, above=Said.CONSTANT)
     if name == "add_any":  # adds up derivatives, of which a constant is one too
         return _lowest(inputs, above=Said.ZERO)
-    if name in _KEEP_ZERO and inputs[0].said is Said.ZERO:
-        return Said.ZERO
-    if name == "div" and inputs[1].said is Said.WHOLE:
-        return inputs[0].said  # what is divided by a number of all rows is not multiplied by it
-    return join(inputs).said
+    first = inputs[0].said if inputs else Said.CONSTANT
+    if name == "div" and inputs[1].said is not Said.WHOLE:  # what is divided by a number of all rows is not multiplied by it
+        return max(first, inputs[1].said, Said.CONSTANT)
+    return first
 
 
 def _lowest(states: Sequence[State], above: Said) -> Said:
