@@ -77,10 +77,9 @@ _RUN_AT_ONCE = frozenset({"scan", "cond", "switch", "while_cond", "while_body", 
 
 def is_for_this_call() -> bool:
     """Tell whether all that is being recorded is run by this call, as under an eager scan or cond, and not kept, as under jit."""
-    trace = core.trace_ctx.trace
+    trace: Any = core.trace_ctx.trace
     while trace is not None:
-        info = trace.frame.debug_info if isinstance(trace, DynamicJaxprTrace) else None
-        if info is not None and info.traced_for not in _RUN_AT_ONCE:
+        if isinstance(trace, DynamicJaxprTrace) and getattr(trace.frame.debug_info, "traced_for", "") not in _RUN_AT_ONCE:
             return False
         trace = getattr(trace, "parent_trace", None)
     return True

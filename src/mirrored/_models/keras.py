@@ -14,8 +14,7 @@ from typing import Any
 from .._errors import ContextError
 from .._jax import user_code
 from .._replicas.mesh import ReplicaMesh
-from . import keras_fit, keras_parts
-from .keras_layers import replace, replace_methods
+from . import keras_fit, keras_layers, keras_parts
 from .keras_scope import VariableScope, search
 from .keras_variables import UndiscoveredError, claim, scope_mesh
 
@@ -31,13 +30,33 @@ def prepare() -> ModuleType | None:
     return keras
 
 
+def _replaced(keras: ModuleType) -> Iterator[tuple[type, str, Callable[..., Any]]]:
+    """Yield what is replaced in Keras: the class, the name of its method, and ours, which is given the old one first.
+
+    Each does what the old one does for a model or variable of no strategy, and, but for those of `fit`, outside of steps.
+    """
+    yield keras.Variable, "__init__", _init_variable
+    if keras.config.backend() != "jax":
+        return
+    yield keras.layers.BatchNormalization, keras_parts.MOMENTS, keras_layers.moments
+    yield keras.random.SeedGenerator, "next", keras_layers.next_seed
+    yield keras.optimizers.Optimizer, "apply", keras_layers.apply
+    yield keras.optimizers.LossScaleOptimizer, "apply", keras_layers.apply_scaled
+    yield keras.Model, "__init__", keras_fit.init_model
+    yield keras.Model, "make_train_function", keras_fit.make_function
+    yield keras.Model, "make_test_function", keras_fit.make_function
+    yield keras.Model, "make_predict_function", keras_fit.make_function
+    yield keras.Model, keras_parts.BUILD, keras_fit.build_quietly
+    yield keras.Model, "fit", keras_fit.with_dataset
+    yield keras.Model, "evaluate", keras_fit.with_dataset
+    yield keras.Model, "predict", keras_fit.with_dataset
+
+
 @functools.cache
 def _prepare(keras: ModuleType) -> None:
     user_code.leave_out(keras)
-    replace(keras.Variable, "__init__", _init_variable)
-    if keras.config.backend() == "jax":
-        replace_methods(keras)
-        keras_fit.replace_methods(keras)
+    for owner, name, method in _replaced(keras):
+        keras_layers.replace(owner, name, method)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,6 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -25,24 +24,12 @@ from .._text import numbered
 from .._variables.variable import spec_of
 from ..data._dataset import DistributedDataset, mesh_of
 from . import keras_parts
-from .keras_layers import replace
 from .keras_variables import adopt, ours_of, scope_mesh
 
 #: In whose scope models were made that have no variables yet.
 _made_on: weakref.WeakKeyDictionary[Any, ReplicaMesh] = weakref.WeakKeyDictionary()
 #: The models that were fitted, evaluated or asked for predictions, with their devices.
 _run_on: weakref.WeakKeyDictionary[Any, ReplicaMesh] = weakref.WeakKeyDictionary()
-
-
-def replace_methods(keras: ModuleType) -> None:
-    """Let `fit` and its kin know about strategies; for a model of no strategy they do what they did."""
-    replace(keras.Model, "__init__", _init_model)
-    for kind in ("train", "test", "predict"):
-        replace(keras.Model, f"make_{kind}_function", functools.partial(_make_function, keras, f"{kind}_function"))
-    replace(keras.Model, keras_parts.BUILD, _build_quietly)
-    replace(keras.Model, "fit", functools.partial(_with_dataset, keras))
-    replace(keras.Model, "evaluate", functools.partial(_with_dataset, keras))
-    replace(keras.Model, "predict", functools.partial(_with_dataset, keras))
 
 
 def describe(mesh: ReplicaMesh) -> list[str]:
@@ -55,7 +42,8 @@ def describe(mesh: ReplicaMesh) -> list[str]:
 # -- where a model is
 
 
-def _init_model(old: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
+def init_model(old: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
+    """Make a model; note in whose scope."""
     mesh = scope_mesh()
     if mesh is not None:
         _made_on[model] = mesh
@@ -83,18 +71,17 @@ def _variables_of(model: Any) -> list[Any]:
 # -- the functions that Keras compiles
 
 
-def _make_function(
-    keras: ModuleType, name: str, old: Callable[..., Any], model: Any, force: bool = False
-) -> Callable[..., Any] | None:
+def make_function(old: Callable[..., Any], model: Any, force: bool = False) -> Callable[..., Any] | None:
     """Make the function that `fit` calls with the state and the batches, so that both lie on all devices."""
     mesh = _mesh_of(model)
     if mesh is None:
         return old(model, force)
     for variable in _variables_of(model):  # those that were made outside of the scope, such as the slots of an optimizer
         adopt(variable, mesh)
+    name = old.__name__.removeprefix("make_")
     known = getattr(model, name)
     if force or not isinstance(known, _OnAll) or known.mesh != mesh:
-        with _distribution(keras, mesh).scope():  # so that Keras names the placement of the new state
+        with _distribution(mesh).scope():  # so that Keras names the placement of the new state
             old(model, True)
         setattr(model, name, _OnAll(mesh, getattr(model, name), kind=name.removesuffix("_function")))
         _run_on[model] = mesh
@@ -145,7 +132,8 @@ def _warn_of_whole_batches(mesh: ReplicaMesh, batch: Any) -> None:
 
 
 @functools.cache
-def _distribution(keras: ModuleType, mesh: ReplicaMesh) -> Any:
+def _distribution(mesh: ReplicaMesh) -> Any:
+    keras: Any = keras_parts.loaded()
     devices = keras.distribution.DeviceMesh((len(mesh.devices),), [mesh.axis], list(mesh.devices))
     return keras.distribution.DataParallel(device_mesh=devices, auto_shard_dataset=False)
 
@@ -189,7 +177,7 @@ def _refuse_batch(position: int, workers: Sequence[int]) -> None:
 # -- distributed datasets
 
 
-def _build_quietly(old: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
+def build_quietly(old: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
     """Build a model without JAX's warning that int64 labels, which Keras names as they are, will be int32."""
     with warnings.catch_warnings():
         if _mesh_of(model) is not None:
@@ -197,7 +185,7 @@ def _build_quietly(old: Callable[..., None], model: Any, *args: Any, **kwargs: A
         old(model, *args, **kwargs)
 
 
-def _with_dataset(keras: ModuleType, old: Callable[..., Any], model: Any, x: Any = None, *args: Any, **kwargs: Any) -> Any:
+def with_dataset(old: Callable[..., Any], model: Any, x: Any = None, *args: Any, **kwargs: Any) -> Any:
     """Call `fit`, `evaluate` or `predict` so that distributed datasets are understood, and that all workers shuffle alike."""
     mesh = _mesh_of(model)
     if isinstance(x, DistributedDataset):
@@ -207,21 +195,21 @@ def _with_dataset(keras: ModuleType, old: Callable[..., Any], model: Any, x: Any
                 f"{old.__name__} got a distributed dataset and {' and '.join(unused) or 'positional arguments'}; expected the "
                 "dataset alone, which yields (x, y) or (x, y, sample_weight). Pass other arguments by their names."
             )
-        x = _adapted(keras, x, mesh, model)
+        x = _adapted(x, mesh, model)
     if isinstance(kwargs.get("validation_data"), DistributedDataset):
-        kwargs["validation_data"] = _adapted(keras, kwargs["validation_data"], mesh, model)
+        kwargs["validation_data"] = _adapted(kwargs["validation_data"], mesh, model)
     if mesh is not None and not mesh.is_alone and old.__name__ == "fit":  # Keras shuffles by numpy's numbers
         np.random.seed(int(placement.mirror(mesh, [np.random.randint(2**31, dtype=np.int32)])[0]))
     return old(model, x, *args, **kwargs)
 
 
-def _adapted(keras: ModuleType, dataset: DistributedDataset, mesh: ReplicaMesh | None, model: Any) -> Any:
+def _adapted(dataset: DistributedDataset, mesh: ReplicaMesh | None, model: Any) -> Any:
     if mesh != mesh_of(dataset):
         raise StrategyMismatchError(
             f"the dataset was distributed over {mesh_of(dataset)}, but the Keras model {model.name!r} "
             + ("belongs to no strategy. Make it in `with strategy.scope():`." if mesh is None else f"lives on {mesh}.")
         )
-    return _adapter_class(keras_parts.adapter_base(keras))(dataset)
+    return _adapter_class(keras_parts.adapter_base())(dataset)
 
 
 class BatchAdapter:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -20,14 +19,6 @@ from .._replicas.collectives import ReplicaAxis
 from .._replicas.context import ReplicaContext, axis_of
 from . import keras_parts
 from .keras_variables import UndiscoveredError, is_update, scope_mesh, update
-
-
-def replace_methods(keras: ModuleType) -> None:
-    """Let the layers and optimizers of Keras know about replicas; outside a step they do what they did."""
-    replace(keras.layers.BatchNormalization, keras_parts.MOMENTS, _moments)
-    replace(keras.random.SeedGenerator, "next", _next_seed)
-    replace(keras.optimizers.Optimizer, "apply", _apply)
-    replace(keras.optimizers.LossScaleOptimizer, "apply", _apply_scaled)
 
 
 def replace(owner: type, name: str, method: Callable[..., Any]) -> None:
@@ -49,7 +40,7 @@ def _replica() -> ReplicaContext | None:
 # -- normalization and random numbers
 
 
-def _moments(old: Callable[..., Any], layer: Any, inputs: Any, mask: Any) -> Any:
+def moments(old: Callable[..., Any], layer: Any, inputs: Any, mask: Any) -> Any:
     """Compute the mean and the variance of the global batch, of which each replica has some rows, or none."""
     replica = _replica()
     if replica is None:
@@ -75,7 +66,7 @@ def _global_moments(axis: ReplicaAxis, x: jax.Array, mask: Any, axes: tuple[int,
     return mean, jnp.sum(squares + counts * (means - mean) ** 2, 0) / total
 
 
-def _next_seed(old: Callable[..., Any], generator: Any, *args: Any, **kwargs: Any) -> Any:
+def next_seed(old: Callable[..., Any], generator: Any, *args: Any, **kwargs: Any) -> Any:
     """Return a seed that differs by replica, and is that of one device on the first; the generator's state is the same on all."""
     seed, replica = old(generator, *args, **kwargs), _replica()
     if replica is None:
@@ -87,7 +78,7 @@ def _next_seed(old: Callable[..., Any], generator: Any, *args: Any, **kwargs: An
 # -- optimizers
 
 
-def _apply(old: Callable[..., Any], optimizer: Any, grads: Sequence[Any], trainable_variables: Any = None) -> None:
+def apply(old: Callable[..., Any], optimizer: Any, grads: Sequence[Any], trainable_variables: Any = None) -> None:
     """Sum the gradients over the replicas, and update the variables."""
     replica = _replica()
     if replica is None or is_update():  # an optimizer inside of another gets sums
@@ -99,7 +90,7 @@ def _apply(old: Callable[..., Any], optimizer: Any, grads: Sequence[Any], traina
         return old(optimizer, summed, variables)
 
 
-def _apply_scaled(old: Callable[..., Any], optimizer: Any, grads: Sequence[Any], trainable_variables: Any = None) -> None:
+def apply_scaled(old: Callable[..., Any], optimizer: Any, grads: Sequence[Any], trainable_variables: Any = None) -> None:
     """Do the same for an optimizer that looks whether all gradients are finite, through its method without side effects.
 
     Its other method assigns inside the branches of a `cond`, which no trace of JAX survives.

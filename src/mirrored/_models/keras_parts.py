@@ -49,6 +49,6 @@ reduction_axes_of: Callable[[Any], Sequence[int]] = operator.attrgetter("_reduct
 trained_by: Callable[[Any], list[Any]] = operator.attrgetter("_trainable_variables")
 
 
-def adapter_base(keras: ModuleType) -> type:
+def adapter_base() -> type:
     """Return the class of what `fit` takes batches from; an object of it is taken as it is."""
-    return keras.src.trainers.data_adapters.data_adapter.DataAdapter
+    return sys.modules["keras"].src.trainers.data_adapters.data_adapter.DataAdapter
