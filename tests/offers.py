@@ -101,8 +101,8 @@ OFFERS = {
     "_strategy": """
         adding_up.ops_of current.DefaultStrategy current.get_replica_context current.get_strategy current.has_strategy
         strategies.MirroredStrategy strategies.MultiWorkerMirroredStrategy strategies.OneDeviceStrategy
-        strategy.Strategy strategy.coordination_of strategy.datasets_of strategy.joint_strategy
-        strategy.mesh_of_strategy strategy.programs_of strategy.spent_in strategy.variables_of values.ValueContext
+        strategy.Strategy values.ValueContext strategy.coordination_of strategy.datasets_of strategy.joint_strategy
+        strategy.mesh_of_strategy strategy.programs_of strategy.spent_in strategy.variables_of
     """,
     "_checkpoint": """
         checkpoint.Checkpoint export.export preemption.PreemptionHandler

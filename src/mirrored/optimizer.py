@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -124,7 +124,6 @@ class Optimizer:
         """
         return self._iterations
 
-    @user_code.shorten_errors
     def minimize(self, loss: Callable[[], Any], var_list: PyTree = None, **options: Any) -> jax.Array:
         """Differentiate a loss, update the variables with its gradients, and return its value.
 
@@ -299,8 +298,10 @@ class Optimizer:
     def _as_tree(self, leaves: list[Any]) -> PyTree:
         return jax.tree.unflatten(self._treedef, leaves)
 
-    def __getattr__(self, name: str) -> NoReturn:
-        raise _tf_names.missing("mr.Optimizer", name)
+    if not TYPE_CHECKING:  # so that type checkers find misspelt names
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise _tf_names.missing("mr.Optimizer", name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if _tf_names.is_told("mr.Optimizer", name):  # else a learning rate would be set that nobody reads
@@ -325,13 +326,12 @@ def _gradient_tree(gradients: PyTree) -> PyTree:
 
 def _as_pairs(grads: Any) -> list[tuple[Any, Variable]] | None:
     """Return the pairs of `zip(grads, variables)`, given as an iterator or a list; None for a tree."""
-    is_iterator = isinstance(grads, Iterator)
-    pairs = list(grads) if is_iterator else grads
+    pairs = list(grads) if isinstance(grads, Iterator) else grads
     if isinstance(pairs, list):
         pairs = [(pair[0], own_variable(pair[1])) if isinstance(pair, tuple) and len(pair) == 2 else pair for pair in pairs]
     if isinstance(pairs, list) and pairs and all(map(_is_pair, pairs)):
         return pairs
-    if is_iterator:
+    if isinstance(grads, Iterator):
         raise TypeError(f"apply_gradients got an iterator of {shown(pairs)}; expected pairs, as of zip(grads, variables).")
     return None
 

@@ -301,7 +301,8 @@ def _named(function: Any) -> Iterator[tuple[str, Any]]:
         return
     names = set(_names_in(function.__code__))
     values = {name: function.__globals__[name] for name in names & function.__globals__.keys()}
-    values |= inspect.getclosurevars(function).nonlocals | ({} if owner is None else {"self": owner})
+    values |= inspect.getclosurevars(function).nonlocals
+    values |= {} if owner is None else {"self": owner}
     for name, value in values.items():
         yield name, value
         has_attributes = type(value).__dictoffset__ and not isinstance(value, types.ModuleType)
