@@ -121,7 +121,7 @@ class Steps:
         if program is None:
             with silenced() if is_eager.get() else contextlib.nullcontext():
                 program, call = self._made(call, frame_with, may_pass)
-            if not frames.is_traced():
+            if not frames.is_traced() and not is_eager.get():
                 lift.warn_of_leaks(call.function)
             if not any(isinstance(constant, jax.core.Tracer) for constant in program.constants):
                 self.programs.add(call.keyed_again(), program, also=program.lifted.variables)
