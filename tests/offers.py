@@ -20,9 +20,9 @@ OFFERS = {
         tracing.is_for_this_call tracing.is_mapped_over tracing.is_staging tracing.is_wide tracing.keeps_a_mesh
         tracing.key_kind tracing.lowered tracing.own_axes_first tracing.placeholder tracing.room_for
         tracing.separate_caches tracing.settings tracing.trace tracing.trace_state tracing.traced tracing.untraced
-        user_code.equation_line user_code.leave_out user_code.line_of user_code.raising_line user_code.shorten_errors
-        user_code.show_users_lines user_code.user_line user_code.user_stacklevel user_code.warn user_code.warned
-        versions.warn_if_untried ways.Way ways.path_of ways.way_of
+        user_code.equation_line user_code.hide_lines user_code.leave_out user_code.line_of user_code.raising_line
+        user_code.shorten_errors user_code.show_users_lines user_code.user_line user_code.user_stacklevel
+        user_code.warn user_code.warned versions.warn_if_untried ways.Way ways.path_of ways.way_of
     """,
     "_cluster": """
         environments.SOURCES meeting.Meeting meeting.meet resolvers.ClusterResolver

@@ -139,6 +139,12 @@ def test_the_pods_of_the_jobset_find_each_other() -> None:
     assert _is_right_container(pod, "worker") and pod["restartPolicy"] == "Never"
     [rule] = job["podFailurePolicy"]["rules"]
     assert rule["onExitCodes"] == {"containerName": container["name"], "operator": "In", "values": [76]}
+    _require_workers(job, f"{name}-{replicated['name']}-0-0.{name}")
+
+
+def _require_workers(job: Any, worker_0: str) -> None:
+    """Find the cluster that the environment of each pod of an indexed Job describes."""
+    [container] = job["template"]["spec"]["containers"]
     for i in range(job["completions"]):
         index = {"metadata.annotations['batch.kubernetes.io/job-completion-index']": str(i)}
         environment = {
@@ -148,7 +154,43 @@ def test_the_pods_of_the_jobset_find_each_other() -> None:
         cluster = _found(
             environment | {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": str(i)}, job["completions"], i
         )
-        assert cluster.coordinator_address == f"{name}-{replicated['name']}-0-0.{name}:{container['ports'][0]['containerPort']}"
+        assert cluster.coordinator_address == f"{worker_0}:{container['ports'][0]['containerPort']}"
+
+
+def test_an_indexed_job_with_a_headless_service_and_the_image_of_the_dockerfile() -> None:
+    yaml = pytest.importorskip("yaml")
+    claim, service, job = yaml.safe_load_all((CLUSTERS / "job.yaml").read_text())
+    assert [thing["kind"] for thing in (claim, service, job)] == ["PersistentVolumeClaim", "Service", "Job"]
+    spec, name = job["spec"], job["metadata"]["name"]
+    pod = spec["template"]["spec"]
+    assert (
+        spec["completionMode"] == "Indexed" and spec["completions"] == spec["parallelism"] and pod["restartPolicy"] == "OnFailure"
+    )
+    assert service["spec"]["clusterIP"] == "None" and service["spec"]["publishNotReadyAddresses"]
+    assert service["spec"]["selector"] == {"job-name": name} and pod["subdomain"] == service["metadata"]["name"]
+    assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    assert _is_right_container(pod, "worker")
+    _require_workers(spec, f"{name}-0.{pod['subdomain']}")
+    image = f"docker build -t {pod['containers'][0]['image']} --build-arg EXTRA="
+    assert image in (CLUSTERS / "job.yaml").read_text()
+
+
+def test_the_image_and_the_environment_of_conda_have_what_is_tried() -> None:
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    [base] = [line for line in lines if line.startswith("FROM ")]
+    tried = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
+    assert base == f"FROM python:{tried[-1]}-slim" and 'CMD ["make", "demo"]' in lines and "ARG EXTRA" in "".join(lines)
+    environment = pytest.importorskip("yaml").safe_load((ROOT / "environment.yml").read_text())
+    python, pip, of_pip = environment["dependencies"]
+    assert (environment["name"], python, pip) == ("mirrored", f"python={tried[-1]}", "pip")
+    assert of_pip == {"pip": ["-r requirements.lock", "--editable ."]}
+
+
+def test_one_form_of_words_for_installing() -> None:
+    """No page and no message names a package `mirrored` of an index: whoever took the name there would be installed."""
+    texts = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "src").rglob("*.py"), *CLUSTERS.iterdir()]
+    lines = [line for path in texts if path.is_file() for line in path.read_text().splitlines() if "pip install" in line]
+    assert len(lines) > 10 and [line for line in lines if re.search(r"pip install [^`]*\bmirrored\b(?!'s)", line)] == []
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments; by default those of this process.
 
     Returns:
-        The exit code: docs/launch.md has the table.
+        The exit code.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments[0] if arguments else ""
@@ -201,7 +201,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         usage="mirrored launch -n N [options] script.py args...\n       mirrored launch -n N [options] -m module args...",
         description="Start N workers on this host, pass on their output line by line, and start all of them again from their "
         "last checkpoint when one fails.",
-        epilog="Exit codes, signals and several hosts: docs/launch.md.",
+        epilog="Exit codes: 75 and 143 (preempted, and saved): start again; 76: starting again would not help; 130: "
+        "Ctrl-C; else the program's own. Several hosts: the same on each, with --nnodes, --node-rank and --coordinator.",
         allow_abbrev=False,
     )
     add = parser.add_argument

@@ -120,7 +120,6 @@ class Optimizer:
         """
         return self._iterations
 
-    @user_code.shorten_errors
     def minimize(self, loss: Callable[[], Any], var_list: PyTree = None, **options: Any) -> jax.Array:
         """Differentiate a loss, update the variables with its gradients, and return its value.
 
@@ -324,13 +323,12 @@ def _gradient_tree(gradients: PyTree) -> PyTree:
 
 def _as_pairs(grads: Any) -> list[tuple[Any, Variable]] | None:
     """Return the pairs of `zip(grads, variables)`, given as an iterator or a list; None for a tree."""
-    is_iterator = isinstance(grads, Iterator)
-    pairs = list(grads) if is_iterator else grads
+    pairs = list(grads) if isinstance(grads, Iterator) else grads
     if isinstance(pairs, list):
         pairs = [(pair[0], own_variable(pair[1])) if isinstance(pair, tuple) and len(pair) == 2 else pair for pair in pairs]
     if isinstance(pairs, list) and pairs and all(map(_is_pair, pairs)):
         return pairs
-    if is_iterator:
+    if isinstance(grads, Iterator):
         raise TypeError(f"apply_gradients got an iterator of {shown(pairs)}; expected pairs, as of zip(grads, variables).")
     return None
 

@@ -131,6 +131,21 @@ def test_a_public_function_shows_the_users_lines_only():
     assert lines_of(caught.value)[-1] == "check_dataset"
 
 
+def test_in_a_notebook_a_per_replica_that_jax_was_given_hides_jaxs_lines():
+    strategy = mr.MirroredStrategy(["cpu:0", "cpu:1"])
+    x = strategy.distribute_values_from_function(lambda ctx: np.ones(2))
+
+    def shown():
+        with pytest.raises(mr.PerReplicaError) as caught:
+            jnp.sum(x)
+        frames = [frame for frame, _ in traceback.walk_tb(caught.value.__traceback__)]
+        return [frame.f_code.co_name for frame in frames if not frame.f_locals.get("__tracebackhide__")]
+
+    assert shown() == ["shown"]
+    with jax_config("jax_traceback_filtering", "off"):
+        assert shown()[-1] == "__jax_array__"
+
+
 def test_what_shows_the_users_lines_keeps_its_signature_and_its_result():
     assert list(inspect.signature(mr.Strategy.reduce).parameters) == ["self", "reduce_op", "value", "axis"]
     assert mr.Strategy.reduce.__name__ == "reduce" and "Combine a value" in mr.Strategy.reduce.__doc__

@@ -98,7 +98,7 @@ def missing(package, use):
     try:
         use()
     except ImportError as error:
-        assert str(error) == f"mr.data needs {package}, which is not installed: pip install 'mirrored[data]'.", error
+        assert str(error) == f"mr.data needs {package}, which is not installed: pip install grain google-crc32c protobuf.", error
     else:
         raise AssertionError(package)
     del sys.modules[package]

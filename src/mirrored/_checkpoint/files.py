@@ -69,7 +69,7 @@ def orbax() -> Any:
         return importlib.import_module("orbax.checkpoint")
     except ImportError as error:
         raise ImportError(
-            "mr.Checkpoint needs orbax-checkpoint, which is not installed: pip install '.[checkpoint]' in mirrored's repository."
+            "mr.Checkpoint needs orbax-checkpoint, which is not installed: pip install orbax-checkpoint."
         ) from error
 
 

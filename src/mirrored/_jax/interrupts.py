@@ -32,7 +32,7 @@ class _Hook:
         if not is_interrupt or threading.current_thread() is not threading.main_thread() or sys.is_finalizing():
             self._other(unraisable)
             return
-        callback = unraisable.object if unraisable.object in gc.callbacks else None
+        callback = next((callback for callback in gc.callbacks if callback is unraisable.object), None)
         if callback is not None:
             gc.callbacks.remove(callback)  # else it may be there again when the signal comes
         threading.Thread(target=_send, args=(callback,), name="mirrored: Ctrl-C again", daemon=True).start()

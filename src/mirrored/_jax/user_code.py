@@ -94,6 +94,14 @@ def shorten_errors(verb: Callable[P, T]) -> Callable[P, T]:
     return shortened
 
 
+def hide_lines() -> None:
+    """Let IPython and pytest leave out the frames that are running, down to the user's: an error passes through JAX alone."""
+    frame = sys._getframe(1) if jax.config.jax_traceback_filtering != "off" else None
+    while frame is not None and frame.f_code.co_filename.startswith(_not_user_code):
+        frame.f_locals["__tracebackhide__"] = True
+        frame = frame.f_back
+
+
 def show_users_lines(error: BaseException) -> None:
     """Leave only the user's lines in the traceback of an exception, and of those that it comes from; `raise` it afterwards.
 

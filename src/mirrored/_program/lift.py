@@ -281,12 +281,19 @@ def warn_of_leaks(function: Any) -> None:
     Only the last element of a list and the last value of a dict are looked at.
     """
     for name, value in _named(function):
-        last = value[-1:] if isinstance(value, list) else list(value.values())[-1:] if isinstance(value, dict) else [value]
-        if any(isinstance(part, jax.core.Tracer) for part in jax.tree.leaves(last, is_leaf=is_variable)):
+        if _ends_with_traced(value):
             user_code.warn(
                 f"the step has put an array into `{name}`. It is traced once and then run, so what it puts there has no value. "
                 f"Return the array: x = strategy.run(step), and put x into `{name}` outside."
             )
+
+
+def _ends_with_traced(value: Any) -> bool:
+    if isinstance(value, dict):
+        return _ends_with_traced(next(reversed(value.values()), None))
+    if isinstance(value, list | tuple):
+        return bool(value) and _ends_with_traced(value[-1])
+    return isinstance(value, jax.core.Tracer)
 
 
 def _named(function: Any) -> Iterator[tuple[str, Any]]:

@@ -9,39 +9,37 @@ from .._jax import complaints, user_code
 from .._typing import REPLICA_AXIS
 from .._variables.variable import Variable
 
-_NO_VALUE = (
-    "The code is traced once and compiled for all steps and replicas: while it runs, an array in it has a shape and a dtype, and "
-    "no value yet. "
-)
-_LOOK = "To look at the value: jax.debug.print('{}', x)."
+_NO_VALUE = "A step is traced once and compiled: its arrays have no values yet. jax.debug.print('{}', x) shows them."
 #: Methods and attributes that TensorFlow's or torch's arrays have, and what to write instead.
 _NOT_OF_ARRAYS = {
-    "numpy": f"{_NO_VALUE}Return the array from the step, and write np.asarray(result) outside. {_LOOK}",
+    "numpy": f"Return the array from the step, and write np.asarray(result) outside. {_NO_VALUE}",
     "backward": "Write loss, gradients = mr.value_and_grad(loss_fn, variables)(); optimizer.apply_gradients(gradients).",
     "grad": "Write gradients = mr.grad(loss_fn, variables)().",
     "detach": "Write jax.lax.stop_gradient(x).",
     **dict.fromkeys(("cpu", "cuda", "to"), "Leave it out: each replica's arrays are on its device; x.astype changes the dtype."),
 }
-#: What to write instead, by what wanted the value.
-_INSTEAD: dict[type[Exception], str] = {
+#: The line to write instead, by what wanted the value, and what it takes the place of.
+_INSTEAD: dict[type[Exception], tuple[str, str]] = {
     jax.errors.TracerBoolConversionError: (
-        "`if`, `while`, `and`, `or`, `not` and `assert` need one. Choose with jnp.where(condition, a, b) or "
-        "mr.cond(condition, make_a, make_b), join conditions with &, | and ~, repeat with mr.fori_loop or jax.lax.while_loop. "
+        "jnp.where(condition, a, b), or mr.cond(condition, make_a, make_b)",
+        "in place of `if`, `and`, `or`, `not` and `assert`, join conditions with &, | and ~, and repeat with mr.fori_loop or "
+        "jax.lax.while_loop in place of `while`.",
     ),
     jax.errors.TracerArrayConversionError: (
-        "np.asarray, variable.numpy() and all functions of numpy need one. Write the function of jax.numpy, such as jnp.mean for "
-        "np.mean; or return the array from the step, and call np.asarray(result) outside. "
+        "jnp.mean for np.mean, or np.asarray(result) outside of the step",
+        "because np.asarray, variable.numpy() and all functions of numpy need values.",
     ),
     jax.errors.TracerIntegerConversionError: (
-        "range(), sizes, and the items of lists need one. Index an array instead: jnp.asarray(items)[i]; repeat with "
-        "mr.fori_loop(0, n, body, init). "
+        "jnp.asarray(items)[i], or mr.fori_loop(0, n, body, init)",
+        "because range(), sizes, and the items of lists need Python's ints.",
     ),
     jax.errors.NonConcreteBooleanIndexError: (
-        "The mask in x[mask] needs one, because it says how long the result is. Keep the shape: jnp.where(mask, x, 0). "
+        "jnp.where(mask, x, 0)",
+        "in place of x[mask], of which nobody knows yet how long it is.",
     ),
     jax.errors.ConcretizationTypeError: (
-        "float(), int(), x.item(), x.tolist() and shapes need one. Return the array from the step, and call float(result) "
-        "outside; another dtype is x.astype(jnp.int32). "
+        "float(result) outside of the step, which returns the array",
+        "because float(), int(), x.item(), x.tolist() and shapes need values; another dtype is x.astype(jnp.int32).",
     ),
 }
 
@@ -62,10 +60,10 @@ def _explanation(error: Exception, where: str, knows_id: bool) -> Exception | No
     if isinstance(error, complaints.NEEDS_A_VALUE):
         if knows_id:
             return OneProgramError(_one_program_message(where))
-        instead = next(text for kind, text in _INSTEAD.items() if isinstance(error, kind))
-        return OneProgramError(f"Python needed the value of an array, at {where}. {_NO_VALUE}{instead}{_LOOK}")
+        line, rest = next(texts for kind, texts in _INSTEAD.items() if isinstance(error, kind))
+        return OneProgramError(f"Python needed the value of an array, at {where}. Write\n    {line}\n{rest} {_NO_VALUE}")
     if complaints.is_formatted(error):
-        return OneProgramError(f"Python was to write an array in a format, at {where}. {_NO_VALUE}{_LOOK}")
+        return OneProgramError(f"Python was to write an array in a format, at {where}. {_NO_VALUE}")
     if (name := complaints.missing_attribute(error)) in _NOT_OF_ARRAYS:
         return AttributeError(f"an array has no attribute {name!r}, at {where}. {_NOT_OF_ARRAYS[name]}")
     if complaints.is_unpacked_function(error):
@@ -121,10 +119,9 @@ def _axis_message(axis: str, where: str) -> str:
 
 def _one_program_message(where: str) -> str:
     return (
-        f"Python needed the value of something that differs by replica, at {where}. "
-        "All replicas run one program, so "
-        "replica_id_in_sync_group is not known while it is traced, and `if ctx.replica_id_in_sync_group == 0:` cannot "
-        "choose. To compute a different value on one replica: jnp.where(ctx.replica_id_in_sync_group == 0, a, b), or "
-        "jax.lax.cond(ctx.replica_id_in_sync_group == 0, make_a, make_b). To set a variable on all replicas: assign it "
-        "outside strategy.run, variable.assign(value). To take replica 0's value: aggregation='only_first_replica'."
+        f"Python needed the value of something that differs by replica, at {where}. Write\n"
+        "    jnp.where(ctx.replica_id_in_sync_group == 0, a, b)\n"
+        "or jax.lax.cond(ctx.replica_id_in_sync_group == 0, make_a, make_b) in place of `if ctx.replica_id_in_sync_group == 0:`. "
+        "All replicas run one program, which is traced once and for all of them. variable.assign(value) outside of strategy.run "
+        "sets a variable on all replicas; aggregation='only_first_replica' takes replica 0's value."
     )

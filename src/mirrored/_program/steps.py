@@ -110,7 +110,7 @@ class Steps:
         if program is None:
             with silenced() if is_eager.get() else contextlib.nullcontext():
                 program = _make_program(mesh, call, frame_with)
-            if not frames.is_traced():
+            if not frames.is_traced() and not is_eager.get():
                 lift.warn_of_leaks(call.function)
             if not any(isinstance(constant, jax.core.Tracer) for constant in program.constants):
                 before = self.programs.add(call.keyed_again(), program, program.lifted.variables)

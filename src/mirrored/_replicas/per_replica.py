@@ -11,6 +11,7 @@ import numpy as np
 
 from .. import _html
 from .._errors import PerReplicaError
+from .._jax import user_code
 from .._typing import PyTree, Shape
 
 _WAYS_OUT = """it has one value for each replica. Write one of
@@ -152,6 +153,7 @@ class PerReplica:
         return PerReplicaError(f"PerReplica does not support {operation} (shape {self.shape}): {_WAYS_OUT}")
 
     def __jax_array__(self) -> NoReturn:
+        user_code.hide_lines()
         raise self._refused("use as one array")
 
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:

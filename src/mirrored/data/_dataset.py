@@ -8,7 +8,7 @@ import dataclasses
 import logging
 import operator
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 import numpy as np
@@ -66,8 +66,10 @@ class DistributedDataset:
         layout = LocalReplicas(self._mesh.num_replicas, self._worker, self._options.drop_remainder, self._report_dropped)
         return DistributedIterator(self._elements, layout, self._mesh, self._options.prefetch)
 
-    def __getattr__(self, name: str) -> NoReturn:
-        raise _tf_names.missing("mr.data.DistributedDataset", name)
+    if not TYPE_CHECKING:  # so that type checkers find misspelt names
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise _tf_names.missing("mr.data.DistributedDataset", name)
 
     @property
     def _plan(self) -> Plan:

@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Generator
 from types import GeneratorType, TracebackType
-from typing import Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import jax
 
@@ -71,8 +71,10 @@ class DistributedIterator:
         """What each replica gets of a batch: see `DistributedDataset.element_spec`."""
         return self._elements.spec()
 
-    def __getattr__(self, name: str) -> NoReturn:
-        raise _tf_names.missing("mr.data.DistributedIterator", name)
+    if not TYPE_CHECKING:  # so that type checkers find misspelt names
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise _tf_names.missing("mr.data.DistributedIterator", name)
 
     def __iter__(self) -> Self:
         return self

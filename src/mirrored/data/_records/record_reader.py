@@ -267,7 +267,8 @@ def needs(package: str) -> ModuleType:
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        raise ImportError(f"mr.data needs {package}, which is not installed: pip install 'mirrored[data]'.") from error
+        line = "pip install grain google-crc32c protobuf"
+        raise ImportError(f"mr.data needs {package}, which is not installed: {line}.") from error
 
 
 class _Inflated:

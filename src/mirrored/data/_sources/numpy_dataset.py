@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 import numpy as np
@@ -63,8 +63,10 @@ class NumpyDataset:
         if self.num_epochs is not None:
             _check_int("num_epochs", self.num_epochs, 1, "the number of passes over the rows")
 
-    def __getattr__(self, name: str) -> NoReturn:
-        raise _tf_names.missing("mr.data.NumpyDataset", name)
+    if not TYPE_CHECKING:  # so that type checkers find misspelt names
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise _tf_names.missing("mr.data.NumpyDataset", name)
 
     @property
     def num_rows(self) -> int:
