@@ -15,8 +15,7 @@ import pytest
 
 import mirrored as mr
 from mirrored import testing
-from mirrored._program.code_names import Path
-from mirrored._program.guards import seen_by
+from mirrored._program.guards import Path, seen_by
 
 ONE = np.ones(2, np.float32)
 SCALE: Any = 2.0

@@ -16,8 +16,7 @@ from .._replicas.arrays import check_range, is_numeric, refuse_mask
 from .._replicas.per_replica import PerReplica, require_whole, stack_of, uneven_shapes
 from .._typing import PyTree, Shape
 from .._variables.variable import Variable
-from .code_names import Path
-from .guards import FUNCTIONS, content_key, forget_made_anew, is_by_content, objects_in, seen_by
+from .guards import FUNCTIONS, Path, content_key, forget_made_anew, is_by_content, objects_in, seen_by
 
 _WHOLE = (PerReplica, Variable)
 _NUMPY = (np.ndarray, np.generic)

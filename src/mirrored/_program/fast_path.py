@@ -11,8 +11,7 @@ import jax
 
 from .._jax import tracing
 from .._replicas.per_replica import PerReplica, stack_of, uneven_shapes
-from .code_names import Path, find_places
-from .guards import ABSENT, is_by_content, read_along, seen_by
+from .guards import ABSENT, Path, find_places, is_by_content, read_along, seen_by
 
 ProgramT = TypeVar("ProgramT")
 
