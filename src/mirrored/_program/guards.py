@@ -81,7 +81,7 @@ class Places(NamedTuple):
 
 
 #: A piece of own code: a callable, the arguments that are bound to it, and whether the functions that it names count, too.
-_Piece: TypeAlias = tuple[Any, Sequence[Any], dict[str, Any], bool]
+_Piece: TypeAlias = tuple[Any, tuple[Any, ...], dict[str, Any], bool]
 
 
 def seen_by(function: Any, runs_steps: bool = False, paths: list[Path] | None = None) -> list[Any]:
@@ -211,8 +211,10 @@ def _wrapped_by(value: Any) -> Any:
 def _is_librarys(value: Any) -> bool:
     if isinstance(value, types.FunctionType):
         return is_library(value.__globals__.get("__name__", ""))
-    if isinstance(value, FUNCTIONS):
-        return _is_librarys(value.func if isinstance(value, functools.partial) else value.__func__)
+    if isinstance(value, functools.partial):
+        return _is_librarys(value.func)
+    if isinstance(value, types.MethodType):
+        return _is_librarys(value.__func__)
     return is_library(type(value).__module__)
 
 
