@@ -257,11 +257,16 @@ def _the_whole_batch_everywhere(g):
 
 @case("ReplicasDivergeWarning")
 def _a_state_that_differs(g):
-    def step(params, x):
-        grads = jax.grad(lambda params: jnp.mean((x * params["w"]) ** 2))(params)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+    tx = optax.sgd(0.1)
 
-    g.run(step, {"w": jnp.ones(2)}, g.batch)
+    def step(params, state, x):
+        grads = jax.grad(lambda params: jnp.mean((x * params["w"]) ** 2))(params)
+        updates, state = tx.update(grads, state)
+        return optax.apply_updates(params, updates), state
+
+    params = {"w": jnp.ones(2)}
+    params, state = g.run(step, params, tx.init(params), g.batch)
+    g.run(step, params, state, g.batch)
 
 
 @case("RecompilationWarning")

@@ -1,5 +1,6 @@
 """SIGTERM: all workers save one common step and leave; nothing is repeated, lost, or waited for in vain."""
 
+import functools
 import os
 import random
 import re
@@ -106,7 +107,7 @@ def test_a_signal_while_compiling_is_heeded_after_the_step(tmp_path: Path, strat
 
         with Checkpoint(tmp_path, w=w) as checkpoint, pytest.raises(SystemExit), PreemptionHandler(checkpoint) as handler:
             for number in range(1, 5):
-                strategy2.run(step, args=(number,))
+                strategy2.run(functools.partial(step, number))
                 handler.after_step(number)
         assert checkpoint.steps() == [3] and float(w) == 3.0
 

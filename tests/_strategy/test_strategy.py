@@ -365,7 +365,7 @@ def test_explain_says_why_a_function_was_compiled_again(strategy2):
     again = [line.removeprefix("  compiled again, because ") for line in lines[2::2]]
     for line, expected in zip(again, [
         r"the argument `x` changed from shape \(2,\) float32 to \(3,\) float32\. Give batches one shape",
-        r"the argument `mode` changed from 'a' to 'b'\. Python numbers",
+        r"the argument `mode` changed from 'a' to 'b'\. Strings, bools",
         "the structure of its arguments changed",
         "the structure of its arguments changed",
         "the argument `mode` changed from an object of type .*Odd to an object of type .*Odd",

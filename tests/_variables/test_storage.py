@@ -1,6 +1,7 @@
 """Where variables' arrays are: warm steps hand over one list, and nothing is lost when programs share variables."""
 
 import contextlib
+import functools
 import gc
 import threading
 import weakref
@@ -119,7 +120,7 @@ def check_interleaved(sequence):
             SHARED[index].assign(np.full(3, 100.0, np.float32))
             expected[index] = 100.0
         elif verb == "read":
-            STRATEGY.run(read_and_write, args=(index,))
+            STRATEGY.run(functools.partial(read_and_write, index))
             expected[3 - index] = expected[index] + 1
         else:
             with mr.eager() if verb == "eager" else contextlib.nullcontext():

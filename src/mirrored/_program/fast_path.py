@@ -11,7 +11,7 @@ import jax
 
 from .._jax import tracing
 from .._replicas.per_replica import PerReplica, stack_of, uneven_shapes
-from .guards import ABSENT, Path, is_by_content, places_of, read_along, seen_by
+from .guards import ABSENT, Path, find_places, is_by_content, read_along, seen_by
 
 ProgramT = TypeVar("ProgramT")
 
@@ -141,7 +141,7 @@ def _look_at(function: Any, depth: int, looked: set[int]) -> _Look | None:
     """Return what a function has, and note its ids; None if a look would not do, as at defaults of arguments and methods."""
     if not depth or type(function) is not types.FunctionType or function.__defaults__ or function.__kwdefaults__:
         return None
-    names, _, paths = places_of(function)
+    names, _, paths = find_places(function)[1]
     roots = [function.__globals__.get(name, ABSENT) for name in names]
     try:
         roots += [cell.cell_contents for cell in function.__closure__ or ()]

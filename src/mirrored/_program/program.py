@@ -179,7 +179,7 @@ def is_placed(mesh: ReplicaMesh, array: Any) -> bool:
     return array.sharding is mesh.stacked or array.sharding is mesh.mirrored or array.sharding in (mesh.stacked, mesh.mirrored)
 
 
-def place_quickly(mesh: ReplicaMesh, arrays: list[Any]) -> list[Any] | None:
+def place_quickly(mesh: ReplicaMesh, arrays: list[Any], leaves: Callable[[], Sequence[ArrayLeaf]]) -> list[Any] | None:
     """Bring what is on the host or on JAX's default device to the replicas; None when there is more to see to."""
     elsewhere = [position for position, array in enumerate(arrays) if not is_placed(mesh, array)]
     if not elsewhere:
@@ -187,7 +187,9 @@ def place_quickly(mesh: ReplicaMesh, arrays: list[Any]) -> list[Any] | None:
     moving = [arrays[position] for position in elsewhere]
     if not mesh.is_alone or not all(isinstance(array, _ON_HOST) or not getattr(array, "committed", True) for array in moving):
         return None
-    for position, array in zip(elsewhere, jax.device_put(moving, mesh.mirrored), strict=True):
+    kinds = leaves()
+    targets = [mesh.stacked if kinds[position].is_per_replica else mesh.mirrored for position in elsewhere]
+    for position, array in zip(elsewhere, jax.device_put(moving, targets), strict=True):
         arrays[position] = array
     return arrays
 
@@ -204,12 +206,16 @@ def place(mesh: ReplicaMesh, arrays: Sequence[Any], leaves: Sequence[ArrayLeaf],
     placed = list(arrays)
     plain = [i for i, array in enumerate(arrays) if not is_placed(mesh, array)]
     for position in plain:
-        if leaves[position].is_per_replica:
+        if not leaves[position].is_per_replica:
+            continue
+        if not mesh.is_alone or getattr(arrays[position], "committed", True):
             raise StrategyMismatchError(
                 f"the argument {names()[position]} is a PerReplica whose values lie on "
                 f"{sorted(str(d) for d in arrays[position].sharding.device_set)}, but this strategy runs on "
                 f"{[str(d) for d in mesh.devices]}; it comes from another strategy."
             )
+        placed[position] = jax.device_put(arrays[position], mesh.stacked)
+    plain = [i for i in plain if not leaves[i].is_per_replica]
     if not plain:
         return placed
 

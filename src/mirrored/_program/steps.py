@@ -29,7 +29,7 @@ from .._variables.variable import spec_of
 from .._workers import joint_programs
 from . import lift, proof, refusals, returned_states, virtual
 from .cache import Programs
-from .call import Call, argument_names, check_replicas, key_of, take_apart
+from .call import Call, argument_names, array_leaves, check_replicas, key_of, take_apart
 from .chosen_sums import chosen
 from .eager import is_eager, refuse_eager, run_eagerly, silenced
 from .joined_sums import Joined, joined, mean_of
@@ -78,7 +78,11 @@ class Steps:
             program = self.programs.get(key)
         elif is_plain and not kwargs and program is not None:
             self.programs.shorten(key, program, function, args, self._mesh.stacked)
-        if program is not None and is_plain and (placed := place_quickly(self._mesh, arrays)) is not None:
+        if (
+            program is not None
+            and is_plain
+            and (placed := place_quickly(self._mesh, arrays, lambda: array_leaves(key))) is not None
+        ):
             result = program.run(placed)
             self._took(start, waited_before)
             return result

@@ -209,11 +209,11 @@ class Strategy:
     def run(self, fn: UserFunction, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> PyTree:
         """Call `fn` on every replica, as one compiled program.
 
-        Leaf by leaf of the arguments: a PerReplica becomes this replica's value; an array (jax, numpy) goes
-        whole to every replica; everything else (Python numbers, strings, None, functions, variables) is
-        compiled in, so each new value is another program. Leaf by leaf of the result: an array that is
-        provably the same on all replicas comes back as an ordinary array, another as a PerReplica, and
-        everything else as it is.
+        Leaf by leaf of the arguments: a PerReplica becomes this replica's value; an array (jax, numpy) or a
+        Python number goes whole to every replica; everything else (bools, strings, None, functions, variables)
+        is compiled in, so each new value is another program, and so is what the code of `fn` names, such as
+        `self.lr`. Leaf by leaf of the result: an array that is provably the same on all replicas comes back as an
+        ordinary array, another as a PerReplica, and everything else as it is.
 
         Variables that `fn` reads or writes are found by tracing it; their new values are seen at once. When
         `fn` raises, the exception comes through unchanged and no variable has changed.

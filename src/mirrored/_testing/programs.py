@@ -10,10 +10,7 @@ from .._jax import compilations
 from .._program import cache
 from .._program.compiling import program_on_stack
 
-_AGAIN = (
-    "the same program again, because some arrays lie elsewhere than before: on the host, on one device, or on all. Pass arrays "
-    "of one kind. (Or jax.clear_caches() was called.)"
-)
+_AGAIN = "the same program again, because jax.clear_caches() was called, or some arrays lie on other devices than before."
 
 
 class ProgramCount:

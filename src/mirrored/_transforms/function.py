@@ -37,8 +37,9 @@ def function(fn: UserFunction) -> UserFunction:
     """Compile a cross-replica function as one program, however often it calls `run`, `reduce` and `gather`.
 
     The function is traced once for each structure, shape and static value of its arguments. Variables that it
-    reads or writes, directly or in the steps it runs, are found and updated. Arrays are passed to the program;
-    Python numbers, strings and objects are compiled in. Inside a step or another `mr.function` it is an
+    reads or writes, directly or in the steps it runs, are found and updated. Arrays and Python numbers are
+    passed to the program; bools, strings and objects are compiled in, and so is what the code of the function
+    and of the functions that it names names, such as `self.lr`. Inside a step or another `mr.function` it is an
     ordinary call.
 
     Args:
