@@ -13,9 +13,9 @@ OFFERS = {
         jaxprs.has_host_callback jaxprs.inner_constants jaxprs.inner_jaxprs jaxprs.inside jaxprs.is_collective
         jaxprs.is_function_of_operands jaxprs.is_over_groups jaxprs.is_plain jaxprs.meshes_in
         jaxprs.num_bytes jaxprs.parts_of jaxprs.scan_of jaxprs.solver_of jaxprs.while_of marks.Mark marks.Purpose
-        marks.mark marks.mark_p means.is_of_mean primitives.ELEMENTWISE
-        primitives.HOST_CALLBACKS primitives.INLINE_CALLS primitives.MAKE_SAME primitives.PURE sums.Levels sums.Sum
-        sums.call sums.is_number sums.levels_of sums.new_variable sums.num_bytes_of sums.with_sums_by sums.without
+        marks.mark marks.mark_p means.is_of_mean primitives.ADDITIONS primitives.ELEMENTWISE
+        primitives.HOST_CALLBACKS primitives.INLINE_CALLS primitives.LOOPS primitives.MAKE_SAME primitives.PURE
+        primitives.SPREADS sums.Levels sums.Sum sums.call sums.is_number sums.levels_of sums.new_variable sums.num_bytes_of sums.with_sums_by sums.without
         tracing.NO_TRACE tracing.bind tracing.current_trace tracing.is_mapped_over tracing.is_staging
         tracing.keeps_a_mesh
         tracing.lowered tracing.own_axes_first tracing.placeholder tracing.room_for tracing.separate_caches tracing.trace

@@ -33,6 +33,12 @@ CALLS = frozenset({
 INLINE_CALLS = frozenset({"closed_call", "eval_jaxpr", "jit"})
 #: Run jaxprs in a way of their own, which `jaxprs` knows.
 CONTROL_FLOW = frozenset({"cond", "custom_linear_solve", "scan", "while"})
+#: Those that run a jaxpr several times.
+LOOPS = frozenset({"scan", "while"})
+#: Add their operands up, or put them side by side: what holds for one operand holds for a part of the result only.
+ADDITIONS = frozenset({"add", "concatenate", "sub"})
+#: Show a number in other shapes and types.
+SPREADS = frozenset({"broadcast_in_dim", "convert_element_type", "reshape"})
 #: Collectives with the same result on every replica, when they run over the whole axis.
 MAKE_SAME = frozenset({"psum", "pmax", "pmin", "all_gather", "pbroadcast", "psum_invariant", "all_gather_invariant"})
 #: Name the replica axis, but reach no other replica. Whatever else names it is a collective.
