@@ -320,9 +320,24 @@ def test_a_loss_that_speaks_and_an_aggregate_that_contradicts_it_are_refused():
 
 def test_each_optimizer_is_looked_at_by_itself(strategy3):
     _, x = batch_of([4, 4, 4])
+    mean = UNSPOKEN["jnp.mean"]
     with pytest.warns(mr.FactorOfReplicasWarning) as caught:
-        by_optimizer(strategy3, x, {"right": RIGHT["compute_average_loss"][0], "wrong": UNSPOKEN["jnp.mean"]})
-    assert len(factors(caught)) == 1
+        by_optimizer(strategy3, x, {"right": RIGHT["compute_average_loss"][0], "wrong": mean, "also": mean})
+    assert len(factors(caught)) == 2
+
+
+def test_a_gradient_that_is_the_same_everywhere_beside_one_that_is_not(strategy3):
+    _, x = batch_of([4, 4, 4])
+    with strategy3.scope():
+        w, b = mr.Variable(W), mr.Variable(0.5)
+        optimizer = mr.Optimizer(optax.sgd(1.0), [w, b])
+
+    def step(rows):
+        x, y, _ = rows
+        optimizer.apply_gradients(mr.grad(lambda: each(w.value, x, y).mean() + b**2, [w, b])())
+
+    with pytest.warns(mr.FactorOfReplicasWarning, match="nobody has said how the loss is divided"):
+        strategy3.run(step, args=(x,))
 
 
 def test_losses_of_examples_outside_of_a_step_and_in_default_context():

@@ -33,9 +33,12 @@ from ._variables.assignment import check_per_replica
 from ._variables.tree import trainable
 from ._variables.variable import Variable, is_variable, spec_of
 
-#: How the replicas' gradients are combined.
 Aggregate = Literal["sum", "mean"] | ReduceOp | bool
-_PURPOSES = {None: Purpose.GRADIENT, ReduceOp.SUM: Purpose.SUMMED_GRADIENT, ReduceOp.MEAN: Purpose.MEAN_GRADIENT}
+_PURPOSES: dict[Any, Purpose] = {
+    None: Purpose.GRADIENT,
+    ReduceOp.SUM: Purpose.SUMMED_GRADIENT,
+    ReduceOp.MEAN: Purpose.MEAN_GRADIENT,
+}
 
 
 class Optimizer:
@@ -47,11 +50,10 @@ class Optimizer:
     Args:
         tx: an `optax.GradientTransformation`, for example `optax.adam(1e-3)`.
         variables: the mirrored floating point variables to train, in any nest.
-        aggregate: how `apply_gradients` combines the replicas' gradients. Default: as the loss says. One loss for each example, given
-            to `mr.value_and_grad`, and losses of `mr.losses` are shares, whose gradients are added up. For another scalar,
-            `"mean"` says that it is a mean over the replica's own rows, `jnp.mean(per_example_loss)`: gradients are
-            averaged, each replica with the weight of its rows. `"sum"`: it was divided by a number that stands for all rows.
-            `False`: the gradients have been combined before.
+        aggregate: how `apply_gradients` combines the replicas' gradients. Default: as the loss says. One loss for each example,
+            and losses of `mr.losses`, are shares, whose gradients are added up. For another scalar, `"mean"` says that it is a
+            mean over the replica's own rows, `jnp.mean(per_example_loss)`: gradients are averaged, each replica with the
+            weight of its rows. `"sum"`: it was divided by all rows. `False`: the gradients have been combined before.
         shard_state: whether each of the R replicas holds 1/R of the state only, updates 1/R of the variables' elements, and
             gets the rest from the others; the numbers are the same. Scalars, such as counts, are on every replica.
 

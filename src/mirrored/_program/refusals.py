@@ -36,7 +36,7 @@ def _state_message(note: Mark, state: State) -> str:
     return (
         f"{note.name}, which the step at {note.where} changes, would differ by replica: it depends on {state.origin}. A model in "
         "the arguments of strategy.run is one for all replicas. Combine the gradients before the optimizer's update: "
-        "grads = mr.get_replica_context().all_reduce('mean', grads); optimizer.update(model, grads). Statistics of "
+        "loss, grads = mr.get_replica_context().all_reduce('sum', (loss, grads)), with a loss of mr.losses. Statistics of "
         "normalization layers are those of all replicas with nnx.BatchNorm(..., axis_name='replica'). What each replica shall "
         "keep for itself is a mr.Variable with synchronization='on_read'."
     )
@@ -66,9 +66,9 @@ def _refuse_contradiction(note: Mark, state: State, num_replicas: int) -> None:
     if note.purpose is Purpose.MEAN_GRADIENT:
         if is_share:
             raise FactorOfReplicasError(
-                f"the gradient of variable {note.name!r}, given to apply_gradients at {note.where} with aggregate='mean', is that "
-                "of a share of the global batch's loss: a loss for each example, or a loss of mr.losses, is divided by the rows "
-                f"of all replicas. Their mean would be R times too small (R = {num_replicas} here). Leave aggregate='mean' out, "
+                f"the gradient of variable {note.name!r}, given to apply_gradients at {note.where} with aggregate='mean', is "
+                "that of a share of the global batch's loss: a loss for each example, or a loss of mr.losses, is divided by all "
+                f"rows. Their mean would be R times too small (R = {num_replicas} here). Leave aggregate='mean' out, "
                 "or return the mean over this replica's own rows alone, jnp.mean(per_example_loss)."
             )
     elif state.sameness is Sameness.REDUCED and not is_share:

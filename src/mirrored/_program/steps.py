@@ -29,7 +29,7 @@ from .._variables.variable import spec_of
 from .._workers import joint_programs
 from . import lift, numbers, proof, refusals, returned_states, virtual
 from .cache import Programs
-from .call import ArrayLeaf, Call, argument_names, check_replicas, key_of, take_apart
+from .call import Call, argument_names, check_replicas, key_of, take_apart
 from .captured import attributes_read, read_inside
 from .chosen_sums import chosen
 from .eager import is_eager, refuse_eager, run_eagerly, silenced
