@@ -309,10 +309,10 @@ MUTANTS = [
     # -- several replicas on a device
     ("_program/virtual.py", "jax.lax.axis_index(self.mesh.axis) * self.count + ", "",
      VIRTUAL + "it_says_what_it_is_and_not_more"),
-    ("_program/virtual.py", "return any(e.primitive.name in _ONE_BY_ONE", "return any(False",
+    ("_program/virtual.py", "return any(e.primitive.name in HOST_EFFECTS", "return any(False",
      VIRTUAL + "effects_happen_once_for_each_replica_and_only_where_its_own_way_leads"),
     ("_program/virtual.py", "[_swapped(a, own) for", "[a for", VIRTUAL + "collectives_and_loops_are_those_of_as_many_devices"),
-    ("_program/levels.py", "or has_number(equation)\n", "\n", VIRTUAL + "it_says_what_it_is_and_not_more"),
+    ("_program/levels.py", "or jaxprs.has_replica_number(equation)\n", "\n", VIRTUAL + "it_says_what_it_is_and_not_more"),
     ("_program/pushed.py", "    if _is_product(node):", "    if False:", VIRTUAL + "no_replica_has_a_gradient_of_its_own"),
     ("_program/pushed.py", "return dtypes[0].itemsize >=", "return 9 >=", VIRTUAL + "sums_are_as_exact_as_those_of_devices"),
     ("_replicas/mesh.py", "if num_replicas < count or num_replicas % count:", "if num_replicas < count:",

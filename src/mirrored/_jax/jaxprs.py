@@ -181,6 +181,22 @@ def has_collective(equation: Any) -> bool:
     return any(map(is_collective, (equation, *inside(equation))))
 
 
+def is_sum(equation: Any) -> bool:
+    """Tell whether an equation adds up over all replicas, and over nothing else."""
+    is_psum = equation.primitive.name == "psum" and axis_names(equation) == (REPLICA_AXIS,)
+    return is_psum and not is_over_groups(equation)
+
+
+def is_replica_number(equation: Any) -> bool:
+    """Tell whether an equation asks for the replica's number."""
+    return equation.primitive.name == "axis_index" and REPLICA_AXIS in axis_names(equation)
+
+
+def has_replica_number(equation: Any) -> bool:
+    """Tell whether an equation asks for the replica's number, or one inside it does."""
+    return any(map(is_replica_number, [equation, *inside(equation)]))
+
+
 def adds_own_axes(equation: Any) -> bool:
     """Tell whether an equation is a sum over the replicas and over axes of its operands: what a `vmap` makes of two names."""
     if equation.primitive.name != "psum" or not is_collective(equation):

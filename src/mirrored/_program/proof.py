@@ -28,7 +28,7 @@ from .._jax import jaxprs, user_code
 from .._jax.interpreter import Analysis
 from .._jax.jaxprs import Jaxpr
 from .._jax.marks import Mark, Purpose, mark_p
-from .._jax.primitives import ADDITIONS, LOOPS, MAKE_SAME, PURE, SPREADS
+from .._jax.primitives import ADDITIONS, LOOPS, MAKE_SAME, PURE, SPREADS, SUMS
 
 
 class Sameness(enum.IntEnum):
@@ -242,7 +242,7 @@ class _Pass(Analysis[State]):
         """Handle the replica's number, and a collective."""
         name = equation.primitive.name
         where = self.line(equation)
-        if name == "axis_index":
+        if jaxprs.is_replica_number(equation):
             return varying(f"the replica's own number (replica_id_in_sync_group, ctx.rng) at {where}")
         if not jaxprs.is_collective(equation):  # over an axis of some vmap, or a cast
             return join(inputs)
@@ -258,7 +258,7 @@ class _Pass(Analysis[State]):
         if name not in MAKE_SAME or jaxprs.is_over_groups(equation):
             origin = f"`{name}` at {where}, which gives each replica its own part"
             return varying(origin).saying(join(inputs).said)
-        return _combined(join(inputs), is_sum=name.startswith("psum"))
+        return _combined(join(inputs), is_sum=name in SUMS)
 
 
 def _said(name: str, inputs: Sequence[State]) -> Said:
