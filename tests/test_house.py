@@ -296,6 +296,46 @@ def test_sizes() -> None:
     assert not long
 
 
+#: Lines of each wing. A commit may lower a budget, and never raises one; beside it what is to be reached. The ground is together,
+#: and so are small wings that stand for one thing. `python tests/test_house.py` prints today's sizes.
+BUDGETS = {
+    "_program": 5610,  # 4,000
+    "_jax": 1492,  # 1,300
+    "_replicas": 2631,  # 2,100
+    "_variables": 2054,  # 1,700
+    "_models": 1263,  # 1,050
+    "_updates": 284,  # 250
+    "_strategy": 1234,  # 1,100
+    "_transforms": 650,  # 600
+    "data": 3760,  # 3,200
+    "_workers": 2263,  # 1,700
+    "_cluster": 1598,  # 1,080
+    "_checkpoint": 2288,  # 1,800
+    "_report": 1096,  # 800
+    "_testing": 827,  # 750
+    "losses optimizer": 698,  # 600
+    "_command launch": 1408,  # 1,000
+    "__init__ __main__ _public testing": 120,
+    "_env _errors _html _libraries _options _text _tf_names _typing": 1013,  # 950
+}
+#: So much smaller a wing may be before its budget is to be lowered.
+MAX_SLACK = 30
+
+
+def wing_sizes() -> dict[str, int]:
+    """Return the lines of each wing of the budgets."""
+    lines = Counter()
+    for name, path in PATHS.items():
+        lines[wing(name)] += len(path.read_text().splitlines())
+    return {wings: sum(lines.pop(one) for one in wings.split()) for wings in BUDGETS} | dict(lines)
+
+
+def test_wings_only_shrink() -> None:
+    sizes = wing_sizes()
+    assert {w: n for w, n in sizes.items() if n > BUDGETS.get(w, 0)} == {}, "too long: shorten, or move what is another's"
+    assert {w: n for w, n in sizes.items() if n < BUDGETS[w] - MAX_SLACK} == {}, "shorter than its budget: lower it"
+
+
 def test_everything_is_annotated_and_nothing_is_left_open() -> None:
     missing = []
     for name, node in each(ast.FunctionDef):
@@ -371,3 +411,8 @@ def test_the_first_run_of_a_training_step_passes_few_files_more(strategy2: mr.St
     [batch] = strategy2.distribute_dataset([np.ones((4, 5), np.float32)])
     files, _ = way(lambda: strategy2.run(step, args=(batch,)))
     assert len({name for name in files if not name.startswith("_models/")}) <= 35, sorted(files)
+
+
+if __name__ == "__main__":
+    for wings, lines in wing_sizes().items():
+        print(f"{wings}: {lines:,} of {BUDGETS.get(wings, 0):,}")

@@ -190,7 +190,7 @@ class _Course:
 
     def meet(self, node: Operation) -> Sequence[Any]:
         """Run any other meeting."""
-        meeting = _Exchange(self.device, [value.is_own for value in node.inputs])
+        meeting = _Reunion(self.device, [value.is_own for value in node.inputs])
         return meeting.equation(node.equation, list(map(self.read, node.inputs)))
 
 
@@ -236,7 +236,7 @@ class _OneReplica(Evaluation):
 
 
 @dataclasses.dataclass
-class _Exchange(Interpreter[Any]):
+class _Reunion(Interpreter[Any]):
     """A meeting of the replicas, on values of which `flags` tell whether each replica has its own."""
 
     device: _Device
