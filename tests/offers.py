@@ -11,13 +11,13 @@ OFFERS = {
         jaxprs.has_host_callback jaxprs.inner_constants jaxprs.inner_jaxprs jaxprs.inside jaxprs.is_collective
         jaxprs.is_function_of_operands jaxprs.is_over_groups jaxprs.is_plain jaxprs.length_of jaxprs.meshes_in
         jaxprs.num_bytes jaxprs.parts_of jaxprs.scan_of jaxprs.solver_of jaxprs.while_of marks.Mark marks.Purpose
-        marks.mark marks.mark_p means.is_of_mean primitives.CONTROL_FLOW primitives.ELEMENTWISE
+        marks.mark marks.mark_p primitives.CONTROL_FLOW primitives.ELEMENTWISE
         primitives.HOST_CALLBACKS primitives.INLINE_CALLS primitives.MAKE_SAME primitives.PURE sums.Levels sums.Sum
         sums.call sums.is_number sums.levels_of sums.new_variable sums.num_bytes_of sums.with_sums_by sums.without
         tracing.NO_TRACE tracing.bind tracing.current_trace tracing.evaluate tracing.is_mapped_over tracing.is_staging
         tracing.keeps_a_mesh
         tracing.lowered tracing.own_axes_first tracing.placeholder tracing.room_for tracing.separate_caches tracing.trace
-        tracing.trace_state tracing.traced user_code.equation_line user_code.leave_out user_code.line_of user_code.raising_line
+        tracing.trace_state user_code.equation_line user_code.leave_out user_code.line_of user_code.raising_line
         user_code.show_users_lines user_code.user_line user_code.warn user_code.warned versions.warn_if_untried ways.Way
         ways.path_of ways.way_of
     """,
@@ -50,6 +50,7 @@ OFFERS = {
         frames.require_cross_replica host_memory.empty_rows host_memory.gather host_memory.gathers in_flight.finish
         in_flight.is_paced in_flight.joined in_flight.new_witness in_flight.require_threads in_flight.started
         mesh.ReplicaMesh mesh.cluster_mesh mesh.default_mesh mesh.make_mesh mesh.resolve_devices mesh.with_replicas
+        named.with_rows
         parts.all_gather_parts parts.join_parts parts.num_real parts.own_part parts.part_size parts.reduce_scatter
         parts.split_parts per_replica.PerReplica per_replica.carried_sums per_replica.is_per_replica
         per_replica.require_whole per_replica.stack_of per_replica.stack_shapes per_replica.uneven_shapes

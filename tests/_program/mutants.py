@@ -9,15 +9,13 @@ LIFT = "tests/_program/test_lift.py::test_"
 REPLICATE = "tests/_program/test_steps.py::test_"
 TRACES = "tests/_program/uneven/test_traces.py::test_"
 PROPERTIES = "tests/_program/uneven/test_properties.py::test_"
-APART = "tests/_program/uneven/test_apart.py::test_"
 ALIGN = "tests/_program/uneven/test_align.py::test_"
 LOOPS = "tests/_program/uneven/test_loops.py::test_"
-PAIRING = "tests/_program/uneven/test_pairing.py::test_"
+MATCH = "tests/_program/uneven/test_match_collectives.py::test_"
 CACHE = "tests/_program/test_cache.py::test_"
 MEANS = "tests/_program/uneven/test_means.py::test_"
 RETURNED = "tests/_program/test_returned_states.py::test_"
 NNX_CLOSURE = "tests/_models/test_nnx.py::test_a_step_that_closes_over_a_model_reads_it_anew_however_deep_it_is"
-CROSSINGS = "tests/_program/uneven/test_crossings.py::test_"
 MERGE = "tests/_program/uneven/test_merge.py::test_"
 
 VIRTUAL = "tests/_program/test_virtual.py::test_"
@@ -113,35 +111,10 @@ MUTANTS = [
      REFUSALS + "a_share_does_not_excuse_what_is_combined_beside_or_after_it"),
     ("_jax/user_code.py", "stacklevel=user_stacklevel()", "stacklevel=1",
      REFUSALS + "the_whole_batch_on_every_replica_warns_once"),
-    # -- loops with rows and without
-    ("_program/uneven/apart.py", "if all(map(jaxprs.is_function_of_operands, closed.jaxpr.eqns))",
-     "if jaxprs.is_function_of_operands(equation)",
-     APART + "what_is_computed_beside_rows_may_be_assigned"),
-    ("_program/uneven/traces.py", "with tracing.room_for(lifted.shown for lifted in traces):", "with tracing.room_for([]):",
-     APART + "what_is_computed_beside_rows_may_be_assigned"),
-    ("_program/uneven/nodes.py", "value.of_rows = any(one.of_rows for one in given)", "value.of_rows = True",
-     APART + "what_is_computed_beside_rows_may_be_assigned"),
     ("_program/divisors.py", "t.is_share and is_of_shares", "t.is_share",
      REFUSALS + "the_gradient_of_a_weight_behind_what_was_gathered_is_a_share_too"),
     ("_program/refusals.py", "all(trail.is_share for trail in state.trails)", "all(trail.is_whole for trail in state.trails)",
      REFUSALS + "the_gradient_of_a_weight_behind_what_was_gathered_is_a_share_too"),
-    ("_program/uneven/apart.py", "if count >= there[note]", "if count",
-     APART + "a_value_that_differs_is_refused_also_where_a_later_assignment_overwrites_it"),
-    ("_program/uneven/merge.py", " or apart.assignments([node.equation])", "",
-     APART + "a_value_that_differs_is_refused_also_where_a_later_assignment_overwrites_it"),
-    ("_program/uneven/apart.py", "if name in CUSTOM_DERIVATIVE else operands", "if False else operands",
-     APART + "a_derivative_of_ones_own_is_not_lost_through_run"),
-    ("_program/uneven/apart.py", "if position < count else position", "if False else position",
-     APART + "values_that_need_one_another_share_a_loop"),
-    ("_program/uneven/apart.py", "if wider == carried:", "if True:", APART + "what_is_computed_beside_rows_may_be_assigned"),
-    ("_program/uneven/apart.py", "zip(wanted, of_cond[num_cond_consts:], strict=True)", "zip(wanted, wanted, strict=True)",
-     APART + "a_condition_of_rows_decides_how_often_all_is_done"),
-    ("_program/uneven/apart.py", "note.purpose is Purpose.ASSIGN)", "note.purpose is Purpose.SEED)",
-     APART + "a_loop_over_rows_assigns_in_each_round"),
-    ("_program/uneven/apart.py", "[value if own else None for value", "[value for value",
-     APART + "what_is_computed_beside_rows_may_be_assigned"),
-    ("_program/uneven/apart.py", "tracing.traced(compute, operands, axis)", "tracing.traced(compute, operands, None)",
-     APART + "a_loop_over_rows_counts_for_all_and_for_each_replica"),
     # -- divisors
     ("_program/divisors.py", "if state.sameness == highest", "if True", DIVISORS + "a_mean_over_a_replicas_own_rows_warns"
      "_once_and_what_is_right_does_not"),
@@ -226,8 +199,6 @@ MUTANTS = [
      ALIGN + "constants_are_compared_by_content"),
     ("_program/uneven/align.py", "stage = max(stage, ready + 1)", "stage = max(stage + 1, ready + 1)",
      ALIGN + "collectives_that_need_not_wait_for_each_other_share_a_stage"),
-    ("_program/uneven/pairing.py", "other is None or _key(own) != _key(other):", "other is None:",
-     TRACES + "steps_that_uneven_replicas_cannot_take_together_are_refused"),
     ("_program/uneven/nodes.py", "in INLINE_CALLS or has_collective)", "in INLINE_CALLS)",
      PROPERTIES + "right_steps_equal_one_device"),
     ("_program/uneven/keys.py", "if name in CUSTOM_DERIVATIVE:", "if False:",
@@ -241,14 +212,6 @@ MUTANTS = [
     ("_program/uneven/align.py", "self._number_alike(row, _has_one_shape(row))\n            self.compare(bodies)",
      "self._number_alike(row, True)\n            self.compare(bodies)",
      LOOPS + "loops_with_collectives_that_use_the_rows_equal_one_device"),
-    ("_program/uneven/pairing.py", "if _line(own) != _line(other):", "if False:",
-     PAIRING + "collectives_that_change_places_are_refused"),
-    ("_program/uneven/pairing.py", "if is_sum else None", "if False else None", PAIRING + "collectives_in_one_order_are_taken"),
-    ("_program/uneven/pairing.py", "if is_sum else None", "", PAIRING + "collectives_that_change_places_are_refused"),
-    ("_program/uneven/pairing.py", "_distance(c, d) > _distance", "_distance(c, d) > 9 + _distance",
-     PAIRING + "collectives_that_change_places_are_refused"),
-    ("_program/uneven/pairing.py", "if len(members) > 1:\n            _check_lines", "if members:\n            _check_lines",
-     PAIRING + "collectives_in_one_order_are_taken"),
     ("_program/uneven/traces.py", "if not state.is_mirrored and all(one.is_mirrored for one in own):", "if False:",
      TRACES + "steps_that_uneven_replicas_cannot_take_together_are_refused"),
     ("_program/captured.py", "isinstance(function, types.FunctionType) and id(function)", "False and id(function)", NNX_CLOSURE),
@@ -258,26 +221,41 @@ MUTANTS = [
      RETURNED + "what_is_meant_so_is_silent"),
     ("_program/returned_states.py", "and not any(leaf.is_own for leaf in leaves)", "", RETURNED + "what_is_meant_so_is_silent"),
     # -- uneven steps: means over the replicas
-    ("_program/uneven/means.py", "array * factor if factor else jnp.zeros_like(array)", "array * factor",
+    ("_replicas/collectives.py", "by_rows and op is ReduceOp.MEAN and axis", "op is ReduceOp.MEAN and axis",
+     MEANS + "whatever_it_is_each_replica_weighs_as_much_as_it_has_rows"),
+    ("_replicas/parts.py", "_, count = axis.rows()", "count = axis.size", MEANS + "an_optimizer_that_averages_does_so_by_rows"),
+    ("_replicas/named.py", "            if not _num_traces:\n                for", "            if True:\n                for",
+     MEANS + "names_in_jax_lax_are_put_back_after_errors_and_while_threads_trace"),
+    ("_replicas/named.py", "key == \"jax.lax\" or not", "key == \"jax.lax\" or False and not",
+     MEANS + "losses_that_have_their_weights_have_the_gradients_of_one_device"),
+    ("_replicas/named.py", "original(x, others) if others else x", "x",
      MEANS + "means_and_their_gradients_equal_one_device"),
-    ("_program/uneven/means.py", "if not _are_proportional(counts, divisor):", "if False:",
-     MEANS + "a_mean_of_anything_else_that_depends_on_the_rows_is_refused"),
-    ("_program/uneven/means.py", "carried = [i for i in range(count) if node", "carried = [i for i in range(0) if node",
-     MEANS + "a_mean_of_anything_else_that_depends_on_the_rows_is_refused"),
-    ("_program/uneven/means.py", "return alike and self._own.isdisjoint(row)", "return alike",
-     MEANS + "a_mean_of_anything_else_that_depends_on_the_rows_is_refused"),
-    ("_program/uneven/crossings.py", "scale_input(trace, node, position, float(share))", "pass",
-     CROSSINGS + "loss_and_gradients_are_those_of_one_device[plain-10]"),
-    ("_program/uneven/crossings.py", "if Use.OTHER in use or", "if",
-     CROSSINGS + "where_the_weights_are_not_known_the_line_to_write_is_said"),
-    ("_program/uneven/crossings.py", "if not (self._stops and 0 in value.aval.shape):", "if not self._stops:",
-     CROSSINGS + "a_replica_without_rows_that_has_a_part_in_the_gradient_is_refused"),
-    ("_program/uneven/crossings.py", "(body, [use] * len(body", "(body, [Use.NONE] * len(body",
-     CROSSINGS + "loss_and_gradients_are_those_of_one_device[scanned-10]"),
-    ("_program/uneven/nodes.py", "return append(trace, inner, inputs, path)", "return append(trace, inner, inputs)",
-     CROSSINGS + "loss_and_gradients_are_those_of_one_device[in jit-10]"),
-    ("_program/uneven/nodes.py", 'maker.equation.primitive.name == "broadcast_in_dim" else None', "False else None",
-     MEANS + "means_and_their_gradients_equal_one_device"),
+    ("_jax/marks.py", " or note.purpose is Purpose.OPERAND", "",
+     MEANS + "a_mean_of_gradients_is_that_of_one_device_or_is_refused_where_they_came_back_through_a_collective"),
+    ("_jax/marks.py", "    Purpose.OPERAND: Purpose.OPERAND,\n", "",
+     MEANS + "what_was_combined_or_assigned_since_counts_as_new"),
+    ("_program/proof.py", "all(given.is_operand for given in inputs)", "True",
+     MEANS + "a_mean_in_the_loss_of_an_optimizer_that_averages"),
+    ("_program/proof.py", "state.is_share, bool(state.came_back))", "state.is_share, False)",
+     MEANS + "gradients_of_gradients_and_parts_of_them_are_refused_too"),
+    ("_program/proof.py", "summed=0, is_operand=False, came", "summed=0, came",
+     MEANS + "gradients_of_gradients_and_parts_of_them_are_refused_too"),
+    # -- uneven steps: loops over rows
+    ("_program/uneven/traces.py", "with tracing.room_for(lifted.shown for lifted in traces):", "with tracing.room_for([]):",
+     LOOPS + "numbers_of_64_bits_in_an_uneven_step"),
+    ("_program/uneven/merge.py", "(node.equation, *jaxprs.inside(node.equation))", "(node.equation,)",
+     LOOPS + "a_counter_in_the_loop_of_a_step_may_be_assigned_in_each_round_where_no_rows_are_carried"),
+    ("_program/uneven/nodes.py", "        waiting += node.inputs\n", "",
+     LOOPS + "what_a_loop_carries_beside_rows_may_not_be_assigned_and_two_loops_may"),
+    # -- uneven steps: which collectives belong together
+    ("_program/uneven/match_collectives.py", "other is None or _key(own) != _key(other):", "other is None:",
+     TRACES + "steps_that_uneven_replicas_cannot_take_together_are_refused"),
+    ("_program/uneven/match_collectives.py", "and _line(own) != _line(other):", "and False:",
+     MATCH + "collectives_that_change_places_are_refused"),
+    ("_program/uneven/match_collectives.py", "if count[_kind(own)] > 1 and", "if",
+     MATCH + "collectives_in_one_order_are_taken"),
+    ("_program/uneven/match_collectives.py", "(node.equation.primitive.name, _types_of(node.handed))\n\n\ndef _types_of",
+     "_key(node)\n\n\ndef _types_of", MATCH + "collectives_that_change_places_are_refused"),
     # -- uneven steps: one program
     ("_program/uneven/merge.py", "if node.is_own or node.bodies for", "if node.is_own for",
      LOOPS + "loops_with_collectives_that_use_the_rows_equal_one_device"),

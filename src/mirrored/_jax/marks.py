@@ -20,6 +20,7 @@ class Purpose(enum.Enum):
 
     ASSIGN = "assigned to a mirrored variable"
     BY_ROWS = "averaged with the weight of each replica's rows"
+    OPERAND = "given to a collective by the code of a step, and not by JAX for a gradient"
     STATE = "kept in a model's object, which is one for all replicas"
     GRADIENT = "given to an optimizer that sums over the replicas"
     MEAN_GRADIENT = "given to an optimizer that averages over the replicas"
@@ -28,7 +29,6 @@ class Purpose(enum.Enum):
     SHARE = "scaled for a sum over the replicas, and so is its gradient"
     GIVEN_SHARE = "divided by a number that the user says is that of all replicas, and so is its gradient"
     ROWS = "depends on how many rows a replica has"
-    JUDGED = "assigned to a mirrored variable, and judged elsewhere"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +58,9 @@ def mark(value: jax.Array, note: Mark) -> jax.Array:
     return mark_p.bind(value, note=note)
 
 
-#: The marks that a gradient has too, where it comes by.
+#: The marks that a derivative has too, where it comes by.
 _OF_GRADIENTS = {
+    Purpose.OPERAND: Purpose.OPERAND,
     Purpose.LOSS: Purpose.SEED,
     Purpose.SEED: Purpose.SEED,
     Purpose.SHARE: Purpose.SHARE,
@@ -75,7 +76,8 @@ def _jvp(primals: Any, tangents: Any, note: Mark) -> Any:
 
 
 def _transpose(cotangent: Any, _: Any, note: Mark) -> Any:
-    return [cotangent if type(cotangent) is ad.Zero else mark_p.bind(cotangent, note=note)]
+    is_plain = type(cotangent) is ad.Zero or note.purpose is Purpose.OPERAND  # no code has given a gradient to a collective
+    return [cotangent if is_plain else mark_p.bind(cotangent, note=note)]
 
 
 def _batch(arguments: Any, dimensions: Any, **params: Any) -> Any:

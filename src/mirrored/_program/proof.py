@@ -49,6 +49,8 @@ class State:
         trails: the ways from losses to it, when it is part of a gradient.
         is_share: whether it was divided for a sum over the replicas after they were combined.
         summed: 1 for a sum over the replicas of which only the shape has changed since, 2 for one that was also divided once.
+        is_operand: whether the code of the step gives it, as it is, to a collective.
+        came_back: the line of the collective through which it has come as a gradient; "" for none.
     """
 
     sameness: Sameness
@@ -56,6 +58,8 @@ class State:
     trails: Trails = NO_TRAILS
     is_share: bool = False
     summed: int = 0
+    is_operand: bool = False
+    came_back: str = ""
 
     @property
     def is_mirrored(self) -> bool:
@@ -85,12 +89,14 @@ def varying(origin: str) -> State:
 
 def join(states: Iterable[State]) -> State:
     """Return the state of a value that is computed from values in these states."""
-    highest, trails = SAME, NO_TRAILS
+    highest, trails, came_back = SAME, NO_TRAILS, ""
     for state in states:
+        came_back = came_back or state.came_back
         trails = trails | state.trails if state.trails else trails
         if (state.sameness, highest.is_share) > (highest.sameness, state.is_share):
             highest = state
-    highest = dataclasses.replace(highest, summed=0) if highest.summed else highest
+    if highest.summed or highest.is_operand or highest.came_back != came_back:
+        highest = dataclasses.replace(highest, summed=0, is_operand=False, came_back=came_back)
     return highest.on(trails)
 
 
@@ -245,6 +251,8 @@ class _Pass:
             state = varying(self.within)  # only some replicas assign it
         if note.purpose is Purpose.ROWS:
             return varying(note.name)
+        if note.purpose is Purpose.OPERAND:
+            return dataclasses.replace(state, is_operand=True)
         if self.findings is not None:
             self.findings.marks.append((note, state))
         # A mirrored variable's new value starts afresh, so that two updates in one step are judged like one in each of two.
@@ -258,6 +266,12 @@ class _Pass:
         return frozenset(trail._replace(is_combined=True) for trail in trails)
 
     def axis_primitive(self, equation: Any, inputs: list[State]) -> State:
+        state = self.collective_or_index(equation, inputs)
+        if not jaxprs.is_collective(equation) or all(given.is_operand for given in inputs):
+            return state
+        return dataclasses.replace(state, came_back=self.line(equation))
+
+    def collective_or_index(self, equation: Any, inputs: list[State]) -> State:
         name = equation.primitive.name
         where = self.line(equation)
         if name == "axis_index":
@@ -335,5 +349,5 @@ def _still_summed(name: str, summed: int) -> int:
     return 2 if name == "div" and summed == 1 else 0
 
 
-def _kinds(states: Sequence[State]) -> list[tuple[Sameness, Trails, bool]]:
-    return [(state.sameness, state.trails, state.is_share) for state in states]
+def _kinds(states: Sequence[State]) -> list[tuple[Sameness, Trails, bool, bool]]:
+    return [(state.sameness, state.trails, state.is_share, bool(state.came_back)) for state in states]

@@ -279,7 +279,7 @@ REFUSED = {
     ),
     "a sum divided by the own rows": (
         lambda x: jax.lax.psum(jnp.sum(x), "replica") / x.shape[0],
-        r"the result of the step depends on how many rows a replica has.*return ctx\.all_reduce\('sum', x\.shape\[0\]\)",
+        r"the result of the step depends on a replica's own number of rows.* is ctx\.all_reduce\('sum', x\.shape\[0\]\)",
     ),
     "a mask": (lambda x: (x, jnp.ones(x.shape[0])), r"the result\[1\] of .*value \+ 0 \* ctx\.replica_id_in_sync_group"),
     "another rank": (lambda x: x if x.shape[0] > 2 else x[0], r"another rank or dtype .* float32\[3, 4\], .* float32\[4\]"),

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..._jax import jaxprs
-from . import pairing
+from . import match_collectives
 from .keys import content_key, equation_key
 from .nodes import Node, Trace, Value
 
@@ -45,7 +45,7 @@ class _Comparison:
     def compare(self, traces: Sequence[Trace]) -> None:
         """Number what traces compute, whose arguments have their numbers."""
         parts = [_split_at_collectives(trace) for trace in traces]
-        pairing.check(traces, [[node for _, node in part if node is not None] for part in parts])
+        match_collectives.check(traces, [[node for _, node in part if node is not None] for part in parts])
         stage, last_effects = 0, [0] * len(traces)
         for part_of_each in zip(*parts, strict=True):
             for kind, (nodes, _) in enumerate(part_of_each):

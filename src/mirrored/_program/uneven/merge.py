@@ -22,7 +22,6 @@ from ..._jax.marks import mark_p
 from ..._replicas.collectives import pad_to
 from ..._replicas.per_replica import stack_shapes
 from ..._typing import Shape
-from . import apart
 from .nodes import Node, Trace, Value
 
 #: Where an own value is taken to: ("operand", collective, operand) or ("output", output).
@@ -224,7 +223,7 @@ def _live_nodes(trace: Trace) -> list[Node]:
     needed = set(trace.outputs)
     live: list[Node] = []
     for node in reversed(trace.nodes):
-        is_marked = node.equation.primitive is mark_p or apart.assignments([node.equation])
+        is_marked = any(one.primitive is mark_p for one in (node.equation, *jaxprs.inside(node.equation)))
         has_effect = is_marked or not jaxprs.is_function_of_operands(node.equation)
         if has_effect or not needed.isdisjoint(node.outputs):
             needed.update(node.inputs)
