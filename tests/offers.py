@@ -53,6 +53,7 @@ OFFERS = {
         named.with_rows
         parts.all_gather_parts parts.join_parts parts.num_real parts.own_part parts.part_size parts.reduce_scatter
         parts.split_parts per_replica.PerReplica per_replica.carried_sums per_replica.is_per_replica
+        per_replica.of_last_batch
         per_replica.require_whole per_replica.stack_of per_replica.stack_shapes per_replica.uneven_shapes
         placement.check_later placement.checksum
         placement.mirror placement.mirror_constants placement.refuse_argument placement.stack spent.Spent spent.forget_pause
@@ -87,7 +88,7 @@ OFFERS = {
         call.take_apart captured.Attribute captured.attributes_read captured.read_inside compiling.program_on_stack
         eager.eager eager.is_eager lift.Lifted lift.lift lift.plan_result mistakes.explain program.Program
         program.StepProgram program.annotate program.collectives_of program.describe_program program.name_of_collective
-        program.place steps.Steps
+        program.place steps.Steps uneven.last_batch.explained
     """,
     "_transforms": """
         function.function function.function_programs gradients.grad gradients.value_and_grad loops.cond loops.fori_loop

@@ -14,6 +14,7 @@ LOOPS = "tests/_program/uneven/test_loops.py::test_"
 MATCH = "tests/_program/uneven/test_match_collectives.py::test_"
 CACHE = "tests/_program/test_cache.py::test_"
 MEANS = "tests/_program/uneven/test_means.py::test_"
+LAST = "tests/_program/uneven/test_last_batch.py::test_"
 RETURNED = "tests/_program/test_returned_states.py::test_"
 NNX_CLOSURE = "tests/_models/test_nnx.py::test_a_step_that_closes_over_a_model_reads_it_anew_however_deep_it_is"
 MERGE = "tests/_program/uneven/test_merge.py::test_"
@@ -130,7 +131,7 @@ MUTANTS = [
      DIVISORS + "a_mean_of_one_row_is_a_sum"),
     ("_program/refusals.py", "groups.setdefault((note.number, note.where), [])", "groups.setdefault((0, ''), [])",
      DIVISORS + "each_optimizer_is_looked_at_by_itself"),
-    ("_program/uneven/traces.py", "if len(shares) > 1:", "if False:",
+    ("_program/uneven/kinds.py", "if len(shares) > 1:", "if False:",
      "tests/test_optimizer.py::test_a_mean_weighs_replicas_by_their_rows_and_leaves_out_who_has_none"),
     ("_replicas/collectives.py", "if own else jnp.zeros_like(array)", "",
      "tests/test_optimizer.py::test_a_mean_weighs_replicas_by_their_rows_and_leaves_out_who_has_none"),
@@ -176,7 +177,7 @@ MUTANTS = [
     ("_program/eager.py", "if leaf.shapes is not None:", "if False:",
      REPLICATE + "uneven_values_are_refused_by_name_in_eager_mode"),
     # -- uneven steps: traces
-    ("_program/uneven/traces.py", "if size == rows or (rows > 1 and size % rows == 0):", "if rows > 1 and size % rows == 0:",
+    ("_program/uneven/kinds.py", "if size == rows or (rows > 1 and size % rows == 0):", "if rows > 1 and size % rows == 0:",
      PROPERTIES + "right_guesses_need_two_traces_of_each_shape"),
     ("_program/uneven/traces.py", " and len(set(map(len, asked))) == 1:", ":",
      TRACES + "steps_that_uneven_replicas_cannot_take_together_are_refused"),
@@ -191,7 +192,8 @@ MUTANTS = [
      TRACES + "steps_that_uneven_replicas_cannot_take_together_are_refused"),
     ("_program/uneven/traces.py", "Mark(Purpose.ROWS,", "Mark(Purpose.LOSS,",
      TRACES + "a_value_that_depends_on_a_replicas_own_rows_is_refused_in_uneven_steps_only"),
-    ("_program/uneven/traces.py", "error.add_note(", "print(", TRACES + "an_error_in_the_step_says_which_replicas_it_is_about"),
+    ("_program/uneven/traces.py", "[self.kinds.explain(kind), *notes]", "notes",
+     TRACES + "an_error_in_the_step_says_which_replicas_it_is_about"),
     # -- uneven steps: which values are alike
     ("_program/uneven/align.py", "stage = last_effect = max(stage, last_effect)", "pass",
      PROPERTIES + "effects_happen_once_for_each_replica_and_in_the_order_of_the_step"),
@@ -247,6 +249,24 @@ MUTANTS = [
      LOOPS + "a_counter_in_the_loop_of_a_step_may_be_assigned_in_each_round_where_no_rows_are_carried"),
     ("_program/uneven/nodes.py", "        waiting += node.inputs\n", "",
      LOOPS + "what_a_loop_carries_beside_rows_may_not_be_assigned_and_two_loops_may"),
+    # -- uneven steps: the last batch
+    ("_replicas/per_replica.py", "_last(v) if is_per_replica(v) and v.ndim else v", "_last(v) if is_per_replica(v) else v",
+     LAST + "values_with_rows_that_are_of_no_dataset_are_left_alone"),
+    ("_replicas/per_replica.py", "not all(map(_comes_before_last, values))", "not any(map(_comes_before_last, values))",
+     LAST + "values_with_rows_that_are_of_no_dataset_are_left_alone"),
+    ("_program/uneven/last_batch.py", "[*notes[:1], note, *notes[1:]]", "[*notes, note]",
+     LAST + "a_replica_without_rows_is_named_first_with_the_line_to_write"),
+    ("_program/steps.py", "made = [(call, program), *self._made_for_last(call, coming, frame_with)]", "made = [(call, program)]",
+     LAST + "nothing_is_traced_twice_and_the_last_batch_compiles_when_it_comes"),
+    ("_transforms/function.py", "if coming is not None:", "if False:",
+     LAST + "several_programs_of_one_function_and_functions_of_several_steps"),
+    ("data/_iterator.py", "last is not None and sum(step.sizes) == last.rows_before", "last is not None",
+     LAST + "where_no_odd_batch_comes_nothing_is_traced_for_it"),
+    ("data/_passes.py", "and count < found.step", "and False", LAST + "where_no_odd_batch_comes_nothing_is_traced_for_it"),
+    ("data/_passes.py", "count < found.step", "count <= found.step", LAST + "datasets_that_know_of_an_odd_batch_say_so"),
+    ("data/_passes.py", " and not layout.drop_remainder else None", " else None",
+     LAST + "where_no_odd_batch_comes_nothing_is_traced_for_it"),
+    ("data/_sources/last_batch.py", "num_batches > complete", "True", LAST + "where_no_odd_batch_comes_nothing_is_traced_for_it"),
     # -- uneven steps: which collectives belong together
     ("_program/uneven/match_collectives.py", "other is None or _key(own) != _key(other):", "other is None:",
      TRACES + "steps_that_uneven_replicas_cannot_take_together_are_refused"),
@@ -280,7 +300,7 @@ MUTANTS = [
     ("_program/cache.py", "is_many = count > MAX_SILENT_RECOMPILATIONS", "is_many = count > MAX_SILENT_RECOMPILATIONS + 1",
      REPLICATE + "a_few_programs_of_one_function_are_silent"),
     # -- how long programs are kept
-    ("_program/steps.py", ", also=program.lifted.variables", "",
+    ("_program/steps.py", ", also=its_program.lifted.variables", "",
      CACHE + "a_model_that_is_dropped_takes_its_programs_with_it[method]"),
     ("_program/cache.py", "<= 2 for pin", "<= 1 for pin",
      CACHE + "a_model_that_is_dropped_takes_its_programs_with_it[in_a_dict]"),

@@ -69,6 +69,8 @@ def _call(name: str, original: Callable[..., Any], x: PyTree, axis_name: Any, *m
     if name == "pmean":
         others = tuple(other for other in names if other != REPLICA_AXIS)
         return _mean(original(x, others) if others else x, axis, **options)
+    if name == "psum" and type(x) is int and names == (REPLICA_AXIS,):  # JAX takes a number, such as x.shape[0], for one of all
+        return sum(axis.each(x))
     return original(jax.tree.map(functools.partial(_marked, name), x), axis_name, *more, **options)
 
 

@@ -350,6 +350,15 @@ def test_arguments_that_divide_differently_have_no_one_weight():
     assert float(strategy.run(lambda x, y: mean(float(x.shape[0])), args=pairs)) == pytest.approx(5 / 3)
 
 
+def test_a_sum_of_python_numbers_by_the_name_in_jax_is_that_of_all_replicas():
+    """JAX makes R times the own number of it."""
+    strategy = STRATEGIES[3]
+    for num_rows in (9, 7, 2):
+        step = lambda x: (jax.lax.psum(x.shape[0], "replica") + 0 * x.sum(), jax.lax.psum(1, "replica"))  # noqa: E731
+        all_rows, replicas = strategy.run(step, args=(split(strategy, np.ones(num_rows)),))
+        assert [int(value) for value in strategy.local_results(all_rows)] == [num_rows] * 3 and replicas == 3
+
+
 def test_a_mean_over_groups_of_replicas_is_refused():
     strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(4)])
     groups = lambda x: jax.lax.pmean(x.mean(), "replica", axis_index_groups=[[0, 1], [2, 3]]) + 0 * x.sum()  # noqa: E731

@@ -315,7 +315,7 @@ def test_an_error_in_the_step_says_which_replicas_it_is_about():
     strategy = STRATEGIES[3]
     with pytest.raises(ValueError, match="zero-size") as error:
         strategy.run(lambda x: jnp.max(x), args=(split(strategy, data(2)[0]),))
-    assert "This is about the replicas whose `x` has shape (0, 4)" in "".join(error.value.__notes__)
+    assert "Replica 2 has no rows of this batch: `x` has shape (0, 4) there" in "".join(error.value.__notes__)
 
 
 def test_other_errors_of_steps_are_what_they_are():

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from fractions import Fraction
 from typing import Any
 
 import jax
@@ -25,75 +24,14 @@ from ..._typing import Shape
 from ..._variables.storage import WeakVariables
 from ..._variables.variable import spec_of
 from .. import lift, proof, refusals
-from ..call import ArrayLeaf, Call, argument_names, static_key
+from ..call import ArrayLeaf, Call, static_key
 from ..lift import Lifted, ResultPlan, Touched, static_value, trace_step
 from ..proof import State
 from . import align, match_collectives, merge, nodes
+from .kinds import Kinds, find_kinds
 
 #: A trace may show that a size was guessed wrong; after this many, sizes are found out one question at a time.
 _MAX_TRACES = 3
-
-
-@dataclasses.dataclass(frozen=True)
-class Kinds:
-    """The kinds of the replicas, by the shapes of their arguments.
-
-    Attributes:
-        shapes: for each kind, the shape of each array argument.
-        of_replica: the kind of each replica.
-        varied: an argument whose shape differs, by position; messages speak of it.
-        name: its name.
-    """
-
-    shapes: tuple[tuple[Shape, ...], ...]
-    of_replica: tuple[int, ...]
-    varied: int
-    name: str
-
-    def describe(self, kind: int) -> str:
-        """Name the replicas of a kind in a message."""
-        return f"the replicas whose {self.name} has shape {self.shapes[kind][self.varied]}"
-
-    def guess(self, kind: int, size: int) -> tuple[int, ...]:
-        """Guess for each replica a size that is `size` on replicas of a kind: a number of rows, or a multiple of it."""
-        for sizes in self._row_counts():
-            rows = sizes[kind]
-            if size == rows or (rows > 1 and size % rows == 0):
-                return tuple(sizes[k] * (size // rows if rows else 1) for k in self.of_replica)
-        return (size,) * len(self.of_replica)
-
-    def rows(self, kind: int) -> tuple[int, int]:
-        """Return how many rows a replica of a kind has, and how many all have, as they weigh in a mean.
-
-        Raises:
-            UnevenReplicasError: when it depends on the argument.
-        """
-        counts = list(self._row_counts())
-        totals = [self._total(sizes) for sizes in counts]
-        shares = {tuple(Fraction(size, total) for size in sizes) for sizes, total in zip(counts, totals, strict=True)}
-        if len(shares) > 1:
-            raise UnevenReplicasError(
-                "a mean over the replicas weighs them by their rows, but the arguments divide differently among the replicas: "
-                f"{', '.join(str(tuple(sizes[k] for k in self.of_replica)) for sizes in dict.fromkeys(counts))} rows. For one "
-                "weight for all write ctx.all_reduce('mean', value, by_rows=False). Divide a loss by its own rows on all "
-                "replicas, mr.losses.compute_average_loss(per_example_loss), and let the gradients be summed: aggregate='sum'."
-            )
-        return counts[0][kind], totals[0]
-
-    def rows_of(self, kind: int) -> tuple[set[int], set[int]]:
-        """Return how many rows a replica of a kind may have, after the arguments, and how many all together."""
-        counts = list(self._row_counts())
-        return {sizes[kind] for sizes in counts}, {self._total(sizes) for sizes in counts}
-
-    def most_rows(self, kind: int) -> int:
-        return max(sizes[kind] for sizes in self._row_counts())
-
-    def _total(self, sizes: Sequence[int]) -> int:
-        return sum(sizes[kind] for kind in self.of_replica)
-
-    def _row_counts(self) -> Iterator[tuple[int, ...]]:
-        for shapes in zip(*self.shapes, strict=True):
-            yield from (sizes for sizes in zip(*shapes, strict=True) if len(set(sizes)) > 1)
 
 
 def lift_uneven(call: Call, frame_with: Callable[[Any], Frame], states_of: Callable[[Lifted], list[State]]) -> Lifted:
@@ -110,7 +48,7 @@ def lift_uneven(call: Call, frame_with: Callable[[Any], Frame], states_of: Calla
         ReplicasDivergeError: when already replicas with equal rows would diverge.
     """
     leaves = call.array_leaves()
-    kinds = _find_kinds(call, leaves)
+    kinds = find_kinds(call, leaves)
     touched, traces = _trace_all(_Tracer(call, leaves, kinds, frame_with))
     found = [proof.prove(lifted.shown.jaxpr, states_of(lifted)) for lifted in traces]
     for lifted, findings in zip(traces, found, strict=True):
@@ -133,15 +71,6 @@ def lift_uneven(call: Call, frame_with: Callable[[Any], Frame], states_of: Calla
 
 def _known_line(lines: Sequence[str]) -> str:
     return next((line for line in lines if line != "<unknown>"), lines[0])
-
-
-def _find_kinds(call: Call, leaves: Sequence[ArrayLeaf]) -> Kinds:
-    varied = next(i for i, leaf in enumerate(leaves) if leaf.shapes is not None)
-    num_replicas = len(leaves[varied].shapes or ())
-    of_each = [tuple(leaf.shapes[r] if leaf.shapes else leaf.shape for leaf in leaves) for r in range(num_replicas)]
-    shapes = tuple(dict.fromkeys(of_each))
-    of_replica = tuple(shapes.index(own) for own in of_each)
-    return Kinds(shapes, of_replica, varied, argument_names(call)[varied])
 
 
 # -- tracing for each kind
@@ -219,10 +148,8 @@ class _Tracer:
             with sizes.tracing(), named.with_rows():
                 return trace_step(trace, self.call, self.kinds.shapes[kind], self.frame_with(sizes), **more)
         except Exception as error:
-            error.add_note(
-                f"This is about {self.kinds.describe(kind)}: the batch does not divide evenly among the replicas. A step must "
-                f"work with any number of rows, also none. To leave the odd rows out: {match_collectives.DROP}."
-            )
+            notes = getattr(error, "__notes__", [])
+            error.__notes__ = [self.kinds.explain(kind), *notes]  # before JAX's own
             raise
 
     def sizes(self, known: Sequence[Sequence[int]], may_guess: bool = True) -> list[_AskedSizes]:
@@ -357,7 +284,7 @@ def _other_type(plan: ResultPlan, position: int, kinds: Kinds, origin: str) -> s
     path, _ = [leaf for leaf, static in zip(leaves, plan.static, strict=True) if static is None][position]
     return (
         f"the batch does not divide evenly among the replicas, and the result{jax.tree_util.keystr(path)} of the step depends on "
-        f"{origin}. That is one array of a batch that divides, and would be one value for each replica here. For one for each "
+        f"{origin}. That is one array of a batch that divides, and would be one value for each replica here. To have that "
         "in both cases return value + 0 * ctx.replica_id_in_sync_group. "
         f"Or leave the odd rows out: {match_collectives.DROP}."
     )
