@@ -235,12 +235,10 @@ MUTANTS = [
     ("_jax/marks.py", " or note.purpose is Purpose.OPERAND", "",
      MEANS + "a_mean_of_gradients_is_that_of_one_device_or_is_refused_where_they_came_back_through_a_collective"),
     ("_jax/marks.py", "    Purpose.OPERAND: Purpose.OPERAND,\n", "",
-     MEANS + "what_was_combined_or_assigned_since_counts_as_new"),
+     MEANS + "derivatives_that_go_forward_are_those_of_one_device"),
     ("_program/proof.py", "all(given.is_operand for given in inputs)", "True",
      MEANS + "a_mean_in_the_loss_of_an_optimizer_that_averages"),
     ("_program/proof.py", "state.is_share, bool(state.came_back))", "state.is_share, False)",
-     MEANS + "gradients_of_gradients_and_parts_of_them_are_refused_too"),
-    ("_program/proof.py", "summed=0, is_operand=False, came", "summed=0, came",
      MEANS + "gradients_of_gradients_and_parts_of_them_are_refused_too"),
     # -- uneven steps: loops over rows
     ("_program/uneven/traces.py", "with tracing.room_for(lifted.shown for lifted in traces):", "with tracing.room_for([]):",

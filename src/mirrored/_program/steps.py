@@ -200,13 +200,14 @@ def _make_program(mesh: ReplicaMesh, call: Call, frame_with: Callable[[Any], Fra
     leaves = call.array_leaves()
     check_replicas(call.arrays, leaves, lambda: argument_names(call), mesh.num_replicas)
     if call.is_uneven():
-        lifted = traces.lift_uneven(call, frame_with, functools.partial(_input_states, call))
+        lifted, findings = traces.lift_uneven(call, frame_with, functools.partial(_input_states, call))
     else:
         lifted = trace_step(lift.lift, call, [leaf.shape for leaf in leaves], frame_with(None))
+        findings = None
     if call.numbers:
         numbers.check(lifted.shown.jaxpr, len(lifted.variables), call.numbers)
     _refuse_per_replica_results(lifted)
-    findings = proof.prove(lifted.shown.jaxpr, _input_states(call, lifted))
+    findings = findings or proof.prove(lifted.shown.jaxpr, _input_states(call, lifted))
     refusals.check_assignments(lifted, findings)
     refusals.check_gradients(findings, mesh.num_replicas)
     if not call.is_uneven():  # else each kind of replica has been looked at

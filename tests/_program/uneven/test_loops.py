@@ -238,9 +238,7 @@ def test_what_a_loop_carries_beside_rows_may_not_be_assigned_and_two_loops_may(n
         n = mr.Variable(1.0, name="n")
 
     def one_loop(x):
-        y, new = compute(x, n.value)
-        n.assign(new)
-        return y
+        n.assign(compute(x, n.value)[1])
 
     def two_loops(x):
         n.assign(compute(jnp.zeros((2, COLUMNS)), n.value)[1])
@@ -269,13 +267,12 @@ def test_a_counter_in_the_loop_of_a_step_may_be_assigned_in_each_round_where_no_
         return mr.fori_loop(0, 3, lambda i, x: n.assign_add(1) * 0 + jnp.tanh(x), x)
 
     def overwritten(x):
-        y = mr.fori_loop(0, 2, lambda i, y: v.assign(v.value + x.shape[0]) * 0 + x, x)
+        mr.fori_loop(0, 2, lambda i, y: v.assign(v.value + x.shape[0]) * 0 + x, x)
         v.assign(0.0)
-        return y
 
     strategy.run(right, args=(split(strategy, x),))
-    for step in (wrong, overwritten):
-        with pytest.raises(mr.ReplicasDivergeError, match=r"is mirrored.*Write two loops"):
+    for step, message in ((wrong, r"'n' is mirrored.*Write two loops"), (overwritten, r"'v' is mirrored.*own number of rows")):
+        with pytest.raises(mr.ReplicasDivergeError, match=message):
             strategy.run(step, args=(split(strategy, x),))
     assert int(n) == 3 and float(v) == 0
 
@@ -305,8 +302,10 @@ def test_numbers_of_64_bits_in_an_uneven_step():
     def step(x):
         with jax.enable_x64(True):
             large, _ = jax.lax.scan(lambda large, _: (large + 2**33, None), jnp.int64(5), None, length=2)
+            own = large + x.shape[0]
             n.assign((large // 2**33).astype("int32"))
-            return x * (large // 2**33).astype("float32")
+            replicas = total(jnp.float32(1))
+            return x * replicas * (own // 2**34).astype("float32")
 
     y = strategy.run(step, args=(split(strategy, x),))
     assert int(n) == 2

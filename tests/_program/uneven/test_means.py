@@ -207,6 +207,7 @@ NETS = {
     "in jit": lambda p, x: jax.jit(lambda p, x: net(flax, p, x))(p, x),
     "checkpointed": lambda p, x: jax.checkpoint(lambda p, x: net(flax, p, x))(p, x),
     "scanned": scanned,
+    "sums of sums": lambda p, x: x @ p["a"] + jax.lax.psum(jax.lax.psum(jnp.sum(p["b"]), "replica"), "replica"),
     "gathered": lambda p, x: x @ p["a"] + jnp.sum(mr.get_replica_context().all_gather(p["b"], axis=0), axis=0),
 }
 
@@ -219,9 +220,10 @@ def gradient_of(name, loss):
     return jax.grad(lambda p, x: loss(losses(name, p, x)))
 
 
+OF_R = ("sums of sums", "gathered")  # which depend on the number of replicas
 SLOW = ("scanned", "in jit", "sums by an imported name", "under vmap", "normalized in jit", "checkpointed")
-CASES = [pytest.param(name, 10, marks=[pytest.mark.slow] * (name in SLOW)) for name in NETS if name != "gathered"]
-CASES += [pytest.param(name, rows, marks=pytest.mark.slow) for name in NETS for rows in (2, 4) if name != "gathered"]
+CASES = [pytest.param(name, 10, marks=[pytest.mark.slow] * (name in SLOW)) for name in NETS if name not in OF_R]
+CASES += [pytest.param(name, rows, marks=pytest.mark.slow) for name in NETS for rows in (2, 4) if name not in OF_R]
 
 
 @pytest.mark.parametrize(("name", "rows"), CASES)
@@ -262,11 +264,21 @@ def test_gradients_of_gradients_and_parts_of_them_are_refused_too():
         "of a gradient": of_a_gradient,
         "scaled": lambda p, x: mean(jax.tree.map(lambda g: 2 * g, own(p, x))),
         "a norm": lambda p, x: mean(optax.tree.norm(own(p, x))),
+        "a round later": lambda p, x: jax.lax.fori_loop(
+            0, 2, lambda i, c: (mean(c[1]), own(p, x)["b"]), (p["b"], p["b"] + 0 * jnp.sum(x))
+        )[0],
         "in a loop": lambda p, x: jax.lax.fori_loop(0, 2, lambda i, b: mean(own({**p, "b": b}, x)["b"]), p["b"]),
     }
     for name, step in wrong.items():
         with pytest.raises(mr.UnevenReplicasError, match="have come back through a collective"):
             print(name, STRATEGIES[2].run(step, args=(PARAMS, split(STRATEGIES[2], ROWS[:7]))))
+
+
+def test_derivatives_that_go_forward_are_those_of_one_device():
+    loss = lambda p, x: jnp.mean(losses("plain", p, x))  # noqa: E731
+    step = lambda p, x: mean(jax.jvp(lambda p: loss(p, x), (p,), (p,))[1])  # noqa: E731
+    many, one = (STRATEGIES[r].run(step, args=(PARAMS, split(STRATEGIES[r], ROWS[:7]))) for r in (2, 1))
+    np.testing.assert_allclose(many, one, rtol=1e-3)
 
 
 def test_what_was_combined_or_assigned_since_counts_as_new():

@@ -10,7 +10,7 @@ import jax
 
 from ..._jax import jaxprs, tracing
 from ..._jax.jaxprs import ClosedJaxpr, Literal
-from ..._jax.primitives import INLINE_CALLS
+from ..._jax.primitives import INLINE_CALLS, PURE
 
 #: Cheaper to compute again wherever they are used than to carry from one part to the next.
 _CHEAP = frozenset({"broadcast_in_dim", "iota"})
@@ -43,6 +43,8 @@ class Node:
         bodies: what a loop or condition with collectives inside runs; empty for everything else.
         handed: the inputs that are handed over as one array of all traces, when it is a collective: those of a loop that its
             bodies do not take as they are.
+        is_pure: whether it is known to compute its outputs from its inputs alone.
+        is_own: whether each trace computes it for itself; known after `compare`.
     """
 
     equation: Any
@@ -52,22 +54,19 @@ class Node:
     bodies: list[Trace] = dataclasses.field(default_factory=list)
     handed: list[Value] = dataclasses.field(default_factory=list)
     stage: int = 0
+    is_pure: bool = False
+    is_own: bool = False
 
     @property
     def is_shared(self) -> bool:
         """Whether all traces compute it alike; known after `compare`."""
-        return not self.is_collective and bool(self.outputs) and self.outputs[0].number is not None
-
-    @property
-    def is_own(self) -> bool:
-        """Whether each trace computes it for itself."""
-        return not self.is_collective and not self.is_shared
+        return not self.is_collective and not self.is_own
 
     @property
     def is_cheap(self) -> bool:
         """Whether to compute it wherever it is used, because that costs less than to carry it there."""
-        ready = all(value.content is not None or value.number is not None for value in self.inputs)
-        return ready and self.equation.primitive.name in _CHEAP
+        is_known = lambda value: value.content is not None or value.number is not None  # noqa: E731
+        return self.equation.primitive.name in _CHEAP and all(map(is_known, self.inputs))
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -124,14 +123,15 @@ def append(trace: Trace, closed: ClosedJaxpr, inputs: Sequence[Value]) -> list[V
 
 
 def _read_equation(trace: Trace, equation: Any, inputs: list[Value]) -> list[Value]:
-    has_collective = jaxprs.has_collective(equation)
-    inner = jaxprs.callee(equation)
-    if inner is not None and (equation.primitive.name in INLINE_CALLS or has_collective):
+    name, has_bodies = equation.primitive.name, bool(jaxprs.inner_jaxprs(equation))
+    has_collective = jaxprs.has_collective(equation) if has_bodies else jaxprs.is_collective(equation)
+    inner = jaxprs.callee(equation) if has_bodies else None
+    if inner is not None and (name in INLINE_CALLS or has_collective):
         return append(trace, inner, inputs)
-    if has_collective and equation.primitive.name == "custom_linear_solve":
+    if has_collective and name == "custom_linear_solve":
         solver = jaxprs.solver_of(equation)
         return append(trace, ClosedJaxpr(solver.jaxpr, ()), [inputs[k] for k in solver.operands])
-    if jaxprs.adds_own_axes(equation):
+    if has_collective and jaxprs.adds_own_axes(equation):
         first, equation = tracing.own_axes_first(equation)
         inputs = append(trace, first, inputs)
     outputs = [Value(variable.aval) for variable in equation.outvars]
@@ -140,6 +140,8 @@ def _read_equation(trace: Trace, equation: Any, inputs: list[Value]) -> list[Val
         parts, handed = jaxprs.parts_of(equation)
         node.handed = [inputs[k] for k in handed]
         node.bodies = [_read_body(trace, part, inputs) for part in parts]
+    else:
+        node.is_pure = (name in PURE and not has_bodies) or jaxprs.is_function_of_operands(equation)
     trace.nodes.append(node)
     return outputs
 

@@ -26,7 +26,7 @@ from ..._variables.variable import spec_of
 from .. import lift, proof, refusals
 from ..call import ArrayLeaf, Call, static_key
 from ..lift import Lifted, ResultPlan, Touched, static_value, trace_step
-from ..proof import State
+from ..proof import Findings, State
 from . import align, match_collectives, merge, nodes
 from .kinds import Kinds, find_kinds
 
@@ -34,8 +34,10 @@ from .kinds import Kinds, find_kinds
 _MAX_TRACES = 3
 
 
-def lift_uneven(call: Call, frame_with: Callable[[Any], Frame], states_of: Callable[[Lifted], list[State]]) -> Lifted:
-    """Make one pure function of a step in which replicas have different numbers of rows.
+def lift_uneven(
+    call: Call, frame_with: Callable[[Any], Frame], states_of: Callable[[Lifted], list[State]]
+) -> tuple[Lifted, Findings]:
+    """Make one pure function of a step in which replicas have different numbers of rows, and prove it.
 
     Args:
         call: the step and its arguments; an uneven one is padded to its largest shape.
@@ -61,12 +63,12 @@ def lift_uneven(call: Call, frame_with: Callable[[Any], Frame], states_of: Calla
     refusals.check_divisors(found[largest], len(kinds.of_replica), *kinds.rows_of(largest))
     lines = tuple(map(_known_line, zip(*(lifted.write_lines for lifted in traces), strict=True)))
     merged = Lifted(closed, closed, WeakVariables(touched.written), lines, WeakVariables(touched.read_only), plan)
-    outputs = proof.prove(closed.jaxpr, states_of(merged)).outputs[: merged.num_results]
+    findings = proof.prove(closed.jaxpr, states_of(merged))
     of_kinds = zip(*(one.outputs[: merged.num_results] for one in found), strict=True)
-    for position, (state, own) in enumerate(zip(outputs, of_kinds, strict=True)):
+    for position, (state, own) in enumerate(zip(findings.outputs, of_kinds, strict=False)):
         if not state.is_mirrored and all(one.is_mirrored for one in own):
             raise UnevenReplicasError(_other_type(plan, position, kinds, state.origin))
-    return merged
+    return merged, findings
 
 
 def _known_line(lines: Sequence[str]) -> str:
