@@ -114,11 +114,6 @@ def while_of(equation: Any) -> While:
     return While(cond, body, len(cond.invars) - num_carry, len(body.invars) - num_carry)
 
 
-def branches_of(equation: Any) -> list[Jaxpr]:
-    """Return the branches of a `cond`, which take all its operands but the first, the index."""
-    return [closed.jaxpr for closed in equation.params["branches"]]
-
-
 class Solver(NamedTuple):
     """What a linear solve runs: a jaxpr, on these of the operands. Its other functions are for derivatives only."""
 

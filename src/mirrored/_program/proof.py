@@ -61,11 +61,15 @@ class State:
         sameness: whether it is the same on every replica.
         origin: what made it differ, when it is VARYING.
         said: what the loss has said that it is, or is a derivative of, or is computed of.
+        is_operand: whether the code of the step gives it, as it is, to a collective.
+        came_back: the line of the collective through which it has come as a gradient; "" for none.
     """
 
     sameness: Sameness
     origin: str = ""
     said: Said = Said.NOTHING
+    is_operand: bool = False
+    came_back: str = ""
 
     @property
     def is_mirrored(self) -> bool:
@@ -92,11 +96,13 @@ def varying(origin: str) -> State:
 
 def join(states: Iterable[State]) -> State:
     """Return the state of a value that is computed from values in these states."""
-    highest, said = ZERO, Said.CONSTANT
+    highest, said, came_back = ZERO, Said.CONSTANT, ""
     for state in states:
-        said = max(said, state.said)
+        said, came_back = max(said, state.said), came_back or state.came_back
         if state.sameness > highest.sameness:
             highest = state
+    if highest.is_operand or highest.came_back != came_back:
+        highest = dataclasses.replace(highest, is_operand=False, came_back=came_back)
     return highest.saying(said)
 
 
@@ -197,7 +203,10 @@ class _Pass(Analysis[State]):
         return [self.operation(equation, values)] * len(equation.outvars)
 
     def over_replicas(self, equation: Any, values: list[State]) -> Sequence[State]:
-        return [self.crossing(equation, values)] * len(equation.outvars)
+        state = self.crossing(equation, values)
+        if jaxprs.is_collective(equation) and not all(given.is_operand for given in values):
+            state = dataclasses.replace(state, came_back=self.line(equation))
+        return [state] * len(equation.outvars)
 
     def operation(self, equation: Any, inputs: list[State]) -> State:
         """Handle a primitive that computes its results from its operands alone, if it is known to do so."""
@@ -233,6 +242,8 @@ class _Pass(Analysis[State]):
             state = varying(self.within)  # only some replicas assign it
         if note.purpose is Purpose.ROWS:
             return varying(note.name)
+        if note.purpose is Purpose.OPERAND:
+            return dataclasses.replace(state, is_operand=True)
         if self.findings is not None:
             self.findings.marks.append((note, state))
         # A mirrored variable's new value starts afresh, so that two updates in one step are judged like one in each of two.

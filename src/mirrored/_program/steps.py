@@ -20,7 +20,7 @@ from .._replicas.collectives import ReplicaAxis
 from .._replicas.context import ReplicaContext, own_parts
 from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh
-from .._replicas.per_replica import PerReplica
+from .._replicas.per_replica import PerReplica, of_last_batch
 from .._replicas.spent import Spent, waited
 from .._typing import REPLICA_AXIS, PyTree
 from .._variables import equal_copies, storage
@@ -38,7 +38,7 @@ from .lift import Lifted, trace_step
 from .numbers import Numbers, with_numbers
 from .program import StepProgram, are_placed, place, replica_frame, stacked_unless, unstacked
 from .proof import SAME, State, varying
-from .uneven import traces
+from .uneven import last_batch, traces
 
 
 class Steps:
@@ -88,7 +88,8 @@ class Steps:
             self._took(start, waited_before)
             return result
         self.spent.last = None
-        return self._run_otherwise(strategy, program, take_apart(function, args, kwargs))
+        coming = of_last_batch((tuple(args), kwargs)) if program is None and is_plain and (args or kwargs) else None
+        return self._run_otherwise(strategy, program, take_apart(function, args, kwargs), coming)
 
     def _took(self, start: float, waited_before: float) -> None:
         """Note where the time of a warm step went, and of what the loop did before it."""
@@ -107,8 +108,15 @@ class Steps:
             spent.python += end - start - (waited.devices - waited_before)
         spent.last = end, waited.input, waited.devices
 
-    def _run_otherwise(self, strategy: Any, program: StepProgram | None, call: Call) -> PyTree:
-        """Run a step that is new, traced, eager, or whose arguments are elsewhere."""
+    def _run_otherwise(self, strategy: Any, program: StepProgram | None, call: Call, coming: Any) -> PyTree:
+        """Run a step that is new, traced, eager, or whose arguments are elsewhere.
+
+        Args:
+            strategy: the user's.
+            program: that of the call, if there is one.
+            call: the call.
+            coming: the arguments of the last batch, for which a new step is traced too; see `of_last_batch`.
+        """
         mesh = self._mesh
         frame_with = functools.partial(replica_frame, strategy, mesh, self._even)
         may_pass = program is None and call.has_numbers() and not is_eager.get() and not frames.is_traced()
@@ -121,8 +129,10 @@ class Steps:
         if program is None:
             with silenced() if is_eager.get() else contextlib.nullcontext():
                 program, call = self._made(call, frame_with, may_pass)
+            made = [(call, program), *self._made_for_last(call, coming, frame_with)]
             if not any(isinstance(constant, jax.core.Tracer) for constant in program.constants):
-                self.programs.add(call.keyed_again(), program, also=program.lifted.variables)
+                for each, its_program in made:
+                    self.programs.add(each.keyed_again(), its_program, also=its_program.lifted.variables)
         if frames.is_traced() or any(isinstance(array, jax.core.Tracer) for array in call.arrays):
             return _run_traced(program, call)
         if is_eager.get():
@@ -132,6 +142,14 @@ class Steps:
         if is_new and not mesh.is_alone:
             placement.check_later(mesh, call.arrays, lambda index: f"the argument {names()[index]}")
         return program.run(place(mesh, call.arrays, call.array_leaves(), names))
+
+    def _made_for_last(self, call: Call, coming: Any, frame_with: Callable[..., Frame]) -> list[tuple[Call, StepProgram]]:
+        """Make the program for the last batch, which is compiled when that comes; none if it is there, or nobody knows."""
+        later = None if coming is None else take_apart(call.function, *coming)
+        if later is None or self.programs.get(later.key) is not None:
+            return []
+        with last_batch.explained(coming):
+            return [(later, _make_program(self._mesh, later, frame_with))]
 
     def _made(self, call: Call, frame_with: Callable[..., Frame], may_pass: bool) -> tuple[StepProgram, Call]:
         """Make a program, with the numbers as arguments that have changed, if it may be."""
@@ -182,13 +200,14 @@ def _make_program(mesh: ReplicaMesh, call: Call, frame_with: Callable[[Any], Fra
     leaves = call.array_leaves()
     check_replicas(call.arrays, leaves, lambda: argument_names(call), mesh.num_replicas)
     if call.is_uneven():
-        lifted = traces.lift_uneven(call, frame_with, functools.partial(_input_states, call))
+        lifted, findings = traces.lift_uneven(call, frame_with, functools.partial(_input_states, call))
     else:
         lifted = trace_step(lift.lift, call, [leaf.shape for leaf in leaves], frame_with(None))
+        findings = None
     if call.numbers:
         numbers.check(lifted.shown.jaxpr, len(lifted.variables), call.numbers)
     _refuse_per_replica_results(lifted)
-    findings = proof.prove(lifted.shown.jaxpr, _input_states(call, lifted))
+    findings = findings or proof.prove(lifted.shown.jaxpr, _input_states(call, lifted))
     refusals.check_assignments(lifted, findings)
     refusals.check_gradients(findings, mesh.num_replicas)
     is_mirrored = tuple(state.is_mirrored for state in findings.outputs[: lifted.num_results])

@@ -20,10 +20,11 @@ from .._program.call import ArrayLeaf, Call, argument_names, array_leaves, key_o
 from .._program.captured import Attribute, attributes_read, read_inside
 from .._program.lift import Lifted
 from .._program.program import Program, place
+from .._program.uneven import last_batch
 from .._replicas import frames, in_flight
 from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh, default_mesh
-from .._replicas.per_replica import PerReplica
+from .._replicas.per_replica import PerReplica, of_last_batch
 from .._replicas.placement import check_later, mirror_constants
 from .._text import shown
 from .._typing import PyTree, Shape, UserFunction
@@ -102,11 +103,18 @@ def call_compiled(fn: UserFunction, args: Sequence[Any], kwargs: dict[str, Any])
         _programs.shorten(key, program, fn, args, program.mesh.stacked)
     if program is None or not program.is_current():
         call = take_apart(fn, args, kwargs)
+        coming = of_last_batch((tuple(args), kwargs)) if program is None else None
         program = _make(call, frame or Frame(None, None))
-        # Counted for each function: a decorator in a factory makes many of one code, each for its own variables.
-        call = call._replace(key=(call.keyed_again().key, *key[1:]))
+        made = [(call, program)]
+        if coming is not None:
+            with last_batch.explained(coming):
+                later = take_apart(fn, *coming)
+                made.append((later, _make(later, frame or Frame(None, None))))
         strategies = [] if frame is None else [frame.strategy]
-        _programs.add(call, program, owner=fn, also=[*program.lifted.variables, *strategies])
+        for each, its_program in made:
+            # Counted for each function: a decorator in a factory makes many of one code, each for its own variables.
+            each = each._replace(key=(each.keyed_again().key, *key[1:]))
+            _programs.add(each, its_program, owner=fn, also=[*its_program.lifted.variables, *strategies])
         check_later(program.mesh, arrays, lambda index: f"the argument {argument_names(call)[index]}")
     # A PerReplica lies where it is: `_mesh_of` has chosen the devices after it.
     plain = [position for position, leaf in enumerate(leaves) if not leaf.is_per_replica]
