@@ -34,11 +34,7 @@ from ._variables.tree import trainable
 from ._variables.variable import Variable, is_variable, spec_of
 
 Aggregate = Literal["sum", "mean"] | ReduceOp | bool
-_PURPOSES: dict[Any, Purpose] = {
-    None: Purpose.GRADIENT,
-    ReduceOp.SUM: Purpose.SUMMED_GRADIENT,
-    ReduceOp.MEAN: Purpose.MEAN_GRADIENT,
-}
+_SAID = {ReduceOp.SUM: Purpose.SUMMED_GRADIENT, ReduceOp.MEAN: Purpose.MEAN_GRADIENT}
 
 
 class Optimizer:
@@ -249,7 +245,7 @@ class Optimizer:
             return [_one_value(g, v, op, frame) for g, v in zip(gradients, variables, strict=True)]
         if op is None:
             return gradients
-        where, purpose = user_code.user_line(), _PURPOSES[said]
+        where, purpose = user_code.user_line(), _SAID[op] if said else Purpose.GRADIENT
         marked = [mark(jnp.asarray(g), Mark(purpose, v.name, where, id(self))) for g, v in zip(gradients, variables, strict=True)]
         if self._is_sharded:
             return shared_out.combined(op, marked, axis_of(frame.replica))

@@ -144,7 +144,7 @@ def test_what_would_differ_by_replica_is_refused_by_its_name_and_nothing_has_cha
             made(),
             forgotten,
             mr.ReplicasDivergeError,
-            r"Net\.inner\.\w+, which the step at .*test_nnx.*all_reduce\('mean', grads\)",
+            r"Net\.inner\.\w+, which the step at .*test_nnx.*all_reduce\('sum', \(loss, grads\)\)",
         ),
         (made("rows"), by_row, mr.ReplicasDivergeError, r"Net\.norm\.mean.*axis_name='replica'"),
         (made(), changes_structure, mr.ContextError, r"has changed the structure .*`model\.train\(\)`"),

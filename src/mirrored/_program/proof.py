@@ -88,6 +88,9 @@ SAME = State(Sameness.SAME)
 CONSTANT = State(Sameness.SAME, said=Said.CONSTANT)
 ZERO = State(Sameness.SAME, said=Said.ZERO)
 
+#: What is said of their results is not what is said of a product.
+_SPECIAL = ADDITIONS | SPREADS | {"add_any", "div"}
+
 
 def varying(origin: str) -> State:
     """Make the state of a value that may differ by replica because of `origin`."""
@@ -213,14 +216,16 @@ class _Pass(Analysis[State]):
         name = equation.primitive.name
         inside = list(jaxprs.inside(equation))
         self.refuse_collectives(equation, inside)
-        state = join(inputs).saying(_said(name, inputs))
+        state = join(inputs)
+        if name in _SPECIAL:
+            state = state.saying(_said(name, inputs))
         if not state.is_mirrored:
             return state
         if name in PURE and all(map(jaxprs.is_plain, inside)):
             return state
         if all(0 in getattr(atom.aval, "shape", (1,)) for atom in equation.outvars):
             return state  # nothing can differ in arrays without elements, such as `jnp.empty((0,))`
-        return varying(f"`{name}` at {self.line(equation)}, whose results the proof knows nothing about")
+        return varying(f"`{name}` at {self.line(equation)}, whose results the proof knows nothing about").saying(state.said)
 
     def refuse_collectives(self, equation: Any, inside: Sequence[Any]) -> None:
         """Refuse collectives inside a construct of which the pass does not know when it runs what is inside."""
@@ -273,16 +278,15 @@ class _Pass(Analysis[State]):
 
 
 def _said(name: str, inputs: Sequence[State]) -> Said:
-    """Return what is said of the result of a primitive."""
+    """Return what is said of the result of a primitive that is no product."""
     if name in ADDITIONS:
         return _lowest(inputs, above=Said.CONSTANT)
     if name == "add_any":  # adds up derivatives, of which a constant is one too
         return _lowest(inputs, above=Said.ZERO)
-    if name in SPREADS and inputs[0].said is Said.ZERO:
-        return Said.ZERO
-    if name == "div" and inputs[1].said is Said.WHOLE:
-        return inputs[0].said  # what is divided by a number of all rows is not multiplied by it
-    return join(inputs).said
+    first = inputs[0].said if inputs else Said.CONSTANT
+    if name == "div" and inputs[1].said is not Said.WHOLE:  # what is divided by a number of all rows is not multiplied by it
+        return max(first, inputs[1].said, Said.CONSTANT)
+    return first
 
 
 def _lowest(states: Sequence[State], above: Said) -> Said:

@@ -127,7 +127,7 @@ _COMBINED_LOSS = (
 _UNSPOKEN = (
     "nobody has said how the loss is divided whose gradients apply_gradients at {where} sums over the replicas. If it is a mean "
     "over the replica's own rows, as of jnp.mean, the update is R times that of one device. Write one of these lines:\n"
-    "    return per_example_losses                     # in the function given to mr.value_and_grad: it takes the global mean\n"
-    "    return mr.losses.mean_over_own_rows(loss)     # or mr.losses.already_divided(loss), when all rows have divided it\n"
-    "    optimizer.apply_gradients(grads, aggregate='mean')  # or 'sum', when all rows have divided the loss"
+    "    return per_example_losses                  # in the function given to mr.value_and_grad: it takes the global mean\n"
+    "    return mr.losses.mean_over_own_rows(loss)  # or mr.losses.already_divided(loss), when all rows have divided it\n"
+    "    optimizer.apply_gradients(grads, aggregate='mean')  # of mr.Optimizer; or 'sum', when all rows have divided the loss"
 )

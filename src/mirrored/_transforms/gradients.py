@@ -46,8 +46,9 @@ def value_and_grad(fn: UserFunction, variables: PyTree, has_aux: bool = False) -
     """Make a function that returns `fn`'s value and its gradients with respect to variables that it reads.
 
     `fn` returns one loss for each example, and the value is their mean over the global batch: in a step this replica's share,
-    which `strategy.reduce("sum", value)` adds up, as `mr.Optimizer` adds up the gradients. `fn` may also return a scalar: in a
-    step one of `mr.losses`, or another if the optimizer is told how to `aggregate`.
+    which `strategy.reduce("sum", value)` adds up, as `mr.Optimizer` adds up the gradients. A penalty for large weights is added
+    to the loss of each example. `fn` may also return a scalar: in a step one of `mr.losses`, or another if the optimizer is
+    told how to `aggregate`.
     It may assign other variables (statistics of normalization layers, counters); they keep the new values.
     Plain `jax.grad` over `variable.value` gives the same numbers for a scalar.
 
