@@ -238,8 +238,6 @@ MUTANTS = [
      MEANS + "derivatives_that_go_forward_are_those_of_one_device"),
     ("_program/proof.py", "all(given.is_operand for given in inputs)", "True",
      MEANS + "a_mean_in_the_loss_of_an_optimizer_that_averages"),
-    ("_program/proof.py", "state.is_share, bool(state.came_back))", "state.is_share, False)",
-     MEANS + "gradients_of_gradients_and_parts_of_them_are_refused_too"),
     # -- uneven steps: loops over rows
     ("_program/uneven/traces.py", "with tracing.room_for(lifted.shown for lifted in traces):", "with tracing.room_for([]):",
      LOOPS + "numbers_of_64_bits_in_an_uneven_step"),
