@@ -305,7 +305,7 @@ def test_numbers_of_64_bits_in_an_uneven_step():
             own = large + x.shape[0]
             n.assign((large // 2**33).astype("int32"))
             replicas = total(jnp.float32(1))
-            return x * replicas * (own // 2**34).astype("float32")
+            return x * (replicas.astype("int64") * own // 2**34).astype("float32")
 
     y = strategy.run(step, args=(split(strategy, x),))
     assert int(n) == 2

@@ -265,7 +265,7 @@ def test_gradients_of_gradients_and_parts_of_them_are_refused_too():
         "scaled": lambda p, x: mean(jax.tree.map(lambda g: 2 * g, own(p, x))),
         "a norm": lambda p, x: mean(optax.tree.norm(own(p, x))),
         "a round later": lambda p, x: jax.lax.fori_loop(
-            0, 2, lambda i, c: (mean(c[1]), own(p, x)["b"]), (p["b"], p["b"] + 0 * jnp.sum(x))
+            0, 2, lambda i, c: (mean(c[1]), own(p, x)["b"]), (total(p["b"]), p["b"] + 0 * jnp.sum(x))
         )[0],
         "in a loop": lambda p, x: jax.lax.fori_loop(0, 2, lambda i, b: mean(own({**p, "b": b}, x)["b"]), p["b"]),
     }
