@@ -10,19 +10,21 @@ OFFERS = {
         distributed.swallows_sigterm interpreter.Analysis interpreter.Evaluation interpreter.Interpreter
         interpreter.evaluate interpreter.run_cond interpreter.run_scan interpreter.run_while
         interrupts.send_ignored_again jaxprs.ClosedJaxpr jaxprs.Jaxpr jaxprs.Literal jaxprs.Part jaxprs.adds_own_axes
-        jaxprs.axis_names jaxprs.branches_of jaxprs.callee jaxprs.has_collective jaxprs.has_host_callback
-        jaxprs.inner_constants jaxprs.inner_jaxprs jaxprs.inside jaxprs.is_collective jaxprs.is_function_of_operands
-        jaxprs.is_over_groups jaxprs.is_plain jaxprs.meshes_in jaxprs.num_bytes jaxprs.parts_of jaxprs.scan_of
-        jaxprs.solver_of jaxprs.while_of marks.Mark marks.Purpose marks.mark marks.mark_p means.is_of_mean
-        primitives.ELEMENTWISE primitives.HOST_CALLBACKS primitives.INLINE_CALLS primitives.MAKE_SAME primitives.PURE
-        sums.Levels sums.Sum sums.call sums.is_number sums.levels_of sums.new_variable sums.num_bytes_of
-        sums.with_sums_by sums.without tracing.NO_TRACE tracing.bind tracing.context tracing.current_trace
-        tracing.is_for_this_call tracing.is_mapped_over tracing.is_staging tracing.is_wide tracing.keeps_a_mesh
-        tracing.key_kind tracing.lowered tracing.own_axes_first tracing.placeholder tracing.room_for
-        tracing.separate_caches tracing.settings tracing.trace tracing.trace_state tracing.traced tracing.untraced
-        user_code.equation_line user_code.hide_lines user_code.leave_out user_code.line_of user_code.raising_line
-        user_code.shorten_errors user_code.show_users_lines user_code.user_line user_code.user_stacklevel
-        user_code.warn user_code.warned versions.warn_if_untried ways.Way ways.path_of ways.way_of
+        jaxprs.callee jaxprs.has_collective jaxprs.has_host_callback jaxprs.has_replica_number jaxprs.inner_constants
+        jaxprs.inner_jaxprs jaxprs.inside jaxprs.is_collective jaxprs.is_function_of_operands jaxprs.is_over_groups
+        jaxprs.is_plain jaxprs.is_replica_number jaxprs.is_sum jaxprs.meshes_in jaxprs.num_bytes jaxprs.parts_of
+        jaxprs.scan_of jaxprs.solver_of jaxprs.while_of marks.Mark marks.Purpose marks.mark marks.mark_p
+        primitives.ADDITIONS primitives.BILINEAR primitives.DEVICE_RANDOM primitives.ELEMENTWISE
+        primitives.HOST_EFFECTS primitives.INLINE_CALLS primitives.LINEAR primitives.LOOPS primitives.MAKE_SAME
+        primitives.PURE primitives.RANDOM primitives.SPREADS primitives.SUMS sums.Levels sums.Sum sums.call
+        sums.is_number sums.levels_of sums.new_variable sums.num_bytes_of sums.with_sums_by sums.without
+        tracing.NO_TRACE tracing.bind tracing.context tracing.current_trace tracing.is_for_this_call
+        tracing.is_mapped_over tracing.is_staging tracing.is_wide tracing.keeps_a_mesh tracing.key_kind
+        tracing.lowered tracing.own_axes_first tracing.placeholder tracing.room_for tracing.separate_caches
+        tracing.settings tracing.trace tracing.trace_state tracing.untraced user_code.equation_line
+        user_code.hide_lines user_code.leave_out user_code.line_of user_code.raising_line user_code.shorten_errors
+        user_code.show_users_lines user_code.user_line user_code.user_stacklevel user_code.warn user_code.warned
+        versions.warn_if_untried
     """,
     "_cluster": """
         environments.SOURCES meeting.Meeting meeting.meet resolvers.ClusterResolver
@@ -53,8 +55,10 @@ OFFERS = {
         frames.require_cross_replica host_memory.empty_rows host_memory.gather host_memory.gathers in_flight.finish
         in_flight.is_paced in_flight.joined in_flight.new_witness in_flight.require_threads in_flight.started
         mesh.ReplicaMesh mesh.cluster_mesh mesh.default_mesh mesh.make_mesh mesh.resolve_devices mesh.with_replicas
+        named.with_rows
         parts.all_gather_parts parts.join_parts parts.num_real parts.own_part parts.part_size parts.reduce_scatter
         parts.split_parts per_replica.PerReplica per_replica.carried_sums per_replica.is_per_replica
+        per_replica.of_last_batch
         per_replica.require_whole per_replica.stack_of per_replica.stack_shapes per_replica.uneven_shapes
         placement.check_later placement.checksum
         placement.mirror placement.mirror_constants placement.refuse_argument placement.stack spent.Spent spent.forget_pause
@@ -86,10 +90,10 @@ OFFERS = {
     """,
     "_program": """
         cache.Programs cache.listeners call.ArrayLeaf call.Call call.argument_names call.array_leaves call.key_of
-        call.take_apart compiling.program_on_stack
-        eager.eager eager.is_eager lift.Lifted lift.lift lift.plan_result mistakes.explain program.Program
-        program.StepProgram program.annotate program.collectives_of program.describe_program program.name_of_collective
-        program.place scalar_args.explain steps.Steps
+        call.take_apart compiling.program_on_stack eager.eager eager.is_eager lift.Lifted lift.lift lift.plan_result
+        mistakes.explain program.Program program.StepProgram program.annotate program.collectives_of
+        program.describe_program program.name_of_collective program.place scalar_args.explain steps.Steps
+        uneven.last_batch.explained
     """,
     "_transforms": """
         function.function function.function_programs gradients.grad gradients.value_and_grad loops.cond loops.fori_loop

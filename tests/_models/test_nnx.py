@@ -265,18 +265,32 @@ def test_a_step_without_changes_returns_what_it_computes(strategy2: mr.Strategy,
 
 
 @pytest.mark.slow
-def test_gradients_through_a_normalization_over_uneven_replicas_are_weighed_by_rows(strategy2: mr.Strategy) -> None:
+def test_gradients_through_a_normalization_over_uneven_replicas_add_up(strategy2: mr.Strategy) -> None:
+    """A mean of them would come too late, and is refused; without normalization it is exact, too."""
     uneven = batch_of(strategy2, 11)
 
-    @nnx.jit
-    def by_rows(model: nnx.Module, batch: dict) -> object:
-        return mr.get_replica_context().all_reduce("mean", nnx.grad(loss_of)(model, batch), by_rows=True)
+    def losses_of(model: nnx.Module, batch: dict) -> jax.Array:
+        return optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"])
 
-    for model in (Net(), nnx.Linear(3, 2, rngs=nnx.Rngs(0))):
-        alone = jax.tree.leaves(nnx.grad(loss_of)(nnx.clone(model), {"x": ROWS[:11], "y": LABELS[:11]}))
-        ours = jax.tree.leaves(strategy2.run(by_rows, args=(model, uneven)))
+    @nnx.jit
+    def added(model: nnx.Module, batch: dict) -> object:
+        gradients = nnx.grad(lambda model: mr.losses.compute_average_loss(losses_of(model, batch)))(model)
+        return mr.get_replica_context().all_reduce("sum", gradients)
+
+    @nnx.jit
+    def averaged(model: nnx.Module, batch: dict) -> object:
+        gradients = nnx.grad(lambda model: jnp.mean(losses_of(model, batch)))(model)
+        return mr.get_replica_context().all_reduce("mean", gradients)
+
+    net, linear = Net(), nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    for model, step in ((net, added), (linear, added), (linear, averaged)):
+        whole = {"x": ROWS[:11], "y": LABELS[:11]}
+        alone = jax.tree.leaves(nnx.grad(lambda model, whole=whole: jnp.mean(losses_of(model, whole)))(nnx.clone(model)))
+        ours = jax.tree.leaves(strategy2.run(step, args=(model, uneven)))
         for a, b in zip(ours, alone, strict=True):
             np.testing.assert_allclose(a, b, atol=1e-6)
+    with pytest.raises(mr.UnevenReplicasError, match="have come back through a collective"):
+        strategy2.run(averaged, args=(net, uneven))
 
 
 class Tower(nnx.Module):

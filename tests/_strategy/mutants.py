@@ -22,7 +22,7 @@ MUTANTS = [
      STRATEGY + "what_looks_at_real_values_is_refused_where_there_are_none"),
     ("_strategy/strategy.py", "for dataset in self._datasets]", "for dataset in ()]",
      STRATEGY + "explain_says_what_the_programs_communicate_and_how_data_is_split"),
-    ("_strategy/strategy.py", "stacklevel=2)", "stacklevel=1)",
+    ("_tf_names.py", "DeprecationWarning, stacklevel=2)", "DeprecationWarning, stacklevel=1)",
      STRATEGY + "a_name_of_tensorflow_works_and_warns_at_the_users_line"),
     ("_strategy/strategy.py", "ValueContext(i, count)) for", "ValueContext(i)) for",
      STRATEGY + "the_function_is_called_once_for_each_replica_in_order"),

@@ -193,7 +193,8 @@ def test_a_mean_with_weights_and_a_shared_out_update_have_no_place_for_a_functio
     batch = next(iter(strategy.distribute_dataset(strategy.make_numpy_dataset(np.ones((3, 2), np.float32)).batch(3))))
     assert list(strategy.run(lambda x: all_reduce("sum", x.sum(0)), args=(batch,))) == [2.0, 2.0]
     step = lambda x, by_rows: mr.get_replica_context().all_reduce("mean", x.mean(0), by_rows)  # noqa: E731
-    for by_rows in (False, True):
+    assert list(strategy.run(step, args=(batch, False))) == [0.5, 0.5]  # of the largest, divided by the replicas
+    for by_rows in (None, True):
         with pytest.raises(mr.UnevenReplicasError, match=r"has an accumulation_fn, which knows no weights. Combine with 'sum'"):
             strategy.run(step, args=(batch, by_rows))
     with strategy.scope():

@@ -442,8 +442,6 @@ class PairsOfAllRows(Program):
 class PairsOfOwnRows(Program):
     """A mean over the pairs of a replica weighs by its rows, as every other."""
 
-    waits_for = {"odd": "23.9", "empty": "23.9"}
-
     def step(self, carry: Any, b: Batch) -> tuple[Any, dict[str, Any]]:
         return carry, {"spread": ctx().all_reduce("mean", jnp.mean(jnp.abs(b["y"][:, None] - b["y"])))}
 
@@ -488,7 +486,6 @@ class CentredWithAMeanLoss(Program):
     """A gradient that has come back through a collective cannot be weighed afterwards."""
 
     refuses = {"odd": (mr.UnevenReplicasError, "mr.losses"), "empty": (mr.UnevenReplicasError, "mr.losses")}
-    waits_for = {"odd": "23.13", "empty": "23.13"}
 
     def step(self, carry: Any, b: Batch) -> tuple[Any, dict[str, Any]]:
         def loss() -> jax.Array:

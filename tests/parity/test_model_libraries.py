@@ -27,13 +27,13 @@ def digits(axis: int) -> tuple[np.ndarray, np.ndarray]:
     return np.expand_dims(data.images.astype(np.float32) / 16, axis), data.target
 
 
-def mean(tree: Any) -> Any:
-    return mr.get_replica_context().all_reduce("mean", tree, by_rows=True)
+def total(tree: Any) -> Any:
+    return mr.get_replica_context().all_reduce("sum", tree)
 
 
 def cross_entropy(logits: jax.Array, batch: dict[str, Any]) -> jax.Array:
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
-    return losses.mean()
+    return mr.losses.compute_average_loss(losses) if mr.has_strategy() else losses.mean()
 
 
 def nnx_weights(strategy: mr.Strategy | None) -> list[np.ndarray]:
@@ -50,7 +50,7 @@ def nnx_weights(strategy: mr.Strategy | None) -> list[np.ndarray]:
 
     def step(model: Any, optimizer: Any, batch: dict[str, Any]) -> jax.Array:
         loss, grads = nnx.value_and_grad(lambda model: cross_entropy(model(batch["image"]), batch))(model)
-        loss, grads = mean((loss, grads)) if strategy else (loss, grads)
+        loss, grads = total((loss, grads)) if strategy else (loss, grads)
         optimizer.update(model, grads)
         return loss
 
@@ -83,7 +83,7 @@ def linen_weights(strategy: mr.Strategy | None) -> list[np.ndarray]:
             return cross_entropy(logits, batch), new
 
         grads, new = jax.grad(loss_of, has_aux=True)(state.params)
-        return state.apply_gradients(grads=mean(grads) if strategy else grads, batch_stats=new["batch_stats"])
+        return state.apply_gradients(grads=total(grads) if strategy else grads, batch_stats=new["batch_stats"])
 
     variables = Net().init(jax.random.key(0), np.zeros((1, 8, 8, 1), np.float32), train=False)
     state = TrainState.create(apply_fn=Net().apply, tx=TX, **variables)
@@ -123,7 +123,7 @@ def equinox_weights(strategy: mr.Strategy | None) -> list[np.ndarray]:
 
     def step(model: Any, state: Any, opt_state: Any, batch: dict[str, Any]) -> Any:
         grads, state = eqx.filter_grad(loss_of, has_aux=True)(model, state, batch)
-        updates, opt_state = TX.update(mean(grads) if strategy else grads, opt_state)
+        updates, opt_state = TX.update(total(grads) if strategy else grads, opt_state)
         return eqx.apply_updates(model, updates), state, opt_state
 
     kept = (*eqx.nn.make_with_state(Net)(jax.random.key(0)), None)

@@ -181,6 +181,10 @@ class Analysis(Interpreter[Value]):
     def join(self, values: Sequence[Value]) -> Value:
         """Return the highest of some properties, or the lowest of all for none."""
 
+    def merged(self, values: Sequence[Value]) -> Value:
+        """Return the property of a value that is one of several: of the branches, or of the rounds of a loop."""
+        return self.join(values)
+
     def chosen(self, decision: Value, value: Value) -> Value:
         """Return the property of what a condition with a property has led to."""
         return self.join((decision, value))
@@ -217,7 +221,7 @@ class Analysis(Interpreter[Value]):
         decision, *operands = values
         inside = self.inside(equation, decision)
         branches = [inside.run_closed(closed, operands) for closed in equation.params["branches"]]
-        return [self.chosen(decision, self.join(results)) for results in zip(*branches, strict=True)]
+        return [self.chosen(decision, self.merged(results)) for results in zip(*branches, strict=True)]
 
     def scan(self, equation: Any, values: list[Value]) -> Sequence[Value]:
         """Walk through the body until what it carries is settled."""
@@ -254,7 +258,7 @@ class Analysis(Interpreter[Value]):
     def settled(self, carry: Sequence[Value], one_round: Callable[[Sequence[Value]], Sequence[Value]]) -> list[Value]:
         """Return what a loop carries after as many rounds as it takes until another changes nothing."""
         while True:
-            wider = [self.join(pair) for pair in zip(carry, one_round(carry), strict=True)]
+            wider = [self.merged(pair) for pair in zip(carry, one_round(carry), strict=True)]
             if wider == list(carry):
                 return wider
             carry = wider

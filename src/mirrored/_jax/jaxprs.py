@@ -114,11 +114,6 @@ def while_of(equation: Any) -> While:
     return While(cond, body, len(cond.invars) - num_carry, len(body.invars) - num_carry)
 
 
-def branches_of(equation: Any) -> list[Jaxpr]:
-    """Return the branches of a `cond`, which take all its operands but the first, the index."""
-    return [closed.jaxpr for closed in equation.params["branches"]]
-
-
 class Solver(NamedTuple):
     """What a linear solve runs: a jaxpr, on these of the operands. Its other functions are for derivatives only."""
 
@@ -179,6 +174,22 @@ def is_collective(equation: Any) -> bool:
 def has_collective(equation: Any) -> bool:
     """Tell whether an equation is, or has inside, a collective over the replicas."""
     return any(map(is_collective, (equation, *inside(equation))))
+
+
+def is_sum(equation: Any) -> bool:
+    """Tell whether an equation adds up over all replicas, and over nothing else."""
+    is_psum = equation.primitive.name == "psum" and axis_names(equation) == (REPLICA_AXIS,)
+    return is_psum and not is_over_groups(equation)
+
+
+def is_replica_number(equation: Any) -> bool:
+    """Tell whether an equation asks for the replica's number."""
+    return equation.primitive.name == "axis_index" and REPLICA_AXIS in axis_names(equation)
+
+
+def has_replica_number(equation: Any) -> bool:
+    """Tell whether an equation asks for the replica's number, or one inside it does."""
+    return any(map(is_replica_number, [equation, *inside(equation)]))
 
 
 def adds_own_axes(equation: Any) -> bool:

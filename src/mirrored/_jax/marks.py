@@ -20,6 +20,7 @@ class Purpose(enum.Enum):
 
     ASSIGN = "assigned to a mirrored variable"
     BY_ROWS = "averaged with the weight of each replica's rows"
+    OPERAND = "given to a collective by the code of a step, and not by JAX for a gradient"
     STATE = "kept in a model's object, which is one for all replicas"
     GRADIENT = "given to an optimizer that combines it as the loss says"
     SUMMED_GRADIENT = "given to an optimizer that is told to sum over the replicas"
@@ -28,7 +29,6 @@ class Purpose(enum.Enum):
     TANGENT = "the derivative of a share"
     COTANGENT = "the derivative of a loss by its share"
     ROWS = "depends on how many rows a replica has"
-    JUDGED = "assigned to a mirrored variable, and judged elsewhere"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,8 @@ def mark(value: jax.Array, note: Mark) -> jax.Array:
 
 
 #: What marks the derivative of a value that is marked so.
-_OF_TANGENTS = {purpose: purpose for purpose in (Purpose.TANGENT, Purpose.COTANGENT)} | {Purpose.SHARE: Purpose.TANGENT}
+_STAYS = (Purpose.TANGENT, Purpose.COTANGENT, Purpose.OPERAND)
+_OF_TANGENTS = {Purpose.SHARE: Purpose.TANGENT, **{purpose: purpose for purpose in _STAYS}}
 _TRANSPOSED = {Purpose.TANGENT: Purpose.COTANGENT, Purpose.COTANGENT: Purpose.TANGENT}
 
 
@@ -71,7 +72,7 @@ def _jvp(primals: Any, tangents: Any, note: Mark) -> Any:
 
 
 def _transpose(cotangent: Any, _: Any, note: Mark) -> Any:
-    if type(cotangent) is ad.Zero:
+    if type(cotangent) is ad.Zero or note.purpose is Purpose.OPERAND:  # no code has given a gradient to a collective
         return [cotangent]
     return [mark_p.bind(cotangent, note=dataclasses.replace(note, purpose=_TRANSPOSED[note.purpose]))]
 

@@ -113,11 +113,6 @@ def trace(function: Callable[..., Any], arguments: Sequence[Any], axis: Any, use
     return jax.make_jaxpr(function, axis_env=_axis_env(axis))(*arguments)
 
 
-def traced(function: Callable[..., Any], arguments: Sequence[Any], axis: Any) -> ClosedJaxpr:
-    """Trace a function of ours, on nobody's behalf."""
-    return jax.make_jaxpr(function, axis_env=_axis_env(axis))(*arguments)
-
-
 def _axis_env(axis: Any) -> list[tuple[str, int]] | None:
     return None if axis is None else [(REPLICA_AXIS, axis.size)]
 

@@ -19,7 +19,6 @@ from .._jax import jaxprs, user_code
 from .._jax.interpreter import Analysis, Interpreter
 from .._jax.jaxprs import Jaxpr
 from .._jax.primitives import INLINE_CALLS, MAKE_SAME
-from .._typing import REPLICA_AXIS
 
 
 class Kind(enum.Enum):
@@ -62,8 +61,7 @@ class Operation:
     @property
     def is_sum(self) -> bool:
         """Whether it adds values up over all replicas, and nothing else."""
-        is_sum = self.kind is Kind.MEETING and self.equation.primitive.name == "psum"
-        return is_sum and not jaxprs.is_over_groups(self.equation) and not jaxprs.adds_own_axes(self.equation)
+        return jaxprs.is_sum(self.equation)
 
 
 @dataclasses.dataclass
@@ -141,16 +139,7 @@ class _Planning(Interpreter[Quantity]):
 
 def _is_own(equation: Any, flags: Sequence[bool]) -> bool:
     """Tell whether each replica computes an equation without a meeting for itself."""
-    return any(flags) or not jaxprs.is_function_of_operands(equation) or has_number(equation)
-
-
-def has_number(equation: Any) -> bool:
-    """Tell whether an equation asks for the replica's number, or one inside it does."""
-    return is_number(equation) or any(map(is_number, jaxprs.inside(equation)))
-
-
-def is_number(equation: Any) -> bool:
-    return equation.primitive.name == "axis_index" and REPLICA_AXIS in jaxprs.axis_names(equation)
+    return any(flags) or not jaxprs.is_function_of_operands(equation) or jaxprs.has_replica_number(equation)
 
 
 def own_after(equation: Any, flags: list[bool]) -> list[bool]:

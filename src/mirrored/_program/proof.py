@@ -17,17 +17,18 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from .._errors import CollectiveHangError
 from .._jax import jaxprs, user_code
+from .._jax.interpreter import Analysis
 from .._jax.jaxprs import Jaxpr
 from .._jax.marks import Mark, Purpose, mark_p
-from .._jax.primitives import MAKE_SAME, PURE
-from .._typing import REPLICA_AXIS
+from .._jax.primitives import ADDITIONS, LOOPS, MAKE_SAME, PURE, SPREADS, SUMS
 
 
 class Sameness(enum.IntEnum):
@@ -60,11 +61,15 @@ class State:
         sameness: whether it is the same on every replica.
         origin: what made it differ, when it is VARYING.
         said: what the loss has said that it is, or is a derivative of, or is computed of.
+        is_operand: whether the code of the step gives it, as it is, to a collective.
+        came_back: the line of the collective through which it has come as a gradient; "" for none.
     """
 
     sameness: Sameness
     origin: str = ""
     said: Said = Said.NOTHING
+    is_operand: bool = False
+    came_back: str = ""
 
     @property
     def is_mirrored(self) -> bool:
@@ -83,10 +88,8 @@ SAME = State(Sameness.SAME)
 CONSTANT = State(Sameness.SAME, said=Said.CONSTANT)
 ZERO = State(Sameness.SAME, said=Said.ZERO)
 
-#: Primitives that add: what one operand says does not hold for the other.
-_SUMS = frozenset({"add", "concatenate", "sub"})
-_KEEP_ZERO = frozenset({"broadcast_in_dim", "convert_element_type", "reshape"})
-_SPECIAL = _SUMS | _KEEP_ZERO | {"add_any", "div"}
+#: What is said of their results is not what is said of a product.
+_SPECIAL = ADDITIONS | SPREADS | {"add_any", "div"}
 
 
 def varying(origin: str) -> State:
@@ -96,11 +99,13 @@ def varying(origin: str) -> State:
 
 def join(states: Iterable[State]) -> State:
     """Return the state of a value that is computed from values in these states."""
-    highest, said = ZERO, Said.CONSTANT
+    highest, said, came_back = ZERO, Said.CONSTANT, ""
     for state in states:
-        said = max(said, state.said)
+        said, came_back = max(said, state.said), came_back or state.came_back
         if state.sameness > highest.sameness:
             highest = state
+    if highest.is_operand or highest.came_back != came_back:
+        highest = dataclasses.replace(highest, is_operand=False, came_back=came_back)
     return highest.saying(said)
 
 
@@ -146,12 +151,12 @@ def prove(jaxpr: Jaxpr, inputs: Sequence[State]) -> Findings:
         CollectiveHangError: when replicas may disagree on whether, or how often, they reach a collective.
     """
     findings = Findings()
-    findings.outputs = _Pass(findings).run(jaxpr, inputs)
+    findings.outputs = _Pass(findings).run(jaxpr, (None,) * len(jaxpr.constvars), inputs)
     return findings
 
 
 @dataclasses.dataclass(frozen=True)
-class _Pass:
+class _Pass(Analysis[State]):
     """One pass of the proof over a jaxpr.
 
     Attributes:
@@ -166,46 +171,47 @@ class _Pass:
     in_loop: bool = False
     around: tuple[Any, ...] = ()
 
-    def inside(self, equation: Any, **changes: Any) -> _Pass:
+    def inside(self, equation: Any, decision: State | None = None, is_final: bool = True) -> _Pass:
         """Return the pass for a jaxpr inside an equation."""
-        return dataclasses.replace(self, around=(equation, *self.around), **changes)
+        return _Pass(
+            findings=self.findings if is_final else None,
+            within=self.within if decision is None or decision.is_mirrored else decision.origin,
+            in_loop=self.in_loop or equation.primitive.name in LOOPS,
+            around=(equation, *self.around),
+        )
 
     def line(self, equation: Any) -> str:
         """Return the user's line of an equation, or of what it is inside of when JAX has lost it."""
         lines = map(user_code.equation_line, (equation, *self.around))
         return next((line for line in lines if line is not None), "<unknown>")
 
-    def run(self, jaxpr: Jaxpr, inputs: Sequence[State]) -> list[State]:
-        states: dict[Any, State] = dict(zip(jaxpr.invars, inputs, strict=True))
-        states.update((variable, CONSTANT) for variable in jaxpr.constvars)
+    def join(self, values: Sequence[State]) -> State:
+        return join(values)
 
-        def read(atom: Any) -> State:
-            return _of_literal(atom) if isinstance(atom, jaxprs.Literal) else states[atom]
+    def merged(self, values: Sequence[State]) -> State:
+        return either(values)
 
-        for equation in jaxpr.eqns:
-            outputs = self.equation(equation, list(map(read, equation.invars)))
-            states.update(zip(equation.outvars, outputs, strict=True))
-        return list(map(read, jaxpr.outvars))
+    def chosen(self, decision: State, value: State) -> State:
+        return join((decision, value)).saying(value.said)
 
-    def equation(self, equation: Any, inputs: list[State]) -> list[State]:
-        name = equation.primitive.name
-        special = {
-            "scan": self.scan,
-            "while": self.while_loop,
-            "cond": self.cond,
-            "custom_linear_solve": self.linear_solve,
-        }.get(name)
-        if special is not None:
-            return special(equation, inputs)
-        if (inner := jaxprs.callee(equation)) is not None:
-            return self.inside(equation).run(inner.jaxpr, inputs)
+    def constant(self, value: Any) -> State:
+        is_zero = not isinstance(value, jax.Array) and np.ndim(value) == 0 and value == 0
+        return ZERO if is_zero else CONSTANT
+
+    def plain(self, equation: Any, values: list[State]) -> Sequence[State]:
         if equation.primitive is mark_p:
-            return [self.mark(equation, inputs[0])]
-        if name in MAKE_SAME or REPLICA_AXIS in jaxprs.axis_names(equation):
-            return [self.axis_primitive(equation, inputs)] * len(equation.outvars)
-        return [self.plain(equation, inputs)] * len(equation.outvars)
+            return [self.mark(equation, values[0])]
+        if equation.primitive.name in MAKE_SAME:  # over an axis of some vmap
+            return [join(values)] * len(equation.outvars)
+        return [self.operation(equation, values)] * len(equation.outvars)
 
-    def plain(self, equation: Any, inputs: list[State]) -> State:
+    def over_replicas(self, equation: Any, values: list[State]) -> Sequence[State]:
+        state = self.crossing(equation, values)
+        if jaxprs.is_collective(equation) and not all(given.is_operand for given in values):
+            state = dataclasses.replace(state, came_back=self.line(equation))
+        return [state] * len(equation.outvars)
+
+    def operation(self, equation: Any, inputs: list[State]) -> State:
         """Handle a primitive that computes its results from its operands alone, if it is known to do so."""
         name = equation.primitive.name
         inside = list(jaxprs.inside(equation))
@@ -241,15 +247,18 @@ class _Pass:
             state = varying(self.within)  # only some replicas assign it
         if note.purpose is Purpose.ROWS:
             return varying(note.name)
+        if note.purpose is Purpose.OPERAND:
+            return dataclasses.replace(state, is_operand=True)
         if self.findings is not None:
             self.findings.marks.append((note, state))
         # A mirrored variable's new value starts afresh, so that two updates in one step are judged like one in each of two.
         return SAME if note.purpose is Purpose.ASSIGN and state.is_mirrored else state
 
-    def axis_primitive(self, equation: Any, inputs: list[State]) -> State:
+    def crossing(self, equation: Any, inputs: list[State]) -> State:
+        """Handle the replica's number, and a collective."""
         name = equation.primitive.name
         where = self.line(equation)
-        if name == "axis_index":
+        if jaxprs.is_replica_number(equation):
             return varying(f"the replica's own number (replica_id_in_sync_group, ctx.rng) at {where}")
         if not jaxprs.is_collective(equation):  # over an axis of some vmap, or a cast
             return join(inputs)
@@ -265,63 +274,12 @@ class _Pass:
         if name not in MAKE_SAME or jaxprs.is_over_groups(equation):
             origin = f"`{name}` at {where}, which gives each replica its own part"
             return varying(origin).saying(join(inputs).said)
-        return _combined(join(inputs), is_sum=name.startswith("psum"))
-
-    def linear_solve(self, equation: Any, inputs: list[State]) -> list[State]:
-        solver = jaxprs.solver_of(equation)
-        return self.inside(equation).run(solver.jaxpr, [inputs[k] for k in solver.operands])
-
-    def cond(self, equation: Any, inputs: list[State]) -> list[State]:
-        predicate, *operands = inputs
-        inside = self.inside(equation, within=self.within if predicate.is_mirrored else predicate.origin)
-        branches = [inside.run(branch, operands) for branch in jaxprs.branches_of(equation)]
-        return [_chosen_by(predicate, either(states)) for states in zip(*branches, strict=True)]
-
-    def scan(self, equation: Any, inputs: list[State]) -> list[State]:
-        body, num_consts, num_carry = jaxprs.scan_of(equation)
-        constants, rest = inputs[:num_consts], inputs[num_consts:]
-        carry, rows = rest[:num_carry], rest[num_carry:]
-        inside = self.inside(equation, in_loop=True)
-        quiet = dataclasses.replace(inside, findings=None)
-        carry = _fixed_point(carry, lambda carry: quiet.run(body, [*constants, *carry, *rows])[:num_carry])
-        outputs = inside.run(body, [*constants, *carry, *rows])
-        return [*carry, *outputs[num_carry:]]
-
-    def while_loop(self, equation: Any, inputs: list[State]) -> list[State]:
-        cond, body, num_cond_consts, num_body_consts = jaxprs.while_of(equation)
-        num_consts = num_cond_consts + num_body_consts
-        cond_constants, body_constants = inputs[:num_cond_consts], inputs[num_cond_consts:num_consts]
-        quiet = self.inside(equation, findings=None, in_loop=True)
-
-        def one_round(carry: list[State]) -> list[State]:
-            [again] = quiet.run(cond, [*cond_constants, *carry])
-            return [_chosen_by(again, new) for new in quiet.run(body, [*body_constants, *carry])]
-
-        carry = _fixed_point(inputs[num_consts:], one_round)
-        [again] = quiet.run(cond, [*cond_constants, *carry])
-        within = self.within if again.is_mirrored else again.origin
-        loud = self.inside(equation, within=within, in_loop=True)
-        loud.run(cond, [*cond_constants, *carry])
-        loud.run(body, [*body_constants, *carry])
-        return carry
-
-
-def _fixed_point(carry: list[State], one_round: Callable[[list[State]], list[State]]) -> list[State]:
-    """Widen the states of what a loop carries until another round changes nothing."""
-    while True:
-        wider = [either(pair) for pair in zip(carry, one_round(carry), strict=True)]
-        if _kinds(wider) == _kinds(carry):
-            return carry
-        carry = wider
-
-
-def _of_literal(literal: Any) -> State:
-    return ZERO if np.ndim(literal.val) == 0 and literal.val == 0 else CONSTANT
+        return _combined(join(inputs), is_sum=name in SUMS)
 
 
 def _said(name: str, inputs: Sequence[State]) -> Said:
     """Return what is said of the result of a primitive that is no product."""
-    if name in _SUMS:
+    if name in ADDITIONS:
         return _lowest(inputs, above=Said.CONSTANT)
     if name == "add_any":  # adds up derivatives, of which a constant is one too
         return _lowest(inputs, above=Said.ZERO)
@@ -336,11 +294,6 @@ def _lowest(states: Sequence[State], above: Said) -> Said:
     return min((one for one in said if one > above), default=max(said, default=above))
 
 
-def _chosen_by(predicate: State, state: State) -> State:
-    """Return the state of a value that is there because of a predicate."""
-    return join((predicate, state)).saying(state.said)
-
-
 def _combined(state: State, is_sum: bool) -> State:
     """Return the state of what a collective over all replicas makes of a value."""
     if not state.is_mirrored:
@@ -348,7 +301,3 @@ def _combined(state: State, is_sum: bool) -> State:
     if is_sum and Said.ZERO < state.said <= Said.NOTHING:
         state = state.saying(Said.WHOLE)
     return dataclasses.replace(state, origin="")
-
-
-def _kinds(states: Sequence[State]) -> list[tuple[Sameness, Said]]:
-    return [(state.sameness, state.said) for state in states]

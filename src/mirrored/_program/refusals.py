@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .._errors import FactorOfReplicasError, FactorOfReplicasWarning, ReplicasDivergeError
+from .._errors import FactorOfReplicasError, FactorOfReplicasWarning, ReplicasDivergeError, UnevenReplicasError
 from .._jax import user_code
 from .._jax.marks import Mark, Purpose
 from .._variables.variable import spec_of
@@ -40,6 +40,20 @@ def _state_message(note: Mark, state: State) -> str:
         "normalization layers are those of all replicas with nnx.BatchNorm(..., axis_name='replica'). What each replica shall "
         "keep for itself is a mr.Variable with synchronization='on_read'."
     )
+
+
+def check_means(findings: Findings) -> None:
+    """Refuse means by rows of gradients that others have added to without a weight: the mean would come too late for these."""
+    for note, state in findings.marks:
+        if note.purpose is Purpose.BY_ROWS and state.came_back:
+            raise UnevenReplicasError(
+                f"the batch does not divide evenly among the replicas, and the mean over the replicas at {note.where} is of "
+                f"gradients that have come back through a collective, at {state.came_back}, as through a layer that normalizes "
+                "over the replicas. There the gradients of all replicas' losses were added up, and a weight for the rows of each "
+                "comes too late. Write the loss as mr.losses.compute_average_loss(per_example_loss), which has the weights, and "
+                "add the gradients up: ctx.all_reduce('sum', grads), or optimizer.apply_gradients(grads, aggregate='sum'). "
+                "Or leave the odd rows out: strategy.distribute_dataset(dataset, mr.InputOptions(drop_remainder=True))."
+            )
 
 
 def check_gradients(findings: Findings, num_replicas: int) -> None:

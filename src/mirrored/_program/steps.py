@@ -20,7 +20,7 @@ from .._replicas.collectives import ReplicaAxis
 from .._replicas.context import ReplicaContext, own_parts
 from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh
-from .._replicas.per_replica import PerReplica
+from .._replicas.per_replica import PerReplica, of_last_batch
 from .._replicas.spent import Spent, waited
 from .._typing import REPLICA_AXIS, PyTree
 from .._variables import equal_copies, storage
@@ -36,7 +36,7 @@ from .joined_sums import Joined, joined, mean_of
 from .lift import Lifted, trace_step
 from .program import StepProgram, place, place_quickly, replica_frame, stacked_unless, unstacked
 from .proof import SAME, State, varying
-from .uneven import traces
+from .uneven import last_batch, traces
 
 
 class Steps:
@@ -87,7 +87,8 @@ class Steps:
             self._took(start, waited_before)
             return result
         self.spent.last = None
-        return self._run_otherwise(strategy, program, take_apart(function, args, kwargs))
+        coming = of_last_batch((tuple(args), kwargs)) if program is None and is_plain and (args or kwargs) else None
+        return self._run_otherwise(strategy, program, take_apart(function, args, kwargs), coming)
 
     def _took(self, start: float, waited_before: float) -> None:
         """Note where the time of a warm step went, and of what the loop did before it."""
@@ -106,8 +107,15 @@ class Steps:
             spent.python += end - start - (waited.devices - waited_before)
         spent.last = end, waited.input, waited.devices
 
-    def _run_otherwise(self, strategy: Any, program: StepProgram | None, call: Call) -> PyTree:
-        """Run a step that is new, traced, eager, or whose arguments are elsewhere."""
+    def _run_otherwise(self, strategy: Any, program: StepProgram | None, call: Call, coming: Any) -> PyTree:
+        """Run a step that is new, traced, eager, or whose arguments are elsewhere.
+
+        Args:
+            strategy: the user's.
+            program: that of the call, if there is one.
+            call: the call.
+            coming: the arguments of the last batch, for which a new step is traced too; see `of_last_batch`.
+        """
         mesh = self._mesh
         frame_with = functools.partial(replica_frame, strategy, mesh, self._even)
         is_new = program is None
@@ -116,8 +124,9 @@ class Steps:
                 program = _make_program(mesh, call, frame_with)
             if not frames.is_traced() and not is_eager.get():
                 lift.warn_of_leaks(call.function)
+            made = [(call, program), *self._made_for_last(call, coming, frame_with)]
             if not any(isinstance(constant, jax.core.Tracer) for constant in program.constants):
-                before = self.programs.add(call.keyed_again(), program, program.lifted.variables)
+                before, *_ = [self.programs.add(each.keyed_again(), its, its.lifted.variables) for each, its in made]
                 if before is not None:
                     returned_states.check(before.treedef, before.leaves, call, bool(program.findings.collectives))
         if frames.is_traced() or any(isinstance(array, jax.core.Tracer) for array in call.arrays):
@@ -129,6 +138,14 @@ class Steps:
         if is_new and not mesh.is_alone:
             placement.check_later(mesh, call.arrays, lambda index: f"the argument {names()[index]}")
         return program.run(place(mesh, call.arrays, call.array_leaves(), names))
+
+    def _made_for_last(self, call: Call, coming: Any, frame_with: Callable[..., Frame]) -> list[tuple[Call, StepProgram]]:
+        """Make the program for the last batch, which is compiled when that comes; none if it is there, or nobody knows."""
+        later = None if coming is None else take_apart(call.function, *coming)
+        if later is None or self.programs.get(later.key) is not None:
+            return []
+        with last_batch.explained(coming):
+            return [(later, _make_program(self._mesh, later, frame_with))]
 
 
 # -- running
@@ -164,11 +181,12 @@ def _make_program(mesh: ReplicaMesh, call: Call, frame_with: Callable[[Any], Fra
     leaves = call.array_leaves()
     check_replicas(call.arrays, leaves, lambda: argument_names(call), mesh.num_replicas)
     if call.is_uneven():
-        lifted = traces.lift_uneven(call, frame_with, functools.partial(_input_states, call))
+        lifted, findings = traces.lift_uneven(call, frame_with, functools.partial(_input_states, call))
     else:
         lifted = trace_step(lift.lift, call, [leaf.shape for leaf in leaves], frame_with(None))
+        findings = None
     _refuse_per_replica_results(lifted)
-    findings = proof.prove(lifted.shown.jaxpr, _input_states(call, lifted))
+    findings = findings or proof.prove(lifted.shown.jaxpr, _input_states(call, lifted))
     refusals.check_assignments(lifted, findings)
     refusals.check_gradients(findings, mesh.num_replicas)
     is_mirrored = tuple(state.is_mirrored for state in findings.outputs[: lifted.num_results])

@@ -79,10 +79,6 @@ class ReplicaAxis:
     def sum(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         return jax.lax.psum(list(arrays), REPLICA_AXIS) if self.bound else list(arrays)
 
-    def mean(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        """Return the means over the replicas; in an uneven step, `_program/uneven/means` weighs them."""
-        return jax.lax.pmean(list(arrays), REPLICA_AXIS)
-
     def stack(self, array: jax.Array) -> jax.Array:
         """Return the values of all replicas along a new leading axis."""
         return self._gather(array) if self.bound else array[None]
@@ -94,16 +90,28 @@ class ReplicaAxis:
         return jax.lax.all_gather(array, REPLICA_AXIS)
 
 
-def all_reduce(op: ReduceOp, tree: PyTree, axis: ReplicaAxis, array_axes: Any = None, verb: str = "all_reduce") -> PyTree:
-    """Combine a tree over the replicas, and over axes of each leaf, in one collective for each dtype that is added."""
+def all_reduce(
+    op: ReduceOp, tree: PyTree, axis: ReplicaAxis, array_axes: Any = None, verb: str = "all_reduce", by_rows: bool = True
+) -> PyTree:
+    """Combine a tree over the replicas, and over axes of each leaf, in one collective for each dtype that is added.
+
+    In an uneven step a MEAN over the replicas alone weighs each by its rows, and one without rows has no part in it; with
+    `by_rows` False all weigh the same.
+    """
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_wrapped)
     arrays = [as_array(leaf, verb) for leaf in leaves]
     axes = [normalize_axes(array_axes, array.ndim, verb) for array in arrays]
+    is_by_rows = by_rows and op is ReduceOp.MEAN and axis.sizes is not None and not any(axes)
     if accumulates(axis.ops):
+        if is_by_rows:
+            raise UnevenReplicasError(_unweighed(axis.ops))
         results = [_accumulated(op, array, own, axis, axis.ops) for array, own in zip(arrays, axes, strict=True)]
         return jax.tree.unflatten(treedef, results)
-    if op is ReduceOp.MEAN and axis.sizes is not None and not any(axes):
-        return jax.tree.unflatten(treedef, _uneven_means(arrays, axis))
+    if is_by_rows:
+        _, num_rows = axis.rows()
+        sums = _packed_sum(wide_by_rows(arrays, axis), axis)
+        means = [divide(total, num_rows, array.dtype) for total, array in zip(sums, arrays, strict=True)]
+        return jax.tree.unflatten(treedef, means)
     counts = [_count(array, own, axis) for array, own in zip(arrays, axes, strict=True)]
     parts = [local_sums(op, array, own, count) for array, own, count in zip(arrays, axes, counts, strict=True)]
     totals = iter(_packed_sum([part for own in parts for part in own], axis))
@@ -116,45 +124,34 @@ def all_reduce(op: ReduceOp, tree: PyTree, axis: ReplicaAxis, array_axes: Any = 
 
 def _accumulated(op: ReduceOp, array: jax.Array, axes: Axes, axis: ReplicaAxis, ops: ReductionToOneDevice) -> jax.Array:
     """Combine an array over the replicas, and over axes of its own first, with the user's function in the place of the sum."""
-    if op is ReduceOp.MEAN and axis.sizes is not None and not axes:
-        raise UnevenReplicasError(
-            f"a mean over the replicas of an uneven batch, at {user_code.user_line()}, weighs them by their rows, but {ops} has "
-            "an accumulation_fn, which knows no weights. Combine with 'sum', or leave the odd rows out: "
-            "mr.InputOptions(drop_remainder=True)."
-        )
     [own] = local_sums(op, array, axes, 0)
     stack = axis.stack(own)
     total = cross_device.accumulated(ops, [stack[i] for i in range(axis.size)])
     return finished(op, [total], _count(array, axes, axis), array.dtype)
 
 
+def _unweighed(ops: CrossDeviceOps | None) -> str:
+    return (
+        f"a mean over the replicas of an uneven batch, at {user_code.user_line()}, weighs them by their rows, but {ops} has an "
+        "accumulation_fn, which knows no weights. Combine with 'sum'; give all replicas one weight, "
+        "ctx.all_reduce('mean', value, by_rows=False); or leave the odd rows out: mr.InputOptions(drop_remainder=True)."
+    )
+
+
 def mean_by_rows(tree: PyTree, axis: ReplicaAxis) -> PyTree:
     """Return the mean over the replicas, in which each has the weight of its rows; one without rows has no part in it."""
-    if axis.sizes is None or accumulates(axis.ops):
-        return all_reduce(ReduceOp.MEAN, tree, axis)
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_wrapped)
-    arrays = [as_array(leaf, "all_reduce") for leaf in leaves]
-    sums = _packed_sum(wide_by_rows(arrays, axis), axis)
-    return jax.tree.unflatten(treedef, [divide(part, 1, array.dtype) for part, array in zip(sums, arrays, strict=True)])
+    return all_reduce(ReduceOp.MEAN, tree, axis)
 
 
 def wide_by_rows(arrays: Sequence[jax.Array], axis: ReplicaAxis) -> list[jax.Array]:
-    """Return what is added up for a mean by rows; in an uneven step with the weight of this replica's rows."""
+    """Return what is added up for a mean by rows, which is then divided by the number of all rows (`axis.rows`)."""
     wide = [array.astype(accumulator_dtype(ReduceOp.MEAN, array.dtype)) for array in arrays]
     if axis.sizes is None:
         return wide
-    own, total = axis.rows()
+    own, _ = axis.rows()
     note = Mark(Purpose.BY_ROWS, "a mean by rows", user_code.user_line())
-    marked = [mark(array, note) for array in wide]
-    return [array * (own / total) if own else jnp.zeros_like(array) for array in marked]
-
-
-def _uneven_means(arrays: Sequence[jax.Array], axis: ReplicaAxis) -> list[jax.Array]:
-    """Return means over the replicas of an uneven step; they are not packed, so that it can be seen what each is the mean of."""
-    values = [array.astype(accumulator_dtype(ReduceOp.MEAN, array.dtype)) for array in arrays]
-    means = axis.mean([_pairs(value) if jnp.iscomplexobj(value) else value for value in values])
-    means = [jax.lax.complex(m[0], m[1]) if jnp.iscomplexobj(v) else m for m, v in zip(means, values, strict=True)]
-    return [divide(mean, 1, array.dtype) for mean, array in zip(means, arrays, strict=True)]
+    # A mean over no rows is NaN, and NaN * 0 is NaN.
+    return [mark(array, note) * own if own else jnp.zeros_like(array) for array in wide]
 
 
 def all_gather(tree: PyTree, array_axis: int, axis: ReplicaAxis) -> PyTree:

@@ -64,7 +64,7 @@ class ReplicaContext:
         self._knows_id = True
         return jnp.asarray(self._axis.index(), jnp.int32)
 
-    def all_reduce(self, reduce_op: ReduceOp | ReduceOpName, value: PyTree, by_rows: bool = False) -> PyTree:
+    def all_reduce(self, reduce_op: ReduceOp | ReduceOpName, value: PyTree, by_rows: bool | None = None) -> PyTree:
         """Combine each leaf of `value` element by element over the replicas; all get the result.
 
         The whole tree travels in one collective for each dtype that is added up (a MEAN adds up floating point numbers in
@@ -73,18 +73,17 @@ class ReplicaContext:
 
         Args:
             reduce_op: `"sum"` or `"mean"`, in any case. A MEAN of integers is floating point; one of float16
-                or bfloat16 is added up in float32. In a step with an uneven batch, a MEAN of a mean over rows weighs replicas
-                by their rows.
+                or bfloat16 is added up in float32. In a step with an uneven batch a MEAN weighs each replica by its rows, and one
+                without rows has no part in it: the mean of means over own rows is that over all rows. A replica's rows are
+                the sizes in which its PerReplica arguments differ from those of other replicas.
             value: arrays of any dtypes and Python numbers, in any nest. None stays None.
-            by_rows: give each replica, in a mean, the weight of its rows of the batch, and one without rows no part. So the
-                mean of means over own rows, and of their gradients, is that over all rows, also when the batch does not
-                divide evenly; otherwise it is the plain mean.
+            by_rows: False gives all replicas the same weight in a mean. Without an uneven batch both are the same.
 
         Raises:
             ValueError: for another operation, and for a sum by rows.
             TypeError: for a leaf that is not a number or an array.
-            UnevenReplicasError: (a ValueError) for a MEAN that is not by rows, in a step with an uneven batch, of a value that
-                depends on the rows and is no mean over them, such as a sum or a gradient.
+            UnevenReplicasError: (a ValueError) for a MEAN by rows, in a step with an uneven batch, of gradients that have come
+                back through a collective, or when the arguments divide differently among the replicas.
 
         >>> def step(x):
         ...     return mr.get_replica_context().all_reduce("mean", {"a": x, "b": 2.0})
@@ -96,7 +95,7 @@ class ReplicaContext:
         op = ReduceOp.parse(reduce_op, "reduce_op")
         if by_rows and op is not ReduceOp.MEAN:
             raise ValueError(f"all_reduce({reduce_op!r}, by_rows=True): only a mean has weights. Write all_reduce('mean', ...).")
-        return collectives.mean_by_rows(value, self._axis) if by_rows else collectives.all_reduce(op, value, self._axis)
+        return collectives.all_reduce(op, value, self._axis, by_rows=by_rows is not False)
 
     def all_gather(self, value: PyTree, axis: int) -> PyTree:
         """Concatenate each leaf over the replicas along `axis`, in replica order; all get the result.

@@ -55,7 +55,7 @@ def reduce_scatter(op: ReduceOp, arrays: Sequence[jax.Array], axis: ReplicaAxis)
     """Combine arrays over the replicas, and return this replica's part of each; a MEAN has the weights of `mean_by_rows`."""
     if op is ReduceOp.SUM:
         return _packed(arrays, axis, _scattered)
-    count = axis.size if axis.sizes is None else 1
+    _, count = axis.rows()
     totals = _packed(wide_by_rows(arrays, axis), axis, _scattered)
     return [divide(total, count, array.dtype) for total, array in zip(totals, arrays, strict=True)]
 

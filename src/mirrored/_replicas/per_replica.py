@@ -46,10 +46,14 @@ class PerReplica:
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/DistributedValues
     """
 
-    __slots__ = ("__weakref__", "_array", "_carried", "_shapes")
+    __slots__ = ("__weakref__", "_array", "_carried", "_last_sizes", "_shapes")
 
     def __init__(
-        self, array: Any, shapes: tuple[Shape, ...] | None = None, carried: tuple[jax.Array, jax.Array, Any] | None = None
+        self,
+        array: Any,
+        shapes: tuple[Shape, ...] | None = None,
+        carried: tuple[jax.Array, jax.Array, Any] | None = None,
+        last_sizes: tuple[int, ...] | None = None,
     ) -> None:
         """Wrap a stacked array; users get PerReplica values from a strategy instead.
 
@@ -58,9 +62,11 @@ class PerReplica:
             shapes: each replica's true shape when they differ, else None.
             carried: the SUM and the MEAN over the replicas, when the program that made the values has made these too, and its
                 mesh.
+            last_sizes: of a batch, how many rows each replica will have of the last one of its dataset, when these differ.
         """
         self._array = array
         self._carried = carried
+        self._last_sizes = last_sizes
         self._shapes = shapes
 
     @property
@@ -278,6 +284,28 @@ def stack_shapes(shapes: Sequence[Shape]) -> tuple[Shape, tuple[Shape, ...] | No
     """Return the shape to which all `shapes` are padded, and the shapes themselves when they differ."""
     largest = tuple(max(sizes) for sizes in zip(*shapes, strict=True))
     return largest, None if all(shape == largest for shape in shapes) else tuple(shapes)
+
+
+def of_last_batch(arguments: PyTree) -> PyTree | None:
+    """Return what stands for the arguments of a step, of batches, when the last batch of their dataset comes; without values.
+
+    None if nobody knows of one in which replicas will have different numbers of rows, or if a value with rows is of no dataset.
+    """
+    leaves = jax.tree.leaves(arguments, is_leaf=is_per_replica)
+    values = [leaf for leaf in leaves if isinstance(leaf, PerReplica) and leaf.ndim]
+    if not values or not all(map(_comes_before_last, values)):
+        return None
+    return jax.tree.map(lambda v: _last(v) if is_per_replica(v) and v.ndim else v, arguments, is_leaf=is_per_replica)
+
+
+def _comes_before_last(value: PerReplica) -> bool:
+    return value._last_sizes is not None and value._shapes is None and not isinstance(value._array, jax.core.Tracer)
+
+
+def _last(value: PerReplica) -> PerReplica:
+    array, sizes = value._array, value._last_sizes or ()
+    stands_for = jax.ShapeDtypeStruct((len(sizes), max(sizes), *array.shape[2:]), array.dtype, sharding=array.sharding)
+    return PerReplica(stands_for, tuple((size, *array.shape[2:]) for size in sizes))
 
 
 def _flatten(value: PerReplica) -> tuple[tuple[PyTree], tuple[Shape, ...] | None]:

@@ -19,10 +19,11 @@ from .._program.cache import Programs
 from .._program.call import ArrayLeaf, Call, argument_names, array_leaves, key_of, take_apart
 from .._program.lift import Lifted
 from .._program.program import Program, place
+from .._program.uneven import last_batch
 from .._replicas import frames, in_flight
 from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh, default_mesh
-from .._replicas.per_replica import PerReplica
+from .._replicas.per_replica import PerReplica, of_last_batch
 from .._replicas.placement import check_later, mirror_constants
 from .._text import shown
 from .._typing import PyTree, Shape, UserFunction
@@ -103,9 +104,16 @@ def call_compiled(fn: UserFunction, args: Sequence[Any], kwargs: dict[str, Any])
     if program is None:
         call = take_apart(fn, args, kwargs, runs_steps=True)
         program = _make(call, frame or Frame(None, None))
-        call = call._replace(key=(call.keyed_again().key, *key[1:]))
-        # Counted for each function: a decorator in a factory makes many of one code.
-        _programs.add(call, program, program.lifted.variables, owner=fn, also=[] if frame is None else [frame.strategy])
+        made = [(call, program)]
+        if (coming := of_last_batch((tuple(args), kwargs))) is not None:
+            with last_batch.explained(coming):
+                later = take_apart(fn, *coming, runs_steps=True)
+                made.append((later, _make(later, frame or Frame(None, None))))
+        for each, its_program in made:
+            # Counted for each function: a decorator in a factory makes many of one code.
+            each = each._replace(key=(each.keyed_again().key, *key[1:]))
+            also = [] if frame is None else [frame.strategy]
+            _programs.add(each, its_program, its_program.lifted.variables, owner=fn, also=also)
         check_later(program.mesh, arrays, lambda index: f"the argument {argument_names(call)[index]}")
     # A PerReplica lies where it is: `_mesh_of` has chosen the devices after it.
     plain = [position for position, leaf in enumerate(leaves) if not leaf.is_per_replica]

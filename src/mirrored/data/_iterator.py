@@ -24,6 +24,7 @@ from .._workers.progress import NEXT_BATCH, in_main_thread, progress
 from ._passes import Elements, Passes
 from ._prefetch import Ahead
 from ._sharing.rounds import check_places
+from ._sharing.rows import split_sizes
 from ._sharing.steps import LocalReplicas, Step, Steps
 from ._sources.position import Position, Source
 
@@ -251,17 +252,20 @@ def num_workers_of(iterator: DistributedIterator) -> int:
 
 def _batches(steps: Steps, mesh: ReplicaMesh, layout: LocalReplicas, elements: Elements) -> Batches:
     """Yield the steps as PerReplica values, with the position after each."""
+    last = elements.last_batch(layout)
     for step in steps:
         elements.note(step.stacked)
-        yield to_devices(step, mesh, layout), step.position, step.extra
+        is_before = last is not None and sum(step.sizes) == last.rows_before  # a function of `map` may change them
+        coming = tuple(split_sizes(last.num_rows, layout.num_replicas)) if last is not None and is_before else None
+        yield to_devices(step, mesh, layout, coming), step.position, step.extra
 
 
-def to_devices(step: Step, mesh: ReplicaMesh, layout: LocalReplicas) -> PyTree:
-    """Put each replica's rows on its device."""
+def to_devices(step: Step, mesh: ReplicaMesh, layout: LocalReplicas, last_sizes: tuple[int, ...] | None = None) -> PyTree:
+    """Put each replica's rows on its device; `last_sizes` are its rows of the last batch, see `PerReplica`."""
     leaves, treedef = jax.tree.flatten(step.stacked)
     is_alone = layout.worker.count == 1  # then one call for all of them
     arrays = jax.device_put(leaves, mesh.stacked) if is_alone else [placement.stack(mesh, leaf) for leaf in leaves]
-    return jax.tree.unflatten(treedef, [PerReplica(array, _true_shapes(array, step.sizes)) for array in arrays])
+    return jax.tree.unflatten(treedef, [PerReplica(a, _true_shapes(a, step.sizes), None, last_sizes) for a in arrays])
 
 
 def _true_shapes(array: jax.Array, sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...] | None:

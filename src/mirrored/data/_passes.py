@@ -17,6 +17,7 @@ from ._sharing.rows import to_numpy
 from ._sharing.steps import LocalReplicas, Steps
 from ._sources import grain
 from ._sources.elements import PerReplicaSpec, applied, own_copy, spec_of_batch
+from ._sources.last_batch import LastBatch, last_batch
 from ._sources.numpy_dataset import NumpyDataset
 from ._sources.open import is_sequence, open_source
 from ._sources.position import Source
@@ -57,6 +58,14 @@ class Elements:
             return self
         later = dataset._of_later_passes(num_passes_left(self.limits, places) - 1)
         return dataclasses.replace(self, plan=dataclasses.replace(self.plan, dataset=later))
+
+    def last_batch(self, layout: LocalReplicas) -> LastBatch | None:
+        """Return what the last batch of a pass is, if the steps come to it and replicas have different numbers of rows in it."""
+        found = last_batch(self.plan.dataset) if self.plan.kind == "DATA" and not layout.drop_remainder else None
+        if found is None or not found.num_rows % layout.num_replicas:
+            return None
+        is_cut = any(kind == "take" and count is not None and count < found.step for kind, count in self.limits)
+        return None if is_cut else found
 
     @property
     def has_given(self) -> bool:

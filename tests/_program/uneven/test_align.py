@@ -13,11 +13,7 @@ def programs_of(step, *row_counts, columns=2):
     """Trace a step of `(mirrored [columns], rows [n, columns])` for several numbers of rows."""
     shapes = [(jax.ShapeDtypeStruct((columns,), "float32"), jax.ShapeDtypeStruct((n, columns), "float32")) for n in row_counts]
     traces = [tracing.trace(lambda w, x: step(w, x), own, ReplicaAxis(4), step) for own in shapes]
-    is_common, axis = [True, False], ReplicaAxis(4)
-    return [
-        nodes.read_trace(f"the replicas with {n} rows", trace, is_common, axis)
-        for n, trace in zip(row_counts, traces, strict=True)
-    ]
+    return [nodes.read_trace(f"the replicas with {n} rows", trace) for n, trace in zip(row_counts, traces, strict=True)]
 
 
 def compared(step, *row_counts):

@@ -196,9 +196,10 @@ def one_more_round(x):
 
 def another_order_inside(x):
     def body(i, c):
-        parts = (jnp.sin(c), jnp.tanh(c)) if x.shape[0] > 1 else (jnp.tanh(c), jnp.sin(c))
-        a, b = [total(jnp.sum(part * x)) for part in parts]
-        return c + a + 2 * b
+        of_sin, of_tanh = lambda: jax.lax.psum(jnp.sum(jnp.sin(c) * x), "replica"), lambda: total(jnp.sum(jnp.tanh(c) * x))
+        if x.shape[0] > 1:
+            return c + of_sin() + 2 * of_tanh()
+        return c + 2 * of_tanh() + of_sin()
 
     return jax.lax.fori_loop(0, 2, body, jnp.zeros(COLUMNS))
 
@@ -213,3 +214,99 @@ def test_loops_that_uneven_replicas_cannot_take_together_are_refused():
         strategy.run(step, args=(split(strategy, data(4)[0]),))
         with pytest.raises(mr.UnevenReplicasError, match=message):
             strategy.run(step, args=(split(strategy, data(3)[0]),))
+
+
+def layer(carry, w):
+    """A layer with a counter beside the rows."""
+    x, n = carry
+    return (jnp.tanh(x * w), n + 1), x.sum()
+
+
+BESIDE_ROWS = {
+    "scan": lambda x, n: jax.lax.scan(layer, (x, n), jnp.ones((3, COLUMNS)))[0],
+    "fori_loop": lambda x, n: jax.lax.fori_loop(0, 3, lambda i, own: (own[0] * 2, own[1] + i), (x, n)),
+    "while_loop": lambda x, n: jax.lax.while_loop(lambda own: own[1] < 3, lambda own: (own[0] * 2, own[1] + 1), (x, n)),
+    "cond": lambda x, n: jax.lax.cond(n > 0, lambda x, n: (x, n + 1), lambda x, n: (x * 2, n + 2), x, n),
+    "and then": lambda x, n: (lambda own: (own[0], jnp.sin(own[1]) * 2))(jax.lax.scan(layer, (x, n), jnp.ones((3, COLUMNS)))[0]),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE_ROWS)
+def test_what_a_loop_carries_beside_rows_may_not_be_assigned_and_two_loops_may(name):
+    strategy, (x, _), compute = STRATEGIES[2], data(3), BESIDE_ROWS[name]
+    with strategy.scope():
+        n = mr.Variable(1.0, name="n")
+
+    def one_loop(x):
+        n.assign(compute(x, n.value)[1])
+
+    def two_loops(x):
+        n.assign(compute(jnp.zeros((2, COLUMNS)), n.value)[1])
+        return compute(x, n.value)[0]
+
+    strategy.run(one_loop, args=(split(strategy, data(4)[0]),))
+    before, message = float(n), r"variable 'n' is mirrored.*computes of rows, as that at .*test_loops\.py:\d+.*Write two loops"
+    with pytest.raises(mr.ReplicasDivergeError, match=message):
+        strategy.run(one_loop, args=(split(strategy, x),))
+    assert float(n) == before
+    strategy.run(two_loops, args=(split(strategy, x),))
+    strategy.assert_mirrored()
+    assert float(n) == float(compute(jnp.zeros((2, COLUMNS)), jnp.float32(before))[1])
+
+
+def test_a_counter_in_the_loop_of_a_step_may_be_assigned_in_each_round_where_no_rows_are_carried():
+    strategy, (x, _) = STRATEGIES[2], data(3)
+    with strategy.scope():
+        n, v = mr.Variable(0, name="n"), mr.Variable(0.0, name="v")
+
+    def right(x):
+        mr.fori_loop(0, 3, lambda i, c: n.assign_add(1) * 0 + c, 0)
+        return jax.lax.fori_loop(0, 3, lambda i, x: jnp.tanh(x), x)
+
+    def wrong(x):
+        return mr.fori_loop(0, 3, lambda i, x: n.assign_add(1) * 0 + jnp.tanh(x), x)
+
+    def overwritten(x):
+        mr.fori_loop(0, 2, lambda i, y: v.assign(v.value + x.shape[0]) * 0 + x, x)
+        v.assign(0.0)
+
+    strategy.run(right, args=(split(strategy, x),))
+    for step, message in ((wrong, r"'n' is mirrored.*Write two loops"), (overwritten, r"'v' is mirrored.*own number of rows")):
+        with pytest.raises(mr.ReplicasDivergeError, match=message):
+            strategy.run(step, args=(split(strategy, x),))
+    assert int(n) == 3 and float(v) == 0
+
+
+def test_what_a_loop_counts_beside_rows_is_no_result_for_all_replicas():
+    strategy = STRATEGIES[2]
+    loop = lambda x: jax.lax.fori_loop(0, 2, lambda i, own: (own[0] * 2, own[1] + 1), (x, 0))[1]  # noqa: E731
+    assert int(strategy.run(loop, args=(split(strategy, data(4)[0]),))) == 2
+    with pytest.raises(
+        mr.UnevenReplicasError, match=r"the result of the step depends on .*Write two loops.*one array of a batch"
+    ):
+        strategy.run(loop, args=(split(strategy, data(3)[0]),))
+
+
+def test_a_condition_of_rows_decides_how_often_all_is_done():
+    step = lambda x: jax.lax.while_loop(lambda own: own[0].max() < 9, lambda own: (own[0] * 2, own[1] + 1), (x, 0))[1]  # noqa: E731
+    strategy, parts = STRATEGIES[3], (np.array([3.0, 1.0]), np.array([5.0, 4.0]), np.array([1.0]))
+    x = strategy.distribute_values_from_function(lambda ctx: parts[ctx.replica_id_in_sync_group].astype("float32"))
+    assert list(map(int, strategy.local_results(strategy.run(step, args=(x,))))) == [2, 1, 4]
+
+
+def test_numbers_of_64_bits_in_an_uneven_step():
+    strategy, (x, _) = STRATEGIES[2], data(3)
+    with strategy.scope():
+        n = mr.Variable(0, name="n")
+
+    def step(x):
+        with jax.enable_x64(True):
+            large, _ = jax.lax.scan(lambda large, _: (large + 2**33, None), jnp.int64(5), None, length=2)
+            own = large + x.shape[0]
+            n.assign((large // 2**33).astype("int32"))
+            replicas = total(jnp.float32(1))
+            return x * (replicas.astype("int64") * own // 2**34).astype("float32")
+
+    y = strategy.run(step, args=(split(strategy, x),))
+    assert int(n) == 2
+    np.testing.assert_allclose(strategy.gather(y, axis=0), 2 * x)

@@ -279,7 +279,7 @@ REFUSED = {
     ),
     "a sum divided by the own rows": (
         lambda x: jax.lax.psum(jnp.sum(x), "replica") / x.shape[0],
-        r"the result of the step depends on how many rows a replica has.*return ctx\.all_reduce\('sum', x\.shape\[0\]\)",
+        r"the result of the step depends on a replica's own number of rows.* is ctx\.all_reduce\('sum', x\.shape\[0\]\)",
     ),
     "a mask": (lambda x: (x, jnp.ones(x.shape[0])), r"the result\[1\] of .*value \+ 0 \* ctx\.replica_id_in_sync_group"),
     "another rank": (lambda x: x if x.shape[0] > 2 else x[0], r"another rank or dtype .* float32\[3, 4\], .* float32\[4\]"),
@@ -315,7 +315,7 @@ def test_an_error_in_the_step_says_which_replicas_it_is_about():
     strategy = STRATEGIES[3]
     with pytest.raises(ValueError, match="zero-size") as error:
         strategy.run(lambda x: jnp.max(x), args=(split(strategy, data(2)[0]),))
-    assert "This is about the replicas whose `x` has shape (0, 4)" in "".join(error.value.__notes__)
+    assert "Replica 2 has no rows of this batch: `x` has shape (0, 4) there" in "".join(error.value.__notes__)
 
 
 def test_other_errors_of_steps_are_what_they_are():

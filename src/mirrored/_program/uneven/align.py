@@ -9,8 +9,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from ..._jax import jaxprs
-from . import pairing
+from . import match_collectives
 from .keys import content_key, equation_key
 from .nodes import Node, Trace, Value
 
@@ -45,7 +44,7 @@ class _Comparison:
     def compare(self, traces: Sequence[Trace]) -> None:
         """Number what traces compute, whose arguments have their numbers."""
         parts = [_split_at_collectives(trace) for trace in traces]
-        pairing.check(traces, [[node for _, node in part if node is not None] for part in parts])
+        match_collectives.check(traces, [[node for _, node in part if node is not None] for part in parts])
         stage, last_effects = 0, [0] * len(traces)
         for part_of_each in zip(*parts, strict=True):
             for kind, (nodes, _) in enumerate(part_of_each):
@@ -77,9 +76,9 @@ class _Comparison:
     def _number_node(self, node: Node, last_effect: int) -> int:
         """Number a node's outputs, and return the stage of the last effect, which the next one must not come before."""
         operands = [self._number_of(value) for value in node.inputs]
-        stage = max((value.stage for value in node.inputs), default=0)
+        stage = max([value.stage for value in node.inputs], default=0)
         number = None
-        if not jaxprs.is_function_of_operands(node.equation):
+        if not node.is_pure:
             if node.equation.effects:
                 stage = last_effect = max(stage, last_effect)
         elif None not in operands:
@@ -131,13 +130,17 @@ def _forget_what_is_not_common(traces: Sequence[Trace]) -> None:
         for value in trace.taken:
             value.number = value.outer.number if value.outer is not None else None
     computed = [[value for node in trace.nodes for value in node.outputs] for trace in traces]
-    common = set.intersection(*({value.number for value in values} for values in computed))
+    common = set.intersection(*[{value.number for value in values} for values in computed])
     for value in itertools.chain.from_iterable(computed):
-        value.number = value.number if value.number in common else None
-    for node in (node for trace in traces for node in trace.nodes if not node.is_collective):
-        if any(value.number is None for value in node.inputs):
+        if value.number not in common:
+            value.number = None
+    for node in itertools.chain.from_iterable([trace.nodes for trace in traces]):
+        if node.is_collective:
+            continue
+        if None in [value.number for value in node.inputs]:
             for value in node.outputs:
                 value.number = None
+        node.is_own = not node.outputs or node.outputs[0].number is None
     for nodes in zip(*([node for node in trace.nodes if node.is_collective] for trace in traces), strict=True):
         for bodies in zip(*(node.bodies for node in nodes), strict=True):
             _forget_what_is_not_common(bodies)

@@ -24,8 +24,8 @@ def equation_key(equation: Any) -> Any:
     name, params = equation.primitive.name, equation.params
     if name in CUSTOM_DERIVATIVE:
         params = {"call_jaxpr": params["call_jaxpr"]}
-    compared = sorted(key for key in params if (name, key) not in _SAID_TWICE)
-    return (name, tuple((key, param_key(params[key])) for key in compared))
+    compared = sorted([key for key in params if (name, key) not in _SAID_TWICE])
+    return (name, tuple([(key, param_key(params[key])) for key in compared]))
 
 
 def param_key(value: Any) -> Any:

@@ -22,7 +22,6 @@ from ..._jax.marks import mark_p
 from ..._replicas.collectives import pad_to
 from ..._replicas.per_replica import stack_shapes
 from ..._typing import Shape
-from . import apart
 from .nodes import Node, Trace, Value
 
 #: Where an own value is taken to: ("operand", collective, operand) or ("output", output).
@@ -80,6 +79,8 @@ class _Run:
         self._places = _find_places(traces, self._joint)
         self._last_use = [_find_last_uses(live, self._places, kind) for kind, live in enumerate(self._live)]
         self._cheap = [{v: n for n in live if n.is_own and n.is_cheap for v in n.outputs} for live in self._live]
+        self._shared = _by_stage([node for live in self._live for node in live if not (node.is_own or node.is_collective)])
+        self._own = [_by_stage([n for n in live if n.is_own and not n.is_cheap]) for live in self._live]
         self.known: collections.ChainMap[int | None, Any] = collections.ChainMap({}, outer.known if outer else {})
         self.padded: list[dict[Value, jax.Array]] = [{} for _ in traces]
         self.carried: list[dict[Value, jax.Array]] = [{} for _ in traces]
@@ -126,15 +127,15 @@ class _Run:
 
     def shared(self, stage: int) -> None:
         """Run what all traces compute alike."""
-        for node in (node for nodes in self._live for node in nodes):
-            if node.is_shared and node.stage == stage and node.outputs[0].number not in self.known:
+        for node in self._shared[stage]:
+            if node.outputs[0].number not in self.known:
                 results = tracing.bind(node.equation, [self._known_or_constant(value) for value in node.inputs])
                 self._keep([node.outputs], results)
 
     def own(self, stage: int) -> None:
         """Run what each kind of replica computes for itself, as one switch."""
         places = {place: row for place, (row, taken_at) in self._places.items() if taken_at == stage}
-        nodes = [[n for n in live if n.stage == stage and n.is_own and not n.is_cheap] for live in self._live]
+        nodes = [own[stage] for own in self._own]
         leaving = [
             [value for node in own for value in node.outputs if last_use.get(value, 0) > stage]
             for own, last_use in zip(nodes, self._last_use, strict=True)
@@ -206,6 +207,13 @@ class _Run:
         return self._output_shapes[place[1]] if place[0] == "output" else stack_shapes([aval.shape for aval in avals])[0]
 
 
+def _by_stage(nodes: Sequence[Node]) -> dict[int, list[Node]]:
+    found: dict[int, list[Node]] = collections.defaultdict(list)
+    for node in nodes:
+        found[node.stage].append(node)
+    return found
+
+
 def _common_shapes(values: Sequence[Sequence[Value]]) -> list[Shape]:
     return [stack_shapes([value.aval.shape for value in row])[0] for row in zip(*values, strict=True)]
 
@@ -224,8 +232,7 @@ def _live_nodes(trace: Trace) -> list[Node]:
     needed = set(trace.outputs)
     live: list[Node] = []
     for node in reversed(trace.nodes):
-        is_marked = node.equation.primitive is mark_p or apart.assignments([node.equation])
-        has_effect = is_marked or not jaxprs.is_function_of_operands(node.equation)
+        has_effect = not node.is_pure or mark_p in [one.primitive for one in (node.equation, *jaxprs.inside(node.equation))]
         if has_effect or not needed.isdisjoint(node.outputs):
             needed.update(node.inputs)
             live.append(node)

@@ -9,86 +9,35 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from fractions import Fraction
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ..._errors import UnevenReplicasError
-from ..._jax import tracing
+from ..._jax import tracing, user_code
 from ..._jax.marks import Mark, Purpose, mark
+from ..._replicas import named
 from ..._replicas.frames import Frame
 from ..._replicas.per_replica import stack_shapes
 from ..._typing import Shape
 from ..._variables.storage import WeakVariables
 from ..._variables.variable import spec_of
 from .. import lift, proof, refusals
-from ..call import ArrayLeaf, Call, argument_names, static_key
+from ..call import ArrayLeaf, Call, static_key
 from ..lift import Lifted, ResultPlan, Touched, static_value, trace_step
-from ..proof import State
-from . import align, crossings, means, merge, nodes, pairing
+from ..proof import Findings, State
+from . import align, match_collectives, merge, nodes
+from .kinds import Kinds, find_kinds
 
 #: A trace may show that a size was guessed wrong; after this many, sizes are found out one question at a time.
 _MAX_TRACES = 3
 
 
-@dataclasses.dataclass(frozen=True)
-class Kinds:
-    """The kinds of the replicas, by the shapes of their arguments.
-
-    Attributes:
-        shapes: for each kind, the shape of each array argument.
-        of_replica: the kind of each replica.
-        varied: an argument whose shape differs, by position; messages speak of it.
-        name: its name.
-    """
-
-    shapes: tuple[tuple[Shape, ...], ...]
-    of_replica: tuple[int, ...]
-    varied: int
-    name: str
-
-    def describe(self, kind: int) -> str:
-        """Name the replicas of a kind in a message."""
-        return f"the replicas whose {self.name} has shape {self.shapes[kind][self.varied]}"
-
-    def guess(self, kind: int, size: int) -> tuple[int, ...]:
-        """Guess for each replica a size that is `size` on replicas of a kind: a number of rows, or a multiple of it."""
-        for sizes in self._row_counts():
-            rows = sizes[kind]
-            if size == rows or (rows > 1 and size % rows == 0):
-                return tuple(sizes[k] * (size // rows if rows else 1) for k in self.of_replica)
-        return (size,) * len(self.of_replica)
-
-    def rows(self, kind: int) -> tuple[int, int]:
-        """Return how many rows a replica of a kind has, and how many all have, as they weigh in a mean.
-
-        Raises:
-            UnevenReplicasError: when it depends on the argument.
-        """
-        counts = list(self._row_counts())
-        totals = [self._total(sizes) for sizes in counts]
-        shares = {tuple(Fraction(size, total) for size in sizes) for sizes, total in zip(counts, totals, strict=True)}
-        if len(shares) > 1:
-            raise UnevenReplicasError(
-                "aggregate='mean' weighs the replicas by their rows, but the arguments divide differently among the replicas: "
-                f"{', '.join(str(tuple(sizes[k] for k in self.of_replica)) for sizes in dict.fromkeys(counts))} rows. Divide "
-                "each loss by its own number of rows on all replicas instead, mr.losses.compute_average_loss(per_example_loss), "
-                "and let the gradients be summed: aggregate='sum'."
-            )
-        return counts[0][kind], totals[0]
-
-    def _total(self, sizes: Sequence[int]) -> int:
-        return sum(sizes[kind] for kind in self.of_replica)
-
-    def _row_counts(self) -> Iterator[tuple[int, ...]]:
-        for shapes in zip(*self.shapes, strict=True):
-            yield from (sizes for sizes in zip(*shapes, strict=True) if len(set(sizes)) > 1)
-
-
-def lift_uneven(call: Call, frame_with: Callable[[Any], Frame], states_of: Callable[[Lifted], list[State]]) -> Lifted:
-    """Make one pure function of a step in which replicas have different numbers of rows.
+def lift_uneven(
+    call: Call, frame_with: Callable[[Any], Frame], states_of: Callable[[Lifted], list[State]]
+) -> tuple[Lifted, Findings]:
+    """Make one pure function of a step in which replicas have different numbers of rows, and prove it.
 
     Args:
         call: the step and its arguments; an uneven one is padded to its largest shape.
@@ -101,35 +50,27 @@ def lift_uneven(call: Call, frame_with: Callable[[Any], Frame], states_of: Calla
         ReplicasDivergeError: when already replicas with equal rows would diverge.
     """
     leaves = call.array_leaves()
-    kinds = _find_kinds(call, leaves)
+    kinds = find_kinds(call, leaves)
     touched, traces = _trace_all(_Tracer(call, leaves, kinds, frame_with))
     found = [proof.prove(lifted.shown.jaxpr, states_of(lifted)) for lifted in traces]
     for lifted, findings in zip(traces, found, strict=True):
         refusals.check_assignments(lifted, findings)
+        refusals.check_means(findings)
     plan = _merge_plans(traces, kinds)
     with tracing.room_for(lifted.shown for lifted in traces):
         closed = _merge_traces(traces, kinds, leaves, plan, frame_with(None), call.function)
     lines = tuple(map(_known_line, zip(*(lifted.write_lines for lifted in traces), strict=True)))
     merged = Lifted(closed, closed, WeakVariables(touched.written), lines, WeakVariables(touched.read_only), plan)
-    outputs = proof.prove(closed.jaxpr, states_of(merged)).outputs[: merged.num_results]
+    findings = proof.prove(closed.jaxpr, states_of(merged))
     of_kinds = zip(*(one.outputs[: merged.num_results] for one in found), strict=True)
-    for position, (state, own) in enumerate(zip(outputs, of_kinds, strict=True)):
+    for position, (state, own) in enumerate(zip(findings.outputs, of_kinds, strict=False)):
         if not state.is_mirrored and all(one.is_mirrored for one in own):
-            raise UnevenReplicasError(_other_type(plan, position, kinds))
-    return merged
+            raise UnevenReplicasError(_other_type(plan, position, kinds, state.origin))
+    return merged, findings
 
 
 def _known_line(lines: Sequence[str]) -> str:
     return next((line for line in lines if line != "<unknown>"), lines[0])
-
-
-def _find_kinds(call: Call, leaves: Sequence[ArrayLeaf]) -> Kinds:
-    varied = next(i for i, leaf in enumerate(leaves) if leaf.shapes is not None)
-    num_replicas = len(leaves[varied].shapes or ())
-    of_each = [tuple(leaf.shapes[r] if leaf.shapes else leaf.shape for leaf in leaves) for r in range(num_replicas)]
-    shapes = tuple(dict.fromkeys(of_each))
-    of_replica = tuple(shapes.index(own) for own in of_each)
-    return Kinds(shapes, of_replica, varied, argument_names(call)[varied])
 
 
 # -- tracing for each kind
@@ -204,13 +145,11 @@ class _Tracer:
 
     def _trace(self, trace: Any, kind: int, sizes: _AskedSizes, **more: Any) -> Any:
         try:
-            with sizes.tracing():
+            with sizes.tracing(), named.with_rows():
                 return trace_step(trace, self.call, self.kinds.shapes[kind], self.frame_with(sizes), **more)
         except Exception as error:
-            error.add_note(
-                f"This is about {self.kinds.describe(kind)}: the batch does not divide evenly among the replicas. A step must "
-                f"work with any number of rows, also none. To leave the odd rows out: {pairing.DROP}."
-            )
+            notes = getattr(error, "__notes__", [])
+            error.__notes__ = [self.kinds.explain(kind), *notes]  # before JAX's own
             raise
 
     def sizes(self, known: Sequence[Sequence[int]], may_guess: bool = True) -> list[_AskedSizes]:
@@ -281,7 +220,7 @@ def _different_questions(kinds: Kinds, asked: Sequence[Sequence[int]]) -> str:
         "the batch does not divide evenly among the replicas, and the step does different things for different numbers of "
         f"rows: {kinds.describe(fewest)} reach {len(asked[fewest])} operations that depend on all replicas' sizes (a mean "
         f"over an axis, all_gather, compute_average_loss), {kinds.describe(most)} reach {len(asked[most])}. Do the same "
-        f"whatever x.shape[0] is, or leave the odd rows out: {pairing.DROP}."
+        f"whatever x.shape[0] is, or leave the odd rows out: {match_collectives.DROP}."
     )
 
 
@@ -296,30 +235,30 @@ def _merge_traces(
     is_common = [True] * len(variables) + [leaf.shapes is None for leaf in leaves]
     axis = frame.axis
     assert axis is not None
-    aligned = [nodes.read_trace(kinds.describe(kind), lifted.shown, is_common, axis) for kind, lifted in enumerate(traces)]
+    aligned = [nodes.read_trace(kinds.describe(kind), lifted.shown) for kind, lifted in enumerate(traces)]
     align.compare(aligned, is_common)
-    if means.weigh(aligned, kinds.of_replica):
-        nodes.renew(aligned)
-        align.compare(aligned, is_common)
-    if crossings.has_means_by_rows(aligned):
-        shares = [Fraction(*kinds.rows(kind)) for kind in range(len(traces))]
-        if crossings.weigh(aligned, shares):
-            nodes.renew(aligned)
-            align.compare(aligned, is_common)
+    origin = _origin(kinds, nodes.find_loop(aligned[0], aligned[0].outputs))
     rows = zip(*(trace.outputs for trace in aligned), strict=True)
     output_shapes = [stack_shapes([value.aval.shape for value in row])[0] for row in rows]
 
     def merged(values: Sequence[jax.Array], arguments: Sequence[jax.Array]) -> list[jax.Array]:
-        index = mark(jnp.asarray(kinds.of_replica)[axis.index()], Mark(Purpose.ROWS, _origin(kinds), ""))
+        index = mark(jnp.asarray(kinds.of_replica)[axis.index()], Mark(Purpose.ROWS, origin, ""))
         return merge.run_merged(aligned, output_shapes, index, [*values, *arguments])
 
     return tracing.trace(merged, (variables, arrays), axis, function)
 
 
-def _origin(kinds: Kinds) -> str:
-    return (
+def _origin(kinds: Kinds, loop: nodes.Node | None) -> str:
+    text = (
         f"a replica's own number of rows, such as x.shape[0], which differs in this uneven step ({kinds.name} has shapes "
         f"{_listed(kinds)}); the number on all replicas together is ctx.all_reduce('sum', x.shape[0])"
+    )
+    if loop is None:
+        return text
+    where = user_code.equation_line(loop.equation) or "<unknown>"
+    return (
+        f"{text}. What a loop, condition or call computes of rows, as that at {where}, depends on their number as a whole, also "
+        "what it carries beside them, such as a counter. Write two loops: one over the rows, and one for what is assigned"
     )
 
 
@@ -332,24 +271,22 @@ def _merge_plans(traces: Sequence[Lifted], kinds: Kinds) -> ResultPlan:
                 "the batch does not divide evenly among the replicas, and replicas with different numbers of rows return "
                 f"different things: {kinds.describe(0)} return {_shown(first)}, {kinds.describe(kind)} return "
                 f"{_shown(lifted.plan)}. Return the same for any number of rows; their number on all replicas together is "
-                f"ctx.all_reduce('sum', x.shape[0]). Or leave the odd rows out: {pairing.DROP}."
+                f"ctx.all_reduce('sum', x.shape[0]). Or leave the odd rows out: {match_collectives.DROP}."
             )
     outputs = zip(*(lifted.closed.jaxpr.outvars[: lifted.num_results] for lifted in traces), strict=True)
     shapes = [_result_shapes([atom.aval for atom in row], kinds) for row in outputs]
     return dataclasses.replace(first, shapes=tuple(shapes))
 
 
-def _other_type(plan: ResultPlan, position: int, kinds: Kinds) -> str:
+def _other_type(plan: ResultPlan, position: int, kinds: Kinds, origin: str) -> str:
     """Say that a result would be an array of a full batch and a PerReplica of this one."""
     leaves = jax.tree_util.tree_flatten_with_path(plan.treedef.unflatten(range(len(plan.static))))[0]
     path, _ = [leaf for leaf, static in zip(leaves, plan.static, strict=True) if static is None][position]
     return (
-        f"the batch does not divide evenly among the replicas, and the result{jax.tree_util.keystr(path)} of the step depends "
-        f"on how many rows a replica has, such as x.shape[0] ({kinds.name} has shapes {_listed(kinds)}), and otherwise on "
-        "nothing that differs by replica. It is one array of a batch that divides, and would be one value for each replica here. "
-        "For the number of rows on all replicas together return ctx.all_reduce('sum', x.shape[0]), an array in both cases; for "
-        "one value for each replica in both cases return value + 0 * ctx.replica_id_in_sync_group. "
-        f"Or leave the odd rows out: {pairing.DROP}."
+        f"the batch does not divide evenly among the replicas, and the result{jax.tree_util.keystr(path)} of the step depends on "
+        f"{origin}. That is one array of a batch that divides, and would be one value for each replica here. To have that "
+        "in both cases return value + 0 * ctx.replica_id_in_sync_group. "
+        f"Or leave the odd rows out: {match_collectives.DROP}."
     )
 
 

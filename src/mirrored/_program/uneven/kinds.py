@@ -1,0 +1,100 @@
+"""Which replicas of an uneven step have as many rows, and how many that are."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+
+from ..._errors import UnevenReplicasError
+from ..._typing import Shape
+from ..call import ArrayLeaf, Call, argument_names
+from .match_collectives import DROP
+
+
+@dataclasses.dataclass(frozen=True)
+class Kinds:
+    """The kinds of the replicas, by the shapes of their arguments.
+
+    Attributes:
+        shapes: for each kind, the shape of each array argument.
+        of_replica: the kind of each replica.
+        varied: an argument whose shape differs, by position; messages speak of it.
+        name: its name.
+    """
+
+    shapes: tuple[tuple[Shape, ...], ...]
+    of_replica: tuple[int, ...]
+    varied: int
+    name: str
+
+    def describe(self, kind: int) -> str:
+        """Name the replicas of a kind in a message."""
+        return f"the replicas whose {self.name} has shape {self.shapes[kind][self.varied]}"
+
+    def explain(self, kind: int) -> str:
+        """Say in a note which replicas an error is about."""
+        if self.most_rows(kind):
+            return (
+                f"This is about {self.describe(kind)}: the batch does not divide evenly among the replicas. To leave odd rows "
+                f"out: {DROP}."
+            )
+        numbers = [number for number, own in enumerate(self.of_replica) if own == kind]
+        who = f"Replica {numbers[0]} has" if len(numbers) == 1 else f"The replicas {', '.join(map(str, numbers))} have"
+        return (
+            f"{who} no rows of this batch: `{self.name.strip('`')}` has shape {self.shapes[kind][self.varied]} there. A step "
+            "must work without rows. x.reshape(x.shape[0], -1) cannot tell what -1 is: write x.reshape(x.shape[0], "
+            "math.prod(x.shape[1:])). jnp.max(x) has no value: write jnp.max(x, initial=0). Or choose a batch size of which each "
+            f"replica gets a row, or leave the odd rows out: {DROP}."
+        )
+
+    def guess(self, kind: int, size: int) -> tuple[int, ...]:
+        """Guess for each replica a size that is `size` on replicas of a kind: a number of rows, or a multiple of it."""
+        for sizes in self._row_counts():
+            rows = sizes[kind]
+            if size == rows or (rows > 1 and size % rows == 0):
+                return tuple(sizes[k] * (size // rows if rows else 1) for k in self.of_replica)
+        return (size,) * len(self.of_replica)
+
+    def rows(self, kind: int) -> tuple[int, int]:
+        """Return how many rows a replica of a kind has, and how many all have, as they weigh in a mean.
+
+        Raises:
+            UnevenReplicasError: when it depends on the argument.
+        """
+        counts = list(self._row_counts())
+        totals = [self._total(sizes) for sizes in counts]
+        shares = {tuple(Fraction(size, total) for size in sizes) for sizes, total in zip(counts, totals, strict=True)}
+        if len(shares) > 1:
+            raise UnevenReplicasError(
+                "a mean over the replicas weighs them by their rows, but the arguments divide differently among the replicas: "
+                f"{', '.join(str(tuple(sizes[k] for k in self.of_replica)) for sizes in dict.fromkeys(counts))} rows. For one "
+                "weight for all write ctx.all_reduce('mean', value, by_rows=False). Divide a loss by its own rows on all "
+                "replicas, mr.losses.compute_average_loss(per_example_loss), and let the gradients be summed: aggregate='sum'."
+            )
+        return counts[0][kind], totals[0]
+
+    def rows_of(self, kind: int) -> tuple[set[int], set[int]]:
+        """Return how many rows a replica of a kind may have, after the arguments, and how many all together."""
+        counts = list(self._row_counts())
+        return {sizes[kind] for sizes in counts}, {self._total(sizes) for sizes in counts}
+
+    def most_rows(self, kind: int) -> int:
+        return max(sizes[kind] for sizes in self._row_counts())
+
+    def _total(self, sizes: Sequence[int]) -> int:
+        return sum(sizes[kind] for kind in self.of_replica)
+
+    def _row_counts(self) -> Iterator[tuple[int, ...]]:
+        for shapes in zip(*self.shapes, strict=True):
+            yield from (sizes for sizes in zip(*shapes, strict=True) if len(set(sizes)) > 1)
+
+
+def find_kinds(call: Call, leaves: Sequence[ArrayLeaf]) -> Kinds:
+    """Tell which replicas have arguments of the same shapes."""
+    varied = next(i for i, leaf in enumerate(leaves) if leaf.shapes is not None)
+    num_replicas = len(leaves[varied].shapes or ())
+    of_each = [tuple(leaf.shapes[r] if leaf.shapes else leaf.shape for leaf in leaves) for r in range(num_replicas)]
+    shapes = tuple(dict.fromkeys(of_each))
+    of_replica = tuple(shapes.index(own) for own in of_each)
+    return Kinds(shapes, of_replica, varied, argument_names(call)[varied])

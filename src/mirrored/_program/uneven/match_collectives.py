@@ -1,0 +1,93 @@
+"""Which collectives of the traces of an uneven step are the same one?
+
+They are paired in the order in which they are reached. Their dtypes and shapes must agree; where several in a step have
+one dtype and as many axes, so must the lines of the user's code.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from ..._errors import UnevenReplicasError
+from ..._jax import jaxprs, user_code
+from .keys import equation_key
+from .nodes import Node, Trace, Value
+
+#: What leaves the odd rows out, in messages.
+DROP = "strategy.distribute_dataset(dataset, mr.InputOptions(drop_remainder=True))"
+#: How messages begin.
+BEGINNING = (
+    "the batch does not divide evenly among the replicas, and in this uneven step replicas with different numbers of rows "
+)
+
+
+def check(traces: Sequence[Trace], collectives: Sequence[Sequence[Node]]) -> None:
+    """Refuse traces that do not reach the same collectives in the same order.
+
+    Args:
+        traces: the traces, or one loop's bodies in all of them.
+        collectives: those of each trace.
+
+    Raises:
+        UnevenReplicasError: with the first difference.
+    """
+    first, name = collectives[0], traces[0].name
+    count = Counter(map(_kind, first))
+    for trace, others in zip(traces[1:], collectives[1:], strict=True):
+        for own, other in itertools.zip_longest(first, others):
+            differing = f"{name} {_describe(own)}, {trace.name} {_describe(other)}"
+            if own is None or other is None or _key(own) != _key(other):
+                raise UnevenReplicasError(_different(differing))
+            if count[_kind(own)] > 1 and _line(own) != _line(other):
+                raise UnevenReplicasError(_in_other_places(differing))
+
+
+def _kind(node: Node) -> Any:
+    """Return the dtypes and numbers of axes: what is gathered has been padded to the size of what it is paired with."""
+    return (node.equation.primitive.name, _types_of(node.handed))
+
+
+def _types_of(values: Sequence[Value]) -> tuple[Any, ...]:
+    return tuple((value.aval.dtype, len(value.aval.shape)) for value in values)
+
+
+def _key(node: Node) -> Any:
+    if not node.bodies:
+        return (equation_key(node.equation), tuple((value.aval.shape, value.aval.dtype) for value in node.inputs))
+    params = node.equation.params
+    rounds = tuple(params.get(name) for name in ("length", "reverse"))
+    return (node.equation.primitive.name, rounds, len(node.bodies), _types_of(node.handed), _types_of(node.outputs))
+
+
+def _describe(node: Node | None) -> str:
+    if node is None:
+        return "reach no further one"
+    operands = ", ".join(f"{value.aval.dtype}{list(value.aval.shape)}" for value in node.handed)
+    name = node.equation.primitive.name
+    kind = f"`{name}`" if not list(jaxprs.inner_jaxprs(node.equation)) else f"a collective inside `{name}`"
+    return f"reach {kind} of {operands} at {_line(node)}"
+
+
+def _line(node: Node) -> str:
+    return user_code.equation_line(node.equation) or "<unknown>"
+
+
+def _different(differing: str) -> str:
+    return (
+        f"{BEGINNING}do not reach the same collectives: {differing}. A collective needs one shape on all replicas, however many "
+        "rows they have, and a loop with one inside needs one number of rounds: sum over the rows first, for example "
+        "ctx.all_reduce('sum', jnp.sum(x, axis=0)); join rows with ctx.all_gather(x, axis=0); loop over something else than the "
+        f"rows. Or leave the odd rows out: {DROP}."
+    )
+
+
+def _in_other_places(differing: str) -> str:
+    return (
+        f"{BEGINNING}reach collectives of one kind in different orders, or in different places of the code, so that it cannot "
+        f"be told which belong together: {differing}. Values that have nothing to do with each other would be combined. Reach "
+        "them in one order, whatever x.shape[0] is: compute what goes in under the `if`, and call ctx.all_reduce(...) behind it, "
+        f"once for all. Or leave the odd rows out: {DROP}."
+    )

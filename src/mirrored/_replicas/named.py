@@ -1,0 +1,92 @@
+"""JAX's own collectives in an uneven step: `jax.lax.pmean(x, "replica")` weighs replicas by their rows, too.
+
+While such a step is traced, the public names in `jax.lax` stand for functions of this module; afterwards for JAX's own again.
+What other threads do meanwhile is in no uneven step, and is handed on as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._errors import UnevenReplicasError
+from .._jax import tracing, user_code
+from .._jax.marks import Mark, Purpose, mark
+from .._options import ReduceOp
+from .._typing import REPLICA_AXIS, PyTree
+from . import frames
+from .collectives import ReplicaAxis, all_reduce
+
+#: What is replaced while an uneven step is traced.
+NAMES = ("all_gather", "all_to_all", "pmax", "pmean", "pmin", "ppermute", "psum", "psum_scatter")
+
+_lock = threading.Lock()
+_originals: dict[str, Callable[..., Any]] = {}
+_num_traces = 0
+
+
+@contextlib.contextmanager
+def with_rows() -> Iterator[None]:
+    """Trace an uneven step inside this block: its own calls of `jax.lax.pmean` and other collectives are seen."""
+    global _num_traces
+    with _lock:
+        if not _num_traces:
+            _originals.update((name, getattr(jax.lax, name)) for name in NAMES)
+            for name, original in _originals.items():
+                _replace(name, original, functools.wraps(original)(functools.partial(_call, name, original)))
+        _num_traces += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _num_traces -= 1
+            if not _num_traces:
+                for name, original in _originals.items():
+                    _replace(name, getattr(jax.lax, name), original)
+
+
+def _replace(name: str, old: Any, new: Any) -> None:
+    """Replace a name in `jax.lax`, and in modules that have imported it from there."""
+    for key, module in list(sys.modules.items()):
+        is_public = key == "jax.lax" or not key.startswith("jax")
+        if is_public and getattr(module, "__dict__", {}).get(name) is old:
+            setattr(module, name, new)
+
+
+def _call(name: str, original: Callable[..., Any], x: PyTree, axis_name: Any, *more: Any, **options: Any) -> PyTree:
+    names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
+    frame = frames.current()
+    axis = None if frame is None else frame.axis
+    if axis is None or axis.sizes is None or REPLICA_AXIS not in names or tracing.is_mapped_over(REPLICA_AXIS):
+        return original(x, axis_name, *more, **options)
+    if name == "pmean":
+        others = tuple(other for other in names if other != REPLICA_AXIS)
+        return _mean(original(x, others) if others else x, axis, **options)
+    if name == "psum" and type(x) is int and names == (REPLICA_AXIS,):  # JAX takes a number, such as x.shape[0], for one of all
+        return sum(axis.each(x))
+    return original(jax.tree.map(functools.partial(_marked, name), x), axis_name, *more, **options)
+
+
+def _mean(x: PyTree, axis: ReplicaAxis, axis_index_groups: Any = None) -> PyTree:
+    if axis_index_groups is not None:
+        raise UnevenReplicasError(
+            f"jax.lax.pmean at {user_code.user_line()} is over groups of replicas, and the batch does not divide evenly among "
+            "them: how many rows each group has is not known. Leave axis_index_groups out, divide a sum by the group's rows, "
+            "or leave the odd rows out: strategy.distribute_dataset(dataset, mr.InputOptions(drop_remainder=True))."
+        )
+    return all_reduce(ReduceOp.MEAN, x, axis, verb="pmean")
+
+
+def _marked(name: str, leaf: Any) -> Any:
+    """Say that the step gives an array to a collective: one without this mark is JAX's own, of a gradient."""
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    wide = leaf.astype(jnp.int32) if name == "psum" and leaf.dtype == jnp.bool_ else leaf  # as psum itself would
+    return mark(wide, Mark(Purpose.OPERAND, name, ""))

@@ -1,0 +1,197 @@
+"""A new step is traced for the last batch of its dataset at once, where replicas have different numbers of rows in it."""
+
+import gc
+import sys
+import types
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mirrored as mr
+
+X = np.arange(20, dtype=np.float32).reshape(10, 2)
+
+
+def batches(strategy, size=4, **options):
+    return strategy.distribute_dataset(strategy.make_numpy_dataset(X).batch(size), mr.InputOptions(**options))
+
+
+def rows_joined(x):
+    """It takes equal rows only."""
+    return mr.get_replica_context().all_reduce("sum", x)
+
+
+def counted(function):
+    """Count how often a step is traced."""
+
+    def step(x):
+        step.num_traces += 1
+        return function(x)
+
+    step.num_traces = 0
+    return step
+
+
+def mean_of(x):
+    return mr.get_replica_context().all_reduce("mean", x.mean())
+
+
+def run_all(strategy, step, dataset):
+    return [float(strategy.run(step, args=(batch,))) for batch in dataset]
+
+
+NOTE = r"Nothing has run yet: this is about the last batch of the dataset, of \d+ rows.*dataset\.take\(steps\)"
+
+
+def note_of(error):
+    return " ".join(error.value.__notes__)
+
+
+def test_a_step_is_refused_for_the_last_batch_before_it_runs_for_the_first():
+    strategy = mr.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"])
+    with strategy.scope():
+        count = mr.Variable(0)
+
+    def step(x):
+        count.assign_add(1)
+        return rows_joined(x)
+
+    first = next(iter(batches(strategy, 6)))
+    for _ in range(2):  # it stays refused
+        with pytest.raises(mr.UnevenReplicasError, match="do not reach the same collectives") as error:
+            strategy.run(step, args=(first,))
+        assert len(error.value.__notes__) == 1 and int(count) == 0
+    error.match(NOTE)
+
+
+def test_nothing_is_traced_twice_and_the_last_batch_compiles_when_it_comes():
+    strategy, step = mr.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"]), counted(mean_of)
+    dataset = batches(strategy, 6)
+    for _ in range(2):
+        for batch, rows in zip(dataset, (X[:6], X[6:]), strict=True):
+            assert float(strategy.run(step, args=(batch,))) == rows.mean()
+            assert step.num_traces == 2 + 2 * 2  # of the even batch, and of both kinds of replicas
+
+
+def test_several_programs_of_one_function_and_functions_of_several_steps():
+    strategy = mr.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"])
+    step = counted(mean_of)
+
+    @mr.function
+    def whole(x, flag):
+        return strategy.run(step, args=(x,)) + flag
+
+    for flag in (True, False):
+        for batch, rows in zip(batches(strategy, 6), (X[:6], X[6:]), strict=True):
+            assert float(whole(batch, flag)) == rows.mean() + flag
+    with pytest.raises(mr.UnevenReplicasError) as error:
+        mr.function(lambda x: strategy.run(rows_joined, args=(x,)))(next(iter(batches(strategy, 6))))
+    assert "Nothing has run yet" in note_of(error)
+
+
+NO_ODD_BATCH = {
+    "rows are dropped": lambda s: batches(s, 6, drop_remainder=True),
+    "the dataset drops them": lambda s: s.distribute_dataset(s.make_numpy_dataset(X).batch(6, drop_remainder=True)),
+    "the loop ends before": lambda s: batches(s, 6).take(1),
+    "each pass ends before": lambda s: batches(s, 6).take(1).repeat(2),
+    "the batches of an epoch": lambda s: s.distribute_dataset(s.make_numpy_dataset(X).batch(6).take(1)),
+    "of each epoch": lambda s: s.distribute_dataset(s.make_numpy_dataset(X).batch(6).take(1).repeat(2)),
+    "it divides": lambda s: s.distribute_dataset(s.make_numpy_dataset(X[:9]).batch(6)),
+    "a map makes others": lambda s: batches(s, 6).map(lambda x: np.concatenate([x, x, x])),
+    "a list": lambda s: s.distribute_dataset([X[:6], X[:3]]),
+    "nobody knows": lambda s: s.distribute_dataset(Again([X[:6], X[:3]])),
+}
+
+
+class Again:
+    def __init__(self, parts):
+        self.parts = parts
+
+    def __iter__(self):
+        return iter(self.parts)
+
+
+@pytest.mark.parametrize("name", NO_ODD_BATCH)
+def test_where_no_odd_batch_comes_nothing_is_traced_for_it(name):
+    strategy = mr.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"])
+    for batch in NO_ODD_BATCH[name](strategy):
+        strategy.run(rows_joined, args=(batch,))
+
+
+class DataLoader:
+    """As torch's: 10 rows in batches of 6."""
+
+    batch_size, sampler, drop_last = 6, range(10), False
+
+    def __iter__(self):
+        return iter([X[:6], X[6:]])
+
+    def __len__(self):
+        return 2
+
+
+ODD_BATCH = {
+    "endless": lambda s: batches(s, 6).repeat(),
+    "taken after the end": lambda s: batches(s, 6).repeat(3).take(5),
+    "as many steps as it has": lambda s: batches(s, 6).take(2),
+    "shuffled": lambda s: s.distribute_dataset(s.make_numpy_dataset(X).shuffle(seed=1).batch(6).repeat(2)),
+    "mapped": lambda s: batches(s, 6).map(lambda x: {"x": 2 * x, "y": x[:, 0]}),
+    "a list": lambda s: s.distribute_dataset([X[:6], X[:4]]),
+    "torch": lambda s: s.distribute_dataset(DataLoader()),
+    "in a tuple": lambda s: s.distribute_dataset(s.make_numpy_dataset((X, X[:, 0])).batch(6)),
+}
+
+
+@pytest.mark.parametrize("name", ODD_BATCH)
+def test_datasets_that_know_of_an_odd_batch_say_so(name, monkeypatch):
+    torch = types.ModuleType("torch.utils.data")
+    torch.Dataset = torch.IterableDataset = type("Dataset", (), {})
+    torch.DataLoader = DataLoader
+    monkeypatch.setitem(sys.modules, "torch.utils.data", torch)
+    strategy = mr.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"])
+    iterator = iter(ODD_BATCH[name](strategy))
+    batch = next(iterator)
+    iterator.close()
+    with pytest.raises(mr.UnevenReplicasError) as error:
+        strategy.run(lambda tree: rows_joined(jax.tree.leaves(tree)[0]), args=(batch,))
+    assert "of 4 rows" in note_of(error)
+
+
+def test_values_with_rows_that_are_of_no_dataset_are_left_alone():
+    """Nobody knows how many rows they will have then."""
+    strategy = mr.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"])
+    batch = next(iter(batches(strategy, 6)))
+    other = strategy.run(lambda x: x + 1, args=(batch,))
+    assert strategy.run(lambda x, y: rows_joined(x + y), args=(batch, other)).shape == (2, 2)
+    scale = strategy.distribute_values_from_function(lambda ctx: np.float32(ctx.replica_id_in_sync_group))
+    with pytest.raises(mr.UnevenReplicasError):
+        strategy.run(lambda x, scale, w: rows_joined(x * scale @ w), args=(batch, scale, np.eye(2, dtype=np.float32)))
+
+
+def test_a_step_that_knows_its_rows_only_keeps_no_dataset_alive():
+    strategy = mr.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"])
+    dataset = batches(strategy, 6)
+    batch = next(iter(dataset))
+    strategy.run(mean_of, args=(batch,))
+    gone = weakref.ref(dataset)
+    del dataset
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_replica_without_rows_is_named_first_with_the_line_to_write():
+    strategy = mr.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"])
+    dataset = strategy.distribute_dataset(strategy.make_numpy_dataset(X[:8]).batch(6))
+    with pytest.raises(ZeroDivisionError) as error:
+        strategy.run(lambda x: jnp.sum(x.reshape(x.shape[0], -1)), args=(next(iter(dataset)),))
+    first, second, *_ = error.value.__notes__
+    assert first.startswith("Replica 2 has no rows of this batch: `x` has shape (0, 2) there.")
+    assert "write x.reshape(x.shape[0], math.prod(x.shape[1:]))" in first and "drop_remainder=True" in first
+    assert second.startswith("Nothing has run yet: this is about the last batch of the dataset, of 2 rows")
+    with pytest.raises(ValueError) as error:
+        one = next(iter(strategy.distribute_dataset([X[:1]])))
+        strategy.run(lambda x: jnp.max(x), args=(one,))
+    assert error.value.__notes__[0].startswith("The replicas 1, 2 have no rows of this batch")
