@@ -7,8 +7,8 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from mirrored._workers.progress import NEXT_BATCH, OTHERS_INPUT, Progress
-from mirrored._workers.stall import MIN_STALL_SECONDS, Others, Own, Position, decode, judge
+from mirrored._workers.progress import NEXT_BATCH, OTHERS_INPUT, BatchPlace, Progress
+from mirrored._workers.stall import MIN_STALL_SECONDS, Others, Own, Position, decode, judge, shorter_data
 from mirrored._workers.verdict import Verdict
 
 change = dataclasses.replace
@@ -63,6 +63,19 @@ def test_who_may_only_be_slow_is_waited_for() -> None:
         ("all are there", AT_BARRIER, AT_BARRIER),
     ]:
         assert not judged(here, there, limit=500.0), why
+
+
+def test_data_that_has_ended_while_another_worker_has_taken_more_is_certain() -> None:
+    ended = change(OTHERS, ends=[[7, 0, 3], [8, 1, 5]])
+    for batch, found in (([8, 1, 6], (1, 0)), ([8, 1, 5], None), ([8, 2, 6], None), ([9, 1, 6], None), ([], None)):
+        assert shorter_data({0: change(IN_STEP, batch=batch), 1: ended}) == found, batch
+    progress = Progress()
+    progress.took_batch(BatchPlace(8, 1, 6, 55), [2, 2])
+    progress.data_ends[8] = BatchPlace(8, 1, 9, 66)
+    own = Own(progress, None).look(0.0, False)
+    assert (own.batch, own.ends) == ([8, 1, 6], [[8, 1, 9]]) and decode(own.encode()) == own
+    for foul in ({"batch": [1, 2]}, {"batch": ["1", 2, 3]}, {"ends": [1]}, {"ends": [[1, 2]]}, {"ends": [[1, 2, None]]}):
+        assert decode(json.dumps({**dataclasses.asdict(own), **foul})) is None
 
 
 def test_both_sides_say_the_same() -> None:

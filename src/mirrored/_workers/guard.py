@@ -27,8 +27,8 @@ from .leaving import HERE, LAST_RESORT_SECONDS, Leaving
 from .links import Links
 from .neighbours import Neighbours
 from .progress import NEXT_BATCH, UNKNOWN, Progress, in_main_thread
-from .same_program import decode_history, is_other_order, other_order, require_same_history
-from .stall import SETTLED_SECONDS, Others, Own, Position, judge, listed
+from .same_program import ONE_DATASET, data_ended, decode_history, is_other_order, other_order, require_same_history
+from .stall import SETTLED_SECONDS, Others, Own, Position, judge, listed, shorter_data
 from .verdict import Verdict, exit_code_of, last_error, tells_of_loss, tells_of_lost_service, title_of
 
 _logger = logging.getLogger("mirrored")
@@ -259,6 +259,9 @@ class Guard:
         self._look_at_others(own, elapsed, is_suspicious or self._worker == 0)
         if any(self._progress.contradicts(there.done, there.trail) for there in self._others.positions.values()):
             self._fail(_told_apart(other_order(self._trails()), wants_stacks=True))
+            return True
+        if ended := shorter_data({**self._others.positions, self._worker: own}):
+            self._fail(Verdict(f"{ValueError.__name__}: {data_ended(*ended)}. {ONE_DATASET}", code=FAILED))
             return True
         if is_suspicious and not own.has_ended and (was_late or not self._was_late):
             positions = {**self._others.positions, self._worker: own}

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 
 from . import runtime
+from .coordination import digest
 from .progress import progress
 from .runtime import Runtime
-from .same_program import digest
 
 #: A compiled program: of a `jax.jit`, so it has `lower`.
 Compiled = Any

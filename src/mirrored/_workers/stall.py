@@ -48,6 +48,8 @@ class Position:
         still: for how many seconds nothing of this has changed.
         done: how many things it has done that all workers do alike and in the same order; -1 where that cannot be compared.
         trail: the checksum of them.
+        batch: which of the batches that all workers read was taken last, as the first numbers of a `BatchPlace`; empty before.
+        ends: the same of the batches after which data has ended here, while the others are asked whether theirs has.
     """
 
     beat: int
@@ -61,6 +63,8 @@ class Position:
     still: float
     done: int = -1
     trail: int = 0
+    batch: list[int] = dataclasses.field(default_factory=list)
+    ends: list[list[int]] = dataclasses.field(default_factory=list)
 
     @property
     def waits_in_phase(self) -> bool:
@@ -107,8 +111,14 @@ def decode(text: str) -> Position | None:
         position = Position(**json.loads(text))
     except (ValueError, TypeError, RecursionError):
         return None
-    types = (int, int, str, str, str, bool, bool, bool, (int, float), int, int)
-    return position if all(map(isinstance, dataclasses.astuple(position), types)) else None
+    types = (int, int, str, str, str, bool, bool, bool, (int, float), int, int, list, list)
+    fields = [getattr(position, field.name) for field in dataclasses.fields(position)]
+    is_one = all(map(isinstance, fields, types)) and all(map(_is_place, [position.batch, *position.ends]))
+    return position if is_one else None
+
+
+def _is_place(value: object) -> bool:
+    return isinstance(value, list) and len(value) in (0, 3) and all(type(number) is int for number in value)
 
 
 class Own:
@@ -138,7 +148,19 @@ class Own:
         is_patient = any(phase.is_patient for phase in phases)
         done, trail = progress.trail_so_far()
         return Position(
-            self._beat, started, progress.program, phase, detail, waits, is_patient, has_ended, self._still, done, trail
+            beat=self._beat,
+            started=started,
+            program=progress.program,
+            phase=phase,
+            detail=detail,
+            waits=waits,
+            is_patient=is_patient,
+            has_ended=has_ended,
+            still=self._still,
+            done=done,
+            trail=trail,
+            batch=list((progress.batch or ())[:3]),
+            ends=[list(place[:3]) for place in list(progress.data_ends.values())],
         )
 
     @property
@@ -165,6 +187,16 @@ class Others:
             is_new = before is None or position.beat != before.beat
             self.silent[worker] = 0.0 if is_new else self.silent[worker] + elapsed
             self.positions[worker] = position
+
+
+def shorter_data(positions: Mapping[int, Position]) -> tuple[int, int] | None:
+    """Return a worker whose data has ended, and one that has taken a later batch of the same pass; true, however old it is."""
+    for worker, there in positions.items():
+        for channel, of_pass, count in there.ends:
+            for other, position in positions.items():
+                if position.batch[:2] == [channel, of_pass] and position.batch[2] > count:
+                    return worker, other
+    return None
 
 
 def judge(own: int, limit: float, positions: Mapping[int, Position], silent: Mapping[int, float]) -> str | None:
