@@ -161,6 +161,21 @@ class Coordination:
             pass
         return decoded(text, 0, name)
 
+    def tell_chief(self, name: str, value: Any) -> None:
+        """Give worker 0 a JSON value: one message, before an exchange after which worker 0 calls `for_chief`."""
+        self.put(f"for_chief/{name}/{self.worker}", json.dumps(value))
+
+    def for_chief(self, name: str, value: Any) -> Sequence[Any]:
+        """Return on worker 0 what each worker has told it last; on the others their own value.
+
+        Args:
+            name: what `tell_chief` was given.
+            value: of this worker.
+        """
+        if self.worker or self.num_workers == 1:
+            return [value]
+        return [decoded(text, worker, name) for worker, text in sorted(self.by_worker(f"for_chief/{name}").items())]
+
     def channel(self, name: str) -> Channel:
         """Open a channel of its own for another thread: the n-th that is opened on each worker is the same one."""
         number = self._num_opened
@@ -185,16 +200,21 @@ class Coordination:
         for _, _, prefix in due:
             self.delete(prefix)
 
-    def barrier(self, name: str, timeout_seconds: float | None = None) -> None:
-        """Wait until every worker has come to a barrier of this name.
+    def barrier(self, name: str, value: Any = None) -> Sequence[Any]:
+        """Wait until every worker has come to a barrier of this name, and return the JSON values that they give with it.
 
         Raises:
             WorkerLostError: when a worker has not come in time, or came to a barrier of another name.
         """
-        names = self.exchange("barrier", name, timeout_seconds)
+        names, values = zip(*map(_pair, self.exchange("barrier", [name, value])), strict=True)
         if any(other != name for other in names):
             listed = ", ".join(f"worker {index} {str(other)[:_MAX_SHOWN]!r}" for index, other in enumerate(names))
             raise WorkerLostError(f"the workers are at different barriers: {listed}. Every worker must call the same ones.")
+        return values
+
+
+def _pair(value: Any) -> tuple[Any, Any]:
+    return tuple(value) if isinstance(value, list) and len(value) == 2 else (value, None)
 
 
 class Channel:

@@ -36,6 +36,12 @@ def exchange(name: str, value: Any) -> Sequence[Any]:
         return _required().coordination.exchange(name, value)
 
 
+def of_chief(name: str, value: Any) -> Any:
+    """Return worker 0's JSON value, after an `exchange`; the guard sees that this worker waits."""
+    with progress.phase(name, waits=True):
+        return _required().coordination.of_chief(name, value)
+
+
 def note(what: str) -> None:
     """Note that something is done, besides programs, that all workers must do alike and in the same order.
 
