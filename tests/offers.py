@@ -29,7 +29,8 @@ OFFERS = {
     """,
     "_workers": """
         coordination.Channel coordination.Coordination coordination.SLICE_SECONDS coordination.decoded coordination.digest
-        joint_programs.Announced joint_programs.agree joint_programs.agreed joint_programs.exchange joint_programs.note joint_programs.of_chief
+        joint_programs.Announced joint_programs.agree joint_programs.agreed joint_programs.exchange
+        joint_programs.note joint_programs.of_chief
         joint_programs.prepared
         joint_programs.started progress.BatchPlace progress.NEXT_BATCH progress.in_main_thread progress.progress runtime.Runtime
         runtime.attach runtime.current runtime.exit_codes runtime.is_connected runtime.start runtime.starting_devices

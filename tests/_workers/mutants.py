@@ -69,7 +69,11 @@ _WING = {
     "test_stall.py::test_who_may_only_be_slow_is_waited_for": [
         ("stall", "here.started > there.started or (here", "here.started >= there.started or (here"),
         ("stall", "_ARRIVED_SECONDS if here.waits_in_phase else SETTLED_SECONDS", "_ARRIVED_SECONDS"),
-        ("stall", "there.waits_in_program and there.started > here", "there.waits_in_program and there.started >= here"),
+        (
+            "stall",
+            "between and there.waits_in_program and there.started > here",
+            "between and there.waits_in_program and there.started >= here",
+        ),
     ],
     "test_stall.py::test_a_stopped_worker_is_late_wherever_it_was": [
         ("stall", "is_patient and worker not in quiet", "is_patient"),

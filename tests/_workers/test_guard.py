@@ -719,7 +719,7 @@ def test_a_round_of_a_healthy_job_is_three_calls_whatever_the_number_of_workers(
 
 def test_worker_0_has_the_time_for_a_round_of_all(monkeypatch: Patch) -> None:
     monkeypatch.setattr("mirrored._workers.guard.ROUND_SECONDS", 0.5)
-    for num_workers, seconds in ((2, 0.5), (256, 0.5), (512, 1.0), (1024, 2.0), (4096, 2.0)):
+    for num_workers, seconds in ((2, 0.5), (128, 0.5), (512, 2.0), (1024, 4.0), (4096, 4.0)):
         assert Guard(Coordination(FakeClient(), 0, num_workers), Progress())._round_seconds == seconds
 
 

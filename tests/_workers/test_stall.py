@@ -97,6 +97,13 @@ def test_of_all_that_wait_one_is_judged_for_each_place() -> None:
     assert judge_all(300.0, alone, {}) and judge_all(300.0, alone, {1: 2.0}) is None, "one that is not heard may be elsewhere"
 
 
+def test_where_a_round_is_long_nobody_is_silent_within_one() -> None:
+    others = Others(pause=3.0)
+    for silent in (0.0, 0.0, 1.0, 3.0):
+        others.look({1: OWN_CODE.encode()}, 2.0)
+        assert others.silent[1] == silent
+
+
 def test_who_does_not_see_all_says_nothing_of_nobody() -> None:
     positions = {0: IN_STEP, 1: IN_STEP}
     assert judge(1, 300.0, positions, {}) and judge(1, 300.0, positions, {}, sees_all=False) is None
@@ -129,7 +136,7 @@ def test_whose_input_is_stuck_is_named() -> None:
         (1, [INPUT, OTHERS, INPUT, OTHERS], "the input of workers 0, 2 has given no batch"),
         (0, [INPUT, INPUT], "the input of workers 0, 1 has given no batch"),
         (0, [OTHERS, OWN_CODE], "worker 1 has not entered the next batch for 400 s"),  # its thread may not read further ahead
-        (0, [IN_STEP, INPUT], "worker 1 has not entered step 13 (program 'train') for 400 s"),
+        (0, [IN_STEP, INPUT], "the input of worker 1 has given no batch for 400 s"),  # worker 0 has a batch of its own
         (0, [OTHERS, OTHERS], "no worker has finished the next batch"),
     ]:
         text = judge(own, 300.0, dict(enumerate(positions)), {}) or ""

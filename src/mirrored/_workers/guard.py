@@ -37,7 +37,7 @@ _logger = logging.getLogger("mirrored")
 #: How often a worker says where it is, and how long one call into the service blocks.
 ROUND_SECONDS = 0.5
 #: Up to so many workers, worker 0 has the time for a round of all of them so often; of more it is asked less often.
-_MANY_WORKERS, _MAX_ROUND_SECONDS = 256, 2.0
+_MANY_WORKERS, _MAX_ROUND_SECONDS = 128, 4.0
 #: How long another worker has to show its own error of the same moment.
 _GRACE_SECONDS = 0.2
 _SERVICE_SILENT_TICKS = 4
@@ -47,6 +47,11 @@ _END_WARNING_SECONDS = 30.0
 _PROBE_SECONDS = 0.02
 
 _POSITION, _ENDED, _ALL_ENDED = (f"guard/{name}" for name in ("position", "ended", "all_ended"))
+
+
+def seconds_of_round(num_workers: int) -> float:
+    """Return how often the guards of so many workers look."""
+    return min(ROUND_SECONDS * max(1.0, num_workers / _MANY_WORKERS), _MAX_ROUND_SECONDS)
 
 
 class Guard:
@@ -69,7 +74,7 @@ class Guard:
     ) -> None:
         self._coordination, self._progress = coordination, progress
         self._worker, self._num_workers = coordination.worker, coordination.num_workers
-        self._own, self._others = Own(progress, stall_seconds), Others()
+        self._own, self._others = Own(progress, stall_seconds), Others(2 * (seconds_of_round(self._num_workers) - ROUND_SECONDS))
         self._process = 0
         self._threads: list[threading.Thread] = []
         self._stopped, self._failing, self._has_ended = threading.Event(), threading.Event(), False
@@ -80,7 +85,7 @@ class Guard:
         self._last_error: BaseException | None = None
         self._neighbours, self._links = Neighbours(self._worker, self._num_workers), Links(coordination)
         self._roll = Roll(coordination, self._neighbours, progress)
-        self._round_seconds = min(ROUND_SECONDS * max(1.0, self._num_workers / _MANY_WORKERS), _MAX_ROUND_SECONDS)
+        self._round_seconds = seconds_of_round(self._num_workers)
         self._leaving = Leaving(coordination, self._neighbours, self._stopped, exit)
 
     def start(self) -> None:

@@ -174,11 +174,16 @@ class Own:
 
 
 class Others:
-    """The positions of all workers, and for how long each has been silent."""
+    """The positions of all workers, and for how long each has been silent.
 
-    def __init__(self) -> None:
+    Args:
+        pause: for so many seconds nobody is expected to speak again.
+    """
+
+    def __init__(self, pause: float = 0.0) -> None:
         self.positions: dict[int, Position] = {}
         self.silent: dict[int, float] = {}
+        self._pause, self._unheard = pause, dict[int, float]()
 
     def look(self, texts: Mapping[int, str], elapsed: float) -> None:
         """Take the positions as of `elapsed` seconds after the last look."""
@@ -187,7 +192,8 @@ class Others:
             if position is None:
                 continue
             is_new = before is None or position.beat != before.beat
-            self.silent[worker] = 0.0 if is_new else self.silent[worker] + elapsed
+            self._unheard[worker] = 0.0 if is_new else self._unheard[worker] + elapsed
+            self.silent[worker] = max(0.0, self._unheard[worker] - self._pause)
             self.positions[worker] = position
 
 

@@ -122,7 +122,7 @@ def _common_step(every: Sequence[Any], like: PyTree, num_local: int) -> CommonSt
     with_rows = {index: told[1] for index, told in enumerate(every) if told is not None}
     first = next(iter(with_rows))
     for index, rows in with_rows.items():
-        if rows != with_rows[first]:
+        if rows is not with_rows[first] and rows != with_rows[first]:  # of equal values, there is one for all
             raise ValueError(
                 f"the workers yielded batches that do not fit together: worker {first} {_show(with_rows[first])}, worker {index} "
                 f"{_show(rows)}. Structure, dtypes and shapes must be the same apart from the number of rows."
