@@ -435,6 +435,10 @@ def test_workers_that_read_different_batches_under_data_are_told_so() -> None:
         ([batches(4), batches(4, 4)], r"the data of worker 0 has ended, and worker 1 has more"),
         ([batches(4), batches(5)], r"the next batch of worker 0 has 4 rows, and that of worker 1 5"),
         ([shuffled(0), shuffled(1)], "the next batches of worker 0 and worker 1 hold different records"),
+        (
+            [batches(4), [np.zeros((4, 2), "int32")]],
+            r"the rows of the next batch of worker 0 are float32\[2\] and that of worker 1 int32\[2\]",
+        ),
     ]:
         with pytest.raises(ValueError, match=message + r"\. Under AutoShardPolicy\.DATA every worker reads the same batches"):
             run_workers(lambda worker, by_worker=by_worker: by_worker[worker], 2, policy="data")

@@ -170,12 +170,12 @@ class SameBatches:
         if batch is None:
             progress.data_ends[self._number] = self.place
         if batch is None or not self._worker.is_noted or self._num_batches == 1:
-            self._compare(batch is None, num_rows)
+            self._compare(batch is None, num_rows, _kinds(batch))
         progress.data_ends.pop(self._number, None)
         return batch is not None
 
-    def _compare(self, has_ended: bool, num_rows: int) -> None:
-        every = self._worker.exchange([has_ended, self._num_batches, num_rows, self._checksum])
+    def _compare(self, has_ended: bool, num_rows: int, kinds: str) -> None:
+        every = self._worker.exchange([has_ended, self._num_batches, num_rows, kinds, self._checksum])
         for index, other in enumerate(every):
             if other != every[0]:
                 raise ValueError(f"{_difference(every[0], other, index)}. {ONE_DATASET}")
@@ -188,6 +188,9 @@ def _difference(first: Sequence[Any], other: Sequence[Any], worker: int) -> str:
         return data_ended(*((worker, 0) if is_shorter else (0, worker)))
     if first[2] != other[2]:
         return f"the next batch of worker 0 has {first[2]} rows, and that of worker {worker} {other[2]}"
+    if first[3] != other[3]:
+        kinds = f"{escape(first[3], _MAX_SHOWN)} and that of worker {worker} {escape(str(other[3]), _MAX_SHOWN)}"
+        return f"the rows of the next batch of worker 0 are {kinds}"
     what = "the next batches" if not first[0] else "the batches, since the first,"
     return f"{what} of worker 0 and worker {worker} hold different records"
 
@@ -197,6 +200,11 @@ def _checksum(batch: PyTree, checksum: int) -> int:
     for leaf in jax.tree.leaves(batch):
         checksum = zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8), checksum)
     return checksum
+
+
+def _kinds(batch: PyTree) -> str:
+    """Return the dtypes and shapes of the rows of a batch, in short."""
+    return ", ".join(f"{leaf.dtype}{list(leaf.shape[1:])}" for leaf in jax.tree.leaves(batch))[:_MAX_SHOWN]
 
 
 def _encode(tree: PyTree) -> dict[str, Any]:
