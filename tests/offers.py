@@ -99,7 +99,7 @@ OFFERS = {
     "_strategy": """
         adding_up.ops_of current.DefaultStrategy current.get_replica_context current.get_strategy current.has_strategy
         strategies.MirroredStrategy strategies.MultiWorkerMirroredStrategy strategies.OneDeviceStrategy
-        strategy.Strategy strategy.ValueContext strategy.coordination_of strategy.datasets_of strategy.joint_strategy
+        strategy.Strategy values.ValueContext strategy.coordination_of strategy.datasets_of strategy.joint_strategy
         strategy.mesh_of_strategy strategy.programs_of strategy.spent_in strategy.variables_of
     """,
     "_checkpoint": """

@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import os
 import pkgutil
 import re
 from pathlib import Path
@@ -11,12 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from processes import run_program
 
 import mirrored as mr
 
 ROOT = Path(__file__).parent.parent
 MODULES = sorted(info.name for info in pkgutil.walk_packages(mr.__path__, "mirrored."))
-PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
+_HAS_CODE = re.compile(r"^ *```(\{code-block\} )?(python|pycon)\b", re.MULTILINE)
+PAGES = sorted(page for page in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")] if _HAS_CODE.search(page.read_text()))
+#: As in conftest.py: what is compiled quickly, or was compiled before.
+_ENVIRONMENT = {name: value for name, value in os.environ.items() if name.startswith("JAX_") or name == "KERAS_BACKEND"}
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
@@ -36,19 +41,18 @@ def test_docstring_examples(name: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_page_examples(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Run the blocks of a page in order, in one namespace; `>>>` blocks are compared with their output."""
-    text = page.read_text()
-    for library in re.findall(r"^(?:import|from) (keras|flax|equinox)\b", text, re.MULTILINE):
+def test_page_examples(page: Path) -> None:
+    """Run a page as a reader does who copies its blocks into a file: in order, in a new process, with nothing before them."""
+    for library in re.findall(r"^(?:import|from) (keras|flax|equinox)\b", page.read_text(), re.MULTILINE):
         pytest.importorskip(library)
-    monkeypatch.chdir(tmp_path)
-    names = _names()
-    for language, block in re.findall(r"```(?:\{code-block\} )?(\w*)[^\n]*\n(?::[^\n]*\n)*(.*?)```", text, re.DOTALL):
-        if language == "python":
-            exec(compile(block, str(page), "exec"), names)
-        elif language == "pycon":
-            runner, report = doctest.DocTestRunner(optionflags=FLAGS), []
-            test = doctest.DocTestParser().get_doctest(block, names, page.name, str(page), 0)
-            runner.run(test, out=report.append, clear_globs=False)
-            names.update(test.globs)
-            assert runner.failures == 0, "".join(report)
+    done = run_program((ROOT / "tests" / "page_program.py").read_text(), page, env=_ENVIRONMENT)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_page_that_forgets_its_imports_fails(tmp_path: Path) -> None:
+    (tmp_path / "page.md").write_text("```python\nstrategy = mr.MirroredStrategy()\n```\n")
+    done = run_program((ROOT / "tests" / "page_program.py").read_text(), tmp_path / "page.md")
+    assert done.returncode == 1 and "NameError: name 'mr' is not defined" in done.stderr
+    (tmp_path / "page.md").write_text("```pycon\n>>> 1 + 1\n3\n```\n")
+    done = run_program((ROOT / "tests" / "page_program.py").read_text(), tmp_path / "page.md")
+    assert done.returncode == 1 and "Got:\n    2" in done.stdout

@@ -5,7 +5,13 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Callable
-from typing import Any, Self, TypeGuard
+from typing import Any, Literal, Self, TypeAlias, TypeGuard
+
+#: The names of the members below, which are accepted in any case.
+ReduceOpName: TypeAlias = Literal["sum", "mean", "SUM", "MEAN"]
+SynchronizationName: TypeAlias = Literal["auto", "on_write", "on_read", "AUTO", "ON_WRITE", "ON_READ"]
+AggregationName: TypeAlias = Literal["none", "sum", "mean", "only_first_replica", "NONE", "SUM", "MEAN", "ONLY_FIRST_REPLICA"]
+ShardPolicyName: TypeAlias = Literal["auto", "file", "data", "off", "AUTO", "FILE", "DATA", "OFF"]
 
 
 class NamedChoice(enum.Enum):
@@ -74,7 +80,7 @@ class InputOptions:
 
     drop_remainder: bool = False
     prefetch: int = 2
-    auto_shard_policy: AutoShardPolicy | str = AutoShardPolicy.AUTO
+    auto_shard_policy: AutoShardPolicy | ShardPolicyName = AutoShardPolicy.AUTO
 
     def __post_init__(self) -> None:
         if not isinstance(self.drop_remainder, bool):

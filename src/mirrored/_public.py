@@ -58,7 +58,7 @@ from ._strategy.strategies import MirroredStrategy as MirroredStrategy
 from ._strategy.strategies import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
 from ._strategy.strategies import OneDeviceStrategy as OneDeviceStrategy
 from ._strategy.strategy import Strategy as Strategy
-from ._strategy.strategy import ValueContext as ValueContext
+from ._strategy.values import ValueContext as ValueContext
 from ._transforms.function import function as function
 from ._transforms.gradients import grad as grad
 from ._transforms.gradients import value_and_grad as value_and_grad

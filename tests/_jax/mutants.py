@@ -44,9 +44,9 @@ MUTANTS = [
     ("_jax/jaxprs.py", "yield placement.mesh", "pass", _J + "meshes_are_found_at_any_depth"),
     ("_jax/jaxprs.py", "in CALLS else []", "not in CALLS else []", _J + "a_call_has_one_jaxpr_that_takes_its_operands_and_the"
      "_table_is_complete"),
-    ("_jax/jaxprs.py", "return all(map(_is_local_and_plain, itertools.chain([equation], inside(equation))))",
+    ("_jax/jaxprs.py", "return all(map(_is_local_and_plain, (equation, *inside(equation))))",
      "return _is_local_and_plain(equation)", _DEPENDS),
-    ("_jax/jaxprs.py", "return any(map(is_collective, itertools.chain([equation], inside(equation))))",
+    ("_jax/jaxprs.py", "return any(map(is_collective, (equation, *inside(equation))))",
      "return is_collective(equation)", _DEPENDS),
     ("_jax/jaxprs.py", "yield from inner_constants(inner.jaxpr)", "pass", _J + "literals_and_constants_are_told_apart_and_those"
      "_of_functions_inside_are_found"),

@@ -167,11 +167,12 @@ def test_what_would_train_elsewhere_is_refused(strategy2: mr.Strategy, strategy3
     assert {len(variable.value.devices()) for variable in alone.variables} == {1}
 
 
-def test_the_page_marks_each_line_that_differs_from_the_program_for_one_device() -> None:
+def test_the_page_is_the_program_for_one_device_and_four_marked_lines() -> None:
     page = (Path(__file__).parents[2] / "docs" / "keras.md").read_text()
-    one, many = [block.splitlines() for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL)[:2]]
-    stripped = [line.split("  # ")[0].strip() for line in many]
-    new = [line for line in many if line.endswith("# new")]
-    changed = [line for line in many if line.endswith("# changed")]
-    assert [line for line in stripped if line not in {n.split("  # ")[0].strip() for n in new}] == [line.strip() for line in one]
-    assert len(new) + len(changed) <= 4
+    program = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0].splitlines()
+    marks = [line.partition("  # ")[2] for line in program if re.search(r"  # (new|indented)$", line)]
+    assert sorted(marks) == ["indented", "new", "new", "new"]
+    one = [line for line in program if not line.endswith("# new")]
+    alone = "\n".join(line.strip() if line.endswith("# indented") else line for line in one)
+    assert re.search(r"strategy|\bmr\b", alone) is None
+    compile(alone, "keras.md", "exec")

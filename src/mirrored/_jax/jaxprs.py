@@ -6,7 +6,6 @@ names of its parameters move: `scan` has lost `num_consts` and `num_carry` with 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -22,34 +21,44 @@ Jaxpr = jex_core.Jaxpr
 #: The same class as Jaxpr since jax 0.11; before, a pair of a Jaxpr and its constants.
 ClosedJaxpr = jex_core.ClosedJaxpr
 Literal = jex_core.Literal
+#: The types of parameters that are looked into.
+_MAY_HOLD_JAXPRS = frozenset({ClosedJaxpr, Jaxpr, tuple, list})
 
 
-def inner_jaxprs(equation: Any) -> Iterator[ClosedJaxpr]:
-    """Yield the jaxprs among an equation's parameters."""
+def inner_jaxprs(equation: Any) -> list[ClosedJaxpr]:
+    """Return the jaxprs among an equation's parameters."""
+    found: list[ClosedJaxpr] = []
     for value in equation.params.values():
         for inner in value if isinstance(value, tuple | list) else (value,):
             if isinstance(inner, ClosedJaxpr):
-                yield inner
+                found.append(inner)
             elif isinstance(inner, Jaxpr):
-                yield ClosedJaxpr(inner, ())
+                found.append(ClosedJaxpr(inner, ()))
+    return found
 
 
-def all_equations(jaxpr: Jaxpr) -> Iterator[Any]:
-    """Yield the equations of a program, also those inside others."""
-    for equation in jaxpr.eqns:
-        yield equation
-        yield from inside(equation)
+def all_equations(jaxpr: Jaxpr) -> list[Any]:
+    """Return the equations of a program, also those inside others, each followed by what is inside it."""
+    found: list[Any] = []
+    waiting = list(reversed(jaxpr.eqns))
+    while waiting:
+        equation = waiting.pop()
+        found.append(equation)
+        if _MAY_HOLD_JAXPRS.isdisjoint(map(type, equation.params.values())):
+            continue
+        for inner in reversed(inner_jaxprs(equation)):
+            waiting.extend(reversed(inner.jaxpr.eqns))
+    return found
 
 
-def inside(equation: Any) -> Iterator[Any]:
-    """Yield the equations inside an equation, at any depth."""
-    for inner in inner_jaxprs(equation):
-        yield from all_equations(inner.jaxpr)
+def inside(equation: Any) -> list[Any]:
+    """Return the equations inside an equation, at any depth."""
+    return [found for inner in inner_jaxprs(equation) for found in all_equations(inner.jaxpr)]
 
 
 def callee(equation: Any) -> ClosedJaxpr | None:
     """Return what an equation calls; None if it is no call, or not in the way that we know."""
-    inner = list(inner_jaxprs(equation)) if equation.primitive.name in CALLS else []
+    inner = inner_jaxprs(equation) if equation.primitive.name in CALLS else []
     if len(inner) != 1:
         return None
     [closed] = inner
@@ -174,7 +183,7 @@ def is_collective(equation: Any) -> bool:
 
 def has_collective(equation: Any) -> bool:
     """Tell whether an equation is, or has inside, a collective over the replicas."""
-    return any(map(is_collective, itertools.chain([equation], inside(equation))))
+    return any(map(is_collective, (equation, *inside(equation))))
 
 
 def adds_own_axes(equation: Any) -> bool:
@@ -205,7 +214,7 @@ def is_plain(equation: Any) -> bool:
 
 def is_function_of_operands(equation: Any) -> bool:
     """Tell whether an equation is known to compute its results from its operands and the replica's number alone."""
-    return all(map(_is_local_and_plain, itertools.chain([equation], inside(equation))))
+    return all(map(_is_local_and_plain, (equation, *inside(equation))))
 
 
 def _is_local_and_plain(equation: Any) -> bool:
@@ -216,7 +225,7 @@ def _is_local_and_plain(equation: Any) -> bool:
 
 def has_host_callback(jaxpr: Jaxpr) -> bool:
     """Tell whether a program calls a user's function on the host, which may raise; `jax.debug.print` calls none."""
-    return any(equation.primitive.name in HOST_CALLBACKS for equation in all_equations(jaxpr))
+    return not HOST_CALLBACKS.isdisjoint([equation.primitive.name for equation in all_equations(jaxpr)])
 
 
 # -- what a program holds

@@ -137,14 +137,13 @@ def _lowered_equation(equation: Any, axis: Any) -> Any:
 
 def room_for(traced: Iterable[ClosedJaxpr]) -> contextlib.AbstractContextManager[Any]:
     """Return a block in which JAX keeps numbers of 64 bits, if traced functions have any: a step may ask for them itself."""
-    jaxprs = [closed.jaxpr for closed in traced]
-    equations = itertools.chain.from_iterable(map(all_equations, jaxprs))
-    return _room_for(variable.aval for equation in equations for variable in equation.outvars)
+    equations = [equation for closed in traced for equation in all_equations(closed.jaxpr)]
+    return _room_for([variable.aval for equation in equations for variable in equation.outvars])
 
 
 def _room_for(avals: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
-    names = (getattr(getattr(aval, "dtype", None), "name", "") for aval in avals)
-    return jax.enable_x64(True) if any(name in _WIDE for name in names) else contextlib.nullcontext()
+    names = [getattr(getattr(aval, "dtype", None), "name", "") for aval in avals]
+    return contextlib.nullcontext() if _WIDE.isdisjoint(names) else jax.enable_x64(True)
 
 
 def evaluate(closed: ClosedJaxpr, constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
@@ -161,8 +160,8 @@ def evaluate(closed: ClosedJaxpr, constants: Sequence[Any], arguments: Sequence[
 
 def _knows_a_mesh(closed: ClosedJaxpr) -> bool:
     """Tell whether arrays of ours are in the types of a traced function, or among the constants of functions inside it."""
-    atoms = (atom for equation in closed.jaxpr.eqns for atom in (*equation.invars, *equation.outvars))
-    if any(_has_mesh(atom.aval) for atom in atoms):
+    avals = [atom.aval for equation in closed.jaxpr.eqns for atom in (*equation.invars, *equation.outvars)]
+    if any(map(_has_mesh, avals)):
         return True
     return any(_has_mesh(jax.typeof(constant)) for constant in inner_constants(closed.jaxpr))
 
@@ -175,8 +174,7 @@ def bind(equation: Any, operands: Sequence[Any]) -> list[Any]:
 
 def keeps_a_mesh(equation: Any) -> bool:
     """Tell whether functions inside an equation were traced with arrays of ours: their operations run in no other mesh."""
-    atoms = (atom for inner in inside(equation) for atom in (*inner.invars, *inner.outvars))
-    return any(_has_mesh(atom.aval) for atom in atoms)
+    return any(map(_has_mesh, [atom.aval for inner in inside(equation) for atom in (*inner.invars, *inner.outvars)]))
 
 
 def own_axes_first(equation: Any) -> tuple[ClosedJaxpr, Any]:

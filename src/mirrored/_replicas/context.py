@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ import numpy as np
 from .. import _tf_names
 from .._errors import ContextError, UnevenReplicasError
 from .._jax import tracing, user_code
-from .._options import ReduceOp
+from .._options import ReduceOp, ReduceOpName
 from .._text import shown
 from .._typing import REPLICA_AXIS, PyTree
 from . import arrays, collectives
@@ -63,7 +63,7 @@ class ReplicaContext:
         self._knows_id = True
         return jnp.asarray(self._axis.index(), jnp.int32)
 
-    def all_reduce(self, reduce_op: ReduceOp | str, value: PyTree, by_rows: bool = False) -> PyTree:
+    def all_reduce(self, reduce_op: ReduceOp | ReduceOpName, value: PyTree, by_rows: bool = False) -> PyTree:
         """Combine each leaf of `value` element by element over the replicas; all get the result.
 
         The whole tree travels in one collective for each dtype that is added up (a MEAN adds up floating point numbers in
@@ -159,8 +159,10 @@ class ReplicaContext:
         """
         return jax.random.fold_in(_as_key(key), self.replica_id_in_sync_group)
 
-    def __getattr__(self, name: str) -> NoReturn:
-        raise _tf_names.missing("mr.ReplicaContext", name)
+    if not TYPE_CHECKING:  # so that type checkers find misspelt names
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise _tf_names.missing("mr.ReplicaContext", name)
 
     def _merge(self, value: Any) -> Any:
         if not isinstance(value, jax.Array):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 import numpy as np
@@ -137,10 +137,12 @@ class PerReplica:
         title = f"PerReplica of {self.num_replicas} replicas, shape {self.shape}, dtype {self.dtype}"
         return _html.joined([_html.element("b", title), _html.table(("replica", "shape", "value"), rows)])
 
-    def __getattr__(self, name: str) -> NoReturn:
-        """Say what to do instead of `x.mean()`, `x.item()` and other methods of arrays."""
-        hint = f" {_WAYS_OUT}" if name == "numpy" or hasattr(jax.Array, name) else ""
-        raise AttributeError(f"PerReplica has no attribute {name!r}.{hint}")
+    if not TYPE_CHECKING:  # so that type checkers find misspelt names
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Say what to do instead of `x.mean()`, `x.item()` and other methods of arrays."""
+            hint = f" {_WAYS_OUT}" if name == "numpy" or hasattr(jax.Array, name) else ""
+            raise AttributeError(f"PerReplica has no attribute {name!r}.{hint}")
 
     def __format__(self, spec: str) -> str:
         if spec:

@@ -11,7 +11,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self, overload
 
 import jax
 
@@ -20,15 +20,16 @@ from .._cluster.spec import Cluster
 from .._errors import ContextError, StrategyMismatchError
 from .._jax import user_code
 from .._models import keras, keras_fit, nnx
-from .._options import AutoShardPolicy, CrossDeviceOps, InputOptions, ReduceOp
+from .._options import AutoShardPolicy, CrossDeviceOps, InputOptions, ReduceOp, ReduceOpName
 from .._program.program import StepProgram, describe_program
 from .._program.steps import Steps
 from .._replicas import collectives, context, device_time, frames, in_flight
 from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh
+from .._replicas.per_replica import PerReplica
 from .._replicas.spent import Spent
 from .._text import shown
-from .._typing import PyTree, UserFunction
+from .._typing import ArrayLike, PyTree, UserFunction
 from .._variables import equal_copies
 from .._variables.access import lent
 from .._variables.variable import Variable, live_variables, spec_of
@@ -42,27 +43,9 @@ from ..data._sharing.plan import make_plan, plan_of_function
 from ..data._sources.numpy_dataset import NumpyDataset, stacked_lists
 from ..data._sources.open import adapted
 from .leaves import Leaves
-from .values import distribute
+from .values import ValueContext, distribute
 
 _logger = logging.getLogger("mirrored")
-
-
-@dataclasses.dataclass(frozen=True)
-class ValueContext:
-    """The replica for which a function given to `distribute_values_from_function` makes a value.
-
-    Attributes:
-        replica_id_in_sync_group: the replica's number, a Python int.
-        num_replicas_in_sync: how many replicas there are.
-
-    >>> print(mr.ValueContext(2, 4))
-    ValueContext(replica_id_in_sync_group=2, num_replicas_in_sync=4)
-
-    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/ValueContext
-    """
-
-    replica_id_in_sync_group: int = 0
-    num_replicas_in_sync: int = 1
 
 
 class Strategy:
@@ -144,8 +127,10 @@ class Strategy:
                 histories = self._coordination.barrier(name, progress.history())
                 require_same_history(histories, lambda: self._coordination.exchange("barrier", progress.tell()))
 
-    def __getattr__(self, name: str) -> NoReturn:
-        raise _tf_names.missing("mr.Strategy", name)
+    if not TYPE_CHECKING:  # so that type checkers find misspelt names
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise _tf_names.missing("mr.Strategy", name)
 
     def __repr__(self) -> str:
         return f"mr.{type(self).__name__}({self._mesh})"
@@ -214,6 +199,12 @@ class Strategy:
 
     # -- verbs
 
+    @overload
+    def run(self, fn: Callable[..., None], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> None: ...
+
+    @overload
+    def run(self, fn: UserFunction, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> PyTree: ...
+
     def run(self, fn: UserFunction, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> PyTree:
         """Call `fn` on every replica, as one compiled program.
 
@@ -260,7 +251,15 @@ class Strategy:
             user_code.show_users_lines(error)
             raise
 
-    def reduce(self, reduce_op: ReduceOp | str, value: PyTree, axis: int | Sequence[int] | None = None) -> PyTree:
+    @overload
+    def reduce(
+        self, reduce_op: ReduceOp | ReduceOpName, value: PerReplica | ArrayLike, axis: int | Sequence[int] | None = None
+    ) -> jax.Array: ...
+
+    @overload
+    def reduce(self, reduce_op: ReduceOp | ReduceOpName, value: PyTree, axis: int | Sequence[int] | None = None) -> PyTree: ...
+
+    def reduce(self, reduce_op: ReduceOp | ReduceOpName, value: PyTree, axis: int | Sequence[int] | None = None) -> PyTree:
         """Combine a value over the replicas, and optionally over axes of each replica's value.
 
         With `axis=None`, element by element over the replicas. With an axis (usually 0, the batch), over it

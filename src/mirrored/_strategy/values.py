@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,24 @@ from .._workers.coordination import Coordination
 from .._workers.progress import progress
 
 _VERB = "distribute_values_from_function"
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueContext:
+    """The replica for which a function given to `distribute_values_from_function` makes a value.
+
+    Attributes:
+        replica_id_in_sync_group: the replica's number, a Python int.
+        num_replicas_in_sync: how many replicas there are.
+
+    >>> print(mr.ValueContext(2, 4))
+    ValueContext(replica_id_in_sync_group=2, num_replicas_in_sync=4)
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/ValueContext
+    """
+
+    replica_id_in_sync_group: int = 0
+    num_replicas_in_sync: int = 1
 
 
 def distribute(mesh: ReplicaMesh, coordination: Coordination, trees: Sequence[PyTree]) -> PyTree:

@@ -8,7 +8,7 @@ import itertools
 import operator
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +17,12 @@ import numpy as np
 from .. import _html, _tf_names
 from .._errors import ContextError, StrategyMismatchError
 from .._jax import tracing
-from .._options import VariableAggregation, VariableSynchronization
+from .._options import AggregationName, SynchronizationName, VariableAggregation, VariableSynchronization
 from .._replicas import collectives, cross_replica, frames, in_flight, placement
 from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh
 from .._replicas.per_replica import PerReplica
-from .._typing import ArrayLike, Shape
+from .._typing import PyTree, Shape
 from .._workers import joint_programs
 from . import storage
 from .assignment import Assignment, placed, placed_copy
@@ -44,8 +44,13 @@ listeners: list[Callable[[Variable], None]] = []
 #: How many variables were created on some devices; every worker creates those of a cluster, so the numbers agree.
 _created: dict[ReplicaMesh, Iterator[int]] = collections.defaultdict(itertools.count)
 
+if TYPE_CHECKING:  # to type checkers a variable is an array, because it is used as one: `x @ w`, `jnp.sum(w)`
+    _Array = jax.Array
+else:
+    _Array = object
 
-class Variable(ScatterMethods):
+
+class Variable(ScatterMethods, _Array):
     """Named mutable state: the same on every replica, or one value for each.
 
     Create variables in `strategy.scope()`; there the initial value is computed once and copied to every
@@ -90,23 +95,29 @@ class Variable(ScatterMethods):
 
     __slots__ = ("__weakref__", "_slot", "_spec")
 
-    def __new__(cls, initial_value: Any = None, name: str | None = None, **options: Any) -> Any:
-        """Make a variable, or one of each array in a tree."""
-        if not is_tree(initial_value):
+    if not TYPE_CHECKING:  # which takes the signature of `__init__`
+
+        def __new__(
+            cls, initial_value: PyTree, *, name: Any = None, trainable: Any = None, dtype: Any = None,
+            synchronization: Any = "auto", aggregation: Any = "none",
+        ) -> Any:  # fmt: skip
+            """Make a variable, or one of each array in a tree."""
+            if is_tree(initial_value):
+                how = {"trainable": trainable, "dtype": dtype, "synchronization": synchronization, "aggregation": aggregation}
+                return VariableTree(initial_value, functools.partial(cls, **how), check_name(name))
             self = super().__new__(cls)
             self._slot = Slot()  # here, because `__del__` finds it also where `__init__` does not take the arguments
             return self
-        return VariableTree(initial_value, functools.partial(cls, **options), check_name(name))
 
     def __init__(
         self,
-        initial_value: ArrayLike | Callable[[], ArrayLike] | Variable,
+        initial_value: PyTree,
         *,
         name: str | None = None,
         trainable: bool | None = None,
         dtype: Any = None,
-        synchronization: VariableSynchronization | str = "auto",
-        aggregation: VariableAggregation | str = "none",
+        synchronization: VariableSynchronization | SynchronizationName = "auto",
+        aggregation: VariableAggregation | AggregationName = "none",
     ) -> None:
         self._slot.name = name = check_name(name)
         is_on_read = takes_each_value(synchronization, name)
@@ -118,9 +129,9 @@ class Variable(ScatterMethods):
         placement.check_later(mesh, [array], lambda _: f"the initial value of variable {name!r}")
         if is_on_read:
             broadcast = cross_replica.compiled(cross_replica.broadcast_stack, mesh.stacked, mesh.num_replicas)
-            self._array = broadcast(placed(array, mesh))
+            self._slot.array = broadcast(placed(array, mesh))
         else:
-            self._array = placed_copy(array, mesh)
+            self._slot.array = placed_copy(array, mesh)
         self._spec = VariableSpec(
             name=name,
             shape=tuple(array.shape),
@@ -135,15 +146,8 @@ class Variable(ScatterMethods):
         for tell in listeners:
             tell(self)
 
-    # -- where its array is
-
-    @property
-    def _array(self) -> jax.Array:
-        return self._slot.array
-
-    @_array.setter
-    def _array(self, array: jax.Array) -> None:
-        self._slot.array = array
+    #: Where its array is.
+    _array = property(operator.attrgetter("_slot.array"), lambda self, array: setattr(self._slot, "array", array))
 
     def __del__(self) -> None:
         self._slot.array = None
@@ -165,15 +169,8 @@ class Variable(ScatterMethods):
         """The dtype, which no assignment changes."""
         return self._spec.dtype
 
-    @property
-    def ndim(self) -> int:
-        """The number of axes of one copy."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """The number of elements of one copy."""
-        return int(np.prod(self.shape, dtype=int))
+    ndim = property(lambda self: len(self.shape), doc="The number of axes of one copy.")
+    size = property(lambda self: int(np.prod(self.shape, dtype=int)), doc="The number of elements of one copy.")
 
     @property
     def trainable(self) -> bool:
@@ -329,22 +326,24 @@ class Variable(ScatterMethods):
     def __jax_array__(self) -> jax.Array:
         return self.value
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: Any = None, context: None = None, copy: bool | None = None) -> np.ndarray:
         return self._use(lambda value: np.array(value, dtype=dtype))
 
     __array_priority__ = 100  # numpy arrays leave the operators to the variable, as to JAX arrays
 
-    def __getattr__(self, name: str) -> Any:
-        """Give the attributes and methods of arrays, such as `w.T` and `w.astype`, through the value."""
-        if name.startswith("_") or not (hasattr(jax.Array, name) or name in _ALSO_FORWARDED):
-            raise _tf_names.missing("mr.Variable", name)
-        return getattr(self.value, name)
+    if not TYPE_CHECKING:  # so that type checkers find misspelt names
+
+        def __getattr__(self, name: str) -> Any:
+            """Give the attributes and methods of arrays, such as `w.T` and `w.astype`, through the value."""
+            if name.startswith("_") or not (hasattr(jax.Array, name) or name in _ALSO_FORWARDED):
+                raise _tf_names.missing("mr.Variable", name)
+            return getattr(self.value, name)
 
     def _apply(self, method: str, *operands: Any) -> Any:
         """Call an operator of the value."""
         return self._use(lambda value: getattr(value, method)(*operands))
 
-    def __getitem__(self, key: Any) -> jax.Array:
+    def __getitem__(self, key: Any) -> jax.Array:  # type: ignore[override]
         return self._apply("__getitem__", key)
 
     def __len__(self) -> int:
@@ -379,13 +378,13 @@ class Variable(ScatterMethods):
             head += f", aggregation={self._spec.aggregation.name}"
         if _is_traced():
             return f"{head}, traced)"
-        if isinstance(self._array, storage.Lost):
-            return f"{head}): {self._array}"
+        if isinstance(self._slot.array, storage.Lost):
+            return f"{head}): {self._slot.array}"
         copies = ",\n".join(f"  {i}: {_abridged(copy, len(str(i)))}" for i, copy in local_copies(self))
         return f"{head},\n{copies})"
 
     def _repr_html_(self) -> str:
-        if _is_traced() or isinstance(self._array, storage.Lost):
+        if _is_traced() or isinstance(self._slot.array, storage.Lost):
             return _html.element("pre", repr(self))
         title = f"mr.Variable {self.name!r}, shape {self._spec.shape}, dtype {self._spec.dtype}"
         return _html.copies(title, local_copies(self), self._spec.is_on_read)
@@ -431,15 +430,12 @@ def live_variables(mesh: ReplicaMesh) -> list[Variable]:
     return sorted((v for v in list(_live) if v._spec.mesh == mesh), key=lambda v: v._spec.number)
 
 
+#: Return what a function makes of the value, which is copied before the next step only if the function returns it.
+use_value = Variable._use
 #: What the variable is.
 spec_of: Callable[[Variable], VariableSpec] = operator.attrgetter("_spec")
 #: Where its array is. A program keeps slots, and so keeps no variable alive.
 slot_of: Callable[[Variable], Slot] = operator.attrgetter("_slot")
-
-
-def use_value(variable: Variable, use: Callable[[jax.Array], ResultT]) -> ResultT:
-    """Return what a function makes of the value, which is copied before the next step only if the function returns it."""
-    return variable._use(use)
 
 
 def note_use(variable: Variable, what: str) -> None:

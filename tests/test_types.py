@@ -1,0 +1,98 @@
+"""What type checkers say of users' programs: pyright and mypy accept what is right, and point at what is wrong."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_BIN = Path(sys.executable).parent
+
+_BEGIN = """
+from typing import assert_type
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import mirrored as mr
+
+strategy = mr.MirroredStrategy(["cpu:0", "cpu:1"])
+with strategy.scope():
+    w = mr.Variable(np.zeros((3, 1)), name="w")
+    seen = mr.Variable(0, synchronization="on_read", aggregation="sum")
+    params = mr.Variable({"w": np.zeros(3)})
+    optimizer = mr.Optimizer(optax.adam(0.1), [w])
+"""
+
+RIGHT = """
+def train_step(x: jax.Array, y: jax.Array) -> jax.Array:
+    def loss() -> jax.Array:
+        return mr.losses.compute_average_loss(jnp.sum((x @ w - y) ** 2, axis=-1))
+
+    value, gradients = mr.value_and_grad(loss, [w])()
+    optimizer.apply_gradients(gradients)
+    seen.assign_add(x.shape[0])
+    return mr.get_replica_context().all_reduce("sum", value)
+
+
+def eval_step(x: jax.Array) -> None:
+    seen.assign_add(x.shape[0])
+
+
+x = np.ones((256, 3), "float32")
+batches = strategy.distribute_dataset(strategy.make_numpy_dataset((x, x)).shuffle(seed=0).batch(32))
+for batch in batches:
+    loss = strategy.reduce("sum", strategy.run(train_step, args=batch))
+    print(float(loss))
+assert_type(strategy.run(eval_step, args=(x,)), None)
+assert_type(strategy.reduce("mean", w), jax.Array)
+assert_type(w, mr.Variable)
+assert_type(w + 1, jax.Array)
+assert_type(w @ x, jax.Array)
+assert_type(jnp.ones(3) @ w, jax.Array)
+assert_type(w[0], jax.Array)
+assert_type(w.value, jax.Array)
+assert_type(w.assign(3), mr.Variable)
+print(jnp.sum(w), float(w), w.T.shape, w.at[0].set(1), w.numpy().tolist(), params.value, jax.tree.map(jnp.sum, params))
+"""
+
+#: Each is wrong.
+WRONG = """
+mr.Variable(1.0, nam="w")
+mr.Variable(1.0, aggregation="summ")
+mr.Variable()
+w.asign(3)
+strategy.scop()
+strategy.run(3)
+strategy.reduce("summ", w)
+mr.get_replica_context().all_reduce("avg", w)
+optimizer.apply_gradient([w])
+mr.InputOptions(auto_shard_policy="files")
+"""
+
+
+def _checked(folder: Path, program: str, *command: str) -> list[int]:
+    """Return the lines of which a type checker says that they are wrong."""
+    (folder / "program.py").write_text(_BEGIN + program)
+    environment = {**os.environ, "MYPY_CACHE_DIR": str(folder / "cache")}
+    done = subprocess.run(
+        [str(_BIN / command[0]), *command[1:], "program.py"], cwd=folder, env=environment, text=True, stdout=subprocess.PIPE
+    )
+    return sorted({int(line) for line in re.findall(r"program\.py:(\d+)(?::\d+)?:? (?:- )?error", done.stdout)})
+
+
+_MYPY = pytest.param(("mypy", "--ignore-missing-imports"), marks=pytest.mark.slow, id="mypy")
+_PYRIGHT = pytest.param(("basedpyright", "--level=error", "--pythonpath", sys.executable), id="pyright")
+
+
+@pytest.mark.parametrize("command", [_PYRIGHT, _MYPY])
+def test_a_right_program_is_accepted_and_each_wrong_line_is_found(command: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "pyrightconfig.json").write_text('{"typeCheckingMode": "standard"}')
+    assert _checked(tmp_path, RIGHT, *command) == []
+    first = _BEGIN.count("\n") + 2
+    wrong = WRONG.strip().splitlines()
+    assert _checked(tmp_path, WRONG, *command) == list(range(first, first + len(wrong)))
