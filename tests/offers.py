@@ -25,7 +25,7 @@ OFFERS = {
         environments.SOURCES meeting.Meeting meeting.meet resolvers.ClusterResolver
         resolvers.KubernetesClusterResolver resolvers.SimpleClusterResolver resolvers.SlurmClusterResolver
         resolvers.TFConfigClusterResolver resolvers.discover spec.Cluster spec.ClusterSpec spec.LOOPBACK
-        spec.MAX_WORKERS spec.check_address
+        spec.MAX_WORKERS spec.check_address spec.join_address
     """,
     "_workers": """
         coordination.Channel coordination.Coordination coordination.SLICE_SECONDS coordination.decoded coordination.digest

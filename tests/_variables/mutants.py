@@ -32,7 +32,7 @@ MUTANTS = [
     ("_variables/equal_copies.py", "return joint_programs.of_chief(_NAME, every)", "return every",
      _EQ + "all_workers_compare_as_seldom_as_the_chief_needs_it"),
     ("_variables/equal_copies.py", "    if any(len(set(copies)) > 1 for _, copies in sums):", "    if False:",
-     _EQ + "a_difference_on_one_device_is_found_and_named"),
+     _EQ + "one_flipped_bit_is_found_and_named"),
     ("_variables/equal_copies.py", "            self.next = due\n", "            pass\n", _EQ + "copies_that_differ_are_found_at"
      "_each_run_until_they_are_mended"),
     ("_variables/equal_copies.py", "due, self.next = self.next, self.next + self.every", "due = self.next",
