@@ -20,6 +20,7 @@ FILES = (
     "virtual_replicas",
     "scaling",
     "workers",
+    "control_plane",
     "tfrecord_read",
     "input_files",
     "input_overlap",

@@ -1,13 +1,16 @@
 """A coordination service in one process: what Coordination needs of jaxlib's client, for tests with threads as workers."""
 
+import collections
 import threading
 import time
+from typing import Any
 
 
 class FakeClient:
-    """Keep keys and values as the service does, with its errors."""
+    """Keep keys and values as the service does, with its errors; count the calls of each method."""
 
     def __init__(self) -> None:
+        self.counted: collections.Counter[str] = collections.Counter()
         self.values: dict[str, str] = {}
         self._changed = threading.Condition()
 
@@ -39,4 +42,16 @@ class FakeClient:
 
     def key_value_delete(self, key: str) -> None:
         with self._changed:
-            self.values.pop(key, None)
+            for known in [known for known in self.values if known == key or known.startswith(f"{key}/")]:
+                del self.values[known]
+
+    def key_value_increment(self, key: str, increment: int) -> int:
+        with self._changed:
+            value = int(self.values.get(key, "0")) + increment
+            self.values[key] = str(value)
+            return value
+
+    def __getattribute__(self, name: str) -> Any:
+        if "key_value" in name:
+            self.counted[name] += 1
+        return super().__getattribute__(name)

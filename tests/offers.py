@@ -30,15 +30,16 @@ OFFERS = {
         environments.SOURCES meeting.Meeting meeting.meet resolvers.ClusterResolver
         resolvers.KubernetesClusterResolver resolvers.SimpleClusterResolver resolvers.SlurmClusterResolver
         resolvers.TFConfigClusterResolver resolvers.discover spec.Cluster spec.ClusterSpec spec.LOOPBACK
-        spec.MAX_WORKERS spec.check_address
+        spec.MAX_WORKERS spec.check_address spec.join_address
     """,
     "_workers": """
-        coordination.Channel coordination.Coordination coordination.SLICE_SECONDS coordination.decoded
-        joint_programs.Announced joint_programs.agree joint_programs.agreed joint_programs.exchange joint_programs.note
+        coordination.Channel coordination.Coordination coordination.SLICE_SECONDS coordination.decoded coordination.digest
+        joint_programs.Announced joint_programs.agree joint_programs.agreed joint_programs.exchange
+        joint_programs.note joint_programs.of_chief
         joint_programs.prepared
-        joint_programs.started progress.NEXT_BATCH progress.in_main_thread progress.progress runtime.Runtime
+        joint_programs.started progress.BatchPlace progress.NEXT_BATCH progress.in_main_thread progress.progress runtime.Runtime
         runtime.attach runtime.current runtime.exit_codes runtime.is_connected runtime.start runtime.starting_devices
-        same_program.require_same_history
+        same_program.ONE_DATASET same_program.data_ended same_program.require_same_history
     """,
     "_replicas": """
         arrays.as_array arrays.cast arrays.check_leaf arrays.check_range arrays.converted_number arrays.host_array

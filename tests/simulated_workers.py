@@ -71,6 +71,8 @@ def run_workers(
     positions: list[Any] | None = None,
     max_steps: int | None = None,
     limits: Sequence[Limit] = (),
+    lookahead: int = 4,
+    is_noted: bool = False,
 ) -> Run:
     """Read a dataset, made anew on each worker, to its end; the first error of a worker ends all."""
     dropped: list[int] = []
@@ -84,9 +86,9 @@ def run_workers(
             raise
 
     def read(index: int, exchange: Any) -> tuple[Plan, list[Step]]:
-        worker = InputWorker(index, num_workers, exchange)
+        worker = InputWorker(index, num_workers, exchange, is_noted=is_noted)
         plan = make(make_dataset(index), policy, worker, num_workers * num_local)
-        layout = LocalReplicas(num_workers * num_local, worker, drop_remainder, lambda lost, _: dropped.append(lost))
+        layout = LocalReplicas(num_workers * num_local, worker, drop_remainder, lambda lost, _: dropped.append(lost), lookahead)
         text, extra = positions[index] if positions else (None, {})
         elements = Elements(plan, limits=tuple(limits))
         passes = Passes(elements, elements.open(None if text is None else json.loads(text)), layout, extra)

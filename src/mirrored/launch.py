@@ -20,7 +20,7 @@ from typing import NoReturn
 
 from . import _env
 from ._cluster.environments import SOURCES
-from ._cluster.spec import LOOPBACK, MAX_WORKERS, check_address
+from ._cluster.spec import LOOPBACK, MAX_WORKERS, check_address, join_address
 from ._command.ending import Budget, describe_failure, summarize
 from ._command.group import Group
 from ._command.output import Outlet, make_log_folder
@@ -157,12 +157,19 @@ def _log_folder(options: argparse.Namespace, attempt: int, errors: Outlet) -> Pa
 def _free_address(used: set[int]) -> str:
     """Return where worker 0 listens in this attempt, which is never where it listened in one before."""
     while True:
-        with socket.socket() as sock:
-            sock.bind((LOOPBACK, 0))
-            port = sock.getsockname()[1]
+        try:
+            host, port = LOOPBACK, _free_port(socket.AF_INET, LOOPBACK)
+        except OSError:  # a host that speaks IPv6 only
+            host, port = "::1", _free_port(socket.AF_INET6, "::1")
         if port not in used:
             used.add(port)
-            return f"{LOOPBACK}:{port}"
+            return join_address(host, port)
+
+
+def _free_port(family: socket.AddressFamily, host: str) -> int:
+    with socket.socket(family) as sock:
+        sock.bind((host, 0))
+        return sock.getsockname()[1]
 
 
 def _variables(options: argparse.Namespace, address: str, attempt: int, i: int) -> dict[str, str]:

@@ -34,7 +34,7 @@ BY_TEST = {
     ],
     "test_checkpoint.py::test_what_does_not_fit_another_worker_is_restored_on_none": [
         ("checkpoint.py", "state.undo_positions(moved)", "pass"),
-        ("checkpoint.py", 'require_shared(reports, "id"', 'require_shared(reports, "where"'),
+        ("checkpoint.py", 'self._require_same(reports, "id"', 'self._require_same(reports, "error"'),
     ],
     "test_checkpoint.py::test_names_and_arguments_are_checked": [
         ("arguments.py", "_NAME.fullmatch(name)", "_NAME.match(name)"),

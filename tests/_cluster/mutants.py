@@ -1,6 +1,12 @@
 """Damages to `_cluster` and to the single files on the ground, by the test that catches them."""
 
 _WING = {
+    "test_meeting.py::test_a_chief_that_cannot_take_more_tells_all_at_once": [
+        ("gathering", 'return "config" if error.errno in _TOO_MANY_FILES', 'return "config" if False'),
+    ],
+    "test_meeting.py::test_a_worker_may_open_as_many_files_as_it_is_allowed": [
+        ("meeting", "    allow_open_files()\n", "    pass\n"),
+    ],
     "test_resolvers.py::test_an_index_is_a_whole_number_of_a_task_that_exists": [
         ("spec", "0 <= self.task_id < count", "0 <= self.task_id <= count"),
     ],

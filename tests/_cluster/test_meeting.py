@@ -1,10 +1,12 @@
 """Workers that are all there and alike come together; everything else is an error that names who and where, in time."""
 
 import contextlib
+import errno
 import itertools
 import json
 import logging
 import os
+import resource
 import socket
 import threading
 import time
@@ -657,3 +659,34 @@ def test_no_bytes_and_no_odd_field_are_an_error_to_the_parser(line: bytes, field
         assert type(parsed.index) is int and type(parsed.num_workers) is int
         words = [*parsed.workers, *parsed.versions.values(), parsed.digest, parsed.process, parsed.token]
         assert all(isinstance(word, str) for word in words)
+
+
+def test_a_chief_that_cannot_take_more_tells_all_at_once(start: Start, monkeypatch: Patch) -> None:
+    taken: list[socket.socket] = []
+    accept = socket.socket.accept
+
+    def limited(self: socket.socket) -> Any:
+        if sum(sock.fileno() >= 0 for sock in taken) == 2:
+            raise OSError(errno.EMFILE, "Too many open files")
+        sock, address = accept(self)
+        taken.append(sock)
+        return sock, address
+
+    monkeypatch.setattr(socket.socket, "accept", limited)
+    workers = addresses(4)
+    futures = [start(worker(workers, index)) for index in range(4)]
+    for outcome in outcomes(futures):
+        assert isinstance(outcome, ClusterConfigError), outcome
+        assert "worker 0 cannot take more than 2 of 3 connections: Too many open files. It needs an open file for" in str(outcome)
+
+
+def test_a_worker_may_open_as_many_files_as_it_is_allowed(start: Start) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = min(hard, meeting.MAX_OPEN_FILES) if hard != resource.RLIM_INFINITY else meeting.MAX_OPEN_FILES
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
+        workers = addresses(2)
+        assert met(*(start(worker(workers, index)) for index in range(2)))
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

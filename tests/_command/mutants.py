@@ -1,6 +1,9 @@
 """Damages to `_command`, by the test that catches them."""
 
 _WING = {
+    "test_group.py::test_a_stopped_worker_is_not_waited_for_until_it_is_killed": [
+        ("group", "worker.process.send_signal(signal.SIGCONT)", "pass"),
+    ],
     "test_group.py::test_a_folder_of_logs_that_is_gone_or_cannot_be_made_does_not_end_the_restarts": [
         ("output", "    root.mkdir(mode=0o700, parents=True, exist_ok=True)", "    pass"),
     ],

@@ -1,6 +1,7 @@
 """The launcher starts, passes on, ends and restarts workers as it says, and leaves none behind; plain scripts, no jax."""
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -387,10 +388,26 @@ def test_a_port_that_the_kernel_gives_again_is_not_taken_again(plan: Plan, monke
         def __enter__(self) -> "Socket":
             return self
 
-    monkeypatch.setattr(launch, "socket", SimpleNamespace(socket=Socket))
+    monkeypatch.setattr(launch, "socket", SimpleNamespace(socket=Socket, AF_INET=0, AF_INET6=1))
     _, attempts, _ = plan("--max-restarts", 2, ends=[[1]])
     found = [attempt.environments[0]["JAX_COORDINATOR_ADDRESS"] for attempt in attempts]
     assert found == ["127.0.0.1:5001", "127.0.0.1:5002", "127.0.0.1:5003"]
+
+
+def test_a_host_without_ipv4_has_another_loopback_address(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Socket(contextlib.nullcontext):
+        getsockname = staticmethod(lambda: ("::1", 5001, 0, 0))
+
+        def bind(self, address: tuple[str, int]) -> None:
+            if address[0] == "127.0.0.1":
+                raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
+
+        def __enter__(self) -> "Socket":
+            return self
+
+    monkeypatch.setattr(launch, "socket", SimpleNamespace(socket=Socket, AF_INET=0, AF_INET6=1))
+    _, [attempt], _ = plan(ends=[[0]])
+    assert attempt.environments[0]["JAX_COORDINATOR_ADDRESS"] == "[::1]:5001"
 
 
 def test_a_restart_that_succeeds_is_a_success(launcher: Launcher) -> None:
@@ -439,6 +456,17 @@ def test_who_hangs_while_others_gave_up_is_asked_then_killed_and_no_cause(launch
     killed = "SIGKILL, did not leave and was killed by the launcher"
     assert f"the others: worker 1: exit code 0; worker 2: {killed}; worker 3: exit code 75" in err
     assert float(re.findall(r"([\d.]+) s in all", err)[0]) > 0.8
+
+
+def test_a_stopped_worker_is_not_waited_for_until_it_is_killed(launcher: Launcher) -> None:
+    body = """
+    if INDEX == 1: open(sys.argv[1], "w").close(); os.kill(os.getpid(), signal.SIGSTOP)
+    wait_for(sys.argv[1]); time.sleep(0.1); sys.exit(75)
+    """
+    patch = "group.FAREWELL_SECONDS = 0.2"
+    code, _, err = launcher.run(body, "-n", 2, "--grace", 30, patch=patch, arguments=(launcher.folder / "up",))
+    assert code == 75 and "worker 1: SIGTERM" in err, err
+    assert float(re.findall(r"([\d.]+) s in all", err)[0]) < 10
 
 
 def test_who_saves_after_a_preemption_is_not_disturbed(launcher: Launcher) -> None:

@@ -1,6 +1,7 @@
 """What is used of the private side of `jax.distributed` is still there, and does what it did."""
 
 import inspect
+import socket
 from types import SimpleNamespace
 
 import jax
@@ -16,7 +17,7 @@ def test_the_private_names_are_where_they_were() -> None:
     state = private.global_state
     assert {"client", "process_id", "num_processes"} <= set(vars(state)) | set(vars(type(state)))
     methods = {"key_value_dir_get_bytes", "key_value_set", "blocking_key_value_get", "key_value_dir_get", "key_value_delete"}
-    assert methods | {"key_value_try_get"} <= set(dir(_jax.DistributedRuntimeClient))
+    assert methods | {"key_value_try_get", "key_value_increment"} <= set(dir(_jax.DistributedRuntimeClient))
     assert "allow_overwrite" in (_jax.DistributedRuntimeClient.key_value_set.__doc__ or "")
     assert list(inspect.signature(xla_bridge.make_cpu_client).parameters) == ["collectives"]
     assert "hostname" in (_jax.make_gloo_tcp_collectives.__doc__ or "")
@@ -55,3 +56,20 @@ def test_gloo_listens_where_the_other_workers_reach_this_one(monkeypatch: pytest
         monkeypatch.setattr(distributed, "_cpu_collectives", lambda name=collectives: name)
         distributed.listen_at(host)
     assert factories["cpu"]() == ("client", "10.0.0.1")
+
+
+def test_the_service_counts_together_and_removes_a_folder_with_all_that_is_in_it() -> None:
+    """What `_workers/coordination` relies on, and no documentation says; beside a folder, names that begin alike stay."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    service = _jax.get_distributed_runtime_service(address, 1)
+    client = _jax.get_distributed_runtime_client(address, 0, init_timeout=30, use_compression=True)
+    client.connect()
+    assert [client.key_value_increment("a/b/count", 1) for _ in range(3)] == [1, 2, 3]
+    client.key_value_set("a/bc", "stays")
+    client.key_value_delete("a/b")
+    assert client.key_value_dir_get("a/") == [("a/bc", "stays")]
+    client.key_value_delete("a/b")  # again does nothing
+    client.shutdown()
+    service.shutdown()

@@ -29,8 +29,10 @@ MUTANTS = [
      _EQ + "a_variable_that_another_worker_has_forgotten_is_left_out_and_the_others_are_compared"),
     ("_variables/equal_copies.py", "all(spec_of(variable).number in sums for sums in by_worker)", "True",
      _EQ + "a_variable_that_another_worker_has_forgotten_is_left_out_and_the_others_are_compared"),
-    ("_variables/equal_copies.py", "return max(wish for", "return min(wish for", _EQ + "all_workers_compare_as_seldom_as_the_one"
-     "_that_needs_it_most"),
+    ("_variables/equal_copies.py", "return joint_programs.of_chief(_NAME, every)", "return every",
+     _EQ + "all_workers_compare_as_seldom_as_the_chief_needs_it"),
+    ("_variables/equal_copies.py", "    if any(len(set(copies)) > 1 for _, copies in sums):", "    if False:",
+     _EQ + "one_flipped_bit_is_found_and_named"),
     ("_variables/equal_copies.py", "            self.next = due\n", "            pass\n", _EQ + "copies_that_differ_are_found_at"
      "_each_run_until_they_are_mended"),
     ("_variables/equal_copies.py", "due, self.next = self.next, self.next + self.every", "due = self.next",

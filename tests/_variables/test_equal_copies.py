@@ -2,7 +2,9 @@
 
 import threading
 import weakref
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ import mirrored as mr
 from mirrored._transforms import function
 from mirrored._variables import equal_copies
 from mirrored._variables import variable as _variable
+from mirrored._workers import joint_programs
 
 
 class FakeMesh(SimpleNamespace):
@@ -265,32 +268,61 @@ def test_with_several_workers_only_runs_in_the_main_thread_count(strategy2, as_f
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch):
-    """Make what the other workers say, of what this one says."""
-    return lambda others: monkeypatch.setattr(equal_copies, "_exchange", lambda mesh, own: [own, *others(*own)])
+def others(monkeypatch: pytest.MonkeyPatch):
+    """Let other workers come to the comparison: one of two answers to what this one says first, and to its checksums."""
+
+    def come(first: Callable[..., list[Any]], sums: Callable[..., list[Any]] = list) -> list[Any]:
+        said: list[Any] = []
+
+        def exchange(mesh: Any, own: Any) -> list[Any]:
+            said.append(own)
+            return [own, first(*own) if len(said) == 1 else sums(own)]
+
+        monkeypatch.setattr(equal_copies, "_exchange", exchange)
+        return said
+
+    return come
 
 
-def test_all_workers_compare_as_seldom_as_the_one_that_needs_it_most(strategy2, told) -> None:
-    told(lambda history, sums, every: [[history, [], every + 50], [history, [], 7]])
+def test_all_workers_compare_as_seldom_as_the_chief_needs_it(strategy2, monkeypatch: pytest.MonkeyPatch) -> None:
+    wishes: list[int] = []
+    monkeypatch.setattr(equal_copies, "check", lambda mesh, variables, every: wishes.append(every) or 70)
     _, step = train(strategy2)
     for _ in range(20):
         step()
     watch = watch_of(strategy2)
     assert watch.every == 70 and watch.next == 90
+    monkeypatch.undo()
+    monkeypatch.setattr(joint_programs, "exchange", lambda name, value: [value, value])
+    monkeypatch.setattr(joint_programs, "of_chief", lambda name, value: value + 50)
+    mesh = FakeMesh(num_replicas=4, is_alone=False, devices=[SimpleNamespace(process_index=i // 2) for i in range(4)])
+    assert (equal_copies.check(mesh, [], 20), equal_copies.check(mesh, [])) == (70, 0)
 
 
-def test_a_variable_that_another_worker_has_forgotten_is_left_out_and_the_others_are_compared(strategy2, told) -> None:
-    pair = made(strategy2, "forgotten", "kept")
-    told(lambda history, sums, every: [[history, [entry for entry in sums if entry[0] != pair[0]._spec.number], 0]])
+def test_equal_copies_are_told_by_one_digest(strategy2, others) -> None:
+    pair = made(strategy2, "one", "two")
+    said = others(lambda history, digest: [history, digest])
     equal_copies.check(strategy2._mesh, pair)
-    told(lambda history, sums, every: [[history, [[number, [0 for _ in own]] for number, own in sums[1:]], 0]])
+    [[_, digest]] = said
+    assert len(digest) == 32
+
+
+def test_a_variable_that_another_worker_has_forgotten_is_left_out_and_the_others_are_compared(strategy2, others) -> None:
+    pair = made(strategy2, "forgotten", "kept")
+    said = others(
+        lambda history, digest: [history, "other"],
+        lambda sums: [entry for entry in sums if entry[0] != pair[0]._spec.number],
+    )
+    equal_copies.check(strategy2._mesh, pair)
+    assert len(said) == 2
+    others(lambda history, digest: [history, "other"], lambda sums: [[number, [0 for _ in own]] for number, own in sums[1:]])
     mesh = FakeMesh(num_replicas=4, is_alone=False, devices=[SimpleNamespace(process_index=i // 2) for i in range(4)])
     with pytest.raises(mr.ReplicasDivergeError, match=r"'kept' differ: replicas \[2, 3\] \(worker 1\) from replica 0"):
         equal_copies.check(mesh, pair)
 
 
-def test_workers_that_did_other_things_are_told(strategy2, told, monkeypatch: pytest.MonkeyPatch) -> None:
-    told(lambda history, sums, every: [[[str(int(history[0]) + 1), *history[1:]], sums, 0]])
+def test_workers_that_did_other_things_are_told(strategy2, others, monkeypatch: pytest.MonkeyPatch) -> None:
+    others(lambda history, digest: [[str(int(history[0]) + 1), *history[1:]], digest])
     with pytest.raises(mr.ProgramMismatchError, match="different numbers of batches"):
         equal_copies.check(strategy2._mesh, made(strategy2, "one"))
     trails = ['[[1, 1, 0, "train"]]', '[[1, 2, 0, "evaluate"]]']

@@ -24,6 +24,13 @@ def on_each(workers: list[Coordination], work: Any) -> list[Any]:
         return [future.result() for future in [pool.submit(work, worker) for worker in workers]]
 
 
+def give(this: Coordination, channel: str, text: str) -> None:
+    """Come to the first exchange of a channel with any text, as what is no worker of this version would."""
+    this.put(f"exchange/{channel}/0/are", "different")
+    this.put(f"exchange/{channel}/0/given/{this.worker}", text)
+    this.count(f"exchange/{channel}/0/count")
+
+
 def test_an_exchange_gives_the_values_of_all_in_worker_order_and_what_was_read_by_all_is_removed() -> None:
     def work(this: Coordination) -> list[Any]:
         return [this.exchange("a", {"worker": this.worker, "round": i}) for i in range(5)]
@@ -31,7 +38,55 @@ def test_an_exchange_gives_the_values_of_all_in_worker_order_and_what_was_read_b
     workers = cluster(3)
     for every in (on_each(workers, work), on_each([Coordination()], work)):
         assert every == [[[{"worker": w, "round": i} for w in range(len(every))] for i in range(5)]] * len(every)
-    assert len(workers[0]._client.values) == 3, "only the last round is kept"
+    assert len([key for key in workers[0]._client.values if "/given/" in key]) == 3, "only the last round is kept"
+
+
+@pytest.mark.parametrize("num_workers", [2, 3, 8])
+def test_to_find_all_equal_takes_two_messages_a_worker_whatever_their_number(num_workers: int) -> None:
+    """Beside one that looks who else is there, one that tells all, and one that removes the round before."""
+    workers = cluster(num_workers)
+    on_each(workers, lambda this: this.exchange("a", 0))
+    client = workers[0]._client
+    client.counted.clear()
+    assert on_each(workers, lambda this: this.exchange("a", [1, "x"])) == [[[1, "x"]] * num_workers] * num_workers
+    assert client.counted["key_value_increment"] == num_workers
+    assert client.counted.total() <= 2 * num_workers + 2  # more only where one waits for longer than a slice
+    assert len([key for key in client.values if key.startswith("mirrored/exchange/a/")]) == 2, "and none of the round before"
+
+
+def test_who_differs_is_told_without_waiting_for_all() -> None:
+    """The third comes when the two others know already that they differ."""
+    workers = cluster(3)
+
+    def work(this: Coordination) -> Any:
+        if this.worker == 2:
+            assert this.get("exchange/a/0/are", 10) == "different"
+        return this.exchange("a", min(this.worker, 1)), this.exchange("a", 5), this.exchange("a", 6)
+
+    assert on_each(workers, work) == [([0, 1, 1], [5] * 3, [6] * 3)] * 3
+
+
+def test_an_exchange_that_was_interrupted_may_be_made_again() -> None:
+    here, there = cluster(2)
+    for values in ((1, 1), (2, 3), (4, 4), (5, 5)):
+        with pytest.raises(mr.WorkerLostError, match="not all workers have come to 'a', where worker 0 waits for them"):
+            here.exchange("a", 7 if values[0] == 5 else values[0], timeout_seconds=0.02)
+        told = on_each([here, there], lambda this, values=values: this.exchange("a", values[this.worker]))
+        assert told == [list(values)] * 2
+
+
+def test_the_chief_tells_the_others_by_one_message_each() -> None:
+    def work(this: Coordination) -> list[Any]:
+        told = []
+        for number in range(3):
+            this.exchange("between", number)
+            told.append(this.of_chief("a", [this.worker, number]))
+        return told
+
+    workers = cluster(3)
+    for every in (on_each(workers, work), on_each([Coordination()], work)):
+        assert every == [[[0, 0], [0, 1], [0, 2]]] * len(every)
+    assert [key for key in workers[0]._client.values if "chief" in key] == ["mirrored/chief/a/2"]
 
 
 def test_channels_do_not_meet() -> None:
@@ -54,23 +109,23 @@ def test_closed_channels_leave_nothing_behind() -> None:
 
     workers = cluster(3)
     on_each(workers, work)
-    assert sorted(workers[0]._client.values) == [f"mirrored/exchange/input:4/3/{worker}" for worker in range(3)]
+    assert {key.rpartition("3/")[0] for key in workers[0]._client.values} == {"mirrored/exchange/input:4/"}
 
 
 def test_what_others_may_still_read_of_a_closed_channel_stays() -> None:
     """One that was opened before the close says nothing of whether the others have closed it too."""
     here, there = cluster(2)
-    key = "mirrored/exchange/input:0/0/0"
+    key = "exchange/input:0/0/are"
 
     def work(this: Coordination) -> list[bool]:
         first, second = this.channel("input"), this.channel("input")
         if this is here:
-            this.put(first._key(0), '"early"')  # the other has not read it
+            this.put(key, "same")  # the other has not read it
             first.close()
         assert second.exchange("s") == ["s"] * 2
-        is_there = [key in this._client.values]
+        is_there = [this.peek(key) is not None]
         assert this.channel("input").exchange("t") == ["t"] * 2
-        return [*is_there, key in this._client.values]
+        return [*is_there, this.peek(key) is not None]
 
     assert on_each([here, there], work)[0] == [True, False]
 
@@ -79,11 +134,11 @@ def test_the_last_keys_of_another_threads_channel_stay() -> None:
     """A thread of the program's own may read one dataset while the main thread goes from one to the next."""
     here, there = cluster(2)
     first = here.channel("input")
-    here.put(first._key(0), '"early"')
+    here.put("exchange/input:0/0/are", "same")
     first.close()
     there.channel("input").close()
     on_each([here, there], lambda this: this.channel("input").exchange("t"))  # in threads of a pool
-    assert "mirrored/exchange/input:0/0/0" in here._client.values
+    assert here.peek("exchange/input:0/0/are")
 
 
 @pytest.mark.timeout(10)
@@ -95,12 +150,6 @@ def test_garbage_collection_may_close_a_channel_while_keys_are_removed() -> None
     assert len(here._left_over) == 1
 
 
-def test_a_worker_that_does_not_come_is_named() -> None:
-    late = Coordination(FakeClient(), 0, 2)
-    with pytest.raises(mr.WorkerLostError, match="worker 1 did not come to 'a', where worker 0 waits for it"):
-        late.exchange("a", 1, timeout_seconds=0.1)
-
-
 def test_barriers_of_different_names_are_found() -> None:
     def work(this: Coordination) -> None:
         this.barrier("start")
@@ -109,7 +158,7 @@ def test_barriers_of_different_names_are_found() -> None:
     with pytest.raises(mr.WorkerLostError, match="at different barriers: worker 0 'end of 0', worker 1 'end of 1'"):
         on_each(cluster(2), work)
     here, there = cluster(2)
-    there.put("exchange/barrier/0/1", json.dumps({"a": "\x1b" * 1000}))
+    give(there, "barrier", json.dumps({"a": "\x1b" * 1000}))
     with pytest.raises(mr.WorkerLostError, match=r"different barriers: worker 0 'x', worker 1 .*\\x1b") as caught:
         here.barrier("x")
     assert len(str(caught.value)) < 1000
@@ -126,7 +175,7 @@ def test_what_is_no_value_of_another_worker_is_an_error_that_names_it(monkeypatc
     for text, limit in (("[" * 200_000, 10**6), ("no JSON\x1b[2J", 10**6), ("", 10**6), ('"' + "A" * 1000 + '"', 1001)):
         monkeypatch.setattr(coordination, "MAX_TEXT", limit)
         here, there = cluster(2)
-        there.put("exchange/a/0/1", text)
+        give(there, "a", text)
         with pytest.raises(mr.ProgramMismatchError, match=r"worker 1 has given .* at 'a'; expected JSON of at most") as caught:
             here.exchange("a", 1)
         assert len(str(caught.value)) < 1000 and "\x1b" not in str(caught.value)
@@ -138,7 +187,7 @@ def test_too_much_is_refused_on_all_workers_alike_and_not_sent(monkeypatch) -> N
     def work(this: Coordination) -> tuple[str, Any]:
         with pytest.raises(mr.ProgramMismatchError) as caught:
             this.exchange("a", "A" * (5000 if this.worker else 998))
-        assert len(this.peek(f"exchange/a/0/{this.worker}") or "") <= 1001
+        assert len(this.peek(f"exchange/a/0/given/{this.worker}") or "") <= 1001
         return str(caught.value), this.exchange("a", "A" * 998)
 
     (said, following), other = on_each(cluster(2), work)

@@ -23,12 +23,13 @@ from mirrored._errors import WorkerLostError
 from mirrored._text import escape, escape_lines
 from mirrored._workers.coordination import Coordination
 from mirrored._workers.guard import Guard
-from mirrored._workers.neighbours import Process
+from mirrored._workers.neighbours import Neighbours, Process
 from mirrored._workers.progress import NEXT_BATCH, UNKNOWN, Progress
 from mirrored._workers.stall import Position, decode
 from mirrored._workers.verdict import MAX_TEXT, Verdict
 
 Log, Patch = pytest.LogCaptureFixture, pytest.MonkeyPatch
+HOST = Neighbours(0, 2).host
 OWN_CODE = Position(1, 12, "train", "", "", waits=False, is_patient=False, has_ended=False, still=400.0)
 
 
@@ -124,7 +125,7 @@ def _quick(monkeypatch: Patch) -> None:
     """Wait for nobody who leaves."""
     monkeypatch.setattr("mirrored._workers.leaving._LEAVE_SECONDS", 0.0)
     monkeypatch.setattr("mirrored._workers.leaving._LAST_LEAVE_SECONDS", 0.0)
-    monkeypatch.setattr("mirrored._workers.guard._ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr("mirrored._workers.roll._ANSWER_SECONDS", 0.05)
     monkeypatch.setattr("mirrored._workers.guard.ROUND_SECONDS", 0.05)
 
 
@@ -282,7 +283,7 @@ class Neighbour:
         self.introduced = Process(Process.own().host, self.process.pid, fields[19]).encode()
 
     def met_by(self, guarded: Guarded) -> Guarded:
-        guarded.says("process/1", self.introduced)
+        guarded.says(f"process/{HOST}/1", self.introduced)
         assert guarded.guard._round(0.5) is False and guarded.codes.empty(), "it lives"
         return guarded
 
@@ -322,8 +323,8 @@ def test_a_death_is_noticed_between_two_rounds(make: Make, neighbour: Neighbour,
     """JAX aborts within 50 ms when worker 0 is gone; whoever else is gone then has only followed it."""
     guarded = make(worker=1, num_workers=3, is_started=False)
     for worker in (0, 2):
-        guarded.says(f"process/{worker}", neighbour.introduced)
-    guarded.guard._meet()
+        guarded.says(f"process/{HOST}/{worker}", neighbour.introduced)
+    guarded.guard._roll.meet()
     watching = threading.Thread(target=guarded.guard._watch_neighbours)
     watching.start()
     neighbour.die()
@@ -352,11 +353,11 @@ def test_a_worker_that_died_after_it_said_why_is_believed(
 def test_a_loss_is_explained_by_who_is_gone_or_by_what_was_said(make: Make, neighbour: Neighbour) -> None:
     guarded = neighbour.met_by(make(is_started=False, num_workers=3))
     neighbour.die()
-    assert guarded.guard._lost("Gloo").title == "lost worker 1 at step 0: the process is gone"
+    assert guarded.guard._roll.lost("Gloo").title == "lost worker 1 at step 0: the process is gone"
     assert guarded.of_key("call") is None, "without a roll"
     guarded = make(is_started=False)
     guarded.says("verdict", Verdict("worker 1 failed at step 5 with ValueError: x"))
-    assert guarded.guard._lost("Gloo").title == "worker 1 failed at step 5 with ValueError: x"
+    assert guarded.guard._roll.lost("Gloo").title == "worker 1 failed at step 5 with ValueError: x"
 
 
 # ---- what others say
@@ -554,7 +555,7 @@ def test_the_code_of_sys_exit_is_kept_when_others_still_need_this_worker_and_a_c
     thread = ending(guarded)
     guarded.called(Verdict("worker 1 has ended its program"))
     assert guarded.codes.get(timeout=10) == 3
-    guarded.says("ended/0")
+    guarded.says("all_ended", json.dumps(["", ""]))
     thread.join(10)
     guarded = make(worker=1)
     with pytest.raises(SystemExit):
@@ -591,7 +592,7 @@ def test_waiting_at_the_end_is_told(make: Make, caplog: Log, monkeypatch: Patch)
 
 def test_an_end_is_told_before_the_others_are_waited_for(make: Make, monkeypatch: Patch) -> None:
     guarded = make(worker=1, is_started=False)
-    guarded.says("ended/0")
+    guarded.says("all_ended", json.dumps(["", ""]))
     guarded.guard._sys_exit_code = 3
     told: list[tuple[str, str]] = []
     put = guarded.service.key_value_set
@@ -687,7 +688,7 @@ def test_a_service_that_is_gone_ends_this_worker_before_jax_does(make: Make, mon
 
 def test_after_jax_was_shut_down_the_guard_is_quiet(make: Make, neighbour: Neighbour, caplog: Log) -> None:
     guarded = make(worker=1)
-    guarded.says("process/0", neighbour.introduced)
+    guarded.says(f"process/{HOST}/0", neighbour.introduced)
     while not guarded.guard._neighbours.near():
         time.sleep(0.01)
     guarded.service.reason = "CANCELLED: GetKeyValueAsync() was cancelled."
@@ -698,16 +699,72 @@ def test_after_jax_was_shut_down_the_guard_is_quiet(make: Make, neighbour: Neigh
     assert guarded.codes.empty() and not caplog.records
 
 
-def test_a_round_of_a_healthy_job_is_four_calls(make: Make) -> None:
-    for worker, calls in ((1, 4), (0, 4)):  # worker 0 looks at all, the others at worker 0
-        guarded = make(worker, is_started=False)
-        guarded.says(f"process/{1 - worker}", Process.own().encode())
+@pytest.mark.parametrize(("num_workers", "waits"), [(2, False), (2, True), (100, False), (100, True)])
+def test_a_round_of_a_healthy_job_is_three_calls_whatever_the_number_of_workers(
+    make: Make, num_workers: int, waits: bool
+) -> None:
+    for worker in (1, 0):  # worker 0 looks at all, the others at worker 0
+        guarded = make(worker, num_workers, is_started=False)
+        guarded.says(f"process/{HOST}/{1 - worker}", Process.own().encode())
+        for other in range(num_workers):
+            guarded.says(f"position/{other}", dataclasses.replace(OWN_CODE, started=2, waits=waits, still=1.0))
         assert guarded.guard._round(0.5) is False  # in which it meets the other
-        guarded.service.calls = 0
+        guarded.guard._roll._num_meetings = 20
         for _ in range(5):
+            guarded.service.calls = 0
             guarded.progress.enter("train", b"train")
             assert guarded.guard._round(0.5) is False
-        assert guarded.service.calls == 5 * calls
+            assert guarded.service.calls == 3
+
+
+def test_worker_0_has_the_time_for_a_round_of_all(monkeypatch: Patch) -> None:
+    monkeypatch.setattr("mirrored._workers.guard.ROUND_SECONDS", 0.5)
+    for num_workers, seconds in ((2, 0.5), (128, 0.5), (512, 2.0), (1024, 4.0), (4096, 4.0)):
+        assert Guard(Coordination(FakeClient(), 0, num_workers), Progress())._round_seconds == seconds
+
+
+def test_worker_0_finds_who_waits_in_vain_for_another(make: Make, caplog: Log) -> None:
+    guarded = make(num_workers=4, is_started=False)
+    guarded.says("position/1", dataclasses.replace(OWN_CODE, started=13, waits=True, still=0.3))
+    guarded.says("position/2", dataclasses.replace(OWN_CODE, has_ended=True, still=0.0))
+    guarded.says("position/3", OWN_CODE)
+    assert guarded.guard._round(0.05) is True and guarded.codes.get(timeout=5) == 75
+    assert "worker 2 has ended its program after step 12 (program 'train'), and worker 1 waits in step 13" in caplog.text
+
+
+def test_the_others_name_worker_0_and_leave_the_rest_to_it(make: Make, caplog: Log) -> None:
+    for of_chief, code in ((OWN_CODE, 75), (dataclasses.replace(OWN_CODE, started=13, waits=True), None)):
+        guarded = make(worker=1, num_workers=3, stall_seconds=1.0, is_started=False)
+        for _ in range(13):
+            guarded.progress.enter("train", b"train")
+        guarded.says("position/0", of_chief)
+        guarded.says("position/2", OWN_CODE)
+        assert [guarded.guard._round(0.5) for _ in range(3)] == [False, False, code is not None]
+        if code is not None:
+            assert guarded.codes.get(timeout=5) == 75
+            assert "workers 0, 2 have not entered step 13 (program 'train') for 1 s, which is the limit" in caplog.text
+
+
+def test_who_asks_later_hears_what_the_first_has_found(make: Make) -> None:
+    guarded = make(worker=1, num_workers=4, is_started=False)
+    guarded.service.key_value_increment("mirrored/guard/callers", 1)
+    telling = threading.Timer(0.03, guarded.says, ("verdict", Verdict("lost worker 3", lost=(3,))))
+    telling.start()
+    assert guarded.guard._roll.lost("Gloo").title == "lost worker 3" and guarded.of_key("call") is None
+    telling.join()
+    guarded = make(worker=1, num_workers=4, is_started=False)
+    guarded.service.key_value_increment("mirrored/guard/callers", 1)  # and the first is gone
+    assert guarded.guard._roll.lost("Gloo").title.startswith("lost workers 0, 2, 3 at step 0")
+
+
+def test_only_who_has_done_something_else_tells_it(make: Make) -> None:
+    for names, told in ((("train",), None), (("train", "train"), None), (("evaluate",), "evaluate")):
+        guarded = make(worker=1, num_workers=3, is_started=False)
+        for name in names:
+            guarded.progress.enter(name, name.encode())
+        guarded.says("trail/2", done("train").trail.encode())
+        guarded.guard._roll.answer("tell")
+        assert guarded.of_key("here/1") and guarded.of_key("trail/1") == (told and guarded.progress.tell())
 
 
 def test_whatever_blocks_while_a_worker_leaves_does_not_keep_it(make: Make, monkeypatch: Patch) -> None:
@@ -735,7 +792,7 @@ def test_a_process_that_was_stopped_has_not_waited_in_that_time(make: Make, monk
 
 def test_after_a_pause_a_worker_looks_first_at_what_has_come(make: Make) -> None:
     guarded = make(is_started=False)
-    guarded.says("process/1", Process.own().encode())
+    guarded.says(f"process/{HOST}/1", Process.own().encode())
     guarded.says("position/1", dataclasses.replace(OWN_CODE, has_ended=True))
     with guarded.progress.phase("the barrier 'epoch'", waits=True):
         assert [guarded.guard._round(elapsed) for elapsed in (0.04, 0.04)] == [False, False]

@@ -95,9 +95,9 @@ def on_threads(*work: Callable[[], object]) -> None:
 
 def test_batches_that_another_thread_takes_are_not_counted() -> None:
     progress = Progress()
-    progress.took_batch()
+    progress.took_batch(None, [4])
     seen: list[list[str]] = []
-    on_threads(lambda: [progress.took_batch(), seen.append(progress.history())])
+    on_threads(lambda: [progress.took_batch(None, [4]), seen.append(progress.history())])
     assert progress.history()[0] == "1" and seen == [[UNKNOWN] * 2]
 
 

@@ -16,8 +16,8 @@ from fake_service import FakeClient
 
 from mirrored._errors import ProgramMismatchError
 from mirrored._workers.coordination import Coordination
-from mirrored._workers.progress import UNKNOWN, Progress
-from mirrored._workers.same_program import Agreement, decode_history, digest, require_same_history
+from mirrored._workers.progress import UNKNOWN, BatchPlace, Progress
+from mirrored._workers.same_program import Agreement, decode_history, digest, other_order, require_same_history
 
 
 class Job:
@@ -99,19 +99,39 @@ def test_what_is_no_history_of_another_worker_is_not_known() -> None:
 
 def test_programs_are_compared_at_the_same_place() -> None:
     job = Job(1)
-    job.progress[0].took_batch()
+    job.progress[0].took_batch(None, [4])
     job.progress[0].enter("train", b"train")
     own = ["train", digest(TRAIN[1]), *job.progress[0].history()]
     sent = job.workers[0].exchange = MagicMock(return_value=[own, own])
     job.agreements[0].check(*TRAIN)
-    assert sent.call_args.args[1] == own and own[2:] == ["1", f"{zlib.crc32(b'train'):08x}"]
+    checksum = zlib.crc32(b"train", zlib.crc32(b"(None, (4,))"))
+    assert sent.call_args.args[1] == own and own[2:] == ["1", f"{checksum:08x}"]
     sent.return_value[1] = [*own[:2], "0", *own[3:]]
     with pytest.raises(ProgramMismatchError, match="worker 0: 1; worker 1: 0"):
         job.agreements[0].check(*TRAIN)
     sent.side_effect = [[own, [*own[:3], "0"]], [trail("train"), trail("evaluate")]]
     with pytest.raises(ProgramMismatchError, match=r"since step 1 \(worker 0: train; worker 1: evaluate\)"):
         job.agreements[0].check(*TRAIN)
-    assert sent.call_args.args == ("agreement", trail("train"))
+    assert sent.call_args.args == ("agreement", job.progress[0].tell())
+
+
+def test_batches_that_differ_are_told_with_what_helps() -> None:
+    def trail_of(checksum: int) -> str:
+        progress = Progress()
+        progress.took_batch(BatchPlace(0, 0, 1, 5), [4, 4])
+        progress.enter("train", b"train")
+        progress.took_batch(BatchPlace(0, 0, 2, checksum), [4, 4])
+        return progress.tell()
+
+    assert other_order([trail_of(6), trail_of(7)]).startswith(
+        "the workers have read different batches, so that results are wrong since step 2 (worker 0: a batch; worker 1: a batch, "
+        "another of this name). Under AutoShardPolicy.DATA every worker reads the same batches"
+    )
+    number = (
+        "taken different numbers of batches of their distributed datasets: since step 1 (worker 0: a batch, then train; worker"
+    )
+    assert number in other_order([trail_of(6), trail("train")])
+    assert "known programs" in other_order([trail("train", "a"), trail("train", "b")])
 
 
 def test_each_kind_of_difference_is_shown_on_every_worker() -> None:
@@ -217,7 +237,10 @@ def test_what_another_process_writes_is_shown_escaped() -> None:
         agreement = Agreement(Coordination(client, 0, 2, timeout_seconds=5), Progress())
         values = [garbage, json.dumps("no count"), *[json.dumps("evil\x1b[2J\nCRITICAL")] * 15]
         for number, value in enumerate(values):
-            client.key_value_set(f"mirrored/exchange/agreement/{number}/1", value)
+            here = f"mirrored/exchange/agreement/{number}"
+            client.key_value_set(f"{here}/are", "different")
+            client.key_value_set(f"{here}/given/1", value)
+            client.key_value_increment(f"{here}/count", 1)
         with pytest.raises(ProgramMismatchError) as caught:
             agreement.check("tr\x1bain", "0123456789" * 100)
         message = str(caught.value)

@@ -7,8 +7,8 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from mirrored._workers.progress import NEXT_BATCH, OTHERS_INPUT, Progress
-from mirrored._workers.stall import MIN_STALL_SECONDS, Others, Own, Position, decode, judge
+from mirrored._workers.progress import NEXT_BATCH, OTHERS_INPUT, BatchPlace, Progress
+from mirrored._workers.stall import MIN_STALL_SECONDS, Others, Own, Position, decode, judge, judge_all, shorter_data
 from mirrored._workers.verdict import Verdict
 
 change = dataclasses.replace
@@ -45,6 +45,14 @@ def test_who_waits_in_vain_is_told_for_whom() -> None:
         assert [line.partition(":")[0] for line in lines] == ["  worker 0", "  worker 1"]
 
 
+def test_whose_input_gives_no_batch_is_named_wherever_the_others_wait() -> None:
+    stuck = "the input of worker {0} has given no batch for 400 s"
+    assert judged(IN_STEP, INPUT).startswith(stuck.format(1)), "with a batch of its own, for a step with those of all"
+    assert judged(INPUT, IN_STEP).startswith(stuck.format(0))
+    assert judged(OTHERS, INPUT).startswith(stuck.format(1))
+    assert judged(INPUT, change(IN_STEP, started=12)).startswith("workers 0, 1 have not entered the next batch")
+
+
 def test_who_may_only_be_slow_is_waited_for() -> None:
     assert not judged(IN_STEP, SAVING), "saving may take its time, also after the limit"
     for why, here, there in [
@@ -63,6 +71,43 @@ def test_who_may_only_be_slow_is_waited_for() -> None:
         ("all are there", AT_BARRIER, AT_BARRIER),
     ]:
         assert not judged(here, there, limit=500.0), why
+
+
+def test_data_that_has_ended_while_another_worker_has_taken_more_is_certain() -> None:
+    ended = change(OTHERS, ends=[[7, 0, 3], [8, 1, 5]])
+    for batch, found in (([8, 1, 6], (1, 0)), ([8, 1, 5], None), ([8, 2, 6], None), ([9, 1, 6], None), ([], None)):
+        assert shorter_data({0: change(IN_STEP, batch=batch), 1: ended}) == found, batch
+    progress = Progress()
+    progress.took_batch(BatchPlace(8, 1, 6, 55), [2, 2])
+    progress.data_ends[8] = BatchPlace(8, 1, 9, 66)
+    own = Own(progress, None).look(0.0, False)
+    assert (own.batch, own.ends) == ([8, 1, 6], [[8, 1, 9]]) and decode(own.encode()) == own
+    for foul in ({"batch": [1, 2]}, {"batch": ["1", 2, 3]}, {"ends": [1]}, {"ends": [[1, 2]]}, {"ends": [[1, 2, None]]}):
+        assert decode(json.dumps({**dataclasses.asdict(own), **foul})) is None
+
+
+def test_of_all_that_wait_one_is_judged_for_each_place() -> None:
+    positions = {worker: change(IN_STEP, still=float(worker)) for worker in range(200)} | {7: SAVING, 9: ENDED}
+    assert str(judge_all(300.0, positions, {})).startswith("worker 9 has ended its program after step 12 (program 'train'), and")
+    assert judge_all(300.0, positions | {9: OWN_CODE}, {}) is None
+    assert judge_all(100.0, positions | {9: OWN_CODE}, {}) is None, "one saves"
+    late = judge_all(100.0, positions | {7: OWN_CODE, 9: OWN_CODE}, {})
+    assert str(late).startswith("workers 7, 9 have not entered step 13 (program 'train') for 199 s")
+    alone = {0: SAVING, 1: IN_STEP, 2: ENDED}
+    assert judge_all(300.0, alone, {}) and judge_all(300.0, alone, {1: 2.0}) is None, "one that is not heard may be elsewhere"
+
+
+def test_where_a_round_is_long_nobody_is_silent_within_one() -> None:
+    others = Others(pause=3.0)
+    for silent in (0.0, 0.0, 1.0, 3.0):
+        others.look({1: OWN_CODE.encode()}, 2.0)
+        assert others.silent[1] == silent
+
+
+def test_who_does_not_see_all_says_nothing_of_nobody() -> None:
+    positions = {0: IN_STEP, 1: IN_STEP}
+    assert judge(1, 300.0, positions, {}) and judge(1, 300.0, positions, {}, sees_all=False) is None
+    assert judge(1, 300.0, {0: OWN_CODE, 1: IN_STEP}, {}, sees_all=False)
 
 
 def test_both_sides_say_the_same() -> None:
@@ -91,7 +136,7 @@ def test_whose_input_is_stuck_is_named() -> None:
         (1, [INPUT, OTHERS, INPUT, OTHERS], "the input of workers 0, 2 has given no batch"),
         (0, [INPUT, INPUT], "the input of workers 0, 1 has given no batch"),
         (0, [OTHERS, OWN_CODE], "worker 1 has not entered the next batch for 400 s"),  # its thread may not read further ahead
-        (0, [IN_STEP, INPUT], "worker 1 has not entered step 13 (program 'train') for 400 s"),
+        (0, [IN_STEP, INPUT], "the input of worker 1 has given no batch for 400 s"),  # worker 0 has a batch of its own
         (0, [OTHERS, OTHERS], "no worker has finished the next batch"),
     ]:
         text = judge(own, 300.0, dict(enumerate(positions)), {}) or ""

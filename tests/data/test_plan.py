@@ -4,7 +4,7 @@ import itertools
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import grain
@@ -20,8 +20,10 @@ import mirrored as mr
 from mirrored.data._dataset import DistributedDataset
 from mirrored.data._sharing import agree
 from mirrored.data._sharing import rows as _rows
-from mirrored.data._sharing.agree import InputWorker, _digest
+from mirrored.data._sharing.agree import InputWorker, _checksum
 from mirrored.data._sharing.plan import make_plan
+from mirrored.data._sharing.steps import LocalReplicas, own_batches, rows_of_every_batch, rows_of_own_files
+from mirrored.data._sources.open import open_source
 
 few_examples = hypothesis.settings(deadline=None, max_examples=20, derandomize=True)
 
@@ -365,6 +367,62 @@ def test_one_line_of_the_log_says_how_a_dataset_is_shared_out(
         len(distributed)
 
 
+def test_batches_that_are_noted_are_told_at_the_first_and_the_end_only() -> None:
+    told: list[Any] = []
+
+    def steps(is_noted: bool, last: float) -> list[Any]:
+        told.clear()
+
+        def exchange(value: Any) -> list[Any]:
+            told.append(value)
+            return [value, value]
+
+        worker = InputWorker(0, 2, exchange, is_noted=is_noted)
+        source = open_source([*np.zeros((9, 4)), np.full(4, last)])
+        return list(rows_of_every_batch(source, LocalReplicas(2, worker), {}))
+
+    assert [step.place[2] for step in steps(False, 1.0)] == list(range(1, 11)) and len(told) == 11
+    first = steps(True, 1.0)
+    assert [value[:3] for value in told] == [[False, 1, 4], [True, 10, 0]]
+    end, second = told[-1], steps(True, 2.0)
+    assert told[-1] != end and [a.place == b.place for a, b in zip(first, second, strict=True)] == [True] * 9 + [False]
+
+
+@pytest.mark.parametrize("policy", ["off", "file"])
+def test_workers_tell_of_several_batches_at_once(policy: str) -> None:
+    """The first is not kept waiting for others, and no message is needed for each."""
+    messages: list[Any] = []
+
+    def steps(lookahead: int) -> list[list[int]]:
+        messages.clear()
+
+        def exchange(value: Any) -> list[Any]:
+            messages.append(value)
+            return [value, value]
+
+        worker = InputWorker(0, 2, exchange)
+        source = open_source(Files([list(range(40))]).batch(2) if policy == "file" else [np.arange(i, i + 2) for i in range(20)])
+        take = {"file": rows_of_own_files, "off": own_batches}[policy]
+        return [step.stacked.ravel().tolist() for step in take(source, LocalReplicas(2, worker, lookahead=lookahead), {})]
+
+    one, several = steps(1), steps(4)
+    assert one == several and len(one) > 15
+    lengths = [len(message["steps"]) for message in messages if isinstance(message, dict)]
+    assert lengths[:4] == [1, 2, 4, 4] and len(lengths) <= len(one) / 4 + 4
+
+
+def test_an_error_of_the_pipeline_comes_after_the_batches_before_it() -> None:
+    def batches() -> Iterator[np.ndarray]:
+        yield from [np.zeros(2)] * 5
+        raise OSError("no such disk")
+
+    worker = InputWorker(0, 2, lambda value: [value, value])
+    steps = own_batches(open_source(batches()), LocalReplicas(2, worker, lookahead=4), {})
+    assert [next(steps).sizes for _ in range(5)] == [(2, 2)] * 5
+    with pytest.raises(OSError, match="no such disk"):
+        next(steps)
+
+
 def test_workers_that_read_different_batches_under_data_are_told_so() -> None:
     def batches(*sizes: int) -> list[Any]:
         return [np.zeros((size, 2), "float32") for size in sizes]
@@ -377,9 +435,14 @@ def test_workers_that_read_different_batches_under_data_are_told_so() -> None:
         ([batches(4), batches(4, 4)], r"the data of worker 0 has ended, and worker 1 has more"),
         ([batches(4), batches(5)], r"the next batch of worker 0 has 4 rows, and that of worker 1 5"),
         ([shuffled(0), shuffled(1)], "the next batches of worker 0 and worker 1 hold different records"),
+        (
+            [batches(4), [np.zeros((4, 2), "int32")]],
+            r"the rows of the next batch of worker 0 are float32\[2\] and that of worker 1 int32\[2\]",
+        ),
     ]:
         with pytest.raises(ValueError, match=message + r"\. Under AutoShardPolicy\.DATA every worker reads the same batches"):
             run_workers(lambda worker, by_worker=by_worker: by_worker[worker], 2, policy="data")
+            run_workers(lambda worker, by_worker=by_worker: by_worker[worker], 2, policy="data", is_noted=True)
     run = run_workers(lambda worker: shuffled(7), 2, policy="data")
     assert sorted(run.global_batches()[0].tolist()) == list(range(1000))
 
@@ -391,5 +454,5 @@ def test_another_record_anywhere_in_any_array_of_a_batch_is_seen() -> None:
     for leaf, place in itertools.product((0, 1, 3), (0, 1, 2)):
         changed = batch()
         changed[leaf][place if leaf == 3 else (place, 1)] = 1
-        assert _digest(changed) != _digest(batch()) == _digest(batch())
-    assert _digest([np.array(["ab", "cd"])]) != _digest([np.array(["ab", "ce"])])
+        assert _checksum(changed, 0) != _checksum(batch(), 0) == _checksum(batch(), 0) != _checksum(batch(), 1)
+    assert _checksum([np.array(["ab", "cd"])], 0) != _checksum([np.array(["ab", "ce"])], 0)

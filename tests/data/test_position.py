@@ -19,7 +19,7 @@ from mirrored.data._iterator import DistributedIterator
 from mirrored.data._passes import Elements
 from mirrored.data._sharing.agree import InputWorker
 from mirrored.data._sharing.plan import make_plan
-from mirrored.data._sharing.steps import LocalReplicas
+from mirrored.data._sharing.steps import LocalReplicas, Step
 
 STRATEGIES = {count: mr.MirroredStrategy([f"cpu:{i}" for i in range(count)]) for count in (1, 2, 3)}
 
@@ -345,7 +345,7 @@ def test_a_state_says_how_much_of_a_batch_was_taken(monkeypatch: pytest.MonkeyPa
     plan = make_plan(Files([[1], [2]]).batch(1), "file", me, 2)
     iterators = [DistributedIterator(Elements(plan), LocalReplicas(2, me), STRATEGIES[2]._mesh, 0) for _ in range(2)]
     position = iterators[0]._open().position()
-    monkeypatch.setattr(iterators[0], "_next", lambda: ("a batch", position, {"rows": 3, "batch_size": 4}))
+    monkeypatch.setattr(iterators[0], "_next", lambda: ("a batch", Step(None, (), position, {"rows": 3, "batch_size": 4})))
     assert next(iterators[0]) == "a batch"
     state = iterators[0].get_state()
     assert (state["rows"], state["batch_size"]) == (3, 4)

@@ -115,6 +115,11 @@ mistakes: dict[str, Callable[[], Any]] = {
     "flipped bit of a frozen variable": lambda: flipped_bit(frozen, lambda: add(frozen.value)),
     "batch of the chief": lambda: batches(10, lambda number: number == 0),
     "later batch of the chief": lambda: batches(1000, lambda number: number == 60),
+    "other data": lambda: read(np.random.default_rng(worker).permutation(64).reshape(16, 4)),
+    "other data later": lambda: read(np.arange(400_000.0).reshape(-1, 4) + np.arange(400_000).reshape(-1, 4) // 200 * worker),
+    "shorter data": lambda: read(np.arange(400.0).reshape(-1, 4)[: 100 - 10 * is_last]),
+    "shorter data of the chief": lambda: read(np.zeros((90 + 10 * is_last, 4))),
+    "shorter data without sums": lambda: read(np.zeros((100 - 10 * is_last, 4)), lambda batch: batch + 1),
     "evaluation of the chief": lambda: [run(add, x), next(iter(numbers())) if strategy.is_chief else None],
     "barriers": lambda: strategy.barrier(f"after the work of {worker}"),
 }
@@ -171,6 +176,11 @@ def flipped_bit(variable: mr.Variable, step: Callable[[], Any]) -> None:
 
 def numbers() -> Any:
     return strategy.distribute_dataset(strategy.make_numpy_dataset(np.arange(8192.0)).batch(4))
+
+
+def read(batches: np.ndarray, step: Callable[..., Any] = lambda batch: add(batch.sum())) -> None:
+    for batch in strategy.distribute_dataset(list(batches), mr.InputOptions(auto_shard_policy="data")):
+        run(step, batch)
 
 
 def batches(count: int, is_odd: Callable[[int], bool]) -> None:

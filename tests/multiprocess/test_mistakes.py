@@ -53,6 +53,14 @@ FINAL = {
     "batch of the chief": r"ProgramMismatchError: the workers have taken different numbers of .*: worker 0: 2; worker 1: 1\.",
     "later batch of the chief": r"ProgramMismatchError: the workers have taken different numbers of .*next\(iterator\)",
 }
+SHORTER = r"ValueError: the data of worker 1 has ended, and worker 0 has more\. Under AutoShardPolicy\.DATA every worker reads"
+FINAL |= {
+    "other data": r"ValueError: the next batches of worker 0 and worker 1 hold different records\. Under AutoShardPolicy",
+    "other data later": r"ProgramMismatchError: the workers have read different batches, so that results are wrong since step ",
+    "shorter data": SHORTER,
+    "shorter data without sums": SHORTER,
+    "shorter data of the chief": SHORTER.replace("worker 1 has ended, and worker 0", "worker 0 has ended, and worker 1"),
+}
 #: The codes of both workers.
 ENDED = {
     "barriers": (

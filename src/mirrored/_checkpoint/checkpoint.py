@@ -7,7 +7,7 @@ import functools
 import logging
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -30,7 +30,7 @@ from .writer import Writer
 
 _logger = logging.getLogger("mirrored")
 
-_CHANNEL = "checkpoint"
+_CHANNEL, _POSITIONS = "checkpoint", "checkpoint/positions"
 
 
 class Checkpoint:
@@ -122,9 +122,10 @@ class Checkpoint:
         with progress.phase(f"saving step {step}", is_patient=True):
             self._writer.finish()
             self._require_shared(f"save({step})")
-            leaves, report, error = self._report(step)
+            leaves, positions, report, error = self._report(step)
             reports = self._exchange(report, f"save({step})")
-            self._learn(reports[0])
+            every_position = coordination_of(self._strategy).for_chief(_POSITIONS, positions)
+            self._learn(self._of_chief(self._known(), f"save({step})"))
             if error is not None:
                 raise error
             same_on_workers.require_no_error(reports, "save")
@@ -136,27 +137,28 @@ class Checkpoint:
                 return
             self._require_mirrored(leaves)
             self._last = step
-            positions = [report["positions"] for report in reports]
-            snapshot = state.take_snapshot(leaves, positions, is_kept=self._strategy.is_chief)
+            snapshot = state.take_snapshot(leaves, every_position, is_kept=self._strategy.is_chief)
             if snapshot is not None:
                 self._writer.start(step, snapshot, self._about())
 
-    def _report(self, step: int) -> tuple[Leaves, dict[str, Any], Exception | None]:
-        """Look at this worker's part of the state; what is wrong with it is for all workers to know."""
+    def _report(self, step: int) -> tuple[Leaves, dict[str, Any], dict[str, Any], Exception | None]:
+        """Look at this worker's part of the state, and tell the chief its positions; what is wrong is for all workers to know."""
         report: dict[str, Any] = {"step": step}
         leaves: Leaves = {}
+        positions: dict[str, Any] = {}
         error = None
         try:
             leaves = self._leaves()
             report["digest"] = checksums.record_checksum(values.kinds_of(leaves))
-            report["positions"] = state.positions_of(leaves)
+            positions = state.positions_of(leaves)
+            coordination_of(self._strategy).tell_chief(_POSITIONS, positions)
             if self._strategy.is_chief:
                 self._files.claim()
                 self._writer.look()
                 self._refuse_older(step)
         except Exception as problem:
             error, report["error"] = problem, f"{type(problem).__name__}: {problem}"
-        return leaves, {**report, **self._known()}, error
+        return leaves, positions, report, error
 
     def _refuse_older(self, step: int) -> None:
         latest = self._writer.latest
@@ -189,7 +191,8 @@ class Checkpoint:
             self._writer.finish()
             if self._strategy.is_chief:
                 self._writer.look()
-            self._learn(self._exchange(self._known(), "wait()")[0])
+            self._exchange({}, "wait()")
+            self._learn(self._of_chief(self._known(), "wait()"))
         return self._writer.latest
 
     def _known(self) -> dict[str, Any]:
@@ -283,10 +286,17 @@ class Checkpoint:
     def _agreed_steps(self) -> list[int]:
         """Return the steps, after seeing that all workers look at the same directory."""
         steps, error = self._look()
-        reports = self._exchange({"steps": steps, "where": self._where(), "error": error}, "restore_latest()")
+        reports = self._exchange({"steps": steps, "error": error}, "restore_latest()")
         same_on_workers.require_no_error(reports, "restore_latest")
-        same_on_workers.require_shared(reports, "steps", lambda steps: f"holds the steps {steps}" if steps else "holds none")
+        self._require_same(reports, "steps", lambda steps: f"holds the steps {steps}" if steps else "holds none")
         return steps
+
+    def _require_same(self, reports: same_on_workers.Reports, field: str, describe: Callable[[Any], str]) -> None:
+        """See that all workers have found the same in the directory; where each looks is told only when they have not."""
+        if any(report[field] != reports[0][field] for report in reports):
+            wheres = self._exchange({"where": self._where()}, "restore_latest()")
+            told = [{**report, **where} for report, where in zip(reports, wheres, strict=True)]
+            same_on_workers.require_shared(told, field, describe)
 
     def _where(self) -> str:
         return f"{self._files.root} on {socket.gethostname()}"
@@ -303,7 +313,7 @@ class Checkpoint:
 
     def _read(self, step: int) -> tuple[Snapshot | None, str]:
         """Read a step on all workers; None, and all that is wrong with it, when it is damaged for any of them."""
-        report: dict[str, Any] = {"where": self._where(), "problems": [], "error": None, "id": None}
+        report: dict[str, Any] = {"problems": [], "error": None, "id": None}
         saved = None
         try:
             record, arrays = self._files.read(step)
@@ -317,7 +327,7 @@ class Checkpoint:
         same_on_workers.require_no_error(reports, "restore_latest")
         if problems := same_on_workers.by_first_worker([report["problems"] for report in reports]):
             return None, "; ".join(problems)
-        same_on_workers.require_shared(reports, "id", lambda saved: f"holds a step {step} of {saved[0]}")
+        self._require_same(reports, "id", lambda saved: f"holds a step {step} of {saved[0]}")
         return saved, ""
 
     def _restore(self, step: int, saved: Snapshot, is_partial: bool) -> None:
@@ -360,14 +370,21 @@ class Checkpoint:
         if self._is_shared:
             return
         with self._files.mark() if self._strategy.is_chief else contextlib.nullcontext() as mark:
-            mark = self._exchange({"mark": mark}, where)[0]["mark"]
+            mark = self._of_chief(mark, where)
             if mark is None:  # worker 0 cannot write there; restoring needs no more than that all see the same steps
                 return
-            reports = self._exchange({"where": self._where(), "sees": self._files.sees(mark)}, where)
-        same_on_workers.require_seen(reports)
+            reports = self._exchange({"sees": self._files.sees(mark)}, where)
+        if not all(report["sees"] for report in reports):
+            wheres = self._exchange({"where": self._where()}, where)
+            same_on_workers.require_seen([{**report, **place} for report, place in zip(reports, wheres, strict=True)])
         self._is_shared = True
 
+    def _of_chief(self, value: Any, where: str) -> Any:
+        with progress.phase(f"checkpoint.{where}", waits=True):
+            return coordination_of(self._strategy).of_chief(_CHANNEL, value)
+
     def _exchange(self, value: dict[str, Any], where: str) -> Sequence[dict[str, Any]]:
+        """Give a value that is equal on all workers while nothing is wrong to all, and return those of all."""
         with progress.phase(f"checkpoint.{where}", waits=True):
             exchange = functools.partial(coordination_of(self._strategy).exchange, _CHANNEL)
             seen = exchange([where.partition("(")[0], value, progress.history()])

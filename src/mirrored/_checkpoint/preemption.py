@@ -282,8 +282,9 @@ class _SignalWatch:
             last = self._handler._last_step if self._stopped.is_set() else self._handler._notice()
             text = json.dumps(None if last is None else int(last))
             self._coordination.put(f"{self._prefix}/last/{self._coordination.worker}", text)
-            every = [self._last_step_of(worker) for worker in range(self._coordination.num_workers)]
-            self._target = max((step + 1 for step in every if step is not None), default=-1)
+            if self._coordination.count(f"{self._prefix}/told") == self._coordination.num_workers:
+                self._coordination.put(f"{self._prefix}/all", "told")
+            self._target = max((step + 1 for step in self._last_steps() if step is not None), default=-1)
         except Exception as error:  # the service is gone, or a step is no number
             self._error = error
         self._agreed.set()
@@ -299,12 +300,13 @@ class _SignalWatch:
                 self._handler._say_signal(f" on worker {worker}")
                 return
 
-    def _last_step_of(self, worker: int) -> int | None:
+    def _last_steps(self) -> list[int | None]:
+        """Return the last step of each worker, when all have told it; none when the thread is stopped before."""
         while not self._stopped.is_set():
-            text = self._coordination.get(f"{self._prefix}/last/{worker}", SLICE_SECONDS)
-            if text is not None:
-                return decoded(text, worker, _CHANNEL)
-        return None
+            if self._coordination.get(f"{self._prefix}/all", SLICE_SECONDS) is not None:
+                texts = self._coordination.by_worker(f"{self._prefix}/last")
+                return [decoded(text, worker, _CHANNEL) for worker, text in texts.items()]
+        return []
 
 
 @functools.cache

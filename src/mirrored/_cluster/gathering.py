@@ -6,6 +6,7 @@ docs/design/clusters.md.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import logging
 import selectors
 import socket
@@ -31,6 +32,9 @@ _KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 #: What a failure is for all workers: the words of `hello` for the two errors.
 ERRORS = {"config": ClusterConfigError, "start": ClusterStartError}
 
+#: Errors for which starting again is no help.
+_TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
+
 _logger = logging.getLogger("mirrored")
 
 
@@ -45,6 +49,10 @@ def keep_alive(sock: socket.socket) -> None:
     for name, value in _KEEP_ALIVE.items():
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _kind_of(error: OSError) -> str:
+    return "config" if error.errno in _TOO_MANY_FILES else "start"
 
 
 class Clock:
@@ -174,7 +182,9 @@ class Gathering:
         except (BlockingIOError, ConnectionError):
             return
         except OSError as error:
-            raise ClusterStartError(f"worker 0 cannot take more connections: {error}") from error
+            self.failure = self.failure or (_kind_of(error), self._why_no_more(error))
+            time.sleep(0.01)  # while this is told, they come again and again
+            return
         sock.setblocking(False)
         keep_alive(sock)
         peer = _Peer(sock, join_address(*address[:2]), time.monotonic() + PATIENCE_SECONDS)
@@ -183,6 +193,15 @@ class Gathering:
         strangers = [peer for peer in self.peers if not peer.hello]
         if len(strangers) > MAX_STRANGERS:
             self._drop(strangers[0], "made room for others")
+
+    def _why_no_more(self, error: OSError) -> str:
+        text = f"worker 0 cannot take more than {len(self.peers)} of {self.cluster.num_workers - 1} connections: {error.strerror}"
+        if error.errno not in _TOO_MANY_FILES:
+            return text
+        return (
+            f"{text}. It needs an open file for each worker: raise the limit on its host, which `ulimit -Hn` shows, or start one "
+            "worker for each host instead of one for each device"
+        )
 
     def _read(self, peer: _Peer) -> None:
         if peer not in self.peers:

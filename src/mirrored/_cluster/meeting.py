@@ -6,11 +6,13 @@ the port free for jax. Messages are lines of JSON, and what comes from outside i
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import math
 import os
 import queue
+import resource
 import secrets
 import socket
 import threading
@@ -24,6 +26,9 @@ from .._text import describe
 from .gathering import ERRORS, LINGER_SECONDS, PATIENCE_SECONDS, Clock, Gathering, keep_alive, reset_on_close
 from .hello import MAX_LINE, Hello, encode, introduce, is_grpc, may_be_ours, parse_answer
 from .spec import Cluster, join_address, split_address
+
+#: Of a host that sets no limit; some programs go through all numbers up to it.
+MAX_OPEN_FILES = 1 << 20
 
 _Address = tuple[socket.AddressFamily, Any]
 
@@ -70,6 +75,7 @@ def meet(cluster: Cluster, versions: Mapping[str, str], timeout_seconds: float) 
         return Meeting()
     started = time.monotonic()
     clock = Clock(started, started + timeout_seconds)
+    allow_open_files()
     own = _own_host(cluster, clock)
     hello = introduce(cluster, versions, f"{socket.gethostname()} pid {os.getpid()}", secrets.token_hex(8))
     if not cluster.is_chief:
@@ -82,6 +88,15 @@ def meet(cluster: Cluster, versions: Mapping[str, str], timeout_seconds: float) 
         for listener in listeners:
             listener.close()
     return Meeting(addresses[0][0], join_address(*addresses[0][:2]))
+
+
+def allow_open_files() -> None:
+    """Let this process open as many files as it may: it needs one for each other worker, and the usual limit is 1,024."""
+    with contextlib.suppress(OSError, ValueError):
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+        if soft != resource.RLIM_INFINITY and soft < most:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _join(cluster: Cluster, hello: Hello, clock: Clock, own: str | None) -> str:

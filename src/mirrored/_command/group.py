@@ -248,6 +248,7 @@ class Group:
                     os.killpg(worker.process.pid, number)
                 else:  # not to what it started: a worker needs its data until it has saved
                     worker.process.send_signal(number)
+                    worker.process.send_signal(signal.SIGCONT)  # one that is stopped takes it now
 
     def _end(self, worker: Worker) -> None:
         """Kill what is left of a worker's process group, and take what is left in its pipes."""

@@ -124,9 +124,8 @@ class Strategy:
         if not self._mesh.is_alone:
             with progress.phase(f"the barrier {name!r}", waits=True):
                 in_flight.finish()
-                self._coordination.barrier(name)
-                exchange = functools.partial(self._coordination.exchange, "barrier")
-                require_same_history(exchange(progress.history()), lambda: exchange(progress.tell()))
+                histories = self._coordination.barrier(name, progress.history())
+                require_same_history(histories, lambda: self._coordination.exchange("barrier", progress.tell()))
 
     if not TYPE_CHECKING:  # so that type checkers find misspelt names
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import json
 import math
 import threading
 import time
@@ -18,6 +19,7 @@ from .._replicas.mesh import ReplicaMesh
 from .._replicas.placement import checksum
 from .._text import numbered
 from .._workers import joint_programs
+from .._workers.coordination import digest
 from .._workers.progress import progress
 from .._workers.same_program import require_same_history
 from .access import lent
@@ -28,6 +30,8 @@ from .variable import Variable, local_arrays, local_copies, spec_of
 MAX_COST = 0.01
 #: So many runs come before the first comparison, and between two at least.
 _MIN_RUNS = 20
+
+_NAME = "the comparison of the copies of variables"
 
 _watches: weakref.WeakSet[Watch] = weakref.WeakSet()
 _watches_lock = threading.Lock()  # threads may compile and run programs at the same time
@@ -67,7 +71,7 @@ def check(mesh: ReplicaMesh, variables: Sequence[Variable], every: int = 0) -> i
         every: after how many runs this worker would like to compare again.
 
     Returns:
-        the largest number that a worker gave as `every`.
+        what worker 0 gave as `every`.
 
     Raises:
         ProgramMismatchError: on every worker, when they have not taken the same number of batches, or run the same programs.
@@ -90,15 +94,30 @@ def _remember(mesh: ReplicaMesh, start: float, variables: Sequence[Variable], di
 
 
 def _compare_all(mesh: ReplicaMesh, variables: Sequence[Variable], every: int) -> int:
-    own = [[spec_of(variable).number, _checksums(variable)] for variable in variables]
-    told = _exchange(mesh, [progress.history(), own, every])
-    require_same_history([history for history, _, _ in told], lambda: _exchange(mesh, progress.tell()))
-    by_worker = [dict(sums) for _, sums, _ in told]
+    own: list[Any] = [[spec_of(variable).number, _checksums(variable)] for variable in variables]
+    told = _exchange(mesh, [progress.history(), _digest_of_one(own)])
+    require_same_history([history for history, _ in told], lambda: _exchange(mesh, progress.tell()))
+    if any(one is None or one != told[0][1] for _, one in told):
+        _find_difference(mesh, variables, own)
+    if not every or mesh.is_alone:
+        return every
+    return joint_programs.of_chief(_NAME, every)
+
+
+def _digest_of_one(sums: Sequence[Any]) -> str | None:
+    """Return a digest of the checksums of one copy of each variable; None when the copies of this worker differ."""
+    if any(len(set(copies)) > 1 for _, copies in sums):
+        return None
+    return digest(json.dumps([[number, copies[:1]] for number, copies in sums]))
+
+
+def _find_difference(mesh: ReplicaMesh, variables: Sequence[Variable], own: list[Any]) -> None:
+    """Compare the copies one by one; other workers may still have variables that are garbage here."""
+    by_worker = [dict(sums) for sums in _exchange(mesh, own)]
     for variable in variables:
         if all(spec_of(variable).number in sums for sums in by_worker):
             column = np.array([value for sums in by_worker for value in sums[spec_of(variable).number]], np.uint32)
             _compare(mesh, variable, column)
-    return max(wish for _, _, wish in told)
 
 
 def _checksums(variable: Variable) -> list[int]:
@@ -107,7 +126,7 @@ def _checksums(variable: Variable) -> list[int]:
 
 
 def _exchange(mesh: ReplicaMesh, own: Any) -> Sequence[Any]:
-    return [own] if mesh.is_alone else joint_programs.exchange("the comparison of the copies of variables", own)
+    return [own] if mesh.is_alone else joint_programs.exchange(_NAME, own)
 
 
 def _compare(mesh: ReplicaMesh, variable: Variable, column: np.ndarray) -> None:

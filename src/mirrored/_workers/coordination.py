@@ -6,6 +6,7 @@ the time of one on the devices, and works while the devices are busy or stuck. N
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 import time
@@ -21,6 +22,12 @@ SLICE_SECONDS = 0.25
 MAX_TEXT = 16 * 1024 * 1024
 _MAX_SHOWN = 200
 _ROOT = "mirrored/"
+_SAME = "same"
+
+
+def digest(text: str) -> str:
+    """Return a short text that is equal for equal texts only."""
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
 
 def decoded(text: str, worker: int, where: str) -> Any:
@@ -59,7 +66,8 @@ class Coordination:
         self._client = client
         self._channels: dict[str, Channel] = {}
         self._num_opened = 0
-        self._left_over: list[tuple[int, int, Sequence[str]]] = []
+        self._num_told: dict[str, int] = {}
+        self._left_over: list[tuple[int, int, str]] = []
         self._lock = threading.RLock()  # garbage collection can close a channel at any line, also of `clean_up`
 
     def put(self, key: str, text: str) -> None:
@@ -108,12 +116,19 @@ class Coordination:
         return found
 
     def delete(self, key: str) -> None:
-        """Remove a key."""
+        """Remove a key, and all that begin with it and a slash."""
         if self._client is not None:
             self._client.key_value_delete(_ROOT + key)
 
+    def count(self, key: str) -> int:
+        """Add one to the number under a key, of all workers together, and return it."""
+        return 1 if self._client is None else self._client.key_value_increment(_ROOT + key, 1)
+
     def exchange(self, channel: str, value: Any, timeout_seconds: float | None = None) -> Sequence[Any]:
         """Give a JSON value to all workers, and return those of all in worker order.
+
+        Two messages a worker where all values are equal, whatever the number of workers: so leave out of a value what differs by
+        worker. Where they differ, each worker reads those of all.
 
         Args:
             channel: its n-th exchange on each worker is the same one.
@@ -121,12 +136,45 @@ class Coordination:
             timeout_seconds: default: that of this object.
 
         Raises:
-            WorkerLostError: when a worker has not come after `timeout_seconds`; the message names it.
+            WorkerLostError: when a worker has not come after `timeout_seconds`.
             ProgramMismatchError: when a worker has given something else, or too much; the message names it.
         """
         if channel not in self._channels:
             self._channels[channel] = Channel(self, f"exchange/{channel}")
         return self._channels[channel].exchange(value, timeout_seconds)
+
+    def of_chief(self, name: str, value: Any) -> Any:
+        """Return worker 0's JSON value: one message a worker. Between two calls, all workers must have come to an exchange.
+
+        Args:
+            name: its n-th call on each worker is the same one.
+            value: of worker 0; what the others give is not used.
+        """
+        number = self._num_told.get(name, 0)
+        self._num_told[name] = number + 1
+        if self.worker == 0:
+            self.put(f"chief/{name}/{number}", json.dumps(value))
+            if number:
+                self.delete(f"chief/{name}/{number - 1}")
+            return value
+        while (text := self.get(f"chief/{name}/{number}", SLICE_SECONDS)) is None:
+            pass
+        return decoded(text, 0, name)
+
+    def tell_chief(self, name: str, value: Any) -> None:
+        """Give worker 0 a JSON value: one message, before an exchange after which worker 0 calls `for_chief`."""
+        self.put(f"for_chief/{name}/{self.worker}", json.dumps(value))
+
+    def for_chief(self, name: str, value: Any) -> Sequence[Any]:
+        """Return on worker 0 what each worker has told it last; on the others their own value.
+
+        Args:
+            name: what `tell_chief` was given.
+            value: of this worker.
+        """
+        if self.worker or self.num_workers == 1:
+            return [value]
+        return [decoded(text, worker, name) for worker, text in sorted(self.by_worker(f"for_chief/{name}").items())]
 
     def channel(self, name: str) -> Channel:
         """Open a channel of its own for another thread: the n-th that is opened on each worker is the same one."""
@@ -134,44 +182,55 @@ class Coordination:
         self._num_opened += 1
         return Channel(self, f"exchange/{name}:{number}", number)
 
-    def leave_over(self, thread: int, keys: Sequence[str]) -> None:
+    def leave_over(self, thread: int, prefix: str) -> None:
         """Take the last keys of a channel that is closed here: other workers may still read them.
 
         Args:
             thread: that opened the channel; what another thread does says nothing of this one on other workers.
-            keys: the last ones of this worker.
+            prefix: of its keys.
         """
         with self._lock:
-            self._left_over.append((thread, self._num_opened, keys))
+            self._left_over.append((thread, self._num_opened, prefix))
 
     def clean_up(self, thread: int, number: int) -> None:
         """Remove the keys of a thread's channels that were closed before it opened another: all workers have closed them."""
         with self._lock:
             due = [entry for entry in self._left_over if entry[0] == thread and entry[1] <= number]
             self._left_over = [entry for entry in self._left_over if entry not in due]
-        for _, _, keys in due:
-            for key in keys:
-                self.delete(key)
+        for _, _, prefix in due:
+            self.delete(prefix)
 
-    def barrier(self, name: str, timeout_seconds: float | None = None) -> None:
-        """Wait until every worker has come to a barrier of this name.
+    def barrier(self, name: str, value: Any = None) -> Sequence[Any]:
+        """Wait until every worker has come to a barrier of this name, and return the JSON values that they give with it.
 
         Raises:
             WorkerLostError: when a worker has not come in time, or came to a barrier of another name.
         """
-        names = self.exchange("barrier", name, timeout_seconds)
+        names, values = zip(*map(_pair, self.exchange("barrier", [name, value])), strict=True)
         if any(other != name for other in names):
             listed = ", ".join(f"worker {index} {str(other)[:_MAX_SHOWN]!r}" for index, other in enumerate(names))
             raise WorkerLostError(f"the workers are at different barriers: {listed}. Every worker must call the same ones.")
+        return values
+
+
+def _pair(value: Any) -> tuple[Any, Any]:
+    return tuple(value) if isinstance(value, list) and len(value) == 2 else (value, None)
 
 
 class Channel:
-    """Exchanges of values with all workers, one after the other."""
+    """Exchanges of values with all workers, one after the other.
+
+    Each worker counts itself under the digest of its value, and waits for one key. Who comes last of all under one digest sets
+    it: all are equal. Who comes first under a second one sets it to say so; then each gives its value, and reads all. After a
+    round in which values differed, the next begins with the values.
+    """
 
     def __init__(self, coordination: Coordination, prefix: str, number: int | None = None) -> None:
         self._coordination, self._prefix, self._number = coordination, prefix, number
         self._opened_by = threading.get_ident()
-        self._round = 0
+        self._round, self._are_same = 0, True
+        self._counted, self._has_given = "", False  # in this round: an exchange that was interrupted may be made again
+        self._num_passes = 0
         self._closed = threading.Event()
         self._is_waiting = False
 
@@ -181,19 +240,27 @@ class Channel:
         text = json.dumps(value)
         if this.num_workers == 1:
             return [json.loads(text)]
-        here = f"{self._prefix}/{self._round}/"
-        this.put(f"{here}{this.worker}", text[: MAX_TEXT + 1])  # of one that is too long, enough for all to see it
         seconds = this.timeout_seconds if timeout_seconds is None else timeout_seconds
         deadline = None if seconds is None else time.monotonic() + seconds
         self._is_waiting = True
-        texts = [text if worker == this.worker else self._await(here, worker, deadline) for worker in range(this.num_workers)]
+        if self._are_same and self._all_have(digest(text), deadline):
+            values = [json.loads(text)] * this.num_workers
+        else:
+            texts = self._texts(text, deadline)
+            self._are_same = len(set(texts)) == 1
+            values = [decoded(text, worker, self._name) for worker, text in enumerate(texts)]
         self._is_waiting = False
-        if self._round:  # all have begun this round, so all have read the last
-            this.delete(self._key(self._round - 1))
-        elif self._number is not None:
-            this.clean_up(self._opened_by, self._number)
-        self._round += 1
-        return [decoded(text, worker, self._name) for worker, text in enumerate(texts)]
+        return values
+
+    @property
+    def number(self) -> int:
+        """Which channel it is: the same on all workers; -1 of one that has a name."""
+        return -1 if self._number is None else self._number
+
+    def next_pass(self) -> int:
+        """Return how often this was called before: over how much data has been gone whose batches it is for."""
+        self._num_passes += 1
+        return self._num_passes - 1
 
     def describe(self) -> str:
         """Say whether another thread is in an exchange; for the guard."""
@@ -203,28 +270,67 @@ class Channel:
         """End the exchange that a thread is waiting in: it raises `ChannelClosed`."""
         if not self._closed.is_set():
             self._closed.set()
-            self._coordination.leave_over(
-                self._opened_by, [self._key(number) for number in (self._round - 1, self._round) if number >= 0]
-            )
+            self._coordination.leave_over(self._opened_by, self._prefix)
 
     @property
     def _name(self) -> str:
         return self._prefix.removeprefix("exchange/")
 
-    def _key(self, number: int) -> str:
-        return f"{self._prefix}/{number}/{self._coordination.worker}"
+    def _all_have(self, own: str, deadline: float | None) -> bool:
+        """Tell whether all workers have come with this digest; False as soon as one has come with another."""
+        this, here = self._coordination, f"{self._prefix}/{self._round}"
+        count = 0
+        if not self._counted:
+            count = this.count(f"{here}/same/{own}")
+            self._counted = own
+        if count == this.num_workers:
+            this.put(f"{here}/are", _SAME)
+            self._end_round(is_last=True)
+            return True
+        if self._counted != own or (count == 1 and len(this.list(f"{here}/same/")) > 1):
+            this.put(f"{here}/are", "different")
+        if self._await(f"{here}/are", deadline) != _SAME:
+            return False
+        self._end_round(is_last=False)
+        return True
 
-    def _await(self, here: str, worker: int, deadline: float | None) -> str:
+    def _texts(self, text: str, deadline: float | None) -> Sequence[str]:
+        """Return the texts of all workers."""
+        this, here = self._coordination, f"{self._prefix}/{self._round}"
+        count = 0
+        this.put(f"{here}/given/{this.worker}", text[: MAX_TEXT + 1])  # of one that is too long, enough for all to see it
+        if not self._has_given:
+            count = this.count(f"{here}/count")
+            self._has_given = True
+        is_last = count == this.num_workers
+        if is_last:
+            this.put(f"{here}/all", "given")
+        else:
+            self._await(f"{here}/all", deadline)
+        found = this.by_worker(f"{here}/given")
+        self._end_round(is_last)
+        return [found.get(worker, "") for worker in range(this.num_workers)]
+
+    def _end_round(self, is_last: bool) -> None:
+        """Go on to the next round; who was the last to come to this one knows that all have read the one before."""
+        if is_last and self._round:
+            self._coordination.delete(f"{self._prefix}/{self._round - 1}")
+        if self._round == 0 and self._number is not None:
+            self._coordination.clean_up(self._opened_by, self._number)
+        self._round += 1
+        self._counted, self._has_given = "", False
+
+    def _await(self, key: str, deadline: float | None) -> str:
         while True:
             if self._closed.is_set():
                 raise ChannelClosed
             left = SLICE_SECONDS if deadline is None else min(SLICE_SECONDS, deadline - time.monotonic())
-            text = self._coordination.get(f"{here}{worker}", left)
+            text = self._coordination.get(key, left)
             if text is not None:
                 return text
             if deadline is not None and time.monotonic() >= deadline:
                 raise WorkerLostError(
-                    f"worker {worker} did not come to {self._name!r}, where worker {self._coordination.worker} waits for it. "
+                    f"not all workers have come to {self._name!r}, where worker {self._coordination.worker} waits for them. "
                     "Every worker must run the same program."
                 )
 

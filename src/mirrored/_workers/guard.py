@@ -21,33 +21,37 @@ from types import TracebackType
 from typing import Any
 
 from .._errors import FAILED, INTERRUPTED, RESTART, ProgramMismatchError
-from .._text import named, numbered
+from .._text import numbered
 from .coordination import Coordination
-from .leaving import HERE, LAST_RESORT_SECONDS, Leaving
+from .leaving import LAST_RESORT_SECONDS, Leaving
 from .links import Links
 from .neighbours import Neighbours
-from .progress import NEXT_BATCH, UNKNOWN, Progress, in_main_thread
-from .same_program import decode_history, is_other_order, other_order, require_same_history
-from .stall import SETTLED_SECONDS, Others, Own, Position, judge, listed
+from .progress import UNKNOWN, Progress, in_main_thread
+from .roll import CALL, DONE, LEAVE, VERDICT, Roll, told_apart
+from .same_program import ONE_DATASET, data_ended, decode_history, other_order, require_same_history
+from .stall import SETTLED_SECONDS, Others, Own, Position, decode, judge, judge_all, listed, may_be_stuck, shorter_data
 from .verdict import Verdict, exit_code_of, last_error, tells_of_loss, tells_of_lost_service, title_of
 
 _logger = logging.getLogger("mirrored")
 
 #: How often a worker says where it is, and how long one call into the service blocks.
 ROUND_SECONDS = 0.5
-#: How long the others have to answer, and to show their own error of the same moment.
-_ANSWER_SECONDS, _GRACE_SECONDS = 0.6, 0.2
+#: Up to so many workers, worker 0 has the time for a round of all of them so often; of more it is asked less often.
+_MANY_WORKERS, _MAX_ROUND_SECONDS = 128, 4.0
+#: How long another worker has to show its own error of the same moment.
+_GRACE_SECONDS = 0.2
 _SERVICE_SILENT_TICKS = 4
 #: Who has been silent for so long is not waited for when all leave.
 _UNHEARD_SECONDS = 2.0
 _END_WARNING_SECONDS = 30.0
 _PROBE_SECONDS = 0.02
 
-_CALL, _VERDICT, _POSITION, _ENDED, _PROCESS, _TRAIL = (
-    f"guard/{name}" for name in ("call", "verdict", "position", "ended", "process", "trail")
-)
-#: What a call says: leave; leave, and tell first what you have done; all have come to the end.
-_LEAVE, _TELL, _DONE = "leave", "tell", "done"
+_POSITION, _ENDED, _ALL_ENDED = (f"guard/{name}" for name in ("position", "ended", "all_ended"))
+
+
+def seconds_of_round(num_workers: int) -> float:
+    """Return how often the guards of so many workers look."""
+    return min(ROUND_SECONDS * max(1.0, num_workers / _MANY_WORKERS), _MAX_ROUND_SECONDS)
 
 
 class Guard:
@@ -70,7 +74,7 @@ class Guard:
     ) -> None:
         self._coordination, self._progress = coordination, progress
         self._worker, self._num_workers = coordination.worker, coordination.num_workers
-        self._own, self._others = Own(progress, stall_seconds), Others()
+        self._own, self._others = Own(progress, stall_seconds), Others(2 * (seconds_of_round(self._num_workers) - ROUND_SECONDS))
         self._process = 0
         self._threads: list[threading.Thread] = []
         self._stopped, self._failing, self._has_ended = threading.Event(), threading.Event(), False
@@ -80,6 +84,8 @@ class Guard:
         self._hooks: tuple[Any, Any] = (None, None)
         self._last_error: BaseException | None = None
         self._neighbours, self._links = Neighbours(self._worker, self._num_workers), Links(coordination)
+        self._roll = Roll(coordination, self._neighbours, progress)
+        self._round_seconds = seconds_of_round(self._num_workers)
         self._leaving = Leaving(coordination, self._neighbours, self._stopped, exit)
 
     def start(self) -> None:
@@ -149,7 +155,7 @@ class Guard:
         """Leave because of an error that ends this worker's program, and tell the others, or find out who is lost."""
         title = title_of(error)
         if tells_of_loss(error):
-            self._fail(self._lost(title))
+            self._fail(self._roll.lost(title))
             return
         shown = Verdict(f"worker {self._worker} failed at step {self._progress.step} with {title}")
         whole = dataclasses.replace(shown, detail="".join(traceback.format_exception(error)))
@@ -162,81 +168,47 @@ class Guard:
         self._has_ended = True
         self._say_where(0.0)  # at once: who waits for this worker waits in vain
         self._coordination.put(f"{_ENDED}/{self._worker}", json.dumps(self._progress.history()))
-        waited, warn_at, histories = 0.0, _END_WARNING_SECONDS, []
-        for worker in range(self._num_workers):
-            while (text := self._coordination.get(f"{_ENDED}/{worker}", ROUND_SECONDS)) is None:
-                waited += ROUND_SECONDS
-                if waited >= warn_at:
-                    message = "worker %d has come to the end of its program, and has waited for worker %d for %.0f s"
-                    _logger.warning(message, self._worker, worker, waited)
-                    warn_at *= 2
-            histories.append(decode_history(text))
+        histories = [decode_history(text) for text in self._await_ends()]
         try:
-            require_same_history(histories, self._trails)
+            require_same_history(histories, self._roll.trails)
             if all(UNKNOWN not in history for history in histories):  # so all have started the same programs, and these will end
                 self._progress.finish()
         except ProgramMismatchError as error:
-            self._fail(_told_apart(str(error)), code or None)
+            self._fail(told_apart(str(error)), code or None)
         except Exception as error:  # such as an argument of the last step that differs by worker
             self._on_exception(type(error), error, error.__traceback__)
         else:
-            self._coordination.put(_CALL, _DONE)  # wakes the guards
+            self._coordination.put(CALL, DONE)  # wakes the guards
 
-    def _lost(self, title: str) -> Verdict:
-        """Call the roll after an error of a collective: who does not answer is the one that was lost."""
-        step, others = self._progress.step, set(range(self._num_workers)) - {self._worker}
-        present: dict[int, str] = {}
-        try:
-            if not self._neighbours.dead():
-                self._meet()
-                if (known := self._coordination.peek(_VERDICT)) is not None:
-                    return Verdict.decode(known)
-                self._call()
-            deadline = time.monotonic() + _ANSWER_SECONDS
-            while len(present) < len(others) and time.monotonic() < deadline:
-                if dead := self._neighbours.dead():
-                    return self._gone(dead)
-                time.sleep(0.01)
-                present = {worker: text for worker, text in self._coordination.by_worker(HERE).items() if worker in others}
-            if is_other_order(trails := self._told()):  # so collectives of different programs have met
-                return _told_apart(other_order(trails), wants_stacks=True)
-        except Exception:  # jaxlib's errors have no classes of their own
-            return Verdict(f"lost worker 0, which hosts the coordination service, at step {step}", title, (0,))
-        missing = sorted(others - present.keys())
-        who, why = "lost a connection", "all workers answered"
-        if missing:
-            who, why = f"lost {numbered(missing)}", f"{named(missing)} not answered"
-        return Verdict(f"{who} at step {step}: a collective failed on worker {self._worker}, and {why}", title, tuple(missing))
-
-    def _trails(self) -> list[str]:
-        """Call all workers to say what they have done last, before they leave."""
-        self._call()
-        self._coordination.await_workers(_TRAIL, set(range(self._num_workers)), time.monotonic() + _ANSWER_SECONDS)
-        return self._told()
-
-    def _call(self) -> None:
-        self._coordination.put(f"{_TRAIL}/{self._worker}", self._progress.tell())
-        self._coordination.put(_CALL, _TELL)
-
-    def _told(self) -> list[str]:
-        """Return what each worker has done last; empty of one that has not said it."""
-        told = self._coordination.by_worker(_TRAIL)
-        return [told.get(worker, "") for worker in range(self._num_workers)]
-
-    def _gone(self, dead: Sequence[int]) -> Verdict:
-        # When worker 0 is gone the others follow at once, so it is the one to name.
-        who = "worker 0, which hosts the coordination service," if 0 in dead else numbered(dead)
-        return Verdict(f"lost {who} at step {self._progress.step}: the process is gone", lost=tuple(dead))
+    def _await_ends(self) -> Sequence[str]:
+        """Return what all workers say at their end; worker 0 collects it."""
+        waited, warn_at = 0.0, _END_WARNING_SECONDS
+        keys = [f"{_ENDED}/{worker}" for worker in range(self._num_workers)] if self._worker == 0 else [_ALL_ENDED]
+        texts: list[str] = []
+        for key in keys:
+            while (text := self._coordination.get(key, ROUND_SECONDS)) is None:
+                waited += ROUND_SECONDS
+                if waited >= warn_at:
+                    missing = sorted(set(range(self._num_workers)) - self._coordination.by_worker(_ENDED).keys())
+                    message = "worker %d has come to the end of its program, and has waited for %s for %.0f s"
+                    _logger.warning(message, self._worker, numbered(missing), waited)
+                    warn_at *= 2
+            texts.append(text)
+        if self._worker:
+            return json.loads(texts[0])
+        self._coordination.put(_ALL_ENDED, json.dumps(texts))
+        return texts
 
     # ---- what the thread of the guard does
 
     def _watch(self) -> None:
         last = time.monotonic()
         try:
-            self._coordination.put(f"{_PROCESS}/{self._worker}", self._neighbours.introduce())
+            self._roll.introduce()
             while not self._stopped.is_set():
                 now = time.monotonic()
-                if self._round(min(now - last, 2 * ROUND_SECONDS)):  # a process that was stopped has not waited in that time
+                elapsed = min(now - last, 2 * self._round_seconds)  # a process that was stopped has not waited in that time
+                if self._round(elapsed):
                     return
                 last = now
         except Exception as error:  # jaxlib's errors have no classes of their own
@@ -245,40 +217,55 @@ class Guard:
     def _round(self, elapsed: float) -> bool:
         """Say where this worker is, look at the others where that may be needed, and listen; tell whether this was the last."""
         # A process that was paused looks first at what has come meanwhile.
-        was_late, self._was_late = self._was_late, elapsed >= 2 * ROUND_SECONDS
+        was_late, self._was_late = self._was_late, elapsed >= 2 * self._round_seconds
         self._ticks_in_service = 1
         try:
             own = self._say_where(elapsed)
         finally:
             self._ticks_in_service = 0
-        self._meet()
+        self._roll.meet()
         if self._is_left_alone():
             return True
-        is_suspicious = own.waits and (own.still >= ROUND_SECONDS or bool(self._coordination.by_worker(_ENDED)))
-        is_suspicious |= own.phase == NEXT_BATCH and own.still >= SETTLED_SECONDS
-        self._look_at_others(own, elapsed, is_suspicious or self._worker == 0)
-        if any(self._progress.contradicts(there.done, there.trail) for there in self._others.positions.values()):
-            self._fail(_told_apart(other_order(self._trails()), wants_stacks=True))
+        self._look_at_others(own, elapsed)
+        is_on_time = was_late or not self._was_late
+        if verdict := self._find_difference(own) or (self._find_stuck(own) if is_on_time else None):
+            self._fail(verdict)
             return True
-        if is_suspicious and not own.has_ended and (was_late or not self._was_late):
-            positions = {**self._others.positions, self._worker: own}
-            if text := judge(self._worker, self._own.limit, positions, self._others.silent):
-                title, _, detail = text.partition("\n")
-                # Worker 0 may be silent, but its service answers: one call that lets no other Python thread run is enough.
-                silent = tuple(
-                    worker for worker, seconds in self._others.silent.items() if worker and seconds >= _UNHEARD_SECONDS
-                )
-                self._fail(Verdict(title, detail, silent, wants_stacks=True))
-                return True
         if own.waits_in_program and own.still >= SETTLED_SECONDS and (cut := self._links.look_at_times(own.started, elapsed)):
             self._fail(cut)
             return True
-        call = self._coordination.get(_CALL, ROUND_SECONDS)
+        call = self._coordination.get(CALL, self._round_seconds)
         if call is None or self._stopped.is_set():
             return False
-        if call != _DONE:
+        if call != DONE:
             self._follow(call)
         return True
+
+    def _find_difference(self, own: Position) -> Verdict | None:
+        """Return the verdict on workers that have done different things, or whose data is of different lengths."""
+        if any(self._progress.contradicts(there.done, there.trail) for there in self._others.positions.values()):
+            return told_apart(other_order(self._roll.trails()), wants_stacks=True)
+        if ended := shorter_data({**self._others.positions, self._worker: own}):
+            return Verdict(f"{ValueError.__name__}: {data_ended(*ended)}. {ONE_DATASET}", code=FAILED)
+        return None
+
+    def _find_stuck(self, own: Position) -> Verdict | None:
+        """Return the verdict on a worker that waits in vain: this one for worker 0, and where this is worker 0, any for any."""
+        positions = {**self._others.positions, self._worker: own}
+        if self._worker == 0:
+            text = judge_all(self._own.limit, positions, self._others.silent)
+        elif not may_be_stuck(own, positions):
+            return None
+        elif text := judge(self._worker, self._own.limit, positions, self._others.silent, sees_all=False):
+            texts = self._coordination.by_worker(_POSITION)  # now those of all, to name all
+            everyone = {worker: there for worker, text in texts.items() if worker < self._num_workers and (there := decode(text))}
+            text = judge(self._worker, self._own.limit, {**everyone, **positions}, self._others.silent) or text
+        if not text:
+            return None
+        title, _, detail = text.partition("\n")
+        # Worker 0 may be silent, but its service answers: one call that lets no other Python thread run is enough.
+        silent = [worker for worker, seconds in self._others.silent.items() if worker and seconds >= _UNHEARD_SECONDS]
+        return Verdict(title, detail, tuple(silent), wants_stacks=True)
 
     def _say_where(self, elapsed: float) -> Position:
         with self._speaking:
@@ -304,20 +291,17 @@ class Guard:
             return False
         if self._failing.is_set():
             self._leaving.arm_last_resort(RESTART)
-        elif 0 not in dead and (call := self._coordination.peek(_CALL)) is not None:
+        elif 0 not in dead and (call := self._coordination.peek(CALL)) is not None:
             self._follow(call)
         else:
-            self._fail(self._gone(dead))
+            self._fail(self._roll.gone(dead))
         return True
 
-    def _meet(self) -> None:
-        if not self._neighbours.are_known:
-            self._neighbours.meet(self._coordination.by_worker(_PROCESS))
-
-    def _look_at_others(self, own: Position, elapsed: float, at_all: bool) -> None:
-        """Take the positions of all, or only of worker 0, so that of any two that differ one finds that it differs from it."""
+    def _look_at_others(self, own: Position, elapsed: float) -> None:
+        """Take the positions: worker 0 of all, the others of worker 0; so of any two that differ one differs from it."""
         before = dict(self._others.silent)
-        texts = self._coordination.by_worker(_POSITION) if at_all else {0: self._coordination.peek(f"{_POSITION}/0") or ""}
+        of_chief = f"{_POSITION}/0"
+        texts = {0: self._coordination.peek(of_chief) or ""} if self._worker else self._coordination.by_worker(_POSITION)
         self._others.look({worker: text for worker, text in texts.items() if worker < self._num_workers}, elapsed)
         for worker, seconds in self._others.silent.items():
             if worker != self._worker and before.get(worker, 0.0) < _SERVICE_SILENT_TICKS <= seconds:
@@ -345,10 +329,8 @@ class Guard:
 
     def _follow(self, call: str) -> None:
         """Answer a call, and leave with the verdict that follows."""
-        if call == _TELL:
-            self._coordination.put(f"{_TRAIL}/{self._worker}", self._progress.tell())
-        self._coordination.put(f"{HERE}/{self._worker}", "1")
-        text = self._coordination.get(_VERDICT, LAST_RESORT_SECONDS)
+        self._roll.answer(call)
+        text = self._coordination.get(VERDICT, LAST_RESORT_SECONDS)
         unknown = Verdict("a worker called the others to end, and was gone before it said why")
         verdict = unknown if text is None else Verdict.decode(text)
         # An error of the program often comes to all workers at the same step: let this one show its own.
@@ -363,7 +345,7 @@ class Guard:
             return
         if 0 not in self._neighbours.dead():
             try:
-                self._coordination.get(_CALL, _PROBE_SECONDS)
+                self._coordination.get(CALL, _PROBE_SECONDS)
             except Exception as second:  # jaxlib's errors have no classes of their own
                 if "CANCELLED" in str(second):  # somebody called jax.distributed.shutdown(): the job has no guard any more
                     self._neighbours.forget()
@@ -385,16 +367,10 @@ class Guard:
         shown = shown or verdict
         if 0 not in verdict.lost:  # else there is nobody to tell, and a call into the service would block
             with contextlib.suppress(Exception):  # the service may go in this moment
-                known = self._coordination.peek(_VERDICT)
+                known = self._coordination.peek(VERDICT)
                 if known is None:
-                    self._coordination.put(_VERDICT, verdict.encode())
-                    self._coordination.put(_CALL, _LEAVE)
+                    self._coordination.put(VERDICT, verdict.encode())
+                    self._coordination.put(CALL, LEAVE)
                 else:
                     shown = Verdict.decode(known)
         self._leave(shown, shown.code if code is None else code, is_first=True)
-
-
-def _told_apart(text: str, wants_stacks: bool = False) -> Verdict:
-    """Return the verdict on workers that have done different things, so that starting again would not help."""
-    title, _, detail = text.partition("\n")
-    return Verdict(f"{ProgramMismatchError.__name__}: {title}", detail, wants_stacks=wants_stacks, code=FAILED)

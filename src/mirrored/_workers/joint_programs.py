@@ -9,9 +9,9 @@ from typing import Any
 import jax
 
 from . import runtime
+from .coordination import digest
 from .progress import progress
 from .runtime import Runtime
-from .same_program import digest
 
 #: A compiled program: of a `jax.jit`, so it has `lower`.
 Compiled = Any
@@ -34,6 +34,12 @@ def exchange(name: str, value: Any) -> Sequence[Any]:
     """Give a JSON value to all workers, and return those of all; the guard sees that this worker waits."""
     with progress.phase(name, waits=True):
         return _required().coordination.exchange(name, value)
+
+
+def of_chief(name: str, value: Any) -> Any:
+    """Return worker 0's JSON value, after an `exchange`; the guard sees that this worker waits."""
+    with progress.phase(name, waits=True):
+        return _required().coordination.of_chief(name, value)
 
 
 def note(what: str) -> None:

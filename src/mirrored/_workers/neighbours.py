@@ -77,6 +77,11 @@ class Neighbours:
         self._handles: list[int] = []  # become readable when the process has ended
         self._woken, self._wakes = os.pipe()
 
+    @property
+    def host(self) -> str:
+        """The name of this host, as part of a key."""
+        return self._own.host.replace(" ", "-") or "unknown"
+
     def introduce(self) -> str:
         """Return what the others `meet`."""
         return self._own.encode()

@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from .trail import ProgramTrail
 
@@ -24,8 +24,26 @@ Detail: TypeAlias = str | Callable[[], str]
 NEXT_BATCH = "the next batch"
 #: What its detail says in the latter case.
 OTHERS_INPUT = "its own is ready; it waits for the other workers' input"
+#: The name, in a history, of taking a batch.
+BATCH = "a batch"
 #: Stands in a history for what another thread has done, in no order that can be compared.
 UNKNOWN = "unknown"
+
+
+class BatchPlace(NamedTuple):
+    """Which batch it is, of those that all workers read.
+
+    Attributes:
+        channel: the number of the iterator's channel.
+        of_pass: the number of the pass over the data, of this iterator.
+        count: how many batches of the pass were read with it.
+        checksum: of these batches, in order.
+    """
+
+    channel: int
+    of_pass: int
+    count: int
+    checksum: int
 
 
 class Phase:
@@ -67,6 +85,8 @@ class Progress:
         phases: what goes on between programs; the last one is the innermost.
         lock: for changes of them, because input may be read by a thread of the user's.
         batches: how many batches of all workers the main thread has taken.
+        batch: which of those that all workers read was taken last by the main thread; None before the first.
+        data_ends: after which batch, by channel, the data of an iterator ended here, while the others are asked about it.
         trail: all that must be done alike and in the same order on all workers.
         is_threaded: whether some of it was done by another thread than the main one, in an order that chance decides.
         finish: waits for the programs of several workers that are in flight, and raises what they found.
@@ -82,6 +102,8 @@ class Progress:
         self.phases: tuple[Phase, ...] = ()
         self.lock = threading.Lock()
         self.batches = 0
+        self.batch: BatchPlace | None = None
+        self.data_ends: dict[int, BatchPlace] = {}
         self.trail = ProgramTrail()
         self.is_threaded = False
         self.finish: Callable[[], None] = lambda: None
@@ -134,10 +156,17 @@ class Progress:
         except RuntimeError:  # deleted between the two questions
             return False
 
-    def took_batch(self) -> None:
-        """Note that a batch was taken; what other threads take is not in step with the programs."""
+    def took_batch(self, place: BatchPlace | None, sizes: Sequence[int]) -> None:
+        """Note that a batch was taken; what other threads take is not in step with the programs.
+
+        Args:
+            place: of those that all workers read; None of one that this worker has for itself.
+            sizes: the rows of all replicas.
+        """
         if in_main_thread():
             self.batches += 1
+            self.batch = place or self.batch
+            self.did(BATCH, repr((place, tuple(sizes))).encode())
 
     def history(self) -> list[str]:
         """Return what is the same on all workers at the same program, for `require_same_history`, or that it is not known."""

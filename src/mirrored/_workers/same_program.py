@@ -7,7 +7,6 @@ docs/design/failures.md.
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,9 +14,9 @@ from typing import Any
 from .. import _env
 from .._errors import ProgramMismatchError
 from .._text import escape, escape_lines, numbered
-from .coordination import Coordination
-from .progress import UNKNOWN, Progress, progress
-from .trail import Entry, contradict, decode, listed, parting
+from .coordination import Coordination, digest
+from .progress import BATCH, UNKNOWN, Progress, progress
+from .trail import Entry, contradict, decode, listed, parted_in, parting
 
 #: Lines shown before and after the first that differs, and characters of them.
 _LINES_BEFORE, _LINES_AFTER = 2, 5
@@ -30,6 +29,17 @@ _ADVICE = (
     "`if strategy.is_chief:` around strategy.run, batches of other shapes, other versions of the code, variables that are "
     "created or used in an order that differs, such as that of a set."
 )
+#: Follows what is wrong with batches that all workers read.
+ONE_DATASET = (
+    "Under AutoShardPolicy.DATA every worker reads the same batches and takes its rows of each; now rows would be lost and "
+    "others used twice. Give what shuffles one seed on all workers, and read the same files in the same order; or let each "
+    "worker read records of its own: auto_shard_policy='file' or 'off', or distribute_datasets_from_function."
+)
+
+
+def data_ended(worker: int, other: int) -> str:
+    """Say that the data of one worker is shorter than that of another."""
+    return f"the data of worker {worker} has ended, and worker {other} has more"
 
 
 class Agreement:
@@ -126,13 +136,17 @@ def require_same_history(histories: Sequence[Sequence[str]], trails: Callable[[]
     """
     batches, done = zip(*histories, strict=True)
     if UNKNOWN not in batches and len(set(batches)) > 1:
-        raise ProgramMismatchError(
-            f"the workers have taken different numbers of batches of their distributed datasets: {_listed(batches)}. So a step "
-            "would pair rows of different batches. Every worker must take every batch: let no `if` that differs by worker, such "
-            "as `if strategy.is_chief:`, stand around next(iterator) or a loop over a distributed dataset."
-        )
+        raise ProgramMismatchError(_other_number(_listed(batches)))
     if UNKNOWN not in done and len(set(done)) > 1:
         raise ProgramMismatchError(other_order(list(map(str, trails()))))
+
+
+def _other_number(where: str) -> str:
+    return (
+        f"the workers have taken different numbers of batches of their distributed datasets: {where}. So a step would pair rows "
+        "of different batches. Every worker must take every batch: let no `if` that differs by worker, such as `if "
+        "strategy.is_chief:`, stand around next(iterator) or a loop over a distributed dataset."
+    )
 
 
 def decode_history(text: str) -> list[str]:
@@ -151,6 +165,11 @@ def other_order(texts: Sequence[str]) -> str:
         texts: of each worker, `ProgramTrail.encode`; anything else of one that has not told it.
     """
     trails = _decoded(texts)
+    parted = parted_in(trails)
+    if parted == {BATCH}:
+        return f"the workers have read different batches, so that results are wrong {parting(trails)}. {ONE_DATASET}"
+    if BATCH in parted:
+        return _other_number(parting(trails))
     return (
         "the workers have run known programs in different orders, or with other variables, so that results are wrong "
         f"{parting(trails)}. The last things each has done: {listed(trails)}.\n{_ADVICE}\nMIRRORED_DEBUG=detail in the "
@@ -179,11 +198,6 @@ def _mismatch(what: str, names: Sequence[str], excerpts: Sequence[str]) -> str:
     for (name, excerpt), workers in groups.items():
         parts.append(f"{numbered(workers)}: {escape(name, _MAX_NAME)}\n{escape_lines(excerpt, _MAX_EXCERPT)}")
     return "\n".join([*parts, _ADVICE])
-
-
-def digest(text: str) -> str:
-    """Return a short text that is equal for equal texts only."""
-    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
 
 def _count(value: Any) -> int:

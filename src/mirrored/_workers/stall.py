@@ -22,6 +22,8 @@ STALL_STEPS = 20
 SILENT_SECONDS = 3.0
 #: For so long two workers must have waited for different things before that is called certain.
 SETTLED_SECONDS = 2.0
+#: A worker that has waited for so long may be stuck.
+_SUSPICIOUS_SECONDS = 0.5
 #: What a worker gave before it ended may take so long to reach the others.
 _ARRIVED_SECONDS = 0.4
 #: What a worker said so long ago may be over; only an end is for ever.
@@ -48,6 +50,8 @@ class Position:
         still: for how many seconds nothing of this has changed.
         done: how many things it has done that all workers do alike and in the same order; -1 where that cannot be compared.
         trail: the checksum of them.
+        batch: which of the batches that all workers read was taken last, as the first numbers of a `BatchPlace`; empty before.
+        ends: the same of the batches after which data has ended here, while the others are asked whether theirs has.
     """
 
     beat: int
@@ -61,6 +65,8 @@ class Position:
     still: float
     done: int = -1
     trail: int = 0
+    batch: list[int] = dataclasses.field(default_factory=list)
+    ends: list[list[int]] = dataclasses.field(default_factory=list)
 
     @property
     def waits_in_phase(self) -> bool:
@@ -107,8 +113,14 @@ def decode(text: str) -> Position | None:
         position = Position(**json.loads(text))
     except (ValueError, TypeError, RecursionError):
         return None
-    types = (int, int, str, str, str, bool, bool, bool, (int, float), int, int)
-    return position if all(map(isinstance, dataclasses.astuple(position), types)) else None
+    types = (int, int, str, str, str, bool, bool, bool, (int, float), int, int, list, list)
+    fields = [getattr(position, field.name) for field in dataclasses.fields(position)]
+    is_one = all(map(isinstance, fields, types)) and all(map(_is_place, [position.batch, *position.ends]))
+    return position if is_one else None
+
+
+def _is_place(value: object) -> bool:
+    return isinstance(value, list) and len(value) in (0, 3) and all(type(number) is int for number in value)
 
 
 class Own:
@@ -138,7 +150,19 @@ class Own:
         is_patient = any(phase.is_patient for phase in phases)
         done, trail = progress.trail_so_far()
         return Position(
-            self._beat, started, progress.program, phase, detail, waits, is_patient, has_ended, self._still, done, trail
+            beat=self._beat,
+            started=started,
+            program=progress.program,
+            phase=phase,
+            detail=detail,
+            waits=waits,
+            is_patient=is_patient,
+            has_ended=has_ended,
+            still=self._still,
+            done=done,
+            trail=trail,
+            batch=list((progress.batch or ())[:3]),
+            ends=[list(place[:3]) for place in list(progress.data_ends.values())],
         )
 
     @property
@@ -150,11 +174,16 @@ class Own:
 
 
 class Others:
-    """The positions of all workers, and for how long each has been silent."""
+    """The positions of all workers, and for how long each has been silent.
 
-    def __init__(self) -> None:
+    Args:
+        pause: for so many seconds nobody is expected to speak again.
+    """
+
+    def __init__(self, pause: float = 0.0) -> None:
         self.positions: dict[int, Position] = {}
         self.silent: dict[int, float] = {}
+        self._pause, self._unheard = pause, dict[int, float]()
 
     def look(self, texts: Mapping[int, str], elapsed: float) -> None:
         """Take the positions as of `elapsed` seconds after the last look."""
@@ -163,11 +192,53 @@ class Others:
             if position is None:
                 continue
             is_new = before is None or position.beat != before.beat
-            self.silent[worker] = 0.0 if is_new else self.silent[worker] + elapsed
+            self._unheard[worker] = 0.0 if is_new else self._unheard[worker] + elapsed
+            self.silent[worker] = max(0.0, self._unheard[worker] - self._pause)
             self.positions[worker] = position
 
 
-def judge(own: int, limit: float, positions: Mapping[int, Position], silent: Mapping[int, float]) -> str | None:
+def shorter_data(positions: Mapping[int, Position]) -> tuple[int, int] | None:
+    """Return a worker whose data has ended, and one that has taken a later batch of the same pass; true, however old it is."""
+    for worker, there in positions.items():
+        for channel, of_pass, count in there.ends:
+            for other, position in positions.items():
+                if position.batch[:2] == [channel, of_pass] and position.batch[2] > count:
+                    return worker, other
+    return None
+
+
+def may_be_stuck(position: Position, positions: Mapping[int, Position]) -> bool:
+    """Tell whether a worker has waited for so long, or while another has ended, that `judge` should be asked."""
+    if position.phase == NEXT_BATCH and position.still >= SETTLED_SECONDS:
+        return True
+    return position.waits and (position.still >= _SUSPICIOUS_SECONDS or any(there.has_ended for there in positions.values()))
+
+
+def judge_all(limit: float, positions: Mapping[int, Position], silent: Mapping[int, float]) -> str | None:
+    """Say why one of the workers that wait will wait for ever, or has waited too long; None while there is hope.
+
+    Workers that wait in the same place are one question, of the one that has waited there for the longest time.
+
+    Args:
+        limit: for how many seconds one may.
+        positions: of all workers, as far as they have spoken.
+        silent: for how many seconds each has not spoken.
+    """
+    places: dict[object, int] = {}
+    for worker, position in sorted(positions.items()):
+        is_heard = silent.get(worker, 0.0) < _OLD_SECONDS
+        if is_heard and not position.has_ended and may_be_stuck(position, positions):
+            place = (position.started, position.phase, position.detail, position.waits)
+            longest = places.setdefault(place, worker)
+            if position.still > positions[longest].still:
+                places[place] = worker
+    reasons = (judge(worker, limit, positions, silent) for worker in sorted(places.values()))
+    return next(filter(None, reasons), None)
+
+
+def judge(
+    own: int, limit: float, positions: Mapping[int, Position], silent: Mapping[int, float], sees_all: bool = True
+) -> str | None:
     """Say why a worker that waits will wait for ever, or has waited too long; None while there is hope.
 
     Args:
@@ -175,6 +246,7 @@ def judge(own: int, limit: float, positions: Mapping[int, Position], silent: Map
         limit: for how many seconds it may.
         positions: of all workers, as far as they have spoken.
         silent: for how many seconds each has not spoken.
+        sees_all: whether `positions` are those of all workers that matter; else nothing is said of nobody.
     """
     here = positions[own]
     others = {worker: position for worker, position in sorted(positions.items()) if worker != own}
@@ -189,17 +261,17 @@ def judge(own: int, limit: float, positions: Mapping[int, Position], silent: Map
         return None
     quiet = [worker for worker in others if silent.get(worker, 0.0) >= SILENT_SECONDS]
     if here.phase == NEXT_BATCH:
-        late = [worker for worker, there in others.items() if there.phase != NEXT_BATCH or there.detail != OTHERS_INPUT]
+        late = [worker for worker, there in others.items() if _has_no_batch(here, there)]
         late = sorted({*late, *quiet, *([] if here.detail == OTHERS_INPUT else [own])})
         others = {**others, own: here}
     else:
         late = [worker for worker, there in others.items() if _is_late(here, there) or worker in quiet]
-    if any(others[worker].is_patient and worker not in quiet for worker in late):
+    if not (late or sees_all) or any(others[worker].is_patient and worker not in quiet for worker in late):
         return None
     is_between = here.waits_in_phase or here.phase == NEXT_BATCH
     place = escape(here.phase if is_between else f"step {here.started} (program {here.program!r})", _MAX_WORD)
     who = f"{named(late)} not entered {place}" if late else f"no worker has finished {place}"
-    if late and all(others[worker].phase == here.phase == NEXT_BATCH for worker in late):
+    if late and all(others[worker].phase == NEXT_BATCH for worker in late):
         who = f"the input of {numbered(late)} has given no batch"
     return f"{who} for {here.still:.0f} s, which is the limit. {_LONGER}\n{listed(positions, silent)}"
 
@@ -235,6 +307,12 @@ def _cannot_meet(here: Position, there: Position) -> str | None:
         "They wait for each other. Every worker must run the same programs and barriers, and take the same batches, in the same "
         "order: let no `if` that differs by worker, such as `if strategy.is_chief:`, stand around them."
     )
+
+
+def _has_no_batch(here: Position, there: Position) -> bool:
+    if there.waits_in_program and there.started > here.started:  # with the batch that this one wants
+        return False
+    return there.phase != NEXT_BATCH or there.detail != OTHERS_INPUT
 
 
 def _is_late(here: Position, there: Position) -> bool:

@@ -92,7 +92,7 @@ def parting(trails: Mapping[int, Sequence[Entry]]) -> str:
         trails: of some workers, the last entries of each, in order.
     """
     rows = _rows(trails)
-    found = next(iter([row for row in rows if _contradicts(row)] or [row for row in rows if None in row.values()]), None)
+    found = _first_other(rows)
     if found is None:
         return "at a step that is not known any more"
     number, step = min((entry.number, 1 + entry.step) for entry in found.values() if entry)
@@ -100,6 +100,16 @@ def parting(trails: Mapping[int, Sequence[Entry]]) -> str:
         return f"before step {step}"
     after = next((row for row in rows if any(entry and entry.number == number + 1 for entry in row.values())), {})
     return f"since step {step} ({_sides(found, after)})"
+
+
+def parted_in(trails: Mapping[int, Sequence[Entry]]) -> set[str]:
+    """Return the names of the first things in which workers have parted; empty when that is not known any more."""
+    found = _first_other(_rows(trails)) or {}
+    return {entry.what if entry else "" for entry in found.values()}
+
+
+def _first_other(rows: Sequence[Mapping[int, Entry | None]]) -> Mapping[int, Entry | None] | None:
+    return next(iter([row for row in rows if _contradicts(row)] or [row for row in rows if None in row.values()]), None)
 
 
 def _rows(trails: Mapping[int, Sequence[Entry]]) -> list[dict[int, Entry | None]]:
@@ -123,7 +133,7 @@ def _sides(found: Mapping[int, Entry | None], after: Mapping[int, Entry | None])
     for workers in groups.values():
         entry, then = found[workers[0]], after.get(workers[0])
         what = escape(entry.what, _MAX_NAME) if entry else "nothing more"
-        other = ", another program of this name" if what in seen else ""
+        other = ", another of this name" if what in seen else ""
         sides.append(f"{numbered(workers)}: {what}{other}" + (f", then {escape(then.what, _MAX_NAME)}" if then else ""))
         seen.add(what)
     return "; ".join(sides)

@@ -31,7 +31,10 @@ from ._sources.position import Position, Source
 #: Of the states that `get_state` returns.
 _VERSION = 1
 
-Batches = Generator[tuple[PyTree, Position, dict[str, Any]], None, None]
+#: Of how many steps workers with batches of their own tell each other at once, when batches are read ahead at all.
+_LOOKAHEAD = 4
+
+Batches = Generator[tuple[PyTree, Step], None, None]
 
 
 class DistributedIterator:
@@ -98,7 +101,8 @@ class DistributedIterator:
             raise StopIteration
         start = time.perf_counter()
         try:
-            batch, self._position, self._extra = self._next()
+            batch, step = self._next()
+            self._position, self._extra = step.position, step.extra
         except BaseException as error:
             if not isinstance(error, KeyboardInterrupt):  # which interrupts the waiting, not the pipeline
                 self.close()
@@ -109,14 +113,14 @@ class DistributedIterator:
             waited.input += time.perf_counter() - start
         return batch
 
-    def _next(self) -> tuple[PyTree, Position, dict[str, Any]]:
+    def _next(self) -> tuple[PyTree, Step]:
         batches = self._started()
         if self._channel is None:
             return next(batches)
         with progress.phase(NEXT_BATCH, self._channel.describe if in_main_thread() else "in a thread of the program"):
-            batch = next(batches)
-        progress.took_batch()
-        return batch
+            batch, step = next(batches)
+        progress.took_batch(step.place, step.sizes)
+        return batch, step
 
     def get_state(self) -> dict[str, Any]:
         """Return the position after the last batch that this iterator gave, as a dict of JSON values.
@@ -204,9 +208,9 @@ class DistributedIterator:
 
     def _started(self) -> Ahead[Any] | Batches:
         if self._batches is None:
-            source, worker = self._open(), self._layout.worker.for_iterator()
+            source, worker = self._open(), self._layout.worker.for_iterator(is_noted=in_main_thread())
             self._channel = worker.channel
-            layout = dataclasses.replace(self._layout, worker=worker)
+            layout = dataclasses.replace(self._layout, worker=worker, lookahead=_LOOKAHEAD if self._prefetch else 1)
             self._passes = Passes(self._later, source, layout, self._extra, self._is_resumed)
             batches = _batches(self._passes.steps(), self._mesh, layout, self._elements)
             self._batches = Ahead(batches, self._passes.close, self._prefetch, worker.close) if self._prefetch else batches
@@ -251,13 +255,13 @@ def num_workers_of(iterator: DistributedIterator) -> int:
 
 
 def _batches(steps: Steps, mesh: ReplicaMesh, layout: LocalReplicas, elements: Elements) -> Batches:
-    """Yield the steps as PerReplica values, with the position after each."""
+    """Yield the rows of the steps as PerReplica values, with all else of each step."""
     last = elements.last_batch(layout)
     for step in steps:
         elements.note(step.stacked)
         is_before = last is not None and sum(step.sizes) == last.rows_before  # a function of `map` may change them
         coming = tuple(split_sizes(last.num_rows, layout.num_replicas)) if last is not None and is_before else None
-        yield to_devices(step, mesh, layout, coming), step.position, step.extra
+        yield to_devices(step, mesh, layout, coming), dataclasses.replace(step, stacked=None)
 
 
 def to_devices(step: Step, mesh: ReplicaMesh, layout: LocalReplicas, last_sizes: tuple[int, ...] | None = None) -> PyTree:

@@ -1,4 +1,4 @@
-"""Which of the workers that read the input together this is, and how they agree on each step."""
+"""Which of the workers that read the input together this is, and how they agree on their steps."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import numpy as np
 from ..._text import escape
 from ..._typing import PyTree
 from ..._workers.coordination import Channel, Coordination
+from ..._workers.progress import BatchPlace, progress
+from ..._workers.same_program import ONE_DATASET, data_ended
 
 #: Gives a JSON value to all workers and returns those of all, in worker order; every worker must call it.
 Exchange: TypeAlias = Callable[[Any], Sequence[Any]]
@@ -37,6 +39,8 @@ class InputWorker:
         close: ends an exchange that another thread is waiting in.
         coordination: how an iterator gets an exchange of its own.
         channel: that exchange.
+        is_noted: whether what the workers have done (`Progress.took_batch`) says which batches they have read, so that
+            an exchange for each is not needed where all read the same.
     """
 
     index: int = 0
@@ -45,13 +49,27 @@ class InputWorker:
     close: Callable[[], None] = lambda: None
     coordination: Coordination | None = None
     channel: Channel | None = None
+    is_noted: bool = False
 
-    def for_iterator(self) -> InputWorker:
+    def for_iterator(self, *, is_noted: bool) -> InputWorker:
         """Return this worker with an exchange of its own, for one iterator and its thread."""
         if self.coordination is None or self.count == 1:
             return self
         channel = self.coordination.channel("input")
-        return dataclasses.replace(self, exchange=channel.exchange, close=channel.close, channel=channel)
+        return dataclasses.replace(self, exchange=channel.exchange, close=channel.close, channel=channel, is_noted=is_noted)
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnStep:
+    """What this worker has for a step.
+
+    Attributes:
+        sizes: rows by replica of this worker; empty when it has no more rows.
+        like: arrays of the batch without rows.
+    """
+
+    sizes: Sequence[int]
+    like: PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,77 +87,124 @@ class CommonStep:
     num_ended: int
 
 
-def agree(worker: InputWorker, sizes: Sequence[int], like: PyTree, num_replicas: int) -> CommonStep:
-    """Tell the other workers how many rows this one's replicas have, and learn the same of them.
+def agree(worker: InputWorker, own: Sequence[OwnStep], has_ended: bool, like: PyTree, num_replicas: int) -> list[CommonStep]:
+    """Tell the other workers what this one has for the next steps, and return what all know of as many as can be taken.
 
     Args:
         worker: this worker.
-        sizes: rows by replica of this worker; empty when it has no more rows.
-        like: arrays of one of its batches without rows; None when it has not had one.
+        own: the next steps; those for which no common step is returned are told again.
+        has_ended: whether there are no more.
+        like: arrays of an earlier batch without rows; None when there was none.
         num_replicas: of all workers.
+
+    Returns:
+        the steps; none when the data of all workers has ended.
 
     Raises:
         ValueError: when the workers' batches have different structures, dtypes or shapes of rows.
     """
-    num_local = num_replicas // worker.count
     if worker.count == 1:
-        return CommonStep(tuple(sizes) or (0,) * num_local, like, int(not sizes))
-    message = {"sizes": list(sizes), "rows": _encode(like) if sizes else None}
-    messages = worker.exchange(message)
-    with_rows = {index: m["rows"] for index, m in enumerate(messages) if m["sizes"]}
+        return [CommonStep(tuple(step.sizes), step.like, 0) for step in own]
+    messages = worker.exchange({"steps": [[list(step.sizes), _encode(step.like)] for step in own], "ended": has_ended})
+    counts = [len(message["steps"]) for message in messages if not message["ended"]]
+    count = min(counts) if counts else max(len(message["steps"]) for message in messages)
+    num_local, steps = num_replicas // worker.count, []
+    for number in range(count):
+        every = [message["steps"][number] if number < len(message["steps"]) else None for message in messages]
+        like = own[number].like if number < len(own) else like
+        steps.append(_common_step(every, like, num_local))
+        like = steps[-1].like
+    return steps
+
+
+def _common_step(every: Sequence[Any], like: PyTree, num_local: int) -> CommonStep:
+    """Return the step of which each worker has told the sizes and the kind of its rows, or None."""
+    with_rows = {index: told[1] for index, told in enumerate(every) if told is not None}
+    first = next(iter(with_rows))
     for index, rows in with_rows.items():
-        first = next(iter(with_rows))
-        if rows != with_rows[first]:
+        if rows is not with_rows[first] and rows != with_rows[first]:  # of equal values, there is one for all
             raise ValueError(
                 f"the workers yielded batches that do not fit together: worker {first} {_show(with_rows[first])}, worker {index} "
                 f"{_show(rows)}. Structure, dtypes and shapes must be the same apart from the number of rows."
             )
-    if with_rows and not sizes:
-        like = _decode(next(iter(with_rows.values())), like)
-    every = tuple(size for m in messages for size in (m["sizes"] or (0,) * num_local))
-    return CommonStep(every, like, len(messages) - len(with_rows))
+    sizes = tuple(size for told in every for size in (told[0] if told else (0,) * num_local))
+    return CommonStep(sizes, _decode(with_rows[first], like), len(every) - len(with_rows))
 
 
-def agree_on_batch(worker: InputWorker, batch: PyTree | None, num_rows: int) -> bool:
-    """Compare a global batch, which every worker has read by itself, with those of the others; return whether there is one.
+class SameBatches:
+    """The comparison of the global batches of one pass, which every worker reads by itself, with those of the others.
 
-    Args:
-        worker: this worker.
-        batch: its next batch; None at the end of its data.
-        num_rows: of the batch.
+    In messages only the first and the end, where each batch is noted in what the workers have done.
 
-    Raises:
-        ValueError: when the batches differ, so that rows would be lost and others used twice, or not all workers have one.
+    Attributes:
+        place: the number of the pass among those of the iterator, how many batches of it were read, and a checksum of them.
     """
-    if worker.count == 1:
+
+    def __init__(self, worker: InputWorker) -> None:
+        self._worker = worker
+        self._pass = 0 if worker.channel is None else worker.channel.next_pass()
+        self._num_batches = self._checksum = 0
+
+    @property
+    def place(self) -> BatchPlace:
+        return BatchPlace(self._number, self._pass, self._num_batches, self._checksum)
+
+    @property
+    def _number(self) -> int:
+        return -1 if self._worker.channel is None else self._worker.channel.number
+
+    def are_there(self, batch: PyTree | None, num_rows: int) -> bool:
+        """Return whether there is a next batch, after comparing it where that is needed.
+
+        Args:
+            batch: of this worker; None at the end of its data.
+            num_rows: of the batch.
+
+        Raises:
+            ValueError: when the batches differ, so that rows would be lost and others used twice, or not all workers have one.
+        """
+        if self._worker.count == 1:
+            return batch is not None
+        self._num_batches += batch is not None
+        self._checksum = _checksum(batch, self._checksum)
+        if batch is None:
+            progress.data_ends[self._number] = self.place
+        if batch is None or not self._worker.is_noted or self._num_batches == 1:
+            self._compare(batch is None, num_rows, _kinds(batch))
+        progress.data_ends.pop(self._number, None)
         return batch is not None
-    own = None if batch is None else [num_rows, _digest(batch)]
-    every = worker.exchange(own)
-    for index, other in enumerate(every):
-        if other == every[0]:
-            continue
-        if other is None or every[0] is None:
-            ended, going = (index, 0) if other is None else (0, index)
-            what = f"the data of worker {ended} has ended, and worker {going} has more"
-        elif other[0] != every[0][0]:
-            what = f"the next batch of worker 0 has {every[0][0]} rows, and that of worker {index} {other[0]}"
-        else:
-            what = f"the next batches of worker 0 and worker {index} hold different records"
-        raise ValueError(
-            f"{what}. Under AutoShardPolicy.DATA every worker reads the same batches and takes its rows of each; now rows "
-            "would be lost and others used twice. Give what shuffles one seed on all workers, and read the same files in the "
-            "same order; or let each worker read records of its own: auto_shard_policy='file' or 'off', or "
-            "distribute_datasets_from_function."
-        )
-    return own is not None
+
+    def _compare(self, has_ended: bool, num_rows: int, kinds: str) -> None:
+        every = self._worker.exchange([has_ended, self._num_batches, num_rows, kinds, self._checksum])
+        for index, other in enumerate(every):
+            if other != every[0]:
+                raise ValueError(f"{_difference(every[0], other, index)}. {ONE_DATASET}")
 
 
-def _digest(batch: PyTree) -> int:
-    """Return a checksum of all bytes: to compute it takes a tenth of the time that a copy of the batch takes."""
-    digest = 0
+def _difference(first: Sequence[Any], other: Sequence[Any], worker: int) -> str:
+    """Say how what another worker has read differs from what worker 0 has."""
+    if first[:2] != other[:2]:
+        is_shorter = (other[1], not other[0]) < (first[1], not first[0])
+        return data_ended(*((worker, 0) if is_shorter else (0, worker)))
+    if first[2] != other[2]:
+        return f"the next batch of worker 0 has {first[2]} rows, and that of worker {worker} {other[2]}"
+    if first[3] != other[3]:
+        kinds = f"{escape(first[3], _MAX_SHOWN)} and that of worker {worker} {escape(str(other[3]), _MAX_SHOWN)}"
+        return f"the rows of the next batch of worker 0 are {kinds}"
+    what = "the next batches" if not first[0] else "the batches, since the first,"
+    return f"{what} of worker 0 and worker {worker} hold different records"
+
+
+def _checksum(batch: PyTree, checksum: int) -> int:
+    """Go on with a checksum of all bytes: to compute it takes a tenth of the time that a copy of the batch takes."""
     for leaf in jax.tree.leaves(batch):
-        digest = zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8), digest)
-    return digest
+        checksum = zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8), checksum)
+    return checksum
+
+
+def _kinds(batch: PyTree) -> str:
+    """Return the dtypes and shapes of the rows of a batch, in short."""
+    return ", ".join(f"{leaf.dtype}{list(leaf.shape[1:])}" for leaf in jax.tree.leaves(batch))[:_MAX_SHOWN]
 
 
 def _encode(tree: PyTree) -> dict[str, Any]:

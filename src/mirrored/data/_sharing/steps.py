@@ -11,8 +11,9 @@ from typing import Any
 import jax
 
 from ..._typing import PyTree
+from ..._workers.progress import BatchPlace
 from .._sources.position import Position, Source
-from .agree import InputWorker, agree, agree_on_batch
+from .agree import InputWorker, OwnStep, SameBatches, agree
 from .rows import copied, count_rows, join_rows, require_same_rows, reshape_rows, split_rows, split_sizes, stack_rows, to_numpy
 
 
@@ -25,12 +26,14 @@ class Step:
         sizes: the true number of rows of each of the R replicas.
         position: of the source after this step.
         extra: what else is needed to go on from there.
+        place: which batch it is of those that all workers read; None where each worker has batches of its own.
     """
 
     stacked: PyTree
     sizes: tuple[int, ...]
     position: Position
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+    place: BatchPlace | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,12 +45,15 @@ class LocalReplicas:
         worker: this worker.
         drop_remainder: leave rows out rather than give replicas different numbers.
         on_drop: is told how many of how many rows of a batch were left out.
+        lookahead: of how many steps the workers tell each other at once, where each has batches of its own; so many more batches
+            are held.
     """
 
     num_replicas: int
     worker: InputWorker
     drop_remainder: bool = False
     on_drop: Callable[[int, int], None] = lambda dropped, num_rows: None
+    lookahead: int = 1
 
     @property
     def num_local(self) -> int:
@@ -76,10 +82,11 @@ _END = object()
 def rows_of_every_batch(source: Source, layout: LocalReplicas, extra: dict[str, int]) -> Steps:
     """Take this worker's rows of each global batch, which all workers read."""
     first = layout.worker.index * layout.num_local
+    same = SameBatches(layout.worker)
     for batch in itertools.chain(source, [_END]):
         arrays = None if batch is _END else to_numpy(batch)
         num_rows = 0 if batch is _END else count_rows(arrays)
-        if not agree_on_batch(layout.worker, arrays, num_rows):
+        if not same.are_there(arrays, num_rows):
             return
         kept = num_rows - num_rows % layout.num_replicas if layout.drop_remainder else num_rows
         if kept < num_rows:
@@ -92,7 +99,7 @@ def rows_of_every_batch(source: Source, layout: LocalReplicas, extra: dict[str, 
             stacked = reshape_rows(arrays, start, layout.num_local, sizes[0])
         else:
             stacked = stack_rows(split_rows(arrays, layout.mine(sizes), start), sizes[0])
-        yield Step(stacked, tuple(sizes), source.position())
+        yield Step(stacked, tuple(sizes), source.position(), place=same.place)
 
 
 def own_batches(source: Source, layout: LocalReplicas, extra: dict[str, int]) -> Steps:
@@ -100,7 +107,7 @@ def own_batches(source: Source, layout: LocalReplicas, extra: dict[str, int]) ->
 
     def taken() -> Iterator[_Parts]:
         for batch in source:
-            arrays = to_numpy(batch)
+            arrays = to_numpy(batch) if source.is_owned or layout.lookahead == 1 else copied(to_numpy(batch))
             sizes = split_sizes(count_rows(arrays), layout.num_local)
             if sizes[0]:
                 yield _Parts(split_rows(arrays, sizes), source.position())
@@ -145,27 +152,74 @@ def rows_of_own_files(source: Source, layout: LocalReplicas, extra: dict[str, in
 def _in_step(taken: Iterator[_Parts], source: Source, layout: LocalReplicas) -> Steps:
     """Take as many steps as the worker with the most rows; the others have replicas without rows meanwhile."""
     worker, like, last = layout.worker, None, _Parts([], source.position())
+    ahead, count = _ReadAhead(taken), 1  # the first batch is not kept waiting for others
     while True:
-        mine = next(taken, None)
-        last = mine or dataclasses.replace(last, parts=[])
-        sizes = [count_rows(part) for part in last.parts]
-        sizes += [0] * (layout.num_local - len(sizes) if sizes else 0)
-        like = jax.tree.map(lambda leaf: leaf[:0], last.parts[0]) if sizes else like
-        agreed = agree(worker, sizes, like, layout.num_replicas)
-        if agreed.num_ended == worker.count:
+        ahead.read(count)
+        own = [_own_step(parts, layout.num_local) for parts in ahead.parts]
+        steps = agree(worker, own, ahead.has_ended, like, layout.num_replicas)
+        if not steps:
             return
-        every, like, parts = agreed.sizes, agreed.like, last.parts
-        if layout.drop_remainder:
-            smallest = min(every)
-            if smallest * layout.num_replicas < sum(every):
-                layout.on_drop(sum(every) - smallest * layout.num_replicas, sum(every))
-            if agreed.num_ended:
-                return  # nothing that it has left could be given to all
-            parts = [jax.tree.map(lambda leaf: leaf[:smallest], part) for part in parts]  # noqa: B023
-            every = (smallest,) * layout.num_replicas
-        if any(every):
-            parts = parts + [like] * (layout.num_local - len(parts))
-            yield Step(stack_rows(parts, max(every)), every, last.position, last.extra)
+        count = min(2 * count, layout.lookahead)
+        for agreed in steps:
+            last = ahead.take() or dataclasses.replace(last, parts=[])
+            like, every, parts = agreed.like, agreed.sizes, last.parts
+            if layout.drop_remainder:
+                smallest = min(every)
+                if smallest * layout.num_replicas < sum(every):
+                    layout.on_drop(sum(every) - smallest * layout.num_replicas, sum(every))
+                if agreed.num_ended:
+                    return  # nothing that it has left could be given to all
+                parts = [jax.tree.map(lambda leaf: leaf[:smallest], part) for part in parts]  # noqa: B023
+                every = (smallest,) * layout.num_replicas
+            if any(every):
+                parts = parts + [like] * (layout.num_local - len(parts))
+                yield Step(stack_rows(parts, max(every)), every, last.position, last.extra)
+            ahead.read_one(count)
+
+
+def _own_step(parts: _Parts, num_local: int) -> OwnStep:
+    sizes = [count_rows(part) for part in parts.parts]
+    return OwnStep(sizes + [0] * (num_local - len(sizes)), jax.tree.map(lambda leaf: leaf[:0], parts.parts[0]))
+
+
+class _ReadAhead:
+    """The next parts of this worker, so that it can say of several steps at once what it has.
+
+    Attributes:
+        parts: those that were read and not taken yet.
+        has_ended: whether there are no more.
+    """
+
+    def __init__(self, taken: Iterator[_Parts]) -> None:
+        self._taken = taken
+        self.parts: collections.deque[_Parts] = collections.deque()
+        self.has_ended = False
+        self._failure: Exception | None = None
+
+    def read(self, count: int) -> None:
+        """Read until there are so many.
+
+        Raises:
+            Exception: of the pipeline, when the parts before it have been taken.
+        """
+        while len(self.parts) < count and not self.has_ended and self._failure is None:
+            try:
+                self.parts.append(next(self._taken))
+            except StopIteration:
+                self.has_ended = True
+            except Exception as error:
+                self._failure = error
+        if self._failure is not None and not self.parts:
+            raise self._failure
+
+    def read_one(self, count: int) -> None:
+        """Read one more, while another step is used, unless there are so many."""
+        if self.parts:
+            self.read(min(count, len(self.parts) + 1))
+
+    def take(self) -> _Parts | None:
+        """Return the next; None at the end."""
+        return self.parts.popleft() if self.parts else None
 
 
 class _Held:
