@@ -303,8 +303,6 @@ MUTANTS = [
     ("_program/cache.py", "is_many = count > MAX_SILENT_RECOMPILATIONS", "is_many = count > MAX_SILENT_RECOMPILATIONS + 1",
      REPLICATE + "a_few_programs_of_one_function_are_silent"),
     # -- how long programs are kept
-    ("_program/cache.py", "itertools.chain(call.objects(), variables, also)", "itertools.chain(call.objects(), also)",
-     CACHE + "a_model_that_is_dropped_takes_its_programs_with_it[method]"),
     ("_program/cache.py", "<= 2 for pin", "<= 1 for pin",
      CACHE + "a_model_that_is_dropped_takes_its_programs_with_it[in_a_dict]"),
     ("_program/cache.py", "self._pinned.append(pin)", "pass",

@@ -91,6 +91,17 @@ def test_an_integer_that_jax_would_wrap_around_is_refused_by_name(strategy2: mr.
         assert strategy2.run(lambda n: n + 1, args=(2**40,)) == 2**40 + 1
 
 
+def test_numbers_that_are_equal_are_not_taken_for_each_other(strategy2: mr.Strategy) -> None:
+    step = lambda n: 1 / (n * jnp.ones(()))  # noqa: E731
+    for number in (0.0, -0.0, 0, 0.0, 1, 1.0, True, 1j, 2.5, 1):
+        for _ in range(3):
+            found, expected = strategy2.run(step, args=(number,)), jax.jit(step)(number)
+            np.testing.assert_array_equal(found, expected)
+            assert found.dtype == expected.dtype
+    with jax.enable_x64(True):
+        assert strategy2.run(lambda n: n * 1, args=(2.5,)).dtype == np.float64
+
+
 class TrainState(NamedTuple):
     step: Any
     w: Any

@@ -14,6 +14,7 @@ import numpy as np
 from .._errors import StrategyMismatchError
 from .._jax import callbacks, jaxprs, user_code
 from .._jax.primitives import LOOPS
+from .._jax.tracing import is_wide
 from .._replicas import in_flight, placement
 from .._replicas.collectives import ReplicaAxis
 from .._replicas.context import ReplicaContext
@@ -180,8 +181,16 @@ def is_placed(mesh: ReplicaMesh, array: Any) -> bool:
     return array.sharding is mesh.stacked or array.sharding is mesh.mirrored or array.sharding in (mesh.stacked, mesh.mirrored)
 
 
+@functools.lru_cache(maxsize=64)
+def _mirrored_number(everywhere: Any, kind: type, text: str, is_wide: bool) -> jax.Array:
+    """Bring a number to the replicas; most, such as a learning rate, are the same in the next step."""
+    return jax.device_put(kind(text), everywhere)
+
+
 def place_quickly(mesh: ReplicaMesh, arrays: list[Any], leaves: Callable[[], Sequence[ArrayLeaf]]) -> list[Any] | None:
     """Bring what is on the host or on JAX's default device to the replicas; None when there is more to see to."""
+    if mesh.is_alone:
+        arrays = [_mirrored_number(mesh.mirrored, type(a), repr(a), is_wide()) if type(a) in NUMBERS else a for a in arrays]
     elsewhere = [position for position, array in enumerate(arrays) if not is_placed(mesh, array)]
     if not elsewhere:
         return arrays
