@@ -30,7 +30,8 @@ from .writer import Writer
 
 _logger = logging.getLogger("mirrored")
 
-_CHANNEL, _POSITIONS = "checkpoint", "checkpoint/positions"
+#: `_of_chief` needs an exchange between two calls of one name: a mark is told before one, the rest after one.
+_CHANNEL, _MARK, _POSITIONS = "checkpoint", "checkpoint/mark", "checkpoint/positions"
 
 
 class Checkpoint:
@@ -370,7 +371,7 @@ class Checkpoint:
         if self._is_shared:
             return
         with self._files.mark() if self._strategy.is_chief else contextlib.nullcontext() as mark:
-            mark = self._of_chief(mark, where)
+            mark = self._of_chief(mark, where, _MARK)
             if mark is None:  # worker 0 cannot write there; restoring needs no more than that all see the same steps
                 return
             reports = self._exchange({"sees": self._files.sees(mark)}, where)
@@ -379,9 +380,9 @@ class Checkpoint:
             same_on_workers.require_seen([{**report, **place} for report, place in zip(reports, wheres, strict=True)])
         self._is_shared = True
 
-    def _of_chief(self, value: Any, where: str) -> Any:
+    def _of_chief(self, value: Any, where: str, name: str = _CHANNEL) -> Any:
         with progress.phase(f"checkpoint.{where}", waits=True):
-            return coordination_of(self._strategy).of_chief(_CHANNEL, value)
+            return coordination_of(self._strategy).of_chief(name, value)
 
     def _exchange(self, value: dict[str, Any], where: str) -> Sequence[dict[str, Any]]:
         """Give a value that is equal on all workers while nothing is wrong to all, and return those of all."""

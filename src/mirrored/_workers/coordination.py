@@ -144,7 +144,9 @@ class Coordination:
         return self._channels[channel].exchange(value, timeout_seconds)
 
     def of_chief(self, name: str, value: Any) -> Any:
-        """Return worker 0's JSON value: one message a worker. Between two calls, all workers must have come to an exchange.
+        """Return worker 0's JSON value: one message a worker.
+
+        Between two calls of one name all workers must have come to an exchange: then worker 0 removes what it told before.
 
         Args:
             name: its n-th call on each worker is the same one.
