@@ -190,7 +190,8 @@ def _make_program(mesh: ReplicaMesh, call: Call, frame_with: Callable[[Any], Fra
     _refuse_per_replica_results(lifted)
     findings = proof.prove(lifted.shown.jaxpr, _input_states(call, lifted))
     refusals.check_assignments(lifted, findings)
-    refusals.check_gradients(findings, mesh.num_replicas)
+    if not call.is_uneven():  # else each kind of replica has been looked at
+        refusals.check_gradients(findings, mesh.num_replicas)
     is_mirrored = tuple(state.is_mirrored for state in findings.outputs[: lifted.num_results])
     if mesh.num_replicas > 1 and not all(is_mirrored):
         returned_states.check(call, lifted, findings, mesh.num_replicas)

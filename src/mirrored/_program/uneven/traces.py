@@ -79,6 +79,9 @@ class Kinds:
             )
         return counts[0][kind], totals[0]
 
+    def most_rows(self, kind: int) -> int:
+        return max(sizes[kind] for sizes in self._row_counts())
+
     def _total(self, sizes: Sequence[int]) -> int:
         return sum(sizes[kind] for kind in self.of_replica)
 
@@ -109,6 +112,8 @@ def lift_uneven(call: Call, frame_with: Callable[[Any], Frame], states_of: Calla
     plan = _merge_plans(traces, kinds)
     with tracing.room_for(lifted.shown for lifted in traces):
         closed = _merge_traces(traces, kinds, leaves, plan, frame_with(None), call.function)
+    largest = max(range(len(traces)), key=lambda kind: kinds.most_rows(kind))
+    refusals.check_gradients(found[largest], len(kinds.of_replica))  # merged, what is the same there comes out of a switch
     lines = tuple(map(_known_line, zip(*(lifted.write_lines for lifted in traces), strict=True)))
     merged = Lifted(closed, closed, WeakVariables(touched.written), lines, WeakVariables(touched.read_only), plan)
     outputs = proof.prove(closed.jaxpr, states_of(merged)).outputs[: merged.num_results]
