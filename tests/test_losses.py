@@ -100,7 +100,7 @@ W = np.linspace(-1, 1, 4, dtype=np.float32)
 X, Y = np.cos(np.arange(48, dtype=np.float32)).reshape(12, 4), np.sin(np.arange(12, dtype=np.float32))
 TOKENS = (np.arange(12)[:, None] * 7 % 5 > np.arange(4)).astype(np.float32)  # 0 to 4 of each row's 4 are tokens
 #: The rows of each replica, on one, two and three of them; one may have none.
-SIZES = {"even": ([6], [4, 4, 4]), "uneven": ([4, 3], [2, 1, 0])}
+SIZES = {"even": ([6], [4, 4, 4]), "uneven": ([4, 3],), "empty": ([2, 1, 0],)}
 
 
 def each(w, x, y):
@@ -152,6 +152,10 @@ RIGHT = {
         lambda w, x, y, m: jax.jit(jax.checkpoint(lambda w: compute_average_loss(
             jax.lax.scan(lambda c, r: (c, each(w, *r)), 0.0, (x, y))[1])))(w),
         lambda w, x, y, m: each(w, x, y).mean(),
+    ),
+    "behind a layer that normalizes": (
+        lambda w, x, y, m: compute_average_loss((jnp.tanh(normalized(x @ w)) - y) ** 2),
+        lambda w, x, y, m: jnp.mean((jnp.tanh((x @ w - (x @ w).mean()) / jnp.sqrt((x @ w).var() + 1e-3)) - y) ** 2),
     ),
     "advantages of the batch": (  # PPO
         lambda w, x, y, m: mr.losses.compute_average_loss(jnp.exp(x @ w) * normalized(y)),

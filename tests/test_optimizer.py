@@ -86,7 +86,8 @@ def test_any_transformation_gives_the_numbers_of_plain_optax():
     def step(given):
         for name, optimizer in optimizers.items():
             both = name == "lookahead"
-            optimizer.apply_gradients(optax.LookaheadParams(given, jax.tree.map(jnp.zeros_like, given)) if both else given)
+            gradients = optax.LookaheadParams(given, jax.tree.map(jnp.zeros_like, given)) if both else given
+            optimizer.apply_gradients(gradients, aggregate="sum")
 
     @jax.jit
     def plain_step(params, states, summed):

@@ -98,7 +98,7 @@ MUTANTS = [
      OPTIMIZER + "outside_a_step_gradients_are_one_value_and_per_replica_ones_are_summed"),
     ("optimizer.py", "if said else Purpose.GRADIENT", "if said else Purpose.ROWS",
      OPTIMIZER + "gradients_that_were_reduced_before"),
-    ("losses.py", "loss * (own / total) if own else", "loss * (own / total) if True else", RIGHT + "[uneven]"),
+    ("losses.py", "loss * (own / total) if own else", "loss * (own / total) if True else", RIGHT + "[empty]"),
     ("losses.py", "[total] = _axis_of(context).sum([jnp.sum(weights)])", "total = jnp.sum(weights)", RIGHT + "[even]"),
     ("losses.py", "jnp.where(total == 0, 1, total)", "total", LOSSES + "a_mean_by_weights_of_small_numbers_and_of_none"),
     ("losses.py", "jnp.promote_types(losses.dtype, jnp.float32)", "losses.dtype",

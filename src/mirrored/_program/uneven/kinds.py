@@ -74,11 +74,6 @@ class Kinds:
             )
         return counts[0][kind], totals[0]
 
-    def rows_of(self, kind: int) -> tuple[set[int], set[int]]:
-        """Return how many rows a replica of a kind may have, after the arguments, and how many all together."""
-        counts = list(self._row_counts())
-        return {sizes[kind] for sizes in counts}, {self._total(sizes) for sizes in counts}
-
     def most_rows(self, kind: int) -> int:
         return max(sizes[kind] for sizes in self._row_counts())
 

@@ -59,6 +59,8 @@ def lift_uneven(
     plan = _merge_plans(traces, kinds)
     with tracing.room_for(lifted.shown for lifted in traces):
         closed = _merge_traces(traces, kinds, leaves, plan, frame_with(None), call.function)
+    largest = max(range(len(traces)), key=lambda kind: kinds.most_rows(kind))
+    refusals.check_gradients(found[largest], len(kinds.of_replica))  # merged, what is the same there comes out of a switch
     lines = tuple(map(_known_line, zip(*(lifted.write_lines for lifted in traces), strict=True)))
     merged = Lifted(closed, closed, WeakVariables(touched.written), lines, WeakVariables(touched.read_only), plan)
     findings = proof.prove(closed.jaxpr, states_of(merged))
