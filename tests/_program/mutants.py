@@ -133,7 +133,7 @@ MUTANTS = [
      DIVISORS + "each_optimizer_is_looked_at_by_itself"),
     ("_program/uneven/kinds.py", "if len(shares) > 1:", "if False:",
      "tests/test_optimizer.py::test_a_mean_weighs_replicas_by_their_rows_and_leaves_out_who_has_none"),
-    ("_replicas/collectives.py", "if own else jnp.zeros_like(array)", "",
+    ("_replicas/collectives.py", "if own else list(map(_nothing, marked))", "",
      "tests/test_optimizer.py::test_a_mean_weighs_replicas_by_their_rows_and_leaves_out_who_has_none"),
     # -- numbers
     ("_program/numbers.py", "in_program = name in _ROUNDED and not all", "in_program = name in _ROUNDED or not all", NUMBERS),
@@ -232,6 +232,8 @@ MUTANTS = [
      MEANS + "losses_that_have_their_weights_have_the_gradients_of_one_device"),
     ("_replicas/named.py", "original(x, others) if others else x", "x",
      MEANS + "means_and_their_gradients_equal_one_device"),
+    ("_replicas/collectives.py", "jnp.where(False, mark(array, Mark(Purpose.NO_ROWS, \"\", \"\")), jnp.zeros_like(array))",
+     "jnp.zeros_like(array)", MEANS + "losses_that_have_their_weights_have_the_gradients_of_one_device[plain-2]"),
     ("_jax/marks.py", " or note.purpose is Purpose.OPERAND", "",
      MEANS + "a_mean_of_gradients_is_that_of_one_device_or_is_refused_where_they_came_back_through_a_collective"),
     ("_jax/marks.py", "    Purpose.OPERAND: Purpose.OPERAND,\n", "",

@@ -20,6 +20,7 @@ class Purpose(enum.Enum):
 
     ASSIGN = "assigned to a mirrored variable"
     BY_ROWS = "averaged with the weight of each replica's rows"
+    NO_ROWS = "of no rows, so that its gradient is none"
     OPERAND = "given to a collective by the code of a step, and not by JAX for a gradient"
     STATE = "kept in a model's object, which is one for all replicas"
     GRADIENT = "given to an optimizer that sums over the replicas"
@@ -61,6 +62,7 @@ def mark(value: jax.Array, note: Mark) -> jax.Array:
 #: The marks that a derivative has too, where it comes by.
 _OF_GRADIENTS = {
     Purpose.OPERAND: Purpose.OPERAND,
+    Purpose.NO_ROWS: Purpose.NO_ROWS,
     Purpose.LOSS: Purpose.SEED,
     Purpose.SEED: Purpose.SEED,
     Purpose.SHARE: Purpose.SHARE,
@@ -76,6 +78,8 @@ def _jvp(primals: Any, tangents: Any, note: Mark) -> Any:
 
 
 def _transpose(cotangent: Any, _: Any, note: Mark) -> Any:
+    if note.purpose is Purpose.NO_ROWS and type(cotangent) is not ad.Zero:
+        return [ad.Zero(jax.typeof(cotangent))]
     is_plain = type(cotangent) is ad.Zero or note.purpose is Purpose.OPERAND  # no code has given a gradient to a collective
     return [cotangent if is_plain else mark_p.bind(cotangent, note=note)]
 
