@@ -20,6 +20,7 @@ class Purpose(enum.Enum):
 
     ASSIGN = "assigned to a mirrored variable"
     BY_ROWS = "averaged with the weight of each replica's rows"
+    NO_ROWS = "of no rows, so that its gradient is none"
     OPERAND = "given to a collective by the code of a step, and not by JAX for a gradient"
     STATE = "kept in a model's object, which is one for all replicas"
     GRADIENT = "given to an optimizer that combines it as the loss says"
@@ -59,7 +60,7 @@ def mark(value: jax.Array, note: Mark) -> jax.Array:
 
 
 #: What marks the derivative of a value that is marked so.
-_STAYS = (Purpose.TANGENT, Purpose.COTANGENT, Purpose.OPERAND)
+_STAYS = (Purpose.TANGENT, Purpose.COTANGENT, Purpose.OPERAND, Purpose.NO_ROWS)
 _OF_TANGENTS = {Purpose.SHARE: Purpose.TANGENT, **{purpose: purpose for purpose in _STAYS}}
 _TRANSPOSED = {Purpose.TANGENT: Purpose.COTANGENT, Purpose.COTANGENT: Purpose.TANGENT}
 
@@ -74,6 +75,8 @@ def _jvp(primals: Any, tangents: Any, note: Mark) -> Any:
 def _transpose(cotangent: Any, _: Any, note: Mark) -> Any:
     if type(cotangent) is ad.Zero or note.purpose is Purpose.OPERAND:  # no code has given a gradient to a collective
         return [cotangent]
+    if note.purpose is Purpose.NO_ROWS:
+        return [ad.Zero(jax.typeof(cotangent))]
     return [mark_p.bind(cotangent, note=dataclasses.replace(note, purpose=_TRANSPOSED[note.purpose]))]
 
 
