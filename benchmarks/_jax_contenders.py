@@ -76,7 +76,7 @@ def mirrored_step(
     def step(x: jax.Array, y: jax.Array) -> jax.Array:
         def loss() -> jax.Array:
             params = {name: variable.value for name, variable in variables.items()}
-            return mr.losses.compute_average_loss(LOSSES[workload.name](params, x, y))
+            return LOSSES[workload.name](params, x, y)
 
         value, gradients = mr.value_and_grad(loss, variables)()
         optimizer.apply_gradients(gradients)

@@ -92,7 +92,7 @@ def with_mirrored(num_layers: int, num_replicas: int, num_traces: list[float]) -
 
     def step(x: jax.Array) -> jax.Array:
         num_traces[-1] += 1
-        value, gradients = mr.value_and_grad(lambda: mr.losses.compute_average_loss(losses(variables, x)), variables)()
+        value, gradients = mr.value_and_grad(lambda: losses(variables, x), variables)()
         optimizer.apply_gradients(gradients)
         return value
 

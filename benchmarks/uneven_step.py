@@ -52,7 +52,7 @@ def make_step(strategy: mr.Strategy, is_normalized: bool) -> Callable[[jax.Array
             for weight in weights[:-1]:
                 h = h @ weight.value
                 h = jax.nn.relu(normalize(h) if is_normalized else h)
-            return mr.losses.compute_average_loss(optax.softmax_cross_entropy_with_integer_labels(h @ weights[-1].value, y))
+            return optax.softmax_cross_entropy_with_integer_labels(h @ weights[-1].value, y)
 
         value, gradients = mr.value_and_grad(loss, weights)()
         optimizer.apply_gradients(zip(gradients, weights, strict=True))

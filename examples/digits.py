@@ -55,8 +55,7 @@ def main() -> None:
     def train_step(images: jax.Array, labels: jax.Array) -> jax.Array:
         def loss() -> jax.Array:
             logits = logits_of(jax.tree.map(jnp.asarray, weights), images)
-            per_example = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-            return mr.losses.compute_average_loss(per_example)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, labels)  # one for each example
 
         value, gradients = mr.value_and_grad(loss, weights)()
         optimizer.apply_gradients(gradients)

@@ -1,4 +1,4 @@
-"""Equinox on the digits, on four replicas: examples/single_device/equinox_digits.py with four lines changed.
+"""Equinox on the digits, on four replicas: examples/single_device/equinox_digits.py with five lines changed.
 
 python examples/equinox_digits.py
 """
@@ -37,13 +37,13 @@ def loss_fn(model, state, batch):
     batched = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
     logits, state = batched(batch["image"], state)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
-    return losses.mean(), state
+    return mr.losses.compute_average_loss(losses), state
 
 
 @eqx.filter_jit
 def train_step(model, state, opt_state, batch):
     (loss, state), grads = eqx.filter_value_and_grad(loss_fn, has_aux=True)(model, state, batch)
-    loss, grads = mr.get_replica_context().all_reduce("mean", (loss, grads), by_rows=True)
+    loss, grads = mr.get_replica_context().all_reduce("sum", (loss, grads))
     updates, opt_state = optimizer.update(grads, opt_state)
     return eqx.apply_updates(model, updates), state, opt_state, loss
 

@@ -52,7 +52,7 @@ def train(strategy: mr.Strategy, weights: dict, optimizer: mr.Optimizer, rows: t
     def train_step(images: jax.Array, labels: jax.Array) -> None:
         def loss() -> jax.Array:
             logits = logits_of(jax.tree.map(jnp.asarray, weights), images)
-            return mr.losses.compute_average_loss(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
+            return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
 
         optimizer.apply_gradients(mr.grad(loss, weights)())
 

@@ -56,7 +56,7 @@ def train_in_a_loop(strategy, train, test, num_epochs):
 
     def train_step(x, y):
         def loss():
-            return mr.losses.compute_average_loss(loss_fn(y, model(x, training=True)))
+            return loss_fn(y, model(x, training=True))
 
         value, gradients = mr.value_and_grad(loss, model.trainable_variables)()
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))

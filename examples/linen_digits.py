@@ -1,4 +1,4 @@
-"""Flax Linen on the digits, on four replicas: examples/single_device/linen_digits.py with four lines changed.
+"""Flax Linen on the digits, on four replicas: examples/single_device/linen_digits.py with five lines changed.
 
 python examples/linen_digits.py
 """
@@ -35,10 +35,10 @@ def train_step(state, batch):
         variables = {"params": params, "batch_stats": state.batch_stats}
         logits, updates = state.apply_fn(variables, batch["image"], train=True, mutable=["batch_stats"])
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
-        return losses.mean(), updates
+        return mr.losses.compute_average_loss(losses), updates
 
     (loss, updates), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
-    loss, grads = mr.get_replica_context().all_reduce("mean", (loss, grads), by_rows=True)
+    loss, grads = mr.get_replica_context().all_reduce("sum", (loss, grads))
     return state.apply_gradients(grads=grads, batch_stats=updates["batch_stats"]), loss
 
 

@@ -1,4 +1,4 @@
-"""Flax NNX on the digits, on four replicas: examples/single_device/nnx_digits.py with four lines changed.
+"""Flax NNX on the digits, on four replicas: examples/single_device/nnx_digits.py with five lines changed.
 
 python examples/nnx_digits.py
 """
@@ -29,13 +29,13 @@ class Net(nnx.Module):
 def loss_fn(model, batch):
     logits = model(batch["image"])
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
-    return losses.mean(), logits
+    return mr.losses.compute_average_loss(losses), logits
 
 
 @nnx.jit
 def train_step(model, optimizer, metrics, batch):
     (loss, logits), grads = nnx.value_and_grad(loss_fn, has_aux=True)(model, batch)
-    loss, grads = mr.get_replica_context().all_reduce("mean", (loss, grads), by_rows=True)
+    loss, grads = mr.get_replica_context().all_reduce("sum", (loss, grads))
     optimizer.update(model, grads)
     metrics.update(logits=logits, labels=batch["label"])
     return loss

@@ -16,9 +16,9 @@ with strategy.scope():
     optimizer = mr.Optimizer(optax.adam(0.1), [w, b])
 
 
-def train_step(x, y):  # one replica's program: its rows, its loss, its gradients
+def train_step(x, y):  # one replica's program: its rows, its losses, its gradients
     def loss():
-        return mr.losses.compute_average_loss(jnp.sum((jnp.matmul(x, w) + b - y) ** 2, axis=-1))
+        return jnp.sum((jnp.matmul(x, w) + b - y) ** 2, axis=-1)  # one for each example; nobody divides
 
     value, gradients = mr.value_and_grad(loss, [w, b])()
     optimizer.apply_gradients(gradients)  # sums the gradients over the replicas

@@ -71,7 +71,7 @@ def main() -> None:
             logits = logits_of(jax.tree.map(jnp.asarray, weights), points)
             is_right = ((logits > 0) == (labels > 0)).astype(jnp.float32)
             losses = optax.sigmoid_binary_cross_entropy(logits, labels)
-            return mr.losses.compute_average_loss(losses), mr.losses.compute_average_loss(is_right)
+            return losses, mr.losses.compute_average_loss(is_right)
 
         values, gradients = mr.value_and_grad(loss, weights, has_aux=True)()
         optimizer.apply_gradients(gradients)  # here the workers meet: one all-reduce over all hosts

@@ -6,17 +6,19 @@ OFFERS = {
         complaints.is_formatted complaints.is_tree_against_leaf complaints.is_unconverted complaints.missing_attribute
         complaints.unbound_axis distributed.choose_cpu_collectives distributed.client distributed.has_backend
         distributed.known_devices distributed.late_devices distributed.listen_at distributed.place
-        distributed.swallows_sigterm jaxprs.ClosedJaxpr jaxprs.Jaxpr jaxprs.Literal jaxprs.Part jaxprs.adds_own_axes
-        jaxprs.all_equations jaxprs.axis_names jaxprs.branches_of jaxprs.callee jaxprs.has_collective
-        jaxprs.has_host_callback jaxprs.inner_constants jaxprs.inner_jaxprs jaxprs.inside jaxprs.is_collective
-        jaxprs.is_function_of_operands jaxprs.is_over_groups jaxprs.is_plain jaxprs.length_of jaxprs.meshes_in
-        jaxprs.num_bytes jaxprs.parts_of jaxprs.scan_of jaxprs.solver_of jaxprs.while_of marks.Mark marks.Purpose
-        marks.mark marks.mark_p primitives.CONTROL_FLOW primitives.ELEMENTWISE
-        primitives.HOST_CALLBACKS primitives.INLINE_CALLS primitives.MAKE_SAME primitives.PURE sums.Levels sums.Sum
-        sums.call sums.is_number sums.levels_of sums.new_variable sums.num_bytes_of sums.with_sums_by sums.without
-        tracing.NO_TRACE tracing.bind tracing.current_trace tracing.evaluate tracing.is_mapped_over tracing.is_staging
-        tracing.keeps_a_mesh
-        tracing.lowered tracing.own_axes_first tracing.placeholder tracing.room_for tracing.separate_caches tracing.trace
+        distributed.swallows_sigterm interpreter.Analysis interpreter.Evaluation interpreter.Interpreter
+        interpreter.evaluate interpreter.run_cond interpreter.run_scan interpreter.run_while jaxprs.ClosedJaxpr
+        jaxprs.Jaxpr jaxprs.Literal jaxprs.Part jaxprs.adds_own_axes jaxprs.all_equations jaxprs.callee
+        jaxprs.has_collective jaxprs.has_host_callback jaxprs.has_replica_number jaxprs.inner_constants
+        jaxprs.inner_jaxprs jaxprs.inside jaxprs.is_collective jaxprs.is_function_of_operands jaxprs.is_over_groups
+        jaxprs.is_plain jaxprs.is_replica_number jaxprs.is_sum jaxprs.meshes_in jaxprs.num_bytes jaxprs.parts_of
+        jaxprs.scan_of jaxprs.solver_of jaxprs.while_of marks.Mark marks.Purpose marks.mark marks.mark_p
+        primitives.ADDITIONS primitives.BILINEAR primitives.DEVICE_RANDOM primitives.ELEMENTWISE primitives.HOST_EFFECTS
+        primitives.INLINE_CALLS primitives.LINEAR primitives.LOOPS primitives.MAKE_SAME primitives.PURE
+        primitives.RANDOM primitives.SPREADS primitives.SUMS sums.Levels sums.Sum sums.call sums.is_number
+        sums.levels_of sums.new_variable sums.num_bytes_of sums.with_sums_by sums.without tracing.NO_TRACE tracing.bind
+        tracing.current_trace tracing.is_mapped_over tracing.is_staging tracing.keeps_a_mesh tracing.lowered
+        tracing.own_axes_first tracing.placeholder tracing.room_for tracing.separate_caches tracing.trace
         tracing.trace_state user_code.equation_line user_code.leave_out user_code.line_of user_code.raising_line
         user_code.show_users_lines user_code.user_line user_code.warn user_code.warned versions.warn_if_untried ways.Way
         ways.path_of ways.way_of

@@ -470,7 +470,7 @@ BAD_INPUT = {
     "grad": r"""
         mr.grad(w, lambda: 1.0) => TypeError: expected a function that returns a loss
         mr.grad(lambda: 1.0, []) => TypeError: got no variables; expected at least one
-        mr.grad(lambda: w.value, w)() => TypeError: the loss has shape \(2,\); expected one number
+        mr.grad(lambda: [w.value], w)() => TypeError: the function returned \[.*\]; expected a loss, one for each example or one
         jax.jit(lambda: mr.grad(lambda: jnp.sum(w), w)())() => ContextError: TRACED
     """,
     "value_and_grad": r"""
@@ -482,7 +482,7 @@ BAD_INPUT = {
         mr.value_and_grad(lambda: 1.0, counts) => TypeError: 'counts' has dtype int32, and only floating point variables
         mr.value_and_grad(lambda: 1.0, [w, w])() => ValueError: 'w' is listed twice
         mr.value_and_grad(lambda: 1, w)() => TypeError: the loss has dtype int32; expected a floating point number
-        mr.value_and_grad(lambda: None, w)() => TypeError: the function returned None; expected a scalar loss
+        mr.value_and_grad(lambda: None, w)() => TypeError: the function returned None; expected a loss
         mr.value_and_grad(lambda: "a", w)() => TypeError: the function returned 'a'
         mr.value_and_grad(lambda: (1.0, 2), w)() => TypeError: the function returned a tuple; pass has_aux=True
         mr.value_and_grad(lambda: 1.0, w, has_aux=True)() => TypeError: must return \(loss, aux\)
@@ -504,7 +504,7 @@ BAD_INPUT = {
     """,
     "Optimizer.minimize": r"""
         optimizer.minimize(3.0) => TypeError: minimize got an object of type float as its loss; .*minimize\(lambda: loss_of
-        optimizer.minimize(lambda: w) => TypeError: the loss has shape \(2,\); expected one number
+        optimizer.minimize(lambda: counts) => TypeError: the loss has dtype int32; expected a floating point number
         optimizer.minimize(lambda: w[0], [ONES]) => TypeError: of type ArrayImpl|of type ndarray
     """,
     "Optimizer.apply_gradients": r"""
@@ -540,6 +540,25 @@ BAD_INPUT = {
         average(ONES, None, True) => ValueError: global_batch_size is True
         average(ONES, None, ONES) => ValueError: global_batch_size is array
         average(x) => PerReplicaError: PerReplica does not support
+    """,
+    "losses.weighted_mean": r"""
+        mr.losses.weighted_mean(ONES, ONES) => ContextError: weighted_mean was called outside a step
+        step(lambda: mr.losses.weighted_mean("a", ONES)) => TypeError: losses is 'a' of type str
+        step(lambda: mr.losses.weighted_mean(ONES, None)) => TypeError: weights is None
+        step(lambda: mr.losses.weighted_mean(ONES, np.ones(3))) => ValueError: weights has shape \(3,\), losses has shape \(2,\)
+        step(lambda: mr.losses.weighted_mean(ONES, np.ones((2, 1)))) => ValueError: weights has shape \(2, 1\)
+        step(lambda: mr.losses.weighted_mean(ONES, 1j)) => TypeError: weights is 1j
+    """,
+    "losses.mean_over_own_rows": r"""
+        mr.losses.mean_over_own_rows(1.0) => ContextError: mean_over_own_rows was called outside a step
+        step(lambda: mr.losses.mean_over_own_rows(ONES)) => ValueError: got shape \(2,\); expected a scalar.*needs no word
+        step(lambda: mr.losses.mean_over_own_rows(None)) => TypeError: the loss given to mean_over_own_rows is None
+        step(lambda: mr.losses.mean_over_own_rows(x)) => PerReplicaError: PerReplica does not support
+    """,
+    "losses.already_divided": r"""
+        mr.losses.already_divided(1.0) => ContextError: already_divided was called outside a step
+        step(lambda: mr.losses.already_divided(ONES)) => ValueError: got shape \(2,\); expected a scalar.*needs no word
+        step(lambda: mr.losses.already_divided("a")) => TypeError: the loss given to already_divided is 'a'
     """,
     "losses.scale_regularization_loss": r"""
         mr.losses.scale_regularization_loss(1.0) => ContextError: was called outside a step

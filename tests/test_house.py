@@ -17,6 +17,7 @@ import pytest
 from offers import OFFERS
 
 import mirrored as mr
+from mirrored._jax import primitives
 
 PACKAGE = Path(mr.__file__).parent
 #: From the ground up: a wing imports from floors below its own only; inside a wing there are no cycles.
@@ -27,8 +28,8 @@ FLOORS = (
     {"_replicas"},
     {"_variables", "data"},
     {"_models"},
-    {"_program"},
-    {"losses", "_transforms", "_updates"},
+    {"_program", "losses"},
+    {"_transforms", "_updates"},
     {"optimizer", "_strategy"},
     {"_checkpoint", "_command", "_report", "_testing"},
     {"launch", "testing", "_public", "__init__", "__main__"},
@@ -246,6 +247,29 @@ def test_the_page_and_the_picture_of_the_house_are_true() -> None:
     assert missing == []
 
 
+#: Names of JAX's primitives that stand outside of the table, in `_jax/primitives`, and of the wing that knows JAX.
+NAMED = {
+    "_program.program": "psum",
+    "_program.proof": "add_any div",
+    "_program.pushed": "broadcast_in_dim conv_general_dilated convert_element_type div dot_general reduce_sum scatter-add",
+    "_program.virtual": "all_gather",
+    "_updates.partwise": "add broadcast_in_dim reduce_sum",
+}
+#: Goes with what is rewritten: uneven steps, and numbers as arguments.
+NAMED_STILL = {"_program.numbers", "_program.uneven"}
+
+
+def test_primitives_are_named_in_one_table() -> None:
+    """A name more is a visible change: can the table in `_jax/primitives` say what the primitive is?"""
+    known = set().union(*(names for names in vars(primitives).values() if isinstance(names, frozenset)))
+    found = {}
+    for name, tree in TREES.items():
+        if wing(name) != "_jax" and ".primitive" in PATHS[name].read_text() and not name.startswith(tuple(NAMED_STILL)):
+            texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+            found[name] = " ".join(sorted(texts & known))
+    assert {name: names for name, names in found.items() if names} == NAMED
+
+
 def test_the_environment_is_read_in_one_file() -> None:
     assert [name for name, path in PATHS.items() if name != "_env" and re.search(r"os\.(environ|getenv)", path.read_text())] == []
 
@@ -270,6 +294,46 @@ def test_sizes() -> None:
         if is_long or len(node.args.posonlyargs + node.args.args) > MAX_ARGUMENTS:
             long[name].append(node.name)
     assert not long
+
+
+#: Lines of each wing. A commit may lower a budget, and never raises one; beside it what is to be reached. The ground is together,
+#: and so are small wings that stand for one thing. `python tests/test_house.py` prints today's.
+BUDGETS = {
+    "_program": 4875,  # 4,000
+    "_jax": 1465,  # 1,300
+    "_replicas": 2755,  # 2,100
+    "_variables": 2054,  # 1,700
+    "_models": 1263,  # 1,050
+    "_updates": 284,  # 250
+    "_strategy": 1234,  # 1,100
+    "_transforms": 659,  # 600
+    "data": 3844,  # 3,200
+    "_workers": 2263,  # 1,700
+    "_cluster": 1598,  # 1,080
+    "_checkpoint": 2288,  # 1,800
+    "_report": 1096,  # 800
+    "_testing": 827,  # 750
+    "losses optimizer": 694,  # 600
+    "_command launch": 1408,  # 1,000
+    "__init__ __main__ _public testing": 120,
+    "_env _errors _html _libraries _options _text _tf_names _typing": 1013,  # 950
+}
+#: So much smaller a wing may be before its budget is to be lowered.
+MAX_SLACK = 30
+
+
+def wing_sizes() -> dict[str, int]:
+    """Return the lines of each wing of the budgets."""
+    lines = Counter()
+    for name, path in PATHS.items():
+        lines[wing(name)] += len(path.read_text().splitlines())
+    return {wings: sum(lines.pop(one) for one in wings.split()) for wings in BUDGETS} | dict(lines)
+
+
+def test_wings_only_shrink() -> None:
+    sizes = wing_sizes()
+    assert {w: n for w, n in sizes.items() if n > BUDGETS.get(w, 0)} == {}, "too long: shorten, or move what is another's"
+    assert {w: n for w, n in sizes.items() if n < BUDGETS[w] - MAX_SLACK} == {}, "shorter than its budget: lower it"
 
 
 def test_everything_is_annotated_and_nothing_is_left_open() -> None:
@@ -327,7 +391,7 @@ def test_the_way_of_a_step_is_short(num_variables: int, strategy2: mr.Strategy, 
     first, _ = way(lambda: strategy2.run(step))
     models = {name for name in first if name.startswith("_models/")}  # of libraries that some test has imported
     known = {f"_models/{name}" for name in ("keras", "keras_parts", "keras_scope", "normalization")}
-    assert len(first - models) <= 22 and models <= known, sorted(first)
+    assert len(first - models) <= 23 and models <= known, sorted(first)
     warm, calls = min((way(lambda: strategy2.run(step)) for _ in range(2)), key=lambda found: found[1])  # one may wait for others
     assert warm <= WARM, sorted(warm - WARM)
     assert calls <= (13 if sys.version_info >= (3, 12) else 15), calls  # none per variable; comprehensions were calls once
@@ -347,3 +411,8 @@ def test_the_first_run_of_a_training_step_passes_few_files_more(strategy2: mr.St
     [batch] = strategy2.distribute_dataset([np.ones((4, 5), np.float32)])
     files, _ = way(lambda: strategy2.run(step, args=(batch,)))
     assert len({name for name in files if not name.startswith("_models/")}) <= 35, sorted(files)
+
+
+if __name__ == "__main__":
+    for wings, lines in wing_sizes().items():
+        print(f'    "{wings}": {lines},')

@@ -96,7 +96,7 @@ def calls_with(large: object, strategy: mr.MirroredStrategy) -> dict:
         "tx": lambda: mr.Optimizer(large, [w]),
         "gradient": lambda: mr.Optimizer(optax.sgd(0.1), [w]).apply_gradients([large]),
         "value_and_grad": lambda: mr.value_and_grad(large, [w]),
-        "loss": lambda: mr.value_and_grad(lambda: large, [w])(),
+        "loss": lambda: mr.value_and_grad(lambda: [large], [w])(),
         "reduce": lambda: strategy.reduce("sum", [object(), large]),
         "assign": lambda: w.assign(large),
         "run": lambda: strategy.run(large),

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import mirrored as mr
@@ -91,3 +92,279 @@ def test_a_wrong_number_of_examples_or_weight_is_refused():
         ValueError, match=r"sample_weight has shape \(3, 1\), per_example_loss has shape \(3,\); expected \(3,\)\."
     ):
         STRATEGY.run(lambda: compute_average_loss(jnp.ones(3), jnp.ones((3, 1))))
+
+
+# -- the loss says how it is divided
+
+W = np.linspace(-1, 1, 4, dtype=np.float32)
+X, Y = np.cos(np.arange(48, dtype=np.float32)).reshape(12, 4), np.sin(np.arange(12, dtype=np.float32))
+TOKENS = (np.arange(12)[:, None] * 7 % 5 > np.arange(4)).astype(np.float32)  # 0 to 4 of each row's 4 are tokens
+#: The rows of each replica, on one, two and three of them; one may have none.
+SIZES = {"even": ([6], [4, 4, 4]), "uneven": ([4, 3], [2, 1, 0])}
+
+
+def each(w, x, y):
+    return (jnp.tanh(x @ w) - y) ** 2
+
+
+def tokens_of(w, x):
+    return (x * w - 0.5) ** 2
+
+
+def all_of(value):
+    return mr.get_replica_context().all_reduce("sum", value)
+
+
+#: Each right form, and the loss of one device.
+RIGHT = {
+    "one for each example": (lambda w, x, y, m: each(w, x, y), lambda w, x, y, m: each(w, x, y).mean()),
+    "a penalty added to each": (
+        lambda w, x, y, m: each(w, x, y) + 0.1 * jnp.sum(w**2),
+        lambda w, x, y, m: each(w, x, y).mean() + 0.1 * jnp.sum(w**2),
+    ),
+    "of optax": (lambda w, x, y, m: optax.l2_loss(x @ w, y), lambda w, x, y, m: optax.l2_loss(x @ w, y).mean()),
+    "one for each pixel": (lambda w, x, y, m: tokens_of(w, x), lambda w, x, y, m: tokens_of(w, x).sum(1).mean()),
+    "compute_average_loss": (
+        lambda w, x, y, m: compute_average_loss(each(w, x, y)) + scale_regularization_loss(0.1 * jnp.sum(w**2)),
+        lambda w, x, y, m: each(w, x, y).mean() + 0.1 * jnp.sum(w**2),
+    ),
+    "mean over own rows": (
+        lambda w, x, y, m: mr.losses.mean_over_own_rows(optax.huber_loss(x @ w, y).mean() + 0.1 * jnp.sum(w**2)),
+        lambda w, x, y, m: optax.huber_loss(x @ w, y).mean() + 0.1 * jnp.sum(w**2),
+    ),
+    "already divided": (
+        lambda w, x, y, m: mr.losses.already_divided(each(w, x, y).sum() / all_of(y.shape[0])),
+        lambda w, x, y, m: each(w, x, y).mean(),
+    ),
+    "padded": (
+        lambda w, x, y, m: mr.losses.weighted_mean(tokens_of(w, x), m),
+        lambda w, x, y, m: (tokens_of(w, x) * m).sum() / jnp.maximum(m.sum(), 1),
+    ),
+    "weights that are trained": (
+        lambda w, x, y, m: mr.losses.weighted_mean(each(w, x, y), jnp.exp(x @ w)),
+        lambda w, x, y, m: jnp.average(each(w, x, y), weights=jnp.exp(x @ w)),
+    ),
+    "products and differences": (
+        lambda w, x, y, m: 3 * compute_average_loss(each(w, x, y)) / jnp.sum(w**2) - mr.losses.weighted_mean(x @ w, x[:, 0] > -2),
+        lambda w, x, y, m: 3 * each(w, x, y).mean() / jnp.sum(w**2) - (x @ w).mean(),
+    ),
+    "jit, remat, scan": (
+        lambda w, x, y, m: jax.jit(jax.checkpoint(lambda w: compute_average_loss(
+            jax.lax.scan(lambda c, r: (c, each(w, *r)), 0.0, (x, y))[1])))(w),
+        lambda w, x, y, m: each(w, x, y).mean(),
+    ),
+    "advantages of the batch": (  # PPO
+        lambda w, x, y, m: mr.losses.compute_average_loss(jnp.exp(x @ w) * normalized(y)),
+        lambda w, x, y, m: jnp.mean(jnp.exp(x @ w) * (y - y.mean()) / jnp.sqrt(y.var() + 1e-3)),
+    ),
+}  # fmt: skip
+
+
+def normalized(y):
+    """Normalize by the mean and the variance over all rows of all replicas."""
+    count, total, squares = all_of((jnp.float32(y.shape[0]), y.sum(), (y**2).sum()))
+    return (y - total / count) / jnp.sqrt(squares / count - (total / count) ** 2 + 1e-3)
+
+
+def batch_of(sizes):
+    strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(len(sizes))])
+    ends = np.cumsum(sizes)
+    rows = [np.split(array[: ends[-1]], ends[:-1]) for array in (X, Y, TOKENS)]
+    parts = [[parts[i] for parts in rows] for i in range(len(sizes))]
+    return strategy, strategy.distribute_values_from_function(lambda ctx: parts[ctx.replica_id_in_sync_group])
+
+
+def by_optimizer(strategy, x, losses, **options):
+    """Return the change of the weights by `mr.Optimizer`, and the losses, of several losses in one step."""
+    with strategy.scope():
+        variables = {name: mr.Variable(W) for name in losses}
+        optimizers = {name: mr.Optimizer(optax.sgd(1.0), [w], **options) for name, w in variables.items()}
+
+    def step(rows):
+        values = {}
+        for name, w in variables.items():
+            values[name], gradients = mr.value_and_grad(lambda name=name, w=w: losses[name](w.value, *rows), [w])()
+            optimizers[name].apply_gradients(gradients)
+        return values
+
+    values = strategy.reduce("sum", strategy.run(step, args=(x,)))
+    return {name: (float(values[name]), W - w.numpy()) for name, w in variables.items()}
+
+
+def by_hand(strategy, x, losses):
+    def step(rows):
+        found = {
+            name: jax.value_and_grad(lambda w, loss=loss: loss(w, *rows))(jnp.asarray(W))
+            for name, loss in losses.items()
+            if jax.eval_shape(loss, W, *rows).ndim == 0
+        }
+        return all_of(found)
+
+    return strategy.run(step, args=(x,))
+
+
+@pytest.mark.parametrize("batch", SIZES)
+def test_every_right_form_is_the_update_of_one_device_in_silence(batch):
+    for sizes in SIZES[batch]:
+        strategy, x = batch_of(sizes)
+        losses = {name: loss for name, (loss, _) in RIGHT.items()}
+        found, summed = by_optimizer(strategy, x, losses), by_hand(strategy, x, losses)
+        assert len(summed) == len(losses) - 4
+        whole = [array[: sum(sizes)] for array in (X, Y, TOKENS)]
+        for name, (_, of_one) in RIGHT.items():
+            value, gradient = jax.value_and_grad(lambda w, of_one=of_one, whole=whole: of_one(w, *whole))(W)
+            for own in (found[name], *([summed[name]] if name in summed else [])):
+                np.testing.assert_allclose(own[0], value, rtol=2e-5, atol=1e-6, err_msg=f"{name} {sizes}")
+                np.testing.assert_allclose(own[1], gradient, rtol=1e-4, atol=2e-6, err_msg=f"{name} {sizes}")
+        strategy.assert_mirrored()
+
+
+#: Means over the own rows of which nobody has said anything, and what else is a guess.
+UNSPOKEN = {
+    "jnp.mean": lambda w, x, y, m: jnp.mean(each(w, x, y)),
+    "l2_loss": lambda w, x, y, m: optax.l2_loss(x @ w, y).mean(),
+    "huber_loss": lambda w, x, y, m: optax.huber_loss(x @ w, y).mean(),
+    "half": lambda w, x, y, m: 0.5 * jnp.mean(each(w, x, y)),
+    "divided by rows": lambda w, x, y, m: each(w, x, y).sum() / x.shape[0],
+    "of all elements": lambda w, x, y, m: jnp.mean(tokens_of(w, x)),
+    "masked": lambda w, x, y, m: (tokens_of(w, x) * m).sum() / m.sum(),
+    "weighted": lambda w, x, y, m: jnp.average(each(w, x, y), weights=1 + m[:, 0]),
+    "regularized": lambda w, x, y, m: each(w, x, y).mean() + 0.1 * jnp.sum(w**2),
+    "logits": lambda w, x, y, m: optax.softmax_cross_entropy_with_integer_labels(x * w, jnp.argmax(x, -1)).mean(),
+    "a sum": lambda w, x, y, m: jnp.sum(each(w, x, y)),
+    "by all rows": lambda w, x, y, m: each(w, x, y).sum() / all_of(y.shape[0]),
+    "by a number that may be that of all rows": lambda w, x, y, m: each(w, x, y).sum() / 12,
+    "beside one that speaks": lambda w, x, y, m: compute_average_loss(each(w, x, y)) + 0.1 * jnp.sum(w**2),
+    "not linear in a share": lambda w, x, y, m: jnp.sqrt(compute_average_loss(each(w, x, y))),
+}  # fmt: skip
+
+
+def factors(caught):
+    return [str(warning.message) for warning in caught if warning.category is mr.FactorOfReplicasWarning]
+
+
+@pytest.mark.parametrize("sizes", [[4], [4, 4], [4, 3, 0]], ids=str)
+def test_a_loss_that_nobody_has_spoken_for_warns_once_for_any_number_of_replicas(sizes):
+    strategy, x = batch_of(sizes)
+    with pytest.warns(mr.FactorOfReplicasWarning) as caught:
+        by_optimizer(strategy, x, UNSPOKEN)
+    messages = factors(caught)
+    assert len(messages) == len(UNSPOKEN), "one for each optimizer"
+    for line in ("return per_example_losses", "mr.losses.mean_over_own_rows(loss)", "aggregate='mean')"):
+        assert all(line in message and "nobody has said how the loss is divided" in message for message in messages)
+    for aggregate in ("sum", "mean"):
+        spoken = {name: loss for name, loss in UNSPOKEN.items() if name not in ("beside one that speaks",)}
+        by_optimizer(strategy, x, spoken, aggregate=aggregate)  # the user has said it, and warnings are errors here
+
+
+GRADIENTS = {
+    "jax.grad": lambda loss: lambda w: jax.grad(loss)(w),
+    "forward mode": lambda loss: lambda w: jax.jacfwd(loss)(w),
+    "jvp by hand": lambda loss: lambda w: jnp.stack([jax.jvp(loss, (w,), (e,))[1] for e in jnp.eye(4)]),
+    "jit, remat": lambda loss: lambda w: jax.jit(jax.grad(jax.checkpoint(loss)))(w),
+    "two halves": lambda loss: lambda w: jax.lax.scan(lambda g, _: (g + jax.grad(loss)(w) / 2, None), jnp.zeros(4), None, 2)[0],
+    "while": lambda loss: lambda w: jax.lax.fori_loop(0, 2, lambda i, g: g + jax.grad(loss)(w) / 2, jnp.zeros(4)),
+    "clipped": lambda loss: lambda w: clipped(jax.grad(loss)(w)),
+    "cond": lambda loss: lambda w: jax.lax.cond(w[0] < 9, jax.grad(loss), jnp.zeros_like, w),
+    "custom_jvp": lambda loss: lambda w: jax.grad(lambda w: loss(jax.nn.relu(w + 9) - 9))(w),
+    "loss scaling": lambda loss: lambda w: jax.grad(lambda w: 1024 * loss(w))(w) / 1024,
+}  # fmt: skip
+
+
+def clipped(g):
+    return g * jnp.minimum(1.0, 100.0 / (jnp.linalg.norm(g) + 1e-6))
+
+
+@pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning")
+def test_what_a_loss_says_is_told_to_whatever_is_computed_of_its_gradient(strategy3):
+    _, x = batch_of([4, 4, 4])
+    with strategy3.scope():
+        w = mr.Variable(W)
+        optimizer = mr.Optimizer(optax.sgd(1.0), [w])
+
+    def step(rows, make, loss):
+        optimizer.apply_gradients([make(lambda w: loss(w, *rows))(w.value)])
+
+    def run(*args):
+        w.assign(W)
+        strategy3.run(step, args=(x, *args))
+        return W - w.numpy()
+
+    right, wrong = RIGHT["compute_average_loss"][0], UNSPOKEN["jnp.mean"]
+    expected = jax.grad(lambda w: RIGHT["compute_average_loss"][1](w, X, Y, TOKENS))(W)
+    for name, make in GRADIENTS.items():
+        np.testing.assert_allclose(run(make, right), expected, rtol=1e-4, atol=1e-6, err_msg=name)
+        with pytest.warns(mr.FactorOfReplicasWarning, match="nobody has said"):
+            run(make, wrong)
+    per_example = lambda loss: lambda w: jax.vmap(jax.grad(each), (None, 0, 0))(w, X[:4], Y[:4]).mean(0)  # noqa: E731
+    for make in (per_example, lambda loss: lambda w: w - 1, lambda loss: lambda w: jax.grad(loss)(w) + 0.1 * w):
+        with pytest.warns(mr.FactorOfReplicasWarning):
+            run(make, right)
+
+
+@pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning")
+def test_a_loss_that_speaks_and_an_aggregate_that_contradicts_it_are_refused():
+    for sizes in ([4], [4, 3]):
+        strategy, x = batch_of(sizes)
+        for name in ("one for each example", "compute_average_loss", "mean over own rows", "padded", "already divided"):
+            with strategy.scope():
+                w = mr.Variable(W, name="w")
+                optimizer = mr.Optimizer(optax.adam(1.0), [w], aggregate="mean")
+
+            def step(rows, w=w, optimizer=optimizer, loss=RIGHT[name][0], **options):
+                optimizer.apply_gradients(mr.grad(lambda: loss(w.value, *rows), [w])(), **options)
+
+            with pytest.raises(
+                mr.FactorOfReplicasError, match=r"'w', given to apply_gradients .* aggregate='mean', is .* a share"
+            ):
+                strategy.run(step, args=(x,)), pytest.fail(name)
+            assert w.numpy().tobytes() == W.tobytes() and int(optimizer.iterations) == 0
+            strategy.run(step, args=(x,), kwargs={"aggregate": "sum"})
+
+
+def test_each_optimizer_is_looked_at_by_itself(strategy3):
+    _, x = batch_of([4, 4, 4])
+    mean = UNSPOKEN["jnp.mean"]
+    with pytest.warns(mr.FactorOfReplicasWarning) as caught:
+        by_optimizer(strategy3, x, {"right": RIGHT["compute_average_loss"][0], "wrong": mean, "also": mean})
+    assert len(factors(caught)) == 2
+
+
+def test_a_gradient_that_is_the_same_everywhere_beside_one_that_is_not(strategy3):
+    _, x = batch_of([4, 4, 4])
+    with strategy3.scope():
+        w, b = mr.Variable(W), mr.Variable(0.5)
+        optimizer = mr.Optimizer(optax.sgd(1.0), [w, b])
+
+    def step(rows):
+        x, y, _ = rows
+        optimizer.apply_gradients(mr.grad(lambda: each(w.value, x, y).mean() + b**2, [w, b])())
+
+    with pytest.warns(mr.FactorOfReplicasWarning, match="nobody has said how the loss is divided"):
+        strategy3.run(step, args=(x,))
+
+
+def test_losses_of_examples_outside_of_a_step_and_in_default_context():
+    with STRATEGY.scope():
+        w = mr.Variable(W)
+    value, gradient = mr.value_and_grad(lambda: each(w.value, X, Y), w)()
+    np.testing.assert_allclose(value, each(W, X, Y).mean(), rtol=1e-6)
+    np.testing.assert_allclose(gradient, jax.grad(lambda w: each(w, X, Y).mean())(W), rtol=1e-5, atol=1e-7)
+    optimizer = mr.Optimizer(optax.sgd(1.0), w)
+    assert float(optimizer.minimize(lambda: each(w.value, X, Y))) == float(value)
+    np.testing.assert_allclose(w.numpy(), W - gradient, rtol=1e-5)
+
+
+def test_a_mean_by_weights_of_small_numbers_and_of_none():
+    halves = jnp.full((4, 300), 0.5, jnp.bfloat16)
+    [mask] = STRATEGY.distribute_dataset([np.ones((8, 300), bool)])
+    loss = STRATEGY.run(lambda mask: mr.losses.weighted_mean(halves, mask), args=(mask,))
+    assert loss.dtype == jnp.bfloat16 and float(STRATEGY.reduce("sum", loss)) == 0.5, "2,400 is no bfloat16"
+
+    def of_nothing(mask):
+        return mr.value_and_grad(lambda: mr.losses.weighted_mean(w * mask, 0 * mask), w)()
+
+    with STRATEGY.scope():
+        w = mr.Variable(3.0)
+    [mask] = STRATEGY.distribute_dataset([np.ones(4, np.float32)])
+    assert [float(STRATEGY.reduce("sum", value)) for value in STRATEGY.run(of_nothing, args=(mask,))] == [0.0, 0.0]

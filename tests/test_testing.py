@@ -205,7 +205,7 @@ def test_a_wrong_training_is_not() -> None:
         r"replica:\n  variable 'w' differs by .* in 3 of 3 elements, most at \[.*\n  variable number 1 without a name"
     )
     wrong: list[tuple[Any, tuple[Any, ...], str]] = [
-        (train, ([X[:4]], jnp.mean), r"(?s)2 replicas than with 1 replica:.*result\[0\] differs .* 2 times.*compute_average"),
+        (train, ([X[:4]], jnp.mean), r"(?s)2 replicas than with 1 replica:.*result\[0\] differs .* 2 times.*mean_over_own_rows"),
         (train, ([X], average, lambda s: s.num_replicas_in_sync), only_variables),
         (lambda s: random.normal(), (), r"(?s)gives other numbers each time; twice with 1 replica:.*fixed seeds"),
         (lambda s: [1] * s.num_replicas_in_sync, (), r"the result\[1\] is only there with 2 replicas"),

@@ -10,7 +10,7 @@ _LINES = {
     "flax.nnx": (
         "Flax NNX",
         "strategy.run(step, args=(model, optimizer, batch))",
-        "grads = mr.get_replica_context().all_reduce('mean', grads); optimizer.update(model, grads)",
+        "grads = mr.get_replica_context().all_reduce('sum', grads); optimizer.update(model, grads)",
     ),
     "flax": (
         "Flax Linen",

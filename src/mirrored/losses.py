@@ -1,4 +1,8 @@
-"""Losses whose gradients, summed over the replicas, are those of one device."""
+"""Losses that say how they are divided: each is this replica's share, and the shares of all replicas add up to the whole.
+
+So do their gradients, which `mr.Optimizer` sums: the same update as on one device. `mr.value_and_grad` makes such a share of one
+loss for each example by itself.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,7 @@ def compute_average_loss(
     """Divide this replica's sum of losses by the global number of examples.
 
     The results of all replicas add up to the mean loss over the global batch, and so do their gradients, which
-    `mr.Optimizer` sums: the same update as on one device.
+    `mr.Optimizer` sums: the same update as on one device. `mr.value_and_grad` does it by itself with a loss for each example.
 
     Args:
         per_example_loss: shape `[n, ...]`, the losses of this replica's n examples; further axes are summed.
@@ -48,19 +52,15 @@ def compute_average_loss(
     Source: https://www.tensorflow.org/api_docs/python/tf/nn/compute_average_loss
     """
     context = _replica_context("compute_average_loss")
-    losses = _as_numbers(per_example_loss, "per_example_loss")
+    losses = _as_floats(per_example_loss, "per_example_loss")
     if losses.ndim == 0:
         raise ValueError(
-            "compute_average_loss got a scalar; expected one loss per example, shape [n]. A mean over this replica's "
-            "examples cannot be corrected afterwards: take the mean out of the loss function."
+            "compute_average_loss got a scalar; expected one loss per example, shape [n]. Take the mean out of the loss "
+            "function, or say what it is: mr.losses.mean_over_own_rows(loss)."
         )
-    if not jnp.issubdtype(losses.dtype, jnp.floating):
-        losses = losses.astype(jnp.result_type(float))
     if sample_weight is not None:
-        losses = losses * _broadcast_weight(sample_weight, losses)
-    counted = losses.shape[0] if global_batch_size is None else 0
-    purpose = _Purpose.SHARE if global_batch_size is None else _Purpose.GIVEN_SHARE
-    return _share(jnp.sum(losses) / _global_batch_size(global_batch_size, losses, context), counted, purpose)
+        losses = losses * _broadcast_weight(sample_weight, losses, "sample_weight", "per_example_loss")
+    return _share(jnp.sum(losses) / _global_batch_size(global_batch_size, losses, context))
 
 
 def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
@@ -81,6 +81,93 @@ def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
     """
     context = _replica_context("scale_regularization_loss")
     return _share(jnp.sum(_as_numbers(regularization_loss, "regularization_loss")) / context.num_replicas_in_sync)
+
+
+def weighted_mean(losses: Any, weights: Any) -> jax.Array:
+    """Divide this replica's weighted sum of losses by the sum of the weights of all replicas.
+
+    It is for what is divided by other things than rows: tokens (padding has the weight 0), masks, sample weights. The results
+    of all replicas add up to the weighted mean over the global batch, and so do their gradients, also where the weights depend on
+    what is trained. When all weights are 0, both are 0.
+
+    Args:
+        losses: shape `[n, ...]`, for example `[n, length]`, one loss for each token.
+        weights: booleans or numbers, broadcast to `losses` from the left: the same shape, or `[n]`.
+
+    Raises:
+        ContextError: outside a step.
+        TypeError: for something that is not an array of real numbers.
+        ValueError: for shapes that do not fit.
+
+    >>> def step(lengths):
+    ...     is_token = jnp.arange(3) < lengths[:, None]
+    ...     return mr.losses.weighted_mean(jnp.full((2, 3), 5.0), is_token)
+    >>> [lengths] = strategy.distribute_dataset([np.array([1, 2, 3, 2])])
+    >>> float(strategy.reduce("sum", strategy.run(step, args=(lengths,))))
+    5.0
+
+    Source: https://github.com/google/flax/tree/main/examples/lm1b
+    """
+    context = _replica_context("weighted_mean")
+    losses = _as_floats(losses, "losses")
+    wide = losses.astype(jnp.promote_types(losses.dtype, jnp.float32))  # 257 tokens are no bfloat16
+    weights = jnp.broadcast_to(_broadcast_weight(weights, wide, "weights", "losses"), losses.shape)
+    [total] = _axis_of(context).sum([jnp.sum(weights)])
+    share = jnp.sum(wide * weights) / jnp.where(total == 0, 1, total)
+    return _share(share.astype(losses.dtype))
+
+
+def mean_over_own_rows(loss: Any) -> jax.Array:
+    """Say that a loss is the mean over this replica's own rows, and make this replica's share of it.
+
+    It is for `keras.losses` and whatever else ends in `jnp.mean`. Each replica's mean counts as much as it has rows, so that the
+    shares of all replicas add up to the mean over the global batch. What is added to the mean on every replica, such as a penalty
+    for large weights, counts once. A replica without rows has a share of 0.
+
+    Args:
+        loss: a scalar.
+
+    Raises:
+        ContextError: outside a step.
+        TypeError: for something that is not a real number.
+        ValueError: for an array with axes.
+        UnevenReplicasError: (a ValueError) in an uneven step whose arguments divide differently among the replicas.
+
+    >>> def step(x):
+    ...     return mr.losses.mean_over_own_rows(jnp.mean(x))
+    >>> [x] = strategy.distribute_dataset([np.array([1.0, 2.0, 6.0])])
+    >>> float(strategy.reduce("sum", strategy.run(step, args=(x,))))
+    3.0
+
+    Source: https://keras.io/api/losses/
+    """
+    context = _replica_context("mean_over_own_rows")
+    own, total = _axis_of(context).rows()
+    loss = _scalar(loss, "mean_over_own_rows")
+    return _share(loss * (own / total) if own else jnp.zeros_like(loss))
+
+
+def already_divided(loss: Any) -> jax.Array:
+    """Say that a loss is this replica's share already: it was divided by a number that stands for all replicas.
+
+    Args:
+        loss: a scalar; those of all replicas add up to the loss of the global batch.
+
+    Raises:
+        ContextError: outside a step.
+        TypeError: for something that is not a real number.
+        ValueError: for an array with axes.
+
+    >>> def step(x):
+    ...     return mr.losses.already_divided(jnp.sum(x) / 4)  # 4 rows on all replicas
+    >>> [x] = strategy.distribute_dataset([np.array([1.0, 2.0, 6.0, 3.0])])
+    >>> float(strategy.reduce("sum", strategy.run(step, args=(x,))))
+    3.0
+
+    Source: https://www.tensorflow.org/tutorials/distribute/custom_training
+    """
+    _replica_context("already_divided")
+    return _share(_scalar(loss, "already_divided"))
 
 
 def global_loss(loss: Callable[..., Any]) -> Callable[..., jax.Array]:
@@ -151,9 +238,19 @@ def _is_differentiable(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray | float) and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
 
 
-def _share(loss: jax.Array, counted: int = 0, purpose: _Purpose = _Purpose.SHARE) -> jax.Array:
+def _share(loss: jax.Array) -> jax.Array:
     """Mark a loss as this replica's share, so that nobody is warned that its gradients are summed."""
-    return _mark(loss, _Mark(purpose, "loss", "", counted))
+    return _mark(loss, _Mark(_Purpose.SHARE, "loss", ""))
+
+
+def _scalar(loss: Any, name: str) -> jax.Array:
+    loss = _as_floats(loss, f"the loss given to {name}")
+    if loss.shape:
+        raise ValueError(
+            f"{name} got shape {loss.shape}; expected a scalar. One loss for each example, shape [n], needs no word: return it "
+            "from the function given to mr.value_and_grad, or pass it to mr.losses.compute_average_loss."
+        )
+    return loss
 
 
 def _replica_context(name: str) -> _ReplicaContext:
@@ -175,13 +272,16 @@ def _as_numbers(value: Any, what: str) -> jax.Array:
     return array
 
 
-def _broadcast_weight(sample_weight: Any, losses: jax.Array) -> jax.Array:
-    weight = _as_numbers(sample_weight, "sample_weight").astype(losses.dtype)
+def _as_floats(value: Any, what: str) -> jax.Array:
+    array = _as_numbers(value, what)
+    return array if jnp.issubdtype(array.dtype, jnp.floating) else array.astype(jnp.result_type(float))
+
+
+def _broadcast_weight(given: Any, losses: jax.Array, name: str, of: str) -> jax.Array:
+    weight = _as_numbers(given, name).astype(losses.dtype)
     if weight.ndim > losses.ndim or any(w not in (1, n) for w, n in zip(weight.shape, losses.shape, strict=False)):
         expected = " or ".join(sorted({str(losses.shape[:1]), str(losses.shape)}))
-        raise ValueError(
-            f"sample_weight has shape {weight.shape}, per_example_loss has shape {losses.shape}; expected {expected}."
-        )
+        raise ValueError(f"{name} has shape {weight.shape}, {of} has shape {losses.shape}; expected {expected}.")
     return weight.reshape(*weight.shape, *(1,) * (losses.ndim - weight.ndim))
 
 

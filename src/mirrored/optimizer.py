@@ -33,8 +33,8 @@ from ._variables.assignment import check_per_replica
 from ._variables.tree import trainable
 from ._variables.variable import Variable, is_variable, spec_of
 
-#: How the replicas' gradients are combined.
 Aggregate = Literal["sum", "mean"] | ReduceOp | bool
+_SAID = {ReduceOp.SUM: Purpose.SUMMED_GRADIENT, ReduceOp.MEAN: Purpose.MEAN_GRADIENT}
 
 
 class Optimizer:
@@ -46,10 +46,10 @@ class Optimizer:
     Args:
         tx: an `optax.GradientTransformation`, for example `optax.adam(1e-3)`.
         variables: the mirrored floating point variables to train, in any nest.
-        aggregate: how `apply_gradients` combines the replicas' gradients. `"sum"`: adds them up, for losses that were divided by
-            the number of rows on all replicas, `mr.losses.compute_average_loss`. `"mean"`: averages them, each replica with the
-            weight of its rows, for losses that are a mean over the replica's own rows, `jnp.mean(per_example_loss)`; a replica
-            without rows has no weight. `False`: they have been combined before.
+        aggregate: how `apply_gradients` combines the replicas' gradients. Default: as the loss says. One loss for each example,
+            and losses of `mr.losses`, are shares, whose gradients are added up. For another scalar, `"mean"` says that it is a
+            mean over the replica's own rows, `jnp.mean(per_example_loss)`: gradients are averaged, each replica with the
+            weight of its rows. `"sum"`: it was divided by all rows. `False`: the gradients have been combined before.
         shard_state: whether each of the R replicas holds 1/R of the state only, updates 1/R of the variables' elements, and
             gets the rest from the others; the numbers are the same. Scalars, such as counts, are on every replica.
 
@@ -62,19 +62,10 @@ class Optimizer:
     ...     w = mr.Variable(1.0, name="w")
     ...     optimizer = mr.Optimizer(optax.sgd(0.1), [w])
     >>> def step(x):
-    ...     loss, gradients = mr.value_and_grad(lambda: w.value * x, [w])()
+    ...     losses, gradients = mr.value_and_grad(lambda: w.value * x, [w])()  # one loss for each example
     ...     optimizer.apply_gradients(gradients)
-    >>> x = strategy.distribute_values_from_function(lambda ctx: 1.0 + ctx.replica_id_in_sync_group)
-    >>> strategy.run(step, args=(x,))  # 1 - 0.1 * (1 + 2)
-    >>> round(float(w), 6)
-    0.7
-
-    With the mean of its own rows as each replica's loss, 1 - 0.1 * (1 + 2) / 2:
-
-    >>> with strategy.scope():
-    ...     w = mr.Variable(1.0, name="w")
-    ...     optimizer = mr.Optimizer(optax.sgd(0.1), [w], aggregate="mean")
-    >>> strategy.run(step, args=(x,))
+    >>> [x] = strategy.distribute_dataset([np.array([1.0, 2.0])])
+    >>> strategy.run(step, args=(x,))  # 1 - 0.1 * (1 + 2) / 2
     >>> round(float(w), 6)
     0.85
 
@@ -82,7 +73,12 @@ class Optimizer:
     """
 
     def __init__(
-        self, tx: optax.GradientTransformation, variables: PyTree, *, aggregate: Aggregate = "sum", shard_state: bool = False
+        self,
+        tx: optax.GradientTransformation,
+        variables: PyTree,
+        *,
+        aggregate: Aggregate | None = None,
+        shard_state: bool = False,
     ) -> None:
         if not (hasattr(tx, "init") and hasattr(tx, "update")):
             raise TypeError(f"tx is {shown(tx)}; expected an optax transformation, for example optax.adam(1e-3).")
@@ -91,7 +87,7 @@ class Optimizer:
                 f"mr.Optimizer was created inside a step, at {user_code.user_line()}. Its state must outlive the step: create "
                 "it once, before, next to the variables."
             )
-        self._aggregate = _parse_aggregate(aggregate)
+        self._aggregate = None if aggregate is None else _parse_aggregate(aggregate)
         self._tx = tx
         self._is_sharded = bool(shard_state)
         leaves, self._treedef = jax.tree.flatten(trainable(variables), is_leaf=is_variable)
@@ -130,21 +126,21 @@ class Optimizer:
         The same as `mr.value_and_grad(loss, variables)()` and `apply_gradients`, so inside a step the loss is this replica's own.
 
         Args:
-            loss: a function of no arguments that returns a scalar.
+            loss: a function of no arguments that returns one loss for each example, or a scalar, as for `mr.value_and_grad`.
             var_list: those of the variables that are to be updated, in any nest. Default: all.
             **options: those of `apply_gradients`.
 
         Raises:
-            TypeError: when `loss` is no function, or does not return a scalar.
+            TypeError: when `loss` is no function, or does not return a loss.
             ValueError: for a variable that is not this optimizer's, and as `apply_gradients`.
 
         >>> with strategy.scope():
         ...     w = mr.Variable(1.0, name="w")
         ...     optimizer = mr.Optimizer(optax.sgd(0.1), [w])
-        >>> x = strategy.distribute_values_from_function(lambda ctx: 1.0 + ctx.replica_id_in_sync_group)
-        >>> loss = strategy.run(lambda x: optimizer.minimize(lambda: w.value * x), args=(x,))  # 1 - 0.1 * (1 + 2)
+        >>> [x] = strategy.distribute_dataset([np.array([1.0, 2.0])])
+        >>> loss = strategy.run(lambda x: optimizer.minimize(lambda: w.value * x), args=(x,))  # 1 - 0.1 * (1 + 2) / 2
         >>> float(strategy.reduce("sum", loss)), round(float(w), 6), int(optimizer.iterations)
-        (3.0, 0.7, 1)
+        (1.5, 0.85, 1)
 
         Source: https://www.tensorflow.org/api_docs/python/tf/keras/optimizers/Optimizer
         """
@@ -171,13 +167,14 @@ class Optimizer:
             grads: a tree like `variables`, or `zip(grads, variables)`. A variable whose gradient is None, or
                 that is not in the zip, stays as it is, and so does its part of the state.
             aggregate: `"sum"`, `"mean"`, or False when the gradients have been combined over the replicas before, as in
-                `mr.Optimizer`. Default: what the optimizer was made with. True is `"sum"`.
+                `mr.Optimizer`. Default: what the optimizer was made with, or else what the loss says. True is `"sum"`.
             **extra: what the transformation's `update` takes besides, such as `value=loss` for
                 `optax.contrib.reduce_on_plateau`, or `value`, `grad` and `value_fn` for `optax.lbfgs`: the same on every
                 replica, so a loss that was summed over them. Transformations that do not take it leave it alone.
 
         Raises:
-            FactorOfReplicasError: (a ValueError) when they have been, and are to be summed.
+            FactorOfReplicasError: (a ValueError) when they have been, and are to be summed, and when the loss says that it is a
+                share of the global batch's, and they are to be averaged.
             ReplicasDivergeError: (a ValueError) when they have not been, and `aggregate` is False.
             UnevenReplicasError: (a ValueError) for a mean in an uneven step whose arguments divide differently.
             ValueError: for another `aggregate`, structure or shape, a variable that is twice in the zip, when there is no
@@ -185,10 +182,10 @@ class Optimizer:
             TypeError: for a gradient that is not an array or None.
         """
         frame = frames.current()
-        op = self._aggregate if aggregate is None else _parse_aggregate(aggregate)
+        said = self._aggregate if aggregate is None else _parse_aggregate(aggregate)
         gradients = self._aligned(grads)
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]
-        combined = self._combined(frame, [gradients[i] for i in present], [self._leaves[i] for i in present], op)
+        combined = self._combined(frame, [gradients[i] for i in present], [self._leaves[i] for i in present], said)
         complete = [jnp.zeros(v.shape, v.dtype) if g is None else g for v, g in zip(self._leaves, gradients, strict=True)]
         for i, gradient in zip(present, combined, strict=True):
             complete[i] = gradient
@@ -241,14 +238,14 @@ class Optimizer:
         return jax.tree.leaves(flags)
 
     def _combined(
-        self, frame: Frame | None, gradients: list[Any], variables: list[Variable], op: ReduceOp | None
+        self, frame: Frame | None, gradients: list[Any], variables: list[Variable], said: ReduceOp | Literal[False] | None
     ) -> list[jax.Array]:
+        op = ReduceOp.SUM if said is None else said or None
         if frame is None or frame.replica is None:
             return [_one_value(g, v, op, frame) for g, v in zip(gradients, variables, strict=True)]
         if op is None:
             return gradients
-        purpose = Purpose.GRADIENT if op is ReduceOp.SUM else Purpose.MEAN_GRADIENT
-        where = user_code.user_line()
+        where, purpose = user_code.user_line(), _SAID[op] if said else Purpose.GRADIENT
         marked = [mark(jnp.asarray(g), Mark(purpose, v.name, where, id(self))) for g, v in zip(gradients, variables, strict=True)]
         if self._is_sharded:
             return shared_out.combined(op, marked, axis_of(frame.replica))
@@ -351,9 +348,9 @@ def _checked_gradient(gradient: Any, variable: Variable) -> Any:
     return gradient
 
 
-def _parse_aggregate(aggregate: Any) -> ReduceOp | None:
+def _parse_aggregate(aggregate: Any) -> ReduceOp | Literal[False]:
     if isinstance(aggregate, bool):
-        return ReduceOp.SUM if aggregate else None
+        return ReduceOp.SUM if aggregate else False
     return ReduceOp.parse(aggregate, "aggregate")
 
 

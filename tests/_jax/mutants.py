@@ -75,4 +75,6 @@ MUTANTS = [
     ("_jax/versions.py", "stacklevel=6", "stacklevel=5",
      _V + "an_untried_version_is_told_once_at_the_first_public_name_also_inside_a_trace"),
     ("_jax/versions.py", "version_info__ <= NEWEST", "version_info__ < (0, 13)", _V + "the_tried_range"),
+    ("_jax/interpreter.py", "return self.join((decision, value))", "return value",
+     "tests/_jax/test_interpreter.py::test_a_property_travels_through_loops_until_it_is_settled_and_through_what_decides"),
 ]  # fmt: skip

@@ -93,7 +93,7 @@ def test_cond_has_its_index_first_and_branches_of_the_other_operands():
         branches = [lambda x, i=i: x * i for i in range(num_branches)]
         equation = only("cond", lambda x, branches=branches: jax.lax.switch(x[0].astype(int), branches, x))
         assert [v.aval.shape for v in equation.invars] == [(), (3,)]
-        assert [len(branch.invars) for branch in jaxprs.branches_of(equation)] == [1] * num_branches
+        assert [len(branch.jaxpr.invars) for branch in equation.params["branches"]] == [1] * num_branches
 
 
 def test_a_linear_solve_runs_the_solver_on_its_constants_and_the_right_side():

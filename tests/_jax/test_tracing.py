@@ -8,7 +8,7 @@ from jax.experimental import hijax
 from programs import VECTOR
 
 import mirrored as mr
-from mirrored._jax import jaxprs, tracing, user_code
+from mirrored._jax import interpreter, jaxprs, tracing, user_code
 from mirrored._replicas.collectives import ReplicaAxis
 from mirrored._typing import REPLICA_AXIS as AXIS
 
@@ -131,14 +131,14 @@ def test_trace_binds_the_axis_and_speaks_of_the_users_function():
 def test_a_traced_function_is_evaluated_with_other_constants_and_meshes(strategy2, strategy3):
     captured = jnp.arange(3.0)
     closed = jax.make_jaxpr(lambda x: (x + captured, 7.0))(VECTOR)
-    result, literal = tracing.evaluate(closed, [captured * 10], [VECTOR])
+    result, literal = interpreter.evaluate(closed, [captured * 10], [VECTOR])
     assert (result.tolist(), literal) == ([1.0, 11.0, 21.0], 7.0)
     of_three = strategy3.reduce("sum", captured)  # its mesh is in the types of what is computed with it
     closed = jax.make_jaxpr(lambda x: jax.jit(lambda y: (y + of_three) * of_three)(x))(VECTOR)
     for mesh in (strategy3._mesh, strategy2._mesh):
         place = jax.sharding.PartitionSpec()
         mapped = jax.shard_map(
-            lambda x, c=closed: tracing.evaluate(c, c.consts, [x])[0],
+            lambda x, c=closed: interpreter.evaluate(c, c.consts, [x])[0],
             mesh=mesh.mesh, in_specs=place, out_specs=place, check_vma=False,
         )  # fmt: skip
         assert jax.jit(mapped)(VECTOR).tolist() == [0, 12, 42], mesh
@@ -184,7 +184,7 @@ def test_high_level_primitives_are_traced_as_what_they_stand_for(reduce):
     mesh = jax.sharding.Mesh(jax.devices()[:3], (AXIS,))
 
     def body(x):
-        return [tracing.evaluate(one, one.consts, [x])[0] for one in (closed, traced)]
+        return [interpreter.evaluate(one, one.consts, [x])[0] for one in (closed, traced)]
 
     replicated = jax.sharding.PartitionSpec()
     mapped = jax.shard_map(body, mesh=mesh, in_specs=replicated, out_specs=replicated, check_vma=False)

@@ -174,3 +174,32 @@ def test_losses_constraints_and_mixed_precision_are_as_on_one_device(strategy3: 
         mixed = make("mixed_bfloat16")
     hidden, output = strategy3.run(lambda: (mixed.layers[0](x), mixed(x)))
     assert (hidden.dtype, output.dtype, mixed.layers[0].kernel.value.dtype) == ("bfloat16", "float32", "float32")
+
+
+def test_a_loss_of_keras_is_a_mean_over_own_rows_and_says_so_in_a_word(strategy2: mr.Strategy) -> None:
+    x, y = np.cos(np.arange(14, dtype=np.float32)).reshape(7, 2), np.sin(np.arange(7, dtype=np.float32))[:, None]
+    mean, each = keras.losses.MeanSquaredError(), keras.losses.MeanSquaredError(reduction=None)
+
+    def update(word: Any, optimizer_of: Any = lambda: keras.optimizers.SGD(0.5)) -> Any:
+        with strategy2.scope():
+            layer, optimizer = keras.layers.Dense(1, kernel_initializer="ones"), optimizer_of()
+            layer.build((None, 2))
+
+        def step(x: Any, y: Any) -> None:
+            gradients = mr.grad(lambda: word(y, layer(x), optimizer), layer.trainable_variables)()
+            optimizer.apply_gradients(zip(gradients, layer.trainable_variables, strict=True))
+
+        for batch in strategy2.distribute_dataset([(x, y)]):  # 4 and 3 rows
+            strategy2.run(step, args=batch)
+        return layer.get_weights()[0]
+
+    expected = 1 - 0.5 * 2 * (x.T @ (x.sum(1, keepdims=True) - y)) / 7
+    scaled = lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5))  # noqa: E731
+    for found in (
+        update(lambda y, z, _: mr.losses.mean_over_own_rows(mean(y, z))),
+        update(lambda y, z, _: each(y, z)),
+        update(lambda y, z, optimizer: optimizer.scale_loss(mr.losses.mean_over_own_rows(mean(y, z))), scaled),
+    ):
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+    with pytest.warns(mr.FactorOfReplicasWarning, match=r"nobody has said.*\n.*\n.*mr\.losses\.mean_over_own_rows\(loss\)"):
+        update(lambda y, z, _: mean(y, z))

@@ -1,5 +1,8 @@
 """NNX objects among a step's arguments."""
 
+import gc
+from collections.abc import Iterator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,6 +66,14 @@ def state_of(*objects: object) -> list[np.ndarray]:
 def batch_of(strategy: mr.Strategy, num_rows: int = 12) -> dict:
     dataset = strategy.distribute_dataset([{"x": ROWS[:num_rows], "y": LABELS[:num_rows]}])
     return next(iter(dataset))
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture
@@ -133,7 +144,7 @@ def test_what_would_differ_by_replica_is_refused_by_its_name_and_nothing_has_cha
             made(),
             forgotten,
             mr.ReplicasDivergeError,
-            r"Net\.inner\.\w+, which the step at .*test_nnx.*all_reduce\('mean', grads\)",
+            r"Net\.inner\.\w+, which the step at .*test_nnx.*all_reduce\('sum', \(loss, grads\)\)",
         ),
         (made("rows"), by_row, mr.ReplicasDivergeError, r"Net\.norm\.mean.*axis_name='replica'"),
         (made(), changes_structure, mr.ContextError, r"has changed the structure .*`model\.train\(\)`"),
@@ -162,6 +173,42 @@ def test_streams_differ_by_replica_and_repeat_by_run(strategy2: mr.Strategy) -> 
     one, two = twice(), twice()
     np.testing.assert_array_equal(one, two)
     assert len(np.unique(np.stack(one).reshape(4, 2), axis=0)) == 4
+
+
+def test_a_step_leaves_no_old_state_to_the_cyclic_collector(strategy2: mr.Strategy, batch: dict, no_collector: None) -> None:
+    objects = made()
+    for _ in range(3):
+        jax.block_until_ready(strategy2.run(step, args=(*objects, batch)))
+    gc.collect()
+    before = len(jax.live_arrays())
+    for _ in range(5):
+        jax.block_until_ready(strategy2.run(step, args=(*objects, batch)))
+    assert gc.collect() == 0, "objects in reference cycles"
+    assert len(jax.live_arrays()) <= before + 5, "but for the losses in flight"
+
+
+class Scanned(nnx.Module):
+    """Layers that a scan goes through: each has its own weights and its own stream of random numbers."""
+
+    def __init__(self) -> None:
+        made = nnx.split_rngs(splits=3)(nnx.vmap(lambda rngs: nnx.Dropout(0.5, rngs=rngs)))
+        self.drops = made(nnx.Rngs(0))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return nnx.scan(lambda drop, x: (x, drop(x)), in_axes=(0, nnx.Carry), out_axes=(nnx.Carry, 0))(self.drops, x)[1]
+
+
+@pytest.mark.parametrize("num_rows", [12, 11])
+def test_layers_of_a_scan_draw_differently_on_each_replica(strategy: mr.MirroredStrategy, num_rows: int) -> None:
+    model, alone = Scanned(), Scanned()
+    run = lambda: strategy.run(lambda model, batch: model(jnp.ones((1, 64))), args=(model, batch_of(strategy, num_rows)))  # noqa: E731
+    first, second = (np.stack(strategy.local_results(run())) for _ in range(2))
+    drawn = np.concatenate([first, second]).reshape(-1, 64) > 0
+    assert len(np.unique(drawn, axis=0)) == 2 * 3 * strategy.num_replicas_in_sync
+    keys = jax.random.key_data(alone.drops.rngs.key[...])
+    np.testing.assert_array_equal(jax.random.key_data(model.drops.rngs.key[...]), keys)
+    alone.drops.rngs.key.set_value(jax.vmap(lambda key: jax.random.fold_in(key, 0))(alone.drops.rngs.key[...]))
+    np.testing.assert_array_equal(first[0], alone(jnp.ones((1, 64))))
 
 
 def test_metrics_are_those_of_all_rows(strategy: mr.MirroredStrategy) -> None:
@@ -195,6 +242,19 @@ def test_a_single_variable_and_objects_that_share_one(strategy2: mr.Strategy) ->
         strategy2.run(count, args=(shared,))
     np.testing.assert_array_equal(counter[...], [3, 3])
     np.testing.assert_array_equal(shared["a"]["x"][...], [3, 3])
+
+
+def test_a_variable_may_hold_a_tree_and_an_object_a_bare_array(strategy2: mr.Strategy) -> None:
+    objects = nnx.Dict(tree=nnx.Param({"a": jnp.zeros(2), "b": {"c": jnp.zeros(3)}}), bare=jnp.zeros(2))
+
+    def count(objects: nnx.Dict) -> None:
+        objects["tree"].set_value(jax.tree.map(lambda array: array + 1, objects["tree"].get_value()))
+        objects["bare"] = objects["bare"] + 1
+
+    for expected in (1, 2):
+        strategy2.run(count, args=(objects,))
+        for array in (*jax.tree.leaves(objects["tree"].get_value()), objects["bare"]):
+            np.testing.assert_array_equal(array, np.full_like(array, expected))
 
 
 def test_a_step_without_changes_returns_what_it_computes(strategy2: mr.Strategy, batch: dict) -> None:

@@ -60,7 +60,7 @@ def test_gradients_that_were_combined_before_are_refused(strategy3):
     w, b, optimizer, *_ = model(strategy3)
 
     def step(x, combine):
-        _, gradients = mr.value_and_grad(lambda: jnp.sum(w * x) + b * x[0], [w, b])()
+        _, gradients = mr.value_and_grad(lambda: mr.losses.already_divided(jnp.sum(w * x) + b * x[0]), [w, b])()
         gradients = combine(gradients)
         optimizer.apply_gradients(gradients)
 
@@ -100,7 +100,7 @@ def test_an_accumulator_that_aggregates_counts_as_combined_and_a_local_one_does_
     def step(x, accumulator):
         _, [gradient] = mr.value_and_grad(lambda: jnp.sum(w * x), [w])()
         accumulator.assign_add(gradient)
-        optimizer.apply_gradients([accumulator.value])
+        optimizer.apply_gradients([accumulator.value], aggregate="sum")  # what a variable keeps says nothing
 
     x = own_rows(strategy3)
     with pytest.raises(mr.FactorOfReplicasError, match="already been combined"):
@@ -161,11 +161,12 @@ def test_the_whole_batch_on_every_replica_warns_once(strategy3):
 
 
 def test_the_warning_tells_the_truth(strategy):
-    """The update is R times that of one device, and there is no warning for one."""
+    """The update is R times that of one device; on one device it is that nobody has said what the loss is."""
     w, _, _, optimizer, _ = model(strategy)
     x = np.ones(SIZE, "float32")
     caught = warnings_of(lambda: strategy.run(whole_batch_step(w, optimizer), args=(x,)))
-    assert len(caught) == (strategy.num_replicas_in_sync > 1)
+    expected = "computed the same gradients" if strategy.num_replicas_in_sync > 1 else "nobody has said how the loss is divided"
+    assert [expected in str(warning.message) for warning in caught] == [True]
     np.testing.assert_allclose(w.numpy(), 1 - strategy.num_replicas_in_sync * 0.1 / SIZE, rtol=1e-6)
 
 
@@ -203,10 +204,9 @@ def test_a_combined_loss_warns(strategy3):
                 return loss
 
             caught = warnings_of(lambda s=strategy, step=step: [s.run(step, args=(own_rows(s),)) for _ in range(2)])
-            assert [warning.filename for warning in caught] == [__file__] * (strategy is strategy3)
-            for warning in caught:
-                assert "combined over the replicas before it was differentiated" in str(warning.message)
-                assert "mr.losses.compute_average_loss" in str(warning.message)
+            [warning] = caught
+            assert warning.filename == __file__ and COMBINED in str(warning.message)
+            assert "mr.losses.compute_average_loss" in str(warning.message)
 
 
 def of_statistics(z):
@@ -242,7 +242,6 @@ def test_the_gradient_of_a_weight_behind_what_was_gathered_is_a_share_too(strate
     ways = {
         "a share": lambda z, b: average(loss_of(gathered(z), b)),
         "the whole": lambda z, b: jnp.mean(loss_of(gathered(z), b)),
-        "a number that was given": lambda z, b: average(loss_of(gathered(z), b), global_batch_size=3),
         "the whole beside": lambda z, b: average(loss_of(gathered(z), b)) + b * all_reduce("sum", z.sum()),
     }
     for name, loss in ways.items():
@@ -271,7 +270,6 @@ def test_a_share_does_not_excuse_what_is_combined_beside_or_after_it(strategy3):
         "beside": lambda z: share(total(z)) + total(z),
         "beside, first": lambda z: total(z) + share(total(z)),
         "after": lambda z: all_reduce("sum", share(z)),
-        "a number that was given": lambda z: mr.losses.compute_average_loss(all_reduce("sum", z), global_batch_size=3),
     }
     for name, loss in ways.items():
         w, _, _, optimizer, _ = model(strategy3)
@@ -279,26 +277,26 @@ def test_a_share_does_not_excuse_what_is_combined_beside_or_after_it(strategy3):
         assert len(warnings_of(lambda step=step: strategy3.run(step, args=(own_rows(strategy3),)))) == 1, name
 
 
-COMBINED, BY_OWN_ROWS = "combined over the replicas before it was differentiated", "divided by this replica's own number of rows"
+COMBINED, UNSPOKEN = "combined over the replicas before it was differentiated", "nobody has said how the loss is divided"
 #: Losses of four own rows, by what is said of them where `jax.grad` differentiates them.
 DIFFERENTIATED = {
     "sum of shares": (lambda each: all_reduce("sum", mr.losses.compute_average_loss(each)), COMBINED),
     "sum, then divided by all rows": (lambda each: jax.lax.psum(jnp.sum(each), "replica") / 12, COMBINED),
     "in jit": (lambda each: jax.jit(lambda each: all_reduce("sum", jnp.sum(each) / 12))(each), COMBINED),
     "beside a share": (lambda each: mr.losses.compute_average_loss(each) + all_reduce("sum", each.sum()), COMBINED),
-    "mean of means": (lambda each: jax.lax.pmean(jnp.mean(each), "replica"), BY_OWN_ROWS),
-    "mean of shares": (lambda each: 3 * all_reduce("mean", mr.losses.compute_average_loss(each)), ""),
-    "sums of rows, element by element": (lambda each: mr.losses.compute_average_loss(all_reduce("sum", each)), COMBINED),
-    "means of rows, element by element": (lambda each: mr.losses.compute_average_loss(all_reduce("mean", each)), ""),
+    "mean of means": (lambda each: jax.lax.pmean(jnp.mean(each), "replica"), COMBINED),
     "share of a sum": (lambda each: mr.losses.scale_regularization_loss(all_reduce("sum", each.sum()) / 12), ""),
-    "divided by a count": (lambda each: each.sum() / all_reduce("sum", jnp.ones(()) * 4), ""),
-    "divided by a sum of ones": (lambda each: each.sum() / all_reduce("sum", jnp.ones_like(each).sum()), ""),
+    "divided by a count": (lambda each: each.sum() / all_reduce("sum", jnp.ones(()) * 4), UNSPOKEN),
+    "said to be divided": (lambda each: mr.losses.already_divided(each.sum() / all_reduce("sum", jnp.ones(()) * 4)), ""),
     "of what is left of a mean": (lambda each: mr.losses.compute_average_loss((each - all_reduce("mean", each.mean())) ** 2), ""),
+    "not linear in a share": (lambda each: jnp.log(mr.losses.compute_average_loss(each)), UNSPOKEN),
+    "scaled shares": (lambda each: -2 * mr.losses.compute_average_loss(each) / 3 - mr.losses.weighted_mean(each, each > 1), ""),
+    "a share and another": (lambda each: mr.losses.compute_average_loss(each) + 0.1 * each.mean(), UNSPOKEN),
 }
 
 
 @pytest.mark.parametrize("name", DIFFERENTIATED)
-def test_a_combined_loss_warns_however_it_is_differentiated(strategy3, name):
+def test_what_is_said_of_a_loss_goes_to_its_gradient_however_it_is_differentiated(strategy3, name):
     loss, expected = DIFFERENTIATED[name]
     w, _, _, optimizer, _ = model(strategy3)
     [batch] = strategy3.distribute_dataset([np.arange(12 * SIZE, dtype="float32").reshape(12, SIZE) / 10])
@@ -308,15 +306,6 @@ def test_a_combined_loss_warns_however_it_is_differentiated(strategy3, name):
 
     messages = [str(warning.message) for warning in warnings_of(lambda: strategy3.run(step, args=(batch,)))]
     assert len(messages) == bool(expected) and all(expected in message for message in messages), messages
-
-
-def test_losses_of_rows_that_were_summed_by_element_are_no_shares(strategy3):
-    for op in ("sum", "mean"):
-        w, _, _, optimizer, _ = model(strategy3)
-        loss = lambda x, w=w, op=op: mr.losses.compute_average_loss(all_reduce(op, x * w))  # noqa: E731
-        step = lambda x, w=w, o=optimizer, loss=loss: o.apply_gradients(mr.grad(lambda: loss(x), [w])())  # noqa: E731
-        caught = warnings_of(lambda step=step: strategy3.run(step, args=(own_rows(strategy3),)))
-        assert [COMBINED in str(warning.message) for warning in caught] == [True] * (op == "sum")
 
 
 def test_an_update_of_what_was_updated_is_judged_by_itself(strategy3):
@@ -362,7 +351,7 @@ def regularized_three_times(*model_and_x):
 def sync_batch_norm(w, b, both, first, second, x):
     def loss():
         mean, square = all_reduce("mean", (x, x * x))
-        return average_loss(w, ((x - mean) / jnp.sqrt(square - mean**2 + 1)) ** 2) + b / 3
+        return average_loss(w, ((x - mean) / jnp.sqrt(square - mean**2 + 1)) ** 2) + mr.losses.scale_regularization_loss(b)
 
     both.apply_gradients(mr.value_and_grad(loss, [w, b])()[1])
 
@@ -380,14 +369,14 @@ def gan_with_common_noise(*model_and_x):
 
 def accumulated(w, b, both, first, second, x):
     def body(total, _):
-        return jax.tree.map(jnp.add, total, mr.grad(lambda: average_loss(w, x) + b * x[0], [w, b])()), None
+        return jax.tree.map(jnp.add, total, mr.grad(lambda: average_loss(w, x) + average_loss(b, x), [w, b])()), None
 
     total, _ = jax.lax.scan(body, [jnp.zeros(SIZE), jnp.zeros(())], None, length=3)
     both.apply_gradients(total)
 
 
 def clipped_by_the_norm_over_all_replicas(w, b, both, first, second, x):
-    gradients = mr.grad(lambda: average_loss(w, x) + b * x[0], [w, b])()
+    gradients = mr.grad(lambda: average_loss(w, x) + average_loss(b, x), [w, b])()
     norm = optax.global_norm(all_reduce("sum", gradients))
     both.apply_gradients([g * jnp.minimum(1.0, 1.0 / norm) for g in gradients])
 

@@ -244,7 +244,7 @@ def test_a_step_is_traced_once_beyond_discovery_and_compiled_once(
 
     def step(x: jax.Array) -> jax.Array:
         traced.append(1)
-        loss, gradients = mr.value_and_grad(lambda: jnp.sum((w - x) ** 2), [w])()
+        loss, gradients = mr.value_and_grad(lambda: (w - x) ** 2, [w])()
         optimizer.apply_gradients(gradients)
         seen.assign_add(1)
         return loss
@@ -549,7 +549,7 @@ def training_step(strategy: mr.Strategy) -> tuple[Callable[..., Any], list[mr.Va
         optimizer = mr.Optimizer(optax.sgd(0.1), [w])
 
     def step(x: Any, scale: Any, name: str) -> Any:
-        loss, gradients = mr.value_and_grad(lambda: jnp.sum((w - x) ** 2) * scale, [w])()
+        loss, gradients = mr.value_and_grad(lambda: (w - x) ** 2 * scale, [w])()
         optimizer.apply_gradients(gradients)
         mean.assign(jnp.full(2, x))
         seen.assign_add(2)

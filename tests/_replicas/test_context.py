@@ -206,6 +206,17 @@ def test_rng_is_different_on_each_replica_and_the_same_in_every_run(strategy3: m
     assert not isinstance(strategy3.run(lambda: jax.random.uniform(jax.random.key(3))), mr.PerReplica), "the same without rng"
 
 
+@pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey, lambda seed: jax.random.key(seed, impl="rbg")])
+def test_each_key_of_an_array_of_keys_is_made_different(strategy3: mr.MirroredStrategy, make: Callable[[int], jax.Array]) -> None:
+    """As of the layers that a scan goes through."""
+    keys = jax.random.split(make(3), (2, 4))
+    folded = strategy3.run(lambda keys: mr.get_replica_context().rng(keys), args=(keys,))
+    assert folded.shape == keys.shape
+    for replica, value in enumerate(folded.values):
+        own, expected = value[1, 2], jax.random.fold_in(keys[1, 2], replica)
+        assert jnp.array_equal(jax.random.key_data(own), jax.random.key_data(expected))
+
+
 # -- one program
 
 

@@ -3,6 +3,7 @@
 STRATEGY = "tests/_strategy/test_strategy.py::test_"
 STRATEGIES = "tests/_strategy/test_strategies.py::test_"
 LOSSES = "tests/test_losses.py::test_"
+RIGHT = LOSSES + "every_right_form_is_the_update_of_one_device_in_silence"
 OPTAX = "tests/test_optax.py::test_"
 OPTIMIZER = "tests/test_optimizer.py::test_"
 
@@ -95,7 +96,13 @@ MUTANTS = [
      OPTIMIZER + "outside_a_step_gradients_are_one_value_and_per_replica_ones_are_summed"),
     ("optimizer.py", '.mirrored, op, (), None)', '.mirrored, ReduceOp.MEAN, (), None)',
      OPTIMIZER + "outside_a_step_gradients_are_one_value_and_per_replica_ones_are_summed"),
-    ("optimizer.py", 'Purpose.GRADIENT if op', 'Purpose.ROWS if op', OPTIMIZER + "gradients_that_were_reduced_before"),
+    ("optimizer.py", "if said else Purpose.GRADIENT", "if said else Purpose.ROWS",
+     OPTIMIZER + "gradients_that_were_reduced_before"),
+    ("losses.py", "loss * (own / total) if own else", "loss * (own / total) if True else", RIGHT + "[uneven]"),
+    ("losses.py", "[total] = _axis_of(context).sum([jnp.sum(weights)])", "total = jnp.sum(weights)", RIGHT + "[even]"),
+    ("losses.py", "jnp.where(total == 0, 1, total)", "total", LOSSES + "a_mean_by_weights_of_small_numbers_and_of_none"),
+    ("losses.py", "jnp.promote_types(losses.dtype, jnp.float32)", "losses.dtype",
+     LOSSES + "a_mean_by_weights_of_small_numbers_and_of_none"),
     ("optimizer.py", "state_tree, tree, **extra)\n", "state_tree, None, **extra)\n",
      OPTIMIZER + "any_transformation_gives_the_numbers_of_plain_optax"),
 ]  # fmt: skip

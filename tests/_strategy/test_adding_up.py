@@ -158,7 +158,7 @@ def test_a_function_of_the_users_takes_the_place_of_the_sum() -> None:
         optimizer = mr.Optimizer(optax.sgd(1.0), w)
 
     def step(x: Any) -> Any:
-        optimizer.apply_gradients(-x)
+        optimizer.apply_gradients(-x, aggregate="sum")
         total.assign(x)
         return {"max": all_reduce("sum", x), "mean": all_reduce("mean", x), "ints": all_reduce("mean", jnp.int32(7)), "own": x}
 
@@ -223,7 +223,7 @@ def test_a_shared_out_update_and_a_compiled_function_know_the_way() -> None:
             optimizer = mr.Optimizer(optax.adam(0.1), w, shard_state=True)
 
         def step(x: Any) -> Any:
-            optimizer.apply_gradients(x)
+            optimizer.apply_gradients(x, aggregate="sum")
             return all_reduce("sum", x * x)
 
         x = per_replica(strategy)

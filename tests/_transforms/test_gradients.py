@@ -181,7 +181,6 @@ def test_wrong_losses_and_variables_are_refused():
     for call, error, message in (
         (lambda: mr.grad(lambda: w * 1.0, [w, {"again": w}]), ValueError, "'w' is listed twice"),
         (lambda: mr.grad(lambda: own * 1.0, own)(), mr.ContextError, "'own' is sync-on-read: outside a step"),
-        (lambda: mr.grad(lambda: w * jnp.ones(3), w)(), TypeError, r"shape \(3,\); expected one number.*compute_average_loss"),
         (lambda: mr.grad(lambda: w * 1j, w)(), TypeError, "dtype complex64; expected a floating"),
         (lambda: mr.grad(numbered, w)(), mr.PerReplicaError, r"strategy\.reduce"),
     ):

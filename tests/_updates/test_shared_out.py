@@ -41,7 +41,7 @@ def start():
 def make(strategy, tx, **options):
     with strategy.scope():
         variables = {name: mr.Variable(value, name=name) for name, value in start().items()}
-        return variables, mr.Optimizer(tx, variables, **options)
+        return variables, mr.Optimizer(tx, variables, **{"aggregate": "sum"} | options)
 
 
 def gradients_of(strategy, k=0):
@@ -111,49 +111,6 @@ def test_each_replica_holds_its_part_of_the_state(strategy3):
     assert bytes_by_device(whole) == [4 * (1 + 2 * (15 + 7 + 1))] * 3
     assert bytes_by_device(sharded) == [4 * (1 + 2 * (5 + 3 + 1))] * 3  # scalars are on each, 7 elements are 3 + 3 + 1
     assert [v.shape for v in sharded.state[0].mu.values()] == [(7,), (), (5, 3)]
-
-
-def step_with_loss(variables, optimizer, mean, x):
-    def loss():
-        each = jnp.sum((x @ variables["w"].value) ** 2, axis=-1) * variables["scale"].value + jnp.sum(variables["b"].value)
-        return jnp.mean(each) if mean else mr.losses.compute_average_loss(each)
-
-    optimizer.minimize(loss, aggregate="mean" if mean else "sum")
-
-
-def loss_of(x, w, scale):
-    return jnp.sum((x @ w) ** 2, axis=-1) * scale
-
-
-@pytest.mark.parametrize("mean", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_uneven_batches_and_one_device(strategy3, mean):
-    """One replica has two rows and two have one, then two have none."""
-    x = np.random.default_rng(0).normal(size=(4 + 1, 5)).astype(np.float32)
-    tx = optax.adam(0.1)
-    variables, optimizer = make(strategy3, tx, shard_state=True, aggregate="mean" if mean else "sum")
-
-    def step(x):
-        def loss():
-            each = loss_of(x, variables["w"].value, variables["scale"].value)
-            return jnp.mean(each) if mean else mr.losses.compute_average_loss(each)
-
-        optimizer.minimize(loss)
-
-    @jax.jit
-    def plain_step(params, state, x):
-        gradients = jax.grad(lambda params: jnp.mean(loss_of(x, params["w"], params["scale"])))(params)
-        updates, state = tx.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state
-
-    params = jax.tree.map(jnp.asarray, start())
-    state = tx.init(params)
-    for rows in (x[:4], x[4:]) if mean else (x[:4],):
-        [batch] = strategy3.distribute_dataset([rows])
-        strategy3.run(step, args=(batch,))
-        params, state = plain_step(params, state, rows)
-    strategy3.assert_mirrored()
-    for a, b in zip(plain((variables, optimizer.state)), plain((params, state)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
 
 
 def test_outside_of_a_step_and_without_some_gradients(strategy2):

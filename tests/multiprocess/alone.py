@@ -30,7 +30,7 @@ next(iterator)
 
 def step(x: Any) -> Any:
     count.assign_add(x.sum())
-    optimizer.apply_gradients([x])
+    optimizer.apply_gradients([x], aggregate="sum")
     return x.sum(), v.value.sum()
 
 

@@ -40,7 +40,7 @@ class Model:
         self.seen = mr.Variable(0, name="seen", synchronization="on_read", aggregation="sum")
         self.mean = mr.Variable(0.0, name="mean", synchronization="on_read", aggregation="mean")
         self.key = mr.Variable(jax.random.key(0), name="key")
-        self.optimizer = mr.Optimizer(optax.adam(0.1), [self.w])
+        self.optimizer = mr.Optimizer(optax.adam(0.1), [self.w], aggregate="sum")
         rows = strategy.make_numpy_dataset(np.arange(40, dtype=np.int32)).batch(4)
         self.data = iter(strategy.distribute_dataset(rows))
         self.state = {"epoch": 0, "ema": jnp.zeros(2)}

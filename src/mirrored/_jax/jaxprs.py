@@ -90,11 +90,6 @@ def scan_of(equation: Any) -> Scan:
     return Scan(body, len(equation.invars) - num_carry - num_rows, num_carry)
 
 
-def length_of(equation: Any) -> int:
-    """Return how often a `scan` runs its body."""
-    return equation.params["length"]
-
-
 def _num_longer(outer: Any, inner: Any) -> int:
     return sum(_rank(a) > _rank(b) for a, b in zip(outer, inner, strict=True))
 
@@ -117,11 +112,6 @@ def while_of(equation: Any) -> While:
     cond, body = (equation.params[name].jaxpr for name in ("cond_jaxpr", "body_jaxpr"))
     num_carry = len(equation.outvars)
     return While(cond, body, len(cond.invars) - num_carry, len(body.invars) - num_carry)
-
-
-def branches_of(equation: Any) -> list[Jaxpr]:
-    """Return the branches of a `cond`, which take all its operands but the first, the index."""
-    return [closed.jaxpr for closed in equation.params["branches"]]
 
 
 class Solver(NamedTuple):
@@ -184,6 +174,22 @@ def is_collective(equation: Any) -> bool:
 def has_collective(equation: Any) -> bool:
     """Tell whether an equation is, or has inside, a collective over the replicas."""
     return any(map(is_collective, (equation, *inside(equation))))
+
+
+def is_sum(equation: Any) -> bool:
+    """Tell whether an equation adds up over all replicas, and over nothing else."""
+    is_psum = equation.primitive.name == "psum" and axis_names(equation) == (REPLICA_AXIS,)
+    return is_psum and not is_over_groups(equation)
+
+
+def is_replica_number(equation: Any) -> bool:
+    """Tell whether an equation asks for the replica's number."""
+    return equation.primitive.name == "axis_index" and REPLICA_AXIS in axis_names(equation)
+
+
+def has_replica_number(equation: Any) -> bool:
+    """Tell whether an equation asks for the replica's number, or one inside it does."""
+    return any(map(is_replica_number, [equation, *inside(equation)]))
 
 
 def adds_own_axes(equation: Any) -> bool:

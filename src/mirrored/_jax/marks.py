@@ -23,12 +23,12 @@ class Purpose(enum.Enum):
     NO_ROWS = "of no rows, so that its gradient is none"
     OPERAND = "given to a collective by the code of a step, and not by JAX for a gradient"
     STATE = "kept in a model's object, which is one for all replicas"
-    GRADIENT = "given to an optimizer that sums over the replicas"
-    MEAN_GRADIENT = "given to an optimizer that averages over the replicas"
-    LOSS = "differentiated"
-    SEED = "the gradient of a loss by itself, where gradients begin"
-    SHARE = "scaled for a sum over the replicas, and so is its gradient"
-    GIVEN_SHARE = "divided by a number that the user says is that of all replicas, and so is its gradient"
+    GRADIENT = "given to an optimizer that combines it as the loss says"
+    SUMMED_GRADIENT = "given to an optimizer that is told to sum over the replicas"
+    MEAN_GRADIENT = "given to an optimizer that is told to average over the replicas"
+    SHARE = "this replica's share of a loss: the shares of all replicas add up to the whole"
+    TANGENT = "the derivative of a share"
+    COTANGENT = "the derivative of a loss by its share"
     ROWS = "depends on how many rows a replica has"
 
 
@@ -38,7 +38,7 @@ class Mark:
 
     Attributes:
         purpose, name, where: that.
-        number: which optimizer, of a gradient; of a share, how many rows of the replica were counted, or 0.
+        number: which optimizer, of a gradient.
     """
 
     purpose: Purpose
@@ -59,29 +59,25 @@ def mark(value: jax.Array, note: Mark) -> jax.Array:
     return mark_p.bind(value, note=note)
 
 
-#: The marks that a derivative has too, where it comes by.
-_OF_GRADIENTS = {
-    Purpose.OPERAND: Purpose.OPERAND,
-    Purpose.NO_ROWS: Purpose.NO_ROWS,
-    Purpose.LOSS: Purpose.SEED,
-    Purpose.SEED: Purpose.SEED,
-    Purpose.SHARE: Purpose.SHARE,
-    Purpose.GIVEN_SHARE: Purpose.GIVEN_SHARE,
-}
+#: What marks the derivative of a value that is marked so.
+_STAYS = (Purpose.TANGENT, Purpose.COTANGENT, Purpose.OPERAND, Purpose.NO_ROWS)
+_OF_TANGENTS = {Purpose.SHARE: Purpose.TANGENT, **{purpose: purpose for purpose in _STAYS}}
+_TRANSPOSED = {Purpose.TANGENT: Purpose.COTANGENT, Purpose.COTANGENT: Purpose.TANGENT}
 
 
 def _jvp(primals: Any, tangents: Any, note: Mark) -> Any:
     [tangent] = tangents
-    if note.purpose in _OF_GRADIENTS and type(tangent) is not ad.Zero:
-        tangent = mark_p.bind(tangent, note=dataclasses.replace(note, purpose=_OF_GRADIENTS[note.purpose]))
+    if note.purpose in _OF_TANGENTS and type(tangent) is not ad.Zero:
+        tangent = mark_p.bind(tangent, note=dataclasses.replace(note, purpose=_OF_TANGENTS[note.purpose]))
     return mark_p.bind(*primals, note=note), tangent
 
 
 def _transpose(cotangent: Any, _: Any, note: Mark) -> Any:
-    if note.purpose is Purpose.NO_ROWS and type(cotangent) is not ad.Zero:
+    if type(cotangent) is ad.Zero or note.purpose is Purpose.OPERAND:  # no code has given a gradient to a collective
+        return [cotangent]
+    if note.purpose is Purpose.NO_ROWS:
         return [ad.Zero(jax.typeof(cotangent))]
-    is_plain = type(cotangent) is ad.Zero or note.purpose is Purpose.OPERAND  # no code has given a gradient to a collective
-    return [cotangent if is_plain else mark_p.bind(cotangent, note=note)]
+    return [mark_p.bind(cotangent, note=dataclasses.replace(note, purpose=_TRANSPOSED[note.purpose]))]
 
 
 def _batch(arguments: Any, dimensions: Any, **params: Any) -> Any:

@@ -33,12 +33,33 @@ CALLS = frozenset({
 INLINE_CALLS = frozenset({"closed_call", "eval_jaxpr", "jit"})
 #: Run jaxprs in a way of their own, which `jaxprs` knows.
 CONTROL_FLOW = frozenset({"cond", "custom_linear_solve", "scan", "while"})
+#: Those that run a jaxpr several times.
+LOOPS = frozenset({"scan", "while"})
+#: Add their operands up, or put them side by side: what holds for one operand holds for a part of the result only.
+ADDITIONS = frozenset({"add", "concatenate", "sub"})
+#: Show a number in other shapes and types.
+SPREADS = frozenset({"broadcast_in_dim", "convert_element_type", "reshape"})
 #: Collectives with the same result on every replica, when they run over the whole axis.
 MAKE_SAME = frozenset({"psum", "pmax", "pmin", "all_gather", "pbroadcast", "psum_invariant", "all_gather_invariant"})
+#: Those of them that add up.
+SUMS = frozenset({"psum", "psum_invariant"})
 #: Name the replica axis, but reach no other replica. Whatever else names it is a collective.
 LOCAL = frozenset({"axis_index", "pvary"})
 #: Call a user's function on the host. `debug_print`, a primitive of its own since jax 0.11, calls none.
 HOST_CALLBACKS = frozenset({"buffer_callback", "debug_callback", "io_callback", "pure_callback"})
+#: Seen on the host as often as they run.
+HOST_EFFECTS = HOST_CALLBACKS | {"debug_print"}
+#: Make random numbers of a key, in a way that the key's type says.
+RANDOM = frozenset({"random_bits", "random_fold_in", "random_gamma", "random_split"})
+#: The same in a way of the device's.
+DEVICE_RANDOM = frozenset({"rng_bit_generator"})
+#: Linear in their operand, or in all operands together.
+LINEAR = frozenset({
+    "add", "add_any", "broadcast_in_dim", "concatenate", "copy", "mirrored_mark", "neg", "reshape", "rev", "slice", "squeeze",
+    "sub", "transpose",
+})  # fmt: skip
+#: Linear in each of two operands.
+BILINEAR = frozenset({"dot_general", "mul"})
 _ELEMENTWISE_NAMES = """
 abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex conj
 convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag

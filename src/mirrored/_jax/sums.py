@@ -12,7 +12,7 @@ import numpy as np
 from jax._src import core
 
 from .._typing import REPLICA_AXIS
-from .jaxprs import ClosedJaxpr, Jaxpr, Literal, axis_names, has_collective, is_over_groups
+from .jaxprs import ClosedJaxpr, Jaxpr, Literal, has_collective, is_sum
 
 #: Adds up an array over the replicas.
 Sum = Callable[[jax.Array], jax.Array]
@@ -43,10 +43,10 @@ def levels_of(jaxpr: Jaxpr) -> Levels:
         level = max((of[atom] for atom in equation.invars if not isinstance(atom, Literal)), default=0)
         if _has_effects(equation):
             level = last_effect = max(level, last_effect)
-        is_sum = _is_sum(equation)
-        (levels.sums if is_sum else levels.plain)[level].append(equation)
-        of.update(dict.fromkeys(equation.outvars, level + is_sum))
-        if is_sum and level + 1 == len(levels.sums):
+        adds = _is_sum(equation)
+        (levels.sums if adds else levels.plain)[level].append(equation)
+        of.update(dict.fromkeys(equation.outvars, level + adds))
+        if adds and level + 1 == len(levels.sums):
             levels.plain.append([])
             levels.sums.append([])
         if equation.primitive.name == "concatenate":
@@ -55,8 +55,7 @@ def levels_of(jaxpr: Jaxpr) -> Levels:
 
 
 def _is_sum(equation: Any) -> bool:
-    is_psum = equation.primitive.name == "psum" and axis_names(equation) == (REPLICA_AXIS,)
-    return is_psum and not _has_effects(equation) and not is_over_groups(equation)
+    return is_sum(equation) and not _has_effects(equation)
 
 
 def _has_effects(equation: Any) -> bool:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax._src import core
 
 from .._typing import REPLICA_AXIS
-from .jaxprs import ClosedJaxpr, Jaxpr, Literal, all_equations, inner_constants, inside
+from .jaxprs import ClosedJaxpr, Jaxpr, all_equations, inner_constants, inside
 
 _cache_token = jax.make_user_context(None)
 _new_token = itertools.count()
@@ -141,19 +141,7 @@ def _room_for(avals: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if _WIDE.isdisjoint(names) else jax.enable_x64(True)
 
 
-def evaluate(closed: ClosedJaxpr, constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
-    """Run a traced function on values, in whatever trace is current."""
-    jaxpr = closed.jaxpr
-    if not _knows_a_mesh(closed):
-        return jax.core.eval_jaxpr(jaxpr, constants, *arguments)
-    known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *arguments), strict=True))
-    for equation in jaxpr.eqns:
-        own = list(dict.fromkeys(atom for atom in equation.invars if not isinstance(atom, Literal)))
-        known.update(zip(equation.outvars, _run(equation, own, [known[atom] for atom in own]), strict=True))
-    return [atom.val if isinstance(atom, Literal) else known[atom] for atom in jaxpr.outvars]
-
-
-def _knows_a_mesh(closed: ClosedJaxpr) -> bool:
+def knows_a_mesh(closed: ClosedJaxpr) -> bool:
     """Tell whether arrays of ours are in the types of a traced function, or among the constants of functions inside it."""
     avals = [atom.aval for equation in closed.jaxpr.eqns for atom in (*equation.invars, *equation.outvars)]
     if any(map(_has_mesh, avals)):

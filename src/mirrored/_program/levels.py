@@ -16,9 +16,9 @@ from typing import Any
 
 from .._errors import ContextError
 from .._jax import jaxprs, user_code
+from .._jax.interpreter import Analysis, Interpreter
 from .._jax.jaxprs import Jaxpr
-from .._jax.primitives import CONTROL_FLOW, INLINE_CALLS, MAKE_SAME
-from .._typing import REPLICA_AXIS
+from .._jax.primitives import INLINE_CALLS, MAKE_SAME
 
 
 class Kind(enum.Enum):
@@ -61,8 +61,7 @@ class Operation:
     @property
     def is_sum(self) -> bool:
         """Whether it adds values up over all replicas, and nothing else."""
-        is_sum = self.kind is Kind.MEETING and self.equation.primitive.name == "psum"
-        return is_sum and not jaxprs.is_over_groups(self.equation) and not jaxprs.adds_own_axes(self.equation)
+        return jaxprs.is_sum(self.equation)
 
 
 @dataclasses.dataclass
@@ -81,115 +80,96 @@ class Agenda:
         return [node for node in self.nodes if node.level == level and node.kind is kind]
 
 
-def agenda_of(jaxpr: Jaxpr, inputs: Sequence[Quantity]) -> Agenda:
+def agenda_of(jaxpr: Jaxpr, constants: Sequence[Any], inputs: Sequence[Quantity]) -> Agenda:
     """Find the nodes of a program.
 
     Args:
         jaxpr: of a step, traced with the replica axis bound, or of a body in it.
-        inputs: its constants and arguments.
+        constants: its constants.
+        inputs: its arguments.
 
     Raises:
         ContextError: when it does what several replicas of one device cannot do.
     """
-    nodes: list[Operation] = []
-    outputs = _flatten(jaxpr, inputs, nodes)
+    walk = _Planning()
+    outputs = walk.run(jaxpr, constants, inputs)
     users: dict[Quantity, list[Operation | None]] = collections.defaultdict(list)
-    for node in nodes:
+    for node in walk.nodes:
         for value in node.inputs:
             users[value].append(node)
     for value in outputs:
         users[value].append(None)
-    return Agenda(nodes, outputs, users)
+    return Agenda(walk.nodes, outputs, users)
 
 
-def _flatten(jaxpr: Jaxpr, inputs: Sequence[Quantity], nodes: list[Operation]) -> list[Quantity]:
-    known: dict[Any, Quantity] = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
+class _Planning(Interpreter[Quantity]):
+    """A walk that notes the nodes; calls are taken apart, unless they mean more than that and have no meeting inside."""
 
-    def read(atom: Any) -> Quantity:
-        return Quantity(constant=atom.val) if isinstance(atom, jaxprs.Literal) else known[atom]
+    def __init__(self) -> None:
+        self.nodes: list[Operation] = []
 
-    for equation in jaxpr.eqns:
-        operands = list(map(read, equation.invars))
-        if equation.primitive.name == "custom_linear_solve" and jaxprs.has_collective(equation):
-            solver = jaxprs.solver_of(equation)  # its jaxpr has no constants
-            outputs = _flatten(solver.jaxpr, [operands[i] for i in solver.operands], nodes)
-        elif (inner := _call_in(equation)) is not None:
-            constants = [Quantity(constant=constant) for constant in inner.consts]
-            outputs = _flatten(inner.jaxpr, [*constants, *operands], nodes)
+    def constant(self, value: Any) -> Quantity:
+        return Quantity(constant=value)
+
+    def call(self, equation: Any, inner: jaxprs.ClosedJaxpr, values: list[Quantity]) -> Sequence[Quantity]:
+        is_taken_apart = equation.primitive.name in INLINE_CALLS or jaxprs.has_collective(equation)
+        return self.run_closed(inner, values) if is_taken_apart else self.plain(equation, values)
+
+    def solve(self, equation: Any, values: list[Quantity]) -> Sequence[Quantity]:
+        if not jaxprs.has_collective(equation):
+            return self.plain(equation, values)
+        solver = jaxprs.solver_of(equation)  # its jaxpr has no constants
+        return self.run(solver.jaxpr, (), [values[i] for i in solver.operands])
+
+    def plain(self, equation: Any, values: list[Quantity]) -> Sequence[Quantity]:
+        level, flags = max((value.level for value in values), default=0), [value.is_own for value in values]
+        if is_meeting := jaxprs.has_collective(equation):
+            kind, results = Kind.MEETING, own_after(equation, flags)
         else:
-            node = _node(equation, operands)
-            nodes.append(node)
-            outputs = node.outputs
-        known.update(zip(equation.outvars, outputs, strict=True))
-    return list(map(read, jaxpr.outvars))
+            kind = Kind.OWN if _is_own(equation, flags) else Kind.SHARED
+            results = [kind is Kind.OWN] * len(equation.outvars)
+        node = Operation(equation, values, [], kind, level)
+        node.outputs = [
+            Quantity(flag, level + is_meeting, node, aval=variable.aval)
+            for flag, variable in zip(results, equation.outvars, strict=True)
+        ]
+        self.nodes.append(node)
+        return node.outputs
 
 
-def _call_in(equation: Any) -> jaxprs.ClosedJaxpr | None:
-    """Return what stands for a call: what it calls, unless the call means more than that and has no meeting inside."""
-    is_taken = equation.primitive.name in INLINE_CALLS or jaxprs.has_collective(equation)
-    return jaxprs.callee(equation) if is_taken else None
+def _is_own(equation: Any, flags: Sequence[bool]) -> bool:
+    """Tell whether each replica computes an equation without a meeting for itself."""
+    return any(flags) or not jaxprs.is_function_of_operands(equation) or jaxprs.has_replica_number(equation)
 
 
-def _node(equation: Any, operands: list[Quantity]) -> Operation:
-    level = max((value.level for value in operands), default=0)
-    if jaxprs.has_collective(equation):
-        flags = _own_after_meeting(equation, [value.is_own for value in operands])
-        node = Operation(equation, operands, [], Kind.MEETING, level)
-        node.outputs = [Quantity(flag, level + 1, node, aval=v.aval) for flag, v in zip(flags, equation.outvars, strict=True)]
-        return node
-    is_own = any(value.is_own for value in operands) or not jaxprs.is_function_of_operands(equation) or has_number(equation)
-    node = Operation(equation, operands, [], Kind.OWN if is_own else Kind.SHARED, level)
-    node.outputs = [Quantity(is_own, level, node, aval=variable.aval) for variable in equation.outvars]
-    return node
+def own_after(equation: Any, flags: list[bool]) -> list[bool]:
+    """Tell of each result of an equation whether each replica has its own; of each operand, `flags` tell."""
+    return list(_Ownership().equation(equation, flags))
 
 
-def has_number(equation: Any) -> bool:
-    """Tell whether an equation asks for the replica's number, or one inside it does."""
-    return is_number(equation) or any(map(is_number, jaxprs.inside(equation)))
+class _Ownership(Analysis[bool]):
+    """Whether each replica has its own value; loops and conditions are entered where replicas meet in them."""
 
+    def join(self, values: Sequence[bool]) -> bool:
+        return any(values)
 
-def is_number(equation: Any) -> bool:
-    return equation.primitive.name == "axis_index" and REPLICA_AXIS in jaxprs.axis_names(equation)
+    def chosen(self, decision: bool, value: bool) -> bool:
+        return value  # all replicas take the same way to a meeting: it is proven
 
+    def equation(self, equation: Any, values: list[bool]) -> Sequence[bool]:
+        if jaxprs.has_collective(equation):
+            return super().equation(equation, values)
+        return [_is_own(equation, values)] * len(equation.outvars)
 
-# -- what a meeting makes
-
-
-def _own_after_meeting(equation: Any, flags: Sequence[bool]) -> list[bool]:
-    """Tell of each result of a meeting whether each replica has its own."""
-    if jaxprs.is_collective(equation):
+    def over_replicas(self, equation: Any, values: list[bool]) -> Sequence[bool]:
         is_own = equation.primitive.name not in MAKE_SAME or jaxprs.is_over_groups(equation)
         return [is_own] * len(equation.outvars)
-    if equation.primitive.name not in CONTROL_FLOW - {"custom_linear_solve"}:
+
+    def plain(self, equation: Any, values: list[bool]) -> Sequence[bool]:
         raise ContextError(
             f"a collective runs inside `{equation.primitive.name}`, at {user_code.equation_line(equation) or '<unknown>'}, which "
             "several replicas of one device cannot do. Move it out, or give each replica a device: leave num_replicas out."
         )
-    return own_in_carry(equation, flags)[1]
-
-
-def own_in_carry(equation: Any, flags: Sequence[bool]) -> tuple[list[bool], list[bool]]:
-    """Tell what of a loop's carry, and what of a loop's or condition's results, each replica has for itself."""
-    name, flags = equation.primitive.name, list(flags)
-    if name == "cond":
-        rows = [_own_after(closed, flags[1:]) for closed in equation.params["branches"]]
-        return [], list(map(any, zip(*rows, strict=True)))
-    [*_, (body, fixed)], _ = jaxprs.parts_of(equation)
-    constants = [flags[i] for i in fixed]
-    num_consts = fixed.stop
-    num_carry = len(equation.outvars) if name == "while" else jaxprs.scan_of(equation).num_carry
-    carry, rows = flags[num_consts : num_consts + num_carry], flags[num_consts + num_carry :]
-    while True:
-        results = _own_after(body, [*constants, *carry, *rows])
-        wider = [a or b for a, b in zip(carry, results[:num_carry], strict=True)]
-        if wider == carry:
-            return carry, [*carry, *results[num_carry:]]
-        carry = wider
-
-
-def _own_after(closed: jaxprs.ClosedJaxpr, flags: Sequence[bool]) -> list[bool]:
-    inputs = [Quantity() for _ in closed.consts] + [Quantity(flag) for flag in flags]
-    return [value.is_own for value in agenda_of(closed.jaxpr, inputs).outputs]
 
 
 def made_by(nodes: Sequence[Operation]) -> Iterator[Quantity]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from .._errors import StrategyMismatchError
 from .._jax import callbacks, jaxprs, user_code
+from .._jax.primitives import LOOPS
 from .._replicas import in_flight, placement
 from .._replicas.collectives import ReplicaAxis
 from .._replicas.context import ReplicaContext
@@ -67,7 +68,7 @@ def _collectives_in(jaxpr: jaxprs.Jaxpr, in_loop: bool = False) -> Iterator[Coll
         if not inner and jaxprs.is_collective(equation):
             yield Collective(name, jaxprs.num_bytes(equation), user_code.equation_line(equation) or "an unknown line", in_loop)
         for each in inner:
-            yield from _collectives_in(each.jaxpr, in_loop or name in ("scan", "while"))
+            yield from _collectives_in(each.jaxpr, in_loop or name in LOOPS)
 
 
 @dataclasses.dataclass(frozen=True)

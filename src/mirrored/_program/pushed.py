@@ -16,13 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._jax import jaxprs, tracing
+from .._jax.primitives import BILINEAR, LINEAR
 from .levels import Kind, Operation, Quantity
-
-#: Linear in their operand, or in all of them together.
-_LINEAR = frozenset({
-    "add", "add_any", "broadcast_in_dim", "concatenate", "copy", "copy_p", "expand_dims", "mirrored_mark", "neg", "reshape",
-    "rev", "slice", "squeeze", "sub", "transpose",
-})  # fmt: skip
 
 
 def sum_of_rows(stack: jax.Array) -> jax.Array:
@@ -83,13 +78,13 @@ def _is_linear(node: Operation) -> bool:
     dtypes: list[Any] = [atom.aval.dtype for atom in (*node.equation.invars, *node.equation.outvars)]
     if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
         return False  # the sum of integers may be made in another type
-    if name in _LINEAR:
+    if name in LINEAR:
         return all(own)
     if name == "convert_element_type":  # a sum in a narrower type would be less exact
         return dtypes[0].itemsize >= dtypes[1].itemsize
     if name == "div":
         return own == [True, False]
-    return name in ("mul", "dot_general") and sum(own) == 1
+    return name in BILINEAR and sum(own) == 1
 
 
 def _is_product(node: Operation) -> bool:

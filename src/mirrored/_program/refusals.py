@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Collection, Iterable
-from typing import Any
-
 from .._errors import FactorOfReplicasError, FactorOfReplicasWarning, ReplicasDivergeError, UnevenReplicasError
 from .._jax import user_code
 from .._jax.marks import Mark, Purpose
 from .._variables.variable import spec_of
-from . import divisors
-from .divisors import Divided
 from .lift import Lifted
-from .proof import Findings, Sameness, State
+from .proof import Findings, Said, Sameness, State
 
 
 def check_assignments(lifted: Lifted, findings: Findings) -> None:
@@ -42,7 +36,7 @@ def _state_message(note: Mark, state: State) -> str:
     return (
         f"{note.name}, which the step at {note.where} changes, would differ by replica: it depends on {state.origin}. A model in "
         "the arguments of strategy.run is one for all replicas. Combine the gradients before the optimizer's update: "
-        "grads = mr.get_replica_context().all_reduce('mean', grads); optimizer.update(model, grads). Statistics of "
+        "loss, grads = mr.get_replica_context().all_reduce('sum', (loss, grads)), with a loss of mr.losses. Statistics of "
         "normalization layers are those of all replicas with nnx.BatchNorm(..., axis_name='replica'). What each replica shall "
         "keep for itself is a mr.Variable with synchronization='on_read'."
     )
@@ -63,32 +57,40 @@ def check_means(findings: Findings) -> None:
 
 
 def check_gradients(findings: Findings, num_replicas: int) -> None:
-    gradients = [(note, state) for note, state in findings.marks if note.purpose is Purpose.GRADIENT]
+    """Refuse or warn of gradients that an optimizer combines otherwise than their losses were divided.
+
+    Raises:
+        FactorOfReplicasError: when they have been combined, or are shares of a loss and are to be averaged.
+    """
+    gradients = [(note, state) for note, state in findings.marks if note.purpose in _COMBINES]
     for note, state in gradients:
-        if state.sameness is Sameness.REDUCED and not _is_of_shares(state):
+        _refuse_contradiction(note, state, num_replicas)
+    summed = [(note, state) for note, state in gradients if note.purpose is not Purpose.MEAN_GRADIENT]
+    for updated in _by_optimizer(summed):
+        note = updated[0][0]
+        if message := _complaint(note, [state for _, state in updated], num_replicas):
+            user_code.warn(message.format(where=note.where, num_replicas=num_replicas), FactorOfReplicasWarning)
+
+
+_COMBINES = frozenset({Purpose.GRADIENT, Purpose.SUMMED_GRADIENT, Purpose.MEAN_GRADIENT})
+
+
+def _refuse_contradiction(note: Mark, state: State, num_replicas: int) -> None:
+    is_share = state.said is Said.SHARE or (state.said is Said.COMBINED and not state.is_mirrored)
+    if note.purpose is Purpose.MEAN_GRADIENT:
+        if is_share:
             raise FactorOfReplicasError(
-                f"the gradient of variable {note.name!r} given to apply_gradients at {note.where} has already been "
-                "combined over the replicas. apply_gradients sums gradients over the replicas itself, so this update "
-                f"would be R times too large (R = {num_replicas} here). Leave the all_reduce out, or say (to a "
-                "mr.Optimizer) that it is done: optimizer.apply_gradients(grads, aggregate=False)."
+                f"the gradient of variable {note.name!r}, given to apply_gradients at {note.where} with aggregate='mean', is "
+                "that of a share of the global batch's loss: a loss for each example, or a loss of mr.losses, is divided by all "
+                f"rows. Their mean would be R times too small (R = {num_replicas} here). Leave aggregate='mean' out, "
+                "or return the mean over this replica's own rows alone, jnp.mean(per_example_loss)."
             )
-    if not gradients or num_replicas == 1:
-        return
-    for updated in _by_optimizer(gradients):
-        if all(state.sameness is Sameness.SAME and not _is_shared(state) for _, state in updated):
-            _warn_of_factor(
-                f"all {num_replicas} replicas computed the same gradients, from no data that differs by replica, and "
-                f"apply_gradients at {updated[0][0].where} sums them: the update is {num_replicas} times that of one device, "
-                "unless the loss was divided by the number of replicas. An array passed to strategy.run goes whole to every "
-                "replica; give each replica its part of the batch with strategy.distribute_dataset(dataset)."
-            )
-    is_same = all(state.sameness is Sameness.SAME for _, state in gradients)
-    if not is_same and _has_combined_loss(findings, num_replicas):
-        _warn_of_factor(
-            "the loss was combined over the replicas before it was differentiated, so each gradient already stands for "
-            f"all replicas, and apply_gradients at {gradients[0][0].where} sums them again: the update is {num_replicas} times "
-            "too large. Differentiate this replica's own loss (mr.losses.compute_average_loss) and reduce the loss "
-            "after the gradient, or for reporting outside with strategy.reduce('sum', loss)."
+    elif state.sameness is Sameness.REDUCED and not is_share:
+        raise FactorOfReplicasError(
+            f"the gradient of variable {note.name!r} given to apply_gradients at {note.where} has already been "
+            "combined over the replicas. apply_gradients sums gradients over the replicas itself, so this update "
+            f"would be R times too large (R = {num_replicas} here). Leave the all_reduce out, or say (to a "
+            "mr.Optimizer) that it is done: optimizer.apply_gradients(grads, aggregate=False)."
         )
 
 
@@ -99,71 +101,33 @@ def _by_optimizer(gradients: list[tuple[Mark, State]]) -> list[list[tuple[Mark, 
     return list(groups.values())
 
 
-def _is_shared(state: State) -> bool:
-    """Tell whether all losses of a gradient were divided for a sum over the replicas, as `scale_regularization_loss` does."""
-    return bool(state.trails) and all(trail.is_whole for trail in state.trails)
+def _complaint(note: Mark, states: list[State], num_replicas: int) -> str:
+    """Return what is wrong with gradients that are summed, or may be; "" when nothing is."""
+    said = {state.said for state in states}
+    if Said.WHOLE in said:
+        return _COMBINED_LOSS
+    is_unspoken = not said.isdisjoint((Said.CONSTANT, Said.NOTHING))
+    if num_replicas > 1 and is_unspoken and all(state.is_same for state in states):
+        return _SAME_DATA
+    return _UNSPOKEN if is_unspoken and note.purpose is Purpose.GRADIENT else ""
 
 
-def _is_of_shares(state: State) -> bool:
-    """Tell whether a gradient that is the same everywhere is that of shares of a combined loss, which add up to the whole."""
-    return bool(state.trails) and all(trail.is_share for trail in state.trails)
-
-
-def _has_combined_loss(findings: Findings, num_replicas: int) -> bool:
-    losses = [state for note, state in findings.marks if note.purpose is Purpose.LOSS]
-    gradients = [state for note, state in findings.marks if note.purpose is Purpose.GRADIENT]
-    return any(state.sameness is Sameness.REDUCED and not state.is_share for state in losses) or any(
-        divisors.of_combined_loss(state.trails, num_replicas) for state in gradients
-    )
-
-
-def check_divisors(findings: Findings, num_replicas: int, rows: Collection[int], num_rows: Collection[int]) -> None:
-    """Warn where a loss was divided by this replica's rows only and its gradients are summed, and where both make a mean.
-
-    Args:
-        findings: what the proof found.
-        num_replicas: how many replicas there are.
-        rows: the numbers of rows that a replica may have.
-        num_rows: the numbers that all may have together.
-    """
-    if num_replicas == 1 or 1 in rows or _has_combined_loss(findings, num_replicas):
-        return  # a mean of one row is a sum
-    summed, averaged = (
-        _by_optimizer([(note, state) for note, state in findings.marks if note.purpose is purpose])
-        for purpose in (Purpose.GRADIENT, Purpose.MEAN_GRADIENT)
-    )
-    found = functools.partial(_divisions, rows=rows, num_rows=num_rows, num_replicas=num_replicas)
-    for updated in summed:
-        where = updated[0][0].where
-        if Divided.BY_OWN in found(own for own in updated if not own[1].is_mirrored):
-            _warn_of_factor(
-                "the loss was divided by this replica's own number of rows, as jnp.mean does, and never by that of all "
-                f"{num_replicas} replicas, and apply_gradients at {where} sums the gradients over the replicas: the update is "
-                f"{num_replicas} times that of one device. Write either the loss as "
-                "mr.losses.compute_average_loss(per_example_loss), or the update as "
-                "optimizer.apply_gradients(gradients, aggregate='mean')."
-            )
-        elif (number := max(divisors.too_many_averages(state.trails, rows) for _, state in updated)) > 1:
-            _warn_of_factor(
-                f"compute_average_loss divides by the rows that it is given, and it was given {number} parts of the batch one "
-                f"after the other, whose gradients are added up for apply_gradients at {where}: the update is {number} times "
-                "that of the batch. Say how many rows all parts have on all replicas: "
-                "mr.losses.compute_average_loss(per_example_loss, global_batch_size=n), or divide the gradients by "
-                f"{number}."
-            )
-    for updated in averaged:
-        if found(updated) == {Divided.BY_ALL}:
-            _warn_of_factor(
-                f"the loss was divided by what stands for all {num_replicas} replicas, as mr.losses.compute_average_loss does, "
-                f"and apply_gradients at {updated[0][0].where} divides again, with aggregate='mean': the update is "
-                f"{num_replicas} times smaller than that of one device. Write either the loss as jnp.mean(per_example_loss), or "
-                "the update as optimizer.apply_gradients(gradients, aggregate='sum')."
-            )
-
-
-def _divisions(marked: Iterable[tuple[Mark, State]], **counts: Any) -> set[Divided]:
-    return {divisors.divided(trail, **counts) for _, state in marked for trail in state.trails}
-
-
-def _warn_of_factor(message: str) -> None:
-    user_code.warn(message, FactorOfReplicasWarning)
+_SAME_DATA = (
+    "all {num_replicas} replicas computed the same gradients, from no data that differs by replica, and "
+    "apply_gradients at {where} sums them: the update is {num_replicas} times that of one device, "
+    "unless the loss was divided by the number of replicas. An array passed to strategy.run goes whole to every "
+    "replica; give each replica its part of the batch with strategy.distribute_dataset(dataset)."
+)
+_COMBINED_LOSS = (
+    "the loss was combined over the replicas before it was differentiated, so each gradient already stands for "
+    "all replicas, and apply_gradients at {where} sums them again: the update is R times too large "
+    "(R = {num_replicas} here). Differentiate this replica's own loss (mr.losses.compute_average_loss) and reduce the loss "
+    "after the gradient, or for reporting outside with strategy.reduce('sum', loss)."
+)
+_UNSPOKEN = (
+    "nobody has said how the loss is divided whose gradients apply_gradients at {where} sums over the replicas. If it is a mean "
+    "over the replica's own rows, as of jnp.mean, the update is R times that of one device. Write one of these lines:\n"
+    "    return per_example_losses                  # in the function given to mr.value_and_grad: it takes the global mean\n"
+    "    return mr.losses.mean_over_own_rows(loss)  # or mr.losses.already_divided(loss), when all rows have divided it\n"
+    "    optimizer.apply_gradients(grads, aggregate='mean')  # of mr.Optimizer; or 'sum', when all rows have divided the loss"
+)

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from .._jax import jaxprs, tracing
+from .._jax import interpreter, jaxprs, tracing
 from .._options import CrossDeviceOps
 from .._replicas import frames, in_flight, placement
 from .._replicas.collectives import ReplicaAxis
@@ -29,7 +29,7 @@ from .._variables.variable import spec_of
 from .._workers import joint_programs
 from . import lift, numbers, proof, refusals, returned_states, virtual
 from .cache import Programs
-from .call import ArrayLeaf, Call, argument_names, check_replicas, key_of, take_apart
+from .call import Call, argument_names, check_replicas, key_of, take_apart
 from .captured import attributes_read, read_inside
 from .chosen_sums import chosen
 from .eager import is_eager, refuse_eager, run_eagerly, silenced
@@ -210,8 +210,6 @@ def _make_program(mesh: ReplicaMesh, call: Call, frame_with: Callable[[Any], Fra
     findings = findings or proof.prove(lifted.shown.jaxpr, _input_states(call, lifted))
     refusals.check_assignments(lifted, findings)
     refusals.check_gradients(findings, mesh.num_replicas)
-    if not call.is_uneven():  # else each kind of replica has been looked at
-        refusals.check_divisors(findings, mesh.num_replicas, *_rows_of(leaves, mesh.num_replicas))
     is_mirrored = tuple(state.is_mirrored for state in findings.outputs[: lifted.num_results])
     if mesh.num_replicas > 1 and not all(is_mirrored):
         returned_states.check(call, lifted, findings, mesh.num_replicas)
@@ -250,7 +248,7 @@ def _map(
     def body(written: list[Any], read_only: list[Any], arrays: list[Any], constants: list[Any]) -> Any:
         values = [unstacked(a, spec_of(v).is_on_read) for a, v in zip((*written, *read_only), lifted.variables, strict=True)]
         own = [unstacked(a, split) for a, split in zip(arrays, is_per_replica, strict=True)]
-        outputs = tracing.evaluate(sums.closed, constants, [*values, *own])
+        outputs = interpreter.evaluate(sums.closed, constants, [*values, *own])
         results = [stacked_unless(same, r) for r, same in zip(outputs[:num_results], is_mirrored, strict=True)]
         for total in outputs[num_outputs:]:
             results += [total, mean_of(total, mesh.num_replicas)]
@@ -284,12 +282,6 @@ def _input_states(call: Call, lifted: Lifted) -> list[State]:
         origin = f"the argument {name}, of which each replica has its own"
         states.append(varying(origin) if leaf.is_per_replica else SAME)
     return states
-
-
-def _rows_of(leaves: Sequence[ArrayLeaf], num_replicas: int) -> tuple[set[int], set[int]]:
-    """Return how many rows a replica may have, after its arguments, and how many all together."""
-    rows = {leaf.shape[0] for leaf in leaves if leaf.is_per_replica and leaf.shape}
-    return rows, {size * num_replicas for size in rows}
 
 
 def _refuse_per_replica_results(lifted: Lifted) -> None:

@@ -18,8 +18,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from .._errors import ContextError
-from .._jax import jaxprs, tracing
-from .._jax.primitives import HOST_CALLBACKS, MAKE_SAME
+from .._jax import interpreter, jaxprs, tracing
+from .._jax.interpreter import Evaluation, Interpreter, run_cond, run_scan, run_while
+from .._jax.primitives import DEVICE_RANDOM, HOST_EFFECTS, MAKE_SAME, RANDOM
 from .._replicas import in_flight
 from .._replicas.mesh import ReplicaMesh
 from .._typing import REPLICA_AXIS
@@ -27,9 +28,6 @@ from .._variables.variable import spec_of
 from . import levels, pushed
 from .levels import Agenda, Kind, Operation, Quantity
 from .lift import Lifted
-
-#: What a device must do for each replica by itself: call a host function, or print, as often as there are replicas.
-_ONE_BY_ONE = HOST_CALLBACKS | {"debug_print"}
 
 
 def mapped(
@@ -57,7 +55,7 @@ def mapped(
 def _jaxpr_of(lifted: Lifted) -> Any:
     """Return a step with what a high-level primitive stands for where that must be seen, and else with its own derivative."""
     closed, shown = lifted.closed.jaxpr, lifted.shown.jaxpr
-    must_see = lambda e: jaxprs.has_collective(e) or levels.has_number(e) or _is_slow(e)  # noqa: E731
+    must_see = lambda e: jaxprs.has_collective(e) or jaxprs.has_replica_number(e) or _is_slow(e)  # noqa: E731
     return closed.replace(eqns=[s if must_see(s) else own for own, s in zip(closed.eqns, shown.eqns, strict=True)])
 
 
@@ -90,15 +88,15 @@ class _Device:
             arrays: its arguments.
             is_own: of each, whether each replica has its own.
         """
-        values = [Quantity() for _ in constants] + [Quantity(flag) for flag in is_own]
-        plan = levels.agenda_of(jaxpr, values)
-        run = _Course(self, plan, dict(zip(values, (*constants, *arrays), strict=True)))
+        values = list(map(Quantity, is_own))
+        plan = levels.agenda_of(jaxpr, constants, values)
+        run = _Course(self, plan, dict(zip(values, arrays, strict=True)))
         for level in range(plan.num_levels):
             for node in plan.at(level, Kind.SHARED):
                 run.keep(node, tracing.bind(node.equation, list(map(run.read, node.inputs))))
             run.own(plan.at(level, Kind.OWN))
             for node in plan.at(level, Kind.MEETING):
-                run.keep(node, run.sums(node) if node.is_sum else _meet(self, node, run))
+                run.keep(node, run.sums(node) if node.is_sum else run.meet(node))
         return [(run.read(value), value.is_own) for value in plan.outputs]
 
 
@@ -146,10 +144,10 @@ class _Course:
         taken = list(dict.fromkeys(value for node in nodes for value in node.inputs if value.is_own and value in self.known))
 
         def one(number: Any, rows: Sequence[Any], outputs: Sequence[Quantity]) -> list[Any]:
-            own = dict(zip(taken, rows, strict=True))
+            own, replica = dict(zip(taken, rows, strict=True)), _OneReplica(number)
             for node in nodes:
                 operands = [own[value] if value in own else self.read(value) for value in node.inputs]
-                own.update(zip(node.outputs, _bind(node.equation, operands, number), strict=True))
+                own.update(zip(node.outputs, replica.equation(node.equation, operands), strict=True))
             return [own[value] for value in outputs]
 
         rows = [self.known[value] for value in taken]
@@ -190,6 +188,11 @@ class _Course:
                 totals.append(array * jnp.asarray(self.device.count, array.dtype))
         return jax.lax.psum(totals, self.device.mesh.axis)
 
+    def meet(self, node: Operation) -> Sequence[Any]:
+        """Run any other meeting."""
+        meeting = _Reunion(self.device, [value.is_own for value in node.inputs])
+        return meeting.equation(node.equation, list(map(self.read, node.inputs)))
+
 
 def _must_be_alone(node: Operation) -> bool:
     """Tell whether a device must run a node for each replica by itself, so that it does what it does on a device of its own."""
@@ -197,7 +200,7 @@ def _must_be_alone(node: Operation) -> bool:
 
 
 def _is_slow(equation: Any) -> bool:
-    return any(e.primitive.name in _ONE_BY_ONE or _is_other_random(e) for e in (equation, *jaxprs.inside(equation)))
+    return any(e.primitive.name in HOST_EFFECTS or _is_other_random(e) for e in (equation, *jaxprs.inside(equation)))
 
 
 def _has_reference(node: Operation) -> bool:
@@ -206,90 +209,93 @@ def _has_reference(node: Operation) -> bool:
 
 def _is_other_random(equation: Any) -> bool:
     """Tell whether an equation makes random numbers that are others when many are made together: with `rbg` keys."""
-    if equation.primitive.name == "rng_bit_generator":
-        return True
-    if equation.primitive.name not in ("random_bits", "random_gamma", "random_split", "random_fold_in"):
-        return False
-    return "fry" not in str(equation.invars[0].aval.dtype)
-
-
-# -- the replica's number
-
-
-def _bind(equation: Any, operands: Sequence[Any], number: Any) -> list[Any]:
-    """Apply an equation to one replica's values."""
-    if not levels.has_number(equation):
-        return tracing.bind(equation, operands)
-    if levels.is_number(equation):
-        return [number]
     name = equation.primitive.name
-    run = lambda closed: lambda *arguments: _evaluate(closed, arguments, number)  # noqa: E731
-    if (inner := jaxprs.callee(equation)) is not None:
-        return run(inner)(*operands)
-    if name == "cond":
-        return list(jax.lax.switch(operands[0], [run(closed) for closed in equation.params["branches"]], *operands[1:]))
-    if name == "while":
-        again, step = (run(equation.params[key]) for key in ("cond_jaxpr", "body_jaxpr"))
-        return _while(equation, operands, lambda *a: again(*a)[0], step)
-    if name == "scan":
-        [closed] = jaxprs.inner_jaxprs(equation)
-        return _scan(equation, operands, run(closed))
-    raise ContextError(
-        f"the replica's number is asked for inside `{name}`, which several replicas of one device cannot do. Ask before, or give "
-        "each replica a device: leave num_replicas out."
-    )
+    return name in DEVICE_RANDOM or (name in RANDOM and "fry" not in str(equation.invars[0].aval.dtype))
 
 
-def _evaluate(closed: Any, arguments: Sequence[Any], number: Any) -> list[Any]:
-    jaxpr = closed.jaxpr
-    known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *arguments), strict=True))
-    read = lambda atom: atom.val if isinstance(atom, jaxprs.Literal) else known[atom]  # noqa: E731
-    for equation in jaxpr.eqns:
-        known.update(zip(equation.outvars, _bind(equation, list(map(read, equation.invars)), number), strict=True))
-    return list(map(read, jaxpr.outvars))
+class _OneReplica(Evaluation):
+    """A program on one replica's values: what asks for the replica's number is told it."""
 
+    def __init__(self, number: Any) -> None:
+        self.number = number
 
-def _while(equation: Any, operands: Sequence[Any], again: Callable[..., Any], step: Callable[..., Any]) -> list[Any]:
-    """Run a loop whose functions take their constants and then what the loop carries."""
-    _, _, num_cond, num_body = jaxprs.while_of(equation)
-    first, second = operands[:num_cond], operands[num_cond : num_cond + num_body]
-    carry = list(operands[num_cond + num_body :])
-    return jax.lax.while_loop(lambda c: again(*first, *c), lambda c: list(step(*second, *c)), carry)
+    def enters(self, equation: Any, values: list[Any]) -> bool:
+        return jaxprs.has_replica_number(equation)
 
+    def over_replicas(self, equation: Any, values: list[Any]) -> Sequence[Any]:
+        return [self.number]
 
-def _scan(equation: Any, operands: Sequence[Any], step: Callable[..., Any]) -> list[Any]:
-    """Run a loop whose function takes constants, the carry and rows, and returns the new carry and rows."""
-    _, num_consts, num_carry = jaxprs.scan_of(equation)
-    constants, end = operands[:num_consts], num_consts + num_carry
-
-    def one_round(carry: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
-        results = list(step(*constants, *carry, *rows))
-        return results[:num_carry], results[num_carry:]
-
-    options = {key: equation.params[key] for key in ("length", "reverse", "unroll")}
-    carry, stacked = jax.lax.scan(one_round, list(operands[num_consts:end]), list(operands[end:]), **options)
-    return [*carry, *stacked]
+    def plain(self, equation: Any, values: list[Any]) -> Sequence[Any]:
+        raise ContextError(
+            f"the replica's number is asked for inside `{equation.primitive.name}`, which several replicas of one device cannot "
+            "do. Ask before, or give each replica a device: leave num_replicas out."
+        )
 
 
 # -- meetings
 
 
-def _meet(device: _Device, node: Operation, run: _Course) -> list[Any]:
-    """Run a collective other than a sum, or a loop or condition with one inside."""
-    arrays, flags = list(map(run.read, node.inputs)), [value.is_own for value in node.inputs]
-    equation, name = node.equation, node.equation.primitive.name
-    if not jaxprs.is_collective(equation):
-        return _meet_inside(device, equation, arrays, flags)
-    stacks = [device.as_kind(array, flag, True) for array, flag in zip(arrays, flags, strict=True)]
-    if jaxprs.adds_own_axes(equation):
-        closed, _ = tracing.own_axes_first(equation)
-        sums = jax.vmap(lambda *own: tracing.evaluate(closed, closed.consts, own))(*stacks)
-        return jax.lax.psum(list(map(pushed.sum_of_rows, sums)), device.mesh.axis)
-    every = [jax.lax.all_gather(stack, device.mesh.axis, tiled=True) for stack in stacks]
-    if name == "all_gather" and not jaxprs.is_over_groups(equation):
-        axis, is_tiled = equation.params["all_gather_dimension"], equation.params["tiled"]
-        return [_joined(stack, axis) if is_tiled else jnp.moveaxis(stack, 0, axis) for stack in every]
-    return _on_all(device, equation, every)
+@dataclasses.dataclass
+class _Reunion(Interpreter[Any]):
+    """A meeting of the replicas, on values of which `flags` tell whether each replica has its own."""
+
+    device: _Device
+    flags: list[bool]
+
+    def over_replicas(self, equation: Any, values: list[Any]) -> Sequence[Any]:
+        """Run a collective other than a sum."""
+        mesh_axis = self.device.mesh.axis
+        stacks = [self.device.as_kind(array, flag, True) for array, flag in zip(values, self.flags, strict=True)]
+        if jaxprs.adds_own_axes(equation):
+            closed, _ = tracing.own_axes_first(equation)
+            sums = jax.vmap(lambda *own: interpreter.evaluate(closed, closed.consts, own))(*stacks)
+            return jax.lax.psum(list(map(pushed.sum_of_rows, sums)), mesh_axis)
+        every = [jax.lax.all_gather(stack, mesh_axis, tiled=True) for stack in stacks]
+        if equation.primitive.name == "all_gather" and not jaxprs.is_over_groups(equation):
+            axis, is_tiled = equation.params["all_gather_dimension"], equation.params["tiled"]
+            return [_joined(stack, axis) if is_tiled else jnp.moveaxis(stack, 0, axis) for stack in every]
+        return _on_all(self.device, equation, every)
+
+    def plain(self, equation: Any, values: list[Any]) -> Sequence[Any]:
+        """Nothing else is a meeting: `levels` has refused it."""
+        raise AssertionError(equation.primitive.name)
+
+    def body(self, closed: Any, own: Sequence[bool], ends: Sequence[bool]) -> Callable[..., list[Any]]:
+        """Return a function that runs what is inside a loop or condition: all replicas take the same way through it."""
+
+        def call(*arguments: Any) -> list[Any]:
+            outputs = self.device.run(closed.jaxpr, closed.consts, arguments, own)
+            return [self.device.as_kind(*output, end) for output, end in zip(outputs, ends, strict=True)]
+
+        return call
+
+    def fit(self, values: Sequence[Any], flags: Sequence[bool], ends: Sequence[bool]) -> list[Any]:
+        return [self.device.as_kind(*value) for value in zip(values, flags, ends, strict=True)]
+
+    def cond(self, equation: Any, values: list[Any]) -> Sequence[Any]:
+        ends = levels.own_after(equation, self.flags)
+        index = self.device.as_kind(values[0], self.flags[0], False)
+        branches = equation.params["branches"]
+        return run_cond([index, *values[1:]], [self.body(closed, self.flags[1:], ends) for closed in branches])
+
+    def while_loop(self, equation: Any, values: list[Any]) -> Sequence[Any]:
+        carried, flags = levels.own_after(equation, self.flags), self.flags
+        _, _, num_cond, num_body = jaxprs.while_of(equation)
+        start = num_cond + num_body
+        again = self.body(equation.params["cond_jaxpr"], [*flags[:num_cond], *carried], [False])
+        step = self.body(equation.params["body_jaxpr"], [*flags[num_cond:start], *carried], carried)
+        return run_while(equation, [*values[:start], *self.fit(values[start:], flags[start:], carried)], again, step)
+
+    def scan(self, equation: Any, values: list[Any]) -> Sequence[Any]:
+        ends, flags = levels.own_after(equation, self.flags), self.flags
+        [closed] = jaxprs.inner_jaxprs(equation)
+        _, start, num_carry = jaxprs.scan_of(equation)
+        carried, end = ends[:num_carry], start + num_carry
+        fit = self.fit(values[start:end], flags[start:end], carried)
+        rows = [_swapped(a, own) for a, own in zip(values[end:], flags[end:], strict=True)]
+        body = self.body(closed, [*flags[:start], *carried, *flags[end:]], ends)
+        results = run_scan(equation, [*values[:start], *fit, *rows], body)
+        return [*results[:num_carry], *map(_swapped, results[num_carry:], ends[num_carry:])]
 
 
 def _joined(stack: jax.Array, axis: int) -> jax.Array:
@@ -309,36 +315,6 @@ def _on_all(device: _Device, equation: Any, every: Sequence[jax.Array]) -> list[
     if equation.primitive.name in MAKE_SAME and not jaxprs.is_over_groups(equation):
         return [result[0] for result in results]
     return [jax.lax.dynamic_slice_in_dim(result, device.numbers[0], device.count) for result in results]
-
-
-def _meet_inside(device: _Device, equation: Any, arrays: Sequence[Any], flags: Sequence[bool]) -> list[Any]:
-    """Run a loop or condition with a collective inside: all replicas take the same way through it."""
-    carried, ends = levels.own_in_carry(equation, flags)
-
-    def run(closed: Any, own: Sequence[bool], wanted: Sequence[bool]) -> Callable[..., list[Any]]:
-        def call(*arguments: Any) -> list[Any]:
-            outputs = device.run(closed.jaxpr, closed.consts, arguments, own)
-            return [device.as_kind(*output, end) for output, end in zip(outputs, wanted, strict=True)]
-
-        return call
-
-    if equation.primitive.name == "cond":
-        index = device.as_kind(arrays[0], flags[0], False)
-        return list(jax.lax.switch(index, [run(c, flags[1:], ends) for c in equation.params["branches"]], *arrays[1:]))
-    parts, handed = jaxprs.parts_of(equation)
-    start = handed.start
-    fit = [device.as_kind(array, own, end) for array, own, end in zip(arrays[start:], flags[start:], carried, strict=False)]
-    if equation.primitive.name == "while":
-        (cond, cond_fixed), (body, body_fixed) = parts
-        again = run(cond, [*(flags[i] for i in cond_fixed), *carried], [False])
-        step = run(body, [*(flags[i] for i in body_fixed), *carried], carried)
-        return _while(equation, [*arrays[:start], *fit], lambda *a: again(*a)[0], step)
-    [(body, _)] = parts
-    num_carry = len(carried)
-    rows = [_swapped(a, own) for a, own in zip(arrays[start + num_carry :], flags[start + num_carry :], strict=True)]
-    own = [*flags[:start], *carried, *flags[start + num_carry :]]
-    results = _scan(equation, [*arrays[:start], *fit, *rows], run(body, own, ends))
-    return [*results[:num_carry], *map(_swapped, results[num_carry:], ends[num_carry:])]
 
 
 def _swapped(array: Any, is_own: bool) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -145,7 +146,8 @@ class ReplicaContext:
         """Make a random key that is different on each replica and the same in every run.
 
         Args:
-            key: a key from `jax.random.key` (or an int, from which one is made), the same on all replicas.
+            key: a key from `jax.random.key` (or an int, from which one is made), the same on all replicas; or an array of
+                keys, of which each one is made different.
 
         Raises:
             TypeError: for anything else.
@@ -156,7 +158,11 @@ class ReplicaContext:
         >>> bool(a == b)
         False
         """
-        return jax.random.fold_in(_as_key(key), self.replica_id_in_sync_group)
+        keys, fold = _as_key(key), functools.partial(_fold_in, self.replica_id_in_sync_group)
+        num_axes_of_key = 0 if jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) else 1
+        for _ in range(keys.ndim - num_axes_of_key):
+            fold = jax.vmap(fold)
+        return fold(keys)
 
     if not TYPE_CHECKING:  # so that type checkers find misspelt names
 
@@ -190,6 +196,10 @@ class ReplicaContext:
 axis_of: Callable[[ReplicaContext], ReplicaAxis] = operator.attrgetter("_axis")
 #: Whether a step has asked for the replica's number.
 knows_id: Callable[[ReplicaContext], bool] = operator.attrgetter("_knows_id")
+
+
+def _fold_in(replica: jax.Array, key: jax.Array) -> jax.Array:
+    return jax.random.fold_in(key, replica)
 
 
 def _as_key(key: Any) -> jax.Array:

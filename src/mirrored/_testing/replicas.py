@@ -31,8 +31,8 @@ _MAX_SHOWN = 5
 
 _REASONS = """The usual reasons, most frequent first:
   * a loss that is the mean over the replica's own rows: the optimizer sums the gradients, which are then R times too large.
-    Write mr.losses.compute_average_loss(per_example_loss), for regularization mr.losses.scale_regularization_loss(loss); or let
-    the optimizer average them: optimizer.apply_gradients(gradients, aggregate='mean');
+    Return one loss for each example, or mr.losses.mean_over_own_rows(loss); for regularization
+    mr.losses.scale_regularization_loss(loss); or say it to the optimizer: apply_gradients(gradients, aggregate='mean');
   * a batch that each replica gets whole: pass what strategy.distribute_dataset(batches) yields;
   * a mean or variance over the replica's own rows inside the model (BatchNorm): write ctx.all_reduce('mean', ...) there;
   * random numbers in the step: ctx.rng(key) gives others for another number of replicas, and a key that is not folded gives
@@ -80,7 +80,7 @@ def assert_same_on_any_replicas(
     ...         w = mr.Variable(np.zeros(3), name="w")
     ...         optimizer = mr.Optimizer(optax.sgd(0.1), [w])
     ...     def step(x):
-    ...         loss = lambda: mr.losses.compute_average_loss((jnp.matmul(x, w) - 1) ** 2)
+    ...         loss = lambda: (jnp.matmul(x, w) - 1) ** 2
     ...         value, gradients = mr.value_and_grad(loss, [w])()
     ...         optimizer.apply_gradients(gradients)
     ...         return value

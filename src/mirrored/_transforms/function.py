@@ -12,7 +12,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from .._errors import StrategyMismatchError
-from .._jax import jaxprs, tracing, user_code
+from .._jax import interpreter, jaxprs, user_code
 from .._models import nnx
 from .._program import eager, lift, mistakes
 from .._program.cache import Programs
@@ -178,7 +178,7 @@ def _make(call: Call, frame: Frame) -> FunctionProgram:
 
 
 def _pure(lifted: Lifted, mesh: ReplicaMesh, written: Any, read_only: Any, arrays: Any, constants: Any) -> Any:
-    outputs = tracing.evaluate(lifted.closed, constants, [*written, *read_only, *arrays])
+    outputs = interpreter.evaluate(lifted.closed, constants, [*written, *read_only, *arrays])
     witness = in_flight.new_witness(mesh.mirrored)
     return outputs[: lifted.num_results], outputs[lifted.num_results :], witness
 

@@ -9,8 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from .._errors import ContextError, StrategyMismatchError
-from .._jax import user_code
-from .._jax.marks import Mark, Purpose, mark
 from .._libraries import lines_for
 from .._models import keras
 from .._models.keras_variables import has_strangers, own_variable
@@ -23,6 +21,7 @@ from .._variables.bindings import bound, with_few_compilations
 from .._variables.sharded import ShardedVariable
 from .._variables.tree import trainable
 from .._variables.variable import Variable, is_variable, spec_of
+from ..losses import compute_average_loss
 
 
 def grad(fn: UserFunction, variables: PyTree, has_aux: bool = False) -> Callable[..., Any]:
@@ -46,12 +45,16 @@ def grad(fn: UserFunction, variables: PyTree, has_aux: bool = False) -> Callable
 def value_and_grad(fn: UserFunction, variables: PyTree, has_aux: bool = False) -> Callable[..., Any]:
     """Make a function that returns `fn`'s value and its gradients with respect to variables that it reads.
 
-    Inside a step the gradients are this replica's own, from this replica's data; `mr.Optimizer` sums them.
-    `fn` may assign other variables (statistics of normalization layers, counters); they keep the new values.
-    Plain `jax.grad` over `variable.value` gives the same numbers.
+    `fn` returns one loss for each example, and the value is their mean over the global batch: in a step this replica's share,
+    which `strategy.reduce("sum", value)` adds up, as `mr.Optimizer` adds up the gradients. A penalty for large weights is added
+    to the loss of each example. `fn` may also return a scalar: in a step one of `mr.losses`, or another if the optimizer is
+    told how to `aggregate`.
+    It may assign other variables (statistics of normalization layers, counters); they keep the new values.
+    Plain `jax.grad` over `variable.value` gives the same numbers for a scalar.
 
     Args:
-        fn: returns a scalar loss, or `(loss, aux)` with `has_aux`. Its arguments are passed through.
+        fn: returns losses of shape `[n, ...]` for n examples, of which further axes are summed as in
+            `mr.losses.compute_average_loss`, or a scalar; with `has_aux`, `(loss, aux)`. Its arguments are passed through.
         variables: floating point variables, in any nest.
         has_aux: whether `fn` returns `(loss, aux)`.
 
@@ -61,16 +64,16 @@ def value_and_grad(fn: UserFunction, variables: PyTree, has_aux: bool = False) -
 
     Raises:
         TypeError: when `variables` holds something else, or a variable that is not floating point, and when
-            the loss is not a scalar.
+            the loss is not floating point.
         ValueError: for a variable that is listed twice.
         ContextError: outside a step, for a sync-on-read variable.
 
     >>> w = mr.Variable([1.0, 2.0])
     >>> def loss(x):
-    ...     return jnp.sum(w * x)
-    >>> value, gradient = mr.value_and_grad(loss, w)(np.array([3.0, 4.0]))
+    ...     return x @ w  # one for each example
+    >>> value, gradient = mr.value_and_grad(loss, w)(np.array([[3.0, 4.0], [5.0, 0.0]]))
     >>> float(value), gradient
-    (11.0, Array([3., 4.], dtype=float32))
+    (8.0, Array([4., 2.], dtype=float32))
 
     Source: https://www.tensorflow.org/api_docs/python/tf/GradientTape
     """
@@ -88,7 +91,6 @@ def value_and_grad(fn: UserFunction, variables: PyTree, has_aux: bool = False) -
         return with_few_compilations(lambda caches: differentiate(leaves, treedef, caches, args, kwargs))
 
     def differentiate(leaves: list[Variable], treedef: Any, caches: Callable[[], Any] | None, args: Any, kwargs: Any) -> Any:
-        where = user_code.user_line()
         kept: dict[str, Any] = {}
 
         def loss_of(values: list[jax.Array]) -> Any:
@@ -98,7 +100,7 @@ def value_and_grad(fn: UserFunction, variables: PyTree, has_aux: bool = False) -
                 kept["plan"], aux_arrays = lift.plan_result(aux)
                 kept["written"] = list(bindings.written)
                 written = bindings.values(kept["written"])
-            return mark(_scalar(loss), Mark(Purpose.LOSS, "loss", where)), (aux_arrays, written)
+            return _one_number(loss), (aux_arrays, written)
 
         _refuse_copies(leaves)
         before = [load(variable) for variable in leaves]
@@ -164,17 +166,21 @@ def _split(result: Any, has_aux: bool) -> tuple[Any, Any]:
     return result
 
 
-def _scalar(loss: Any) -> jax.Array:
+def _one_number(loss: Any) -> jax.Array:
+    """Return the loss that is differentiated: of losses of examples, their mean over the global batch, or the replica's share."""
     if isinstance(loss, tuple):
         raise TypeError("the function returned a tuple; pass has_aux=True when it returns (loss, aux).")
     if loss is None or not (hasattr(loss, "dtype") or isinstance(loss, int | float)):
-        raise TypeError(f"the function returned {shown(loss)}; expected a scalar loss. Does it end with `return loss`?")
-    loss = jnp.asarray(loss)
-    if loss.shape != ():
         raise TypeError(
-            f"the loss has shape {loss.shape}; expected one number. Sum it, for example with "
-            "mr.losses.compute_average_loss(per_example_loss)."
+            f"the function returned {shown(loss)}; expected a loss, one for each example or one number. Does it end with "
+            "`return loss`?"
         )
+    loss = jnp.asarray(loss)
     if not jnp.issubdtype(loss.dtype, jnp.floating):
         raise TypeError(f"the loss has dtype {loss.dtype}; expected a floating point number.")
-    return loss
+    if loss.ndim == 0:
+        return loss
+    frame = frames.current()
+    if frame is None or frame.replica is None:
+        return jnp.sum(loss) / loss.shape[0]
+    return compute_average_loss(loss)

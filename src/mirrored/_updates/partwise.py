@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from .._jax import jaxprs, tracing
-from .._jax.jaxprs import ClosedJaxpr, Jaxpr
+from .._jax.interpreter import Interpreter
 from .._jax.primitives import ELEMENTWISE
 from .._replicas import parts
 from .._replicas.collectives import ReplicaAxis
@@ -42,8 +42,8 @@ class Filled(NamedTuple):
     shape: Shape
 
 
-class Partwise:
-    """One evaluation of traced functions on parts.
+class Partwise(Interpreter[Any]):
+    """One evaluation of traced functions on parts; each value is one of the four.
 
     Args:
         axis: the means to reach the other replicas.
@@ -56,10 +56,6 @@ class Partwise:
         self._same = same
         self._noted: dict[int, tuple[Any, Any]] = {}
         self._gathered: dict[int, tuple[Any, jax.Array]] = {}
-
-    def evaluate(self, closed: ClosedJaxpr, arguments: Sequence[Any]) -> list[Any]:
-        """Return the results of a traced function for parts and whole arrays; each is one of the four."""
-        return self._run(closed.jaxpr, closed.consts, arguments)
 
     def part(self, value: Any, shape: Shape) -> jax.Array:
         """Return this replica's elements of a value of this shape."""
@@ -83,20 +79,15 @@ class Partwise:
             self._gathered[id(value.array)] = value.array, whole  # the first one stays, so that its id is not given away
         return self._gathered[id(value.array)][1]
 
-    def _run(self, jaxpr: Jaxpr, constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
-        known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *arguments), strict=True))
-
-        def read(atom: Any) -> Any:
-            return atom.val if isinstance(atom, jaxprs.Literal) else known[atom]
-
-        for equation in jaxpr.eqns:
-            known.update(zip(equation.outvars, self._equation(equation, list(map(read, equation.invars))), strict=True))
-        return list(map(read, jaxpr.outvars))
-
-    def _equation(self, equation: Any, values: list[Any]) -> Sequence[Any]:
+    def equation(self, equation: Any, values: list[Any]) -> Sequence[Any]:
+        """Enter what is called with parts; nothing else."""
         has_parts = any(isinstance(value, OwnPart | OwnSum) for value in values)
         if has_parts and (inner := jaxprs.callee(equation)) is not None:
-            return self._run(inner.jaxpr, inner.consts, values)
+            return self.run_closed(inner, values)
+        return self.plain(equation, values)
+
+    def plain(self, equation: Any, values: list[Any]) -> Sequence[Any]:
+        """Carry an operation out on parts, if it can be, and else on whole arrays."""
         name = equation.primitive.name
         if name in ELEMENTWISE and _is_by_place(equation):
             shape = equation.outvars[0].aval.shape

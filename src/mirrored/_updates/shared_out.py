@@ -95,7 +95,7 @@ def update(
     held = [OwnPart(access.traced(v), v.shape) if isinstance(v, ShardedVariable) else v.value for v in state]
     arguments = [*gradients, *values, *held]
     closed = tracing.trace(_flat(compute, len(gradients), len(values)), list(map(_aval, arguments)), axis, compute)
-    results = partwise.evaluate(closed, arguments)
+    results = partwise.run_closed(closed, arguments)
     new_values, new_state = results[: len(values)], results[len(values) :]
     return _wholes(partwise, new_values, axis), [
         partwise.part(new, v.shape) if isinstance(v, ShardedVariable) else partwise.whole(new)

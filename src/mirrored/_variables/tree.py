@@ -30,12 +30,12 @@ class VariableTree:
     ...     optimizer = mr.Optimizer(optax.sgd(0.5), params)
     >>> def step(x):
     ...     def loss():
-    ...         return jnp.sum(x @ params.value["w"] + params.value["b"])
+    ...         return x @ params.value["w"] + params.value["b"]  # one for each example
     ...     optimizer.apply_gradients(mr.grad(loss, params)())
     >>> for batch in strategy.distribute_dataset([np.ones((2, 2), np.float32)]):
     ...     strategy.run(step, args=(batch,))
     >>> params.numpy()["b"]
-    array([-1., -1., -1.], dtype=float32)
+    array([-0.5, -0.5, -0.5], dtype=float32)
     """
 
     __slots__ = ("__weakref__", "_name", "_static", "_treedef", "_variables")

@@ -59,8 +59,6 @@ def lift_uneven(
     plan = _merge_plans(traces, kinds)
     with tracing.room_for(lifted.shown for lifted in traces):
         closed = _merge_traces(traces, kinds, leaves, plan, frame_with(None), call.function)
-    largest = max(range(len(traces)), key=lambda kind: kinds.most_rows(kind))
-    refusals.check_divisors(found[largest], len(kinds.of_replica), *kinds.rows_of(largest))
     lines = tuple(map(_known_line, zip(*(lifted.write_lines for lifted in traces), strict=True)))
     merged = Lifted(closed, closed, WeakVariables(touched.written), lines, WeakVariables(touched.read_only), plan)
     findings = proof.prove(closed.jaxpr, states_of(merged))

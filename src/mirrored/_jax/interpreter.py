@@ -1,0 +1,264 @@
+"""One walk through a traced program, with a rule for each kind of equation; a subclass says what it does differently.
+
+`Interpreter` walks and finds the kind of each equation. `Evaluation` computes arrays. `Analysis` finds a property of each value.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+import jax
+
+from .._typing import REPLICA_AXIS
+from . import jaxprs, tracing
+from .jaxprs import ClosedJaxpr, Jaxpr, Literal
+
+Value = TypeVar("Value")
+#: What a loop or condition runs: takes values and returns values.
+Body = Callable[..., Sequence[Any]]
+
+
+class Interpreter(abc.ABC, Generic[Value]):
+    """A walk through a program, with a value for each of its variables.
+
+    A rule takes an equation and the values of its operands, and returns those of its results. Without a rule of its own every
+    kind is `plain`, but a call, which is entered.
+    """
+
+    def run(self, jaxpr: Jaxpr, constants: Sequence[Any], arguments: Sequence[Value]) -> list[Value]:
+        """Return the values of a program's results.
+
+        Args:
+            jaxpr: the program.
+            constants: its constants, as they are.
+            arguments: the values of its arguments.
+        """
+        known: dict[Any, Value] = dict(zip(jaxpr.invars, arguments, strict=True))
+        known.update(zip(jaxpr.constvars, map(self.constant, constants), strict=True))
+
+        def read(atom: Any) -> Value:
+            return self.constant(atom.val) if isinstance(atom, Literal) else known[atom]
+
+        for equation in jaxpr.eqns:
+            known.update(zip(equation.outvars, self.equation(equation, list(map(read, equation.invars))), strict=True))
+        return list(map(read, jaxpr.outvars))
+
+    def run_closed(self, closed: ClosedJaxpr, arguments: Sequence[Value]) -> list[Value]:
+        """Return the values of the results of a program with its constants."""
+        return self.run(closed.jaxpr, closed.consts, arguments)
+
+    def equation(self, equation: Any, values: list[Value]) -> Sequence[Value]:
+        """Apply the rule of an equation's kind."""
+        name = equation.primitive.name
+        if name == "scan":
+            return self.scan(equation, values)
+        if name == "while":
+            return self.while_loop(equation, values)
+        if name == "cond":
+            return self.cond(equation, values)
+        if name == "custom_linear_solve":
+            return self.solve(equation, values)
+        if (inner := jaxprs.callee(equation)) is not None:
+            return self.call(equation, inner, values)
+        if REPLICA_AXIS in jaxprs.axis_names(equation):
+            return self.over_replicas(equation, values)
+        return self.plain(equation, values)
+
+    # -- the rules
+
+    def constant(self, value: Any) -> Value:
+        """Return the value of a constant or literal."""
+        return value
+
+    @abc.abstractmethod
+    def plain(self, equation: Any, values: list[Value]) -> Sequence[Value]:
+        """Handle an operation, and whatever has no other rule."""
+
+    def call(self, equation: Any, inner: ClosedJaxpr, values: list[Value]) -> Sequence[Value]:
+        """Handle an equation that runs one program, once."""
+        return self.run_closed(inner, values)
+
+    def over_replicas(self, equation: Any, values: list[Value]) -> Sequence[Value]:
+        """Handle what names the axis of the replicas: the replica's number, and collectives."""
+        return self.plain(equation, values)
+
+    def scan(self, equation: Any, values: list[Value]) -> Sequence[Value]:
+        """Handle a loop over rows."""
+        return self.plain(equation, values)
+
+    def while_loop(self, equation: Any, values: list[Value]) -> Sequence[Value]:
+        """Handle a loop with a condition."""
+        return self.plain(equation, values)
+
+    def cond(self, equation: Any, values: list[Value]) -> Sequence[Value]:
+        """Handle a choice among branches."""
+        return self.plain(equation, values)
+
+    def solve(self, equation: Any, values: list[Value]) -> Sequence[Value]:
+        """Handle a linear solve."""
+        return self.plain(equation, values)
+
+
+class Evaluation(Interpreter[Any]):
+    """The arrays of a program, computed in whatever trace is current.
+
+    What is not entered runs as it stands.
+    """
+
+    def enters(self, equation: Any, values: list[Any]) -> bool:
+        """Tell whether the inside of an equation is walked through too."""
+        return False
+
+    def equation(self, equation: Any, values: list[Any]) -> Sequence[Any]:
+        """Apply the rule of an equation that is entered; run any other."""
+        return super().equation(equation, values) if self.enters(equation, values) else tracing.bind(equation, values)
+
+    def plain(self, equation: Any, values: list[Any]) -> Sequence[Any]:
+        """Run an equation as it stands."""
+        return tracing.bind(equation, values)
+
+    def scan(self, equation: Any, values: list[Any]) -> Sequence[Any]:
+        """Run a loop over rows, whose body is walked through."""
+        [closed] = jaxprs.inner_jaxprs(equation)
+        return run_scan(equation, values, lambda *arguments: self.run_closed(closed, arguments))
+
+    def while_loop(self, equation: Any, values: list[Any]) -> Sequence[Any]:
+        """Run a loop with a condition, both of which are walked through."""
+        cond, body = equation.params["cond_jaxpr"], equation.params["body_jaxpr"]
+        walk = self.run_closed
+        return run_while(equation, values, lambda *arguments: walk(cond, arguments), lambda *arguments: walk(body, arguments))
+
+    def cond(self, equation: Any, values: list[Any]) -> Sequence[Any]:
+        """Run the branch that is chosen, through which it walks."""
+        branches = equation.params["branches"]
+        return run_cond(values, [lambda *arguments, closed=closed: self.run_closed(closed, arguments) for closed in branches])
+
+
+def evaluate(closed: ClosedJaxpr, constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
+    """Run a traced function on arrays, in whatever trace is current."""
+    if tracing.knows_a_mesh(closed):
+        return Evaluation().run(closed.jaxpr, constants, arguments)
+    return jax.core.eval_jaxpr(closed.jaxpr, constants, *arguments)
+
+
+def run_scan(equation: Any, operands: Sequence[Any], body: Body) -> list[Any]:
+    """Run a loop over rows; its body takes constants, the carry and rows, and returns the new carry and rows."""
+    _, num_consts, num_carry = jaxprs.scan_of(equation)
+    constants, end = operands[:num_consts], num_consts + num_carry
+
+    def one_round(carry: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
+        results = list(body(*constants, *carry, *rows))
+        return results[:num_carry], results[num_carry:]
+
+    options = {key: equation.params[key] for key in ("length", "reverse", "unroll")}
+    carry, stacked = jax.lax.scan(one_round, list(operands[num_consts:end]), list(operands[end:]), **options)
+    return [*carry, *stacked]
+
+
+def run_while(equation: Any, operands: Sequence[Any], again: Body, body: Body) -> list[Any]:
+    """Run a loop with a condition; `again` and `body` take their constants, then what the loop carries."""
+    _, _, num_cond, num_body = jaxprs.while_of(equation)
+    first, second = operands[:num_cond], operands[num_cond : num_cond + num_body]
+    carry = list(operands[num_cond + num_body :])
+    return jax.lax.while_loop(lambda c: again(*first, *c)[0], lambda c: list(body(*second, *c)), carry)
+
+
+def run_cond(operands: Sequence[Any], branches: Sequence[Body]) -> list[Any]:
+    """Run the branch that the first operand names, on the others."""
+    listed = [lambda *arguments, branch=branch: list(branch(*arguments)) for branch in branches]
+    return list(jax.lax.switch(operands[0], listed, *operands[1:]))
+
+
+class Analysis(Interpreter[Value]):
+    """A property of each value, which is the higher the less is known; what is computed of several has the highest of theirs.
+
+    A loop is walked through until the properties of what it carries rise no more.
+    """
+
+    @abc.abstractmethod
+    def join(self, values: Sequence[Value]) -> Value:
+        """Return the highest of some properties, or the lowest of all for none."""
+
+    def merged(self, values: Sequence[Value]) -> Value:
+        """Return the property of a value that is one of several: of the branches, or of the rounds of a loop."""
+        return self.join(values)
+
+    def chosen(self, decision: Value, value: Value) -> Value:
+        """Return the property of what a condition with a property has led to."""
+        return self.join((decision, value))
+
+    def inside(self, equation: Any, decision: Value | None = None, is_final: bool = True) -> Analysis[Value]:
+        """Return the analysis for what is inside an equation.
+
+        Args:
+            equation: a loop, condition or call.
+            decision: the property of what decides whether the inside runs, or how often.
+            is_final: whether the properties of the arguments are final; a loop is walked through several times before.
+        """
+        return self
+
+    def constant(self, value: Any) -> Value:
+        """Return the lowest property."""
+        return self.join(())
+
+    def plain(self, equation: Any, values: list[Value]) -> Sequence[Value]:
+        """Return the highest property of the operands for each result."""
+        return [self.join(values)] * len(equation.outvars)
+
+    def call(self, equation: Any, inner: ClosedJaxpr, values: list[Value]) -> Sequence[Value]:
+        """Walk through what is called."""
+        return self.inside(equation).run_closed(inner, values)
+
+    def solve(self, equation: Any, values: list[Value]) -> Sequence[Value]:
+        """Walk through what solves."""
+        solver = jaxprs.solver_of(equation)
+        return self.inside(equation).run(solver.jaxpr, (), [values[i] for i in solver.operands])
+
+    def cond(self, equation: Any, values: list[Value]) -> Sequence[Value]:
+        """Walk through each branch."""
+        decision, *operands = values
+        inside = self.inside(equation, decision)
+        branches = [inside.run_closed(closed, operands) for closed in equation.params["branches"]]
+        return [self.chosen(decision, self.merged(results)) for results in zip(*branches, strict=True)]
+
+    def scan(self, equation: Any, values: list[Value]) -> Sequence[Value]:
+        """Walk through the body until what it carries is settled."""
+        [closed] = jaxprs.inner_jaxprs(equation)
+        _, num_consts, num_carry = jaxprs.scan_of(equation)
+        constants, rows = values[:num_consts], values[num_consts + num_carry :]
+        search = self.inside(equation, is_final=False)
+
+        def one_round(carry: Sequence[Value]) -> Sequence[Value]:
+            return search.run_closed(closed, [*constants, *carry, *rows])[:num_carry]
+
+        carry = self.settled(values[num_consts : num_consts + num_carry], one_round)
+        results = self.inside(equation).run_closed(closed, [*constants, *carry, *rows])
+        return [*carry, *results[num_carry:]]
+
+    def while_loop(self, equation: Any, values: list[Value]) -> Sequence[Value]:
+        """Walk through condition and body until what they carry is settled."""
+        cond, body = equation.params["cond_jaxpr"], equation.params["body_jaxpr"]
+        _, _, num_cond, num_body = jaxprs.while_of(equation)
+        first, second = values[:num_cond], values[num_cond : num_cond + num_body]
+        search = self.inside(equation, is_final=False)
+
+        def one_round(carry: Sequence[Value]) -> Sequence[Value]:
+            [again] = search.run_closed(cond, [*first, *carry])
+            return [self.chosen(again, value) for value in search.run_closed(body, [*second, *carry])]
+
+        carry = self.settled(values[num_cond + num_body :], one_round)
+        [again] = search.run_closed(cond, [*first, *carry])
+        final = self.inside(equation, again)
+        final.run_closed(cond, [*first, *carry])
+        final.run_closed(body, [*second, *carry])
+        return carry
+
+    def settled(self, carry: Sequence[Value], one_round: Callable[[Sequence[Value]], Sequence[Value]]) -> list[Value]:
+        """Return what a loop carries after as many rounds as it takes until another changes nothing."""
+        while True:
+            wider = [self.merged(pair) for pair in zip(carry, one_round(carry), strict=True)]
+            if wider == list(carry):
+                return wider
+            carry = wider
