@@ -366,3 +366,12 @@ def test_gradients_through_operations_of_all_kinds_equal_one_device():
 
     for many, one in zip(run(STRATEGIES[3]), run(STRATEGIES[1]), strict=True):
         np.testing.assert_allclose(many, one, rtol=1e-3, atol=1e-4)
+
+
+def test_only_an_error_that_another_number_of_rows_does_not_have_is_said_to_be_about_rows(strategy3: mr.Strategy) -> None:
+    [batch] = strategy3.distribute_dataset([np.ones((7, 2), np.float32)])
+    wrong = {True: lambda x: x.reshape(3, 2), False: lambda x: x @ jnp.ones(5)}
+    for is_about_rows, step in wrong.items():
+        with pytest.raises((TypeError, ValueError)) as caught:
+            strategy3.run(step, args=(batch,))
+        assert ("does not divide evenly" in "".join(caught.value.__notes__)) is is_about_rows

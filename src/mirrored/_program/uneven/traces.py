@@ -150,9 +150,19 @@ class _Tracer:
             with sizes.tracing(), named.with_rows():
                 return trace_step(trace, self.call, self.kinds.shapes[kind], self.frame_with(sizes), **more)
         except Exception as error:
-            notes = getattr(error, "__notes__", [])
-            error.__notes__ = [self.kinds.explain(kind), *notes]  # before JAX's own
+            if self._can_be_traced_without(kind):
+                notes = getattr(error, "__notes__", [])
+                error.__notes__ = [self.kinds.explain(kind), *notes]  # before JAX's own
             raise
+
+    def _can_be_traced_without(self, kind: int) -> bool:
+        """Tell whether the step can be traced for another kind of replicas, so that an error is about the number of rows."""
+        for other, sizes in enumerate(self.sizes([[]] * len(self.kinds.shapes))):
+            with contextlib.suppress(Exception), sizes.tracing(), named.with_rows():
+                if other != kind:
+                    trace_step(lift.discover, self.call, self.kinds.shapes[other], self.frame_with(sizes))
+                    return True
+        return False
 
     def sizes(self, known: Sequence[Sequence[int]], may_guess: bool = True) -> list[_AskedSizes]:
         return [_AskedSizes(self.kinds, kind, known, may_guess) for kind in range(len(self.kinds.shapes))]
