@@ -66,6 +66,8 @@ def check_gradients(findings: Findings, num_replicas: int) -> None:
     for note, state in gradients:
         _refuse_contradiction(note, state, num_replicas)
     summed = [(note, state) for note, state in gradients if note.purpose is not Purpose.MEAN_GRADIENT]
+    if num_replicas > 1 and gradients and all(state.is_same and state.said is Said.SHARE for _, state in gradients):
+        user_code.warn(_SAME_WORK.format(where=gradients[0][0].where, num_replicas=num_replicas))
     for updated in _by_optimizer(summed):
         note = updated[0][0]
         if message := _complaint(note, [state for _, state in updated], num_replicas):
@@ -117,6 +119,11 @@ _SAME_DATA = (
     "apply_gradients at {where} sums them: the update is {num_replicas} times that of one device, "
     "unless the loss was divided by the number of replicas. An array passed to strategy.run goes whole to every "
     "replica; give each replica its part of the batch with strategy.distribute_dataset(dataset)."
+)
+_SAME_WORK = (
+    "all {num_replicas} replicas computed the same gradients for apply_gradients at {where}, from no data that differs by "
+    "replica: the update is right, and each replica has done the whole work. Write for x in "
+    "strategy.distribute_dataset(dataset): an array passed to strategy.run goes whole to every replica."
 )
 _COMBINED_LOSS = (
     "the loss was combined over the replicas before it was differentiated, so each gradient already stands for "
