@@ -530,7 +530,7 @@ def test_what_cannot_be_saved_is_refused_at_once(tmp_path: Path, strategy2: mr.S
             Checkpoint(tmp_path / "new", **named)
     assert not (tmp_path / "new").exists()
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
-    with pytest.raises(ImportError, match=r"pip install '\.\[checkpoint\]'"):
+    with pytest.raises(ImportError, match="pip install orbax-checkpoint"):
         Checkpoint(tmp_path, w=mr.Variable(0.0))
 
 

@@ -37,6 +37,7 @@ MUTANTS = [
      FAST + "what_a_step_reads_may_change_at_any_time"),
     ("_program/fast_path.py", "if type(value) in _PLAIN])", "if False])",
      FAST + "numbers_that_come_and_go_are_not_taken_for_each_other"),
+    ("_program/fast_path.py", "if any(map(uneven_shapes, values)):", "if False:", FAST + "arguments_of_another_kind_are_another_step"),
     ("_program/fast_path.py", "or array.shape != shape ", "", FAST + "arguments_of_another_kind_are_another_step"),
     ("_program/fast_path.py", "names = sorted(values)", "names = list(values)",
      FAST + "arguments_of_another_kind_are_another_step"),

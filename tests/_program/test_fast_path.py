@@ -144,6 +144,8 @@ def test_arguments_of_another_kind_are_another_step(strategy: mr.Strategy) -> No
     assert total(strategy, strategy.run(plain, args=((x,),))) == 9
     uneven = strategy.distribute_values_from_function(lambda ctx: np.ones(3 - ctx.replica_id_in_sync_group, np.float32))
     assert total(strategy, warmed(strategy, plain, x)) == 9 and total(strategy, strategy.run(plain, args=(uneven,))) == 5
+    assert total(strategy, warmed(strategy, plain, uneven)) == 5, "padded, its arrays have the shape of x"
+    assert total(strategy, strategy.run(plain, args=(x,))) == 9
     assert total(strategy, warmed(strategy, step, x)) == 27 and total(strategy, strategy.run(step, (x,), {"y": 1})) == 270
     assert total(strategy, strategy.run(step, args=(rows(strategy, 4),))) == 48
 

@@ -129,6 +129,8 @@ def fast_path_to(
         values = [values[name] for name in names]
     if not all(type(value) is PerReplica and isinstance(stack_of(value), jax.Array) for value in values):
         return None
+    if any(map(uneven_shapes, values)):  # padded, they look as even ones do
+        return None
     looked: set[int] = set()
     look = _look_at(function, _MAX_DEPTH, looked)
     if look is None or not looked.issuperset(map(id, seen_by(function, runs_steps))):

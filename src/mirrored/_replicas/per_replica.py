@@ -295,7 +295,8 @@ def of_last_batch(arguments: PyTree) -> PyTree | None:
     values = [leaf for leaf in leaves if isinstance(leaf, PerReplica) and leaf.ndim]
     if not values or not all(map(_comes_before_last, values)):
         return None
-    return jax.tree.map(lambda v: _last(v) if is_per_replica(v) and v.ndim else v, arguments, is_leaf=is_per_replica)
+    is_leaf = lambda leaf: hasattr(leaf, "__jax_array__")  # noqa: E731  # of ours: a variable stays one
+    return jax.tree.map(lambda v: _last(v) if is_per_replica(v) and v.ndim else v, arguments, is_leaf=is_leaf)
 
 
 def _comes_before_last(value: PerReplica) -> bool:
