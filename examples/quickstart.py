@@ -30,4 +30,4 @@ dataset = strategy.make_numpy_dataset((x, y)).shuffle(seed=0).batch(32)
 for epoch in range(20):
     for batch in strategy.distribute_dataset(dataset):
         loss = strategy.reduce("sum", strategy.run(train_step, args=batch))
-    print(f"epoch {epoch}: loss {float(loss):.5f}, w {w.numpy().round(2)}, b {float(b):.2f}")
+    print(f"epoch {epoch}: loss {float(loss):.5f}, w {w.numpy().round(2)}, b {b:.2f}")

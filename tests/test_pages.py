@@ -62,3 +62,12 @@ def test_a_search_finds(words: str) -> None:
 
 def test_the_readme_is_read_in_thirty_seconds() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 110
+
+
+def test_code_fits_into_a_page() -> None:
+    """Formatted as Black does, so that no block needs a scroll bar."""
+    wide = []
+    for page in PAGES:
+        for block in re.findall(r"```(?:\{code-block\} )?python\b[^\n]*\n(.*?)```", page.read_text(), re.DOTALL):
+            wide += [(page.name, line) for line in block.splitlines() if len(line) > 88]
+    assert wide == []
