@@ -36,7 +36,7 @@ def check(treedef: Any, before: Sequence[Any], call: Call, has_collectives: bool
         user_code.warn(
             f"{call.name} was given the state of an optimizer, and {len(differing)} arrays that were the same on all replicas, "
             f"such as {differing[0]}, have come back different on each. From now on each trains a model of its own. Combine "
-            "the gradients before the update: grads = mr.get_replica_context().all_reduce('mean', grads, by_rows=True). If "
+            "the gradients before the update: grads = mr.get_replica_context().all_reduce('mean', grads). If "
             "each shall have its own, say so before: state = strategy.distribute_values_from_function(lambda ctx: state).",
             ReplicasDivergeWarning,
         )
