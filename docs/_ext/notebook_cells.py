@@ -1,4 +1,4 @@
-"""The directive `{notebook} FILE`: the cells and outputs of a notebook as they were kept; nothing is run."""
+"""The directive `{notebook} FILE`: a notebook's cells and outputs, as they were kept."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,9 @@ def as_markdown(book: dict[str, Any]) -> str:
         if cell["cell_type"] == "code":
             parts += [_block("python", source), *map(_output, cell["outputs"])]
         else:
-            parts.append(source.partition("\n")[2] if source.startswith("# ") else source)
+            parts.append(
+                source.partition("\n")[2] if source.startswith("# ") else source
+            )
     return "\n\n".join(parts)
 
 
@@ -35,7 +37,9 @@ def _output(output: dict[str, Any]) -> str:
         return _block(_TEXT, "".join(output["text"]))
     data = {kind: "".join(lines) for kind, lines in output["data"].items()}
     if "text/html" in data:
-        return _block("{raw} html", f'<div class="cell-output">{data["text/html"]}</div>')
+        return _block(
+            "{raw} html", f'<div class="cell-output">{data["text/html"]}</div>'
+        )
     return _block(_TEXT, data["text/plain"])
 
 
@@ -48,7 +52,9 @@ class Notebook(SphinxDirective):
         """Return what the page shows."""
         _, path = self.env.relfn2path(self.arguments[0])
         self.env.note_dependency(path)
-        return self.parse_text_to_nodes(as_markdown(json.loads(Path(path).read_text(encoding="utf-8"))))
+        return self.parse_text_to_nodes(
+            as_markdown(json.loads(Path(path).read_text(encoding="utf-8")))
+        )
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
