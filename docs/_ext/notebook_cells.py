@@ -1,4 +1,4 @@
-"""The directive `{notebook} FILE`: a notebook's cells and outputs, as they were kept."""
+"""The directive `{notebook} FILE`: a notebook's cells and outputs, as kept."""
 
 import json
 from pathlib import Path
