@@ -78,8 +78,6 @@ class Program:
     rtol: ClassVar[float] = 2e-4
     #: Ways of running, by words in their names, that are refused: the error, and words of its message.
     refuses: ClassVar[dict[str, tuple[type[BaseException], str]]] = {}
-    #: Ways of running in which the numbers or the errors are not yet those that are documented.
-    waits_for: ClassVar[dict[str, str]] = {}
 
     def __init_subclass__(cls) -> None:
         PROGRAMS[cls.__name__] = cls
@@ -712,19 +710,18 @@ class StateInAVariable(NoOptimizer):
 
 
 class RunningSums(NoOptimizer):
-    """Sums of an epoch that each replica carries on for itself."""
+    """Sums of an epoch: of losses, which each replica carries on for itself, and of all rows."""
 
     carry = {"loss": np.float32(0), "rows": np.int32(0)}
-    waits_for = {"": "23.12"}
+    refuses = {"scan": (TypeError, "carry input and carry output")}  # what differs by replica must begin so
 
     def step(self, carry: Any, b: Batch) -> tuple[Any, dict[str, Any]]:
-        return self.added(carry, self.values(), b), {}
-
-    def added(self, carry: Any, p: Any, b: Batch) -> Any:
-        return {"loss": carry["loss"] + square(p, b).sum(), "rows": carry["rows"] + b["y"].shape[0]}
+        rows = ctx().all_reduce("sum", b["y"].shape[0])
+        return {"loss": carry["loss"] + square(self.values(), b).sum(), "rows": carry["rows"] + rows}, {}
 
     def plain(self, s: dict[str, Any], b: Batch, parts: list[Batch]) -> dict[str, Any]:
-        s["carry"] = self.added(s["carry"], s["params"], b)
+        old = s["carry"]
+        s["carry"] = {"loss": old["loss"] + square(s["params"], b).sum(), "rows": old["rows"] + b["y"].shape[0]}
         return {}
 
 

@@ -143,8 +143,6 @@ def cells() -> list[Any]:
         own = {"R3, odd", others[i // 2 % len(others)] if i % 2 else ""}
         for way in ways:
             marks = [] if way in own and not program.is_slow else [pytest.mark.slow]
-            waits = [issue for word, issue in program.waits_for.items() if word in way]
-            marks += [pytest.mark.xfail(strict=False, reason=f"waits for {issue}") for issue in waits]
             table.append(pytest.param(name, way, marks=marks))
     return table
 
