@@ -13,6 +13,12 @@ _SAVED = _S + "a_model_goes_on_where_it_was_saved"
 _NORM = "tests/_models/test_normalization.py::test_"
 
 MUTANTS = [
+    (
+        "_models/equinox.py",
+        "        is_inside = True",
+        "        is_inside = False",
+        "tests/_models/test_equinox.py::test_numbers_in_a_module_are_compiled_in_and_others_are_traced",
+    ),
     ("_models/normalization.py", "and layer.axis_name is None", "", _NORM + "a_linen_layer_with_an_axis_name_is_left_alone"),
     (
         "_models/normalization.py",

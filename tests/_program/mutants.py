@@ -137,7 +137,7 @@ MUTANTS = [
     ("_replicas/collectives.py", "if own else list(map(_nothing, marked))", "",
      "tests/test_optimizer.py::test_a_mean_weighs_replicas_by_their_rows_and_leaves_out_who_has_none"),
     # -- what a call sees
-    ("_program/call.py", "elif type(leaf) in NUMBERS:", "elif False:",
+    ("_program/call.py", "elif type(leaf) in NUMBERS and len(kinds) not in compiled_in:", "elif False:",
      SCALARS + "a_number_that_changes_compiles_nothing_and_has_the_type_that_it_has_under_jit"),
     ("_program/call.py", "if type(leaf) is int and leaf.bit_length() > 31:", "if False:",
      SCALARS + "an_integer_that_jax_would_wrap_around_is_refused_by_name"),

@@ -28,7 +28,8 @@ def needed_arguments(error: BaseException) -> list[int] | None:
     None when Python needed no value.
     """
     text = str(error)
-    if isinstance(error, NEEDS_A_VALUE) or (isinstance(error, TypeError) and "concrete values" in text):
+    is_slice = isinstance(error, IndexError) and "must have static start/stop/step" in text
+    if is_slice or isinstance(error, NEEDS_A_VALUE) or (isinstance(error, TypeError) and "concrete values" in text):
         return sorted(set(map(int, _ARGUMENTS.findall(text))))
     return [] if isinstance(error, TypeError) and _TRACER_NEEDED.search(text) else None
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from .._errors import StrategyMismatchError
 from .._jax import tracing
+from .._models import equinox
 from .._replicas.arrays import check_range, is_numeric, refuse_mask
 from .._replicas.per_replica import PerReplica, require_whole, stack_of, uneven_shapes
 from .._typing import PyTree, Shape
@@ -117,7 +118,7 @@ def take_apart(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[s
     """Separate a call into what is compiled in and what is passed to the program.
 
     Arrays (jax, numpy, PerReplica, those of other libraries on the host) and Python numbers are passed; everything else is static
-    and part of the key.
+    and part of the key, and so are the numbers in an Equinox module.
     """
     key, arrays = key_of(function, args, kwargs, runs_steps)
     flat, treedef = jax.tree.flatten((tuple(args), kwargs), is_leaf=_is_leaf)
@@ -130,9 +131,10 @@ def key_of(
 ) -> tuple[Any, list[Any]]:
     """Return a call's key and its array arguments, which is all that a warm step looks at."""
     if not kwargs and _LEAVES.issuperset(map(type, args)):
-        flat, structure = args, len(args)  # most steps: nothing to flatten
+        flat, structure, compiled_in = args, len(args), frozenset()  # most steps: nothing to flatten
     else:
         flat, structure = jax.tree.flatten((tuple(args), kwargs), is_leaf=_is_leaf)
+        compiled_in = equinox.places_in_modules(structure)
     arrays: list[Any] = []
     kinds: list[Any] = []  # for each leaf, an ArrayLeaf or a static key
     for leaf in flat:
@@ -143,7 +145,7 @@ def key_of(
             array = leaf
             is_weak = getattr(array, "weak_type", False)  # random keys have none
             kinds.append(_array_leaf((array.shape, array.dtype, is_weak, False, None)))
-        elif type(leaf) in NUMBERS:
+        elif type(leaf) in NUMBERS and len(kinds) not in compiled_in:
             array = leaf
             kinds.append(_number_leaf(type(leaf), tracing.is_wide()))
             if type(leaf) is int and leaf.bit_length() > 31:
