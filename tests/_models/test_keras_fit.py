@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -61,6 +62,8 @@ def test_labels_of_int64_are_no_cause_for_a_warning(strategy2: mr.Strategy) -> N
     with strategy2.scope():
         model = compiled(keras.Sequential([keras.layers.Dense(10)]))
     model.fit(np.ones((8, 3)), np.zeros(8, "int64"), batch_size=4, verbose=0)
+    if jax.__version_info__ < (0, 11):
+        return  # it does not warn
     with pytest.warns(UserWarning, match="Explicitly requested dtype int64"):  # Keras' own, where no strategy is
         compiled(keras.Sequential([keras.layers.Dense(10)])).fit(np.ones((8, 3)), np.zeros(8, "int64"), batch_size=4, verbose=0)
 

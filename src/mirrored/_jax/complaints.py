@@ -15,6 +15,7 @@ NEEDS_A_VALUE = (
 )
 
 _ARGUMENTS = re.compile(r"\barguments\[(\d+)\]")
+_SLICE_NEEDS_A_VALUE = re.compile(r"Slice entries must be static|must have static start/stop/step")
 _TRACER_NEEDED = re.compile(r"(unhashable type:|single integer, got) '\w*Tracer")
 _UNBOUND_AXIS = re.compile(r"unbound axis name:? ['\"]?(\w+)")
 _TRACER_CALLED = re.compile(r"'\w*Tracer' object is not callable")
@@ -28,7 +29,7 @@ def needed_arguments(error: BaseException) -> list[int] | None:
     None when Python needed no value.
     """
     text = str(error)
-    is_slice = isinstance(error, IndexError) and "must have static start/stop/step" in text
+    is_slice = isinstance(error, IndexError) and _SLICE_NEEDS_A_VALUE.search(text)
     if is_slice or isinstance(error, NEEDS_A_VALUE) or (isinstance(error, TypeError) and "concrete values" in text):
         return sorted(set(map(int, _ARGUMENTS.findall(text))))
     return [] if isinstance(error, TypeError) and _TRACER_NEEDED.search(text) else None
