@@ -12,6 +12,7 @@ import importlib.util
 import os
 import random
 import shutil
+import subprocess
 import sys
 import tempfile
 import traceback
@@ -139,6 +140,16 @@ def missed(chosen: list[Mutant], num_jobs: int) -> Iterator[tuple[Mutant, str]]:
                 yield mutant, "SURVIVED" if code == 0 else f"pytest ended with {code}: {said}"
 
 
+def uncollected() -> list[str]:
+    """List the tests of all mutants that pytest does not find: a case of another name says nothing of a damage."""
+    named = {mutant.test for mutant in mutants()}
+    files = sorted({test.partition("::")[0] for test in named})
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", "slow or not slow", "-p", "no:cacheprovider", *files]
+    lines = subprocess.run(command, cwd=TESTS.parent, capture_output=True, text=True, check=False).stdout.splitlines()
+    found = {*lines, *(line.partition("[")[0] for line in lines), *files}
+    return sorted(named - found)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--of", default="", help="only those whose file or test has this in its path")
@@ -146,6 +157,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="draw the same in each run")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     options = parser.parse_args()
+    if missing := uncollected():
+        print("no such test:", *missing, sep="\n  ")
+        return 1
     chosen = [mutant for mutant in mutants() if options.of in f"{mutant.file} {mutant.test}"]
     if options.sample is not None:
         chosen = random.Random(options.seed).sample(chosen, min(options.sample, len(chosen)))

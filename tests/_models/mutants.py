@@ -1,7 +1,7 @@
 """Damages to what makes Keras' variables ours, and lets its layers, optimizers and fit know about replicas."""
 
 _K, _L, _F, _S = (f"tests/_models/test_keras{name}.py::test_" for name in ("", "_layers", "_fit", "_state"))
-_NET = _L + "a_conv_net_learns_as_on_one_device[4-adam]"
+_NET = _L + "a_conv_net_learns_as_on_one_device[5-adam]"
 _V = "tests/_models/test_keras_variables.py::test_"
 _WRONG = _L + "wrong_recipes_are_refused_and_change_nothing"
 _BATCH = _L + "normalization_sees_the_global_batch_and_dropout_differs_by_replica"

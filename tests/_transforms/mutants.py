@@ -15,8 +15,6 @@ MUTANTS = [
      LOOPS + "cond_takes_the_branch_that_the_condition_says_and_keeps_the_rest"),
     ("_transforms/loops.py", "for fn in (true_fn, false_fn) for", "for fn in (true_fn,) for",
      LOOPS + "cond_takes_the_branch_that_the_condition_says_and_keeps_the_rest"),
-    ("_transforms/loops.py", "(lower, upper, _without_numbers(init))", "(lower, upper, init)",
-     LOOPS + "numbers_and_array_bounds_do_not_compile_again"),
     ("_transforms/loops.py", " or length < 0)", ")", LOOPS + "wrong_bodies_bounds_and_rows_are_refused"),
     ("_transforms/loops.py", "if array.ndim == 0:", "if False:", LOOPS + "wrong_bodies_bounds_and_rows_are_refused"),
     ("_transforms/loops.py", " or len(result) != 2:", ":", LOOPS + "wrong_bodies_bounds_and_rows_are_refused"),

@@ -62,7 +62,7 @@ def scan(
     _check_length(length)
     if frames.is_traced():
         return _scan(fn, init, xs, length)
-    return call_compiled(functools.partial(_scan, fn, length=length), (_without_numbers(init), xs), {})
+    return call_compiled(functools.partial(_scan, fn, length=length), (init, xs), {})
 
 
 @user_code.shorten_errors
@@ -90,7 +90,7 @@ def fori_loop(lower: Any, upper: Any, body: Callable[[Any, PyTree], PyTree], ini
     _check_bounds(lower, upper)
     if frames.is_traced():
         return _fori_loop(body, lower, upper, init)
-    return call_compiled(functools.partial(_fori_loop, body), (lower, upper, _without_numbers(init)), {})
+    return call_compiled(functools.partial(_fori_loop, body), (lower, upper, init), {})
 
 
 @user_code.shorten_errors
@@ -119,7 +119,7 @@ def cond(pred: Any, true_fn: Callable[..., PyTree], false_fn: Callable[..., PyTr
     _check_callable(false_fn, "mr.cond")
     if frames.is_traced():
         return _cond(true_fn, false_fn, pred, *operands)
-    return call_compiled(functools.partial(_cond, true_fn, false_fn), _without_numbers((pred, *operands)), {})
+    return call_compiled(functools.partial(_cond, true_fn, false_fn), (pred, *operands), {})
 
 
 def _cond(true_fn: Any, false_fn: Any, pred: Any, *operands: PyTree) -> PyTree:
@@ -209,11 +209,6 @@ def _write_back(written: list[Variable], values: list[jax.Array]) -> None:
 def _map_whole(function: Callable[[Any], Any], tree: PyTree) -> PyTree:
     """Map over a tree whose leaves are arrays, variables and PerReplica values."""
     return jax.tree.map(function, tree, is_leaf=lambda leaf: isinstance(leaf, PerReplica | Variable))
-
-
-def _without_numbers(init: PyTree) -> PyTree:
-    """Make arrays of the numbers in a first carry, so that a changed number is not another program."""
-    return jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, int | float | complex) else leaf, init)
 
 
 def _as_arrays(tree: PyTree, what: str) -> PyTree:
