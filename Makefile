@@ -8,7 +8,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # How many processes share the tests.
 JOBS ?= 2
 
-.PHONY: demo demo-cluster test test-oldest test-all check mutants bench setup dist lock clean
+.PHONY: demo demo-cluster test test-oldest test-all check mutants mutations bench setup dist lock clean
 
 ## demo: train on real digits with 4 replicas; picture in out/
 demo: setup
@@ -42,6 +42,10 @@ check: setup
 ## mutants: damage the source in many small ways; each damage must fail its test
 mutants: setup
 	$(BIN)/python tests/mutants.py
+
+## mutations: damage each line that differs from SINCE (default: the last commit); tells which no test reads
+mutations: setup
+	$(BIN)/python tests/mutations.py --since $(or $(SINCE),HEAD)
 
 ## bench: measure against hand-written JAX, and peers that are installed
 bench: setup

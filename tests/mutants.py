@@ -36,6 +36,7 @@ class Mutant(NamedTuple):
     old: str
     new: str
     test: str
+    where: str = ""
 
 
 #: The damages to files that are no wings.
