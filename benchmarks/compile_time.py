@@ -23,8 +23,8 @@ import mirrored as mr
 REPLICAS = (1, 2, 8, 16)
 #: Eight replicas may take this much longer than two; one has no collectives, and takes less, by hand too.
 GOAL = 1.3
-#: How often the user's function is traced for one program: once to discover its variables, once to compile it.
-MAX_TRACES = 2
+#: How often the user's function is traced for one program.
+MAX_TRACES = 1
 #: Examples for each replica, whatever R is: XLA compiles a product with one row in another way than one with eight.
 ROWS = 8
 WIDTH = 64

@@ -4,67 +4,62 @@ OFFERS = {
     "_jax": """
         callbacks.forget_failed compilations.heard complaints.NEEDS_A_VALUE complaints.is_call_of_array
         complaints.is_for_torch complaints.is_formatted complaints.is_tree_against_leaf complaints.is_unconverted
-        complaints.is_unpacked_function complaints.missing_attribute complaints.needed_arguments
-        complaints.unbound_axis distributed.choose_cpu_collectives distributed.client distributed.has_backend
-        distributed.known_devices distributed.late_devices distributed.listen_at distributed.place
-        distributed.swallows_sigterm interpreter.Analysis interpreter.Evaluation interpreter.Interpreter
-        interpreter.evaluate interpreter.run_cond interpreter.run_scan interpreter.run_while
-        interrupts.send_ignored_again jaxprs.ClosedJaxpr jaxprs.Jaxpr jaxprs.Literal jaxprs.Part jaxprs.adds_own_axes
-        jaxprs.callee jaxprs.has_collective jaxprs.has_host_callback jaxprs.has_replica_number jaxprs.inner_constants
-        jaxprs.inner_jaxprs jaxprs.inside jaxprs.is_collective jaxprs.is_function_of_operands jaxprs.is_over_groups
-        jaxprs.is_plain jaxprs.is_replica_number jaxprs.is_sum jaxprs.meshes_in jaxprs.num_bytes jaxprs.parts_of
-        jaxprs.scan_of jaxprs.solver_of jaxprs.while_of marks.Mark marks.Purpose marks.mark marks.mark_p
-        primitives.ADDITIONS primitives.BILINEAR primitives.DEVICE_RANDOM primitives.ELEMENTWISE
-        primitives.HOST_EFFECTS primitives.INLINE_CALLS primitives.LINEAR primitives.LOOPS primitives.MAKE_SAME
-        primitives.PURE primitives.RANDOM primitives.SPREADS primitives.SUMS sums.Levels sums.Sum sums.call
-        sums.is_number sums.levels_of sums.new_variable sums.num_bytes_of sums.with_sums_by sums.without
-        tracing.NO_TRACE tracing.bind tracing.context tracing.current_trace tracing.is_for_this_call
-        tracing.is_mapped_over tracing.is_staging tracing.is_wide tracing.keeps_a_mesh tracing.key_kind
-        tracing.lowered tracing.own_axes_first tracing.placeholder tracing.room_for tracing.separate_caches
-        tracing.settings tracing.trace tracing.trace_state tracing.untraced user_code.equation_line
-        user_code.hide_lines user_code.leave_out user_code.line_of user_code.raising_line user_code.shorten_errors
-        user_code.show_users_lines user_code.user_line user_code.user_stacklevel user_code.warn user_code.warned
-        versions.warn_if_untried
+        complaints.is_unpacked_function complaints.missing_attribute complaints.needed_arguments complaints.unbound_axis
+        distributed.choose_cpu_collectives distributed.client distributed.has_backend distributed.known_devices
+        distributed.late_devices distributed.listen_at distributed.place distributed.swallows_sigterm
+        interpreter.Analysis interpreter.Evaluation interpreter.Interpreter interpreter.evaluate interpreter.run_cond
+        interpreter.run_scan interpreter.run_while interrupts.send_ignored_again jaxprs.ClosedJaxpr jaxprs.Jaxpr
+        jaxprs.Literal jaxprs.Part jaxprs.Var jaxprs.adds_own_axes jaxprs.callee jaxprs.has_collective
+        jaxprs.has_host_callback jaxprs.has_replica_number jaxprs.inner_constants jaxprs.inner_jaxprs jaxprs.inside
+        jaxprs.is_collective jaxprs.is_function_of_operands jaxprs.is_over_groups jaxprs.is_plain
+        jaxprs.is_replica_number jaxprs.is_sum jaxprs.meshes_in jaxprs.num_bytes jaxprs.parts_of jaxprs.scan_of
+        jaxprs.solver_of jaxprs.while_of marks.Mark marks.Purpose marks.mark marks.mark_p primitives.ADDITIONS
+        primitives.BILINEAR primitives.DEVICE_RANDOM primitives.ELEMENTWISE primitives.HOST_EFFECTS
+        primitives.INLINE_CALLS primitives.LINEAR primitives.LOOPS primitives.MAKE_SAME primitives.PURE
+        primitives.RANDOM primitives.SPREADS primitives.SUMS sums.Levels sums.Sum sums.call sums.is_number
+        sums.levels_of sums.new_variable sums.num_bytes_of sums.with_sums_by sums.without tracing.NO_TRACE tracing.bind
+        tracing.context tracing.current_trace tracing.is_for_this_call tracing.is_mapped_over tracing.is_staging
+        tracing.is_wide tracing.keeps_a_mesh tracing.key_kind tracing.lowered tracing.new_operand tracing.operand_p
+        tracing.own_axes_first tracing.placeholder tracing.room_for tracing.separate_caches tracing.settings
+        tracing.trace tracing.trace_state tracing.untraced user_code.equation_line user_code.hide_lines
+        user_code.leave_out user_code.line_of user_code.raising_line user_code.shorten_errors user_code.show_users_lines
+        user_code.user_line user_code.user_stacklevel user_code.warn user_code.warned versions.warn_if_untried
     """,
     "_cluster": """
-        environments.SOURCES meeting.Meeting meeting.meet resolvers.ClusterResolver
-        resolvers.KubernetesClusterResolver resolvers.SimpleClusterResolver resolvers.SlurmClusterResolver
-        resolvers.TFConfigClusterResolver resolvers.discover spec.Cluster spec.ClusterSpec spec.LOOPBACK
-        spec.MAX_WORKERS spec.check_address spec.join_address
+        environments.SOURCES meeting.Meeting meeting.meet resolvers.ClusterResolver resolvers.KubernetesClusterResolver
+        resolvers.SimpleClusterResolver resolvers.SlurmClusterResolver resolvers.TFConfigClusterResolver
+        resolvers.discover spec.Cluster spec.ClusterSpec spec.LOOPBACK spec.MAX_WORKERS spec.check_address
+        spec.join_address
     """,
     "_workers": """
-        coordination.Channel coordination.Coordination coordination.SLICE_SECONDS coordination.decoded coordination.digest
-        joint_programs.Announced joint_programs.agree joint_programs.agreed joint_programs.exchange
-        joint_programs.note joint_programs.of_chief
-        joint_programs.prepared
-        joint_programs.started progress.BatchPlace progress.NEXT_BATCH progress.in_main_thread progress.progress runtime.Runtime
-        runtime.attach runtime.current runtime.exit_codes runtime.is_connected runtime.start runtime.starting_devices
-        same_program.ONE_DATASET same_program.data_ended same_program.require_same_history
+        coordination.Channel coordination.Coordination coordination.SLICE_SECONDS coordination.decoded
+        coordination.digest joint_programs.Announced joint_programs.agree joint_programs.agreed joint_programs.exchange
+        joint_programs.note joint_programs.of_chief joint_programs.prepared joint_programs.started progress.BatchPlace
+        progress.NEXT_BATCH progress.in_main_thread progress.progress runtime.Runtime runtime.attach runtime.current
+        runtime.exit_codes runtime.is_connected runtime.start runtime.starting_devices same_program.ONE_DATASET
+        same_program.data_ended same_program.require_same_history
     """,
     "_replicas": """
         arrays.as_array arrays.cast arrays.check_leaf arrays.check_range arrays.converted_number arrays.host_array
         arrays.is_numeric arrays.is_wrapped arrays.refuse_mask arrays.strong collectives.MAX_ARRAYS_PER_PACK
-        collectives.PACK_BELOW_BYTES collectives.ReplicaAxis collectives.aggregate collectives.all_reduce collectives.check_axis
-        collectives.mean_by_rows collectives.normalize_axes collectives.pad_to collectives.sum_in_one_buffer
-        context.ReplicaContext context.axis_of context.check_call context.knows_id context.own_parts cross_device.is_for
-        cross_device.sum_by cross_replica.aggregate_stack cross_replica.broadcast_stack cross_replica.compiled
-        cross_replica.gather_mirrored cross_replica.gather_stack cross_replica.reduce_at_one
-        cross_replica.reduce_copies_at_one cross_replica.reduce_mirrored cross_replica.reduce_stack
-        cross_replica.require_equal_except cross_replica.split_stack device_time.COMPUTATION device_time.DeviceTime
-        device_time.in_words device_time.last_profile device_time.last_profiles frames.Frame frames.check_enterable frames.current
-        frames.entered frames.foreign_trace_message frames.in_cross_replica_context frames.is_traced
-        frames.require_cross_replica host_memory.empty_rows host_memory.gather host_memory.gathers in_flight.finish
-        in_flight.is_paced in_flight.joined in_flight.new_witness in_flight.require_threads in_flight.started
-        mesh.ReplicaMesh mesh.cluster_mesh mesh.default_mesh mesh.make_mesh mesh.resolve_devices mesh.with_replicas
-        named.with_rows
-        parts.all_gather_parts parts.join_parts parts.num_real parts.own_part parts.part_size parts.reduce_scatter
-        parts.split_parts per_replica.PerReplica per_replica.carried_sums per_replica.is_per_replica
-        per_replica.of_last_batch
+        collectives.PACK_BELOW_BYTES collectives.ReplicaAxis collectives.aggregate collectives.all_reduce
+        collectives.check_axis collectives.mean_by_rows collectives.normalize_axes collectives.pad_to
+        collectives.sum_in_one_buffer context.ReplicaContext context.axis_of context.check_call context.knows_id
+        context.own_parts cross_device.is_for cross_device.sum_by cross_replica.aggregate_stack
+        cross_replica.broadcast_stack cross_replica.compiled cross_replica.gather_mirrored cross_replica.gather_stack
+        cross_replica.reduce_at_one cross_replica.reduce_copies_at_one cross_replica.reduce_mirrored
+        cross_replica.reduce_stack cross_replica.require_equal_except cross_replica.split_stack device_time.COMPUTATION
+        device_time.DeviceTime device_time.in_words device_time.last_profile device_time.last_profiles frames.Frame
+        frames.check_enterable frames.current frames.entered frames.foreign_trace_message
+        frames.in_cross_replica_context frames.is_traced frames.require_cross_replica host_memory.empty_rows
+        host_memory.gather host_memory.gathers in_flight.finish in_flight.is_paced in_flight.joined
+        in_flight.new_witness in_flight.require_threads in_flight.started mesh.ReplicaMesh mesh.cluster_mesh
+        mesh.default_mesh mesh.make_mesh mesh.resolve_devices mesh.with_replicas named.with_rows parts.all_gather_parts
+        parts.join_parts parts.num_real parts.own_part parts.part_size parts.reduce_scatter parts.split_parts
+        per_replica.PerReplica per_replica.carried_sums per_replica.is_per_replica per_replica.of_last_batch
         per_replica.require_whole per_replica.stack_of per_replica.stack_shapes per_replica.uneven_shapes
-        placement.check_later placement.checksum
-        placement.mirror placement.mirror_constants placement.refuse_argument placement.stack spent.Spent spent.forget_pause
-        spent.waited
-        together.Task together.run
+        placement.check_later placement.checksum placement.mirror placement.mirror_constants placement.refuse_argument
+        placement.stack spent.Spent spent.forget_pause spent.waited together.Task together.run
     """,
     "_variables": """
         access.all_copies access.claimed access.copied access.keep access.lent access.load access.set_stored
@@ -92,7 +87,7 @@ OFFERS = {
     """,
     "_program": """
         cache.Programs cache.listeners call.ArrayLeaf call.Call call.argument_names call.array_leaves call.key_of
-        call.take_apart compiling.program_on_stack eager.eager eager.is_eager lift.Lifted lift.lift lift.plan_result
+        call.take_apart compiling.program_on_stack eager.eager eager.is_eager lift.Lifted lift.plan_result lift.trace
         mistakes.explain program.Program program.StepProgram program.annotate program.collectives_of
         program.describe_program program.name_of_collective program.place scalar_args.explain steps.Steps
         uneven.last_batch.explained

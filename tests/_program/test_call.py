@@ -474,7 +474,7 @@ def test_a_step_that_counts_its_traces_is_compiled_once(strategy2: mr.Strategy) 
 
     for _ in range(3):
         strategy2.run(step)
-    assert num_traces == own == 2  # one program is traced twice, see docs/design/lifting.md
+    assert num_traces == own == 1
 
 
 def test_a_lambda_in_a_loop_at_module_level_sees_the_rebound_name(strategy2: mr.Strategy) -> None:

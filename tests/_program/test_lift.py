@@ -14,6 +14,7 @@ import optax
 import pytest
 
 import mirrored as mr
+from mirrored._jax import jaxprs
 from mirrored._program import lift
 from mirrored._replicas.frames import Frame
 from mirrored._transforms import function
@@ -257,7 +258,31 @@ def test_state_is_not_made_inside_a_trace():
             transform(lambda x: mr.Variable(x, name="v").value)(jnp.float32(1))
 
 
-# -- discovery and trace
+# -- the trace
+
+
+def lifted_of(step):
+    traced = lift.trace(lambda _: step(), [], Frame(None, None), lambda v: v.shape, step)
+    return traced.lifted(traced.touched)
+
+
+def test_a_variable_that_is_read_inside_a_loop_a_derivative_or_a_checkpoint_is_an_operand_of_the_step():
+    a, b, c, d = (variable(float(i)) for i in range(4))
+
+    @jax.jit
+    def scanned(x):
+        return jax.lax.scan(lambda carry, _: (carry + a, carry * b), x, None, length=2)
+
+    def step():
+        inner = jax.checkpoint(lambda x: jnp.sum(x * c) + scanned(x)[0])
+        gradient = jax.vmap(jax.grad(inner))(jnp.ones(3))
+        return jax.lax.cond(gradient[0] > 0, lambda: d + 1.0, lambda: a + 0.0), gradient
+
+    lifted = lifted_of(step)
+    assert set(lifted.read_only) == {a, b, c, d} and lifted.written == ()
+    names = {equation.primitive.name for equation in jaxprs.all_equations(lifted.closed.jaxpr)}
+    assert not any("operand" in name for name in names) and len(lifted.closed.jaxpr.invars) == 4
+    assert STRATEGY.run(step)[0] == 4.0 and STRATEGY.run(step)[1].tolist() == [3.0] * 3
 
 
 def test_an_assignment_from_anywhere_does_not_compile_again(strategy2):
@@ -286,18 +311,18 @@ def test_variables_are_read_and_written_in_their_right_roles():
         a.assign(a + b)
         return unused.shape
 
-    lifted = lift.lift(lambda _: step(), [], Frame(None, None), lambda v: v.shape, step)
+    lifted = lifted_of(step)
     assert (lifted.written, lifted.read_only, lifted.variables) == ((a,), (b,), (a, b))
     assert lifted.write_lines[0].endswith(f"test_lift.py:{step.__code__.co_firstlineno + 1}")
     assert len(lifted.closed.jaxpr.invars) == 2
 
 
-def test_what_only_the_second_trace_does_is_an_error():
+def test_what_a_step_does_only_when_it_runs_eagerly_is_an_error():
     nothing, read, write = (lambda: jnp.float32(0)), (lambda: w.value), (lambda: w.assign(5.0).value)
     for first, second in ((nothing, read), (nothing, write), (read, write)):
         ways = iter((first, second))
         w.assign(1.0)
-        with pytest.raises(mr.ContextError, match=r"'w' was used when .*, but not when its variables.*do the same every time"):
+        with pytest.raises(mr.ContextError, match=r"'w' was used when .*, but not when it was traced.*do the same"), mr.eager():
             STRATEGY.run(lambda ways=ways: next(ways)())
         assert float(w) == 1.0
 
@@ -493,10 +518,7 @@ def test_a_program_is_described_by_which_of_equal_variables_it_uses():
     pair = [variable(np.ones(3), STRATEGY) for _ in range(2)]
     texts = []
     for used in pair:
-        lifted = lift.lift(
-            lambda _, used=used: [used.assign_add(jnp.ones(3)), None][1], [], Frame(None, None), lambda v: v.shape, None
-        )
-        texts.append(lifted.describe())
+        texts.append(lifted_of(lambda used=used: [used.assign_add(jnp.ones(3)), None][1]).describe())
     assert texts[0] != texts[1]
     assert texts[0].replace(f"'{pair[0]._spec.number}: ", f"'{pair[1]._spec.number}: ") == texts[1]
 

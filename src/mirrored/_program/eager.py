@@ -23,7 +23,7 @@ from .._replicas.mesh import ReplicaMesh
 from .._typing import REPLICA_AXIS, PyTree
 from .._variables.access import claimed, keep, lent
 from .._variables.bindings import Bindings, with_few_compilations
-from .._variables.variable import spec_of
+from .._variables.variable import Variable, spec_of
 from . import lift
 from .call import Call, argument_names
 from .program import StepProgram, place, unstacked
@@ -52,6 +52,14 @@ def eager() -> Iterator[None]:
         is_eager.reset(token)
 
 
+def _refuse_unknown(variable: Variable) -> jax.Array:
+    raise ContextError(
+        f"variable {variable.name!r} was used when the step ran operation by operation, but not when it was traced a moment "
+        "before. A step must do the same every time it is called: look for code in it that depends on something outside that "
+        "changes (a counter, a cache, random Python numbers)."
+    )
+
+
 def run_eagerly(frame_with: Callable[..., Frame], mesh: ReplicaMesh, program: StepProgram, call: Call) -> PyTree:
     """Run the user's function operation by operation, then check and keep what it wrote.
 
@@ -64,9 +72,11 @@ def run_eagerly(frame_with: Callable[..., Frame], mesh: ReplicaMesh, program: St
         local = [unstacked(a, spec_of(v).is_on_read) for a, v in zip(values, lifted.variables, strict=True)]
         own = [unstacked(a, leaf.is_per_replica) for a, leaf in zip(arrays, call.array_leaves(), strict=True)]
         with caches() as renew:
-            bindings = Bindings(dict(zip(lifted.variables, local, strict=True)), lift.undiscovered, renew)
+            bindings = Bindings(dict(zip(lifted.variables, local, strict=True)), _refuse_unknown, renew)
             with keras.tracing(mesh), normalization.over_replicas(), frames.entered(frame_with(bindings=bindings)):
                 new_lifted["plan"], results = lift.plan_result(call.apply(own, lambda _, array: array))
+        for variable in bindings.written.keys() - set(lifted.written):
+            _refuse_unknown(variable)
         return [jnp.asarray(x)[None] for x in (*results, *bindings.values(lifted.written))]
 
     replicated, stacked = PartitionSpec(), PartitionSpec(REPLICA_AXIS)

@@ -1,7 +1,6 @@
 """Lifting: turn a function that reads and writes variables into a pure one.
 
-The function is traced twice: once to discover which variables it touches, with placeholders for their
-values, and once with the variables' values as arguments. docs/design/lifting.md says why.
+The function is traced once: a variable becomes an operand of the program when it is first read. docs/design/lifting.md says how.
 """
 
 from __future__ import annotations
@@ -13,14 +12,13 @@ import re
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from .._errors import ContextError
 from .._jax import jaxprs, tracing, user_code
-from .._jax.jaxprs import ClosedJaxpr
+from .._jax.jaxprs import ClosedJaxpr, Var
 from .._models import keras, normalization
 from .._replicas import context, frames
 from .._replicas.frames import Frame
@@ -131,48 +129,6 @@ def _is_whole_here(array: Any) -> bool:
     return not isinstance(array, jax.Array) or array.is_fully_addressable or array.is_fully_replicated
 
 
-def lift(
-    function: Callable[[Sequence[Any]], PyTree],
-    arrays: Sequence[jax.ShapeDtypeStruct],
-    frame: Frame,
-    shape_of: Callable[[Variable], Shape],
-    user_function: Any,
-    touched: Touched | None = None,
-) -> Lifted:
-    """Find the variables that a function touches, and trace it as a pure function of them.
-
-    Args:
-        function: takes the arrays and returns the result tree.
-        arrays: shapes and dtypes of the arrays.
-        frame: the context in which to trace; its bindings are replaced.
-        shape_of: the shape of what stands for a variable in that context.
-        user_function: what JAX's messages shall call the function.
-        touched: the variables, when `discover` has found them before.
-    """
-    written, read_only = touched or discover(function, arrays, frame, shape_of, user_function)
-    variables = (*written, *read_only)
-    seen: dict[str, Any] = {}
-
-    def pure(values: Sequence[jax.Array], arguments: Sequence[jax.Array]) -> list[jax.Array]:
-        with tracing.separate_caches() as renew:
-            bindings = Bindings(dict(zip(variables, values, strict=True)), undiscovered, renew)
-            with frames.entered(dataclasses.replace(frame, bindings=bindings)):
-                seen["plan"], results = plan_result(function(arguments))
-        seen["lines"] = tuple(bindings.written.get(variable, "<unknown>") for variable in written)
-        for variable in bindings.written.keys() - set(written):
-            undiscovered(variable)
-        return [*results, *bindings.values(written)]
-
-    values = [jax.ShapeDtypeStruct(shape_of(variable), variable.dtype) for variable in variables]
-    with keras.tracing(frame.mesh):
-        closed = tracing.trace(pure, (values, list(arrays)), frame.axis, user_function)
-    # Copied, because `jax.device_put` may keep a numpy array's own memory, which its owner may change.
-    own = [np.array(constant) if isinstance(constant, np.ndarray) else constant for constant in closed.consts]
-    closed = ClosedJaxpr(closed.jaxpr, own)
-    shown = tracing.lowered(closed, frame.axis)
-    return Lifted(closed, shown, WeakVariables(written), seen["lines"], WeakVariables(read_only), seen["plan"])
-
-
 class Touched(NamedTuple):
     """The variables that a function writes, and those that it only reads."""
 
@@ -180,43 +136,96 @@ class Touched(NamedTuple):
     read_only: tuple[Variable, ...]
 
 
-def discover(
+class Traced(NamedTuple):
+    """A function that was traced once.
+
+    Attributes:
+        closed: takes the arrays, asks for variables, and gives the results and the values that were written.
+        operands: the number of the operand that each variable is that was read.
+        written: the variables that were written, each with the user's line of its last write.
+        plan: how the result is rebuilt.
+        shape_of: the shape of what stands for a variable.
+        axis: the axis over which the function was traced.
+    """
+
+    closed: ClosedJaxpr
+    operands: dict[Variable, int]
+    written: dict[Variable, str]
+    plan: ResultPlan
+    shape_of: Callable[[Variable], Shape]
+    axis: Any
+
+    @property
+    def touched(self) -> Touched:
+        return Touched(tuple(self.written), tuple(variable for variable in self.operands if variable not in self.written))
+
+    def lifted(self, touched: Touched) -> Lifted:
+        """Make these variables the first arguments, and the values of those that may be written the last results."""
+        jaxpr, num_results = self.closed.jaxpr, len(self.closed.jaxpr.outvars) - len(self.written)
+        asked = {e.params["number"]: e.outvars[0] for e in jaxpr.eqns if e.primitive is tracing.operand_p}
+        first = [
+            asked[self.operands[variable]] if variable in self.operands else Var(_aval(variable, self.shape_of))
+            for variable in (*touched.written, *touched.read_only)
+        ]
+        new = dict(zip(self.written, jaxpr.outvars[num_results:], strict=True))
+        kept = [new.get(variable, value) for variable, value in zip(touched.written, first, strict=False)]
+        jaxpr = jaxpr.replace(
+            invars=[*first, *jaxpr.invars],
+            eqns=[equation for equation in jaxpr.eqns if equation.primitive is not tracing.operand_p],
+            outvars=[*jaxpr.outvars[:num_results], *kept],
+        )
+        # Copied, because `jax.device_put` may keep a numpy array's own memory, which its owner may change.
+        own = [np.array(constant) if isinstance(constant, np.ndarray) else constant for constant in self.closed.consts]
+        closed = ClosedJaxpr(jaxpr, own)
+        lines = tuple(self.written.get(variable, "<unknown>") for variable in touched.written)
+        shown = tracing.lowered(closed, self.axis)
+        return Lifted(closed, shown, WeakVariables(touched.written), lines, WeakVariables(touched.read_only), self.plan)
+
+
+def _aval(variable: Variable, shape_of: Callable[[Variable], Shape]) -> jax.core.ShapedArray:
+    return jax.core.ShapedArray(shape_of(variable), variable.dtype)
+
+
+def trace(
     function: Callable[[Sequence[Any]], PyTree],
     arrays: Sequence[jax.ShapeDtypeStruct],
     frame: Frame,
     shape_of: Callable[[Variable], Shape],
     user_function: Any,
-) -> Touched:
-    """Find the variables that a function touches, by tracing it; the arguments are those of `lift`."""
+) -> Traced:
+    """Trace a function; it asks for each variable when it reads it first.
 
-    def touched_in_a_trace() -> Touched:
-        touched: dict[Variable, None] = {}
-        written: dict[Variable, str] = {}
+    Args:
+        function: takes the arrays and returns the result tree.
+        arrays: shapes and dtypes of the arrays.
+        frame: the context in which to trace; its bindings are replaced.
+        shape_of: the shape of what stands for a variable in that context.
+        user_function: what JAX's messages shall call the function.
+    """
 
-        def stand_in(variable: Variable) -> jax.Array:
-            touched[variable] = None
-            return tracing.placeholder(shape_of(variable), variable.dtype)
+    def traced() -> Traced:
+        seen: dict[str, Any] = {}
 
         def record(arguments: Sequence[jax.Array]) -> list[jax.Array]:
+            outermost, values = tracing.current_trace(), dict[Variable, jax.Array]()
+
+            def ask_for(variable: Variable) -> jax.Array:
+                if variable not in values:
+                    values[variable] = tracing.new_operand(outermost, len(values), _aval(variable, shape_of))
+                return values[variable]
+
             with tracing.separate_caches() as renew:
-                bindings = Bindings({}, stand_in, renew)
+                bindings = Bindings({}, ask_for, renew)
                 with frames.entered(dataclasses.replace(frame, bindings=bindings)):
-                    function(arguments)
-            written.update(bindings.written)
-            return []
+                    seen["plan"], results = plan_result(function(arguments))
+            seen["operands"] = {variable: number for number, variable in enumerate(values)}
+            seen["written"] = bindings.written
+            return [*results, *bindings.values(tuple(bindings.written))]
 
-        tracing.trace(record, (list(arrays),), frame.axis, user_function)
-        return Touched(tuple(written), tuple(variable for variable in touched if variable not in written))
+        closed = tracing.trace(record, (list(arrays),), frame.axis, user_function)
+        return Traced(closed, **seen, shape_of=shape_of, axis=frame.axis)
 
-    return keras.traced_until_found(touched_in_a_trace, frame.mesh)
-
-
-def undiscovered(variable: Variable) -> jax.Array:
-    raise ContextError(
-        f"variable {variable.name!r} was used when the function was traced, but not when its variables were "
-        "discovered a moment before. A step must do the same every time it is traced: look for code in it that "
-        "depends on something outside that changes (a counter, a cache, random Python numbers)."
-    )
+    return keras.traced_until_found(traced, frame.mesh)  # type: ignore[no-any-return]
 
 
 def plan_result(result: PyTree) -> tuple[ResultPlan, list[jax.Array]]:
@@ -320,18 +329,13 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
             yield from _names_in(inner)
 
 
-ResultT = TypeVar("ResultT")
-
-
-def trace_step(trace: Callable[..., ResultT], call: Call, shapes: Sequence[Shape], frame: Frame, **more: Any) -> ResultT:
-    """Call `_program/lift.lift` or `_program/lift.discover` for a step.
+def trace_step(call: Call, shapes: Sequence[Shape], frame: Frame) -> Traced:
+    """Trace a step.
 
     Args:
-        trace: one of the two.
         call: the step and its arguments.
         shapes: of each array argument, on the replica whose program is traced.
         frame: the replica context in which to trace.
-        more: further arguments of `trace`.
     """
     avals = [leaf.aval(shape) for leaf, shape in zip(call.array_leaves(), shapes, strict=True)]
     assert frame.replica is not None
@@ -343,7 +347,6 @@ def trace_step(trace: Callable[..., ResultT], call: Call, shapes: Sequence[Shape
                 frame,
                 lambda variable: spec_of(variable).shape,
                 call.function,
-                **more,
             )
     except Exception as error:
         scalar_args.explain(error, call)

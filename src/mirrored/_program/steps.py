@@ -183,7 +183,8 @@ def _make_program(mesh: ReplicaMesh, call: Call, frame_with: Callable[[Any], Fra
     if call.is_uneven():
         lifted, findings = traces.lift_uneven(call, frame_with, functools.partial(_input_states, call))
     else:
-        lifted = trace_step(lift.lift, call, [leaf.shape for leaf in leaves], frame_with(None))
+        traced = trace_step(call, [leaf.shape for leaf in leaves], frame_with(None))
+        lifted = traced.lifted(traced.touched)
         findings = None
     _refuse_per_replica_results(lifted)
     findings = findings or proof.prove(lifted.shown.jaxpr, _input_states(call, lifted))

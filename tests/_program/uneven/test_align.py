@@ -29,8 +29,8 @@ def names(nodes):
 def test_what_does_not_depend_on_the_rows_is_shared():
     programs, _ = compared(lambda w, x: (jnp.sin(w) * 2, jnp.cos(x)), 3, 2)
     for program in programs:
-        assert names(node for node in program.nodes if node.is_shared) == ["sin", "mul"]
-        assert names(node for node in program.nodes if not node.is_shared) == ["cos"]
+        assert names(node for node in program.nodes if not node.is_own) == ["sin", "mul"]
+        assert names(node for node in program.nodes if node.is_own) == ["cos"]
 
 
 def test_a_literal_that_differs_is_not_shared_and_one_that_is_equal_is():
@@ -51,7 +51,7 @@ def test_one_equation_in_another_order_is_still_the_same():
         return values["sin"], values["cos"]
 
     programs, _ = compared(step, 3, 2)
-    assert all(node.is_shared for program in programs for node in program.nodes)
+    assert not any(node.is_own for program in programs for node in program.nodes)
 
 
 INSIDE = [

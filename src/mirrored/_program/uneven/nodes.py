@@ -58,11 +58,6 @@ class Node:
     is_own: bool = False
 
     @property
-    def is_shared(self) -> bool:
-        """Whether all traces compute it alike; known after `compare`."""
-        return not self.is_collective and not self.is_own
-
-    @property
     def is_cheap(self) -> bool:
         """Whether to compute it wherever it is used, because that costs less than to carry it there."""
         is_known = lambda value: value.content is not None or value.number is not None  # noqa: E731

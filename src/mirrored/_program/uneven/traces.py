@@ -23,9 +23,9 @@ from ..._replicas.per_replica import stack_shapes
 from ..._typing import Shape
 from ..._variables.storage import WeakVariables
 from ..._variables.variable import spec_of
-from .. import lift, proof, refusals
+from .. import proof, refusals
 from ..call import ArrayLeaf, Call, static_key
-from ..lift import Lifted, ResultPlan, Touched, static_value, trace_step
+from ..lift import Lifted, ResultPlan, Touched, Traced, static_value, trace_step
 from ..proof import Findings, State
 from . import align, match_collectives, merge, nodes
 from .kinds import Kinds, find_kinds
@@ -94,7 +94,6 @@ class _AskedSizes:
 
     Attributes:
         asked: what this trace asked.
-        has_guessed: whether some answer was a guess.
     """
 
     def __init__(self, kinds: Kinds, kind: int, known: Sequence[Sequence[int]], may_guess: bool = True) -> None:
@@ -103,7 +102,7 @@ class _AskedSizes:
         self._known = known
         self._may_guess = may_guess
         self.asked: list[int] = []
-        self.has_guessed = False
+        self._answers: list[tuple[int, ...]] = []
         self._renew_caches: Callable[[], None] = lambda: None
 
     @contextlib.contextmanager
@@ -123,11 +122,20 @@ class _AskedSizes:
         k = len(self.asked)
         self.asked.append(size)
         if all(k < len(sizes) for sizes in self._known) and self._known[self._kind][k] == size:
-            return tuple(self._known[kind][k] for kind in self._kinds.of_replica)
-        if not self._may_guess:
+            answer = self._answer(k, self._known)
+        elif self._may_guess:
+            answer = self._kinds.guess(self._kind, size)
+        else:
             raise _UnknownSize
-        self.has_guessed = True
-        return self._kinds.guess(self._kind, size)
+        self._answers.append(answer)
+        return answer
+
+    def was_answered_by(self, asked: Sequence[Sequence[int]]) -> bool:
+        """Tell whether the answers are what the kinds have asked about."""
+        return all(self._answer(k, asked) == answer for k, answer in enumerate(self._answers))
+
+    def _answer(self, k: int, asked: Sequence[Sequence[int]]) -> tuple[int, ...]:
+        return tuple(asked[kind][k] for kind in self._kinds.of_replica)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,16 +147,10 @@ class _Tracer:
     kinds: Kinds
     frame_with: Callable[[Any], Frame]
 
-    def discover(self, kind: int, sizes: _AskedSizes) -> Touched:
-        return self._trace(lift.discover, kind, sizes)
-
-    def lift(self, kind: int, sizes: _AskedSizes, touched: Touched) -> Lifted:
-        return self._trace(lift.lift, kind, sizes, touched=touched)
-
-    def _trace(self, trace: Any, kind: int, sizes: _AskedSizes, **more: Any) -> Any:
+    def trace(self, kind: int, sizes: _AskedSizes) -> Traced:
         try:
             with sizes.tracing(), named.with_rows():
-                return trace_step(trace, self.call, self.kinds.shapes[kind], self.frame_with(sizes), **more)
+                return trace_step(self.call, self.kinds.shapes[kind], self.frame_with(sizes))
         except Exception as error:
             if self._can_be_traced_without(kind):
                 notes = getattr(error, "__notes__", [])
@@ -160,7 +162,7 @@ class _Tracer:
         for other, sizes in enumerate(self.sizes([[]] * len(self.kinds.shapes))):
             with contextlib.suppress(Exception), sizes.tracing(), named.with_rows():
                 if other != kind:
-                    trace_step(lift.discover, self.call, self.kinds.shapes[other], self.frame_with(sizes))
+                    trace_step(self.call, self.kinds.shapes[other], self.frame_with(sizes))
                     return True
         return False
 
@@ -178,7 +180,7 @@ def _trace_all(tracer: _Tracer) -> tuple[Touched, list[Lifted]]:
     try:
         found = _trace_until_sizes_agree(tracer, sizes)
     except Exception:
-        if not any(own.has_guessed for own in sizes):
+        if not any(own.asked for own in sizes):  # each answer was a guess
             raise
         found = None
     if found is None:
@@ -190,14 +192,14 @@ def _trace_all(tracer: _Tracer) -> tuple[Touched, list[Lifted]]:
 
 
 def _trace_until_sizes_agree(tracer: _Tracer, sizes: Sequence[_AskedSizes]) -> tuple[Touched, list[Lifted]] | None:
-    """Discover with these sizes, and trace until those that are asked about are those that the answers assume."""
-    touched = _union([tracer.discover(kind, own) for kind, own in enumerate(sizes)])
+    """Trace with these sizes, and again until the answers are what the kinds ask about."""
     for _ in range(_MAX_TRACES):
+        traces = [tracer.trace(kind, own) for kind, own in enumerate(sizes)]
         asked = [own.asked for own in sizes]
+        if len(set(map(len, asked))) == 1 and all(own.was_answered_by(asked) for own in sizes):
+            touched = _union([traced.touched for traced in traces])
+            return touched, [traced.lifted(touched) for traced in traces]
         sizes = tracer.sizes(asked)
-        traces = [tracer.lift(kind, own, touched) for kind, own in enumerate(sizes)]
-        if [own.asked for own in sizes] == asked and len(set(map(len, asked))) == 1:
-            return touched, traces
     return None
 
 
@@ -208,7 +210,7 @@ def _ask_in_turn(tracer: _Tracer) -> list[list[int]]:
         sizes = tracer.sizes(asked, may_guess=False)
         for kind, own in enumerate(sizes):
             with contextlib.suppress(_UnknownSize):
-                tracer.discover(kind, own)
+                tracer.trace(kind, own)
         before, asked = asked, [own.asked for own in sizes]
         if sum(map(len, asked)) <= sum(map(len, before)):
             return asked
