@@ -123,7 +123,7 @@ class CommunicationOptions:
     Args:
         implementation: `mr.CommunicationImplementation` or its name.
         bytes_per_pack: in an all-reduce of a tree, such as that of the gradients, arrays travel together until they have
-            so many bytes. 0: chosen here (arrays below 32 KiB travel together, at most 12; larger ones alone).
+            so many bytes. 0: chosen here (arrays below 128 KiB travel together, at most 8; larger ones alone).
         timeout_seconds: how long to wait for the other workers to start, and how long a step may last, before
             this worker ends with an error that names the one that is late. None: 300 s to start, and for a step the
             larger of 300 s and 20 times what steps took so far.

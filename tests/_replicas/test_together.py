@@ -22,7 +22,7 @@ def tree_of(strategy: mr.Strategy) -> dict[str, Any]:
     def values(context: mr.ValueContext) -> dict[str, Any]:
         tree = {f"{d} {s}": (random.normal(size=s) * 9).astype(jnp.dtype(d)) for s in SHAPES for d in DTYPES}
         rows = context.replica_id_in_sync_group % 3
-        return tree | {"uneven": np.full((rows, 2), 0.1, np.float32), "wide": np.full((rows, 9000), 0.1, np.float32)}
+        return tree | {"uneven": np.full((rows, 2), 0.1, np.float32), "wide": np.full((rows, 40_000), 0.1, np.float32)}
 
     with strategy.scope():
         variables = {"v": mr.Variable([1.5]), "o": mr.Variable([2.5], synchronization="on_read", aggregation="sum")}
@@ -89,11 +89,11 @@ def test_a_tree_of_small_arrays_is_one_program_and_few_sums(strategy3: mr.Strate
 
 def test_large_arrays_of_a_tree_travel_alone() -> None:
     shapes: list[tuple[int, ...]] = []
-    stacks = [jnp.ones((2, size)) for size in (3, 9000, 4)]
+    stacks = [jnp.ones((2, size)) for size in (3, 40_000, 4)]
     assert [x.tolist() for x in together._moved(stacks, lambda s: shapes.append(s.shape) or s[0])] == [
-        [1] * n for n in (3, 9000, 4)
+        [1] * n for n in (3, 40_000, 4)
     ]
-    assert sorted(shapes) == [(2, 7), (2, 9000)]
+    assert sorted(shapes) == [(2, 7), (2, 40_000)]
 
 
 def test_trees_in_merge_call_and_mr_function(strategy3: mr.Strategy) -> None:

@@ -25,10 +25,10 @@ Axes = tuple[int, ...]
 
 #: Arrays smaller than this many bytes travel together in flat buffers; copying larger ones in and out of them
 #: costs more than a collective of their own saves (benchmarks/all_reduce.py).
-PACK_BELOW_BYTES = 32 * 1024
+PACK_BELOW_BYTES = 128 * 1024
 #: Arrays in one buffer. XLA's time to compile a concatenation grows steeply with their number: with all small
 #: gradients of a 40-layer MLP in one buffer the first step took twice as long (benchmarks/compile_time.py).
-MAX_ARRAYS_PER_PACK = 12
+MAX_ARRAYS_PER_PACK = 8
 #: So many integers have an exact MEAN: the sum of their remainders fits into 32 bits. More are added up as floating point.
 _MAX_EXACT_COUNT = 46_340
 
