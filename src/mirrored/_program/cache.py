@@ -16,7 +16,7 @@ from .._errors import RecompilationWarning
 from .._jax import tracing, user_code
 from .._text import shown
 from .._variables.variable import Variable, spec_of
-from .call import ArrayLeaf, Call, leaf_names, remembered
+from .call import ArrayLeaf, Call, leaf_names, static_key
 from .fast_path import FastPath, fast_path_to
 
 #: Programs kept per strategy, least recently used first out.
@@ -195,7 +195,7 @@ class Structure(NamedTuple):
 
     Attributes:
         treedef: of the arguments.
-        leaves: each an ArrayLeaf, or a static value in a 1-tuple.
+        leaves: each an ArrayLeaf, or what is in the key of a static value, and how it is shown.
         named: what the function's own code names, and for each what is in the key.
         settings: JAX's.
     """
@@ -230,7 +230,7 @@ def _weakly(owner: Any) -> Callable[[], Any]:
 
 
 def _structure_of(call: Call) -> Structure:
-    leaves = [leaf if isinstance(leaf, ArrayLeaf) else (remembered(leaf[0]),) for leaf in call.leaves]
+    leaves = [leaf if isinstance(leaf, ArrayLeaf) else (static_key(leaf[0]), shown(leaf[0])) for leaf in call.leaves]
     return Structure(call.treedef, leaves, call.named(), tracing.settings())
 
 
@@ -285,4 +285,4 @@ def _type_of(leaf: ArrayLeaf) -> str:
 
 
 def _shown(leaf: Any) -> str:
-    return f"an array of shape {leaf.shape}" if isinstance(leaf, ArrayLeaf) else shown(leaf[0])
+    return f"an array of shape {leaf.shape}" if isinstance(leaf, ArrayLeaf) else leaf[1]

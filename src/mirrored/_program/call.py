@@ -17,7 +17,7 @@ from .._replicas.arrays import check_range, is_numeric, refuse_mask
 from .._replicas.per_replica import PerReplica, require_whole, stack_of, uneven_shapes
 from .._typing import PyTree, Shape
 from .._variables.variable import Variable
-from .guards import FUNCTIONS, Path, content_key, forget_made_anew, is_by_content, objects_in, seen_by
+from .guards import FUNCTIONS, content_key, forget_made_anew, is_by_content, objects_in, seen_by
 
 _WHOLE = (PerReplica, Variable)
 _NUMPY = (np.ndarray, np.generic)
@@ -94,20 +94,20 @@ class Call(NamedTuple):
 
     def named(self) -> dict[str, Any]:
         """Return what the function's own code names, in words, and for each what is in the key."""
-        paths: list[Path] = []
-        values = seen_by(self.function, self.runs_steps, paths)
-        return {path.text: content_key(value) for path, value in zip(paths, values, strict=True)}
+        return {path.text: content_key(value) for path, value in seen_by(self.function, self.runs_steps)}
 
     def objects(self) -> Iterator[Any]:
         """Yield the objects whose identity is in the key: while they live, no other object can have it."""
-        yield from objects_in(seen_by(self.function, self.runs_steps))
+        functions = [(self.function, self.runs_steps)]
         for leaf in self.leaves:
             if isinstance(leaf, ArrayLeaf):
                 continue
             if isinstance(leaf[0], FUNCTIONS):
-                yield from objects_in(seen_by(leaf[0]))
+                functions.append((leaf[0], False))
             elif _is_by_identity(leaf[0]):
                 yield leaf[0]
+        for function, runs_steps in functions:
+            yield from objects_in(value for _, value in seen_by(function, runs_steps))
 
 
 def _is_leaf(leaf: Any) -> bool:
@@ -232,24 +232,8 @@ def static_key(value: Any) -> Any:
 
 def function_key(function: Any, runs_steps: bool) -> Any:
     """Return a hashable that is equal for functions whose code and all that it names are the same, under the same settings."""
-    values = seen_by(function, runs_steps)
-    return (*[id(v) if not is_by_content(type(v)) else content_key(v) for v in values], tracing.settings())
-
-
-class _Forgotten(NamedTuple):
-    """What is remembered of an object that is equal to itself only."""
-
-    kind: str
-    identity: int
-
-    def __repr__(self) -> str:
-        return f"<{self.kind} at {self.identity:#x}>"
-
-
-def remembered(value: Any) -> Any:
-    """Return a static value, or what tells it from others without keeping it alive."""
-    is_function = isinstance(value, FUNCTIONS)
-    return _Forgotten(str(type(value).__name__), id(value)) if is_function or _is_by_identity(value) else value
+    values = [id(v) if not is_by_content(type(v)) else content_key(v) for _, v in seen_by(function, runs_steps)]
+    return (*values, tracing.settings())
 
 
 def _is_by_identity(value: Any) -> bool:
