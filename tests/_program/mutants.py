@@ -136,6 +136,10 @@ MUTANTS = [
      "tests/test_optimizer.py::test_a_mean_weighs_replicas_by_their_rows_and_leaves_out_who_has_none"),
     ("_replicas/collectives.py", "if own else list(map(_nothing, marked))", "",
      "tests/test_optimizer.py::test_a_mean_weighs_replicas_by_their_rows_and_leaves_out_who_has_none"),
+    ("_program/refusals.py", "if note.purpose is Purpose.MEAN and state.said is Said.SHARE]", "if note.purpose is Purpose.MEAN]",
+     "tests/_program/test_refusals.py::test_other_means_are_silent"),
+    ("_program/refusals.py", "if note.purpose is Purpose.MEAN and state.said is Said.SHARE]", "if False]",
+     "tests/_program/test_refusals.py::test_a_mean_of_shares_is_said_with_the_sum_to_write[4-2-average]"),
     # -- what a call sees
     ("_program/call.py", "elif type(leaf) in NUMBERS and len(kinds) not in compiled_in:", "elif False:",
      SCALARS + "a_number_that_changes_compiles_nothing_and_has_the_type_that_it_has_under_jit"),
@@ -308,7 +312,7 @@ MUTANTS = [
     ("_program/call.py", "array.shape[0] != num_replicas:", "False:", REPLICATE + "values_of_another_strategy_are_refused"),
     ("_program/cache.py", "self._drop_program(next(iter(self._programs)))", "self._drop_program(next(reversed(self._programs)))",
      REPLICATE + "the_program_least_recently_used_goes_first"),
-    ("_program/cache.py", "is_many = count > MAX_SILENT_RECOMPILATIONS", "is_many = count > MAX_SILENT_RECOMPILATIONS + 1",
+    ("_program/cache.py", "if count == MAX_SILENT_RECOMPILATIONS + 1:", "if count == MAX_SILENT_RECOMPILATIONS + 2:",
      REPLICATE + "a_few_programs_of_one_function_are_silent"),
     # -- how long programs are kept
     ("_program/cache.py", "<= 2 for pin", "<= 1 for pin",

@@ -135,6 +135,7 @@ def key_of(
     else:
         flat, structure = jax.tree.flatten((tuple(args), kwargs), is_leaf=_is_leaf)
         compiled_in = equinox.places_in_modules(structure)
+    name_of = functools.partial(_name_at, function, args, kwargs)
     arrays: list[Any] = []
     kinds: list[Any] = []  # for each leaf, an ArrayLeaf or a static key
     for leaf in flat:
@@ -149,11 +150,10 @@ def key_of(
             array = leaf
             kinds.append(_number_leaf(type(leaf), tracing.is_wide()))
             if type(leaf) is int and leaf.bit_length() > 31:
-                name = _name_at(len(kinds) - 1, function, args, kwargs)
                 in_64_bits = min(max(leaf, -(2**63)), 2**63 - 1)  # numpy makes an object of what is larger
-                check_range(np.asarray(in_64_bits), lambda: f"the argument {name} holds")  # noqa: B023
+                check_range(np.asarray(in_64_bits), lambda: f"the argument {name_of(len(kinds) - 1)} holds")
         elif _gives_array(type(leaf)):
-            array = _host_array(leaf, lambda: _name_at(len(kinds), function, args, kwargs))
+            array = _host_array(leaf, lambda: name_of(len(kinds)))
             kinds.append(_array_leaf((array.shape, jax.dtypes.canonicalize_dtype(array.dtype), False, False, None)))
         else:
             kinds.append(static_key(leaf))
@@ -187,7 +187,10 @@ def _host_array(leaf: Any, name: Callable[[], str]) -> np.ndarray:
             raise
         array = np.array(jax.dlpack.from_dlpack(leaf))
     if not is_numeric(array.dtype):
-        raise TypeError(_numpy_message(array, name()))
+        raise TypeError(
+            f"the argument {name()} is a numpy array of dtype {array.dtype}, which no device can hold; expected numbers. Encode "
+            "it as integers first, or leave it out of args."
+        )
     check_range(array, lambda: f"the argument {name()} holds")
     return array
 
@@ -210,15 +213,8 @@ def check_replicas(arrays: Sequence[Any], leaves: Sequence[ArrayLeaf], names: Ca
             )
 
 
-def _name_at(position: int, function: Any, args: Sequence[Any], kwargs: Any) -> str:
+def _name_at(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], position: int) -> str:
     return _names(function, jax.tree.structure((tuple(args), kwargs), is_leaf=_is_leaf))[position]
-
-
-def _numpy_message(array: np.ndarray | np.generic, name: str) -> str:
-    return (
-        f"the argument {name} is a numpy array of dtype {array.dtype}, which no device can hold; expected numbers. Encode "
-        "it as integers first, or leave it out of args."
-    )
 
 
 def static_key(value: Any) -> Any:
