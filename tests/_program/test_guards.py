@@ -207,6 +207,38 @@ def test_functions_that_differ_in_their_bound_arguments_are_each_looked_at(strat
         assert [float(strategy2.run(step, args=(ONE,))) for step in (one, other, one)] == [6, 8, 6]
 
 
+def test_an_object_among_the_arguments_is_looked_at_as_a_bound_one_is(strategy2: mr.Strategy) -> None:
+    """As in a method that is an `mr.function`, and for `strategy.run(step, args=(trainer, x))`."""
+
+    class Training(Trainer):
+        def weigh(self, x: Any) -> Any:
+            return jnp.sum(x) * self.inner.lr
+
+        @mr.function
+        def train(self, x: Any) -> Any:
+            return strategy2.run(self.weigh, args=(x,))
+
+        @mr.function
+        def named(self, x: Any) -> Any:
+            return strategy2.run(lambda x: jnp.sum(x) * self.inner.lr, args=(x,))
+
+    t = Training()
+    t.inner = types.SimpleNamespace(lr=2.0, other=0)
+    ways = [
+        t.train,
+        t.named,
+        lambda x: strategy2.run(lambda t, x: jnp.sum(x) * t.inner.lr, args=(t, x)),
+        lambda x: strategy2.run(lambda x, *, t: jnp.sum(x) * t.inner.lr, args=(x,), kwargs={"t": t}),
+        lambda x: strategy2.run(Training.weigh, args=(t, x)),
+    ]
+    for way in ways:
+        with testing.count_programs() as programs:
+            for number in (2.0, 3.0, 2.0):
+                t.inner.lr, t.inner.other = number, t.inner.other + 1
+                assert float(way(ONE)) == 2 * number
+        assert programs.count == 2, programs.describe()
+
+
 def test_what_is_not_there_yet_is_seen_when_it_comes_and_is_not_made(strategy2: mr.Strategy) -> None:
     t, items = Trainer(), defaultdict(int)
     x = strategy2.distribute_values_from_function(lambda ctx: ONE)

@@ -235,15 +235,16 @@ def _reason(before: Structure, after: Structure, names: Sequence[str]) -> str:
     if before.treedef != after.treedef:
         return "the structure of its arguments changed. Pass arguments of one structure."
     for leaf_name, old, new in zip(names, before.leaves, after.leaves, strict=True):
-        if isinstance(old, ArrayLeaf) and isinstance(new, ArrayLeaf) and old != new:
+        if old == new:
+            continue
+        if isinstance(old, ArrayLeaf) and isinstance(new, ArrayLeaf):
             is_kind = (old.shape, old.dtype, old.shapes) == (new.shape, new.dtype, new.shapes)
             remedy = "Pass values of one kind." if is_kind else "Give batches one shape, for example with drop_remainder=True."
             return f"the argument {leaf_name} changed from shape {_type_of(old)} to {_type_of(new)}. {remedy}"
-        if type(old) is not type(new) or old != new:
-            return (
-                f"the argument {leaf_name} changed from {_shown(old)} to {_shown(new)}. Strings, bools, functions and other "
-                "objects are compiled into the program. Pass a value that changes as a number or an array."
-            )
+        return (
+            f"the argument {leaf_name} changed from {_shown(old)} to {_shown(new)}. Strings, bools, functions and other "
+            "objects are compiled into the program. Pass a value that changes as a number or an array."
+        )
     for name, new in after.named.items():
         if (old := before.named.get(name, new)) != new:
             return _reason_of_name(name, old, new)
@@ -265,8 +266,8 @@ def _reason_of_name(name: str, old: Any, new: Any) -> str:
 
 
 def _content(key: tuple[Any, Any]) -> str:
-    """Show the value that a `content_key` is of."""
-    return key[1] if key[0] in (float, complex) else shown(key[1])
+    """Show the value that a `content_key` is of, which has the text of numbers."""
+    return key[1] if isinstance(key[1], str) and not issubclass(key[0], str) else shown(key[1])
 
 
 def _type_of(leaf: ArrayLeaf) -> str:

@@ -17,7 +17,7 @@ from .._replicas.arrays import check_range, is_numeric, refuse_mask
 from .._replicas.per_replica import PerReplica, require_whole, stack_of, uneven_shapes
 from .._typing import PyTree, Shape
 from .._variables.variable import Variable
-from .guards import FUNCTIONS, content_key, forget_made_anew, is_by_content, objects_in, seen_by
+from .guards import ABSENT, FUNCTIONS, content_key, forget_made_anew, is_by_content, objects_in, seen_by
 
 _WHOLE = (PerReplica, Variable)
 _NUMPY = (np.ndarray, np.generic)
@@ -58,6 +58,7 @@ class Call(NamedTuple):
         function: the user's.
         arrays: the array arguments; a PerReplica is its stacked array, and a Python number is itself.
         treedef, leaves: the rest: each leaf is an ArrayLeaf, or the static object in a 1-tuple.
+        seeing: the function, with the objects among its arguments bound: what they have is seen, too.
         runs_steps: whether it is the call of an `mr.function`.
     """
 
@@ -66,7 +67,8 @@ class Call(NamedTuple):
     arrays: list[Any]
     treedef: Any
     leaves: list[Any]
-    runs_steps: bool = False
+    seeing: Callable[..., Any]
+    runs_steps: bool
 
     @property
     def name(self) -> str:
@@ -89,24 +91,19 @@ class Call(NamedTuple):
 
     def keyed_again(self) -> Call:
         """Return the call with the key that it has after a trace, which may have set globals, such as a count of traces."""
-        forget_made_anew(self.function, self.runs_steps)
-        return self._replace(key=(function_key(self.function, self.runs_steps), *self.key[1:]))
+        forget_made_anew(self.seeing, self.runs_steps)
+        return self._replace(key=(function_key(self.seeing, self.runs_steps), *self.key[1:]))
 
     def named(self) -> dict[str, Any]:
         """Return what the function's own code names, in words, and for each what is in the key."""
-        return {path.text: content_key(value) for path, value in seen_by(self.function, self.runs_steps)}
+        return {path.text: content_key(value) for path, value in seen_by(self.seeing, self.runs_steps)}
 
     def objects(self) -> Iterator[Any]:
         """Yield the objects whose identity is in the key: while they live, no other object can have it."""
-        functions = [(self.function, self.runs_steps)]
-        for leaf in self.leaves:
-            if isinstance(leaf, ArrayLeaf):
-                continue
-            if isinstance(leaf[0], FUNCTIONS):
-                functions.append((leaf[0], False))
-            elif _is_by_identity(leaf[0]):
-                yield leaf[0]
-        for function, runs_steps in functions:
+        static = [leaf[0] for leaf in self.leaves if not isinstance(leaf, ArrayLeaf)]
+        yield from [value for value in static if _is_by_identity(value) and not isinstance(value, FUNCTIONS)]
+        functions = [(value, False) for value in static if isinstance(value, FUNCTIONS)]
+        for function, runs_steps in [(self.seeing, self.runs_steps), *functions]:
             yield from objects_in(value for _, value in seen_by(function, runs_steps))
 
 
@@ -123,7 +120,7 @@ def take_apart(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[s
     key, arrays = key_of(function, args, kwargs, runs_steps)
     flat, treedef = jax.tree.flatten((tuple(args), kwargs), is_leaf=_is_leaf)
     leaves = [kind if isinstance(kind, ArrayLeaf) else (leaf,) for leaf, kind in zip(flat, key[2], strict=True)]
-    return Call(key, function, arrays, treedef, leaves, runs_steps)
+    return Call(key, function, arrays, treedef, leaves, _with_objects(function, args, kwargs, flat, key[2]), runs_steps)
 
 
 def key_of(
@@ -159,7 +156,20 @@ def key_of(
             kinds.append(static_key(leaf))
             continue
         arrays.append(array)
-    return (function_key(function, runs_steps), structure, tuple(kinds)), arrays
+    seeing = function if len(arrays) == len(kinds) else _with_objects(function, args, kwargs, flat, kinds)
+    return (function_key(seeing, runs_steps), structure, tuple(kinds)), arrays
+
+
+def _with_objects(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], leaves: Sequence[Any], kinds: Sequence[Any]
+) -> Callable[..., Any]:
+    """Return what sees the same as a function whose arguments that are objects, such as `self`, are bound."""
+    static = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if not isinstance(kind, ArrayLeaf)]
+    objects = {id(leaf) for leaf in static if _is_by_identity(leaf) and not isinstance(leaf, (*_WHOLE, *FUNCTIONS))}
+    if not objects:
+        return function
+    by_name = {name: value for name, value in kwargs.items() if id(value) in objects}
+    return functools.partial(function, *[value if id(value) in objects else ABSENT for value in args], **by_name)
 
 
 @functools.lru_cache

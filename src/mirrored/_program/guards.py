@@ -10,7 +10,7 @@ import dis
 import functools
 import sys
 import types
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,7 +29,7 @@ ABSENT = object()
 FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _HOLDERS = (dict, list, tuple)
 _BY_VALUE = (bool, int, str, bytes, type(None))
-_BY_REPR = (float, complex)  # 0.0 and -0.0 differ, nan equals itself
+_BY_REPR = (float, complex, np.generic)  # 0.0 and -0.0 differ, nan equals itself
 _NESTS = (tuple, set, frozenset)
 
 
@@ -73,6 +73,7 @@ class Places(NamedTuple):
 #: A value that own code names now, and the path to it.
 Seen = tuple[Path, Any]
 _UNNAMED = Path("the function")
+_NO_KEYWORDS: Mapping[str, Any] = types.MappingProxyType({})
 
 
 def seen_by(function: Callable[..., Any], runs_steps: bool = False) -> list[Seen]:
@@ -83,7 +84,7 @@ def seen_by(function: Callable[..., Any], runs_steps: bool = False) -> list[Seen
         runs_steps: whether the functions that it names count as its own code, too: an `mr.function` names its steps.
     """
     walk = _Walk()
-    walk.enter(_UNNAMED, function, is_runner=runs_steps)
+    walk.enter(_UNNAMED, function, runs_steps)
     return walk.seen
 
 
@@ -100,22 +101,18 @@ class _Walk:
         self.known: dict[tuple[int, ...], Any] = {}
 
     def enter(
-        self, path: Path, own: Any, args: tuple[Any, ...] = (), keywords: Mapping[str, Any] = types.MappingProxyType({}),
-        is_runner: bool = False,
-    ) -> None:  # fmt: skip
-        """Look into a callable that is own code: a function, a method, a partial, a wrapper or a callable object.
+        self, path: Path, own: Any, is_runner: bool, args: tuple[Any, ...] = (), keywords: Mapping[str, Any] = _NO_KEYWORDS
+    ) -> None:
+        """Look into own code with its bound arguments: a function, a method, a partial, a wrapper or a callable object.
 
         Args:
-            path: to it.
-            own: the callable.
-            args, keywords: the arguments that are bound to it.
-            is_runner: whether the functions that it names count as own code.
+            is_runner: whether the functions that it names count as own code, too.
         """
         if isinstance(own, functools.partial):
             self.seen.append((path, (len(own.args), *own.keywords)))
-            return self.enter(path, own.func, (*own.args, *args), {**own.keywords, **keywords}, is_runner)
+            return self.enter(path, own.func, is_runner, (*own.args, *args), {**own.keywords, **keywords})
         if isinstance(own, types.MethodType):
-            return self.enter(path, own.__func__, (own.__self__, *args), keywords, is_runner)
+            return self.enter(path, own.__func__, is_runner, (own.__self__, *args), keywords)
         key = (id(own), *map(id, args), *map(id, keywords.values()))
         if key in self.known:
             return None
@@ -124,10 +121,10 @@ class _Walk:
             return self._read_function(own, args, keywords, is_runner)
         self._note(path, own)
         if (wrapped := _wrapped_by(own)) is not None:
-            return self.enter(path, wrapped, args, keywords, is_runner)
+            return self.enter(path, wrapped, is_runner, args, keywords)
         call = None if is_library(type(own).__module__) else getattr(type(own), "__call__", None)  # noqa: B004
         if isinstance(call, types.FunctionType):
-            self.enter(path, call, (own, *args), keywords, is_runner)
+            self.enter(path, call, is_runner, (own, *args), keywords)
         return None
 
     def _read_function(
@@ -167,7 +164,7 @@ class _Walk:
     def _look_at(self, path: Path, value: Any, is_near: bool, is_runner: bool) -> None:
         """Enter a value that is own code, or note it; a function is own if it is near: closed over, a default or bound."""
         if (is_near or is_runner) and _is_code(value, is_runner):
-            self.enter(path, value, is_runner=is_runner and is_near)
+            self.enter(path, value, is_runner and is_near)
         elif isinstance(value, types.MethodType):
             self.seen += [(path, value.__self__), (path, value.__func__)]  # the method itself is made each time
         else:
@@ -195,13 +192,10 @@ def _wrapped_by(value: Any) -> Any:
 
 
 def _is_librarys(value: Any) -> bool:
-    if isinstance(value, types.FunctionType):
-        return is_library(value.__globals__.get("__name__", ""))
-    if isinstance(value, functools.partial):
-        return _is_librarys(value.func)
-    if isinstance(value, types.MethodType):
-        return _is_librarys(value.__func__)
-    return is_library(type(value).__module__)
+    while isinstance(value, (functools.partial, types.MethodType)):
+        value = value.func if isinstance(value, functools.partial) else value.__func__
+    is_function = isinstance(value, types.FunctionType)
+    return is_library(value.__globals__.get("__name__", "") if is_function else type(value).__module__)
 
 
 @functools.lru_cache(maxsize=MAX_CODES)
@@ -264,15 +258,13 @@ def _is_of_library(kind: type, key: str) -> bool:
 @functools.lru_cache(maxsize=MAX_CODES)
 def is_by_content(kind: type) -> bool:
     """Tell whether values of a type are compared by what they are, and not by their identity."""
-    return issubclass(kind, (*_BY_VALUE, *_BY_REPR, *_NESTS, np.generic))
+    return issubclass(kind, (*_BY_VALUE, *_BY_REPR, *_NESTS))
 
 
 def content_key(value: Any) -> Hashable:
     """Return a hashable that is equal for values in whose place each other may be."""
     if not is_by_content(type(value)):
         return id(value)
-    if isinstance(value, np.generic):
-        return (type(value), value.tobytes())
     if isinstance(value, _BY_REPR):
         return (type(value), repr(value))
     if isinstance(value, _NESTS):
@@ -291,21 +283,14 @@ def objects_in(values: Iterable[Any]) -> Iterator[Any]:
 
 def forget_made_anew(function: Callable[..., Any], runs_steps: bool = False) -> None:
     """Compare the object instead of an attribute, such as a property, that is another object each time it is read."""
-    is_stable = False
-    while not is_stable:
+    while True:
         before, after = seen_by(function, runs_steps), seen_by(function, runs_steps)  # both are held: no `id` comes twice
-        first, second = _by_path(before), _by_path(after)
-        changing = [path for path, keys in second.items() if path.keys and first.get(path) != keys]
+        known = {(path, content_key(value)) for path, value in before}
+        changing = {path for path, value in after if path.keys and (path, content_key(value)) not in known}
+        if not changing:
+            return
         for path in changing:
             path.keys = path.keys[:-1]
-        is_stable = not changing
-
-
-def _by_path(seen: Sequence[Seen]) -> dict[Path, list[Hashable]]:
-    keys: dict[Path, list[Hashable]] = {}
-    for path, value in seen:
-        keys.setdefault(path, []).append(content_key(value))
-    return keys
 
 
 # -- the names in code
