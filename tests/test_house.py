@@ -302,8 +302,8 @@ def test_sizes() -> None:
 #: Lines of each wing. A commit may lower a budget, and never raises one; beside it what is to be reached. The ground is together,
 #: and so are small wings that stand for one thing. `python tests/test_house.py` prints today's.
 BUDGETS = {
-    "_program": 5001,  # 4,000
-    "_jax": 1566,  # 1,300
+    "_program": 4986,  # 4,000
+    "_jax": 1563,  # 1,300
     "_replicas": 2778,  # 2,100
     "_variables": 2098,  # 1,700
     "_models": 1297,  # 1,050

@@ -255,6 +255,11 @@ def _the_whole_batch_everywhere(g):
     g.run(_step(g, jnp.mean), np.ones(4, np.float32))
 
 
+@case("FactorOfReplicasWarning")
+def _mean_of_shares(g):
+    g.run(lambda x: ctx().all_reduce("mean", mr.losses.compute_average_loss(x)), g.batch)
+
+
 @case("ReplicasDivergeWarning")
 def _a_state_that_differs(g):
     tx = optax.sgd(0.1)

@@ -15,7 +15,7 @@ import pytest
 
 import mirrored as mr
 from mirrored import testing
-from mirrored._program.guards import Path, seen_by
+from mirrored._program.guards import seen_by
 
 ONE = np.ones(2, np.float32)
 SCALE: Any = 2.0
@@ -192,16 +192,81 @@ def test_what_a_callee_reads_is_read_when_it_is_traced_as_under_jit(strategy2: m
     assert float(strategy2.run(step, args=(ONE,))) == 4
 
 
+def test_functions_that_differ_in_their_bound_arguments_are_each_looked_at(strategy2: mr.Strategy) -> None:
+    """As two layers of one class."""
+
+    def both(f: Callable[[Any], Any], g: Callable[[Any], Any]) -> Any:
+        return lambda x: f(x) + g(x)
+
+    layers = [Trainer() for _ in range(3)]
+    for number, layer in enumerate(layers, 1):
+        layer.lr = float(number)
+    of_methods = [both(layers[0].step, layer.step) for layer in layers[1:]]
+    of_partials = [both(functools.partial(Trainer.step, layers[0]), functools.partial(Trainer.step, t)) for t in layers[1:]]
+    for one, other in (of_methods, of_partials):
+        assert [float(strategy2.run(step, args=(ONE,))) for step in (one, other, one)] == [6, 8, 6]
+
+
+def test_an_object_among_the_arguments_is_looked_at_as_a_bound_one_is(strategy2: mr.Strategy) -> None:
+    """As in a method that is an `mr.function`, and for `strategy.run(step, args=(trainer, x))`."""
+
+    class Training(Trainer):
+        def weigh(self, x: Any) -> Any:
+            return jnp.sum(x) * self.inner.lr
+
+        @mr.function
+        def train(self, x: Any) -> Any:
+            return strategy2.run(self.weigh, args=(x,))
+
+        @mr.function
+        def named(self, x: Any) -> Any:
+            return strategy2.run(lambda x: jnp.sum(x) * self.inner.lr, args=(x,))
+
+    t = Training()
+    t.inner = types.SimpleNamespace(lr=2.0, other=0)
+    ways = [
+        t.train,
+        t.named,
+        lambda x: strategy2.run(lambda t, x: jnp.sum(x) * t.inner.lr, args=(t, x)),
+        lambda x: strategy2.run(lambda x, *, t: jnp.sum(x) * t.inner.lr, args=(x,), kwargs={"t": t}),
+        lambda x: strategy2.run(Training.weigh, args=(t, x)),
+    ]
+    for way in ways:
+        with testing.count_programs() as programs:
+            for number in (2.0, 3.0, 2.0):
+                t.inner.lr, t.inner.other = number, t.inner.other + 1
+                assert float(way(ONE)) == 2 * number
+        assert programs.count == 2, programs.describe()
+
+
+def test_what_is_not_there_yet_is_seen_when_it_comes_and_is_not_made(strategy2: mr.Strategy) -> None:
+    t, items = Trainer(), defaultdict(int)
+    x = strategy2.distribute_values_from_function(lambda ctx: ONE)
+
+    def step(x: Any) -> Any:
+        scale = t.scale if hasattr(t, "scale") else len((1,))  # a global that is no name of the module
+        return jnp.sum(x) * scale * (items["b"] if len(items) else 1)
+
+    def result() -> float:
+        for _ in range(3):  # the third takes the fast path, where there is one
+            found = strategy2.run(step, args=(x,))
+        return float(strategy2.reduce("mean", found))
+
+    assert (result(), dict(items)) == (2, {})
+    t.scale = 3.0
+    assert result() == 6
+    items["b"] = 2
+    assert result() == 12
+
+
 def test_paths_are_named_as_they_are_written() -> None:
     t = Trainer()
 
     def step(self: Any, x: Any, k: Any = t) -> Any:
         return [self.cfg["lr"], k.cfg["inner"][0].lr, t.lr, SCALE, jnp.sum(x), (lambda: self.lr)()]
 
-    paths: list[Path] = []
-    values = seen_by(functools.partial(step, t), paths=paths)
-    assert len(values) == len(paths)
-    named = {path.text: value for path, value in zip(paths, values, strict=True)}
+    seen = seen_by(functools.partial(step, t))
+    named, values = {path.text: value for path, value in seen}, [value for _, value in seen]
     expected = {"self.cfg['lr']": 2.0, "k.cfg['inner'][0].lr": 2.0, "t.lr": 2.0, "SCALE": SCALE, "self.lr": 2.0}
     assert {name: named[name] for name in expected} == expected
     assert jnp in values and not any(value is jnp.sum for value in values)

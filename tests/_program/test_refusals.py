@@ -2,6 +2,8 @@
 
 import re
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +41,58 @@ def warnings_of(function, *args):
 
 def values(*variables):
     return [np.asarray(variable).tobytes() for variable in variables]
+
+
+# -- shares of a loss that are averaged
+
+
+def by_hand(op: str, w: Any, loss: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:
+    """Make a step that combines the loss and its gradient itself, as for parameters that are no variables."""
+
+    def step(x: Any) -> Any:
+        value, gradient = jax.value_and_grad(loss)(w, x)
+        return all_reduce(op, value), all_reduce(op, gradient)
+
+    return step
+
+
+SHARES = {
+    "average": lambda w, x: mr.losses.compute_average_loss(x * jnp.sum(w)),
+    "own rows, and a penalty": lambda w, x: mr.losses.mean_over_own_rows(jnp.mean(x * jnp.sum(w)) + jnp.sum(w**2)),
+    "doubled": lambda w, x: 2 * mr.losses.weighted_mean(x * jnp.sum(w), x),
+}
+
+
+@pytest.mark.parametrize("name", SHARES)
+@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("num_rows", [4, 5])
+def test_a_mean_of_shares_is_said_with_the_sum_to_write(name: str, num_replicas: int, num_rows: int) -> None:
+    strategy, w = mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)]), np.ones(SIZE, np.float32)
+    [batch] = strategy.distribute_dataset([np.arange(1, num_rows + 1, dtype=np.float32)])
+    [found] = warnings_of(strategy.run, by_hand("mean", w, SHARES[name]), (batch,))  # one for each line; both are on one
+    said = rf"the mean over the replicas at {HERE}:\d+ .* too small \(R = {num_replicas} here\)\. .*all_reduce\('sum', value"
+    assert re.search(said, str(found.message)) and found.filename == __file__
+    one = mr.MirroredStrategy(["cpu:0"])
+    [whole] = one.distribute_dataset([np.arange(1, num_rows + 1, dtype=np.float32)])
+    total, gradient = strategy.run(by_hand("sum", w, SHARES[name]), args=(batch,))
+    expected, expected_gradient = one.run(by_hand("sum", w, SHARES[name]), args=(whole,))
+    np.testing.assert_allclose(total, expected, rtol=1e-6)
+    np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-6)
+
+
+def test_other_means_are_silent(strategy2: mr.Strategy) -> None:
+    """Of metrics, of losses that are means over own rows, of what has been added up, and what an optimizer has updated."""
+    w, _, _, optimizer, _ = model(strategy2)
+    [batch] = strategy2.distribute_dataset([np.arange(5, dtype=np.float32)])
+
+    def step(x: Any) -> Any:
+        value, [gradient] = mr.value_and_grad(lambda: x * jnp.sum(w), [w])()
+        own = jax.grad(lambda w: jnp.mean(x * jnp.sum(w)))(w.value)
+        total = all_reduce("sum", value)
+        optimizer.apply_gradients([gradient])
+        return all_reduce("mean", [jnp.mean(x), jnp.mean((x > 1) * 1.0), own, total, w.value, 3, 2.5])
+
+    assert not warnings_of(strategy2.run, step, (batch,))
 
 
 # -- gradients that have been combined before

@@ -19,7 +19,7 @@ MUTANTS = [
      REPORT + "functions_are_in_it_with_the_collectives_of_their_steps"),
     ("_transforms/function.py", "_programs.causes() if program.mesh == mesh", "_programs.causes()",
      REPORT + "functions_are_in_it_with_the_collectives_of_their_steps"),
-    ("_program/cache.py", "else shown(leaf[0])", "else repr(leaf[0])", EXPLAIN),
+    ("_program/cache.py", "(static_key(leaf[0]), shown(leaf[0]))", "(static_key(leaf[0]), repr(leaf[0]))", EXPLAIN),
     ("_program/cache.py", "call.key\n", "call.key\n        cause = ''\n", EXPLAIN),
     ("_html.py", "array.tobytes() for", "array.item(0) for", "tests/test_html.py::test_copies_that_differ_are_all_shown"),
     ("_report/profile.py", "        program.annotate = None\n", "        pass\n",

@@ -19,6 +19,7 @@ class Purpose(enum.Enum):
     """What a marked value is used for."""
 
     ASSIGN = "assigned to a mirrored variable"
+    MEAN = "averaged over the replicas"
     BY_ROWS = "averaged with the weight of each replica's rows"
     NO_ROWS = "of no rows, so that its gradient is none"
     OPERAND = "given to a collective by the code of a step, and not by JAX for a gradient"
@@ -80,13 +81,9 @@ def _transpose(cotangent: Any, _: Any, note: Mark) -> Any:
     return [mark_p.bind(cotangent, note=dataclasses.replace(note, purpose=_TRANSPOSED[note.purpose]))]
 
 
-def _batch(arguments: Any, dimensions: Any, **params: Any) -> Any:
-    return mark_p.bind(*arguments, **params), dimensions[0]
-
-
 mark_p.def_impl(lambda value, note: value)
 mark_p.def_abstract_eval(lambda value, note: value)
 ad.primitive_jvps[mark_p] = _jvp
 ad.primitive_transposes[mark_p] = _transpose
-batching.primitive_batchers[mark_p] = _batch
+batching.primitive_batchers[mark_p] = lambda values, dimensions, note: (mark_p.bind(*values, note=note), dimensions[0])
 mlir.register_lowering(mark_p, lambda context, value, note: [value])

@@ -16,7 +16,7 @@ from .._errors import RecompilationWarning
 from .._jax import tracing, user_code
 from .._text import shown
 from .._variables.variable import Variable, spec_of
-from .call import ArrayLeaf, Call, leaf_names, remembered
+from .call import ArrayLeaf, Call, leaf_names, static_key
 from .fast_path import FastPath, fast_path_to
 
 #: Programs kept per strategy, least recently used first out.
@@ -35,8 +35,8 @@ _all: weakref.WeakSet[Programs[Any]] = weakref.WeakSet()
 class Programs(Generic[ProgramT]):
     """A cache of the programs of one strategy, which notices a function that is compiled again and again.
 
-    A program goes with the first of the objects that its key knows by identity, and of its variables: with a model that is
-    dropped its programs end. A function may be made anew for each step, so it is known by its code and what it closes over.
+    A program is dropped when the first of its variables, or of the objects in its key, is collected: a model that is dropped
+    takes its programs with it. A function may be made anew for each step, so it is known by its code and what it closes over.
 
     Attributes:
         last: the key and the program that were asked for last; two None at first.
@@ -44,7 +44,7 @@ class Programs(Generic[ProgramT]):
     """
 
     def __init__(self) -> None:
-        self._programs: collections.OrderedDict[Any, tuple[ProgramT, _Guards, str]] = collections.OrderedDict()
+        self._programs: collections.OrderedDict[Any, tuple[ProgramT, _Lifetime, str]] = collections.OrderedDict()
         self._seen: collections.OrderedDict[tuple[int, ...], _Seen] = collections.OrderedDict()
         self.last: tuple[Any, ProgramT | None] = (None, None)
         self.fast_path: FastPath[ProgramT] | None = None
@@ -94,36 +94,34 @@ class Programs(Generic[ProgramT]):
             function = inspect.unwrap(call.function)
             owner = getattr(function, "__code__", function)
         structure = _structure_of(call)
-        before, count, is_news = self._count(owner, [spec_of(variable).number for variable in variables], structure)
-        cause = _reason(before, structure, leaf_names(call)) if count > 1 else ""
+        before, count = self._count(owner, variables, structure)
+        cause = "" if before is None else _reason(before, structure, leaf_names(call))
         key = call.key
         targets = itertools.chain(call.objects(), variables, also)
         if (used := self.fast_path) is not None:
             with contextlib.suppress(KeyError):
                 self._programs.move_to_end(used.key, last=True)
-        self._programs[key] = (program, _Guards(targets, functools.partial(_drop_from, weakref.ref(self), key)), cause)
+        self._programs[key] = (program, _Lifetime(targets, functools.partial(_drop_from, weakref.ref(self), key)), cause)
         self.last = (key, program)
         while len(self._programs) > MAX_PROGRAMS:
             self._drop_program(next(iter(self._programs)))
         for tell in listeners:
             tell(program, cause)
-        if is_news:
-            message = f"{_name_of(call)} has been compiled {count} times; this time because {cause}"
-            user_code.warn(message, RecompilationWarning)
-        return before if count > 1 else None
+        if count == MAX_SILENT_RECOMPILATIONS + 1:
+            name = getattr(call.function, "__qualname__", None) or shown(call.function)
+            user_code.warn(f"{name} has been compiled {count} times; this time because {cause}", RecompilationWarning)
+        return before
 
-    def _count(self, owner: Any, variables: Sequence[int], structure: Structure) -> tuple[Structure, int, bool]:
-        """Return what the last call of a function that made a program was like, how many there were, and whether to warn."""
-        key = (id(owner), *sorted(variables))
+    def _count(self, owner: Any, variables: Sequence[Variable], structure: Structure) -> tuple[Structure | None, int]:
+        """Return what the call was like for which a function's last program was made, if any, and how many there are now."""
+        key = (id(owner), *sorted(spec_of(variable).number for variable in variables))
         seen = self._seen.pop(key, None)
         if seen is None or seen.owner() is not owner:
-            seen = _Seen(_weakly(owner), 0, structure, False)
-        count = seen.count + 1
-        is_many = count > MAX_SILENT_RECOMPILATIONS
-        self._seen[key] = _Seen(seen.owner, count, structure, is_many)
+            seen = _Seen(_refer_to(owner), 0, None)
+        self._seen[key] = _Seen(seen.owner, seen.times + 1, structure)
         while len(self._seen) > 4 * MAX_PROGRAMS:
             self._seen.popitem(last=False)
-        return seen.structure, count, is_many and not seen.is_reported
+        return seen.structure, seen.times + 1
 
     def _drop_program(self, key: Any) -> None:
         dropped = self._programs.pop(key, None)
@@ -135,8 +133,8 @@ class Programs(Generic[ProgramT]):
             self._sought = self.fast_path = None
 
     def _drop_unreachable(self) -> None:
-        """Drop programs whose key knows an object that cannot say that it has ended, and that nobody else has any more."""
-        for key in [key for key, (_, guards, _) in list(self._programs.items()) if guards.have_ended()]:
+        """Drop programs with an object in their key that has no weak references, and that only the pin still holds."""
+        for key in [key for key, (_, lifetime, _) in list(self._programs.items()) if lifetime.have_ended()]:
             self._drop_program(key)
 
 
@@ -160,12 +158,12 @@ class _Pin:
 _pins: weakref.WeakValueDictionary[int, _Pin] = weakref.WeakValueDictionary()
 
 
-class _Guards:
-    """What a program's key knows by identity.
+class _Lifetime:
+    """The objects whose identity is in a program's key.
 
     Args:
         targets: these objects.
-        ended: is called when one of them has ended: then no call can have the key again, until another object takes its `id`.
+        ended: called when one of them is collected: no call can have the key again, until another object takes its `id`.
     """
 
     __slots__ = ("_pinned", "_references")
@@ -183,7 +181,7 @@ class _Guards:
                 self._pinned.append(pin)
 
     def have_ended(self) -> bool:
-        """Tell whether some object is kept alive by these guards only."""
+        """Tell whether some object is kept alive by pins only."""
         return any(sys.getrefcount(pin.target) <= 2 for pin in self._pinned)  # the pin's own, and the argument
 
 
@@ -195,7 +193,7 @@ class Structure(NamedTuple):
 
     Attributes:
         treedef: of the arguments.
-        leaves: each an ArrayLeaf, or a static value in a 1-tuple.
+        leaves: each an ArrayLeaf, or what is in the key of a static value, and how it is shown.
         named: what the function's own code names, and for each what is in the key.
         settings: JAX's.
     """
@@ -211,18 +209,16 @@ class _Seen(NamedTuple):
 
     Attributes:
         owner: returns the function, or its code; None when it is gone, and its `id` may be another's.
-        count: how many programs it has had.
+        times: how many programs it has had.
         structure: of the last call for which one was made.
-        is_reported: whether the user knows.
     """
 
     owner: Callable[[], Any]
-    count: int
-    structure: Structure
-    is_reported: bool
+    times: int
+    structure: Structure | None
 
 
-def _weakly(owner: Any) -> Callable[[], Any]:
+def _refer_to(owner: Any) -> Callable[[], Any]:
     try:
         return weakref.ref(owner)
     except TypeError:
@@ -230,12 +226,8 @@ def _weakly(owner: Any) -> Callable[[], Any]:
 
 
 def _structure_of(call: Call) -> Structure:
-    leaves = [leaf if isinstance(leaf, ArrayLeaf) else (remembered(leaf[0]),) for leaf in call.leaves]
+    leaves = [leaf if isinstance(leaf, ArrayLeaf) else (static_key(leaf[0]), shown(leaf[0])) for leaf in call.leaves]
     return Structure(call.treedef, leaves, call.named(), tracing.settings())
-
-
-def _name_of(call: Call) -> str:
-    return getattr(call.function, "__qualname__", None) or shown(call.function)
 
 
 def _reason(before: Structure, after: Structure, names: Sequence[str]) -> str:
@@ -243,15 +235,16 @@ def _reason(before: Structure, after: Structure, names: Sequence[str]) -> str:
     if before.treedef != after.treedef:
         return "the structure of its arguments changed. Pass arguments of one structure."
     for leaf_name, old, new in zip(names, before.leaves, after.leaves, strict=True):
-        if isinstance(old, ArrayLeaf) and isinstance(new, ArrayLeaf) and old != new:
+        if old == new:
+            continue
+        if isinstance(old, ArrayLeaf) and isinstance(new, ArrayLeaf):
             is_kind = (old.shape, old.dtype, old.shapes) == (new.shape, new.dtype, new.shapes)
             remedy = "Pass values of one kind." if is_kind else "Give batches one shape, for example with drop_remainder=True."
             return f"the argument {leaf_name} changed from shape {_type_of(old)} to {_type_of(new)}. {remedy}"
-        if type(old) is not type(new) or old != new:
-            return (
-                f"the argument {leaf_name} changed from {_shown(old)} to {_shown(new)}. Strings, bools, functions and other "
-                "objects are compiled into the program. Pass a value that changes as a number or an array."
-            )
+        return (
+            f"the argument {leaf_name} changed from {_shown(old)} to {_shown(new)}. Strings, bools, functions and other "
+            "objects are compiled into the program. Pass a value that changes as a number or an array."
+        )
     for name, new in after.named.items():
         if (old := before.named.get(name, new)) != new:
             return _reason_of_name(name, old, new)
@@ -273,8 +266,8 @@ def _reason_of_name(name: str, old: Any, new: Any) -> str:
 
 
 def _content(key: tuple[Any, Any]) -> str:
-    """Show the value that a `content_key` is of."""
-    return key[1] if key[0] in (float, complex) else shown(key[1])
+    """Show the value that a `content_key` is of, which has the text of numbers."""
+    return key[1] if isinstance(key[1], str) and not issubclass(key[0], str) else shown(key[1])
 
 
 def _type_of(leaf: ArrayLeaf) -> str:
@@ -285,4 +278,4 @@ def _type_of(leaf: ArrayLeaf) -> str:
 
 
 def _shown(leaf: Any) -> str:
-    return f"an array of shape {leaf.shape}" if isinstance(leaf, ArrayLeaf) else shown(leaf[0])
+    return f"an array of shape {leaf.shape}" if isinstance(leaf, ArrayLeaf) else leaf[1]

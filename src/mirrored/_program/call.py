@@ -17,7 +17,7 @@ from .._replicas.arrays import check_range, is_numeric, refuse_mask
 from .._replicas.per_replica import PerReplica, require_whole, stack_of, uneven_shapes
 from .._typing import PyTree, Shape
 from .._variables.variable import Variable
-from .guards import FUNCTIONS, Path, content_key, forget_made_anew, is_by_content, objects_in, seen_by
+from .guards import ABSENT, FUNCTIONS, content_key, forget_made_anew, is_by_content, objects_in, seen_by
 
 _WHOLE = (PerReplica, Variable)
 _NUMPY = (np.ndarray, np.generic)
@@ -58,6 +58,7 @@ class Call(NamedTuple):
         function: the user's.
         arrays: the array arguments; a PerReplica is its stacked array, and a Python number is itself.
         treedef, leaves: the rest: each leaf is an ArrayLeaf, or the static object in a 1-tuple.
+        seeing: the function, with the objects among its arguments bound: what they have is seen, too.
         runs_steps: whether it is the call of an `mr.function`.
     """
 
@@ -66,7 +67,8 @@ class Call(NamedTuple):
     arrays: list[Any]
     treedef: Any
     leaves: list[Any]
-    runs_steps: bool = False
+    seeing: Callable[..., Any]
+    runs_steps: bool
 
     @property
     def name(self) -> str:
@@ -89,25 +91,20 @@ class Call(NamedTuple):
 
     def keyed_again(self) -> Call:
         """Return the call with the key that it has after a trace, which may have set globals, such as a count of traces."""
-        forget_made_anew(self.function, self.runs_steps)
-        return self._replace(key=(function_key(self.function, self.runs_steps), *self.key[1:]))
+        forget_made_anew(self.seeing, self.runs_steps)
+        return self._replace(key=(function_key(self.seeing, self.runs_steps), *self.key[1:]))
 
     def named(self) -> dict[str, Any]:
         """Return what the function's own code names, in words, and for each what is in the key."""
-        paths: list[Path] = []
-        values = seen_by(self.function, self.runs_steps, paths)
-        return {path.text: content_key(value) for path, value in zip(paths, values, strict=True)}
+        return {path.text: content_key(value) for path, value in seen_by(self.seeing, self.runs_steps)}
 
     def objects(self) -> Iterator[Any]:
         """Yield the objects whose identity is in the key: while they live, no other object can have it."""
-        yield from objects_in(seen_by(self.function, self.runs_steps))
-        for leaf in self.leaves:
-            if isinstance(leaf, ArrayLeaf):
-                continue
-            if isinstance(leaf[0], FUNCTIONS):
-                yield from objects_in(seen_by(leaf[0]))
-            elif _is_by_identity(leaf[0]):
-                yield leaf[0]
+        static = [leaf[0] for leaf in self.leaves if not isinstance(leaf, ArrayLeaf)]
+        yield from [value for value in static if _is_by_identity(value) and not isinstance(value, FUNCTIONS)]
+        functions = [(value, False) for value in static if isinstance(value, FUNCTIONS)]
+        for function, runs_steps in [(self.seeing, self.runs_steps), *functions]:
+            yield from objects_in(value for _, value in seen_by(function, runs_steps))
 
 
 def _is_leaf(leaf: Any) -> bool:
@@ -123,7 +120,7 @@ def take_apart(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[s
     key, arrays = key_of(function, args, kwargs, runs_steps)
     flat, treedef = jax.tree.flatten((tuple(args), kwargs), is_leaf=_is_leaf)
     leaves = [kind if isinstance(kind, ArrayLeaf) else (leaf,) for leaf, kind in zip(flat, key[2], strict=True)]
-    return Call(key, function, arrays, treedef, leaves, runs_steps)
+    return Call(key, function, arrays, treedef, leaves, _with_objects(function, args, kwargs, flat, key[2]), runs_steps)
 
 
 def key_of(
@@ -135,6 +132,7 @@ def key_of(
     else:
         flat, structure = jax.tree.flatten((tuple(args), kwargs), is_leaf=_is_leaf)
         compiled_in = equinox.places_in_modules(structure)
+    name_of = functools.partial(_name_at, function, args, kwargs)
     arrays: list[Any] = []
     kinds: list[Any] = []  # for each leaf, an ArrayLeaf or a static key
     for leaf in flat:
@@ -149,17 +147,29 @@ def key_of(
             array = leaf
             kinds.append(_number_leaf(type(leaf), tracing.is_wide()))
             if type(leaf) is int and leaf.bit_length() > 31:
-                name = _name_at(len(kinds) - 1, function, args, kwargs)
                 in_64_bits = min(max(leaf, -(2**63)), 2**63 - 1)  # numpy makes an object of what is larger
-                check_range(np.asarray(in_64_bits), lambda: f"the argument {name} holds")  # noqa: B023
+                check_range(np.asarray(in_64_bits), lambda: f"the argument {name_of(len(kinds) - 1)} holds")
         elif _gives_array(type(leaf)):
-            array = _host_array(leaf, lambda: _name_at(len(kinds), function, args, kwargs))
+            array = _host_array(leaf, lambda: name_of(len(kinds)))
             kinds.append(_array_leaf((array.shape, jax.dtypes.canonicalize_dtype(array.dtype), False, False, None)))
         else:
             kinds.append(static_key(leaf))
             continue
         arrays.append(array)
-    return (function_key(function, runs_steps), structure, tuple(kinds)), arrays
+    seeing = function if len(arrays) == len(kinds) else _with_objects(function, args, kwargs, flat, kinds)
+    return (function_key(seeing, runs_steps), structure, tuple(kinds)), arrays
+
+
+def _with_objects(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], leaves: Sequence[Any], kinds: Sequence[Any]
+) -> Callable[..., Any]:
+    """Return what sees the same as a function whose arguments that are objects, such as `self`, are bound."""
+    static = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if not isinstance(kind, ArrayLeaf)]
+    objects = {id(leaf) for leaf in static if _is_by_identity(leaf) and not isinstance(leaf, (*_WHOLE, *FUNCTIONS))}
+    if not objects:
+        return function
+    by_name = {name: value for name, value in kwargs.items() if id(value) in objects}
+    return functools.partial(function, *[value if id(value) in objects else ABSENT for value in args], **by_name)
 
 
 @functools.lru_cache
@@ -187,7 +197,10 @@ def _host_array(leaf: Any, name: Callable[[], str]) -> np.ndarray:
             raise
         array = np.array(jax.dlpack.from_dlpack(leaf))
     if not is_numeric(array.dtype):
-        raise TypeError(_numpy_message(array, name()))
+        raise TypeError(
+            f"the argument {name()} is a numpy array of dtype {array.dtype}, which no device can hold; expected numbers. Encode "
+            "it as integers first, or leave it out of args."
+        )
     check_range(array, lambda: f"the argument {name()} holds")
     return array
 
@@ -210,15 +223,8 @@ def check_replicas(arrays: Sequence[Any], leaves: Sequence[ArrayLeaf], names: Ca
             )
 
 
-def _name_at(position: int, function: Any, args: Sequence[Any], kwargs: Any) -> str:
+def _name_at(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], position: int) -> str:
     return _names(function, jax.tree.structure((tuple(args), kwargs), is_leaf=_is_leaf))[position]
-
-
-def _numpy_message(array: np.ndarray | np.generic, name: str) -> str:
-    return (
-        f"the argument {name} is a numpy array of dtype {array.dtype}, which no device can hold; expected numbers. Encode "
-        "it as integers first, or leave it out of args."
-    )
 
 
 def static_key(value: Any) -> Any:
@@ -232,24 +238,8 @@ def static_key(value: Any) -> Any:
 
 def function_key(function: Any, runs_steps: bool) -> Any:
     """Return a hashable that is equal for functions whose code and all that it names are the same, under the same settings."""
-    values = seen_by(function, runs_steps)
-    return (*[id(v) if not is_by_content(type(v)) else content_key(v) for v in values], tracing.settings())
-
-
-class _Forgotten(NamedTuple):
-    """What is remembered of an object that is equal to itself only."""
-
-    kind: str
-    identity: int
-
-    def __repr__(self) -> str:
-        return f"<{self.kind} at {self.identity:#x}>"
-
-
-def remembered(value: Any) -> Any:
-    """Return a static value, or what tells it from others without keeping it alive."""
-    is_function = isinstance(value, FUNCTIONS)
-    return _Forgotten(str(type(value).__name__), id(value)) if is_function or _is_by_identity(value) else value
+    values = [id(v) if not is_by_content(type(v)) else content_key(v) for _, v in seen_by(function, runs_steps)]
+    return (*values, tracing.settings())
 
 
 def _is_by_identity(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Does a call have the key of the last one? A few looks tell, where a loop calls one step again and again."""
+"""The fast path: recognize a repeated call by a few comparisons, without its key."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax
 
 from .._jax import tracing
 from .._replicas.per_replica import PerReplica, stack_of, uneven_shapes
-from .guards import ABSENT, Path, find_places, is_by_content, read_along, seen_by
+from .guards import ABSENT, Keys, is_by_content, places_of, read_along, seen_by
 
 ProgramT = TypeVar("ProgramT")
 
@@ -24,23 +24,25 @@ _parts_of = operator.attrgetter("__code__", "__globals__", "__closure__", "__def
 
 
 class _Look(NamedTuple):
-    """What a function has, by `id`: when it has the same, it has the same key. What it has ends no later than the program.
+    """The ids of a function's code, globals, closed-over values and what it reads of them: equal ids, equal key.
+
+    The objects end no later than the program, so no others take their ids.
 
     Attributes:
         code: the id of its code.
         names: of the globals that it reads.
         ids: of these globals, and of what it closes over.
-        reads: of attributes of these: the places there, what gets the attribute, and its id.
-        inner: of the functions that it closes over, their places there, and what they have.
+        reads: of attributes and items: the place of the global or closed-over value, what gets the end, and the end's id.
+        inner: the functions that it closes over: the place, and the look at it.
         kept: the plain values among all of them.
     """
 
     code: int
     names: tuple[str, ...]
     ids: list[int]
-    reads: tuple[tuple[int, Callable[[Any], Any], int], ...]
-    inner: tuple[tuple[int, _Look], ...]
-    kept: tuple[Any, ...]
+    reads: list[tuple[int, Callable[[Any], Any], int]]
+    inner: list[tuple[int, _Look]]
+    kept: list[Any]
 
     def is_of(self, function: Any) -> bool:
         """Tell whether a function has all this, and nothing else; an error when it closes over what is not there yet."""
@@ -65,7 +67,7 @@ class FastPath(NamedTuple, Generic[ProgramT]):
 
     Attributes:
         key, program: of the call.
-        look: its function.
+        look: at its function.
         settings: JAX's.
         kind: the type of the one argument that holds all others; None when there is none.
         names: the keys in it, if it is a dict, in JAX's order.
@@ -109,7 +111,7 @@ class FastPath(NamedTuple, Generic[ProgramT]):
 
 
 def fast_path_to(
-    key: Any, program: ProgramT, function: Any, args: Sequence[Any], placement: Any, runs_steps: bool = False
+    key: Any, program: ProgramT, function: Callable[..., Any], args: Sequence[Any], placement: Any, runs_steps: bool = False
 ) -> FastPath[ProgramT] | None:
     """Return the fast path to the program of a call; None if there is none.
 
@@ -133,48 +135,48 @@ def fast_path_to(
         return None
     looked: set[int] = set()
     look = _look_at(function, _MAX_DEPTH, looked)
-    if look is None or not looked.issuperset(map(id, seen_by(function, runs_steps))):
+    if look is None or not all(id(value) in looked for _, value in seen_by(function, runs_steps)):
         return None
     described = [(stack_of(value).shape, stack_of(value).dtype) for value in values]
     return FastPath(key, program, look, tracing.settings(), kind, names, described, placement)
 
 
 def _look_at(function: Any, depth: int, looked: set[int]) -> _Look | None:
-    """Return what a function has, and note its ids; None if a look would not do, as at defaults of arguments and methods."""
+    """Return a look at a function, and note its ids; None if ids do not tell, as of defaults of arguments and methods."""
     if not depth or type(function) is not types.FunctionType or function.__defaults__ or function.__kwdefaults__:
         return None
-    names, _, paths = find_places(function)[1]
-    roots = [function.__globals__.get(name, ABSENT) for name in names]
+    places = places_of(function)
+    roots = [function.__globals__.get(name, ABSENT) for name in places.named]
     try:
         roots += [cell.cell_contents for cell in function.__closure__ or ()]
-    except ValueError:
+    except ValueError:  # one is not assigned yet
         return None
-    inner: list[tuple[int, _Look]] = []
-    reads: list[tuple[int, Callable[[Any], Any], int]] = []
-    for place, (root, own) in enumerate(zip(roots, paths, strict=False)):
-        if place >= len(names) and isinstance(root, types.FunctionType) and (look := _look_at(root, depth - 1, looked)):
-            inner.append((place, look))
-        for path in own:
-            reads += [(place, *read) for read in _reads_of(root, path)]
-    values = [*roots, *(get(roots[place]) for place, get, _ in reads)]
+    inner = [
+        (place, look)
+        for place, root in enumerate(roots)
+        if place >= len(places.named) and (look := _look_at(root, depth - 1, looked)) is not None
+    ]
+    reads: list[tuple[int, Callable[[Any], Any]]] = []
+    for place, paths in enumerate([*places.named.values(), *places.closed_over]):
+        for path in paths:
+            end, keys = read_along(roots[place], path)
+            if keys and end is ABSENT:
+                return None
+            # A method is made each time: its object and its function are looked at.
+            ends = ("__self__", "__func__") if keys and isinstance(end, types.MethodType) else ()
+            ways = [(*keys, (False, name)) for name in ends] or [keys]
+            reads += [(place, _getter(way)) for way in ways if way]
+    values = [*roots, *(get(roots[place]) for place, get in reads)]
     if any(is_by_content(type(value)) and type(value) not in _PLAIN for value in values):
         return None  # numpy's numbers, and tuples, are made again
-    kept = tuple([value for value in values if type(value) in _PLAIN])
-    looked.update([id(function.__code__), *map(id, values)])
-    return _Look(id(function.__code__), names, list(map(id, roots)), tuple(reads), tuple(inner), kept)
+    ids = list(map(id, values))
+    looked.update([id(places.code), *ids])
+    known = [(place, get, identity) for (place, get), identity in zip(reads, ids[len(roots) :], strict=True)]
+    kept = [value for value in values if type(value) in _PLAIN]
+    return _Look(id(places.code), tuple(places.named), ids[: len(roots)], known, inner, kept)
 
 
-def _reads_of(root: Any, path: Path) -> list[tuple[Callable[[Any], Any], int]]:
-    """Return what gets the end of a path, and the end's id; of a method, which is made each time, its object and function."""
-    value, keys = read_along(root, path)
-    if not keys:
-        return []
-    ends = ("__self__", "__func__") if isinstance(value, types.MethodType) else ()
-    getters = [_getter((*keys, (False, end))) for end in ends] or [_getter(keys)]
-    return [(get, id(get(root))) for get in getters]
-
-
-def _getter(keys: Sequence[tuple[bool, Any]]) -> Callable[[Any], Any]:
+def _getter(keys: Keys) -> Callable[[Any], Any]:
     if not any(is_item for is_item, _ in keys):
         return operator.attrgetter(".".join(key for _, key in keys))
     steps = [operator.itemgetter(key) if is_item else operator.attrgetter(key) for is_item, key in keys]

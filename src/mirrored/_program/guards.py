@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dis
 import functools
-import itertools
+import sys
 import types
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,177 +29,160 @@ ABSENT = object()
 FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _HOLDERS = (dict, list, tuple)
 _BY_VALUE = (bool, int, str, bytes, type(None))
-_BY_REPR = (float, complex)  # 0.0 and -0.0 differ, nan equals itself
+_BY_REPR = (float, complex, np.generic)  # 0.0 and -0.0 differ, nan equals itself
 _NESTS = (tuple, set, frozenset)
 
-#: What a value's type says: that it is not a library's, that it has parts, that it can be called.
-_OPEN, _PARTS, _CALLABLE = 1, 2, 4
 
-
-class _TypeFlags(dict[type, int]):
-    """The flags of a type; 0 of one whose values are compared as they are, whatever is read of them."""
-
-    def __missing__(self, kind: type) -> int:
-        is_open = issubclass(kind, (*FUNCTIONS, *_HOLDERS, types.ModuleType, type)) or not is_library(kind.__module__)
-        is_of_nnx = any(base.__module__.startswith("flax.nnx") for base in kind.__mro__)
-        has_parts = is_of_nnx or issubclass(kind, (set, types.MethodType))
-        is_callable = any("__call__" in vars(base) for base in kind.__mro__)
-        self[kind] = found = _OPEN * is_open | _PARTS * has_parts | _CALLABLE * is_callable
-        return found
-
-
-_kinds = _TypeFlags()
+#: The attributes and items that code reads of a name, each with whether it is an item.
+Keys = tuple[tuple[bool, Any], ...]
 
 
 class Path:
     """A name in code, with the attributes and items that the code reads of it.
 
     Attributes:
-        keys: each with whether it is an item; fewer than in the code where an attribute is another object each time it is read.
+        keys: fewer than in the code where an attribute is another object each time it is read.
         text: as it is written, such as `self.lr`.
     """
 
     __slots__ = ("keys", "text")
 
-    def __init__(self, name: str, keys: tuple[tuple[bool, Any], ...] = ()) -> None:
+    def __init__(self, name: str, keys: Keys = ()) -> None:
         self.keys = keys
         self.text = name + "".join(f"[{key!r}]" if is_item else f".{key}" for is_item, key in keys)
 
 
 class Places(NamedTuple):
-    """What code reads.
+    """What code reads: the paths that begin at each name.
 
     Attributes:
-        names: of the globals.
-        arguments: of the arguments of which it reads attributes or items.
-        paths: of each global, then of each variable that it closes over, then of these arguments.
+        code: the code, kept alive, because it is known by its `id`.
+        itself: the path to the function and its arguments.
+        named: global -> paths.
+        closed_over: the paths of each variable that it closes over, in their order.
+        bound: argument of which it reads attributes or items -> paths.
     """
 
-    names: tuple[str, ...]
-    arguments: tuple[str, ...]
-    paths: tuple[tuple[Path, ...], ...]
+    code: types.CodeType
+    itself: Path
+    named: dict[str, list[Path]]
+    closed_over: list[list[Path]]
+    bound: dict[str, list[Path]]
 
 
-#: A piece of own code: a callable, the arguments that are bound to it, and whether the functions that it names count, too.
-_Piece: TypeAlias = tuple[Any, tuple[Any, ...], dict[str, Any], bool]
+#: A value that own code names now, and the path to it.
+Seen = tuple[Path, Any]
+_UNNAMED = Path("the function")
+_NO_KEYWORDS: Mapping[str, Any] = types.MappingProxyType({})
 
 
-def seen_by(function: Any, runs_steps: bool = False, paths: list[Path] | None = None) -> list[Any]:
+def seen_by(function: Callable[..., Any], runs_steps: bool = False) -> list[Seen]:
     """Return the code of a function, and the values of all that its own code names now.
 
     Args:
         function: any callable.
         runs_steps: whether the functions that it names count as its own code, too: an `mr.function` names its steps.
-        paths: gets the path to each value.
     """
-    values: list[Any] = []
-    pending: list[_Piece] = [(function, (), {}, runs_steps)]
-    known: set[int] = set()
-    for own, given, keywords, is_runner in pending:
-        if id(own) in known:
-            continue
-        known.add(id(own))
-        if type(own) is not types.FunctionType:
-            _unwrap(own, given, keywords, is_runner, values, pending)
-            if paths is not None:
-                _label(paths, Path("the function"), values)
-            continue
-        code = own.__code__
-        values.append(code)
-        names, arguments, reads = (known_places.get(id(code)) or find_places(own))[1]
-        roots = list(map(own.__globals__.get, names, itertools.repeat(ABSENT)))
-        if own.__closure__:
-            try:
-                roots += [cell.cell_contents for cell in own.__closure__]
-            except ValueError:  # one is not assigned yet
-                roots += map(_content_of, own.__closure__)
-        num_names, num_own = len(names), len(roots)
-        if given or keywords or own.__defaults__ or own.__kwdefaults__:
-            roots += _bind(own, given, keywords, arguments, is_runner, values, pending)
-        if paths is not None:
-            _label(paths, Path(f"the code or an argument of {own.__name__}"), values)
-        for place, (root, read) in enumerate(zip(roots, reads, strict=False)):
-            kind = type(root)
-            if not _kinds[kind] or (kind is types.ModuleType and is_library(root.__name__)):
-                values += (root,) if read else ()
-            else:
-                is_near = num_names <= place < num_own
-                for path in read:
-                    value = read_along(root, path)[0] if path.keys else root
-                    flags, is_own = _kinds[type(value)], is_near and not path.keys
-                    if flags & _PARTS or (flags & _CALLABLE and (is_own or is_runner)):
-                        _expand(value, is_own, is_runner, values, pending)
-                    else:
-                        values.append(value)
-                    if paths is not None:
-                        _label(paths, path, values)
-            if paths is not None and read:
-                _label(paths, read[0], values)
-    return values
+    walk = _Walk()
+    walk.enter(_UNNAMED, function, runs_steps)
+    return walk.seen
 
 
-def _label(paths: list[Path], path: Path, values: list[Any]) -> None:
-    """Note the path to the values that have come since the last one."""
-    paths += [path] * (len(values) - len(paths))
+class _Walk:
+    """A walk over a function's own code.
+
+    Attributes:
+        seen: the values that it names.
+        known: the functions that were entered, with their bound arguments; held, so that no other object takes their `id`.
+    """
+
+    def __init__(self) -> None:
+        self.seen: list[Seen] = []
+        self.known: dict[tuple[int, ...], Any] = {}
+
+    def enter(
+        self, path: Path, own: Any, is_runner: bool, args: tuple[Any, ...] = (), keywords: Mapping[str, Any] = _NO_KEYWORDS
+    ) -> None:
+        """Look into own code with its bound arguments: a function, a method, a partial, a wrapper or a callable object.
+
+        Args:
+            is_runner: whether the functions that it names count as own code, too.
+        """
+        if isinstance(own, functools.partial):
+            self.seen.append((path, (len(own.args), *own.keywords)))
+            return self.enter(path, own.func, is_runner, (*own.args, *args), {**own.keywords, **keywords})
+        if isinstance(own, types.MethodType):
+            return self.enter(path, own.__func__, is_runner, (own.__self__, *args), keywords)
+        key = (id(own), *map(id, args), *map(id, keywords.values()))
+        if key in self.known:
+            return None
+        self.known[key] = own, args, keywords
+        if isinstance(own, types.FunctionType):
+            return self._read_function(own, args, keywords, is_runner)
+        self._note(path, own)
+        if (wrapped := _wrapped_by(own)) is not None:
+            return self.enter(path, wrapped, is_runner, args, keywords)
+        call = None if is_library(type(own).__module__) else getattr(type(own), "__call__", None)  # noqa: B004
+        if isinstance(call, types.FunctionType):
+            self.enter(path, call, is_runner, (own, *args), keywords)
+        return None
+
+    def _read_function(
+        self, own: types.FunctionType, args: tuple[Any, ...], keywords: Mapping[str, Any], is_runner: bool
+    ) -> None:
+        """Note the code of a function, its defaults and bound arguments, and what the code reads."""
+        places = places_of(own)
+        self.seen.append((places.itself, places.code))
+        named, cells = own.__globals__, own.__closure__ or ()
+        roots = [(named.get(name, ABSENT), paths, False) for name, paths in places.named.items()]
+        roots += [(_content_of(cell), paths, True) for cell, paths in zip(cells, places.closed_over, strict=True)]
+        if args or keywords or own.__defaults__ or own.__kwdefaults__:
+            bound = self._bind(own, args, keywords, is_runner)
+            roots += [(bound.get(name, ABSENT), paths, False) for name, paths in places.bound.items()]
+        for root, paths, is_closed_over in roots:
+            is_library_module = type(root) is types.ModuleType and is_library(root.__name__)
+            for path in paths[:1] if is_library_module else paths:
+                value = read_along(root, path)[0] if path.keys else root
+                if _is_simple(type(value)):
+                    self.seen.append((path, value))
+                else:
+                    self._look_at(path, value, is_closed_over and not path.keys, is_runner)
+
+    def _bind(
+        self, own: types.FunctionType, args: tuple[Any, ...], keywords: Mapping[str, Any], is_runner: bool
+    ) -> dict[str, Any]:
+        """Look at the defaults and bound arguments of a function, and return name -> value."""
+        code, defaults, by_name = own.__code__, own.__defaults__ or (), own.__kwdefaults__ or {}
+        path = places_of(own).itself
+        self.seen.append((path, (*by_name, *keywords)))
+        for value in (*defaults, *by_name.values(), *args, *keywords.values()):
+            self._look_at(path, value, True, is_runner)
+        positional = code.co_varnames[: code.co_argcount]
+        by_default = dict(zip(positional[len(positional) - len(defaults) :], defaults, strict=True))
+        return {**by_default, **by_name, **dict(zip(positional, args, strict=False)), **keywords}
+
+    def _look_at(self, path: Path, value: Any, is_near: bool, is_runner: bool) -> None:
+        """Enter a value that is own code, or note it; a function is own if it is near: closed over, a default or bound."""
+        if (is_near or is_runner) and _is_code(value, is_runner):
+            self.enter(path, value, is_runner and is_near)
+        elif isinstance(value, types.MethodType):
+            self.seen += [(path, value.__self__), (path, value.__func__)]  # the method itself is made each time
+        else:
+            self._note(path, value)
+
+    def _note(self, path: Path, value: Any) -> None:
+        if isinstance(value, set):
+            value = frozenset(value)  # may have changed in place
+        self.seen.append((path, value))
+        if "flax.nnx" in sys.modules and nnx.is_object(value):
+            self.seen += [(path, array) for _, array in nnx.variables_of(value)]
 
 
-def _unwrap(
-    own: Any, given: tuple[Any, ...], keywords: dict[str, Any], is_runner: bool, values: list[Any], pending: list[_Piece]
-) -> None:
-    """Look into a callable that is no function: a method, a partial, a wrapper such as `jax.jit` makes, or an object."""
-    if isinstance(own, functools.partial):
-        values += [len(own.args), *own.keywords]
-        pending.append((own.func, (*own.args, *given), {**own.keywords, **keywords}, is_runner))
-    elif isinstance(own, types.MethodType):
-        pending.append((own.__func__, (own.__self__, *given), keywords, is_runner))
-    else:
-        _expand(own, False, False, values, pending)
-        wrapped = _wrapped_by(own)
-        method = None if wrapped is not None or is_library(type(own).__module__) else getattr(type(own), "__call__", None)  # noqa: B004
-        if wrapped is not None or isinstance(method, types.FunctionType):
-            bound = given if wrapped is not None else (own, *given)
-            pending.append((method if wrapped is None else wrapped, bound, keywords, is_runner))
-
-
-def _bind(
-    own: types.FunctionType, given: Sequence[Any], keywords: dict[str, Any], names: Sequence[str], is_runner: bool,
-    values: list[Any], pending: list[_Piece],
-) -> list[Any]:  # fmt: skip
-    """Note the defaults and bound arguments of a function, and return those that have certain names."""
-    code, defaults, by_name = own.__code__, own.__defaults__ or (), own.__kwdefaults__ or {}
-    values += [*by_name, *keywords]
-    for value in (*defaults, *by_name.values(), *given, *keywords.values()):
-        _expand(value, True, is_runner, values, pending)
-    if not names:
-        return []
-    positional = code.co_varnames[: code.co_argcount]
-    bound = dict(zip(positional[code.co_argcount - len(defaults) :], defaults, strict=True)) | by_name
-    bound |= dict(zip(positional, given, strict=False)) | keywords
-    return [bound.get(name, ABSENT) for name in names]
-
-
-def _expand(value: Any, is_own: bool, is_runner: bool, values: list[Any], pending: list[_Piece]) -> None:
-    """Note what stands for a value that has parts, or that is own code."""
-    is_code = is_own or is_runner
-    if isinstance(value, FUNCTIONS) and is_code and (not _is_librarys(value) or _wrapped_by(value) is not None):
-        pending.append((value, (), {}, is_runner and is_own))
-    elif isinstance(value, set):
-        values.append(frozenset(value))  # may have changed in place
-    elif isinstance(value, types.MethodType):
-        values += (value.__self__, value.__func__)  # the method itself is made each time
-    else:
-        values.append(value)
-        if _kinds[type(value)] & _PARTS and nnx.is_object(value):
-            values += [array for _, array in nnx.variables_of(value)]
-        elif is_code and (wrapped := _wrapped_by(value)) is not None:
-            pending.append((wrapped, (), {}, is_runner and is_own))
-        elif is_runner and not _is_librarys(value):
-            pending.append((value, (), {}, False))
-
-
-@functools.lru_cache(maxsize=MAX_CODES)
-def is_library(module: str) -> bool:
-    return module.partition(".")[0] in _LIBRARIES
+def _is_code(value: Any, is_runner: bool) -> bool:
+    """Tell whether a value is a function of the user's, a wrapper of one, or, in what runs steps, any callable of the user's."""
+    if _is_librarys(value):
+        return _wrapped_by(value) is not None
+    return is_runner or isinstance(value, FUNCTIONS)
 
 
 def _wrapped_by(value: Any) -> Any:
@@ -209,23 +192,32 @@ def _wrapped_by(value: Any) -> Any:
 
 
 def _is_librarys(value: Any) -> bool:
-    if isinstance(value, types.FunctionType):
-        return is_library(value.__globals__.get("__name__", ""))
-    if isinstance(value, functools.partial):
-        return _is_librarys(value.func)
-    if isinstance(value, types.MethodType):
-        return _is_librarys(value.__func__)
-    return is_library(type(value).__module__)
+    while isinstance(value, (functools.partial, types.MethodType)):
+        value = value.func if isinstance(value, functools.partial) else value.__func__
+    is_function = isinstance(value, types.FunctionType)
+    return is_library(value.__globals__.get("__name__", "") if is_function else type(value).__module__)
+
+
+@functools.lru_cache(maxsize=MAX_CODES)
+def is_library(module: str) -> bool:
+    return module.partition(".")[0] in _LIBRARIES
+
+
+@functools.lru_cache(maxsize=MAX_CODES)
+def _is_simple(kind: type) -> bool:
+    """Tell whether values of a type have neither code nor parts: they are no callables, no sets and nothing of NNX."""
+    of_nnx = any(base.__module__.startswith("flax.nnx") for base in kind.__mro__)
+    return not (of_nnx or issubclass(kind, set) or any("__call__" in vars(base) for base in kind.__mro__))
 
 
 def _content_of(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:
+    except ValueError:  # it is not assigned yet
         return ABSENT
 
 
-def read_along(value: Any, path: Path) -> tuple[Any, tuple[tuple[bool, Any], ...]]:
+def read_along(value: Any, path: Path) -> tuple[Any, Keys]:
     """Return what is at the end of a path, and the keys up to there: the inside of what is a library's is not looked at."""
     for position, (is_item, key) in enumerate(path.keys):
         if _is_whole(value, is_item, key):
@@ -242,13 +234,16 @@ def read_along(value: Any, path: Path) -> tuple[Any, tuple[tuple[bool, Any], ...
 
 def _is_whole(value: Any, is_item: bool, key: Any) -> bool:
     """Tell whether an attribute or item of a value is a library's, so that the value itself is compared."""
-    if not _kinds[type(value)] & _OPEN:
-        return True
     if isinstance(value, types.ModuleType):
         return is_library(value.__name__)
     if isinstance(value, type):
         return is_library(value.__module__)
-    return not is_item and _is_of_library(type(value), key)
+    return _is_closed(type(value)) or (not is_item and _is_of_library(type(value), key))
+
+
+@functools.lru_cache(maxsize=MAX_CODES)
+def _is_closed(kind: type) -> bool:
+    return is_library(kind.__module__) and not issubclass(kind, (*FUNCTIONS, *_HOLDERS))
 
 
 @functools.lru_cache(maxsize=MAX_CODES)
@@ -263,15 +258,13 @@ def _is_of_library(kind: type, key: str) -> bool:
 @functools.lru_cache(maxsize=MAX_CODES)
 def is_by_content(kind: type) -> bool:
     """Tell whether values of a type are compared by what they are, and not by their identity."""
-    return issubclass(kind, (*_BY_VALUE, *_BY_REPR, *_NESTS, np.generic))
+    return issubclass(kind, (*_BY_VALUE, *_BY_REPR, *_NESTS))
 
 
-def content_key(value: Any) -> Any:
+def content_key(value: Any) -> Hashable:
     """Return a hashable that is equal for values in whose place each other may be."""
     if not is_by_content(type(value)):
         return id(value)
-    if isinstance(value, np.generic):
-        return (type(value), value.tobytes())
     if isinstance(value, _BY_REPR):
         return (type(value), repr(value))
     if isinstance(value, _NESTS):
@@ -279,26 +272,22 @@ def content_key(value: Any) -> Any:
     return (type(value), value)
 
 
-def objects_in(values: Sequence[Any]) -> Iterator[Any]:
+def objects_in(values: Iterable[Any]) -> Iterator[Any]:
     """Yield the objects whose identity is in the keys of values: while they live, no other object can have it."""
     for value in values:
         if isinstance(value, _NESTS):
-            yield from objects_in(tuple(value))
+            yield from objects_in(value)
         elif value is not ABSENT and not is_by_content(type(value)):
             yield value
 
 
-def forget_made_anew(function: Any, runs_steps: bool = False) -> None:
+def forget_made_anew(function: Callable[..., Any], runs_steps: bool = False) -> None:
     """Compare the object instead of an attribute, such as a property, that is another object each time it is read."""
-    for _ in range(8):  # so many dots
-        first: list[Path] = []
-        second: list[Path] = []
-        before, after = seen_by(function, runs_steps, first), seen_by(function, runs_steps, second)
-        if len(before) == len(after):
-            changing = [path for path, a, b in zip(second, before, after, strict=True) if content_key(a) != content_key(b)]
-        else:
-            changing = [path for path in second if path not in first]
-        if not any(path.keys for path in changing):
+    while True:
+        before, after = seen_by(function, runs_steps), seen_by(function, runs_steps)  # both are held: no `id` comes twice
+        known = {(path, content_key(value)) for path, value in before}
+        changing = {path for path, value in after if path.keys and (path, content_key(value)) not in known}
+        if not changing:
             return
         for path in changing:
             path.keys = path.keys[:-1]
@@ -307,64 +296,67 @@ def forget_made_anew(function: Any, runs_steps: bool = False) -> None:
 # -- the names in code
 
 #: By `id`: the hash of code is of all its instructions.
-known_places: dict[int, tuple[types.CodeType, Places]] = {}
+_known_places: dict[int, Places] = {}
 
 
-def find_places(function: types.FunctionType) -> tuple[types.CodeType, Places]:
-    """Return a function's code, and what it reads; of a library's only what it closes over."""
+def places_of(function: types.FunctionType) -> Places:
+    """Return what a function's code reads; of a library's only what it closes over."""
     code = function.__code__
-    if (known := known_places.get(id(code))) is not None:
+    if (known := _known_places.get(id(code))) is not None:
         return known
-    reads: dict[tuple[str, str], dict[Any, None]] = {("free", name): {} for name in code.co_freevars}
+    named: dict[str, list[Path]] = {}
+    closed_over: dict[str, list[Path]] = {name: [] for name in code.co_freevars}
+    bound: dict[str, list[Path]] = {}
     if is_library(function.__globals__.get("__name__", "")):
-        for read in reads.values():
-            read[()] = None
+        closed_over = {name: [Path(name)] for name in code.co_freevars}
     else:
-        for scope, name, keys in _reads_in(code):
-            reads.setdefault((scope, name), {})[keys] = None
-    names = tuple(name for scope, name in reads if scope == "global")
-    arguments = tuple(name for (scope, name), read in reads.items() if scope == "local" and any(read))
-    order = [*(("global", n) for n in names), *(("free", n) for n in code.co_freevars), *(("local", n) for n in arguments)]
-    paths = tuple(tuple(Path(name, keys) for keys in reads[scope, name]) for scope, name in order)
-    if len(known_places) >= MAX_CODES:
-        known_places.clear()
-    known_places[id(code)] = found = code, Places(names, arguments, paths)
-    return found
+        for scope, name, keys in dict.fromkeys(_reads_in(code)):
+            if scope != "local" or keys:
+                found = {"global": named, "free": closed_over, "local": bound}[scope]
+                found.setdefault(name, []).append(Path(name, keys))
+    if len(_known_places) >= MAX_CODES:
+        _known_places.clear()
+    itself = Path(f"the code or an argument of {function.__name__}")
+    _known_places[id(code)] = places = Places(code, itself, named, list(closed_over.values()), bound)
+    return places
 
 
-def _reads_in(code: types.CodeType) -> Iterator[tuple[str, str, tuple[tuple[bool, Any], ...]]]:
+def _reads_in(code: types.CodeType) -> Iterator[tuple[str, str, Keys]]:
     """Yield each name that code reads: whether it is a global, free or local, and the keys that follow."""
-    instructions = [each for each in dis.get_instructions(code) if each.opname not in _SILENT]
-    for position, instruction in enumerate(instructions):
-        operation, name = instruction.opname, instruction.argval
-        if operation in ("LOAD_GLOBAL", "LOAD_NAME"):
-            scope = "global"
-        elif operation.startswith("LOAD") and "DEREF" in operation:
-            scope = "free" if name in code.co_freevars else "local"
-        elif "LOAD_FAST" in operation:
-            scope, name = "local", name[-1] if isinstance(name, tuple) else name
-        else:
+    scope, name = "", ""
+    keys: Keys = ()
+    constant: Any = None  # on top of what has been read so far: may be subscripted with
+    for instruction in dis.get_instructions(code):
+        operation, value = instruction.opname, instruction.argval
+        if operation in _SILENT:
             continue
-        yield scope, name, tuple(_keys_at(instructions, position + 1))
+        if scope and operation in ("LOAD_ATTR", "LOAD_METHOD") and constant is None:
+            keys += ((False, value),)
+        elif scope and operation in _CONSTANTS and isinstance(value, int | str) and constant is None:
+            constant = value
+        elif scope and constant is not None and (operation == "BINARY_SUBSCR" or instruction.argrepr == "[]"):
+            keys, constant = (*keys, (True, constant)), None
+        else:
+            if scope:
+                yield scope, name, keys
+            scope, name = _name_in(instruction, code)
+            keys, constant = (), None
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
             for scope, name, keys in _reads_in(inner):
-                if scope != "local":
-                    yield scope if scope == "global" or name in code.co_freevars else "local", name, keys
+                if scope == "global" or name in code.co_freevars:
+                    yield scope, name, keys
+                elif scope == "free":
+                    yield "local", name, keys
 
 
-def _keys_at(instructions: Sequence[dis.Instruction], position: int) -> Iterator[tuple[bool, Any]]:
-    while position < len(instructions):
-        one, other = instructions[position], instructions[min(position + 1, len(instructions) - 1)]
-        if one.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            yield False, one.argval
-            position += 1
-        elif one.opname in _CONSTANTS and _is_subscript(other) and isinstance(one.argval, int | str):
-            yield True, one.argval
-            position += 2
-        else:
-            return
-
-
-def _is_subscript(instruction: dis.Instruction) -> bool:
-    return instruction.opname == "BINARY_SUBSCR" or (instruction.opname == "BINARY_OP" and instruction.argrepr == "[]")
+def _name_in(instruction: dis.Instruction, code: types.CodeType) -> tuple[str, str]:
+    """Return whether an instruction reads a global, a free or a local variable, and which; two "" where it reads none."""
+    operation, name = instruction.opname, instruction.argval
+    if operation in ("LOAD_GLOBAL", "LOAD_NAME"):
+        return "global", name
+    if operation.startswith("LOAD") and "DEREF" in operation:
+        return "free" if name in code.co_freevars else "local", name
+    if "LOAD_FAST" in operation:
+        return "local", name[-1] if isinstance(name, tuple) else name
+    return "", ""

@@ -57,7 +57,7 @@ def check_means(findings: Findings) -> None:
 
 
 def check_gradients(findings: Findings, num_replicas: int) -> None:
-    """Refuse or warn of gradients that an optimizer combines otherwise than their losses were divided.
+    """Refuse or warn of gradients, and shares of losses, that are combined otherwise than the losses were divided.
 
     Raises:
         FactorOfReplicasError: when they have been combined, or are shares of a loss and are to be averaged.
@@ -65,6 +65,9 @@ def check_gradients(findings: Findings, num_replicas: int) -> None:
     gradients = [(note, state) for note, state in findings.marks if note.purpose in _COMBINES]
     for note, state in gradients:
         _refuse_contradiction(note, state, num_replicas)
+    means = [note.where for note, state in findings.marks if note.purpose is Purpose.MEAN and state.said is Said.SHARE]
+    for where in dict.fromkeys(means):
+        user_code.warn(_MEAN_OF_SHARES.format(where=where, num_replicas=num_replicas), FactorOfReplicasWarning)
     summed = [(note, state) for note, state in gradients if note.purpose is not Purpose.MEAN_GRADIENT]
     if num_replicas > 1 and gradients and all(state.is_same and state.said is Said.SHARE for _, state in gradients):
         user_code.warn(_SAME_WORK.format(where=gradients[0][0].where, num_replicas=num_replicas))
@@ -114,6 +117,11 @@ def _complaint(note: Mark, states: list[State], num_replicas: int) -> str:
     return _UNSPOKEN if is_unspoken and note.purpose is Purpose.GRADIENT else ""
 
 
+_MEAN_OF_SHARES = (
+    "the mean over the replicas at {where} is of this replica's share of a loss, or of what is computed from it, such as its "
+    "gradient: a loss for each example, or a loss of mr.losses, is divided by all rows, so that the shares of all replicas add "
+    "up, and their mean is R times too small (R = {num_replicas} here). Add them up: ctx.all_reduce('sum', value)."
+)
 _SAME_DATA = (
     "all {num_replicas} replicas computed the same gradients, from no data that differs by replica, and "
     "apply_gradients at {where} sums them: the update is {num_replicas} times that of one device, "

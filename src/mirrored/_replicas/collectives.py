@@ -62,8 +62,7 @@ class ReplicaAxis:
     @property
     def is_by_hand(self) -> bool:
         """Whether the user has said what travels together, or what takes the place of sums."""
-        has_packs = bool(self.bytes_per_pack) or num_packs_of(self.ops) != 1
-        return has_packs or accumulates(self.ops)
+        return bool(self.bytes_per_pack) or num_packs_of(self.ops) != 1 or accumulates(self.ops)
 
     def each(self, size: int) -> tuple[int, ...]:
         """Return on each replica what is `size` on this one: the length of an axis, a number of rows."""
@@ -100,6 +99,8 @@ def all_reduce(
     """
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_wrapped)
     arrays = [as_array(leaf, verb) for leaf in leaves]
+    if op is ReduceOp.MEAN:
+        arrays = [mark(array, Mark(Purpose.MEAN, "a mean", user_code.user_line())) for array in arrays]
     axes = [normalize_axes(array_axes, array.ndim, verb) for array in arrays]
     is_by_rows = by_rows and op is ReduceOp.MEAN and axis.sizes is not None and not any(axes)
     if accumulates(axis.ops):
@@ -109,9 +110,8 @@ def all_reduce(
         return jax.tree.unflatten(treedef, results)
     if is_by_rows:
         _, num_rows = axis.rows()
-        sums = _packed_sum(wide_by_rows(arrays, axis), axis)
-        means = [divide(total, num_rows, array.dtype) for total, array in zip(sums, arrays, strict=True)]
-        return jax.tree.unflatten(treedef, means)
+        sums = zip(_packed_sum(wide_by_rows(arrays, axis), axis), arrays, strict=True)
+        return jax.tree.unflatten(treedef, [divide(total, num_rows, array.dtype) for total, array in sums])
     counts = [_count(array, own, axis) for array, own in zip(arrays, axes, strict=True)]
     parts = [local_sums(op, array, own, count) for array, own, count in zip(arrays, axes, counts, strict=True)]
     totals = iter(_packed_sum([part for own in parts for part in own], axis))

@@ -15,7 +15,8 @@ import mirrored as mr
 
 #: A module of a user's that has imported names from `jax.lax`.
 OTHER = sys.modules["other_module"] = types.ModuleType("other_module")
-exec("from jax.lax import pmean, psum\nmean = lambda x: pmean(x, 'replica')\ntotal = lambda *args: psum(*args)", vars(OTHER))
+exec("from jax.lax import pmean, psum, pmean as plain_mean", vars(OTHER))
+exec("mean = lambda x: pmean(x, 'replica')\ntotal = lambda *args: psum(*args)", vars(OTHER))
 STRATEGIES = {r: mr.MirroredStrategy([f"cpu:{i}" for i in range(r)]) for r in (1, 2, 3, 8)}
 COLUMNS = 3
 RNG = np.random.default_rng(0)
@@ -162,6 +163,15 @@ def test_whatever_it_is_each_replica_weighs_as_much_as_it_has_rows():
         np.testing.assert_allclose(weighed[name], np.average(values, weights=[4, 3, 3]), rtol=1e-5, atol=1e-6, err_msg=name)
         np.testing.assert_allclose(plain[name], np.mean(values), rtol=1e-5, atol=1e-6, err_msg=name)
         np.testing.assert_array_equal(also[name], weighed[name])
+
+
+def test_a_mean_under_another_name_than_jaxs_is_jaxs_plain_one():
+    """As docs/concepts.md says: what a name stands for is not guessed."""
+    own, x = [0.5, 2.0], split(STRATEGIES[2], [0, 1, 2])
+    by_name, otherwise = STRATEGIES[2].run(
+        lambda x: (OTHER.pmean(x.mean(), "replica"), OTHER.plain_mean(x.mean(), "replica")), (x,)
+    )
+    assert (float(by_name), float(otherwise)) == (np.average(own, weights=[2, 1]), np.mean(own))
 
 
 def test_a_replica_without_rows_has_no_part_in_a_mean():
