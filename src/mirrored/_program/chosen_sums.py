@@ -15,8 +15,10 @@ from .._replicas.mesh import ReplicaMesh
 from .joined_sums import Joined
 
 
-def chosen(joined: Joined, mesh: ReplicaMesh, axis: ReplicaAxis) -> Joined:
+def choose_sums(joined: Joined, mesh: ReplicaMesh, axis: ReplicaAxis) -> Joined:
     """Return a step, traced with plain sums over the replicas, with those that `axis.ops` makes differently."""
+    if axis.ops is None:
+        return joined
     per_host, num_arrays = len(mesh.local_replicas), 0
 
     def sum_of(atom: Any) -> Sum | None:

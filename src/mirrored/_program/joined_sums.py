@@ -72,7 +72,7 @@ class _Buffer:
         self.num_parts += num_parts
 
 
-def joined(lifted: Lifted, is_mirrored: Sequence[bool], axis: ReplicaAxis) -> Joined:
+def join_sums(lifted: Lifted, is_mirrored: Sequence[bool], axis: ReplicaAxis) -> Joined:
     """Join the small sums of a step, and let them carry the sums of small results.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +23,11 @@ from .._replicas.mesh import ReplicaMesh
 from .._replicas.per_replica import PerReplica
 from .._text import bytes_in_words
 from .._typing import PyTree, Shape
-from .._variables import storage
+from .._variables import equal_copies, storage
 from .._variables.equal_copies import Watch
 from .._variables.storage import Home
+from .._variables.variable import spec_of
+from .._workers import joint_programs
 from .._workers.progress import in_main_thread
 from .call import NUMBERS, ArrayLeaf
 from .joined_sums import Joined
@@ -95,6 +97,40 @@ class Program:
     constants: list[Any]
     watch: Watch | None
     calls_host: bool
+
+    @classmethod
+    def compile(
+        cls,
+        mesh: ReplicaMesh,
+        lifted: Lifted,
+        name: str,
+        function: Callable[..., Any],
+        describe: Callable[[], str],
+        owner: str,
+        out_shardings: Any = None,
+        **more: Any,
+    ) -> Self:
+        """Compile a function of global arrays when it is first run, on all workers the same one.
+
+        Args:
+            mesh: the devices.
+            lifted: the pure function that it was made of.
+            name: the user's name of it.
+            function: takes the written variables, those only read, the arrays and the constants.
+            describe: writes it as text that is equal on workers which may run it together.
+            owner: what messages call it.
+            out_shardings: where the results shall be; None: where they are.
+            more: further fields of the program.
+        """
+        calls_host = jaxprs.has_host_callback(lifted.shown.jaxpr)
+        options = {} if out_shardings is None else {"out_shardings": out_shardings}
+        compiled: Callable[..., Any] = jax.jit(function, donate_argnums=() if calls_host else 0, **options)
+        if not mesh.is_alone:
+            is_update = any(not spec_of(variable).is_on_read for variable in lifted.written)
+            compiled = joint_programs.prepared(name, describe(), compiled, is_run=True, is_update=is_update)
+        constants = placement.mirror_constants(mesh, lifted.closed.consts, f"an array that {owner} closes over")
+        home, watch = storage.home_of(lifted.writes.slots), equal_copies.watch(mesh, lifted.variables)
+        return cls(name, mesh, lifted, home, compiled, constants, watch, calls_host, **more)
 
     def execute(self, arrays: list[Any]) -> list[Any]:
         """Run on placed arrays, keep what the variables became, and return the arrays of the result."""

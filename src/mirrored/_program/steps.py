@@ -11,32 +11,24 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
 
-from .._jax import interpreter, jaxprs, tracing
+from .._jax import tracing
 from .._options import CrossDeviceOps
-from .._replicas import frames, in_flight, placement
+from .._replicas import frames, placement
 from .._replicas.collectives import ReplicaAxis
 from .._replicas.context import ReplicaContext, own_parts
 from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh
 from .._replicas.per_replica import PerReplica, of_last_batch
 from .._replicas.spent import Spent, waited
-from .._typing import REPLICA_AXIS, PyTree
-from .._variables import equal_copies, storage
+from .._typing import PyTree
 from .._variables.access import claimed, load, store
-from .._variables.variable import spec_of
-from .._workers import joint_programs
-from . import lift, proof, refusals, returned_states, virtual
+from . import lift, pipeline, returned_states
 from .cache import Programs
 from .call import Call, argument_names, array_leaves, check_replicas, key_of, take_apart
-from .chosen_sums import chosen
 from .eager import is_eager, refuse_eager, run_eagerly, silenced
-from .joined_sums import Joined, joined, mean_of
-from .lift import Lifted, trace_step
-from .program import StepProgram, place, place_quickly, replica_frame, stacked_unless, unstacked
-from .proof import SAME, State, varying
-from .uneven import last_batch, traces
+from .program import StepProgram, place, place_quickly, replica_frame
+from .uneven import last_batch
 
 
 class Steps:
@@ -121,7 +113,7 @@ class Steps:
         is_new = program is None
         if program is None:
             with silenced() if is_eager.get() else contextlib.nullcontext():
-                program = _make_program(mesh, call, frame_with)
+                program = pipeline.make_program(mesh, call, frame_with)
             if not frames.is_traced() and not is_eager.get():
                 lift.warn_of_leaks(call.function)
             made = [(call, program), *self._made_for_last(call, coming, frame_with)]
@@ -145,7 +137,7 @@ class Steps:
         if later is None or self.programs.get(later.key) is not None:
             return []
         with last_batch.explained(coming):
-            return [(later, _make_program(self._mesh, later, frame_with))]
+            return [(later, pipeline.make_program(self._mesh, later, frame_with))]
 
 
 # -- running
@@ -172,97 +164,3 @@ def _run_merged(strategy: Any, frame: Frame, function: Any, args: Sequence[Any],
     with frames.entered(dataclasses.replace(frame, replica=context)):
         result = function(*own_args, **own_kwargs)
     return jax.tree.map(lambda x: PerReplica(frame.axis.stack(x)) if isinstance(x, jax.Array) else x, result)
-
-
-# -- making a program
-
-
-def _make_program(mesh: ReplicaMesh, call: Call, frame_with: Callable[[Any], Frame]) -> StepProgram:
-    leaves = call.array_leaves()
-    check_replicas(call.arrays, leaves, lambda: argument_names(call), mesh.num_replicas)
-    if call.is_uneven():
-        lifted, findings = traces.lift_uneven(call, frame_with, functools.partial(_input_states, call))
-    else:
-        traced = trace_step(call, [leaf.shape for leaf in leaves], frame_with(None))
-        lifted = traced.lifted(traced.touched)
-        findings = None
-    _refuse_per_replica_results(lifted)
-    findings = findings or proof.prove(lifted.shown.jaxpr, _input_states(call, lifted))
-    refusals.check_assignments(lifted, findings)
-    if not call.is_uneven():  # else each kind of replica has been looked at
-        refusals.check_gradients(findings, mesh.num_replicas)
-    is_mirrored = tuple(state.is_mirrored for state in findings.outputs[: lifted.num_results])
-    name, axis = call.name, frame_with(None).axis
-    assert axis is not None
-    is_split = [leaf.is_per_replica for leaf in leaves]
-    text = "" if mesh.is_alone else f"arguments by replica: {is_split}\n{lifted.describe()}\nmirrored results: {is_mirrored}"
-    text += f"\nadded up by {axis.ops}" if text and axis.ops is not None else ""
-    has_own_device = mesh.per_device == 1
-    may_join = findings.collectives and has_own_device
-    sums = joined(lifted, is_mirrored, axis) if may_join else Joined(lifted.closed)
-    if may_join and axis.ops is not None:
-        sums = chosen(sums, mesh, axis)
-    mapped = (_map if has_own_device else virtual.mapped)(mesh, lifted, sums, is_split, is_mirrored)
-    calls_host = jaxprs.has_host_callback(lifted.shown.jaxpr)
-    compiled = jax.jit(mapped, donate_argnums=() if calls_host else 0)
-    if text:
-        is_update = any(not spec_of(variable).is_on_read for variable in lifted.written)
-        compiled = joint_programs.prepared(name, text, compiled, is_run=True, is_update=is_update)
-    constants = lifted.closed.consts and placement.mirror_constants(
-        mesh, lifted.closed.consts, "an array that the step closes over"
-    )
-    home, watch = storage.home_of(lifted.writes.slots), equal_copies.watch(mesh, lifted.variables)
-    return StepProgram(name, mesh, lifted, home, compiled, constants, watch, calls_host, findings, mapped, is_mirrored, sums)
-
-
-def _map(
-    mesh: ReplicaMesh, lifted: Lifted, sums: Joined, is_per_replica: Sequence[bool], is_mirrored: Sequence[bool]
-) -> Callable[..., Any]:
-    """Make the function of global arrays: each replica takes its rows, runs the step, and gives rows back."""
-    num_results, num_outputs = lifted.num_results, lifted.num_results + len(lifted.writes.slots)
-
-    def body(written: list[Any], read_only: list[Any], arrays: list[Any], constants: list[Any]) -> Any:
-        values = [unstacked(a, spec_of(v).is_on_read) for a, v in zip((*written, *read_only), lifted.variables, strict=True)]
-        own = [unstacked(a, split) for a, split in zip(arrays, is_per_replica, strict=True)]
-        outputs = interpreter.evaluate(sums.closed, constants, [*values, *own])
-        results = [stacked_unless(same, r) for r, same in zip(outputs[:num_results], is_mirrored, strict=True)]
-        for total in outputs[num_outputs:]:
-            results += [total, mean_of(total, mesh.num_replicas)]
-        new = [
-            stacked_unless(not spec_of(v).is_on_read, n)
-            for v, n in zip(lifted.written, outputs[num_results:num_outputs], strict=True)
-        ]
-        return results, new, in_flight.new_witness(mesh.mirrored)
-
-    replicated, stacked = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
-    specs_of = lambda variables: [stacked if spec_of(v).is_on_read else replicated for v in variables]  # noqa: E731
-    in_specs = (
-        specs_of(lifted.written),
-        specs_of(lifted.read_only),
-        [stacked if split else replicated for split in is_per_replica],
-        replicated,
-    )
-    shown = [*(replicated if same else stacked for same in is_mirrored), *[replicated] * (2 * len(sums.carried))]
-    out_specs = (shown, specs_of(lifted.written), replicated)
-    # check_vma=False: gradients are local, and `_program/proof` takes the place of JAX's own check.
-    return jax.shard_map(body, mesh=mesh.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-
-
-def _input_states(call: Call, lifted: Lifted) -> list[State]:
-    states = []
-    for variable in lifted.variables:
-        origin = f"the sync-on-read variable {variable.name!r}, which has one value per replica"
-        states.append(varying(origin) if spec_of(variable).is_on_read else SAME)
-    names = argument_names(call)
-    for leaf, name in zip(call.array_leaves(), names, strict=True):
-        origin = f"the argument {name}, of which each replica has its own"
-        states.append(varying(origin) if leaf.is_per_replica else SAME)
-    return states
-
-
-def _refuse_per_replica_results(lifted: Lifted) -> None:
-    if any(lifted.plan.stacked):
-        raise TypeError(
-            "the step returned a PerReplica, which it must have taken from outside. Pass the PerReplica to the step in "
-            "strategy.run(fn, args=(...)): inside it is this replica's own array, and may be returned."
-        )

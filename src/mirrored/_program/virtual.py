@@ -30,10 +30,10 @@ from .levels import Agenda, Kind, Operation, Quantity
 from .lift import Lifted
 
 
-def mapped(
-    mesh: ReplicaMesh, lifted: Lifted, _: Any, is_per_replica: Sequence[bool], is_mirrored: Sequence[bool]
+def map_replicas(
+    mesh: ReplicaMesh, lifted: Lifted, is_per_replica: Sequence[bool], is_mirrored: Sequence[bool]
 ) -> Callable[..., Any]:
-    """Make the function of global arrays of a step; see `_program/steps._map`, which does so for one replica on each device."""
+    """Make the function of global arrays of a step; `_program/pipeline` does so for one replica on each device."""
     is_own = [spec_of(variable).is_on_read for variable in lifted.variables] + list(is_per_replica)
     ends = [not same for same in is_mirrored] + [spec_of(variable).is_on_read for variable in lifted.written]
 

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
 from jax.sharding import Mesh, NamedSharding
 
 from .._errors import StrategyMismatchError
@@ -24,12 +23,10 @@ from .._replicas import frames, in_flight
 from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh, default_mesh
 from .._replicas.per_replica import PerReplica, of_last_batch
-from .._replicas.placement import check_later, mirror_constants
+from .._replicas.placement import check_later
 from .._text import shown
 from .._typing import PyTree, Shape, UserFunction
-from .._variables import equal_copies, storage
 from .._variables.variable import Variable, spec_of
-from .._workers import joint_programs
 
 _programs: Programs[FunctionProgram] = Programs()
 
@@ -160,17 +157,9 @@ def _make(call: Call, frame: Frame) -> FunctionProgram:
         [mesh.stacked if spec_of(variable).is_on_read else mesh.mirrored for variable in lifted.written],
         mesh.mirrored,
     )
-    body = functools.partial(_pure, lifted, mesh)
-    calls_host = jaxprs.has_host_callback(lifted.shown.jaxpr)
-    compiled = jax.jit(body, donate_argnums=() if calls_host else 0, out_shardings=placements)
-    if not mesh.is_alone:
-        is_split = [leaf.is_per_replica for leaf in leaves]
-        text = f"arguments by replica: {is_split}\n{lifted.describe()}"
-        is_update = any(not spec_of(variable).is_on_read for variable in lifted.written)
-        compiled = joint_programs.prepared(name, text, compiled, is_run=True, is_update=is_update)
-    constants = mirror_constants(mesh, lifted.closed.consts, f"an array that {name} closes over")
-    home, watch = storage.home_of(lifted.writes.slots), equal_copies.watch(mesh, lifted.variables)
-    return FunctionProgram(name, mesh, lifted, home, compiled, constants, watch, calls_host)
+    is_split = [leaf.is_per_replica for leaf in leaves]
+    describe = lambda: f"arguments by replica: {is_split}\n{lifted.describe()}"  # noqa: E731
+    return FunctionProgram.compile(mesh, lifted, name, functools.partial(_pure, lifted, mesh), describe, name, placements)
 
 
 def _pure(lifted: Lifted, mesh: ReplicaMesh, written: Any, read_only: Any, arrays: Any, constants: Any) -> Any:
