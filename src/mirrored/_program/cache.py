@@ -9,15 +9,18 @@ import inspect
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any, Generic, NamedTuple
+
+from jax.sharding import Sharding
 
 from .._errors import RecompilationWarning
 from .._jax import tracing, user_code
 from .._text import shown
+from .._typing import UserFunction
 from .._variables.variable import Variable, spec_of
 from .call import ArrayLeaf, Call, leaf_names, static_key
-from .fast_path import FastPath, fast_path_to
+from .fast_path import FastPath, ProgramT, fast_path_to
 
 #: Programs kept per strategy, least recently used first out.
 MAX_PROGRAMS = 256
@@ -26,8 +29,6 @@ MAX_SILENT_RECOMPILATIONS = 8
 
 #: Told of each program that is made, and why it is another than the function's last one ("" for the first).
 listeners: list[Callable[[Any, str], None]] = []
-
-ProgramT = TypeVar("ProgramT")
 
 _all: weakref.WeakSet[Programs[Any]] = weakref.WeakSet()
 
@@ -44,9 +45,9 @@ class Programs(Generic[ProgramT]):
     """
 
     def __init__(self) -> None:
-        self._programs: collections.OrderedDict[Any, tuple[ProgramT, _Lifetime, str]] = collections.OrderedDict()
+        self._programs: collections.OrderedDict[Hashable, tuple[ProgramT, _Lifetime, str]] = collections.OrderedDict()
         self._seen: collections.OrderedDict[tuple[int, ...], _Seen] = collections.OrderedDict()
-        self.last: tuple[Any, ProgramT | None] = (None, None)
+        self.last: tuple[Hashable, ProgramT | None] = (None, None)
         self.fast_path: FastPath[ProgramT] | None = None
         self._sought: ProgramT | None = None  # to which a fast path was looked for
         _all.add(self)
@@ -58,7 +59,7 @@ class Programs(Generic[ProgramT]):
         """Return the programs, each with why it is another than the one before of its function; "" for the first."""
         return [(program, cause) for program, _, cause in list(self._programs.values())]
 
-    def get(self, key: Any) -> ProgramT | None:
+    def get(self, key: Hashable) -> ProgramT | None:
         found = self._programs.get(key)
         if found is None:
             return None
@@ -67,11 +68,14 @@ class Programs(Generic[ProgramT]):
             self._programs.move_to_end(key)
         return found[0]
 
-    def shorten(self, key: Any, program: ProgramT, function: Any, args: Sequence[Any], placement: Any, **more: Any) -> None:
+    def shorten(
+        self, key: tuple[Any, ...], program: ProgramT, function: UserFunction, args: Sequence[Any], placement: Sharding,
+        runs_steps: bool = False,
+    ) -> None:  # fmt: skip
         """Look for a fast path to a program that is asked for twice in a row; once, for there may be none."""
         if program is self._sought:
             return
-        self._sought, self.fast_path = program, fast_path_to(key, program, function, args, placement, **more)
+        self._sought, self.fast_path = program, fast_path_to(key, program, function, args, placement, runs_steps)
         if key not in self._programs:  # it has just ended
             self._sought = self.fast_path = None
 
@@ -81,10 +85,9 @@ class Programs(Generic[ProgramT]):
         """Keep a program, and return what the call was like for which the function's last one was made, if any.
 
         Args:
-            call: the call it was made for.
-            program: the program.
-            variables: those that it reads or writes. Compilations are counted for an owner and its variables: a new model,
-                such as that of the next fold of a cross-validation, has programs of its own.
+            call, program: the program, and the call that it was made for.
+            variables: those that it reads or writes. Compilations are counted for an owner and its variables, so that the
+                folds of a cross-validation are silent.
             owner: the function. Default: its code, because a step is often a new function in each turn of a loop.
             also: further objects with which the program ends.
         """
@@ -93,7 +96,8 @@ class Programs(Generic[ProgramT]):
         if owner is None:  # of what a decorator wraps: all that it makes have one code
             function = inspect.unwrap(call.function)
             owner = getattr(function, "__code__", function)
-        structure = _structure_of(call)
+        leaves = [leaf if isinstance(leaf, ArrayLeaf) else (static_key(leaf[0]), shown(leaf[0])) for leaf in call.leaves]
+        structure = Structure(call.treedef, leaves, call.named(), tracing.settings())
         before, count = self._count(owner, variables, structure)
         cause = "" if before is None else _reason(before, structure, leaf_names(call))
         key = call.key
@@ -123,7 +127,7 @@ class Programs(Generic[ProgramT]):
             self._seen.popitem(last=False)
         return seen.structure, seen.times + 1
 
-    def _drop_program(self, key: Any) -> None:
+    def _drop_program(self, key: Hashable) -> None:
         dropped = self._programs.pop(key, None)
         if dropped is None:
             return
@@ -138,7 +142,7 @@ class Programs(Generic[ProgramT]):
             self._drop_program(key)
 
 
-def _drop_from(programs: weakref.ref[Programs[Any]], key: Any, _: Any) -> None:
+def _drop_from(programs: weakref.ref[Programs[Any]], key: Hashable, _: object) -> None:
     if (found := programs()) is not None:
         found._drop_program(key)
 
@@ -199,9 +203,9 @@ class Structure(NamedTuple):
     """
 
     treedef: Any
-    leaves: list[Any]
-    named: dict[str, Any]
-    settings: Any
+    leaves: list[ArrayLeaf | tuple[Hashable, str]]
+    named: dict[str, Hashable]
+    settings: tuple[Any, ...]
 
 
 class _Seen(NamedTuple):
@@ -223,11 +227,6 @@ def _refer_to(owner: Any) -> Callable[[], Any]:
         return weakref.ref(owner)
     except TypeError:
         return lambda: None
-
-
-def _structure_of(call: Call) -> Structure:
-    leaves = [leaf if isinstance(leaf, ArrayLeaf) else (static_key(leaf[0]), shown(leaf[0])) for leaf in call.leaves]
-    return Structure(call.treedef, leaves, call.named(), tracing.settings())
 
 
 def _reason(before: Structure, after: Structure, names: Sequence[str]) -> str:
@@ -253,7 +252,7 @@ def _reason(before: Structure, after: Structure, names: Sequence[str]) -> str:
     return "something that it closes over is another object. Define the step once, outside of the loop, and pass what changes."
 
 
-def _reason_of_name(name: str, old: Any, new: Any) -> str:
+def _reason_of_name(name: str, old: Hashable, new: Hashable) -> str:
     if isinstance(old, tuple) and isinstance(new, tuple):
         return (
             f"{name}, which it reads, changed from {_content(old)} to {_content(new)}. What a step reads is compiled into it. "
@@ -277,5 +276,5 @@ def _type_of(leaf: ArrayLeaf) -> str:
     return text + " on each replica" * leaf.is_per_replica + " of a Python number" * leaf.is_weak
 
 
-def _shown(leaf: Any) -> str:
+def _shown(leaf: ArrayLeaf | tuple[Hashable, str]) -> str:
     return f"an array of shape {leaf.shape}" if isinstance(leaf, ArrayLeaf) else leaf[1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +15,7 @@ from .._jax import tracing
 from .._models import equinox
 from .._replicas.arrays import check_range, is_numeric, refuse_mask
 from .._replicas.per_replica import PerReplica, require_whole, stack_of, uneven_shapes
-from .._typing import PyTree, Shape
+from .._typing import PyTree, Shape, UserFunction
 from .._variables.variable import Variable
 from .guards import ABSENT, FUNCTIONS, content_key, forget_made_anew, is_by_content, objects_in, seen_by
 
@@ -37,7 +37,7 @@ class ArrayLeaf(NamedTuple):
     """
 
     shape: Shape
-    dtype: Any
+    dtype: np.dtype[Any]
     is_weak: bool
     is_per_replica: bool
     shapes: tuple[Shape, ...] | None = None
@@ -47,6 +47,8 @@ class ArrayLeaf(NamedTuple):
         return jax.ShapeDtypeStruct(shape, self.dtype, weak_type=self.is_weak)
 
 
+#: What the function sees, the structure of the arguments, and what each of their leaves is.
+CallKey = tuple[Hashable, Hashable, tuple[ArrayLeaf | Hashable, ...]]
 _array_leaf = functools.partial(tuple.__new__, ArrayLeaf)  # without the Python function of NamedTuple, in every step
 
 
@@ -62,12 +64,12 @@ class Call(NamedTuple):
         runs_steps: whether it is the call of an `mr.function`.
     """
 
-    key: Any
-    function: Callable[..., Any]
+    key: CallKey
+    function: UserFunction
     arrays: list[Any]
     treedef: Any
-    leaves: list[Any]
-    seeing: Callable[..., Any]
+    leaves: list[ArrayLeaf | tuple[Any]]
+    seeing: UserFunction
     runs_steps: bool
 
     @property
@@ -94,7 +96,7 @@ class Call(NamedTuple):
         forget_made_anew(self.seeing, self.runs_steps)
         return self._replace(key=(function_key(self.seeing, self.runs_steps), *self.key[1:]))
 
-    def named(self) -> dict[str, Any]:
+    def named(self) -> dict[str, Hashable]:
         """Return what the function's own code names, in words, and for each what is in the key."""
         return {path.text: content_key(value) for path, value in seen_by(self.seeing, self.runs_steps)}
 
@@ -107,11 +109,11 @@ class Call(NamedTuple):
             yield from objects_in(value for _, value in seen_by(function, runs_steps))
 
 
-def _is_leaf(leaf: Any) -> bool:
+def _is_leaf(leaf: object) -> bool:
     return type(leaf) in _WHOLE
 
 
-def take_apart(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], runs_steps: bool = False) -> Call:
+def take_apart(function: UserFunction, args: Sequence[Any], kwargs: dict[str, Any], runs_steps: bool = False) -> Call:
     """Separate a call into what is compiled in and what is passed to the program.
 
     Arrays (jax, numpy, PerReplica, those of other libraries on the host) and Python numbers are passed; everything else is static
@@ -120,12 +122,13 @@ def take_apart(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[s
     key, arrays = key_of(function, args, kwargs, runs_steps)
     flat, treedef = jax.tree.flatten((tuple(args), kwargs), is_leaf=_is_leaf)
     leaves = [kind if isinstance(kind, ArrayLeaf) else (leaf,) for leaf, kind in zip(flat, key[2], strict=True)]
-    return Call(key, function, arrays, treedef, leaves, _with_objects(function, args, kwargs, flat, key[2]), runs_steps)
+    seeing = _with_objects(function, args, kwargs, [leaf[0] for leaf in leaves if not isinstance(leaf, ArrayLeaf)])
+    return Call(key, function, arrays, treedef, leaves, seeing, runs_steps)
 
 
 def key_of(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], runs_steps: bool = False
-) -> tuple[Any, list[Any]]:
+    function: UserFunction, args: Sequence[Any], kwargs: dict[str, Any], runs_steps: bool = False
+) -> tuple[CallKey, list[Any]]:
     """Return a call's key and its array arguments, which is all that a warm step looks at."""
     if not kwargs and _LEAVES.issuperset(map(type, args)):
         flat, structure, compiled_in = args, len(args), frozenset()  # most steps: nothing to flatten
@@ -134,7 +137,8 @@ def key_of(
         compiled_in = equinox.places_in_modules(structure)
     name_of = functools.partial(_name_at, function, args, kwargs)
     arrays: list[Any] = []
-    kinds: list[Any] = []  # for each leaf, an ArrayLeaf or a static key
+    static: list[Any] = []
+    kinds: list[ArrayLeaf | Hashable] = []  # for each leaf, an ArrayLeaf or a static key
     for leaf in flat:
         if isinstance(leaf, PerReplica):
             array = stack_of(leaf)
@@ -154,17 +158,15 @@ def key_of(
             kinds.append(_array_leaf((array.shape, jax.dtypes.canonicalize_dtype(array.dtype), False, False, None)))
         else:
             kinds.append(static_key(leaf))
+            static.append(leaf)
             continue
         arrays.append(array)
-    seeing = function if len(arrays) == len(kinds) else _with_objects(function, args, kwargs, flat, kinds)
+    seeing = _with_objects(function, args, kwargs, static) if static else function
     return (function_key(seeing, runs_steps), structure, tuple(kinds)), arrays
 
 
-def _with_objects(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], leaves: Sequence[Any], kinds: Sequence[Any]
-) -> Callable[..., Any]:
+def _with_objects(function: UserFunction, args: Sequence[Any], kwargs: dict[str, Any], static: Sequence[Any]) -> UserFunction:
     """Return what sees the same as a function whose arguments that are objects, such as `self`, are bound."""
-    static = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if not isinstance(kind, ArrayLeaf)]
     objects = {id(leaf) for leaf in static if _is_by_identity(leaf) and not isinstance(leaf, (*_WHOLE, *FUNCTIONS))}
     if not objects:
         return function
@@ -205,7 +207,7 @@ def _host_array(leaf: Any, name: Callable[[], str]) -> np.ndarray:
     return array
 
 
-def array_leaves(key: Any) -> list[ArrayLeaf]:
+def array_leaves(key: CallKey) -> list[ArrayLeaf]:
     """Return what a key of `key_of` says about the array arguments."""
     return [kind for kind in key[2] if isinstance(kind, ArrayLeaf)]
 
@@ -223,11 +225,11 @@ def check_replicas(arrays: Sequence[Any], leaves: Sequence[ArrayLeaf], names: Ca
             )
 
 
-def _name_at(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], position: int) -> str:
+def _name_at(function: UserFunction, args: Sequence[Any], kwargs: dict[str, Any], position: int) -> str:
     return _names(function, jax.tree.structure((tuple(args), kwargs), is_leaf=_is_leaf))[position]
 
 
-def static_key(value: Any) -> Any:
+def static_key(value: Any) -> Hashable:
     """Return a hashable that is equal for static values which give the same program."""
     if isinstance(value, FUNCTIONS):
         return (type(value), *function_key(value, False))
@@ -236,13 +238,13 @@ def static_key(value: Any) -> Any:
     return (type(value), id(value) if _is_by_identity(value) else value)
 
 
-def function_key(function: Any, runs_steps: bool) -> Any:
+def function_key(function: UserFunction, runs_steps: bool) -> tuple[Hashable, ...]:
     """Return a hashable that is equal for functions whose code and all that it names are the same, under the same settings."""
     values = [id(v) if not is_by_content(type(v)) else content_key(v) for _, v in seen_by(function, runs_steps)]
     return (*values, tracing.settings())
 
 
-def _is_by_identity(value: Any) -> bool:
+def _is_by_identity(value: object) -> bool:
     """Tell whether an object is equal to itself only. Its `id` is in keys then, so that they do not keep it alive."""
     kind = type(value)
     if isinstance(value, Variable) or (kind.__hash__ is object.__hash__ and kind.__eq__ is object.__eq__):
@@ -263,7 +265,7 @@ def leaf_names(call: Call) -> list[str]:
     return _names(call.function, call.treedef)
 
 
-def _names(function: Callable[..., Any], treedef: Any) -> list[str]:
+def _names(function: UserFunction, treedef: Any) -> list[str]:
     tree = jax.tree.unflatten(treedef, list(range(treedef.num_leaves)))
     paths, _ = jax.tree_util.tree_flatten_with_path(tree)
     try:

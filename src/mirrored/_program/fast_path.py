@@ -8,9 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
+import numpy as np
+from jax.sharding import Sharding
 
 from .._jax import tracing
 from .._replicas.per_replica import PerReplica, stack_of, uneven_shapes
+from .._typing import Shape, UserFunction
 from .guards import ABSENT, Keys, is_by_content, places_of, read_along, seen_by
 
 ProgramT = TypeVar("ProgramT")
@@ -44,7 +47,7 @@ class _Look(NamedTuple):
     inner: list[tuple[int, _Look]]
     kept: list[Any]
 
-    def is_of(self, function: Any) -> bool:
+    def is_of(self, function: object) -> bool:
         """Tell whether a function has all this, and nothing else; an error when it closes over what is not there yet."""
         if type(function) is not types.FunctionType:
             return False
@@ -75,16 +78,16 @@ class FastPath(NamedTuple, Generic[ProgramT]):
         placement: where all of them are.
     """
 
-    key: Any
+    key: tuple[Any, ...]
     program: ProgramT
     look: _Look
     settings: tuple[Any, ...]
     kind: type | None
     names: list[str]
-    described: list[tuple[Any, Any]]
-    placement: Any
+    described: list[tuple[Shape, np.dtype[Any]]]
+    placement: Sharding
 
-    def arrays_of(self, function: Any, args: Sequence[Any]) -> list[Any] | None:
+    def arrays_of(self, function: object, args: Sequence[Any]) -> list[Any] | None:
         """Return the arrays of a call without keyword arguments if it has the same key, else None: then it may have it, too."""
         _, _, look, settings, kind, names, described, placement = self
         if kind is not None:
@@ -111,7 +114,7 @@ class FastPath(NamedTuple, Generic[ProgramT]):
 
 
 def fast_path_to(
-    key: Any, program: ProgramT, function: Callable[..., Any], args: Sequence[Any], placement: Any, runs_steps: bool = False
+    key: tuple[Any, ...], program: ProgramT, function: UserFunction, args: Sequence[Any], placement: Sharding, runs_steps: bool
 ) -> FastPath[ProgramT] | None:
     """Return the fast path to the program of a call; None if there is none.
 
@@ -141,7 +144,7 @@ def fast_path_to(
     return FastPath(key, program, look, tracing.settings(), kind, names, described, placement)
 
 
-def _look_at(function: Any, depth: int, looked: set[int]) -> _Look | None:
+def _look_at(function: object, depth: int, looked: set[int]) -> _Look | None:
     """Return a look at a function, and note its ids; None if ids do not tell, as of defaults of arguments and methods."""
     if not depth or type(function) is not types.FunctionType or function.__defaults__ or function.__kwdefaults__:
         return None
@@ -156,7 +159,8 @@ def _look_at(function: Any, depth: int, looked: set[int]) -> _Look | None:
         for place, root in enumerate(roots)
         if place >= len(places.named) and (look := _look_at(root, depth - 1, looked)) is not None
     ]
-    reads: list[tuple[int, Callable[[Any], Any]]] = []
+    values = list(roots)
+    reads: list[tuple[int, Callable[[Any], Any], int]] = []
     for place, paths in enumerate([*places.named.values(), *places.closed_over]):
         for path in paths:
             end, keys = read_along(roots[place], path)
@@ -165,15 +169,14 @@ def _look_at(function: Any, depth: int, looked: set[int]) -> _Look | None:
             # A method is made each time: its object and its function are looked at.
             ends = ("__self__", "__func__") if keys and isinstance(end, types.MethodType) else ()
             ways = [(*keys, (False, name)) for name in ends] or [keys]
-            reads += [(place, _getter(way)) for way in ways if way]
-    values = [*roots, *(get(roots[place]) for place, get in reads)]
+            for get in map(_getter, filter(None, ways)):
+                values.append(get(roots[place]))
+                reads.append((place, get, id(values[-1])))
     if any(is_by_content(type(value)) and type(value) not in _PLAIN for value in values):
         return None  # numpy's numbers, and tuples, are made again
-    ids = list(map(id, values))
-    looked.update([id(places.code), *ids])
-    known = [(place, get, identity) for (place, get), identity in zip(reads, ids[len(roots) :], strict=True)]
+    looked.update([id(places.code), *map(id, values)])
     kept = [value for value in values if type(value) in _PLAIN]
-    return _Look(id(places.code), tuple(places.named), ids[: len(roots)], known, inner, kept)
+    return _Look(id(places.code), tuple(places.named), list(map(id, roots)), reads, inner, kept)
 
 
 def _getter(keys: Keys) -> Callable[[Any], Any]:

@@ -103,11 +103,7 @@ class _Walk:
     def enter(
         self, path: Path, own: Any, is_runner: bool, args: tuple[Any, ...] = (), keywords: Mapping[str, Any] = _NO_KEYWORDS
     ) -> None:
-        """Look into own code with its bound arguments: a function, a method, a partial, a wrapper or a callable object.
-
-        Args:
-            is_runner: whether the functions that it names count as own code, too.
-        """
+        """Look into own code with its bound arguments; of a runner the functions that it names count as own code, too."""
         if isinstance(own, functools.partial):
             self.seen.append((path, (len(own.args), *own.keywords)))
             return self.enter(path, own.func, is_runner, (*own.args, *args), {**own.keywords, **keywords})
