@@ -31,6 +31,7 @@ from .._variables.storage import WeakVariables
 from .._variables.variable import Variable, is_variable, spec_of
 from . import mistakes, scalar_args
 from .call import Call
+from .guards import seen_by
 
 #: What changes a program's numbers and not its text.
 _SETTINGS = ("jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable")
@@ -289,11 +290,11 @@ def warn_of_leaks(function: Any) -> None:
 
     Only the last element of a list and the last value of a dict are looked at.
     """
-    for name, value in _named(function):
+    for path, value in seen_by(function):
         if _ends_with_traced(value):
             user_code.warn(
-                f"the step has put an array into `{name}`. It is traced once and then run, so what it puts there has no value. "
-                f"Return the array: x = strategy.run(step), and put x into `{name}` outside."
+                f"the step has put an array into `{path.text}`. It is traced once and then run, so what it puts there has no "
+                f"value. Return the array: x = strategy.run(step), and put x into `{path.text}` outside."
             )
 
 
@@ -303,30 +304,6 @@ def _ends_with_traced(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return bool(value) and _ends_with_traced(value[-1])
     return isinstance(value, jax.core.Tracer)
-
-
-def _named(function: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the globals and closed-over values that a function names, and their attributes that it names."""
-    owner = getattr(function, "__self__", None)
-    function = getattr(function, "__func__", function)
-    if not isinstance(function, types.FunctionType):
-        return
-    names = set(_names_in(function.__code__))
-    values = {name: function.__globals__[name] for name in names & function.__globals__.keys()}
-    values |= inspect.getclosurevars(function).nonlocals
-    values |= {} if owner is None else {"self": owner}
-    for name, value in values.items():
-        yield name, value
-        has_attributes = type(value).__dictoffset__ and not isinstance(value, types.ModuleType)
-        attributes = value.__dict__ if has_attributes else {}
-        yield from ((f"{name}.{attribute}", attributes[attribute]) for attribute in names & attributes.keys())
-
-
-def _names_in(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):
-            yield from _names_in(inner)
 
 
 def trace_step(call: Call, shapes: Sequence[Shape], frame: Frame) -> Traced:

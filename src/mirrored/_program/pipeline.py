@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from .._jax import interpreter
@@ -15,14 +16,13 @@ from .._replicas import in_flight
 from .._replicas.collectives import ReplicaAxis
 from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh
-from .._typing import REPLICA_AXIS
 from .._variables.variable import spec_of
 from . import proof, refusals, virtual
 from .call import Call, argument_names, check_replicas
 from .chosen_sums import choose_sums
 from .joined_sums import Joined, join_sums, mean_of
 from .lift import Lifted, trace_step
-from .program import StepProgram, stacked_unless, unstacked
+from .program import StepProgram
 from .proof import SAME, Findings, State, varying
 from .uneven import traces
 
@@ -140,47 +140,40 @@ def _prove(call: Call, lifted: Lifted, findings: Findings, axis: ReplicaAxis) ->
 
 
 def _map(mesh: ReplicaMesh, proven: Proven) -> Mapped:
-    lifted, is_mirrored = proven.lifted, proven.is_mirrored
-    if mesh.per_device > 1:
-        return Mapped(proven, Joined(lifted.closed), virtual.map_replicas(mesh, lifted, proven.is_split, is_mirrored))
-    sums = Joined(lifted.closed)
-    if proven.findings.collectives:
-        sums = join_sums(lifted, is_mirrored, proven.axis)
-        sums = choose_sums(sums, mesh, proven.axis)
-    return Mapped(proven, sums, _map_replicas(mesh, lifted, sums, proven.is_split, is_mirrored))
-
-
-def _map_replicas(
-    mesh: ReplicaMesh, lifted: Lifted, sums: Joined, is_split: Sequence[bool], is_mirrored: Sequence[bool]
-) -> Callable[..., Any]:
     """Make the function of global arrays: each replica takes its rows, runs the step, and gives rows back."""
+    lifted, has_own_device = proven.lifted, mesh.per_device == 1
+    sums = Joined(lifted.closed)
+    if proven.findings.collectives and has_own_device:
+        sums = join_sums(lifted, proven.is_mirrored, proven.axis)
+        sums = choose_sums(sums, mesh, proven.axis)
     num_results, num_outputs = lifted.num_results, lifted.num_results + len(lifted.writes.slots)
+    is_own = [spec_of(variable).is_on_read for variable in lifted.variables] + proven.is_split
+    ends = [not same for same in proven.is_mirrored] + [spec_of(variable).is_on_read for variable in lifted.written]
+    run = _run_replica if has_own_device else functools.partial(virtual.run_replicas, mesh, lifted)
 
     def body(written: list[Any], read_only: list[Any], arrays: list[Any], constants: list[Any]) -> Any:
-        values = [unstacked(a, spec_of(v).is_on_read) for a, v in zip((*written, *read_only), lifted.variables, strict=True)]
-        own = [unstacked(a, split) for a, split in zip(arrays, is_split, strict=True)]
-        outputs = interpreter.evaluate(sums.closed, constants, [*values, *own])
-        results = [stacked_unless(same, r) for r, same in zip(outputs[:num_results], is_mirrored, strict=True)]
+        outputs = run(sums, constants, [*written, *read_only, *arrays], is_own, ends)
+        results = outputs[:num_results]
         for total in outputs[num_outputs:]:
             results += [total, mean_of(total, mesh.num_replicas)]
-        new = [
-            stacked_unless(not spec_of(v).is_on_read, n)
-            for v, n in zip(lifted.written, outputs[num_results:num_outputs], strict=True)
-        ]
-        return results, new, in_flight.new_witness(mesh.mirrored)
+        return results, outputs[num_results:num_outputs], in_flight.new_witness(mesh.mirrored)
 
-    replicated, stacked = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
-    specs_of = lambda variables: [stacked if spec_of(v).is_on_read else replicated for v in variables]  # noqa: E731
-    in_specs = (
-        specs_of(lifted.written),
-        specs_of(lifted.read_only),
-        [stacked if split else replicated for split in is_split],
-        replicated,
-    )
-    shown = [*(replicated if same else stacked for same in is_mirrored), *[replicated] * (2 * len(sums.carried))]
-    out_specs = (shown, specs_of(lifted.written), replicated)
+    replicated, stacked = PartitionSpec(), PartitionSpec(mesh.axis)
+    inputs, outputs = ([stacked if own else replicated for own in flags] for flags in (is_own, ends))
+    first, rest = len(lifted.written), len(lifted.variables)
+    in_specs = (inputs[:first], inputs[first:rest], inputs[rest:], replicated)
+    out_specs = ([*outputs[:num_results], *[replicated] * (2 * len(sums.carried))], outputs[num_results:], replicated)
     # check_vma=False: gradients are local, and `_program/proof` takes the place of JAX's own check.
-    return jax.shard_map(body, mesh=mesh.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    function = jax.shard_map(body, mesh=mesh.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return Mapped(proven, sums, function)
+
+
+def _run_replica(sums: Joined, constants: list[Any], inputs: list[Any], is_own: list[bool], ends: list[bool]) -> list[Any]:
+    """Run a step on the device of a replica; arrays of its own values have a first axis of 1 outside of it."""
+    values = [jnp.squeeze(array, 0) if own else array for array, own in zip(inputs, is_own, strict=True)]
+    outputs = interpreter.evaluate(sums.closed, constants, values)
+    own = [jnp.expand_dims(array, 0) if end else array for array, end in zip(outputs, ends, strict=False)]
+    return [*own, *outputs[len(ends) :]]
 
 
 # -- Mapped -> StepProgram

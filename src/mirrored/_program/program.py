@@ -110,16 +110,11 @@ class Program:
         out_shardings: Any = None,
         **more: Any,
     ) -> Self:
-        """Compile a function of global arrays when it is first run, on all workers the same one.
+        """Make the program of a function of `(written, read_only, arrays, constants)`, the same on all workers.
 
         Args:
-            mesh: the devices.
-            lifted: the pure function that it was made of.
-            name: the user's name of it.
-            function: takes the written variables, those only read, the arrays and the constants.
             describe: writes it as text that is equal on workers which may run it together.
-            owner: what messages call it.
-            out_shardings: where the results shall be; None: where they are.
+            owner: what messages call the function.
             more: further fields of the program.
         """
         calls_host = jaxprs.has_host_callback(lifted.shown.jaxpr)

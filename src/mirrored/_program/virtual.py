@@ -15,41 +15,34 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from .._errors import ContextError
 from .._jax import interpreter, jaxprs, tracing
 from .._jax.interpreter import Evaluation, Interpreter, run_cond, run_scan, run_while
 from .._jax.primitives import DEVICE_RANDOM, HOST_EFFECTS, MAKE_SAME, RANDOM
-from .._replicas import in_flight
 from .._replicas.mesh import ReplicaMesh
 from .._typing import REPLICA_AXIS
-from .._variables.variable import spec_of
 from . import levels, pushed
 from .levels import Agenda, Kind, Operation, Quantity
 from .lift import Lifted
 
 
-def map_replicas(
-    mesh: ReplicaMesh, lifted: Lifted, is_per_replica: Sequence[bool], is_mirrored: Sequence[bool]
-) -> Callable[..., Any]:
-    """Make the function of global arrays of a step; `_program/pipeline` does so for one replica on each device."""
-    is_own = [spec_of(variable).is_on_read for variable in lifted.variables] + list(is_per_replica)
-    ends = [not same for same in is_mirrored] + [spec_of(variable).is_on_read for variable in lifted.written]
+def run_replicas(
+    mesh: ReplicaMesh, lifted: Lifted, _: Any, constants: list[Any], inputs: list[Any], is_own: list[bool], ends: list[bool]
+) -> list[Any]:
+    """Run a step for all replicas of a device.
 
-    def body(written: list[Any], read_only: list[Any], arrays: list[Any], constants: list[Any]) -> Any:
-        device = _Device(mesh)
-        outputs = device.run(_jaxpr_of(lifted), constants, [*written, *read_only, *arrays], is_own)
-        placed = [device.as_kind(*output, end) for output, end in zip(outputs, ends, strict=True)]
-        witness = in_flight.new_witness(mesh.mirrored)
-        return placed[: lifted.num_results], placed[lifted.num_results :], witness
-
-    replicated, stacked = PartitionSpec(), PartitionSpec(mesh.axis)
-    specs_of = lambda flags: [stacked if flag else replicated for flag in flags]  # noqa: E731
-    cut = len(lifted.written), len(lifted.variables)
-    in_specs = (specs_of(is_own[: cut[0]]), specs_of(is_own[cut[0] : cut[1]]), specs_of(is_per_replica), replicated)
-    out_specs = (specs_of(ends[: lifted.num_results]), specs_of(ends[lifted.num_results :]), replicated)
-    return jax.shard_map(body, mesh=mesh.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    Args:
+        mesh: the devices.
+        lifted: the step.
+        constants: the arrays that it closes over.
+        inputs: its arguments.
+        is_own: for each of them, whether it holds the replicas' own values.
+        ends: the same for its outputs.
+    """
+    device = _Device(mesh)
+    outputs = device.run(_jaxpr_of(lifted), constants, inputs, is_own)
+    return [device.as_kind(*output, end) for output, end in zip(outputs, ends, strict=True)]
 
 
 def _jaxpr_of(lifted: Lifted) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -29,9 +30,6 @@ from ..lift import Lifted, ResultPlan, Touched, Traced, static_value, trace_step
 from ..proof import Findings, State
 from . import align, match_collectives, merge, nodes
 from .kinds import Kinds, find_kinds
-
-#: A trace may show that a size was guessed wrong; after this many, sizes are found out one question at a time.
-_MAX_TRACES = 3
 
 
 def lift_uneven(
@@ -78,10 +76,6 @@ def _known_line(lines: Sequence[str]) -> str:
 # -- tracing for each kind
 
 
-class _UnknownSize(BaseException):
-    """A trace has asked for a size that is not known yet. Users never see it."""
-
-
 class _AskedSizes:
     """The sizes on all replicas that a step asks for while it is traced for one kind.
 
@@ -90,17 +84,15 @@ class _AskedSizes:
 
     Args:
         known: what each kind asked before.
-        may_guess: False to stop the trace instead.
 
     Attributes:
         asked: what this trace asked.
     """
 
-    def __init__(self, kinds: Kinds, kind: int, known: Sequence[Sequence[int]], may_guess: bool = True) -> None:
+    def __init__(self, kinds: Kinds, kind: int, known: Sequence[Sequence[int]]) -> None:
         self._kinds = kinds
         self._kind = kind
         self._known = known
-        self._may_guess = may_guess
         self.asked: list[int] = []
         self._answers: list[tuple[int, ...]] = []
         self._renew_caches: Callable[[], None] = lambda: None
@@ -123,10 +115,8 @@ class _AskedSizes:
         self.asked.append(size)
         if all(k < len(sizes) for sizes in self._known) and self._known[self._kind][k] == size:
             answer = self._answer(k, self._known)
-        elif self._may_guess:
-            answer = self._kinds.guess(self._kind, size)
         else:
-            raise _UnknownSize
+            answer = self._kinds.guess(self._kind, size)
         self._answers.append(answer)
         return answer
 
@@ -166,54 +156,37 @@ class _Tracer:
                     return True
         return False
 
-    def sizes(self, known: Sequence[Sequence[int]], may_guess: bool = True) -> list[_AskedSizes]:
-        return [_AskedSizes(self.kinds, kind, known, may_guess) for kind in range(len(self.kinds.shapes))]
+    def sizes(self, known: Sequence[Sequence[int]]) -> list[_AskedSizes]:
+        return [_AskedSizes(self.kinds, kind, known) for kind in range(len(self.kinds.shapes))]
 
 
 def _trace_all(tracer: _Tracer) -> tuple[Touched, list[Lifted]]:
     """Find the variables that any kind of replica touches, and trace the step for each kind with the right sizes.
 
-    Guesses need few traces and are nearly always right. When they are not, the step may even fail because of
-    them, so that all is done again, one question at a time.
+    Guesses are nearly always right, and then each kind is traced once. A wrong one is found when all kinds have asked, and may even
+    make the step fail; the next round has the right answer to one more question at least.
     """
-    sizes = tracer.sizes([[]] * len(tracer.kinds.shapes))
-    try:
-        found = _trace_until_sizes_agree(tracer, sizes)
-    except Exception:
-        if not any(own.asked for own in sizes):  # each answer was a guess
-            raise
-        found = None
-    if found is None:
-        asked = _ask_in_turn(tracer)
-        found = _trace_until_sizes_agree(tracer, tracer.sizes(asked))
-        if found is None:
-            raise UnevenReplicasError(_different_questions(tracer.kinds, asked))
-    return found
-
-
-def _trace_until_sizes_agree(tracer: _Tracer, sizes: Sequence[_AskedSizes]) -> tuple[Touched, list[Lifted]] | None:
-    """Trace with these sizes, and again until the answers are what the kinds ask about."""
-    for _ in range(_MAX_TRACES):
-        traces = [tracer.trace(kind, own) for kind, own in enumerate(sizes)]
-        asked = [own.asked for own in sizes]
-        if len(set(map(len, asked))) == 1 and all(own.was_answered_by(asked) for own in sizes):
-            touched = _union([traced.touched for traced in traces])
-            return touched, [traced.lifted(touched) for traced in traces]
-        sizes = tracer.sizes(asked)
-    return None
-
-
-def _ask_in_turn(tracer: _Tracer) -> list[list[int]]:
-    """Find the sizes that each kind asks about without guesses: each round answers one more question."""
     asked: list[list[int]] = [[] for _ in tracer.kinds.shapes]
-    while True:
-        sizes = tracer.sizes(asked, may_guess=False)
+    for num_sure in itertools.count():  # so many questions had the right answers
+        sizes, traces, failed = tracer.sizes(asked), [], None
         for kind, own in enumerate(sizes):
-            with contextlib.suppress(_UnknownSize):
-                tracer.trace(kind, own)
+            try:
+                traces.append(tracer.trace(kind, own))
+            except Exception as error:
+                failed = failed or error
+                if not own.asked:  # it failed whatever the sizes are
+                    raise
         before, asked = asked, [own.asked for own in sizes]
-        if sum(map(len, asked)) <= sum(map(len, before)):
-            return asked
+        is_agreed = len(set(map(len, asked))) == 1 and all(own.was_answered_by(asked) for own in sizes)
+        if is_agreed and failed is None:
+            break
+        is_stuck = asked == before or any(a[:num_sure] != b[:num_sure] for a, b in zip(asked, before, strict=True))
+        if failed is not None and (is_agreed or is_stuck):
+            raise failed
+        if is_stuck:
+            raise UnevenReplicasError(_different_questions(tracer.kinds, asked))
+    touched = _union([traced.touched for traced in traces])
+    return touched, [traced.lifted(touched) for traced in traces]
 
 
 def _union(found: Sequence[Touched]) -> Touched:
