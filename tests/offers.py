@@ -62,8 +62,8 @@ OFFERS = {
         placement.stack spent.Spent spent.forget_pause spent.waited together.Task together.run
     """,
     "_variables": """
-        access.all_copies access.claimed access.copied access.keep access.lent access.load access.set_stored
-        access.store access.traced assignment.check_per_replica bindings.Bindings bindings.Fallback bindings.bound
+        access.all_copies access.claimed access.copied access.keep access.lent access.load access.store
+        access.traced assignment.check_per_replica bindings.Bindings bindings.Fallback bindings.bound
         bindings.outer_reader bindings.with_few_compilations equal_copies.CopiesCompared equal_copies.Watch
         equal_copies.check equal_copies.last_comparisons equal_copies.real_copies equal_copies.watch
         sharded.ShardedVariable storage.Home storage.WeakVariables storage.home_of storage.overwrite

@@ -305,7 +305,7 @@ BUDGETS = {
     "_program": 4986,  # 4,000
     "_jax": 1563,  # 1,300
     "_replicas": 2778,  # 2,100
-    "_variables": 2098,  # 1,700
+    "_variables": 2092,  # 1,700
     "_models": 1297,  # 1,050
     "_updates": 284,  # 250
     "_strategy": 1230,  # 1,100

@@ -17,7 +17,7 @@ from .._options import VariableAggregation, VariableSynchronization
 from .._replicas import cross_replica
 from .._replicas.parts import join_parts
 from .._typing import PyTree
-from .._variables.access import lent, set_stored
+from .._variables.access import lent, store
 from .._variables.sharded import ShardedVariable
 from .._variables.variable import Variable, spec_of
 from .leaves import (
@@ -268,7 +268,7 @@ def restore_values(named: Mapping[str, PyTree], leaves: Leaves, saved: Snapshot)
 def _restore_variable(variable: Variable, saved: Snapshot, entry: Mapping[str, Any]) -> None:
     mesh = spec_of(variable).mesh
     if _takes_copies(variable, saved, entry):
-        set_stored(variable, _on_devices(saved.arrays[entry["copies"]], mesh.stacked, entry.get("key")))
+        store(variable, _on_devices(saved.arrays[entry["copies"]], mesh.stacked, entry.get("key")))
     else:
         variable.assign(_on_devices(saved.arrays[entry["value"]], mesh.mirrored, entry.get("key")))
 

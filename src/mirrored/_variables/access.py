@@ -52,12 +52,6 @@ def keep(variable: Variable, array: jax.Array) -> None:
     variable._keep(array, None)
 
 
-def set_stored(variable: Variable, array: jax.Array) -> None:
-    """Store a new array, of the shape of the old one."""
-    with claimed([variable]):
-        variable._keep(array, None)
-
-
 def load(variable: Variable) -> jax.Array:
     """Return what is stored, or what stands for it in the current trace."""
     return variable._use_stored(frames.current(), functools.partial(_taken, variable))

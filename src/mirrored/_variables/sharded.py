@@ -13,7 +13,7 @@ from .._options import VariableSynchronization
 from .._replicas import cross_replica, parts
 from .._replicas.frames import Frame
 from .._typing import Shape
-from .access import set_stored
+from .access import store
 from .assignment import Assignment, placed
 from .initial import creation_mesh, initial_array
 from .variable import Variable, flatten, note_use, unflatten
@@ -38,7 +38,7 @@ class ShardedVariable(Variable):
         self._whole_shape: Shape = tuple(whole.shape)
         part = parts.part_size(self._whole_shape, mesh.num_replicas)
         super().__init__(jnp.zeros(part, whole.dtype), name=name, synchronization="on_read")
-        set_stored(self, cross_replica.compiled(parts.split_parts, mesh.stacked, mesh.num_replicas)(whole))
+        store(self, cross_replica.compiled(parts.split_parts, mesh.stacked, mesh.num_replicas)(whole))
 
     @property
     def shape(self) -> Shape:
