@@ -62,14 +62,13 @@ OFFERS = {
         placement.stack spent.Spent spent.forget_pause spent.waited together.Task together.run
     """,
     "_variables": """
-        access.all_copies access.claimed access.copied access.keep access.lent access.load access.store
-        access.traced assignment.check_per_replica bindings.Bindings bindings.Fallback bindings.bound
-        bindings.outer_reader bindings.with_few_compilations equal_copies.CopiesCompared equal_copies.Watch
-        equal_copies.check equal_copies.last_comparisons equal_copies.real_copies equal_copies.watch
-        sharded.ShardedVariable storage.Home storage.WeakVariables storage.home_of storage.overwrite
-        storage.overwrite_when_done tree.VariableTree tree.trainable variable.Variable variable.is_variable
-        variable.listeners variable.live_variables variable.local_arrays variable.note_use variable.spec_of
-        variable.use_value
+        access.all_copies access.claimed access.copied access.keep access.lent access.load access.store access.traced
+        assignment.check_per_replica bindings.Bindings bindings.Fallback bindings.bound bindings.outer_reader
+        bindings.with_few_compilations equal_copies.CopiesCompared equal_copies.Watch equal_copies.check
+        equal_copies.last_comparisons equal_copies.real_copies equal_copies.watch sharded.ShardedVariable storage.Home
+        storage.WeakVariables storage.home_of storage.overwrite storage.overwrite_when_done tree.VariableTree
+        tree.trainable variable.Variable variable.is_variable variable.listeners variable.live_variables
+        variable.local_arrays variable.note_use variable.spec_of variable.use_value
     """,
     "data": """
         _dataset.DistributedDataset _dataset.batch_rows _dataset.check_dataset _dataset.mesh_of
@@ -87,9 +86,9 @@ OFFERS = {
     """,
     "_program": """
         cache.Programs cache.listeners call.ArrayLeaf call.Call call.argument_names call.array_leaves call.key_of
-        call.take_apart compiling.program_on_stack eager.eager eager.is_eager lift.Lifted lift.plan_result lift.trace
-        mistakes.explain program.Program program.StepProgram program.annotate program.collectives_of
-        program.describe_program program.name_of_collective program.place scalar_args.explain steps.Steps
+        call.take_apart eager.eager eager.is_eager lift.Lifted lift.plan_result lift.trace mistakes.explain
+        program.Program program.StepProgram program.annotate program.collectives_of program.describe_program
+        program.name_of_collective program.place program.program_on_stack scalar_args.explain steps.Steps
         uneven.last_batch.explained
     """,
     "_transforms": """

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import mirrored as mr
-from mirrored._program import chosen_sums
+from mirrored._program import joined_sums
 from mirrored._replicas import cross_device
 from mirrored._replicas.per_replica import carried_sums
 from mirrored.testing import assert_equal_copies
@@ -122,7 +122,7 @@ def test_between_hosts_travels_each_replicas_share_only(
 ) -> None:
     sum_by = lambda *args, per_host, **kwargs: cross_device.sum_by(*args, per_host=own, **kwargs)  # noqa: E731
     own = per_host
-    monkeypatch.setattr(chosen_sums, "sum_by", sum_by)
+    monkeypatch.setattr(joined_sums, "sum_by", sum_by)
     chosen, plain = strategy_of(num_replicas, HIERARCHICAL), strategy_of(num_replicas, None)
     found, expected = (s.run(lambda x: all_reduce("sum", x), args=(per_replica(s),)) for s in (chosen, plain))
     np.testing.assert_allclose(found, expected, 1e-5, 1e-5)

@@ -117,7 +117,7 @@ def test_the_chief_may_print_read_and_compute_alone_and_what_each_computed_other
         for given in (
             "REFUSED assigned: what variable 'v' was given by assign is an array on all workers",
             "REFUSED initial: the initial value of variable",
-            "REFUSED closed over: an array that the step closes over",
+            r"REFUSED closed over: an array that ",
             "REFUSED closed over by a function: an array that function_of.<locals>.<lambda> closes over",
             "REFUSED argument: the argument `by[1]` is an array on all workers",
             "REFUSED another name of the placement: the argument `y` is an array on all workers",

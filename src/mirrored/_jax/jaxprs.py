@@ -21,7 +21,6 @@ Jaxpr = jex_core.Jaxpr
 #: The same class as Jaxpr since jax 0.11; before, a pair of a Jaxpr and its constants.
 ClosedJaxpr = jex_core.ClosedJaxpr
 Literal = jex_core.Literal
-Var = jex_core.Var
 #: The types of parameters that are looked into.
 _MAY_HOLD_JAXPRS = frozenset({ClosedJaxpr, Jaxpr, tuple, list})
 
@@ -207,8 +206,7 @@ def is_over_groups(equation: Any) -> bool:
 
 def num_bytes(equation: Any) -> int:
     """Return how many bytes each replica gives to a collective."""
-    avals = [atom.aval for atom in equation.invars]
-    return sum(aval.size * aval.dtype.itemsize for aval in avals if hasattr(aval.dtype, "itemsize"))
+    return sum(a.aval.size * a.aval.dtype.itemsize for a in equation.invars if hasattr(a.aval.dtype, "itemsize"))
 
 
 # -- what an equation depends on

@@ -98,8 +98,6 @@ def call(function: Callable[..., Any], operands: Sequence[Any], results: Sequenc
 def without(equation: Any, is_left_out: Callable[[int], bool]) -> Any | None:
     """Return a sum of several arrays without some of them; None if none is left."""
     kept = [position for position in range(len(equation.invars)) if not is_left_out(position)]
-    if len(kept) == len(equation.invars):
-        return equation
     invars, outvars = [equation.invars[i] for i in kept], [equation.outvars[i] for i in kept]
     return equation.replace(invars=invars, outvars=outvars) if kept else None
 

@@ -263,23 +263,12 @@ def _has_mesh(aval: Any) -> bool:
     return placement is not None and not placement.mesh.empty
 
 
-def placeholder(shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Make a value of which only the shape and dtype matter, in the current trace."""
-    return jnp.zeros(shape, dtype)
-
-
 #: An operand that a function has asked for while it was traced, see `new_operand`; it stands for no operation.
 operand_p = jex_core.Primitive("mirrored_operand")
 operand_p.def_abstract_eval(lambda *, aval, number: aval)
 
 
 def new_operand(outermost: Any, number: int, aval: Any) -> jax.Array:
-    """Ask for a further operand of the function that is being traced, also from inside a loop or a derivative in it.
-
-    Args:
-        outermost: the `current_trace()` at the beginning of the function.
-        number: tells the operand from the others.
-        aval: its shape and dtype.
-    """
+    """Ask for a further operand of the function that `outermost` traces, also from inside a loop or a derivative in it."""
     with core.set_current_trace(outermost):
         return operand_p.bind(aval=aval, number=number)  # type: ignore[no-any-return]

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
+import jax.numpy as jnp
+
 from .._errors import ContextError
-from .._jax import tracing
 from .._replicas.mesh import ReplicaMesh, default_mesh
 from . import keras_parts
 from .keras_variables import UndiscoveredError, adopt, ours_of
@@ -35,7 +36,7 @@ class VariableScope:
             return variable._value
         self.strangers[id(variable)] = variable
         value = super().get_current_value(variable)  # type: ignore[misc]
-        return tracing.placeholder(variable.shape, keras_parts.dtype_of(variable)) if value is None else value
+        return jnp.zeros(variable.shape, keras_parts.dtype_of(variable)) if value is None else value
 
     def add_update(self, update: tuple[Any, Any]) -> None:
         """Take what Keras writes."""

@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.extend.core as jex_core
 import numpy as np
 
 from .._jax import jaxprs, tracing, user_code
-from .._jax.jaxprs import ClosedJaxpr, Var
+from .._jax.jaxprs import ClosedJaxpr
 from .._models import keras, normalization
 from .._replicas import context, frames
 from .._replicas.frames import Frame
@@ -125,9 +126,8 @@ class Lifted:
 
 
 def _is_whole_here(array: Any) -> bool:
-    if isinstance(array, jax.core.Tracer):
-        return False
-    return not isinstance(array, jax.Array) or array.is_fully_addressable or array.is_fully_replicated
+    is_whole = isinstance(array, np.ndarray) or array.is_fully_addressable or array.is_fully_replicated
+    return not isinstance(array, jax.core.Tracer) and is_whole
 
 
 class Touched(NamedTuple):
@@ -165,7 +165,7 @@ class Traced(NamedTuple):
         jaxpr, num_results = self.closed.jaxpr, len(self.closed.jaxpr.outvars) - len(self.written)
         asked = {e.params["number"]: e.outvars[0] for e in jaxpr.eqns if e.primitive is tracing.operand_p}
         first = [
-            asked[self.operands[variable]] if variable in self.operands else Var(_aval(variable, self.shape_of))
+            asked[self.operands[variable]] if variable in self.operands else jex_core.Var(_aval(variable, self.shape_of))
             for variable in (*touched.written, *touched.read_only)
         ]
         new = dict(zip(self.written, jaxpr.outvars[num_results:], strict=True))
@@ -291,10 +291,12 @@ def warn_of_leaks(function: Any) -> None:
     Only the last element of a list and the last value of a dict are looked at.
     """
     for path, value in seen_by(function):
-        if _ends_with_traced(value):
+        is_method = isinstance(value, types.BuiltinMethodType)  # losses.append
+        name = path.text.rpartition(".")[0] if is_method else path.text
+        if _ends_with_traced(value.__self__ if is_method else value):
             user_code.warn(
-                f"the step has put an array into `{path.text}`. It is traced once and then run, so what it puts there has no "
-                f"value. Return the array: x = strategy.run(step), and put x into `{path.text}` outside."
+                f"the step has put an array into `{name}`. It is traced once and then run, so what it puts there has no value. "
+                f"Return the array: x = strategy.run(step), and put x into `{name}` outside."
             )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
@@ -34,6 +35,12 @@ from .joined_sums import Joined
 from .lift import Lifted
 from .proof import Collective, Findings
 
+_PACKAGE = __name__.split(".")[0] + "."
+#: What stands between a program and JAX. What else is compiled while a program runs, such as copies of arrays, is no program.
+_BETWEEN = frozenset({
+    "overwrite", "_overwrite_and_move", "overwrite_when_done", "Program._until_done", "prepared.<locals>.call",
+    "started.<locals>.call",
+})  # fmt: skip
 _ON_HOST = (np.ndarray, *NUMBERS)
 #: While a profile is recorded: begins to mark a run of a program in it. What it returns is called when the run was dispatched,
 #: with its results, or with none when it failed.
@@ -106,7 +113,6 @@ class Program:
         name: str,
         function: Callable[..., Any],
         describe: Callable[[], str],
-        owner: str,
         out_shardings: Any = None,
         **more: Any,
     ) -> Self:
@@ -114,7 +120,6 @@ class Program:
 
         Args:
             describe: writes it as text that is equal on workers which may run it together.
-            owner: what messages call the function.
             more: further fields of the program.
         """
         calls_host = jaxprs.has_host_callback(lifted.shown.jaxpr)
@@ -123,7 +128,8 @@ class Program:
         if not mesh.is_alone:
             is_update = any(not spec_of(variable).is_on_read for variable in lifted.written)
             compiled = joint_programs.prepared(name, describe(), compiled, is_run=True, is_update=is_update)
-        constants = placement.mirror_constants(mesh, lifted.closed.consts, f"an array that {owner} closes over")
+        what = f"an array that {name} closes over"
+        constants = lifted.closed.consts and placement.mirror_constants(mesh, lifted.closed.consts, what)
         home, watch = storage.home_of(lifted.writes.slots), equal_copies.watch(mesh, lifted.variables)
         return cls(name, mesh, lifted, home, compiled, constants, watch, calls_host, **more)
 
@@ -157,6 +163,21 @@ class Program:
         except jax.errors.JaxRuntimeError:
             callbacks.forget_failed()
             raise
+
+
+def program_on_stack() -> Program | None:
+    """Return the program that JAX is compiling, when JAX calls the caller while it compiles one of ours."""
+    frame, is_in_jax = sys._getframe(), False
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith(_PACKAGE):
+            if frame.f_code is Program.execute.__code__:
+                return frame.f_locals["self"]
+            if is_in_jax and frame.f_code.co_qualname not in _BETWEEN:
+                return None
+        else:
+            is_in_jax = True  # the frames before are of those who listen
+        frame = frame.f_back
+    return None
 
 
 @dataclasses.dataclass(frozen=True)

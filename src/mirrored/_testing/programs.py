@@ -8,7 +8,7 @@ from typing import Any
 
 from .._jax import compilations
 from .._program import cache
-from .._program.compiling import program_on_stack
+from .._program.program import program_on_stack
 
 _AGAIN = "the same program again, because jax.clear_caches() was called, or some arrays lie on other devices than before."
 

@@ -163,8 +163,8 @@ class _Tracer:
 def _trace_all(tracer: _Tracer) -> tuple[Touched, list[Lifted]]:
     """Find the variables that any kind of replica touches, and trace the step for each kind with the right sizes.
 
-    Guesses are nearly always right, and then each kind is traced once. A wrong one is found when all kinds have asked, and may even
-    make the step fail; the next round has the right answer to one more question at least.
+    Guesses are nearly always right, and then each kind is traced once. A wrong one is found when all kinds have asked, and may
+    even make the step fail; the next round has the right answer to one more question at least.
     """
     asked: list[list[int]] = [[] for _ in tracer.kinds.shapes]
     for num_sure in itertools.count():  # so many questions had the right answers
