@@ -237,8 +237,8 @@ MUTANTS = [
      LOOPS + "loops_with_collectives_that_use_the_rows_equal_one_device"),
     ("_program/uneven/traces.py", "if not state.is_mirrored and all(one.is_mirrored for one in own):", "if False:",
      TRACES + "steps_that_uneven_replicas_cannot_take_together_are_refused"),
-    ("_program/guards.py", "self.seen += [(path, array) for _, array in nnx.variables_of(value)]", "pass", NNX_CLOSURE),
-    ("_program/guards.py", "if (wrapped := _wrapped_by(own)) is not None:", "if False:", NNX_CLOSURE),
+    ("_program/guards.py", "self.seen.extend([(path, array) for _, array in nnx.variables_of(value)])", "pass", NNX_CLOSURE),
+    ("_program/guards.py", "call = _wrapped_by(own)", "call = None", NNX_CLOSURE),
     # -- states that a step returns
     ("_program/returned_states.py", "and (is_inside or not has_collectives)", "", RETURNED + "what_is_meant_so_is_silent"),
     ("_program/returned_states.py", "(is_inside or not has_collectives)", "is_inside",

@@ -83,12 +83,12 @@ def seen_by(function: Callable[..., Any], runs_steps: bool = False) -> list[Seen
         function: any callable.
         runs_steps: whether the functions that it names count as its own code, too: an `mr.function` names its steps.
     """
-    walk = _Walk()
+    walk = _Walk([], {})
     walk.enter(_UNNAMED, function, runs_steps)
     return walk.seen
 
 
-class _Walk:
+class _Walk(NamedTuple):
     """A walk over a function's own code.
 
     Attributes:
@@ -96,32 +96,32 @@ class _Walk:
         known: the functions that were entered, with their bound arguments; held, so that no other object takes their `id`.
     """
 
-    def __init__(self) -> None:
-        self.seen: list[Seen] = []
-        self.known: dict[tuple[int, ...], Any] = {}
+    seen: list[Seen]
+    known: dict[tuple[int, ...], Any]
 
     def enter(
         self, path: Path, own: Any, is_runner: bool, args: tuple[Any, ...] = (), keywords: Mapping[str, Any] = _NO_KEYWORDS
     ) -> None:
         """Look into own code with its bound arguments; of a runner the functions that it names count as own code, too."""
-        if isinstance(own, functools.partial):
-            self.seen.append((path, (len(own.args), *own.keywords)))
-            return self.enter(path, own.func, is_runner, (*own.args, *args), {**own.keywords, **keywords})
-        if isinstance(own, types.MethodType):
-            return self.enter(path, own.__func__, is_runner, (own.__self__, *args), keywords)
+        while isinstance(own, (functools.partial, types.MethodType)):
+            if isinstance(own, types.MethodType):
+                own, args = own.__func__, (own.__self__, *args)
+            else:
+                self.seen.append((path, (len(own.args), *own.keywords)))
+                own, args, keywords = own.func, (*own.args, *args), {**own.keywords, **keywords}
         key = (id(own), *map(id, args), *map(id, keywords.values()))
         if key in self.known:
-            return None
+            return
         self.known[key] = own, args, keywords
         if isinstance(own, types.FunctionType):
-            return self._read_function(own, args, keywords, is_runner)
+            self._read_function(own, args, keywords, is_runner)
+            return
         self._note(path, own)
-        if (wrapped := _wrapped_by(own)) is not None:
-            return self.enter(path, wrapped, is_runner, args, keywords)
-        call = None if is_library(type(own).__module__) else getattr(type(own), "__call__", None)  # noqa: B004
-        if isinstance(call, types.FunctionType):
-            self.enter(path, call, is_runner, (own, *args), keywords)
-        return None
+        call = _wrapped_by(own)
+        if call is None and not is_library(type(own).__module__):
+            call, args = getattr(type(own), "__call__", None), (own, *args)  # noqa: B004
+        if isinstance(call, FUNCTIONS):
+            self.enter(path, call, is_runner, args, keywords)
 
     def _read_function(
         self, own: types.FunctionType, args: tuple[Any, ...], keywords: Mapping[str, Any], is_runner: bool
@@ -133,26 +133,29 @@ class _Walk:
         roots = [(named.get(name, ABSENT), paths, False) for name, paths in places.named.items()]
         roots += [(_content_of(cell), paths, True) for cell, paths in zip(cells, places.closed_over, strict=True)]
         if args or keywords or own.__defaults__ or own.__kwdefaults__:
-            bound = self._bind(own, args, keywords, is_runner)
+            bound = self._bind(places.itself, own, args, keywords, is_runner)
             roots += [(bound.get(name, ABSENT), paths, False) for name, paths in places.bound.items()]
         for root, paths, is_closed_over in roots:
-            is_library_module = type(root) is types.ModuleType and is_library(root.__name__)
-            for path in paths[:1] if is_library_module else paths:
-                value = read_along(root, path)[0] if path.keys else root
+            kind = type(root)
+            is_whole = is_library(root.__name__) if kind is types.ModuleType else _is_simple(kind) and _is_closed(kind)
+            for path in paths[:1] if is_whole else paths:
+                value = root if is_whole or not path.keys else read_along(root, path)[0]
                 if _is_simple(type(value)):
                     self.seen.append((path, value))
                 else:
                     self._look_at(path, value, is_closed_over and not path.keys, is_runner)
 
     def _bind(
-        self, own: types.FunctionType, args: tuple[Any, ...], keywords: Mapping[str, Any], is_runner: bool
+        self, path: Path, own: types.FunctionType, args: tuple[Any, ...], keywords: Mapping[str, Any], is_runner: bool
     ) -> dict[str, Any]:
         """Look at the defaults and bound arguments of a function, and return name -> value."""
         code, defaults, by_name = own.__code__, own.__defaults__ or (), own.__kwdefaults__ or {}
-        path = places_of(own).itself
         self.seen.append((path, (*by_name, *keywords)))
         for value in (*defaults, *by_name.values(), *args, *keywords.values()):
-            self._look_at(path, value, True, is_runner)
+            if _is_simple(type(value)):
+                self.seen.append((path, value))
+            else:
+                self._look_at(path, value, True, is_runner)
         positional = code.co_varnames[: code.co_argcount]
         by_default = dict(zip(positional[len(positional) - len(defaults) :], defaults, strict=True))
         return {**by_default, **by_name, **dict(zip(positional, args, strict=False)), **keywords}
@@ -162,7 +165,7 @@ class _Walk:
         if (is_near or is_runner) and _is_code(value, is_runner):
             self.enter(path, value, is_runner and is_near)
         elif isinstance(value, types.MethodType):
-            self.seen += [(path, value.__self__), (path, value.__func__)]  # the method itself is made each time
+            self.seen.extend([(path, value.__self__), (path, value.__func__)])  # the method itself is made each time
         else:
             self._note(path, value)
 
@@ -171,7 +174,7 @@ class _Walk:
             value = frozenset(value)  # may have changed in place
         self.seen.append((path, value))
         if "flax.nnx" in sys.modules and nnx.is_object(value):
-            self.seen += [(path, array) for _, array in nnx.variables_of(value)]
+            self.seen.extend([(path, array) for _, array in nnx.variables_of(value)])
 
 
 def _is_code(value: Any, is_runner: bool) -> bool:
