@@ -55,7 +55,7 @@ MUTANTS = [
     ("_jax/marks.py", "return self.purpose.name", "return self.where", _M + "notes_are_values_and_their_text_is_the_same_on_all"
      "_workers"),
     ("_jax/marks.py", '[tangent] = tangents', 'tangent = 2 * tangents[0]', _MARKED),
-    ("_jax/marks.py", "params), dimensions[0]", "params), 0", _MARKED),
+    ("_jax/marks.py", "note=note), dimensions[0])", "note=note), 0)", _MARKED),
     ("_jax/primitives.py", 'LOCAL = frozenset({"axis_index", "pvary"})', 'LOCAL = frozenset({"pvary"})', _AXIS),
     ("_jax/primitives.py", "reduce_window_sum reduce_xor", "reduce_window_sums reduce_xor", _P + "every_primitive_that_the_proof"
      "_knows_exists"),

@@ -184,12 +184,6 @@ def test_a_traced_function_is_evaluated_with_other_constants_and_meshes(strategy
         assert jax.jit(mapped)(VECTOR).tolist() == [0, 12, 42], mesh
 
 
-def test_a_placeholder_has_shape_and_dtype():
-    for dtype in (jnp.float32, jnp.bool_, jnp.bfloat16, jax.random.key(0).dtype):
-        value = tracing.placeholder((2, 0), dtype)
-        assert value.shape == (2, 0) and value.dtype == dtype
-
-
 class Doubled(getattr(hijax, "HiPrim", None) or hijax.VJPHiPrimitive):
     """A high-level primitive of a user, of which the jaxpr shows no more than the name."""
 

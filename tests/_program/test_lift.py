@@ -262,8 +262,7 @@ def test_state_is_not_made_inside_a_trace():
 
 
 def lifted_of(step):
-    traced = lift.trace(lambda _: step(), [], Frame(None, None), lambda v: v.shape, step)
-    return traced.lifted(traced.touched)
+    return lift.trace(lambda _: step(), [], Frame(None, None), lambda v: v.shape, step).lifted()
 
 
 def test_a_variable_that_is_read_inside_a_loop_a_derivative_or_a_checkpoint_is_an_operand_of_the_step():

@@ -32,7 +32,7 @@ MUTANTS = [
      _ADDING + "the_number_of_packs_says_how_many_collectives_there_are"),
     ("_replicas/collectives.py", "if axis.size == 1:", "if axis.size == 0:",
      "tests/_program/test_joined_sums.py::test_one_replica_copies_nothing_into_buffers_and_its_results_are_their_own_sums"),
-    ("_replicas/collectives.py", "has_packs or accumulates(self.ops)", "has_packs",
+    ("_replicas/collectives.py", " != 1 or accumulates(self.ops)", " != 1",
      _ADDING + "a_function_of_the_users_takes_the_place_of_the_sum"),
     ("_replicas/collectives.py", "dataclasses.replace(axis, ops=None) if", "axis if",
      _ADDING + "a_function_of_the_users_takes_the_place_of_the_sum"),

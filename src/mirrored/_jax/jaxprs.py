@@ -21,6 +21,7 @@ Jaxpr = jex_core.Jaxpr
 #: The same class as Jaxpr since jax 0.11; before, a pair of a Jaxpr and its constants.
 ClosedJaxpr = jex_core.ClosedJaxpr
 Literal = jex_core.Literal
+Var = jex_core.Var
 #: The types of parameters that are looked into.
 _MAY_HOLD_JAXPRS = frozenset({ClosedJaxpr, Jaxpr, tuple, list})
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -72,11 +71,6 @@ def is_number(atom: Any) -> bool:
     """Tell whether an atom of a program is an array of real numbers."""
     dtype = getattr(atom.aval, "dtype", np.dtype(bool))
     return jax.numpy.issubdtype(dtype, jax.numpy.floating) or jax.numpy.issubdtype(dtype, jax.numpy.integer)
-
-
-def num_bytes_of(atom: Any) -> int:
-    """Return the size of an array in a program."""
-    return math.prod(atom.aval.shape) * atom.aval.dtype.itemsize
 
 
 def call(function: Callable[..., Any], operands: Sequence[Any], results: Sequence[Any], like: Any, num_replicas: int) -> Any:

@@ -74,8 +74,7 @@ def in_scope() -> Iterator[None]:
 
 def _init_variable(old: Callable[..., None], variable: Any, *args: Any, **kwargs: Any) -> None:
     """Make a variable; in a strategy's scope one of the strategy."""
-    mesh = scope_mesh()
-    if mesh is not None:
+    if (mesh := scope_mesh()) is not None:
         claim(variable, mesh)
     old(variable, *args, **kwargs)
 

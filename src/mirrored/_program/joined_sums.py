@@ -118,7 +118,7 @@ def choose_sums(joined: Joined, mesh: ReplicaMesh, axis: ReplicaAxis) -> Joined:
 
     def sum_of(atom: Any) -> Sum | None:
         nonlocal num_arrays
-        if not sums.is_number(atom) or not is_for(axis.ops, sums.num_bytes_of(atom)):
+        if not sums.is_number(atom) or not is_for(axis.ops, atom.aval.size * atom.aval.dtype.itemsize):
             return None
         num_arrays += 1
         return functools.partial(sum_by, axis.ops, num_replicas=axis.size, per_host=per_host)
@@ -149,7 +149,7 @@ def _buffers(together: Sequence[Any], parts: dict[Any, int]) -> list[_Buffer]:
     buffers: list[_Buffer] = []
     for equation in together:
         for atom, total in zip(equation.invars, equation.outvars, strict=True):
-            if not sums.is_number(atom) or sums.num_bytes_of(atom) >= _limit(atom, parts):
+            if not sums.is_number(atom) or atom.aval.size * atom.aval.dtype.itemsize >= _limit(atom, parts):
                 continue
             num_parts = 1 if isinstance(atom, Literal) else parts.get(atom, 1)
             buffer = next((b for b in buffers if b.has_room(atom, num_parts)), None)

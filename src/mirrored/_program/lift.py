@@ -15,11 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.extend.core as jex_core
 import numpy as np
 
 from .._jax import jaxprs, tracing, user_code
-from .._jax.jaxprs import ClosedJaxpr
+from .._jax.jaxprs import ClosedJaxpr, Var
 from .._models import keras, normalization
 from .._replicas import context, frames
 from .._replicas.frames import Frame
@@ -142,11 +141,9 @@ class Traced(NamedTuple):
 
     Attributes:
         closed: takes the arrays, asks for variables, and gives the results and the values that were written.
-        operands: the number of the operand that each variable is that was read.
+        operands: the variables that were read, each with the number of its operand.
         written: the variables that were written, each with the user's line of its last write.
-        plan: how the result is rebuilt.
-        shape_of: the shape of what stands for a variable.
-        axis: the axis over which the function was traced.
+        plan, shape_of, axis: how the result is rebuilt, and how it was traced.
     """
 
     closed: ClosedJaxpr
@@ -160,12 +157,13 @@ class Traced(NamedTuple):
     def touched(self) -> Touched:
         return Touched(tuple(self.written), tuple(variable for variable in self.operands if variable not in self.written))
 
-    def lifted(self, touched: Touched) -> Lifted:
-        """Make these variables the first arguments, and the values of those that may be written the last results."""
+    def lifted(self, touched: Touched | None = None) -> Lifted:
+        """Make what is touched, here or elsewhere, the first arguments, and the values that may be written the last results."""
+        touched = touched or self.touched
         jaxpr, num_results = self.closed.jaxpr, len(self.closed.jaxpr.outvars) - len(self.written)
         asked = {e.params["number"]: e.outvars[0] for e in jaxpr.eqns if e.primitive is tracing.operand_p}
         first = [
-            asked[self.operands[variable]] if variable in self.operands else jex_core.Var(_aval(variable, self.shape_of))
+            asked[self.operands[variable]] if variable in self.operands else Var(_aval(variable, self.shape_of))
             for variable in (*touched.written, *touched.read_only)
         ]
         new = dict(zip(self.written, jaxpr.outvars[num_results:], strict=True))
@@ -291,9 +289,9 @@ def warn_of_leaks(function: Any) -> None:
     Only the last element of a list and the last value of a dict are looked at.
     """
     for path, value in seen_by(function):
-        is_method = isinstance(value, types.BuiltinMethodType)  # losses.append
-        name = path.text.rpartition(".")[0] if is_method else path.text
-        if _ends_with_traced(value.__self__ if is_method else value):
+        owner, _, last = path.text.rpartition(".")
+        name = owner if isinstance(value, list | dict) and hasattr(value, last) else path.text  # losses.append
+        if _ends_with_traced(value):
             user_code.warn(
                 f"the step has put an array into `{name}`. It is traced once and then run, so what it puts there has no value. "
                 f"Return the array: x = strategy.run(step), and put x into `{name}` outside."

@@ -116,11 +116,9 @@ class Program:
         out_shardings: Any = None,
         **more: Any,
     ) -> Self:
-        """Make the program of a function of `(written, read_only, arrays, constants)`, the same on all workers.
+        """Make the program of a function of `(written, read_only, arrays, constants)`.
 
-        Args:
-            describe: writes it as text that is equal on workers which may run it together.
-            more: further fields of the program.
+        Workers run it together whose `describe()` gives the same text. `more` are further fields of the program.
         """
         calls_host = jaxprs.has_host_callback(lifted.shown.jaxpr)
         options = {} if out_shardings is None else {"out_shardings": out_shardings}
@@ -295,10 +293,6 @@ def place(mesh: ReplicaMesh, arrays: Sequence[Any], leaves: Sequence[ArrayLeaf],
 
 def unstacked(array: Any, is_stacked: bool) -> Any:
     return jnp.squeeze(array, 0) if is_stacked else array
-
-
-def stacked_unless(is_mirrored: bool, array: Any) -> Any:
-    return array if is_mirrored else jnp.expand_dims(array, 0)
 
 
 def replica_frame(strategy: Any, mesh: ReplicaMesh, even: ReplicaAxis, sizes: Any = None, bindings: Any = None) -> Frame:

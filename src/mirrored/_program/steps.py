@@ -177,15 +177,7 @@ def _run_merged(strategy: Any, frame: Frame, function: Any, args: Sequence[Any],
 
 @dataclasses.dataclass(frozen=True)
 class Proven:
-    """A lifted step of which is known what is the same on all replicas.
-
-    Attributes:
-        call: the call that it was lifted from.
-        lifted: the pure function.
-        findings: what the proof found.
-        is_mirrored: for each result array, whether it is the same on every replica.
-        axis: the replicas, as its collectives reach them.
-    """
+    """The lifted step of a call, and for each result array whether it is the same on every replica."""
 
     call: Call
     lifted: Lifted
@@ -219,14 +211,14 @@ def _make_program(mesh: ReplicaMesh, call: Call, frame_with: Callable[[Any], Fra
     lifted, findings = (_lift_uneven if call.is_uneven() else _lift_even)(call, frame_with)
     axis = frame_with(None).axis
     assert axis is not None
-    return _compile(mesh, _map(mesh, _prove(call, lifted, findings, axis)))
+    is_mirrored = tuple(state.is_mirrored for state in findings.outputs[: lifted.num_results])
+    return _compile(mesh, _map(mesh, Proven(call, lifted, findings, is_mirrored, axis)))
 
 
 def _lift_even(call: Call, frame_with: Callable[[Any], Frame]) -> tuple[Lifted, Findings]:
     frame = frame_with(None)
     assert frame.axis is not None
-    traced = trace_step(call, [leaf.shape for leaf in call.array_leaves()], frame)
-    lifted = traced.lifted(traced.touched)
+    lifted = trace_step(call, [leaf.shape for leaf in call.array_leaves()], frame).lifted()
     _refuse_per_replica_results(lifted)
     findings = proof.prove(lifted.shown.jaxpr, _input_states(call, lifted))
     refusals.check_assignments(lifted, findings)
@@ -259,11 +251,6 @@ def _refuse_per_replica_results(lifted: Lifted) -> None:
             "the step returned a PerReplica, which it must have taken from outside. Pass the PerReplica to the step in "
             "strategy.run(fn, args=(...)): inside it is this replica's own array, and may be returned."
         )
-
-
-def _prove(call: Call, lifted: Lifted, findings: Findings, axis: ReplicaAxis) -> Proven:
-    is_mirrored = tuple(state.is_mirrored for state in findings.outputs[: lifted.num_results])
-    return Proven(call, lifted, findings, is_mirrored, axis)
 
 
 def _map(mesh: ReplicaMesh, proven: Proven) -> Mapped:

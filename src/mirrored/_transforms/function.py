@@ -145,8 +145,7 @@ def _make(call: Call, frame: Frame) -> FunctionProgram:
         leaf.aval(array.shape if leaf.is_per_replica else leaf.shape) for leaf, array in zip(leaves, call.arrays, strict=True)
     ]
     try:
-        traced = lift.trace(lambda arrays: call.apply(arrays, _rewrapped), avals, frame, _global_shape, call.function)
-        lifted = traced.lifted(traced.touched)
+        lifted = lift.trace(lambda arrays: call.apply(arrays, _rewrapped), avals, frame, _global_shape, call.function).lifted()
     except Exception as error:
         scalar_args.explain(error, call)
         mistakes.explain(error)
