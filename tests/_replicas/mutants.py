@@ -94,7 +94,8 @@ MUTANTS = [
     ("_replicas/frames.py", "frame.strategy is not None and frame.replica is None", "frame.replica is None", _PLACES),
     ("_replicas/frames.py", "if frame.strategy is not strategy:", "if False:", _CON + "no_scope_in_that_of_another_strategy_nor"
      "_in_a_step"),
-    ("_replicas/in_flight.py", "len(_in_flight) >= MAX_IN_FLIGHT:\n", "len(_in_flight) > MAX_IN_FLIGHT:\n", _STARTED),
+    ("_replicas/in_flight.py", "len(_process.in_flight) >= MAX_IN_FLIGHT:\n", "len(_process.in_flight) > MAX_IN_FLIGHT:\n",
+     _STARTED),
     ("_replicas/in_flight.py", "MAX_IN_FLIGHT = 16", "MAX_IN_FLIGHT = 32", _STARTED),
     ("_replicas/in_flight.py", "for old in reversed(waited_for)", "for old in waited_for", _STARTED),
     ("_replicas/in_flight.py", "        if not old.is_deleted():  # XLA", "        if True:  # XLA",
