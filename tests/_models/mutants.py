@@ -23,7 +23,7 @@ MUTANTS = [
     ),
     ("_models/normalization.py", "and layer.axis_name is None", "", _NORM + "a_linen_layer_with_an_axis_name_is_left_alone"),
     (
-        "_models/normalization.py",
+        "_models/equinox.py",
         "(*names, REPLICA_AXIS)",
         "names",
         _NORM + "an_equinox_layer_normalizes_over_the_replicas_besides",

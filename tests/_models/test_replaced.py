@@ -67,6 +67,8 @@ def test_the_table_is_in_place_inside_scopes_and_steps_and_undone_after_the_last
     assert methods() == before
     strategy3.run(in_step)
     assert methods() == before
+    mr.function(in_step)()
+    assert methods() == before
     with pytest.raises(KeyError), strategy2.scope():
         raise KeyError
     with mr.eager():

@@ -71,10 +71,8 @@ def search(keras: ModuleType, mesh: ReplicaMesh | None, is_discovery: bool) -> I
     scope, met = _scope_class(keras.StatelessScope)(), mesh
     make: Callable[[], list[Any]] = list
     try:
-        with (
-            in_place(),
-            scope,
-        ):  # at its end Keras initializes what was made, now that nothing is traced, if there is no scope around it
+        # At the end of `scope` Keras initializes what was made, now that nothing is traced, if there is no scope around it.
+        with in_place(), scope:
             yield found
     except UndiscoveredError as error:
         scope.strangers |= {id(variable): variable for variable in error.variables}
