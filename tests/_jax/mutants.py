@@ -61,7 +61,7 @@ MUTANTS = [
      "_knows_exists"),
     ("_jax/tracing.py", " and jex_core.unsafe_am_i_under_a_jit_DO_NOT_USE()", "", _T + "staging_means_that_operations_are"
      "_recorded"),
-    ("_jax/tracing.py", "_cache_token(next(_new_token))", "_cache_token(7)", _CACHES),
+    ("_jax/tracing.py", "_cache_token(next(_process.cache_numbers))", "_cache_token(7)", _CACHES),
     ("_jax/tracing.py", "        renew()\n        yield renew", "        yield renew", _CACHES),
     ("_jax/tracing.py", "function.__wrapped__ = user_function", "pass", _T + "trace_binds_the_axis_and_speaks_of_the_users"
      "_function"),
@@ -69,7 +69,7 @@ MUTANTS = [
     ("_jax/tracing.py", "        source_info=equation.source_info,\n", "", _HIGH),
     ("_jax/user_code.py", "stacklevel() -> int:\n", "stacklevel() -> int:\n    return 2\n", _U + "the_users_line_is_the_innermost"
      "_that_is_neither_ours_nor_jaxs"),
-    ("_jax/user_code.py", "_not_user_code = (_PACKAGE_FOLDER, _JAX_FOLDER,", "_not_user_code = (_PACKAGE_FOLDER,",
+    ("_jax/user_code.py", "library_folders = (_PACKAGE_FOLDER, _JAX_FOLDER,", "library_folders = (_PACKAGE_FOLDER,",
      _U + "an_equation_knows_its_line"),
     ("_jax/user_code.py", "    return None\n", '    return "<unknown>"\n', _U + "an_equation_whose_line_jax_has_lost_has_none_and"
      "_the_pass_takes_the_one_around"),

@@ -10,6 +10,8 @@ _FIT = _F + "fit_is_that_of_one_device[4-small-options0]"
 _ELSEWHERE = _F + "what_would_train_elsewhere_is_refused"
 _SAVED = _S + "a_model_goes_on_where_it_was_saved"
 
+_R = "tests/_models/test_replaced.py::test_"
+_TABLE = _R + "the_table_is_in_place_inside_scopes_and_steps_and_undone_after_the_last"
 _NORM = "tests/_models/test_normalization.py::test_"
 
 MUTANTS = [
@@ -21,7 +23,7 @@ MUTANTS = [
     ),
     ("_models/normalization.py", "and layer.axis_name is None", "", _NORM + "a_linen_layer_with_an_axis_name_is_left_alone"),
     (
-        "_models/normalization.py",
+        "_models/equinox.py",
         "(*names, REPLICA_AXIS)",
         "names",
         _NORM + "an_equinox_layer_normalizes_over_the_replicas_besides",
@@ -40,7 +42,7 @@ MUTANTS = [
         "contextlib.nullcontext()",
         _V + "what_is_traced_for_one_call_sees_the_value_of_this_moment",
     ),
-    ("_models/keras_variables.py", "        elif _is_update.get():", "        elif False:", _NET),
+    ("_models/keras_variables.py", "        elif _process.is_keras_update.get():", "        elif False:", _NET),
     ("_models/keras_variables.py", ".assign(value)\n\n\ndef is_keras", "\n\n\ndef is_keras", _MET),
     ("_models/keras_variables.py", "state | {keras_parts.VALUE: self._value}", "state", _SAVED),
     ("_models/keras_scope.py", "    found += make()\n", "", _MET),
@@ -52,13 +54,39 @@ MUTANTS = [
     ),
     (
         "_models/keras_layers.py",
-        "for i, total in zip(present, replica.all_reduce(ReduceOp.SUM, marked), strict=True):",
-        "for i, total in zip(present, marked, strict=True):",
+        "dict(zip(present, replica.all_reduce(ReduceOp.SUM, marked), strict=True))",
+        "dict(zip(present, marked, strict=True))",
         _NET,
     ),
     ("_models/keras_layers.py", "axis.each(num_elements)", "(1,) * axis.size", _BATCH),
     ("_models/keras_layers.py", "jnp.where(index == 0, seed, jax.random.fold_in(seed, index))", "seed", _BATCH),
     ("_models/keras_layers.py", "jnp.sum(squares + counts * (means - mean) ** 2, 0)", "jnp.sum(squares, 0)", _BATCH),
+    (
+        "_models/replaced.py",
+        "            if (owner, name) not in _process.replaced:\n",
+        "            if True:\n",
+        _R + "who_replaces_ours_in_a_scope_stays_and_ours_does_its_work_once",
+    ),
+    ("_models/replaced.py", "            if not _process.num_replacing:\n", "            if True:\n", _TABLE),
+    (
+        "_models/replaced.py",
+        "            delattr(owner, name)\n",
+        "            pass\n",
+        _TABLE,
+    ),
+    (
+        "_models/replaced.py",
+        "            continue  # somebody",
+        "            pass  # somebody",
+        _R + "who_replaces_ours_in_a_scope_stays_and_ours_does_its_work_once",
+    ),
+    (
+        "_models/replaced.py",
+        "    if model in _process.keras_models:",
+        "    if False:",
+        _R + "a_model_of_no_scope_that_a_step_has_taken_over_is_fitted_outside_with_a_warning",
+    ),
+    ("_models/keras_scope.py", "with in_place(), scope:", "with scope:", _TABLE),
     ("_models/keras_fit.py", "where = mesh.stacked if is_divided else mesh.mirrored", "where = mesh.stacked", _FIT),
     ("_models/keras_fit.py", "    if mesh != mesh_of(dataset):", "    if False:", _ELSEWHERE),
     ("_models/keras_fit.py", "if mesh is not None and here is not None and mesh != here:", "if False:", _ELSEWHERE),

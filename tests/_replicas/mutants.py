@@ -90,11 +90,12 @@ MUTANTS = [
     ("_replicas/cross_replica.py", " if a not in axes) for shape", ") for shape", _CRO + "sizes_may_differ_along_several_axes"
      "_when_all_are_reduced"),
     ("_replicas/cross_replica.py", ".astype(stack.dtype)", "", _CRO + "aggregation_makes_one_value_of_the_copies"),
-    ("_replicas/frames.py", "        _current.reset(token)", "        pass", _CON + "an_exception_leaves_every_place"),
+    ("_replicas/frames.py", "        _process.frame.reset(token)", "        pass", _CON + "an_exception_leaves_every_place"),
     ("_replicas/frames.py", "frame.strategy is not None and frame.replica is None", "frame.replica is None", _PLACES),
     ("_replicas/frames.py", "if frame.strategy is not strategy:", "if False:", _CON + "no_scope_in_that_of_another_strategy_nor"
      "_in_a_step"),
-    ("_replicas/in_flight.py", "len(_in_flight) >= MAX_IN_FLIGHT:\n", "len(_in_flight) > MAX_IN_FLIGHT:\n", _STARTED),
+    ("_replicas/in_flight.py", "len(_process.in_flight) >= MAX_IN_FLIGHT:\n", "len(_process.in_flight) > MAX_IN_FLIGHT:\n",
+     _STARTED),
     ("_replicas/in_flight.py", "MAX_IN_FLIGHT = 16", "MAX_IN_FLIGHT = 32", _STARTED),
     ("_replicas/in_flight.py", "for old in reversed(waited_for)", "for old in waited_for", _STARTED),
     ("_replicas/in_flight.py", "        if not old.is_deleted():  # XLA", "        if True:  # XLA",

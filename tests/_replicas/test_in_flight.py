@@ -14,6 +14,7 @@ import pytest
 from processes import run_program
 
 import mirrored as mr
+from mirrored import _process
 from mirrored._replicas import in_flight
 from mirrored._workers import progress as _progress
 from mirrored._workers.progress import Progress
@@ -171,8 +172,8 @@ class Witness:
 
 @pytest.fixture(autouse=True)
 def _empty_queues(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_in_flight", "_joint"):
-        monkeypatch.setattr(in_flight, name, type(getattr(in_flight, name))())
+    for name in ("in_flight", "joint_in_flight"):
+        monkeypatch.setattr(_process, name, type(getattr(_process, name))())
 
 
 def test_older_programs_are_waited_for_before_there_are_too_many() -> None:
@@ -180,7 +181,7 @@ def test_older_programs_are_waited_for_before_there_are_too_many() -> None:
     for number in range(100):
         in_flight.started(Witness(number, waited))
         assert number - (waited[-1] if waited else -1) <= in_flight.MAX_IN_FLIGHT
-        assert len(in_flight._in_flight) < in_flight.MAX_IN_FLIGHT
+        assert len(_process.in_flight) < in_flight.MAX_IN_FLIGHT
     assert waited == list(range(in_flight.WAIT_FOR - 1, waited[-1] + 1, in_flight.WAIT_FOR))
     assert in_flight.MAX_IN_FLIGHT < 32, "XLA's own limit, at which it blocks"
 
@@ -205,8 +206,8 @@ def test_one_bound_for_all_threads() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(in_flight._in_flight) < in_flight.MAX_IN_FLIGHT
-    assert len(waited) == (200 - len(in_flight._in_flight)) // in_flight.WAIT_FOR
+    assert len(_process.in_flight) < in_flight.MAX_IN_FLIGHT
+    assert len(waited) == (200 - len(_process.in_flight)) // in_flight.WAIT_FOR
 
 
 def test_two_programs_of_several_workers_are_in_flight_and_older_ones_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +219,7 @@ def test_two_programs_of_several_workers_are_in_flight_and_older_ones_are_checke
         witness = Witness(number, waited, is_gone=number == 5)
         in_flight.joined(witness, lambda witness: checked.append(witness.number))
         assert progress.witness is witness
-        assert len(in_flight._joint) <= 2 and len(waited) >= number - 2
+        assert len(_process.joint_in_flight) <= 2 and len(waited) >= number - 2
     expected = [number for number in range(10) if number != 5]
     assert waited == checked == expected[:-2] and progress.finished == len(waited)
     in_flight.finish()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import mirrored as mr
+from mirrored import _process
 from mirrored._program import steps
 from mirrored._replicas import in_flight
 from mirrored._replicas.spent import Spent, waited
@@ -33,7 +34,7 @@ def double(x):
 
 
 def test_the_parts_of_a_loop_add_up_and_a_step_that_is_compiled_begins_it_anew(strategy2, monkeypatch):
-    monkeypatch.setattr(in_flight, "_in_flight", collections.deque())  # nothing of other tests is waited for
+    monkeypatch.setattr(_process, "in_flight", collections.deque())  # nothing of other tests is waited for
     clock, x, spent = Clock(monkeypatch, steps), np.ones(3, np.float32), spent_in(strategy2)
     strategy2.run(double, args=(x,))
     assert (spent.num_steps, spent.last) == (0, None)

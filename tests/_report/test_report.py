@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import mirrored as mr
+from mirrored import _process
 from mirrored._jax import user_code
 from mirrored._report.facts import Replica, facts_of
 from mirrored._report.page import page
@@ -102,7 +103,7 @@ def test_the_rows_of_a_batch_are_drawn_as_they_are_split(strategy3: mr.MirroredS
 
 
 def test_copies_that_differ_and_warnings_are_shown(strategy2: mr.MirroredStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(user_code, "warned", type(user_code.warned)())
+    monkeypatch.setattr(_process, "warned", type(_process.warned)())
     assert "None." in section(page(facts_of(strategy2)), "Warnings")
     for _ in range(2):
         with pytest.warns(mr.RecompilationWarning):
@@ -121,7 +122,7 @@ def test_copies_that_differ_and_warnings_are_shown(strategy2: mr.MirroredStrateg
 
 
 def test_a_warning_is_remembered_although_it_is_raised_and_old_ones_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(user_code, "warned", type(user_code.warned)())
+    monkeypatch.setattr(_process, "warned", type(_process.warned)())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(UserWarning, match="w 0"):
@@ -129,7 +130,7 @@ def test_a_warning_is_remembered_although_it_is_raised_and_old_ones_go(monkeypat
         warnings.simplefilter("ignore")
         for number in range(1, 102):
             user_code.warn(f"w {number}")
-    assert (len(user_code.warned), next(iter(user_code.warned))) == (100, "w 2")
+    assert (len(_process.warned), next(iter(_process.warned))) == (100, "w 2")
 
 
 def test_nothing_happened_yet_and_many_devices() -> None:

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import mirrored as mr
-from mirrored._replicas.device_time import COMPUTATION, DeviceTime, last_profiles
+from mirrored._process import last_profiles
+from mirrored._replicas.device_time import COMPUTATION, DeviceTime
 from mirrored._report import traced
 from mirrored._report.facts import facts_of
 from mirrored._report.page import page

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 
 import mirrored as mr
-from mirrored._strategy import current, strategies
+from mirrored import _process
+from mirrored._strategy import current
 from mirrored._workers import runtime
 
 TWO = {"cluster": {"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}, "task": {"type": "worker", "index": 1}}
@@ -17,7 +18,7 @@ EVALUATOR = TWO | {"task": {"type": "evaluator", "index": 0}}
 
 @pytest.fixture(autouse=True)
 def _not_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strategies, "_has_warned", False)
+    monkeypatch.setattr(_process, "has_warned_of_workers", False)
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:

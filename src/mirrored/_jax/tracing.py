@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -15,11 +14,11 @@ import jax.numpy as jnp
 from jax._src import config, core
 from jax._src.interpreters.partial_eval import DynamicJaxprTrace
 
+from .. import _process
 from .._typing import REPLICA_AXIS
 from .jaxprs import ClosedJaxpr, Jaxpr, all_equations, inner_constants, inside
 
 _cache_token = jax.make_user_context(None)
-_new_token = itertools.count()
 _WIDE = frozenset({"int64", "uint64", "float64", "complex128"})
 
 
@@ -96,7 +95,7 @@ def separate_caches() -> Iterator[Callable[[], None]]:
     with contextlib.ExitStack() as tokens:
 
         def renew() -> None:
-            tokens.enter_context(_cache_token(next(_new_token)))
+            tokens.enter_context(_cache_token(next(_process.cache_numbers)))
 
         renew()
         yield renew

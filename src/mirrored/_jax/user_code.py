@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
 import inspect
@@ -16,6 +15,8 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import optax
 
+from .. import _process
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -23,14 +24,13 @@ _PACKAGE_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + 
 _JAX_FOLDER = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
 _OPTAX_FOLDER = os.path.dirname(os.path.abspath(optax.__file__)) + os.sep
 _CONTEXTLIB = os.path.dirname(contextlib.__file__) + os.sep + "contextlib"
-_not_user_code = (_PACKAGE_FOLDER, _JAX_FOLDER, _OPTAX_FOLDER, _CONTEXTLIB, "<frozen")
+_process.library_folders = (_PACKAGE_FOLDER, _JAX_FOLDER, _OPTAX_FOLDER, _CONTEXTLIB, "<frozen")
 
 
 def leave_out(library: types.ModuleType) -> None:
     """Take a library's files for code that is not the user's, from now on."""
-    global _not_user_code
     folder = os.path.dirname(os.path.abspath(library.__file__ or "")) + os.sep
-    _not_user_code = tuple(dict.fromkeys((*_not_user_code, folder)))
+    _process.library_folders = tuple(dict.fromkeys((*_process.library_folders, folder)))
 
 
 def user_line() -> str:
@@ -38,7 +38,7 @@ def user_line() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         filename = frame.f_code.co_filename
-        if not filename.startswith(_not_user_code):
+        if not filename.startswith(_process.library_folders):
             return f"{filename}:{frame.f_lineno}"
         frame = frame.f_back
     return "<unknown>"
@@ -53,21 +53,19 @@ def line_of(function: Any) -> str:
 def user_stacklevel() -> int:
     """Return the `stacklevel` with which the caller's `warnings.warn` points at the user's line."""
     frame, level = sys._getframe(1), 1
-    while frame is not None and frame.f_code.co_filename.startswith(_not_user_code):
+    while frame is not None and frame.f_code.co_filename.startswith(_process.library_folders):
         frame, level = frame.f_back, level + 1
     return level
 
 
-#: What the user was warned of, and how often, for those who look at the run later; the oldest go first.
-warned: collections.OrderedDict[str, int] = collections.OrderedDict()
 _MAX_WARNED = 100
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Warn of something at the user's line, and remember it."""
-    warned[message] = warned.pop(message, 0) + 1
-    while len(warned) > _MAX_WARNED:
-        warned.popitem(last=False)
+    _process.warned[message] = _process.warned.pop(message, 0) + 1
+    while len(_process.warned) > _MAX_WARNED:
+        _process.warned.popitem(last=False)
     warnings.warn(message, category, stacklevel=user_stacklevel())
 
 
@@ -97,7 +95,7 @@ def shorten_errors(verb: Callable[P, T]) -> Callable[P, T]:
 def hide_lines() -> None:
     """Let IPython and pytest leave out the frames that are running, down to the user's: an error passes through JAX alone."""
     frame = sys._getframe(1) if jax.config.jax_traceback_filtering != "off" else None
-    while frame is not None and frame.f_code.co_filename.startswith(_not_user_code):
+    while frame is not None and frame.f_code.co_filename.startswith(_process.library_folders):
         frame.f_locals["__tracebackhide__"] = True
         frame = frame.f_back
 
@@ -134,7 +132,7 @@ def _entries(error: BaseException) -> Iterator[types.TracebackType]:
 
 
 def _is_users(entry: types.TracebackType) -> bool:
-    return not entry.tb_frame.f_code.co_filename.startswith(_not_user_code)
+    return not entry.tb_frame.f_code.co_filename.startswith(_process.library_folders)
 
 
 def _is_bug(error: BaseException, innermost: types.TracebackType) -> bool:
@@ -154,6 +152,6 @@ def equation_line(equation: Any) -> str | None:
     """Return `file:line` of the user's code that made an equation of a jaxpr, or None when JAX does not know it."""
     traceback = equation.source_info.traceback
     for frame in traceback.frames if traceback is not None else ():
-        if not frame.file_name.startswith(_not_user_code):
+        if not frame.file_name.startswith(_process.library_folders):
             return f"{frame.file_name}:{frame.line_num}"
     return None

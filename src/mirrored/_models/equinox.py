@@ -1,11 +1,15 @@
-"""Which leaves of the arguments are in Equinox modules: Python numbers there are settings, compiled in as by `eqx.filter_jit`."""
+"""Equinox modules in a step: numbers in them are compiled in, as by `eqx.filter_jit`; BatchNorm sees the rows of all replicas."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+
+from .._replicas.context import current_replica
+from .._typing import REPLICA_AXIS
 
 
 def places_in_modules(structure: Any) -> frozenset[int]:
@@ -26,3 +30,12 @@ def _are_inside(structure: Any, is_inside: bool) -> Iterator[bool]:
         is_inside = True
     for child in structure.children():
         yield from _are_inside(child, is_inside)
+
+
+def call_norm(old: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call Equinox' BatchNorm, whose axis name is that of a `jax.vmap` over rows, with the name of the replicas besides."""
+    names = layer.axis_name if isinstance(layer.axis_name, tuple | list) else (layer.axis_name,)
+    if current_replica() is not None and REPLICA_AXIS not in names:
+        layer = copy.copy(layer)
+        object.__setattr__(layer, "axis_name", (*names, REPLICA_AXIS))
+    return old(layer, *args, **kwargs)

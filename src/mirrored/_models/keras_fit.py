@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ import numpy as np
 
 from .._errors import StrategyMismatchError
 from .._jax import user_code
+from .._process import keras_models
 from .._replicas import cross_replica, in_flight, placement
 from .._replicas.mesh import ReplicaMesh
 from .._replicas.per_replica import PerReplica, is_per_replica, stack_of, uneven_shapes
@@ -26,34 +26,19 @@ from ..data._dataset import DistributedDataset, mesh_of
 from . import keras_parts
 from .keras_variables import adopt, ours_of, scope_mesh
 
-#: In whose scope models were made that have no variables yet.
-_made_on: weakref.WeakKeyDictionary[Any, ReplicaMesh] = weakref.WeakKeyDictionary()
-#: The models that were fitted, evaluated or asked for predictions, with their devices.
-_run_on: weakref.WeakKeyDictionary[Any, ReplicaMesh] = weakref.WeakKeyDictionary()
-
 
 def describe(mesh: ReplicaMesh) -> list[str]:
     """Say which models Keras trains, evaluates or asks on these devices."""
-    names = [model.name for model, own in list(_run_on.items()) if own == mesh]
+    models = [model for model, own in list(keras_models.items()) if own == mesh]
+    names = [m.name for m in models if _OnAll in map(type, (m.train_function, m.test_function, m.predict_function))]
     how = "share each batch out over all replicas, or give it whole to each when they do not divide it"
     return [f"Keras model {name!r}: fit, evaluate and predict {how}" for name in names]
-
-
-# -- where a model is
-
-
-def init_model(old: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
-    """Make a model; note in whose scope."""
-    mesh = scope_mesh()
-    if mesh is not None:
-        _made_on[model] = mesh
-    old(model, *args, **kwargs)
 
 
 def _mesh_of(model: Any) -> ReplicaMesh | None:
     """Return the devices of the strategy that a model, or its optimizer, is of, or in whose scope this is."""
     known = [ours for ours in map(ours_of, _variables_of(model)) if ours is not None]
-    mesh = spec_of(known[0]).mesh if known else _made_on.get(model)
+    mesh = spec_of(known[0]).mesh if known else keras_models.get(model)
     here = scope_mesh()
     if mesh is not None and here is not None and mesh != here:
         raise StrategyMismatchError(
@@ -84,7 +69,7 @@ def make_function(old: Callable[..., Any], model: Any, force: bool = False) -> C
         with _distribution(mesh).scope():  # so that Keras names the placement of the new state
             old(model, True)
         setattr(model, name, _OnAll(mesh, getattr(model, name), kind=name.removesuffix("_function")))
-        _run_on[model] = mesh
+        keras_models[model] = mesh
     return getattr(model, name)
 
 
@@ -104,24 +89,25 @@ class _OnAll:
             leaves, treedef = jax.tree.flatten(results)
             results = treedef.unflatten(placement.mirror(self.mesh, leaves))
         if in_flight.is_paced(self.mesh.mirrored):
-            witness = [leaf for leaf in jax.tree.leaves(results) if isinstance(leaf, jax.Array)]
-            if not witness:
+            witness = next((leaf for leaf in jax.tree.leaves(results) if isinstance(leaf, jax.Array)), None)
+            if witness is None:
                 jax.block_until_ready(state)
-            elif self.mesh.is_alone:
-                in_flight.started(witness[0])
             else:
-                in_flight.joined(witness[0])
+                (in_flight.started if self.mesh.is_alone else in_flight.joined)(witness)
         return results, state
 
     def _placed(self, batch: Any) -> Any:
+        arrays, treedef = jax.tree.flatten(batch)
         if self._is_new and self._kind == "train":
-            _warn_of_whole_batches(self.mesh, batch)
+            _warn_of_whole_batches(self.mesh, arrays)
         self._is_new = False
-        return _placed(self.mesh, batch)
+        if not self.mesh.is_alone:
+            _require_same(self.mesh, arrays)
+        return treedef.unflatten([_placed_array(self.mesh, array) for array in arrays])
 
 
-def _warn_of_whole_batches(mesh: ReplicaMesh, batch: Any) -> None:
-    sizes = {array.shape[0] for array in jax.tree.leaves(batch) if array.ndim}
+def _warn_of_whole_batches(mesh: ReplicaMesh, arrays: Sequence[Any]) -> None:
+    sizes = {array.shape[0] for array in arrays if array.ndim}
     if not any(size % mesh.num_replicas for size in sizes):
         return
     user_code.warn(
@@ -141,15 +127,8 @@ def _distribution(mesh: ReplicaMesh) -> Any:
 # -- where batches lie
 
 
-def _placed(mesh: ReplicaMesh, batch: Any) -> Any:
-    """Share the rows of a batch out over the devices; a batch that they do not divide goes whole to each, which is exact too."""
-    arrays, treedef = jax.tree.flatten(batch)
-    if not mesh.is_alone:
-        _require_same(mesh, arrays)
-    return treedef.unflatten([_placed_array(mesh, array) for array in arrays])
-
-
 def _placed_array(mesh: ReplicaMesh, array: Any) -> jax.Array:
+    """Share rows of a batch out over the devices; rows that they do not divide go whole to each, which is exact too."""
     is_divided = array.ndim and array.shape[0] and array.shape[0] % mesh.num_replicas == 0
     where = mesh.stacked if is_divided else mesh.mirrored
     if mesh.is_alone or (isinstance(array, jax.Array) and not array.is_fully_addressable):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,35 +14,18 @@ import numpy as np
 from .._jax import user_code
 from .._jax.marks import Mark, Purpose, mark
 from .._options import ReduceOp
-from .._replicas import frames
+from .._process import is_keras_update
 from .._replicas.collectives import ReplicaAxis
-from .._replicas.context import ReplicaContext, axis_of
+from .._replicas.context import ReplicaContext, axis_of, current_replica
 from . import keras_parts
-from .keras_variables import UndiscoveredError, is_update, scope_mesh, update
-
-
-def replace(owner: type, name: str, method: Callable[..., Any]) -> None:
-    """Replace a method by one that is given the old one first."""
-    old = getattr(owner, name)
-
-    @functools.wraps(old)
-    def new(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return method(old, self, *args, **kwargs)
-
-    setattr(owner, name, new)
-
-
-def _replica() -> ReplicaContext | None:
-    frame = frames.current()
-    return None if frame is None else frame.replica
-
+from .keras_variables import UndiscoveredError, scope_mesh, update
 
 # -- normalization and random numbers
 
 
 def moments(old: Callable[..., Any], layer: Any, inputs: Any, mask: Any) -> Any:
     """Compute the mean and the variance of the global batch, of which each replica has some rows, or none."""
-    replica = _replica()
+    replica = current_replica()
     if replica is None:
         return old(layer, inputs, mask)
     return _global_moments(axis_of(replica), inputs, mask, tuple(keras_parts.reduction_axes_of(layer)))
@@ -68,7 +51,7 @@ def _global_moments(axis: ReplicaAxis, x: jax.Array, mask: Any, axes: tuple[int,
 
 def next_seed(old: Callable[..., Any], generator: Any, *args: Any, **kwargs: Any) -> Any:
     """Return a seed that differs by replica, and is that of one device on the first; the generator's state is the same on all."""
-    seed, replica = old(generator, *args, **kwargs), _replica()
+    seed, replica = old(generator, *args, **kwargs), current_replica()
     if replica is None:
         return seed
     index = axis_of(replica).index()
@@ -80,36 +63,29 @@ def next_seed(old: Callable[..., Any], generator: Any, *args: Any, **kwargs: Any
 
 def apply(old: Callable[..., Any], optimizer: Any, grads: Sequence[Any], trainable_variables: Any = None) -> None:
     """Sum the gradients over the replicas, and update the variables."""
-    replica = _replica()
-    if replica is None or is_update():  # an optimizer inside of another gets sums
+    replica = current_replica()
+    if replica is None or is_keras_update.get():  # an optimizer inside of another gets sums
         return old(optimizer, grads, trainable_variables)
     variables = None if trainable_variables is None else list(trainable_variables)
     _require_built(optimizer, variables)
-    summed = _summed(replica, grads, variables or keras_parts.trained_by(optimizer))
+    trained = variables or keras_parts.trained_by(optimizer)
+    summed = _summed(replica, grads, trained)
     with update():
-        return old(optimizer, summed, variables)
+        if not isinstance(optimizer, sys.modules["keras"].optimizers.LossScaleOptimizer):
+            return old(optimizer, summed, variables)
+        return _apply_scaled(optimizer, {id(v): g for g, v in zip(summed, trained, strict=True)})
 
 
-def apply_scaled(old: Callable[..., Any], optimizer: Any, grads: Sequence[Any], trainable_variables: Any = None) -> None:
-    """Do the same for an optimizer that looks whether all gradients are finite, through its method without side effects.
+def _apply_scaled(optimizer: Any, by_variable: dict[int, Any]) -> None:
+    """Update by an optimizer that looks whether all gradients are finite, through its method without side effects.
 
     Its other method assigns inside the branches of a `cond`, which no trace of JAX survives.
     """
-    replica = _replica()
-    if replica is None or is_update():
-        return old(optimizer, grads, trainable_variables)
-    variables = None if trainable_variables is None else list(trainable_variables)
-    _require_built(optimizer, variables)
-    trained = keras_parts.trained_by(optimizer)
-    variables = trained if variables is None else variables
-    by_variable = {id(v): g for g, v in zip(_summed(replica, grads, variables), variables, strict=True)}
-    with update():
-        state = optimizer.variables
-        values = [v.value for v in trained]
-        new, new_state = optimizer.stateless_apply([v.value for v in state], [by_variable.get(id(v)) for v in trained], values)
-        for variable, value in zip([*trained, *state], [*new, *new_state], strict=True):
-            variable.assign(value)
-    return None
+    state, trained = optimizer.variables, keras_parts.trained_by(optimizer)
+    gradients = [by_variable.get(id(v)) for v in trained]
+    new, new_state = optimizer.stateless_apply([v.value for v in state], gradients, [v.value for v in trained])
+    for variable, value in zip([*trained, *state], [*new, *new_state], strict=True):
+        variable.assign(value)
 
 
 def _require_built(optimizer: Any, variables: list[Any] | None) -> None:
@@ -130,6 +106,5 @@ def _summed(replica: ReplicaContext, grads: Sequence[Any], variables: Sequence[A
     paths = [variable.path for variable in variables] + ["?"] * len(grads)  # Keras says it when their numbers differ
     present = [i for i, gradient in enumerate(grads) if gradient is not None]
     marked = [mark(jnp.asarray(grads[i]), Mark(Purpose.GRADIENT, paths[i], where)) for i in present]
-    for i, total in zip(present, replica.all_reduce(ReduceOp.SUM, marked), strict=True):
-        grads[i] = total
-    return grads
+    totals = dict(zip(present, replica.all_reduce(ReduceOp.SUM, marked), strict=True))
+    return [totals.get(i) for i in range(len(grads))]

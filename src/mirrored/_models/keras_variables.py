@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from .. import _process
 from .._errors import ContextError
 from .._jax import tracing, user_code
 from .._jax.marks import Mark, Purpose, mark
@@ -22,8 +23,10 @@ from .._variables.variable import Variable, is_variable, spec_of
 from . import keras_parts
 
 _OURS, _MESH = "_mirrored_variable", "_mirrored_mesh"
-#: Inside an optimizer's update, where all replicas have the same gradients: what is written needs no aggregation, only the proof.
-_is_update: contextvars.ContextVar[bool] = contextvars.ContextVar("mirrored_keras_update", default=False)
+_FIT_OUTSIDE = (
+    "a Keras model that was made outside of a strategy's scope, and that its steps have taken over, is fitted outside of it: "
+    "each replica computes the whole batch, which is right and slow. Make the model in `with strategy.scope():`, or fit it there."
+)
 
 
 def _as_in_keras() -> contextlib.AbstractContextManager[Any]:
@@ -42,19 +45,21 @@ class View:
         ours = vars(self).get(_OURS)
         if ours is None:
             return None
-        if keras_parts.is_shape_inference(_keras()):
+        if keras_parts.is_shape_inference(sys.modules["keras"]):
             return jnp.zeros(ours.shape, ours.dtype)
         with _as_in_keras():
             return ours.value
 
     @_value.setter
     def _value(self, value: Any) -> None:
-        if value is None:  # it will be initialized later, or `fit` has taken the array and brings back another
-            return
         ours = vars(self).get(_OURS)
+        if value is None:  # it will be initialized later, or `fit` has taken the array and brings back another
+            if ours is not None and not _process.num_replacing:
+                user_code.warn(_FIT_OUTSIDE)
+            return
         if ours is None:
             vars(self)[_OURS] = _made(self, value)
-        elif _is_update.get():
+        elif _process.is_keras_update.get():
             is_mirrored = not spec_of(ours).is_on_read
             store(ours, mark(value, Mark(Purpose.ASSIGN, ours.name, user_code.user_line())) if is_mirrored else value)
         else:
@@ -74,12 +79,6 @@ class View:
 
 def _new(kind: type) -> Any:
     return object.__new__(kind)
-
-
-def _keras() -> Any:
-    keras = keras_parts.loaded()
-    assert keras is not None
-    return keras
 
 
 @functools.cache
@@ -112,6 +111,13 @@ def ours_of(variable: Any) -> Variable | None:
     return vars(variable).get(_OURS)
 
 
+def init_variable(old: Callable[..., None], variable: Any, *args: Any, **kwargs: Any) -> None:
+    """Make a variable; in a strategy's scope one of the strategy."""
+    if (mesh := scope_mesh()) is not None:
+        claim(variable, mesh)
+    old(variable, *args, **kwargs)
+
+
 def claim(variable: Any, mesh: ReplicaMesh) -> None:
     """Make a Keras variable a view, of which the array will be on these devices when there is one."""
     _require_support(variable)
@@ -135,7 +141,7 @@ def adopt(variable: Any, mesh: ReplicaMesh) -> None:
 
 
 def _require_support(variable: Any) -> None:
-    keras = _keras()
+    keras = sys.modules["keras"]
     if keras.config.backend() != "jax":
         raise ContextError(
             f"Keras computes with {keras.config.backend()!r}, but its variable {getattr(variable, 'path', '')!r} is used with a "
@@ -152,15 +158,11 @@ def _require_support(variable: Any) -> None:
 @contextlib.contextmanager
 def update() -> Iterator[None]:
     """Write variables, inside this block, as an optimizer does that has summed its gradients over the replicas."""
-    token = _is_update.set(True)
+    token = _process.is_keras_update.set(True)
     try:
         yield
     finally:
-        _is_update.reset(token)
-
-
-#: Whether this is inside such a block.
-is_update = _is_update.get
+        _process.is_keras_update.reset(token)
 
 
 def scope_mesh() -> ReplicaMesh | None:

@@ -17,6 +17,7 @@ from .._jax import user_code
 from .._jax.marks import Mark, Purpose, mark
 from .._options import ReduceOp
 from .._replicas import frames
+from .._replicas.context import ReplicaContext, current_replica
 from .._replicas.mesh import ReplicaMesh
 from .._typing import REPLICA_AXIS, PyTree
 
@@ -72,7 +73,7 @@ def variables_of(value: Any) -> Iterator[tuple[_Path, Any]]:
 
 def arrays_by_name(value: Any) -> dict[str, Any]:
     """Return the arrays of an NNX object by their names, such as `['conv']['kernel']`."""
-    return {_name(path): array for path, array in _flat(value).items()}
+    return {_name(path): array for path, array in _arrays_of(_take_apart([value])[1]).items()}
 
 
 def set_arrays(value: Any, arrays: Mapping[str, Any]) -> None:
@@ -83,10 +84,6 @@ def set_arrays(value: Any, arrays: Mapping[str, Any]) -> None:
 
 def _name(path: _Path) -> str:
     return "".join(f"[{key!r}]" for key in path[1:])
-
-
-def _flat(value: Any) -> dict[_Path, Any]:
-    return _arrays_of(_take_apart([value])[1])
 
 
 def _take_apart(objects: list[Any]) -> tuple[Any, dict[_Path, Any]]:
@@ -169,7 +166,8 @@ def _on_arrays(function: Callable[..., Any]) -> Callable[..., Any]:
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=lambda leaf: isinstance(leaf, _StandIn))
         [all_of_them] = [leaf for leaf in leaves if isinstance(leaf, _StandIn) and leaf.graph is not None]
         objects = nnx.unflatten(all_of_them.graph, list(all_of_them.arrays))
-        keys, norms = _make_own(objects), _normalize_together(objects)
+        replica = current_replica()
+        keys, norms = (_make_own(objects, replica), _normalize_together(objects)) if replica else ([], [])
         _, by_path = _take_apart(objects)
         held = [*_arrays_of(by_path).values(), *(key for _, key in keys)]  # while they are held, no other array has their ids
         given = set(map(id, held))
@@ -179,39 +177,41 @@ def _on_arrays(function: Callable[..., Any]) -> Callable[..., Any]:
         for norm in norms:
             norm.axis_name = None
         where = user_code.line_of(function)
-        _combine_metrics(objects, lambda state: id(state.get_value()) not in given)
+        if replica:
+            _combine_metrics(objects, replica, lambda state: id(state.get_value()) not in given)
         for stream, key in keys:
             stream.set_value(key)
         graph, by_path = _take_apart(objects)
-        _refuse_new_structure(all_of_them.graph, graph, where)
+        if graph != all_of_them.graph:
+            raise ContextError(
+                f"the step at {where} has changed the structure of an NNX object in its arguments: it has added or removed "
+                "a layer or an array, or set an attribute that is no array, such as `model.train()` does. A step is traced once "
+                "and run many times; change the structure before it, and keep what changes by step in an nnx.Variable."
+            )
         new = {path: array for path, array in _arrays_of(by_path).items() if id(array) not in given}
         return result, {path: _marked(objects, path, array, where) for path, array in new.items()}
 
     return step
 
 
-def _make_own(objects: list[Any]) -> list[tuple[Any, jax.Array]]:
+def _make_own(objects: list[Any], replica: ReplicaContext) -> list[tuple[Any, jax.Array]]:
     """Give a replica random streams of its own, and metrics that begin at zero on all replicas but the first.
 
     Returns the keys of the streams as they were, which they are to have again.
     """
-    nnx, frame = sys.modules["flax.nnx"], frames.current()
-    if frame is None or frame.replica is None:
-        return []
+    nnx = sys.modules["flax.nnx"]
     keys = [(node, node.get_value()) for _, node in nnx.iter_graph(objects) if isinstance(node, nnx.RngKey)]
     for node, key in keys:
-        node.set_value(frame.replica.rng(key))
+        node.set_value(replica.rng(key))
     for state in (state for metric in _metrics_of(objects) for state in _states_of(metric)):
-        is_first = frame.replica.replica_id_in_sync_group == 0
+        is_first = replica.replica_id_in_sync_group == 0
         state.set_value(jnp.where(is_first, state.get_value(), jnp.zeros_like(state.get_value())))
     return keys
 
 
 def _normalize_together(objects: list[Any]) -> list[Any]:
     """Let BatchNorm layers without an axis name see the rows of all replicas, and return them."""
-    nnx, frame = sys.modules["flax.nnx"], frames.current()
-    if frame is None or frame.replica is None:
-        return []
+    nnx = sys.modules["flax.nnx"]
     norms = [node for _, node in nnx.iter_graph(objects) if isinstance(node, nnx.BatchNorm) and node.axis_name is None]
     for norm in norms:
         norm.axis_name = REPLICA_AXIS
@@ -228,12 +228,10 @@ def _states_of(metric: Any) -> list[Any]:
     return [v for v in vars(metric).values() if isinstance(v, sys.modules["flax.nnx"].metrics.MetricState)]
 
 
-def _combine_metrics(objects: list[Any], is_changed: Callable[[Any], bool]) -> None:
+def _combine_metrics(objects: list[Any], replica: ReplicaContext, is_changed: Callable[[Any], bool]) -> None:
     """Make what the replicas have added to the metrics one value for all."""
-    nnx, frame = sys.modules["flax.nnx"], frames.current()
-    if frame is None or frame.replica is None:
-        return
-    sum_over_replicas = functools.partial(frame.replica.all_reduce, ReduceOp.SUM)
+    nnx = sys.modules["flax.nnx"]
+    sum_over_replicas = functools.partial(replica.all_reduce, ReduceOp.SUM)
     metrics = [metric for metric in _metrics_of(objects) if any(map(is_changed, _states_of(metric)))]
     averages = [state for metric in metrics if isinstance(metric, nnx.metrics.Average) for state in _states_of(metric)]
     for state, value in zip(averages, sum_over_replicas([state.get_value() for state in averages]), strict=True):
@@ -259,17 +257,5 @@ def _combine_welford(metric: Any, sum_over_replicas: Callable[[Any], Any]) -> No
 
 def _marked(objects: list[Any], path: _Path, value: Any, where: str) -> Any:
     """Mark a value that an object has got, so that the step is refused when it differs by replica."""
-    return jax.tree.map(lambda array: mark(array, Mark(Purpose.STATE, _name_of(objects, path), where)), value)
-
-
-def _name_of(objects: list[Any], path: _Path) -> str:
-    return ".".join([type(objects[path[0]]).__name__, *map(str, path[1:])])
-
-
-def _refuse_new_structure(before: Any, after: Any, where: str) -> None:
-    if before != after:
-        raise ContextError(
-            f"the step at {where} has changed the structure of an NNX object in its arguments: it has added or removed "
-            "a layer or an array, or set an attribute that is no array, such as `model.train()` does. A step is traced once and "
-            "run many times; change the structure before it, and keep what changes by step in an nnx.Variable."
-        )
+    name = ".".join([type(objects[path[0]]).__name__, *map(str, path[1:])])
+    return jax.tree.map(lambda array: mark(array, Mark(Purpose.STATE, name, where)), value)

@@ -55,8 +55,7 @@ def eager() -> Iterator[None]:
 def _refuse_unknown(variable: Variable) -> jax.Array:
     raise ContextError(
         f"variable {variable.name!r} was used when the step ran operation by operation, but not when it was traced a moment "
-        "before. A step must do the same every time it is called: look for code in it that depends on something outside that "
-        "changes (a counter, a cache, random Python numbers)."
+        "before. A step must do the same every time it is called: look for a counter, a cache, or random Python numbers in it."
     )
 
 

@@ -31,7 +31,6 @@ from .._variables.storage import WeakVariables
 from .._variables.variable import Variable, is_variable, spec_of
 from . import mistakes, scalar_args
 from .call import Call
-from .guards import seen_by
 
 #: What changes a program's numbers and not its text.
 _SETTINGS = ("jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable")
@@ -288,9 +287,7 @@ def warn_of_leaks(function: Any) -> None:
 
     Only the last element of a list and the last value of a dict are looked at.
     """
-    for path, value in seen_by(function):
-        owner, _, last = path.text.rpartition(".")
-        name = owner if isinstance(value, list | dict) and hasattr(value, last) else path.text  # losses.append
+    for name, value in _named(function):
         if _ends_with_traced(value):
             user_code.warn(
                 f"the step has put an array into `{name}`. It is traced once and then run, so what it puts there has no value. "
@@ -304,6 +301,24 @@ def _ends_with_traced(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return bool(value) and _ends_with_traced(value[-1])
     return isinstance(value, jax.core.Tracer)
+
+
+def _named(function: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the globals and closed-over values that a function names, read or written, and their attributes that it names."""
+    owner, function = getattr(function, "__self__", None), getattr(function, "__func__", function)
+    if not isinstance(function, types.FunctionType):
+        return
+    names = _names_in(function.__code__)
+    values = {name: function.__globals__[name] for name in names & function.__globals__.keys()}
+    for name, value in {**values, **inspect.getclosurevars(function).nonlocals, "self": owner}.items():
+        yield name, value
+        if type(value).__dictoffset__ and not isinstance(value, types.ModuleType):
+            yield from ((f"{name}.{attribute}", vars(value)[attribute]) for attribute in names & vars(value).keys())
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    inner = [_names_in(each) for each in code.co_consts if isinstance(each, types.CodeType)]
+    return set(code.co_names).union(*inner)
 
 
 def trace_step(call: Call, shapes: Sequence[Shape], frame: Frame) -> Traced:

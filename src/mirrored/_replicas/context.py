@@ -198,6 +198,12 @@ axis_of: Callable[[ReplicaContext], ReplicaAxis] = operator.attrgetter("_axis")
 knows_id: Callable[[ReplicaContext], bool] = operator.attrgetter("_knows_id")
 
 
+def current_replica() -> ReplicaContext | None:
+    """Return the context of the replica whose program is being traced, or run; None in cross-replica context."""
+    frame = current()
+    return None if frame is None else frame.replica
+
+
 def _fold_in(replica: jax.Array, key: jax.Array) -> jax.Array:
     return jax.random.fold_in(key, replica)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+from .._process import last_profiles
 from .._text import counted
 from .mesh import ReplicaMesh
 
@@ -52,10 +53,6 @@ class DeviceTime:
         both, kinds = ", ".join(f"{share:.0%} {name}" for name, share in shares.items()), self.kinds()
         listed = ", ".join(f"{share:.0%} {kind}" if len(kinds) > 1 else kind for kind, share in kinds.items())
         return f"time of the devices {source}: {both}" + f" ({listed})" * bool(kinds)
-
-
-#: Of the last profile in which programs of a mesh ran.
-last_profiles: dict[ReplicaMesh, DeviceTime] = {}
 
 
 def last_profile(mesh: ReplicaMesh, since: float) -> DeviceTime | None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import jax
 
+from .. import _process
 from .._errors import ContextError, StrategyMismatchError
 from .._jax import tracing, user_code
 from .collectives import ReplicaAxis
@@ -48,24 +48,23 @@ class Frame:
     bindings: VariableValues | None = None
 
 
-_current: contextvars.ContextVar[Frame | None] = contextvars.ContextVar("mirrored_frame", default=None)
 #: Returns the innermost frame, or None outside every scope.
-current = _current.get
+current: Callable[[], Frame | None] = _process.frame.get
 
 
 @contextlib.contextmanager
 def entered(frame: Frame) -> Iterator[Frame]:
     """Make a frame the current one for the duration of a block."""
-    token = _current.set(frame)
+    token = _process.frame.set(frame)
     try:
         yield frame
     finally:
-        _current.reset(token)
+        _process.frame.reset(token)
 
 
 def is_traced() -> bool:
     """Tell whether code is part of a program that is being traced, by this library or by JAX."""
-    frame = _current.get()
+    frame = _process.frame.get()
     return (frame is not None and (frame.bindings is not None or frame.axis is not None)) or tracing.is_staging()
 
 
@@ -89,7 +88,7 @@ def check_enterable(strategy: Any) -> None:
 
 def require_cross_replica(verb: str, instead: str) -> None:
     """Refuse a verb that concerns all replicas when it is called inside one of them."""
-    frame = _current.get()
+    frame = _process.frame.get()
     if frame is not None and frame.replica is not None:
         raise ContextError(
             f"strategy.{verb} was called inside a step that strategy.run is running, where only one replica's "

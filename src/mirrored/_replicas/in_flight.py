@@ -9,9 +9,7 @@ process have queues of their own and are left alone.
 
 from __future__ import annotations
 
-import collections
 import os
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,10 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from .. import _process
 from .._errors import ContextError
 from .._jax import distributed
+from .._process import waited
 from .._workers.progress import progress
-from .spent import waited
 
 #: Programs in flight per process, over all strategies: XLA blocks a thread of the pool from the 33rd on, and programs
 #: that other code dispatches count too.
@@ -35,13 +34,9 @@ WAIT_FOR = 8
 #: Programs of several workers in flight: an error of one surfaces at most so many steps late.
 MAX_JOINT_IN_FLIGHT = 2
 
-#: Whether this process was forked from one in which JAX ran: then the threads that carry out programs are not here.
-_is_forked = False
-
 
 def _note_fork() -> None:
-    global _is_forked
-    _is_forked = distributed.has_backend()
+    _process.is_forked = distributed.has_backend()
 
 
 os.register_at_fork(after_in_child=_note_fork)
@@ -49,16 +44,11 @@ os.register_at_fork(after_in_child=_note_fork)
 
 def require_threads() -> None:
     """Refuse to run a program in a forked child, where it would wait for ever."""
-    if _is_forked:
+    if _process.is_forked:
         raise ContextError(
             "this process was forked from one in which JAX was running, whose threads it does not have, so a program would never "
             "end. Start processes that use JAX with multiprocessing.get_context('spawn'), and keep JAX out of data loaders."
         )
-
-
-_in_flight: collections.deque[jax.Array] = collections.deque()
-_joint: collections.deque[tuple[jax.Array, Callable[[Any], None] | None]] = collections.deque()
-_lock = threading.Lock()
 
 
 def dispatch(placement: NamedSharding, program: Any, *arguments: Any) -> Any:
@@ -92,8 +82,8 @@ def started(witness: jax.Array) -> None:
     Args:
         witness: a result of the program that nobody donates, so that it can be waited for.
     """
-    _in_flight.append(witness)
-    if len(_in_flight) >= MAX_IN_FLIGHT:
+    _process.in_flight.append(witness)
+    if len(_process.in_flight) >= MAX_IN_FLIGHT:
         _wait()
 
 
@@ -106,17 +96,17 @@ def joined(witness: jax.Array, check: Callable[[Any], None] | None = None) -> No
     """
     if not isinstance(witness.dtype, np.dtype):  # a key of random numbers: the guard cannot ask whether it is ready
         witness = jax.random.key_data(witness)
-    _joint.append((witness, check))
+    _process.joint_in_flight.append((witness, check))
     progress.witness = witness
-    if len(_joint) > MAX_JOINT_IN_FLIGHT:
+    if len(_process.joint_in_flight) > MAX_JOINT_IN_FLIGHT:
         finish(MAX_JOINT_IN_FLIGHT)
 
 
 def finish(left: int = 0) -> None:
     """Wait for the programs of several workers until only so many are in flight, and check what they found."""
-    while len(_joint) > left:
-        with _lock:
-            witness, check = _joint.popleft() if len(_joint) > left else (None, None)
+    while len(_process.joint_in_flight) > left:
+        with _process.in_flight_lock:
+            witness, check = _process.joint_in_flight.popleft() if len(_process.joint_in_flight) > left else (None, None)
         if witness is None or witness.is_deleted():
             continue
         start = time.perf_counter()
@@ -131,8 +121,8 @@ progress.finish = finish  # at the end of a program nothing comes later that wou
 
 
 def _wait() -> None:
-    with _lock:
-        waited_for = [_in_flight.popleft() for _ in range(WAIT_FOR)] if len(_in_flight) >= MAX_IN_FLIGHT else []
+    with _process.in_flight_lock:
+        waited_for = [_process.in_flight.popleft() for _ in range(WAIT_FOR)] if len(_process.in_flight) >= MAX_IN_FLIGHT else []
     for old in reversed(waited_for):
         if not old.is_deleted():  # XLA runs them one after the other, so the last that can be waited for is enough
             start = time.perf_counter()

@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from .. import _process
 from .._errors import UnevenReplicasError
 from .._jax import tracing, user_code
 from .._jax.marks import Mark, Purpose, mark
@@ -27,28 +27,23 @@ from .collectives import ReplicaAxis, all_reduce
 #: What is replaced while an uneven step is traced.
 NAMES = ("all_gather", "all_to_all", "pmax", "pmean", "pmin", "ppermute", "psum", "psum_scatter")
 
-_lock = threading.Lock()
-_originals: dict[str, Callable[..., Any]] = {}
-_num_traces = 0
-
 
 @contextlib.contextmanager
 def with_rows() -> Iterator[None]:
     """Trace an uneven step inside this block: its own calls of `jax.lax.pmean` and other collectives are seen."""
-    global _num_traces
-    with _lock:
-        if not _num_traces:
-            _originals.update((name, getattr(jax.lax, name)) for name in NAMES)
-            for name, original in _originals.items():
+    with _process.lax_lock:
+        if not _process.num_uneven_traces:
+            _process.lax_originals.update((name, getattr(jax.lax, name)) for name in NAMES)
+            for name, original in _process.lax_originals.items():
                 _replace(name, original, functools.wraps(original)(functools.partial(_call, name, original)))
-        _num_traces += 1
+        _process.num_uneven_traces += 1
     try:
         yield
     finally:
-        with _lock:
-            _num_traces -= 1
-            if not _num_traces:
-                for name, original in _originals.items():
+        with _process.lax_lock:
+            _process.num_uneven_traces -= 1
+            if not _process.num_uneven_traces:
+                for name, original in _process.lax_originals.items():
                     _replace(name, getattr(jax.lax, name), original)
 
 

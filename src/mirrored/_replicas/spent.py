@@ -4,35 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import time
-import weakref
 from collections.abc import Iterator
+
+from .._process import times
+from .._process import waited as waited
 
 #: So many steps are looked at before anything is said of them.
 MIN_STEPS = 20
 
 
-@dataclasses.dataclass
-class Waited:
-    """Seconds that this process's threads have waited.
-
-    Attributes:
-        input: for the next batch of a distributed dataset.
-        devices: for programs in flight, where their number is bounded.
-    """
-
-    input: float = 0.0
-    devices: float = 0.0
-
-
-waited = Waited()
-
-
-_made: weakref.WeakSet[Spent] = weakref.WeakSet()
-
-
 def forget_pause() -> None:
     """Leave the time since the last steps out: the loop did something that belongs to no step."""
-    for spent in list(_made):
+    for spent in list(times):
         spent.last = None
 
 
@@ -46,9 +29,9 @@ class Spent:
     Attributes:
         num_steps: how many there were.
         wall: what they took.
-        input, devices: see `Waited`.
+        input, devices: see `_process.Waited`.
         python: inside `strategy.run`, without waiting.
-        last: what `Waited` and the clock were at the end of the last step; None when the next one begins a row of steps.
+        last: what `_process.waited` and the clock were at the end of the last step; None when the next one begins a row of steps.
         thread: that takes the steps; 0 before the first.
         since: when the strategy was made, as of time.time().
     """
@@ -63,7 +46,7 @@ class Spent:
     since: float = dataclasses.field(default_factory=time.time)
 
     def __post_init__(self) -> None:
-        _made.add(self)
+        times.add(self)
 
     def shares(self) -> dict[str, float]:
         """Return which part of the time went where; nothing after too few steps."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
@@ -40,10 +41,8 @@ def progress(batches: Iterable[T], *, total: int | None = None, description: str
     if not isinstance(description, str):
         raise TypeError(f"mr.progress: description is {shown(description)}; expected a str, such as 'epoch 3'.")
     if total is None:
-        try:
+        with contextlib.suppress(TypeError):
             total = len(batches)  # pyrefly: ignore[bad-argument-type]
-        except TypeError:
-            total = None
     strategy = joint_strategy()
     is_hidden = strategy is not None and not strategy.is_chief
     return _shown(batches, _bar(total=total, desc=description, unit="step", disable=is_hidden))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import jax
 
-from .._jax import user_code
+from .. import _process
 from .._program.program import collectives_of, name_of_collective
 from .._replicas.device_time import DeviceTime, last_profile
 from .._strategy.adding_up import ops_of
@@ -156,7 +156,7 @@ def facts_of(strategy: Strategy) -> Facts:
         shares=spent.shares(),
         profiled=last_profile(mesh, spent.since),
         comparison=last_comparisons.get(mesh),
-        warnings=tuple(user_code.warned.items()),
+        warnings=tuple(_process.warned.items()),
     )
 
 

@@ -13,9 +13,10 @@ from typing import Any
 import jax
 
 from .._errors import ContextError
+from .._process import last_profiles
 from .._program import program
 from .._replicas import frames
-from .._replicas.device_time import COMPUTATION, DeviceTime, last_profiles
+from .._replicas.device_time import COMPUTATION, DeviceTime
 from .._replicas.mesh import ReplicaMesh
 from .._replicas.spent import forget_pause
 from .._strategy.strategy import coordination_of, joint_strategy

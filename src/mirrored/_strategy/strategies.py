@@ -11,7 +11,7 @@ from typing import Literal, TypeVar
 import jax
 import numpy as np
 
-from .. import _env
+from .. import _env, _process
 from .._cluster import resolvers
 from .._cluster.resolvers import ClusterResolver
 from .._cluster.spec import Cluster
@@ -26,7 +26,6 @@ from .adding_up import check_ops, parse_ops
 from .strategy import Strategy
 
 _logger = logging.getLogger("mirrored")
-_has_warned = False
 
 T = TypeVar("T")
 
@@ -202,13 +201,12 @@ def look_for_others(name: str) -> None:
 
 
 def _warn_of_others(what: str, name: str) -> None:
-    global _has_warned
-    if not _has_warned:
+    if not _process.has_warned_of_workers:
         _logger.warning(
             "%s; but %s uses only the devices of this process, so that each worker trains by itself. To train together, write "
             "mr.MultiWorkerMirroredStrategy() instead, before anything else uses JAX.", what, name
         )  # fmt: skip
-    _has_warned = True
+    _process.has_warned_of_workers = True
 
 
 class OneDeviceStrategy(Strategy):

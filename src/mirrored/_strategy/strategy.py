@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, overload
 
 import jax
 
-from .. import _html, _tf_names
+from .. import _html, _process, _tf_names
 from .._cluster.spec import Cluster
 from .._errors import ContextError, StrategyMismatchError
 from .._jax import user_code
@@ -67,7 +67,7 @@ class Strategy:
         self._mesh = mesh
         self._steps = Steps(mesh, bytes_per_pack, ops)
         self._ops = ops
-        _made.add(self)
+        _process.strategies.add(self)
         self._datasets: weakref.WeakSet[DistributedDataset] = weakref.WeakSet()
         _logger.info("%s: %s", type(self).__name__, mesh)
 
@@ -520,12 +520,9 @@ def spent_in(strategy: Strategy) -> Spent:
     return strategy._steps.spent
 
 
-_made: weakref.WeakSet[Strategy] = weakref.WeakSet()
-
-
 def joint_strategy() -> Strategy | None:
     """Return a strategy in which other workers take part, None when there is none; all in a process reach the same workers."""
-    return next((strategy for strategy in list(_made) if strategy.num_workers > 1), None)
+    return next((strategy for strategy in list(_process.strategies) if strategy.num_workers > 1), None)
 
 
 #: The replicas of a strategy.

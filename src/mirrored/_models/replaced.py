@@ -1,0 +1,112 @@
+"""What is replaced in Keras and Equinox: one table, in place inside scopes and traces, and undone when the last one is left."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from .. import _process
+from .._jax import user_code
+from . import equinox, keras_fit, keras_layers, keras_parts, keras_variables
+
+
+def table() -> Iterator[tuple[type, str, Callable[..., Any]]]:
+    """Yield the class, the name of its method, and ours, which is given the old one first; of imported libraries only.
+
+    Each method does what the old one does for a model or variable of no strategy, and, but for those of `fit`, outside of steps.
+    """
+    if (layers := sys.modules.get("equinox.nn")) is not None:
+        yield layers.BatchNorm, "__call__", equinox.call_norm
+    keras = keras_parts.loaded()
+    if keras is None:
+        return
+    user_code.leave_out(keras)
+    yield keras.Variable, "__init__", keras_variables.init_variable
+    if keras.config.backend() != "jax":
+        return
+    yield keras.layers.BatchNormalization, keras_parts.MOMENTS, keras_layers.moments
+    yield keras.random.SeedGenerator, "next", keras_layers.next_seed
+    yield keras.optimizers.Optimizer, "apply", keras_layers.apply
+    yield keras.optimizers.LossScaleOptimizer, "apply", keras_layers.apply
+    yield keras.Model, "__init__", _init_model
+    for name, method in _OF_MODELS.items():
+        yield keras.Model, name, method
+
+
+def _init_model(old: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
+    """Make a model; one that is made in a scope knows its strategy after the scope, too."""
+    if (mesh := keras_variables.scope_mesh()) is not None:
+        _process.keras_models[model] = mesh
+        _know(model)
+    old(model, *args, **kwargs)
+
+
+def _make_function(old: Callable[..., Any], model: Any, force: bool = False) -> Callable[..., Any] | None:
+    function = keras_fit.make_function(old, model, force)
+    if model in _process.keras_models:  # one that was made elsewhere, and is the strategy's from now on
+        _know(model)
+    return function
+
+
+#: What a model of a strategy does with its batches.
+_OF_MODELS = {
+    **dict.fromkeys(("make_train_function", "make_test_function", "make_predict_function"), _make_function),
+    **dict.fromkeys(("fit", "evaluate", "predict"), keras_fit.with_dataset),
+    keras_parts.BUILD: keras_fit.build_quietly,
+}
+
+
+def _know(model: Any) -> None:
+    """Give one model methods that put the table in place while they run: it is trained after the scope, too."""
+    for name in _OF_MODELS:
+        own = functools.partial(_call_in_place, model, name)
+        vars(model).setdefault(name, functools.update_wrapper(own, getattr(model, name)))
+
+
+def _call_in_place(model: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    with in_place():
+        return getattr(type(model), name)(model, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def in_place() -> Iterator[None]:
+    """Have the table's methods in place inside this block; other threads may be in such a block at the same time."""
+    with _process.replaced_lock:
+        for owner, name, method in table():
+            if (owner, name) not in _process.replaced:
+                _process.replaced[owner, name] = _replace(owner, name, method)
+        _process.num_replacing += 1
+    try:
+        yield
+    finally:
+        with _process.replaced_lock:
+            _process.num_replacing -= 1
+            if not _process.num_replacing:
+                _undo()
+
+
+def _replace(owner: type, name: str, method: Callable[..., Any]) -> tuple[Callable[..., Any], Any]:
+    """Replace a method; return the new one, and what the class itself had, None where the method is inherited."""
+    old = getattr(owner, name)
+
+    @functools.wraps(old)
+    def new(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return method(old, self, *args, **kwargs)
+
+    own = vars(owner).get(name)
+    setattr(owner, name, new)
+    return new, own
+
+
+def _undo() -> None:
+    for (owner, name), (new, own) in list(_process.replaced.items()):
+        if vars(owner).get(name) is not new:
+            continue  # somebody has replaced ours, and calls it: putting it in place again would do its work twice
+        if own is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
+        del _process.replaced[owner, name]
