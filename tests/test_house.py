@@ -309,7 +309,7 @@ CACHES = {
     "_models.keras_scope": "_scope_class",
     "_models.keras_variables": "_view_class",
     "_program.call": "_gives_array _number_leaf",
-    "_program.guards": "_is_of_library is_by_content is_library",
+    "_program.guards": "_is_closed _is_of_library _is_simple is_by_content is_library",
     "_program.program": "_mirrored_number",
     "_replicas.cross_replica": "_compile",
     "_replicas.mesh": "default_mesh",

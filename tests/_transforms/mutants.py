@@ -31,8 +31,6 @@ MUTANTS = [
     ("_transforms/gradients.py", "return jnp.sum(loss) / loss.shape[0]", "return jnp.mean(loss) / 2",
      "tests/test_losses.py::test_losses_of_examples_outside_of_a_step_and_in_default_context"),
     ("_transforms/function.py", "if mesh != meshes[0]:", "if False:", FUNCTION + "two_strategies_in_one_function_are_refused"),
-    ("_transforms/function.py", "owner=fn, also", "owner=fn.__code__, also",
-     FUNCTION + "a_factory_of_functions_may_be_used_often_and_one_function_compiled_again_and_again_is_reported"),
     ("_transforms/function.py", "else [frame.strategy]\n", "else []\n",
      FUNCTION + "a_new_strategy_with_the_address_of_a_dead_one_gets_its_own_program"),
 ]  # fmt: skip

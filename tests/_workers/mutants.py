@@ -9,7 +9,6 @@ _WING = {
     ],
     "test_coordination.py::test_an_exchange_that_was_interrupted_may_be_made_again": [
         ("coordination", "        if not self._counted:\n", "        if True:\n"),
-        ("coordination", "self._counted != own or ", ""),
     ],
     "test_stall.py::test_data_that_has_ended_while_another_worker_has_taken_more_is_certain": [
         ("stall", " and position.batch[2] > count", ""),

@@ -36,7 +36,12 @@ MUTANTS = [
         "if False:",
         _HERE + "test_faults.py::test_what_ends_no_program_ends_no_job[slow compilation-args1-1]",
     ),
-    ("_workers/progress.py", "self.started += 1", "self.started += 2", _ENDS.format("raise hostile")),
+    (
+        "_workers/progress.py",
+        "self.started += 1",
+        "self.started += 2",
+        "tests/_workers/test_progress.py::test_it_waits_from_before_a_program_starts_until_its_result_is_there",
+    ),
     (
         "_workers/joint_programs.py",
         "progress.did(what, digest(what).encode())",

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import mirrored as mr
+from mirrored._program.uneven import last_batch
 
 X = np.arange(20, dtype=np.float32).reshape(10, 2)
 
@@ -90,6 +91,16 @@ def test_several_programs_of_one_function_and_functions_of_several_steps():
     with pytest.raises(mr.UnevenReplicasError) as error:
         mr.function(lambda x: strategy.run(rows_joined, args=(x,)))(next(iter(batches(strategy, 6))))
     assert "Nothing has run yet" in note_of(error)
+
+
+def test_the_note_stands_before_those_of_jax():
+    [batch] = batches(mr.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"]), 10)
+    with pytest.raises(ValueError) as error, last_batch.explained((batch,)):
+        mistake = ValueError("of the step")
+        mistake.__notes__ = ["the replicas that it is about", "JAX's"]
+        raise mistake
+    assert error.value.__notes__[::2] == ["the replicas that it is about", "JAX's"]
+    assert "Nothing has run yet" in error.value.__notes__[1]
 
 
 NO_ODD_BATCH = {
