@@ -195,6 +195,8 @@ MUTANTS = [
      REPLICATE + "eager_gives_the_results_of_the_compiled_step"),
     ("_program/eager.py", "if leaf.shapes is not None:", "if False:",
      REPLICATE + "uneven_values_are_refused_by_name_in_eager_mode"),
+    ("_program/proof.py", "state = state.saying(min(state.said, Said.NOTHING))", "pass",
+     "tests/_program/test_refusals.py::test_other_means_are_silent"),
     # -- uneven steps: traces
     ("_program/uneven/kinds.py", "if size == rows or (rows > 1 and size % rows == 0):", "if rows > 1 and size % rows == 0:",
      PROPERTIES + "right_guesses_need_one_trace_of_each_shape"),

@@ -219,6 +219,8 @@ class _Pass(Analysis[State]):
         state = join(inputs)
         if name in _SPECIAL:
             state = state.saying(_said(name, inputs))
+        if any(getattr(atom.aval, "dtype", "") == "bool" for atom in equation.outvars):  # whether a loss is finite is no loss
+            state = state.saying(min(state.said, Said.NOTHING))
         if not state.is_mirrored:
             return state
         if name in PURE and all(map(jaxprs.is_plain, inside)):

@@ -59,7 +59,8 @@ def lift_uneven(
         closed = _merge_traces(traces, kinds, leaves, plan, frame_with(None), call.function)
     largest = max(range(len(traces)), key=lambda kind: kinds.most_rows(kind))
     refusals.check_gradients(found[largest], len(kinds.of_replica))  # merged, what is the same there comes out of a switch
-    lines = tuple(map(_known_line, zip(*(lifted.write_lines for lifted in traces), strict=True)))
+    lines_of = zip(*(lifted.write_lines for lifted in traces), strict=True)
+    lines = tuple(next((line for line in lines if line != "<unknown>"), lines[0]) for lines in lines_of)
     merged = Lifted(closed, closed, WeakVariables(touched.written), lines, WeakVariables(touched.read_only), plan)
     findings = proof.prove(closed.jaxpr, states_of(merged))
     of_kinds = zip(*(one.outputs[: merged.num_results] for one in found), strict=True)
@@ -67,10 +68,6 @@ def lift_uneven(
         if not state.is_mirrored and all(one.is_mirrored for one in own):
             raise UnevenReplicasError(_other_type(plan, position, kinds, state.origin))
     return merged, findings
-
-
-def _known_line(lines: Sequence[str]) -> str:
-    return next((line for line in lines if line != "<unknown>"), lines[0])
 
 
 # -- tracing for each kind
