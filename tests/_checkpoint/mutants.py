@@ -2,6 +2,13 @@
 
 #: By the test that catches them: the file in `_checkpoint`, a text in it, and what takes its place.
 BY_TEST = {
+    "test_checkpoint.py::test_a_directory_that_vanishes_is_made_again_and_said": [
+        ("sole_writer.py", "if held is not None and not root.exists():", "if False:"),
+    ],
+    "test_checkpoint.py::test_what_orbax_logs_of_a_failed_save_is_not_said_twice": [
+        ("files.py", "absl.addFilter(is_another)", "pass"),
+        ("files.py", "log.callback(absl.removeFilter, is_another)", "pass"),
+    ],
     "test_checkpoint.py::test_a_step_that_another_object_is_writing_is_neither_replaced_nor_passed_over": [
         ("writer.py", "            _finish(writer, self._files.root)\n", "            _finish(self, self._files.root)\n"),
     ],

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import importlib
 import io
 import itertools
 import json
@@ -1042,6 +1043,37 @@ def test_failed_saves_are_logged_and_too_many_end_training(tmp_path: Path, monke
             checkpoint.save(6)
         monkeypatch.undo()
     assert [p.name for p in sorted(tmp_path.iterdir())] == ["1", "3"]
+
+
+def test_a_directory_that_vanishes_is_made_again_and_said(tmp_path: Path, caplog) -> None:
+    w, where = mr.Variable(1.0), tmp_path / "steps"
+    checkpoint = mr.Checkpoint(where, w=w)
+    checkpoint.save(1)
+    assert checkpoint.wait() == 1 and not caplog.records
+    shutil.rmtree(where)
+    checkpoint.save(2)
+    assert checkpoint.wait() == 2
+    [said] = [entry.getMessage() for entry in caplog.records]
+    assert said == f"{where} has vanished since the last save, with the steps in it. It is made again."
+    checkpoint.close()
+
+
+def test_what_orbax_logs_of_a_failed_save_is_not_said_twice(tmp_path: Path, caplog, monkeypatch) -> None:
+    w, orbax = mr.Variable(1.0), importlib.import_module("orbax.checkpoint")
+
+    def fail(*_, **__):
+        exec(compile("log.error('a thread of orbax failed')", orbax.__file__, "exec"), {"log": logging.getLogger("absl")})
+        logging.getLogger("absl").error("of another library")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(orbax.Checkpointer, "save", fail)
+    checkpoint = mr.Checkpoint(tmp_path, w=w)
+    checkpoint.save(1)
+    checkpoint.wait()
+    said = [entry.getMessage() for entry in caplog.records]
+    assert said[0] == "of another library" and "saving step 1" in said[1] and len(said) == 2
+    exec(compile("log.error('later')", orbax.__file__, "exec"), {"log": logging.getLogger("absl")})
+    assert caplog.records[-1].getMessage() == "later"
 
 
 def test_a_last_save_that_failed_is_an_error_at_the_end(tmp_path: Path, monkeypatch) -> None:

@@ -197,12 +197,26 @@ class StepFiles:
             new.mkdir()
             stored = {key: _storable(array) for key, array in arrays.items() if array.size}
             if stored:
-                with _checkpointer() as checkpointer:
+                absl, is_another = logging.getLogger("absl"), lambda entry: "orbax" not in entry.pathname
+                with _checkpointer() as checkpointer, contextlib.ExitStack() as log:
+                    absl.addFilter(is_another)  # orbax logs a traceback for each thread that fails; the error is raised, too
+                    log.callback(absl.removeFilter, is_another)
                     checkpointer.save(new / _ARRAYS, args=orbax().args.PyTreeSave(stored))
             files, unread = checksums.file_checksums(new)
             for error in unread.values():
                 raise error
-            whole = {**record, **_about(step), "arrays": _describe(arrays), "files": files}
+            whole = {
+                **record,
+                "format": FORMAT,
+                "step": step,
+                "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+                "versions": {name: version_of(name) for name in _PACKAGES},
+                "arrays": {
+                    key: {"dtype": array.dtype.name, "shape": list(array.shape), "crc32": checksums.array_checksum(key, array)}
+                    for key, array in arrays.items()
+                },
+                "files": files,
+            }
             _write_synced(new / RECORD, checksums.encode_record(whole))
             for folder, _, _ in os.walk(new):
                 _sync(Path(folder))
@@ -308,24 +322,8 @@ def _checkpointer() -> Any:
     return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(multiprocessing_options=alone), multiprocessing_options=alone)
 
 
-def _about(step: int) -> dict[str, Any]:
-    return {
-        "format": FORMAT,
-        "step": step,
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "versions": {name: version_of(name) for name in _PACKAGES},
-    }
-
-
 def _storable(array: np.ndarray) -> np.ndarray:
     return array if array.dtype.name in _STORABLE else checksums.as_bytes(array)
-
-
-def _describe(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    return {
-        key: {"dtype": array.dtype.name, "shape": list(array.shape), "crc32": checksums.array_checksum(key, array)}
-        for key, array in arrays.items()
-    }
 
 
 def _read_record(directory: Path, step: int) -> dict[str, Any]:

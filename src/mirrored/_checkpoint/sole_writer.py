@@ -62,6 +62,8 @@ def sole_writer(root: Path) -> SoleWriter | None:
         held = _held.get(root)
         if held is not None and held.stands():
             return held
+        if held is not None and not root.exists():
+            _logger.warning("%s has vanished since the last save, with the steps in it. It is made again.", root)
         try:
             root.mkdir(parents=True, exist_ok=True)
             descriptor = _locked(root / LOCK)
