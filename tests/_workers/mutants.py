@@ -163,8 +163,8 @@ _WING = {
         ("guard", "self._failing.set()", "pass"),
     ],
     "test_guard.py::test_the_code_of_sys_exit_is_kept_when_others_still_need_this_worker_and_a_caught_one_is_no_end": [
-        ("guard", "self._leave(verdict, (self._has_ended and self._sys_exit_code) or verdict", "self._leave(verdict, verdict"),
-        ("guard", "self._leave(verdict, (self._has_ended and ", "self._leave(verdict, ("),
+        ("guard", "code = (self._has_ended and self._sys_exit_code) or verdict", "code = verdict"),
+        ("guard", "code = (self._has_ended and ", "code = ("),
     ],
     "test_guard.py::test_an_end_waits_for_the_others_and_says_how_it_came": [
         ("guard", "code & 0xFF if", "code if"),

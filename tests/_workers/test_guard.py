@@ -564,6 +564,14 @@ def test_the_code_of_sys_exit_is_kept_when_others_still_need_this_worker_and_a_c
     assert guarded.codes.get(timeout=10) == 75
 
 
+def test_the_code_of_sys_exit_is_kept_whoever_finds_that_others_wait_in_vain(make: Make) -> None:
+    for code, expected in ((3, 3), (0, 75)):
+        guarded = make(is_started=False)
+        guarded.guard._sys_exit_code, guarded.guard._has_ended = code, True
+        guarded.guard._fail(Verdict("worker 0 has ended its program, and worker 1 waits"))
+        assert guarded.codes.get(timeout=10) == expected
+
+
 def test_sys_exit_in_another_thread_is_no_end(make: Make) -> None:
     guarded = make(worker=1)
 
@@ -771,7 +779,7 @@ def test_whatever_blocks_while_a_worker_leaves_does_not_keep_it(make: Make, monk
     monkeypatch.setattr("mirrored._workers.leaving.LAST_RESORT_SECONDS", 0.2)
     guarded, is_over = make(worker=1, is_started=False), threading.Event()
     monkeypatch.setattr(guarded.service, "key_value_set", lambda *_, **__: is_over.wait(20))
-    leaving = threading.Thread(target=guarded.guard._leave, args=(Verdict("lost worker 2", lost=(2,)), 75, False))
+    leaving = threading.Thread(target=guarded.guard._leave, args=(Verdict("lost worker 2", lost=(2,)), False))
     leaving.start()
     try:
         assert guarded.codes.get(timeout=5) == 75 and leaving.is_alive()

@@ -163,8 +163,7 @@ class Guard:
 
     def _end(self) -> None:
         """Wait for all workers to come to their end."""
-        code = self._sys_exit_code
-        self._progress.phases = (self._progress.phase(f"sys.exit({code})"),) if code else ()
+        self._progress.phases = (self._progress.phase(f"sys.exit({code})"),) if (code := self._sys_exit_code) else ()
         self._has_ended = True
         self._say_where(0.0)  # at once: who waits for this worker waits in vain
         self._coordination.put(f"{_ENDED}/{self._worker}", json.dumps(self._progress.history()))
@@ -174,7 +173,7 @@ class Guard:
             if all(UNKNOWN not in history for history in histories):  # so all have started the same programs, and these will end
                 self._progress.finish()
         except ProgramMismatchError as error:
-            self._fail(told_apart(str(error)), code or None)
+            self._fail(told_apart(str(error)))
         except Exception as error:  # such as an argument of the last step that differs by worker
             self._on_exception(type(error), error, error.__traceback__)
         else:
@@ -300,8 +299,7 @@ class Guard:
     def _look_at_others(self, own: Position, elapsed: float) -> None:
         """Take the positions: worker 0 of all, the others of worker 0; so of any two that differ one differs from it."""
         before = dict(self._others.silent)
-        of_chief = f"{_POSITION}/0"
-        texts = {0: self._coordination.peek(of_chief) or ""} if self._worker else self._coordination.by_worker(_POSITION)
+        texts = {0: self._coordination.peek(f"{_POSITION}/0") or ""} if self._worker else self._coordination.by_worker(_POSITION)
         self._others.look({worker: text for worker, text in texts.items() if worker < self._num_workers}, elapsed)
         for worker, seconds in self._others.silent.items():
             if worker != self._worker and before.get(worker, 0.0) < _SERVICE_SILENT_TICKS <= seconds:
@@ -318,7 +316,7 @@ class Guard:
                 self._ticks_in_service += 1
                 if self._ticks_in_service > max(self._own.limit, _SERVICE_SILENT_TICKS) and self._progress.is_waiting():
                     title = f"worker 0, which hosts the coordination service, has not answered for {self._own.limit:.0f} s"
-                    self._leave(Verdict(title, lost=(0,), wants_stacks=True), RESTART, is_first=False)
+                    self._leave(Verdict(title, lost=(0,), wants_stacks=True), is_first=False)
                     return
                 if self._ticks_in_service == _SERVICE_SILENT_TICKS + 1:
                     _logger.warning(
@@ -337,7 +335,7 @@ class Guard:
         if self._failing.wait(_GRACE_SECONDS):
             self._leaving.arm_last_resort(verdict.code)
         else:
-            self._leave(verdict, (self._has_ended and self._sys_exit_code) or verdict.code, is_first=False)
+            self._leave(verdict, is_first=False)
 
     def _on_service_error(self, error: Exception) -> None:
         """Leave when worker 0 is gone: JAX ends this process 0.1 s later, with a code and a text that name nobody."""
@@ -355,15 +353,17 @@ class Guard:
                     _logger.error("the guard of worker %d ends, because of an error of its own", self._worker, exc_info=error)
                     return
         title = f"lost worker 0, which hosts the coordination service, at step {self._progress.step}"
-        self._leave(Verdict(title, str(error), lost=(0,)), (self._has_ended and self._sys_exit_code) or RESTART, is_first=False)
+        self._leave(Verdict(title, str(error), lost=(0,)), is_first=False)
 
     # ---- leaving
 
-    def _leave(self, verdict: Verdict, code: int, is_first: bool) -> None:
+    def _leave(self, verdict: Verdict, is_first: bool, code: int | None = None) -> None:
+        """Leave with the code of this worker's own error, or of its sys.exit() when it has ended, or of the verdict."""
+        code = (self._has_ended and self._sys_exit_code) or verdict.code if code is None else code
         self._leaving.leave(verdict, code, is_first, self._threads)
 
     def _fail(self, verdict: Verdict, code: int | None = None, shown: Verdict | None = None) -> None:
-        """Publish a verdict, unless there is one, and leave; with the code of the one that counts, where this worker has none."""
+        """Publish a verdict, unless there is one, and leave."""
         shown = shown or verdict
         if 0 not in verdict.lost:  # else there is nobody to tell, and a call into the service would block
             with contextlib.suppress(Exception):  # the service may go in this moment
@@ -373,4 +373,4 @@ class Guard:
                     self._coordination.put(CALL, LEAVE)
                 else:
                     shown = Verdict.decode(known)
-        self._leave(shown, shown.code if code is None else code, is_first=True)
+        self._leave(shown, is_first=True, code=code)
