@@ -21,7 +21,7 @@ ProgramT = TypeVar("ProgramT")
 #: Values that are compared by what they are: as long as a fast path keeps them, nothing else has their `id`.
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
 #: So a function is that has no defaults, and is no method.
-_BARE = {"__class__": types.FunctionType, "__defaults__": None, "__kwdefaults__": None}
+_BARE: dict[str, Any] = {"__class__": types.FunctionType, "__defaults__": None, "__kwdefaults__": None}
 
 
 class _Check(NamedTuple):
@@ -131,7 +131,8 @@ def _expected_of(function: UserFunction, runs_steps: bool) -> dict[Keys, Any] | 
             return None
         expected[way] = value
         if way[-1] == CODE:
-            expected.update({(*way[:-1], (False, name)): bare for name, bare in _BARE.items()})
+            for name, bare in _BARE.items():
+                expected[*way[:-1], (False, name)] = bare
     return expected
 
 
@@ -145,7 +146,7 @@ def _checks_of(function: UserFunction, expected: dict[Keys, Any]) -> list[_Check
             if (read := way[:end]) in places:
                 continue
             place = places[way[: end - 1]]
-            get = _getter(found[place], *way[end - 1])
+            get = _getter(found[place], way[end - 1])
             try:
                 found.append(get(found[place]))
             except Exception:  # an attribute that is not there, whatever a property raises
@@ -157,8 +158,9 @@ def _checks_of(function: UserFunction, expected: dict[Keys, Any]) -> list[_Check
     return checks
 
 
-def _getter(owner: object, is_item: bool, key: str | int) -> Callable[[Any], Any]:
+def _getter(owner: object, read: tuple[bool, Any]) -> Callable[[Any], Any]:
     """Return what reads an attribute or item; of a dict also one that is not there, such as a global that is a builtin."""
+    is_item, key = read
     if is_item and isinstance(owner, dict):
         return operator.methodcaller("get", key, ABSENT)
     return operator.itemgetter(key) if is_item else operator.attrgetter(key)
