@@ -425,7 +425,7 @@ BUDGETS = {
     "_updates": 284,  # 250
     "_strategy": 1225,  # 1,100
     "_transforms": 646,  # 600
-    "data": 3974,  # 3,200
+    "data": 3972,  # 3,200
     "_workers": 2619,  # 1,700
     "_cluster": 1632,  # 1,080
     "_checkpoint": 2310,  # 1,800

@@ -279,11 +279,18 @@ UNUSUAL = [
 def test_what_no_writer_writes_has_no_places() -> None:
     for record in UNUSUAL:
         assert value_places.find_layout(record, _example.example_class()).spans == {}, record
+    kinds = {
+        "bytes": bytes_list(b"ab", b"c"),
+        "empty": bytes_list(b"ab", b""),
+        "floats": float_list(1, 2),
+        "small": int64_list(1, 127),
+        "large": int64_list(1, 128),
+        "none": b"",
+        "no floats": float_list(),
+        "no ints": field(3, field(1, b"")),
+    }
     places = {}
-    for name, values in {
-        "bytes": bytes_list(b"ab", b"c"), "empty": bytes_list(b"ab", b""), "floats": float_list(1, 2), "small": int64_list(1, 127),
-        "large": int64_list(1, 128), "none": b"", "no floats": float_list(), "no ints": field(3, field(1, b"")),
-    }.items():  # fmt: skip
+    for name, values in kinds.items():
         record = example(entry(name.encode(), values)) + b"\x19" + bytes(8) + b"\x1d" + bytes(4) + b"\x18\x80\x01"
         places |= value_places.find_layout(record, _example.example_class()).spans
     assert set(places) == {"bytes", "floats", "small"} and [stop - start for start, stop in places["bytes"]] == [2, 1]
