@@ -429,7 +429,7 @@ BUDGETS = {
     "_workers": 2619,  # 1,700
     "_cluster": 1632,  # 1,080
     "_checkpoint": 2310,  # 1,800
-    "_report": 1096,  # 800
+    "_report": 1020,  # 800
     "_testing": 824,  # 750
     "losses optimizer": 694,  # 600
     "_command launch": 1421,  # 1,000
