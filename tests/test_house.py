@@ -423,11 +423,11 @@ BUDGETS = {
     "_updates": 284,  # 250
     "_strategy": 1217,  # 1,100
     "_transforms": 646,  # 600
-    "data": 4019,  # 3,200
+    "data": 3972,  # 3,200
     "_workers": 2619,  # 1,700
     "_cluster": 1632,  # 1,080
     "_checkpoint": 2310,  # 1,800
-    "_report": 1096,  # 800
+    "_report": 1020,  # 800
     "_testing": 824,  # 750
     "losses optimizer": 694,  # 600
     "_command launch": 1419,  # 1,000

@@ -12,7 +12,6 @@ import jax
 
 from .._typing import PyTree
 from ._sharing.plan import Plan
-from ._sharing.rounds import Limit, all_steps, num_passes_left
 from ._sharing.rows import to_numpy
 from ._sharing.steps import LocalReplicas, Steps
 from ._sources import grain
@@ -21,6 +20,7 @@ from ._sources.last_batch import LastBatch, last_batch
 from ._sources.numpy_dataset import NumpyDataset
 from ._sources.open import is_sequence, open_source
 from ._sources.position import Source
+from ._sources.rounds import Limit, limited, num_passes_left
 
 _logger = logging.getLogger("mirrored")
 
@@ -119,8 +119,14 @@ class Passes:
         self._is_resumed = is_resumed
 
     def steps(self) -> Steps:
-        """Return the steps of all passes."""
-        return all_steps(self._start, self._elements.limits, self._extra.get("places", []))
+        """Yield the steps of all passes; each notes in `extra` how far it is in each limit.
+
+        All workers count the same steps, so they stop and begin anew together without asking each other.
+        """
+        limits = self._elements.limits
+        places = list(self._extra.get("places", [0] * len(limits)))
+        for step in limited(self._start, limits, places):
+            yield dataclasses.replace(step, extra={**step.extra, "places": list(places)}) if limits else step
 
     def _start(self, is_first: bool) -> Steps:
         if not is_first:
