@@ -472,7 +472,7 @@ ANYS = {
     "_updates": 14,
     "_variables": 65,
     "_workers": 15,
-    "data": 81,
+    "data": 79,
     "losses": 15,
     "optimizer": 9,
 }
