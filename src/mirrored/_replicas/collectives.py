@@ -130,11 +130,6 @@ def _accumulated(op: ReduceOp, array: jax.Array, axes: Axes, axis: ReplicaAxis, 
     return finished(op, [total], _count(array, axes, axis), array.dtype)
 
 
-def mean_by_rows(tree: PyTree, axis: ReplicaAxis) -> PyTree:
-    """Return the mean over the replicas, in which each has the weight of its rows; one without rows has no part in it."""
-    return all_reduce(ReduceOp.MEAN, tree, axis)
-
-
 def wide_by_rows(arrays: Sequence[jax.Array], axis: ReplicaAxis) -> list[jax.Array]:
     """Return what is added up for a mean by rows, which is then divided by the number of all rows (`axis.rows`)."""
     wide = [array.astype(accumulator_dtype(ReduceOp.MEAN, array.dtype)) for array in arrays]

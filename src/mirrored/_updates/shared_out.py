@@ -16,7 +16,7 @@ from .._jax import tracing, user_code
 from .._jax.marks import Mark, Purpose, mark
 from .._options import ReduceOp
 from .._replicas import parts
-from .._replicas.collectives import ReplicaAxis, all_reduce, mean_by_rows
+from .._replicas.collectives import ReplicaAxis, all_reduce
 from .._variables import access
 from .._variables.sharded import ShardedVariable
 from .._variables.variable import Variable, spec_of
@@ -71,7 +71,7 @@ def combined(op: ReduceOp, gradients: Sequence[jax.Array], axis: ReplicaAxis) ->
         )
     divided = iter(parts.reduce_scatter(op, [gradient for gradient in gradients if _is_divided(gradient)], axis))
     others = [gradient for gradient in gradients if not _is_divided(gradient)]
-    whole = iter(all_reduce(op, others, axis) if op is ReduceOp.SUM else mean_by_rows(others, axis))
+    whole = iter(all_reduce(op, others, axis))
     return [OwnPart(next(divided), g.shape) if _is_divided(g) else next(whole) for g in gradients]
 
 
