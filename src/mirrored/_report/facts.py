@@ -89,7 +89,7 @@ class Facts:
         taken: when, in seconds since 1970.
         replicas: all of them, also those of other workers.
         num_workers: how many processes there are.
-        adds_up_by: what the user has given as `cross_device_ops`; "" where XLA chooses.
+        adds_up_by: what has the user's function in the place of sums; "" without one.
         datasets, programs, variables: those that are alive.
         num_steps, step_seconds, shares: of the warm steps: how many, what one took, and which part of it went where.
         profiled: what the last profile has of this process's devices, None without one.

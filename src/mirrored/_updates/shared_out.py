@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from .._jax import tracing, user_code
 from .._jax.marks import Mark, Purpose, mark
-from .._options import ReduceOp, accumulates
+from .._options import ReduceOp
 from .._replicas import parts
 from .._replicas.collectives import ReplicaAxis, all_reduce, mean_by_rows
 from .._variables import access
@@ -64,7 +64,7 @@ def combined(op: ReduceOp, gradients: Sequence[jax.Array], axis: ReplicaAxis) ->
     Raises:
         ValueError: when a function of the user's takes the place of sums.
     """
-    if accumulates(axis.ops):
+    if axis.ops is not None:
         raise ValueError(
             f"mr.Optimizer(..., shard_state=True) adds gradients up where they are shared out, so {axis.ops} has no place for "
             "its accumulation_fn. Leave shard_state=True out, or accumulation_fn."
