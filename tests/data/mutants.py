@@ -74,7 +74,6 @@ BY_TEST = {
         ("_sources/elements.py", "except StopIteration as end:", "except ZeroDivisionError as end:"),
         ("_sources/open.py", "is_copied=bool(maps)", "is_copied=False"),
         ("_sources/numpy_dataset.py", "array[: self._rows_per_batch()].copy()", "array[: self._rows_per_batch()]"),
-        ("_passes.py", "return own_copy(dataset[0])", "return dataset[0]"),
         ("_sources/open.py", " and not (own.maps or maps)", ""),
     ],
     "test_rounds.py::test_positions_in_endless_and_cut_rows": [
