@@ -423,7 +423,7 @@ BUDGETS = {
     "_updates": 284,  # 250
     "_strategy": 1217,  # 1,100
     "_transforms": 646,  # 600
-    "data": 3952,  # 3,200
+    "data": 3957,  # 3,200
     "_workers": 2619,  # 1,700
     "_cluster": 1632,  # 1,080
     "_checkpoint": 2304,  # 1,800

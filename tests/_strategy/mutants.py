@@ -77,7 +77,7 @@ MUTANTS = [
     # -- the optimizer
     ("optimizer.py", 'if op is None:\n            return gradients', 'if False:\n            return gradients',
      OPTIMIZER + "gradients_that_were_reduced_before"),
-    ("optimizer.py", 'all_reduce(op, marked) if op is ReduceOp.SUM else', 'all_reduce(op, marked) if False else',
+    ("optimizer.py", "return all_reduce(op, marked, ", "return all_reduce(ReduceOp.MEAN, marked, ",
      OPTIMIZER + "any_transformation_gives_the_numbers_of_plain_optax"),
     ("optimizer.py", "if not keep:", "if True:", OPTIMIZER + "a_variable_without_a_gradient_is_skipped_with_its_state"),
     ("optimizer.py", "max(owners, key=len)", "min(owners, key=len)",

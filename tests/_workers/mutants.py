@@ -215,7 +215,7 @@ _WING = {
     ],
     "test_guard.py::test_programs_in_another_order_end_the_job_with_one_wherever_the_workers_are": [
         ("guard", "if any(self._progress.contradicts(", "if all(self._progress.contradicts("),
-        ("guard", 'texts = {0: self._coordination.peek(of_chief) or ""} if', "texts = {} if"),
+        ("guard", 'texts = {0: self._coordination.peek(f"{_POSITION}/0") or ""} if', "texts = {} if"),
     ],
     "test_guard.py::test_no_job_ends_well_whose_workers_have_done_different_things": [
         ("guard", "require_same_history(histories, self._roll.trails)", "pass"),

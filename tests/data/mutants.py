@@ -67,6 +67,13 @@ BY_TEST = {
         ("_passes.py", "self._extra if is_first else {}", "{}"),
         ("_passes.py", "self._extra if is_first else {}", "self._extra"),
     ],
+    "test_rounds.py::test_ctrl_c_inside_an_iterator_of_rows_in_memory_ends_nothing": [
+        (
+            "_sources/numpy_dataset.py",
+            "            self._starts = limited(self._starts_of_epoch, dataset._limits, self._places)",
+            "            pass",
+        ),
+    ],
     "test_rounds.py::test_rows_in_memory_are_taken_mapped_and_repeated_as_in_tf_data": [
         ("_sources/numpy_dataset.py", "or self._order[0] != epoch", ""),
     ],

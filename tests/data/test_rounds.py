@@ -340,3 +340,19 @@ def test_the_first_worker_to_fail_in_a_function_ends_all(strategy2: mr.MirroredS
     """A function that does not do the same everywhere is found, as other batches that differ."""
     with pytest.raises(ValueError, match="hold different records"):
         run_workers(lambda worker: numpy_dataset(np.arange(4)).map(lambda row: row + worker).batch(2), 2, policy="data")
+
+
+def test_ctrl_c_inside_an_iterator_of_rows_in_memory_ends_nothing() -> None:
+    def interrupted() -> Iterator[int]:
+        raise KeyboardInterrupt
+        yield 0
+
+    rows = NumpyDataset(np.arange(7)).batch(2).repeat(2)
+    iterator = iter(rows)
+    found = []
+    for _ in rows:
+        iterator._starts = interrupted()
+        with pytest.raises(KeyboardInterrupt):
+            next(iterator)
+        found.append(next(iterator).tolist())
+    assert found == [batch.tolist() for batch in rows] and list(iterator) == []

@@ -234,8 +234,13 @@ class _NumpyIterator:
         return self
 
     def __next__(self) -> PyTree:
-        dataset = self._dataset
-        start = next(self._starts)
+        dataset, before = self._dataset, list(self._places)
+        try:
+            start = next(self._starts)
+        except KeyboardInterrupt:  # it has ended the generator, and the data goes on
+            self._places[:] = before
+            self._starts = limited(self._starts_of_epoch, dataset._limits, self._places)
+            raise
         self._row = min(start + dataset._rows_per_batch(), dataset.num_rows)
         epoch = self._begin() + self._places[1]
         if self._order is None or self._order[0] != epoch:
