@@ -122,7 +122,7 @@ MUTANTS = [
     ("_replicas/per_replica.py", "for i in sorted(rows)}", "for i in sorted(rows, reverse=True)}", _PE + "values_are_in_replica"
      "_order_each_on_its_own_device"),
     ("_replicas/per_replica.py", "return PerReplica(children[0], shapes)", "return PerReplica(children[0])", _TREE),
-    ("_replicas/per_replica.py", '"trunc": "math.trunc",', "", _PE + "every_use_as_one_array_is_refused_with_the_ways_out"),
+    ("_replicas/per_replica.py", '"trunc": "`math.trunc`",', "", _PE + "every_use_as_one_array_is_refused_with_the_ways_out"),
     ("_replicas/per_replica.py", 'name == "numpy" or ', "", _PE + "a_method_of_arrays_is_missing_with_the_ways_out"),
     ("_replicas/placement.py", "row[column] != rows[0][column]", "row[column] != rows[-1][column]", _PL + "an_array_that_the"
      "_workers_computed_otherwise_is_named"),
