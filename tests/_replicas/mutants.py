@@ -28,7 +28,7 @@ MUTANTS = [
      _ADDING + "at_one_device_values_are_added_in_the_order_of_the_replicas"),
     ("_replicas/cross_device.py", "zip(*hosts, strict=True)", "hosts",
      _ADDING + "between_hosts_travels_each_replicas_share_only"),
-    ("_replicas/cross_device.py", "min(before * num_packs // total, num_packs - 1)", "0",
+    ("_replicas/cross_device.py", "min(number, num_packs - 1)", "0",
      _ADDING + "the_number_of_packs_says_how_many_collectives_there_are"),
     ("_replicas/collectives.py", "if axis.size == 1:", "if axis.size == 0:",
      "tests/_program/test_joined_sums.py::test_one_replica_copies_nothing_into_buffers_and_its_results_are_their_own_sums"),
@@ -48,11 +48,11 @@ MUTANTS = [
     ("_replicas/collectives.py", "if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):\n            data", "if False:\n"
      "            data", _COL + "all_gather_takes_nests_of_any_dtype_and_random_keys"),
     ("_replicas/collectives.py", "if axes else axis.size", "if axes else 1", _MANY),
-    ("_replicas/collectives.py", "itemsize >= PACK_BELOW_BYTES", "itemsize > PACK_BELOW_BYTES", _PACKED),
-    ("_replicas/collectives.py", "num_small[array.dtype] += 1", "pass", _COL + "the_compiled_program_has_one_all_reduce_for_each"
+    ("_replicas/collectives.py", "num_bytes >= PACK_BELOW_BYTES", "num_bytes > PACK_BELOW_BYTES", _PACKED),
+    ("_replicas/collectives.py", "pack else 1)", "pack else 0)", _COL + "the_compiled_program_has_one_all_reduce_for_each"
      "_dtype"),
-    ("_replicas/collectives.py", "if held >= num_bytes:", "if held > num_bytes:", _PACKED),
-    ("_replicas/collectives.py", "[_pairs(array) if jnp.iscomplexobj(array) else array for array in arrays]", "arrays", _MIXED),
+    ("_replicas/collectives.py", "if held >= limit:", "if held > limit:", _PACKED),
+    ("_replicas/collectives.py", "jnp.stack([array.real, array.imag]) if jnp.iscomplexobj(array) else array", "array", _MIXED),
     ("_replicas/collectives.py", "dtype = jnp.int32", "dtype = jnp.float32", _MIXED),
     ("_replicas/collectives.py", "return jnp.promote_types(dtype, jnp.float32)", "return dtype", _MANY),
     ("_replicas/collectives.py", "mean = total / float(count)", "mean = total / count", _CRO + "a_mean_neither_overflows_nor"
@@ -75,7 +75,7 @@ MUTANTS = [
      _HOST + "a_large_gather_on_this_machine_is_no_program"),
     ("_replicas/together.py", "groups_of(rows, 0, MAX_ARRAYS_TOGETHER)", "groups_of(rows, 0, 1)",
      "tests/_replicas/test_together.py::test_large_arrays_of_a_tree_travel_alone"),
-    ("_replicas/together.py", "start += rows[i].size", "start += 1", _TOGETHER),
+    ("_replicas/collectives.py", "math.prod(shape) for shape in shapes", "1 for shape in shapes", _TOGETHER),
     ("_replicas/cross_replica.py", "axis + 1) < sizes", "axis + 1) <= sizes", _PADDING),
     ("_replicas/cross_replica.py", "return result * jnp.asarray(num_replicas).astype(result.dtype) if op is",
      "return result if op is",

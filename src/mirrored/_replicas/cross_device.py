@@ -7,6 +7,7 @@ could not tell: docs/design/collectives.md. So steps are proven with plain sums,
 from __future__ import annotations
 
 import functools
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,8 +34,7 @@ def sum_by(ops: CrossDeviceOps | None, array: jax.Array, num_replicas: int, per_
         return jax.lax.psum(array, REPLICA_AXIS)
     if isinstance(ops, HierarchicalCopyAllReduce):
         return _hierarchical(array, num_replicas, per_host)
-    rows = jax.lax.all_gather(array, REPLICA_AXIS)
-    return _in_order([rows[i] for i in range(num_replicas)])
+    return _in_order(list(jax.lax.all_gather(array, REPLICA_AXIS)))
 
 
 def _hierarchical(array: jax.Array, num_replicas: int, per_host: int) -> jax.Array:
@@ -56,15 +56,16 @@ def _in_order(rows: Sequence[jax.Array]) -> jax.Array:
     return functools.reduce(jnp.add, rows)
 
 
-def accumulated(ops: ReductionToOneDevice, rows: Sequence[jax.Array]) -> jax.Array:
-    """Add the replicas' arrays up in their order, or give them to the function that takes the place of the sum.
+def accumulated(ops: ReductionToOneDevice, stack: jax.Array) -> jax.Array:
+    """Add the replicas' arrays, `[R, ...]`, up in their order, or give them to the function that takes the place of the sum.
 
     Raises:
         TypeError: when it returns something else than an array like one of them.
     """
+    rows = list(stack)
     if ops.accumulation_fn is None:
         return _in_order(rows)
-    result = ops.accumulation_fn(list(rows))
+    result = ops.accumulation_fn(rows)
     expected = f"{rows[0].dtype}{list(rows[0].shape)}"
     if not hasattr(result, "dtype") or (jnp.shape(result), result.dtype) != (rows[0].shape, rows[0].dtype):
         given = f"{result.dtype}{list(jnp.shape(result))}" if hasattr(result, "dtype") else repr(result)
@@ -79,12 +80,13 @@ def packs_of(arrays: Sequence[jax.Array], num_packs: int) -> list[list[int]]:
     """Share out arrays, by their positions, among packs of about equal bytes for each dtype; 0 packs: each array alone."""
     if num_packs == 0:
         return [[position] for position in range(len(arrays))]
-    packs: dict[Any, list[int]] = {}
-    for dtype in dict.fromkeys(array.dtype for array in arrays):
-        own = [position for position, array in enumerate(arrays) if array.dtype == dtype]
-        total = max(sum(arrays[position].size for position in own), 1)
-        before = 0
-        for position in own:
-            packs.setdefault((dtype, min(before * num_packs // total, num_packs - 1)), []).append(position)
-            before += arrays[position].size
+    totals: Counter[Any] = Counter()
+    for array in arrays:
+        totals[array.dtype] += array.size
+    packs: dict[Any, list[int]] = defaultdict(list)
+    before: Counter[Any] = Counter()
+    for position, array in enumerate(arrays):
+        number = before[array.dtype] * num_packs // max(totals[array.dtype], 1)
+        packs[array.dtype, min(number, num_packs - 1)].append(position)
+        before[array.dtype] += array.size
     return list(packs.values())

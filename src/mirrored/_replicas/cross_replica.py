@@ -37,7 +37,7 @@ def reduce_at_one(
     """Reduce over `axes` of each replica's value, and then over the replicas in their order, or as the user's function does."""
     stack, count = with_zero_padding(stack, axes, shapes)
     own = local_sums(op, stack, tuple(axis + 1 for axis in axes), 0 if accumulates(ops) else count)
-    totals = [cross_device.accumulated(ops, [part[i] for i in range(part.shape[0])]) for part in own]
+    totals = [cross_device.accumulated(ops, part) for part in own]
     return finished(op, totals, count, stack.dtype)
 
 
