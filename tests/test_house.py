@@ -419,7 +419,7 @@ def test_sizes() -> None:
 BUDGETS = {
     "_program": 5000,  # 4,000
     "_jax": 1558,  # 1,300
-    "_replicas": 2662,  # 2,100
+    "_replicas": 2645,  # 2,100
     "_variables": 2092,  # 1,700
     "_models": 1296,  # 1,050
     "_updates": 284,  # 250
@@ -465,7 +465,7 @@ ANYS = {
     "_models": 72,
     "_options": 1,
     "_program": 119,
-    "_replicas": 60,
+    "_replicas": 59,
     "_report": 5,
     "_strategy": 11,
     "_testing": 8,

@@ -132,7 +132,7 @@ MUTANTS = [
      "_what_is_sent_before_it_is_compiled"),
     ("_replicas/placement.py", "on_difference(position, sorted(", "on_difference(column, sorted(", _PL + "workers_that_differ"
      "_are_named"),
-    ("_replicas/placement.py", "return (bits != 0)", "return (bits > 1)", _PL + "an_array_survives_being_sent"
+    ("_replicas/placement.py", "return bits.view(dtype)", "return bits.view(dtype)[::-1]", _PL + "an_array_survives_being_sent"
      "_as_bits"),
     ("_replicas/placement.py", "reshape(-1).view(np.uint8).data)", "reshape(-1).astype(np.uint8).data)", _PL + "a_changed_element"
      "_of_any_dtype_is_found"),
