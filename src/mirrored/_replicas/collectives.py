@@ -15,9 +15,9 @@ import numpy as np
 from .._errors import UnevenReplicasError
 from .._jax import user_code
 from .._jax.marks import Mark, Purpose, mark
-from .._options import CrossDeviceOps, ReduceOp, VariableAggregation, accumulates, num_packs_of
+from .._options import ReduceOp, ReductionToOneDevice, VariableAggregation
 from .._typing import REPLICA_AXIS, PyTree, Shape
-from . import cross_device
+from .accumulation import accumulate, unweighed
 from .arrays import as_array, is_wrapped
 
 Axes = tuple[int, ...]
@@ -49,19 +49,19 @@ class ReplicaAxis:
         bound: False in the default replica context outside any `run`, where no mesh axis exists.
         sizes: in an uneven step, knows how large the other replicas' arrays are.
         bytes_per_pack: see `CommunicationOptions`.
-        ops: how replicas add up, where the user has said so.
+        ops: has the function that takes the place of sums, where the user has given one.
     """
 
     size: int
     bound: bool = True
     sizes: Sizes | None = None
     bytes_per_pack: int = 0
-    ops: CrossDeviceOps | None = None
+    ops: ReductionToOneDevice | None = None
 
     @property
     def is_by_hand(self) -> bool:
         """Whether the user has said what travels together, or what takes the place of sums."""
-        return bool(self.bytes_per_pack) or num_packs_of(self.ops) != 1 or accumulates(self.ops)
+        return bool(self.bytes_per_pack) or self.ops is not None
 
     def each(self, size: int) -> tuple[int, ...]:
         """Return on each replica what is `size` on this one: the length of an axis, a number of rows."""
@@ -102,14 +102,14 @@ def all_reduce(
         arrays = [mark(array, Mark(Purpose.MEAN, "a mean", user_code.user_line())) for array in arrays]
     axes = [normalize_axes(array_axes, array.ndim, verb) for array in arrays]
     if by_rows and op is ReduceOp.MEAN and axis.sizes is not None and not any(axes):
-        if accumulates(axis.ops):
-            raise UnevenReplicasError(_unweighed(axis.ops))
+        if axis.ops is not None:
+            raise UnevenReplicasError(unweighed(axis.ops))
         counts = [axis.rows()[1]] * len(arrays)
         parts = [[array] for array in wide_by_rows(arrays, axis)]
     else:
         counts = [_count(array, own, axis) for array, own in zip(arrays, axes, strict=True)]
         # The user's function is given whole numbers, not what `local_sums` makes of integers for a MEAN.
-        exact = [0] * len(arrays) if accumulates(axis.ops) else counts
+        exact = [0] * len(arrays) if axis.ops is not None else counts
         parts = [local_sums(op, array, own, count) for array, own, count in zip(arrays, axes, exact, strict=True)]
     totals = iter(_totals([part for own in parts for part in own], axis))
     results = [
@@ -121,22 +121,9 @@ def all_reduce(
 
 def _totals(arrays: Sequence[jax.Array], axis: ReplicaAxis) -> list[jax.Array]:
     """Sum arrays over the replicas, or combine each with the function of the user's that takes the place of the sum."""
-    if not accumulates(axis.ops):
+    if axis.ops is None:
         return _packed_sum(arrays, axis)
-    return [cross_device.accumulated(axis.ops, axis.stack(array)) for array in arrays]
-
-
-def _unweighed(ops: CrossDeviceOps | None) -> str:
-    return (
-        f"a mean over the replicas of an uneven batch, at {user_code.user_line()}, weighs them by their rows, but {ops} has an "
-        "accumulation_fn, which knows no weights. Combine with 'sum'; give all replicas one weight, "
-        "ctx.all_reduce('mean', value, by_rows=False); or leave the odd rows out: mr.InputOptions(drop_remainder=True)."
-    )
-
-
-def mean_by_rows(tree: PyTree, axis: ReplicaAxis) -> PyTree:
-    """Return the mean over the replicas, in which each has the weight of its rows; one without rows has no part in it."""
-    return all_reduce(ReduceOp.MEAN, tree, axis)
+    return [accumulate(axis.ops, list(axis.stack(array))) for array in arrays]
 
 
 def wide_by_rows(arrays: Sequence[jax.Array], axis: ReplicaAxis) -> list[jax.Array]:
@@ -200,7 +187,7 @@ def join_rows(stack: jax.Array, axis: int, sizes: Sequence[int]) -> jax.Array:
 
 def aggregate(mode: VariableAggregation, array: jax.Array, axis: ReplicaAxis) -> jax.Array:
     """Make one value of the replicas' values, as a variable's aggregation says; the dtype stays."""
-    axis = dataclasses.replace(axis, ops=None) if accumulates(axis.ops) else axis
+    axis = dataclasses.replace(axis, ops=None)
     if mode is VariableAggregation.SUM:
         return all_reduce(ReduceOp.SUM, array, axis).astype(array.dtype)
     if mode is VariableAggregation.MEAN:
@@ -275,14 +262,10 @@ def _packed_sum(arrays: Sequence[jax.Array], axis: ReplicaAxis) -> list[jax.Arra
     XLA makes one collective of all operands of one dtype; it has none for several dtypes. Complex numbers travel as pairs
     of real ones, because XLA on CPU ends the process when it adds up a complex constant.
     """
-    num_packs = num_packs_of(axis.ops)
     real = [jnp.stack([array.real, array.imag]) if jnp.iscomplexobj(array) else array for array in arrays]
-    if axis.size == 1:  # nothing travels, and buffers would take XLA longer to compile than all the rest
-        groups = [[position] for position in range(len(real))]
-    else:
-        groups = groups_of(real, axis.bytes_per_pack) if num_packs == 1 else cross_device.packs_of(real, num_packs)
-    add = axis.sum if num_packs == 1 else lambda packs: [axis.sum([pack])[0] for pack in packs]
-    sums = move_packed(real, groups, add)
+    # Alone nothing travels, and buffers would take XLA longer to compile than all the rest.
+    groups = groups_of(real, axis.bytes_per_pack) if axis.size > 1 else [[position] for position in range(len(real))]
+    sums = move_packed(real, groups, axis.sum)
     return [jax.lax.complex(total[0], total[1]) if jnp.iscomplexobj(a) else total for total, a in zip(sums, arrays, strict=True)]
 
 

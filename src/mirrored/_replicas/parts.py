@@ -54,7 +54,7 @@ def num_real(shape: Shape, axis: ReplicaAxis) -> Any:
 
 
 def reduce_scatter(op: ReduceOp, arrays: Sequence[jax.Array], axis: ReplicaAxis) -> list[jax.Array]:
-    """Combine arrays over the replicas, and return this replica's part of each; a MEAN has the weights of `mean_by_rows`."""
+    """Combine arrays over the replicas, and return this replica's part of each; a MEAN weighs by rows, as in `all_reduce`."""
     values = arrays if op is ReduceOp.SUM else wide_by_rows(arrays, axis)
     rows = [split_parts(value, axis.size) for value in values]
     scatter = functools.partial(jax.lax.psum_scatter, axis_name=REPLICA_AXIS) if axis.bound else operator.itemgetter(0)
