@@ -28,7 +28,7 @@ MUTANTS = [
      "tests/_program/test_joined_sums.py::test_one_replica_copies_nothing_into_buffers_and_its_results_are_their_own_sums"),
     ("_replicas/collectives.py", " or self.ops is not None", "",
      _ADDING + "a_function_of_the_users_takes_the_place_of_the_sum"),
-    ("_replicas/collectives.py", "dataclasses.replace(axis, ops=None) if", "axis if",
+    ("_replicas/collectives.py", "axis = dataclasses.replace(axis, ops=None)", "pass",
      _ADDING + "a_function_of_the_users_takes_the_place_of_the_sum"),
     ("_replicas/arrays.py", "if given > own:", "if given > own + 1:", _CONVERTED),
     ("_replicas/arrays.py", "return 1 if is_weak and kind == 2 else kind", "return kind",
