@@ -42,11 +42,11 @@ MUTANTS = [
     ("_replicas/collectives.py", "if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):\n            data", "if False:\n"
      "            data", _COL + "all_gather_takes_nests_of_any_dtype_and_random_keys"),
     ("_replicas/collectives.py", "if axes else axis.size", "if axes else 1", _MANY),
-    ("_replicas/collectives.py", "itemsize >= PACK_BELOW_BYTES", "itemsize > PACK_BELOW_BYTES", _PACKED),
-    ("_replicas/collectives.py", "num_small[array.dtype] += 1", "pass", _COL + "the_compiled_program_has_one_all_reduce_for_each"
+    ("_replicas/collectives.py", "num_bytes >= PACK_BELOW_BYTES", "num_bytes > PACK_BELOW_BYTES", _PACKED),
+    ("_replicas/collectives.py", "pack else 1)", "pack else 0)", _COL + "the_compiled_program_has_one_all_reduce_for_each"
      "_dtype"),
-    ("_replicas/collectives.py", "if held >= num_bytes:", "if held > num_bytes:", _PACKED),
-    ("_replicas/collectives.py", "[_pairs(array) if jnp.iscomplexobj(array) else array for array in arrays]", "arrays", _MIXED),
+    ("_replicas/collectives.py", "if held >= limit:", "if held > limit:", _PACKED),
+    ("_replicas/collectives.py", "jnp.stack([array.real, array.imag]) if jnp.iscomplexobj(array) else array", "array", _MIXED),
     ("_replicas/collectives.py", "dtype = jnp.int32", "dtype = jnp.float32", _MIXED),
     ("_replicas/collectives.py", "return jnp.promote_types(dtype, jnp.float32)", "return dtype", _MANY),
     ("_replicas/collectives.py", "mean = total / float(count)", "mean = total / count", _CRO + "a_mean_neither_overflows_nor"
@@ -69,7 +69,7 @@ MUTANTS = [
      _HOST + "a_large_gather_on_this_machine_is_no_program"),
     ("_replicas/together.py", "groups_of(rows, 0, MAX_ARRAYS_TOGETHER)", "groups_of(rows, 0, 1)",
      "tests/_replicas/test_together.py::test_large_arrays_of_a_tree_travel_alone"),
-    ("_replicas/together.py", "start += rows[i].size", "start += 1", _TOGETHER),
+    ("_replicas/collectives.py", "math.prod(shape) for shape in shapes", "1 for shape in shapes", _TOGETHER),
     ("_replicas/cross_replica.py", "axis + 1) < sizes", "axis + 1) <= sizes", _PADDING),
     ("_replicas/cross_replica.py", "return result * jnp.asarray(num_replicas).astype(result.dtype) if op is",
      "return result if op is",
@@ -116,7 +116,7 @@ MUTANTS = [
     ("_replicas/per_replica.py", "for i in sorted(rows)}", "for i in sorted(rows, reverse=True)}", _PE + "values_are_in_replica"
      "_order_each_on_its_own_device"),
     ("_replicas/per_replica.py", "return PerReplica(children[0], shapes)", "return PerReplica(children[0])", _TREE),
-    ("_replicas/per_replica.py", '"trunc": "math.trunc",', "", _PE + "every_use_as_one_array_is_refused_with_the_ways_out"),
+    ("_replicas/per_replica.py", '"trunc": "`math.trunc`",', "", _PE + "every_use_as_one_array_is_refused_with_the_ways_out"),
     ("_replicas/per_replica.py", 'name == "numpy" or ', "", _PE + "a_method_of_arrays_is_missing_with_the_ways_out"),
     ("_replicas/placement.py", "row[column] != rows[0][column]", "row[column] != rows[-1][column]", _PL + "an_array_that_the"
      "_workers_computed_otherwise_is_named"),
@@ -126,7 +126,7 @@ MUTANTS = [
      "_what_is_sent_before_it_is_compiled"),
     ("_replicas/placement.py", "on_difference(position, sorted(", "on_difference(column, sorted(", _PL + "workers_that_differ"
      "_are_named"),
-    ("_replicas/placement.py", "return (bits != 0)", "return (bits > 1)", _PL + "an_array_survives_being_sent"
+    ("_replicas/placement.py", "return bits.view(dtype)", "return bits.view(dtype)[::-1]", _PL + "an_array_survives_being_sent"
      "_as_bits"),
     ("_replicas/placement.py", "reshape(-1).view(np.uint8).data)", "reshape(-1).astype(np.uint8).data)", _PL + "a_changed_element"
      "_of_any_dtype_is_found"),

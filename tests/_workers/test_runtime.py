@@ -278,10 +278,8 @@ def test_what_is_no_cluster_and_no_options_is_refused() -> None:
 
 
 def test_bytes_per_pack_changes_no_number_and_says_what_travels_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    group, seen = _collectives._groups_of_bytes, []
-    monkeypatch.setattr(
-        _collectives, "_groups_of_bytes", lambda arrays, size: seen.append((size, group(arrays, size))) or seen[-1][1]
-    )
+    group, seen = _collectives.groups_of, []
+    monkeypatch.setattr(_collectives, "groups_of", lambda arrays, size: seen.append((size, group(arrays, size))) or seen[-1][1])
     arrays = [np.arange(5.0, dtype=np.float32), np.ones(6, np.float32), np.arange(4, dtype=np.int32), np.float32(2)]
     for num_bytes, groups in {0: None, 1: [[0], [1], [2], [3]], 21: [[0, 1], [2], [3]], 10**9: [[0, 1, 3], [2]]}.items():
         strategy = mr.MultiWorkerMirroredStrategy(communication_options=mr.CommunicationOptions(bytes_per_pack=num_bytes))

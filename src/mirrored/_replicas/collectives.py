@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -102,32 +101,29 @@ def all_reduce(
     if op is ReduceOp.MEAN:
         arrays = [mark(array, Mark(Purpose.MEAN, "a mean", user_code.user_line())) for array in arrays]
     axes = [normalize_axes(array_axes, array.ndim, verb) for array in arrays]
-    is_by_rows = by_rows and op is ReduceOp.MEAN and axis.sizes is not None and not any(axes)
-    if axis.ops is not None:
-        if is_by_rows:
+    if by_rows and op is ReduceOp.MEAN and axis.sizes is not None and not any(axes):
+        if axis.ops is not None:
             raise UnevenReplicasError(unweighed(axis.ops))
-        results = [_accumulated(op, array, own, axis, axis.ops) for array, own in zip(arrays, axes, strict=True)]
-        return jax.tree.unflatten(treedef, results)
-    if is_by_rows:
-        _, num_rows = axis.rows()
-        sums = zip(_packed_sum(wide_by_rows(arrays, axis), axis), arrays, strict=True)
-        return jax.tree.unflatten(treedef, [divide(total, num_rows, array.dtype) for total, array in sums])
-    counts = [_count(array, own, axis) for array, own in zip(arrays, axes, strict=True)]
-    parts = [local_sums(op, array, own, count) for array, own, count in zip(arrays, axes, counts, strict=True)]
-    totals = iter(_packed_sum([part for own in parts for part in own], axis))
-    sums = [
+        counts = [axis.rows()[1]] * len(arrays)
+        parts = [[array] for array in wide_by_rows(arrays, axis)]
+    else:
+        counts = [_count(array, own, axis) for array, own in zip(arrays, axes, strict=True)]
+        # The user's function is given whole numbers, not what `local_sums` makes of integers for a MEAN.
+        exact = [0] * len(arrays) if axis.ops is not None else counts
+        parts = [local_sums(op, array, own, count) for array, own, count in zip(arrays, axes, exact, strict=True)]
+    totals = iter(_totals([part for own in parts for part in own], axis))
+    results = [
         finished(op, [next(totals) for _ in own], count, array.dtype)
         for own, count, array in zip(parts, counts, arrays, strict=True)
     ]
-    return jax.tree.unflatten(treedef, sums)
+    return jax.tree.unflatten(treedef, results)
 
 
-def _accumulated(op: ReduceOp, array: jax.Array, axes: Axes, axis: ReplicaAxis, ops: ReductionToOneDevice) -> jax.Array:
-    """Combine an array over the replicas, and over axes of its own first, with the user's function in the place of the sum."""
-    [own] = local_sums(op, array, axes, 0)
-    stack = axis.stack(own)
-    total = accumulate(ops, [stack[i] for i in range(axis.size)])
-    return finished(op, [total], _count(array, axes, axis), array.dtype)
+def _totals(arrays: Sequence[jax.Array], axis: ReplicaAxis) -> list[jax.Array]:
+    """Sum arrays over the replicas, or combine each with the function of the user's that takes the place of the sum."""
+    if axis.ops is None:
+        return _packed_sum(arrays, axis)
+    return [accumulate(axis.ops, list(axis.stack(array))) for array in arrays]
 
 
 def wide_by_rows(arrays: Sequence[jax.Array], axis: ReplicaAxis) -> list[jax.Array]:
@@ -266,72 +262,76 @@ def _packed_sum(arrays: Sequence[jax.Array], axis: ReplicaAxis) -> list[jax.Arra
     XLA makes one collective of all operands of one dtype; it has none for several dtypes. Complex numbers travel as pairs
     of real ones, because XLA on CPU ends the process when it adds up a complex constant.
     """
-    sums = _packed_real_sum([_pairs(array) if jnp.iscomplexobj(array) else array for array in arrays], axis)
-    return [jax.lax.complex(total[0], total[1]) if jnp.iscomplexobj(a) else total for total, a in zip(sums, arrays, strict=True)]
-
-
-def _pairs(array: jax.Array) -> jax.Array:
-    return jnp.stack([array.real, array.imag])
-
-
-def _packed_real_sum(arrays: Sequence[jax.Array], axis: ReplicaAxis) -> list[jax.Array]:
+    real = [jnp.stack([array.real, array.imag]) if jnp.iscomplexobj(array) else array for array in arrays]
     # Alone nothing travels, and buffers would take XLA longer to compile than all the rest.
-    groups = groups_of(arrays, axis.bytes_per_pack) if axis.size > 1 else [[position] for position in range(len(arrays))]
-    buffers = [_pack([arrays[i] for i in members]) for members in groups]
-    sums: list[Any] = [None] * len(arrays)
-    for members, total in zip(groups, axis.sum(buffers) if buffers else [], strict=True):
-        for i, part in zip(members, _unpack(total, [arrays[i].shape for i in members]), strict=True):
-            sums[i] = part
-    return sums
+    groups = groups_of(real, axis.bytes_per_pack) if axis.size > 1 else [[position] for position in range(len(real))]
+    sums = move_packed(real, groups, axis.sum)
+    return [jax.lax.complex(total[0], total[1]) if jnp.iscomplexobj(a) else total for total, a in zip(sums, arrays, strict=True)]
 
 
 def sum_in_one_buffer(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Sum arrays of one dtype over the replicas, in one collective."""
-    return _unpack(jax.lax.psum(_pack(arrays), REPLICA_AXIS), [array.shape for array in arrays])
+    return move_packed(arrays, [list(range(len(arrays)))], lambda buffers: jax.lax.psum(buffers, REPLICA_AXIS))
 
 
-def _pack(arrays: Sequence[jax.Array]) -> jax.Array:
-    return arrays[0] if len(arrays) == 1 else jnp.concatenate([array.reshape(-1) for array in arrays])
+def move_packed(
+    arrays: Sequence[jax.Array],
+    groups: Sequence[Sequence[int]],
+    move: Callable[[list[jax.Array]], Sequence[jax.Array]],
+    num_kept: int = 0,
+) -> list[jax.Array]:
+    """Give arrays to collectives, those of a group side by side in one buffer.
+
+    Args:
+        arrays: those of a group have one dtype.
+        groups: positions of arrays; each array is in one of them.
+        move: takes the buffers, and returns what the collectives make of them; these keep the last axis.
+        num_kept: how many of the first axes of all arrays a buffer has, too; the others are flat in it.
+    """
+    results: list[Any] = [None] * len(arrays)
+    buffers = [_pack([arrays[i] for i in members], num_kept) for members in groups]
+    for members, buffer in zip(groups, move(buffers), strict=True):
+        for i, part in zip(members, _unpack(buffer, [arrays[i].shape[num_kept:] for i in members]), strict=True):
+            results[i] = part
+    return results
 
 
-def _unpack(buffer: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
+def _pack(arrays: Sequence[jax.Array], num_kept: int) -> jax.Array:
+    if len(arrays) == 1:
+        return arrays[0]
+    return jnp.concatenate([array.reshape(*array.shape[:num_kept], -1) for array in arrays], axis=num_kept)
+
+
+def _unpack(buffer: jax.Array, shapes: Sequence[Shape]) -> list[jax.Array]:
     if len(shapes) == 1:
         return [buffer]
-    ends = np.cumsum([np.prod(shape, dtype=int) for shape in shapes])
-    return [part.reshape(shape) for part, shape in zip(jnp.split(buffer, ends[:-1]), shapes, strict=True)]
+    ends = np.cumsum([math.prod(shape) for shape in shapes])
+    parts = jnp.split(buffer, ends[:-1], axis=-1)
+    return [part.reshape(*part.shape[:-1], *shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def groups_of(arrays: Sequence[Any], bytes_per_pack: int, max_arrays: int = 0) -> list[list[int]]:
-    """Return which arrays, by their positions, travel together."""
-    if bytes_per_pack:
-        return _groups_of_bytes(arrays, bytes_per_pack)
-    return _groups_of_small(arrays, max_arrays or MAX_ARRAYS_PER_PACK)
+def groups_of(arrays: Sequence[Any], bytes_per_pack: int, max_arrays: int = MAX_ARRAYS_PER_PACK) -> list[list[int]]:
+    """Return which arrays of one dtype, by their positions, travel together, in order.
 
-
-def _groups_of_small(arrays: Sequence[Any], max_arrays: int) -> list[list[int]]:
-    """Group the positions of small arrays of one dtype; large ones stay alone."""
-    groups: dict[Any, list[int]] = defaultdict(list)
-    num_small: Counter[Any] = Counter()
-    for position, array in enumerate(arrays):
-        if array.size * array.dtype.itemsize >= PACK_BELOW_BYTES:
-            groups[position].append(position)
-        else:
-            groups[array.dtype, num_small[array.dtype] // max_arrays].append(position)
-            num_small[array.dtype] += 1
-    return list(groups.values())
-
-
-def _groups_of_bytes(arrays: Sequence[Any], num_bytes: int) -> list[list[int]]:
-    """Group the positions of arrays of one dtype, in order, until a group has so many bytes."""
+    Args:
+        arrays: what travels.
+        bytes_per_pack: a group ends when it has so many bytes. 0: when it has `max_arrays`, and large arrays stay alone.
+        max_arrays: see `bytes_per_pack`.
+    """
     groups: list[list[int]] = []
     filling: dict[Any, tuple[list[int], int]] = {}
+    limit = bytes_per_pack or max_arrays
     for position, array in enumerate(arrays):
-        group, held = filling.get(array.dtype, ([], num_bytes))
-        if held >= num_bytes:
+        num_bytes = array.size * array.dtype.itemsize
+        if not bytes_per_pack and num_bytes >= PACK_BELOW_BYTES:
+            groups.append([position])
+            continue
+        group, held = filling.get(array.dtype, ([], limit))
+        if held >= limit:
             groups.append(group := [])
             held = 0
         group.append(position)
-        filling[array.dtype] = group, held + array.size * array.dtype.itemsize
+        filling[array.dtype] = group, held + (num_bytes if bytes_per_pack else 1)
     return groups
 
 

@@ -136,7 +136,8 @@ class ReplicaContext:
         """
         self._check_current("merge_call")
         check_call("merge_call", "ctx.merge_call(merge, args=(x,))", merge_fn, args, kwargs)
-        merged_args, merged_kwargs = jax.tree.map(self._merge, (tuple(args), kwargs or {}), is_leaf=arrays.is_wrapped)
+        merge = lambda v: PerReplica(*collectives.stack_uneven(v, self._axis)) if isinstance(v, jax.Array) else v  # noqa: E731
+        merged_args, merged_kwargs = jax.tree.map(merge, (tuple(args), kwargs or {}), is_leaf=arrays.is_wrapped)
         outer = current() or Frame(self._strategy, None)
         with entered(dataclasses.replace(outer, strategy=self._strategy, replica=None, axis=self._axis)):
             result = merge_fn(self._strategy, *merged_args, **merged_kwargs)
@@ -158,7 +159,7 @@ class ReplicaContext:
         >>> bool(a == b)
         False
         """
-        keys, fold = _as_key(key), functools.partial(_fold_in, self.replica_id_in_sync_group)
+        keys, fold = _as_key(key), functools.partial(jax.random.fold_in, data=self.replica_id_in_sync_group)
         num_axes_of_key = 0 if jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) else 1
         for _ in range(keys.ndim - num_axes_of_key):
             fold = jax.vmap(fold)
@@ -168,11 +169,6 @@ class ReplicaContext:
 
         def __getattr__(self, name: str) -> NoReturn:
             raise _tf_names.missing("mr.ReplicaContext", name)
-
-    def _merge(self, value: Any) -> Any:
-        if not isinstance(value, jax.Array):
-            return value
-        return PerReplica(*collectives.stack_uneven(value, self._axis))
 
     def _check_current(self, verb: str) -> None:
         frame = current()
@@ -202,10 +198,6 @@ def current_replica() -> ReplicaContext | None:
     """Return the context of the replica whose program is being traced, or run; None in cross-replica context."""
     frame = current()
     return None if frame is None else frame.replica
-
-
-def _fold_in(replica: jax.Array, key: jax.Array) -> jax.Array:
-    return jax.random.fold_in(key, replica)
 
 
 def _as_key(key: Any) -> jax.Array:

@@ -80,17 +80,14 @@ def gather_mirrored(value: jax.Array, axis: int, num_replicas: int) -> jax.Array
 
 def aggregate_stack(stack: jax.Array, mode: VariableAggregation) -> jax.Array:
     """Make one value of the copies of a variable; the dtype stays."""
+    if mode is not VariableAggregation.MEAN and jnp.iscomplexobj(stack):
+        return jax.lax.complex(aggregate_stack(stack.real, mode), aggregate_stack(stack.imag, mode))
+    is_floating = jnp.issubdtype(stack.dtype, jnp.floating)
     if mode is VariableAggregation.ONLY_FIRST_REPLICA:
-        return _first_copy(stack)
-    if mode is VariableAggregation.SUM and jnp.issubdtype(stack.dtype, jnp.inexact):
-        return _sum_of_copies(stack)
+        return _first_bits(stack) if is_floating else stack[0]
+    if mode is VariableAggregation.SUM and is_floating:
+        return _sum_by_bits(stack)
     return reduce_stack(stack, ReduceOp[mode.name], (), None).astype(stack.dtype)
-
-
-def _first_copy(stack: jax.Array) -> jax.Array:
-    if jnp.iscomplexobj(stack):
-        return jax.lax.complex(_first_copy(stack.real), _first_copy(stack.imag))
-    return _first_bits(stack) if jnp.issubdtype(stack.dtype, jnp.floating) else stack[0]
 
 
 @jax.custom_jvp
@@ -102,12 +99,6 @@ def _first_bits(stack: jax.Array) -> jax.Array:
 @_first_bits.defjvp
 def _first_tangent(stacks: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
     return _first_bits(stacks[0]), tangents[0][0]
-
-
-def _sum_of_copies(stack: jax.Array) -> jax.Array:
-    if jnp.iscomplexobj(stack):
-        return jax.lax.complex(_sum_of_copies(stack.real), _sum_of_copies(stack.imag))
-    return _sum_by_bits(stack)
 
 
 @jax.custom_jvp

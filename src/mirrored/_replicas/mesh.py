@@ -213,8 +213,11 @@ def start_backend(num_cpu_devices: int) -> None:
     """
     interrupts.send_ignored_again()
     configured = _configured_cpu_devices()
-    if num_cpu_devices > configured and not _set_num_cpu_devices(num_cpu_devices):
-        return  # too late; `_find_device` says so for the first device that is missing
+    if num_cpu_devices > configured:
+        try:
+            jax.config.update("jax_num_cpu_devices", num_cpu_devices)
+        except RuntimeError:
+            return  # the backends have started; `_find_device` says so for the first device that is missing
     with _env.at_least(_env.CPU_THREADS, cpu_pool_size(max(num_cpu_devices, configured)), _env.CPU_THREADS_FALLBACK):
         _local_devices("cpu")
 
@@ -228,14 +231,6 @@ def _configured_cpu_devices() -> int:
 def cpu_pool_size(num_devices: int) -> int:
     """Return how many threads XLA's CPU client needs so that one Python thread can never make it starve."""
     return max(2 * num_devices, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-
-
-def _set_num_cpu_devices(count: int) -> bool:
-    try:
-        jax.config.update("jax_num_cpu_devices", count)
-    except RuntimeError:  # the backends have started
-        return False
-    return True
 
 
 def _listed(devices: Any) -> list[Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,7 +14,7 @@ from jax.sharding import NamedSharding
 
 from .._options import ReduceOp
 from .._typing import REPLICA_AXIS, Shape
-from .collectives import ReplicaAxis, divide, groups_of, wide_by_rows
+from .collectives import ReplicaAxis, divide, groups_of, move_packed, wide_by_rows
 
 
 def part_size(shape: Shape, num_replicas: int) -> int:
@@ -53,43 +55,17 @@ def num_real(shape: Shape, axis: ReplicaAxis) -> Any:
 
 def reduce_scatter(op: ReduceOp, arrays: Sequence[jax.Array], axis: ReplicaAxis) -> list[jax.Array]:
     """Combine arrays over the replicas, and return this replica's part of each; a MEAN weighs by rows, as in `all_reduce`."""
+    values = arrays if op is ReduceOp.SUM else wide_by_rows(arrays, axis)
+    rows = [split_parts(value, axis.size) for value in values]
+    scatter = functools.partial(jax.lax.psum_scatter, axis_name=REPLICA_AXIS) if axis.bound else operator.itemgetter(0)
+    own = move_packed(rows, groups_of(values, axis.bytes_per_pack), lambda packs: list(map(scatter, packs)), num_kept=1)
     if op is ReduceOp.SUM:
-        return _packed(arrays, axis, _scattered)
+        return own
     _, count = axis.rows()
-    totals = _packed(wide_by_rows(arrays, axis), axis, _scattered)
-    return [divide(total, count, array.dtype) for total, array in zip(totals, arrays, strict=True)]
-
-
-def _scattered(arrays: Sequence[jax.Array], axis: ReplicaAxis) -> list[jax.Array]:
-    rows = [split_parts(array, axis.size) for array in arrays]
-    if not axis.bound:
-        return [row[0] for row in rows]
-    buffer = rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=1)
-    return _cut(jax.lax.psum_scatter(buffer, REPLICA_AXIS), [row.shape[1] for row in rows])
+    return [divide(total, count, array.dtype) for total, array in zip(own, arrays, strict=True)]
 
 
 def all_gather_parts(parts: Sequence[jax.Array], shapes: Sequence[Shape], axis: ReplicaAxis) -> list[jax.Array]:
     """Return the whole values of which each replica gives its part."""
-    stacks = _packed(parts, axis, _stacked)
+    stacks = move_packed(parts, groups_of(parts, axis.bytes_per_pack), lambda packs: list(map(axis.stack, packs)))
     return [join_parts(stack, shape) for stack, shape in zip(stacks, shapes, strict=True)]
-
-
-def _stacked(parts: Sequence[jax.Array], axis: ReplicaAxis) -> list[jax.Array]:
-    return _cut(axis.stack(parts[0] if len(parts) == 1 else jnp.concatenate(parts)), [part.size for part in parts])
-
-
-def _cut(buffer: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
-    """Cut the last axis of a buffer into pieces of these sizes."""
-    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-    return [buffer] if len(sizes) == 1 else jnp.split(buffer, ends[:-1], axis=-1)
-
-
-def _packed(
-    arrays: Sequence[jax.Array], axis: ReplicaAxis, collective: Callable[[list[jax.Array], ReplicaAxis], list[jax.Array]]
-) -> list[jax.Array]:
-    """Give small arrays to a collective together, large ones alone."""
-    results: list[Any] = [None] * len(arrays)
-    for members in groups_of(arrays, axis.bytes_per_pack):
-        for i, result in zip(members, collective([arrays[i] for i in members], axis), strict=True):
-            results[i] = result
-    return results

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
@@ -162,71 +162,39 @@ class PerReplica:
         user_code.hide_lines()
         raise self._refused("use as one array")
 
-    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise self._refused("conversion to a numpy array")
-
     def __array_ufunc__(self, ufunc: Any, *args: Any, **kwargs: Any) -> NoReturn:
         raise self._refused(f"`np.{ufunc.__name__}`")
-
-    def __bool__(self) -> bool:
-        raise self._refused("`bool()`")
-
-    def __float__(self) -> float:
-        raise self._refused("`float()`")
-
-    def __int__(self) -> int:
-        raise self._refused("`int()`")
-
-    def __complex__(self) -> complex:
-        raise self._refused("`complex()`")
-
-    def __index__(self) -> int:
-        raise self._refused("use as an index")
-
-    def __len__(self) -> int:
-        raise self._refused("`len()`")
-
-    def __iter__(self) -> Iterator[Any]:
-        raise self._refused("iteration")
-
-    def __contains__(self, item: Any) -> bool:
-        raise self._refused("`in`")
-
-    def __getitem__(self, key: Any) -> NoReturn:
-        raise self._refused("indexing")
-
-    def __setitem__(self, key: Any, value: Any) -> NoReturn:
-        raise self._refused("assignment to its items")
 
     __hash__ = object.__hash__
 
 
-def _add_refused_operators() -> None:
+def _refuse_operators() -> None:
     """Give PerReplica every operator, each of which raises the one error that names the ways out."""
     symbols = {
         "add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**", "matmul": "@",
         "and": "&", "or": "|", "xor": "^", "lshift": "<<", "rshift": ">>", "divmod": "divmod",
     }  # fmt: skip
-    comparisons = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
-    unary = {
-        "neg": "-", "pos": "+", "abs": "abs", "invert": "~", "round": "round", "trunc": "math.trunc", "floor": "math.floor",
-        "ceil": "math.ceil",
+    others = {
+        "lt": "`<`", "le": "`<=`", "gt": "`>`", "ge": "`>=`", "eq": "`==`", "ne": "`!=`",
+        "neg": "`-`", "pos": "`+`", "abs": "`abs`", "invert": "`~`", "round": "`round`", "trunc": "`math.trunc`",
+        "floor": "`math.floor`", "ceil": "`math.ceil`", "bool": "`bool()`", "float": "`float()`", "int": "`int()`",
+        "complex": "`complex()`", "len": "`len()`", "contains": "`in`", "iter": "iteration", "index": "use as an index",
+        "getitem": "indexing", "setitem": "assignment to its items", "array": "conversion to a numpy array",
     }  # fmt: skip
 
-    def refused(symbol: str) -> Any:
-        def operator(self: PerReplica, *operands: Any) -> NoReturn:
-            raise self._refused(f"`{symbol}`")
+    def refused(operation: str) -> Any:
+        def operator(self: PerReplica, *operands: Any, **options: Any) -> NoReturn:
+            raise self._refused(operation)
 
         return operator
 
     for name, symbol in symbols.items():
-        setattr(PerReplica, f"__{name}__", refused(symbol))
-        setattr(PerReplica, f"__r{name}__", refused(symbol))
-    for name, symbol in {**comparisons, **unary}.items():
-        setattr(PerReplica, f"__{name}__", refused(symbol))
+        others |= {name: f"`{symbol}`", f"r{name}": f"`{symbol}`"}
+    for name, operation in others.items():
+        setattr(PerReplica, f"__{name}__", refused(operation))
 
 
-_add_refused_operators()
+_refuse_operators()
 
 
 def _indent(replica: int, value: jax.Array) -> str:

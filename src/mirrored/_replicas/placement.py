@@ -8,7 +8,6 @@ of what the others had are compared: docs/design/workers.md.
 from __future__ import annotations
 
 import functools
-import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -49,17 +48,15 @@ def mirror(
     missing = [i for i, array in enumerate(arrays) if not (isinstance(array, jax.Array) and array.sharding == mesh.mirrored)]
     if mesh.is_alone:
         with jax.ensure_compile_time_eval():  # now, also while a larger program is traced
-            moved = jax.device_put([arrays[i] for i in missing], mesh.mirrored)
-        for i, array in zip(missing, moved, strict=True):
-            placed[i] = array
-        return placed
-    for i in [i for i in missing if isinstance(arrays[i], jax.Array) and not arrays[i].is_fully_addressable]:
-        placed[i] = _mirrored_again(mesh, arrays[i])
-        missing.remove(i)
-    if missing:
-        new = _from_chief(mesh, [arrays[i] for i in missing], missing, on_difference, is_checked_late)
-        for i, array in zip(missing, new, strict=True):
-            placed[i] = array
+            new = jax.device_put([arrays[i] for i in missing], mesh.mirrored)
+    else:
+        for i in [i for i in missing if isinstance(arrays[i], jax.Array) and not arrays[i].is_fully_addressable]:
+            placed[i] = _mirrored_again(mesh, arrays[i])
+            missing.remove(i)
+        own = [arrays[i] for i in missing]
+        new = _from_chief(mesh, own, missing, on_difference, is_checked_late) if missing else []
+    for i, array in zip(missing, new, strict=True):
+        placed[i] = array
     return placed
 
 
@@ -107,15 +104,11 @@ def _compare_bits(arrays: Mapping[int, jax.Array], name_of: Callable[[int], str]
 
 
 def stack(mesh: ReplicaMesh, rows: Any) -> jax.Array:
-    """Return an array `[R, ...]` of the rows `[L, ...]` of each worker's own replicas, one on each device."""
+    """Return an array of all workers' rows, of which each gives those of its own replicas, or one for each of its devices."""
     if mesh.is_alone:
         return jax.device_put(rows, mesh.stacked)
-    return jax.make_array_from_process_local_data(mesh.stacked, rows, (mesh.num_replicas, *rows.shape[1:]))
-
-
-def _rows_of_devices(mesh: ReplicaMesh, rows: np.ndarray) -> jax.Array:
-    """Return an array with a row for each device, of which this worker gives its own."""
-    return jax.make_array_from_process_local_data(mesh.stacked, rows, (len(mesh.devices), *rows.shape[1:]))
+    num_rows = len(rows) // len(mesh.local_devices) * len(mesh.devices)  # all workers have equally many devices
+    return jax.make_array_from_process_local_data(mesh.stacked, rows, (num_rows, *rows.shape[1:]))
 
 
 def _mirrored_again(mesh: ReplicaMesh, array: jax.Array) -> jax.Array:
@@ -147,12 +140,11 @@ def _from_chief(
     mesh: ReplicaMesh, arrays: list[Any], positions: list[int], on_difference: OnDifference | None, is_checked_late: bool
 ) -> list[jax.Array]:
     is_key = [isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jax.dtypes.prng_key) for array in arrays]
-    with jax.ensure_compile_time_eval():  # also while a larger program is traced
-        plain = [jax.random.key_data(array) if key else array for array, key in zip(arrays, is_key, strict=True)]
+    plain = list(map(_without_keys, arrays))
     kinds = tuple((tuple(array.shape), jax.dtypes.canonicalize_dtype(array.dtype)) for array in plain)
     hosts = [np.asarray(array).astype(dtype, copy=False) for array, (_, dtype) in zip(plain, kinds, strict=True)]
     sums = np.array([checksum(host) for host in hosts], np.uint32)
-    rows = [_rows_of_devices(mesh, np.stack([bits] * len(mesh.local_devices))) for bits in (*map(_bits, hosts), sums)]
+    rows = [stack(mesh, np.stack([bits] * len(mesh.local_devices))) for bits in (*map(_bits, hosts), sums)]
     *values, sums = _program(mesh, kinds)(rows)
     check = None if on_difference is None else functools.partial(_compare, mesh, positions, on_difference)
     in_flight.joined(sums, check)
@@ -184,8 +176,8 @@ def _program(mesh: ReplicaMesh, kinds: tuple[tuple[Shape, Any], ...]) -> Callabl
         ]
 
     specs = {"in_specs": PartitionSpec(mesh.axis), "out_specs": PartitionSpec(), "check_vma": False}
-    shapes = [(_bits_shape(mesh, *kind), _word(kind[1])) for kind in kinds] + [((len(mesh.devices), len(kinds)), np.uint32)]
-    rows = [jax.ShapeDtypeStruct(shape, word, sharding=mesh.stacked) for shape, word in shapes]
+    own = [*(_bits(np.empty(*kind)) for kind in kinds), np.empty(len(kinds), np.uint32)]
+    rows = [jax.ShapeDtypeStruct((len(mesh.devices), *one.shape), one.dtype, sharding=mesh.stacked) for one in own]
     with progress.phase(f"compiling {_NAME}", is_patient=True):
         program = jax.jit(jax.shard_map(body, mesh=mesh.mesh, **specs)).lower(rows).compile()
     return joint_programs.started(_NAME, text, program)
@@ -203,31 +195,17 @@ def _compare(mesh: ReplicaMesh, positions: list[int], on_difference: OnDifferenc
 
 def _bits(host: np.ndarray) -> np.ndarray:
     """Return an array's bits as numbers that add up exactly with zeros: -0.0 + 0.0 would be 0.0."""
-    return np.ascontiguousarray(host).reshape(-1).view(_word(host.dtype))
-
-
-def _word(dtype: Any) -> Any:
-    return np.uint32 if dtype.itemsize % 4 == 0 else np.uint8
-
-
-def _bits_shape(mesh: ReplicaMesh, shape: Shape, dtype: Any) -> Shape:
-    return (len(mesh.devices), math.prod(shape) * dtype.itemsize // np.dtype(_word(dtype)).itemsize)
+    return np.ascontiguousarray(host).reshape(-1).view(np.uint32 if host.itemsize % 4 == 0 else np.uint8)
 
 
 def _array_of(bits: jax.Array, shape: Shape, dtype: Any) -> jax.Array:
     """Return the array of which `_bits` made these bits."""
-    if dtype == jnp.bool_:
-        return (bits != 0).reshape(shape)
     if jnp.issubdtype(dtype, jnp.complexfloating):
         parts = _array_of(bits, (*shape, 2), np.finfo(dtype).dtype)
         return jax.lax.complex(parts[..., 0], parts[..., 1])
-    if jax.dtypes.itemsize_bits(dtype) < 8 and jnp.issubdtype(dtype, jnp.floating):
-        return jax.lax.bitcast_convert_type(bits.astype(jnp.uint4), dtype).reshape(shape)
-    if jax.dtypes.itemsize_bits(dtype) < 8:
-        return bits.astype(jnp.int8).astype(dtype).reshape(shape)
-    per_element = np.dtype(dtype).itemsize // bits.dtype.itemsize
-    grouped = bits if per_element == 1 else bits.reshape(-1, per_element)
-    return jax.lax.bitcast_convert_type(grouped, dtype).reshape(shape)
+    if jax.dtypes.itemsize_bits(dtype) < 8:  # numpy has a byte for each
+        bits = bits.astype(f"uint{jax.dtypes.itemsize_bits(dtype)}")
+    return bits.view(dtype).reshape(shape)
 
 
 def refuse_argument(what: str, position: int, workers: Sequence[int]) -> NoReturn:
@@ -256,7 +234,12 @@ def checksum(array: Any) -> int:
     Args:
         array: numpy or JAX, of any shape and dtype, keys of random numbers included.
     """
-    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-        with jax.ensure_compile_time_eval():  # now, also while a larger program is traced
-            array = jax.random.key_data(array)
-    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return zlib.crc32(np.ascontiguousarray(_without_keys(array)).reshape(-1).view(np.uint8).data)
+
+
+def _without_keys(array: Any) -> Any:
+    """Return the data of keys of random numbers; another array as it is."""
+    if not jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return array
+    with jax.ensure_compile_time_eval():  # now, also while a larger program is traced
+        return jax.random.key_data(array)

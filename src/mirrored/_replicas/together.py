@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from .collectives import finished, groups_of, local_sums
+from .collectives import finished, groups_of, local_sums, move_packed
 from .cross_replica import compiled, gather_stack, reduce_stack, with_zero_padding
 
 #: Arrays in one buffer. More of them compile longer and run no faster (benchmarks/all_reduce.py).
@@ -94,15 +94,5 @@ def _reduced(stacks: Sequence[jax.Array], static: Sequence[tuple[Any, ...]]) -> 
 def _moved(stacks: Sequence[jax.Array], move: Callable[[jax.Array], jax.Array]) -> list[jax.Array]:
     """Apply a function of a stack `[R, n]`, which keeps its last axis, to small ones together."""
     rows = [jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype) for stack in stacks]
-    results: dict[int, jax.Array] = {}
-    for members in groups_of(rows, 0, MAX_ARRAYS_TOGETHER):
-        if len(members) == 1:
-            results[members[0]] = move(stacks[members[0]])
-            continue
-        flat = [stacks[i].reshape(stacks[i].shape[0], rows[i].size) for i in members]
-        buffer, start = move(jnp.concatenate(flat, axis=1)), 0
-        for i in members:
-            part = jax.lax.slice_in_dim(buffer, start, start + rows[i].size, axis=buffer.ndim - 1)
-            results[i] = part.reshape(*buffer.shape[:-1], *rows[i].shape)
-            start += rows[i].size
-    return [results[i] for i in range(len(stacks))]
+    groups = groups_of(rows, 0, MAX_ARRAYS_TOGETHER)
+    return move_packed(stacks, groups, lambda packs: list(map(move, packs)), num_kept=1)
