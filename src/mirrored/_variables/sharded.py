@@ -23,7 +23,7 @@ class ShardedVariable(Variable):
     """One value for all replicas, like that of a mirrored variable, of which each holds a part only.
 
     It is read and assigned as a whole: inside a step a read brings the parts together, by a collective, and an assignment
-    keeps this replica's part of a value that is the same on every replica. `access.traced` and `access.store` are for parts.
+    keeps this replica's part of a value that is the same on every replica. `access.load` and `access.store` are for parts.
 
     Args:
         value: the first value, an array that is the same on every replica.
