@@ -420,7 +420,7 @@ BUDGETS = {
     "_program": 5000,  # 4,000
     "_jax": 1558,  # 1,300
     "_replicas": 2748,  # 2,100
-    "_variables": 2030,  # 1,700
+    "_variables": 2011,  # 1,700
     "_models": 1296,  # 1,050
     "_updates": 284,  # 250
     "_strategy": 1225,  # 1,100
@@ -472,7 +472,7 @@ ANYS = {
     "_tf_names": 6,
     "_transforms": 40,
     "_updates": 14,
-    "_variables": 65,
+    "_variables": 63,
     "_workers": 15,
     "data": 81,
     "losses": 15,

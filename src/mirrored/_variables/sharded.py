@@ -71,9 +71,9 @@ class ShardedVariable(Variable):
             whole = placed(whole, spec.mesh)
         return cross_replica.compiled(parts.split_parts, spec.mesh.stacked, spec.mesh.num_replicas)(whole)
 
-    def _scatter(self, scatter: Any, indices: Any, updates: Any) -> NoReturn:
+    def _scatter(self, method: str, operation: str, indices: Any, updates: Any) -> NoReturn:
         raise TypeError(
-            f"{scatter.method} to variable {self.name!r}, of which each replica holds a part: rows of it are not written. Assign "
+            f"{method} to variable {self.name!r}, of which each replica holds a part: rows of it are not written. Assign "
             "the whole value: variable.assign(variable.value.at[indices].set(updates))."
         )
 

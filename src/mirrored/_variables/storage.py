@@ -187,7 +187,7 @@ def overwrite(compiled: Callable[..., Any], home: Home, slots: Sequence[Slot], r
             if type(compiled) is Announced:  # now, because it is Python
                 compiled.announce(*arguments)
                 compiled = compiled.program
-            call = map(outputs.setdefault, (0,), itertools.starmap(compiled, (arguments,)))
+            call: Iterator[Any] = map(outputs.setdefault, (0,), itertools.starmap(compiled, (arguments,)))
             keep = map(setattr, (home,), ("arrays",), map(_new_arrays_of, call))
             while home.taken:  # last, because a signal's handler may take a value until here
                 _give_copies(home)
