@@ -7,10 +7,14 @@ from collections.abc import Callable
 from mirrored._jax import user_code
 
 
-def after_each_call(work: Callable[[], object], check: Callable[[], object]) -> int:
-    """Run `work` again and again; raise where Python looks for signals, first after the first call, then after the second...
+def interrupt() -> None:
+    raise KeyboardInterrupt
 
-    `check` is called each time. Returns how often `work` was stopped before it came to its end.
+
+def after_each_call(work: Callable[[], object], check: Callable[[], object], handler: Callable[[], object] = interrupt) -> int:
+    """Run `work` again and again; call `handler` where Python looks for signals, first after the first call, then the second...
+
+    `check` is called each time. Returns in how many runs `handler` was called before `work` came to its end.
     """
     remaining = 0
 
@@ -22,7 +26,7 @@ def after_each_call(work: Callable[[], object], check: Callable[[], object]) -> 
             remaining -= 1
             if remaining < 0:
                 sys.setprofile(None)
-                raise KeyboardInterrupt
+                handler()
 
     outer, hook, stopped, is_done = sys.getprofile(), sys.unraisablehook, 0, False
     sys.unraisablehook = lambda _: None  # else what Python swallows elsewhere comes again, as a signal to the tests
@@ -32,7 +36,8 @@ def after_each_call(work: Callable[[], object], check: Callable[[], object]) -> 
             try:
                 sys.setprofile(stop)
                 work()
-                is_done = True
+                is_done = remaining >= 0
+                stopped += not is_done
             except KeyboardInterrupt:
                 stopped += 1
             finally:

@@ -61,13 +61,13 @@ OFFERS = {
         placement.refuse_argument placement.stack spent.Spent spent.forget_pause spent.waited together.Task together.run
     """,
     "_variables": """
-        access.all_copies access.claimed access.copied access.keep access.lent access.load access.store access.traced
-        assignment.check_per_replica bindings.Bindings bindings.Fallback bindings.bound bindings.outer_reader
-        bindings.with_few_compilations equal_copies.CopiesCompared equal_copies.Watch equal_copies.check
-        equal_copies.last_comparisons equal_copies.real_copies equal_copies.watch sharded.ShardedVariable storage.Home
-        storage.WeakVariables storage.home_of storage.overwrite storage.overwrite_when_done tree.VariableTree
-        tree.trainable variable.Variable variable.is_variable variable.listeners variable.live_variables
-        variable.local_arrays variable.note_use variable.spec_of variable.use_value
+        access.all_copies access.claimed access.copied access.lent access.load access.store assignment.check_per_replica
+        bindings.Bindings bindings.Fallback bindings.bound bindings.outer_reader bindings.with_few_compilations
+        equal_copies.CopiesCompared equal_copies.Watch equal_copies.check equal_copies.last_comparisons
+        equal_copies.watch sharded.ShardedVariable storage.Home storage.WeakVariables storage.home_of storage.overwrite
+        storage.overwrite_when_done tree.VariableTree tree.trainable variable.Variable variable.is_variable
+        variable.listeners variable.live_variables variable.local_arrays variable.local_copies variable.note_use
+        variable.spec_of variable.use_value
     """,
     "data": """
         _dataset.DistributedDataset _dataset.batch_rows _dataset.check_dataset _dataset.mesh_of

@@ -418,7 +418,7 @@ BUDGETS = {
     "_program": 4966,  # 4,000
     "_jax": 1516,  # 1,300
     "_replicas": 2578,  # 2,100
-    "_variables": 2092,  # 1,700
+    "_variables": 2011,  # 1,700
     "_models": 1296,  # 1,050
     "_updates": 284,  # 250
     "_strategy": 1217,  # 1,100
@@ -428,7 +428,7 @@ BUDGETS = {
     "_cluster": 1632,  # 1,080
     "_checkpoint": 2304,  # 1,800
     "_report": 1020,  # 800
-    "_testing": 824,  # 750
+    "_testing": 823,  # 750
     "losses optimizer": 694,  # 600
     "_command launch": 1419,  # 1,000
     "__init__ __main__ _public testing": 120,
@@ -470,7 +470,7 @@ ANYS = {
     "_tf_names": 6,
     "_transforms": 40,
     "_updates": 14,
-    "_variables": 65,
+    "_variables": 63,
     "_workers": 15,
     "data": 77,
     "losses": 15,

@@ -21,7 +21,7 @@ from .._replicas import frames, placement
 from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh
 from .._typing import REPLICA_AXIS, PyTree
-from .._variables.access import claimed, keep, lent
+from .._variables.access import claimed, lent, store
 from .._variables.bindings import Bindings, with_few_compilations
 from .._variables.variable import Variable, spec_of
 from . import lift
@@ -91,7 +91,7 @@ def run_eagerly(frame_with: Callable[..., Frame], mesh: ReplicaMesh, program: St
     with claimed(lifted.written), lent(lifted.variables) as values:
         outputs = with_few_compilations(functools.partial(compute, values))
         for variable, new in zip(lifted.written, outputs[lifted.num_results :], strict=True):
-            keep(variable, new if spec_of(variable).is_on_read else _first_row(mesh, new))
+            store(variable, new if spec_of(variable).is_on_read else _first_row(mesh, new))
     results = outputs[: lifted.num_results]
     rows = [_first_row(mesh, r) if same else r for r, same in zip(results, program.is_mirrored, strict=True)]
     return dataclasses.replace(program, lifted=dataclasses.replace(lifted, plan=new_lifted["plan"])).rebuild(rows)

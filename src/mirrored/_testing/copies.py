@@ -14,9 +14,8 @@ from .._replicas.per_replica import PerReplica
 from .._strategy.strategy import Strategy, variables_of
 from .._text import shown
 from .._typing import PyTree
-from .._variables import equal_copies
 from .._variables.sharded import ShardedVariable
-from .._variables.variable import Variable
+from .._variables.variable import Variable, local_copies
 
 _HAS_COPIES = (Variable, PerReplica, jax.Array)
 
@@ -47,7 +46,7 @@ def copies(value: Variable | jax.Array) -> dict[int, np.ndarray]:
     """
     _require_outside("copies")
     if isinstance(value, Variable):
-        return equal_copies.real_copies(value)
+        return dict(local_copies(value))
     if isinstance(value, PerReplica):
         raise TypeError(
             f"testing.copies got a PerReplica of shape {value.shape}: each replica has a value of its own, and there are no "

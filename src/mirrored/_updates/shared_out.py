@@ -92,7 +92,7 @@ def update(
 
     partwise = Partwise(axis, same)
     values = [variable.value for variable in variables]
-    held = [OwnPart(access.traced(v), v.shape) if isinstance(v, ShardedVariable) else v.value for v in state]
+    held = [OwnPart(access.load(v), v.shape) if isinstance(v, ShardedVariable) else v.value for v in state]
     arguments = [*gradients, *values, *held]
     closed = tracing.trace(_flat(compute, len(gradients), len(values)), list(map(_aval, arguments)), axis, compute)
     results = partwise.run_closed(closed, arguments)

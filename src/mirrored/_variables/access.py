@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Sequence
 
 import jax
@@ -27,13 +26,6 @@ def claimed(variables: Sequence[Variable]) -> contextlib.AbstractContextManager[
     return storage.claimed([variable._slot for variable in variables], frames.current())
 
 
-def taken_array(variable: Variable) -> jax.Array:
-    """Return what is stored; nobody overwrites it any more."""
-    with lent([variable]) as [array]:
-        variable._slot.note_taken()
-        return array
-
-
 def copied(variables: Sequence[Variable]) -> list[jax.Array]:
     """Return copies of mirrored variables: unlike arrays that were taken, they leave a program free to overwrite the variables.
 
@@ -47,25 +39,9 @@ def copied(variables: Sequence[Variable]) -> list[jax.Array]:
         ]
 
 
-def keep(variable: Variable, array: jax.Array) -> None:
-    """Store a new array, of the shape of the old one, in a variable that the caller has claimed."""
-    variable._keep(array, None)
-
-
 def load(variable: Variable) -> jax.Array:
     """Return what is stored, or what stands for it in the current trace."""
-    return variable._use_stored(frames.current(), functools.partial(_taken, variable))
-
-
-def traced(variable: Variable) -> jax.Array:
-    """Return what stands for what is stored, in a trace; nothing is taken, so that the program may overwrite it."""
-    return variable._load(frames.current())
-
-
-def _taken(variable: Variable, array: jax.Array) -> jax.Array:
-    if array is variable._slot.array:  # and not what stands for it in a trace
-        variable._slot.note_taken()
-    return array
+    return variable._use_stored(frames.current(), lambda stored: stored)
 
 
 def store(variable: Variable, array: jax.Array) -> None:

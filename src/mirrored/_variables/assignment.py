@@ -87,8 +87,7 @@ class Assignment:
         return update if self.combine is None else self.combine(self.load(), update)
 
     def _aggregated(self, operand: PerReplica, axis: ReplicaAxis | None) -> jax.Array:
-        spec = self.spec
-        check_per_replica(spec, self.method, operand)
+        spec, stack = self.spec, self._stack(operand)
         if spec.aggregation is VariableAggregation.NONE:
             raise ReplicasDivergeError(
                 f"{self.method} to variable {spec.name!r} was given a PerReplica, one value per replica, but the variable "
@@ -96,7 +95,6 @@ class Assignment:
                 f"variable.{self.method}(strategy.reduce('mean', value)), or create the variable with "
                 "aggregation='mean'."
             )
-        stack = self._cast(stack_of(operand))
         if axis is not None:
             return cross_replica.aggregate_stack(stack, spec.aggregation)
         return cross_replica.compiled(cross_replica.aggregate_stack, spec.mesh.mirrored, spec.aggregation)(stack)

@@ -13,7 +13,7 @@ from .._errors import ContextError
 from .._jax import tracing, user_code
 from .._replicas import frames
 from .._replicas.frames import Frame
-from .access import taken_array
+from .access import lent
 from .variable import Variable
 
 #: Called by `Bindings` for a variable that is not bound; gives its value in the enclosing place.
@@ -67,15 +67,11 @@ class Bindings:
     @property
     def caches(self) -> Callable[[], Any]:
         """The caches for bindings on top of these, see `with_few_compilations`."""
-        return _shared_caches if self._renew is None else tracing.separate_caches
+        return contextlib.nullcontext if self._renew is None else tracing.separate_caches
 
     def values(self, variables: Sequence[Variable]) -> list[jax.Array]:
         """Return the present values of some variables."""
         return [self.read(variable) for variable in variables]
-
-
-def _shared_caches() -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext(None)
 
 
 class ReadInsideJit(BaseException):
@@ -89,7 +85,7 @@ def with_few_compilations(compute: Callable[[Callable[[], Any]], ResultT]) -> Re
     is read inside an inner jit or scan.
     """
     try:
-        return compute(_shared_caches)
+        return compute(contextlib.nullcontext)
     except ReadInsideJit:
         return compute(tracing.separate_caches)
 
@@ -126,6 +122,8 @@ def outer_reader() -> Fallback:
     def stored(variable: Variable) -> jax.Array:
         if is_foreign:
             raise ContextError(frames.foreign_trace_message("read", variable.name, None))
-        return taken_array(variable)
+        with lent([variable]) as [array]:
+            variable._slot.note_taken()
+            return array
 
     return stored

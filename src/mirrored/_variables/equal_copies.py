@@ -24,7 +24,7 @@ from .._workers.progress import progress
 from .._workers.same_program import require_same_history
 from .access import lent
 from .storage import WeakVariables
-from .variable import Variable, local_arrays, local_copies, spec_of
+from .variable import Variable, local_arrays, spec_of
 
 #: The share of the time that comparing takes in the long run.
 MAX_COST = 0.01
@@ -35,11 +35,6 @@ _NAME = "the comparison of the copies of variables"
 
 _watches: weakref.WeakSet[Watch] = weakref.WeakSet()
 _watches_lock = threading.Lock()  # threads may compile and run programs at the same time
-
-
-def real_copies(variable: Variable) -> dict[int, np.ndarray]:
-    """Return what this worker's devices hold of a variable, by replica number, as arrays that stay as they are."""
-    return dict(local_copies(variable))
 
 
 class CopiesCompared(NamedTuple):
@@ -180,7 +175,9 @@ class Watch:
         """
         due, self.next = self.next, self.next + self.every  # so that other threads do not compare as well
         try:
-            start = self._now()
+            with lent(self._variables.alive()) as arrays:
+                jax.block_until_ready(arrays)
+            start = time.perf_counter()
             self.every = check(self._mesh, self._variables.alive(), self._wish(start))
         except BaseException:
             self.next = due
@@ -199,11 +196,6 @@ class Watch:
             return _MIN_RUNS
         run = (now - self._since) / self.every
         return max(_MIN_RUNS, math.ceil(num_sharing * min(self._costs) / (MAX_COST * max(run, 1e-6))))
-
-    def _now(self) -> float:
-        with lent(self._variables.alive()) as arrays:
-            jax.block_until_ready(arrays)
-        return time.perf_counter()
 
 
 def watch(mesh: ReplicaMesh, variables: Sequence[Variable]) -> Watch | None:

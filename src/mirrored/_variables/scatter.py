@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,9 @@ from .._replicas.arrays import cast, host_array
 from .._replicas.per_replica import PerReplica
 from . import storage
 from .spec import VariableSpec
+
+#: Operations of `x.at[...]` that are the same as another one with a whole array, to which an aggregation applies.
+_WHOLE = {"add": jnp.add, "subtract": jnp.subtract}
 
 
 class ScatterMethods:
@@ -53,7 +56,7 @@ class ScatterMethods:
 
         Source: https://www.tensorflow.org/api_docs/python/tf/Variable#scatter_update
         """
-        return self._scatter(_Scatter("scatter_update", "set"), indices, updates)
+        return self._scatter("scatter_update", "set", indices, updates)
 
     def scatter_add(self, indices: Any, updates: Any) -> Self:
         """Add to the rows at `indices`, and return the variable; an aggregation applies to what is added. See `scatter_update`.
@@ -65,50 +68,50 @@ class ScatterMethods:
         >>> print(seen.value)
         [1 1 2]
         """
-        return self._scatter(_Scatter("scatter_add", "add", jnp.add), indices, updates)
+        return self._scatter("scatter_add", "add", indices, updates)
 
     def scatter_sub(self, indices: Any, updates: Any) -> Self:
         """Subtract from the rows at `indices`, and return the variable; see `scatter_add`."""
-        return self._scatter(_Scatter("scatter_sub", "subtract", jnp.subtract), indices, updates)
+        return self._scatter("scatter_sub", "subtract", indices, updates)
 
     def scatter_mul(self, indices: Any, updates: Any) -> Self:
         """Multiply the rows at `indices`, and return the variable; see `scatter_update`."""
-        return self._scatter(_Scatter("scatter_mul", "multiply"), indices, updates)
+        return self._scatter("scatter_mul", "multiply", indices, updates)
 
     def scatter_div(self, indices: Any, updates: Any) -> Self:
         """Divide the rows at `indices`, and return the variable; see `scatter_update`."""
-        return self._scatter(_Scatter("scatter_div", "divide"), indices, updates)
+        return self._scatter("scatter_div", "divide", indices, updates)
 
     def scatter_min(self, indices: Any, updates: Any) -> Self:
         """Take the smaller of each row at `indices` and its update, and return the variable; see `scatter_update`."""
-        return self._scatter(_Scatter("scatter_min", "min"), indices, updates)
+        return self._scatter("scatter_min", "min", indices, updates)
 
     def scatter_max(self, indices: Any, updates: Any) -> Self:
         """Take the larger of each row at `indices` and its update, and return the variable; see `scatter_update`."""
-        return self._scatter(_Scatter("scatter_max", "max"), indices, updates)
+        return self._scatter("scatter_max", "max", indices, updates)
 
     @user_code.shorten_errors
-    def _scatter(self, scatter: _Scatter, indices: Any, updates: Any) -> Self:
+    def _scatter(self, method: str, operation: str, indices: Any, updates: Any) -> Self:
         spec, frame = self._spec, frames.current()
         in_replica = frame is not None and frame.replica is not None
-        rows, new = _checked(spec, scatter.method, indices, updates)
+        rows, new = _checked(spec, method, indices, updates)
         is_merged = spec.aggregation is not VariableAggregation.NONE and not (in_replica and spec.is_on_read)
-        if is_merged and scatter.combine is not None:
-            return self._write(scatter.method, jnp.zeros(spec.shape, spec.dtype).at[rows].add(new), scatter.combine)
+        if is_merged and operation in _WHOLE:
+            return self._write(method, jnp.zeros(spec.shape, spec.dtype).at[rows].add(new), _WHOLE[operation])
         if is_merged and in_replica and spec.aggregation is not VariableAggregation.ONLY_FIRST_REPLICA:
             raise ValueError(
-                f"{scatter.method} to variable {spec.name!r} inside a step: its aggregation {spec.aggregation.name} would also "
+                f"{method} to variable {spec.name!r} inside a step: its aggregation {spec.aggregation.name} would also "
                 "combine the rows that are not written. Create the variable without an aggregation and gather first: ctx = "
-                f"mr.get_replica_context(); variable.{scatter.method}(ctx.all_gather(indices, 0), ctx.all_gather(updates, 0))."
+                f"mr.get_replica_context(); variable.{method}(ctx.all_gather(indices, 0), ctx.all_gather(updates, 0))."
             )
 
         def scattered(old: Any) -> jax.Array:
             if not (spec.mesh.is_alone or frames.is_traced()):
                 old = jnp.asarray(np.asarray(old))  # each worker computes; what the chief has is taken, and compared
-            return getattr(old.at[rows], scatter.operation)(new)
+            return getattr(old.at[rows], operation)(new)
 
         with storage.claimed([self._slot], frame):
-            return self._write(scatter.method, self._use(scattered), None)
+            return self._write(method, self._use(scattered), None)
 
     # -- of the variable
 
@@ -117,14 +120,6 @@ class ScatterMethods:
 
     def _write(self, method: str, operand: Any, combine: Any) -> Self:
         raise AssertionError
-
-
-class _Scatter(NamedTuple):
-    """One of the methods: its name, the operation of `x.at[...]`, and what makes it of a whole array to add."""
-
-    method: str
-    operation: str
-    combine: Any = None
 
 
 def _checked(spec: VariableSpec, method: str, indices: Any, updates: Any) -> tuple[Any, Any]:

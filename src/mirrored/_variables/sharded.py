@@ -23,7 +23,7 @@ class ShardedVariable(Variable):
     """One value for all replicas, like that of a mirrored variable, of which each holds a part only.
 
     It is read and assigned as a whole: inside a step a read brings the parts together, by a collective, and an assignment
-    keeps this replica's part of a value that is the same on every replica. `access.traced` and `access.store` are for parts.
+    keeps this replica's part of a value that is the same on every replica. `access.load` and `access.store` are for parts.
 
     Args:
         value: the first value, an array that is the same on every replica.
@@ -71,9 +71,9 @@ class ShardedVariable(Variable):
             whole = placed(whole, spec.mesh)
         return cross_replica.compiled(parts.split_parts, spec.mesh.stacked, spec.mesh.num_replicas)(whole)
 
-    def _scatter(self, scatter: Any, indices: Any, updates: Any) -> NoReturn:
+    def _scatter(self, method: str, operation: str, indices: Any, updates: Any) -> NoReturn:
         raise TypeError(
-            f"{scatter.method} to variable {self.name!r}, of which each replica holds a part: rows of it are not written. Assign "
+            f"{method} to variable {self.name!r}, of which each replica holds a part: rows of it are not written. Assign "
             "the whole value: variable.assign(variable.value.at[indices].set(updates))."
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import itertools
 import operator
@@ -18,7 +17,7 @@ from .._replicas.frames import Frame
 from .._workers.joint_programs import Announced
 from . import turns
 
-#: How many bytes of variables are copied at once before they are overwritten.
+#: How many bytes of variables are copied at once, or one variable more, before they are overwritten.
 MAX_COPIED_BYTES = 32 * 1024 * 1024
 
 
@@ -94,25 +93,19 @@ class WeakVariables:
         return tuple(variable for reference in self._references if (variable := reference()) is not None)
 
 
-class Lost:
-    """What is in the place of arrays that a program had been given when it failed.
+class Lost(str):
+    """The message in the place of an array that a program had been given when it failed."""
 
-    Attributes:
-        names: of the variables that were lost with it.
-        cause: the program's error, in a line.
-    """
+    __slots__ = ()
 
-    __slots__ = ("cause", "names")
-
-    def __init__(self, names: Sequence[str], error: BaseException) -> None:
+    @classmethod
+    def of(cls, names: Sequence[str], error: BaseException) -> Lost:
+        """Say which variables were lost together, and the program's error, in a line."""
         last = (str(error).strip().splitlines() or [""])[-1]
-        self.names, self.cause = names, f"{type(error).__name__}: {last[:300]}"
-
-    def __str__(self) -> str:
-        names = ", ".join(map(repr, self.names))
-        return (
-            f"the value of {names} is lost: the program that was overwriting it failed ({self.cause}). Other variables are as "
-            "they were. Go on from the last checkpoint, checkpoint.restore_latest(), or assign a new value."
+        return cls(
+            f"the value of {', '.join(map(repr, names))} is lost: the program that was overwriting it failed "
+            f"({type(error).__name__}: {last[:300]}). Other variables are as they were. Go on from the last checkpoint, "
+            "checkpoint.restore_latest(), or assign a new value."
         )
 
 
@@ -130,16 +123,6 @@ def home_of(slots: Sequence[Slot]) -> Home:
 def arrays_of(slots: Sequence[Slot]) -> list[Any]:
     """Return the arrays of slots, wherever they are; they are valid as long as nobody else can write them."""
     return [home.arrays[index] for home, index in map(_place_of, slots)]
-
-
-def found(slot: Slot) -> jax.Array:
-    """Return the array of a slot that the caller has claimed.
-
-    Raises:
-        VariableLostError: when it was lost.
-    """
-    _refuse_lost([slot.array])
-    return slot.array
 
 
 def claimed(slots: Sequence[Slot], frame: Frame | None) -> contextlib.AbstractContextManager[None]:
@@ -162,11 +145,11 @@ def lent(slots: Sequence[Slot]) -> Iterator[list[jax.Array]]:
                 home.lent[index] = home.lent.get(index, 0) + 1
                 places.append((home, index))
             arrays = arrays_of(slots)
-            _refuse_lost(arrays)
+            refuse_lost(arrays)
         yield arrays
     except jax.errors.JaxRuntimeError as error:
         if failed := [slot.name for slot, array in zip(slots, arrays, strict=False) if _has_failed(array)]:
-            raise VariableLostError(str(Lost(failed, error))) from error
+            raise VariableLostError(Lost.of(failed, error)) from error
         raise
     finally:
         with turns.lock:
@@ -196,34 +179,23 @@ def overwrite(compiled: Callable[..., Any], home: Home, slots: Sequence[Slot], r
             if turns.claims:
                 turns.wait_for(slots)
             if not home.is_whole:
-                return _overwrite_and_move(compiled, home, slots, (arrays_of(read_only), *others))
-            if home.taken or home.lent:
-                _give_copies([(home, index) for index in sorted(home.taken.union(home.lent))])
+                _bring_home(home, slots)
+            if home.lent:
+                home.taken.update(home.lent)
             outputs: dict[int, Any] = {}
             arguments = (home.arrays, arrays_of(read_only) if read_only else [], *others)
             if type(compiled) is Announced:  # now, because it is Python
                 compiled.announce(*arguments)
                 compiled = compiled.program
-            call = map(outputs.setdefault, (0,), itertools.starmap(compiled, (arguments,)))
-            any(map(setattr, (home,), ("arrays",), map(_new_arrays_of, call)))  # they are all None
+            call: Iterator[Any] = map(outputs.setdefault, (0,), itertools.starmap(compiled, (arguments,)))
+            keep = map(setattr, (home,), ("arrays",), map(_new_arrays_of, call))
+            while home.taken:  # last, because a signal's handler may take a value until here
+                _give_copies(home)
+            any(keep)  # they are all None
         return outputs[0]
     except BaseException as error:
         _note_lost(error, slots, read_only)
         raise
-
-
-def _overwrite_and_move(compiled: Callable[..., Any], home: Home, slots: Sequence[Slot], others: Sequence[Any]) -> Any:
-    """Do the same for variables of which some are elsewhere, and move them home in the same C function."""
-    places = map(_place_of, slots)
-    _give_copies([(old, index) for old, index in places if index in old.taken or index in old.lent])
-    outputs: dict[int, Any] = {}
-    arguments = (arrays_of(slots), *others)
-    if type(compiled) is Announced:
-        compiled.announce(*arguments)
-        compiled = compiled.program
-    call = map(outputs.setdefault, (0,), itertools.starmap(compiled, (arguments,)))
-    _move(home, slots, map(_new_arrays_of, call))
-    return outputs[0]
 
 
 def overwrite_when_done(
@@ -236,42 +208,44 @@ def overwrite_when_done(
     with turns.claimed(slots, calls_host=True), lent([*slots, *read_only]) as arrays:
         outputs = compiled(arrays[: len(slots)], arrays[len(slots) :], *others)
         with turns.lock:
-            _move(home, slots, iter([outputs[1]]))
+            if not home.is_whole:
+                _bring_home(home, slots)
             home.taken.clear()
+            home.arrays = outputs[1]
     return outputs
 
 
-def _move(home: Home, slots: Sequence[Slot], arrays: Iterator[list[Any]]) -> None:
-    """Give a home the list that an iterator computes, and the slots their places in it, inside one C function."""
+def _bring_home(home: Home, slots: Sequence[Slot]) -> None:
+    """Move variables to a home, inside one C function; what somebody may hold of them stays noted."""
     places = list(map(_place_of, slots))
     for old, _ in places:
-        old.is_whole = old is home and home.is_whole
-    kept = map(setattr, (home,), ("arrays",), arrays)
+        old.is_whole = False
+    kept = map(setattr, (home,), ("arrays",), ([old.arrays[index] for old, index in places],))
     moved = map(setattr, slots, itertools.repeat("place"), zip(itertools.repeat(home), itertools.count()))
+    _note_held(home, places)
     any(itertools.chain(kept, moved))
+    _note_held(home, places)  # what a signal's handler took meanwhile
     for old, index in places:
         if old is not home:
             old.arrays[index] = None
+            old.taken.discard(index)
     home.is_whole = True
 
 
-def _give_copies(places: Sequence[tuple[Home, int]]) -> None:
-    """Replace arrays by copies that nobody else holds, some at a time, so that not all exist twice at once."""
-    waiting = collections.deque((home, index) for home, index in places if isinstance(home.arrays[index], jax.Array))
-    while waiting:
-        batch = [waiting.popleft()]
-        num_bytes = _bytes_at(batch[0])
-        while waiting and num_bytes + _bytes_at(waiting[0]) <= MAX_COPIED_BYTES:
-            num_bytes += _bytes_at(waiting[0])
-            batch.append(waiting.popleft())
-        for (home, index), copy in zip(batch, _copy([home.arrays[index] for home, index in batch]), strict=True):
+def _note_held(home: Home, places: Sequence[tuple[Home, int]]) -> None:
+    home.taken.update([new for new, (old, index) in enumerate(places) if index in old.taken or index in old.lent])
+
+
+def _give_copies(home: Home) -> None:
+    """Replace arrays that were taken by copies that nobody else holds, some at a time, so that not all exist twice at once."""
+    taken = sorted(home.taken)
+    refuse_lost([home.arrays[index] for index in taken])
+    ends = itertools.accumulate([home.arrays[index].nbytes for index in taken])
+    for _, batch in itertools.groupby(zip(taken, ends, strict=True), lambda pair: (pair[1] - 1) // MAX_COPIED_BYTES):
+        indices = [index for index, _ in batch]
+        for index, copy in zip(indices, _copy([home.arrays[index] for index in indices]), strict=True):
             home.arrays[index] = copy
             home.taken.discard(index)
-
-
-def _bytes_at(place: tuple[Home, int]) -> int:
-    home, index = place
-    return home.arrays[index].nbytes
 
 
 @jax.jit
@@ -290,26 +264,27 @@ def _note_lost(error: BaseException, slots: Sequence[Slot], read_only: Sequence[
     """
     with turns.lock:
         arrays = arrays_of(slots)
-        _refuse_lost([*arrays, *arrays_of(read_only)])
+        refuse_lost([*arrays, *arrays_of(read_only)])
     may_fail_late = isinstance(error, jax.errors.JaxRuntimeError)
     gone = [
         (slot, array)
         for slot, array in zip(slots, arrays, strict=True)
         if array is not None and (array.is_deleted() or (may_fail_late and _has_failed(array)))
     ]
-    lost = Lost([slot.name for slot, _ in gone], error)
+    lost = Lost.of([slot.name for slot, _ in gone], error)
     with turns.lock:
         for slot, array in gone:
             if slot.array is array:  # else another thread has assigned a new one
                 slot.array = lost
     if gone:
-        error.add_note(str(lost))
+        error.add_note(lost)
 
 
-def _refuse_lost(arrays: Sequence[Any]) -> None:
+def refuse_lost(arrays: Sequence[Any]) -> None:
+    """Raise what a lost array says."""
     for array in arrays:
         if type(array) is Lost:
-            raise VariableLostError(str(array)) from None
+            raise VariableLostError(array) from None
 
 
 def _has_failed(array: jax.Array) -> bool:

@@ -96,13 +96,12 @@ class VariableTree:
         return len(leaves) == len(self._variables) and all(map(operator.is_, leaves, self._variables))
 
     def _checked(self, value: PyTree) -> list[Any]:
-        leaves, treedef = jax.tree.flatten(_with_values(value), is_leaf=is_wrapped)
+        leaves, treedef = jax.tree_util.tree_flatten_with_path(_with_values(value), is_leaf=is_wrapped)
         if treedef != self._treedef:
             raise ValueError(
                 f"{self._name}.assign got a tree of structure {treedef}; expected {self._treedef}, which mr.Variable was given."
             )
-        paths, _ = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(self._treedef, range(len(leaves))))
-        for (path, _), leaf, static in zip(paths, leaves, self._static, strict=True):
+        for (path, leaf), static in zip(leaves, self._static, strict=True):
             if static is not None and not _is_same(leaf, static[0]):
                 at = jax.tree_util.keystr(path)
                 raise ValueError(
@@ -110,7 +109,7 @@ class VariableTree:
                     "are state; everything else is compiled into the steps. Make what changes an array before, for example "
                     "mr.Variable(train_state.replace(step=jnp.asarray(train_state.step)))."
                 )
-        return [leaf for leaf, static in zip(leaves, self._static, strict=True) if static is None]
+        return [leaf for (_, leaf), static in zip(leaves, self._static, strict=True) if static is None]
 
     def _with(self, arrays: Sequence[Any]) -> PyTree:
         remaining = iter(arrays)

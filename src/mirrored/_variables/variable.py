@@ -216,14 +216,7 @@ class Variable(ScatterMethods, _Array):
     def _use(self, use: Callable[[jax.Array], ResultT]) -> ResultT:
         """Return what a function makes of the value; no program overwrites it meanwhile, nor later if it is the result."""
         frame = frames.current()
-
-        def of_stored(stored: jax.Array) -> ResultT:
-            result = use(self._value_of(frame, stored))
-            if result is self._slot.array:  # and not what stands for it in a trace
-                self._slot.note_taken()
-            return result
-
-        return self._use_stored(frame, of_stored)
+        return self._use_stored(frame, lambda stored: use(self._value_of(frame, stored)))
 
     def _use_stored(self, frame: Frame | None, use: Callable[[jax.Array], ResultT]) -> ResultT:
         """Do the same with what is stored: one copy inside a step, else the mirrored array or the stack of copies."""
@@ -231,7 +224,10 @@ class Variable(ScatterMethods, _Array):
             return use(self._load(frame))
         self._check_readable(frame)
         with storage.lent([self._slot]) as [stored]:
-            return use(stored)
+            result = use(stored)
+            if result is self._slot.array:
+                self._slot.note_taken()
+            return result
 
     def _value_of(self, frame: Frame | None, stored: jax.Array) -> jax.Array:
         if not self._spec.is_on_read or (frame is not None and frame.replica is not None):
@@ -253,7 +249,8 @@ class Variable(ScatterMethods, _Array):
             self._check_mesh(frame)
             return frame.bindings.read(self)
         self._check_readable(frame)
-        return storage.found(self._slot)
+        storage.refuse_lost([self._slot.array])
+        return self._slot.array
 
     def _check_readable(self, frame: Frame | None) -> None:
         if tracing.is_staging():
@@ -309,17 +306,13 @@ class Variable(ScatterMethods, _Array):
         if frame is not None and frame.bindings is not None:
             self._check_mesh(frame)
             frame.bindings.write(self, value)
-        else:
-            self._keep(value, frame)
-
-    def _keep(self, value: jax.Array, frame: Frame | None) -> None:
-        """Keep a new array, which somebody else may hold too."""
+            return
         if isinstance(value, jax.core.Tracer):
             raise ContextError(frames.foreign_trace_message("written", self.name, frame))
         array = value if self._spec.is_on_read else placed(value, self._spec.mesh)
         note_use(self, "assign to")
-        self._slot.note_taken()
-        self._array = array
+        self._slot.note_taken()  # somebody else may hold it too
+        self._slot.array = array
 
     def _check_mesh(self, frame: Frame) -> None:
         if frame.mesh is not None and frame.mesh != self._spec.mesh:
@@ -393,7 +386,8 @@ class Variable(ScatterMethods, _Array):
             return f"{head}, traced)"
         if isinstance(self._slot.array, storage.Lost):
             return f"{head}): {self._slot.array}"
-        copies = ",\n".join(f"  {i}: {_abridged(copy, len(str(i)))}" for i, copy in local_copies(self))
+        heads = [(f"  {i}: ", copy) for i, copy in local_copies(self)]
+        copies = ",\n".join(begin + np.array2string(copy, threshold=20, prefix=begin) for begin, copy in heads)
         return f"{head},\n{copies})"
 
     def _repr_html_(self) -> str:
@@ -425,8 +419,6 @@ def live_variables(mesh: ReplicaMesh) -> list[Variable]:
 use_value = Variable._use
 #: What the variable is.
 spec_of: Callable[[Variable], VariableSpec] = operator.attrgetter("_spec")
-#: Where its array is. A program keeps slots, and so keeps no variable alive.
-slot_of: Callable[[Variable], Slot] = operator.attrgetter("_slot")
 
 
 def note_use(variable: Variable, what: str) -> None:
@@ -449,19 +441,13 @@ def local_arrays(variable: Variable, stored: jax.Array) -> list[tuple[int, jax.A
 
 def local_copies(variable: Variable) -> list[tuple[int, np.ndarray]]:
     """Return this worker's real copies as numpy arrays, with their replica numbers."""
+    is_key = jnp.issubdtype(variable.dtype, jax.dtypes.prng_key)
+    plain: Callable[[Any], Any] = jax.random.key_data if is_key else np.asarray
     with storage.lent([variable._slot]) as [stored]:
-        arrays = [(i, np.array(_plain(copy))) for i, copy in local_arrays(variable, stored)]
+        arrays = [(i, np.array(plain(copy))) for i, copy in local_arrays(variable, stored)]
     if not variable._spec.is_on_read:
         return arrays
     return [(first + row, np.asarray(value)) for first, array in arrays for row, value in enumerate(array)]
-
-
-def _plain(array: Any) -> Any:
-    return jax.random.key_data(array) if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array
-
-
-def _abridged(copy: np.ndarray, indent: int) -> str:
-    return np.array2string(copy, threshold=20, prefix=" " * (indent + 4))
 
 
 def flatten(variable: Variable) -> tuple[tuple[jax.Array], None]:
