@@ -69,7 +69,7 @@ MUTANTS = [
     ("_checkpoint/preemption.py", "self._save(step)", "pass", _PREEMPTED),
     ("_checkpoint/preemption.py", "sys.exit(PREEMPTED)", "sys.exit(1)", _PREEMPTED),
     ("_replicas/parts.py", "[: math.prod(shape)].reshape(shape)", "[-math.prod(shape) :].reshape(shape)", _SHARDED),
-    ("_replicas/parts.py", "array, axis.size) for array in arrays]", "array, axis.size)[::-1] for array in arrays]", _SHARDED),
+    ("_replicas/parts.py", "value, axis.size) for value in values]", "value, axis.size)[::-1] for value in values]", _SHARDED),
     ("launch.py", "_env.MIRRORED_ATTEMPT: attempt,", "_env.MIRRORED_ATTEMPT: 0,", _RESTARTED),
     ("launch.py", "if code == 0 or not budget.allows(attempt):", "if True:", _RESTARTED),
     ("launch.py", "used.add(port)", "port = 10_001", _RESTARTED),
