@@ -17,7 +17,7 @@ OFFERS = {
         primitives.BILINEAR primitives.DEVICE_RANDOM primitives.ELEMENTWISE primitives.HOST_EFFECTS
         primitives.INLINE_CALLS primitives.LINEAR primitives.LOOPS primitives.MAKE_SAME primitives.PURE
         primitives.RANDOM primitives.SPREADS primitives.SUMS sums.Levels sums.Sum sums.call sums.is_number
-        sums.levels_of sums.new_variable sums.with_sums_by sums.without tracing.NO_TRACE tracing.bind tracing.context
+        sums.levels_of sums.with_sums_by sums.without tracing.NO_TRACE tracing.bind tracing.context
         tracing.current_trace tracing.is_for_this_call tracing.is_mapped_over tracing.is_staging tracing.is_wide
         tracing.keeps_a_mesh tracing.key_kind tracing.lowered tracing.new_operand tracing.operand_p
         tracing.own_axes_first tracing.room_for tracing.separate_caches tracing.settings tracing.trace
