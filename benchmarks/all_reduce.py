@@ -1,7 +1,7 @@
 """What does an all-reduce cost, and from which size on does an array travel better alone than packed with others?
 
 The trees are `strategy.reduce` and `strategy.gather` of many small values, outside of a step. The table after them is the reason
-for `PACK_BELOW_BYTES` in `_replicas/collectives.py`, the last one for XLA's all-reduce as the default of `cross_device_ops`:
+for `PACK_BELOW_BYTES` in `_replicas/collectives.py`:
 docs/design/collectives.md.
 """
 
@@ -18,7 +18,7 @@ from _harness import Contender, Row, Times, check_losses, interleave, parse, pri
 from jax.sharding import NamedSharding, PartitionSpec
 
 import mirrored as mr
-from mirrored._replicas import collectives, cross_device
+from mirrored._replicas import collectives
 
 #: No goal is set for the all-reduce alone; ours should not lose to the simplest way of writing it.
 GOAL = 1.05
@@ -27,9 +27,6 @@ TREE_GOAL = 0.25
 KIB, MIB = 1024, 1024 * 1024
 #: Number of arrays, bytes of each.
 SWEEP = tuple((32, size * KIB) for size in (1, 4, 16, 24, 32, 48, 64, 256, 1024))
-#: Bytes of an array that is added up in each way.
-SIZES = tuple(size * KIB for size in (4, 64, 1024, 8 * 1024, 64 * 1024))
-WAYS = {"hierarchical": mr.HierarchicalCopyAllReduce(), "at one": mr.ReductionToOneDevice()}
 
 
 def main() -> None:
@@ -45,19 +42,6 @@ def main() -> None:
     rows = [packed_or_alone(replicas, count, size, rounds, turn) for count, size in (SWEEP[:2] if options.quick else SWEEP)]
     limit = show_bytes(collectives.PACK_BELOW_BYTES)
     print_table(f"packed below {limit}, {replicas} replicas, {rounds} rounds; ratio of the chosen way to the other", rows)
-    ways = [row for size in (SIZES[:1] if options.quick else SIZES) for row in each_way(replicas, size, rounds, turn)]
-    print_table(f"the ways of `cross_device_ops`, {replicas} replicas, {rounds} rounds; ratio to XLA's all-reduce", ways)
-
-
-def each_way(num_replicas: int, size: int, rounds: int, turn: float) -> list[Row]:
-    """Compare what `cross_device_ops` names with what is done without it, at one size."""
-    before, cross_device.SCATTER_FROM_BYTES = cross_device.SCATTER_FROM_BYTES, 0
-    contenders = [with_mirrored(name, num_replicas, 1, size, ops) for name, ops in {"XLA": None, **WAYS}.items()]
-    try:
-        times = measure(contenders, rounds, turn)
-    finally:
-        cross_device.SCATTER_FROM_BYTES = before
-    return [Row(f"{show_bytes(size)}, {name}", show_seconds(times.median(name)), times.ratios(name, "XLA")) for name in WAYS]
 
 
 def against_by_hand(num_replicas: int, count: int, size: int, rounds: int, turn: float) -> None:
@@ -127,9 +111,9 @@ def packing_below(limit: int) -> Iterator[None]:
         collectives.PACK_BELOW_BYTES = before
 
 
-def with_mirrored(name: str, num_replicas: int, count: int, size: int, ops: Any = None) -> Contender:
+def with_mirrored(name: str, num_replicas: int, count: int, size: int) -> Contender:
     """All-reduce the values of variables, one for each replica."""
-    strategy = mr.MirroredStrategy(jax.devices()[:num_replicas], cross_device_ops=ops)
+    strategy = mr.MirroredStrategy(jax.devices()[:num_replicas])
     with strategy.scope():
         buffers = [
             mr.Variable(np.ones(size // 4, np.float32), synchronization="on_read", aggregation="mean") for _ in range(count)

@@ -12,12 +12,17 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from _harness import Contender, Row, check_losses, interleave, parse, print_table, show_seconds
 
 #: By workload: at most so many times the step by hand. W1 takes a millisecond or two, W2 20 ms on an idle machine.
 GOALS = {"W1": 1.15, "W2": 1.05}
+#: The same with batches of rows in host memory, which travel to the devices in each step.
+INPUT_GOAL = 1.1
+#: Of an epoch; the workers agree on its end.
+BATCHES = 1000
 ROUNDS, TURN = 15, 0.5
 START_ROUNDS = 5
 #: Until the first worker is started: at most so many times a Python that imports what any launcher needs.
@@ -34,17 +39,18 @@ MARK = "RESULT "
 
 
 def main() -> None:
-    options = parse(__doc__, job="", rounds=ROUNDS, turn=TURN, guard=1)
+    options = parse(__doc__, job="", rounds=ROUNDS, turn=TURN, guard=1, fresh=0)
     if options.job:
         print(MARK + json.dumps(JOBS[options.job](options)), flush=True)
         return
     rounds, turn = (2, 0.0) if options.quick else (options.rounds, options.turn)
     for num_workers, devices in ((2, 1),) if options.quick else ((2, 1), (2, 2), (4, 1)):
         rows = []
-        for name, guard in itertools.product(["W1"] if options.quick else GOALS, (1, 0)):
-            more = [f"--job={name}", f"--rounds={rounds}", f"--turn={turn}", f"--guard={guard}"]
+        for name, (guard, fresh) in itertools.product(["W1"] if options.quick else GOALS, ((1, 0), (0, 0), (1, 1))):
+            more = [f"--job={name}", f"--rounds={rounds}", f"--turn={turn}", f"--guard={guard}", f"--fresh={fresh}"]
             found = launched(num_workers, devices, *more)
-            rows += rows_of(f"{name}{'' if guard else ', no guard'}", found, GOALS[name] if guard else None)
+            goal = INPUT_GOAL if fresh else GOALS[name] if guard else None
+            rows += rows_of(f"{name}{', with input' if fresh else '' if guard else ', no guard'}", found, goal)
         print_table(f"{num_workers} workers with {devices} CPU device{'s' * (devices > 1)} each: one step", rows)
     print_table("2 workers: from the command to the end of the first step", starts(1 if options.quick else START_ROUNDS))
     print_table("the launcher: from its start to the first worker's", launchers(2 if options.quick else ROUNDS))
@@ -110,18 +116,22 @@ def step_times(options: Any) -> dict[str, list[float]]:
     from _workloads import WORKLOADS
 
     workload = WORKLOADS[options.job]
-    contenders = [written_by_hand(workload), written_by_hand(workload, is_packed=True), with_mirrored(strategy, workload)]
+    fresh = bool(options.fresh)
+    by_hand = [written_by_hand(workload, is_packed, fresh) for is_packed in (False, True)]
+    contenders = [*by_hand, with_mirrored(strategy, workload, fresh)]
     check_losses(contenders, num_steps=3, tolerance=1e-4)
     times = interleave(contenders, options.rounds, options.turn).seconds
     strategy.barrier("end")
     return times
 
 
-def with_mirrored(strategy: Any, workload: Any) -> Contender:
+def with_mirrored(strategy: Any, workload: Any, fresh: bool = False) -> Contender:
     from _jax_contenders import mirrored_step
 
     step = mirrored_step(strategy, workload)
-    batches = itertools.cycle(list(strategy.distribute_dataset(workload.batches())))
+    held = workload.batches()
+    epochs = strategy.distribute_dataset(held * (BATCHES // len(held))).repeat()
+    batches = iter(epochs) if fresh else itertools.cycle(list(strategy.distribute_dataset(held)))
 
     def run(num_steps: int) -> float:
         for batch in itertools.islice(batches, chief_s(num_steps)):
@@ -132,7 +142,7 @@ def with_mirrored(strategy: Any, workload: Any) -> Contender:
     return Contender("mirrored", run)
 
 
-def written_by_hand(workload: Any, is_packed: bool = False) -> Contender:
+def written_by_hand(workload: Any, is_packed: bool = False, fresh: bool = False) -> Contender:
     """`jit(shard_map)` with one psum of the gradient tree, over the devices of all processes; or the small ones packed."""
     import jax
     import numpy as np
@@ -142,8 +152,15 @@ def written_by_hand(workload: Any, is_packed: bool = False) -> Contender:
 
     mesh = Mesh(np.array(jax.devices()), ("data",))
     compiled, state = by_hand_step(workload, mesh, packed_psum if is_packed else None)
-    held = [jax.device_put(batch, NamedSharding(mesh, PartitionSpec("data"))) for batch in workload.batches()]
-    batches = itertools.cycle(held)
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+
+    def sent() -> Iterator[Any]:
+        count, index = jax.process_count(), jax.process_index()
+        own = [[np.array_split(array, count)[index] for array in batch] for batch in workload.batches()]
+        for batch in itertools.cycle(own):
+            yield [jax.make_array_from_process_local_data(rows, array) for array in batch]
+
+    batches = sent() if fresh else itertools.cycle([jax.device_put(batch, rows) for batch in workload.batches()])
 
     def run(num_steps: int) -> float:
         nonlocal state

@@ -16,14 +16,14 @@ OFFERS = {
         jaxprs.solver_of jaxprs.while_of marks.Mark marks.Purpose marks.mark marks.mark_p primitives.ADDITIONS
         primitives.BILINEAR primitives.DEVICE_RANDOM primitives.ELEMENTWISE primitives.HOST_EFFECTS
         primitives.INLINE_CALLS primitives.LINEAR primitives.LOOPS primitives.MAKE_SAME primitives.PURE
-        primitives.RANDOM primitives.SPREADS primitives.SUMS sums.Levels sums.Sum sums.call sums.is_number
-        sums.levels_of sums.with_sums_by sums.without tracing.NO_TRACE tracing.bind tracing.context
-        tracing.current_trace tracing.is_for_this_call tracing.is_mapped_over tracing.is_staging tracing.is_wide
-        tracing.keeps_a_mesh tracing.key_kind tracing.lowered tracing.new_operand tracing.operand_p
-        tracing.own_axes_first tracing.room_for tracing.separate_caches tracing.settings tracing.trace
-        tracing.trace_state tracing.untraced user_code.equation_line user_code.hide_lines user_code.leave_out
-        user_code.line_of user_code.raising_line user_code.shorten_errors user_code.show_users_lines user_code.user_line
-        user_code.user_stacklevel user_code.warn versions.warn_if_untried
+        primitives.RANDOM primitives.SPREADS primitives.SUMS sums.Levels sums.call sums.is_number sums.levels_of
+        sums.without tracing.NO_TRACE tracing.bind tracing.context tracing.current_trace
+        tracing.is_for_this_call tracing.is_mapped_over tracing.is_staging tracing.is_wide tracing.keeps_a_mesh
+        tracing.key_kind tracing.lowered tracing.new_operand tracing.operand_p tracing.own_axes_first tracing.room_for
+        tracing.separate_caches tracing.settings tracing.trace tracing.trace_state tracing.untraced
+        user_code.equation_line user_code.hide_lines user_code.leave_out user_code.line_of user_code.raising_line
+        user_code.shorten_errors user_code.show_users_lines user_code.user_line user_code.user_stacklevel user_code.warn
+        versions.warn_if_untried
     """,
     "_cluster": """
         environments.SOURCES meeting.Meeting meeting.meet resolvers.ClusterResolver resolvers.KubernetesClusterResolver
@@ -43,23 +43,22 @@ OFFERS = {
         arrays.as_array arrays.cast arrays.check_leaf arrays.check_range arrays.converted_number arrays.host_array
         arrays.is_numeric arrays.is_wrapped arrays.refuse_mask arrays.strong collectives.MAX_ARRAYS_PER_PACK
         collectives.PACK_BELOW_BYTES collectives.ReplicaAxis collectives.aggregate collectives.all_reduce
-        collectives.check_axis collectives.mean_by_rows collectives.normalize_axes collectives.pad_to
-        collectives.sum_in_one_buffer context.ReplicaContext context.axis_of context.check_call context.current_replica
-        context.knows_id context.own_parts cross_device.is_for cross_device.sum_by cross_replica.aggregate_stack
+        collectives.check_axis collectives.normalize_axes collectives.pad_to collectives.sum_in_one_buffer
+        context.ReplicaContext context.axis_of context.check_call context.current_replica context.knows_id
+        context.own_parts cross_replica.accumulate_copies cross_replica.accumulate_stack cross_replica.aggregate_stack
         cross_replica.broadcast_stack cross_replica.compiled cross_replica.gather_mirrored cross_replica.gather_stack
-        cross_replica.reduce_at_one cross_replica.reduce_copies_at_one cross_replica.reduce_mirrored
-        cross_replica.reduce_stack cross_replica.require_equal_except cross_replica.split_stack device_time.COMPUTATION
-        device_time.DeviceTime device_time.in_words device_time.last_profile frames.Frame frames.check_enterable
-        frames.current frames.entered frames.foreign_trace_message frames.in_cross_replica_context frames.is_traced
-        frames.require_cross_replica host_memory.empty_rows host_memory.gather host_memory.gathers in_flight.finish
-        in_flight.is_paced in_flight.joined in_flight.new_witness in_flight.require_threads in_flight.started
-        mesh.ReplicaMesh mesh.cluster_mesh mesh.default_mesh mesh.make_mesh mesh.resolve_devices mesh.with_replicas
-        named.with_rows parts.all_gather_parts parts.join_parts parts.num_real parts.own_part parts.part_size
-        parts.reduce_scatter parts.split_parts per_replica.PerReplica per_replica.carried_sums
-        per_replica.is_per_replica per_replica.of_last_batch per_replica.require_whole per_replica.stack_of
-        per_replica.stack_shapes per_replica.uneven_shapes placement.check_later placement.checksum placement.mirror
-        placement.mirror_constants placement.refuse_argument placement.stack spent.Spent spent.forget_pause spent.waited
-        together.Task together.run
+        cross_replica.reduce_mirrored cross_replica.reduce_stack cross_replica.require_equal_except
+        cross_replica.split_stack device_time.COMPUTATION device_time.DeviceTime device_time.in_words
+        device_time.last_profile frames.Frame frames.check_enterable frames.current frames.entered
+        frames.foreign_trace_message frames.in_cross_replica_context frames.is_traced frames.require_cross_replica
+        host_memory.empty_rows host_memory.gather host_memory.gathers in_flight.finish in_flight.is_paced
+        in_flight.joined in_flight.new_witness in_flight.require_threads in_flight.started mesh.ReplicaMesh
+        mesh.cluster_mesh mesh.default_mesh mesh.make_mesh mesh.resolve_devices mesh.with_replicas named.seen
+        parts.all_gather_parts parts.join_parts parts.num_real parts.own_part parts.part_size parts.reduce_scatter
+        parts.split_parts per_replica.PerReplica per_replica.carried_sums per_replica.is_per_replica
+        per_replica.of_last_batch per_replica.require_whole per_replica.stack_of per_replica.stack_shapes
+        per_replica.uneven_shapes placement.check_later placement.checksum placement.mirror placement.mirror_constants
+        placement.refuse_argument placement.stack spent.Spent spent.forget_pause spent.waited together.Task together.run
     """,
     "_variables": """
         access.all_copies access.claimed access.copied access.keep access.lent access.load access.store access.traced

@@ -13,8 +13,8 @@ import numpy as np
 from mirrored.data._passes import Elements, Passes
 from mirrored.data._sharing.agree import InputWorker
 from mirrored.data._sharing.plan import Plan, make_plan
-from mirrored.data._sharing.rounds import Limit
 from mirrored.data._sharing.steps import LocalReplicas, Step
+from mirrored.data._sources.rounds import Limit
 
 
 @dataclasses.dataclass

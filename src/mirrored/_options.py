@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Callable
-from typing import Any, Literal, Self, TypeAlias, TypeGuard
+from typing import Any, Literal, Self, TypeAlias
 
 from . import _tf_names
 
@@ -165,7 +165,7 @@ MAX_TIMEOUT_SECONDS = 7 * 24 * 3600.0
 
 @dataclasses.dataclass(frozen=True)
 class AllReduce:
-    """What the two all-reduces, which differ in their way over the links, have in common.
+    """What TensorFlow's two all-reduces have in common.
 
     Attributes:
         num_packs: see `NcclAllReduce`.
@@ -188,8 +188,8 @@ class NcclAllReduce(AllReduce):
     """NCCL adds up over GPUs: what XLA does there also without it. On a CPU it is an error.
 
     Args:
-        num_packs: in how many packs, each with a collective of its own, the arrays of one dtype travel that are added up at
-            once, such as gradients. 1: in one collective. 0: in one for each array. XLA may combine them further.
+        num_packs: TensorFlow's number of packs of gradients. It changes nothing: small arrays travel together, and
+            `mr.CommunicationOptions(bytes_per_pack=...)` says how many bytes.
 
     Raises:
         TypeError: when `num_packs` is no int.
@@ -204,12 +204,7 @@ class NcclAllReduce(AllReduce):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class HierarchicalCopyAllReduce(AllReduce):
-    """Arrays are added up inside each host first, and then between the hosts, so that each byte crosses a network once.
-
-    In a host each replica adds up its share of the array (a reduce-scatter), then replicas of different hosts add up their
-    shares (an all-reduce), and then each host puts the whole together (an all-gather). It is right for any number of replicas.
-    What is smaller than 32 KiB is added up at once. On one host there is nothing in the middle; where each host has one replica
-    there is nothing else.
+    """XLA, and NCCL between GPUs, choose the way over the links by themselves: with this name as without it.
 
     Args:
         num_packs: see `mr.NcclAllReduce`.
@@ -227,10 +222,10 @@ class HierarchicalCopyAllReduce(AllReduce):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ReductionToOneDevice:
-    """The replicas' arrays are brought together, and added up in the order of the replicas.
+    """The replicas' arrays are brought together, and given to a function in the place of their sum.
 
-    One program runs on all devices, so each of them gets all arrays and computes the same sum: the numbers are those of one
-    device that adds up and sends the result, and no second message is needed. It takes R times the memory of each array.
+    One program runs on all devices, so each of them gets all arrays and computes the same: no device is the one that others
+    wait for. It takes R times the memory of each array. Without a function they are added up as without this.
 
     Args:
         reduce_to_device: one of the strategy's devices, or None. It changes nothing, because every device has the result.
@@ -266,16 +261,6 @@ class ReductionToOneDevice:
 
 
 CrossDeviceOps = NcclAllReduce | HierarchicalCopyAllReduce | ReductionToOneDevice
-
-
-def accumulates(ops: CrossDeviceOps | None) -> TypeGuard[ReductionToOneDevice]:
-    """Tell whether a function of the user's takes the place of sums."""
-    return isinstance(ops, ReductionToOneDevice) and ops.accumulation_fn is not None
-
-
-def num_packs_of(ops: CrossDeviceOps | None) -> int:
-    """Return in how many packs arrays of one dtype travel; 0 is one for each, 1 what is chosen here."""
-    return getattr(ops, "num_packs", 1)
 
 
 class ReduceOp(NamedChoice):

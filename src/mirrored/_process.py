@@ -44,7 +44,7 @@ keras_models: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 #: Guards the next two: JAX's collectives while uneven steps are traced, and how many are.
 lax_lock = threading.Lock()
 lax_originals: dict[str, Callable[..., Any]] = {}
-num_uneven_traces = 0
+num_step_traces = 0
 
 # -- what a report tells
 

@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _launch(arguments[1:])
     if command in ("check", "env", "report"):  # they need jax
         _show_all_characters()
-        name = "._report.saved" if command == "report" else f"._command.{command}"
+        name = "._report.report" if command == "report" else f"._command.{command}"
         work = importlib.import_module(name, __package__).main
         return work(arguments[1:]) if command == "check" else _until_nobody_reads(work, arguments[1:])
     if command in ("--version", "-h", "--help"):

@@ -20,7 +20,7 @@ from ._libraries import lines_for
 from ._models.keras_variables import own_variable
 from ._options import ReduceOp
 from ._replicas import cross_replica, frames
-from ._replicas.collectives import mean_by_rows
+from ._replicas.collectives import all_reduce
 from ._replicas.context import axis_of, own_parts
 from ._replicas.frames import Frame
 from ._replicas.per_replica import PerReplica, is_per_replica, stack_of
@@ -250,7 +250,7 @@ class Optimizer:
         marked = [mark(jnp.asarray(g), Mark(purpose, v.name, where, id(self))) for g, v in zip(gradients, variables, strict=True)]
         if self._is_sharded:
             return shared_out.combined(op, marked, axis_of(frame.replica))
-        return frame.replica.all_reduce(op, marked) if op is ReduceOp.SUM else mean_by_rows(marked, axis_of(frame.replica))
+        return all_reduce(op, marked, axis_of(frame.replica))  # type: ignore[no-any-return]
 
     def _aligned(self, grads: Any) -> list[Any]:
         """Bring gradients into the order of the variables, None where there is none."""
@@ -365,7 +365,7 @@ def _one_value(gradient: Any, variable: Variable, op: ReduceOp | None, frame: Fr
     spec, stack = spec_of(variable), stack_of(gradient)
     check_per_replica(spec, "apply_gradients", gradient)
     if op is ReduceOp.MEAN and frame is not None and frame.axis is not None:  # in merge_call, where rows are known
-        return mean_by_rows(own_parts(gradient, frame.axis), frame.axis)
+        return all_reduce(op, own_parts(gradient, frame.axis), frame.axis)
     if isinstance(stack, jax.core.Tracer):
         return cross_replica.reduce_stack(stack, op, (), None)
     return cross_replica.compiled(cross_replica.reduce_stack, spec.mesh.mirrored, op, (), None)(stack)

@@ -10,15 +10,13 @@ TERM, INT, KILL, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGKILL, signal.SIG
 
 def attempt(*codes: int, signals: tuple[int, ...] = (), step: int | None = None, asked: tuple[int, ...] = ()) -> Attempt:
     """An attempt whose workers ended in the order of their indices; those in `asked` because the launcher asked them to."""
-    endings = [
-        Ending(i, 100 + i, code, 1.0 + i, 0.0, i in asked, i in asked and code == -KILL, []) for i, code in enumerate(codes)
-    ]
+    endings = [Ending(i, 100 + i, code, 1.0 + i, 0.0, i in asked, []) for i, code in enumerate(codes)]
     return Attempt(endings, signals, {} if step is None else {"progress": step})
 
 
 def together(*codes: int, apart: float = 0.3) -> Attempt:
     """An attempt whose workers ended the last first."""
-    endings = [Ending(i, 100 + i, code, 9 - apart * i, 0.0, False, False, []) for i, code in enumerate(codes)]
+    endings = [Ending(i, 100 + i, code, 9 - apart * i, 0.0, False, []) for i, code in enumerate(codes)]
     return Attempt(endings[::-1], (), {})
 
 

@@ -13,11 +13,7 @@ _AXIS = _P + "a_collective_names_its_axis_in_a_parameter"
 _SHOWN = _U + "the_traceback_has_the_users_lines_only"
 
 
-_ADDING = "tests/_strategy/test_adding_up.py::test_"
-
 MUTANTS = [
-    ("_jax/sums.py", "elif has_collective(equation):", "elif False:",
-     _ADDING + "sums_in_loops_conditions_and_calls_are_made_in_this_way_too"),
     ("_jax/complaints.py", "    jax.errors.TracerIntegerConversionError,\n", "", _C + "jaxs_complaints_are_known"),
     ("_jax/complaints.py", " and isinstance(error.obj, jax.Array)", "", _C + "jaxs_complaints_are_known"),
     ("_jax/user_code.py", " and isinstance(error, AssertionError | LookupError)", "",

@@ -108,6 +108,87 @@ def test_what_a_step_reads_may_change_at_any_time(strategy: mr.Strategy, monkeyp
         strategy.run(step, args=(x,))
 
 
+def test_a_function_gets_defaults_or_becomes_a_method(strategy: mr.Strategy) -> None:
+    x, offset = rows(strategy, 3), jnp.ones(3)
+
+    def added(*values: Any, scale: Any = None) -> Any:
+        return sum(jnp.sum(value) for value in values) * (1.0 if scale is None else scale)
+
+    def plain(*values: Any) -> Any:
+        return sum(jnp.sum(value) for value in values)
+
+    def outer(x: Any) -> Any:
+        return inner(x)
+
+    inner = plain
+    for step in (plain, outer):
+        assert total(strategy, warmed(strategy, step, x)) == 9
+    assert total(strategy, warmed(strategy, plain, x)) == 9
+    assert total(strategy, strategy.run(types.MethodType(plain, offset), args=(x,))) == 15
+    assert total(strategy, warmed(strategy, outer, x)) == 9
+    inner = types.MethodType(plain, offset)
+    assert total(strategy, strategy.run(outer, args=(x,))) == 15
+    added.__kwdefaults__ = None
+    with pytest.raises(TypeError, match="scale"):
+        strategy.run(added, args=(x,))
+    for scale in (2.0, 3.0):
+        added.__kwdefaults__ = {"scale": scale}
+        assert total(strategy, warmed(strategy, added, x)) == 9 * scale
+
+
+def test_a_function_that_is_closed_over_twice_may_become_two(strategy: mr.Strategy) -> None:
+    x = rows(strategy, 3)
+
+    def made(factor: float) -> Callable[[Any], Any]:
+        return lambda y: jnp.sum(y) * factor
+
+    first = second = made(1.0)
+
+    def step(x: Any) -> Any:
+        return first(x) + 10 * second(x)
+
+    assert total(strategy, warmed(strategy, step, x)) == 99
+    second = made(2.0)
+    assert total(strategy, warmed(strategy, step, x)) == 189
+
+
+def test_what_is_read_may_be_another_object_each_time(strategy: mr.Strategy) -> None:
+    x = rows(strategy, 3)
+
+    class Model:
+        values = (1.0, 2.0)
+
+        @property
+        def scale(self) -> Any:
+            return [float(value) for value in self.values]
+
+    model = Model()
+
+    def step(x: Any) -> Any:
+        return jnp.sum(x) * sum(model.scale)
+
+    assert total(strategy, warmed(strategy, step, x)) == 27
+    model.values = (3.0, 4.0)
+    assert total(strategy, warmed(strategy, step, x)) == 27, "a property that is made anew is what the object is"
+    assert strategy._steps.programs.fast_path is not None
+
+
+def test_a_step_that_is_compiled_by_jax_or_calls_itself_is_known(strategy: mr.Strategy) -> None:
+    x, factor = rows(strategy, 3), 2.0
+
+    @jax.jit
+    def step(x: Any) -> Any:
+        return jnp.sum(x) * factor
+
+    def deep(x: Any, depth: int) -> Any:
+        return deep(x, depth - 1) * factor if depth else jnp.sum(x)
+
+    assert total(strategy, warmed(strategy, step, x)) == 18
+    assert total(strategy, warmed(strategy, lambda x: deep(x, 2), x)) == 36
+    factor = 3.0
+    assert total(strategy, warmed(strategy, lambda x: deep(x, 2), x)) == 81
+
+
 def test_numbers_that_come_and_go_are_not_taken_for_each_other(strategy: mr.Strategy) -> None:
     x = rows(strategy, 3)
 

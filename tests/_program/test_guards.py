@@ -266,7 +266,7 @@ def test_paths_are_named_as_they_are_written() -> None:
         return [self.cfg["lr"], k.cfg["inner"][0].lr, t.lr, SCALE, jnp.sum(x), (lambda: self.lr)()]
 
     seen = seen_by(functools.partial(step, t))
-    named, values = {path.text: value for path, value in seen}, [value for _, value in seen]
+    named, values = {path.text: value for path, value, _ in seen}, [value for _, value, _ in seen]
     expected = {"self.cfg['lr']": 2.0, "k.cfg['inner'][0].lr": 2.0, "t.lr": 2.0, "SCALE": SCALE, "self.lr": 2.0}
     assert {name: named[name] for name in expected} == expected
     assert jnp in values and not any(value is jnp.sum for value in values)

@@ -1,5 +1,6 @@
 """A factor of R in an update is noticed, and right programs are left alone; branches on a replica's number are explained."""
 
+import functools
 import re
 import warnings
 from collections.abc import Callable
@@ -50,8 +51,9 @@ def by_hand(op: str, w: Any, loss: Callable[[Any, Any], Any]) -> Callable[[Any],
     """Make a step that combines the loss and its gradient itself, as for parameters that are no variables."""
 
     def step(x: Any) -> Any:
+        combine = functools.partial(jax.lax.pmean, axis_name="replica") if op == "pmean" else functools.partial(all_reduce, op)
         value, gradient = jax.value_and_grad(loss)(w, x)
-        return all_reduce(op, value), all_reduce(op, gradient)
+        return combine(value), combine(gradient)
 
     return step
 
@@ -66,10 +68,11 @@ SHARES = {
 @pytest.mark.parametrize("name", SHARES)
 @pytest.mark.parametrize("num_replicas", [1, 2])
 @pytest.mark.parametrize("num_rows", [4, 5])
-def test_a_mean_of_shares_is_said_with_the_sum_to_write(name: str, num_replicas: int, num_rows: int) -> None:
+@pytest.mark.parametrize("op", ["mean", "pmean"])
+def test_a_mean_of_shares_is_said_with_the_sum_to_write(op: str, name: str, num_replicas: int, num_rows: int) -> None:
     strategy, w = mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)]), np.ones(SIZE, np.float32)
     [batch] = strategy.distribute_dataset([np.arange(1, num_rows + 1, dtype=np.float32)])
-    [found] = warnings_of(strategy.run, by_hand("mean", w, SHARES[name]), (batch,))  # one for each line; both are on one
+    [found] = warnings_of(strategy.run, by_hand(op, w, SHARES[name]), (batch,))  # one for each line; both are on one
     said = rf"the mean over the replicas at {HERE}:\d+ .* too small \(R = {num_replicas} here\)\. .*all_reduce\('sum', value"
     assert re.search(said, str(found.message)) and found.filename == __file__
     one = mr.MirroredStrategy(["cpu:0"])

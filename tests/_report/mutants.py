@@ -8,7 +8,7 @@ EXPLAIN = "tests/_strategy/test_strategy.py::test_explain_says_why_a_function_wa
 
 MUTANTS = [
     ("_html.py", "html.escape(str(content))", "str(content)", REPORT + "the_page_says_what_the_run_was"),
-    ("_report/replacing.py", "os.replace(unfinished, path)", "path.write_text(unfinished.read_text())",
+    ("_report/facts.py", "os.replace(unfinished, path)", "path.write_text(unfinished.read_text())",
      REPORT + "a_report_replaces_the_last_one_and_leaves_nothing_when_it_fails"),
     ("_report/report.py", "elif not strategy.is_chief:", "elif False:", REPORT + "only_the_chief_writes"),
     ("_report/pictures.py", "split_sizes(num_rows, num_replicas)", "[1] * num_replicas",
@@ -28,9 +28,9 @@ MUTANTS = [
      "tests/_report/test_profile.py::test_the_block_waits_for_programs_whose_results_nobody_has_asked_for"),
     ("_report/profile.py", "numbers[running.name] += 1", "numbers[running.name] = 1",
      "tests/_report/test_profile.py::test_each_run_is_a_step_with_its_name_and_number"),
-    ("_report/saved.py", "by_worker.get(replica.worker, first)", "first", SAVED + "files_of_workers_are_one_page"),
-    ("_report/saved.py", "    if version != _VERSION:", "    if False:", SAVED + "what_is_no_run_is_one_line"),
-    ("_report/saved.py", "if num_workers == 1 else", "if True else", SAVED + "each_worker_has_a_file_of_its_own"),
+    ("_report/facts.py", "by_worker.get(replica.worker, first)", "first", SAVED + "files_of_workers_are_one_page"),
+    ("_report/facts.py", "    if version != _VERSION:", "    if False:", SAVED + "what_is_no_run_is_one_line"),
+    ("_report/facts.py", "if num_workers == 1 else", "if True else", SAVED + "each_worker_has_a_file_of_its_own"),
     ("_report/bar.py", "strategy is not None and not strategy.is_chief", "False", BAR + "only_the_chief_shows_it"),
     ("_report/bar.py", "waited += time.perf_counter() - asked", "waited += 0",
      BAR + "it_passes_batches_on_and_shows_steps_and_the_share_of_the_input"),

@@ -11,9 +11,8 @@ import pytest
 
 import mirrored as mr
 from mirrored import launch
-from mirrored._report.facts import Facts, facts_of
+from mirrored._report.facts import Facts, facts_of, file_of, joined, load, save
 from mirrored._report.page import page
-from mirrored._report.saved import file_of, joined, load, save
 from mirrored._variables.equal_copies import CopiesCompared
 
 

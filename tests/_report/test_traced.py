@@ -13,9 +13,8 @@ import mirrored as mr
 from mirrored._process import last_profiles
 from mirrored._replicas.device_time import COMPUTATION, DeviceTime
 from mirrored._report import traced
-from mirrored._report.facts import facts_of
+from mirrored._report.facts import facts_of, load, save
 from mirrored._report.page import page
-from mirrored._report.saved import load, save
 from mirrored._report.traced import Stretch, kind_of, of_device, seconds_of
 from mirrored._strategy.strategy import mesh_of_strategy
 

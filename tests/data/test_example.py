@@ -258,19 +258,42 @@ def test_a_number_of_two_bytes_is_not_read_as_two_numbers() -> None:
     assert [x.tolist() for x in parse_example(records, {"x": VarLenFeature(np.int64)})["x"]] == [[5, 6]] * 19 + [[128]]
 
 
-def test_a_value_that_cannot_be_told_from_others_is_not_cut() -> None:
-    # Beside all 256 bytes no marker of one byte is unmistakable, so `a` cannot be found, though its neighbour can.
-    every_byte = int64_list(0, *(i << 7 | 0x7F for i in range(128)), *(0x3FFF - i for i in range(128)))
-    records = [example(entry(b"every", every_byte), entry(b"x", bytes_list(b"a", b"word %03d" % i))) for i in range(20)]
-    assert set(bytes(range(256))) <= set(every_byte + records[0])
-    assert "x" not in value_places.find_layout(records[0], _example.example_class()).spans
-    parsed = parse_example(records, {"x": FixedLenFeature((2,), bytes)})["x"]
-    assert parsed.tolist() == [[b"a", b"word %03d" % i] for i in range(20)]
-    # A number longer than it needs to be: the first marker that occurs once is itself, in a field that means nothing.
-    records = [example(entry(b"xy", int64_list(1, num_bytes=2), field(5, bytes([i, 2])))) for i in range(1, 20)]
-    assert records[0].count(0) and records[0].count(1) == 1
-    assert value_places.find_layout(records[0], _example.example_class()).spans == {}
-    assert parse_example(records, {"xy": FixedLenFeature((), np.int64)})["xy"].tolist() == [1] * 19
+UNUSUAL = [
+    example(entry(b"x", int64_list(5, 6, packed=False))),
+    example(entry(b"x", int64_list(5, packed=False))),
+    example(entry(b"x", float_list(5, 6, packed=False))),
+    example(entry(b"x", field(3, field(1, b"\x05") + field(1, b"\x07")))),
+    example(entry(b"x", int64_list(5)), entry(b"x", int64_list(6))),
+    example(entry(b"x", int64_list(5))) + example(entry(b"x", int64_list(6))),
+    example(entry(b"x", int64_list(1), int64_list(3))),
+    example(entry(b"x", bytes_list(b"ab") + bytes_list(b"c"))),
+    example(entry(b"x", bytes_list(b"ab") + float_list(1))),
+    example(field(1, field(2, int64_list(5)) + field(1, b"x"))),  # the name after the value
+    example(entry(b"x", int64_list(5)), field(2, field(1, b"y") + field(2, int64_list(6)))),  # an entry in another field
+    b"\x8a\x00" + example(entry(b"x", int64_list(5)))[1:],  # a tag longer than it needs to be
+    example(entry(b"x", int64_list(5))) + field(16, b""),  # a tag of two bytes
+    example(entry(b"x", int64_list(5))) + b"\x13\x14",  # a group
+]
+
+
+def test_what_no_writer_writes_has_no_places() -> None:
+    for record in UNUSUAL:
+        assert value_places.find_layout(record, _example.example_class()).spans == {}, record
+    kinds = {
+        "bytes": bytes_list(b"ab", b"c"),
+        "empty": bytes_list(b"ab", b""),
+        "floats": float_list(1, 2),
+        "small": int64_list(1, 127),
+        "large": int64_list(1, 128),
+        "none": b"",
+        "no floats": float_list(),
+        "no ints": field(3, field(1, b"")),
+    }
+    places = {}
+    for name, values in kinds.items():
+        record = example(entry(name.encode(), values)) + b"\x19" + bytes(8) + b"\x1d" + bytes(4) + b"\x18\x80\x01"
+        places |= value_places.find_layout(record, _example.example_class()).spans
+    assert set(places) == {"bytes", "floats", "small"} and [stop - start for start, stop in places["bytes"]] == [2, 1]
 
 
 NAMES = st.sampled_from([b"a", b"b", b"label", b"\x01"])

@@ -140,7 +140,8 @@ class Checkpoint:
             self._last = step
             snapshot = state.take_snapshot(leaves, every_position, is_kept=self._strategy.is_chief)
             if snapshot is not None:
-                self._writer.start(step, snapshot, self._about())
+                about = {"num_replicas": self._strategy.num_replicas_in_sync, "num_workers": self._strategy.num_workers}
+                self._writer.start(step, snapshot, about)
 
     def _report(self, step: int) -> tuple[Leaves, dict[str, Any], dict[str, Any], Exception | None]:
         """Look at this worker's part of the state, and tell the chief its positions; what is wrong is for all workers to know."""
@@ -177,9 +178,6 @@ class Checkpoint:
                 by_mesh.setdefault(spec_of(variable).mesh, []).append(variable)
         for mesh, variables in by_mesh.items():
             equal_copies.check(mesh, variables)
-
-    def _about(self) -> dict[str, Any]:
-        return {"num_replicas": self._strategy.num_replicas_in_sync, "num_workers": self._strategy.num_workers}
 
     def wait(self) -> int | None:
         """Wait until what was saved is on disk, and return the last step that is, None when there is none.

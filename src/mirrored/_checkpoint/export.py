@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ from .._typing import PyTree
 from .._variables.tree import VariableTree
 from .._variables.variable import Variable
 from ..optimizer import Optimizer
+from .leaves import is_nnx_object
 
 
 @user_code.shorten_errors
@@ -45,12 +45,8 @@ def export(tree: PyTree) -> PyTree:
     return jax.tree.map(_exported, tree, is_leaf=_is_whole)
 
 
-def _is_object(value: Any) -> bool:
-    return "flax.nnx" in sys.modules and nnx.is_object(value)
-
-
 def _is_whole(value: Any) -> bool:
-    return isinstance(value, Variable | VariableTree | PerReplica) or _is_object(value)
+    return isinstance(value, Variable | VariableTree | PerReplica) or is_nnx_object(value)
 
 
 def _exported(value: Any) -> Any:
@@ -58,7 +54,7 @@ def _exported(value: Any) -> Any:
         return value.value
     if isinstance(value, Optimizer):
         return export(value.state)
-    if _is_object(value):
+    if is_nnx_object(value):
         return nnx.arrays_by_name(value)
     if isinstance(value, PerReplica):
         if uneven_shapes(value) is not None:

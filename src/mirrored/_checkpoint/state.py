@@ -119,12 +119,12 @@ def _array_entry(leaf: Variable | jax.Array, held: Mapping[Variable, jax.Array],
         return entry | {"kind": "array", "value": add(leaf)}
     stored = held[leaf]
     mesh = spec_of(leaf).mesh
-    if isinstance(leaf, ShardedVariable):  # its parts, which are joined on the host
-        stored = stored if mesh.is_alone else cross_replica.compiled(_same, mesh.mirrored)(stored)
-    if leaf.synchronization is VariableSynchronization.ON_WRITE:
-        return entry | {"kind": "mirrored", "value": add(stored)}
-    entry |= {"kind": "on_read", "aggregation": leaf.aggregation.name}
-    entry["copies"] = add(stored if mesh.is_alone else cross_replica.compiled(_same, mesh.mirrored)(stored))
+    is_mirrored = leaf.synchronization is VariableSynchronization.ON_WRITE
+    has_whole_copies = mesh.is_alone or (is_mirrored and not isinstance(leaf, ShardedVariable))
+    copies = stored if has_whole_copies else cross_replica.compiled(_same, mesh.mirrored)(stored)
+    if is_mirrored:  # of a sharded variable its parts, which are joined on the host
+        return entry | {"kind": "mirrored", "value": add(copies)}
+    entry |= {"kind": "on_read", "aggregation": leaf.aggregation.name, "copies": add(copies)}
     if leaf.aggregation is not VariableAggregation.NONE:
         entry["value"] = add(cross_replica.compiled(cross_replica.aggregate_stack, mesh.mirrored, leaf.aggregation)(stored))
     return entry
@@ -196,7 +196,7 @@ def _key_ndim(impl: str) -> int:
 def _saved_kind(saved: Snapshot, path: str) -> str:
     entry = saved.leaves[path]
     if entry["kind"] in ("position", "number"):
-        return {"position": "iterator"}.get(entry["kind"], "number")
+        return "iterator" if entry["kind"] == "position" else "number"
     dtype, shape = _saved_contents(saved, entry)
     kind = {"mirrored": "mirrored ", "on_read": "sync-on-read "}.get(entry["kind"], "")
     return f"{kind}{dtype}{list(shape)}"

@@ -9,14 +9,12 @@ import argparse
 import dataclasses
 import os
 import platform
-import re
 import statistics
 import sys
 import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -187,8 +185,4 @@ def _median(work: Callable[[], object], times: int, coordination: Coordination) 
 
 
 def _memory() -> int:
-    try:
-        found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    return int(found[1]) * 1024 if found else 4 << 30
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

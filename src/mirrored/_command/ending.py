@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -26,8 +27,8 @@ class Ending:
         seconds: how long after the start.
         at: the time of day, in seconds since 1970.
         was_asked: whether the launcher had sent it a signal, so that it ended for another's reason.
-        was_killed: whether that was SIGKILL.
         tail: the last lines of its output, escaped.
+        was_stopped: whether it was stopped, as by SIGSTOP, when another failed.
     """
 
     index: int
@@ -36,8 +37,8 @@ class Ending:
     seconds: float
     at: float
     was_asked: bool
-    was_killed: bool
     tail: Sequence[str]
+    was_stopped: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +158,9 @@ def summarize(attempt: Attempt, restarts: int, seconds: float, logs: str | None)
         names = " and ".join(signal.Signals(number).name for number in attempt.signals[:2])
         return [f"ended by {names}: {_groups(attempt.endings)}", total]
     culprit = attempt.culprit()
-    lines = [describe_failure(attempt)]
+    stopped = [ending.index for ending in attempt.endings if ending.was_stopped]
+    lines = [f"{_ranges(stopped)} had been stopped, as by SIGSTOP, so that the others waited in vain"] * bool(stopped)
+    lines += [describe_failure(attempt)]
     if culprit.tail:
         lines += ["its last lines:", *(MARGIN + line for line in culprit.tail)]
     if others := [ending for ending in attempt.endings if ending is not culprit]:
@@ -169,18 +172,13 @@ def _groups(endings: Sequence[Ending]) -> str:
     """Write "workers 0, 2-7: exit code 75, asks to be started again; worker 1: SIGKILL, did not leave and was killed ..."."""
     groups: dict[str, list[int]] = collections.defaultdict(list)
     for ending in sorted(endings, key=lambda ending: ending.index):
-        by = ", did not leave and was killed by the launcher" if ending.was_killed and ending.code == -signal.SIGKILL else ""
+        by = ", did not leave and was killed by the launcher" if ending.was_asked and ending.code == -signal.SIGKILL else ""
         groups[describe_code(ending.code) + by].append(ending.index)
     return "; ".join(f"{_ranges(indices)}: {how}" for how, indices in groups.items())
 
 
 def _ranges(indices: Sequence[int]) -> str:
     """Write "workers 0, 2-7"."""
-    ranges: list[list[int]] = []
-    for index in indices:
-        if ranges and index == ranges[-1][1] + 1:
-            ranges[-1][1] = index
-        else:
-            ranges.append([index, index])
-    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
+    runs = [[index for _, index in run] for _, run in itertools.groupby(enumerate(indices), lambda pair: pair[1] - pair[0])]
+    text = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
     return f"worker{'s' if len(indices) > 1 else ''} {text}"

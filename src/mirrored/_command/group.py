@@ -33,6 +33,7 @@ FAREWELL_SECONDS = 5.0
 LEFTOVER_SECONDS = 1.0
 #: What gloo writes of each worker that has found the others, whatever its level of logging; it stays in the workers' logs.
 _NOISE = b"[Gloo] Rank "
+_IS_STOPPED = os.WSTOPPED | os.WNOHANG | os.WNOWAIT
 _READ_BYTES, _LAST_READS = 1 << 16, 16
 #: Of what a writer of checkpoints says, and of writers.
 _PROGRESS_BYTES, _MAX_WRITERS = 32, 100
@@ -60,7 +61,7 @@ class Worker:
     log: LogFile | None
     tail: Tail = dataclasses.field(default_factory=Tail)
     was_asked: bool = False
-    was_killed: bool = False
+    was_stopped: bool = False
     is_gone: bool = False
     ended: float = 0.0
     ended_at: float = 0.0
@@ -223,7 +224,12 @@ class Group:
             worker.ended, worker.ended_at = now, time.time()
             code = worker.process.returncode
             if code and not self._plan and not self._num_signals:
+                others = [other for other in self._workers if other.process.poll() is None]
+                for other in others:
+                    other.was_stopped = os.waitid(os.P_PID, other.process.pid, _IS_STOPPED) is not None
                 farewell = max(FAREWELL_SECONDS, self._grace) if code == PREEMPTED else FAREWELL_SECONDS
+                if all(other.was_stopped for other in others):
+                    farewell = 0.0  # none can leave by itself
                 self._plan = [(now + farewell, signal.SIGTERM), (now + farewell + self._grace, signal.SIGKILL)]
         if worker.ended and not worker.is_gone:
             is_over = not any(stream.is_open for stream in worker.streams) and not _is_alive(worker.process.pid)
@@ -243,7 +249,7 @@ class Group:
     def _send(self, number: int) -> None:
         for worker in self._workers:
             if worker.process.poll() is None:
-                worker.was_asked, worker.was_killed = True, number == signal.SIGKILL
+                worker.was_asked = True
                 if number == signal.SIGKILL:
                     os.killpg(worker.process.pid, number)
                 else:  # not to what it started: a worker needs its data until it has saved
@@ -280,8 +286,8 @@ class Group:
             seconds=worker.ended - self._start,
             at=worker.ended_at,
             was_asked=worker.was_asked,
-            was_killed=worker.was_killed,
             tail=worker.tail.lines(),
+            was_stopped=worker.was_stopped,
         )
 
 

@@ -10,10 +10,7 @@ import numpy as np
 from jax._src import core
 
 from .._typing import REPLICA_AXIS
-from .jaxprs import ClosedJaxpr, Jaxpr, Literal, has_collective, is_sum
-
-#: Adds up an array over the replicas.
-Sum = Callable[[jax.Array], jax.Array]
+from .jaxprs import Jaxpr, Literal, is_sum
 
 
 class Levels(NamedTuple):
@@ -88,42 +85,3 @@ def without(equation: Any, is_left_out: Callable[[int], bool]) -> Any | None:
     kept = [position for position in range(len(equation.invars)) if not is_left_out(position)]
     invars, outvars = [equation.invars[i] for i in kept], [equation.outvars[i] for i in kept]
     return equation.replace(invars=invars, outvars=outvars) if kept else None
-
-
-def with_sums_by(jaxpr: Jaxpr, sum_of: Callable[[Any], Sum | None], num_replicas: int) -> Jaxpr:
-    """Return a program whose sums over the replicas, also those inside loops and calls, are made in other ways.
-
-    Args:
-        jaxpr: the program.
-        sum_of: returns, for an operand of a sum, what adds it up instead; None if it stays as it is.
-        num_replicas: R.
-    """
-
-    def other(value: Any) -> Any:
-        if isinstance(value, ClosedJaxpr):
-            return ClosedJaxpr(with_sums_by(value.jaxpr, sum_of, num_replicas), value.consts)
-        if isinstance(value, Jaxpr):
-            return with_sums_by(value, sum_of, num_replicas)
-        return type(value)(map(other, value)) if type(value) in (tuple, list) else value
-
-    equations: list[Any] = []
-    for equation in jaxpr.eqns:
-        if _is_sum(equation):
-            equations.append(_sum_by(equation, list(map(sum_of, equation.invars)), num_replicas))
-        elif has_collective(equation):
-            equations.append(equation.replace(params={name: other(value) for name, value in equation.params.items()}))
-        else:
-            equations.append(equation)
-    return jaxpr.replace(eqns=equations)
-
-
-def _sum_by(equation: Any, ways: Sequence[Sum | None], num_replicas: int) -> Any:
-    """Return a sum of arrays some of which are added up in other ways; the others stay together."""
-    if not any(ways):
-        return equation
-
-    def together(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        rest = iter(jax.lax.psum([a for a, way in zip(arrays, ways, strict=True) if way is None], REPLICA_AXIS))
-        return [next(rest) if way is None else way(a) for a, way in zip(arrays, ways, strict=True)]
-
-    return call(together, equation.invars, equation.outvars, equation, num_replicas)

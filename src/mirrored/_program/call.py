@@ -98,7 +98,7 @@ class Call(NamedTuple):
 
     def named(self) -> dict[str, Hashable]:
         """Return what the function's own code names, in words, and for each what is in the key."""
-        return {path.text: content_key(value) for path, value in seen_by(self.seeing, self.runs_steps)}
+        return {path.text: content_key(value) for path, value, _ in seen_by(self.seeing, self.runs_steps)}
 
     def objects(self) -> Iterator[Any]:
         """Yield the objects whose identity is in the key: while they live, no other object can have it."""
@@ -106,7 +106,7 @@ class Call(NamedTuple):
         yield from [value for value in static if _is_by_identity(value) and not isinstance(value, FUNCTIONS)]
         functions = [(value, False) for value in static if isinstance(value, FUNCTIONS)]
         for function, runs_steps in [(self.seeing, self.runs_steps), *functions]:
-            yield from objects_in(value for _, value in seen_by(function, runs_steps))
+            yield from objects_in(value for _, value, _ in seen_by(function, runs_steps))
 
 
 def _is_leaf(leaf: object) -> bool:
@@ -240,7 +240,7 @@ def static_key(value: Any) -> Hashable:
 
 def function_key(function: UserFunction, runs_steps: bool) -> tuple[Hashable, ...]:
     """Return a hashable that is equal for functions whose code and all that it names are the same, under the same settings."""
-    values = [id(v) if not is_by_content(type(v)) else content_key(v) for _, v in seen_by(function, runs_steps)]
+    values = [id(v) if not is_by_content(type(v)) else content_key(v) for _, v, _ in seen_by(function, runs_steps)]
     return (*values, tracing.settings())
 
 

@@ -14,55 +14,28 @@ from jax.sharding import Sharding
 from .._jax import tracing
 from .._replicas.per_replica import PerReplica, stack_of, uneven_shapes
 from .._typing import Shape, UserFunction
-from .guards import ABSENT, Keys, is_by_content, places_of, read_along, seen_by
+from .guards import ABSENT, CODE, Keys, is_by_content, seen_by
 
 ProgramT = TypeVar("ProgramT")
 
 #: Values that are compared by what they are: as long as a fast path keeps them, nothing else has their `id`.
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
-#: Functions in a function's closure are looked at so many levels deep.
-_MAX_DEPTH = 4
-#: What a function has; in one call, because each of them alone is slow.
-_parts_of = operator.attrgetter("__code__", "__globals__", "__closure__", "__defaults__", "__kwdefaults__")
+#: So a function is that has no defaults, and is no method.
+_BARE: dict[str, Any] = {"__class__": types.FunctionType, "__defaults__": None, "__kwdefaults__": None}
 
 
-class _Look(NamedTuple):
-    """The ids of a function's code, globals, closed-over values and what it reads of them: equal ids, equal key.
-
-    The objects end no later than the program, so no others take their ids.
+class _Check(NamedTuple):
+    """A look at one thing that a call sees.
 
     Attributes:
-        code: the id of its code.
-        names: of the globals that it reads.
-        ids: of these globals, and of what it closes over.
-        reads: of attributes and items: the place of the global or closed-over value, what gets the end, and the end's id.
-        inner: the functions that it closes over: the place, and the look at it.
-        kept: the plain values among all of them.
+        place: where what it is read from is, among the function and what was read before.
+        get: reads it.
+        expected: its `id`; None if it is only read from.
     """
 
-    code: int
-    names: tuple[str, ...]
-    ids: list[int]
-    reads: list[tuple[int, Callable[[Any], Any], int]]
-    inner: list[tuple[int, _Look]]
-    kept: list[Any]
-
-    def is_of(self, function: object) -> bool:
-        """Tell whether a function has all this, and nothing else; an error when it closes over what is not there yet."""
-        if type(function) is not types.FunctionType:
-            return False
-        code, named, closure, defaults, by_name = _parts_of(function)
-        if id(code) != self.code or defaults or by_name:
-            return False
-        roots = [named.get(name, ABSENT) for name in self.names]
-        if closure:
-            roots += [cell.cell_contents for cell in closure]
-        if list(map(id, roots)) != self.ids:
-            return False
-        for place, get, identity in self.reads:
-            if id(get(roots[place])) != identity:
-                return False
-        return not self.inner or all(look.is_of(roots[place]) for place, look in self.inner)
+    place: int
+    get: Callable[[Any], Any]
+    expected: int | None
 
 
 class FastPath(NamedTuple, Generic[ProgramT]):
@@ -70,7 +43,8 @@ class FastPath(NamedTuple, Generic[ProgramT]):
 
     Attributes:
         key, program: of the call.
-        look: at its function.
+        checks: of all that the call sees. The objects end no later than the program, so no others have their ids.
+        kept: the plain values among them.
         settings: JAX's.
         kind: the type of the one argument that holds all others; None when there is none.
         names: the keys in it, if it is a dict, in JAX's order.
@@ -80,7 +54,8 @@ class FastPath(NamedTuple, Generic[ProgramT]):
 
     key: tuple[Any, ...]
     program: ProgramT
-    look: _Look
+    checks: list[_Check]
+    kept: list[Any]
     settings: tuple[Any, ...]
     kind: type | None
     names: list[str]
@@ -89,7 +64,7 @@ class FastPath(NamedTuple, Generic[ProgramT]):
 
     def arrays_of(self, function: object, args: Sequence[Any]) -> list[Any] | None:
         """Return the arrays of a call without keyword arguments if it has the same key, else None: then it may have it, too."""
-        _, _, look, settings, kind, names, described, placement = self
+        _, _, checks, _, settings, kind, names, described, placement = self
         if kind is not None:
             if len(args) != 1 or type(args[0]) is not kind:
                 return None
@@ -108,7 +83,12 @@ class FastPath(NamedTuple, Generic[ProgramT]):
                 if array.sharding is not placement or array.shape != shape or array.dtype is not dtype or uneven_shapes(value):
                     return None
                 arrays.append(array)
-            return arrays if look.is_of(function) else None
+            found: list[Any] = [function]
+            for place, get, expected in checks:
+                found.append(get(found[place]))
+                if expected is not None and id(found[-1]) != expected:
+                    return None
+            return arrays
         except Exception:  # a PerReplica that a user has mapped over, a cell that is empty, an attribute that is not there
             return None
 
@@ -136,57 +116,51 @@ def fast_path_to(
         return None
     if any(map(uneven_shapes, values)):  # padded, they look as even ones do
         return None
-    looked: set[int] = set()
-    look = _look_at(function, _MAX_DEPTH, looked)
-    if look is None or not all(id(value) in looked for _, value in seen_by(function, runs_steps)):
+    if (expected := _expected_of(function, runs_steps)) is None or (checks := _checks_of(function, expected)) is None:
         return None
+    kept = [value for value in expected.values() if type(value) in _PLAIN]
     described = [(stack_of(value).shape, stack_of(value).dtype) for value in values]
-    return FastPath(key, program, look, tracing.settings(), kind, names, described, placement)
+    return FastPath(key, program, checks, kept, tracing.settings(), kind, names, described, placement)
 
 
-def _look_at(function: object, depth: int, looked: set[int]) -> _Look | None:
-    """Return a look at a function, and note its ids; None if ids do not tell, as of defaults of arguments and methods."""
-    if not depth or type(function) is not types.FunctionType or function.__defaults__ or function.__kwdefaults__:
-        return None
-    places = places_of(function)
-    roots = [function.__globals__.get(name, ABSENT) for name in places.named]
-    try:
-        roots += [cell.cell_contents for cell in function.__closure__ or ()]
-    except ValueError:  # one is not assigned yet
-        return None
-    inner = [
-        (place, look)
-        for place, root in enumerate(roots)
-        if place >= len(places.named) and (look := _look_at(root, depth - 1, looked)) is not None
-    ]
-    values = list(roots)
-    reads: list[tuple[int, Callable[[Any], Any], int]] = []
-    for place, paths in enumerate([*places.named.values(), *places.closed_over]):
-        for path in paths:
-            end, keys = read_along(roots[place], path)
-            if keys and end is ABSENT:
+def _expected_of(function: UserFunction, runs_steps: bool) -> dict[Keys, Any] | None:
+    """Return what must be found where in a function; None if ids do not tell, as of bound arguments and tuples."""
+    expected: dict[Keys, Any] = {}
+    for _, value, way in seen_by(function, runs_steps):
+        if not way or (is_by_content(type(value)) and type(value) not in _PLAIN):
+            return None
+        expected[way] = value
+        if way[-1] == CODE:
+            for name, bare in _BARE.items():
+                expected[*way[:-1], (False, name)] = bare
+    return expected
+
+
+def _checks_of(function: UserFunction, expected: dict[Keys, Any]) -> list[_Check] | None:
+    """Return the checks of what is expected in a function; None if it is not there each time."""
+    checks: list[_Check] = []
+    places: dict[Keys, int] = {(): 0}
+    found: list[Any] = [function]
+    for way in expected:
+        for end in range(1, len(way) + 1):
+            if (read := way[:end]) in places:
+                continue
+            place = places[way[: end - 1]]
+            get = _getter(found[place], way[end - 1])
+            try:
+                found.append(get(found[place]))
+            except Exception:  # an attribute that is not there, whatever a property raises
                 return None
-            # A method is made each time: its object and its function are looked at.
-            ends = ("__self__", "__func__") if keys and isinstance(end, types.MethodType) else ()
-            ways = [(*keys, (False, name)) for name in ends] or [keys]
-            for get in map(_getter, filter(None, ways)):
-                values.append(get(roots[place]))
-                reads.append((place, get, id(values[-1])))
-    if any(is_by_content(type(value)) and type(value) not in _PLAIN for value in values):
-        return None  # numpy's numbers, and tuples, are made again
-    looked.update([id(places.code), *map(id, values)])
-    kept = [value for value in values if type(value) in _PLAIN]
-    return _Look(id(places.code), tuple(places.named), list(map(id, roots)), reads, inner, kept)
+            if read in expected and found[-1] is not expected[read]:
+                return None
+            places[read] = len(found) - 1
+            checks.append(_Check(place, get, id(found[-1]) if read in expected else None))
+    return checks
 
 
-def _getter(keys: Keys) -> Callable[[Any], Any]:
-    if not any(is_item for is_item, _ in keys):
-        return operator.attrgetter(".".join(key for _, key in keys))
-    steps = [operator.itemgetter(key) if is_item else operator.attrgetter(key) for is_item, key in keys]
-
-    def get(value: Any) -> Any:
-        for step in steps:
-            value = step(value)
-        return value
-
-    return get
+def _getter(owner: object, read: tuple[bool, Any]) -> Callable[[Any], Any]:
+    """Return what reads an attribute or item; of a dict also one that is not there, such as a global that is a builtin."""
+    is_item, key = read
+    if is_item and isinstance(owner, dict):
+        return operator.methodcaller("get", key, ABSENT)
+    return operator.itemgetter(key) if is_item else operator.attrgetter(key)

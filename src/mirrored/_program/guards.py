@@ -31,9 +31,11 @@ _HOLDERS = (dict, list, tuple)
 _BY_VALUE = (bool, int, str, bytes, type(None))
 _BY_REPR = (float, complex, np.generic)  # 0.0 and -0.0 differ, nan equals itself
 _NESTS = (tuple, set, frozenset)
+#: The end of the way to a function's code, behind the way to the function.
+CODE = (False, "__code__")
 
 
-#: The attributes and items that code reads of a name, each with whether it is an item.
+#: Attributes and items that are read one after the other, each with whether it is an item.
 Keys = tuple[tuple[bool, Any], ...]
 
 
@@ -41,14 +43,15 @@ class Path:
     """A name in code, with the attributes and items that the code reads of it.
 
     Attributes:
+        place: what to read of a function for the value of the name.
         keys: fewer than in the code where an attribute is another object each time it is read.
         text: as it is written, such as `self.lr`.
     """
 
-    __slots__ = ("keys", "text")
+    __slots__ = ("keys", "place", "text")
 
-    def __init__(self, name: str, keys: Keys = ()) -> None:
-        self.keys = keys
+    def __init__(self, name: str, keys: Keys = (), place: Keys = ()) -> None:
+        self.place, self.keys = place, keys
         self.text = name + "".join(f"[{key!r}]" if is_item else f".{key}" for is_item, key in keys)
 
 
@@ -70,8 +73,8 @@ class Places(NamedTuple):
     bound: dict[str, list[Path]]
 
 
-#: A value that own code names now, and the path to it.
-Seen = tuple[Path, Any]
+#: The path to a value that own code names now, the value, and what to read of the function for it: None where that does not tell.
+Seen = tuple[Path, Any, Keys | None]
 _UNNAMED = Path("the function")
 _NO_KEYWORDS: Mapping[str, Any] = types.MappingProxyType({})
 
@@ -84,7 +87,7 @@ def seen_by(function: Callable[..., Any], runs_steps: bool = False) -> list[Seen
         runs_steps: whether the functions that it names count as its own code, too: an `mr.function` names its steps.
     """
     walk = _Walk([], {})
-    walk.enter(_UNNAMED, function, runs_steps)
+    walk.enter(_UNNAMED, function, runs_steps, ())
     return walk.seen
 
 
@@ -100,35 +103,42 @@ class _Walk(NamedTuple):
     known: dict[tuple[int, ...], Any]
 
     def enter(
-        self, path: Path, own: Any, is_runner: bool, args: tuple[Any, ...] = (), keywords: Mapping[str, Any] = _NO_KEYWORDS
+        self,
+        path: Path,
+        own: Any,
+        is_runner: bool,
+        way: Keys | None,
+        args: tuple[Any, ...] = (),
+        keywords: Mapping[str, Any] = _NO_KEYWORDS,
     ) -> None:
         """Look into own code with its bound arguments; of a runner the functions that it names count as own code, too."""
         while isinstance(own, (functools.partial, types.MethodType)):
             if isinstance(own, types.MethodType):
                 own, args = own.__func__, (own.__self__, *args)
             else:
-                self.seen.append((path, (len(own.args), *own.keywords)))
+                self.seen.append((path, (len(own.args), *own.keywords), None))
                 own, args, keywords = own.func, (*own.args, *args), {**own.keywords, **keywords}
         key = (id(own), *map(id, args), *map(id, keywords.values()))
         if key in self.known:
+            self.seen.append((path, ABSENT, None))  # what was known in its place may be made anew
             return
         self.known[key] = own, args, keywords
         if isinstance(own, types.FunctionType):
-            self._read_function(own, args, keywords, is_runner)
+            self._read_function(own, args, keywords, is_runner, way)
             return
-        self._note(path, own)
+        self._note(path, own, way)
         call = _wrapped_by(own)
         if call is None and not is_library(type(own).__module__):
             call, args = getattr(type(own), "__call__", None), (own, *args)  # noqa: B004
         if isinstance(call, FUNCTIONS):
-            self.enter(path, call, is_runner, args, keywords)
+            self.enter(path, call, is_runner, None if way is None else (*way, (False, "__wrapped__")), args, keywords)
 
     def _read_function(
-        self, own: types.FunctionType, args: tuple[Any, ...], keywords: Mapping[str, Any], is_runner: bool
+        self, own: types.FunctionType, args: tuple[Any, ...], keywords: Mapping[str, Any], is_runner: bool, way: Keys | None
     ) -> None:
         """Note the code of a function, its defaults and bound arguments, and what the code reads."""
-        places = places_of(own)
-        self.seen.append((places.itself, places.code))
+        places = _places_of(own)
+        self.seen.append((places.itself, places.code, None if way is None else (*way, CODE)))
         named, cells = own.__globals__, own.__closure__ or ()
         roots = [(named.get(name, ABSENT), paths, False) for name, paths in places.named.items()]
         roots += [(_content_of(cell), paths, True) for cell, paths in zip(cells, places.closed_over, strict=True)]
@@ -139,42 +149,44 @@ class _Walk(NamedTuple):
             kind = type(root)
             is_whole = is_library(root.__name__) if kind is types.ModuleType else _is_simple(kind) and _is_closed(kind)
             for path in paths[:1] if is_whole else paths:
-                value = root if is_whole or not path.keys else read_along(root, path)[0]
+                value, keys = (root, ()) if is_whole or not path.keys else _read_along(root, path)
+                further = None if way is None else (*way, *path.place, *keys)
                 if _is_simple(type(value)):
-                    self.seen.append((path, value))
+                    self.seen.append((path, value, further))
                 else:
-                    self._look_at(path, value, is_closed_over and not path.keys, is_runner)
+                    self._look_at(path, value, is_closed_over and not path.keys, is_runner, further)
 
     def _bind(
         self, path: Path, own: types.FunctionType, args: tuple[Any, ...], keywords: Mapping[str, Any], is_runner: bool
     ) -> dict[str, Any]:
         """Look at the defaults and bound arguments of a function, and return name -> value."""
         code, defaults, by_name = own.__code__, own.__defaults__ or (), own.__kwdefaults__ or {}
-        self.seen.append((path, (*by_name, *keywords)))
+        self.seen.append((path, (*by_name, *keywords), None))
         for value in (*defaults, *by_name.values(), *args, *keywords.values()):
             if _is_simple(type(value)):
-                self.seen.append((path, value))
+                self.seen.append((path, value, None))
             else:
-                self._look_at(path, value, True, is_runner)
+                self._look_at(path, value, True, is_runner, None)
         positional = code.co_varnames[: code.co_argcount]
         by_default = dict(zip(positional[len(positional) - len(defaults) :], defaults, strict=True))
         return {**by_default, **by_name, **dict(zip(positional, args, strict=False)), **keywords}
 
-    def _look_at(self, path: Path, value: Any, is_near: bool, is_runner: bool) -> None:
+    def _look_at(self, path: Path, value: Any, is_near: bool, is_runner: bool, way: Keys | None) -> None:
         """Enter a value that is own code, or note it; a function is own if it is near: closed over, a default or bound."""
         if (is_near or is_runner) and _is_code(value, is_runner):
-            self.enter(path, value, is_runner and is_near)
-        elif isinstance(value, types.MethodType):
-            self.seen.extend([(path, value.__self__), (path, value.__func__)])  # the method itself is made each time
+            self.enter(path, value, is_runner and is_near, way)
+        elif isinstance(value, types.MethodType):  # the method itself is made each time
+            for name in ("__self__", "__func__"):
+                self.seen.append((path, getattr(value, name), None if way is None else (*way, (False, name))))
         else:
-            self._note(path, value)
+            self._note(path, value, way)
 
-    def _note(self, path: Path, value: Any) -> None:
+    def _note(self, path: Path, value: Any, way: Keys | None) -> None:
         if isinstance(value, set):
-            value = frozenset(value)  # may have changed in place
-        self.seen.append((path, value))
+            value, way = frozenset(value), None  # may have changed in place
+        self.seen.append((path, value, way))
         if "flax.nnx" in sys.modules and nnx.is_object(value):
-            self.seen.extend([(path, array) for _, array in nnx.variables_of(value)])
+            self.seen.extend([(path, array, None) for _, array in nnx.variables_of(value)])
 
 
 def _is_code(value: Any, is_runner: bool) -> bool:
@@ -216,7 +228,7 @@ def _content_of(cell: types.CellType) -> Any:
         return ABSENT
 
 
-def read_along(value: Any, path: Path) -> tuple[Any, Keys]:
+def _read_along(value: Any, path: Path) -> tuple[Any, Keys]:
     """Return what is at the end of a path, and the keys up to there: the inside of what is a library's is not looked at."""
     for position, (is_item, key) in enumerate(path.keys):
         if _is_whole(value, is_item, key):
@@ -284,8 +296,8 @@ def forget_made_anew(function: Callable[..., Any], runs_steps: bool = False) -> 
     """Compare the object instead of an attribute, such as a property, that is another object each time it is read."""
     while True:
         before, after = seen_by(function, runs_steps), seen_by(function, runs_steps)  # both are held: no `id` comes twice
-        known = {(path, content_key(value)) for path, value in before}
-        changing = {path for path, value in after if path.keys and (path, content_key(value)) not in known}
+        known = {(path, content_key(value)) for path, value, _ in before}
+        changing = {path for path, value, _ in after if path.keys and (path, content_key(value)) not in known}
         if not changing:
             return
         for path in changing:
@@ -298,7 +310,7 @@ def forget_made_anew(function: Callable[..., Any], runs_steps: bool = False) -> 
 _known_places: dict[int, Places] = {}
 
 
-def places_of(function: types.FunctionType) -> Places:
+def _places_of(function: types.FunctionType) -> Places:
     """Return what a function's code reads; of a library's only what it closes over."""
     code = function.__code__
     if (known := _known_places.get(id(code))) is not None:
@@ -307,17 +319,24 @@ def places_of(function: types.FunctionType) -> Places:
     closed_over: dict[str, list[Path]] = {name: [] for name in code.co_freevars}
     bound: dict[str, list[Path]] = {}
     if is_library(function.__globals__.get("__name__", "")):
-        closed_over = {name: [Path(name)] for name in code.co_freevars}
+        closed_over = {name: [Path(name, (), _place(code, name))] for name in code.co_freevars}
     else:
         for scope, name, keys in dict.fromkeys(_reads_in(code)):
             if scope != "local" or keys:
                 found = {"global": named, "free": closed_over, "local": bound}[scope]
-                found.setdefault(name, []).append(Path(name, keys))
+                found.setdefault(name, []).append(Path(name, keys, _place(code, name)))
     if len(_known_places) >= MAX_CODES:
         _known_places.clear()
     itself = Path(f"the code or an argument of {function.__name__}")
     _known_places[id(code)] = places = Places(code, itself, named, list(closed_over.values()), bound)
     return places
+
+
+def _place(code: types.CodeType, name: str) -> Keys:
+    """Return what to read of a function for a name in its code."""
+    if name in code.co_freevars:
+        return ((False, "__closure__"), (True, code.co_freevars.index(name)), (False, "cell_contents"))
+    return ((False, "__globals__"), (True, name))
 
 
 def _reads_in(code: types.CodeType) -> Iterator[tuple[str, str, Keys]]:

@@ -8,7 +8,6 @@ a second program. Nothing is sent that was not sent before: what is carried only
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,10 +15,8 @@ import jax.numpy as jnp
 
 from .._jax import sums
 from .._jax.jaxprs import ClosedJaxpr, Literal, Var
-from .._jax.sums import Levels, Sum
+from .._jax.sums import Levels
 from .._replicas.collectives import MAX_ARRAYS_PER_PACK, PACK_BELOW_BYTES, ReplicaAxis, sum_in_one_buffer
-from .._replicas.cross_device import is_for, sum_by
-from .._replicas.mesh import ReplicaMesh
 from .lift import Lifted
 
 #: Results whose sums a step carries, and how many numbers each may have.
@@ -38,18 +35,15 @@ class Joined:
         closed: the step; after its own results it gives the sums that it carries.
         carried: the positions of the results whose sums these are.
         num_arrays: how many sums have joined others.
-        otherwise: which sums are not XLA's all-reduces, in words.
     """
 
     closed: ClosedJaxpr
     carried: tuple[int, ...] = ()
     num_arrays: int = 0
-    otherwise: str = ""
 
     def describe(self) -> str:
         """Say what travels together, in a part of a sentence; "" if nothing does."""
         text = f", {self.num_arrays} in the buffer of another" if self.num_arrays else ""
-        text += f", {self.otherwise}" if self.otherwise else ""
         if self.carried:
             noun = "1 result" if len(self.carried) == 1 else f"{len(self.carried)} results"
             text += f"; carries the sum of {noun}, which strategy.reduce looks up"
@@ -108,25 +102,6 @@ def join_sums(lifted: Lifted, is_mirrored: Sequence[bool], axis: ReplicaAxis) ->
         return Joined(lifted.closed)
     outvars = [*jaxpr.outvars, *totals.values()]
     return Joined(ClosedJaxpr(jaxpr.replace(eqns=equations, outvars=outvars), lifted.closed.consts), tuple(totals), num_joined)
-
-
-def choose_sums(joined: Joined, mesh: ReplicaMesh, axis: ReplicaAxis) -> Joined:
-    """Make the sums of a step in the way that the user's `cross_device_ops` names: docs/design/collectives.md."""
-    if axis.ops is None:
-        return joined
-    per_host, num_arrays = len(mesh.local_replicas), 0
-
-    def sum_of(atom: Any) -> Sum | None:
-        nonlocal num_arrays
-        if not sums.is_number(atom) or not is_for(axis.ops, atom.aval.size * atom.aval.dtype.itemsize):
-            return None
-        num_arrays += 1
-        return functools.partial(sum_by, axis.ops, num_replicas=axis.size, per_host=per_host)
-
-    closed = joined.closed
-    program = ClosedJaxpr(sums.with_sums_by(closed.jaxpr, sum_of, axis.size), closed.consts)
-    arrays = "1 array" if num_arrays == 1 else f"{num_arrays} arrays"
-    return dataclasses.replace(joined, closed=program, otherwise=f"{arrays} by {axis.ops}" if num_arrays else "")
 
 
 def _carriable(lifted: Lifted, is_mirrored: Sequence[bool], levels: Levels) -> list[int]:

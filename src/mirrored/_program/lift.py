@@ -20,7 +20,7 @@ import numpy as np
 from .._jax import jaxprs, tracing, user_code
 from .._jax.jaxprs import ClosedJaxpr, Var
 from .._models import keras, normalization
-from .._replicas import context, frames
+from .._replicas import context, frames, named
 from .._replicas.frames import Frame
 from .._replicas.per_replica import PerReplica, stack_of, uneven_shapes
 from .._replicas.placement import checksum
@@ -332,7 +332,7 @@ def trace_step(call: Call, shapes: Sequence[Shape], frame: Frame) -> Traced:
     avals = [leaf.aval(shape) for leaf, shape in zip(call.array_leaves(), shapes, strict=True)]
     assert frame.replica is not None
     try:
-        with normalization.over_replicas():
+        with normalization.over_replicas(), named.seen():
             return trace(
                 lambda arrays: call.apply(arrays, lambda _, array: array),
                 avals,

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from .._jax import interpreter, tracing
-from .._options import CrossDeviceOps
+from .._options import ReductionToOneDevice
 from .._replicas import frames, in_flight, placement
 from .._replicas.collectives import ReplicaAxis
 from .._replicas.context import ReplicaContext, own_parts
@@ -30,7 +30,7 @@ from . import lift, proof, refusals, returned_states, virtual
 from .cache import Programs
 from .call import Call, argument_names, array_leaves, check_replicas, key_of, take_apart
 from .eager import is_eager, refuse_eager, run_eagerly, silenced
-from .joined_sums import Joined, choose_sums, join_sums, mean_of
+from .joined_sums import Joined, join_sums, mean_of
 from .lift import Lifted, trace_step
 from .program import StepProgram, place, place_quickly, replica_frame
 from .proof import SAME, Findings, State, varying
@@ -43,14 +43,14 @@ class Steps:
     Args:
         mesh: the strategy's devices.
         bytes_per_pack: see `CommunicationOptions`.
-        ops: how replicas add up, where the user has said so.
+        ops: has the function that takes the place of sums, where the user has given one.
 
     Attributes:
         programs: those that are kept.
         spent: where the time of a loop of steps goes.
     """
 
-    def __init__(self, mesh: ReplicaMesh, bytes_per_pack: int = 0, ops: CrossDeviceOps | None = None) -> None:
+    def __init__(self, mesh: ReplicaMesh, bytes_per_pack: int = 0, ops: ReductionToOneDevice | None = None) -> None:
         self._mesh = mesh
         self._even = ReplicaAxis(mesh.num_replicas, bytes_per_pack=bytes_per_pack, ops=ops)
         self.programs: Programs[StepProgram] = Programs()
@@ -259,7 +259,6 @@ def _map(mesh: ReplicaMesh, proven: Proven) -> Mapped:
     sums = Joined(lifted.closed)
     if proven.findings.collectives and has_own_device:
         sums = join_sums(lifted, proven.is_mirrored, proven.axis)
-        sums = choose_sums(sums, mesh, proven.axis)
     num_results, num_outputs = lifted.num_results, lifted.num_results + len(lifted.writes.slots)
     is_own = [spec_of(variable).is_on_read for variable in lifted.variables] + proven.is_split
     ends = [not same for same in proven.is_mirrored] + [spec_of(variable).is_on_read for variable in lifted.written]

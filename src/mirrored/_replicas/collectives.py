@@ -16,9 +16,9 @@ import numpy as np
 from .._errors import UnevenReplicasError
 from .._jax import user_code
 from .._jax.marks import Mark, Purpose, mark
-from .._options import CrossDeviceOps, ReduceOp, ReductionToOneDevice, VariableAggregation, accumulates, num_packs_of
+from .._options import ReduceOp, ReductionToOneDevice, VariableAggregation
 from .._typing import REPLICA_AXIS, PyTree, Shape
-from . import cross_device
+from .accumulation import accumulate, unweighed
 from .arrays import as_array, is_wrapped
 
 Axes = tuple[int, ...]
@@ -50,19 +50,19 @@ class ReplicaAxis:
         bound: False in the default replica context outside any `run`, where no mesh axis exists.
         sizes: in an uneven step, knows how large the other replicas' arrays are.
         bytes_per_pack: see `CommunicationOptions`.
-        ops: how replicas add up, where the user has said so.
+        ops: has the function that takes the place of sums, where the user has given one.
     """
 
     size: int
     bound: bool = True
     sizes: Sizes | None = None
     bytes_per_pack: int = 0
-    ops: CrossDeviceOps | None = None
+    ops: ReductionToOneDevice | None = None
 
     @property
     def is_by_hand(self) -> bool:
         """Whether the user has said what travels together, or what takes the place of sums."""
-        return bool(self.bytes_per_pack) or num_packs_of(self.ops) != 1 or accumulates(self.ops)
+        return bool(self.bytes_per_pack) or self.ops is not None
 
     def each(self, size: int) -> tuple[int, ...]:
         """Return on each replica what is `size` on this one: the length of an axis, a number of rows."""
@@ -103,9 +103,9 @@ def all_reduce(
         arrays = [mark(array, Mark(Purpose.MEAN, "a mean", user_code.user_line())) for array in arrays]
     axes = [normalize_axes(array_axes, array.ndim, verb) for array in arrays]
     is_by_rows = by_rows and op is ReduceOp.MEAN and axis.sizes is not None and not any(axes)
-    if accumulates(axis.ops):
+    if axis.ops is not None:
         if is_by_rows:
-            raise UnevenReplicasError(_unweighed(axis.ops))
+            raise UnevenReplicasError(unweighed(axis.ops))
         results = [_accumulated(op, array, own, axis, axis.ops) for array, own in zip(arrays, axes, strict=True)]
         return jax.tree.unflatten(treedef, results)
     if is_by_rows:
@@ -126,21 +126,8 @@ def _accumulated(op: ReduceOp, array: jax.Array, axes: Axes, axis: ReplicaAxis, 
     """Combine an array over the replicas, and over axes of its own first, with the user's function in the place of the sum."""
     [own] = local_sums(op, array, axes, 0)
     stack = axis.stack(own)
-    total = cross_device.accumulated(ops, [stack[i] for i in range(axis.size)])
+    total = accumulate(ops, [stack[i] for i in range(axis.size)])
     return finished(op, [total], _count(array, axes, axis), array.dtype)
-
-
-def _unweighed(ops: CrossDeviceOps | None) -> str:
-    return (
-        f"a mean over the replicas of an uneven batch, at {user_code.user_line()}, weighs them by their rows, but {ops} has an "
-        "accumulation_fn, which knows no weights. Combine with 'sum'; give all replicas one weight, "
-        "ctx.all_reduce('mean', value, by_rows=False); or leave the odd rows out: mr.InputOptions(drop_remainder=True)."
-    )
-
-
-def mean_by_rows(tree: PyTree, axis: ReplicaAxis) -> PyTree:
-    """Return the mean over the replicas, in which each has the weight of its rows; one without rows has no part in it."""
-    return all_reduce(ReduceOp.MEAN, tree, axis)
 
 
 def wide_by_rows(arrays: Sequence[jax.Array], axis: ReplicaAxis) -> list[jax.Array]:
@@ -204,7 +191,7 @@ def join_rows(stack: jax.Array, axis: int, sizes: Sequence[int]) -> jax.Array:
 
 def aggregate(mode: VariableAggregation, array: jax.Array, axis: ReplicaAxis) -> jax.Array:
     """Make one value of the replicas' values, as a variable's aggregation says; the dtype stays."""
-    axis = dataclasses.replace(axis, ops=None) if accumulates(axis.ops) else axis
+    axis = dataclasses.replace(axis, ops=None)
     if mode is VariableAggregation.SUM:
         return all_reduce(ReduceOp.SUM, array, axis).astype(array.dtype)
     if mode is VariableAggregation.MEAN:
@@ -288,15 +275,11 @@ def _pairs(array: jax.Array) -> jax.Array:
 
 
 def _packed_real_sum(arrays: Sequence[jax.Array], axis: ReplicaAxis) -> list[jax.Array]:
-    num_packs = num_packs_of(axis.ops)
-    if axis.size == 1:  # nothing travels, and buffers would take XLA longer to compile than all the rest
-        groups = [[position] for position in range(len(arrays))]
-    else:
-        groups = groups_of(arrays, axis.bytes_per_pack) if num_packs == 1 else cross_device.packs_of(arrays, num_packs)
+    # Alone nothing travels, and buffers would take XLA longer to compile than all the rest.
+    groups = groups_of(arrays, axis.bytes_per_pack) if axis.size > 1 else [[position] for position in range(len(arrays))]
     buffers = [_pack([arrays[i] for i in members]) for members in groups]
     sums: list[Any] = [None] * len(arrays)
-    alone = num_packs != 1 or not buffers
-    for members, total in zip(groups, [axis.sum([b])[0] for b in buffers] if alone else axis.sum(buffers), strict=True):
+    for members, total in zip(groups, axis.sum(buffers) if buffers else [], strict=True):
         for i, part in zip(members, _unpack(total, [arrays[i].shape for i in members]), strict=True):
             sums[i] = part
     return sums

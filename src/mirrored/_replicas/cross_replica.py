@@ -16,10 +16,11 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from .._errors import UnevenReplicasError
-from .._options import ReduceOp, ReductionToOneDevice, VariableAggregation, accumulates
+from .._options import ReduceOp, ReductionToOneDevice, VariableAggregation
 from .._typing import Shape
 from .._workers import joint_programs
-from . import cross_device, in_flight
+from . import in_flight
+from .accumulation import accumulate
 from .collectives import Axes, finished, join_rows, local_sums
 from .per_replica import PerReplica
 
@@ -31,14 +32,13 @@ def reduce_stack(stack: jax.Array, op: ReduceOp, axes: Axes, shapes: tuple[Shape
     return finished(op, local_sums(op, stack, positions, count), count, stack.dtype)
 
 
-def reduce_at_one(
+def accumulate_stack(
     stack: jax.Array, op: ReduceOp, axes: Axes, shapes: tuple[Shape, ...] | None, ops: ReductionToOneDevice
 ) -> jax.Array:
-    """Reduce over `axes` of each replica's value, and then over the replicas in their order, or as the user's function does."""
+    """Reduce over `axes` of each replica's value, and then over the replicas as the user's function does."""
     stack, count = with_zero_padding(stack, axes, shapes)
-    own = local_sums(op, stack, tuple(axis + 1 for axis in axes), 0 if accumulates(ops) else count)
-    totals = [cross_device.accumulated(ops, [part[i] for i in range(part.shape[0])]) for part in own]
-    return finished(op, totals, count, stack.dtype)
+    [own] = local_sums(op, stack, tuple(axis + 1 for axis in axes), 0)
+    return finished(op, [accumulate(ops, list(own))], count, stack.dtype)
 
 
 def with_zero_padding(stack: jax.Array, axes: Axes, shapes: tuple[Shape, ...] | None) -> tuple[jax.Array, int]:
@@ -49,9 +49,9 @@ def with_zero_padding(stack: jax.Array, axes: Axes, shapes: tuple[Shape, ...] | 
     return stack, sum(math.prod(shape[a] for a in axes) for shape in true_shapes)
 
 
-def reduce_copies_at_one(value: jax.Array, op: ReduceOp, axes: Axes, num_replicas: int, ops: ReductionToOneDevice) -> jax.Array:
+def accumulate_copies(value: jax.Array, op: ReduceOp, axes: Axes, num_replicas: int, ops: ReductionToOneDevice) -> jax.Array:
     """Do the same with a value that is the same on each replica: the user's function is given it once for each."""
-    return reduce_at_one(broadcast_stack(value, num_replicas), op, axes, None, ops)
+    return accumulate_stack(broadcast_stack(value, num_replicas), op, axes, None, ops)
 
 
 def reduce_mirrored(value: jax.Array, op: ReduceOp, axes: Axes, num_replicas: int) -> jax.Array:

@@ -1,7 +1,7 @@
-"""JAX's own collectives in an uneven step: `jax.lax.pmean(x, "replica")` weighs replicas by their rows, too.
+"""JAX's own collectives in a step: `jax.lax.pmean(x, "replica")` weighs replicas by their rows, and is seen by the proof, too.
 
-While such a step is traced, the public names in `jax.lax` stand for functions of this module; afterwards for JAX's own again.
-What other threads do meanwhile is in no uneven step, and is handed on as it is.
+While a step is traced, the public names in `jax.lax` stand for functions of this module; afterwards for JAX's own again.
+What other threads do meanwhile is in no step, and is handed on as it is.
 """
 
 from __future__ import annotations
@@ -24,43 +24,47 @@ from .._typing import REPLICA_AXIS, PyTree
 from . import frames
 from .collectives import ReplicaAxis, all_reduce
 
-#: What is replaced while an uneven step is traced.
+#: What is replaced while a step is traced.
 NAMES = ("all_gather", "all_to_all", "pmax", "pmean", "pmin", "ppermute", "psum", "psum_scatter")
 
 
 @contextlib.contextmanager
-def with_rows() -> Iterator[None]:
-    """Trace an uneven step inside this block: its own calls of `jax.lax.pmean` and other collectives are seen."""
+def seen() -> Iterator[None]:
+    """Trace a step inside this block: its own calls of `jax.lax.pmean` and other collectives are seen."""
     with _process.lax_lock:
-        if not _process.num_uneven_traces:
+        if not _process.num_step_traces:
             _process.lax_originals.update((name, getattr(jax.lax, name)) for name in NAMES)
-            for name, original in _process.lax_originals.items():
-                _replace(name, original, functools.wraps(original)(functools.partial(_call, name, original)))
-        _process.num_uneven_traces += 1
+            originals = _process.lax_originals.items()
+            _replace({old: functools.wraps(old)(functools.partial(_call, name, old)) for name, old in originals})
+        _process.num_step_traces += 1
     try:
         yield
     finally:
         with _process.lax_lock:
-            _process.num_uneven_traces -= 1
-            if not _process.num_uneven_traces:
-                for name, original in _process.lax_originals.items():
-                    _replace(name, getattr(jax.lax, name), original)
+            _process.num_step_traces -= 1
+            if not _process.num_step_traces:
+                _replace({getattr(jax.lax, name): original for name, original in _process.lax_originals.items()})
 
 
-def _replace(name: str, old: Any, new: Any) -> None:
-    """Replace a name in `jax.lax`, and in modules that have imported it from there."""
+def _replace(new: dict[Any, Any]) -> None:
+    """Replace functions in `jax.lax`, and in modules that have imported them from there by their names."""
     for key, module in list(sys.modules.items()):
-        is_public = key == "jax.lax" or not key.startswith("jax")
-        if is_public and getattr(module, "__dict__", {}).get(name) is old:
-            setattr(module, name, new)
+        names = getattr(module, "__dict__", {}) if key == "jax.lax" or not key.startswith("jax") else {}
+        for old in new:
+            if names.get(old.__name__) is old:
+                setattr(module, old.__name__, new[old])
 
 
 def _call(name: str, original: Callable[..., Any], x: PyTree, axis_name: Any, *more: Any, **options: Any) -> PyTree:
     names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
     frame = frames.current()
     axis = None if frame is None else frame.axis
-    if axis is None or axis.sizes is None or REPLICA_AXIS not in names or tracing.is_mapped_over(REPLICA_AXIS):
+    if axis is None or REPLICA_AXIS not in names or tracing.is_mapped_over(REPLICA_AXIS):
         return original(x, axis_name, *more, **options)
+    if axis.sizes is None:
+        note = Mark(Purpose.MEAN, name, user_code.user_line())
+        is_seen = lambda leaf: name == "pmean" and isinstance(leaf, jax.Array)  # noqa: E731
+        return original(jax.tree.map(lambda leaf: mark(leaf, note) if is_seen(leaf) else leaf, x), axis_name, *more, **options)
     if name == "pmean":
         others = tuple(other for other in names if other != REPLICA_AXIS)
         return _mean(original(x, others) if others else x, axis, **options)

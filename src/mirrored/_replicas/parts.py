@@ -52,7 +52,7 @@ def num_real(shape: Shape, axis: ReplicaAxis) -> Any:
 
 
 def reduce_scatter(op: ReduceOp, arrays: Sequence[jax.Array], axis: ReplicaAxis) -> list[jax.Array]:
-    """Combine arrays over the replicas, and return this replica's part of each; a MEAN has the weights of `mean_by_rows`."""
+    """Combine arrays over the replicas, and return this replica's part of each; a MEAN weighs by rows, as in `all_reduce`."""
     if op is ReduceOp.SUM:
         return _packed(arrays, axis, _scattered)
     _, count = axis.rows()

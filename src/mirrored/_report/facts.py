@@ -1,11 +1,17 @@
-"""What is known of a strategy's run at one moment, as plain data."""
+"""What is known of a strategy's run at one moment: as plain data, in files of the workers, and joined."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
+import os
 import platform
 import time
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 
@@ -14,76 +20,51 @@ from .._program.program import collectives_of, name_of_collective
 from .._replicas.device_time import DeviceTime, last_profile
 from .._strategy.adding_up import ops_of
 from .._strategy.strategy import Strategy, coordination_of, datasets_of, mesh_of_strategy, programs_of, spent_in, variables_of
-from .._text import version_of
+from .._text import describe, version_of
 from .._transforms.function import function_programs
 from .._variables.equal_copies import CopiesCompared, last_comparisons
 from .._variables.variable import spec_of
 from ..data._dataset import DistributedDataset, batch_rows
 
+#: Of the files.
+_VERSION = 2
+
 
 class Replica(NamedTuple):
-    """One replica's device.
-
-    Attributes:
-        number: the replica's.
-        device: such as `gpu:0`.
-        kind: what the maker calls it.
-        worker: the number of the process that it belongs to.
-        in_use, limit: bytes of the device's memory, None where it does not say so.
-    """
+    """The device of one replica."""
 
     number: int
-    device: str
-    kind: str
+    device: str  # such as gpu:0
+    kind: str  # what the maker calls it
     worker: int
-    in_use: int | None
+    in_use: int | None  # bytes of the device's memory, None where it does not say so
     limit: int | None
 
 
 class Split(NamedTuple):
-    """A distributed dataset.
-
-    Attributes:
-        name: the dataset's class.
-        how: how its rows reach the replicas.
-        num_rows: rows of a global batch, None where only its iterator knows them.
-    """
+    """A distributed dataset: its class, and how its rows reach the replicas."""
 
     name: str
     how: str
-    num_rows: int | None
+    num_rows: int | None  # of a global batch, None where only its iterator knows them
 
 
 class Exchange(NamedTuple):
-    """Collectives of one kind in one program, at one line.
+    """Collectives of one kind in one program, at one line of the user's."""
 
-    Attributes:
-        name: such as all-reduce.
-        where: the user's line.
-        count: how many there are.
-        num_bytes: what each replica contributes, all together.
-    """
-
-    name: str
+    name: str  # such as all-reduce
     where: str
     count: int
-    num_bytes: int
+    num_bytes: int  # that each replica contributes, all together
 
 
 class Compiled(NamedTuple):
-    """A program.
-
-    Attributes:
-        name: of the user's function.
-        num_written, num_read: how many variables it writes, and how many it only reads.
-        cause: why it was compiled although its function had a program; "" for the first.
-        exchanges: what it communicates.
-    """
+    """A program of a user's function: how many variables it writes, how many it only reads, what it communicates."""
 
     name: str
     num_written: int
     num_read: int
-    cause: str
+    cause: str  # why it was compiled although its function had a program; "" for the first
     exchanges: tuple[Exchange, ...]
 
 
@@ -108,7 +89,7 @@ class Facts:
         taken: when, in seconds since 1970.
         replicas: all of them, also those of other workers.
         num_workers: how many processes there are.
-        adds_up_by: what the user has given as `cross_device_ops`; "" where XLA chooses.
+        adds_up_by: what has the user's function in the place of sums; "" without one.
         datasets, programs, variables: those that are alive.
         num_steps, step_seconds, shares: of the warm steps: how many, what one took, and which part of it went where.
         profiled: what the last profile has of this process's devices, None without one.
@@ -148,7 +129,7 @@ def facts_of(strategy: Strategy) -> Facts:
         datasets=tuple(map(_split, datasets_of(strategy))),
         programs=_programs(strategy),
         variables=tuple(
-            StateEntry(spec.name, spec.shape, str(spec.dtype), _bytes_of(spec.shape, spec.dtype), spec.is_on_read)
+            StateEntry(spec.name, spec.shape, str(spec.dtype), math.prod(spec.shape) * spec.dtype.itemsize, spec.is_on_read)
             for spec in map(spec_of, variables_of(strategy))
         ),
         num_steps=spent.num_steps,
@@ -185,8 +166,72 @@ def _programs(strategy: Strategy) -> tuple[Compiled, ...]:
     return tuple(sorted(found, key=lambda program: (order.index(program.name), program.cause != "")))
 
 
-def _bytes_of(shape: tuple[int, ...], dtype: object) -> int:
-    count = getattr(dtype, "itemsize", 0)
-    for size in shape:
-        count *= size
-    return count
+def file_of(path: Path, worker: int, num_workers: int) -> Path:
+    """Return the name of a worker's own file: `run/report.json`, and `run/report.2.json` of worker 2 of several."""
+    return path if num_workers == 1 else path.with_suffix(f".{worker}{path.suffix}")
+
+
+def save(facts: Facts, path: Path) -> None:
+    """Write facts as JSON."""
+    replace(path, json.dumps({"mirrored_report": _VERSION, **dataclasses.asdict(facts)}, indent=1))
+
+
+def load(path: Path) -> Facts | None:
+    """Read what `save` wrote; None for any other file.
+
+    Raises:
+        ValueError: when it was written by another version, or is damaged.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return None
+    if not isinstance(data, dict) or "mirrored_report" not in data:
+        return None
+    version = data.pop("mirrored_report")
+    if version != _VERSION:
+        raise ValueError(f"{path} has version {describe(version)} of the facts of a report; this mirrored reads {_VERSION}")
+    try:
+        return _facts(data)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from None
+
+
+def _facts(data: dict[str, Any]) -> Facts:
+    programs = [
+        Compiled(name, num_written, num_read, cause, tuple(Exchange(*exchange) for exchange in exchanges))
+        for name, num_written, num_read, cause, exchanges in data.pop("programs")
+    ]
+    comparison: list[Any] | None = data.pop("comparison")
+    profiled: dict[str, Any] | None = data.pop("profiled")
+    return Facts(
+        replicas=tuple(Replica(*row) for row in data.pop("replicas")),
+        datasets=tuple(Split(*row) for row in data.pop("datasets")),
+        programs=tuple(programs),
+        variables=tuple(StateEntry(name, tuple(shape), *rest) for name, shape, *rest in data.pop("variables")),
+        profiled=None if profiled is None else DeviceTime(seconds=dict(profiled.pop("seconds")), **profiled),
+        comparison=None if comparison is None else CopiesCompared(*comparison),
+        warnings=tuple((str(message), int(count)) for message, count in data.pop("warnings")),
+        **data,
+    )
+
+
+def joined(every: Sequence[Facts]) -> Facts:
+    """Join the facts of several workers: of each device what its own worker knows, and the warnings of all."""
+    first, by_worker = every[0], {facts.worker: facts for facts in every}
+    warnings: Counter[str] = Counter()
+    for facts in every:
+        warnings.update(dict(facts.warnings))
+    replicas = [by_worker.get(replica.worker, first).replicas[i] for i, replica in enumerate(first.replicas)]
+    return dataclasses.replace(first, replicas=tuple(replicas), warnings=tuple(warnings.items()))
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a file in one step, so that readers see the old one or the new one whole; its folder is made when it is not there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from .._html import Html, element, joined, table
 from .._text import bytes_in_words, counted
@@ -50,7 +50,7 @@ def page(facts: Facts, workers: Sequence[Facts] = ()) -> Html:
         "Devices": _devices(facts),
         "Data": _data(facts),
         "Programs": _programs(facts),
-        "Time": _time(facts) if len(workers) < 2 else _times(workers),
+        "Time": joined([_steps(facts), _profiled(facts)] if len(workers) < 2 else [_steps_of_all(workers), _profiles(workers)]),
         "Communication": _communication(facts),
         "Memory": _memory(facts),
         "Copies": _copies(facts),
@@ -114,10 +114,6 @@ def _programs(facts: Facts) -> Html:
     return _wide(table(("function", "writes", "reads", "compiled because"), rows))
 
 
-def _time(facts: Facts) -> Html:
-    return joined([_steps(facts), _profiled(facts)])
-
-
 def _profiled(facts: Facts) -> Html:
     """Show what the devices did, by the last profile."""
     found = facts.profiled
@@ -144,7 +140,7 @@ def _steps(facts: Facts) -> Html:
     return joined([_quiet(each + note), pictures.shares("time of a step", facts.shares)])
 
 
-def _times(workers: Sequence[Facts]) -> Html:
+def _steps_of_all(workers: Sequence[Facts]) -> Html:
     """Show the workers side by side: one that waits for devices waits for one that does not."""
     names = list(dict.fromkeys(name for facts in workers for name in facts.shares))
     rows = [
@@ -155,7 +151,7 @@ def _times(workers: Sequence[Facts]) -> Html:
         "Steps of strategy.run without those that were compiled. Workers take their steps together, so look for the one that "
         "waits least."
     )
-    return joined([_quiet(note), _wide(table(("worker", "steps", "each", *names), rows)), _profiles(workers)])
+    return joined([_quiet(note), _wide(table(("worker", "steps", "each", *names), rows))])
 
 
 def _profiles(workers: Sequence[Facts]) -> Html:
@@ -175,13 +171,11 @@ def _communication(facts: Facts) -> Html:
     rows = collections.Counter((program.name, exchange) for program in facts.programs for exchange in program.exchanges)
     if not rows:
         return _quiet("No program communicates.")
-    listed = table(
-        ("function", "collective", "how many", "bytes of each replica", "programs", "line"),
-        [
-            (element("code", name), e.name, e.count, bytes_in_words(e.num_bytes), programs, e.where)
-            for (name, e), programs in rows.items()
-        ],
-    )
+    cells = [
+        (element("code", name), e.name, e.count, bytes_in_words(e.num_bytes), programs, e.where)
+        for (name, e), programs in rows.items()
+    ]
+    listed = table(("function", "collective", "how many", "bytes of each replica", "programs", "line"), cells)
     largest = sorted(rows, key=lambda row: -row[1].num_bytes)[:8]
     drawn = pictures.bars("bytes by collective", [(f"{name}: {e.name}", e.num_bytes, None) for name, e in largest])
     return joined(
@@ -201,19 +195,9 @@ def _memory(facts: Facts) -> Html:
     if not facts.variables:
         return _quiet("There are no variables.")
     largest = sorted(facts.variables, key=lambda state: -state.num_bytes)[:_MAX_VARIABLES]
-    listed = table(
-        ("variable", "shape", "dtype", "bytes on each device", "kind"),
-        [
-            (
-                element("code", v.name),
-                str(v.shape),
-                v.dtype,
-                bytes_in_words(v.num_bytes),
-                "sync-on-read" if v.is_on_read else "mirrored",
-            )
-            for v in largest
-        ],
-    )
+    kinds = {True: "sync-on-read", False: "mirrored"}
+    cells = [(element("code", v.name), str(v.shape), v.dtype, bytes_in_words(v.num_bytes), kinds[v.is_on_read]) for v in largest]
+    listed = table(("variable", "shape", "dtype", "bytes on each device", "kind"), cells)
     left = len(facts.variables) - len(largest)
     rest = [_quiet(f"and {counted(left, 'smaller variable')}.")] * bool(left)
     return joined([_quiet(note), pictures.bars("memory by device", rows), _wide(listed), *rest])
@@ -236,9 +220,8 @@ def _copies(facts: Facts) -> Html:
 def _warnings(facts: Facts) -> Html:
     if not facts.warnings:
         return _quiet("None.")
-    return joined(_warning(message, count) for message, count in facts.warnings)
-
-
-def _warning(message: str, count: int) -> Html:
-    times: Iterable[Html] = [element("span", f" ({count} times)", class_="quiet")] * (count > 1)
-    return element("p", joined([message, *times]), class_="warn")
+    parts = []
+    for message, count in facts.warnings:
+        times = element("span", f" ({count} times)", class_="quiet") if count > 1 else ""
+        parts.append(element("p", joined([message, times]), class_="warn"))
+    return joined(parts)

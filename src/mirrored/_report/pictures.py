@@ -75,21 +75,8 @@ def split(num_rows: int | None, num_replicas: int) -> Html:
 
 
 def shares(title: str, parts: Mapping[str, float]) -> Html:
-    """Draw which part of a whole each of some is.
-
-    Args:
-        title: for those who cannot see it.
-        parts: label, and a number from 0 to 1.
-    """
-    drawn = []
-    for position, (label, share) in enumerate(parts.items()):
-        y = position * 40
-        drawn += [
-            _text(2, y + 14, label),
-            element("text", f"{share:.0%}", x=WIDTH - 2, y=y + 14, class_="quiet", text_anchor="end"),
-        ]
-        drawn += [_box(1, y + 20, WIDTH - 2, 9, "rest"), _box(1, y + 20, (WIDTH - 2) * min(share, 1.0), 9, "part")]
-    return _picture(title, 40 * len(parts), drawn)
+    """Draw which part of a whole each of some is: by its label, a number from 0 to 1."""
+    return _bars(title, [(label, f"{share:.0%}", share) for label, share in parts.items()])
 
 
 def bars(title: str, rows: Sequence[tuple[str, int, int | None]]) -> Html:
@@ -100,13 +87,18 @@ def bars(title: str, rows: Sequence[tuple[str, int, int | None]]) -> Html:
         rows: label, bytes, and the bytes of the whole or None.
     """
     largest = max([size for _, size, _ in rows], default=0) or 1
-    parts = []
-    for position, (label, size, whole) in enumerate(rows):
-        y = position * 40
+    drawn = []
+    for label, size, whole in rows:
         numbers = bytes_in_words(size) + (f" of {bytes_in_words(whole)}" if whole else "")
-        parts += [_text(2, y + 14, label), element("text", numbers, x=WIDTH - 2, y=y + 14, class_="quiet", text_anchor="end")]
-        parts += [
-            _box(1, y + 20, WIDTH - 2, 9, "rest"),
-            _box(1, y + 20, (WIDTH - 2) * min(size / (whole or largest), 1), 9, "part"),
-        ]
-    return _picture(title, 40 * len(rows), parts)
+        drawn.append((label, numbers, size / (whole or largest)))
+    return _bars(title, drawn)
+
+
+def _bars(title: str, rows: Sequence[tuple[str, str, float]]) -> Html:
+    """Draw a bar for each label, with its numbers in words and its part of the whole."""
+    drawn = []
+    for position, (label, numbers, share) in enumerate(rows):
+        y = position * 40
+        drawn += [_text(2, y + 14, label), element("text", numbers, x=WIDTH - 2, y=y + 14, class_="quiet", text_anchor="end")]
+        drawn += [_box(1, y + 20, WIDTH - 2, 9, "rest"), _box(1, y + 20, (WIDTH - 2) * min(share, 1), 9, "part")]
+    return _picture(title, 40 * len(rows), drawn)

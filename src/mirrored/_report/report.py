@@ -1,18 +1,21 @@
-"""One page about a run, for people."""
+"""One page about a run, for people: of this process, or by `mirrored report` of the files of several workers."""
 
 from __future__ import annotations
 
+import argparse
 import os
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from .._errors import ContextError
 from .._replicas import frames
 from .._strategy.strategy import Strategy, coordination_of
-from .._text import shown
-from .facts import facts_of
+from .._text import escape, shown
+from .facts import facts_of, file_of, joined, load, replace, save
 from .page import page
-from .replacing import replace
-from .saved import file_of, save
+
+_NO_FACTS = 1
 
 
 def report(strategy: Strategy, path: str | os.PathLike[str] = "mirrored-report.html") -> Path | None:
@@ -67,3 +70,35 @@ def report(strategy: Strategy, path: str | os.PathLike[str] = "mirrored-report.h
     else:
         replace(target, page(facts))
     return target
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `mirrored report`: make one page of the files of a run."""
+    parser = argparse.ArgumentParser(
+        "mirrored report",
+        description="Write one page about a run, of the files that each worker has written by "
+        'mr.report(strategy, "RUN/report.json").',
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of these files, or one of them")
+    parser.add_argument("-o", "--output", type=Path, help="the page; default: report.html in the folder")
+    options = parser.parse_args(argv)
+    run: Path = options.run
+    try:
+        files = sorted(run.glob("*.json")) if run.is_dir() else [run]
+        every = sorted((facts for facts in map(load, files) if facts is not None), key=lambda facts: facts.worker)
+        if len({facts.worker for facts in every}) < len(every) or len({len(facts.replicas) for facts in every}) > 1:
+            raise ValueError(f"{run} has the files of several runs; name one of them, or give each run a folder of its own")
+        if not every:
+            raise ValueError(
+                f"{run} has no facts of a run. Write them on each worker at the end of the training: "
+                'mr.report(strategy, "RUN/report.json")'
+            )
+        output: Path = options.output or (run if run.is_dir() else run.parent) / "report.html"
+        replace(output, page(joined(every), every))
+    except (OSError, ValueError) as error:
+        sys.stderr.write(f"mirrored report: {escape(str(error), 1000)}\n")
+        return _NO_FACTS
+    missing = sorted({replica.worker for replica in every[0].replicas} - {facts.worker for facts in every})
+    note = f"; without workers {', '.join(map(str, missing))}, whose files are not there" if missing else ""
+    sys.stdout.write(f"{output}{note}\n")
+    return 0

@@ -1,4 +1,4 @@
-"""The `cross_device_ops` that a strategy is given: refused where they make no sense on its devices."""
+"""The `cross_device_ops` that a strategy is given: TensorFlow's names, refused where they make no sense on its devices."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from typing import Any
 import jax
 
 from .._errors import DeviceError
-from .._jax import user_code
-from .._options import CrossDeviceOps, HierarchicalCopyAllReduce, NcclAllReduce, ReductionToOneDevice, accumulates
+from .._options import CrossDeviceOps, HierarchicalCopyAllReduce, NcclAllReduce, ReductionToOneDevice
 from .._replicas.mesh import ReplicaMesh, resolve_devices
 
-#: How a strategy's replicas add up, where the user has said so.
-ops_of: Callable[[Any], CrossDeviceOps | None] = operator.attrgetter("_ops")
+#: What has the function that takes the place of sums, where the user has given a strategy one.
+ops_of: Callable[[Any], ReductionToOneDevice | None] = operator.attrgetter("_ops")
 
 _KINDS = (NcclAllReduce, HierarchicalCopyAllReduce, ReductionToOneDevice)
 
 
 def parse_ops(given: Any) -> CrossDeviceOps | None:
-    """Return what the user has chosen; None where XLA chooses.
+    """Return what the user has given; None for nothing.
 
     Raises:
         TypeError, ValueError: for anything else, such as a class that is not called.
@@ -39,8 +38,8 @@ def parse_ops(given: Any) -> CrossDeviceOps | None:
     )
 
 
-def check_ops(ops: CrossDeviceOps | None, mesh: ReplicaMesh) -> None:
-    """Refuse what these devices cannot do, and say what they do otherwise.
+def accumulating(ops: CrossDeviceOps | None, mesh: ReplicaMesh) -> ReductionToOneDevice | None:
+    """Return what has a function in the place of sums. All else is XLA's to choose, and refused if the devices cannot do it.
 
     Raises:
         ValueError: for NCCL without GPUs.
@@ -58,8 +57,4 @@ def check_ops(ops: CrossDeviceOps | None, mesh: ReplicaMesh) -> None:
         [device] = resolve_devices([given])
         if device not in mesh.devices:
             raise DeviceError(f"reduce_to_device is {given!r}, which is none of the strategy's devices, {mesh}. Leave it out.")
-    if ops is not None and mesh.per_device > 1 and not accumulates(ops):
-        user_code.warn(
-            f"{ops} has no part in steps of {mesh}: a device adds up its replicas first, and XLA's all-reduce the devices.",
-            UserWarning,
-        )
+    return ops if isinstance(ops, ReductionToOneDevice) and ops.accumulation_fn is not None else None

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from .._errors import StrategyMismatchError
-from .._options import CrossDeviceOps, ReduceOp, ReductionToOneDevice, VariableSynchronization, accumulates
+from .._options import ReduceOp, ReductionToOneDevice, VariableSynchronization
 from .._replicas import arrays, collectives, cross_replica, frames, host_memory, placement, together
 from .._replicas.mesh import ReplicaMesh
 from .._replicas.per_replica import PerReplica, carried_sums, require_whole, stack_of, uneven_shapes
@@ -27,12 +27,12 @@ class Leaves:
     Attributes:
         mesh: the strategy's devices.
         strategy: whose leaves they are; messages show it.
-        ops: how its replicas add up, where the user has said so.
+        ops: has the function that takes the place of sums, where the user has given one.
     """
 
     mesh: ReplicaMesh
     strategy: Any
-    ops: CrossDeviceOps | None = None
+    ops: ReductionToOneDevice | None = None
 
     def local_results(self, value: PyTree) -> tuple[Any, ...]:
         """Return a nest's values on this worker, one nest for each local replica; a 1-tuple when nothing in it differs."""
@@ -52,18 +52,17 @@ class Leaves:
 
     def _reduction(self, op: ReduceOp, value: PerReplica | jax.Array, axis: Any) -> Task | jax.Array:
         axes = () if axis is None else collectives.normalize_axes(axis, value.ndim, "reduce")
-        at_one = self.ops if isinstance(self.ops, ReductionToOneDevice) else None
         if not isinstance(value, PerReplica):
-            if accumulates(at_one):
-                return Task(cross_replica.reduce_copies_at_one, (op, axes, self.mesh.num_replicas, at_one))
+            if self.ops is not None:
+                return Task(cross_replica.accumulate_copies, (op, axes, self.mesh.num_replicas, self.ops))
             return Task(cross_replica.reduce_mirrored, (op, axes, self.mesh.num_replicas))
         shapes = uneven_shapes(value)
         if shapes is not None:
             cross_replica.require_equal_except(axes, value, "reduce")
         if not axes and (known := _carried(op, value)) is not None:
             return known
-        if at_one is not None:
-            return Task(cross_replica.reduce_at_one, (op, axes, shapes, at_one))
+        if self.ops is not None:
+            return Task(cross_replica.accumulate_stack, (op, axes, shapes, self.ops))
         return Task(cross_replica.reduce_stack, (op, axes, shapes))
 
     def gather(self, tree: PyTree, axis: Any) -> PyTree:

@@ -22,7 +22,7 @@ from .._replicas import placement
 from .._replicas.mesh import cluster_mesh, make_mesh, resolve_devices, with_replicas
 from .._workers import runtime
 from .._workers.runtime import Runtime
-from .adding_up import check_ops, parse_ops
+from .adding_up import accumulating, parse_ops
 from .strategy import Strategy
 
 _logger = logging.getLogger("mirrored")
@@ -37,8 +37,8 @@ class MirroredStrategy(Strategy):
         devices: `jax.Device` objects or names such as `"gpu:0"`, `"/gpu:0"`, `"GPU:0"`, `"cpu:3"`, one for
             each replica. None: all local accelerators, or the CPU devices when there are none. Asking for
             `["cpu:0", ..., "cpu:7"]` before JAX has started makes eight virtual CPU devices.
-        cross_device_ops: how replicas add up: `mr.NcclAllReduce`, `mr.HierarchicalCopyAllReduce` or `mr.ReductionToOneDevice`.
-            None or `"auto"`: XLA's all-reduce for the devices, which is NCCL's between GPUs.
+        cross_device_ops: TensorFlow's `mr.NcclAllReduce`, `mr.HierarchicalCopyAllReduce` or `mr.ReductionToOneDevice`. With
+            each of them, and without, XLA chooses the collective, NCCL's between GPUs; an `accumulation_fn` takes its place.
         num_replicas: how many replicas there are, a multiple of the number of devices; each device runs equally many. The
             numbers are those of as many devices. None: one on each device.
         schedule: how a device runs several replicas: `"together"`, which is fast, or `"one_by_one"`, one after the other,
@@ -72,8 +72,7 @@ class MirroredStrategy(Strategy):
         ops = parse_ops(cross_device_ops)
         look_for_others("MirroredStrategy")
         mesh = with_replicas(make_mesh(resolve_devices(devices)), num_replicas, schedule)
-        check_ops(ops, mesh)
-        super().__init__(mesh, ops=ops)
+        super().__init__(mesh, ops=accumulating(ops, mesh))
 
 
 class MultiWorkerMirroredStrategy(Strategy):
@@ -88,7 +87,7 @@ class MultiWorkerMirroredStrategy(Strategy):
     Args:
         cluster: a resolver, such as `mr.SimpleClusterResolver`, or None to look at the variables.
         communication_options: see `mr.CommunicationOptions`.
-        cross_device_ops: how replicas add up, as in `mr.MirroredStrategy`. TensorFlow's has no such argument.
+        cross_device_ops: as in `mr.MirroredStrategy`. TensorFlow's has no such argument.
         cluster_resolver: TensorFlow's name of `cluster`; works, with a DeprecationWarning.
         communication: in TensorFlow 2.0, the implementation of the communication options; likewise.
 
@@ -136,8 +135,7 @@ class MultiWorkerMirroredStrategy(Strategy):
                 "implementation is NCCL, which connects GPUs, but JAX has found none; it uses the CPU. Leave the option out, or "
                 "install JAX for CUDA: pip install 'jax[cuda13]'."
             )
-        check_ops(ops, mesh)
-        super().__init__(mesh, bytes_per_pack=options.bytes_per_pack, ops=ops)
+        super().__init__(mesh, bytes_per_pack=options.bytes_per_pack, ops=accumulating(ops, mesh))
         if joined is not None:
             self._coordination = joined.coordination
             self._meet()

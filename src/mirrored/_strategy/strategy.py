@@ -19,7 +19,7 @@ from .._cluster.spec import Cluster
 from .._errors import ContextError, StrategyMismatchError
 from .._jax import user_code
 from .._models import keras, keras_fit, nnx
-from .._options import AutoShardPolicy, CrossDeviceOps, InputOptions, ReduceOp, ReduceOpName
+from .._options import AutoShardPolicy, InputOptions, ReduceOp, ReduceOpName, ReductionToOneDevice
 from .._program.program import StepProgram, describe_program
 from .._program.steps import Steps
 from .._replicas import collectives, context, device_time, frames, in_flight
@@ -58,7 +58,7 @@ class Strategy:
 
     _coordination = Coordination()
 
-    def __init__(self, mesh: ReplicaMesh, *, bytes_per_pack: int = 0, ops: CrossDeviceOps | None = None) -> None:
+    def __init__(self, mesh: ReplicaMesh, *, bytes_per_pack: int = 0, ops: ReductionToOneDevice | None = None) -> None:
         """Take the devices; users call a subclass."""
         if not isinstance(mesh, ReplicaMesh):
             raise TypeError(

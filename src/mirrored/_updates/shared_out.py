@@ -14,9 +14,9 @@ import jax.numpy as jnp
 
 from .._jax import tracing, user_code
 from .._jax.marks import Mark, Purpose, mark
-from .._options import ReduceOp, accumulates
+from .._options import ReduceOp
 from .._replicas import parts
-from .._replicas.collectives import ReplicaAxis, all_reduce, mean_by_rows
+from .._replicas.collectives import ReplicaAxis, all_reduce
 from .._variables import access
 from .._variables.sharded import ShardedVariable
 from .._variables.variable import Variable, spec_of
@@ -64,14 +64,14 @@ def combined(op: ReduceOp, gradients: Sequence[jax.Array], axis: ReplicaAxis) ->
     Raises:
         ValueError: when a function of the user's takes the place of sums.
     """
-    if accumulates(axis.ops):
+    if axis.ops is not None:
         raise ValueError(
             f"mr.Optimizer(..., shard_state=True) adds gradients up where they are shared out, so {axis.ops} has no place for "
             "its accumulation_fn. Leave shard_state=True out, or accumulation_fn."
         )
     divided = iter(parts.reduce_scatter(op, [gradient for gradient in gradients if _is_divided(gradient)], axis))
     others = [gradient for gradient in gradients if not _is_divided(gradient)]
-    whole = iter(all_reduce(op, others, axis) if op is ReduceOp.SUM else mean_by_rows(others, axis))
+    whole = iter(all_reduce(op, others, axis))
     return [OwnPart(next(divided), g.shape) if _is_divided(g) else next(whole) for g in gradients]
 
 

@@ -23,11 +23,11 @@ from ._iterator import DistributedIterator
 from ._passes import Elements
 from ._sharing.agree import InputWorker
 from ._sharing.plan import Plan
-from ._sharing.rounds import num_steps
 from ._sharing.steps import LocalReplicas
 from ._sources import grain
 from ._sources.elements import checked_function
 from ._sources.numpy_dataset import NumpyDataset
+from ._sources.rounds import num_steps
 from ._sources.shares import why_share
 from ._sources.single_rows import why_single_rows
 

@@ -23,10 +23,10 @@ from .._workers.coordination import Channel
 from .._workers.progress import NEXT_BATCH, in_main_thread, progress
 from ._passes import Elements, Passes
 from ._prefetch import Ahead
-from ._sharing.rounds import check_places
 from ._sharing.rows import split_sizes
 from ._sharing.steps import LocalReplicas, Step, Steps
 from ._sources.position import Position, Source
+from ._sources.rounds import check_places
 
 #: Of the states that `get_state` returns.
 _VERSION = 1

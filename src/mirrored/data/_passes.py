@@ -12,15 +12,15 @@ import jax
 
 from .._typing import PyTree
 from ._sharing.plan import Plan
-from ._sharing.rounds import Limit, all_steps, num_passes_left
 from ._sharing.rows import to_numpy
 from ._sharing.steps import LocalReplicas, Steps
 from ._sources import grain
-from ._sources.elements import PerReplicaSpec, applied, own_copy, spec_of_batch
+from ._sources.elements import PerReplicaSpec, spec_of_batch
 from ._sources.last_batch import LastBatch, last_batch
 from ._sources.numpy_dataset import NumpyDataset
 from ._sources.open import is_sequence, open_source
 from ._sources.position import Source
+from ._sources.rounds import Limit, limited, num_passes_left
 
 _logger = logging.getLogger("mirrored")
 
@@ -80,31 +80,25 @@ class Elements:
     def spec(self) -> PyTree:
         """Return what each replica gets of a batch, without a step and without moving an iterator."""
         if not self._specs:
-            element = self._sample()
-            for fn in self.maps:
-                element = applied(fn, element)
+            with contextlib.closing(self._open_sample()) as source:
+                try:
+                    element = next(source)
+                except StopIteration as end:
+                    name = type(self.plan.dataset).__name__
+                    raise ValueError(f"{name} is empty, so nobody knows what its elements are like.") from end
             self._specs.append(spec_of_batch(to_numpy(element)))
         return self._specs[0]
 
-    def _sample(self) -> PyTree:
-        dataset, name = self.plan.dataset, type(self.plan.dataset).__name__
-        if isinstance(dataset, NumpyDataset):
-            return dataset._sample()
-        if grain.is_pipeline(dataset):
-            iterator: Any = grain.open_pipeline(dataset)
-            try:
-                return next(iterator)
-            except StopIteration as end:
-                raise ValueError(f"{name} is empty, so nobody knows what its elements are like.") from end
-            finally:
-                iterator.close()
-        if is_sequence(dataset):
-            if not len(dataset):
-                raise ValueError(f"{name} is empty, so nobody knows what its elements are like.")
-            return own_copy(dataset[0])
+    def _open_sample(self) -> Source:
+        """Start to read an element where that changes no order of others."""
+        dataset = self.plan.dataset
+        if isinstance(dataset, NumpyDataset):  # a pass of which would have its number
+            return Source(dataset, iter([dataset._sample()]), maps=self.maps)
+        if grain.is_pipeline(dataset) or is_sequence(dataset):
+            return self.open()
         raise TypeError(
-            f"what the elements of {name} are like is known when an iterator has given one: to read one now might change the "
-            "order of others. Ask after `batch = next(iterator)`, or look at the batch."
+            f"what the elements of {type(dataset).__name__} are like is known when an iterator has given one: to read one now "
+            "might change the order of others. Ask after `batch = next(iterator)`, or look at the batch."
         )
 
 
@@ -119,8 +113,14 @@ class Passes:
         self._is_resumed = is_resumed
 
     def steps(self) -> Steps:
-        """Return the steps of all passes."""
-        return all_steps(self._start, self._elements.limits, self._extra.get("places", []))
+        """Yield the steps of all passes; each notes in `extra` how far it is in each limit.
+
+        All workers count the same steps, so they stop and begin anew together without asking each other.
+        """
+        limits = self._elements.limits
+        places = list(self._extra.get("places", [0] * len(limits)))
+        for step in limited(self._start, limits, places):
+            yield dataclasses.replace(step, extra={**step.extra, "places": list(places)}) if limits else step
 
     def _start(self, is_first: bool) -> Steps:
         if not is_first:

@@ -38,11 +38,16 @@ class Ahead(Generic[T]):
             count: how many items may be ready; at least 1.
             interrupt: ends what `items` may be waiting for, such as other workers; called in any thread.
         """
-        self._channel: _Queue[T] = _Queue(count, interrupt)
+        channel: _Queue[T] = _Queue(count, interrupt)
+        self._channel = channel
         context, is_x64 = contextvars.copy_context(), jax.config.jax_enable_x64  # pyrefly: ignore[missing-attribute]
-        work = functools.partial(_work, self._channel, items, close, context, is_x64)
-        self._channel.start(work)
+
+        def work() -> None:
+            with jax.enable_x64(is_x64):
+                context.run(_run_ahead, channel, items, close)
+
         # The thread knows the channel, not this object, so that a loop which is left early leaves garbage behind.
+        channel.start(work)
         weakref.finalize(self, self._channel.close)
 
     def __iter__(self) -> Ahead[T]:
@@ -72,7 +77,7 @@ class _Queue(Generic[T]):
         self._is_finished = False
         self._thread: threading.Thread | None = None
 
-    def start(self, work: Any) -> None:
+    def start(self, work: Callable[[], None]) -> None:
         self._thread = threading.Thread(target=work, name="mirrored input", daemon=True)
         _close_at_exit()
         _open_channels.add(self)
@@ -129,13 +134,6 @@ def _end(failure: BaseException | None) -> NoReturn:
         raise StopIteration if failure is None else failure
     finally:
         del failure  # a frame that held it would keep itself, and the batches in it, until the next collection
-
-
-def _work(
-    channel: _Queue[T], items: Generator[T, None, None], close: Callable[[], None], context: contextvars.Context, is_x64: bool
-) -> None:
-    with jax.enable_x64(is_x64):
-        context.run(_run_ahead, channel, items, close)
 
 
 def _run_ahead(channel: _Queue[T], items: Generator[T, None, None], close: Callable[[], None]) -> None:

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from ..._errors import UnevenReplicasError
 from ..._jax import tracing, user_code
 from ..._jax.marks import Mark, Purpose, mark
-from ..._replicas import named
 from ..._replicas.frames import Frame
 from ..._replicas.per_replica import stack_shapes
 from ..._typing import Shape
@@ -136,7 +135,7 @@ class _Tracer:
 
     def trace(self, kind: int, sizes: _AskedSizes) -> Traced:
         try:
-            with sizes.tracing(), named.with_rows():
+            with sizes.tracing():
                 return trace_step(self.call, self.kinds.shapes[kind], self.frame_with(sizes))
         except Exception as error:
             if self._can_be_traced_without(kind):
@@ -147,7 +146,7 @@ class _Tracer:
     def _can_be_traced_without(self, kind: int) -> bool:
         """Tell whether the step can be traced for another kind of replicas, so that an error is about the number of rows."""
         for other, sizes in enumerate(self.sizes([[]] * len(self.kinds.shapes))):
-            with contextlib.suppress(Exception), sizes.tracing(), named.with_rows():
+            with contextlib.suppress(Exception), sizes.tracing():
                 if other != kind:
                     trace_step(self.call, self.kinds.shapes[other], self.frame_with(sizes))
                     return True

@@ -63,7 +63,9 @@ def make_plan(dataset: Any, policy: AutoShardPolicy | str, worker: InputWorker, 
     by_row = f"every one of the {workers} reads all records; {parts}"
     if policy is AutoShardPolicy.DATA:
         return Plan(dataset, "DATA", f"DATA: {by_row}")
-    reason = _why_not_by_file(dataset, worker.count, is_certain=policy is AutoShardPolicy.AUTO)
+    reason = f"{type(dataset).__name__} is no dataset of files"
+    if grain.is_pipeline(dataset):
+        reason = grain.why_not_by_file(dataset, worker.count, is_certain=policy is AutoShardPolicy.AUTO)
     if reason is None:
         files = grain.files_of(dataset)
         mine = f"worker i of {worker.count} reads the files i, i + {worker.count}, ...{'' if files is None else f' of {files}'}"
@@ -85,9 +87,3 @@ def plan_of_function(dataset: Any, worker: InputWorker, context: InputContext | 
     counts_rows = context is None or isinstance(dataset, NumpyDataset)  # and not batches
     sizes = () if counts_rows else tuple(context._sizes)
     return Plan(dataset, "FUNCTION", f"made by a function, called {calls}: each replica takes the next element", sizes)
-
-
-def _why_not_by_file(dataset: Any, num_workers: int, is_certain: bool) -> str | None:
-    if not grain.is_pipeline(dataset):
-        return f"{type(dataset).__name__} is no dataset of files"
-    return grain.why_not_by_file(dataset, num_workers, is_certain)

@@ -230,9 +230,7 @@ class _Held:
         self._batches: collections.deque[tuple[PyTree, Position]] = collections.deque()  # each with the position before it
         self._skip = 0  # rows of the first that were taken
         self._left = 0
-        if skip:
-            self._fill(skip)
-            self._advance(min(skip, self._left))
+        self.take(skip)
 
     def num_rows(self) -> int:
         """Return how many rows the next batch has left; 0 at the end."""
@@ -245,18 +243,19 @@ class _Held:
         wanted = min(num_rows, self._left)
         if not wanted:
             return None
-        rows: list[Any] = []
-        skip, missing = self._skip, wanted
-        for batch, _ in self._batches:
-            part = jax.tree.map(lambda leaf, a=skip, b=skip + missing: leaf[a:b], batch)
+        rows: list[PyTree] = []
+        missing = wanted
+        while missing:
+            batch, _ = self._batches[0]
+            part = jax.tree.map(lambda leaf: leaf[self._skip : self._skip + missing], batch)  # noqa: B023
             rows.append(part)
             missing -= count_rows(part)
-            skip = 0
-            if not missing:
-                break
-        joined = join_rows(rows)
-        self._advance(wanted)
-        return joined
+            self._skip += count_rows(part)
+            if self._skip == count_rows(batch):
+                self._batches.popleft()
+                self._skip = 0
+        self._left -= wanted
+        return join_rows(rows)
 
     def position(self) -> tuple[Position, int]:
         """Return the position before the next batch with rows left, and how many of its rows were taken."""
@@ -274,10 +273,3 @@ class _Held:
             if count:
                 self._batches.append((arrays, position))
                 self._left += count
-
-    def _advance(self, num_rows: int) -> None:
-        self._left -= num_rows
-        self._skip += num_rows
-        while self._batches and self._skip >= (count := count_rows(self._batches[0][0])):
-            self._skip -= count
-            self._batches.popleft()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
@@ -17,6 +17,7 @@ from ..._replicas.per_replica import PerReplica, is_per_replica
 from ..._text import counted, shown
 from ..._typing import PyTree
 from .elements import applied, checked_function, spec_of_batch
+from .rounds import Limit, limited, num_steps
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -165,20 +166,17 @@ class NumpyDataset:
 
     def _num_batches(self, at_least: int) -> int:
         """Return how many batches of at least so many rows one pass yields."""
-        self._rows_per_batch()
-        if self.num_epochs is None and self.batches_per_pass is None:
-            raise TypeError("the dataset repeats without end, and has no length.")
-        rows_per_batch, per_epoch = self._rows_per_batch(), self._num_batches_of_epoch()
-        complete, rest = divmod(self.num_rows, rows_per_batch)
+        complete, rest = divmod(self.num_rows, self._rows_per_batch())
+        per_epoch = self._num_batches_of_epoch()
+        count = num_steps(per_epoch, self._limits)
+        if self._rows_per_batch() < at_least:
+            return 0
+        is_last_smaller = per_epoch > complete and rest < at_least
+        return count - count // per_epoch if is_last_smaller else count
 
-        def large_ones(count: int) -> int:  # among the first so many of an epoch
-            return min(count, complete) * (rows_per_batch >= at_least) + (count > complete and rest >= at_least)
-
-        if self.batches_per_pass is None:
-            return (self.num_epochs or 0) * large_ones(per_epoch)
-        of_all = self.batches_per_pass if self.num_epochs is None else min(self.batches_per_pass, self.num_epochs * per_epoch)
-        epochs, more = divmod(of_all, per_epoch) if per_epoch else (0, 0)
-        return epochs * large_ones(per_epoch) + large_ones(more)
+    @property
+    def _limits(self) -> tuple[Limit, ...]:
+        return ("take", self.batches_per_epoch), ("repeat", self.num_epochs), ("take", self.batches_per_pass)
 
     def __iter__(self) -> Iterator[PyTree]:
         self._rows_per_batch()
@@ -227,35 +225,29 @@ class _NumpyIterator:
     def __init__(self, dataset: NumpyDataset) -> None:
         self._dataset = dataset
         self._first: int | None = None  # the number of this pass's first epoch, taken when it begins
-        self._epoch = 0
         self._row = 0
-        self._order: np.ndarray | None = None
+        self._places = [0, 0, 0]  # batches of this epoch, epochs, batches of all: see NumpyDataset._limits
+        self._starts = limited(self._starts_of_epoch, dataset._limits, self._places)
+        self._order: tuple[int, np.ndarray] | None = None  # of which epoch
 
     def __iter__(self) -> _NumpyIterator:
         return self
 
     def __next__(self) -> PyTree:
-        dataset, rows_per_batch = self._dataset, self._dataset._rows_per_batch()
-        per_epoch, limit = dataset._num_batches_of_epoch(), dataset.batches_per_pass
-        if not per_epoch or (limit is not None and self._epoch * per_epoch + self._batch_of_epoch() >= limit):
-            raise StopIteration
-        while self._is_epoch_over():
-            if dataset.num_epochs is not None and self._epoch + 1 >= dataset.num_epochs:
-                raise StopIteration
-            self._epoch, self._row, self._order = self._epoch + 1, 0, None
-        if self._order is None:
-            self._order = dataset._order(self._begin() + self._epoch)
-        rows = self._order[self._row : self._row + rows_per_batch]
-        self._row += len(rows)
+        dataset = self._dataset
+        start = next(self._starts)
+        self._row = min(start + dataset._rows_per_batch(), dataset.num_rows)
+        epoch = self._begin() + self._places[1]
+        if self._order is None or self._order[0] != epoch:
+            self._order = epoch, dataset._order(epoch)
+        rows = self._order[1][start : self._row]
         return dataset._mapped(jax.tree.map(lambda array: _taken(array, rows), dataset.arrays))
 
-    def _batch_of_epoch(self) -> int:
-        return -(-self._row // self._dataset._rows_per_batch())
-
-    def _is_epoch_over(self) -> bool:
-        dataset, limit = self._dataset, self._dataset.batches_per_epoch
+    def _starts_of_epoch(self, is_first: bool) -> Generator[int, None, None]:
+        """Yield the first row of each batch of an epoch."""
+        dataset = self._dataset
         needed = dataset._rows_per_batch() if dataset.drop_remainder else 1
-        return self._row + needed > dataset.num_rows or (limit is not None and self._batch_of_epoch() >= limit)
+        yield from range(self._row if is_first else 0, dataset.num_rows - needed + 1, dataset._rows_per_batch())
 
     def _begin(self) -> int:
         if self._first is None:
@@ -264,7 +256,7 @@ class _NumpyIterator:
 
     def get_state(self) -> dict[str, int | None]:
         dataset = self._dataset
-        position = {"pass": self._begin(), "epoch": self._epoch, "row": self._row}
+        position = {"pass": self._begin(), "epoch": self._places[1], "row": self._row}
         return {**position, "num_rows": dataset.num_rows, "seed": dataset.shuffle_seed}
 
     def set_state(self, state: dict[str, int]) -> None:
@@ -282,7 +274,10 @@ class _NumpyIterator:
             raise ValueError(
                 f"its rows are in the order of shuffle seed {state['seed']}, and here of {self._dataset.shuffle_seed}"
             )
-        self._first, self._epoch, self._row, self._order = first, epoch, row, None
+        self._first, self._row, self._order = first, row, None
+        batch = -(-row // self._dataset._rows_per_batch())
+        self._places[:] = batch, epoch, epoch * self._dataset._num_batches_of_epoch() + batch
+        self._starts = limited(self._starts_of_epoch, self._dataset._limits, self._places)
         self._dataset._passes[0] = first + (self._dataset.num_epochs or 1)  # the next pass is the one after this
 
 

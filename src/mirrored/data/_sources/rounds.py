@@ -1,37 +1,34 @@
-"""How often, and how far, the steps of a dataset are gone through: `take` and `repeat`, with the place in each of them."""
+"""How often, and how far, something is gone through: `take` and `repeat`, with the place in each of them."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, TypeAlias, TypeVar
 
-from .steps import Steps
+T = TypeVar("T")
 
-#: `("take", n)` steps, or `("repeat", n)` times, None for no end; each of what the ones before it give.
+#: `("take", n)` items, or `("repeat", n)` times, None for no end; each of what the ones before it give.
 Limit: TypeAlias = tuple[str, int | None]
-#: Starts the steps of one pass over the data: True for the one in which the iterator is when it begins, which may be resumed.
-StartPass: TypeAlias = Callable[[bool], Steps]
 
 
-def all_steps(start: StartPass, limits: Sequence[Limit], places: Sequence[int]) -> Steps:
-    """Yield the steps of all passes; each notes in `extra` how far it is in each limit, as `places`.
-
-    All workers count the same steps, so they stop and begin anew together without asking each other.
+def limited(
+    start: Callable[[bool], Generator[T, None, None]], limits: Sequence[Limit], done: list[int]
+) -> Generator[T, None, None]:
+    """Yield the items of all passes.
 
     Args:
-        start: begins a pass.
+        start: begins a pass over the data: True for the one in which the reader is when it begins, which may be resumed.
         limits: innermost first.
-        places: how many steps or rounds of each are done, where the first pass begins.
+        done: how many items or rounds of each are done, where the first pass begins; says the same after each item.
     """
-    done = list(places) or [0] * len(limits)
-    for step in _limited(start, limits, done, len(limits), is_first=True):
-        yield dataclasses.replace(step, extra={**step.extra, "places": list(done)}) if limits else step
+    return _limited(start, limits, done, len(limits), is_first=True)
 
 
-def _limited(start: StartPass, limits: Sequence[Limit], done: list[int], depth: int, is_first: bool) -> Steps:
-    """Yield the steps of the first so many limits; `done` says at each step where it is in all of them."""
+def _limited(
+    start: Callable[[bool], Generator[T, None, None]], limits: Sequence[Limit], done: list[int], depth: int, is_first: bool
+) -> Generator[T, None, None]:
+    """Yield the items of the first so many limits."""
     if depth == 0:
         yield from start(is_first)
         return
@@ -39,12 +36,12 @@ def _limited(start: StartPass, limits: Sequence[Limit], done: list[int], depth: 
     kind, count = limits[mine]
     is_empty = False
     while (count is None or done[mine] < count) and not is_empty:
-        with contextlib.closing(_limited(start, limits, done, mine, is_first)) as steps:
+        with contextlib.closing(_limited(start, limits, done, mine, is_first)) as items:
             is_empty = not is_first  # nothing is left of a pass that was resumed at its end
-            for step in steps:
+            for item in items:
                 is_empty = False
                 done[mine] += kind == "take"
-                yield step
+                yield item
                 if kind == "take" and done[mine] == count:
                     break
         is_first = False
@@ -65,7 +62,7 @@ def num_passes_left(limits: Sequence[Limit], places: Sequence[int]) -> int:
 
 
 def num_steps(of_one_pass: int, limits: Sequence[Limit]) -> int:
-    """Return how many steps there are in all.
+    """Return how many items there are in all.
 
     Raises:
         TypeError: when there is no end.
@@ -73,7 +70,7 @@ def num_steps(of_one_pass: int, limits: Sequence[Limit]) -> int:
     total: float = of_one_pass
     for kind, count in limits:
         if kind == "take":
-            total = min(total, count or 0)
+            total = total if count is None else min(total, count)
         elif total:
             total = float("inf") if count is None else total * count
     if total == float("inf"):
