@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.extend.core as jex_core
 import numpy as np
 from jax._src import core
 
@@ -57,11 +56,6 @@ def _is_sum(equation: Any) -> bool:
 def _has_effects(equation: Any) -> bool:
     """Tell whether an equation does more than compute; that it names the replica axis is an effect to JAX, but none here."""
     return any(not isinstance(effect, core.NamedAxisEffect) for effect in equation.effects)
-
-
-def new_variable(like: Any) -> Any:
-    """Make a variable of a program, for a value of the type of another."""
-    return jex_core.Var(like.aval)
 
 
 def is_number(atom: Any) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from .._jax import sums
-from .._jax.jaxprs import ClosedJaxpr, Literal
+from .._jax.jaxprs import ClosedJaxpr, Literal, Var
 from .._jax.sums import Levels
 from .._replicas.collectives import MAX_ARRAYS_PER_PACK, PACK_BELOW_BYTES, ReplicaAxis, sum_in_one_buffer
 from .lift import Lifted
@@ -95,7 +95,7 @@ def join_sums(lifted: Lifted, is_mirrored: Sequence[bool], axis: ReplicaAxis) ->
         for position in [p for p in waiting if levels.of[jaxpr.outvars[p]] <= level and p not in totals]:
             atom = jaxpr.outvars[position]
             if (buffer := next((b for b in buffers if b.has_room(atom, 1)), None)) is not None:
-                totals[position] = sums.new_variable(atom)
+                totals[position] = Var(atom.aval)
                 buffer.add(atom, totals[position], 1)
         equations += _sum_equations(together, [b for b in buffers if len(b.operands) > 1], axis.size)
     if not num_joined and not totals:

@@ -94,7 +94,13 @@ def update(
     values = [variable.value for variable in variables]
     held = [OwnPart(access.load(v), v.shape) if isinstance(v, ShardedVariable) else v.value for v in state]
     arguments = [*gradients, *values, *held]
-    closed = tracing.trace(_flat(compute, len(gradients), len(values)), list(map(_aval, arguments)), axis, compute)
+    first, end = len(gradients), len(gradients) + len(values)
+
+    def flat(*arrays: Any) -> list[Any]:
+        changed, kept = compute(list(arrays[:first]), list(arrays[first:end]), list(arrays[end:]))
+        return [*changed, *kept]
+
+    closed = tracing.trace(flat, list(map(_aval, arguments)), axis, compute)
     results = partwise.run_closed(closed, arguments)
     new_values, new_state = results[: len(values)], results[len(values) :]
     return _wholes(partwise, new_values, axis), [
@@ -109,15 +115,6 @@ def store(variable: Variable, value: jax.Array) -> None:
         access.store(variable, value.astype(variable.dtype))
     else:
         variable.assign(value)
-
-
-def _flat(compute: Compute, num_gradients: int, num_values: int) -> Callable[..., list[Any]]:
-    def flat(*arrays: Any) -> list[Any]:
-        end = num_gradients + num_values
-        values, state = compute(list(arrays[:num_gradients]), list(arrays[num_gradients:end]), list(arrays[end:]))
-        return [*values, *state]
-
-    return flat
 
 
 def _aval(value: Any) -> jax.ShapeDtypeStruct:
