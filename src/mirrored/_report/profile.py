@@ -96,7 +96,8 @@ def profile(folder: str | os.PathLike[str]) -> Iterator[Path]:
         yield path
         for mesh in ran:
             with lent(live_variables(mesh)) as arrays:
-                jax.block_until_ready([arrays, [made for made in results.get(mesh, []) if not made.is_deleted()]])
+                made = jax.tree.leaves(results.get(mesh, []))  # also those of a PerReplica
+                jax.block_until_ready([arrays, [array for array in made if not array.is_deleted()]])
     finally:
         program.annotate = None
         jax.profiler.stop_trace()
