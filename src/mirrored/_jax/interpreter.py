@@ -145,7 +145,7 @@ def evaluate(closed: ClosedJaxpr, constants: Sequence[Any], arguments: Sequence[
 
 def run_scan(equation: Any, operands: Sequence[Any], body: Body) -> list[Any]:
     """Run a loop over rows; its body takes constants, the carry and rows, and returns the new carry and rows."""
-    _, num_consts, num_carry = jaxprs.scan_of(equation)
+    num_consts, num_carry = jaxprs.scan_of(equation)
     constants, end = operands[:num_consts], num_consts + num_carry
 
     def one_round(carry: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -159,7 +159,7 @@ def run_scan(equation: Any, operands: Sequence[Any], body: Body) -> list[Any]:
 
 def run_while(equation: Any, operands: Sequence[Any], again: Body, body: Body) -> list[Any]:
     """Run a loop with a condition; `again` and `body` take their constants, then what the loop carries."""
-    _, _, num_cond, num_body = jaxprs.while_of(equation)
+    num_cond, num_body = jaxprs.while_of(equation)
     first, second = operands[:num_cond], operands[num_cond : num_cond + num_body]
     carry = list(operands[num_cond + num_body :])
     return jax.lax.while_loop(lambda c: again(*first, *c)[0], lambda c: list(body(*second, *c)), carry)
@@ -226,7 +226,7 @@ class Analysis(Interpreter[Value]):
     def scan(self, equation: Any, values: list[Value]) -> Sequence[Value]:
         """Walk through the body until what it carries is settled."""
         [closed] = jaxprs.inner_jaxprs(equation)
-        _, num_consts, num_carry = jaxprs.scan_of(equation)
+        num_consts, num_carry = jaxprs.scan_of(equation)
         constants, rows = values[:num_consts], values[num_consts + num_carry :]
         search = self.inside(equation, is_final=False)
 
@@ -240,7 +240,7 @@ class Analysis(Interpreter[Value]):
     def while_loop(self, equation: Any, values: list[Value]) -> Sequence[Value]:
         """Walk through condition and body until what they carry is settled."""
         cond, body = equation.params["cond_jaxpr"], equation.params["body_jaxpr"]
-        _, _, num_cond, num_body = jaxprs.while_of(equation)
+        num_cond, num_body = jaxprs.while_of(equation)
         first, second = values[:num_cond], values[num_cond : num_cond + num_body]
         search = self.inside(equation, is_final=False)
 

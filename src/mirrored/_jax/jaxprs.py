@@ -6,6 +6,7 @@ names of its parameters move: `scan` has lost `num_consts` and `num_carry` with 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -71,9 +72,8 @@ def callee(equation: Any) -> ClosedJaxpr | None:
 
 
 class Scan(NamedTuple):
-    """The body of a scan, and how its operands divide: constants, then the carry, then rows."""
+    """How the operands of a scan divide: constants, then the carry, then rows."""
 
-    body: Jaxpr
     num_consts: int
     num_carry: int
 
@@ -85,10 +85,9 @@ def scan_of(equation: Any) -> Scan:
     than what the body gives is stacked of them.
     """
     [closed] = inner_jaxprs(equation)
-    body = closed.jaxpr
-    num_rows = _num_longer(equation.invars, body.invars)
-    num_carry = len(equation.outvars) - _num_longer(equation.outvars, body.outvars)
-    return Scan(body, len(equation.invars) - num_carry - num_rows, num_carry)
+    num_rows = _num_longer(equation.invars, closed.jaxpr.invars)
+    num_carry = len(equation.outvars) - _num_longer(equation.outvars, closed.jaxpr.outvars)
+    return Scan(len(equation.invars) - num_carry - num_rows, num_carry)
 
 
 def _num_longer(outer: Any, inner: Any) -> int:
@@ -100,19 +99,16 @@ def _rank(atom: Any) -> int:
 
 
 class While(NamedTuple):
-    """The condition and body of a while loop; its operands are the constants of each, then the carry."""
+    """How the operands of a while loop divide: the constants of its condition and of its body, then the carry."""
 
-    cond: Jaxpr
-    body: Jaxpr
     num_cond_consts: int
     num_body_consts: int
 
 
 def while_of(equation: Any) -> While:
     """Take a `while` apart: what its jaxprs take before what the loop carries are their constants."""
-    cond, body = (equation.params[name].jaxpr for name in ("cond_jaxpr", "body_jaxpr"))
-    num_carry = len(equation.outvars)
-    return While(cond, body, len(cond.invars) - num_carry, len(body.invars) - num_carry)
+    cond, body = (len(equation.params[name].jaxpr.invars) for name in ("cond_jaxpr", "body_jaxpr"))
+    return While(cond - len(equation.outvars), body - len(equation.outvars))
 
 
 class Solver(NamedTuple):
@@ -145,14 +141,13 @@ def parts_of(equation: Any) -> tuple[list[Part], range]:
     """
     name, num_operands = equation.primitive.name, len(equation.invars)
     if name == "scan":
-        [closed] = inner_jaxprs(equation)
         num_consts = scan_of(equation).num_consts
+        [closed] = inner_jaxprs(equation)
         return [Part(closed, range(num_consts))], range(num_consts, num_operands)
     if name == "while":
-        _, _, num_cond_consts, num_body_consts = while_of(equation)
-        num_consts = num_cond_consts + num_body_consts
-        cond = Part(equation.params["cond_jaxpr"], range(num_cond_consts))
-        return [cond, Part(equation.params["body_jaxpr"], range(num_cond_consts, num_consts))], range(num_consts, num_operands)
+        middle, num_consts = itertools.accumulate(while_of(equation))
+        cond, body = equation.params["cond_jaxpr"], equation.params["body_jaxpr"]
+        return [Part(cond, range(middle)), Part(body, range(middle, num_consts))], range(num_consts, num_operands)
     if name == "cond":
         return [Part(closed, range(1, num_operands)) for closed in equation.params["branches"]], range(1)
     return [], range(num_operands)
