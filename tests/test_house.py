@@ -427,7 +427,7 @@ BUDGETS = {
     "_workers": 2619,  # 1,700
     "_cluster": 1632,  # 1,080
     "_checkpoint": 2304,  # 1,800
-    "_report": 1021,  # 800
+    "_report": 1020,  # 800
     "_testing": 823,  # 750
     "losses optimizer": 694,  # 600
     "_command launch": 1419,  # 1,000

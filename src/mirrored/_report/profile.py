@@ -85,7 +85,7 @@ def profile(folder: str | os.PathLike[str]) -> Iterator[Path]:
 
         def end(made: list[Any]) -> None:
             mark.__exit__(None, None, None)
-            results[running.mesh] = made or results.get(running.mesh, [])
+            results[running.mesh] = list(made) or results.get(running.mesh, [])  # a run changes its list
 
         return end
 
@@ -96,8 +96,7 @@ def profile(folder: str | os.PathLike[str]) -> Iterator[Path]:
         yield path
         for mesh in ran:
             with lent(live_variables(mesh)) as arrays:
-                made = jax.tree.leaves(results.get(mesh, []))  # also those of a PerReplica
-                jax.block_until_ready([arrays, [array for array in made if not array.is_deleted()]])
+                jax.block_until_ready([arrays, [made for made in results.get(mesh, []) if not made.is_deleted()]])
     finally:
         program.annotate = None
         jax.profiler.stop_trace()
