@@ -64,7 +64,7 @@ def test_what_fails_fails_on_all_workers(tmp_path: Path) -> None:
         assert "another program writes checkpoints to" in said["busy"] and said["free"] == 1
         assert ("failed on worker 0" in said["busy"]) == (worker == 1)
         assert said["full"][:2] == ["no error", "no error"]
-        assert "CheckpointError" in said["full"][2] and "failed 2 times in a row: step 7: OSError" in said["full"][2]
+        assert "CheckpointError" in said["full"][2] and " on worker 0 failed 2 times in a row: step 7: OSError" in said["full"][2]
 
 
 @pytest.mark.slow

@@ -94,7 +94,7 @@ class Checkpoint:
             self._strategy = joint_strategy() or self._strategy  # made outside the scope, for what belongs to all workers
         self._leaves()
         files.orbax()
-        self._writer = Writer(self._files, max_to_keep, max_failed_saves)
+        self._writer = Writer(self._files, max_to_keep, max_failed_saves, is_joint=self._strategy.num_workers > 1)
         self._last: int | None = None  # that this program saved or restored
         self._is_closed = False
         self._is_shared = self._strategy.num_workers == 1  # the directory, by the workers

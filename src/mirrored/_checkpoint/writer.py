@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -54,8 +55,8 @@ class Writer:
         damaged: steps on disk that could not be restored. They do not count, and go when a new step is complete.
     """
 
-    def __init__(self, files: StepFiles, max_to_keep: int | None, max_failed_saves: int) -> None:
-        self._files, self._max_to_keep, self._max_failed_saves = files, max_to_keep, max_failed_saves
+    def __init__(self, files: StepFiles, max_to_keep: int | None, max_failed_saves: int, is_joint: bool = False) -> None:
+        self._files, self._max_to_keep, self._max_failed_saves, self._is_joint = files, max_to_keep, max_failed_saves, is_joint
         self._thread: threading.Thread | None = None
         self._is_written = False
         self._end: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -117,8 +118,9 @@ class Writer:
         failures, self.failures = self.failures, []
         times = f"{len(failures)} times in a row" if len(failures) > 1 else "and no later save has made up for it"
         raise CheckpointError(
-            f"saving to {self._files.root} failed {times}: {'; '.join(failures)}. The last step there is {self.latest}. Free "
-            "space on the disk, or choose another directory; max_failed_saves says how many may fail while training goes on."
+            f"saving to {self._files.root}{' on worker 0' * self._is_joint} failed {times}: {'; '.join(failures)}. The last step "
+            f"there is {self.latest}. Free space on the disk, or choose another directory; max_failed_saves says how many may "
+            "fail while training goes on."
         )
 
     def _good_steps(self) -> list[int]:
@@ -155,13 +157,11 @@ class Writer:
         old = [] if self._max_to_keep is None else steps[: -self._max_to_keep]
         for step in [*old, *sorted(self.damaged)]:
             try:
-                self._files.remove(step)
-            except FileNotFoundError:  # somebody else has removed it
+                with contextlib.suppress(FileNotFoundError):  # somebody else has removed it
+                    self._files.remove(step)
                 self.damaged.discard(step)
             except OSError as error:
                 _logger.warning("step %d in %s could not be removed: %s", step, self._files.root, error)
-            else:
-                self.damaged.discard(step)
 
     def _note_progress(self, step: int) -> None:
         """Tell the launcher, if there is one, how far training has come; in a file for each directory of checkpoints."""
