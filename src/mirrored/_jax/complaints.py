@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import jax
@@ -18,9 +19,6 @@ _ARGUMENTS = re.compile(r"\barguments\[(\d+)\]")
 _SLICE_NEEDS_A_VALUE = re.compile(r"Slice entries must be static|must have static start/stop/step")
 _TRACER_NEEDED = re.compile(r"(unhashable type:|single integer, got) '\w*Tracer")
 _UNBOUND_AXIS = re.compile(r"unbound axis name:? ['\"]?(\w+)")
-_TRACER_CALLED = re.compile(r"'\w*Tracer' object is not callable")
-_TRACER_FOR_TORCH = re.compile(r"must be Tensor, not \w*Tracer")
-_TRACER_FORMATTED = re.compile(r"unsupported format string passed to \w*Tracer\.__format__")
 
 
 def needed_arguments(error: BaseException) -> list[int] | None:
@@ -41,35 +39,27 @@ def unbound_axis(error: BaseException) -> str | None:
     return found and found[1]
 
 
-def is_unconverted(error: BaseException) -> bool:
-    """Tell whether an object that only `jax.numpy` converts, by `__jax_array__`, was given to a function of `jax.lax`."""
-    return isinstance(error, ValueError) and "__jax_array__() during abstractification" in str(error)
+def _says(kind: type[Exception], pattern: str, error: BaseException) -> bool:
+    """Tell whether an error is of a class, and its text has a pattern."""
+    return isinstance(error, kind) and re.search(pattern, str(error)) is not None
+
+
+#: Whether an object that only `jax.numpy` converts, by `__jax_array__`, was given to a function of `jax.lax`.
+is_unconverted = functools.partial(_says, ValueError, r"__jax_array__\(\) during abstractification")
+#: Whether a traced array was called like a function.
+is_call_of_array = functools.partial(_says, TypeError, r"'\w*Tracer' object is not callable")
+#: Whether a function was to be unpacked, as in `a, b = function`.
+is_unpacked_function = functools.partial(_says, TypeError, r"\Acannot unpack non-iterable function object\Z")
+#: Whether a function of torch was given a traced array.
+is_for_torch = functools.partial(_says, TypeError, r"must be Tensor, not \w*Tracer")
+#: Whether a traced array was to be written in a format, such as `.3f`.
+is_formatted = functools.partial(_says, TypeError, r"unsupported format string passed to \w*Tracer\.__format__")
 
 
 def is_tree_against_leaf(error: BaseException, kind: type) -> bool:
     """Tell whether `jax.tree.map` has met an object of a kind, which is a tree, where the next tree has an array."""
     name = f"{kind.__module__}.{kind.__qualname__}"
     return isinstance(error, ValueError) and "different types at key path" in str(error) and f"<class '{name}'>" in str(error)
-
-
-def is_call_of_array(error: BaseException) -> bool:
-    """Tell whether a traced array was called like a function."""
-    return isinstance(error, TypeError) and _TRACER_CALLED.search(str(error)) is not None
-
-
-def is_unpacked_function(error: BaseException) -> bool:
-    """Tell whether a function was to be unpacked, as in `a, b = function`."""
-    return isinstance(error, TypeError) and str(error) == "cannot unpack non-iterable function object"
-
-
-def is_for_torch(error: BaseException) -> bool:
-    """Tell whether a function of torch was given a traced array."""
-    return isinstance(error, TypeError) and _TRACER_FOR_TORCH.search(str(error)) is not None
-
-
-def is_formatted(error: BaseException) -> bool:
-    """Tell whether a traced array was to be written in a format, such as `.3f`."""
-    return isinstance(error, TypeError) and _TRACER_FORMATTED.search(str(error)) is not None
 
 
 def missing_attribute(error: BaseException) -> str | None:

@@ -16,6 +16,8 @@ from . import jaxprs, tracing
 from .jaxprs import ClosedJaxpr, Jaxpr, Literal
 
 Value = TypeVar("Value")
+#: The rules of what runs jaxprs in a way of its own.
+_RULES = {"scan": "scan", "while": "while_loop", "cond": "cond", "custom_linear_solve": "solve"}
 #: What a loop or condition runs: takes values and returns values.
 Body = Callable[..., Sequence[Any]]
 
@@ -51,15 +53,8 @@ class Interpreter(abc.ABC, Generic[Value]):
 
     def equation(self, equation: Any, values: list[Value]) -> Sequence[Value]:
         """Apply the rule of an equation's kind."""
-        name = equation.primitive.name
-        if name == "scan":
-            return self.scan(equation, values)
-        if name == "while":
-            return self.while_loop(equation, values)
-        if name == "cond":
-            return self.cond(equation, values)
-        if name == "custom_linear_solve":
-            return self.solve(equation, values)
+        if (rule := _RULES.get(equation.primitive.name)) is not None:
+            return getattr(self, rule)(equation, values)  # type: ignore[no-any-return]
         if (inner := jaxprs.callee(equation)) is not None:
             return self.call(equation, inner, values)
         if REPLICA_AXIS in jaxprs.axis_names(equation):
@@ -84,21 +79,7 @@ class Interpreter(abc.ABC, Generic[Value]):
         """Handle what names the axis of the replicas: the replica's number, and collectives."""
         return self.plain(equation, values)
 
-    def scan(self, equation: Any, values: list[Value]) -> Sequence[Value]:
-        """Handle a loop over rows."""
-        return self.plain(equation, values)
-
-    def while_loop(self, equation: Any, values: list[Value]) -> Sequence[Value]:
-        """Handle a loop with a condition."""
-        return self.plain(equation, values)
-
-    def cond(self, equation: Any, values: list[Value]) -> Sequence[Value]:
-        """Handle a choice among branches."""
-        return self.plain(equation, values)
-
-    def solve(self, equation: Any, values: list[Value]) -> Sequence[Value]:
-        """Handle a linear solve."""
-        return self.plain(equation, values)
+    scan = while_loop = cond = solve = over_replicas
 
 
 class Evaluation(Interpreter[Any]):
@@ -145,7 +126,7 @@ def evaluate(closed: ClosedJaxpr, constants: Sequence[Any], arguments: Sequence[
 
 def run_scan(equation: Any, operands: Sequence[Any], body: Body) -> list[Any]:
     """Run a loop over rows; its body takes constants, the carry and rows, and returns the new carry and rows."""
-    _, num_consts, num_carry = jaxprs.scan_of(equation)
+    num_consts, num_carry = jaxprs.scan_of(equation)
     constants, end = operands[:num_consts], num_consts + num_carry
 
     def one_round(carry: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -159,7 +140,7 @@ def run_scan(equation: Any, operands: Sequence[Any], body: Body) -> list[Any]:
 
 def run_while(equation: Any, operands: Sequence[Any], again: Body, body: Body) -> list[Any]:
     """Run a loop with a condition; `again` and `body` take their constants, then what the loop carries."""
-    _, _, num_cond, num_body = jaxprs.while_of(equation)
+    num_cond, num_body = jaxprs.while_of(equation)
     first, second = operands[:num_cond], operands[num_cond : num_cond + num_body]
     carry = list(operands[num_cond + num_body :])
     return jax.lax.while_loop(lambda c: again(*first, *c)[0], lambda c: list(body(*second, *c)), carry)
@@ -226,7 +207,7 @@ class Analysis(Interpreter[Value]):
     def scan(self, equation: Any, values: list[Value]) -> Sequence[Value]:
         """Walk through the body until what it carries is settled."""
         [closed] = jaxprs.inner_jaxprs(equation)
-        _, num_consts, num_carry = jaxprs.scan_of(equation)
+        num_consts, num_carry = jaxprs.scan_of(equation)
         constants, rows = values[:num_consts], values[num_consts + num_carry :]
         search = self.inside(equation, is_final=False)
 
@@ -240,7 +221,7 @@ class Analysis(Interpreter[Value]):
     def while_loop(self, equation: Any, values: list[Value]) -> Sequence[Value]:
         """Walk through condition and body until what they carry is settled."""
         cond, body = equation.params["cond_jaxpr"], equation.params["body_jaxpr"]
-        _, _, num_cond, num_body = jaxprs.while_of(equation)
+        num_cond, num_body = jaxprs.while_of(equation)
         first, second = values[:num_cond], values[num_cond : num_cond + num_body]
         search = self.inside(equation, is_final=False)
 

@@ -70,16 +70,8 @@ def callee(equation: Any) -> ClosedJaxpr | None:
 # -- loops and conditions
 
 
-class Scan(NamedTuple):
-    """The body of a scan, and how its operands divide: constants, then the carry, then rows."""
-
-    body: Jaxpr
-    num_consts: int
-    num_carry: int
-
-
-def scan_of(equation: Any) -> Scan:
-    """Take a `scan` apart.
+def scan_of(equation: Any) -> tuple[int, int]:
+    """Return how many operands of a `scan` are constants, which come first, and its carry; the others are rows.
 
     An operand with one axis more than what the body takes in its place is sliced into rows; a result with one axis more
     than what the body gives is stacked of them.
@@ -88,7 +80,7 @@ def scan_of(equation: Any) -> Scan:
     body = closed.jaxpr
     num_rows = _num_longer(equation.invars, body.invars)
     num_carry = len(equation.outvars) - _num_longer(equation.outvars, body.outvars)
-    return Scan(body, len(equation.invars) - num_carry - num_rows, num_carry)
+    return len(equation.invars) - num_carry - num_rows, num_carry
 
 
 def _num_longer(outer: Any, inner: Any) -> int:
@@ -99,20 +91,11 @@ def _rank(atom: Any) -> int:
     return len(getattr(atom.aval, "shape", ()))  # a token has no shape
 
 
-class While(NamedTuple):
-    """The condition and body of a while loop; its operands are the constants of each, then the carry."""
-
-    cond: Jaxpr
-    body: Jaxpr
-    num_cond_consts: int
-    num_body_consts: int
-
-
-def while_of(equation: Any) -> While:
-    """Take a `while` apart: what its jaxprs take before what the loop carries are their constants."""
+def while_of(equation: Any) -> tuple[int, int]:
+    """Return how many operands of a `while` are constants of its condition, then of its body; the others are carried."""
     cond, body = (equation.params[name].jaxpr for name in ("cond_jaxpr", "body_jaxpr"))
     num_carry = len(equation.outvars)
-    return While(cond, body, len(cond.invars) - num_carry, len(body.invars) - num_carry)
+    return len(cond.invars) - num_carry, len(body.invars) - num_carry
 
 
 class Solver(NamedTuple):
@@ -146,10 +129,10 @@ def parts_of(equation: Any) -> tuple[list[Part], range]:
     name, num_operands = equation.primitive.name, len(equation.invars)
     if name == "scan":
         [closed] = inner_jaxprs(equation)
-        num_consts = scan_of(equation).num_consts
+        num_consts, _ = scan_of(equation)
         return [Part(closed, range(num_consts))], range(num_consts, num_operands)
     if name == "while":
-        _, _, num_cond_consts, num_body_consts = while_of(equation)
+        num_cond_consts, num_body_consts = while_of(equation)
         num_consts = num_cond_consts + num_body_consts
         cond = Part(equation.params["cond_jaxpr"], range(num_cond_consts))
         return [cond, Part(equation.params["body_jaxpr"], range(num_cond_consts, num_consts))], range(num_consts, num_operands)

@@ -273,7 +273,7 @@ class _Reunion(Interpreter[Any]):
 
     def while_loop(self, equation: Any, values: list[Any]) -> Sequence[Any]:
         carried, flags = levels.own_after(equation, self.flags), self.flags
-        _, _, num_cond, num_body = jaxprs.while_of(equation)
+        num_cond, num_body = jaxprs.while_of(equation)
         start = num_cond + num_body
         again = self.body(equation.params["cond_jaxpr"], [*flags[:num_cond], *carried], [False])
         step = self.body(equation.params["body_jaxpr"], [*flags[num_cond:start], *carried], carried)
@@ -282,7 +282,7 @@ class _Reunion(Interpreter[Any]):
     def scan(self, equation: Any, values: list[Any]) -> Sequence[Any]:
         ends, flags = levels.own_after(equation, self.flags), self.flags
         [closed] = jaxprs.inner_jaxprs(equation)
-        _, start, num_carry = jaxprs.scan_of(equation)
+        start, num_carry = jaxprs.scan_of(equation)
         carried, end = ends[:num_carry], start + num_carry
         fit = self.fit(values[start:end], flags[start:end], carried)
         rows = [_swapped(a, own) for a, own in zip(values[end:], flags[end:], strict=True)]
