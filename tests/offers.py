@@ -2,19 +2,17 @@
 
 OFFERS = {
     "_jax": """
-        callbacks.forget_failed compilations.heard complaints.NEEDS_A_VALUE complaints.is_call_of_array
-        complaints.is_for_torch complaints.is_formatted complaints.is_tree_against_leaf complaints.is_unconverted
-        complaints.is_unpacked_function complaints.missing_attribute complaints.needed_arguments complaints.unbound_axis
-        distributed.choose_cpu_collectives distributed.client distributed.has_backend distributed.known_devices
-        distributed.late_devices distributed.listen_at distributed.place distributed.swallows_sigterm
-        interpreter.Analysis interpreter.Evaluation interpreter.Interpreter interpreter.evaluate interpreter.run_cond
-        interpreter.run_scan interpreter.run_while interrupts.send_ignored_again jaxprs.ClosedJaxpr jaxprs.Jaxpr
-        jaxprs.Literal jaxprs.Part jaxprs.Var jaxprs.adds_own_axes jaxprs.callee jaxprs.has_collective
-        jaxprs.has_host_callback jaxprs.has_replica_number jaxprs.inner_constants jaxprs.inner_jaxprs jaxprs.inside
-        jaxprs.is_collective jaxprs.is_function_of_operands jaxprs.is_over_groups jaxprs.is_plain
-        jaxprs.is_replica_number jaxprs.is_sum jaxprs.meshes_in jaxprs.num_bytes jaxprs.parts_of jaxprs.scan_of
-        jaxprs.solver_of jaxprs.while_of marks.Mark marks.Purpose marks.mark marks.mark_p primitives.ADDITIONS
-        primitives.BILINEAR primitives.DEVICE_RANDOM primitives.ELEMENTWISE primitives.HOST_EFFECTS
+        callbacks.forget_failed compilations.heard complaints.NEEDS_A_VALUE complaints.complaint_of
+        complaints.needed_arguments distributed.choose_cpu_collectives distributed.client distributed.has_backend
+        distributed.known_devices distributed.late_devices distributed.listen_at distributed.place
+        distributed.swallows_sigterm interpreter.Analysis interpreter.Evaluation interpreter.Interpreter
+        interpreter.evaluate interpreter.run_cond interpreter.run_scan interpreter.run_while
+        interrupts.send_ignored_again jaxprs.ClosedJaxpr jaxprs.Jaxpr jaxprs.Literal jaxprs.Part jaxprs.Var
+        jaxprs.adds_own_axes jaxprs.callee jaxprs.has_collective jaxprs.has_host_callback jaxprs.has_replica_number
+        jaxprs.inner_constants jaxprs.inner_jaxprs jaxprs.inside jaxprs.is_collective jaxprs.is_function_of_operands
+        jaxprs.is_over_groups jaxprs.is_plain jaxprs.is_replica_number jaxprs.is_sum jaxprs.meshes_in jaxprs.num_bytes
+        jaxprs.parts_of jaxprs.scan_of jaxprs.solver_of jaxprs.while_of marks.Mark marks.Purpose marks.mark marks.mark_p
+        primitives.ADDITIONS primitives.BILINEAR primitives.DEVICE_RANDOM primitives.ELEMENTWISE primitives.HOST_EFFECTS
         primitives.INLINE_CALLS primitives.LINEAR primitives.LOOPS primitives.MAKE_SAME primitives.PURE
         primitives.RANDOM primitives.SPREADS primitives.SUMS sums.Levels sums.call sums.is_number sums.levels_of
         sums.without tracing.NO_TRACE tracing.bind tracing.context tracing.current_trace tracing.is_for_this_call

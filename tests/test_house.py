@@ -415,14 +415,14 @@ def test_sizes() -> None:
 #: Lines of each wing. A commit may lower a budget, and never raises one; beside it what is to be reached. The ground is together,
 #: and so are small wings that stand for one thing. `python tests/test_house.py` prints today's.
 BUDGETS = {
-    "_program": 4962,  # 4,000
-    "_jax": 1463,  # 1,300
+    "_program": 4953,  # 4,000
+    "_jax": 1458,  # 1,300
     "_replicas": 2578,  # 2,100
     "_variables": 2011,  # 1,700
     "_models": 1296,  # 1,050
     "_updates": 281,  # 250
     "_strategy": 1217,  # 1,100
-    "_transforms": 646,  # 600
+    "_transforms": 645,  # 600
     "data": 3957,  # 3,200
     "_workers": 2619,  # 1,700
     "_cluster": 1632,  # 1,080
@@ -468,7 +468,7 @@ ANYS = {
     "_strategy": 11,
     "_testing": 8,
     "_tf_names": 6,
-    "_transforms": 40,
+    "_transforms": 39,
     "_updates": 14,
     "_variables": 63,
     "_workers": 15,

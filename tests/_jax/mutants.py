@@ -15,7 +15,7 @@ _SHOWN = _U + "the_traceback_has_the_users_lines_only"
 
 MUTANTS = [
     ("_jax/complaints.py", "    jax.errors.TracerIntegerConversionError,\n", "", _C + "jaxs_complaints_are_known"),
-    ("_jax/complaints.py", " and isinstance(error.obj, jax.Array)", "", _C + "jaxs_complaints_are_known"),
+    ("_jax/complaints.py", " and isinstance(error.obj, jax.Array)", "", _C + "other_errors_are_none_of_them"),
     ("_jax/user_code.py", " and isinstance(error, AssertionError | LookupError)", "",
      _U + "a_bug_of_ours_shows_its_lines"),
     ("_jax/user_code.py", "waiting += [link.__cause__, link.__context__]", "pass", _SHOWN),
@@ -33,7 +33,7 @@ MUTANTS = [
     ("_jax/distributed.py", "if known:", "if True:", _D + "the_workers_whose_devices_are_known_and_late_are_told"),
     ("_jax/jaxprs.py", "_rank(a) > _rank(b)", "_rank(a) >= _rank(b)", _SCANS),
     ("_jax/jaxprs.py", "len(equation.invars) - num_carry - num_rows", "len(equation.invars) - num_carry", _SCANS),
-    ("_jax/jaxprs.py", "len(cond.invars) - num_carry, len(body.invars)", "len(body.invars) - num_carry, len(cond.invars)",
+    ("_jax/jaxprs.py", "cond - len(equation.outvars), body -", "body - len(equation.outvars), cond -",
      _J + "while_has_the_constants_of_its_condition_then_of_its_body_then_the_carry"),
     ("_jax/jaxprs.py", "counts.matvec + counts.vecmat, sum", "counts.matvec, sum", _J + "a_linear_solve_runs_the_solver_on_its"
      "_constants_and_the_right_side"),

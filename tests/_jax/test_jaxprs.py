@@ -41,9 +41,8 @@ SCANS = {
 
 
 def check_scan(equation, name):
+    [body] = [closed.jaxpr for closed in jaxprs.inner_jaxprs(equation)]
     num_consts, num_carry = jaxprs.scan_of(equation)
-    [closed] = jaxprs.inner_jaxprs(equation)
-    body = closed.jaxpr
     fixed = num_consts + num_carry
     assert num_consts >= 0 and avals(equation.invars[:fixed]) == avals(body.invars[:fixed]), name
     assert avals(equation.outvars[:num_carry]) == avals(body.outvars[:num_carry]) == avals(body.invars[num_consts:fixed]), name
@@ -84,9 +83,8 @@ def test_while_has_the_constants_of_its_condition_then_of_its_body_then_the_carr
         return jax.lax.while_loop(lambda c: c < x[0], lambda c: c + y.sum() * x[1], 0.0)
 
     equation = only("while", function, VECTOR, FIVE)
-    num_cond_consts, num_body_consts = jaxprs.while_of(equation)
-    cond, body = equation.params["cond_jaxpr"].jaxpr, equation.params["body_jaxpr"].jaxpr
-    assert (num_cond_consts, num_body_consts) == (1, 2)
+    assert jaxprs.while_of(equation) == (1, 2)
+    cond, body = (part.closed.jaxpr for part in jaxprs.parts_of(equation)[0])
     assert [v.aval.shape for v in cond.invars] == [(3,), ()]
     assert sorted(v.aval.shape for v in body.invars) == [(), (3,), (5,)] and body.invars[2].aval.shape == ()
     assert [v.aval.dtype for v in cond.outvars] == [jnp.bool_]

@@ -288,8 +288,29 @@ def test_what_a_function_captures_is_seen_when_it_changes(strategy2: mr.Mirrored
     assert num_programs(strategy2) == 4
 
 
+def test_of_many_programs_those_that_nobody_calls_any_more_go(strategy2, monkeypatch):
+    now = 1000.0
+    monkeypatch.setattr(cache, "MAX_FORGOTTEN", 3)
+    monkeypatch.setattr(cache.time, "monotonic", lambda: now)
+
+    def step(x):
+        return x.sum()
+
+    def shapes():
+        return sorted(p.lifted.closed.in_avals[0].shape[-1] for p in strategy2._steps.programs)
+
+    for size in (1, 2, 3, 4, 5):
+        strategy2.run(step, args=(np.ones(size),))
+    assert shapes() == [1, 2, 3, 4, 5]  # all were called lately
+    now += cache.LATELY_SECONDS + 1
+    strategy2.run(step, args=(np.ones(2),))
+    strategy2.run(step, args=(np.ones(6),))
+    assert shapes() == [2, 5, 6]  # three stay however long ago they were called
+
+
 def test_the_program_least_recently_used_goes_first(strategy2: mr.MirroredStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "MAX_PROGRAMS", 3)
+    monkeypatch.setattr(cache, "MAX_FORGOTTEN", 3)
     traced: list[str] = []
 
     def step(size: str) -> Any:
@@ -308,6 +329,7 @@ def test_the_program_least_recently_used_goes_first(strategy2: mr.MirroredStrate
 
 def test_a_program_that_is_gone_holds_nothing(strategy2: mr.MirroredStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "MAX_PROGRAMS", 1)
+    monkeypatch.setattr(cache, "MAX_FORGOTTEN", 1)
 
     class Captured:
         value = 1.0

@@ -24,7 +24,7 @@ MUTANTS = [
     ("_html.py", "array.tobytes() for", "array.item(0) for", "tests/test_html.py::test_copies_that_differ_are_all_shown"),
     ("_report/profile.py", "        program.annotate = None\n", "        pass\n",
      "tests/_report/test_profile.py::test_a_profile_ends_when_the_block_fails_and_there_is_one_at_a_time"),
-    ("_report/profile.py", "results[running.mesh] = made or", "results[running.mesh] =",
+    ("_report/profile.py", "results[running.mesh] = list(made) or", "results[running.mesh] =",
      "tests/_report/test_profile.py::test_the_block_waits_for_programs_whose_results_nobody_has_asked_for"),
     ("_report/profile.py", "numbers[running.name] += 1", "numbers[running.name] = 1",
      "tests/_report/test_profile.py::test_each_run_is_a_step_with_its_name_and_number"),

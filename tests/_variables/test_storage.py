@@ -146,6 +146,7 @@ def test_interleaved_programs_agree_on_the_variables_and_what_was_taken_stays(se
 
 def test_programs_that_are_made_again_find_their_variables(monkeypatch):
     monkeypatch.setattr(cache, "MAX_PROGRAMS", 1)
+    monkeypatch.setattr(cache, "MAX_FORGOTTEN", 1)
     check_interleaved([("run", index) for index in (0, 1, 1, 0, 4)] + [("take", 3), ("run", 3), ("read", 3), ("run", 0)])
 
 

@@ -6,6 +6,7 @@ names of its parameters move: `scan` has lost `num_consts` and `num_carry` with 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -70,17 +71,23 @@ def callee(equation: Any) -> ClosedJaxpr | None:
 # -- loops and conditions
 
 
-def scan_of(equation: Any) -> tuple[int, int]:
-    """Return how many operands of a `scan` are constants, which come first, and its carry; the others are rows.
+class Scan(NamedTuple):
+    """How the operands of a scan divide: constants, then the carry, then rows."""
+
+    num_consts: int
+    num_carry: int
+
+
+def scan_of(equation: Any) -> Scan:
+    """Take a `scan` apart.
 
     An operand with one axis more than what the body takes in its place is sliced into rows; a result with one axis more
     than what the body gives is stacked of them.
     """
     [closed] = inner_jaxprs(equation)
-    body = closed.jaxpr
-    num_rows = _num_longer(equation.invars, body.invars)
-    num_carry = len(equation.outvars) - _num_longer(equation.outvars, body.outvars)
-    return len(equation.invars) - num_carry - num_rows, num_carry
+    num_rows = _num_longer(equation.invars, closed.jaxpr.invars)
+    num_carry = len(equation.outvars) - _num_longer(equation.outvars, closed.jaxpr.outvars)
+    return Scan(len(equation.invars) - num_carry - num_rows, num_carry)
 
 
 def _num_longer(outer: Any, inner: Any) -> int:
@@ -91,11 +98,17 @@ def _rank(atom: Any) -> int:
     return len(getattr(atom.aval, "shape", ()))  # a token has no shape
 
 
-def while_of(equation: Any) -> tuple[int, int]:
-    """Return how many operands of a `while` are constants of its condition, then of its body; the others are carried."""
-    cond, body = (equation.params[name].jaxpr for name in ("cond_jaxpr", "body_jaxpr"))
-    num_carry = len(equation.outvars)
-    return len(cond.invars) - num_carry, len(body.invars) - num_carry
+class While(NamedTuple):
+    """How the operands of a while loop divide: the constants of its condition and of its body, then the carry."""
+
+    num_cond_consts: int
+    num_body_consts: int
+
+
+def while_of(equation: Any) -> While:
+    """Take a `while` apart: what its jaxprs take before what the loop carries are their constants."""
+    cond, body = (len(equation.params[name].jaxpr.invars) for name in ("cond_jaxpr", "body_jaxpr"))
+    return While(cond - len(equation.outvars), body - len(equation.outvars))
 
 
 class Solver(NamedTuple):
@@ -128,14 +141,13 @@ def parts_of(equation: Any) -> tuple[list[Part], range]:
     """
     name, num_operands = equation.primitive.name, len(equation.invars)
     if name == "scan":
+        num_consts = scan_of(equation).num_consts
         [closed] = inner_jaxprs(equation)
-        num_consts, _ = scan_of(equation)
         return [Part(closed, range(num_consts))], range(num_consts, num_operands)
     if name == "while":
-        num_cond_consts, num_body_consts = while_of(equation)
-        num_consts = num_cond_consts + num_body_consts
-        cond = Part(equation.params["cond_jaxpr"], range(num_cond_consts))
-        return [cond, Part(equation.params["body_jaxpr"], range(num_cond_consts, num_consts))], range(num_consts, num_operands)
+        middle, num_consts = itertools.accumulate(while_of(equation))
+        cond, body = equation.params["cond_jaxpr"], equation.params["body_jaxpr"]
+        return [Part(cond, range(middle)), Part(body, range(middle, num_consts))], range(num_consts, num_operands)
     if name == "cond":
         return [Part(closed, range(1, num_operands)) for closed in equation.params["branches"]], range(1)
     return [], range(num_operands)

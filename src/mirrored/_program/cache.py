@@ -8,6 +8,7 @@ import functools
 import inspect
 import itertools
 import sys
+import time
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple
@@ -22,8 +23,8 @@ from .._variables.variable import Variable, spec_of
 from .call import ArrayLeaf, Call, leaf_names, static_key
 from .fast_path import FastPath, ProgramT, fast_path_to
 
-#: Programs kept per strategy, least recently used first out.
-MAX_PROGRAMS = 256
+#: Programs kept per strategy, least recently used first out; of more than `MAX_FORGOTTEN`, only those that were called lately.
+MAX_PROGRAMS, MAX_FORGOTTEN, LATELY_SECONDS = 256, 64, 600.0
 #: So many programs of one function are normal (a few shapes, training and not); more are reported once.
 MAX_SILENT_RECOMPILATIONS = 8
 
@@ -66,6 +67,7 @@ class Programs(Generic[ProgramT]):
         self.last = (key, found[0])
         with contextlib.suppress(KeyError):  # it has just ended: garbage is collected at any time
             self._programs.move_to_end(key)
+            found[1].used = time.monotonic()
         return found[0]
 
     def shorten(
@@ -103,12 +105,14 @@ class Programs(Generic[ProgramT]):
         key = call.key
         targets = itertools.chain(call.objects(), variables, also)
         if (used := self.fast_path) is not None:
-            with contextlib.suppress(KeyError):
-                self._programs.move_to_end(used.key, last=True)
+            self.get(used.key)  # its calls did not ask
         self._programs[key] = (program, _Lifetime(targets, functools.partial(_drop_from, weakref.ref(self), key)), cause)
         self.last = (key, program)
-        while len(self._programs) > MAX_PROGRAMS:
-            self._drop_program(next(iter(self._programs)))
+        while len(self._programs) > MAX_FORGOTTEN:
+            oldest, (_, lifetime, _) = next(iter(self._programs.items()))
+            if len(self._programs) <= MAX_PROGRAMS and lifetime.used > time.monotonic() - LATELY_SECONDS:
+                break
+            self._drop_program(oldest)
         for tell in listeners:
             tell(program, cause)
         if count == MAX_SILENT_RECOMPILATIONS + 1:
@@ -170,19 +174,17 @@ class _Lifetime:
         ended: called when one of them is collected: no call can have the key again, until another object takes its `id`.
     """
 
-    __slots__ = ("_pinned", "_references")
+    __slots__ = ("_pinned", "_references", "used")
 
     def __init__(self, targets: Iterable[Any], ended: Callable[[Any], None]) -> None:
+        self.used = time.monotonic()  # when the program was asked for last
         self._references: list[weakref.ref[Any]] = []
         self._pinned: list[_Pin] = []
         for target in {id(target): target for target in targets}.values():
             try:
                 self._references.append(weakref.ref(target, ended))
             except TypeError:
-                pin = _pins.get(id(target))
-                if pin is None:
-                    pin = _pins[id(target)] = _Pin(target)
-                self._pinned.append(pin)
+                self._pinned.append(_pins.get(id(target)) or _pins.setdefault(id(target), _Pin(target)))
 
     def have_ended(self) -> bool:
         """Tell whether some object is kept alive by pins only."""

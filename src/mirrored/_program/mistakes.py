@@ -7,7 +7,6 @@ import jax
 from .._errors import OneProgramError
 from .._jax import complaints, user_code
 from .._typing import REPLICA_AXIS
-from .._variables.variable import Variable
 
 _NO_VALUE = "A step is traced once and compiled: its arrays have no values yet. jax.debug.print('{}', x) shows them."
 #: Methods and attributes that TensorFlow's or torch's arrays have, and what to write instead.
@@ -43,6 +42,23 @@ _INSTEAD: dict[type[Exception], tuple[str, str]] = {
     ),
 }
 
+#: The message, by what JAX or Python complains about.
+_WRONG_TYPES = {
+    "function is unpacked": "a function was unpacked, at {}. mr.value_and_grad returns a function; call it: loss, gradients = "
+    "mr.value_and_grad(loss_fn, variables)().",
+    "array for torch": "a function of torch was given an array of JAX, at {}. A step is a program of JAX: write it with "
+    "jax.numpy, or with a model of Keras, NNX, Linen or Equinox.",
+    "array is called": "an array was called like a function, at {}. The value of a variable is an attribute here: write "
+    "variable.value or variable.read_value(), where TensorFlow has variable.value().",
+    "variable is not converted": "a function of jax.lax was given a mr.Variable, at {}; it takes arrays only. Write "
+    "jax.lax.exp(variable.value) instead of jax.lax.exp(variable), or take the function of jax.numpy, which takes variables "
+    "too: jnp.exp(variable).",
+    "variable beside an array": "optax.apply_updates, or another function that walks two trees, was given variables in one and "
+    "arrays in the other, at {}. It returns new arrays, and would change no variable. Write optimizer = mr.Optimizer(tx, "
+    "variables) before the step and optimizer.apply_gradients(gradients) in it; or give optax the values, "
+    "jax.tree.map(jnp.asarray, variables), and assign what it returns: variable.assign(new).",
+}
+
 
 def explain(error: Exception, knows_id: bool = False) -> None:
     """Raise an error that says what to write, in place of one that speaks of JAX's tracing; return where there is none.
@@ -62,45 +78,21 @@ def _explanation(error: Exception, where: str, knows_id: bool) -> Exception | No
             return OneProgramError(_one_program_message(where))
         line, rest = next(texts for kind, texts in _INSTEAD.items() if isinstance(error, kind))
         return OneProgramError(f"Python needed the value of an array, at {where}. Write\n    {line}\n{rest} {_NO_VALUE}")
-    if complaints.is_formatted(error):
-        return OneProgramError(f"Python was to write an array in a format, at {where}. {_NO_VALUE}")
-    if (name := complaints.missing_attribute(error)) in _NOT_OF_ARRAYS:
-        return AttributeError(f"an array has no attribute {name!r}, at {where}. {_NOT_OF_ARRAYS[name]}")
-    if complaints.is_unpacked_function(error):
-        return TypeError(
-            f"a function was unpacked, at {where}. mr.value_and_grad returns a function; call it: loss, gradients = "
-            "mr.value_and_grad(loss_fn, variables)()."
-        )
-    if complaints.is_for_torch(error):
-        return TypeError(
-            f"a function of torch was given an array of JAX, at {where}. A step is a program of JAX: write it with jax.numpy, or "
-            "with a model of Keras, NNX, Linen or Equinox."
-        )
     if isinstance(error, UnboundLocalError):
         return UnboundLocalError(
             f"{error}, at {where}. Python takes a name for local that the function assigns, as `w -= x` does. To change a "
             "variable, write w.assign_sub(x), w.assign_add(x) or w.assign(value).",
             name=error.name,
         )
-    if complaints.is_call_of_array(error):
-        return TypeError(
-            f"an array was called like a function, at {where}. The value of a variable is an attribute here: write "
-            "variable.value or variable.read_value(), where TensorFlow has variable.value()."
-        )
-    if (axis := complaints.unbound_axis(error)) is not None:
-        return NameError(_axis_message(axis, where))
-    if complaints.is_unconverted(error):
-        return TypeError(
-            f"a function of jax.lax was given a mr.Variable, at {where}; it takes arrays only. Write jax.lax.exp(variable.value) "
-            "instead of jax.lax.exp(variable), or take the function of jax.numpy, which takes variables too: jnp.exp(variable)."
-        )
-    if complaints.is_tree_against_leaf(error, Variable):
-        return TypeError(
-            f"optax.apply_updates, or another function that walks two trees, was given variables in one and arrays in the "
-            f"other, at {where}. It returns new arrays, and would change no variable. Write optimizer = mr.Optimizer(tx, "
-            "variables) before the step and optimizer.apply_gradients(gradients) in it; or give optax "
-            "the values, jax.tree.map(jnp.asarray, variables), and assign what it returns: variable.assign(new)."
-        )
+    complaint, name = complaints.complaint_of(error)
+    if complaint == "no axis":
+        return NameError(_axis_message(name, where))
+    if complaint == "no attribute" and name in _NOT_OF_ARRAYS:
+        return AttributeError(f"an array has no attribute {name!r}, at {where}. {_NOT_OF_ARRAYS[name]}")
+    if complaint == "array in a format":
+        return OneProgramError(f"Python was to write an array in a format, at {where}. {_NO_VALUE}")
+    if complaint in _WRONG_TYPES:
+        return TypeError(_WRONG_TYPES[complaint].format(where))
     return None
 
 

@@ -22,11 +22,8 @@ def explain(error: Exception, call: Call) -> None:
     names = [argument_names(call)[position] for position in needed or numbers]
     name, value = names[0].strip("`"), call.arrays[(needed or numbers)[0]]
     function = call.function.__name__ if getattr(call.function, "__name__", "").isidentifier() else "step"
-    bound = (
-        f"functools.partial({function}, {name}={value if type(value) in NUMBERS else '...'})"
-        if name.isidentifier()
-        else "a step that closes over it"
-    )
+    bound = f"functools.partial({function}, {name}={value if type(value) in NUMBERS else '...'})"
+    bound = bound if name.isidentifier() else "a step that closes over it"
     raise OneProgramError(
         f"Python needed the value of {' and '.join(names)}, at {user_code.raising_line(error)}. Bind a number that `if`, `range` "
         f"or a shape needs: {bound}; each value of it has a program of its own. Python numbers among the arguments are "

@@ -28,7 +28,7 @@ h2 { font-size: 1.15rem; margin: 2.2rem 0 .6rem; } p { margin: .4rem 0; }
 .card b { display: block; font-size: 1.25rem; } .card span { color: var(--quiet); font-size: .85rem; }
 .wide { overflow-x: auto; } .wide + p { margin-top: 1.4rem; } table { border-collapse: collapse; width: 100%; font-size: .9rem; }
 th, td { text-align: left; vertical-align: top; padding: .4rem .8rem .4rem 0; border-bottom: 1px solid var(--line);
-  overflow-wrap: anywhere; min-width: 4.5rem; }
+  overflow-wrap: break-word; min-width: 4.5rem; }
 th { color: var(--quiet); font-weight: 600; white-space: nowrap; }
 svg { display: block; width: 100%; max-width: 40rem; margin: .6rem 0; font: 13px system-ui, sans-serif; }
 svg text { fill: var(--text); } svg .quiet { fill: var(--quiet); font-size: 12px; } svg .strong { font-weight: 600; }

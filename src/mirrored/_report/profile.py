@@ -85,7 +85,7 @@ def profile(folder: str | os.PathLike[str]) -> Iterator[Path]:
 
         def end(made: list[Any]) -> None:
             mark.__exit__(None, None, None)
-            results[running.mesh] = made or results.get(running.mesh, [])
+            results[running.mesh] = list(made) or results.get(running.mesh, [])  # a run changes its list
 
         return end
 

@@ -21,6 +21,9 @@ from .._variables.bindings import Fallback, bound, outer_reader
 from .._variables.variable import Variable
 from .function import call_compiled
 
+#: Of a loop: takes what is carried and a row, and returns what is carried on and what is collected.
+Body = Callable[[Any, Any], tuple[Any, PyTree]]
+
 
 @user_code.shorten_errors
 def scan(
@@ -143,49 +146,45 @@ def _cond(true_fn: Any, false_fn: Any, pred: Any, *operands: PyTree) -> PyTree:
 
 
 def _scan(fn: Any, init: PyTree, xs: PyTree, length: int | None) -> tuple[PyTree, PyTree]:
-    outer = outer_reader()
     init = _as_arrays(init, "the carry of mr.scan")
     rows = _map_whole(_replicas_second, xs)
 
-    def user_body(carry: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
+    def body(carry: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
         carry, y = _checked_pair(fn(carry, x))
         return _as_arrays(carry, "the carry of mr.scan"), _as_arrays(y, "the y of mr.scan's body")
 
     first = jax.tree.map(lambda row: jax.ShapeDtypeStruct(row.shape[1:], row.dtype), rows)
-    written = _written_by(outer, user_body, init, first)
-
-    def body(state: Any, x: PyTree) -> Any:
-        carry, values = state
-        with bound(dict(zip(written, values, strict=True)), outer) as bindings:
-            carry, y = user_body(carry, x)
-            return (carry, bindings.values(written)), y
-
-    with claimed(written):
-        before = [load(variable) for variable in written]
-        (carry, after), ys = jax.lax.scan(body, (init, before), rows, length)
-        _write_back(written, after)
+    carry, ys = _loop(lambda body, state: jax.lax.scan(body, state, rows, length), body, init, first)
     return carry, _map_whole(_replicas_first, ys)
 
 
 def _fori_loop(fn: Any, lower: Any, upper: Any, init: PyTree) -> PyTree:
-    outer = outer_reader()
     init = _as_arrays(init, "the carry of mr.fori_loop")
 
-    def user_body(i: Any, carry: PyTree) -> PyTree:
-        return _as_arrays(fn(i, carry), "the carry of mr.fori_loop")
+    def body(carry: PyTree, i: Any) -> tuple[PyTree, None]:
+        return _as_arrays(fn(i, carry), "the carry of mr.fori_loop"), None
 
-    written = _written_by(outer, user_body, jnp.asarray(lower), init)
+    def run(body: Body, state: Any) -> tuple[Any, None]:
+        return jax.lax.fori_loop(lower, upper, lambda i, state: body(state, i)[0], state), None
 
-    def body(i: Any, state: Any) -> Any:
+    return _loop(run, body, init, jnp.asarray(lower))[0]
+
+
+def _loop(run: Callable[[Body, Any], Any], body: Body, init: PyTree, first: PyTree) -> tuple[PyTree, PyTree]:
+    """Run a loop, as `jax.lax.scan` does, that also carries the variables its body writes; `first` is like its first row."""
+    outer = outer_reader()
+    written = _written_by(outer, body, init, first)
+
+    def body_with_variables(state: Any, x: PyTree) -> Any:
         carry, values = state
         with bound(dict(zip(written, values, strict=True)), outer) as bindings:
-            return user_body(i, carry), bindings.values(written)
+            carry, y = body(carry, x)
+            return (carry, bindings.values(written)), y
 
     with claimed(written):
-        before = [load(variable) for variable in written]
-        carry, after = jax.lax.fori_loop(lower, upper, body, (init, before))
+        (carry, after), ys = run(body_with_variables, (init, [load(variable) for variable in written]))
         _write_back(written, after)
-    return carry
+    return carry, ys
 
 
 def _written_by(outer: Fallback, body: Any, *arguments: PyTree) -> list[Variable]:
