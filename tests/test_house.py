@@ -415,8 +415,8 @@ def test_sizes() -> None:
 #: Lines of each wing. A commit may lower a budget, and never raises one; beside it what is to be reached. The ground is together,
 #: and so are small wings that stand for one thing. `python tests/test_house.py` prints today's.
 BUDGETS = {
-    "_program": 4958,  # 4,000
-    "_jax": 1478,  # 1,300
+    "_program": 4953,  # 4,000
+    "_jax": 1458,  # 1,300
     "_replicas": 2578,  # 2,100
     "_variables": 2011,  # 1,700
     "_models": 1296,  # 1,050
@@ -458,11 +458,11 @@ def test_wings_only_shrink() -> None:
 ANYS = {
     "_checkpoint": 21,
     "_cluster": 8,
-    "_jax": 85,
+    "_jax": 81,
     "_libraries": 1,
     "_models": 72,
     "_options": 1,
-    "_program": 117,
+    "_program": 116,
     "_replicas": 57,
     "_report": 5,
     "_strategy": 11,

@@ -16,6 +16,8 @@ from . import jaxprs, tracing
 from .jaxprs import ClosedJaxpr, Jaxpr, Literal
 
 Value = TypeVar("Value")
+#: The rules of what runs jaxprs in a way of its own.
+_RULES = {"scan": "scan", "while": "while_loop", "cond": "cond", "custom_linear_solve": "solve"}
 #: What a loop or condition runs: takes values and returns values.
 Body = Callable[..., Sequence[Any]]
 
@@ -51,15 +53,8 @@ class Interpreter(abc.ABC, Generic[Value]):
 
     def equation(self, equation: Any, values: list[Value]) -> Sequence[Value]:
         """Apply the rule of an equation's kind."""
-        name = equation.primitive.name
-        if name == "scan":
-            return self.scan(equation, values)
-        if name == "while":
-            return self.while_loop(equation, values)
-        if name == "cond":
-            return self.cond(equation, values)
-        if name == "custom_linear_solve":
-            return self.solve(equation, values)
+        if (rule := _RULES.get(equation.primitive.name)) is not None:
+            return getattr(self, rule)(equation, values)  # type: ignore[no-any-return]
         if (inner := jaxprs.callee(equation)) is not None:
             return self.call(equation, inner, values)
         if REPLICA_AXIS in jaxprs.axis_names(equation):
@@ -84,21 +79,7 @@ class Interpreter(abc.ABC, Generic[Value]):
         """Handle what names the axis of the replicas: the replica's number, and collectives."""
         return self.plain(equation, values)
 
-    def scan(self, equation: Any, values: list[Value]) -> Sequence[Value]:
-        """Handle a loop over rows."""
-        return self.plain(equation, values)
-
-    def while_loop(self, equation: Any, values: list[Value]) -> Sequence[Value]:
-        """Handle a loop with a condition."""
-        return self.plain(equation, values)
-
-    def cond(self, equation: Any, values: list[Value]) -> Sequence[Value]:
-        """Handle a choice among branches."""
-        return self.plain(equation, values)
-
-    def solve(self, equation: Any, values: list[Value]) -> Sequence[Value]:
-        """Handle a linear solve."""
-        return self.plain(equation, values)
+    scan = while_loop = cond = solve = over_replicas
 
 
 class Evaluation(Interpreter[Any]):

@@ -80,8 +80,7 @@ def call(function: Callable[..., Any], operands: Sequence[Any], results: Sequenc
     return equation.replace(invars=list(operands), outvars=list(results), source_info=like.source_info, ctx=like.ctx)
 
 
-def without(equation: Any, is_left_out: Callable[[int], bool]) -> Any | None:
-    """Return a sum of several arrays without some of them; None if none is left."""
-    kept = [position for position in range(len(equation.invars)) if not is_left_out(position)]
-    invars, outvars = [equation.invars[i] for i in kept], [equation.outvars[i] for i in kept]
-    return equation.replace(invars=invars, outvars=outvars) if kept else None
+def without(equation: Any, results: set[Any]) -> Any | None:
+    """Return a sum of several arrays without those of some results; None if none is left."""
+    kept = [(atom, total) for atom, total in zip(equation.invars, equation.outvars, strict=True) if total not in results]
+    return equation.replace(invars=[atom for atom, _ in kept], outvars=[total for _, total in kept]) if kept else None

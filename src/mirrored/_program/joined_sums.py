@@ -8,7 +8,7 @@ a second program. Nothing is sent that was not sent before: what is carried only
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -142,13 +142,9 @@ def _limit(atom: Any, parts: dict[Any, int]) -> float:
 def _sum_equations(together: Sequence[Any], buffers: Sequence[_Buffer], num_replicas: int) -> list[Any]:
     """Make the equations of one level: the sums that stay as they were, then one for each buffer."""
     moved = {total for buffer in buffers for total in buffer.results}
-    stay = [sums.without(equation, _among(moved, equation)) for equation in together]
+    stay = [sums.without(equation, moved) for equation in together]
     calls = [sums.call(sum_in_one_buffer, b.operands, b.results, b.like, num_replicas) for b in buffers]
     return [*(equation for equation in stay if equation is not None), *calls]
-
-
-def _among(moved: set[Any], equation: Any) -> Callable[[int], bool]:
-    return lambda position: equation.outvars[position] in moved
 
 
 def mean_of(total: Any, num_replicas: int) -> Any:

@@ -115,7 +115,7 @@ class _Run:
             [again, step] = map(merged, bodies, shapes)
             return jax.lax.while_loop(lambda carry: again(*carry)[0], lambda carry: step(*carry), list(operands))
         [step] = map(merged, bodies, shapes)
-        num_carry = jaxprs.scan_of(nodes[0].equation).num_carry
+        _, num_carry = jaxprs.scan_of(nodes[0].equation)
 
         def one_round(carry: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
             results = step(*carry, *rows)
