@@ -72,11 +72,19 @@ def test_run_all_runs_every_file(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(run_all.FILES) == set(FILES) == {path.stem for path in BENCHMARKS.glob("*.py")} - shared
 
 
-def test_contenders_take_the_same_number_of_steps_in_rotating_order(harness) -> None:
+def test_contenders_take_the_same_number_of_steps_in_rotating_order(harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(harness.time, "perf_counter", lambda: now)
     turns: list[tuple[str, int]] = []
 
     def contender(name: str):
-        return harness.Contender(name, lambda num_steps: turns.append((name, num_steps)) or 0.0)
+        def run(num_steps: int) -> float:
+            nonlocal now
+            now += num_steps * 1e-6
+            turns.append((name, num_steps))
+            return 0.0
+
+        return harness.Contender(name, run)
 
     times = harness.interleave([contender("a"), contender("b"), contender("c")], num_rounds=3, turn=1e-4)
     timed = turns[3:]  # the first turn of each finds the number of steps
