@@ -13,6 +13,7 @@ from . import _tf_names
 ReduceOpName: TypeAlias = Literal["sum", "mean", "SUM", "MEAN"]
 SynchronizationName: TypeAlias = Literal["auto", "on_write", "on_read", "AUTO", "ON_WRITE", "ON_READ"]
 AggregationName: TypeAlias = Literal["none", "sum", "mean", "only_first_replica", "NONE", "SUM", "MEAN", "ONLY_FIRST_REPLICA"]
+CommunicationName: TypeAlias = Literal["auto", "ring", "nccl", "mpi", "AUTO", "RING", "NCCL", "MPI"]
 ShardPolicyName: TypeAlias = Literal["auto", "file", "data", "off", "AUTO", "FILE", "DATA", "OFF"]
 
 
@@ -137,7 +138,7 @@ class CommunicationOptions:
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/CommunicationOptions
     """
 
-    implementation: CommunicationImplementation | str = CommunicationImplementation.AUTO
+    implementation: CommunicationImplementation | CommunicationName = CommunicationImplementation.AUTO
     bytes_per_pack: int = 0
     timeout_seconds: float | None = None
 
@@ -165,11 +166,7 @@ MAX_TIMEOUT_SECONDS = 7 * 24 * 3600.0
 
 @dataclasses.dataclass(frozen=True)
 class AllReduce:
-    """What TensorFlow's two all-reduces have in common.
-
-    Attributes:
-        num_packs: see `NcclAllReduce`.
-    """
+    """What TensorFlow's two all-reduces have in common; `num_packs` as of `NcclAllReduce`."""
 
     num_packs: int = 1
 

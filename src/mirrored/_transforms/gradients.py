@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, ParamSpec, overload
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +24,11 @@ from .._variables.tree import trainable
 from .._variables.variable import Variable, is_variable, spec_of
 from ..losses import compute_average_loss
 
+P = ParamSpec("P")
+
 
 @user_code.shorten_errors
-def grad(fn: UserFunction, variables: PyTree, has_aux: bool = False) -> Callable[..., Any]:
+def grad(fn: Callable[P, Any], variables: PyTree, has_aux: bool = False) -> Callable[P, Any]:
     """Make a function that returns the gradients of `fn` with respect to variables that it reads.
 
     The same as `mr.value_and_grad` without the value; with `has_aux`, it returns `(gradients, aux)`.
@@ -37,13 +39,21 @@ def grad(fn: UserFunction, variables: PyTree, has_aux: bool = False) -> Callable
     """
     value_and_gradient = value_and_grad(fn, variables, has_aux)
 
-    def gradient(*args: Any, **kwargs: Any) -> Any:
+    def gradient(*args: P.args, **kwargs: P.kwargs) -> Any:
         value, gradients = value_and_gradient(*args, **kwargs)
         return (gradients, value[1]) if has_aux else gradients
 
     return gradient
 
 
+@overload
+def value_and_grad(
+    fn: Callable[P, Any], variables: PyTree, has_aux: Literal[False] = False
+) -> Callable[P, tuple[jax.Array, PyTree]]: ...
+@overload
+def value_and_grad(
+    fn: Callable[P, tuple[Any, Any]], variables: PyTree, has_aux: Literal[True]
+) -> Callable[P, tuple[tuple[jax.Array, Any], PyTree]]: ...
 @user_code.shorten_errors
 def value_and_grad(fn: UserFunction, variables: PyTree, has_aux: bool = False) -> Callable[..., Any]:
     """Make a function that returns `fn`'s value and its gradients with respect to variables that it reads.

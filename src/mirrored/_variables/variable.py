@@ -96,12 +96,13 @@ class Variable(ScatterMethods, _Array):
 
     __slots__ = ("__weakref__", "_slot", "_spec")
 
-    if not TYPE_CHECKING:  # which takes the signature of `__init__`
+    if not TYPE_CHECKING:  # which takes the signature of `__init__`; `help` and `inspect.signature` take this one
 
         def __new__(
-            cls, initial_value: PyTree, *, name: Any = None, trainable: Any = None, dtype: Any = None,
-            synchronization: Any = "auto", aggregation: Any = "none",
-        ) -> Any:  # fmt: skip
+            cls, initial_value: PyTree, *, name: str | None = None, trainable: bool | None = None, dtype: Any = None,
+            synchronization: VariableSynchronization | SynchronizationName = "auto",
+            aggregation: VariableAggregation | AggregationName = "none",
+        ) -> Variable | VariableTree:  # fmt: skip
             """Make a variable, or one of each array in a tree."""
             if is_tree(initial_value):
                 how = {"trainable": trainable, "dtype": dtype, "synchronization": synchronization, "aggregation": aggregation}
@@ -428,12 +429,7 @@ def note_use(variable: Variable, what: str) -> None:
 
 
 def local_arrays(variable: Variable, stored: jax.Array) -> list[tuple[int, jax.Array]]:
-    """Return what this worker's devices really hold, with the number of each one's first replica, in order.
-
-    Args:
-        variable: whose.
-        stored: the array, which is lent.
-    """
+    """Return what this worker's devices really hold of a lent array, with the number of each one's first replica, in order."""
     mesh = variable._spec.mesh
     replicas = {device: i * mesh.per_device for i, device in enumerate(mesh.devices)}
     return sorted(((replicas[s.device], s.data) for s in stored.addressable_shards), key=operator.itemgetter(0))
