@@ -53,7 +53,7 @@ TREES = {name: ast.parse(path.read_text()) for name, path in PATHS.items()}
 
 #: What a warm `strategy.run` passes through.
 WARM = {
-    "_strategy/strategy", "_program/steps", "_program/fast_path", "_program/program", "_variables/storage", "_replicas/in_flight",
+    "_strategy/strategy", "_program/steps", "_program/guards", "_program/program", "_variables/storage", "_replicas/in_flight",
 }  # fmt: skip
 
 
@@ -289,7 +289,6 @@ STATE = {
     "_jax.tracing": "_cache_token",  # of JAX: each thread has its own
     "_program.cache": "_all _pins listeners",
     "_program.eager": "is_eager",
-    "_program.guards": "_known_places",
     "_transforms.function": "_programs",
     "_variables.equal_copies": "_watches _watches_lock last_comparisons",
     "_variables.initial": "_numbers",
@@ -307,7 +306,6 @@ CACHES = {
     "_models.keras_scope": "_scope_class",
     "_models.keras_variables": "_view_class",
     "_program.call": "_gives_array _number_leaf",
-    "_program.guards": "_is_closed _is_of_library _is_simple is_by_content is_library",
     "_program.program": "_mirrored_number",
     "_replicas.cross_replica": "_compile",
     "_replicas.mesh": "default_mesh",
@@ -415,7 +413,7 @@ def test_sizes() -> None:
 #: Lines of each wing. A commit may lower a budget, and never raises one; beside it what is to be reached. The ground is together,
 #: and so are small wings that stand for one thing. `python tests/test_house.py` prints today's.
 BUDGETS = {
-    "_program": 4953,  # 4,000
+    "_program": 4931,  # 4,000
     "_jax": 1458,  # 1,300
     "_replicas": 2578,  # 2,100
     "_variables": 2011,  # 1,700
@@ -462,7 +460,7 @@ ANYS = {
     "_libraries": 1,
     "_models": 72,
     "_options": 1,
-    "_program": 116,
+    "_program": 109,
     "_replicas": 57,
     "_report": 5,
     "_strategy": 11,

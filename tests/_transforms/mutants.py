@@ -7,8 +7,8 @@ FUNCTION = "tests/_transforms/test_function.py::test_"
 IN_A_LOOP = FUNCTION + "a_function_in_a_loop_is_known_by_a_few_looks_and_is_another_with_what_it_reads"
 
 MUTANTS = [
-    ("_transforms/function.py", " and fast_path.key[1] == strategy:", ":", IN_A_LOOP),
-    ("_transforms/function.py", "    elif not kwargs and program is not None:", "    elif False:", IN_A_LOOP),
+    ("_transforms/function.py", " and _programs.fast_key[-2] == strategy:", ":", IN_A_LOOP),
+    ("_program/cache.py", "self._short is not last:", "False:", IN_A_LOOP),
     ("_transforms/loops.py", "_map_whole(_replicas_first, ys)", "ys",
      LOOPS + "steps_in_a_scan_take_per_replica_rows_carries_and_results"),
     ("_transforms/loops.py", "_write_back(list(written), after)", "_write_back(list(written), before)",

@@ -24,7 +24,7 @@ from ..._typing import Shape
 from ..._variables.storage import WeakVariables
 from ..._variables.variable import spec_of
 from .. import proof, refusals
-from ..call import ArrayLeaf, Call, static_key
+from ..call import ArrayLeaf, Call, is_same
 from ..lift import Lifted, ResultPlan, Touched, Traced, static_value, trace_step
 from ..proof import Findings, State
 from . import align, match_collectives, merge, nodes
@@ -285,7 +285,7 @@ def _is_same_static(a: tuple[Any] | None, b: tuple[Any] | None) -> bool:
     if a is None or b is None:
         return a is b
     [first], [second] = a, b
-    if static_key(first) == static_key(second):
+    if is_same(first, second):
         return True
     # A step may make an object anew in each trace. Equal numbers with different keys are 0.0 and -0.0, or True and 1.
     return type(first) is type(second) and not isinstance(first, int | float | complex) and bool(first == second)
