@@ -70,12 +70,12 @@ BY_TEST = {
     "test_rounds.py::test_ctrl_c_inside_an_iterator_of_rows_in_memory_ends_nothing": [
         (
             "_sources/numpy_dataset.py",
-            "            self._starts = limited(self._starts_of_epoch, dataset._limits, self._places)",
-            "            pass",
+            "        if self._order is None or",
+            "        self._place = epoch, row + 2, batch + 1, total + 1\n        if self._order is None or",
         ),
     ],
     "test_rounds.py::test_rows_in_memory_are_taken_mapped_and_repeated_as_in_tf_data": [
-        ("_sources/numpy_dataset.py", "or self._order[0] != epoch", ""),
+        ("_sources/numpy_dataset.py", "or self._order[0] != number", ""),
     ],
     "test_rounds.py::test_a_function_gets_batches_on_the_host_before_they_are_divided": [
         ("_sources/elements.py", "except StopIteration as end:", "except ZeroDivisionError as end:"),
@@ -84,7 +84,7 @@ BY_TEST = {
         ("_sources/open.py", " and not (own.maps or maps)", ""),
     ],
     "test_rounds.py::test_positions_in_endless_and_cut_rows": [
-        ("_sources/numpy_dataset.py", "epoch * self._dataset._num_batches_of_epoch() + batch", "batch"),
+        ("_sources/numpy_dataset.py", "epoch * dataset._num_batches_of_epoch() + batch", "batch"),
     ],
     "test_tfrecord.py::test_an_error_in_a_batch_leaves_its_records_to_be_read": [
         ("_records/record_reader.py", "self.seek(*before)", "pass"),
@@ -151,14 +151,14 @@ BY_TEST = {
         ("_sources/numpy_dataset.py", "self._passes[0] += self.num_epochs", "self._passes[0] += 1"),
     ],
     "test_position.py::test_the_passes_after_a_restart_have_the_orders_of_the_unbroken_run": [
-        ("_sources/numpy_dataset.py", "self._dataset._passes[0] = first", "first = first"),
+        ("_sources/numpy_dataset.py", "dataset._passes[0] = first +", "first = first +"),
     ],
     "test_dataset.py::test_batches_are_the_rows_in_order": [
-        ("_sources/numpy_dataset.py", "needed = dataset._rows_per_batch() if dataset.drop_remainder else 1", "needed = 1"),
+        ("_sources/numpy_dataset.py", "needed = self._rows_per_batch() if self.drop_remainder else 1", "needed = 1"),
         ("_sources/numpy_dataset.py", "(rest > 0 and not self.drop_remainder)", "(rest > 0)"),
     ],
     "test_position.py::test_a_state_that_does_not_fit_changes_nothing": [
-        ("_sources/numpy_dataset.py", 'if state["seed"] != self._dataset.shuffle_seed:', "if False:"),
+        ("_sources/numpy_dataset.py", 'if state["seed"] != dataset.shuffle_seed:', "if False:"),
         ("_sources/open.py", "if not 0 <= position <= len(self._batches):", "if False:"),
         ("_iterator.py", 'if state["version"] != _VERSION:', "if False:"),
         ("_iterator.py", 'if state["policy"] != self._plan.kind:', "if False:"),

@@ -353,3 +353,17 @@ def test_a_state_says_how_much_of_a_batch_was_taken(monkeypatch: pytest.MonkeyPa
     assert iterators[1].get_state() == state
     for iterator in iterators:
         iterator.close()
+
+
+def test_the_position_after_the_last_step_is_behind_the_last_epoch() -> None:
+    """Also where a replica finds the end of the rows while others have got the last batch."""
+
+    def make() -> mr.data.DistributedDataset:
+        return STRATEGIES[2].distribute_datasets_from_function(lambda context: numpy_dataset(num_epochs=3))
+
+    iterator = iter(make())
+    states = [(rows_of(batch), iterator.get_state())[1] for batch in iterator]
+    assert [(state["source"]["epoch"], state["source"]["row"]) for state in states[-2:]] == [(2, 8), (2, 11)]
+    with iter(make()) as resumed:
+        resumed.set_state(states[-1])
+        assert list(resumed) == []

@@ -25,7 +25,7 @@ from ._sharing.agree import InputWorker
 from ._sharing.plan import Plan
 from ._sharing.steps import LocalReplicas
 from ._sources import grain
-from ._sources.elements import checked_function
+from ._sources.elements import check_int, checked_function
 from ._sources.numpy_dataset import NumpyDataset
 from ._sources.rounds import num_steps
 from ._sources.shares import why_share
@@ -91,7 +91,7 @@ class DistributedDataset:
         >>> [x.values[0].tolist() for x in strategy.distribute_dataset([np.arange(2)] * 9).take(2)]
         [[0], [0]]
         """
-        return self._with(limits=(*self._elements.limits, ("take", _checked_count("take", count, 0))))
+        return self._with(limits=(*self._elements.limits, ("take", check_int("take got", count, 0, "the number of steps"))))
 
     def repeat(self, count: int | None = None) -> DistributedDataset:
         """Go through the steps `count` times, or without end; each pass begins as a new iterator does, with its own order.
@@ -103,7 +103,8 @@ class DistributedDataset:
         [[0], [0, 1], [0], [0, 1], [0]]
         >>> batches.close()
         """
-        count = None if count is None else _checked_count("repeat", count, 1)
+        if count is not None:
+            count = check_int("repeat got", count, 1, "the number of passes, or None for no end")
         return self._with(limits=(*self._elements.limits, ("repeat", count)))
 
     def map(self, fn: Callable[..., PyTree]) -> DistributedDataset:
@@ -205,14 +206,6 @@ def check_dataset(dataset: Any, verb: str, policy: AutoShardPolicy | str = AutoS
     shared_by_user = verb == "distribute_datasets_from_function" or policy is AutoShardPolicy.OFF
     if reason := why_single_rows(dataset, size) or (None if shared_by_user else why_share(dataset)):
         raise ValueError(f"{verb} expected {batches}, and {type(dataset).__name__} {reason}")
-
-
-def _checked_count(verb: str, count: Any, at_least: int) -> int:
-    if isinstance(count, bool) or not isinstance(count, int | np.integer):
-        raise TypeError(f"{verb} got {count!r}; expected an int, the number of {'steps' if verb == 'take' else 'passes'}.")
-    if count < at_least:
-        raise ValueError(f"{verb} got {count}; expected at least {at_least}{', or None for no end' if at_least else ''}.")
-    return int(count)
 
 
 def _has_length(dataset: Any) -> bool:
