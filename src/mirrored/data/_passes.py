@@ -27,17 +27,11 @@ _logger = logging.getLogger("mirrored")
 
 @dataclasses.dataclass(frozen=True)
 class Elements:
-    """What a distributed dataset yields.
+    """What a distributed dataset yields."""
 
-    Attributes:
-        plan: of which dataset, and how its rows are shared out.
-        maps: functions that each element goes through before it is shared out, in order.
-        limits: how far and how often, innermost first.
-    """
-
-    plan: Plan
-    maps: tuple[Callable[..., PyTree], ...] = ()
-    limits: tuple[Limit, ...] = ()
+    plan: Plan  # of which dataset, and how its rows are shared out
+    maps: tuple[Callable[..., PyTree], ...] = ()  # functions that each element goes through before it is shared out, in order
+    limits: tuple[Limit, ...] = ()  # how far and how often, innermost first
     _specs: list[PyTree] = dataclasses.field(default_factory=list, init=False, compare=False)
 
     def open(self, state: Any = None) -> Source:

@@ -13,17 +13,11 @@ from .numpy_dataset import NumpyDataset
 
 
 class LastBatch(NamedTuple):
-    """The last batch of a pass, when it has other rows than those before.
-
-    Attributes:
-        num_rows: how many it has.
-        rows_before: how many each batch before it has.
-        step: the number of the step that it is, counted from 1.
-    """
+    """The last batch of a pass, when it has other rows than those before."""
 
     num_rows: int
-    rows_before: int
-    step: int
+    rows_before: int  # of each batch before it
+    step: int  # its number, counted from 1
 
 
 def last_batch(dataset: Any) -> LastBatch | None:
