@@ -7,7 +7,7 @@ BY_TEST = {
         ("_sharing/agree.py", "if batch is None or not self._worker.is_noted", "if not self._worker.is_noted"),
     ],
     "test_plan.py::test_an_error_of_the_pipeline_comes_after_the_batches_before_it": [
-        ("_sharing/steps.py", "if self._failure is not None and not self.parts:", "if self._failure is not None:"),
+        ("_sharing/steps.py", "if self._failure is not None and not self.steps:", "if self._failure is not None:"),
     ],
     "test_plan.py::test_workers_tell_of_several_batches_at_once": [
         ("_sharing/steps.py", "count = min(2 * count, layout.lookahead)", "count = 1"),
@@ -167,17 +167,17 @@ BY_TEST = {
         ("_sources/open.py", "set_epoch(dataset.epoch if state is None else", "set_epoch(dataset.epoch if True else"),
     ],
     "test_position.py::test_the_position_that_a_dataset_holds_is_changed_while_nothing_is_read_ahead": [
-        ("_sources/position.py", "dataset.load_state_dict(before)", "pass"),
+        ("_sources/open.py", "dataset.load_state_dict(before)", "pass"),
     ],
     "test_position.py::test_a_dataset_that_holds_its_state_may_hold_that_of_the_last_pass": [
-        ("_sources/position.py", "if not self._has_begun:", "if False:"),
+        ("_sources/open.py", "if not self._has_begun:", "if False:"),
     ],
     "test_prefetch.py::test_any_exception_reaches_the_loop": [
-        ("_sources/position.py", "            iterator.close()", "            pass"),
+        ("_sources/open.py", "            iterator.close()", "            pass"),
         ("_prefetch.py", "failure = failure or error", "pass"),
     ],
     "test_position.py::test_resuming_with_another_number_of_replicas_gives_every_example_once": [
-        ("_sources/position.py", "if isinstance(state, bytes) else state", "if False else state"),
+        ("_sources/open.py", "if isinstance(state, bytes) else state", "if False else state"),
     ],
     "test_plan.py::test_auto_says_what_it_chose_and_why": [
         ("_sources/grain.py", "len(files) >= num_workers else", "len(files) > num_workers else"),

@@ -25,7 +25,7 @@ from ._passes import Elements, Passes
 from ._prefetch import Ahead
 from ._sharing.rows import split_sizes
 from ._sharing.steps import LocalReplicas, Step, Steps
-from ._sources.position import Position, Source
+from ._sources.open import Position, Source
 from ._sources.rounds import check_places
 
 #: Of the states that `get_state` returns.

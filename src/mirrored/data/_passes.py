@@ -18,8 +18,7 @@ from ._sources import grain
 from ._sources.elements import PerReplicaSpec, spec_of_batch
 from ._sources.last_batch import LastBatch, last_batch
 from ._sources.numpy_dataset import NumpyDataset
-from ._sources.open import is_sequence, open_source
-from ._sources.position import Source
+from ._sources.open import Source, is_sequence, open_source
 from ._sources.rounds import Limit, limited, num_passes_left
 
 _logger = logging.getLogger("mirrored")

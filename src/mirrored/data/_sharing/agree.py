@@ -15,7 +15,7 @@ from ..._typing import PyTree
 from ..._workers.coordination import Channel, Coordination
 from ..._workers.progress import BatchPlace, progress
 from ..._workers.same_program import ONE_DATASET, data_ended
-from .._sources.position import Position
+from .._sources.open import Position
 from .rows import count_rows
 
 #: Gives a JSON value to all workers and returns those of all, in worker order; every worker must call it.

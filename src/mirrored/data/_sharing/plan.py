@@ -9,7 +9,7 @@ from ..._options import AutoShardPolicy
 from .._input_context import InputContext
 from .._sources import grain
 from .._sources.numpy_dataset import NumpyDataset
-from .._sources.position import Source
+from .._sources.open import Source
 from . import steps
 from .agree import InputWorker
 from .steps import LocalReplicas, Steps

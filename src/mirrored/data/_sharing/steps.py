@@ -12,7 +12,7 @@ import jax
 
 from ..._typing import PyTree
 from ..._workers.progress import BatchPlace
-from .._sources.position import Position, Source
+from .._sources.open import Position, Source
 from .agree import InputWorker, OwnStep, SameBatches, agree
 from .rows import copied, count_rows, join_rows, require_same_rows, reshape_rows, split_rows, split_sizes, stack_rows, to_numpy
 

@@ -51,11 +51,6 @@ def checked_function(fn: object) -> Callable[..., PyTree]:
     return fn
 
 
-def own_copy(element: PyTree) -> PyTree:
-    """Copy the arrays of an element that its dataset keeps, for functions that may change them in place, as in `x /= 255`."""
-    return jax.tree.map(lambda leaf: leaf.copy() if type(leaf) is np.ndarray else leaf, element)
-
-
 def applied(fn: Callable[..., PyTree], element: PyTree) -> PyTree:
     """Call a function with an element, a tuple as several arguments.
 
