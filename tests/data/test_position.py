@@ -344,7 +344,7 @@ def test_a_state_says_how_much_of_a_batch_was_taken(monkeypatch: pytest.MonkeyPa
     me = InputWorker(0, 2, lambda value: [value, value])
     plan = make_plan(Files([[1], [2]]).batch(1), "file", me, 2)
     iterators = [DistributedIterator(Elements(plan), LocalReplicas(2, me), STRATEGIES[2]._mesh, 0) for _ in range(2)]
-    position = iterators[0]._open().position()
+    position = iterators[0]._open().start
     monkeypatch.setattr(iterators[0], "_next", lambda: ("a batch", Step(None, (), position, {"rows": 3, "batch_size": 4})))
     assert next(iterators[0]) == "a batch"
     state = iterators[0].get_state()
