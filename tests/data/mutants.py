@@ -49,15 +49,15 @@ BY_TEST = {
         ("_records/record_reader.py", "None if computed == stored else", "None if True else"),
     ],
     "test_sources.py::test_examples_that_nothing_batches_are_refused_where_that_is_known": [
-        ("_sources/single_rows.py", "if not is_single or not steps <= _SAME_ELEMENTS | _MAPS:", "if not is_single:"),
+        ("_sources/not_batches.py", "if not is_single or not steps <= _SAME_ELEMENTS | _MAPS:", "if not is_single:"),
         ("_dataset.py", "if reason := why_single_rows(dataset, size) or", "if reason :="),
     ],
     "test_sources.py::test_what_may_make_batches_is_taken_for_them": [
-        ("_sources/single_rows.py", " and root.batch_size is None for", " for"),
+        ("_sources/not_batches.py", " and root.batch_size is None for", " for"),
     ],
     "test_sources.py::test_examples_of_torch_and_hugging_face": [
-        ("_sources/single_rows.py", " and not isinstance(dataset, torch.IterableDataset)", ""),
-        ("_sources/single_rows.py", " and length > 0)", ")"),
+        ("_sources/not_batches.py", " and not isinstance(dataset, torch.IterableDataset)", ""),
+        ("_sources/not_batches.py", " and length > 0)", ")"),
     ],
     "test_rounds.py::test_steps_are_taken_and_repeated_and_any_position_is_gone_on_from": [
         ("_sources/rounds.py", "        is_first = False\n", ""),
@@ -239,7 +239,7 @@ BY_TEST = {
         ("_dataset.py", "at_least=self._mesh.num_replicas)", "at_least=1)"),
     ],
     "test_sources.py::test_a_filtered_map_dataset_does_not_know_its_length": [
-        ("_dataset.py", "or not _has_length(dataset):", "or False:"),
+        ("_dataset.py", "and not grain.has_length(dataset)", "and False"),
     ],
     "test_prefetch.py::test_ctrl_c_in_a_pipeline_that_nobody_reads_ahead_loses_none_or_says_so": [
         ("_iterator.py", "                self._begin_again()\n", "                pass\n"),

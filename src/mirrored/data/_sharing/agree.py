@@ -207,7 +207,7 @@ def _skeleton(tree: PyTree) -> Any:
     return None if tree is None else 0 if isinstance(tree, np.ndarray) else {"class": type(tree).__name__}
 
 
-def _from_skeleton(skeleton: object) -> PyTree:
+def _from_skeleton(skeleton: dict[str, Any] | int | None) -> PyTree:
     match skeleton:
         case {"dict": items}:
             return {key: _from_skeleton(child) for key, child in items}

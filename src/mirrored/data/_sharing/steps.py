@@ -114,7 +114,7 @@ def rows_of_own_files(source: Source, layout: LocalReplicas, extra: dict[str, in
     share = sum(layout.mine(sizes))  # at least one row, or the records of this worker would never come
 
     def taken() -> Iterator[OwnStep]:
-        for rows, position, skip in _regroup(source, itertools.chain(first, batches), extra.get("rows", 0), share):
+        for rows, (position, skip) in _regroup(source, itertools.chain(first, batches), extra.get("rows", 0), share):
             sizes = split_sizes(count_rows(rows), layout.num_local)
             yield OwnStep(split_rows(rows, sizes), position, {"rows": skip, "batch_size": batch_size})
 
@@ -133,8 +133,8 @@ def _read(source: Source) -> Iterator[tuple[Position, PyTree]]:
 
 def _regroup(
     source: Source, batches: Iterable[tuple[Position, PyTree]], skip: int, share: int
-) -> Iterator[tuple[PyTree, Position, int]]:
-    """Yield so many rows at a time, with the position before the next batch that has rows, and how many of them are taken."""
+) -> Iterator[tuple[PyTree, tuple[Position, int]]]:
+    """Yield `share` rows at a time, with the position before the next batch and how many of its rows were taken; skip some."""
     parts: list[PyTree] = []
     missing = share
     for position, batch in batches:
@@ -147,10 +147,10 @@ def _regroup(
             missing -= stop - start
             start = stop
             if not missing:
-                yield join_rows(parts), *((position, start) if start < num_rows else (source.position(), 0))
+                yield join_rows(parts), (position, start) if start < num_rows else (source.position(), 0)
                 parts, missing = [], share
     if parts:
-        yield join_rows(parts), source.position(), 0
+        yield join_rows(parts), (source.position(), 0)
 
 
 def _in_step(taken: Iterator[OwnStep], source: Source, layout: LocalReplicas) -> Steps:
