@@ -140,15 +140,7 @@ def read_all(feature: Feature, column: Sequence[Any]) -> np.ndarray | None:
 
 
 def cut(feature: Feature, kind: str, spans: Sequence[Span], matrix: np.ndarray, records: Sequence[bytes]) -> np.ndarray:
-    """Return the values that lie in spans of equal records: an array of a row for each record, of the feature's dtype.
-
-    Args:
-        feature: what to read; it fits the kind and number of values.
-        kind: of the list that the values are in.
-        spans: where they are.
-        matrix: the records, uint8[num_records, size].
-        records: the same as bytes.
-    """
+    """Return the values in these spans of equal records, bytes and rows of a matrix, which fit the feature: a row for each."""
     start, stop = spans[0]
     if feature.dtype is bytes:
         columns = [_objects([record[start:stop] for record in records]) for start, stop in spans]
