@@ -154,7 +154,7 @@ BY_TEST = {
         ("_sources/numpy_dataset.py", "dataset._passes[0] = first +", "first = first +"),
     ],
     "test_dataset.py::test_batches_are_the_rows_in_order": [
-        ("_sources/numpy_dataset.py", "needed = self._rows_per_batch() if self.drop_remainder else 1", "needed = 1"),
+        ("_sources/numpy_dataset.py", "(dataset._rows_per_batch() if dataset.drop_remainder else 1)", "1"),
         ("_sources/numpy_dataset.py", "(rest > 0 and not self.drop_remainder)", "(rest > 0)"),
     ],
     "test_position.py::test_a_state_that_does_not_fit_changes_nothing": [

@@ -348,7 +348,7 @@ def test_ctrl_c_inside_an_iterator_of_rows_in_memory_ends_nothing(monkeypatch: p
 
     rows = NumpyDataset(np.arange(7)).batch(2).repeat(2)
     whole = [batch.tolist() for batch in rows]
-    for method in ("_has_batch", "_order", "_rows_per_batch"):
+    for method in ("_order", "_rows_per_batch"):
         iterator, found = iter(rows), []
         for _ in whole:
             with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):

@@ -200,11 +200,6 @@ class NumpyDataset:
         count = complete + (rest > 0 and not self.drop_remainder)
         return count if self.batches_per_epoch is None else min(count, self.batches_per_epoch)
 
-    def _has_batch(self, row: int, batch: int) -> bool:
-        """Tell whether an epoch goes on at this row, after so many batches."""
-        needed = self._rows_per_batch() if self.drop_remainder else 1
-        return row + needed <= self.num_rows and (self.batches_per_epoch is None or batch < self.batches_per_epoch)
-
     def _batches_until_end(self) -> int:
         """Return how many batches there are until an epoch or the pass ends."""
         count = self._num_batches_of_epoch()
@@ -224,6 +219,7 @@ class _NumpyIterator:
 
     def __init__(self, dataset: NumpyDataset) -> None:
         self._dataset = dataset
+        self._last_start = dataset.num_rows - (dataset._rows_per_batch() if dataset.drop_remainder else 1)
         self._first: int | None = None  # the number of this pass's first epoch, taken when it begins
         self._place = (0, 0, 0, 0)  # the epoch, the row in it, batches of this epoch, batches of all
         self._order: tuple[int, np.ndarray] | None = None  # of which epoch
@@ -234,18 +230,22 @@ class _NumpyIterator:
     def __next__(self) -> PyTree:
         dataset = self._dataset
         epoch, row, batch, total = self._place
-        if not dataset._has_batch(row, batch):
+        if not self._has_batch(row, batch):
             epoch, row, batch = epoch + 1, 0, 0
         is_taken = dataset.batches_per_pass is not None and total >= dataset.batches_per_pass
-        if is_taken or epoch == dataset.num_epochs or not dataset._has_batch(row, batch):
+        if is_taken or epoch == dataset.num_epochs or not self._has_batch(row, batch):
             raise StopIteration
         number = self._begin() + epoch
         if self._order is None or self._order[0] != number:
             self._order = number, dataset._order(number)
-        stop = min(row + dataset._rows_per_batch(), dataset.num_rows)
-        self._place = epoch, stop, batch + 1, total + 1
-        rows = self._order[1][row:stop]
+        rows = self._order[1][row : row + dataset._rows_per_batch()]
+        self._place = epoch, row + len(rows), batch + 1, total + 1
         return dataset._mapped(jax.tree.map(lambda array: _take_rows(array, rows), dataset.arrays))
+
+    def _has_batch(self, row: int, batch: int) -> bool:
+        """Tell whether an epoch goes on at this row, after so many batches."""
+        most = self._dataset.batches_per_epoch
+        return row <= self._last_start and (most is None or batch < most)
 
     def _begin(self) -> int:
         if self._first is None:
