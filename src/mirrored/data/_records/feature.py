@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -199,18 +200,13 @@ def _show(dtype: Any) -> str:
 def _checked_dtype(dtype: Any, is_decoded: bool) -> Any:
     if dtype is bytes:
         return bytes
-    try:
-        found = np.dtype(dtype) if dtype is not None else None
-    except TypeError:
-        found = None
-    if (
-        found is None
-        or not (is_numeric(found) or found.kind == "b")
-        or not (is_decoded or found == np.float32 or found.kind in "biu")
-    ):
-        also = ", or, for bytes to be decoded, another dtype of numbers" if is_decoded else ""
-        raise TypeError(f"dtype is {dtype!r}; expected bytes, np.float32, np.int64 or another integer dtype, bool{also}.")
-    return found
+    with contextlib.suppress(TypeError):
+        found = np.dtype(dtype)
+        is_of_list = found == np.float32 or found.kind in "biu"
+        if dtype is not None and (is_of_list or (is_decoded and is_numeric(found))):
+            return found
+    also = ", or, for bytes to be decoded, another dtype of numbers" if is_decoded else ""
+    raise TypeError(f"dtype is {dtype!r}; expected bytes, np.float32, np.int64 or another integer dtype, bool{also}.")
 
 
 def _is_size(size: Any) -> bool:
