@@ -598,7 +598,7 @@ BAD_INPUT = {
     """,
     "data.DistributedDataset.repeat": r"""
         distributed.repeat(1.5) => TypeError: repeat got 1\.5; expected an int, the number of passes
-        distributed.repeat(0) => ValueError: repeat got 0; expected at least 1, or None for no end
+        distributed.repeat(0) => ValueError: repeat got 0; expected at least 1, the number of passes, or None
     """,
     "data.DistributedDataset.map": r"""
         distributed.map(None) => TypeError: map got None; expected a function of a batch

@@ -296,7 +296,6 @@ STATE = {
     "_variables.variable": "_created _live listeners",
     "_workers.progress": "_main progress",
     "_workers.runtime": "_current _starting",
-    "data._prefetch": "_open_channels",
 }
 #: Functions whose results are kept: each is a pure function of its arguments, but for those in ONCE, which do something once.
 CACHES = {
@@ -318,7 +317,6 @@ CACHES = {
 ONCE = {
     "_checkpoint.preemption": "_forget_in_children",
     "_workers.runtime": "_install_exit_codes",
-    "data._prefetch": "_close_at_exit",
 }
 #: What makes an object that changes, by its last name; our own classes among them.
 _MAKES_STATE = re.compile(

@@ -37,11 +37,11 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many records protobuf parsed in each call, apart from those that layouts are made of."""
     counts: list[int] = []
 
-    def counting(batch, rows, *arguments, parse=_example._parse_others):
+    def counting(batch, rows, parse=_example._Batch._parse_others):
         counts.append(len(rows))
-        return parse(batch, rows, *arguments)
+        return parse(batch, rows)
 
-    monkeypatch.setattr(_example, "_parse_others", counting)
+    monkeypatch.setattr(_example._Batch, "_parse_others", counting)
     return counts
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,8 +19,7 @@ from ._sources import grain
 from ._sources.elements import PerReplicaSpec, spec_of_batch
 from ._sources.last_batch import LastBatch, last_batch
 from ._sources.numpy_dataset import NumpyDataset
-from ._sources.open import is_sequence, open_source
-from ._sources.position import Source
+from ._sources.open import Position, Source, is_sequence, open_source
 from ._sources.rounds import Limit, limited, num_passes_left
 
 _logger = logging.getLogger("mirrored")
@@ -27,31 +27,22 @@ _logger = logging.getLogger("mirrored")
 
 @dataclasses.dataclass(frozen=True)
 class Elements:
-    """What a distributed dataset yields.
+    """What a distributed dataset yields."""
 
-    Attributes:
-        plan: of which dataset, and how its rows are shared out.
-        maps: functions that each element goes through before it is shared out, in order.
-        limits: how far and how often, innermost first.
-    """
-
-    plan: Plan
-    maps: tuple[Callable[..., PyTree], ...] = ()
-    limits: tuple[Limit, ...] = ()
+    plan: Plan  # of which dataset, and how its rows are shared out
+    maps: tuple[Callable[..., PyTree], ...] = ()  # functions that each element goes through before it is shared out, in order
+    limits: tuple[Limit, ...] = ()  # how far and how often, innermost first
     _specs: list[PyTree] = dataclasses.field(default_factory=list, init=False, compare=False)
 
-    def open(self, state: Any = None) -> Source:
+    def open(self, state: object = None) -> Source:
         """Start one pass, from a position on if one is given."""
         return open_source(self.plan.dataset, state, self.maps)
 
     def of_later_passes(self, places: Sequence[int]) -> Elements:
-        """Return what the passes after the one that was just opened begin with.
+        """Return what the passes after the one that was just opened, which is at these places, begin with.
 
         The thread that reads ahead begins them at a moment that nobody knows. Their numbers, which say the order of rows that are
         shuffled, are therefore taken now, before another iterator takes one.
-
-        Args:
-            places: how far the pass is in each limit.
         """
         dataset = self.plan.dataset
         if not (self.limits and isinstance(dataset, NumpyDataset)):
@@ -105,29 +96,31 @@ class Elements:
 class Passes:
     """The passes of one iterator, of which one source after the other is open."""
 
-    def __init__(
-        self, elements: Elements, source: Source, layout: LocalReplicas, extra: dict[str, Any], is_resumed: bool = False
-    ) -> None:
-        """Begin with an open source, in which the iterator is, and with what else its position holds."""
-        self._elements, self._source, self._layout, self._extra = elements, source, layout, extra
-        self._is_resumed = is_resumed
+    def __init__(self, elements: Elements, state: object, extra: dict[str, Any]) -> None:
+        """Open the first, from a position on if one is given, with what else it holds."""
+        self._elements, self._extra = elements, extra
+        self._is_resumed = state is not None
+        self._source = elements.open(state)
+        self.start: Position = self._source.position() if state is None else json.dumps(state)  # begins a pass that has a number
+        self._places = list(extra.get("places", [0] * len(elements.limits)))
+        self._later = elements.of_later_passes(self._places)
 
-    def steps(self) -> Steps:
+    def steps(self, layout: LocalReplicas) -> Steps:
         """Yield the steps of all passes; each notes in `extra` how far it is in each limit.
 
         All workers count the same steps, so they stop and begin anew together without asking each other.
         """
-        limits = self._elements.limits
-        places = list(self._extra.get("places", [0] * len(limits)))
-        for step in limited(self._start, limits, places):
-            yield dataclasses.replace(step, extra={**step.extra, "places": list(places)}) if limits else step
 
-    def _start(self, is_first: bool) -> Steps:
-        if not is_first:
-            self._source.close()
-            self._source = self._elements.open()
-        steps = self._elements.plan.steps(self._source, self._layout, self._extra if is_first else {})
-        return steps if is_first and self._is_resumed else self._not_empty(steps)
+        def start(is_first: bool) -> Steps:
+            if not is_first:
+                self._source.close()
+                self._source = self._later.open()
+            steps = self._elements.plan.steps(self._source, layout, self._extra if is_first else {})
+            return steps if is_first and self._is_resumed else self._not_empty(steps)
+
+        places = self._places
+        for step in limited(start, self._elements.limits, places):
+            yield dataclasses.replace(step, extra={**step.extra, "places": list(places)}) if places else step
 
     def _not_empty(self, steps: Steps) -> Steps:
         """Say when a pass has no steps, and one before it had: the dataset can be gone through only once."""

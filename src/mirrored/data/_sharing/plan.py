@@ -9,6 +9,7 @@ from ..._options import AutoShardPolicy
 from .._input_context import InputContext
 from .._sources import grain
 from .._sources.numpy_dataset import NumpyDataset
+from .._sources.open import Source
 from . import steps
 from .agree import InputWorker
 from .steps import LocalReplicas, Steps
@@ -16,26 +17,19 @@ from .steps import LocalReplicas, Steps
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What one worker reads, and how its replicas share it.
+    """What one worker reads, and how its replicas share it."""
 
-    Attributes:
-        dataset: what this worker iterates over.
-        kind: the policy that was chosen, or "FUNCTION" for one dataset by worker.
-        how: how the records are shared out, in words; says why when the choice was made here.
-        sizes: of the per-replica batches that a position counts, when they depend on the number of replicas.
-    """
-
-    dataset: Any
-    kind: str
-    how: str
-    sizes: tuple[int, ...] = ()
+    dataset: Any  # what this worker iterates over
+    kind: str  # the policy that was chosen, or "FUNCTION" for one dataset by worker
+    how: str  # how the records are shared out, in words; says why when the choice was made here
+    sizes: tuple[int, ...] = ()  # of per-replica batches that a position counts, when they depend on the number of replicas
 
     @property
     def is_same_for_all(self) -> bool:
         """Whether all workers read the same batches, so that a position holds for any number of workers."""
         return self.kind == "DATA"
 
-    def steps(self, source: Any, layout: LocalReplicas, extra: dict[str, int]) -> Steps:
+    def steps(self, source: Source, layout: LocalReplicas, extra: dict[str, int]) -> Steps:
         """Return the steps of this worker from the position of an open source on."""
         makers = {
             "DATA": steps.rows_of_every_batch,

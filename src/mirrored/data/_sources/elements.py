@@ -35,16 +35,20 @@ def spec_of_batch(batch: PyTree) -> PyTree:
     return jax.tree.map(spec, batch)
 
 
-def checked_function(fn: Any) -> Callable[..., PyTree]:
+def check_int(given: str, value: object, at_least: int, what: str) -> int:
+    """Return what must be an int of a size, or say what it is: `check_int("batch_size is", 0, 1, "the number of rows")`."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(f"{given} {value!r}; expected an int, {what}.")
+    if value < at_least:
+        raise ValueError(f"{given} {value}; expected at least {at_least}, {what}.")
+    return int(value)
+
+
+def checked_function(fn: object) -> Callable[..., PyTree]:
     """Return a function that `map` was given, or say that it is none."""
     if not callable(fn):
         raise TypeError(f"map got {fn!r}; expected a function of a batch, for example lambda x, y: (x / 255, y).")
     return fn
-
-
-def own_copy(element: PyTree) -> PyTree:
-    """Copy the arrays of an element that its dataset keeps, for functions that may change them in place, as in `x /= 255`."""
-    return jax.tree.map(lambda leaf: leaf.copy() if type(leaf) is np.ndarray else leaf, element)
 
 
 def applied(fn: Callable[..., PyTree], element: PyTree) -> PyTree:

@@ -13,7 +13,7 @@ Limit: TypeAlias = tuple[str, int | None]
 
 
 def limited(
-    start: Callable[[bool], Generator[T, None, None]], limits: Sequence[Limit], done: list[int]
+    start: Callable[[bool], Generator[T, None, None]], limits: Sequence[Limit], done: list[int], is_first: bool = True
 ) -> Generator[T, None, None]:
     """Yield the items of all passes.
 
@@ -21,23 +21,16 @@ def limited(
         start: begins a pass over the data: True for the one in which the reader is when it begins, which may be resumed.
         limits: innermost first.
         done: how many items or rounds of each are done, where the first pass begins; says the same after each item.
+        is_first: whether that pass is the next one.
     """
-    return _limited(start, limits, done, len(limits), is_first=True)
-
-
-def _limited(
-    start: Callable[[bool], Generator[T, None, None]], limits: Sequence[Limit], done: list[int], depth: int, is_first: bool
-) -> Generator[T, None, None]:
-    """Yield the items of the first so many limits."""
-    if depth == 0:
+    if not limits:
         yield from start(is_first)
         return
-    mine = depth - 1
-    kind, count = limits[mine]
-    is_empty = False
+    *inner, (kind, count) = limits
+    mine, is_empty = len(inner), False
     while (count is None or done[mine] < count) and not is_empty:
-        with contextlib.closing(_limited(start, limits, done, mine, is_first)) as items:
-            is_empty = not is_first  # nothing is left of a pass that was resumed at its end
+        is_empty = not is_first  # nothing is left of a pass that was resumed at its end
+        with contextlib.closing(limited(start, inner, done, is_first)) as items:
             for item in items:
                 is_empty = False
                 done[mine] += kind == "take"
