@@ -426,7 +426,7 @@ BUDGETS = {
     "data": 3957,  # 3,200
     "_workers": 2619,  # 1,700
     "_cluster": 1632,  # 1,080
-    "_checkpoint": 2304,  # 1,800
+    "_checkpoint": 2218,  # 1,800
     "_report": 1020,  # 800
     "_testing": 823,  # 750
     "losses optimizer": 694,  # 600

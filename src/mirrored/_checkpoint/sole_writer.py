@@ -50,13 +50,9 @@ class SoleWriter:
 
 
 def sole_writer(root: Path) -> SoleWriter | None:
-    """Take the right to write into a directory, which is made if it is missing.
+    """Return what to hold while writing into a directory, which is made, or raise CheckpointError when another program has it.
 
-    Returns:
-        what to hold while writing; None where the file system knows no locks, or nothing can be written anyway.
-
-    Raises:
-        CheckpointError: when another program has it.
+    None where the file system knows no locks, or nothing can be written anyway.
     """
     with _one_at_a_time:
         held = _held.get(root)
