@@ -135,7 +135,7 @@ def test_a_save_that_fails_is_no_orderly_end(tmp_path: Path, monkeypatch) -> Non
     with Checkpoint(tmp_path, w=w) as checkpoint:
         checkpoint.save(1)
         checkpoint.wait()
-        monkeypatch.setattr(files, "_write_synced", full)
+        monkeypatch.setattr(files, "_synced", full)
         message = r"preempted, and step 2 could not be saved.*The last step on disk is 1"
         with pytest.raises(CheckpointError, match=message), PreemptionHandler(checkpoint) as handler:
             preempt()

@@ -33,11 +33,7 @@ NUMBERS = {"bool": "True".__eq__, "int": int, "float": float, "complex": complex
 
 
 def leaves_of(named: Mapping[str, PyTree]) -> Leaves:
-    """Return what is to be saved of the objects that a user gave, in an order that is the same on all workers.
-
-    Raises:
-        TypeError: for a leaf that cannot be saved, or into whose place nothing could be put back.
-    """
+    """Return what is to be saved of the objects that a user gave, in an order that is the same on all workers."""
     found: Leaves = {}
     for name in sorted(named):
         for path, leaf in _walk(name, named[name], False, lines_for(named[name])):

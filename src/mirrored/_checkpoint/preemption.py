@@ -132,7 +132,6 @@ class PreemptionHandler:
                 self._leave(self._last_step)
         finally:
             self._end()
-            self._give_signals_back()
         if self._is_signalled:  # after all had agreed that there is no signal: let it have the effect that it has without us
             signal.raise_signal(signal.SIGTERM)
 
@@ -144,7 +143,6 @@ class PreemptionHandler:
             self.close()
         else:  # the other workers may not come to an end together with this one
             self._end()
-            self._give_signals_back()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """Take note only: this runs in the main thread, between any two of its instructions, whatever locks it holds."""
@@ -202,7 +200,6 @@ class PreemptionHandler:
                 _logger.warning("preempted by SIGTERM: step %d is saved, leaving with exit code %d", step, PREEMPTED)
         finally:
             self._end()
-            self._give_signals_back()
         sys.exit(PREEMPTED)
 
     def _save(self, step: int) -> None:
@@ -213,6 +210,15 @@ class PreemptionHandler:
                 f"this program is preempted, and step {step} could not be saved; the log says why. The last step on disk is "
                 f"{latest}."
             )
+
+    def _end(self) -> None:
+        if not self._is_closed and self._is_signalled and self._watch is None:
+            with contextlib.suppress(queue.Empty):
+                self._said.get(timeout=1.0)  # else the program may end before the thread has said it
+        self._is_closed = True
+        if self._watch is not None:
+            self._watch.stop()
+        self._give_signals_back()
 
     def _give_signals_back(self) -> None:
         """Restore what signals do, after those of one notice: a late one would kill a program that leaves in good order."""
@@ -232,14 +238,6 @@ class PreemptionHandler:
                 other._previous[number] = to
                 return
         signal.signal(number, to)
-
-    def _end(self) -> None:
-        if not self._is_closed and self._is_signalled and self._watch is None:
-            with contextlib.suppress(queue.Empty):
-                self._said.get(timeout=1.0)  # else the program may end before the thread has said it
-        self._is_closed = True
-        if self._watch is not None:
-            self._watch.stop()
 
 
 class _SignalWatch:
