@@ -20,8 +20,7 @@ from .._options import ReduceOp, ReductionToOneDevice, VariableAggregation
 from .._typing import Shape
 from .._workers import joint_programs
 from . import in_flight
-from .accumulation import accumulate
-from .collectives import Axes, finished, join_rows, local_sums
+from .collectives import Axes, accumulate, finished, join_rows, local_sums
 from .per_replica import PerReplica
 
 
@@ -38,7 +37,7 @@ def accumulate_stack(
     """Reduce over `axes` of each replica's value, and then over the replicas as the user's function does."""
     stack, count = with_zero_padding(stack, axes, shapes)
     [own] = local_sums(op, stack, tuple(axis + 1 for axis in axes), 0)
-    return finished(op, [accumulate(ops, list(own))], count, stack.dtype)
+    return finished(op, [accumulate(ops, own)], count, stack.dtype)
 
 
 def with_zero_padding(stack: jax.Array, axes: Axes, shapes: tuple[Shape, ...] | None) -> tuple[jax.Array, int]:

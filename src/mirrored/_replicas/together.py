@@ -20,15 +20,10 @@ MAX_ARRAYS_TOGETHER = 25
 
 
 class Task(NamedTuple):
-    """What is to be done with one array.
+    """What is to be done with one array."""
 
-    Attributes:
-        function: one of `cross_replica`, of an array.
-        static: its other arguments.
-    """
-
-    function: Callable[..., jax.Array]
-    static: tuple[Any, ...]
+    function: Callable[..., jax.Array]  # one of `cross_replica`, of an array
+    static: tuple[Any, ...]  # its other arguments
 
     def __repr__(self) -> str:
         return f"{self.function.__name__}{self.static}"  # equal on all workers
@@ -45,13 +40,7 @@ def run(arrays: list[jax.Array], tasks: Sequence[Task], placement: NamedSharding
 
 
 def compute_all(arrays: Sequence[jax.Array], tasks: Sequence[Task], whole: NamedSharding) -> list[jax.Array]:
-    """Do with each array what its task says.
-
-    Args:
-        arrays: one for each task.
-        tasks: what to do.
-        whole: the placement of what is the same on all devices.
-    """
+    """Do with each array what its task says; `whole` is the placement of what is the same on all devices."""
     kinds = [_kind(array, task, whole) for array, task in zip(arrays, tasks, strict=True)]
     sums = [i for i, kind in enumerate(kinds) if kind is reduce_stack]
     gathers = [i for i, kind in enumerate(kinds) if kind is gather_stack]
