@@ -42,7 +42,7 @@ OFFERS = {
         collectives.PACK_BELOW_BYTES collectives.ReplicaAxis collectives.aggregate collectives.all_reduce
         collectives.check_axis collectives.normalize_axes collectives.pad_to collectives.sum_in_one_buffer
         context.ReplicaContext context.axis_of context.check_call context.current_replica context.knows_id
-        context.own_parts cross_replica.accumulate_copies cross_replica.accumulate_stack cross_replica.aggregate_stack
+        context.own_parts cross_replica.aggregate_stack
         cross_replica.broadcast_stack cross_replica.compiled cross_replica.gather_mirrored cross_replica.gather_stack
         cross_replica.reduce_mirrored cross_replica.reduce_stack cross_replica.require_equal_except
         cross_replica.split_stack device_time.COMPUTATION device_time.DeviceTime device_time.in_words

@@ -79,7 +79,7 @@ def test_a_tree_of_small_arrays_is_one_program_and_few_sums(strategy3: mr.Strate
         values = [np.asarray(value) for value in leaf.values]
         np.testing.assert_array_equal(array, values[0] + values[1] + values[2])
         assert np.asarray(whole).tobytes() == np.concatenate(values).tobytes(), "-0.0 stays"
-    task = together.Task(cross_replica.reduce_stack, (mr.ReduceOp.SUM, (), None))
+    task = together.Task(cross_replica.reduce_stack, (mr.ReduceOp.SUM, (), None, None))
     stacks = jax.tree.leaves(tree)
     placement = strategy3._mesh.mirrored
     program = jax.jit(lambda arrays: together.compute_all(arrays, [task] * len(stacks), placement), out_shardings=placement)

@@ -30,7 +30,7 @@ MUTANTS = [
      STRATEGY + "assert_mirrored_names_the_variable_and_the_replicas_that_differ"),
     ("_strategy/leaves.py", "if value.num_replicas != self.mesh.num_replicas:", "if False:",
      STRATEGY + "verbs_take_what_is_theirs_and_refuse_what_is_of_another_strategy"),
-    ("_strategy/leaves.py", "return array.sharding.device_set != self.mesh.mirrored.device_set", "return False",
+    ("_strategy/leaves.py", " and array.sharding.device_set != self.mesh.mirrored.device_set", " and False",
      STRATEGY + "verbs_take_what_is_theirs_and_refuse_what_is_of_another_strategy"),
     ("_strategy/leaves.py", "return tuple(jax.device_put(value, device) for value in values)", "return values",
      STRATEGY + "local_results_can_be_combined_with_one_another"),

@@ -21,22 +21,18 @@ from .._typing import Shape
 from .._workers import joint_programs
 from . import in_flight
 from .collectives import Axes, accumulate, finished, join_rows, local_sums
-from .per_replica import PerReplica
+from .per_replica import PerReplica, uneven_shapes
 
 
-def reduce_stack(stack: jax.Array, op: ReduceOp, axes: Axes, shapes: tuple[Shape, ...] | None) -> jax.Array:
-    """Reduce over the replicas and over `axes` of each replica's value, counting only real rows."""
-    stack, count = with_zero_padding(stack, axes, shapes)
-    positions = (0, *(axis + 1 for axis in axes))
-    return finished(op, local_sums(op, stack, positions, count), count, stack.dtype)
-
-
-def accumulate_stack(
-    stack: jax.Array, op: ReduceOp, axes: Axes, shapes: tuple[Shape, ...] | None, ops: ReductionToOneDevice
+def reduce_stack(
+    stack: jax.Array, op: ReduceOp, axes: Axes, shapes: tuple[Shape, ...] | None, ops: ReductionToOneDevice | None = None
 ) -> jax.Array:
-    """Reduce over `axes` of each replica's value, and then over the replicas as the user's function does."""
+    """Reduce over `axes` of each replica's value, counting only real rows, and over the replicas, as the user's function does."""
     stack, count = with_zero_padding(stack, axes, shapes)
-    [own] = local_sums(op, stack, tuple(axis + 1 for axis in axes), 0)
+    own_axes = tuple(axis + 1 for axis in axes)
+    if ops is None:
+        return finished(op, local_sums(op, stack, (0, *own_axes), count), count, stack.dtype)
+    [own] = local_sums(op, stack, own_axes, 0)
     return finished(op, [accumulate(ops, own)], count, stack.dtype)
 
 
@@ -48,13 +44,10 @@ def with_zero_padding(stack: jax.Array, axes: Axes, shapes: tuple[Shape, ...] | 
     return stack, sum(math.prod(shape[a] for a in axes) for shape in true_shapes)
 
 
-def accumulate_copies(value: jax.Array, op: ReduceOp, axes: Axes, num_replicas: int, ops: ReductionToOneDevice) -> jax.Array:
-    """Do the same with a value that is the same on each replica: the user's function is given it once for each."""
-    return accumulate_stack(broadcast_stack(value, num_replicas), op, axes, None, ops)
-
-
-def reduce_mirrored(value: jax.Array, op: ReduceOp, axes: Axes, num_replicas: int) -> jax.Array:
+def reduce_mirrored(value: jax.Array, op: ReduceOp, axes: Axes, num_replicas: int, ops: ReductionToOneDevice | None) -> jax.Array:
     """Reduce a value that is the same on each replica: the SUM is R times it, the MEAN is itself, to the bit."""
+    if ops is not None:
+        return reduce_stack(broadcast_stack(value, num_replicas), op, axes, None, ops)
     count = math.prod(value.shape[a] for a in axes)
     result = finished(op, local_sums(op, value, axes, count), count, value.dtype)
     return result * jnp.asarray(num_replicas).astype(result.dtype) if op is ReduceOp.SUM else result
@@ -158,15 +151,15 @@ def _is_real(padded: Shape, shapes: tuple[Shape, ...]) -> jax.Array:
 
 def require_equal_except(axes: Axes, value: PerReplica, verb: str) -> None:
     """Refuse a PerReplica whose replicas' shapes differ along an axis that is not one of `axes`."""
-    kept = {tuple(size for a, size in enumerate(shape) if a not in axes) for shape in value.shapes}
-    if len(kept) == 1:
+    shapes = uneven_shapes(value)
+    if shapes is None or len({tuple(size for a, size in enumerate(shape) if a not in axes) for shape in shapes}) == 1:
         return
     different = [a for a, size in enumerate(value.shape) if size is None]
     named = "axis=None" if not axes else f"axis={axes[0] if len(axes) == 1 else axes}"
     remedy = f"axis={different[0]}" if len(different) == 1 else f"axis={tuple(different)}"
     raise UnevenReplicasError(
         f"{verb} with {named} needs equal shapes on all replicas apart from that axis, but they are "
-        f"{', '.join(map(str, value.shapes))}. "
+        f"{', '.join(map(str, shapes))}. "
         + (
             f"Name the axis along which they differ: strategy.{verb}(..., {remedy})"
             + (", which also counts the true number of rows." if verb == "reduce" else ".")

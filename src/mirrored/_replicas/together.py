@@ -61,22 +61,22 @@ def _kind(array: jax.Array, task: Task, whole: NamedSharding) -> Any:
         return None if jnp.issubdtype(array.dtype, jax.dtypes.extended) else gather_stack
     if task.function is not reduce_stack:
         return None
-    _, axes, _ = task.static
-    is_alone_on_device = array.shape[0] == whole.num_devices
-    return reduce_stack if is_alone_on_device or not axes else None  # else other additions would come first
+    _, axes, _, ops = task.static
+    has_same_additions = array.shape[0] == whole.num_devices or not axes  # else other additions would come first
+    return reduce_stack if has_same_additions and ops is None else None
 
 
 def _reduced(stacks: Sequence[jax.Array], static: Sequence[tuple[Any, ...]]) -> list[jax.Array]:
     """Do what `reduce_stack` does for each, with sums over the replicas in few buffers."""
     counts, parts = [], []
-    for stack, (op, axes, shapes) in zip(stacks, static, strict=True):
+    for stack, (op, axes, shapes, _) in zip(stacks, static, strict=True):
         real, count = with_zero_padding(stack, axes, shapes)
         counts.append(count)
         parts.append(local_sums(op, real, tuple(axis + 1 for axis in axes), count))
     totals = iter(_moved([part for own in parts for part in own], lambda stack: jnp.sum(stack, axis=0, dtype=stack.dtype)))
     return [
         finished(op, [next(totals) for _ in own], count, stack.dtype)
-        for stack, own, count, (op, _, _) in zip(stacks, parts, counts, static, strict=True)
+        for stack, own, count, (op, *_) in zip(stacks, parts, counts, static, strict=True)
     ]
 
 

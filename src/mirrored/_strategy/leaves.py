@@ -51,19 +51,13 @@ class Leaves:
         return self._done(tree, "reduce", lambda value: self._reduction(op, value, axis))
 
     def _reduction(self, op: ReduceOp, value: PerReplica | jax.Array, axis: Any) -> Task | jax.Array:
-        axes = () if axis is None else collectives.normalize_axes(axis, value.ndim, "reduce")
+        axes = collectives.normalize_axes(axis, value.ndim, "reduce")
         if not isinstance(value, PerReplica):
-            if self.ops is not None:
-                return Task(cross_replica.accumulate_copies, (op, axes, self.mesh.num_replicas, self.ops))
-            return Task(cross_replica.reduce_mirrored, (op, axes, self.mesh.num_replicas))
-        shapes = uneven_shapes(value)
-        if shapes is not None:
-            cross_replica.require_equal_except(axes, value, "reduce")
+            return Task(cross_replica.reduce_mirrored, (op, axes, self.mesh.num_replicas, self.ops))
+        cross_replica.require_equal_except(axes, value, "reduce")
         if not axes and (known := _carried(op, value)) is not None:
             return known
-        if self.ops is not None:
-            return Task(cross_replica.accumulate_stack, (op, axes, shapes, self.ops))
-        return Task(cross_replica.reduce_stack, (op, axes, shapes))
+        return Task(cross_replica.reduce_stack, (op, axes, uneven_shapes(value), self.ops))
 
     def gather(self, tree: PyTree, axis: Any) -> PyTree:
         return self._done(tree, "gather", lambda value: self._joining(value, axis))
@@ -72,9 +66,8 @@ class Leaves:
         position = collectives.check_axis(axis, value.ndim, "gather")
         if not isinstance(value, PerReplica):
             return Task(cross_replica.gather_mirrored, (position, self.mesh.num_replicas))
+        cross_replica.require_equal_except((position,), value, "gather")
         shapes = uneven_shapes(value)
-        if shapes is not None:
-            cross_replica.require_equal_except((position,), value, "gather")
         if not _is_merged() and host_memory.gathers(self.mesh, stack_of(value)):
             return host_memory.gather(self.mesh, stack_of(value), position, shapes)
         whole = None if shapes is None or _is_merged() else self.mesh.mirrored
@@ -157,9 +150,7 @@ class Leaves:
         """Tell whether an array is tied to devices that are not this strategy's."""
         if isinstance(array, jax.core.Tracer) or not isinstance(array, jax.Array) or not array.committed:
             return False
-        if array.sharding is self.mesh.stacked:
-            return False
-        return array.sharding.device_set != self.mesh.mirrored.device_set
+        return array.sharding is not self.mesh.stacked and array.sharding.device_set != self.mesh.mirrored.device_set
 
     def _local_values(self, leaf: PerReplica | Variable) -> tuple[Any, ...]:
         if isinstance(leaf, Variable):
