@@ -67,7 +67,7 @@ MUTANTS = [
     ("_replicas/host_memory.py", "first + i: row", "i: row", _HOST + "a_large_gather_on_this_machine_is_no_program"),
     ("_replicas/host_memory.py", "parts[i] if shapes is None else", "parts[i] if True else",
      _HOST + "a_large_gather_on_this_machine_is_no_program"),
-    ("_replicas/together.py", "groups_of(rows, 0, MAX_ARRAYS_TOGETHER)", "groups_of(rows, 0, 1)",
+    ("_replicas/cross_replica.py", "groups_of(rows, 0, MAX_ARRAYS_TOGETHER)", "groups_of(rows, 0, 1)",
      "tests/_replicas/test_together.py::test_large_arrays_of_a_tree_travel_alone"),
     ("_replicas/collectives.py", "math.prod(shape) for shape in shapes", "1 for shape in shapes", _TOGETHER),
     ("_replicas/cross_replica.py", "axis + 1) < sizes", "axis + 1) <= sizes", _PADDING),
