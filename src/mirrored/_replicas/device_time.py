@@ -15,23 +15,14 @@ COMPUTATION = "computation"
 
 @dataclasses.dataclass(frozen=True)
 class DeviceTime:
-    """The time that this process's devices worked while a profile was recorded.
+    """The time that this process's devices worked while a profile was recorded."""
 
-    Attributes:
-        folder: of the profile.
-        ended: when the profile ended, as of time.time().
-        num_steps: runs of programs in it.
-        num_devices: how many devices were looked at.
-        seconds: of all of them together, by what they did: `COMPUTATION`, or the kind of a collective, such as all-reduce.
-        reason: why there are no seconds; "" when there are.
-    """
-
-    folder: str
-    ended: float
-    num_steps: int
-    num_devices: int
-    seconds: dict[str, float]
-    reason: str = ""
+    folder: str  # of the profile
+    ended: float  # when the profile ended, as of time.time()
+    num_steps: int  # runs of programs in it
+    num_devices: int  # how many devices were looked at
+    seconds: dict[str, float]  # of all of them together, by what they did: `COMPUTATION`, or the kind of a collective
+    reason: str = ""  # why there are no seconds; "" when there are
 
     def shares(self) -> dict[str, float]:
         """Return which part of the time was computation, and which communication; nothing where that is unknown."""

@@ -194,17 +194,12 @@ def look_for_others(name: str) -> None:
         return
     with contextlib.suppress(ClusterConfigError):  # a malformed description concerns those who use it
         cluster, sentence = resolvers.discover()
-        if cluster.num_workers > 1:
-            _warn_of_others(f"this process is {sentence}", name)
-
-
-def _warn_of_others(what: str, name: str) -> None:
-    if not _process.has_warned_of_workers:
-        _logger.warning(
-            "%s; but %s uses only the devices of this process, so that each worker trains by itself. To train together, write "
-            "mr.MultiWorkerMirroredStrategy() instead, before anything else uses JAX.", what, name
-        )  # fmt: skip
-    _process.has_warned_of_workers = True
+        if cluster.num_workers > 1 and not _process.has_warned_of_workers:
+            _process.has_warned_of_workers = True
+            _logger.warning(
+                "this process is %s; but %s uses only the devices of this process, so that each worker trains by itself. To "
+                "train together, write mr.MultiWorkerMirroredStrategy() instead, before anything else uses JAX.", sentence, name
+            )  # fmt: skip
 
 
 class OneDeviceStrategy(Strategy):
