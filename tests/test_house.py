@@ -251,7 +251,6 @@ def test_the_page_and_the_picture_of_the_house_are_true() -> None:
 NAMED = {
     "_program.program": "psum",
     "_program.proof": "add_any div",
-    "_program.pushed": "broadcast_in_dim conv_general_dilated convert_element_type div dot_general reduce_sum scatter-add",
     "_program.uneven.keys": "custom_jvp_call custom_vjp_call reduce",
     "_program.uneven.merge": "cond while",
     "_program.uneven.nodes": "broadcast_in_dim custom_linear_solve iota",

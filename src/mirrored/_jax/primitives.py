@@ -60,6 +60,15 @@ LINEAR = frozenset({
 })  # fmt: skip
 #: Linear in each of two operands.
 BILINEAR = frozenset({"dot_general", "mul"})
+#: Add up along axes of their operands, as a sum over the replicas adds up along another one.
+DOT_PRODUCTS = frozenset({"dot_general"})
+CONVOLUTIONS = frozenset({"conv_general_dilated"})
+SCATTER_SUMS = frozenset({"scatter-add", "scatter_add"})
+AXIS_SUMS = frozenset({"reduce_sum"})
+#: Linear in the first operand.
+DIVISIONS = frozenset({"div"})
+#: Show an array in another type, and in another shape.
+CONVERSIONS, BROADCASTS = frozenset({"convert_element_type"}), frozenset({"broadcast_in_dim"})
 _ELEMENTWISE_NAMES = """
 abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex conj
 convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag

@@ -1,12 +1,13 @@
 """More replicas than devices: each device runs several replicas of a step, all together or one by one.
 
 The step is traced and proven as ever, for R replicas. Here its equations are run on arrays of a device's replicas `[v, ...]`,
-level by level (`_program/levels`): what is shared once, what is own for each replica, by `jax.vmap` or in a `jax.lax.scan`,
+level by level (`_program/schedule`): what is shared once, what is own for each replica, by `jax.vmap` or in a `jax.lax.scan`,
 and then the meetings, over the device's replicas and over the devices. docs/design/several-replicas-on-a-device.md.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -22,9 +23,9 @@ from .._jax.interpreter import Evaluation, Interpreter, run_cond, run_scan, run_
 from .._jax.primitives import DEVICE_RANDOM, HOST_EFFECTS, MAKE_SAME, RANDOM
 from .._replicas.mesh import ReplicaMesh
 from .._typing import REPLICA_AXIS
-from . import levels, pushed
-from .levels import Agenda, Kind, Operation, Quantity
+from . import schedule, sink_reductions
 from .lift import Lifted
+from .schedule import Agenda, Kind, Operation, Quantity
 
 
 def run_replicas(
@@ -82,7 +83,7 @@ class _Device:
             is_own: of each, whether each replica has its own.
         """
         values = list(map(Quantity, is_own))
-        plan = levels.agenda_of(jaxpr, constants, values)
+        plan = schedule.agenda_of(jaxpr, constants, values)
         run = _Course(self, plan, dict(zip(values, arrays, strict=True)))
         for level in range(plan.num_levels):
             for node in plan.at(level, Kind.SHARED):
@@ -120,42 +121,31 @@ class _Course:
             self._run_group(list(group), one_by_one)
 
     def _run_group(self, nodes: list[Operation], one_by_one: bool) -> None:
-        inside, made = set(nodes), list(levels.made_by(nodes))
-        users = {value: [user for user in self.plan.users[value] if user not in inside] for value in made}
-        is_sum = lambda user: user is not None and user.is_sum  # noqa: E731
-        added = [value for value in made if any(map(is_sum, users[value]))]
-        leaving = [value for value in made if not all(map(is_sum, users[value]))]
-        if one_by_one and any(isinstance(value.aval, jax.ref.AbstractRef) for value in leaving):
-            raise ContextError(
-                "the step uses a jax.Ref before and after a collective. With several replicas on a device only arrays are "
-                "carried across one: read the Ref into an array, ref[...], before it, and make a new one after it."
-            )
-        sums = {} if one_by_one else {value: pushed.plan_sum(value, inside) for value in added}
-        wanted = dict.fromkeys(leaving)
-        for way in sums.values():
-            wanted.update(dict.fromkeys(value for value in way.operands() if value in users))
+        made = [value for node in nodes for value in node.outputs]
         taken = list(dict.fromkeys(value for node in nodes for value in node.inputs if value.is_own and value in self.known))
+        rows = [self.known[value] for value in taken]
 
-        def one(number: Any, rows: Sequence[Any], outputs: Sequence[Quantity]) -> list[Any]:
+        def one(outputs: Sequence[Quantity], number: Any, rows: Sequence[Any]) -> list[Any]:
             own, replica = dict(zip(taken, rows, strict=True)), _OneReplica(number)
             for node in nodes:
                 operands = [own[value] if value in own else self.read(value) for value in node.inputs]
                 own.update(zip(node.outputs, replica.equation(node.equation, operands), strict=True))
             return [own[value] for value in outputs]
 
-        rows = [self.known[value] for value in taken]
-        if one_by_one:
-            totals, stacks = self._scan(lambda number, rows: one(number, rows, [*added, *leaving]), rows, len(added))
-            self.totals.update(zip(added, totals, strict=True))
-            self.known.update(zip(leaving, stacks, strict=True))
-            return
-        try:
-            stacks = jax.vmap(lambda number, rows: one(number, rows, list(wanted)))(self.device.numbers, rows)
-        except RuntimeError:  # JAX cannot batch an operation
-            self._run_group(nodes, one_by_one=True)
-            return
-        self.known.update(zip(wanted, stacks, strict=True))
-        self.totals.update((value, pushed.compute(way, self.read)) for value, way in sums.items())
+        if not one_by_one:
+            with contextlib.suppress(RuntimeError):  # JAX cannot batch an operation
+                stacks = jax.vmap(functools.partial(one, made))(self.device.numbers, rows)
+                self.known.update(zip(made, stacks, strict=True))
+                return
+        added, leaving = self.plan.needed(nodes)
+        if any(isinstance(value.aval, jax.ref.AbstractRef) for value in leaving):
+            raise ContextError(
+                "the step uses a jax.Ref before and after a collective. With several replicas on a device only arrays are "
+                "carried across one: read the Ref into an array, ref[...], before it, and make a new one after it."
+            )
+        totals, stacks = self._scan(functools.partial(one, [*added, *leaving]), rows, len(added))
+        self.totals.update(zip(added, totals, strict=True))
+        self.known.update(zip(leaving, stacks, strict=True))
 
     def _scan(self, function: Callable[..., list[Any]], rows: list[Any], num_added: int) -> tuple[list[Any], list[Any]]:
         """Run a function on each replica, one after the other; add its first results up, and stack the others."""
@@ -175,7 +165,7 @@ class _Course:
             if value in self.totals:
                 totals.append(self.totals[value])
             elif value.is_own:
-                totals.append(pushed.sum_of_rows(self.known[value]))
+                totals.append(sink_reductions.sum_over_replicas(value, self.read))
             else:
                 array = jnp.asarray(self.read(value))
                 totals.append(array * jnp.asarray(self.device.count, array.dtype))
@@ -242,15 +232,15 @@ class _Reunion(Interpreter[Any]):
         if jaxprs.adds_own_axes(equation):
             closed, _ = tracing.own_axes_first(equation)
             sums = jax.vmap(lambda *own: interpreter.evaluate(closed, closed.consts, own))(*stacks)
-            return jax.lax.psum(list(map(pushed.sum_of_rows, sums)), mesh_axis)
+            return jax.lax.psum(list(map(sink_reductions.sum_of_rows, sums)), mesh_axis)
         every = [jax.lax.all_gather(stack, mesh_axis, tiled=True) for stack in stacks]
         if equation.primitive.name == "all_gather" and not jaxprs.is_over_groups(equation):
             axis, is_tiled = equation.params["all_gather_dimension"], equation.params["tiled"]
-            return [_joined(stack, axis) if is_tiled else jnp.moveaxis(stack, 0, axis) for stack in every]
+            return [sink_reductions.merged(stack, axis) if is_tiled else jnp.moveaxis(stack, 0, axis) for stack in every]
         return _on_all(self.device, equation, every)
 
     def plain(self, equation: Any, values: list[Any]) -> Sequence[Any]:
-        """Nothing else is a meeting: `levels` has refused it."""
+        """Nothing else is a meeting: `schedule` has refused it."""
         raise AssertionError(equation.primitive.name)
 
     def body(self, closed: Any, own: Sequence[bool], ends: Sequence[bool]) -> Callable[..., list[Any]]:
@@ -266,13 +256,13 @@ class _Reunion(Interpreter[Any]):
         return [self.device.as_kind(*value) for value in zip(values, flags, ends, strict=True)]
 
     def cond(self, equation: Any, values: list[Any]) -> Sequence[Any]:
-        ends = levels.own_after(equation, self.flags)
+        ends = schedule.own_after(equation, self.flags)
         index = self.device.as_kind(values[0], self.flags[0], False)
         branches = equation.params["branches"]
         return run_cond([index, *values[1:]], [self.body(closed, self.flags[1:], ends) for closed in branches])
 
     def while_loop(self, equation: Any, values: list[Any]) -> Sequence[Any]:
-        carried, flags = levels.own_after(equation, self.flags), self.flags
+        carried, flags = schedule.own_after(equation, self.flags), self.flags
         num_cond, num_body = jaxprs.while_of(equation)
         start = num_cond + num_body
         again = self.body(equation.params["cond_jaxpr"], [*flags[:num_cond], *carried], [False])
@@ -280,7 +270,7 @@ class _Reunion(Interpreter[Any]):
         return run_while(equation, [*values[:start], *self.fit(values[start:], flags[start:], carried)], again, step)
 
     def scan(self, equation: Any, values: list[Any]) -> Sequence[Any]:
-        ends, flags = levels.own_after(equation, self.flags), self.flags
+        ends, flags = schedule.own_after(equation, self.flags), self.flags
         [closed] = jaxprs.inner_jaxprs(equation)
         start, num_carry = jaxprs.scan_of(equation)
         carried, end = ends[:num_carry], start + num_carry
@@ -289,11 +279,6 @@ class _Reunion(Interpreter[Any]):
         body = self.body(closed, [*flags[:start], *carried, *flags[end:]], ends)
         results = run_scan(equation, [*values[:start], *fit, *rows], body)
         return [*results[:num_carry], *map(_swapped, results[num_carry:], ends[num_carry:])]
-
-
-def _joined(stack: jax.Array, axis: int) -> jax.Array:
-    moved = jnp.moveaxis(stack, 0, axis)
-    return moved.reshape(*moved.shape[:axis], moved.shape[axis] * moved.shape[axis + 1], *moved.shape[axis + 2 :])
 
 
 def _on_all(device: _Device, equation: Any, every: Sequence[jax.Array]) -> list[Any]:

@@ -8,10 +8,9 @@ level need no meeting between them. docs/design/several-replicas-on-a-device.md.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from .._errors import ContextError
@@ -66,11 +65,10 @@ class Operation:
 
 @dataclasses.dataclass
 class Agenda:
-    """The nodes of a program in their order, its outputs, and who uses each value; None stands for the outputs."""
+    """The nodes of a program in their order, and its outputs."""
 
     nodes: list[Operation]
     outputs: list[Quantity]
-    users: dict[Quantity, list[Operation | None]]
 
     @property
     def num_levels(self) -> int:
@@ -79,27 +77,25 @@ class Agenda:
     def at(self, level: int, kind: Kind) -> list[Operation]:
         return [node for node in self.nodes if node.level == level and node.kind is kind]
 
+    def needed(self, nodes: Sequence[Operation]) -> tuple[list[Quantity], list[Quantity]]:
+        """Return what of the results of some nodes is added up over the replicas, and what is used otherwise outside of them."""
+        own = set(nodes)
+        others = [node for node in self.nodes if node not in own]
+        added = {value for node in others if node.is_sum for value in node.inputs}
+        used = {*self.outputs, *(value for node in others if not node.is_sum for value in node.inputs)}
+        made = [value for node in nodes for value in node.outputs]
+        return [value for value in made if value in added], [value for value in made if value in used]
+
 
 def agenda_of(jaxpr: Jaxpr, constants: Sequence[Any], inputs: Sequence[Quantity]) -> Agenda:
-    """Find the nodes of a program.
-
-    Args:
-        jaxpr: of a step, traced with the replica axis bound, or of a body in it.
-        constants: its constants.
-        inputs: its arguments.
+    """Find the nodes of a program, of a step traced with the replica axis bound, or of a body in it.
 
     Raises:
         ContextError: when it does what several replicas of one device cannot do.
     """
     walk = _Planning()
     outputs = walk.run(jaxpr, constants, inputs)
-    users: dict[Quantity, list[Operation | None]] = collections.defaultdict(list)
-    for node in walk.nodes:
-        for value in node.inputs:
-            users[value].append(node)
-    for value in outputs:
-        users[value].append(None)
-    return Agenda(walk.nodes, outputs, users)
+    return Agenda(walk.nodes, outputs)
 
 
 class _Planning(Interpreter[Quantity]):
@@ -170,9 +166,3 @@ class _Ownership(Analysis[bool]):
             f"a collective runs inside `{equation.primitive.name}`, at {user_code.equation_line(equation) or '<unknown>'}, which "
             "several replicas of one device cannot do. Move it out, or give each replica a device: leave num_replicas out."
         )
-
-
-def made_by(nodes: Sequence[Operation]) -> Iterator[Quantity]:
-    """Yield what some nodes make."""
-    for node in nodes:
-        yield from node.outputs
