@@ -341,19 +341,6 @@ def test_functions_that_need_two_programs(one: Callable[..., Any], other: Callab
     assert function_key(one) != function_key(other)
 
 
-def test_a_captured_value_that_changes_is_seen() -> None:
-    amount: Any = 1.0
-
-    def add(x: Any) -> Any:
-        return x + amount
-
-    keys = [function_key(add)]
-    for amount in (2.0, jnp.ones(2), jnp.ones(2), 1.0):  # noqa: B007
-        keys.append(function_key(add))
-    assert len(set(keys)) == 4
-    assert keys[0] == keys[-1]
-
-
 def test_a_cell_that_is_still_empty_is_no_obstacle() -> None:
     def make() -> Callable[..., Any]:
         def add(x: Any) -> Any:
