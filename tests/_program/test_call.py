@@ -344,20 +344,6 @@ def test_functions_that_need_two_programs(one: Callable[..., Any], other: Callab
     assert not match(sight(one), (other,)) and not match(sight(other), (one,))
 
 
-def test_a_captured_value_that_changes_is_seen() -> None:
-    amount: Any = 1.0
-
-    def add(x: Any) -> Any:
-        return x + amount
-
-    seen, values = [], (1.0, 2.0, jnp.ones(2), jnp.ones(2))
-    for amount in values:  # noqa: B007
-        assert not any(match(guards, (add,)) for guards in seen)
-        seen.append(sight(add))
-    amount = 1.0
-    assert [match(guards, (add,)) for guards in seen] == [True, False, False, False]
-
-
 def test_a_cell_that_is_still_empty_is_no_obstacle() -> None:
     def make() -> Callable[..., Any]:
         def add(x: Any) -> Any:
