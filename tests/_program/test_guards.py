@@ -129,6 +129,8 @@ def test_strings_sets_flags_functions_and_objects_are_seen_too(strategy2: mr.Str
     assert result(names, by_set) == 1
     names.add("sum")  # in place
     assert result(names, by_set) == 2
+    by_type = lambda x: jnp.sum(x) if isinstance(t.value, set) else jnp.max(x)  # noqa: E731
+    assert [result(value, by_type) for value in ({1}, frozenset({1}), {1})] == [2, 1, 2]
     by_function = lambda x: t.value(x)  # noqa: E731
     assert [result(f, by_function) for f in (weigh, jnp.max, weigh)] == [4, 1, 4]
     by_mode = lambda x: jnp.sum(x) if t.value is Mode.FAST else jnp.max(x)  # noqa: E731
