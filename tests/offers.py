@@ -110,7 +110,7 @@ OFFERS = {
     """,
     "_command": """
         ending.Budget ending.describe_failure ending.summarize group.Group output.Outlet output.make_log_folder
-        signals.Signals
+        signals.Signals standby.Standby
     """,
     "_report": """
         bar.progress profile.profile report.report

@@ -4,7 +4,7 @@ RIGHT = "tests/test_losses.py::test_every_right_form_is_the_update_of_one_device
 STRATEGY = "tests/_strategy/test_strategy.py::test_"
 
 MUTANTS = [
-    ("_strategy/leaves.py", "return array.sharding is not self.mesh.stacked and array.sharding.device_set != self.mesh.mirrored.device_set", "return False",
+    ("_strategy/leaves.py", " and array.sharding.device_set != self.mesh.mirrored.device_set", "",
      STRATEGY + "verbs_take_what_is_theirs_and_refuse_what_is_of_another_strategy"),
     ("_strategy/leaves.py", "tuple(map(jax.numpy.copy, copies))", "tuple(copies)",
      STRATEGY + "local_results_of_variables_are_their_copies"),

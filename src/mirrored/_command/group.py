@@ -25,6 +25,7 @@ from . import keeper
 from .ending import Attempt, Ending
 from .output import STATE_SECONDS, BarState, LineCutter, LogFile, Outlet, Tail, prefix
 from .signals import Signals
+from .standby import DELAY_SECONDS, Standby
 
 #: How long the others have to leave by themselves when one has failed; the library needs about one second for it.
 FAREWELL_SECONDS = 5.0
@@ -79,6 +80,7 @@ class Group:
         logs: the folder for log files.
         outlets: for standard output and for errors; the same one twice where both go to the same place.
         signals: to the launcher.
+        standby: what waits to become a worker.
     """
 
     command: Sequence[str]
@@ -89,9 +91,11 @@ class Group:
     logs: Path | None
     outlets: tuple[Outlet, Outlet]
     signals: Signals
+    standby: Standby
     _workers: list[Worker] = dataclasses.field(default_factory=list)
     _plan: list[tuple[float, int]] = dataclasses.field(default_factory=list)  # when to send which signal
     _num_signals: int = 0
+    _prepares_at: float = math.inf  # the processes that wait for the next attempt
 
     def run(self) -> Attempt:
         """Start the workers, and return when all are gone."""
@@ -99,6 +103,7 @@ class Group:
         progress = Path(folder, "progress")
         with self._keeper(folder):
             self._start = time.monotonic()
+            self._prepares_at = self._start + DELAY_SECONDS
             try:
                 for environment in self.environments:
                     self._spawn({**environment, _env.MIRRORED_PROGRESS_FILE.name: str(progress)})
@@ -134,7 +139,16 @@ class Group:
     def _spawn(self, environment: Mapping[str, str]) -> None:
         index = self.first_index + len(self._workers)
         log = LogFile(self.logs / f"worker-{index}.log") if self.logs else None
-        process = subprocess.Popen(
+        process = self.standby.take(len(self._workers), environment, self._keeper_pipe) or self._start_worker(environment)
+        streams = []
+        for pipe_end, outlet in zip((process.stdout, process.stderr), self.outlets, strict=True):
+            assert pipe_end is not None
+            os.set_blocking(pipe_end.fileno(), False)
+            streams.append(Stream(pipe_end.fileno(), outlet, prefix(index, self.num_workers, outlet.has_colour)))
+        self._workers.append(Worker(index, process, streams, log))
+
+    def _start_worker(self, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
             [*_isolated("enrol"), str(self._keeper_pipe), sys.executable, "-u", *self.command],
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -144,16 +158,12 @@ class Group:
             start_new_session=True,  # the terminal's Ctrl-C comes to the launcher only, which passes it on once
             pass_fds=(self._keeper_pipe,),
         )
-        streams = []
-        for pipe_end, outlet in zip((process.stdout, process.stderr), self.outlets, strict=True):
-            assert pipe_end is not None
-            os.set_blocking(pipe_end.fileno(), False)
-            streams.append(Stream(pipe_end.fileno(), outlet, prefix(index, self.num_workers, outlet.has_colour)))
-        self._workers.append(Worker(index, process, streams, log))
 
     def _step(self) -> None:
         """Wait for something to happen, and do what follows from it."""
         deadlines = [when for when, _ in self._plan]
+        if self._prepares_at < math.inf:
+            deadlines.append(self._prepares_at)
         if any(worker.ended and not worker.is_gone for worker in self._workers):
             deadlines.append(time.monotonic() + 0.02)  # nothing tells when the last process of a group ends
         if len(self.signals.received) > self._num_signals:
@@ -168,6 +178,10 @@ class Group:
                     self._relay(worker, stream)
             self._look_after(worker, now)
         self._obey_signals(now)
+        if now >= self._prepares_at:
+            self._prepares_at = math.inf
+            if not self._plan:
+                self.standby.prepare(self.environments)
         while self._plan and self._plan[0][0] <= now:
             self._send(self._plan.pop(0)[1])
 

@@ -1,0 +1,100 @@
+"""Processes that have imported what the workers import, and wait until a restart needs them: `mirrored launch --standby`.
+
+Not forked, so that they have no locks of threads that are not theirs, and are children of the launcher as other workers are.
+This file is run by the workers' Python: what it imports before its turn is of the standard library, and the user's modules.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+#: So long the workers of an attempt start and compile before the processes for the next one are started.
+DELAY_SECONDS = 10.0
+
+
+class Standby:
+    """The processes that wait.
+
+    Args:
+        modules: the modules that they import; without any, none waits.
+        command: the arguments of Python that make a worker.
+    """
+
+    def __init__(self, modules: Sequence[str], command: Sequence[str]) -> None:
+        self._has_modules = bool(modules)
+        self._arguments = [sys.executable, "-u", __file__, ",".join(modules), *command]
+        self._waiting: dict[int, subprocess.Popen[bytes]] = {}
+
+    def prepare(self, environments: Sequence[Mapping[str, str]]) -> None:
+        """Start what is missing: a process for each environment, in which its modules are imported."""
+        for place, environment in enumerate(environments):
+            if self._has_modules and place not in self._waiting:
+                self._waiting[place] = subprocess.Popen(
+                    self._arguments,
+                    env=environment,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    bufsize=0,
+                    start_new_session=True,
+                )
+
+    def take(self, place: int, environment: Mapping[str, str], keeper: int) -> subprocess.Popen[bytes] | None:
+        """Let a process become the worker of an environment, known to the keeper; None if none waits."""
+        process = self._waiting.pop(place, None)
+        if process is None:
+            return None
+        if process.poll() is not None:  # its modules cannot be imported; a worker says so itself
+            _close(process)
+            return None
+        assert process.stdin is not None
+        os.write(keeper, b"+%d\n" % process.pid)
+        process.stdin.write(json.dumps(dict(environment)).encode() + b"\n")
+        process.stdin.close()
+        return process
+
+    def close(self) -> None:
+        """End all that still wait."""
+        while self._waiting:
+            _, process = self._waiting.popitem()
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            _close(process)
+
+
+def _close(process: subprocess.Popen[bytes]) -> None:
+    for pipe_end in (process.stdin, process.stdout, process.stderr):
+        assert pipe_end is not None
+        pipe_end.close()
+
+
+def wait(modules: Sequence[str], command: list[str]) -> None:
+    """Import modules, wait for an environment, and become the worker; leave when the launcher is gone."""
+    is_module = command[0] == "-m"
+    sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(command[0]))
+    for module in modules:
+        # `mirrored` itself loads nothing until the first public name is asked for.
+        importlib.import_module("mirrored._public" if module == "mirrored" else module)
+    turn = sys.stdin.buffer.readline()
+    if not turn:
+        os._exit(0)
+    os.environ.clear()
+    os.environ.update(json.loads(turn))
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    sys.argv = command[1:] if is_module else command
+    if is_module:
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(command[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    wait(sys.argv[1].split(","), sys.argv[2:])
