@@ -8,7 +8,7 @@ import dataclasses
 import logging
 import operator
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import jax
 import numpy as np
@@ -28,7 +28,7 @@ from ._sources import grain
 from ._sources.elements import check_int, checked_function
 from ._sources.not_batches import why_share, why_single_rows
 from ._sources.numpy_dataset import NumpyDataset
-from ._sources.rounds import num_steps
+from ._sources.rounds import Limit, num_steps
 
 _logger = logging.getLogger("mirrored")
 
@@ -90,7 +90,7 @@ class DistributedDataset:
         >>> [x.values[0].tolist() for x in strategy.distribute_dataset([np.arange(2)] * 9).take(2)]
         [[0], [0]]
         """
-        return self._with(limits=(*self._elements.limits, ("take", check_int("take got", count, 0, "the number of steps"))))
+        return self._with(("take", check_int("take got", count, 0, "the number of steps")))
 
     def repeat(self, count: int | None = None) -> DistributedDataset:
         """Go through the steps `count` times, or without end; each pass begins as a new iterator does, with its own order.
@@ -104,7 +104,7 @@ class DistributedDataset:
         """
         if count is not None:
             count = check_int("repeat got", count, 1, "the number of passes, or None for no end")
-        return self._with(limits=(*self._elements.limits, ("repeat", count)))
+        return self._with(("repeat", count))
 
     def map(self, fn: Callable[..., PyTree]) -> DistributedDataset:
         """Apply a function to each batch on the host, before it is divided among the replicas.
@@ -117,11 +117,11 @@ class DistributedDataset:
         >>> [batch["sum"].values[1].tolist() for batch in dataset]
         [[3.0, 4.0]]
         """
-        return self._with(maps=(*self._elements.maps, checked_function(fn)))
+        return self._with(maps=(checked_function(fn),))
 
-    def _with(self, **changes: Any) -> DistributedDataset:
-        made = copy.copy(self)
-        made._elements = dataclasses.replace(self._elements, **changes)
+    def _with(self, *limits: Limit, maps: tuple[Callable[..., PyTree], ...] = ()) -> DistributedDataset:
+        made, old = copy.copy(self), self._elements
+        made._elements = dataclasses.replace(old, limits=(*old.limits, *limits), maps=(*old.maps, *maps))
         made._made_of = self  # which the strategy knows, and describes
         return made
 

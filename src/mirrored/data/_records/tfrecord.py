@@ -118,7 +118,7 @@ def _write(file: io.BufferedWriter, records: Iterable[bytes], compression: str |
     return count
 
 
-def _find_files(files: Any) -> tuple[str, ...]:
+def _find_files(files: object) -> tuple[str, ...]:
     """Return the paths that a user means, in order; each is a file."""
     if isinstance(files, str | os.PathLike):
         path = os.fspath(files)
@@ -138,7 +138,7 @@ def _find_files(files: Any) -> tuple[str, ...]:
     return tuple(_checked_file(file) for file in files)
 
 
-def _checked_file(file: Any) -> str:
+def _checked_file(file: object) -> str:
     if not isinstance(file, str | os.PathLike) or isinstance(os.fspath(file), bytes):
         raise TypeError(f"files contains {file!r} of type {type(file).__name__}; expected paths.")
     path = os.fspath(file)
@@ -152,7 +152,7 @@ def _checked_file(file: Any) -> str:
     raise ValueError(f"{path!r} is a pipe or a device, which cannot be read again from a position; write its bytes to a file.")
 
 
-def _checked_compression(compression: Any) -> str | None:
+def _checked_compression(compression: object) -> str | None:
     if compression is None:
         return None
     if not isinstance(compression, str) or compression.upper() not in WINDOW_BITS:
@@ -160,7 +160,7 @@ def _checked_compression(compression: Any) -> str | None:
     return compression.upper()
 
 
-def _check_limit(max_record_bytes: Any) -> None:
+def _check_limit(max_record_bytes: object) -> None:
     if isinstance(max_record_bytes, bool) or not isinstance(max_record_bytes, int) or max_record_bytes < 0:
         raise ValueError(f"max_record_bytes is {max_record_bytes!r}; expected a number of bytes, for example {MAX_RECORD_BYTES}.")
 
@@ -170,8 +170,9 @@ def _name(files: Sequence[str], file: int) -> str | None:
     return os.path.basename(files[file]) if file < len(files) else None
 
 
-def _checked_position(state: Any, files: Sequence[str]) -> tuple[int, int, int]:
-    numbers: list[Any] = [state.get(key) for key in POSITION] if isinstance(state, dict) else [None]
+def _checked_position(state: object, files: Sequence[str]) -> tuple[int, int, int]:
+    fields = state if isinstance(state, dict) else {}
+    numbers: list[Any] = [fields.get(key) for key in POSITION]
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError(f"the state is {state!r}; expected what get_state() returned: a dict with {', '.join(POSITION)}.")
     file, record, offset = numbers
@@ -179,8 +180,8 @@ def _checked_position(state: Any, files: Sequence[str]) -> tuple[int, int, int]:
     if file > len(files):
         raise ValueError(f"the state is in file {file}, but the dataset has {len(files)} files; {same}")
     name = _name(files, file)
-    if state.get("name", name) != name:
-        raise ValueError(f"the state has {state['name']!r} as file {file}, and the dataset {name!r}; {same}")
+    if fields.get("name", name) != name:
+        raise ValueError(f"the state has {fields['name']!r} as file {file}, and the dataset {name!r}; {same}")
     return file, record, offset
 
 

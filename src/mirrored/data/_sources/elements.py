@@ -52,14 +52,10 @@ def checked_function(fn: object) -> Callable[..., PyTree]:
 
 
 def applied(fn: Callable[..., PyTree], element: PyTree) -> PyTree:
-    """Call a function with an element, a tuple as several arguments.
-
-    Raises:
-        RuntimeError: when it raised StopIteration, which would be taken for the end of the data.
-    """
+    """Call a function with an element, a tuple as several arguments."""
     try:
         return fn(*element) if type(element) is tuple else fn(element)
-    except StopIteration as end:
+    except StopIteration as end:  # which would be taken for the end of the data
         raise RuntimeError(
             "the function that map was given raised StopIteration, which says that an iterator it calls `next` on has ended, and "
             "not the data: the batches after it would be lost. Let that iterator have an element for each call, or write "

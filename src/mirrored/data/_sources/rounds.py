@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 T = TypeVar("T")
 
@@ -15,13 +15,9 @@ Limit: TypeAlias = tuple[str, int | None]
 def limited(
     start: Callable[[bool], Generator[T, None, None]], limits: Sequence[Limit], done: list[int], is_first: bool = True
 ) -> Generator[T, None, None]:
-    """Yield the items of all passes.
+    """Yield the items of all passes; `start` begins one, given whether it is the first, which may be resumed.
 
-    Args:
-        start: begins a pass over the data: True for the one in which the reader is when it begins, which may be resumed.
-        limits: innermost first.
-        done: how many items or rounds of each are done, where the first pass begins; says the same after each item.
-        is_first: whether that pass is the next one.
+    `done` says how many items or rounds of each limit, the innermost first, are done where that pass begins, and after each item.
     """
     if not limits:
         yield from start(is_first)
@@ -55,11 +51,7 @@ def num_passes_left(limits: Sequence[Limit], places: Sequence[int]) -> int:
 
 
 def num_steps(of_one_pass: int, limits: Sequence[Limit]) -> int:
-    """Return how many items there are in all.
-
-    Raises:
-        TypeError: when there is no end.
-    """
+    """Return how many items there are in all, or raise TypeError when there is no end."""
     total: float = of_one_pass
     for kind, count in limits:
         if kind == "take":
@@ -71,7 +63,7 @@ def num_steps(of_one_pass: int, limits: Sequence[Limit]) -> int:
     return int(total)
 
 
-def check_places(places: Any, limits: Sequence[Limit]) -> list[int]:
+def check_places(places: object, limits: Sequence[Limit]) -> list[int]:
     """Return the places of a state, or say that they are not in these limits."""
     fits = isinstance(places, list) and len(places) == len(limits) and all(type(place) is int and place >= 0 for place in places)
     if not fits or any(count is not None and place > count for place, (_, count) in zip(places, limits, strict=True)):
