@@ -195,13 +195,12 @@ def check_dataset(dataset: object, verb: str, policy: AutoShardPolicy | str = Au
             f"{verb} got {shown(dataset)}, an iterator that can be used only once; a second epoch would be empty. Pass "
             "an object whose __iter__ starts anew: a list of batches, a dataset, or a class with `def __iter__(self): yield ...`."
         )
-    if not isinstance(dataset, collections.abc.Iterable) and not hasattr(type(dataset), "__getitem__"):
+    is_iterable = isinstance(dataset, collections.abc.Iterable) or hasattr(type(dataset), "__getitem__")
+    if not is_iterable or isinstance(dataset, str | bytes):
         raise TypeError(
             f"{verb} got {shown(dataset)} of type {type(dataset).__name__}; expected an iterable of {batches}, for "
             f"example {example}."
         )
-    if isinstance(dataset, str | bytes):
-        raise TypeError(f"{verb} got {shown(dataset)}; expected an iterable of {batches}.")
     shared_by_user = verb == "distribute_datasets_from_function" or policy is AutoShardPolicy.OFF
     if reason := why_single_rows(dataset, size) or (None if shared_by_user else why_share(dataset)):
         raise ValueError(f"{verb} expected {batches}, and {type(dataset).__name__} {reason}")

@@ -39,11 +39,9 @@ class Elements:
         return open_source(self.plan.dataset, state, self.maps)
 
     def of_later_passes(self, places: Sequence[int]) -> Elements:
-        """Return what the passes after the one that was just opened, which is at these places, begin with.
-
-        The thread that reads ahead begins them at a moment that nobody knows. Their numbers, which say the order of rows that are
-        shuffled, are therefore taken now, before another iterator takes one.
-        """
+        """Return what the passes after the one that was just opened, which is at these places, begin with."""
+        # The thread that reads ahead begins them at a moment that nobody knows. Their numbers, which say the order of rows that
+        # are shuffled, are therefore taken now, before another iterator takes one.
         dataset = self.plan.dataset
         if not (self.limits and isinstance(dataset, NumpyDataset)):
             return self
@@ -57,11 +55,6 @@ class Elements:
             return None
         is_cut = any(kind == "take" and count is not None and count < found.step for kind, count in self.limits)
         return None if is_cut else found
-
-    @property
-    def has_given(self) -> bool:
-        """Whether an iterator has given a batch, or a sample of one was taken."""
-        return bool(self._specs)
 
     def note(self, stacked: PyTree) -> None:
         """Take note of what a batch is like, of arrays `[L, rows, ...]`."""
@@ -129,7 +122,7 @@ class Passes:
             for step in steps:
                 is_empty = False
                 yield step
-        if is_empty and self._elements.has_given:
+        if is_empty and self._elements._specs:  # an iterator has given a batch
             _logger.warning(
                 "%s gave no batch in this pass, and gave some in an earlier one: it can be gone through only once. Let its "
                 "__iter__ begin anew each time: open the files, or call the generator function, in there.",

@@ -122,12 +122,10 @@ def _find_files(files: object) -> tuple[str, ...]:
     """Return the paths that a user means, in order; each is a file."""
     if isinstance(files, str | os.PathLike):
         path = os.fspath(files)
-        if glob.has_magic(path) and not os.path.exists(path):
-            found = sorted(glob.glob(path, recursive=True))
-            if not found:
-                raise FileNotFoundError(f"no file matches {path!r} (working directory: {os.getcwd()}).")
-            return tuple(_checked_file(match) for match in found)
-        return (_checked_file(path),)
+        is_pattern = glob.has_magic(path) and not os.path.exists(path)
+        files = sorted(glob.glob(path, recursive=True)) if is_pattern else [path]
+        if not files:
+            raise FileNotFoundError(f"no file matches {path!r} (working directory: {os.getcwd()}).")
     if not isinstance(files, list | tuple):
         raise TypeError(
             f"files is {files!r} of type {type(files).__name__}; expected a path, a pattern such as 'train-*.tfrecord', or a "
@@ -135,7 +133,7 @@ def _find_files(files: object) -> tuple[str, ...]:
         )
     if not files:
         raise ValueError("files is empty; expected at least one path.")
-    return tuple(_checked_file(file) for file in files)
+    return tuple(map(_checked_file, files))
 
 
 def _checked_file(file: object) -> str:

@@ -28,11 +28,8 @@ class PerReplicaSpec:
 
 def spec_of_batch(batch: PyTree) -> PyTree:
     """Return a PerReplicaSpec for each array of a batch, in its structure."""
-
-    def spec(leaf: np.ndarray) -> PerReplicaSpec:
-        return PerReplicaSpec((None, *leaf.shape[1:]), jax.dtypes.canonicalize_dtype(leaf.dtype))
-
-    return jax.tree.map(spec, batch)
+    dtype_of = jax.dtypes.canonicalize_dtype
+    return jax.tree.map(lambda leaf: PerReplicaSpec((None, *leaf.shape[1:]), dtype_of(leaf.dtype)), batch)
 
 
 def check_int(given: str, value: object, at_least: int, what: str) -> int:

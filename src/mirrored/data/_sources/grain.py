@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
 from collections.abc import Iterator
@@ -100,13 +101,11 @@ def only_files_of(dataset: Pipeline, worker: int, num_workers: int) -> Pipeline:
 
 
 def _has_record(dataset: Pipeline) -> bool:
-    iterator = iter(dataset)
-    try:
-        next(iterator)
-    except (StopIteration, IndexError):  # IndexError: grain's way to say that it was given no file
-        return False
-    finally:
-        iterator.close()
+    with contextlib.closing(iter(dataset)) as iterator:
+        try:
+            next(iterator)
+        except (StopIteration, IndexError):  # IndexError: grain's way to say that it was given no file
+            return False
     return True
 
 
