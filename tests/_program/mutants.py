@@ -288,7 +288,7 @@ MUTANTS = [
     ("data/_passes.py", "count < found.step", "count <= found.step", LAST + "datasets_that_know_of_an_odd_batch_say_so"),
     ("data/_passes.py", " and not layout.drop_remainder else None", " else None",
      LAST + "where_no_odd_batch_comes_nothing_is_traced_for_it"),
-    ("data/_sources/last_batch.py", "num_batches > complete", "True", LAST + "where_no_odd_batch_comes_nothing_is_traced_for_it"),
+    ("data/_passes.py", "num_batches > complete", "True", LAST + "where_no_odd_batch_comes_nothing_is_traced_for_it"),
     # -- uneven steps: which collectives belong together
     ("_program/uneven/match_collectives.py", "other is None or _key(own) != _key(other):", "other is None:",
      TRACES + "steps_that_uneven_replicas_cannot_take_together_are_refused"),

@@ -29,7 +29,7 @@ BY_TEST = {
     ],
     "test_rounds.py::test_what_is_read_ahead_changes_no_order_of_another_iterator": [
         ("_passes.py", "self._source = self._later.open()", "self._source = self._elements.open()"),
-        ("_sources/rounds.py", "done += total * place", "pass"),
+        ("_sources/verbs.py", "done += total * place", "pass"),
         ("_sources/numpy_dataset.py", "self._passes[0] += num_passes * (self.num_epochs or 1)\n", "pass\n"),
     ],
     "test_sources.py::test_a_position_that_counts_per_replica_batches_of_another_size_is_refused": [
@@ -60,8 +60,8 @@ BY_TEST = {
         ("_sources/not_batches.py", " and length > 0)", ")"),
     ],
     "test_rounds.py::test_steps_are_taken_and_repeated_and_any_position_is_gone_on_from": [
-        ("_sources/rounds.py", "        is_first = False\n", ""),
-        ("_sources/rounds.py", "done[:mine] = [0] * mine", "pass"),
+        ("_sources/verbs.py", "        is_first = False\n", ""),
+        ("_sources/verbs.py", "done[:mine] = [0] * mine", "pass"),
     ],
     "test_rounds.py::test_workers_take_and_repeat_the_same_steps_and_go_on_from_any[file]": [
         ("_passes.py", "self._extra if is_first else {}", "{}"),
@@ -78,7 +78,7 @@ BY_TEST = {
         ("_sources/numpy_dataset.py", "or self._order[0] != number", ""),
     ],
     "test_rounds.py::test_a_function_gets_batches_on_the_host_before_they_are_divided": [
-        ("_sources/elements.py", "except StopIteration as end:", "except ZeroDivisionError as end:"),
+        ("_sources/verbs.py", "except StopIteration as end:", "except ZeroDivisionError as end:"),
         ("_sources/open.py", "is_copied=bool(maps)", "is_copied=False"),
         ("_sources/numpy_dataset.py", "array[: self._rows_per_batch()].copy()", "array[: self._rows_per_batch()]"),
         ("_sources/open.py", " and not (own.maps or maps)", ""),

@@ -25,10 +25,9 @@ from ._sharing.agree import InputWorker
 from ._sharing.plan import Plan
 from ._sharing.steps import LocalReplicas
 from ._sources import grain
-from ._sources.elements import check_int, checked_function
 from ._sources.not_batches import why_share, why_single_rows
 from ._sources.numpy_dataset import NumpyDataset
-from ._sources.rounds import Limit, num_steps
+from ._sources.verbs import Limit, check_int, checked_function, num_steps
 
 _logger = logging.getLogger("mirrored")
 

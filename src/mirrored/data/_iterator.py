@@ -26,7 +26,7 @@ from ._prefetch import Ahead
 from ._sharing.rows import split_sizes
 from ._sharing.steps import LocalReplicas, Step, Steps
 from ._sources.open import Position
-from ._sources.rounds import check_places
+from ._sources.verbs import check_places
 
 #: Of the states that `get_state` returns.
 _VERSION = 1

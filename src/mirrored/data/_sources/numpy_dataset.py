@@ -16,8 +16,7 @@ from ..._replicas.host_memory import empty_rows
 from ..._replicas.per_replica import PerReplica, is_per_replica
 from ..._text import counted, shown
 from ..._typing import PyTree
-from .elements import applied, check_int, checked_function, spec_of_batch
-from .rounds import num_steps
+from .verbs import applied, check_int, checked_function, num_steps, spec_of_batch
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

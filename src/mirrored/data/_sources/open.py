@@ -13,8 +13,8 @@ import numpy as np
 
 from ..._typing import PyTree
 from . import grain
-from .elements import applied
 from .numpy_dataset import NumpyDataset
+from .verbs import applied
 
 #: A position as JSON text, or the exception that says why there is none.
 Position: TypeAlias = str | Exception
