@@ -14,7 +14,7 @@ from mirrored.data._passes import Elements, Passes
 from mirrored.data._sharing.agree import InputWorker
 from mirrored.data._sharing.plan import Plan, make_plan
 from mirrored.data._sharing.steps import LocalReplicas, Step
-from mirrored.data._sources.rounds import Limit
+from mirrored.data._sources.verbs import Limit
 
 
 @dataclasses.dataclass

@@ -228,7 +228,7 @@ BAD_INPUT = {
     "Strategy.distribute_dataset": r"""
         two.distribute_dataset(3) => TypeError: got 3 of type int; expected an iterable of global batches
         two.distribute_dataset(None) => TypeError: got None of type NoneType
-        two.distribute_dataset("train") => TypeError: got 'train'; expected an iterable of global batches
+        two.distribute_dataset("train") => TypeError: got 'train' of type str; expected an iterable of global batches
         two.distribute_dataset(ONES) => TypeError: got ndarray, one set of arrays; .*make_numpy_dataset
         two.distribute_dataset({"x": ONES}) => TypeError: got dict, one set of arrays
         two.distribute_dataset((ONES, ONES)) => TypeError: got tuple, one set of arrays

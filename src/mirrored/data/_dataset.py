@@ -8,7 +8,7 @@ import dataclasses
 import logging
 import operator
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import jax
 import numpy as np
@@ -25,10 +25,9 @@ from ._sharing.agree import InputWorker
 from ._sharing.plan import Plan
 from ._sharing.steps import LocalReplicas
 from ._sources import grain
-from ._sources.elements import check_int, checked_function
 from ._sources.not_batches import why_share, why_single_rows
 from ._sources.numpy_dataset import NumpyDataset
-from ._sources.rounds import num_steps
+from ._sources.verbs import Limit, check_int, checked_function, num_steps
 
 _logger = logging.getLogger("mirrored")
 
@@ -90,7 +89,7 @@ class DistributedDataset:
         >>> [x.values[0].tolist() for x in strategy.distribute_dataset([np.arange(2)] * 9).take(2)]
         [[0], [0]]
         """
-        return self._with(limits=(*self._elements.limits, ("take", check_int("take got", count, 0, "the number of steps"))))
+        return self._with(("take", check_int("take got", count, 0, "the number of steps")))
 
     def repeat(self, count: int | None = None) -> DistributedDataset:
         """Go through the steps `count` times, or without end; each pass begins as a new iterator does, with its own order.
@@ -104,7 +103,7 @@ class DistributedDataset:
         """
         if count is not None:
             count = check_int("repeat got", count, 1, "the number of passes, or None for no end")
-        return self._with(limits=(*self._elements.limits, ("repeat", count)))
+        return self._with(("repeat", count))
 
     def map(self, fn: Callable[..., PyTree]) -> DistributedDataset:
         """Apply a function to each batch on the host, before it is divided among the replicas.
@@ -117,11 +116,11 @@ class DistributedDataset:
         >>> [batch["sum"].values[1].tolist() for batch in dataset]
         [[3.0, 4.0]]
         """
-        return self._with(maps=(*self._elements.maps, checked_function(fn)))
+        return self._with(maps=(checked_function(fn),))
 
-    def _with(self, **changes: Any) -> DistributedDataset:
-        made = copy.copy(self)
-        made._elements = dataclasses.replace(self._elements, **changes)
+    def _with(self, *limits: Limit, maps: tuple[Callable[..., PyTree], ...] = ()) -> DistributedDataset:
+        made, old = copy.copy(self), self._elements
+        made._elements = dataclasses.replace(old, limits=(*old.limits, *limits), maps=(*old.maps, *maps))
         made._made_of = self  # which the strategy knows, and describes
         return made
 
@@ -195,13 +194,12 @@ def check_dataset(dataset: object, verb: str, policy: AutoShardPolicy | str = Au
             f"{verb} got {shown(dataset)}, an iterator that can be used only once; a second epoch would be empty. Pass "
             "an object whose __iter__ starts anew: a list of batches, a dataset, or a class with `def __iter__(self): yield ...`."
         )
-    if not isinstance(dataset, collections.abc.Iterable) and not hasattr(type(dataset), "__getitem__"):
+    is_iterable = isinstance(dataset, collections.abc.Iterable) or hasattr(type(dataset), "__getitem__")
+    if not is_iterable or isinstance(dataset, str | bytes):
         raise TypeError(
             f"{verb} got {shown(dataset)} of type {type(dataset).__name__}; expected an iterable of {batches}, for "
             f"example {example}."
         )
-    if isinstance(dataset, str | bytes):
-        raise TypeError(f"{verb} got {shown(dataset)}; expected an iterable of {batches}.")
     shared_by_user = verb == "distribute_datasets_from_function" or policy is AutoShardPolicy.OFF
     if reason := why_single_rows(dataset, size) or (None if shared_by_user else why_share(dataset)):
         raise ValueError(f"{verb} expected {batches}, and {type(dataset).__name__} {reason}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from ._sources.elements import check_int
+from ._sources.verbs import check_int
 
 
 @dataclasses.dataclass(frozen=True)

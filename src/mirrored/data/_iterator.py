@@ -26,7 +26,7 @@ from ._prefetch import Ahead
 from ._sharing.rows import split_sizes
 from ._sharing.steps import LocalReplicas, Step, Steps
 from ._sources.open import Position
-from ._sources.rounds import check_places
+from ._sources.verbs import check_places
 
 #: Of the states that `get_state` returns.
 _VERSION = 1
@@ -260,10 +260,7 @@ def to_devices(step: Step, mesh: ReplicaMesh, layout: LocalReplicas, last_sizes:
     leaves, treedef = jax.tree.flatten(step.stacked)
     is_alone = layout.worker.count == 1  # then one call for all of them
     arrays = jax.device_put(leaves, mesh.stacked) if is_alone else [placement.stack(mesh, leaf) for leaf in leaves]
-    return jax.tree.unflatten(treedef, [PerReplica(a, _true_shapes(a, step.sizes), None, last_sizes) for a in arrays])
-
-
-def _true_shapes(array: jax.Array, sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...] | None:
-    if len(set(sizes)) == 1:
-        return None
-    return tuple((size, *array.shape[2:]) for size in sizes)
+    is_even = len(set(step.sizes)) == 1
+    shapes = [None if is_even else tuple((size, *array.shape[2:]) for size in step.sizes) for array in arrays]
+    values = [PerReplica(array, true, None, last_sizes) for array, true in zip(arrays, shapes, strict=True)]
+    return jax.tree.unflatten(treedef, values)

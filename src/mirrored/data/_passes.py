@@ -6,23 +6,31 @@ import contextlib
 import dataclasses
 import json
 import logging
+import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from .._typing import PyTree
 from ._sharing.plan import Plan
 from ._sharing.rows import to_numpy
 from ._sharing.steps import LocalReplicas, Steps
 from ._sources import grain
-from ._sources.elements import PerReplicaSpec, spec_of_batch
-from ._sources.last_batch import LastBatch, last_batch
 from ._sources.numpy_dataset import NumpyDataset
 from ._sources.open import Position, Source, is_sequence, open_source
-from ._sources.rounds import Limit, limited, num_passes_left
+from ._sources.verbs import Limit, PerReplicaSpec, limited, num_passes_left, spec_of_batch
 
 _logger = logging.getLogger("mirrored")
+
+
+class LastBatch(NamedTuple):
+    """The last batch of a pass, when it has other rows than those before."""
+
+    num_rows: int
+    rows_before: int  # of each batch before it
+    step: int  # its number, counted from 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,11 +47,9 @@ class Elements:
         return open_source(self.plan.dataset, state, self.maps)
 
     def of_later_passes(self, places: Sequence[int]) -> Elements:
-        """Return what the passes after the one that was just opened, which is at these places, begin with.
-
-        The thread that reads ahead begins them at a moment that nobody knows. Their numbers, which say the order of rows that are
-        shuffled, are therefore taken now, before another iterator takes one.
-        """
+        """Return what the passes after the one that was just opened, which is at these places, begin with."""
+        # The thread that reads ahead begins them at a moment that nobody knows. Their numbers, which say the order of rows that
+        # are shuffled, are therefore taken now, before another iterator takes one.
         dataset = self.plan.dataset
         if not (self.limits and isinstance(dataset, NumpyDataset)):
             return self
@@ -52,16 +58,11 @@ class Elements:
 
     def last_batch(self, layout: LocalReplicas) -> LastBatch | None:
         """Return what the last batch of a pass is, if the steps come to it and replicas have different numbers of rows in it."""
-        found = last_batch(self.plan.dataset) if self.plan.kind == "DATA" and not layout.drop_remainder else None
+        found = _last_batch(self.plan.dataset) if self.plan.kind == "DATA" and not layout.drop_remainder else None
         if found is None or not found.num_rows % layout.num_replicas:
             return None
         is_cut = any(kind == "take" and count is not None and count < found.step for kind, count in self.limits)
         return None if is_cut else found
-
-    @property
-    def has_given(self) -> bool:
-        """Whether an iterator has given a batch, or a sample of one was taken."""
-        return bool(self._specs)
 
     def note(self, stacked: PyTree) -> None:
         """Take note of what a batch is like, of arrays `[L, rows, ...]`."""
@@ -129,7 +130,7 @@ class Passes:
             for step in steps:
                 is_empty = False
                 yield step
-        if is_empty and self._elements.has_given:
+        if is_empty and self._elements._specs:  # an iterator has given a batch
             _logger.warning(
                 "%s gave no batch in this pass, and gave some in an earlier one: it can be gone through only once. Let its "
                 "__iter__ begin anew each time: open the files, or call the generator function, in there.",
@@ -139,3 +140,31 @@ class Passes:
     def close(self) -> None:
         """Close the source that is open."""
         self._source.close()
+
+
+def _last_batch(dataset: object) -> LastBatch | None:
+    """Return what the last batch of a dataset is, without reading one; None where it is like the others, or nobody knows."""
+    if isinstance(dataset, NumpyDataset):
+        return _of_rows(dataset.num_rows, dataset.batch_size, dataset._batches_until_end())
+    if isinstance(dataset, list | tuple) and len(dataset) > 1:
+        before, last = _num_rows(dataset[0]), _num_rows(dataset[-1])
+        return LastBatch(last, before, len(dataset)) if before and last and last != before else None
+    torch = sys.modules.get("torch.utils.data")
+    if not isinstance(dataset, getattr(torch, "DataLoader", ())):
+        return None
+    try:
+        num_rows = len(dataset.sampler)
+    except TypeError:  # a stream
+        return None
+    return _of_rows(num_rows, dataset.batch_size, len(dataset) if dataset.drop_last else None)
+
+
+def _of_rows(num_rows: int, batch_size: int | None, num_batches: int | None) -> LastBatch | None:
+    complete, rest = divmod(num_rows, batch_size) if batch_size else (0, 0)
+    is_reached = num_batches is None or num_batches > complete
+    return LastBatch(rest, batch_size, complete + 1) if batch_size and complete and rest and is_reached else None
+
+
+def _num_rows(batch: PyTree) -> int:
+    arrays = [leaf for leaf in jax.tree.leaves(batch) if np.ndim(leaf)]
+    return int(np.shape(arrays[0])[0]) if arrays else 0

@@ -90,18 +90,16 @@ class _Batch:
 
     def __init__(self, records: Sequence[bytes], spec: Mapping[str, Feature], title: str) -> None:
         """Allocate the results; a title, with a place for the row, is how errors call a record."""
-        self._records, self._spec, self._title = records, spec, title
-        self._bools = {name for name, feature in spec.items() if feature.dtype == bool}
+        self._records, self._wanted, self._title = records, spec, title
         self._results = {name: _allocate(feature, len(records)) for name, feature in spec.items()}
 
     def parse(self) -> dict[str, Any]:
-        for rows in self._rows_by_length():
-            left = self._parse_alike(rows)
-            for start in range(0, len(left), MESSAGES):
-                self._parse_others(left[start : start + MESSAGES])
+        left = [row for rows in self._rows_by_length() for row in self._parse_alike(rows)]
+        for start in range(0, len(left), MESSAGES):
+            self._parse_others(left[start : start + MESSAGES])
         return {
             name: values.reshape(len(values), *feature.shape) if isinstance(feature, FixedLenFeature) else values
-            for (name, feature), values in zip(self._spec.items(), self._results.values(), strict=True)
+            for (name, feature), values in zip(self._wanted.items(), self._results.values(), strict=True)
         }
 
     def _rows_by_length(self) -> Iterator[np.ndarray]:
@@ -116,7 +114,7 @@ class _Batch:
     def _records_of(self, rows: np.ndarray) -> Sequence[bytes]:
         return self._records if len(rows) == len(self._records) else [self._records[row] for row in rows]
 
-    def _parse_others(self, rows: np.ndarray) -> None:
+    def _parse_others(self, rows: Sequence[int]) -> None:
         """Let protobuf parse records, and put their features into their rows."""
         parse, messages = example_class().FromString, []
         for row in rows:
@@ -125,20 +123,20 @@ class _Batch:
             except _decode_error() as error:
                 which, size = self._title.format(row), len(self._records[row])
                 raise ValueError(f"{which} is no tf.train.Example: protobuf cannot parse its {size} bytes.") from error
-        for name, feature in self._spec.items():
+        for name, feature in self._wanted.items():
             values = read_all(feature, [message[name] for message in messages])
             if values is None:
                 values = [self._read(row, name, message) for row, message in zip(rows, messages, strict=True)]
             self._assign(name, rows, values)
 
-    def _read(self, row: int, name: str, features: Any) -> np.ndarray:
+    def _read(self, row: int, name: str, features: Mapping[str, Any]) -> np.ndarray:
         try:
-            return read(self._spec[name], features.get(name))
+            return read(self._wanted[name], features.get(name))
         except ValueError as problem:
             present = ", ".join(sorted(other for other in features if features[other].WhichOneof("kind"))) or "none"
             raise ValueError(f"{self._title.format(row)}, feature {name!r}: {problem} (Its features: {present}.)") from problem
 
-    def _assign(self, name: str, rows: np.ndarray, values: np.ndarray | Sequence[np.ndarray]) -> None:
+    def _assign(self, name: str, rows: np.ndarray | Sequence[int], values: np.ndarray | Sequence[np.ndarray]) -> None:
         """Put values, one for each row, into these rows of a result."""
         result = self._results[name]
         if isinstance(result, list):
@@ -155,13 +153,14 @@ class _Batch:
         if len(rows) < MIN_RECORDS or not 0 < length <= MAX_RECORD_BYTES:
             return rows
         matrix = np.frombuffer(b"".join(self._records_of(rows)), np.uint8).reshape(len(rows), length)
+        bools = {name for name, feature in self._wanted.items() if feature.dtype == bool}
         known, tried = _known_of(length), 0
         while len(rows) >= MIN_RECORDS:
             is_new = tried == len(known.layouts)
             layout = known.find_more(self._records[rows[0]]) if is_new else known.layouts[tried]
             if layout is None:
                 break
-            matching = layout.matches(matrix, self._bools)
+            matching = layout.matches(matrix, bools)
             if is_new and matching.sum() < MIN_RECORDS:
                 known.misses += 1
                 break
@@ -179,10 +178,10 @@ class _Batch:
     def _cut(self, layout: ValuePlaces, matrix: np.ndarray, rows: np.ndarray) -> None:
         """Put the values of records that match a layout, which are the rows of the matrix, into their rows."""
         records = self._records_of(rows)
-        for name, feature in self._spec.items():
+        for name, feature in self._wanted.items():
             values = self._read(rows[0], name, layout.features)
             if spans := layout.spans.get(name):
-                values = cut(feature, layout.kind(name), spans, matrix, records)
+                values = cut(feature, layout.kinds[name], spans, matrix, records)
             else:  # the same in all
                 values = np.broadcast_to(values, (len(rows), *values.shape))
             self._assign(name, rows, values)
@@ -206,7 +205,7 @@ class _Length:
         if len(self.layouts) >= MAX_LAYOUTS or self.misses >= MAX_MISSES:
             return None
         try:
-            return find_layout(record, example_class())
+            return find_layout(record, example_class().FromString(record).features.feature)
         except _decode_error():
             return None
 
@@ -248,10 +247,11 @@ def make_example(features: Mapping[str, Any]) -> bytes:
     return example.SerializeToString(deterministic=True)
 
 
-def _elements(name: str, value: Any) -> tuple[str, list[Any]]:
+def _elements(name: str, value: object) -> tuple[str, list[Any]]:
     """Return the kind of list and its elements."""
-    are_objects = isinstance(value, np.ndarray) and value.dtype == object
-    elements = value.ravel().tolist() if are_objects else value if isinstance(value, list | tuple) else [value]
+    elements, are_objects = value if isinstance(value, list | tuple) else [value], False
+    if isinstance(value, np.ndarray) and value.dtype == object:
+        elements, are_objects = value.ravel().tolist(), True
     if (elements or are_objects) and all(isinstance(element, bytes) for element in elements):
         return "bytes_list", list(elements)
     array = np.asarray(value)

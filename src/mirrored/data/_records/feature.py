@@ -193,7 +193,7 @@ def _limits(dtype: Any) -> tuple[int, int]:
     return (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
 
 
-def _show(dtype: Any) -> str:
+def _show(dtype: object) -> str:
     return "bytes" if dtype is bytes else f"np.{dtype}"
 
 
@@ -209,5 +209,5 @@ def _checked_dtype(dtype: Any, is_decoded: bool) -> Any:
     raise TypeError(f"dtype is {dtype!r}; expected bytes, np.float32, np.int64 or another integer dtype, bool{also}.")
 
 
-def _is_size(size: Any) -> bool:
+def _is_size(size: object) -> bool:
     return isinstance(size, int | np.integer) and not isinstance(size, bool) and bool(size >= 0)

@@ -119,16 +119,13 @@ class SameBatches:
 
     def __init__(self, worker: InputWorker) -> None:
         self._worker = worker
-        self._pass = 0 if worker.channel is None else worker.channel.next_pass()
+        channel = worker.channel
+        self._number, self._pass = (-1, 0) if channel is None else (channel.number, channel.next_pass())
         self._num_batches = self._checksum = 0
 
     @property
     def place(self) -> BatchPlace:
         return BatchPlace(self._number, self._pass, self._num_batches, self._checksum)
-
-    @property
-    def _number(self) -> int:
-        return -1 if self._worker.channel is None else self._worker.channel.number
 
     def are_there(self, batch: PyTree | None, num_rows: int) -> bool:
         """Return whether there is a next batch, after comparing it where that is needed; it is None at the end of the data.
@@ -143,15 +140,12 @@ class SameBatches:
         if batch is None:
             progress.data_ends[self._number] = self.place
         if batch is None or not self._worker.is_noted or self._num_batches == 1:
-            self._compare(batch is None, num_rows, _kinds(batch))
+            every = self._worker.exchange([batch is None, self._num_batches, num_rows, _kinds(batch), self._checksum])
+            for index, other in enumerate(every):
+                if other != every[0]:
+                    raise ValueError(f"{_difference(every[0], other, index)}. {ONE_DATASET}")
         progress.data_ends.pop(self._number, None)
         return batch is not None
-
-    def _compare(self, has_ended: bool, num_rows: int, kinds: str) -> None:
-        every = self._worker.exchange([has_ended, self._num_batches, num_rows, kinds, self._checksum])
-        for index, other in enumerate(every):
-            if other != every[0]:
-                raise ValueError(f"{_difference(every[0], other, index)}. {ONE_DATASET}")
 
 
 def _difference(first: Sequence[Any], other: Sequence[Any], worker: int) -> str:

@@ -41,11 +41,7 @@ class Plan:
 
 
 def make_plan(dataset: Any, policy: AutoShardPolicy | str, worker: InputWorker, num_replicas: int) -> Plan:
-    """Choose how a dataset of global batches is shared out among the workers.
-
-    Raises:
-        ValueError: when `FILE` is asked for and would lose, repeat or mispair records.
-    """
+    """Choose how a dataset of global batches is shared out; refuse `FILE` where it would lose, repeat or mispair records."""
     policy = AutoShardPolicy.parse(policy, "auto_shard_policy")
     parts = f"each global batch is cut into {num_replicas} contiguous parts, in replica order"
     if worker.count == 1:

@@ -164,7 +164,7 @@ def _in_step(taken: Iterator[OwnStep], source: Source, layout: LocalReplicas) ->
             return
         count = min(2 * count, layout.lookahead)
         for agreed in steps:
-            last = ahead.take() or dataclasses.replace(last, parts=[])
+            last = ahead.steps.popleft() if ahead.steps else dataclasses.replace(last, parts=[])
             like, every, parts = agreed.like, agreed.sizes, last.parts
             if layout.drop_remainder:
                 smallest = min(every)
@@ -177,7 +177,8 @@ def _in_step(taken: Iterator[OwnStep], source: Source, layout: LocalReplicas) ->
             if any(every):
                 parts = parts + [like] * (layout.num_local - len(parts))
                 yield Step(stack_rows(parts, max(every)), every, last.position, last.extra)
-            ahead.read_one(count)
+            if ahead.steps:  # one more, while this one is used
+                ahead.read(min(count, len(ahead.steps) + 1))
 
 
 class _ReadAhead:
@@ -200,12 +201,3 @@ class _ReadAhead:
                 self._failure = error
         if self._failure is not None and not self.steps:
             raise self._failure
-
-    def read_one(self, count: int) -> None:
-        """Read one more, while another step is used, unless there are so many."""
-        if self.steps:
-            self.read(min(count, len(self.steps) + 1))
-
-    def take(self) -> OwnStep | None:
-        """Return the next; None at the end."""
-        return self.steps.popleft() if self.steps else None

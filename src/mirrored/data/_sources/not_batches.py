@@ -45,13 +45,13 @@ def why_single_rows(dataset: object, size: str) -> str | None:
     return None
 
 
-def _why_grain(dataset: Any, size: str) -> str | None:
+def _why_grain(dataset: grain.Pipeline, size: str) -> str | None:
     nodes = list(grain.nodes(dataset))
     roots = [node for node in nodes if not node.parents]
     steps = {_kind(node) for node in nodes if node.parents}
     is_mapped = not steps.isdisjoint(_MAPS)
     if is_mapped:  # by a function that may make a batch of anything but one record of a file
-        is_single = all(type(root).__name__ == "TFRecordDataset" and root.batch_size is None for root in roots)
+        is_single = all(type(root).__name__ == "TFRecordDataset" and getattr(root, "batch_size", None) is None for root in roots)
     else:
         is_single = all(_kind(root) == "SourceMapDataset" for root in roots)
     if not is_single or not steps <= _SAME_ELEMENTS | _MAPS:

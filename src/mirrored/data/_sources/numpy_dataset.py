@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import jax
 import numpy as np
@@ -16,8 +16,7 @@ from ..._replicas.host_memory import empty_rows
 from ..._replicas.per_replica import PerReplica, is_per_replica
 from ..._text import counted, shown
 from ..._typing import PyTree
-from .elements import applied, check_int, checked_function, spec_of_batch
-from .rounds import num_steps
+from .verbs import applied, check_int, checked_function, num_steps, spec_of_batch
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -321,7 +320,7 @@ def check_rows(arrays: PyTree) -> None:
 def stacked_lists(arrays: PyTree) -> PyTree:
     """Turn what numpy can turn into arrays into arrays; a list of arrays is stacked, as in tf.data."""
 
-    def stacked(path: Any, leaf: Any) -> np.ndarray:
+    def stacked(path: tuple[object, ...], leaf: object) -> np.ndarray:
         try:
             return leaf if isinstance(leaf, np.ma.MaskedArray) else np.asarray(leaf)  # masked: refused later, by name
         except ValueError as error:

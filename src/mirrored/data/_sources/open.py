@@ -13,8 +13,8 @@ import numpy as np
 
 from ..._typing import PyTree
 from . import grain
-from .elements import applied
 from .numpy_dataset import NumpyDataset
+from .verbs import applied
 
 #: A position as JSON text, or the exception that says why there is none.
 Position: TypeAlias = str | Exception
@@ -100,7 +100,7 @@ def _copy_arrays(batch: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: leaf.copy() if type(leaf) is np.ndarray else leaf, batch)
 
 
-def open_source(dataset: Any, state: object = None, maps: Sequence[Callable[..., PyTree]] = ()) -> Source:
+def open_source(dataset: Any, state: Any = None, maps: Sequence[Callable[..., PyTree]] = ()) -> Source:
     """Start an iterator over the global batches of a dataset, from a position on if one is given, through functions of each."""
     own = _own_stream(dataset, state) if is_hugging_face(dataset) and hasattr(dataset, "load_state_dict") else dataset
 
@@ -116,7 +116,7 @@ def open_source(dataset: Any, state: object = None, maps: Sequence[Callable[...,
     return Source(own, iterator, is_owned, maps)
 
 
-def _own_stream(dataset: Any, state: Any) -> Any:
+def _own_stream(dataset: Any, state: dict[str, Any] | None) -> Any:
     """Return a copy of a Hugging Face stream for one pass: a stream begins each pass of an epoch at the position it was given."""
     own = dataset.with_format("numpy")
     if hasattr(dataset, "epoch"):
