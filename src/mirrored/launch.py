@@ -9,7 +9,6 @@ import io
 import itertools
 import math
 import os
-import select
 import signal
 import socket
 import sys
@@ -308,16 +307,8 @@ def _say(outlet: Outlet, text: str) -> None:
 def _flush(outlets: Sequence[Outlet], signals: Signals) -> None:
     """Write what is left, unless nobody reads it and the user does not want to wait."""
     known = len(signals.received)
-    while waiting := [outlet for outlet in set(outlets) if outlet.is_waiting]:
+    while any(outlet.is_waiting for outlet in outlets):
         is_patient = known < 2 and len(signals.received) == known
-        poll = select.poll()
-        poll.register(signals.wakeup, select.POLLIN)
-        for outlet in waiting:
-            poll.register(outlet.fd, select.POLLOUT)
-        ready = {fd for fd, _ in poll.poll(None if is_patient else 0)}
-        signals.drain()
-        for outlet in waiting:
-            if outlet.fd in ready:
-                outlet.flush()
-        if not is_patient and not ready & {outlet.fd for outlet in waiting}:
+        has_written = signals.wait(outlets, [], None if is_patient else 0)
+        if not is_patient and not has_written:
             break

@@ -181,20 +181,16 @@ class StepFiles:
             with _synced(new / RECORD) as file:
                 file.write(checksums.encode_record(whole))
             _sync(new)
-            self._replace(step, new)
+            if step in self.look()[0]:
+                self.remove(step)
+            os.rename(new, self.root / str(step))
+            _sync(self.root)
         except BaseException:
             shutil.rmtree(new, ignore_errors=True)
             raise
         finally:
             _being_written.discard(str(new))
         return sum(size for size, _ in files.values())
-
-    def _replace(self, step: int, new: Path) -> None:
-        target = self.root / str(step)
-        if step in self.look()[0]:
-            self.remove(step)
-        os.rename(new, target)
-        _sync(self.root)
 
     def remove(self, step: int) -> None:
         """Remove a step; it is gone at once, whatever happens while its files are deleted."""
@@ -218,11 +214,9 @@ class StepFiles:
             raise self._not_read(step, path, error) from error
         if not is_readable:
             raise DamagedStep(problems)  # what is opened may never end
-        arrays: dict[str, np.ndarray] = {}
-        described = record["arrays"]
-        where, read = (
-            (directory / format_1.ARRAYS, format_1.read) if record["format"] == 1 else (directory / _ARRAYS, _read_arrays)
-        )
+        arrays, described = {}, record["arrays"]
+        where = directory / (format_1.ARRAYS if record["format"] == 1 else _ARRAYS)
+        read = format_1.read if record["format"] == 1 else _read_arrays
         try:
             for key, array in read(where, described):
                 arrays[key] = array.view(np.dtype(described[key]["dtype"])).reshape(described[key]["shape"])

@@ -149,7 +149,8 @@ def _make_all_reduce(strategy: Strategy, values: PerReplica) -> Callable[[], Any
 def _measure(strategy: Strategy, coordination: Coordination) -> Iterator[str]:
     """Measure all-reduces: the median of several, each begun together."""
     replicas = strategy.num_replicas_in_sync
-    limit = min(coordination.exchange("check/memory", _memory() // (32 * jax.local_device_count())))
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = min(coordination.exchange("check/memory", memory // (32 * jax.local_device_count())))
     for size, times in SIZES:
         size = min(size, limit) // 4 * 4
         work = _make_all_reduce(strategy, _by_replica(strategy, np.ones(size // 4, np.float32)))
@@ -182,7 +183,3 @@ def _median(work: Callable[[], object], times: int, coordination: Coordination) 
         if i:
             seconds.append(time.perf_counter() - start)
     return statistics.median(seconds)
-
-
-def _memory() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -143,14 +143,7 @@ def describe_failure(attempt: Attempt) -> str:
 
 
 def summarize(attempt: Attempt, restarts: int, seconds: float, logs: str | None) -> list[str]:
-    """Write the lines that stand at the end of a run; none for one that had nothing to tell.
-
-    Args:
-        attempt: the last one.
-        restarts: how many there were.
-        seconds: since the start of the first attempt.
-        logs: where the log files are, escaped.
-    """
+    """Write the lines that stand at the end of a run, after its last attempt; none for one that had nothing to tell."""
     total = f"{counted(restarts, 'restart')}, {seconds:.1f} s in all" + (f", logs in {logs}" if logs else "")
     if not any(ending.code for ending in attempt.endings):
         return [f"done: {total}"] if restarts else []

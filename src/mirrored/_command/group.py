@@ -10,7 +10,6 @@ import dataclasses
 import itertools
 import math
 import os
-import select
 import shutil
 import signal
 import subprocess
@@ -67,10 +66,11 @@ class Worker:
     ended_at: float = 0.0
 
 
+@dataclasses.dataclass
 class Group:
     """The workers of one attempt on this host, from their start until all are gone.
 
-    Args:
+    Attributes:
         command: the arguments of Python that make a worker.
         environments: of each worker, without what this class adds: MIRRORED_PROGRESS_FILE.
         first_index: the index in the cluster of the first of them.
@@ -81,23 +81,17 @@ class Group:
         signals: to the launcher.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        environments: Sequence[Mapping[str, str]],
-        first_index: int,
-        num_workers: int,
-        *,
-        grace: float,
-        logs: Path | None,
-        outlets: tuple[Outlet, Outlet],
-        signals: Signals,
-    ) -> None:
-        self._command, self._environments, self._first_index, self._num_workers = command, environments, first_index, num_workers
-        self._grace, self._logs, self._outlets, self._signals = grace, logs, outlets, signals
-        self._workers: list[Worker] = []
-        self._plan: list[tuple[float, int]] = []  # when to send which signal
-        self._num_signals = 0
+    command: Sequence[str]
+    environments: Sequence[Mapping[str, str]]
+    first_index: int
+    num_workers: int
+    grace: float
+    logs: Path | None
+    outlets: tuple[Outlet, Outlet]
+    signals: Signals
+    _workers: list[Worker] = dataclasses.field(default_factory=list)
+    _plan: list[tuple[float, int]] = dataclasses.field(default_factory=list)  # when to send which signal
+    _num_signals: int = 0
 
     def run(self) -> Attempt:
         """Start the workers, and return when all are gone."""
@@ -106,7 +100,7 @@ class Group:
         with self._keeper(folder):
             self._start = time.monotonic()
             try:
-                for environment in self._environments:
+                for environment in self.environments:
                     self._spawn({**environment, _env.MIRRORED_PROGRESS_FILE.name: str(progress)})
                 while not all(worker.is_gone for worker in self._workers):
                     self._step()
@@ -115,7 +109,7 @@ class Group:
                     self._end(worker)
             steps = _read_steps(progress)
         endings = [self._ending(worker) for worker in sorted(self._workers, key=lambda worker: worker.ended)]
-        return Attempt(endings, list(self._signals.received), steps)
+        return Attempt(endings, list(self.signals.received), steps)
 
     @contextlib.contextmanager
     def _keeper(self, folder: str) -> Iterator[None]:
@@ -138,10 +132,10 @@ class Group:
             shutil.rmtree(folder, ignore_errors=True)  # when the keeper itself was killed
 
     def _spawn(self, environment: Mapping[str, str]) -> None:
-        index = self._first_index + len(self._workers)
-        log = LogFile(self._logs / f"worker-{index}.log") if self._logs else None
+        index = self.first_index + len(self._workers)
+        log = LogFile(self.logs / f"worker-{index}.log") if self.logs else None
         process = subprocess.Popen(
-            [*_isolated("enrol"), str(self._keeper_pipe), sys.executable, "-u", *self._command],
+            [*_isolated("enrol"), str(self._keeper_pipe), sys.executable, "-u", *self.command],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -151,15 +145,22 @@ class Group:
             pass_fds=(self._keeper_pipe,),
         )
         streams = []
-        for pipe_end, outlet in zip((process.stdout, process.stderr), self._outlets, strict=True):
+        for pipe_end, outlet in zip((process.stdout, process.stderr), self.outlets, strict=True):
             assert pipe_end is not None
             os.set_blocking(pipe_end.fileno(), False)
-            streams.append(Stream(pipe_end.fileno(), outlet, prefix(index, self._num_workers, outlet.has_colour)))
+            streams.append(Stream(pipe_end.fileno(), outlet, prefix(index, self.num_workers, outlet.has_colour)))
         self._workers.append(Worker(index, process, streams, log))
 
     def _step(self) -> None:
         """Wait for something to happen, and do what follows from it."""
-        self._wait()
+        deadlines = [when for when, _ in self._plan]
+        if any(worker.ended and not worker.is_gone for worker in self._workers):
+            deadlines.append(time.monotonic() + 0.02)  # nothing tells when the last process of a group ends
+        if len(self.signals.received) > self._num_signals:
+            deadlines.append(0.0)
+        streams = [stream for worker in self._workers for stream in worker.streams]
+        pipes = [stream.fd for stream in streams if stream.is_open and not stream.outlet.is_full]
+        self.signals.wait(self.outlets, pipes, min(deadlines) - time.monotonic() if deadlines else None)
         now = time.monotonic()
         for worker in self._workers:
             for stream in worker.streams:
@@ -170,28 +171,6 @@ class Group:
         while self._plan and self._plan[0][0] <= now:
             self._send(self._plan.pop(0)[1])
 
-    def _wait(self) -> None:
-        poll = select.poll()
-        poll.register(self._signals.wakeup, select.POLLIN)
-        waiting = [outlet for outlet in set(self._outlets) if outlet.is_waiting]
-        for outlet in waiting:
-            poll.register(outlet.fd, select.POLLOUT)
-        for worker in self._workers:
-            for stream in worker.streams:
-                if stream.is_open and not stream.outlet.is_full:
-                    poll.register(stream.fd, select.POLLIN)
-        deadlines = [when for when, _ in self._plan]
-        if any(worker.ended and not worker.is_gone for worker in self._workers):
-            deadlines.append(time.monotonic() + 0.02)  # nothing tells when the last process of a group ends
-        if len(self._signals.received) > self._num_signals:
-            deadlines.append(0.0)
-        timeout = None if not deadlines else max(0, int((min(deadlines) - time.monotonic()) * 1000) + 1)
-        ready = {fd for fd, _ in poll.poll(timeout)}
-        self._signals.drain()
-        for outlet in waiting:
-            if outlet.fd in ready:
-                outlet.flush()
-
     def _relay(self, worker: Worker, stream: Stream) -> bool:
         """Pass on what a worker has written; tell whether there was something."""
         try:
@@ -199,7 +178,7 @@ class Group:
         except BlockingIOError:
             return False
         if data and worker.log and (problem := worker.log.write(data)):
-            self._outlets[1].write(f"mirrored launch: {problem}\n".encode())
+            self.outlets[1].write(f"mirrored launch: {problem}\n".encode())
         self._pass_on(worker, stream, stream.cutter.feed(data) if data else stream.cutter.finish())
         stream.is_open = bool(data)
         return stream.is_open
@@ -227,22 +206,22 @@ class Group:
                 others = [other for other in self._workers if other.process.poll() is None]
                 for other in others:
                     other.was_stopped = os.waitid(os.P_PID, other.process.pid, _IS_STOPPED) is not None
-                farewell = max(FAREWELL_SECONDS, self._grace) if code == PREEMPTED else FAREWELL_SECONDS
+                farewell = max(FAREWELL_SECONDS, self.grace) if code == PREEMPTED else FAREWELL_SECONDS
                 if all(other.was_stopped for other in others):
                     farewell = 0.0  # none can leave by itself
-                self._plan = [(now + farewell, signal.SIGTERM), (now + farewell + self._grace, signal.SIGKILL)]
+                self._plan = [(now + farewell, signal.SIGTERM), (now + farewell + self.grace, signal.SIGKILL)]
         if worker.ended and not worker.is_gone:
             is_over = not any(stream.is_open for stream in worker.streams) and not _is_alive(worker.process.pid)
             if is_over or now > worker.ended + LEFTOVER_SECONDS:
                 self._end(worker)
 
     def _obey_signals(self, now: float) -> None:
-        for number in self._signals.received[self._num_signals :]:
+        for number in self.signals.received[self._num_signals :]:
             self._num_signals += 1
             if self._num_signals == 1:
                 # A terminal that hangs up is a request to save and leave; Python would die of it without a word.
                 self._send(signal.SIGTERM if number == signal.SIGHUP else number)
-                self._plan = [(now + self._grace, signal.SIGKILL)]
+                self._plan = [(now + self.grace, signal.SIGKILL)]
             else:
                 self._plan = [(now, signal.SIGKILL)]
 
