@@ -66,7 +66,7 @@ MUTANTS = [
     ("_checkpoint/same_on_workers.py", "if kinds != every[0]:", "if False:", _FAILED_SAVES),
     ("_checkpoint/same_on_workers.py", "if report[field] != first[field]:", "if False:", _FAILED_SAVES),
     ("_checkpoint/checkpoint.py", 'if not all(report["sees"] for report in reports):', "if False:", _FAILED_SAVES),
-    ("_checkpoint/preemption.py", "self._save(step)", "pass", _PREEMPTED),
+    ("_checkpoint/preemption.py", "self._checkpoint.save(step)", "pass", _PREEMPTED),
     ("_checkpoint/preemption.py", "sys.exit(PREEMPTED)", "sys.exit(1)", _PREEMPTED),
     ("_replicas/parts.py", "[: math.prod(shape)].reshape(shape)", "[-math.prod(shape) :].reshape(shape)", _SHARDED),
     ("_replicas/parts.py", "value, axis.size) for value in values]", "value, axis.size)[::-1] for value in values]", _SHARDED),

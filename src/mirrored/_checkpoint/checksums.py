@@ -127,6 +127,6 @@ def decode_record(data: bytes) -> dict[str, Any]:
     return record
 
 
-def record_checksum(record: Any) -> str:
+def record_checksum(record: object) -> str:
     """Return the CRC-32 of what a record says, however it is written."""
     return f"{zlib.crc32(json.dumps(record, sort_keys=True, separators=(',', ':')).encode()):08x}"

@@ -53,7 +53,7 @@ class DamagedStep(Exception):
         self.problems = problems
 
 
-def checked_directory(directory: Any) -> Path:
+def checked_directory(directory: object) -> Path:
     """Return the path of a directory that steps can be in, or say why it cannot."""
     if not isinstance(directory, str | os.PathLike) or not str(directory):
         raise TypeError(f"mr.Checkpoint: directory is {directory!r}; expected a path.")

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, Self
 
@@ -196,20 +197,17 @@ class PreemptionHandler:
                     PREEMPTED,
                 )
             else:
-                self._save(step)
+                self._checkpoint.save(step)
+                latest = self._checkpoint.wait()
+                if latest != step:
+                    raise CheckpointError(
+                        f"this program is preempted, and step {step} could not be saved; the log says why. The last step on disk "
+                        f"is {latest}."
+                    )
                 _logger.warning("preempted by SIGTERM: step %d is saved, leaving with exit code %d", step, PREEMPTED)
         finally:
             self._end()
         sys.exit(PREEMPTED)
-
-    def _save(self, step: int) -> None:
-        self._checkpoint.save(step)
-        latest = self._checkpoint.wait()
-        if latest != step:
-            raise CheckpointError(
-                f"this program is preempted, and step {step} could not be saved; the log says why. The last step on disk is "
-                f"{latest}."
-            )
 
     def _end(self) -> None:
         if not self._is_closed and self._is_signalled and self._watch is None:
@@ -231,7 +229,7 @@ class PreemptionHandler:
                         self._give_back(number, signal.SIG_DFL if handler is None else handler)
         self._previous = {}
 
-    def _give_back(self, number: signal.Signals, to: Any) -> None:
+    def _give_back(self, number: signal.Signals, to: Callable[[int, FrameType | None], Any] | int) -> None:
         """Let a signal do what it did before; a handler that was made later, and goes on, gives it back in turn."""
         for other in list(_handlers):
             if other._previous.get(number) == self._on_signal:
