@@ -318,7 +318,6 @@ CACHES = {
     "data._records.tfrecord": "_grain_class",
 }
 ONCE = {
-    "_checkpoint.preemption": "_forget_in_children",
     "_workers.runtime": "_install_exit_codes",
     "data._prefetch": "_close_at_exit",
 }
@@ -426,7 +425,7 @@ BUDGETS = {
     "data": 3957,  # 3,200
     "_workers": 2619,  # 1,700
     "_cluster": 1632,  # 1,080
-    "_checkpoint": 2205,  # 1,800
+    "_checkpoint": 2189,  # 1,800
     "_report": 1000,  # 800
     "_testing": 823,  # 750
     "losses optimizer": 694,  # 600
