@@ -212,7 +212,7 @@ BY_TEST = {
         ("preemption.py", "{next(_numbers)}", "0"),
     ],
     "test_preemption.py::test_sigterm_has_its_own_effect_in_every_forked_child": [
-        ("preemption.py", "os.register_at_fork(after_in_child=forget)", "pass"),
+        ("preemption.py", "os.register_at_fork(after_in_child=_forget)", "pass"),
     ],
 }
 MUTANTS = [

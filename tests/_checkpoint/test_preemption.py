@@ -463,7 +463,8 @@ def test_what_one_handler_said_is_not_heard_by_the_next(monkeypatch) -> None:
         if has_signal:
             assert [watch.target() for watch in watches] == [501, 501]
         else:
-            assert not watches[0]._agreed.wait(2 * coordination.SLICE_SECONDS)
+            with pytest.raises(TimeoutError):
+                watches[0]._target.result(2 * coordination.SLICE_SECONDS)
         for watch in watches:
             watch.stop()
 

@@ -97,7 +97,7 @@ _WING = {
     ],
     "test_check.py::test_a_wrong_sum_is_found": [
         ("check", "rtol=tolerance", "rtol=0.01"),
-        ("check", "return 1 if self.problems else 0", "return 0"),
+        ("check", "return 1 if problems else 0", "return 0"),
     ],
     "test_check.py::test_a_slow_worker_is_marked": [
         ("check", ' SLOW" if s > SLOW * middle', ' SLOW" if s > 40 * middle'),

@@ -312,7 +312,7 @@ class Checkpoint:
             saved = Snapshot(record["leaves"], arrays)
             report["id"] = [record["time"], checksums.record_checksum(record)]
         except DamagedStep as damage:
-            report["problems"] = damage.problems
+            report["problems"] = list(damage.args)
         except Exception as error:  # such as a disk that does not answer on one worker
             report["error"] = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         reports = self._exchange(report, f"restore_latest(), step {step}")

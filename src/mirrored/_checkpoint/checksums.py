@@ -8,7 +8,7 @@ import stat
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -23,22 +23,14 @@ def array_checksum(name: str, array: np.ndarray) -> int:
     return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, zlib.crc32(head))
 
 
-class FileComparison(NamedTuple):
-    """What differs in a directory from the files that were written, in words, and which files could not be read.
-
-    `is_readable` tells whether nothing is there but plain files that are as long as they were.
-    """
-
-    problems: list[str]
-    unread: dict[Path, OSError]
-    is_readable: bool
-
-
-def compare_files(directory: Path, recorded: Mapping[str, list[int]], besides: str) -> FileComparison:
+def compare_files(
+    directory: Path, recorded: Mapping[str, list[int]], besides: str
+) -> tuple[list[str], dict[Path, OSError], bool]:
     """Compare all files under a directory, besides one, with their recorded sizes and CRC-32s, by their paths with slashes.
 
-    No link is followed, and no file opened that was not written, or is not of its size. A directory that cannot be listed raises
-    an OSError: what is in it is not missing.
+    Return what differs, in words, which files could not be read, and whether nothing is there but plain files that are as long
+    as they were. No link is followed, and no file opened that was not written, or is not of its size. A directory that cannot be
+    listed raises an OSError: what is in it is not missing.
     """
     problems: list[str] = []
     unread: dict[Path, OSError] = {}
@@ -63,7 +55,7 @@ def compare_files(directory: Path, recorded: Mapping[str, list[int]], besides: s
             is_readable = False
         elif found != checksum:
             problems.append(f"file {name} is damaged: its CRC-32 is {found:08x}, was {checksum:08x}")
-    return FileComparison(problems, unread, is_readable and not unread)
+    return problems, unread, is_readable and not unread
 
 
 def _files(directory: Path) -> list[Path]:
@@ -127,6 +119,6 @@ def decode_record(data: bytes) -> dict[str, Any]:
     return record
 
 
-def record_checksum(record: Any) -> str:
+def record_checksum(record: object) -> str:
     """Return the CRC-32 of what a record says, however it is written."""
     return f"{zlib.crc32(json.dumps(record, sort_keys=True, separators=(',', ':')).encode()):08x}"

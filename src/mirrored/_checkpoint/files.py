@@ -46,14 +46,10 @@ _being_written: set[str] = set()
 
 
 class DamagedStep(Exception):
-    """A step on disk is damaged. Users see all that is wrong with it in the log, and in a CheckpointError."""
-
-    def __init__(self, problems: list[str]) -> None:
-        super().__init__("; ".join(problems))
-        self.problems = problems
+    """A step on disk is damaged; its `args` are all that is wrong, which users see in the log and in a CheckpointError."""
 
 
-def checked_directory(directory: Any) -> Path:
+def checked_directory(directory: object) -> Path:
     """Return the path of a directory that steps can be in, or say why it cannot."""
     if not isinstance(directory, str | os.PathLike) or not str(directory):
         raise TypeError(f"mr.Checkpoint: directory is {directory!r}; expected a path.")
@@ -213,7 +209,7 @@ class StepFiles:
         for path, error in {} if problems else unread.items():
             raise self._not_read(step, path, error) from error
         if not is_readable:
-            raise DamagedStep(problems)  # what is opened may never end
+            raise DamagedStep(*problems)  # what is opened may never end
         arrays, described = {}, record["arrays"]
         where = directory / (format_1.ARRAYS if record["format"] == 1 else _ARRAYS)
         read = format_1.read if record["format"] == 1 else _read_arrays
@@ -226,7 +222,7 @@ class StepFiles:
             problems.append(f"the arrays cannot be read: {type(error).__name__}: {_one_line(error)}")
         problems += _array_problems(record, arrays)
         if problems:
-            raise DamagedStep(problems)
+            raise DamagedStep(*problems)
         return record, arrays
 
     def _not_read(self, step: int, path: Path, error: Exception) -> CheckpointError:
@@ -279,9 +275,9 @@ def _read_record(directory: Path, step: int) -> dict[str, Any]:
         if isinstance(error, OSError) and error.errno not in _NO_FILE:
             error.filename = str(directory / RECORD)  # which one of reading lacks
             raise
-        raise DamagedStep([f"file {RECORD} cannot be used: {_one_line(error)}"]) from error
+        raise DamagedStep(f"file {RECORD} cannot be used: {_one_line(error)}") from error
     if record.get("step") != step:
-        raise DamagedStep([f"file {RECORD} is that of step {record.get('step')!r}"])
+        raise DamagedStep(f"file {RECORD} is that of step {record.get('step')!r}")
     if not isinstance(record.get("format"), int) or record["format"] > FORMAT:
         raise CheckpointError(
             f"{directory} has format {record.get('format')!r}, and this version of mirrored reads formats up to {FORMAT}. It was "

@@ -23,6 +23,7 @@ from .._variables.variable import Variable, spec_of
 from .leaves import (
     ITERATIONS,
     NUMBERS,
+    ArrayLeaf,
     Leaves,
     children_of,
     dtype_name,
@@ -170,7 +171,7 @@ def _difference(leaf: Any, saved: Snapshot, path: str) -> str | None:
     return None
 
 
-def _contents(leaf: Any) -> tuple[str, tuple[int, ...]]:
+def _contents(leaf: ArrayLeaf) -> tuple[str, tuple[int, ...]]:
     return dtype_name(leaf), tuple(leaf.shape)
 
 
@@ -271,7 +272,7 @@ def _on_devices(host: np.ndarray, placement: jax.sharding.Sharding, impl: str | 
     return jax.jit(functools.partial(jax.random.wrap_key_data, impl=impl), out_shardings=placement)(array)
 
 
-def _plain_value(leaf: Any, host: np.ndarray, entry: Mapping[str, Any]) -> Any:
+def _plain_value(leaf: ArrayLeaf, host: np.ndarray, entry: Mapping[str, Any]) -> Any:
     if not isinstance(leaf, jax.Array):
         return host[()] if isinstance(leaf, np.generic) else host
     if leaf.committed or not leaf.is_fully_addressable:

@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 from .. import _env
 from .._errors import PREEMPTED
@@ -41,13 +42,12 @@ _PROGRESS_BYTES, _MAX_WRITERS = 32, 100
 
 @dataclasses.dataclass
 class Stream:
-    """One of a worker's two streams, and where it goes."""
+    """One of a worker's two streams, and where it goes; closed when there is no more of it."""
 
-    fd: int
+    pipe: IO[bytes]
     outlet: Outlet
     prefix: bytes
     cutter: LineCutter = dataclasses.field(default_factory=LineCutter)
-    is_open: bool = True
     shown_at: float = -math.inf
 
 
@@ -144,7 +144,7 @@ class Group:
         for pipe_end, outlet in zip((process.stdout, process.stderr), self.outlets, strict=True):
             assert pipe_end is not None
             os.set_blocking(pipe_end.fileno(), False)
-            streams.append(Stream(pipe_end.fileno(), outlet, prefix(index, self.num_workers, outlet.has_colour)))
+            streams.append(Stream(pipe_end, outlet, prefix(index, self.num_workers, outlet.has_colour)))
         self._workers.append(Worker(index, process, streams, log))
 
     def _start_worker(self, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -169,12 +169,12 @@ class Group:
         if len(self.signals.received) > self._num_signals:
             deadlines.append(0.0)
         streams = [stream for worker in self._workers for stream in worker.streams]
-        pipes = [stream.fd for stream in streams if stream.is_open and not stream.outlet.is_full]
+        pipes = [stream.pipe.fileno() for stream in streams if not (stream.pipe.closed or stream.outlet.is_full)]
         self.signals.wait(self.outlets, pipes, min(deadlines) - time.monotonic() if deadlines else None)
         now = time.monotonic()
         for worker in self._workers:
             for stream in worker.streams:
-                if stream.is_open and not stream.outlet.is_full:
+                if not (stream.pipe.closed or stream.outlet.is_full):
                     self._relay(worker, stream)
             self._look_after(worker, now)
         self._obey_signals(now)
@@ -187,15 +187,15 @@ class Group:
 
     def _relay(self, worker: Worker, stream: Stream) -> bool:
         """Pass on what a worker has written; tell whether there was something."""
-        try:
-            data = os.read(stream.fd, _READ_BYTES)
-        except BlockingIOError:
+        data = stream.pipe.read(_READ_BYTES)
+        if data is None:  # it does not block
             return False
         if data and worker.log and (problem := worker.log.write(data)):
             self.outlets[1].write(f"mirrored launch: {problem}\n".encode())
         self._pass_on(worker, stream, stream.cutter.feed(data) if data else stream.cutter.finish())
-        stream.is_open = bool(data)
-        return stream.is_open
+        if not data:
+            stream.pipe.close()
+        return bool(data)
 
     def _pass_on(self, worker: Worker, stream: Stream, lines: Sequence[bytes]) -> None:
         for line in lines:
@@ -225,7 +225,7 @@ class Group:
                     farewell = 0.0  # none can leave by itself
                 self._plan = [(now + farewell, signal.SIGTERM), (now + farewell + self.grace, signal.SIGKILL)]
         if worker.ended and not worker.is_gone:
-            is_over = not any(stream.is_open for stream in worker.streams) and not _is_alive(worker.process.pid)
+            is_over = all(stream.pipe.closed for stream in worker.streams) and not _is_alive(worker.process.pid)
             if is_over or now > worker.ended + LEFTOVER_SECONDS:
                 self._end(worker)
 
@@ -259,12 +259,10 @@ class Group:
         worker.process.wait()
         for stream in worker.streams:
             for _ in range(_LAST_READS):  # a process that left the group may write for ever
-                if not stream.is_open or not self._relay(worker, stream):
+                if stream.pipe.closed or not self._relay(worker, stream):
                     break
             self._pass_on(worker, stream, stream.cutter.finish())
-        for pipe_end in (worker.process.stdout, worker.process.stderr):
-            assert pipe_end is not None
-            pipe_end.close()
+            stream.pipe.close()
         if worker.log:
             worker.log.close()
         with contextlib.suppress(BrokenPipeError):  # the number may soon be another's
