@@ -99,8 +99,7 @@ class ReplicaMesh:
     @functools.cached_property
     def local_devices(self) -> tuple[jax.Device, ...]:
         """The devices that are this process's."""
-        own = self.devices[0].client.process_index()
-        return tuple(device for device in self.devices if device.process_index == own)
+        return tuple(self.mesh.local_devices)
 
     @functools.cached_property
     def is_alone(self) -> bool:
