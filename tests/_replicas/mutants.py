@@ -108,7 +108,8 @@ MUTANTS = [
     ("_replicas/mesh.py", "len(set(owned.values())) > 1 or", "", _ME + "workers_with_different_devices_are_refused"),
     ("_replicas/mesh.py", "key=lambda device: (device.process_index, device.id)", "key=lambda device: device.process_index",
      _ME + "workers_with_different_devices_are_refused"),
-    ("_replicas/mesh.py", "[index + 1 for", "[1 for", _WRONG),
+    ("_replicas/mesh.py", 'max([index + 1 for platform, index in filter(None, places) if platform == "cpu"], default=0)',
+     "len(places)", _WRONG),
     ("_replicas/per_replica.py", "if len(set(sizes)) == 1 else None", "", _PE + "it_shows_shape_and_dtype_of_one_replica_and"
      "_values_without_padding"),
     ("_replicas/per_replica.py", "rows.setdefault(first + i, shard.data[i])", "rows[len(rows)] = shard.data[i]",
