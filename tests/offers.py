@@ -47,7 +47,7 @@ OFFERS = {
         cross_replica.broadcast_stack cross_replica.compiled cross_replica.gather_mirrored cross_replica.gather_stack
         cross_replica.reduce_mirrored cross_replica.reduce_stack cross_replica.require_equal_except
         cross_replica.run_tasks cross_replica.split_stack device_time.COMPUTATION device_time.DeviceTime
-        device_time.in_words device_time.last_profile frames.Frame frames.check_enterable frames.current frames.entered
+        device_time.last_profile frames.Frame frames.check_enterable frames.current frames.entered
         frames.foreign_trace_message frames.in_cross_replica_context frames.is_traced frames.require_cross_replica
         host_memory.empty_rows host_memory.gather host_memory.gathers in_flight.finish in_flight.is_paced
         in_flight.joined in_flight.new_witness in_flight.require_threads in_flight.started mesh.ReplicaMesh

@@ -39,7 +39,7 @@ MAX_LINES, MAX_BODY, MAX_ARGUMENTS = 400, 60, 7
 #: Files that may be longer, and why.
 LONGER = {
     "_checkpoint.checkpoint": 410,  # the public class: half of it is its documentation
-    "_strategy.strategy": 562,  # the public verbs: half of it is their documentation
+    "_strategy.strategy": 548,  # the public verbs: half of it is their documentation
     "_variables.variable": 463,  # one class with the operators and conversions of an array
 }
 #: Files that start threads: none starts one at import, and each ends its own.
@@ -309,7 +309,7 @@ CACHES = {
     "_program.program": "_mirrored_number",
     "_replicas.cross_replica": "_compile",
     "_replicas.mesh": "default_mesh",
-    "_replicas.placement": "_gathering _program",
+    "_replicas.placement": "_program",
     "_strategy.current": "_default_strategy",
     "data._records.example": "_known_of example_class",
     "data._records.record_reader": "crc32c",
@@ -412,12 +412,12 @@ def test_sizes() -> None:
 #: and so are small wings that stand for one thing. `python tests/test_house.py` prints today's.
 BUDGETS = {
     "_program": 4931,  # 4,000
-    "_jax": 1396,  # 1,300
-    "_replicas": 2385,  # 2,100
+    "_jax": 1379,  # 1,300
+    "_replicas": 2354,  # 2,100
     "_variables": 2011,  # 1,700
     "_models": 1296,  # 1,050
     "_updates": 281,  # 250
-    "_strategy": 1182,  # 1,100
+    "_strategy": 1171,  # 1,100
     "_transforms": 645,  # 600
     "data": 3610,  # 3,200
     "_workers": 2619,  # 1,700
@@ -461,7 +461,7 @@ ANYS = {
     "_program": 109,
     "_replicas": 14,
     "_report": 5,
-    "_strategy": 4,
+    "_strategy": 3,
     "_testing": 8,
     "_tf_names": 6,
     "_transforms": 39,

@@ -108,14 +108,15 @@ MUTANTS = [
     ("_replicas/mesh.py", "len(set(owned.values())) > 1 or", "", _ME + "workers_with_different_devices_are_refused"),
     ("_replicas/mesh.py", "key=lambda device: (device.process_index, device.id)", "key=lambda device: device.process_index",
      _ME + "workers_with_different_devices_are_refused"),
-    ("_replicas/mesh.py", "[index + 1 for", "[1 for", _WRONG),
+    ("_replicas/mesh.py", 'max([index + 1 for platform, index in filter(None, places) if platform == "cpu"], default=0)',
+     "len(places)", _WRONG),
     ("_replicas/per_replica.py", "if len(set(sizes)) == 1 else None", "", _PE + "it_shows_shape_and_dtype_of_one_replica_and"
      "_values_without_padding"),
     ("_replicas/per_replica.py", "rows.setdefault(first + i, shard.data[i])", "rows[len(rows)] = shard.data[i]",
      _PE + "values_are_right_wherever_tree_map_put_them"),
     ("_replicas/per_replica.py", "for i in sorted(rows)}", "for i in sorted(rows, reverse=True)}", _PE + "values_are_in_replica"
      "_order_each_on_its_own_device"),
-    ("_replicas/per_replica.py", "return PerReplica(children[0], shapes)", "return PerReplica(children[0])", _TREE),
+    ("_replicas/per_replica.py", "PerReplica(children[0], shapes)", "PerReplica(children[0])", _TREE),
     ("_replicas/per_replica.py", '"trunc": "`math.trunc`",', "", _PE + "every_use_as_one_array_is_refused_with_the_ways_out"),
     ("_replicas/per_replica.py", 'name == "numpy" or ', "", _PE + "a_method_of_arrays_is_missing_with_the_ways_out"),
     ("_replicas/placement.py", "row[column] != rows[0][column]", "row[column] != rows[-1][column]", _PL + "an_array_that_the"
@@ -130,7 +131,8 @@ MUTANTS = [
      "_as_bits"),
     ("_replicas/placement.py", "reshape(-1).view(np.uint8).data)", "reshape(-1).astype(np.uint8).data)", _PL + "a_changed_element"
      "_of_any_dtype_is_found"),
-    ("_replicas/placement.py", "    in_flight.joined(mirrored)\n", "", _PL + "what_is_mirrored_again_is_waited_for_like_any"
+    ("_replicas/in_flight.py", "(joined if is_joint(placement) else started)", "started",
+     _PL + "what_is_mirrored_again_is_waited_for_like_any"
      "_program"),
     ("_replicas/spent.py", "self.num_steps < MIN_STEPS", "self.num_steps < 1", _SPENT + "nothing_is_said_of_a_few_steps_and_a"
      "_line_of_many"),

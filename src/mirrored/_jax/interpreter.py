@@ -77,10 +77,7 @@ class Interpreter(abc.ABC, Generic[Value]):
 
 
 class Evaluation(Interpreter[Any]):
-    """The arrays of a program, computed in whatever trace is current.
-
-    What is not entered runs as it stands.
-    """
+    """The arrays of a program, computed in whatever trace is current; what is not entered runs as it stands."""
 
     def enters(self, equation: Equation, values: list[Any]) -> bool:
         """Tell whether the inside of an equation is walked through too."""
@@ -91,22 +88,18 @@ class Evaluation(Interpreter[Any]):
         return super().equation(equation, values) if self.enters(equation, values) else tracing.bind(equation, values)
 
     def plain(self, equation: Equation, values: list[Any]) -> Sequence[Any]:
-        """Run an equation as it stands."""
         return tracing.bind(equation, values)
 
     def scan(self, equation: Equation, values: list[Any]) -> Sequence[Any]:
-        """Run a loop over rows, whose body is walked through."""
         [closed] = jaxprs.inner_jaxprs(equation)
         return run_scan(equation, values, lambda *arguments: self.run_closed(closed, arguments))
 
     def while_loop(self, equation: Equation, values: list[Any]) -> Sequence[Any]:
-        """Run a loop with a condition, both of which are walked through."""
         cond, body = equation.params["cond_jaxpr"], equation.params["body_jaxpr"]
         walk = self.run_closed
         return run_while(equation, values, lambda *arguments: walk(cond, arguments), lambda *arguments: walk(body, arguments))
 
     def cond(self, equation: Equation, values: list[Any]) -> Sequence[Any]:
-        """Run the branch that is chosen, through which it walks."""
         branches = equation.params["branches"]
         return run_cond(values, [lambda *arguments, closed=closed: self.run_closed(closed, arguments) for closed in branches])
 
@@ -181,16 +174,13 @@ class Analysis(Interpreter[Value]):
         return [self.join(values)] * len(equation.outvars)
 
     def call(self, equation: Equation, inner: ClosedJaxpr, values: list[Value]) -> Sequence[Value]:
-        """Walk through what is called."""
         return self.inside(equation).run_closed(inner, values)
 
     def solve(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
-        """Walk through what solves."""
         solver = jaxprs.solver_of(equation)
         return self.inside(equation).run(solver.jaxpr, (), [values[i] for i in solver.operands])
 
     def cond(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
-        """Walk through each branch."""
         decision, *operands = values
         inside = self.inside(equation, decision)
         branches = [inside.run_closed(closed, operands) for closed in equation.params["branches"]]

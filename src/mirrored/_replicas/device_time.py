@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
 from .._process import last_profiles
 from .._text import counted
@@ -50,9 +49,3 @@ def last_profile(mesh: ReplicaMesh, since: float) -> DeviceTime | None:
     """Return what the last profile of a mesh has; None without one since then, as of time.time()."""
     found = last_profiles.get(mesh)
     return None if found is None or found.ended < since else found
-
-
-def in_words(mesh: ReplicaMesh, since: float) -> Iterator[str]:
-    """Say in a line what `last_profile` has; in none without one."""
-    if (found := last_profile(mesh, since)) is not None:
-        yield found.in_words()

@@ -35,11 +35,7 @@ WAIT_FOR = 8
 MAX_JOINT_IN_FLIGHT = 2
 
 
-def _note_fork() -> None:
-    _process.is_forked = distributed.has_backend()
-
-
-os.register_at_fork(after_in_child=_note_fork)
+os.register_at_fork(after_in_child=lambda: setattr(_process, "is_forked", distributed.has_backend()))
 
 
 def require_threads() -> None:

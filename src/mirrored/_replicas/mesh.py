@@ -99,8 +99,7 @@ class ReplicaMesh:
     @functools.cached_property
     def local_devices(self) -> tuple[jax.Device, ...]:
         """The devices that are this process's."""
-        own = self.devices[0].client.process_index()
-        return tuple(device for device in self.devices if device.process_index == own)
+        return tuple(self.mesh.local_devices)
 
     @functools.cached_property
     def is_alone(self) -> bool:
@@ -194,7 +193,9 @@ def start_backend(num_cpu_devices: int) -> None:
     The size of XLA's CPU thread pool is read once, when the backend starts: docs/design/cpu-rendezvous.md.
     """
     interrupts.send_ignored_again()
-    configured = _configured_cpu_devices()
+    configured = jax.config.jax_num_cpu_devices  # pyrefly: ignore[missing-attribute]
+    if configured < 0:
+        configured = _env.forced_host_devices() or 1
     if num_cpu_devices > configured:
         try:
             jax.config.update("jax_num_cpu_devices", num_cpu_devices)
@@ -202,12 +203,6 @@ def start_backend(num_cpu_devices: int) -> None:
             return  # the backends have started; `_find_device` says so for the first device that is missing
     with _env.at_least(_env.CPU_THREADS, cpu_pool_size(max(num_cpu_devices, configured)), _env.CPU_THREADS_FALLBACK):
         _local_devices("cpu")
-
-
-def _configured_cpu_devices() -> int:
-    """Return how many CPU devices JAX makes when nobody asks for more."""
-    count = jax.config.jax_num_cpu_devices  # pyrefly: ignore[missing-attribute]
-    return count if count >= 0 else _env.forced_host_devices() or 1
 
 
 def cpu_pool_size(num_devices: int) -> int:

@@ -64,9 +64,7 @@ class PerReplica:
     @property
     def shapes(self) -> tuple[Shape, ...]:
         """The shape of each replica's value."""
-        if self._shapes is not None:
-            return self._shapes
-        return (tuple(self._array.shape[1:]),) * self._array.shape[0]
+        return self._shapes or (tuple(self._array.shape[1:]),) * self._array.shape[0]
 
     @property
     def shape(self) -> tuple[int | None, ...]:
@@ -105,12 +103,8 @@ class PerReplica:
                     rows.setdefault(first + i, shard.data[i])
         else:
             rows = {i: self._array[i] for i in range(self.num_replicas)}
-        return {i: self._trim(rows[i], i) for i in sorted(rows)}
-
-    def _trim(self, row: jax.Array, replica: int) -> jax.Array:
-        if self._shapes is None:
-            return row
-        return row[tuple(slice(0, size) for size in self._shapes[replica])]
+        shapes = self._shapes
+        return {i: rows[i] if shapes is None else rows[i][tuple(map(slice, shapes[i]))] for i in sorted(rows)}
 
     def __repr__(self) -> str:
         if (
@@ -259,12 +253,6 @@ def _last(value: PerReplica) -> PerReplica:
     return PerReplica(stands_for, tuple((size, *array.shape[2:]) for size in sizes))
 
 
-def _flatten(value: PerReplica) -> tuple[tuple[PyTree], tuple[Shape, ...] | None]:
-    return (value._array,), value._shapes
-
-
-def _unflatten(shapes: tuple[Shape, ...] | None, children: tuple[PyTree]) -> PerReplica:
-    return PerReplica(children[0], shapes)
-
-
-jax.tree_util.register_pytree_node(PerReplica, _flatten, _unflatten)
+jax.tree_util.register_pytree_node(
+    PerReplica, lambda value: ((stack_of(value),), uneven_shapes(value)), lambda shapes, children: PerReplica(children[0], shapes)
+)

@@ -22,7 +22,7 @@ from .._text import numbered
 from .._typing import Shape
 from .._workers import joint_programs
 from .._workers.progress import progress
-from . import in_flight
+from . import cross_replica, in_flight
 from .mesh import ReplicaMesh
 
 _NAME = "sending values from the chief"
@@ -110,18 +110,15 @@ def _mirrored_again(mesh: ReplicaMesh, array: jax.Array) -> jax.Array:
     if is_near and _is_whole(mesh, array):  # only its placement has another name, such as P(None, None)
         copies = [shard.data for shard in array.addressable_shards]
         return jax.make_array_from_single_device_arrays(array.shape, mesh.mirrored, copies)
-    mirrored = _gathering(mesh, array.sharding)(array)
-    in_flight.joined(mirrored)
-    return mirrored
+    return cross_replica.compiled(_mirror_from, mesh.mirrored, array.sharding)(array)
+
+
+def _mirror_from(array: jax.Array, placement: jax.sharding.Sharding) -> jax.Array:
+    return array  # to the placement of the program's results
 
 
 def _is_whole(mesh: ReplicaMesh, array: jax.Array) -> bool:
     return array.sharding.device_set == mesh.mirrored.device_set and array.is_fully_replicated
-
-
-@functools.lru_cache(maxsize=64)
-def _gathering(mesh: ReplicaMesh, placement: jax.sharding.Sharding) -> Callable[[jax.Array], jax.Array]:
-    return joint_programs.agreed("mirroring an array", f" from {placement}", jax.jit(lambda x: x, out_shardings=mesh.mirrored))
 
 
 def _from_chief(
