@@ -252,8 +252,6 @@ NAMED = {
     "_program.program": "psum",
     "_program.proof": "add_any div",
     "_program.uneven.keys": "custom_jvp_call custom_vjp_call reduce",
-    "_program.uneven.merge": "cond while",
-    "_program.uneven.nodes": "broadcast_in_dim custom_linear_solve iota",
     "_program.virtual": "all_gather",
     "_updates.partwise": "add broadcast_in_dim reduce_sum",
 }
@@ -414,8 +412,8 @@ def test_sizes() -> None:
 #: Lines of each wing. A commit may lower a budget, and never raises one; beside it what is to be reached. The ground is together,
 #: and so are small wings that stand for one thing. `python tests/test_house.py` prints today's.
 BUDGETS = {
-    "_program": 4953,  # 4,000
-    "_jax": 1396,  # 1,300
+    "_program": 4840,  # 4,000
+    "_jax": 1389,  # 1,300
     "_replicas": 2578,  # 2,100
     "_variables": 2011,  # 1,700
     "_models": 1296,  # 1,050
@@ -461,7 +459,7 @@ ANYS = {
     "_libraries": 1,
     "_models": 72,
     "_options": 1,
-    "_program": 116,
+    "_program": 82,
     "_replicas": 57,
     "_report": 5,
     "_strategy": 11,

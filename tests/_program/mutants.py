@@ -24,7 +24,7 @@ MERGE = "tests/_program/uneven/test_merge.py::test_"
 VIRTUAL = "tests/_program/test_virtual.py::test_"
 MISTAKES = "tests/_program/test_mistakes.py::test_"
 
-JOINED = "tests/_program/test_joined_sums.py::test_"
+JOINED = "tests/_program/test_fuse_all_reduces.py::test_"
 FAST = "tests/_program/test_fast_path.py::test_"
 
 MUTANTS = [
@@ -47,13 +47,13 @@ MUTANTS = [
     ("_program/cache.py", "        if self._sought is dropped[0]:\n            self._sought = self.fast_path = None\n", "",
      FAST + "a_fast_path_ends_with_its_program"),
     # -- sums of one step
-    ("_program/joined_sums.py", "    if axis.size == 1:", "    if axis.size == 0:",
+    ("_program/fuse_all_reduces.py", "    if axis.size == 1:", "    if axis.size == 0:",
      JOINED + "one_replica_copies_nothing_into_buffers_and_its_results_are_their_own_sums"),
-    ("_program/joined_sums.py", "<= level and p not in totals", "<= level + 1 and p not in totals",
+    ("_program/fuse_all_reduces.py", "levels.of[atom] <= level:", "levels.of[atom] <= level + 1:",
      JOINED + "nothing_is_sent_for_a_result_that_would_need_a_message_of_its_own"),
-    ("_program/joined_sums.py", "        and shapes is None\n", "",
+    ("_program/fuse_all_reduces.py", " or shapes is not None or", " or",
      JOINED + "nothing_is_sent_for_a_result_that_would_need_a_message_of_its_own"),
-    ("_program/joined_sums.py", " or axis.is_by_hand:", ":",
+    ("_program/fuse_all_reduces.py", " or axis.is_by_hand:", ":",
      JOINED + "who_has_said_what_travels_together_is_obeyed"),
     ("_strategy/leaves.py", "if not axes and (known", "if (known",
      JOINED + "a_result_that_a_step_has_added_up_is_looked_up_with_the_same_bits"),
@@ -339,7 +339,7 @@ MUTANTS = [
     ("_program/schedule.py", "or jaxprs.has_replica_number(equation)\n", "\n", VIRTUAL + "it_says_what_it_is_and_not_more"),
     ("_program/sink_reductions.py", "    if (rule := _rule_of(node)) is not None:", "    if (rule := None) is not None:",
      VIRTUAL + "no_replica_has_a_gradient_of_its_own"),
-    ("_program/sink_reductions.py", "return dtypes[0].itemsize >=", "return 9 >=",
+    ("_program/sink_reductions.py", "return avals[0].dtype.itemsize >=", "return 9 >=",
      VIRTUAL + "sums_are_as_exact_as_those_of_devices"),
     ("_replicas/mesh.py", "if num_replicas < count or num_replicas % count:", "if num_replicas < count:",
      VIRTUAL + "what_cannot_be_is_refused_with_what_to_write"),

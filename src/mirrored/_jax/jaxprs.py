@@ -99,19 +99,12 @@ def while_of(equation: Equation) -> tuple[int, int]:
     return cond - len(equation.outvars), body - len(equation.outvars)
 
 
-class Solver(NamedTuple):
-    """What a linear solve runs: a jaxpr, on these of the operands. Its other functions are for derivatives only."""
-
-    jaxpr: Jaxpr
-    operands: list[int]
-
-
-def solver_of(equation: Equation) -> Solver:
-    """Take a `custom_linear_solve` apart."""
+def solver_of(equation: Equation) -> tuple[Jaxpr, list[int]]:
+    """Return what a `custom_linear_solve` runs, and on which operands. Its other functions are for derivatives only."""
     counts = equation.params["const_lengths"]
     first, after_all = counts.matvec + counts.vecmat, sum(counts)
     operands = [*range(first, first + counts.solve), *range(after_all, len(equation.invars))]
-    return Solver(equation.params["jaxprs"].solve.jaxpr, operands)
+    return equation.params["jaxprs"].solve.jaxpr, operands
 
 
 class Part(NamedTuple):

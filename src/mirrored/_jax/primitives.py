@@ -67,8 +67,11 @@ SCATTER_SUMS = frozenset({"scatter-add", "scatter_add"})
 AXIS_SUMS = frozenset({"reduce_sum"})
 #: Linear in the first operand.
 DIVISIONS = frozenset({"div"})
-#: Show an array in another type, and in another shape.
-CONVERSIONS, BROADCASTS = frozenset({"convert_element_type"}), frozenset({"broadcast_in_dim"})
+#: Show an array in another type.
+CONVERSIONS = frozenset({"convert_element_type"})
+#: Fill an array with the numbers of another one; `iota` counts.
+BROADCASTS = frozenset({"broadcast_in_dim"})
+FILLS = BROADCASTS | {"iota"}
 _ELEMENTWISE_NAMES = """
 abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex conj
 convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._jax.jaxprs import ClosedJaxpr, Jaxpr, Literal
+from ..._jax.jaxprs import ClosedJaxpr, Equation, Jaxpr, Literal
 
 #: Functions that are also there as a jaxpr, which can be compared.
 _SAID_TWICE = frozenset({("reduce", "computation")})
@@ -19,7 +19,7 @@ _COMPARED_BYTES = 1 << 20
 CUSTOM_DERIVATIVE = frozenset({"custom_jvp_call", "custom_vjp_call"})
 
 
-def equation_key(equation: Any) -> Any:
+def equation_key(equation: Equation) -> Any:
     """Return a hashable that is equal for equations that compute the same from equal operands."""
     name, params = equation.primitive.name, equation.params
     if name in CUSTOM_DERIVATIVE:

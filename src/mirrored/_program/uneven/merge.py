@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from ..._errors import UnevenReplicasError
 from ..._jax import jaxprs, tracing
+from ..._jax.interpreter import run_parts
 from ..._jax.marks import mark_p
 from ..._replicas.collectives import pad_to
 from ..._replicas.per_replica import stack_shapes
@@ -102,28 +103,16 @@ class _Run:
 
     def _run_bodies(self, nodes: Sequence[Node], operands: Sequence[Any]) -> list[Any]:
         """Run a loop or condition whose bodies differ by kind of replica: each round is an uneven step of its own."""
-        name, params = nodes[0].equation.primitive.name, nodes[0].equation.params
+        equation = nodes[0].equation
+        parts, handed = jaxprs.parts_of(equation)
 
-        def merged(bodies: Sequence[Trace], shapes: Sequence[Shape]) -> Callable[..., list[Any]]:
-            return lambda *arguments: run_merged(bodies, shapes, self._index, arguments, self)
+        def merged(part: jaxprs.Part, bodies: Sequence[Trace]) -> Callable[..., list[Any]]:
+            shapes = _common_shapes([body.outputs for body in bodies])
+            return lambda *arguments: run_merged(bodies, shapes, self._index, arguments[len(part.fixed) :], self)
 
-        bodies = list(zip(*(node.bodies for node in nodes), strict=True))
-        shapes = [_common_shapes([body.outputs for body in row]) for row in bodies]
-        if name == "cond":
-            return jax.lax.switch(operands[0], [merged(row, shapes[0]) for row in bodies])
-        if name == "while":
-            [again, step] = map(merged, bodies, shapes)
-            return jax.lax.while_loop(lambda carry: again(*carry)[0], lambda carry: step(*carry), list(operands))
-        [step] = map(merged, bodies, shapes)
-        _, num_carry = jaxprs.scan_of(nodes[0].equation)
-
-        def one_round(carry: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
-            results = step(*carry, *rows)
-            return results[:num_carry], results[num_carry:]
-
-        options = {key: params[key] for key in ("length", "reverse", "unroll")}
-        carry, stacked = jax.lax.scan(one_round, list(operands[:num_carry]), list(operands[num_carry:]), **options)
-        return [*carry, *stacked]
+        values: list[Any] = [None] * len(nodes[0].inputs)  # a body knows itself what it takes from outside
+        values[handed.start : handed.stop] = operands
+        return run_parts(equation, values, list(map(merged, parts, zip(*(node.bodies for node in nodes), strict=True))))
 
     def shared(self, stage: int) -> None:
         """Run what all traces compute alike."""
