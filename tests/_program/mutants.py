@@ -11,7 +11,7 @@ LIFT = "tests/_program/test_lift.py::test_"
 REPLICATE = "tests/_program/test_steps.py::test_"
 TRACES = "tests/_program/uneven/test_traces.py::test_"
 PROPERTIES = "tests/_program/uneven/test_properties.py::test_"
-ALIGN = "tests/_program/uneven/test_align.py::test_"
+ALIGN = "tests/_program/uneven/test_value_numbering.py::test_"
 LOOPS = "tests/_program/uneven/test_loops.py::test_"
 MATCH = "tests/_program/uneven/test_match_collectives.py::test_"
 CACHE = "tests/_program/test_cache.py::test_"
@@ -59,7 +59,7 @@ MUTANTS = [
      JOINED + "a_result_that_a_step_has_added_up_is_looked_up_with_the_same_bits"),
     ("_strategy/leaves.py", "known[op is ReduceOp.MEAN]", "known[0]",
      JOINED + "a_result_that_a_step_has_added_up_is_looked_up_with_the_same_bits"),
-    ("_jax/sums.py", "level = last_effect = max(level, last_effect)", "last_effect = level",
+    ("_jax/jaxprs.py", "level = last_effect = max(level, last_effect)", "last_effect = level",
      JOINED + "what_is_written_to_a_reference_after_a_sum_is_read_after_it"),
     # -- mistakes in a step
     ("_program/mistakes.py", "        if knows_id:", "        if True:", MISTAKES + "a_mistake_in_a_step_is_one_clear_error"),
@@ -218,24 +218,24 @@ MUTANTS = [
     ("_program/uneven/traces.py", "[self.kinds.explain(kind), *notes]", "notes",
      TRACES + "an_error_in_the_step_says_which_replicas_it_is_about"),
     # -- uneven steps: which values are alike
-    ("_program/uneven/align.py", "stage = last_effect = max(stage, last_effect)", "pass",
+    ("_program/uneven/value_numbering.py", "stage = last_effect = max(stage, last_effect)", "pass",
      PROPERTIES + "effects_happen_once_for_each_replica_and_in_the_order_of_the_step"),
-    ("_program/uneven/keys.py", "hashlib.sha256(array.tobytes()).digest()", "0",
+    ("_program/uneven/structural_hash.py", "hashlib.sha256(array.tobytes()).digest()", "0",
      ALIGN + "constants_are_compared_by_content"),
-    ("_program/uneven/align.py", "stage = max(stage, ready + 1)", "stage = max(stage + 1, ready + 1)",
+    ("_program/uneven/value_numbering.py", "stage = max(stage, ready + 1)", "stage = max(stage + 1, ready + 1)",
      ALIGN + "collectives_that_need_not_wait_for_each_other_share_a_stage"),
     ("_program/uneven/nodes.py", "in INLINE_CALLS or has_collective)", "in INLINE_CALLS)",
      PROPERTIES + "right_steps_equal_one_device"),
-    ("_program/uneven/keys.py", "if name in CUSTOM_DERIVATIVE:", "if False:",
+    ("_program/uneven/structural_hash.py", "if name in CUSTOM_DERIVATIVE:", "if False:",
      ALIGN + "functions_inside_equations_are_compared_too"),
-    ("_program/uneven/keys.py", 'frozenset({("reduce", "computation")})', "frozenset()",
+    ("_jax/primitives.py", 'frozenset({("reduce", "computation")})', "frozenset()",
      PROPERTIES + "arrays_that_a_step_makes_anew_for_each_trace_are_the_same_to_all_replicas"),
-    ("_program/uneven/keys.py", "equations, tuple(map(name, jaxpr.outvars)))", "equations)",
+    ("_program/uneven/structural_hash.py", "equations, tuple(map(name, jaxpr.outvars)))", "equations)",
      PROPERTIES + "a_value_that_is_computed_differently_for_other_rows_is_not_mirrored"),
-    ("_program/uneven/align.py", "equation), tuple(operands))", "equation), frozenset(operands))",
+    ("_program/uneven/value_numbering.py", "equation), tuple(operands))", "equation), frozenset(operands))",
      PROPERTIES + "a_value_that_is_computed_differently_for_other_rows_is_not_mirrored"),
-    ("_program/uneven/align.py", "self._number_alike(row, _has_one_shape(row))\n            self.compare(bodies)",
-     "self._number_alike(row, True)\n            self.compare(bodies)",
+    ("_program/uneven/value_numbering.py", "self.number_alike(row, _has_one_shape(row))\n            self.compare(bodies)",
+     "self.number_alike(row, True)\n            self.compare(bodies)",
      LOOPS + "loops_with_collectives_that_use_the_rows_equal_one_device"),
     ("_program/uneven/traces.py", "if not state.is_mirrored and all(one.is_mirrored for one in own):", "if False:",
      TRACES + "steps_that_uneven_replicas_cannot_take_together_are_refused"),
@@ -307,7 +307,8 @@ MUTANTS = [
      ALIGN + "what_nobody_needs_is_left_out"),
     ("_program/uneven/merge.py", "(max(map(math.prod, own)),)", "(min(map(math.prod, own)),)",
      MERGE + "values_arrive_as_they_were"),
-    ("_program/uneven/merge.py", "counts[dtype] += 1", "counts[dtype] = 1", MERGE + "values_arrive_as_they_were"),
+    ("_program/uneven/merge.py", "defaultdict(itertools.count)", "defaultdict(lambda: itertools.repeat(0))",
+     MERGE + "values_arrive_as_they_were"),
     ("_program/uneven/merge.py", ", impl=impl[0])", ")", MERGE + "values_arrive_as_they_were"),
     ("_program/uneven/merge.py", "_refuse_references(avals)\n        slots", "slots",
      PROPERTIES + "a_reference_on_both_sides_of_a_collective_is_explained_and_one_on_one_side_works"),

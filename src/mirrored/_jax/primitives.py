@@ -31,6 +31,10 @@ CALLS = frozenset({
 })  # fmt: skip
 #: Those of them that mean nothing beyond that, so that their equations may stand in their place.
 INLINE_CALLS = frozenset({"closed_call", "eval_jaxpr", "jit"})
+#: Those of them of which all parameters but the jaxpr matter to derivatives only.
+CUSTOM_DERIVATIVE = frozenset({"custom_jvp_call", "custom_vjp_call"})
+#: Parameters that are functions, which the primitive also has as jaxprs.
+SAID_TWICE = frozenset({("reduce", "computation")})
 #: Run jaxprs in a way of their own, which `jaxprs` knows.
 CONTROL_FLOW = frozenset({"cond", "custom_linear_solve", "scan", "while"})
 #: Those that run a jaxpr several times.

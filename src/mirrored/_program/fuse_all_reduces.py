@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._jax import sums
+from .._jax import jaxprs
 from .._jax.jaxprs import ClosedJaxpr, Equation, Var
 from .._replicas.collectives import MAX_ARRAYS_PER_PACK, PACK_BELOW_BYTES, ReplicaAxis, sum_in_one_buffer
 from .._typing import REPLICA_AXIS
@@ -62,7 +62,7 @@ def join_sums(lifted: Lifted, is_mirrored: Sequence[bool], axis: ReplicaAxis) ->
     Where the user has said what travels together, or what takes the place of sums, nothing is joined.
     """
     jaxpr, constants = lifted.closed.jaxpr, lifted.closed.consts
-    levels = sums.levels_of(jaxpr)
+    levels = jaxprs.levels_of(jaxpr)
     if len(levels.equations) == 1 or axis.is_by_hand:
         return Joined(lifted.closed)
     waiting = dict(itertools.islice(_carriable(lifted, is_mirrored), MAX_CARRIED))

@@ -79,6 +79,10 @@ class Trace:
     taken: list[Value] = dataclasses.field(default_factory=list)
     num_stages: int = 1
 
+    @property
+    def collectives(self) -> list[Node]:
+        return [node for node in self.nodes if node.is_collective]
+
 
 def read_trace(name: str, closed: ClosedJaxpr, taken: Sequence[Value] = ()) -> Trace:
     """Turn a traced step, or a body of a loop in it, into nodes, with calls put in line: what they compute can be told apart.
