@@ -208,7 +208,7 @@ HOUSE = PACKAGE.parents[1] / "docs" / "design" / "house.md"
 
 
 def files_named(text: str) -> Iterator[Path]:
-    """Yield the files of a list such as "`_program/uneven/traces`, `align`": a name alone is in the folder of the one before."""
+    """Yield the files of a list such as "`_program/uneven/traces`, `merge`": a name alone is in the folder of the one before."""
     folder = PACKAGE
     for name in re.findall(r"`([\w/]+)`", text):
         path = (PACKAGE if "/" in name or (PACKAGE / f"{name}.py").exists() else folder) / f"{name}.py"
@@ -251,9 +251,6 @@ def test_the_page_and_the_picture_of_the_house_are_true() -> None:
 NAMED = {
     "_program.program": "psum",
     "_program.proof": "add_any div",
-    "_program.uneven.keys": "custom_jvp_call custom_vjp_call reduce",
-    "_program.uneven.merge": "cond while",
-    "_program.uneven.nodes": "broadcast_in_dim custom_linear_solve iota",
     "_program.virtual": "all_gather",
     "_updates.partwise": "add broadcast_in_dim reduce_sum",
 }
@@ -411,7 +408,7 @@ def test_sizes() -> None:
 #: Lines of each wing. A commit may lower a budget, and never raises one; beside it what is to be reached. The ground is together,
 #: and so are small wings that stand for one thing. `python tests/test_house.py` prints today's.
 BUDGETS = {
-    "_program": 4931,  # 4,000
+    "_program": 4785,  # 4,000
     "_jax": 1379,  # 1,300
     "_replicas": 2354,  # 2,100
     "_variables": 2011,  # 1,700
@@ -458,7 +455,7 @@ ANYS = {
     "_libraries": 1,
     "_models": 72,
     "_options": 1,
-    "_program": 109,
+    "_program": 81,
     "_replicas": 14,
     "_report": 5,
     "_strategy": 3,
@@ -568,7 +565,7 @@ def test_the_first_run_of_a_training_step_passes_few_files_more(strategy2: mr.St
         files, calls = way(lambda batch=batch: strategy2.run(step, args=(batch,)))
         assert calls <= most_calls, calls
         if rows == 4:
-            assert len({name for name in files if not name.startswith("_models/")}) <= 34, sorted(files)
+            assert len({name for name in files if not name.startswith("_models/")}) <= 33, sorted(files)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ _ADDING = "tests/_strategy/test_adding_up.py::test_"
 
 MUTANTS = [
     ("_replicas/collectives.py", "if axis.size > 1 else", "if axis.size > 0 else",
-     "tests/_program/test_joined_sums.py::test_one_replica_copies_nothing_into_buffers_and_its_results_are_their_own_sums"),
+     "tests/_program/test_fuse_all_reduces.py::test_one_replica_copies_nothing_into_buffers_and_its_results_are_their_own_sums"),
     ("_replicas/collectives.py", " or self.ops is not None", "",
      _ADDING + "a_function_of_the_users_takes_the_place_of_the_sum"),
     ("_replicas/collectives.py", "dataclasses.replace(axis, ops=None)).astype", "axis).astype",

@@ -14,6 +14,7 @@ import jax
 from .._typing import REPLICA_AXIS
 from . import jaxprs, tracing
 from .jaxprs import Atom, ClosedJaxpr, Equation, Jaxpr, Literal, Var
+from .primitives import INLINE_CALLS
 
 Value = TypeVar("Value")
 #: The rules of what runs jaxprs in a way of its own.
@@ -35,7 +36,7 @@ class Interpreter(abc.ABC, Generic[Value]):
         known.update(zip(jaxpr.constvars, map(self.constant, constants), strict=True))
 
         def read(atom: Atom) -> Value:
-            return self.constant(atom.val) if isinstance(atom, Literal) else known[atom]
+            return self.literal(atom) if isinstance(atom, Literal) else known[atom]
 
         for equation in jaxpr.eqns:
             known.update(zip(equation.outvars, self.equation(equation, list(map(read, equation.invars))), strict=True))
@@ -58,8 +59,12 @@ class Interpreter(abc.ABC, Generic[Value]):
     # -- the rules
 
     def constant(self, value: Any) -> Value:
-        """Return the value of a constant or literal."""
+        """Return the value of a constant."""
         return value
+
+    def literal(self, literal: Literal) -> Value:
+        """Return the value of a number in an equation."""
+        return self.constant(literal.val)
 
     @abc.abstractmethod
     def plain(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
@@ -74,6 +79,22 @@ class Interpreter(abc.ABC, Generic[Value]):
         return self.plain(equation, values)
 
     scan = while_loop = cond = solve = over_replicas
+
+
+class Flattening(Interpreter[Value]):
+    """A walk that enters calls, unless they mean more than their equations and no replicas meet inside."""
+
+    def call(self, equation: Equation, inner: ClosedJaxpr, values: list[Value]) -> Sequence[Value]:
+        """Enter a call that needs not stay whole."""
+        is_entered = equation.primitive.name in INLINE_CALLS or jaxprs.has_collective(equation)
+        return self.run_closed(inner, values) if is_entered else self.plain(equation, values)
+
+    def solve(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
+        """Enter what solves, where replicas meet in it."""
+        if not jaxprs.has_collective(equation):
+            return self.plain(equation, values)
+        jaxpr, operands = jaxprs.solver_of(equation)  # it has no constants
+        return self.run(jaxpr, (), [values[i] for i in operands])
 
 
 class Evaluation(Interpreter[Any]):
@@ -91,17 +112,12 @@ class Evaluation(Interpreter[Any]):
         return tracing.bind(equation, values)
 
     def scan(self, equation: Equation, values: list[Any]) -> Sequence[Any]:
-        [closed] = jaxprs.inner_jaxprs(equation)
-        return run_scan(equation, values, lambda *arguments: self.run_closed(closed, arguments))
-
-    def while_loop(self, equation: Equation, values: list[Any]) -> Sequence[Any]:
-        cond, body = equation.params["cond_jaxpr"], equation.params["body_jaxpr"]
+        """Run a loop or condition; what is inside is walked through."""
+        parts, _ = jaxprs.parts_of(equation)
         walk = self.run_closed
-        return run_while(equation, values, lambda *arguments: walk(cond, arguments), lambda *arguments: walk(body, arguments))
+        return run_parts(equation, values, [lambda *arguments, part=part: walk(part.closed, arguments) for part in parts])
 
-    def cond(self, equation: Equation, values: list[Any]) -> Sequence[Any]:
-        branches = equation.params["branches"]
-        return run_cond(values, [lambda *arguments, closed=closed: self.run_closed(closed, arguments) for closed in branches])
+    while_loop = cond = scan
 
 
 def evaluate(closed: ClosedJaxpr, constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
@@ -109,6 +125,13 @@ def evaluate(closed: ClosedJaxpr, constants: Sequence[Any], arguments: Sequence[
     if tracing.knows_a_mesh(closed):
         return Evaluation().run(closed.jaxpr, constants, arguments)
     return jax.core.eval_jaxpr(closed.jaxpr, constants, *arguments)
+
+
+def run_parts(equation: Equation, operands: Sequence[Any], bodies: Sequence[Body]) -> list[Any]:
+    """Run a loop or condition with functions in place of what it runs (`parts_of`), which take and return as much."""
+    if equation.primitive.name == "cond":
+        return run_cond(operands, bodies)
+    return (run_scan if equation.primitive.name == "scan" else run_while)(equation, operands, *bodies)
 
 
 def run_scan(equation: Equation, operands: Sequence[Any], body: Body) -> list[Any]:
@@ -177,8 +200,9 @@ class Analysis(Interpreter[Value]):
         return self.inside(equation).run_closed(inner, values)
 
     def solve(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
-        solver = jaxprs.solver_of(equation)
-        return self.inside(equation).run(solver.jaxpr, (), [values[i] for i in solver.operands])
+        """Walk through what solves."""
+        jaxpr, operands = jaxprs.solver_of(equation)
+        return self.inside(equation).run(jaxpr, (), [values[i] for i in operands])
 
     def cond(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
         decision, *operands = values

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.extend.core as jex_core
 import numpy as np
+from jax._src import core
 
 from .._typing import REPLICA_AXIS
 from .marks import mark_p
@@ -99,19 +100,12 @@ def while_of(equation: Equation) -> tuple[int, int]:
     return cond - len(equation.outvars), body - len(equation.outvars)
 
 
-class Solver(NamedTuple):
-    """What a linear solve runs: a jaxpr, on these of the operands. Its other functions are for derivatives only."""
-
-    jaxpr: Jaxpr
-    operands: list[int]
-
-
-def solver_of(equation: Equation) -> Solver:
-    """Take a `custom_linear_solve` apart."""
+def solver_of(equation: Equation) -> tuple[Jaxpr, list[int]]:
+    """Return what a `custom_linear_solve` runs, and on which operands. Its other functions are for derivatives only."""
     counts = equation.params["const_lengths"]
     first, after_all = counts.matvec + counts.vecmat, sum(counts)
     operands = [*range(first, first + counts.solve), *range(after_all, len(equation.invars))]
-    return Solver(equation.params["jaxprs"].solve.jaxpr, operands)
+    return equation.params["jaxprs"].solve.jaxpr, operands
 
 
 class Part(NamedTuple):
@@ -192,6 +186,34 @@ def num_bytes(equation: Equation) -> int:
     """Return how many bytes each replica gives to a collective."""
     avals: list[Any] = [atom.aval for atom in equation.invars]
     return sum(aval.size * aval.dtype.itemsize for aval in avals if hasattr(aval.dtype, "itemsize"))
+
+
+class Levels(NamedTuple):
+    """A program cut at its sums over the replicas: those of one level need no other's result, and could be one."""
+
+    equations: list[tuple[list[Equation], list[Equation]]]  # of each level: what can run before its sums, and these
+    of: dict[Any, int]  # at which level's sums, or later ones, an array can be added up
+    parts: dict[Any, int]  # of how many arrays what is a concatenation consists
+
+
+def levels_of(jaxpr: Jaxpr) -> Levels:
+    """Cut a program at its sums; equations with effects stay in their order."""
+    of: dict[Any, int] = dict.fromkeys((*jaxpr.constvars, *jaxpr.invars), 0)
+    levels = Levels([([], [])], of, {})
+    last_effect = 0
+    for equation in jaxpr.eqns:
+        level = max((of[atom] for atom in equation.invars if isinstance(atom, Var)), default=0)
+        has_effects = any(not isinstance(effect, core.NamedAxisEffect) for effect in equation.effects)  # to name an axis is none
+        if has_effects:
+            level = last_effect = max(level, last_effect)
+        adds = is_sum(equation) and not has_effects
+        levels.equations[level][adds].append(equation)
+        of.update(dict.fromkeys(equation.outvars, level + adds))
+        if adds and level + 1 == len(levels.equations):
+            levels.equations.append(([], []))
+        if equation.primitive.name == "concatenate":
+            levels.parts[equation.outvars[0]] = len(equation.invars)
+    return levels
 
 
 # -- what an equation depends on

@@ -37,6 +37,10 @@ CALLS = frozenset({
 })  # fmt: skip
 #: Those of them that mean nothing beyond that, so that their equations may stand in their place.
 INLINE_CALLS = frozenset({"closed_call", "eval_jaxpr", "jit"})
+#: Those of them of which all parameters but the jaxpr matter to derivatives only.
+CUSTOM_DERIVATIVE = frozenset({"custom_jvp_call", "custom_vjp_call"})
+#: Parameters that are functions, which the primitive also has as jaxprs.
+SAID_TWICE = frozenset({("reduce", "computation")})
 #: Run jaxprs in a way of their own, which `jaxprs` knows.
 CONTROL_FLOW = frozenset({"cond", "custom_linear_solve", "scan", "while"})
 #: Those that run a jaxpr several times.
@@ -73,5 +77,8 @@ SCATTER_SUMS = frozenset({"scatter-add", "scatter_add"})
 AXIS_SUMS = frozenset({"reduce_sum"})
 #: Linear in the first operand.
 DIVISIONS = frozenset({"div"})
-#: Show an array in another type, and in another shape.
-CONVERSIONS, BROADCASTS = frozenset({"convert_element_type"}), frozenset({"broadcast_in_dim"})
+#: Show an array in another type.
+CONVERSIONS = frozenset({"convert_element_type"})
+#: Fill an array with the numbers of another one; `iota` counts.
+BROADCASTS = frozenset({"broadcast_in_dim"})
+FILLS = BROADCASTS | {"iota"}

@@ -15,9 +15,9 @@ from typing import Any
 
 from .._errors import ContextError
 from .._jax import jaxprs, user_code
-from .._jax.interpreter import Analysis, Interpreter
-from .._jax.jaxprs import Jaxpr
-from .._jax.primitives import INLINE_CALLS, MAKE_SAME
+from .._jax.interpreter import Analysis, Flattening
+from .._jax.jaxprs import Equation, Jaxpr
+from .._jax.primitives import MAKE_SAME
 
 
 class Kind(enum.Enum):
@@ -51,7 +51,7 @@ class Quantity:
 class Operation:
     """An equation, with the values that it takes and makes."""
 
-    equation: Any
+    equation: Equation
     inputs: list[Quantity]
     outputs: list[Quantity]
     kind: Kind
@@ -98,8 +98,8 @@ def agenda_of(jaxpr: Jaxpr, constants: Sequence[Any], inputs: Sequence[Quantity]
     return Agenda(walk.nodes, outputs)
 
 
-class _Planning(Interpreter[Quantity]):
-    """A walk that notes the nodes; calls are taken apart, unless they mean more than that and have no meeting inside."""
+class _Planning(Flattening[Quantity]):
+    """A walk that notes the nodes."""
 
     def __init__(self) -> None:
         self.nodes: list[Operation] = []
@@ -107,17 +107,7 @@ class _Planning(Interpreter[Quantity]):
     def constant(self, value: Any) -> Quantity:
         return Quantity(constant=value)
 
-    def call(self, equation: Any, inner: jaxprs.ClosedJaxpr, values: list[Quantity]) -> Sequence[Quantity]:
-        is_taken_apart = equation.primitive.name in INLINE_CALLS or jaxprs.has_collective(equation)
-        return self.run_closed(inner, values) if is_taken_apart else self.plain(equation, values)
-
-    def solve(self, equation: Any, values: list[Quantity]) -> Sequence[Quantity]:
-        if not jaxprs.has_collective(equation):
-            return self.plain(equation, values)
-        solver = jaxprs.solver_of(equation)  # its jaxpr has no constants
-        return self.run(solver.jaxpr, (), [values[i] for i in solver.operands])
-
-    def plain(self, equation: Any, values: list[Quantity]) -> Sequence[Quantity]:
+    def plain(self, equation: Equation, values: list[Quantity]) -> Sequence[Quantity]:
         level, flags = max((value.level for value in values), default=0), [value.is_own for value in values]
         if is_meeting := jaxprs.has_collective(equation):
             kind, results = Kind.MEETING, own_after(equation, flags)
@@ -133,12 +123,12 @@ class _Planning(Interpreter[Quantity]):
         return node.outputs
 
 
-def _is_own(equation: Any, flags: Sequence[bool]) -> bool:
+def _is_own(equation: Equation, flags: Sequence[bool]) -> bool:
     """Tell whether each replica computes an equation without a meeting for itself."""
     return any(flags) or not jaxprs.is_function_of_operands(equation) or jaxprs.has_replica_number(equation)
 
 
-def own_after(equation: Any, flags: list[bool]) -> list[bool]:
+def own_after(equation: Equation, flags: list[bool]) -> list[bool]:
     """Tell of each result of an equation whether each replica has its own; of each operand, `flags` tell."""
     return list(_Ownership().equation(equation, flags))
 
@@ -152,16 +142,16 @@ class _Ownership(Analysis[bool]):
     def chosen(self, decision: bool, value: bool) -> bool:
         return value  # all replicas take the same way to a meeting: it is proven
 
-    def equation(self, equation: Any, values: list[bool]) -> Sequence[bool]:
+    def equation(self, equation: Equation, values: list[bool]) -> Sequence[bool]:
         if jaxprs.has_collective(equation):
             return super().equation(equation, values)
         return [_is_own(equation, values)] * len(equation.outvars)
 
-    def over_replicas(self, equation: Any, values: list[bool]) -> Sequence[bool]:
+    def over_replicas(self, equation: Equation, values: list[bool]) -> Sequence[bool]:
         is_own = equation.primitive.name not in MAKE_SAME or jaxprs.is_over_groups(equation)
         return [is_own] * len(equation.outvars)
 
-    def plain(self, equation: Any, values: list[bool]) -> Sequence[bool]:
+    def plain(self, equation: Equation, values: list[bool]) -> Sequence[bool]:
         raise ContextError(
             f"a collective runs inside `{equation.primitive.name}`, at {user_code.equation_line(equation) or '<unknown>'}, which "
             "several replicas of one device cannot do. Move it out, or give each replica a device: leave num_replicas out."

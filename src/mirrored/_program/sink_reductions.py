@@ -65,13 +65,13 @@ def sum_over_replicas(value: Quantity, read: Callable[[Quantity], Any]) -> jax.A
 
 def _is_linear(node: Operation) -> bool:
     name, own = node.equation.primitive.name, [value.is_own for value in node.inputs]
-    dtypes: list[Any] = [atom.aval.dtype for atom in (*node.equation.invars, *node.equation.outvars)]
-    if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
+    avals: list[Any] = [atom.aval for atom in (*node.equation.invars, *node.equation.outvars)]
+    if not _is_of_floats(avals):
         return False  # the sum of integers may be made in another type
     if name in LINEAR:
         return all(own)
     if name in CONVERSIONS:  # a sum in a narrower type would be less exact
-        return dtypes[0].itemsize >= dtypes[1].itemsize
+        return avals[0].dtype.itemsize >= avals[1].dtype.itemsize
     if name in DIVISIONS:
         return own == [True, False]
     return name in BILINEAR and sum(own) == 1
@@ -80,7 +80,7 @@ def _is_linear(node: Operation) -> bool:
 def _rule_of(node: Operation) -> Callable[[Operation, Sequence[jax.Array]], jax.Array] | None:
     """Return what makes the sum over the replicas of a product or sum, of the operands of all replicas."""
     name, own, params = node.equation.primitive.name, [value.is_own for value in node.inputs], node.equation.params
-    if not jnp.issubdtype(node.equation.outvars[0].aval.dtype, jnp.floating):
+    if not _is_of_floats([variable.aval for variable in node.equation.outvars]):
         return None
     if name in DOT_PRODUCTS and all(own) and params.get("out_sharding") is None:
         return _dot
@@ -89,6 +89,10 @@ def _rule_of(node: Operation) -> Callable[[Operation, Sequence[jax.Array]], jax.
     if name in SCATTER_SUMS and own[2] and _is_zero(node.inputs[0]) and not params["dimension_numbers"].operand_batching_dims:
         return _scatter
     return _reduction if name in AXIS_SUMS else None
+
+
+def _is_of_floats(avals: Sequence[Any]) -> bool:
+    return all(jnp.issubdtype(aval.dtype, jnp.floating) for aval in avals)
 
 
 def _is_zero(value: Quantity) -> bool:

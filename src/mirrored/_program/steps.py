@@ -30,7 +30,7 @@ from . import lift, proof, refusals, returned_states, virtual
 from .cache import Programs
 from .call import Call, argument_names, array_leaves, check_replicas, key_of, take_apart
 from .eager import is_eager, refuse_eager, run_eagerly, silenced
-from .joined_sums import Joined, join_sums, mean_of
+from .fuse_all_reduces import Joined, join_sums, mean_of
 from .lift import Lifted, trace_step
 from .program import StepProgram, place, place_quickly, replica_frame
 from .proof import SAME, Findings, State, varying

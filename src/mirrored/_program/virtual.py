@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from .._errors import ContextError
 from .._jax import interpreter, jaxprs, tracing
 from .._jax.interpreter import Evaluation, Interpreter, run_cond, run_scan, run_while
+from .._jax.jaxprs import Equation, Jaxpr
 from .._jax.primitives import DEVICE_RANDOM, HOST_EFFECTS, MAKE_SAME, RANDOM
 from .._replicas.mesh import ReplicaMesh
 from .._typing import REPLICA_AXIS
@@ -46,7 +47,7 @@ def run_replicas(
     return [device.as_kind(*output, end) for output, end in zip(outputs, ends, strict=True)]
 
 
-def _jaxpr_of(lifted: Lifted) -> Any:
+def _jaxpr_of(lifted: Lifted) -> Jaxpr:
     """Return a step with what a high-level primitive stands for where that must be seen, and else with its own derivative."""
     closed, shown = lifted.closed.jaxpr, lifted.shown.jaxpr
     must_see = lambda e: jaxprs.has_collective(e) or jaxprs.has_replica_number(e) or _is_slow(e)  # noqa: E731
@@ -74,14 +75,10 @@ class _Device:
             return array
         return jnp.broadcast_to(array, (self.count, *jnp.shape(array))) if end else array[0]
 
-    def run(self, jaxpr: Any, constants: Sequence[Any], arrays: Sequence[Any], is_own: Sequence[bool]) -> list[tuple[Any, bool]]:
-        """Run a program, and return each output, and whether each replica has its own.
-
-        Args:
-            jaxpr, constants: the program.
-            arrays: its arguments.
-            is_own: of each, whether each replica has its own.
-        """
+    def run(
+        self, jaxpr: Jaxpr, constants: Sequence[Any], arrays: Sequence[Any], is_own: Sequence[bool]
+    ) -> list[tuple[Any, bool]]:
+        """Run a program, and return each output, and whether each replica has its own; `is_own` tells that of the arguments."""
         values = list(map(Quantity, is_own))
         plan = schedule.agenda_of(jaxpr, constants, values)
         run = _Course(self, plan, dict(zip(values, arrays, strict=True)))
@@ -182,7 +179,7 @@ def _must_be_alone(node: Operation) -> bool:
     return _is_slow(node.equation) or tracing.keeps_a_mesh(node.equation)
 
 
-def _is_slow(equation: Any) -> bool:
+def _is_slow(equation: Equation) -> bool:
     return any(e.primitive.name in HOST_EFFECTS or _is_other_random(e) for e in (equation, *jaxprs.inside(equation)))
 
 
@@ -190,10 +187,11 @@ def _has_reference(node: Operation) -> bool:
     return any(isinstance(atom.aval, jax.ref.AbstractRef) for atom in (*node.equation.invars, *node.equation.outvars))
 
 
-def _is_other_random(equation: Any) -> bool:
+def _is_other_random(equation: Equation) -> bool:
     """Tell whether an equation makes random numbers that are others when many are made together: with `rbg` keys."""
-    name = equation.primitive.name
-    return name in DEVICE_RANDOM or (name in RANDOM and "fry" not in str(equation.invars[0].aval.dtype))
+    if equation.primitive.name in RANDOM:
+        return "fry" not in str(equation.invars[0].aval)
+    return equation.primitive.name in DEVICE_RANDOM
 
 
 class _OneReplica(Evaluation):
@@ -202,13 +200,13 @@ class _OneReplica(Evaluation):
     def __init__(self, number: Any) -> None:
         self.number = number
 
-    def enters(self, equation: Any, values: list[Any]) -> bool:
+    def enters(self, equation: Equation, values: list[Any]) -> bool:
         return jaxprs.has_replica_number(equation)
 
-    def over_replicas(self, equation: Any, values: list[Any]) -> Sequence[Any]:
+    def over_replicas(self, equation: Equation, values: list[Any]) -> Sequence[Any]:
         return [self.number]
 
-    def plain(self, equation: Any, values: list[Any]) -> Sequence[Any]:
+    def plain(self, equation: Equation, values: list[Any]) -> Sequence[Any]:
         raise ContextError(
             f"the replica's number is asked for inside `{equation.primitive.name}`, which several replicas of one device cannot "
             "do. Ask before, or give each replica a device: leave num_replicas out."
@@ -225,7 +223,7 @@ class _Reunion(Interpreter[Any]):
     device: _Device
     flags: list[bool]
 
-    def over_replicas(self, equation: Any, values: list[Any]) -> Sequence[Any]:
+    def over_replicas(self, equation: Equation, values: list[Any]) -> Sequence[Any]:
         """Run a collective other than a sum."""
         mesh_axis = self.device.mesh.axis
         stacks = [self.device.as_kind(array, flag, True) for array, flag in zip(values, self.flags, strict=True)]
@@ -239,7 +237,7 @@ class _Reunion(Interpreter[Any]):
             return [sink_reductions.merged(stack, axis) if is_tiled else jnp.moveaxis(stack, 0, axis) for stack in every]
         return _on_all(self.device, equation, every)
 
-    def plain(self, equation: Any, values: list[Any]) -> Sequence[Any]:
+    def plain(self, equation: Equation, values: list[Any]) -> Sequence[Any]:
         """Nothing else is a meeting: `schedule` has refused it."""
         raise AssertionError(equation.primitive.name)
 
@@ -255,13 +253,13 @@ class _Reunion(Interpreter[Any]):
     def fit(self, values: Sequence[Any], flags: Sequence[bool], ends: Sequence[bool]) -> list[Any]:
         return [self.device.as_kind(*value) for value in zip(values, flags, ends, strict=True)]
 
-    def cond(self, equation: Any, values: list[Any]) -> Sequence[Any]:
+    def cond(self, equation: Equation, values: list[Any]) -> Sequence[Any]:
         ends = schedule.own_after(equation, self.flags)
         index = self.device.as_kind(values[0], self.flags[0], False)
         branches = equation.params["branches"]
         return run_cond([index, *values[1:]], [self.body(closed, self.flags[1:], ends) for closed in branches])
 
-    def while_loop(self, equation: Any, values: list[Any]) -> Sequence[Any]:
+    def while_loop(self, equation: Equation, values: list[Any]) -> Sequence[Any]:
         carried, flags = schedule.own_after(equation, self.flags), self.flags
         num_cond, num_body = jaxprs.while_of(equation)
         start = num_cond + num_body
@@ -269,7 +267,7 @@ class _Reunion(Interpreter[Any]):
         step = self.body(equation.params["body_jaxpr"], [*flags[num_cond:start], *carried], carried)
         return run_while(equation, [*values[:start], *self.fit(values[start:], flags[start:], carried)], again, step)
 
-    def scan(self, equation: Any, values: list[Any]) -> Sequence[Any]:
+    def scan(self, equation: Equation, values: list[Any]) -> Sequence[Any]:
         ends, flags = schedule.own_after(equation, self.flags), self.flags
         [closed] = jaxprs.inner_jaxprs(equation)
         start, num_carry = jaxprs.scan_of(equation)
@@ -281,7 +279,7 @@ class _Reunion(Interpreter[Any]):
         return [*results[:num_carry], *map(_swapped, results[num_carry:], ends[num_carry:])]
 
 
-def _on_all(device: _Device, equation: Any, every: Sequence[jax.Array]) -> list[Any]:
+def _on_all(device: _Device, equation: Equation, every: Sequence[jax.Array]) -> list[Any]:
     """Run any collective: each device has the values of all replicas, and takes what its own would get."""
     try:
         results = jax.vmap(lambda *own: tracing.bind(equation, own), axis_name=REPLICA_AXIS)(*every)

@@ -27,7 +27,7 @@ from .. import proof, refusals
 from ..call import ArrayLeaf, Call, is_same
 from ..lift import Lifted, ResultPlan, Touched, Traced, static_value, trace_step
 from ..proof import Findings, State
-from . import align, match_collectives, merge, nodes
+from . import match_collectives, merge, nodes, value_numbering
 from .kinds import Kinds, find_kinds
 
 
@@ -219,14 +219,12 @@ def _merge_traces(
     axis = frame.axis
     assert axis is not None
     aligned = [nodes.read_trace(kinds.describe(kind), lifted.shown) for kind, lifted in enumerate(traces)]
-    align.compare(aligned, is_common)
+    value_numbering.compare(aligned, is_common)
     origin = _origin(kinds, nodes.find_loop(aligned[0], aligned[0].outputs))
-    rows = zip(*(trace.outputs for trace in aligned), strict=True)
-    output_shapes = [stack_shapes([value.aval.shape for value in row])[0] for row in rows]
 
     def merged(values: Sequence[jax.Array], arguments: Sequence[jax.Array]) -> list[jax.Array]:
         index = mark(jnp.asarray(kinds.of_replica)[axis.index()], Mark(Purpose.ROWS, origin, ""))
-        return merge.run_merged(aligned, output_shapes, index, [*values, *arguments])
+        return merge.run_merged(aligned, index, [*values, *arguments])
 
     return tracing.trace(merged, (variables, arrays), axis, function)
 
