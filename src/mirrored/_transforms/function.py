@@ -78,9 +78,7 @@ def function(fn: UserFunction) -> UserFunction:
 def call_compiled(fn: UserFunction, args: Sequence[Any], kwargs: dict[str, Any]) -> PyTree:
     """Call a function as one program, or in place when a larger program is being traced."""
     frame = frames.current()
-    if frames.is_traced():
-        return fn(*args, **kwargs)
-    if eager.is_eager.get():
+    if frames.is_traced() or eager.is_eager.get():
         return fn(*args, **kwargs)
     if "flax.nnx" in sys.modules and nnx.holds_objects((args, kwargs)):
         return nnx.run_with_objects(call_compiled, None, fn, args, kwargs)
