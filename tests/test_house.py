@@ -408,15 +408,15 @@ def test_sizes() -> None:
 #: Lines of each wing. A commit may lower a budget, and never raises one; beside it what is to be reached. The ground is together,
 #: and so are small wings that stand for one thing. `python tests/test_house.py` prints today's.
 BUDGETS = {
-    "_program": 4785,  # 4,000
-    "_jax": 1379,  # 1,300
+    "_program": 4761,  # 4,000
+    "_jax": 1372,  # 1,300
     "_replicas": 2354,  # 2,100
     "_variables": 2011,  # 1,700
     "_models": 1296,  # 1,050
     "_updates": 281,  # 250
     "_strategy": 1171,  # 1,100
-    "_transforms": 645,  # 600
-    "data": 3610,  # 3,200
+    "_transforms": 626,  # 600
+    "data": 3600,  # 3,200
     "_workers": 2619,  # 1,700
     "_cluster": 1632,  # 1,080
     "_checkpoint": 2189,  # 1,800
@@ -455,13 +455,13 @@ ANYS = {
     "_libraries": 1,
     "_models": 72,
     "_options": 1,
-    "_program": 81,
+    "_program": 74,
     "_replicas": 14,
     "_report": 5,
     "_strategy": 3,
     "_testing": 8,
     "_tf_names": 6,
-    "_transforms": 39,
+    "_transforms": 16,
     "_updates": 14,
     "_variables": 63,
     "_workers": 15,

@@ -238,7 +238,7 @@ def _check_length(length: object) -> None:
 
 def _check_bounds(lower: object, upper: object) -> None:
     for limit in (lower, upper):
-        is_int_array = hasattr(limit, "dtype") and limit.ndim == 0 and jnp.issubdtype(limit.dtype, jnp.integer)
+        is_int_array = hasattr(limit, "dtype") and getattr(limit, "ndim", None) == 0 and jnp.issubdtype(limit.dtype, jnp.integer)
         if not isinstance(limit, int) and not is_int_array:
             raise TypeError(f"mr.fori_loop got the bounds {lower!r} and {upper!r}; expected two ints.")
 
