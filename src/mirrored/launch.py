@@ -121,7 +121,7 @@ def _run(options: argparse.Namespace, outlets: tuple[Outlet, Outlet], signals: S
     if hidden := sorted(set(_env.current()) - set(inherited)):
         _say(outlets[1], f"not passed on to the workers, which get their cluster from here: {', '.join(hidden)}")
     budget, start, logs, used_ports = Budget(options.max_restarts), time.monotonic(), None, set[int]()
-    with contextlib.closing(Standby(options.standby if options.max_restarts else [], options.command)) as standby:
+    with contextlib.closing(Standby(options.standby if options.max_restarts else "", options.command)) as standby:
         for number in itertools.count():
             if options.log_dir:
                 logs = _log_folder(options, number, outlets[1])
@@ -225,8 +225,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         add("--max-restarts", type=_index, default=0, metavar="R", help="restarts without a new checkpoint in between (0)"),
         add(
             "--standby",
-            type=_modules,
-            default=[],
+            default="",
             metavar="M,M",
             help="modules that processes import ahead, which wait for a restart",
         ),
@@ -287,13 +286,6 @@ def _count(text: str) -> int:
     if not text.isascii() or not text.isdigit() or not 1 <= int(text[:10]) <= MAX_WORKERS:
         raise argparse.ArgumentTypeError(f"{describe(text)} is no whole number from 1 to {MAX_WORKERS}")
     return int(text)
-
-
-def _modules(text: str) -> list[str]:
-    modules = text.split(",")
-    if not all(part.isidentifier() for module in modules for part in module.split(".")):
-        raise argparse.ArgumentTypeError(f"{describe(text)} are no names of modules, such as jax,optax")
-    return modules
 
 
 def _index(text: str) -> int:

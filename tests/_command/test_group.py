@@ -876,8 +876,3 @@ def test_none_waits_any_more_when_the_launcher_is_killed_or_has_ended(launcher: 
     wait_until(lambda: not launcher.alive())
     code, _, err = launcher.run("wait_for(sys.argv[1])", *options, arguments=[next(tmp_path.glob("imported-*"))], patch=AT_ONCE)
     assert (code, launcher.alive()) == (0, []), err
-
-
-def test_names_that_are_no_modules_are_refused(launcher: Launcher) -> None:
-    code, _, err = launcher.run("", "--standby", "jax,--help")
-    assert code == 2 and "'jax,--help' are no names of modules, such as jax,optax" in err

@@ -10,7 +10,6 @@ import importlib
 import json
 import os
 import runpy
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,13 +22,13 @@ class Standby:
     """The processes that wait.
 
     Args:
-        modules: the modules that they import; without any, none waits.
+        modules: the names of the modules that they import, with commas; without any, none waits.
         command: the arguments of Python that make a worker.
     """
 
-    def __init__(self, modules: Sequence[str], command: Sequence[str]) -> None:
+    def __init__(self, modules: str, command: Sequence[str]) -> None:
         self._has_modules = bool(modules)
-        self._arguments = [sys.executable, "-u", __file__, ",".join(modules), *command]
+        self._arguments = [sys.executable, "-u", __file__, modules, *command]
         self._waiting: dict[int, subprocess.Popen[bytes]] = {}
 
     def prepare(self, environments: Sequence[Mapping[str, str]]) -> None:
@@ -52,8 +51,8 @@ class Standby:
         if process is None:
             return None
         if process.poll() is not None:  # its modules cannot be imported; a worker says so itself
-            _close(process)
-            return None
+            with process:
+                return None
         assert process.stdin is not None
         os.write(keeper, b"+%d\n" % process.pid)
         process.stdin.write(json.dumps(dict(environment)).encode() + b"\n")
@@ -64,15 +63,8 @@ class Standby:
         """End all that still wait."""
         while self._waiting:
             _, process = self._waiting.popitem()
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-            _close(process)
-
-
-def _close(process: subprocess.Popen[bytes]) -> None:
-    for pipe_end in (process.stdin, process.stdout, process.stderr):
-        assert pipe_end is not None
-        pipe_end.close()
+            with process:
+                process.kill()
 
 
 def wait(modules: Sequence[str], command: list[str]) -> None:
