@@ -313,6 +313,7 @@ CACHES = {
     "_replicas.mesh": "default_mesh",
     "_replicas.placement": "_gathering _program",
     "_strategy.current": "_default_strategy",
+    "_workers.messages": "_types_of",
     "data._records.example": "_known_of example_class",
     "data._records.record_reader": "crc32c",
     "data._records.tfrecord": "_grain_class",
@@ -424,8 +425,8 @@ BUDGETS = {
     "_strategy": 1217,  # 1,100
     "_transforms": 645,  # 600
     "data": 3957,  # 3,200
-    "_workers": 2619,  # 1,700
-    "_cluster": 1632,  # 1,080
+    "_workers": 2406,  # 1,700
+    "_cluster": 1598,  # 1,080
     "_checkpoint": 2304,  # 1,800
     "_report": 1020,  # 800
     "_testing": 823,  # 750

@@ -31,19 +31,12 @@ UNKNOWN = "unknown"
 
 
 class BatchPlace(NamedTuple):
-    """Which batch it is, of those that all workers read.
+    """Which batch it is, of those that all workers read."""
 
-    Attributes:
-        channel: the number of the iterator's channel.
-        of_pass: the number of the pass over the data, of this iterator.
-        count: how many batches of the pass were read with it.
-        checksum: of these batches, in order.
-    """
-
-    channel: int
-    of_pass: int
-    count: int
-    checksum: int
+    channel: int  # of the iterator
+    of_pass: int  # the number of its pass over the data
+    count: int  # how many batches of the pass were read with it
+    checksum: int  # of these batches, in order
 
 
 class Phase:
@@ -72,41 +65,26 @@ class Phase:
 
 
 class Progress:
-    """What the guard wants to know of the thread that takes the steps.
-
-    Attributes:
-        started: how many programs in which other workers take part have been started, of users and of this library.
-        runs: how many of them were calls of `strategy.run` or of an `mr.function`.
-        updates: how many of these have written mirrored variables, as training does and evaluation does not.
-        finished: how many of them are known to have finished.
-        program: the name of the one started last.
-        witness: a result of the one started last that nobody donates (it has `is_deleted` and `is_ready`), so that the guard
-            can see whether this process waits for it; None while the call that starts it has not come back.
-        phases: what goes on between programs; the last one is the innermost.
-        lock: for changes of them, because input may be read by a thread of the user's.
-        batches: how many batches of all workers the main thread has taken.
-        batch: which of those that all workers read was taken last by the main thread; None before the first.
-        data_ends: after which batch, by channel, the data of an iterator ended here, while the others are asked about it.
-        trail: all that must be done alike and in the same order on all workers.
-        is_threaded: whether some of it was done by another thread than the main one, in an order that chance decides.
-        finish: waits for the programs of several workers that are in flight, and raises what they found.
-    """
+    """What the guard wants to know of the thread that takes the steps."""
 
     def __init__(self) -> None:
-        self.started = 0
-        self.runs = 0
-        self.updates = 0
-        self.finished = 0
-        self.program = ""
+        self.started = 0  # programs in which other workers take part, of users and of this library
+        self.runs = 0  # of them, calls of `strategy.run` or of an `mr.function`
+        self.updates = 0  # of these, those that have written mirrored variables, as training does and evaluation does not
+        self.finished = 0  # how many of the started ones are known to have finished
+        self.program = ""  # the name of the one started last
+        # A result of it that nobody donates (it has `is_deleted` and `is_ready`), so that the guard can see whether this process
+        # waits for it; None while the call that starts it has not come back.
         self.witness: Any = None
-        self.phases: tuple[Phase, ...] = ()
-        self.lock = threading.Lock()
-        self.batches = 0
-        self.batch: BatchPlace | None = None
+        self.phases: tuple[Phase, ...] = ()  # what goes on between programs; the last one is the innermost
+        self.lock = threading.Lock()  # for changes of them, because input may be read by a thread of the user's
+        self.batches = 0  # of all workers, that the main thread has taken
+        self.batch: BatchPlace | None = None  # the last of those that all workers read
+        # After which batch, by channel, the data of an iterator ended here, while the others are asked about it.
         self.data_ends: dict[int, BatchPlace] = {}
-        self.trail = ProgramTrail()
-        self.is_threaded = False
-        self.finish: Callable[[], None] = lambda: None
+        self.trail = ProgramTrail()  # all that must be done alike and in the same order on all workers
+        self.is_threaded = False  # whether some of it was done by another thread than the main one, in an order of chance
+        self.finish: Callable[[], None] = lambda: None  # waits for what is in flight, and raises what it found
 
     @property
     def step(self) -> int:
@@ -116,11 +94,7 @@ class Progress:
     def enter(self, program: str, digest: bytes) -> None:
         """Note that a program is about to be started: before the call, which itself may wait for the other workers.
 
-        Set `witness` to a result of it afterwards.
-
-        Args:
-            program: its name.
-            digest: equal on two workers exactly when they may run it together.
+        Its digest is equal on two workers exactly when they may run it together. Set `witness` to a result of it afterwards.
         """
         self.witness = None
         self.program = program
@@ -157,13 +131,8 @@ class Progress:
             return False
 
     def took_batch(self, place: BatchPlace | None, sizes: Sequence[int]) -> None:
-        """Note that a batch was taken; what other threads take is not in step with the programs.
-
-        Args:
-            place: of those that all workers read; None of one that this worker has for itself.
-            sizes: the rows of all replicas.
-        """
-        if in_main_thread():
+        """Note that a batch was taken, with the rows of all replicas; None has no place among those that all workers read."""
+        if in_main_thread():  # what other threads take is not in step with the programs
             self.batches += 1
             self.batch = place or self.batch
             self.did(BATCH, repr((place, tuple(sizes))).encode())

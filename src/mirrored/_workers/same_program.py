@@ -7,7 +7,6 @@ docs/design/failures.md.
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from .. import _env
 from .._errors import ProgramMismatchError
 from .._text import escape, escape_lines, numbered
 from .coordination import Coordination, digest
+from .messages import parse
 from .progress import BATCH, UNKNOWN, Progress, progress
 from .trail import Entry, contradict, decode, listed, parted_in, parting
 
@@ -43,15 +43,7 @@ def data_ended(worker: int, other: int) -> str:
 
 
 class Agreement:
-    """The comparison of the programs that the workers run.
-
-    Args:
-        coordination: reaches the other workers.
-        progress: where it is noted that this worker waits for the others.
-
-    Attributes:
-        checks_order: whether `check_order` is wanted at every start of a program: MIRRORED_DEBUG=detail.
-    """
+    """The comparison of the programs that the workers run; at every start of one where `checks_order`: MIRRORED_DEBUG=detail."""
 
     def __init__(self, coordination: Coordination, progress: Progress = progress) -> None:
         self._coordination, self._progress = coordination, progress
@@ -61,23 +53,14 @@ class Agreement:
     def check(self, name: str, program_text: str) -> None:
         """See that the next new program is the same on all workers; all workers call it, in the order of their programs.
 
-        Args:
-            name: of the program, for a person; it may differ.
-            program_text: says all that matters and nothing else: no addresses, no places in files.
-
-        Raises:
-            ProgramMismatchError: on every worker, when one has come to another program.
+        The text says all that matters and nothing else: no addresses, no places in files. The name, for a person, may differ.
         """
         number = self._num_checked + 1
         self._compare("agreement", f"new program {number}", name, program_text)
         self._num_checked = number  # only now, so that a call that was interrupted may be made again
 
     def check_order(self, name: str, program_text: str) -> None:
-        """See the same of the program that is about to start, new or not; for `checks_order`.
-
-        Raises:
-            ProgramMismatchError: on every worker, when one is about to start another program.
-        """
+        """See the same of the program that is about to start, new or not; for `checks_order`."""
         number = self._num_started + 1
         self._compare("order", f"start {number} of a program", name, program_text)
         self._num_started = number
@@ -93,9 +76,7 @@ class Agreement:
         raise ProgramMismatchError(_mismatch(what, [shown for shown, *_ in seen], excerpts))
 
     def _exchange(self, channel: str, entry: list[str]) -> list[list[str]]:
-        seen = self._coordination.exchange(channel, entry)
-        is_one = [isinstance(other, list) and len(other) == len(entry) for other in seen]
-        return [[str(part) for part in other] if one else ["?"] * len(entry) for other, one in zip(seen, is_one, strict=True)]
+        return [_words(other, len(entry), "?") for other in self._coordination.exchange(channel, entry)]
 
     def _exchange_excerpts(self, channel: str, text: str) -> list[str]:
         """Return what each worker has around the first difference; few bytes are sent, however long the programs are."""
@@ -127,12 +108,7 @@ def _excerpt(text: str, position: int) -> str:
 def require_same_history(histories: Sequence[Sequence[str]], trails: Callable[[], Sequence[Any]]) -> None:
     """See that all workers have taken as many batches and done the same: at the same program, they are at the same place.
 
-    Args:
-        histories: of each worker, `Progress.history`.
-        trails: returns of each worker, `ProgramTrail.encode`; called on all workers, when they have not done the same.
-
-    Raises:
-        ProgramMismatchError: on every worker.
+    Takes each worker's `Progress.history`, and what returns their `Progress.tell`: called on all, when it is not the same.
     """
     batches, done = zip(*histories, strict=True)
     if UNKNOWN not in batches and len(set(batches)) > 1:
@@ -151,19 +127,11 @@ def _other_number(where: str) -> str:
 
 def decode_history(text: str) -> list[str]:
     """Return the `Progress.history` in a text of another worker; where there is none, it is not known."""
-    try:
-        batches, done = json.loads(text[:_MAX_NAME])
-    except (ValueError, TypeError, RecursionError):
-        return [UNKNOWN, UNKNOWN]
-    return [str(batches), str(done)]
+    return _words(parse(text, _MAX_NAME), 2, UNKNOWN)
 
 
 def other_order(texts: Sequence[str]) -> str:
-    """Say since when workers have done different things, or the same in another order.
-
-    Args:
-        texts: of each worker, `ProgramTrail.encode`; anything else of one that has not told it.
-    """
+    """Say since when workers have done different things, or the same in another order, from each one's `Progress.tell`."""
     trails = _decoded(texts)
     parted = parted_in(trails)
     if parted == {BATCH}:
@@ -200,5 +168,10 @@ def _mismatch(what: str, names: Sequence[str], excerpts: Sequence[str]) -> str:
     return "\n".join([*parts, _ADVICE])
 
 
-def _count(value: Any) -> int:
+def _words(value: object, count: int, unknown: str) -> list[str]:
+    """Return so many words that another worker has given; where it has given something else, they are not known."""
+    return list(map(str, value)) if isinstance(value, list) and len(value) == count else [unknown] * count
+
+
+def _count(value: object) -> int:
     return value if isinstance(value, int) else 1

@@ -12,29 +12,21 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from .._text import escape, numbered
+from .messages import parse, read
 
 #: Of how many things a worker keeps the checksum: more than any does between two looks at the others.
 SIZE = 4096
 #: How many of them it tells when they differ, and how many names are shown.
 _NUM_TOLD, _NUM_SHOWN = 500, 8
 _MAX_NAME, _MAX_SHOWN = 200, 500
-#: A longer text of a worker is no list of entries.
-_MAX_TEXT = 1_000_000
 
 
 class Entry(NamedTuple):
-    """One thing that a worker has done.
+    """One thing that a worker has done."""
 
-    Attributes:
-        number: of the thing, from 1 on.
-        checksum: of all that was done up to it, in order.
-        step: how many programs of several workers had been started before.
-        what: its name.
-    """
-
-    number: int
-    checksum: int
-    step: int
+    number: int  # from 1 on
+    checksum: int  # of all that was done up to it, in order
+    step: int  # how many programs of several workers had been started before
     what: str
 
 
@@ -71,13 +63,9 @@ class ProgramTrail:
 
 def decode(text: str) -> list[Entry] | None:
     """Return the entries in a text of another worker; None when it is none, as of a worker that has not answered."""
-    if len(text) > _MAX_TEXT:
-        return None
-    try:
-        entries = [Entry(*fields) for fields in json.loads(text)]
-    except (ValueError, TypeError, RecursionError):
-        return None
-    return entries if all(all(map(isinstance, entry, (int, int, int, str))) for entry in entries) else None
+    told = parse(text)
+    entries = [read(Entry, one) for one in told] if isinstance(told, list) else [None]
+    return None if None in entries else [entry for entry in entries if entry]
 
 
 def contradict(trails: Mapping[int, Sequence[Entry]]) -> bool:
