@@ -409,7 +409,7 @@ def done(*names: str) -> Progress:
 
 def says_what_it_did(guarded: Guarded, worker: int, *names: str) -> None:
     """Let another worker be where it is after programs of these names, and let it tell them as it leaves."""
-    number, checksum = done(*names).trail_so_far()
+    number, checksum = done(*names).trail.so_far()
     guarded.says(f"position/{worker}", OWN_CODE._replace(started=number, done=number, trail=checksum))
     guarded.says(f"trail/{worker}", done(*names).trail.encode())
 
@@ -459,9 +459,9 @@ def test_what_threads_do_is_compared_with_nobody(make: Make) -> None:
     guarded = make(is_started=False)
     guarded.progress.enter("train", b"train")
     says_what_it_did(guarded, 1, "evaluate")
-    guarded.progress.is_threaded = True
+    guarded.progress.trail.is_known = False
     assert guarded.guard._round(0.5) is False
-    guarded.progress.is_threaded = False
+    guarded.progress.trail.is_known = True
     guarded.says("position/1", OWN_CODE._replace(started=1))
     assert guarded.guard._round(0.5) is False and guarded.codes.empty()
 

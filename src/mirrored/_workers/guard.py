@@ -237,7 +237,7 @@ class Guard:
 
     def _find_difference(self, own: Position) -> Verdict | None:
         """Return the verdict on workers that have done different things, or whose data is of different lengths."""
-        if any(self._progress.contradicts(there.done, there.trail) for there in self._others.positions.values()):
+        if any(self._progress.trail.contradicts(there.done, there.trail) for there in self._others.positions.values()):
             return told_apart(other_order(self._roll.trails()), wants_stacks=True)
         if ended := shorter_data({**self._others.positions, self._worker: own}):
             return Verdict(f"{ValueError.__name__}: {data_ended(*ended)}. {ONE_DATASET}", code=FAILED)

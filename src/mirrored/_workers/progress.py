@@ -6,14 +6,14 @@ reader to find out, who looks twice a second.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import threading
+import zlib
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, TypeAlias
-
-from .trail import ProgramTrail
 
 _logger = logging.getLogger("mirrored")
 
@@ -28,6 +28,10 @@ OTHERS_INPUT = "its own is ready; it waits for the other workers' input"
 BATCH = "a batch"
 #: Stands in a history for what another thread has done, in no order that can be compared.
 UNKNOWN = "unknown"
+#: Of how many things that it did a worker keeps the checksum: more than any does between two looks at the others.
+SIZE = 4096
+#: How many of them it tells when they differ, and how much of a name.
+_NUM_TOLD, _MAX_NAME = 500, 200
 
 
 class BatchPlace(NamedTuple):
@@ -37,6 +41,63 @@ class BatchPlace(NamedTuple):
     of_pass: int  # the number of its pass over the data
     count: int  # how many batches of the pass were read with it
     checksum: int  # of these batches, in order
+
+
+class Entry(NamedTuple):
+    """One thing that a worker has done, and that all must do alike."""
+
+    number: int  # from 1 on
+    checksum: int  # of all that was done up to it, in order
+    step: int  # how many programs of several workers had been started before
+    what: str
+
+
+class ProgramTrail:
+    """All that this worker has done and that the others must do alike, of which the last is kept.
+
+    All workers must do the same, in one order, but at no common time: each may be ahead of another by many programs. So each
+    compares its own checksum with what another has said of the same number. One thread adds; others may ask at the same time.
+    """
+
+    def __init__(self) -> None:
+        self._last = (0, 0, 0, "")  # the fields of an Entry, which would take twice the time to make
+        self._ring = [self._last] * SIZE
+        self.is_known = True  # until a thread other than the main one adds, in an order of chance
+
+    def add(self, what: str, digest: bytes, step: int) -> None:
+        """Note something; `digest` is equal for equal things only."""
+        if self.is_known and not in_main_thread():
+            self.is_known = False
+            _logger.info(
+                "%s was started by the thread %r: the order of what the workers do is not compared from now on, since that of "
+                "threads is chance",
+                what,
+                threading.current_thread().name,
+            )
+        number, checksum, _, _ = self._last
+        self._ring[number % SIZE] = self._last = (number + 1, zlib.crc32(digest, checksum), step, what)
+
+    @property
+    def last(self) -> Entry:
+        """What was done last."""
+        return Entry(*self._last)
+
+    def so_far(self) -> tuple[int, int]:
+        """Return how many things were done, and the checksum of them; -1 where the order is not known."""
+        last = self.last  # first: who adds in another thread says so before
+        return (last.number, last.checksum) if self.is_known else (-1, 0)
+
+    def contradicts(self, number: int, checksum: int) -> bool:
+        """Tell whether this worker had another checksum after the thing of that number; False where that is not known."""
+        own_number, own_checksum, _, _ = self._ring[(number - 1) % SIZE]
+        return own_number == number and own_checksum != checksum and self.is_known
+
+    def encode(self) -> str:
+        """Return the last entries, for other workers; empty where the order is not known."""
+        if not self.is_known:
+            return ""
+        known = sorted(entry for entry in self._ring if entry[0])[-_NUM_TOLD:]
+        return json.dumps([(*numbers, what[:_MAX_NAME]) for *numbers, what in known])
 
 
 class Phase:
@@ -83,7 +144,6 @@ class Progress:
         # After which batch, by channel, the data of an iterator ended here, while the others are asked about it.
         self.data_ends: dict[int, BatchPlace] = {}
         self.trail = ProgramTrail()  # all that must be done alike and in the same order on all workers
-        self.is_threaded = False  # whether some of it was done by another thread than the main one, in an order of chance
         self.finish: Callable[[], None] = lambda: None  # waits for what is in flight, and raises what it found
 
     @property
@@ -103,14 +163,6 @@ class Progress:
 
     def did(self, what: str, digest: bytes) -> None:
         """Note something that all workers must do alike and in the same order."""
-        if not (self.is_threaded or in_main_thread()):
-            self.is_threaded = True
-            _logger.info(
-                "%s was started by the thread %r: the order of what the workers do is not compared from now on, since that of "
-                "threads is chance",
-                what,
-                threading.current_thread().name,
-            )
         self.trail.add(what, digest, self.started)
 
     def phase(self, text: str, detail: Detail = "", *, waits: bool = False, is_patient: bool = False) -> Phase:
@@ -141,20 +193,11 @@ class Progress:
         """Return what is the same on all workers at the same program, for `require_same_history`, or that it is not known."""
         if not in_main_thread():
             return [UNKNOWN] * 2
-        return [str(self.batches), UNKNOWN if self.is_threaded else f"{self.trail.last.checksum:08x}"]
-
-    def trail_so_far(self) -> tuple[int, int]:
-        """Return how many things were done, and the checksum of them; -1 where the order is chance."""
-        last = self.trail.last  # first: who adds in another thread says so before
-        return (-1, 0) if self.is_threaded else (last.number, last.checksum)
+        return [str(self.batches), f"{self.trail.last.checksum:08x}" if self.trail.is_known else UNKNOWN]
 
     def tell(self) -> str:
-        """Return `ProgramTrail.encode`, empty where the order is chance."""
-        return "" if self.is_threaded else self.trail.encode()
-
-    def contradicts(self, number: int, checksum: int) -> bool:
-        """Tell whether another worker, with this checksum after its thing of this number, has done other things than this one."""
-        return self.trail.contradicts(number, checksum) and not self.is_threaded
+        """Return the last things that were done, for `require_same_history`."""
+        return self.trail.encode()
 
 
 _main = threading.main_thread().ident

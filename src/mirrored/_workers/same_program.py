@@ -7,21 +7,22 @@ docs/design/failures.md.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .. import _env
 from .._errors import ProgramMismatchError
 from .._text import escape, escape_lines, numbered
 from .coordination import Coordination, digest
-from .messages import parse
-from .progress import BATCH, UNKNOWN, Progress, progress
-from .trail import Entry, contradict, decode, listed, parted_in, parting
+from .messages import parse, read
+from .progress import BATCH, UNKNOWN, Entry, Progress, progress
 
 #: Lines shown before and after the first that differs, and characters of them.
 _LINES_BEFORE, _LINES_AFTER = 2, 5
 _MAX_LINE, _MAX_EXCERPT = 300, 2000
 _MAX_NAME = 200
+#: How many of the last things that a worker has done are shown, and characters of them.
+_NUM_SHOWN, _MAX_SHOWN = 8, 500
 _ADVICE = (
     "Every worker must run the same programs in the same order, with arrays of the same shapes and dtypes.\n"
     "Look for what differs by worker: a Python number that the step uses, such as a rank, a learning rate, the time or a "
@@ -132,26 +133,76 @@ def decode_history(text: str) -> list[str]:
 
 def other_order(texts: Sequence[str]) -> str:
     """Say since when workers have done different things, or the same in another order, from each one's `Progress.tell`."""
-    trails = _decoded(texts)
-    parted = parted_in(trails)
+    trails = _trails(texts)
+    since, parted = parting(trails)
     if parted == {BATCH}:
-        return f"the workers have read different batches, so that results are wrong {parting(trails)}. {ONE_DATASET}"
+        return f"the workers have read different batches, so that results are wrong {since}. {ONE_DATASET}"
     if BATCH in parted:
-        return _other_number(parting(trails))
+        return _other_number(since)
+    last = {worker: ", ".join(entry.what for entry in entries[-_NUM_SHOWN:]) for worker, entries in trails.items()}
+    listed = "; ".join(f"worker {worker}: {escape(names, _MAX_SHOWN)}" for worker, names in last.items())
     return (
         "the workers have run known programs in different orders, or with other variables, so that results are wrong "
-        f"{parting(trails)}. The last things each has done: {listed(trails)}.\n{_ADVICE}\nMIRRORED_DEBUG=detail in the "
+        f"{since}. The last things each has done: {listed}.\n{_ADVICE}\nMIRRORED_DEBUG=detail in the "
         "environment of all workers shows both programs, before they start."
     )
 
 
 def is_other_order(texts: Sequence[str]) -> bool:
     """Tell whether what the workers say shows that it is so, and not only that one of them is behind."""
-    return contradict(_decoded(texts))
+    return any(map(_contradicts, _rows(_trails(texts))))
 
 
-def _decoded(texts: Sequence[str]) -> dict[int, list[Entry]]:
-    return {worker: entries for worker, text in enumerate(texts) if (entries := decode(text)) is not None}
+def decode_trail(text: str) -> list[Entry] | None:
+    """Return the entries in a text of another worker; None when it is none, as of a worker that has not answered."""
+    told = parse(text)
+    entries = [read(Entry, one) for one in told] if isinstance(told, list) else [None]
+    return None if None in entries else [entry for entry in entries if entry]
+
+
+def _trails(texts: Sequence[str]) -> dict[int, list[Entry]]:
+    return {worker: entries for worker, text in enumerate(texts) if (entries := decode_trail(text)) is not None}
+
+
+def parting(trails: Mapping[int, Sequence[Entry]]) -> tuple[str, set[str]]:
+    """Say since when workers have done different things, and what each did first that another did not; and name these things."""
+    rows = _rows(trails)
+    found = next(iter([row for row in rows if _contradicts(row)] or [row for row in rows if None in row.values()]), None)
+    if found is None:
+        return "at a step that is not known any more", set()
+    names = {entry.what if entry else "" for entry in found.values()}
+    number, step = min((entry.number, 1 + entry.step) for entry in found.values() if entry)
+    if found is rows[0] and number > 1:
+        return f"before step {step}", names
+    after = next((row for row in rows if any(entry and entry.number == number + 1 for entry in row.values())), {})
+    return f"since step {step} ({_sides(found, after)})", names
+
+
+def _rows(trails: Mapping[int, Sequence[Entry]]) -> list[dict[int, Entry | None]]:
+    """Return for each number that all workers still know what each of them did, None for one that has not come to it."""
+    by_number = {worker: {entry.number: entry for entry in entries} for worker, entries in trails.items()}
+    first = max((min(entries) for entries in by_number.values() if entries), default=1)
+    last = max((max(entries) for entries in by_number.values() if entries), default=0)
+    return [{worker: entries.get(number) for worker, entries in by_number.items()} for number in range(first, last + 1)]
+
+
+def _contradicts(row: Mapping[int, Entry | None]) -> bool:
+    return len({entry.checksum for entry in row.values() if entry}) > 1
+
+
+def _sides(found: Mapping[int, Entry | None], after: Mapping[int, Entry | None]) -> str:
+    groups: dict[int | None, list[int]] = {}
+    for worker, entry in found.items():
+        groups.setdefault(entry.checksum if entry else None, []).append(worker)
+    sides: list[str] = []
+    seen: set[str] = set()
+    for workers in groups.values():
+        entry, then = found[workers[0]], after.get(workers[0])
+        what = escape(entry.what, _MAX_NAME) if entry else "nothing more"
+        other = ", another of this name" if what in seen else ""
+        sides.append(f"{numbered(workers)}: {what}{other}" + (f", then {escape(then.what, _MAX_NAME)}" if then else ""))
+        seen.add(what)
+    return "; ".join(sides)
 
 
 def _listed(texts: Sequence[str]) -> str:

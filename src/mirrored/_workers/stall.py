@@ -122,7 +122,7 @@ class Own:
         phase, detail = (phases[-1].text, phases[-1].detail) if phases else ("", "")
         detail = detail() if callable(detail) else detail
         is_patient = any(phase.is_patient for phase in phases)
-        done, trail = progress.trail_so_far()
+        done, trail = progress.trail.so_far()
         return Position(
             beat=self._beat,
             started=started,
