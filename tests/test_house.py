@@ -308,6 +308,7 @@ CACHES = {
     "_replicas.mesh": "default_mesh",
     "_replicas.placement": "_program",
     "_strategy.current": "_default_strategy",
+    "_workers.messages": "_types_of",
     "data._records.example": "_known_of example_class",
     "data._records.record_reader": "crc32c",
     "data._records.tfrecord": "_grain_class",
@@ -417,8 +418,8 @@ BUDGETS = {
     "_strategy": 1171,  # 1,100
     "_transforms": 626,  # 600
     "data": 3600,  # 3,200
-    "_workers": 2619,  # 1,700
-    "_cluster": 1632,  # 1,080
+    "_workers": 2367,  # 1,700
+    "_cluster": 1598,  # 1,080
     "_checkpoint": 2189,  # 1,800
     "_report": 1000,  # 800
     "_testing": 823,  # 750
