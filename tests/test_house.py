@@ -425,11 +425,11 @@ BUDGETS = {
     "data": 3957,  # 3,200
     "_workers": 2619,  # 1,700
     "_cluster": 1632,  # 1,080
-    "_checkpoint": 2189,  # 1,800
+    "_checkpoint": 2191,  # 1,800
     "_report": 1000,  # 800
     "_testing": 823,  # 750
     "losses optimizer": 694,  # 600
-    "_command launch": 1355,  # 1,000
+    "_command launch": 1352,  # 1,000
     "__init__ __main__ _public testing": 120,
     "_process": 90,  # was in _replicas, _jax, _strategy and _models
     "_env _errors _html _libraries _options _text _tf_names _typing": 1121,  # 950

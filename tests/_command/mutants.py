@@ -84,8 +84,8 @@ _WING = {
         ("output", "maxlen=_VERDICT_LINES + 1", "maxlen=999"),
     ],
     "test_output.py::test_a_log_file_is_new_and_private": [
-        ("output", "os.O_EXCL, 0o600", "os.O_EXCL, 0o644"),
-        ("output", " | os.O_EXCL", ""),
+        ("output", "flags, 0o600", "flags, 0o644"),
+        ("output", 'path, "x"', 'path, "w"'),
     ],
     "test_output.py::test_prefixes_are_equally_wide": [
         ("output", "num_workers - 1}] ", "num_workers}] "),
