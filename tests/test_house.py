@@ -424,7 +424,7 @@ BUDGETS = {
     "_report": 1000,  # 800
     "_testing": 823,  # 750
     "losses optimizer": 694,  # 600
-    "_command launch": 1369,  # 1,000
+    "_command launch": 1352,  # 1,000
     "__init__ __main__ _public testing": 120,
     "_process": 90,  # was in _replicas, _jax, _strategy and _models
     "_env _errors _html _libraries _options _text _tf_names _typing": 1044,  # 950

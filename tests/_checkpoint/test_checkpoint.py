@@ -1313,10 +1313,12 @@ def test_a_program_that_ends_without_waiting_loses_nothing(tmp_path: Path, end: 
 @pytest.mark.slow
 @pytest.mark.skipif((3, 12, 0) <= sys.version_info[:3] <= (3, 12, 1), reason="this Python starts no threads at a program's end")
 def test_a_save_that_begins_after_the_main_thread_has_ended_is_made(tmp_path: Path) -> None:
-    late = "threading.Thread(target=lambda: [time.sleep(1), checkpoint.save(2)]).start()"
-    done = run_slowly_saved(tmp_path, f"checkpoint.save(1)\ncheckpoint.wait()\n{late}")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert restore(tmp_path, w=mr.Variable(np.zeros(100, np.float32))) == 2
+    by_thread = "threading.Thread(target=lambda: [time.sleep(1), checkpoint.save(2)]).start()"
+    at_exit = "import atexit; atexit.register(checkpoint.save, 2)"
+    for name, late in (("thread", by_thread), ("exit", at_exit)):
+        done = run_slowly_saved(tmp_path / name, f"checkpoint.save(1)\ncheckpoint.wait()\n{late}")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert restore(tmp_path / name, w=mr.Variable(np.zeros(100, np.float32))) == 2
 
 
 #: Makes the thread that saves wait until the main thread waits for it, and interrupt that. The main thread must sleep: Ctrl-C

@@ -1,5 +1,6 @@
 """Damages to `_command`, by the test that catches them."""
 
+_FOLDER = 'tempfile.TemporaryDirectory(prefix="mirrored-", ignore_cleanup_errors=True)'
 _WING = {
     "test_group.py::test_a_stopped_worker_is_not_waited_for_until_it_is_killed": [
         ("group", "worker.process.send_signal(signal.SIGCONT)", "pass"),
@@ -46,10 +47,10 @@ _WING = {
         ("group", "worker.was_asked = True", "worker.was_asked = False"),
     ],
     "test_group.py::test_nothing_is_left_when_the_keeper_is_killed": [
-        ("group", "shutil.rmtree(folder, ignore_errors=True)  # when", "#"),
+        ("group", _FOLDER, 'contextlib.nullcontext(tempfile.mkdtemp(prefix="mirrored-"))'),
     ],
     "test_group.py::test_a_worker_that_cannot_be_started_ends_those_that_were": [
-        ("group", "            os.rmdir(folder)\n", ""),
+        ("group", _FOLDER, 'contextlib.nullcontext(tempfile.mkdtemp(prefix="mirrored-"))'),
     ],
     "test_group.py::test_no_orphans_when_the_launcher_is_killed": [
         ("keeper", "os.killpg(group, signal.SIGKILL)", "pass"),
@@ -83,8 +84,8 @@ _WING = {
         ("output", "maxlen=_VERDICT_LINES + 1", "maxlen=999"),
     ],
     "test_output.py::test_a_log_file_is_new_and_private": [
-        ("output", "os.O_EXCL, 0o600", "os.O_EXCL, 0o644"),
-        ("output", " | os.O_EXCL", ""),
+        ("output", "flags, 0o600", "flags, 0o644"),
+        ("output", 'path, "x"', 'path, "w"'),
     ],
     "test_output.py::test_prefixes_are_equally_wide": [
         ("output", "num_workers - 1}] ", "num_workers}] "),

@@ -69,6 +69,8 @@ class Writer:
         # A daemon, because Python waits for other threads without telling the guard of the workers that it does.
         self._thread = threading.Thread(target=work, name=f"mirrored-save-{step}", daemon=True)
         self._thread.start()
+        if not threading.main_thread().is_alive():  # what is registered now may not be called any more
+            self.finish()
 
     def is_writing(self) -> bool:
         """Tell whether a step is being written, in this process and not in one that it was forked from."""

@@ -10,13 +10,12 @@ import dataclasses
 import itertools
 import math
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -99,9 +98,10 @@ class Group:
 
     def run(self) -> Attempt:
         """Start the workers, and return when all are gone."""
-        folder = tempfile.mkdtemp(prefix="mirrored-")  # 0700
-        progress = Path(folder, "progress")
-        with self._keeper(folder):
+        with tempfile.TemporaryDirectory(prefix="mirrored-", ignore_cleanup_errors=True) as folder, _keeper(folder) as process:
+            progress = Path(folder, "progress")
+            assert process.stdin is not None
+            self._keeper_pipe = process.stdin.fileno()
             self._start = time.monotonic()
             self._prepares_at = self._start + DELAY_SECONDS
             try:
@@ -115,26 +115,6 @@ class Group:
             steps = _read_steps(progress)
         endings = [self._ending(worker) for worker in sorted(self._workers, key=lambda worker: worker.ended)]
         return Attempt(endings, list(self.signals.received), steps)
-
-    @contextlib.contextmanager
-    def _keeper(self, folder: str) -> Iterator[None]:
-        """Start the process that ends the workers if this one cannot, and removes the folder in any case."""
-        read, self._keeper_pipe = os.pipe()
-        try:
-            command = [*_isolated("keep"), folder]
-            process = subprocess.Popen(command, stdin=read, stdout=subprocess.DEVNULL, start_new_session=True)
-        except OSError:
-            os.rmdir(folder)
-            os.close(self._keeper_pipe)
-            raise
-        finally:
-            os.close(read)
-        try:
-            yield
-        finally:
-            os.close(self._keeper_pipe)
-            process.wait()
-            shutil.rmtree(folder, ignore_errors=True)  # when the keeper itself was killed
 
     def _spawn(self, environment: Mapping[str, str]) -> None:
         index = self.first_index + len(self._workers)
@@ -280,6 +260,12 @@ class Group:
             tail=worker.tail.lines(),
             was_stopped=worker.was_stopped,
         )
+
+
+def _keeper(folder: str) -> subprocess.Popen[bytes]:
+    """Start the process that ends the workers and removes the folder if this one cannot; it ends with a `with` block."""
+    command = [*_isolated("keep"), folder]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, bufsize=0, start_new_session=True)
 
 
 def _isolated(role: str) -> list[str]:

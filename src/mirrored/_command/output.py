@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import io
 import os
 import re
 import select
@@ -137,19 +138,17 @@ class Tail:
 
 
 class LogFile:
-    """A file with a worker's output as it is, which only its owner can read."""
+    """A new file with a worker's output as it is, which only its owner can read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._fd: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        self._file = io.FileIO(path, "x", opener=lambda path, flags: os.open(path, flags, 0o600))
 
     def write(self, data: bytes) -> str | None:
         """Write, or say why nothing more will be written: a full disk does not end the training."""
-        if self._fd is None:
-            return None
         try:
-            while data:
-                data = data[os.write(self._fd, data) :]
+            while data and not self._file.closed:
+                data = data[self._file.write(data) :]
         except OSError as error:
             self.close()
             return f"cannot write {escape(str(self.path), 400)} any more: {error.strerror}"
@@ -157,9 +156,7 @@ class LogFile:
 
     def close(self) -> None:
         """Close the file."""
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
+        self._file.close()
 
 
 class LineCutter:
