@@ -10,9 +10,8 @@ from .._input_context import InputContext
 from .._sources import grain
 from .._sources.numpy_dataset import NumpyDataset
 from .._sources.open import Source
-from . import steps
 from .agree import InputWorker
-from .steps import LocalReplicas, Steps
+from .steps import LocalReplicas, Steps, one_element_each, own_batches, rows_of_every_batch, rows_of_own_files
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,13 +30,8 @@ class Plan:
 
     def steps(self, source: Source, layout: LocalReplicas, extra: dict[str, int]) -> Steps:
         """Return the steps of this worker from the position of an open source on."""
-        makers = {
-            "DATA": steps.rows_of_every_batch,
-            "FILE": steps.rows_of_own_files,
-            "OFF": steps.own_batches,
-            "FUNCTION": steps.one_element_each,
-        }
-        return makers[self.kind](source, layout, extra)
+        ways = {"DATA": rows_of_every_batch, "FILE": rows_of_own_files, "OFF": own_batches, "FUNCTION": one_element_each}
+        return ways[self.kind](source, layout, extra)
 
 
 def make_plan(dataset: Any, policy: AutoShardPolicy | str, worker: InputWorker, num_replicas: int) -> Plan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
@@ -76,31 +77,59 @@ def rows_of_every_batch(source: Source, layout: LocalReplicas, extra: dict[str, 
         yield Step(stacked, tuple(sizes), source.position(), place=same.place)
 
 
-def own_batches(source: Source, layout: LocalReplicas, extra: dict[str, int]) -> Steps:
+def _in_step(read: Callable[[Source, LocalReplicas, dict[str, int]], Iterator[OwnStep]]) -> Callable[..., Steps]:
+    """Let all workers take as many steps as the one with the most rows; the others have replicas without rows meanwhile."""
+
+    @functools.wraps(read)
+    def steps(source: Source, layout: LocalReplicas, extra: dict[str, int]) -> Steps:
+        like, last = None, OwnStep([], source.position())
+        ahead, count = _ReadAhead(read(source, layout, extra)), 1  # the first batch is not kept waiting for others
+        while True:
+            ahead.read(count)
+            common = agree(layout.worker, list(ahead.steps), ahead.has_ended, like, layout.num_local)
+            if not common:
+                return
+            count = min(2 * count, layout.lookahead)
+            for agreed in common:
+                last = ahead.steps.popleft() if ahead.steps else dataclasses.replace(last, parts=[])
+                like, every, parts = agreed.like, agreed.sizes, last.parts
+                if layout.drop_remainder:
+                    smallest = min(every)
+                    if smallest * layout.num_replicas < sum(every):
+                        layout.on_drop(sum(every) - smallest * layout.num_replicas, sum(every))
+                    if agreed.num_ended:
+                        return  # nothing that it has left could be given to all
+                    parts = [jax.tree.map(lambda leaf: leaf[:smallest], part) for part in parts]  # noqa: B023
+                    every = (smallest,) * layout.num_replicas
+                if any(every):
+                    parts = parts + [like] * (layout.num_local - len(parts))
+                    yield Step(stack_rows(parts, max(every)), every, last.position, last.extra)
+                if ahead.steps:  # one more, while this one is used
+                    ahead.read(min(count, len(ahead.steps) + 1))
+
+    return steps
+
+
+@_in_step
+def own_batches(source: Source, layout: LocalReplicas, extra: dict[str, int]) -> Iterator[OwnStep]:
     """Divide each batch of this worker's own stream among its own replicas."""
-
-    def taken() -> Iterator[OwnStep]:
-        for batch in source:
-            arrays = to_numpy(batch) if source.is_owned or layout.lookahead == 1 else copied(to_numpy(batch))
-            sizes = split_sizes(count_rows(arrays), layout.num_local)
-            if sizes[0]:
-                yield OwnStep(split_rows(arrays, sizes), source.position())
-
-    return _in_step(taken(), source, layout)
+    for batch in source:
+        arrays = to_numpy(batch) if source.is_owned or layout.lookahead == 1 else copied(to_numpy(batch))
+        sizes = split_sizes(count_rows(arrays), layout.num_local)
+        if sizes[0]:
+            yield OwnStep(split_rows(arrays, sizes), source.position())
 
 
-def one_element_each(source: Source, layout: LocalReplicas, extra: dict[str, int]) -> Steps:
+@_in_step
+def one_element_each(source: Source, layout: LocalReplicas, extra: dict[str, int]) -> Iterator[OwnStep]:
     """Give each of this worker's replicas the next element of its own stream; at the end some get none."""
-
-    def taken() -> Iterator[OwnStep]:
-        while elements := [copied(to_numpy(e)) for e in itertools.islice(source, layout.num_local)]:
-            require_same_rows(elements, "the elements of one step")
-            yield OwnStep(elements, source.position())
-
-    return _in_step(taken(), source, layout)
+    while elements := [copied(to_numpy(e)) for e in itertools.islice(source, layout.num_local)]:
+        require_same_rows(elements, "the elements of one step")
+        yield OwnStep(elements, source.position())
 
 
-def rows_of_own_files(source: Source, layout: LocalReplicas, extra: dict[str, int]) -> Steps:
+@_in_step
+def rows_of_own_files(source: Source, layout: LocalReplicas, extra: dict[str, int]) -> Iterator[OwnStep]:
     """Take this worker's share of each global batch from its own files, across the batches that they yield.
 
     A position holds how many `rows` of the next batch were taken already, and the `batch_size`.
@@ -112,13 +141,9 @@ def rows_of_own_files(source: Source, layout: LocalReplicas, extra: dict[str, in
     rest = batch_size % layout.num_replicas if layout.drop_remainder else 0  # it begins the next global batch
     sizes = split_sizes(max(batch_size - rest, layout.num_replicas), layout.num_replicas)
     share = sum(layout.mine(sizes))  # at least one row, or the records of this worker would never come
-
-    def taken() -> Iterator[OwnStep]:
-        for rows, (position, skip) in _regroup(source, itertools.chain(first, batches), extra.get("rows", 0), share):
-            sizes = split_sizes(count_rows(rows), layout.num_local)
-            yield OwnStep(split_rows(rows, sizes), position, {"rows": skip, "batch_size": batch_size})
-
-    yield from _in_step(taken(), source, layout)
+    for rows, (position, skip) in _regroup(source, itertools.chain(first, batches), extra.get("rows", 0), share):
+        sizes = split_sizes(count_rows(rows), layout.num_local)
+        yield OwnStep(split_rows(rows, sizes), position, {"rows": skip, "batch_size": batch_size})
 
 
 def _read(source: Source) -> Iterator[tuple[Position, PyTree]]:
@@ -151,34 +176,6 @@ def _regroup(
                 parts, missing = [], share
     if parts:
         yield join_rows(parts), (source.position(), 0)
-
-
-def _in_step(taken: Iterator[OwnStep], source: Source, layout: LocalReplicas) -> Steps:
-    """Take as many steps as the worker with the most rows; the others have replicas without rows meanwhile."""
-    like, last = None, OwnStep([], source.position())
-    ahead, count = _ReadAhead(taken), 1  # the first batch is not kept waiting for others
-    while True:
-        ahead.read(count)
-        steps = agree(layout.worker, list(ahead.steps), ahead.has_ended, like, layout.num_local)
-        if not steps:
-            return
-        count = min(2 * count, layout.lookahead)
-        for agreed in steps:
-            last = ahead.steps.popleft() if ahead.steps else dataclasses.replace(last, parts=[])
-            like, every, parts = agreed.like, agreed.sizes, last.parts
-            if layout.drop_remainder:
-                smallest = min(every)
-                if smallest * layout.num_replicas < sum(every):
-                    layout.on_drop(sum(every) - smallest * layout.num_replicas, sum(every))
-                if agreed.num_ended:
-                    return  # nothing that it has left could be given to all
-                parts = [jax.tree.map(lambda leaf: leaf[:smallest], part) for part in parts]  # noqa: B023
-                every = (smallest,) * layout.num_replicas
-            if any(every):
-                parts = parts + [like] * (layout.num_local - len(parts))
-                yield Step(stack_rows(parts, max(every)), every, last.position, last.extra)
-            if ahead.steps:  # one more, while this one is used
-                ahead.read(min(count, len(ahead.steps) + 1))
 
 
 class _ReadAhead:
