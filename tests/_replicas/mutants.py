@@ -70,7 +70,7 @@ MUTANTS = [
     ("_replicas/cross_replica.py", "groups_of(rows, 0, MAX_ARRAYS_TOGETHER)", "groups_of(rows, 0, 1)",
      "tests/_replicas/test_together.py::test_large_arrays_of_a_tree_travel_alone"),
     ("_replicas/collectives.py", "math.prod(shape) for shape in shapes", "1 for shape in shapes", _TOGETHER),
-    ("_replicas/cross_replica.py", "axis + 1) < sizes", "axis + 1) <= sizes", _PADDING),
+    ("_replicas/cross_replica.py", "axis) < rows", "axis) <= rows", _PADDING),
     ("_replicas/cross_replica.py", "return result * jnp.asarray(num_replicas).astype(result.dtype) if op is",
      "return result if op is",
      _CRO + "of_a_mirrored_value_the_sum_is_r_times_it_and_the_mean_itself"),

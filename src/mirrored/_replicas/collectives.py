@@ -142,15 +142,11 @@ def wide_by_rows(arrays: Sequence[jax.Array], axis: ReplicaAxis) -> list[jax.Arr
     own, _ = axis.rows()
     note = Mark(Purpose.BY_ROWS, "a mean by rows", user_code.user_line())
     marked = [mark(array, note) for array in wide]
-    return [array * own for array in marked] if own else list(map(_nothing, marked))
-
-
-def _nothing(array: jax.Array) -> jax.Array:
-    """Return zeros in the place of what is of no rows: its mean is NaN, and NaN * 0 is NaN. Its gradient is none.
-
-    They depend on it all the same, so that replicas without rows reach the collectives of the gradient, too.
-    """
-    return jnp.where(False, mark(array, Mark(Purpose.NO_ROWS, "", "")), jnp.zeros_like(array))
+    if own:
+        return [array * own for array in marked]
+    # The mean of no rows is NaN, and NaN * 0 is NaN: zeros in its place, without a gradient. They depend on it all the same, so
+    # that replicas without rows reach the collectives of the gradient, too.
+    return [jnp.where(False, mark(array, Mark(Purpose.NO_ROWS, "", "")), jnp.zeros_like(array)) for array in marked]
 
 
 def all_gather(tree: PyTree, array_axis: int, axis: ReplicaAxis) -> PyTree:

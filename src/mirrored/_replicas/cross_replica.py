@@ -42,8 +42,10 @@ def reduce_stack(
 
 def with_zero_padding(stack: jax.Array, axes: Axes, shapes: tuple[Shape, ...] | None) -> tuple[jax.Array, int]:
     """Return the stack with zeros in what is no row of a replica, and how many elements make one of the result."""
-    if shapes is not None:
-        stack = jnp.where(_is_real(stack.shape, shapes), stack, jnp.zeros_like(stack))
+    for axis, sizes in enumerate(zip(*(shapes or ()), strict=True), 1):
+        rows = jnp.array(sizes).reshape(-1, *(1,) * (stack.ndim - 1))
+        is_real = jax.lax.broadcasted_iota(jnp.int32, stack.shape, axis) < rows
+        stack = jnp.where(is_real, stack, jnp.zeros_like(stack))
     true_shapes = shapes or (stack.shape[1:],) * stack.shape[0]
     return stack, sum(math.prod(shape[a] for a in axes) for shape in true_shapes)
 
@@ -141,14 +143,6 @@ def _part(value: jax.Array, num_replicas: int) -> jax.Array:
     return jnp.where(jnp.isfinite(value) & (magnitude > 0) & jnp.isfinite(part), part, 0).astype(value.dtype)
 
 
-def _is_real(padded: Shape, shapes: tuple[Shape, ...]) -> jax.Array:
-    mask = jnp.ones(padded, jnp.bool_)
-    for axis in range(len(padded) - 1):
-        sizes = jnp.array([shape[axis] for shape in shapes]).reshape(-1, *(1,) * (len(padded) - 1))
-        mask &= jax.lax.broadcasted_iota(jnp.int32, padded, axis + 1) < sizes
-    return mask
-
-
 def require_equal_except(axes: Axes, value: PerReplica, verb: str) -> None:
     """Refuse a PerReplica whose replicas' shapes differ along an axis that is not one of `axes`."""
     shapes = uneven_shapes(value)
@@ -205,10 +199,14 @@ def run_tasks(arrays: list[jax.Array], tasks: Sequence[Task], placement: NamedSh
 
 def compute_all(arrays: Sequence[jax.Array], tasks: Sequence[Task], whole: NamedSharding) -> list[jax.Array]:
     """Do with each array what its task says; `whole` is the placement of what is the same on all devices."""
-    kinds = [_kind(array, task, whole) for array, task in zip(arrays, tasks, strict=True)]
-    sums = [i for i, kind in enumerate(kinds) if kind is reduce_stack]
-    gathers = [i for i, kind in enumerate(kinds) if kind is gather_stack]
-    results = {i: task.function(arrays[i], *task.static) for i, task in enumerate(tasks) if kinds[i] is None}
+    results: dict[int, jax.Array] = {}
+    packed: dict[Callable[..., jax.Array], list[int]] = {reduce_stack: [], gather_stack: []}
+    for i, (array, task) in enumerate(zip(arrays, tasks, strict=True)):
+        if _may_travel(array, task, whole):
+            packed[task.function].append(i)
+        else:
+            results[i] = task.function(array, *task.static)
+    sums, gathers = packed.values()
     results |= zip(sums, _reduce_packed([arrays[i] for i in sums], [tasks[i].static for i in sums]), strict=True)
     everywhere = _move_small([arrays[i] for i in gathers], lambda stack: jax.lax.with_sharding_constraint(stack, whole))
     for i, stack in zip(gathers, everywhere, strict=True):
@@ -217,17 +215,14 @@ def compute_all(arrays: Sequence[jax.Array], tasks: Sequence[Task], whole: Named
     return [results[i] for i in range(len(arrays))]
 
 
-def _kind(array: jax.Array, task: Task, whole: NamedSharding) -> Any:
-    """Return the function of a task if its array may travel with others."""
-    if whole.num_devices == 1:
-        return None
+def _may_travel(array: jax.Array, task: Task, whole: NamedSharding) -> bool:
+    """Tell whether the array of a task may travel with others."""
+    if whole.num_devices == 1 or task.function not in (reduce_stack, gather_stack):
+        return False
     if task.function is gather_stack:
-        return None if jnp.issubdtype(array.dtype, jax.dtypes.extended) else gather_stack
-    if task.function is not reduce_stack:
-        return None
+        return not jnp.issubdtype(array.dtype, jax.dtypes.extended)
     _, axes, _, ops = task.static
-    has_same_additions = array.shape[0] == whole.num_devices or not axes  # else other additions would come first
-    return reduce_stack if has_same_additions and ops is None else None
+    return ops is None and (array.shape[0] == whole.num_devices or not axes)  # else other additions would come first
 
 
 def _reduce_packed(stacks: Sequence[jax.Array], static: Sequence[tuple[Any, ...]]) -> list[jax.Array]:
