@@ -13,10 +13,9 @@ import optax
 from jax.tree_util import keystr
 
 from . import _tf_names
-from ._errors import ContextError, PerReplicaError, StrategyMismatchError
+from ._errors import ContextError, PerReplicaError
 from ._jax import user_code
 from ._jax.marks import Mark, Purpose, mark
-from ._libraries import lines_for
 from ._models.keras_variables import own_variable
 from ._options import ReduceOp
 from ._replicas import cross_replica, frames
@@ -25,7 +24,7 @@ from ._replicas.context import axis_of, own_parts
 from ._replicas.frames import Frame
 from ._replicas.per_replica import PerReplica, is_per_replica, stack_of
 from ._text import call_it, shown
-from ._transforms.gradients import value_and_grad
+from ._transforms.gradients import check_variables, value_and_grad
 from ._typing import PyTree
 from ._updates import shared_out
 from ._variables.access import copied
@@ -90,9 +89,11 @@ class Optimizer:
         self._aggregate = None if aggregate is None else _parse_aggregate(aggregate)
         self._tx = tx
         self._is_sharded = bool(shard_state)
-        leaves, self._treedef = jax.tree.flatten(trainable(variables), is_leaf=is_variable)
-        self._leaves = list(map(own_variable, leaves))
-        _check_variables(self._leaves, variables)
+        self._leaves, self._treedef = check_variables(variables, "mr.Optimizer", "mr.Optimizer(optax.adam(1e-3), [w, b])")
+        for own in (variable for variable in self._leaves if spec_of(variable).is_on_read):
+            raise ValueError(
+                f"variable {own.name!r} is sync-on-read: each replica has its own value, and an optimizer needs mirrored ones."
+            )
         if self._is_sharded:
             shared_out.check_variables(self._leaves)
         # The state lives with the variables, also when the optimizer is made outside their scope.
@@ -369,29 +370,3 @@ def _one_value(gradient: Any, variable: Variable, op: ReduceOp | None, frame: Fr
     if isinstance(stack, jax.core.Tracer):
         return cross_replica.reduce_stack(stack, op, (), None)
     return cross_replica.compiled(cross_replica.reduce_stack, spec.mesh.mirrored, op, (), None)(stack)
-
-
-def _check_variables(leaves: list[Any], variables: PyTree) -> None:
-    if not leaves:
-        raise TypeError(
-            "mr.Optimizer got no variables; expected at least one, for example mr.Optimizer(optax.adam(1e-3), [w, b])."
-        )
-    for position, leaf in enumerate(leaves):
-        if not isinstance(leaf, Variable):
-            raise TypeError(
-                f"mr.Optimizer got {shown(leaf)} of type {type(leaf).__name__} among its variables; expected mr.Variable objects."
-                + lines_for(variables)
-            )
-        if spec_of(leaf).is_on_read:
-            raise ValueError(
-                f"variable {leaf.name!r} is sync-on-read: each replica has its own value, and an optimizer needs mirrored ones."
-            )
-        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-            raise TypeError(f"variable {leaf.name!r} has dtype {leaf.dtype}; only floating point variables can be trained.")
-        if spec_of(leaf).mesh != spec_of(leaves[0]).mesh:
-            raise StrategyMismatchError(
-                f"variables {leaves[0].name!r} and {leaf.name!r} belong to different strategies; one optimizer needs variables "
-                "of one strategy. Create them in the same `with strategy.scope():`."
-            )
-        if any(leaf is other for other in leaves[:position]):
-            raise ValueError(f"variable {leaf.name!r} is listed twice in mr.Optimizer.")
