@@ -59,7 +59,7 @@ OFFERS = {
     """,
     "_variables": """
         access.all_copies access.claimed access.copied access.lent access.load access.store assignment.check_per_replica
-        bindings.Bindings bindings.Fallback bindings.bound bindings.outer_reader bindings.with_few_compilations
+        bindings.Bindings bindings.bound bindings.outer_reader bindings.with_few_compilations
         equal_copies.CopiesCompared equal_copies.Watch equal_copies.check equal_copies.last_comparisons
         equal_copies.watch sharded.ShardedVariable storage.Home storage.WeakVariables storage.home_of storage.overwrite
         storage.overwrite_when_done tree.VariableTree tree.trainable variable.Variable variable.is_variable

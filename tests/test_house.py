@@ -420,16 +420,16 @@ BUDGETS = {
     "_replicas": 2578,  # 2,100
     "_variables": 2011,  # 1,700
     "_models": 1296,  # 1,050
-    "_updates": 281,  # 250
+    "_updates": 269,  # 250
     "_strategy": 1217,  # 1,100
-    "_transforms": 645,  # 600
+    "_transforms": 642,  # 600
     "data": 3957,  # 3,200
     "_workers": 2619,  # 1,700
     "_cluster": 1632,  # 1,080
     "_checkpoint": 2304,  # 1,800
     "_report": 1020,  # 800
     "_testing": 823,  # 750
-    "losses optimizer": 694,  # 600
+    "losses optimizer": 659,  # 600
     "_command launch": 1419,  # 1,000
     "__init__ __main__ _public testing": 120,
     "_process": 90,  # was in _replicas, _jax, _strategy and _models
@@ -468,13 +468,13 @@ ANYS = {
     "_strategy": 11,
     "_testing": 8,
     "_tf_names": 6,
-    "_transforms": 39,
-    "_updates": 14,
+    "_transforms": 18,
+    "_updates": 5,
     "_variables": 63,
     "_workers": 15,
     "data": 77,
-    "losses": 15,
-    "optimizer": 9,
+    "losses": 2,
+    "optimizer": 3,
 }
 
 
