@@ -91,8 +91,8 @@ OFFERS = {
         uneven.last_batch.explained
     """,
     "_transforms": """
-        function.function function.function_programs gradients.grad gradients.value_and_grad loops.cond loops.fori_loop
-        loops.scan
+        function.function function.function_programs gradients.check_variables gradients.grad gradients.value_and_grad
+        loops.cond loops.fori_loop loops.scan
     """,
     "_updates": """
         shared_out.check_variables shared_out.combined shared_out.state_variable shared_out.store shared_out.update

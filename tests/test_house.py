@@ -414,7 +414,7 @@ BUDGETS = {
     "_replicas": 2345,  # 2,100
     "_variables": 2011,  # 1,700
     "_models": 1296,  # 1,050
-    "_updates": 281,  # 250
+    "_updates": 269,  # 250
     "_strategy": 1171,  # 1,100
     "_transforms": 626,  # 600
     "data": 3600,  # 3,200
@@ -423,7 +423,7 @@ BUDGETS = {
     "_checkpoint": 2189,  # 1,800
     "_report": 1000,  # 800
     "_testing": 823,  # 750
-    "losses optimizer": 694,  # 600
+    "losses optimizer": 659,  # 600
     "_command launch": 1352,  # 1,000
     "__init__ __main__ _public testing": 120,
     "_process": 90,  # was in _replicas, _jax, _strategy and _models
@@ -462,12 +462,12 @@ ANYS = {
     "_testing": 8,
     "_tf_names": 6,
     "_transforms": 16,
-    "_updates": 14,
+    "_updates": 5,
     "_variables": 63,
     "_workers": 15,
     "data": 20,
-    "losses": 15,
-    "optimizer": 9,
+    "losses": 2,
+    "optimizer": 3,
 }
 
 

@@ -236,7 +236,7 @@ def _check_length(length: object) -> None:
         raise TypeError(f"mr.scan got length={length!r}; expected an int, 0 or more. The number of steps is compiled in.")
 
 
-def _check_bounds(lower: object, upper: object) -> None:
+def _check_bounds(lower: Any, upper: Any) -> None:
     for limit in (lower, upper):
         is_int_array = hasattr(limit, "dtype") and getattr(limit, "ndim", None) == 0 and jnp.issubdtype(limit.dtype, jnp.integer)
         if not isinstance(limit, int) and not is_int_array:
