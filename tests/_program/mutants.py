@@ -200,9 +200,10 @@ MUTANTS = [
     # -- uneven steps: traces
     ("_program/uneven/kinds.py", "if size == rows or (rows > 1 and size % rows == 0):", "if rows > 1 and size % rows == 0:",
      PROPERTIES + "right_guesses_need_one_trace_of_each_shape"),
-    ("_program/uneven/traces.py", "len(set(map(len, asked))) == 1 and ", "",
+    ("_program/uneven/traces.py", "self._answers == list(map(self._kinds.on_replicas, known))",
+     "all(map(lambda own, sizes: own == self._kinds.on_replicas(sizes), self._answers, known))",
      TRACES + "steps_that_uneven_replicas_cannot_take_together_are_refused"),
-    ("_program/uneven/traces.py", " and all(own.was_answered_by(asked) for own in sizes)\n", "\n",
+    ("_program/uneven/traces.py", "is_agreed = all(own.was_answered_by(known) for own in sizes)", "is_agreed = True",
      PROPERTIES + "right_steps_equal_one_device"),
     ("_program/uneven/traces.py", "self._renew_caches()\n", "pass\n", PROPERTIES + "right_steps_equal_one_device"),
     ("_program/uneven/traces.py", "if not own.asked:", "if True:",
