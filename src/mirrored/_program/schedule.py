@@ -30,21 +30,13 @@ class Kind(enum.Enum):
 
 @dataclasses.dataclass(eq=False)
 class Quantity:
-    """A value of the program.
+    """A value of the program."""
 
-    Attributes:
-        is_own: whether each replica has its own.
-        level: the number of meetings before it.
-        maker: the node that computes it; None for arguments and constants.
-        constant: the array itself, of a constant.
-        aval: its type, of what a node makes.
-    """
-
-    is_own: bool = False
-    level: int = 0
-    maker: Operation | None = None
-    constant: Any = None
-    aval: Any = None
+    is_own: bool = False  # whether each replica has its own
+    level: int = 0  # the number of meetings before it
+    maker: Operation | None = None  # the node that computes it; None for arguments and constants
+    constant: Any = None  # the array itself, of a constant
+    aval: Any = None  # its type, of what a node makes
 
 
 @dataclasses.dataclass(eq=False)
@@ -63,12 +55,16 @@ class Operation:
         return jaxprs.is_sum(self.equation)
 
 
-@dataclasses.dataclass
-class Agenda:
-    """The nodes of a program in their order, and its outputs."""
+class Agenda(Flattening[Quantity]):
+    """The nodes of a program in their order, and its outputs; of a step traced with the replica axis bound, or of a body in it.
 
-    nodes: list[Operation]
-    outputs: list[Quantity]
+    Raises:
+        ContextError: when it does what several replicas of one device cannot do.
+    """
+
+    def __init__(self, jaxpr: Jaxpr, constants: Sequence[Any], inputs: Sequence[Quantity]) -> None:
+        self.nodes: list[Operation] = []
+        self.outputs = self.run(jaxpr, constants, inputs)
 
     @property
     def num_levels(self) -> int:
@@ -86,31 +82,13 @@ class Agenda:
         made = [value for node in nodes for value in node.outputs]
         return [value for value in made if value in added], [value for value in made if value in used]
 
-
-def agenda_of(jaxpr: Jaxpr, constants: Sequence[Any], inputs: Sequence[Quantity]) -> Agenda:
-    """Find the nodes of a program, of a step traced with the replica axis bound, or of a body in it.
-
-    Raises:
-        ContextError: when it does what several replicas of one device cannot do.
-    """
-    walk = _Planning()
-    outputs = walk.run(jaxpr, constants, inputs)
-    return Agenda(walk.nodes, outputs)
-
-
-class _Planning(Flattening[Quantity]):
-    """A walk that notes the nodes."""
-
-    def __init__(self) -> None:
-        self.nodes: list[Operation] = []
-
     def constant(self, value: Any) -> Quantity:
         return Quantity(constant=value)
 
     def plain(self, equation: Equation, values: list[Quantity]) -> Sequence[Quantity]:
         level, flags = max((value.level for value in values), default=0), [value.is_own for value in values]
         if is_meeting := jaxprs.has_collective(equation):
-            kind, results = Kind.MEETING, own_after(equation, flags)
+            kind, results = Kind.MEETING, list(_Ownership().equation(equation, flags))
         else:
             kind = Kind.OWN if _is_own(equation, flags) else Kind.SHARED
             results = [kind is Kind.OWN] * len(equation.outvars)
@@ -126,11 +104,6 @@ class _Planning(Flattening[Quantity]):
 def _is_own(equation: Equation, flags: Sequence[bool]) -> bool:
     """Tell whether each replica computes an equation without a meeting for itself."""
     return any(flags) or not jaxprs.is_function_of_operands(equation) or jaxprs.has_replica_number(equation)
-
-
-def own_after(equation: Equation, flags: list[bool]) -> list[bool]:
-    """Tell of each result of an equation whether each replica has its own; of each operand, `flags` tell."""
-    return list(_Ownership().equation(equation, flags))
 
 
 class _Ownership(Analysis[bool]):

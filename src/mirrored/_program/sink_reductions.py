@@ -44,9 +44,7 @@ def sum_of_rows(stack: jax.Array) -> jax.Array:
 def sum_over_replicas(value: Quantity, read: Callable[[Quantity], Any]) -> jax.Array:
     """Return the sum over the replicas of a device of a value of which each has its own.
 
-    Args:
-        value: which.
-        read: returns a value: of all replicas, `[v, ...]`, if each has its own; None when it is not known of all.
+    `read` returns a value: of all replicas, `[v, ...]`, if each has its own; None when it is not known of all.
     """
     node = value.maker
     operands = [] if node is None else list(map(read, node.inputs))

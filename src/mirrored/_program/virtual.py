@@ -24,7 +24,7 @@ from .._jax.jaxprs import Equation, Jaxpr
 from .._jax.primitives import DEVICE_RANDOM, HOST_EFFECTS, MAKE_SAME, RANDOM
 from .._replicas.mesh import ReplicaMesh
 from .._typing import REPLICA_AXIS
-from . import schedule, sink_reductions
+from . import sink_reductions
 from .lift import Lifted
 from .schedule import Agenda, Kind, Operation, Quantity
 
@@ -32,16 +32,7 @@ from .schedule import Agenda, Kind, Operation, Quantity
 def run_replicas(
     mesh: ReplicaMesh, lifted: Lifted, _: Any, constants: list[Any], inputs: list[Any], is_own: list[bool], ends: list[bool]
 ) -> list[Any]:
-    """Run a step for all replicas of a device.
-
-    Args:
-        mesh: the devices.
-        lifted: the step.
-        constants: the arrays that it closes over.
-        inputs: its arguments.
-        is_own: for each of them, whether it holds the replicas' own values.
-        ends: the same for its outputs.
-    """
+    """Run a step for all replicas of a device; `is_own` and `ends` tell which inputs and outputs are the replicas' own."""
     device = _Device(mesh)
     outputs = device.run(_jaxpr_of(lifted), constants, inputs, is_own)
     return [device.as_kind(*output, end) for output, end in zip(outputs, ends, strict=True)]
@@ -80,7 +71,7 @@ class _Device:
     ) -> list[tuple[Any, bool]]:
         """Run a program, and return each output, and whether each replica has its own; `is_own` tells that of the arguments."""
         values = list(map(Quantity, is_own))
-        plan = schedule.agenda_of(jaxpr, constants, values)
+        plan = Agenda(jaxpr, constants, values)
         run = _Course(self, plan, dict(zip(values, arrays, strict=True)))
         for level in range(plan.num_levels):
             for node in plan.at(level, Kind.SHARED):
@@ -93,17 +84,12 @@ class _Device:
 
 @dataclasses.dataclass
 class _Course:
-    """What is known while a program is put together.
-
-    Attributes:
-        known: the values.
-        totals: the sums over the device's replicas, of values that are added up.
-    """
+    """What is known while a program is put together."""
 
     device: _Device
     plan: Agenda
     known: dict[Quantity, Any]
-    totals: dict[Quantity, Any] = dataclasses.field(default_factory=dict)
+    totals: dict[Quantity, Any] = dataclasses.field(default_factory=dict)  # sums over the device's replicas
 
     def read(self, value: Quantity) -> Any:
         return self.known.get(value, value.constant)
@@ -170,7 +156,8 @@ class _Course:
 
     def meet(self, node: Operation) -> Sequence[Any]:
         """Run any other meeting."""
-        meeting = _Reunion(self.device, [value.is_own for value in node.inputs])
+        inputs, outputs = ([value.is_own for value in values] for values in (node.inputs, node.outputs))
+        meeting = _Reunion(self.device, inputs, outputs)
         return meeting.equation(node.equation, list(map(self.read, node.inputs)))
 
 
@@ -218,10 +205,11 @@ class _OneReplica(Evaluation):
 
 @dataclasses.dataclass
 class _Reunion(Interpreter[Any]):
-    """A meeting of the replicas, on values of which `flags` tell whether each replica has its own."""
+    """A meeting of the replicas."""
 
     device: _Device
-    flags: list[bool]
+    flags: list[bool]  # of each operand, whether each replica has its own
+    ends: list[bool]  # of each result
 
     def over_replicas(self, equation: Equation, values: list[Any]) -> Sequence[Any]:
         """Run a collective other than a sum."""
@@ -254,13 +242,12 @@ class _Reunion(Interpreter[Any]):
         return [self.device.as_kind(*value) for value in zip(values, flags, ends, strict=True)]
 
     def cond(self, equation: Equation, values: list[Any]) -> Sequence[Any]:
-        ends = schedule.own_after(equation, self.flags)
         index = self.device.as_kind(values[0], self.flags[0], False)
         branches = equation.params["branches"]
-        return run_cond([index, *values[1:]], [self.body(closed, self.flags[1:], ends) for closed in branches])
+        return run_cond([index, *values[1:]], [self.body(closed, self.flags[1:], self.ends) for closed in branches])
 
     def while_loop(self, equation: Equation, values: list[Any]) -> Sequence[Any]:
-        carried, flags = schedule.own_after(equation, self.flags), self.flags
+        flags, carried = self.flags, self.ends
         num_cond, num_body = jaxprs.while_of(equation)
         start = num_cond + num_body
         again = self.body(equation.params["cond_jaxpr"], [*flags[:num_cond], *carried], [False])
@@ -268,7 +255,7 @@ class _Reunion(Interpreter[Any]):
         return run_while(equation, [*values[:start], *self.fit(values[start:], flags[start:], carried)], again, step)
 
     def scan(self, equation: Equation, values: list[Any]) -> Sequence[Any]:
-        ends, flags = schedule.own_after(equation, self.flags), self.flags
+        flags, ends = self.flags, self.ends
         [closed] = jaxprs.inner_jaxprs(equation)
         start, num_carry = jaxprs.scan_of(equation)
         carried, end = ends[:num_carry], start + num_carry

@@ -27,18 +27,16 @@ from .nodes import Node, Trace, Value
 
 #: A value in each trace, such as an operand of a collective that all traces share.
 Row = tuple[Value, ...]
+#: An array that travels: its dtype, and how many of this dtype come before it.
+Slot = tuple[Any, int]
 
 
 def run_merged(
     traces: Sequence[Trace], index: jax.Array, arguments: Sequence[jax.Array], outer: _Run | None = None
 ) -> list[jax.Array]:
-    """Run compared traces as one, each replica its own, and return the outputs.
+    """Run compared traces as one, each replica its own, that of its `index`, and return the outputs.
 
-    Args:
-        traces: the traces, after `compare`.
-        index: which of the traces this replica runs.
-        arguments: the arguments' values; those that differ in shape are padded to one shape, as outputs are.
-        outer: what runs around it, for the bodies of a loop.
+    Arguments and outputs that differ in shape are padded to one shape. `outer` is what runs around a body of a loop.
     """
     run = _Run(traces, index, outer)
     run.keep([trace.arguments for trace in traces], arguments)
@@ -50,14 +48,7 @@ def run_merged(
 
 
 class _Run:
-    """What is known while the one program is put together.
-
-    Attributes:
-        known: what is computed once, by number.
-        padded: for each kind of replica, the arrays of one shape in which values lie that have another shape on other kinds.
-        carried: for each kind of replica, what its earlier parts computed and later parts need.
-        exported: what is taken out of the parts, of one shape.
-    """
+    """What is known while the one program is put together."""
 
     def __init__(self, traces: Sequence[Trace], index: jax.Array, outer: _Run | None) -> None:
         self._traces = traces
@@ -68,9 +59,13 @@ class _Run:
         self._exports = _find_exports(traces, self._joint)
         self._last_use = [_find_last_uses(live, self._exports, kind) for kind, live in enumerate(self._live)]
         self._cheap = [{v: n for n in live if n.is_own and n.is_cheap for v in n.outputs} for live in self._live]
+        #: What is computed once, by number.
         self.known: collections.ChainMap[int | None, Any] = collections.ChainMap({}, outer.known if outer else {})
+        #: For each kind of replica, the arrays of one shape in which values lie that have another shape on other kinds.
         self.padded: list[dict[Value, jax.Array]] = [{} for _ in traces]
+        #: For each kind, what its earlier parts computed and later parts need.
         self.carried: list[dict[Value, jax.Array]] = [{} for _ in traces]
+        #: What is taken out of the parts, of one shape.
         self.exported: dict[Row, jax.Array] = {}
 
     def outputs(self) -> list[jax.Array]:
@@ -227,30 +222,27 @@ class Slots:
 
     The i-th value of a dtype of each kind travels in the i-th array of that dtype: as it is when all have
     one shape, else flat and padded.
-
-    Args:
-        avals: for each kind, the shapes and dtypes of its values.
     """
 
     def __init__(self, avals: Sequence[Sequence[Any]]) -> None:
         self._avals = avals
-        self._plain = [[jax.eval_shape(functools.partial(_plain, aval=aval), aval) for aval in own] for own in avals]
-        self._keys = [_numbered([plain.dtype for plain in own]) for own in self._plain]
-        shapes: dict[Any, set[Shape]] = collections.defaultdict(set)
-        for key, plain in zip(itertools.chain(*self._keys), itertools.chain(*self._plain), strict=True):
-            shapes[key].add(plain.shape)
-        self._shapes = {key: own.pop() if len(own) == 1 else (max(map(math.prod, own)),) for key, own in shapes.items()}
+        plain = [[jax.eval_shape(functools.partial(_plain, aval=aval), aval) for aval in own] for own in avals]
+        self._own = list(map(_numbered, plain))
+        shapes: dict[Slot, set[Shape]] = collections.defaultdict(set)
+        for slot, shape in itertools.chain.from_iterable(own.items() for own in self._own):
+            shapes[slot].add(shape)
+        self._shapes = {slot: own.pop() if len(own) == 1 else (max(map(math.prod, own)),) for slot, own in shapes.items()}
 
     def pack(self, kind: int, values: Sequence[Any]) -> list[jax.Array]:
         """Return all common arrays, with one kind's values in its own and zeros in the rest."""
-        own = {key: _plain(v, aval) for key, v, aval in zip(self._keys[kind], values, self._avals[kind], strict=True)}
-        return [_filled(own.get(key), key[0], shape) for key, shape in self._shapes.items()]
+        own = dict(zip(self._own[kind], map(_plain, values, self._avals[kind]), strict=True))
+        return [_filled(own.get(slot), slot[0], shape) for slot, shape in self._shapes.items()]
 
     def unpack(self, kind: int, packed: Sequence[jax.Array]) -> list[Any]:
         """Return one kind's values."""
         arrays = dict(zip(self._shapes, packed, strict=True))
-        own = zip(self._keys[kind], self._plain[kind], self._avals[kind], strict=True)
-        return [_restored(_cut(arrays[key], plain.shape), aval) for key, plain, aval in own]
+        plain = [_cut(arrays[slot], shape) for slot, shape in self._own[kind].items()]
+        return list(map(_restored, plain, self._avals[kind]))
 
 
 def _filled(plain: jax.Array | None, dtype: Any, shape: Shape) -> jax.Array:
@@ -263,10 +255,9 @@ def _cut(array: jax.Array, shape: Shape) -> jax.Array:
     return array if array.shape == shape else array[: math.prod(shape)].reshape(shape)
 
 
-def _numbered(dtypes: Sequence[Any]) -> list[tuple[Any, int]]:
-    """Pair each dtype with how often it came before."""
+def _numbered(plain: Sequence[jax.ShapeDtypeStruct]) -> dict[Slot, Shape]:
     counts: dict[Any, Iterator[int]] = collections.defaultdict(itertools.count)
-    return [(dtype, next(counts[dtype])) for dtype in dtypes]
+    return {(one.dtype, next(counts[one.dtype])): one.shape for one in plain}
 
 
 def padded(array: Any, aval: Any, shape: Shape) -> jax.Array:

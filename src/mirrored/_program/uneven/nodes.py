@@ -16,44 +16,30 @@ from ..._jax.primitives import FILLS
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Value:
-    """A value in one trace.
-
-    Attributes:
-        aval: its shape and dtype.
-        number: equal to that of another trace's value iff both are computed alike; None: not compared.
-        stage: after how many groups of collectives it is known.
-        content: the array, for a constant.
-        outer: the value outside of the loop, for one that a loop's body takes from there.
-    """
+    """A value in one trace."""
 
     aval: Any
-    number: int | None = None
-    stage: int = 0
-    content: Any = None
-    outer: Value | None = None
+    number: int | None = None  # equal to that of another trace's value iff both are computed alike; None: not compared
+    stage: int = 0  # after how many groups of collectives it is known
+    content: Any = None  # the array, for a constant
+    outer: Value | None = None  # the value outside of the loop, for one that a loop's body takes from there
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Node:
-    """An equation, with its trace's values in place of the jaxpr's variables.
-
-    Attributes:
-        bodies: what a loop or condition with collectives inside runs; empty for everything else.
-        handed: the inputs that are handed over as one array of all traces, when it is a collective: those of a loop that its
-            bodies do not take as they are.
-        is_pure: whether it is known to compute its outputs from its inputs alone.
-        is_own: whether each trace computes it for itself; known after `compare`.
-    """
+    """An equation, with its trace's values in place of the jaxpr's variables."""
 
     equation: Equation
     inputs: list[Value]
     outputs: list[Value]
     is_collective: bool
+    #: What a loop or condition with collectives inside runs; empty for everything else.
     bodies: list[Trace] = dataclasses.field(default_factory=list)
+    #: The inputs of a collective that are one array of all traces: those of a loop that its bodies do not take as they are.
     handed: list[Value] = dataclasses.field(default_factory=list)
     stage: int = 0
-    is_pure: bool = False
-    is_own: bool = False
+    is_pure: bool = False  # whether it is known to compute its outputs from its inputs alone
+    is_own: bool = False  # whether each trace computes it for itself; known after `compare`
 
     @property
     def is_cheap(self) -> bool:
@@ -64,20 +50,14 @@ class Node:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Trace:
-    """One trace, or a body of a loop in it: its arguments, its nodes in order, and its outputs.
+    """One trace, or a body of a loop in it."""
 
-    Attributes:
-        name: how messages call the replicas that run it, such as "the replicas with 3 rows".
-        taken: what it takes from outside as it is, for a body of a loop.
-        num_stages: the number of stages, after `compare`.
-    """
-
-    name: str
+    name: str  # how messages call the replicas that run it, such as "the replicas with 3 rows"
     arguments: list[Value]
-    nodes: list[Node]
+    nodes: list[Node]  # in order
     outputs: list[Value]
-    taken: list[Value] = dataclasses.field(default_factory=list)
-    num_stages: int = 1
+    taken: list[Value] = dataclasses.field(default_factory=list)  # what a body takes from outside as it is
+    num_stages: int = 1  # known after `compare`
 
     @property
     def collectives(self) -> list[Node]:
@@ -85,12 +65,9 @@ class Trace:
 
 
 def read_trace(name: str, closed: ClosedJaxpr, taken: Sequence[Value] = ()) -> Trace:
-    """Turn a traced step, or a body of a loop in it, into nodes, with calls put in line: what they compute can be told apart.
+    """Turn a traced step into nodes, or a body of a loop, which takes its first arguments from outside.
 
-    Args:
-        name: how messages call the replicas that run it.
-        closed: the traced step.
-        taken: its first arguments, which a body takes from outside.
+    Calls are put in line, so that what they compute can be told apart.
     """
     arguments = [Value(variable.aval) for variable in closed.jaxpr.invars[len(taken) :]]
     trace = Trace(name, arguments, [], [], [value for value in taken if value.outer is not None])

@@ -17,9 +17,7 @@ from .structural_hash import content_key, equation_key
 def compare(traces: Sequence[Trace], is_common: Sequence[bool]) -> None:
     """Number the values of all traces, also inside loops with collectives, and put them in stages.
 
-    Args:
-        traces: the traces; they must reach the same collectives in the same order.
-        is_common: for each argument, whether it has one shape in all traces.
+    Of each argument `is_common` tells whether it has one shape in all traces.
 
     Raises:
         UnevenReplicasError: at the first collective in which the traces differ.
