@@ -409,7 +409,7 @@ def test_sizes() -> None:
 #: Lines of each wing. A commit may lower a budget, and never raises one; beside it what is to be reached. The ground is together,
 #: and so are small wings that stand for one thing. `python tests/test_house.py` prints today's.
 BUDGETS = {
-    "_program": 4686,  # 4,000
+    "_program": 4662,  # 4,000
     "_jax": 1372,  # 1,300
     "_replicas": 2345,  # 2,100
     "_variables": 2011,  # 1,700
@@ -417,7 +417,7 @@ BUDGETS = {
     "_updates": 269,  # 250
     "_strategy": 1171,  # 1,100
     "_transforms": 626,  # 600
-    "data": 3600,  # 3,200
+    "data": 3591,  # 3,200
     "_workers": 2367,  # 1,700
     "_cluster": 1598,  # 1,080
     "_checkpoint": 2189,  # 1,800
@@ -454,7 +454,6 @@ ANYS = {
     "_cluster": 8,
     "_jax": 5,
     "_models": 72,
-    "_options": 1,
     "_program": 74,
     "_replicas": 14,
     "_report": 5,
@@ -464,7 +463,7 @@ ANYS = {
     "_transforms": 16,
     "_updates": 5,
     "_variables": 63,
-    "_workers": 15,
+    "_workers": 13,
     "data": 20,
     "losses": 2,
     "optimizer": 3,
