@@ -29,7 +29,7 @@ MUTANTS = [
     ("_program/lift.py", "Bindings({}, ask_for, renew)", "Bindings({}, ask_for, lambda: None)",
      "tests/_program/test_lift.py::test_a_helper_that_reads_a_variable_sees_its_value_of_the_moment"),
     # -- uneven steps
-    ("_program/uneven/traces.py", " and all(own.was_answered_by(asked) for own in sizes)\n", "\n",
+    ("_program/uneven/traces.py", "is_agreed = all(own.was_answered_by(known) for own in sizes)", "is_agreed = True",
      PROPERTIES + "right_steps_equal_one_device"),
     ("_program/uneven/merge.py", "[value][tuple(slice(size) for size in value.aval.shape)]", "[value]",
      PROPERTIES + "padding_is_never_seen_along_any_axis"),
