@@ -223,12 +223,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         add("--node-rank", type=_index, metavar="I", help="which of them this is, from 0"),
         add("--coordinator", metavar="HOST:PORT", help="where worker 0 listens; needed for several hosts"),
         add("--max-restarts", type=_index, default=0, metavar="R", help="restarts without a new checkpoint in between (0)"),
-        add(
-            "--standby",
-            default="",
-            metavar="M,M",
-            help="modules that processes import ahead, which wait for a restart",
-        ),
+        add("--standby", default="", metavar="M,M", help="modules that waiting processes import for the next restart"),
         add("--grace", type=_seconds, default=30.0, metavar="S", help="seconds that workers have to save and leave (30)"),
         add("--log-dir", type=Path, metavar="D", help="keep the output of each worker in D/attempt-0/worker-0.log"),
     ]

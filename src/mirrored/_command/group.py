@@ -25,7 +25,7 @@ from . import keeper
 from .ending import Attempt, Ending
 from .output import STATE_SECONDS, BarState, LineCutter, LogFile, Outlet, Tail, prefix
 from .signals import Signals
-from .standby import DELAY_SECONDS, Standby
+from .standby import DELAY_SECONDS, Standby, start
 
 #: How long the others have to leave by themselves when one has failed; the library needs about one second for it.
 FAREWELL_SECONDS = 5.0
@@ -68,27 +68,15 @@ class Worker:
 
 @dataclasses.dataclass
 class Group:
-    """The workers of one attempt on this host, from their start until all are gone.
+    """The workers of one attempt on this host, from their start until all are gone."""
 
-    Attributes:
-        command: the arguments of Python that make a worker.
-        environments: of each worker, without what this class adds: MIRRORED_PROGRESS_FILE.
-        first_index: the index in the cluster of the first of them.
-        num_workers: of the whole cluster, of which other hosts may have a part.
-        grace: seconds between asking workers to leave and killing them.
-        logs: the folder for log files.
-        outlets: for standard output and for errors; the same one twice where both go to the same place.
-        signals: to the launcher.
-        standby: what waits to become a worker.
-    """
-
-    command: Sequence[str]
-    environments: Sequence[Mapping[str, str]]
-    first_index: int
-    num_workers: int
-    grace: float
+    command: Sequence[str]  # the arguments of Python that make a worker
+    environments: Sequence[Mapping[str, str]]  # of each worker; MIRRORED_PROGRESS_FILE is added
+    first_index: int  # of the first of them in the cluster
+    num_workers: int  # of the whole cluster, of which other hosts may have a part
+    grace: float  # seconds between asking workers to leave and killing them
     logs: Path | None
-    outlets: tuple[Outlet, Outlet]
+    outlets: tuple[Outlet, Outlet]  # of output and errors; one twice where both go to the same place
     signals: Signals
     standby: Standby
     _workers: list[Worker] = dataclasses.field(default_factory=list)
@@ -128,16 +116,8 @@ class Group:
         self._workers.append(Worker(index, process, streams, log))
 
     def _start_worker(self, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            [*_isolated("enrol"), str(self._keeper_pipe), sys.executable, "-u", *self.command],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,  # the terminal's Ctrl-C comes to the launcher only, which passes it on once
-            pass_fds=(self._keeper_pipe,),
-        )
+        command = [*_isolated("enrol"), str(self._keeper_pipe), sys.executable, "-u", *self.command]
+        return start(command, environment, subprocess.DEVNULL, pass_fds=(self._keeper_pipe,))
 
     def _step(self) -> None:
         """Wait for something to happen, and do what follows from it."""

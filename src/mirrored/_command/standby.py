@@ -16,36 +16,33 @@ from collections.abc import Mapping, Sequence
 
 #: So long the workers of an attempt start and compile before the processes for the next one are started.
 DELAY_SECONDS = 10.0
+Process = subprocess.Popen[bytes]
+
+
+def start(command: Sequence[str], environment: Mapping[str, str], stdin: int, pass_fds: Sequence[int] = ()) -> Process:
+    """Start a process whose output comes through pipes."""
+    pipe = subprocess.PIPE
+    # In a session of its own: the terminal's Ctrl-C comes to the launcher only, which passes it on once.
+    return subprocess.Popen(
+        command, 0, env=environment, stdin=stdin, stdout=pipe, stderr=pipe, start_new_session=True, pass_fds=pass_fds
+    )
 
 
 class Standby:
-    """The processes that wait.
-
-    Args:
-        modules: the names of the modules that they import, with commas; without any, none waits.
-        command: the arguments of Python that make a worker.
-    """
+    """The processes that wait, and have imported modules `a,b`; without any, none waits."""
 
     def __init__(self, modules: str, command: Sequence[str]) -> None:
         self._has_modules = bool(modules)
         self._arguments = [sys.executable, "-u", __file__, modules, *command]
-        self._waiting: dict[int, subprocess.Popen[bytes]] = {}
+        self._waiting: dict[int, Process] = {}
 
     def prepare(self, environments: Sequence[Mapping[str, str]]) -> None:
         """Start what is missing: a process for each environment, in which its modules are imported."""
         for place, environment in enumerate(environments):
             if self._has_modules and place not in self._waiting:
-                self._waiting[place] = subprocess.Popen(
-                    self._arguments,
-                    env=environment,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    bufsize=0,
-                    start_new_session=True,
-                )
+                self._waiting[place] = start(self._arguments, environment, subprocess.PIPE)
 
-    def take(self, place: int, environment: Mapping[str, str], keeper: int) -> subprocess.Popen[bytes] | None:
+    def take(self, place: int, environment: Mapping[str, str], keeper: int) -> Process | None:
         """Let a process become the worker of an environment, known to the keeper; None if none waits."""
         process = self._waiting.pop(place, None)
         if process is None:
