@@ -71,6 +71,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[types.SimpleName
 
 def state(world: types.SimpleNamespace) -> Any:
     variables = [value for value in vars(world).values() if isinstance(value, mr.Variable)] + world.optimizer._state
+    variables.append(world.optimizer.iterations)
     held = [(variable.name, np.asarray(variable._array).tolist()) for variable in variables]
     return held, (world.rows, list(world.rows._passes)), np.asarray(world.x._array).tolist(), mr.has_strategy()
 
@@ -155,6 +156,8 @@ BAD_INPUT = {
         step(lambda: 1, (), {"y": 1}) => TypeError: unexpected keyword argument 'y'
         step(abs, (WORDS,)) => TypeError: is a numpy array of dtype <U1, which no device can hold
         step(abs, (np.zeros(2, [("a", int)]),)) => TypeError: which no device can hold
+        step(abs, (np.array([1, 2**33]),))
+            => ValueError: the argument `x` holds int64 values from 1 to 8589934592, .*jax_enable_x64
         step(lambda x: x, (x_of_three,)) => StrategyMismatchError: `x` .* of 3 .*ANOTHER
         step(lambda x: x, ([x_elsewhere],)) => StrategyMismatchError: `x\[0\]` .*ANOTHER
         step(lambda x: x.shape[0], (uneven,)) => UnevenReplicasError: return different things
@@ -225,7 +228,7 @@ BAD_INPUT = {
     "Strategy.distribute_dataset": r"""
         two.distribute_dataset(3) => TypeError: got 3 of type int; expected an iterable of global batches
         two.distribute_dataset(None) => TypeError: got None of type NoneType
-        two.distribute_dataset("train") => TypeError: got 'train'; expected an iterable of global batches
+        two.distribute_dataset("train") => TypeError: got 'train' of type str; expected an iterable of global batches
         two.distribute_dataset(ONES) => TypeError: got ndarray, one set of arrays; .*make_numpy_dataset
         two.distribute_dataset({"x": ONES}) => TypeError: got dict, one set of arrays
         two.distribute_dataset((ONES, ONES)) => TypeError: got tuple, one set of arrays
@@ -279,6 +282,10 @@ BAD_INPUT = {
             => ValueError: arrays of different ranks, shapes \(1,\), \(1, 1\); expected one rank for all replicas
         values(two, lambda i: np.ones(1, ["int32", "float32"][i])) => TypeError: returned different dtypes: float32, int32
         values(two, lambda i: [1] * (1 + i)) => ValueError: value_fn returned the structure .* for replica 0 and .* for replica 1
+        values(two, lambda i: {i: 1}) => ValueError: expected one structure for all
+        values(two, lambda i: 1 if i else None) => ValueError: expected one structure for all
+        values(two, lambda i: np.array([1, 2**33], "uint64"))
+            => ValueError: holds uint64 values from 1 to 8589934592, .*jax_enable_x64
         step(lambda: values(two, lambda i: 1)) => ContextError: NOT_IN_A_STEP
         in_three(lambda: values(two, lambda i: 1)) => StrategyMismatchError: in the scope of
     """,
@@ -440,15 +447,19 @@ BAD_INPUT = {
     "scan": r"""
         mr.scan(3, 0.0, ONES) => TypeError: mr\.scan got 3 as its body; expected a function
         mr.scan(lambda carry, x: carry, 0.0, ONES) => TypeError: returned an array; expected a pair \(new carry, y\)
+        mr.scan(lambda c, x: (c, x, x), 0.0, ONES) => TypeError: expected a pair.*return carry, None
+        mr.scan(lambda c, x: (c, "s"), 0.0, ONES) => TypeError: the y of mr\.scan's body got 's\'
         mr.scan(lambda c, x: (c, x), "a", ONES) => TypeError: the carry of mr\.scan got 'a'
         mr.scan(lambda c, x: (c, x), 0.0, "ab") => TypeError: xs of mr\.scan got 'ab'
         mr.scan(lambda c, x: (c, x), 0.0, 1.0) => ValueError: xs of mr\.scan holds a scalar
+        mr.scan(lambda c, x: (c, x), 0.0, [1.0, 2.0]) => ValueError: scalar.*jnp\.asarray\(\[1\.0, 2\.0\]\)
+        mr.scan(lambda c, x: (c, x), 0.0, scalars) => ValueError: scalar
         mr.scan(lambda c, x: (c, x), 0.0, (np.ones(2), np.ones(3))) => ValueError: different leading axis sizes: 2, 3
         mr.scan(lambda c, x: (c, x), 0.0) => ValueError: no values to scan over
         mr.scan(lambda c, x: (c, x), 0.0, None, -1) => TypeError: mr\.scan got length=-1; expected an int, 0 or more
         mr.scan(lambda c, x: (c, x), 0.0, None, "2") => TypeError: mr\.scan got length='2'
         mr.scan(lambda c, x: (c, x), 0.0, ONES, 3) => ValueError: `length` argument of 3 which disagrees
-        mr.scan(lambda c, x: (c, x), 0.0, uneven) => UnevenReplicasError: a PerReplica with different shapes, \(1,\), \(2,\)
+        mr.scan(lambda c, x: (c, x), 0.0, uneven) => UnevenReplicasError: xs of mr\.scan.*\(1,\), \(2,\).*the same number of rows
         mr.scan(lambda carry, x: (np.ones(3), x), 0.0, ONES) => TypeError: must have equal types
     """,
     "fori_loop": r"""
@@ -473,6 +484,9 @@ BAD_INPUT = {
         mr.grad(w, lambda: 1.0) => TypeError: expected a function that returns a loss
         mr.grad(lambda: 1.0, []) => TypeError: got no variables; expected at least one
         mr.grad(lambda: [w.value], w)() => TypeError: the function returned \[.*\]; expected a loss, one for each example or one
+        mr.grad(lambda: w[0], [w, {'again': w}]) => ValueError: 'w' is listed twice
+        mr.grad(lambda: w[0] * 1j, w)() => TypeError: dtype complex64; expected a floating
+        mr.grad(lambda: scalars, w)() => PerReplicaError: strategy\.reduce
         jax.jit(lambda: mr.grad(lambda: jnp.sum(w), w)())() => ContextError: TRACED
     """,
     "value_and_grad": r"""
@@ -481,14 +495,14 @@ BAD_INPUT = {
         mr.value_and_grad(lambda: 1.0, [ONES]) => TypeError: got array.* among its variables; .* use jax\.value_and_grad
         mr.value_and_grad(lambda: 1.0, ["w"]) => TypeError: got 'w' of type str among its variables
         mr.value_and_grad(lambda: 1.0, x) => TypeError: among its variables
-        mr.value_and_grad(lambda: 1.0, counts) => TypeError: 'counts' has dtype int32, and only floating point variables
+        mr.value_and_grad(lambda: 1.0, counts) => TypeError: 'counts' has dtype int32; only floating point variables
         mr.value_and_grad(lambda: 1.0, [w, w])() => ValueError: 'w' is listed twice
         mr.value_and_grad(lambda: 1, w)() => TypeError: the loss has dtype int32; expected a floating point number
         mr.value_and_grad(lambda: None, w)() => TypeError: the function returned None; expected a loss
         mr.value_and_grad(lambda: "a", w)() => TypeError: the function returned 'a'
         mr.value_and_grad(lambda: (1.0, 2), w)() => TypeError: the function returned a tuple; pass has_aux=True
         mr.value_and_grad(lambda: 1.0, w, has_aux=True)() => TypeError: must return \(loss, aux\)
-        mr.value_and_grad(lambda: 1.0, private)() => ContextError: variable 'private' is sync-on-read
+        mr.value_and_grad(lambda: 1.0, private)() => ContextError: variable 'private' is sync-on-read: outside a step
         mr.value_and_grad(lambda x: jnp.sum(w * x), w)() => TypeError: missing 1 required positional argument
         step(lambda: mr.value_and_grad(lambda: jnp.sum(of_three), of_three)()) => StrategyMismatchError: 'of_three' lives on 3
     """,
@@ -502,16 +516,21 @@ BAD_INPUT = {
         mr.Optimizer(optax.sgd(0.1), [seen]) => ValueError: variable 'seen' is sync-on-read
         mr.Optimizer(optax.sgd(0.1), [w, w]) => ValueError: 'w' is listed twice
         mr.Optimizer(optax.sgd(0.1), [w, of_three]) => StrategyMismatchError: 'w' and 'of_three' belong to different strategies
-        step(lambda: mr.Optimizer(optax.sgd(0.1), [w])) => ContextError: was created inside a step
+        step(lambda: mr.Optimizer(optax.sgd(0.1), [w])) => ContextError: was created inside a step.*next to the variables
     """,
     "Optimizer.minimize": r"""
         optimizer.minimize(3.0) => TypeError: minimize got an object of type float as its loss; .*minimize\(lambda: loss_of
         optimizer.minimize(lambda: counts) => TypeError: the loss has dtype int32; expected a floating point number
         optimizer.minimize(lambda: w[0], [ONES]) => TypeError: of type ArrayImpl|of type ndarray
+        optimizer.minimize(lambda: mean[0], [mean]) => ValueError: is not one that this optimizer was made for
+        step(lambda: optimizer.minimize(w[0])) => TypeError: of type \w+ as its loss; .*minimize\(lambda: loss_of
+        step(lambda: optimizer.minimize(lambda: counts[0])) => TypeError: the loss has dtype int32
+        step(lambda: optimizer.minimize(lambda: mean[0], [mean])) => ValueError: is not one that this optimizer was made for
+        step(lambda: optimizer.minimize(lambda: w[0], [3.0])) => TypeError: mr.Variable
     """,
     "Optimizer.apply_gradients": r"""
         apply(None) => ValueError: got gradients of structure .*; expected .*zip\(
-        apply({"w": ONES}) => ValueError: got gradients of structure
+        apply({"w": ONES}) => ValueError: got gradients of structure.*like the variables, or zip
         apply([ONES, ONES]) => ValueError: got gradients of structure
         apply([None]) => ValueError: got no gradient for any variable: every one is None
         apply(["a"]) => TypeError: the gradient of variable 'w' is 'a'; expected an array
@@ -520,11 +539,14 @@ BAD_INPUT = {
         apply([x_of_three]) => StrategyMismatchError: ANOTHER
         apply([x_elsewhere]) => StrategyMismatchError: ANOTHER
         apply([scalars]) => ValueError: 'w' has shape \(\); expected \(2,\)
+        apply([uneven]) => ValueError: 'w' has shape \(None,\)
         apply([x], aggregate=False) => PerReplicaError: got a PerReplica as the
-        apply(zip([ONES], [of_three], strict=True)) => ValueError: 'of_three' in zip
+        apply(zip([ONES], [of_three], strict=True)) => ValueError: 'of_three' in zip.*not one that this optimizer.*\('w'\)
         apply(zip([ONES], [3], strict=True)) => TypeError: expected pairs, as of zip
+        apply(zip([], [], strict=True)) => TypeError: an iterator of \[\]; expected pairs
         apply(zip([ONES] * 2, [w] * 2, strict=True)) => ValueError: variable 'w' is twice in zip
         three.run(lambda: apply([ONES])) => StrategyMismatchError: 'w' lives on 2
+        step(lambda: apply([x])) => PerReplicaError: strategy\.run\(step, args
         jax.jit(lambda: apply([ONES]))() => ContextError: TRACED
         step(lambda x: apply([x], aggregate=False), (x,)) => ReplicasDivergeError: is mirrored, but the value assigned to it
         step(lambda x: apply([jax.lax.psum(x, "replica")]), (x,)) => FactorOfReplicasError: has already been combined over the
@@ -569,7 +591,7 @@ BAD_INPUT = {
         step(lambda: mr.losses.scale_regularization_loss(x)) => PerReplicaError: PerReplica does not support
     """,
     "losses.global_loss": r"""
-        mr.losses.global_loss(1.0) => TypeError: global_loss got 1\.0; expected a function
+        mr.losses.global_loss(1.0) => TypeError: global_loss got 1\.0; expected a function.*average_loss\(per_example_loss\(w\)\)
         mr.losses.global_loss(jnp.sum)(ONES) => ContextError: global_loss was called outside a step
         step(lambda: mr.losses.global_loss(lambda w: w)(ONES)) => TypeError: returned shape \(2,\); expected a scalar
         step(lambda: mr.losses.global_loss(lambda w: "a")(ONES)) => TypeError: the function given to global_loss is 'a'
@@ -598,7 +620,7 @@ BAD_INPUT = {
     """,
     "data.DistributedDataset.repeat": r"""
         distributed.repeat(1.5) => TypeError: repeat got 1\.5; expected an int, the number of passes
-        distributed.repeat(0) => ValueError: repeat got 0; expected at least 1, or None for no end
+        distributed.repeat(0) => ValueError: repeat got 0; expected at least 1, the number of passes, or None
     """,
     "data.DistributedDataset.map": r"""
         distributed.map(None) => TypeError: map got None; expected a function of a batch

@@ -1,6 +1,5 @@
 """Lifting: a step becomes a pure function. No stale value, no leaked tracer, nothing lost when it stops halfway."""
 
-import dataclasses
 import gc
 import re
 import signal
@@ -452,30 +451,6 @@ def test_ctrl_c_after_any_call_in_a_step_loses_no_variable():
 
     for way in ways:
         assert ctrl_c.after_each_call(way, check) > 30
-
-
-# -- results
-
-
-@dataclasses.dataclass
-class Opaque:
-    field: object
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class Known:
-    field: object
-
-
-def test_an_object_that_hides_arrays_is_refused_and_others_pass():
-    with pytest.raises(TypeError, match=r"returned a Opaque, whose field 'field' holds an array.*register_dataclass"):
-        STRATEGY.run(lambda: Opaque(jnp.ones(2)))
-    static = Opaque("text")
-    known, same, same_variable = STRATEGY.run(lambda: (Known(jnp.ones(2)), static, w))
-    assert known.field.tolist() == [1.0, 1.0]
-    assert same is static
-    assert same_variable is w
 
 
 # -- the text by which workers compare their programs

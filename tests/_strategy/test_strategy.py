@@ -204,14 +204,6 @@ def test_verbs_take_what_is_theirs_and_refuse_what_is_of_another_strategy(strate
     assert float(other_two.reduce("sum", of_other_two)[0]) == float(twin.reduce("sum", own)[0]) == 2
 
 
-def test_what_looks_at_real_values_is_refused_where_there_are_none(strategy2):
-    for verb, look in (("assert_mirrored", strategy2.assert_mirrored), ("barrier", lambda: strategy2.barrier("end"))):
-        for traced in (strategy2.run, lambda fn: mr.function(fn)()):
-            with pytest.raises(mr.ContextError, match=rf"strategy\.{verb} was called inside a step or an mr\.function"):
-                traced(look)
-        look()
-
-
 # -- distribute_values_from_function
 
 
@@ -261,19 +253,6 @@ def test_a_masked_array_is_refused_since_its_mask_would_be_lost(strategy2):
         with pytest.raises(TypeError, match=r"masked array, and no device holds masks\. Write array\.filled\(value\)"):
             use()
     assert strategy2.run(lambda x: x, args=(masked.filled(0),)).tolist() == [1, 0]
-
-
-def test_values_that_do_not_fit_together_are_refused(strategy2):
-    """More is in test_bad_input."""
-    for values, error, message in (
-        ([1, 1.0], TypeError, "value_fn returned different dtypes: float32, int32; expected one for all replicas"),
-        ([np.ones(2), np.ones((1, 2))], ValueError, r"arrays of different ranks, shapes \(2,\), \(1, 2\); expected one rank"),
-        ([(1,), [1]], ValueError, r"the structure .* for replica 0 and .* for replica 1; expected one structure"),
-        ([{"a": 1}, {"b": 1}], ValueError, "expected one structure for all"),
-        ([1, None], ValueError, "expected one structure for all"),
-    ):
-        with pytest.raises(error, match=message):
-            strategy2.distribute_values_from_function(lambda ctx, v=values: v[ctx.replica_id_in_sync_group]), pytest.fail(message)
 
 
 # -- TensorFlow's names

@@ -5,7 +5,6 @@ import warnings
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from parameters import slow
 
@@ -159,29 +158,6 @@ def test_they_nest(strategy2):
         assert run()[1].tolist() == [13.0, 26.0]
 
 
-def test_k_steps_in_a_scan_are_k_steps(strategy3):
-    rows = numbered_rows(strategy3, 5)
-
-    def trained(run_all):
-        with strategy3.scope():
-            w = mr.Variable(np.float32([0.5, -1.0]))
-            optimizer = mr.Optimizer(optax.adam(0.1), [w])
-
-        def step(x):
-            loss, gradients = mr.value_and_grad(lambda: (w * x - 1) ** 2, [w])()
-            optimizer.apply_gradients(gradients)
-            return loss
-
-        return run_all(step), w.numpy()
-
-    one_by_one = lambda step: [strategy3.run(lambda rows, i: step(rows[i]), args=(rows, np.int32(i))) for i in range(5)]  # noqa: E731
-    scanned = lambda step: mr.scan(lambda _, x: (None, strategy3.run(step, args=(x,))), None, rows)[1]  # noqa: E731
-    (losses, w), (stacked, other) = trained(one_by_one), trained(scanned)
-    np.testing.assert_allclose(other, w, rtol=1e-6)
-    for replica, own in enumerate(stacked.values):
-        np.testing.assert_allclose(own, [losses[i].values[replica] for i in range(5)], rtol=1e-5)
-
-
 def test_numbers_and_array_bounds_do_not_compile_again():
     traces = []
 
@@ -219,27 +195,6 @@ def test_carries_and_rows_of_every_kind(strategy2):
     assert mr.scan(lambda c, x: (c, x), 0.0, jnp.ones((0, 2)))[1].shape == (0, 2)
     assert float(mr.scan(lambda c, _: (c + 1, None), 0.0, length=0)[0]) == 0.0
     assert int(mr.fori_loop(3, 1, lambda i, c: c + 1, 0)) == 0
-
-
-def test_wrong_bodies_bounds_and_rows_are_refused():
-    """More of it is in test_bad_input."""
-    for call, error, message in (
-        (lambda: mr.scan(lambda c, x: (c, x, x), 0.0, jnp.ones(2)), TypeError, r"expected a pair.*return carry, None"),
-        (lambda: mr.scan(lambda c, x: (c, None), 0.0, length=-1), TypeError, "length=-1; expected an int"),
-        (lambda: mr.scan(lambda c, x: (c, None), 0.0, [1.0, 2.0]), ValueError, r"scalar.*jnp\.asarray\(\[1\.0, 2\.0\]\)"),
-        (lambda: mr.scan(lambda c, x: (c, "s"), 0.0, jnp.ones(2)), TypeError, "the y of mr.scan's body got 's'"),
-        (lambda: mr.fori_loop(0, jnp.arange(2), lambda i, c: c, 0), TypeError, "expected two ints"),
-    ):
-        with pytest.raises(error, match=message):
-            call(), pytest.fail(message)
-
-
-def test_rows_of_different_numbers_show_no_padding(strategy3):
-    uneven = strategy3.distribute_values_from_function(lambda ctx: np.ones(ctx.replica_id_in_sync_group, np.float32))
-    with pytest.raises(mr.UnevenReplicasError, match=r"xs of mr\.scan.*\(0,\), \(1,\), \(2,\).*the same number of rows"):
-        mr.scan(lambda c, x: (c, None), 0.0, uneven)
-    with pytest.raises(ValueError, match="scalar"):
-        mr.scan(lambda c, x: (c, None), 0.0, numbered(strategy3))
 
 
 def test_cond_takes_the_branch_that_the_condition_says_and_keeps_the_rest(strategy2):

@@ -24,10 +24,10 @@ from ..._typing import Shape
 from ..._variables.storage import WeakVariables
 from ..._variables.variable import spec_of
 from .. import proof, refusals
-from ..call import ArrayLeaf, Call, static_key
+from ..call import ArrayLeaf, Call, is_same
 from ..lift import Lifted, ResultPlan, Touched, Traced, static_value, trace_step
 from ..proof import Findings, State
-from . import align, match_collectives, merge, nodes
+from . import match_collectives, merge, nodes, value_numbering
 from .kinds import Kinds, find_kinds
 
 
@@ -36,10 +36,8 @@ def lift_uneven(
 ) -> tuple[Lifted, Findings]:
     """Make one pure function of a step in which replicas have different numbers of rows, and prove it.
 
-    Args:
-        call: the step and its arguments; an uneven one is padded to its largest shape.
-        frame_with: makes the context in which to trace, given what knows the other replicas' sizes.
-        states_of: the proof's state of each input of a lifted step.
+    `frame_with` makes the context to trace in, given what knows the other replicas' sizes; `states_of` are the proof's states
+    of a lifted step's inputs.
 
     Raises:
         UnevenReplicasError: when replicas with different numbers of rows would not reach the same collectives,
@@ -56,7 +54,7 @@ def lift_uneven(
     plan = _merge_plans(traces, kinds)
     with tracing.room_for(lifted.shown for lifted in traces):
         closed = _merge_traces(traces, kinds, leaves, plan, frame_with(None), call.function)
-    largest = max(range(len(traces)), key=lambda kind: kinds.most_rows(kind))
+    largest = max(range(len(traces)), key=kinds.most_rows)
     refusals.check_gradients(found[largest], len(kinds.of_replica))  # merged, what is the same there comes out of a switch
     lines_of = zip(*(lifted.write_lines for lifted in traces), strict=True)
     lines = tuple(next((line for line in lines if line != "<unknown>"), lines[0]) for lines in lines_of)
@@ -75,17 +73,11 @@ def lift_uneven(
 class _AskedSizes:
     """The sizes on all replicas that a step asks for while it is traced for one kind.
 
-    A step asks in the same order whatever its rows, so the k-th question of every trace is the same one. What the
-    other kinds asked, when they were traced before, is known; the rest is guessed.
-
-    Args:
-        known: what each kind asked before.
-
-    Attributes:
-        asked: what this trace asked.
+    A step asks in the same order whatever its rows, so the k-th question of every trace is the same one. What each
+    kind asked, when they were traced before, is known; the rest is guessed.
     """
 
-    def __init__(self, kinds: Kinds, kind: int, known: Sequence[Sequence[int]]) -> None:
+    def __init__(self, kinds: Kinds, kind: int, known: Sequence[tuple[int, ...]]) -> None:
         self._kinds = kinds
         self._kind = kind
         self._known = known
@@ -107,21 +99,15 @@ class _AskedSizes:
 
     def each(self, size: int) -> tuple[int, ...]:
         self._renew_caches()
-        k = len(self.asked)
+        is_known = len(self.asked) < len(self._known) and self._known[len(self.asked)][self._kind] == size
+        sizes = self._known[len(self.asked)] if is_known else self._kinds.guess(self._kind, size)
         self.asked.append(size)
-        if all(k < len(sizes) for sizes in self._known) and self._known[self._kind][k] == size:
-            answer = self._answer(k, self._known)
-        else:
-            answer = self._kinds.guess(self._kind, size)
-        self._answers.append(answer)
-        return answer
+        self._answers.append(self._kinds.on_replicas(sizes))
+        return self._answers[-1]
 
-    def was_answered_by(self, asked: Sequence[Sequence[int]]) -> bool:
+    def was_answered_by(self, known: Sequence[tuple[int, ...]]) -> bool:
         """Tell whether the answers are what the kinds have asked about."""
-        return all(self._answer(k, asked) == answer for k, answer in enumerate(self._answers))
-
-    def _answer(self, k: int, asked: Sequence[Sequence[int]]) -> tuple[int, ...]:
-        return tuple(asked[kind][k] for kind in self._kinds.of_replica)
+        return self._answers == list(map(self._kinds.on_replicas, known))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,14 +131,14 @@ class _Tracer:
 
     def _can_be_traced_without(self, kind: int) -> bool:
         """Tell whether the step can be traced for another kind of replicas, so that an error is about the number of rows."""
-        for other, sizes in enumerate(self.sizes([[]] * len(self.kinds.shapes))):
+        for other, sizes in enumerate(self.sizes()):
             with contextlib.suppress(Exception), sizes.tracing():
                 if other != kind:
                     trace_step(self.call, self.kinds.shapes[other], self.frame_with(sizes))
                     return True
         return False
 
-    def sizes(self, known: Sequence[Sequence[int]]) -> list[_AskedSizes]:
+    def sizes(self, known: Sequence[tuple[int, ...]] = ()) -> list[_AskedSizes]:
         return [_AskedSizes(self.kinds, kind, known) for kind in range(len(self.kinds.shapes))]
 
 
@@ -162,9 +148,9 @@ def _trace_all(tracer: _Tracer) -> tuple[Touched, list[Lifted]]:
     Guesses are nearly always right, and then each kind is traced once. A wrong one is found when all kinds have asked, and may
     even make the step fail; the next round has the right answer to one more question at least.
     """
-    asked: list[list[int]] = [[] for _ in tracer.kinds.shapes]
+    known: list[tuple[int, ...]] = []
     for num_sure in itertools.count():  # so many questions had the right answers
-        sizes, traces, failed = tracer.sizes(asked), [], None
+        sizes, traces, failed = tracer.sizes(known), [], None
         for kind, own in enumerate(sizes):
             try:
                 traces.append(tracer.trace(kind, own))
@@ -172,11 +158,12 @@ def _trace_all(tracer: _Tracer) -> tuple[Touched, list[Lifted]]:
                 failed = failed or error
                 if not own.asked:  # it failed whatever the sizes are
                     raise
-        before, asked = asked, [own.asked for own in sizes]
-        is_agreed = len(set(map(len, asked))) == 1 and all(own.was_answered_by(asked) for own in sizes)
+        asked = [own.asked for own in sizes]
+        before, known = known, list(zip(*asked, strict=False))
+        is_agreed = all(own.was_answered_by(known) for own in sizes)
         if is_agreed and failed is None:
             break
-        is_stuck = asked == before or any(a[:num_sure] != b[:num_sure] for a, b in zip(asked, before, strict=True))
+        is_stuck = known == before or known[:num_sure] != before[:num_sure]
         if failed is not None and (is_agreed or is_stuck):
             raise failed
         if is_stuck:
@@ -219,14 +206,12 @@ def _merge_traces(
     axis = frame.axis
     assert axis is not None
     aligned = [nodes.read_trace(kinds.describe(kind), lifted.shown) for kind, lifted in enumerate(traces)]
-    align.compare(aligned, is_common)
+    value_numbering.compare(aligned, is_common)
     origin = _origin(kinds, nodes.find_loop(aligned[0], aligned[0].outputs))
-    rows = zip(*(trace.outputs for trace in aligned), strict=True)
-    output_shapes = [stack_shapes([value.aval.shape for value in row])[0] for row in rows]
 
     def merged(values: Sequence[jax.Array], arguments: Sequence[jax.Array]) -> list[jax.Array]:
         index = mark(jnp.asarray(kinds.of_replica)[axis.index()], Mark(Purpose.ROWS, origin, ""))
-        return merge.run_merged(aligned, output_shapes, index, [*values, *arguments])
+        return merge.run_merged(aligned, index, [*values, *arguments])
 
     return tracing.trace(merged, (variables, arrays), axis, function)
 
@@ -285,7 +270,7 @@ def _is_same_static(a: tuple[Any] | None, b: tuple[Any] | None) -> bool:
     if a is None or b is None:
         return a is b
     [first], [second] = a, b
-    if static_key(first) == static_key(second):
+    if is_same(first, second):
         return True
     # A step may make an object anew in each trace. Equal numbers with different keys are 0.0 and -0.0, or True and 1.
     return type(first) is type(second) and not isinstance(first, int | float | complex) and bool(first == second)

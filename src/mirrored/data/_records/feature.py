@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -140,15 +141,7 @@ def read_all(feature: Feature, column: Sequence[Any]) -> np.ndarray | None:
 
 
 def cut(feature: Feature, kind: str, spans: Sequence[Span], matrix: np.ndarray, records: Sequence[bytes]) -> np.ndarray:
-    """Return the values that lie in spans of equal records: an array of a row for each record, of the feature's dtype.
-
-    Args:
-        feature: what to read; it fits the kind and number of values.
-        kind: of the list that the values are in.
-        spans: where they are.
-        matrix: the records, uint8[num_records, size].
-        records: the same as bytes.
-    """
+    """Return the values in these spans of equal records, bytes and rows of a matrix, which fit the feature: a row for each."""
     start, stop = spans[0]
     if feature.dtype is bytes:
         columns = [_objects([record[start:stop] for record in records]) for start, stop in spans]
@@ -200,26 +193,21 @@ def _limits(dtype: Any) -> tuple[int, int]:
     return (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
 
 
-def _show(dtype: Any) -> str:
+def _show(dtype: object) -> str:
     return "bytes" if dtype is bytes else f"np.{dtype}"
 
 
 def _checked_dtype(dtype: Any, is_decoded: bool) -> Any:
     if dtype is bytes:
         return bytes
-    try:
-        found = np.dtype(dtype) if dtype is not None else None
-    except TypeError:
-        found = None
-    if (
-        found is None
-        or not (is_numeric(found) or found.kind == "b")
-        or not (is_decoded or found == np.float32 or found.kind in "biu")
-    ):
-        also = ", or, for bytes to be decoded, another dtype of numbers" if is_decoded else ""
-        raise TypeError(f"dtype is {dtype!r}; expected bytes, np.float32, np.int64 or another integer dtype, bool{also}.")
-    return found
+    with contextlib.suppress(TypeError):
+        found = np.dtype(dtype)
+        is_of_list = found == np.float32 or found.kind in "biu"
+        if dtype is not None and (is_of_list or (is_decoded and is_numeric(found))):
+            return found
+    also = ", or, for bytes to be decoded, another dtype of numbers" if is_decoded else ""
+    raise TypeError(f"dtype is {dtype!r}; expected bytes, np.float32, np.int64 or another integer dtype, bool{also}.")
 
 
-def _is_size(size: Any) -> bool:
+def _is_size(size: object) -> bool:
     return isinstance(size, int | np.integer) and not isinstance(size, bool) and bool(size >= 0)
