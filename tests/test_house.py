@@ -421,7 +421,7 @@ BUDGETS = {
     "_updates": 281,  # 250
     "_strategy": 1217,  # 1,100
     "_transforms": 645,  # 600
-    "data": 3610,  # 3,200
+    "data": 3586,  # 3,200
     "_workers": 2619,  # 1,700
     "_cluster": 1632,  # 1,080
     "_checkpoint": 2304,  # 1,800
@@ -470,7 +470,7 @@ ANYS = {
     "_updates": 14,
     "_variables": 63,
     "_workers": 15,
-    "data": 20,
+    "data": 19,
     "losses": 15,
     "optimizer": 9,
 }
