@@ -417,7 +417,7 @@ BUDGETS = {
     "_updates": 269,  # 250
     "_strategy": 1171,  # 1,100
     "_transforms": 638,  # 600
-    "data": 3591,  # 3,200
+    "data": 3586,  # 3,200
     "_workers": 2367,  # 1,700
     "_cluster": 1598,  # 1,080
     "_checkpoint": 2191,  # 1,800
@@ -464,7 +464,7 @@ ANYS = {
     "_updates": 5,
     "_variables": 63,
     "_workers": 13,
-    "data": 20,
+    "data": 19,
     "losses": 2,
     "optimizer": 3,
 }
