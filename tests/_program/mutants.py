@@ -225,7 +225,7 @@ MUTANTS = [
      ALIGN + "constants_are_compared_by_content"),
     ("_program/uneven/value_numbering.py", "stage = max(stage, ready + 1)", "stage = max(stage + 1, ready + 1)",
      ALIGN + "collectives_that_need_not_wait_for_each_other_share_a_stage"),
-    ("_program/uneven/nodes.py", "in INLINE_CALLS or has_collective)", "in INLINE_CALLS)",
+    ("_jax/interpreter.py", "in INLINE_CALLS or jaxprs.has_collective(equation)\n", "in INLINE_CALLS\n",
      PROPERTIES + "right_steps_equal_one_device"),
     ("_program/uneven/structural_hash.py", "if name in CUSTOM_DERIVATIVE:", "if False:",
      ALIGN + "functions_inside_equations_are_compared_too"),
