@@ -210,7 +210,7 @@ MUTANTS = [
      PROPERTIES + "right_steps_equal_one_device"),
     ("_program/uneven/traces.py", "not isinstance(first, int | float | complex) and", "True and",
      PROPERTIES + "objects_that_are_not_arrays_come_back_though_each_trace_makes_its_own"),
-    ("_program/uneven/traces.py", "a.treedef == b.treedef and all", "all",
+    ("_program/uneven/traces.py", "lifted.plan.treedef != first.treedef or not all", "not all",
      TRACES + "steps_that_uneven_replicas_cannot_take_together_are_refused"),
     ("_program/uneven/traces.py", "(aval.dtype, len(aval.shape)) for", "aval.dtype for",
      TRACES + "steps_that_uneven_replicas_cannot_take_together_are_refused"),
