@@ -251,7 +251,6 @@ def test_the_page_and_the_picture_of_the_house_are_true() -> None:
 NAMED = {
     "_program.program": "psum",
     "_program.proof": "add_any div",
-    "_program.virtual": "all_gather",
     "_updates.partwise": "add broadcast_in_dim reduce_sum",
 }
 
@@ -409,7 +408,7 @@ def test_sizes() -> None:
 #: Lines of each wing. A commit may lower a budget, and never raises one; beside it what is to be reached. The ground is together,
 #: and so are small wings that stand for one thing. `python tests/test_house.py` prints today's.
 BUDGETS = {
-    "_program": 4662,  # 4,000
+    "_program": 4650,  # 4,000
     "_jax": 1372,  # 1,300
     "_replicas": 2340,  # 2,100
     "_variables": 2011,  # 1,700

@@ -82,7 +82,10 @@ class Interpreter(abc.ABC, Generic[Value]):
 
 
 class Flattening(Interpreter[Value]):
-    """A walk that enters calls, unless they mean more than their equations and no replicas meet inside."""
+    """A walk that enters calls, unless they mean more than their equations and no replicas meet inside.
+
+    A sum over the replicas and over axes of its operands becomes two.
+    """
 
     def call(self, equation: Equation, inner: ClosedJaxpr, values: list[Value]) -> Sequence[Value]:
         """Enter a call that needs not stay whole."""
@@ -95,6 +98,13 @@ class Flattening(Interpreter[Value]):
             return self.plain(equation, values)
         jaxpr, operands = jaxprs.solver_of(equation)  # it has no constants
         return self.run(jaxpr, (), [values[i] for i in operands])
+
+    def over_replicas(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
+        """Handle a collective, of a sum what is left of it."""
+        if not jaxprs.adds_own_axes(equation):
+            return self.plain(equation, values)
+        own, rest = tracing.own_axes_first(equation)
+        return self.plain(rest, self.run_closed(own, values))
 
 
 class Evaluation(Interpreter[Any]):

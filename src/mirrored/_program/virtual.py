@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 
 from .._errors import ContextError
-from .._jax import interpreter, jaxprs, tracing
+from .._jax import jaxprs, tracing
 from .._jax.interpreter import Evaluation, Interpreter, run_cond, run_scan, run_while
 from .._jax.jaxprs import Equation, Jaxpr
-from .._jax.primitives import DEVICE_RANDOM, HOST_EFFECTS, MAKE_SAME, RANDOM
+from .._jax.primitives import DEVICE_RANDOM, HOST_EFFECTS, RANDOM
 from .._replicas.mesh import ReplicaMesh
 from .._typing import REPLICA_AXIS
 from . import sink_reductions
@@ -212,18 +212,19 @@ class _Reunion(Interpreter[Any]):
     ends: list[bool]  # of each result
 
     def over_replicas(self, equation: Equation, values: list[Any]) -> Sequence[Any]:
-        """Run a collective other than a sum."""
-        mesh_axis = self.device.mesh.axis
+        """Run a collective other than a sum: each device has the values of all replicas, and takes what its own would get."""
         stacks = [self.device.as_kind(array, flag, True) for array, flag in zip(values, self.flags, strict=True)]
-        if jaxprs.adds_own_axes(equation):
-            closed, _ = tracing.own_axes_first(equation)
-            sums = jax.vmap(lambda *own: interpreter.evaluate(closed, closed.consts, own))(*stacks)
-            return jax.lax.psum(list(map(sink_reductions.sum_of_rows, sums)), mesh_axis)
-        every = [jax.lax.all_gather(stack, mesh_axis, tiled=True) for stack in stacks]
-        if equation.primitive.name == "all_gather" and not jaxprs.is_over_groups(equation):
-            axis, is_tiled = equation.params["all_gather_dimension"], equation.params["tiled"]
-            return [sink_reductions.merged(stack, axis) if is_tiled else jnp.moveaxis(stack, 0, axis) for stack in every]
-        return _on_all(self.device, equation, every)
+        every = [jax.lax.all_gather(stack, self.device.mesh.axis, tiled=True) for stack in stacks]
+        try:
+            results = jax.vmap(lambda *own: tracing.bind(equation, own), axis_name=REPLICA_AXIS)(*every)
+        except (RuntimeError, ValueError) as error:
+            raise ContextError(
+                f"the collective `{equation.primitive.name}` cannot run with several replicas on a device: {error}. Write it "
+                "with ctx.all_gather or ctx.all_reduce, or give each replica a device: leave num_replicas out."
+            ) from error
+        first, count = self.device.numbers[0], self.device.count
+        of_device = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=count)
+        return [of_device(result) if end else result[0] for result, end in zip(results, self.ends, strict=True)]
 
     def plain(self, equation: Equation, values: list[Any]) -> Sequence[Any]:
         """Nothing else is a meeting: `schedule` has refused it."""
@@ -264,20 +265,6 @@ class _Reunion(Interpreter[Any]):
         body = self.body(closed, [*flags[:start], *carried, *flags[end:]], ends)
         results = run_scan(equation, [*values[:start], *fit, *rows], body)
         return [*results[:num_carry], *map(_swapped, results[num_carry:], ends[num_carry:])]
-
-
-def _on_all(device: _Device, equation: Equation, every: Sequence[jax.Array]) -> list[Any]:
-    """Run any collective: each device has the values of all replicas, and takes what its own would get."""
-    try:
-        results = jax.vmap(lambda *own: tracing.bind(equation, own), axis_name=REPLICA_AXIS)(*every)
-    except (RuntimeError, ValueError) as error:
-        raise ContextError(
-            f"the collective `{equation.primitive.name}` cannot run with several replicas on a device: {error}. Write it with "
-            "ctx.all_gather or ctx.all_reduce, or give each replica a device: leave num_replicas out."
-        ) from error
-    if equation.primitive.name in MAKE_SAME and not jaxprs.is_over_groups(equation):
-        return [result[0] for result in results]
-    return [jax.lax.dynamic_slice_in_dim(result, device.numbers[0], device.count) for result in results]
 
 
 def _swapped(array: Any, is_own: bool) -> Any:
