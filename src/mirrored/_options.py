@@ -13,6 +13,7 @@ from . import _tf_names
 ReduceOpName: TypeAlias = Literal["sum", "mean", "SUM", "MEAN"]
 SynchronizationName: TypeAlias = Literal["auto", "on_write", "on_read", "AUTO", "ON_WRITE", "ON_READ"]
 AggregationName: TypeAlias = Literal["none", "sum", "mean", "only_first_replica", "NONE", "SUM", "MEAN", "ONLY_FIRST_REPLICA"]
+CommunicationName: TypeAlias = Literal["auto", "ring", "nccl", "mpi", "AUTO", "RING", "NCCL", "MPI"]
 ShardPolicyName: TypeAlias = Literal["auto", "file", "data", "off", "AUTO", "FILE", "DATA", "OFF"]
 
 
@@ -101,8 +102,7 @@ class CommunicationImplementation(NamedChoice):
     * `AUTO`: NCCL between GPUs, gloo between CPUs.
     * `RING`: NCCL's ring algorithm between GPUs (`NCCL_ALGO=Ring`); gloo, which is a ring, between CPUs.
     * `NCCL`: NCCL; an error without GPUs.
-    * `MPI`: experimental, between CPUs with one replica each: needs `MPITRAMPOLINE_LIB`, and the workers must be started
-      by mpirun.
+    * `MPI`: experimental, between CPUs with one replica each: needs `MPITRAMPOLINE_LIB`, and workers started by mpirun.
 
     >>> mr.CommunicationImplementation.RING
     <CommunicationImplementation.RING: 'RING'>
@@ -137,7 +137,7 @@ class CommunicationOptions:
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/CommunicationOptions
     """
 
-    implementation: CommunicationImplementation | str = CommunicationImplementation.AUTO
+    implementation: CommunicationImplementation | CommunicationName = CommunicationImplementation.AUTO
     bytes_per_pack: int = 0
     timeout_seconds: float | None = None
 

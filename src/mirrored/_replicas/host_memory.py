@@ -51,10 +51,7 @@ def gathers(mesh: ReplicaMesh, stack: jax.Array) -> bool:
 
 
 def gather(mesh: ReplicaMesh, stack: jax.Array, axis: int, shapes: Sequence[Shape] | None) -> jax.Array:
-    """Concatenate the replicas' values `[R, ...]` along their `axis`; all devices share the memory of the result.
-
-    The true shapes are given if they differ.
-    """
+    """Concatenate the replicas' values along `axis` in memory that all devices share; `shapes` are given if they differ."""
     parts: dict[int, np.ndarray] = {}
     for shard in stack.addressable_shards:
         first = shard.index[0].start or 0

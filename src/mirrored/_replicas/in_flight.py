@@ -80,10 +80,7 @@ def started(witness: jax.Array) -> None:
 
 
 def joined(witness: jax.Array, check: Callable[[Any], None] | None = None) -> None:
-    """Note the same of a program in which other workers take part.
-
-    `check` is given the witness when it is there, at most two programs later, and raises what is wrong with it.
-    """
+    """Note the same of a program of all workers; `check` raises what is wrong with its witness, at most two programs later."""
     if not isinstance(witness.dtype, np.dtype):  # a key of random numbers: the guard cannot ask whether it is ready
         witness = jax.random.key_data(witness)
     _process.joint_in_flight.append((witness, check))

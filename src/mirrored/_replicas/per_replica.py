@@ -202,10 +202,7 @@ uneven_shapes: Callable[[PerReplica], tuple[Shape, ...] | None] = operator.attrg
 
 
 def require_whole(value: PerReplica, what: Callable[[], str]) -> None:
-    """Refuse a PerReplica whose array `jax.tree.map` has changed so that it holds no longer one value for each replica.
-
-    The message begins with `what`, such as "reduce got".
-    """
+    """Refuse a PerReplica whose array `jax.tree.map` has changed in its leading axis; `what` begins the message: "reduce got"."""
     array, shapes = stack_of(value), uneven_shapes(value) or ()
     if not getattr(array, "ndim", 0):
         found = "without replicas"

@@ -143,10 +143,7 @@ def _from_chief(
 
 @functools.lru_cache(maxsize=1024)
 def _program(mesh: ReplicaMesh, kinds: tuple[tuple[Shape, Any], ...]) -> Callable[..., Any]:
-    """Make the program that sends the chief's arrays, as bits, to all, and gathers the checksums of all.
-
-    Compiled ahead, so that it runs at once also while a larger program is traced.
-    """
+    """Make the program that broadcasts the chief's bits and gathers all checksums; compiled ahead, so that a trace may run it."""
     text = "\n".join(f"{dtype}{list(shape)}" for shape, dtype in kinds)
     joint_programs.agree(_NAME, text)
 

@@ -16,7 +16,7 @@ from .._cluster import resolvers
 from .._cluster.resolvers import ClusterResolver
 from .._errors import ClusterConfigError
 from .._jax import user_code
-from .._options import CommunicationImplementation, CommunicationOptions, CrossDeviceOps
+from .._options import CommunicationImplementation, CommunicationName, CommunicationOptions, CrossDeviceOps
 from .._replicas import placement
 from .._replicas.mesh import cluster_mesh, make_mesh, resolve_devices, with_replicas
 from .._workers import runtime
@@ -66,7 +66,7 @@ class MirroredStrategy(Strategy):
         *,
         cross_device_ops: CrossDeviceOps | Literal["auto"] | None = None,
         num_replicas: int | None = None,
-        schedule: str = "together",
+        schedule: Literal["together", "one_by_one"] = "together",
     ) -> None:
         ops = parse_ops(cross_device_ops)
         look_for_others("MirroredStrategy")
@@ -111,7 +111,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         communication_options: CommunicationOptions | None = None,
         cross_device_ops: CrossDeviceOps | Literal["auto"] | None = None,
         cluster_resolver: ClusterResolver | None = None,
-        communication: CommunicationImplementation | str | None = None,
+        communication: CommunicationImplementation | CommunicationName | None = None,
     ) -> None:
         cluster = _renamed("cluster_resolver", cluster_resolver, "cluster", cluster)
         chosen = None if communication is None else CommunicationOptions(implementation=communication)

@@ -206,10 +206,8 @@ class Strategy:
 
     @overload
     def run(self, fn: Callable[..., None], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> None: ...
-
     @overload
     def run(self, fn: UserFunction, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> PyTree: ...
-
     def run(self, fn: UserFunction, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> PyTree:
         """Call `fn` on every replica, as one compiled program.
 
@@ -260,10 +258,8 @@ class Strategy:
     def reduce(
         self, reduce_op: ReduceOp | ReduceOpName, value: PerReplica | ArrayLike, axis: int | Sequence[int] | None = None
     ) -> jax.Array: ...
-
     @overload
     def reduce(self, reduce_op: ReduceOp | ReduceOpName, value: PyTree, axis: int | Sequence[int] | None = None) -> PyTree: ...
-
     @user_code.shorten_errors
     def reduce(self, reduce_op: ReduceOp | ReduceOpName, value: PyTree, axis: int | Sequence[int] | None = None) -> PyTree:
         """Combine a value over the replicas, and optionally over axes of each replica's value.
@@ -301,6 +297,10 @@ class Strategy:
             return collectives.all_reduce(op, value, context.axis_of(frame.replica), axis, "strategy.reduce")
         return self._leaves.reduce(op, value, axis)
 
+    @overload
+    def gather(self, value: PerReplica | ArrayLike, axis: int) -> jax.Array: ...
+    @overload
+    def gather(self, value: PyTree, axis: int) -> PyTree: ...
     @user_code.shorten_errors
     def gather(self, value: PyTree, axis: int) -> PyTree:
         """Concatenate the replicas' values along `axis`, in replica order.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 from jax.sharding import Mesh, NamedSharding
 
@@ -28,10 +28,13 @@ from .._text import shown
 from .._typing import PyTree, Shape, UserFunction
 from .._variables.variable import Variable, spec_of
 
+P = ParamSpec("P")
+ResultT = TypeVar("ResultT")
+
 _programs: Programs[FunctionProgram] = Programs()
 
 
-def function(fn: UserFunction) -> UserFunction:
+def function(fn: Callable[P, ResultT]) -> Callable[P, ResultT]:
     """Compile a cross-replica function as one program, however often it calls `run`, `reduce` and `gather`.
 
     The function is traced once for each structure, shape and static value of its arguments. Variables that it
@@ -65,7 +68,7 @@ def function(fn: UserFunction) -> UserFunction:
         raise TypeError(f"mr.function got {shown(fn)}; expected a function: @mr.function above def train_step(batch): ...")
 
     @functools.wraps(fn)
-    def compiled(*args: Any, **kwargs: Any) -> PyTree:
+    def compiled(*args: P.args, **kwargs: P.kwargs) -> ResultT:
         try:
             return call_compiled(fn, args, kwargs)
         except Exception as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, ParamSpec, overload
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +26,11 @@ from .._variables.variable import Variable, is_variable, spec_of
 from ..losses import compute_average_loss
 
 _FOR_ARRAYS = " For gradients with respect to arrays use jax.value_and_grad."
+P = ParamSpec("P")
 
 
 @user_code.shorten_errors
-def grad(fn: UserFunction, variables: PyTree, has_aux: bool = False) -> Callable[..., Any]:
+def grad(fn: Callable[P, Any], variables: PyTree, has_aux: bool = False) -> Callable[P, Any]:
     """Make a function that returns the gradients of `fn` with respect to variables that it reads.
 
     The same as `mr.value_and_grad` without the value; with `has_aux`, it returns `(gradients, aux)`.
@@ -40,13 +41,21 @@ def grad(fn: UserFunction, variables: PyTree, has_aux: bool = False) -> Callable
     """
     value_and_gradient = value_and_grad(fn, variables, has_aux)
 
-    def gradient(*args: Any, **kwargs: Any) -> Any:
+    def gradient(*args: P.args, **kwargs: P.kwargs) -> Any:
         value, gradients = value_and_gradient(*args, **kwargs)
         return (gradients, value[1]) if has_aux else gradients
 
     return gradient
 
 
+@overload
+def value_and_grad(
+    fn: Callable[P, Any], variables: PyTree, has_aux: Literal[False] = False
+) -> Callable[P, tuple[jax.Array, PyTree]]: ...
+@overload
+def value_and_grad(
+    fn: Callable[P, tuple[Any, Any]], variables: PyTree, has_aux: Literal[True]
+) -> Callable[P, tuple[tuple[jax.Array, Any], PyTree]]: ...
 @user_code.shorten_errors
 def value_and_grad(fn: UserFunction, variables: PyTree, has_aux: bool = False) -> Callable[..., Any]:
     """Make a function that returns `fn`'s value and its gradients with respect to variables that it reads.
@@ -122,14 +131,7 @@ def value_and_grad(fn: UserFunction, variables: PyTree, has_aux: bool = False) -
 
 
 def check_variables(variables: PyTree, verb: str, example: str, hint: str = "") -> tuple[list[Variable], Any]:
-    """Return the variables of a nest, and its structure; refuse what has no gradient.
-
-    Args:
-        variables: what the user gave.
-        verb: the function that it was given to, as users write it.
-        example: a call of it.
-        hint: what else to do with arrays.
-    """
+    """Return the variables of a nest that `verb` was given, and its structure; refuse what has no gradient."""
     given, treedef = jax.tree.flatten(trainable(variables), is_leaf=is_variable)
     leaves = list(map(own_variable, given))
     if not leaves:

@@ -163,13 +163,7 @@ def _fori_loop(fn: UserFunction, lower: int | jax.Array, upper: int | jax.Array,
 
 
 def _carry_written(run: Callable[..., Any], bodies: list[UserFunction], *arguments: PyTree) -> Any:
-    """Return the result of control flow that also carries the variables which its bodies write.
-
-    Args:
-        run: takes the values of these variables, and the bodies, which take them before their own arguments and return them after
-            their result, as it does.
-        bodies: functions of what is like `arguments`; each is traced once more, to find what it writes.
-    """
+    """Return the result of control flow that also carries the variables which its bodies write, found by one more trace of each."""
     outer = outer_reader()
     written: dict[Variable, str] = {}
 

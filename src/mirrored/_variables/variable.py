@@ -96,12 +96,13 @@ class Variable(ScatterMethods, _Array):
 
     __slots__ = ("__weakref__", "_slot", "_spec")
 
-    if not TYPE_CHECKING:  # which takes the signature of `__init__`
+    if not TYPE_CHECKING:  # which takes the signature of `__init__`; `help` and `inspect.signature` take this one
 
         def __new__(
-            cls, initial_value: PyTree, *, name: Any = None, trainable: Any = None, dtype: Any = None,
-            synchronization: Any = "auto", aggregation: Any = "none",
-        ) -> Any:  # fmt: skip
+            cls, initial_value: PyTree, *, name: str | None = None, trainable: bool | None = None, dtype: Any = None,
+            synchronization: VariableSynchronization | SynchronizationName = "auto",
+            aggregation: VariableAggregation | AggregationName = "none",
+        ) -> Variable | VariableTree:  # fmt: skip
             """Make a variable, or one of each array in a tree."""
             if is_tree(initial_value):
                 how = {"trainable": trainable, "dtype": dtype, "synchronization": synchronization, "aggregation": aggregation}
