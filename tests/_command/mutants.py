@@ -35,7 +35,7 @@ _WING = {
     ],
     "test_group.py::test_signals_are_passed_on_once": [
         ("group", "signal.SIGTERM if number == signal.SIGHUP else number", "number"),
-        ("group", "start_new_session=True,  # the terminal's", "start_new_session=False,  # the terminal's"),
+        ("standby", "start_new_session=True", "start_new_session=False"),
     ],
     "test_group.py::test_what_is_no_step_counts_as_none": [
         ("group", "len(text) < _PROGRESS_BYTES", "len(text) <= _PROGRESS_BYTES"),
