@@ -127,7 +127,7 @@ def _guard(worker: Worker, waits: bool) -> int:
     looking = Guard(worker.here, progress, exit=lambda code: None)
     looking._roll._num_meetings = 21  # the others of the host have been met
     # The kernel's list of connections would be that of all workers of this process.
-    looking._links.look_at_times = lambda step, elapsed: worker.here.by_worker("guard/links") and None
+    looking._links.look = lambda step, elapsed: worker.here.by_worker("guard/links") and None
     progress.enter("train", b"train")
     for _ in range(NUM_ROUNDS):
         progress.finished = progress.started - waits

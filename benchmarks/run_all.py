@@ -11,6 +11,7 @@ from _harness import parse
 FILES = (
     "step_time",
     "loop",
+    "libraries",
     "uneven_step",
     "overhead",
     "compile_time",

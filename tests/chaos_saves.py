@@ -19,7 +19,6 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import numpy as np
-import orbax.checkpoint  # noqa: F401  # now, so that each process is there at once
 
 import mirrored as mr
 from mirrored._checkpoint.checkpoint import Checkpoint

@@ -5,22 +5,24 @@ OFFERS = {
         callbacks.forget_failed compilations.heard complaints.NEEDS_A_VALUE complaints.complaint_of
         complaints.needed_arguments distributed.choose_cpu_collectives distributed.client distributed.has_backend
         distributed.known_devices distributed.late_devices distributed.listen_at distributed.place
-        distributed.swallows_sigterm interpreter.Analysis interpreter.Evaluation interpreter.Interpreter
-        interpreter.evaluate interpreter.run_cond interpreter.run_scan interpreter.run_while
-        interrupts.send_ignored_again jaxprs.ClosedJaxpr jaxprs.Jaxpr jaxprs.Literal jaxprs.Part jaxprs.Var
-        jaxprs.adds_own_axes jaxprs.callee jaxprs.has_collective jaxprs.has_host_callback jaxprs.has_replica_number
-        jaxprs.inner_constants jaxprs.inner_jaxprs jaxprs.inside jaxprs.is_collective jaxprs.is_function_of_operands
-        jaxprs.is_over_groups jaxprs.is_plain jaxprs.is_replica_number jaxprs.is_sum jaxprs.meshes_in jaxprs.num_bytes
-        jaxprs.parts_of jaxprs.scan_of jaxprs.solver_of jaxprs.while_of marks.Mark marks.Purpose marks.mark marks.mark_p
-        primitives.ADDITIONS primitives.BILINEAR primitives.DEVICE_RANDOM primitives.ELEMENTWISE primitives.HOST_EFFECTS
-        primitives.INLINE_CALLS primitives.LINEAR primitives.LOOPS primitives.MAKE_SAME primitives.PURE
-        primitives.RANDOM primitives.SPREADS primitives.SUMS sums.Levels sums.call sums.is_number sums.levels_of
-        sums.without tracing.NO_TRACE tracing.bind tracing.context tracing.current_trace tracing.is_for_this_call
+        distributed.swallows_sigterm interpreter.Analysis interpreter.Evaluation interpreter.Flattening
+        interpreter.Interpreter interpreter.evaluate interpreter.run_cond interpreter.run_parts interpreter.run_scan
+        interpreter.run_while interrupts.send_ignored_again jaxprs.Atom jaxprs.ClosedJaxpr jaxprs.Equation jaxprs.Jaxpr
+        jaxprs.Literal jaxprs.Part jaxprs.Var jaxprs.callee jaxprs.has_collective jaxprs.has_host_callback
+        jaxprs.has_replica_number jaxprs.inner_constants jaxprs.inner_jaxprs jaxprs.inside jaxprs.is_collective
+        jaxprs.is_function_of_operands jaxprs.is_over_groups jaxprs.is_plain jaxprs.is_replica_number jaxprs.is_sum
+        jaxprs.levels_of jaxprs.meshes_in jaxprs.num_bytes jaxprs.parts_of jaxprs.scan_of jaxprs.while_of marks.Mark
+        marks.Purpose marks.mark marks.mark_p primitives.ADDITIONS primitives.AXIS_SUMS primitives.BILINEAR
+        primitives.BROADCASTS primitives.CONVERSIONS primitives.CONVOLUTIONS primitives.CUSTOM_DERIVATIVE
+        primitives.DEVICE_RANDOM primitives.DIVISIONS primitives.DOT_PRODUCTS primitives.ELEMENTWISE primitives.FILLS
+        primitives.HOST_EFFECTS primitives.LINEAR primitives.LOOPS primitives.MAKE_SAME primitives.PURE
+        primitives.RANDOM primitives.SAID_TWICE primitives.SCATTER_SUMS primitives.SPREADS primitives.SUMS
+        tracing.NO_TRACE tracing.bind tracing.context tracing.current_trace tracing.is_for_this_call
         tracing.is_mapped_over tracing.is_staging tracing.is_wide tracing.keeps_a_mesh tracing.key_kind tracing.lowered
-        tracing.new_operand tracing.operand_p tracing.own_axes_first tracing.room_for tracing.separate_caches
-        tracing.settings tracing.trace tracing.trace_state tracing.untraced user_code.equation_line user_code.hide_lines
-        user_code.leave_out user_code.line_of user_code.raising_line user_code.shorten_errors user_code.show_users_lines
-        user_code.user_line user_code.user_stacklevel user_code.warn versions.warn_if_untried
+        tracing.new_operand tracing.operand_p tracing.room_for tracing.separate_caches tracing.settings tracing.trace
+        tracing.trace_state tracing.untraced user_code.equation_line user_code.hide_lines user_code.leave_out
+        user_code.line_of user_code.raising_line user_code.shorten_errors user_code.show_users_lines user_code.user_line
+        user_code.user_stacklevel user_code.warn versions.warn_if_untried
     """,
     "_cluster": """
         environments.SOURCES meeting.Meeting meeting.meet resolvers.ClusterResolver resolvers.KubernetesClusterResolver
@@ -38,14 +40,14 @@ OFFERS = {
     """,
     "_replicas": """
         arrays.as_array arrays.cast arrays.check_leaf arrays.check_range arrays.converted_number arrays.host_array
-        arrays.is_numeric arrays.is_wrapped arrays.refuse_mask arrays.strong collectives.MAX_ARRAYS_PER_PACK
-        collectives.PACK_BELOW_BYTES collectives.ReplicaAxis collectives.aggregate collectives.all_reduce
-        collectives.check_axis collectives.normalize_axes collectives.pad_to collectives.sum_in_one_buffer
-        context.ReplicaContext context.axis_of context.check_call context.current_replica context.knows_id
-        context.own_parts cross_replica.accumulate_copies cross_replica.accumulate_stack cross_replica.aggregate_stack
+        arrays.is_numeric arrays.is_wrapped arrays.refuse_mask arrays.strong collectives.AxesLike
+        collectives.MAX_ARRAYS_PER_PACK collectives.PACK_BELOW_BYTES collectives.ReplicaAxis collectives.aggregate
+        collectives.all_reduce collectives.check_axis collectives.normalize_axes collectives.pad_to
+        collectives.sum_in_one_buffer context.ReplicaContext context.axis_of context.check_call context.current_replica
+        context.knows_id context.own_parts cross_replica.Task cross_replica.aggregate_stack
         cross_replica.broadcast_stack cross_replica.compiled cross_replica.gather_mirrored cross_replica.gather_stack
         cross_replica.reduce_mirrored cross_replica.reduce_stack cross_replica.require_equal_except
-        cross_replica.split_stack device_time.COMPUTATION device_time.DeviceTime device_time.in_words
+        cross_replica.run_tasks cross_replica.split_stack device_time.COMPUTATION device_time.DeviceTime
         device_time.last_profile frames.Frame frames.check_enterable frames.current frames.entered
         frames.foreign_trace_message frames.in_cross_replica_context frames.is_traced frames.require_cross_replica
         host_memory.empty_rows host_memory.gather host_memory.gathers in_flight.finish in_flight.is_paced
@@ -55,11 +57,11 @@ OFFERS = {
         parts.split_parts per_replica.PerReplica per_replica.carried_sums per_replica.is_per_replica
         per_replica.of_last_batch per_replica.require_whole per_replica.stack_of per_replica.stack_shapes
         per_replica.uneven_shapes placement.check_later placement.checksum placement.mirror placement.mirror_constants
-        placement.refuse_argument placement.stack spent.Spent spent.forget_pause spent.waited together.Task together.run
+        placement.refuse_argument placement.stack spent.Spent spent.forget_pause spent.waited
     """,
     "_variables": """
         access.all_copies access.claimed access.copied access.lent access.load access.store assignment.check_per_replica
-        bindings.Bindings bindings.Fallback bindings.bound bindings.outer_reader bindings.with_few_compilations
+        bindings.Bindings bindings.bound bindings.outer_reader bindings.with_few_compilations
         equal_copies.CopiesCompared equal_copies.Watch equal_copies.check equal_copies.last_comparisons
         equal_copies.watch sharded.ShardedVariable storage.Home storage.WeakVariables storage.home_of storage.overwrite
         storage.overwrite_when_done tree.VariableTree tree.trainable variable.Variable variable.is_variable
@@ -88,8 +90,8 @@ OFFERS = {
         uneven.last_batch.explained
     """,
     "_transforms": """
-        function.function function.function_programs gradients.grad gradients.value_and_grad loops.cond loops.fori_loop
-        loops.scan
+        function.function function.function_programs gradients.check_variables gradients.grad gradients.value_and_grad
+        loops.cond loops.fori_loop loops.scan
     """,
     "_updates": """
         shared_out.check_variables shared_out.combined shared_out.state_variable shared_out.store shared_out.update
@@ -109,7 +111,7 @@ OFFERS = {
     """,
     "_command": """
         ending.Budget ending.describe_failure ending.summarize group.Group output.Outlet output.make_log_folder
-        signals.Signals
+        signals.Signals standby.Standby
     """,
     "_report": """
         bar.progress profile.profile report.report

@@ -1,6 +1,7 @@
-"""A page's code as a file of its own: what a reader has who copies it, and nothing else; argument: the page.
+"""A page's code as one file: what a reader has who copies it, and nothing else; arguments: the page, and a folder.
 
-The blocks run in order, in one namespace that is empty at first; `>>>` blocks are compared with their output.
+The blocks run in order, in one namespace that is empty at first; `>>>` blocks are compared with their output. The folder has
+stubs of libraries that pages use and the lock has not; an installed library comes before its stub.
 """
 
 import doctest
@@ -9,7 +10,9 @@ import re
 import sys
 import warnings
 
-page = sys.argv[1]
+page, stubs = sys.argv[1:]
+sys.path.append(stubs)
+os.environ.pop("KERAS_BACKEND", None)  # of conftest.py: a page sets it itself
 os.chdir(os.path.dirname(os.path.abspath(__file__)))  # what the page writes ends with this program's folder
 warnings.simplefilter("error")
 warnings.filterwarnings("ignore", "__array__ implementation", DeprecationWarning)  # of Keras with numpy 2

@@ -14,7 +14,7 @@ from mirrored.data._passes import Elements, Passes
 from mirrored.data._sharing.agree import InputWorker
 from mirrored.data._sharing.plan import Plan, make_plan
 from mirrored.data._sharing.steps import LocalReplicas, Step
-from mirrored.data._sources.rounds import Limit
+from mirrored.data._sources.verbs import Limit
 
 
 @dataclasses.dataclass
@@ -91,9 +91,9 @@ def run_workers(
         layout = LocalReplicas(num_workers * num_local, worker, drop_remainder, lambda lost, _: dropped.append(lost), lookahead)
         text, extra = positions[index] if positions else (None, {})
         elements = Elements(plan, limits=tuple(limits))
-        passes = Passes(elements, elements.open(None if text is None else json.loads(text)), layout, extra)
+        passes = Passes(elements, None if text is None else json.loads(text), extra)
         steps = []
-        for step in passes.steps():
+        for step in passes.steps(layout):
             steps.append(step)
             if len(steps) == max_steps:
                 break

@@ -228,7 +228,7 @@ BAD_INPUT = {
     "Strategy.distribute_dataset": r"""
         two.distribute_dataset(3) => TypeError: got 3 of type int; expected an iterable of global batches
         two.distribute_dataset(None) => TypeError: got None of type NoneType
-        two.distribute_dataset("train") => TypeError: got 'train'; expected an iterable of global batches
+        two.distribute_dataset("train") => TypeError: got 'train' of type str; expected an iterable of global batches
         two.distribute_dataset(ONES) => TypeError: got ndarray, one set of arrays; .*make_numpy_dataset
         two.distribute_dataset({"x": ONES}) => TypeError: got dict, one set of arrays
         two.distribute_dataset((ONES, ONES)) => TypeError: got tuple, one set of arrays
@@ -495,7 +495,7 @@ BAD_INPUT = {
         mr.value_and_grad(lambda: 1.0, [ONES]) => TypeError: got array.* among its variables; .* use jax\.value_and_grad
         mr.value_and_grad(lambda: 1.0, ["w"]) => TypeError: got 'w' of type str among its variables
         mr.value_and_grad(lambda: 1.0, x) => TypeError: among its variables
-        mr.value_and_grad(lambda: 1.0, counts) => TypeError: 'counts' has dtype int32, and only floating point variables
+        mr.value_and_grad(lambda: 1.0, counts) => TypeError: 'counts' has dtype int32; only floating point variables
         mr.value_and_grad(lambda: 1.0, [w, w])() => ValueError: 'w' is listed twice
         mr.value_and_grad(lambda: 1, w)() => TypeError: the loss has dtype int32; expected a floating point number
         mr.value_and_grad(lambda: None, w)() => TypeError: the function returned None; expected a loss
@@ -620,7 +620,7 @@ BAD_INPUT = {
     """,
     "data.DistributedDataset.repeat": r"""
         distributed.repeat(1.5) => TypeError: repeat got 1\.5; expected an int, the number of passes
-        distributed.repeat(0) => ValueError: repeat got 0; expected at least 1, or None for no end
+        distributed.repeat(0) => ValueError: repeat got 0; expected at least 1, the number of passes, or None
     """,
     "data.DistributedDataset.map": r"""
         distributed.map(None) => TypeError: map got None; expected a function of a batch

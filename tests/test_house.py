@@ -39,7 +39,7 @@ MAX_LINES, MAX_BODY, MAX_ARGUMENTS = 400, 60, 7
 #: Files that may be longer, and why.
 LONGER = {
     "_checkpoint.checkpoint": 410,  # the public class: half of it is its documentation
-    "_strategy.strategy": 562,  # the public verbs: half of it is their documentation
+    "_strategy.strategy": 548,  # the public verbs: half of it is their documentation
     "_variables.variable": 463,  # one class with the operators and conversions of an array
 }
 #: Files that start threads: none starts one at import, and each ends its own.
@@ -53,7 +53,7 @@ TREES = {name: ast.parse(path.read_text()) for name, path in PATHS.items()}
 
 #: What a warm `strategy.run` passes through.
 WARM = {
-    "_strategy/strategy", "_program/steps", "_program/fast_path", "_program/program", "_variables/storage", "_replicas/in_flight",
+    "_strategy/strategy", "_program/steps", "_program/guards", "_program/program", "_variables/storage", "_replicas/in_flight",
 }  # fmt: skip
 
 
@@ -208,7 +208,7 @@ HOUSE = PACKAGE.parents[1] / "docs" / "design" / "house.md"
 
 
 def files_named(text: str) -> Iterator[Path]:
-    """Yield the files of a list such as "`_program/uneven/traces`, `align`": a name alone is in the folder of the one before."""
+    """Yield the files of a list such as "`_program/uneven/traces`, `merge`": a name alone is in the folder of the one before."""
     folder = PACKAGE
     for name in re.findall(r"`([\w/]+)`", text):
         path = (PACKAGE if "/" in name or (PACKAGE / f"{name}.py").exists() else folder) / f"{name}.py"
@@ -251,11 +251,6 @@ def test_the_page_and_the_picture_of_the_house_are_true() -> None:
 NAMED = {
     "_program.program": "psum",
     "_program.proof": "add_any div",
-    "_program.pushed": "broadcast_in_dim conv_general_dilated convert_element_type div dot_general reduce_sum scatter-add",
-    "_program.uneven.keys": "custom_jvp_call custom_vjp_call reduce",
-    "_program.uneven.merge": "cond while",
-    "_program.uneven.nodes": "broadcast_in_dim custom_linear_solve iota",
-    "_program.virtual": "all_gather",
     "_updates.partwise": "add broadcast_in_dim reduce_sum",
 }
 
@@ -272,7 +267,9 @@ def test_primitives_are_named_in_one_table() -> None:
 
 
 def test_the_environment_is_read_in_one_file() -> None:
-    assert [name for name, path in PATHS.items() if name != "_env" and re.search(r"os\.(environ|getenv)", path.read_text())] == []
+    alone = "_command.standby"  # is run as a file, and can import nothing of ours
+    readers = {name for name, path in PATHS.items() if re.search(r"os\.(environ|getenv)", path.read_text())}
+    assert readers == {"_env", alone}
 
 
 def test_threads_start_where_the_house_says() -> None:
@@ -289,7 +286,6 @@ STATE = {
     "_jax.tracing": "_cache_token",  # of JAX: each thread has its own
     "_program.cache": "_all _pins listeners",
     "_program.eager": "is_eager",
-    "_program.guards": "_known_places",
     "_transforms.function": "_programs",
     "_variables.equal_copies": "_watches _watches_lock last_comparisons",
     "_variables.initial": "_numbers",
@@ -297,7 +293,6 @@ STATE = {
     "_variables.variable": "_created _live listeners",
     "_workers.progress": "_main progress",
     "_workers.runtime": "_current _starting",
-    "data._prefetch": "_open_channels",
 }
 #: Functions whose results are kept: each is a pure function of its arguments, but for those in ONCE, which do something once.
 CACHES = {
@@ -307,20 +302,18 @@ CACHES = {
     "_models.keras_scope": "_scope_class",
     "_models.keras_variables": "_view_class",
     "_program.call": "_gives_array _number_leaf",
-    "_program.guards": "_is_closed _is_of_library _is_simple is_by_content is_library",
     "_program.program": "_mirrored_number",
     "_replicas.cross_replica": "_compile",
     "_replicas.mesh": "default_mesh",
-    "_replicas.placement": "_gathering _program",
+    "_replicas.placement": "_program",
     "_strategy.current": "_default_strategy",
+    "_workers.messages": "_types_of",
     "data._records.example": "_known_of example_class",
     "data._records.record_reader": "crc32c",
     "data._records.tfrecord": "_grain_class",
 }
 ONCE = {
-    "_checkpoint.preemption": "_forget_in_children",
     "_workers.runtime": "_install_exit_codes",
-    "data._prefetch": "_close_at_exit",
 }
 #: What makes an object that changes, by its last name; our own classes among them.
 _MAKES_STATE = re.compile(
@@ -415,25 +408,25 @@ def test_sizes() -> None:
 #: Lines of each wing. A commit may lower a budget, and never raises one; beside it what is to be reached. The ground is together,
 #: and so are small wings that stand for one thing. `python tests/test_house.py` prints today's.
 BUDGETS = {
-    "_program": 4953,  # 4,000
-    "_jax": 1458,  # 1,300
-    "_replicas": 2578,  # 2,100
-    "_variables": 2011,  # 1,700
+    "_program": 4626,  # 4,000
+    "_jax": 1382,  # 1,300
+    "_replicas": 2336,  # 2,100
+    "_variables": 1944,  # 1,700
     "_models": 1296,  # 1,050
-    "_updates": 281,  # 250
-    "_strategy": 1217,  # 1,100
-    "_transforms": 645,  # 600
-    "data": 3957,  # 3,200
-    "_workers": 2619,  # 1,700
-    "_cluster": 1632,  # 1,080
-    "_checkpoint": 2304,  # 1,800
-    "_report": 1020,  # 800
+    "_updates": 269,  # 250
+    "_strategy": 1171,  # 1,100
+    "_transforms": 637,  # 600
+    "data": 3587,  # 3,200
+    "_workers": 2367,  # 1,700
+    "_cluster": 1598,  # 1,080
+    "_checkpoint": 2191,  # 1,800
+    "_report": 1000,  # 800
     "_testing": 823,  # 750
-    "losses optimizer": 694,  # 600
-    "_command launch": 1419,  # 1,000
+    "losses optimizer": 659,  # 600
+    "_command launch": 1418,  # 1,000
     "__init__ __main__ _public testing": 120,
     "_process": 90,  # was in _replicas, _jax, _strategy and _models
-    "_env _errors _html _libraries _options _text _tf_names _typing": 1121,  # 950
+    "_env _errors _html _libraries _options _text _tf_names _typing": 1029,  # 950
 }
 #: So much smaller a wing may be before its budget is to be lowered.
 MAX_SLACK = 30
@@ -456,25 +449,23 @@ def test_wings_only_shrink() -> None:
 #: Arguments that are annotated as a bare `Any`, of each wing that has some. A commit may lower a number: of 3,357
 #: arguments a fifth is so, and a tenth is to be reached.
 ANYS = {
-    "_checkpoint": 21,
+    "_checkpoint": 6,
     "_cluster": 8,
-    "_jax": 81,
-    "_libraries": 1,
+    "_jax": 5,
     "_models": 72,
-    "_options": 1,
-    "_program": 116,
-    "_replicas": 57,
+    "_program": 74,
+    "_replicas": 14,
     "_report": 5,
-    "_strategy": 11,
+    "_strategy": 3,
     "_testing": 8,
     "_tf_names": 6,
-    "_transforms": 39,
-    "_updates": 14,
-    "_variables": 63,
-    "_workers": 15,
-    "data": 77,
-    "losses": 15,
-    "optimizer": 9,
+    "_transforms": 14,
+    "_updates": 5,
+    "_variables": 59,
+    "_workers": 13,
+    "data": 20,
+    "losses": 2,
+    "optimizer": 3,
 }
 
 
@@ -572,7 +563,7 @@ def test_the_first_run_of_a_training_step_passes_few_files_more(strategy2: mr.St
         files, calls = way(lambda batch=batch: strategy2.run(step, args=(batch,)))
         assert calls <= most_calls, calls
         if rows == 4:
-            assert len({name for name in files if not name.startswith("_models/")}) <= 34, sorted(files)
+            assert len({name for name in files if not name.startswith("_models/")}) <= 33, sorted(files)
 
 
 if __name__ == "__main__":

@@ -34,13 +34,25 @@ def train_step(x: jax.Array, y: jax.Array) -> jax.Array:
         return mr.losses.compute_average_loss(jnp.sum((x @ w - y) ** 2, axis=-1))
 
     value, gradients = mr.value_and_grad(loss, [w])()
+    assert_type(value, jax.Array)
     optimizer.apply_gradients(gradients)
     seen.assign_add(x.shape[0])
-    return mr.get_replica_context().all_reduce("sum", value)
+    ctx = mr.get_replica_context()
+    assert_type(ctx.all_gather(y, axis=0), jax.Array)
+    return ctx.all_reduce("sum", value)
 
 
 def eval_step(x: jax.Array) -> None:
     seen.assign_add(x.shape[0])
+
+
+@mr.function
+def train(batch: tuple[mr.PerReplica, mr.PerReplica], *, times: int = 1) -> jax.Array:
+    return strategy.reduce("sum", strategy.run(train_step, args=batch))
+
+
+def two_losses(x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+    return x @ w, {"x": x}
 
 
 x = np.ones((256, 3), "float32")
@@ -48,7 +60,14 @@ batches = strategy.distribute_dataset(strategy.make_numpy_dataset((x, x)).shuffl
 for batch in batches:
     loss = strategy.reduce("sum", strategy.run(train_step, args=batch))
     print(float(loss))
+    assert_type(train(batch, times=2), jax.Array)
+    print(strategy.gather(batch[0], axis=0).shape)
 assert_type(strategy.run(eval_step, args=(x,)), None)
+assert_type(strategy.gather(x, axis=0), jax.Array)
+assert_type(mr.value_and_grad(two_losses, [w], has_aux=True)(jnp.ones(3))[0][0], jax.Array)
+mr.grad(two_losses, [w], has_aux=True)(x=jnp.ones(3))
+mr.MirroredStrategy(num_replicas=4, schedule="one_by_one")
+mr.CommunicationOptions(implementation="nccl")
 assert_type(strategy.reduce("mean", w), jax.Array)
 assert_type(w, mr.Variable)
 assert_type(w + 1, jax.Array)
@@ -72,6 +91,11 @@ strategy.reduce("summ", w)
 mr.get_replica_context().all_reduce("avg", w)
 optimizer.apply_gradient([w])
 mr.InputOptions(auto_shard_policy="files")
+mr.MirroredStrategy(num_replicas=4, schedule="in_turn")
+mr.CommunicationOptions(implementation="tcp")
+mr.function(lambda x: x)(1, 2)
+mr.grad(lambda x: w[0] * x, [w])(1, 2)
+mr.value_and_grad(lambda x: w[0] * x, [w])(1)[0].values
 """
 
 

@@ -13,6 +13,7 @@ from . import _tf_names
 ReduceOpName: TypeAlias = Literal["sum", "mean", "SUM", "MEAN"]
 SynchronizationName: TypeAlias = Literal["auto", "on_write", "on_read", "AUTO", "ON_WRITE", "ON_READ"]
 AggregationName: TypeAlias = Literal["none", "sum", "mean", "only_first_replica", "NONE", "SUM", "MEAN", "ONLY_FIRST_REPLICA"]
+CommunicationName: TypeAlias = Literal["auto", "ring", "nccl", "mpi", "AUTO", "RING", "NCCL", "MPI"]
 ShardPolicyName: TypeAlias = Literal["auto", "file", "data", "off", "AUTO", "FILE", "DATA", "OFF"]
 
 
@@ -20,7 +21,7 @@ class NamedChoice(enum.Enum):
     """An enum that accepts its members' names in any case, and says all of them when it does not."""
 
     @classmethod
-    def parse(cls, given: Any, argument: str) -> Self:
+    def parse(cls, given: object, argument: str) -> Self:
         if isinstance(given, cls):
             return given
         if isinstance(given, str) and (member := cls.__members__.get(given.upper())) is not None:
@@ -101,8 +102,7 @@ class CommunicationImplementation(NamedChoice):
     * `AUTO`: NCCL between GPUs, gloo between CPUs.
     * `RING`: NCCL's ring algorithm between GPUs (`NCCL_ALGO=Ring`); gloo, which is a ring, between CPUs.
     * `NCCL`: NCCL; an error without GPUs.
-    * `MPI`: experimental, between CPUs with one replica each: needs `MPITRAMPOLINE_LIB`, and the workers must be started
-      by mpirun.
+    * `MPI`: experimental, between CPUs with one replica each: needs `MPITRAMPOLINE_LIB`, and workers started by mpirun.
 
     >>> mr.CommunicationImplementation.RING
     <CommunicationImplementation.RING: 'RING'>
@@ -137,7 +137,7 @@ class CommunicationOptions:
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/CommunicationOptions
     """
 
-    implementation: CommunicationImplementation | str = CommunicationImplementation.AUTO
+    implementation: CommunicationImplementation | CommunicationName = CommunicationImplementation.AUTO
     bytes_per_pack: int = 0
     timeout_seconds: float | None = None
 
@@ -165,13 +165,9 @@ MAX_TIMEOUT_SECONDS = 7 * 24 * 3600.0
 
 @dataclasses.dataclass(frozen=True)
 class AllReduce:
-    """What TensorFlow's two all-reduces have in common.
+    """What TensorFlow's two all-reduces have in common."""
 
-    Attributes:
-        num_packs: see `NcclAllReduce`.
-    """
-
-    num_packs: int = 1
+    num_packs: int = 1  # see `NcclAllReduce`
 
     def __post_init__(self) -> None:
         if isinstance(self.num_packs, bool) or not isinstance(self.num_packs, int):

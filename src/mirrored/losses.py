@@ -15,17 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._errors import ContextError
-from ._jax.marks import Mark as _Mark
-from ._jax.marks import Purpose as _Purpose
-from ._jax.marks import mark as _mark
+from ._jax import marks as _marks
 from ._replicas import frames
-from ._replicas.context import ReplicaContext as _ReplicaContext
-from ._replicas.context import axis_of as _axis_of
+from ._replicas.collectives import ReplicaAxis as _ReplicaAxis
 from ._text import shown as _shown
+from ._typing import ArrayLike as _ArrayLike
 
 
 def compute_average_loss(
-    per_example_loss: Any, sample_weight: Any = None, global_batch_size: int | jax.Array | None = None
+    per_example_loss: _ArrayLike, sample_weight: _ArrayLike | None = None, global_batch_size: int | jax.Array | None = None
 ) -> jax.Array:
     """Divide this replica's sum of losses by the global number of examples.
 
@@ -51,7 +49,7 @@ def compute_average_loss(
 
     Source: https://www.tensorflow.org/api_docs/python/tf/nn/compute_average_loss
     """
-    context = _replica_context("compute_average_loss")
+    replicas = _replicas("compute_average_loss")
     losses = _as_floats(per_example_loss, "per_example_loss")
     if losses.ndim == 0:
         raise ValueError(
@@ -60,10 +58,10 @@ def compute_average_loss(
         )
     if sample_weight is not None:
         losses = losses * _broadcast_weight(sample_weight, losses, "sample_weight", "per_example_loss")
-    return _share(jnp.sum(losses) / _global_batch_size(global_batch_size, losses, context))
+    return _share(jnp.sum(losses) / _global_batch_size(global_batch_size, losses, replicas))
 
 
-def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
+def scale_regularization_loss(regularization_loss: _ArrayLike) -> jax.Array:
     """Divide a sum of regularization losses by the number of replicas.
 
     Every replica computes the same regularization loss, and gradients are summed over the replicas.
@@ -79,11 +77,11 @@ def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
 
     Source: https://www.tensorflow.org/api_docs/python/tf/nn/scale_regularization_loss
     """
-    context = _replica_context("scale_regularization_loss")
-    return _share(jnp.sum(_as_numbers(regularization_loss, "regularization_loss")) / context.num_replicas_in_sync)
+    replicas = _replicas("scale_regularization_loss")
+    return _share(jnp.sum(_as_numbers(regularization_loss, "regularization_loss")) / replicas.size)
 
 
-def weighted_mean(losses: Any, weights: Any) -> jax.Array:
+def weighted_mean(losses: _ArrayLike, weights: _ArrayLike) -> jax.Array:
     """Divide this replica's weighted sum of losses by the sum of the weights of all replicas.
 
     It is for what is divided by other things than rows: tokens (padding has the weight 0), masks, sample weights. The results
@@ -108,16 +106,16 @@ def weighted_mean(losses: Any, weights: Any) -> jax.Array:
 
     Source: https://github.com/google/flax/tree/main/examples/lm1b
     """
-    context = _replica_context("weighted_mean")
+    replicas = _replicas("weighted_mean")
     losses = _as_floats(losses, "losses")
     wide = losses.astype(jnp.promote_types(losses.dtype, jnp.float32))  # 257 tokens are no bfloat16
     weights = jnp.broadcast_to(_broadcast_weight(weights, wide, "weights", "losses"), losses.shape)
-    [total] = _axis_of(context).sum([jnp.sum(weights)])
+    [total] = replicas.sum([jnp.sum(weights)])
     share = jnp.sum(wide * weights) / jnp.where(total == 0, 1, total)
     return _share(share.astype(losses.dtype))
 
 
-def mean_over_own_rows(loss: Any) -> jax.Array:
+def mean_over_own_rows(loss: _ArrayLike) -> jax.Array:
     """Say that a loss is the mean over this replica's own rows, and make this replica's share of it.
 
     It is for `keras.losses` and whatever else ends in `jnp.mean`. Each replica's mean counts as much as it has rows, so that the
@@ -141,13 +139,12 @@ def mean_over_own_rows(loss: Any) -> jax.Array:
 
     Source: https://keras.io/api/losses/
     """
-    context = _replica_context("mean_over_own_rows")
-    own, total = _axis_of(context).rows()
+    own, total = _replicas("mean_over_own_rows").rows()
     loss = _scalar(loss, "mean_over_own_rows")
     return _share(loss * (own / total) if own else jnp.zeros_like(loss))
 
 
-def already_divided(loss: Any) -> jax.Array:
+def already_divided(loss: _ArrayLike) -> jax.Array:
     """Say that a loss is this replica's share already: it was divided by a number that stands for all replicas.
 
     Args:
@@ -166,7 +163,7 @@ def already_divided(loss: Any) -> jax.Array:
 
     Source: https://www.tensorflow.org/tutorials/distribute/custom_training
     """
-    _replica_context("already_divided")
+    _replicas("already_divided")
     return _share(_scalar(loss, "already_divided"))
 
 
@@ -210,7 +207,7 @@ def global_loss(loss: Callable[..., Any]) -> Callable[..., jax.Array]:
 
     @functools.wraps(loss)
     def whole(*args: Any, **kwargs: Any) -> jax.Array:
-        axis = _axis_of(_replica_context("global_loss"))
+        replicas = _replicas("global_loss")
 
         @jax.custom_jvp
         def same(value: jax.Array) -> jax.Array:
@@ -220,7 +217,7 @@ def global_loss(loss: Callable[..., Any]) -> Callable[..., jax.Array]:
         @same.defjvp
         def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
             # The transpose of a sum over the replicas is a sum again: of R equal cotangents here, and of R own ones there.
-            return same(*primals), axis.sum(tangents)[0] / axis.size
+            return same(*primals), replicas.sum(tangents)[0] / replicas.size
 
         own = jax.tree.map(lambda leaf: same(jnp.asarray(leaf)) if _is_differentiable(leaf) else leaf, (args, kwargs))
         share = _as_numbers(loss(*own[0], **own[1]), "the result of the function given to global_loss")
@@ -229,21 +226,21 @@ def global_loss(loss: Callable[..., Any]) -> Callable[..., jax.Array]:
                 f"the function given to global_loss returned shape {share.shape}; expected a scalar, this replica's share, for "
                 "example mr.losses.compute_average_loss(per_example_loss)."
             )
-        return axis.sum([share])[0]
+        return replicas.sum([share])[0]
 
     return whole
 
 
-def _is_differentiable(leaf: Any) -> bool:
+def _is_differentiable(leaf: object) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray | float) and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
 
 
 def _share(loss: jax.Array) -> jax.Array:
     """Mark a loss as this replica's share, so that nobody is warned that its gradients are summed."""
-    return _mark(loss, _Mark(_Purpose.SHARE, "loss", ""))
+    return _marks.mark(loss, _marks.Mark(_marks.Purpose.SHARE, "loss", ""))
 
 
-def _scalar(loss: Any, name: str) -> jax.Array:
+def _scalar(loss: object, name: str) -> jax.Array:
     loss = _as_floats(loss, f"the loss given to {name}")
     if loss.shape:
         raise ValueError(
@@ -253,17 +250,17 @@ def _scalar(loss: Any, name: str) -> jax.Array:
     return loss
 
 
-def _replica_context(name: str) -> _ReplicaContext:
+def _replicas(name: str) -> _ReplicaAxis:
     frame = frames.current()
-    if frame is None or frame.replica is None:
+    if frame is None or frame.replica is None or frame.axis is None:
         raise ContextError(
             f"mr.losses.{name} was called outside a step. It scales one replica's loss for a sum over the replicas; "
             "call it in the function given to strategy.run."
         )
-    return frame.replica
+    return frame.axis
 
 
-def _as_numbers(value: Any, what: str) -> jax.Array:
+def _as_numbers(value: object, what: str) -> jax.Array:
     if not (isinstance(value, jax.Array | np.ndarray | np.generic | int | float | list) or hasattr(value, "__jax_array__")):
         raise TypeError(f"{what} is {_shown(value)} of type {type(value).__name__}; expected an array of numbers.")
     array = jnp.asarray(value)
@@ -272,12 +269,12 @@ def _as_numbers(value: Any, what: str) -> jax.Array:
     return array
 
 
-def _as_floats(value: Any, what: str) -> jax.Array:
+def _as_floats(value: object, what: str) -> jax.Array:
     array = _as_numbers(value, what)
     return array if jnp.issubdtype(array.dtype, jnp.floating) else array.astype(jnp.result_type(float))
 
 
-def _broadcast_weight(given: Any, losses: jax.Array, name: str, of: str) -> jax.Array:
+def _broadcast_weight(given: object, losses: jax.Array, name: str, of: str) -> jax.Array:
     weight = _as_numbers(given, name).astype(losses.dtype)
     if weight.ndim > losses.ndim or any(w not in (1, n) for w, n in zip(weight.shape, losses.shape, strict=False)):
         expected = " or ".join(sorted({str(losses.shape[:1]), str(losses.shape)}))
@@ -285,9 +282,9 @@ def _broadcast_weight(given: Any, losses: jax.Array, name: str, of: str) -> jax.
     return weight.reshape(*weight.shape, *(1,) * (losses.ndim - weight.ndim))
 
 
-def _global_batch_size(given: Any, losses: jax.Array, context: _ReplicaContext) -> Any:
+def _global_batch_size(given: object, losses: jax.Array, replicas: _ReplicaAxis) -> Any:
     if given is None:
-        return sum(_axis_of(context).each(losses.shape[0]))
+        return sum(replicas.each(losses.shape[0]))
     is_number = isinstance(given, int | float | np.integer | np.floating) and not isinstance(given, bool)
     is_scalar_array = isinstance(given, jax.Array | np.ndarray) and given.ndim == 0
     if is_scalar_array or (is_number and given >= 1 and given == given // 1):

@@ -13,10 +13,9 @@ import optax
 from jax.tree_util import keystr
 
 from . import _tf_names
-from ._errors import ContextError, PerReplicaError, StrategyMismatchError
+from ._errors import ContextError, PerReplicaError
 from ._jax import user_code
 from ._jax.marks import Mark, Purpose, mark
-from ._libraries import lines_for
 from ._models.keras_variables import own_variable
 from ._options import ReduceOp
 from ._replicas import cross_replica, frames
@@ -25,7 +24,7 @@ from ._replicas.context import axis_of, own_parts
 from ._replicas.frames import Frame
 from ._replicas.per_replica import PerReplica, is_per_replica, stack_of
 from ._text import call_it, shown
-from ._transforms.gradients import value_and_grad
+from ._transforms.gradients import check_variables, value_and_grad
 from ._typing import PyTree
 from ._updates import shared_out
 from ._variables.access import copied
@@ -90,9 +89,11 @@ class Optimizer:
         self._aggregate = None if aggregate is None else _parse_aggregate(aggregate)
         self._tx = tx
         self._is_sharded = bool(shard_state)
-        leaves, self._treedef = jax.tree.flatten(trainable(variables), is_leaf=is_variable)
-        self._leaves = list(map(own_variable, leaves))
-        _check_variables(self._leaves, variables)
+        self._leaves, self._treedef = check_variables(variables, "mr.Optimizer", "mr.Optimizer(optax.adam(1e-3), [w, b])")
+        for own in (variable for variable in self._leaves if spec_of(variable).is_on_read):
+            raise ValueError(
+                f"variable {own.name!r} is sync-on-read: each replica has its own value, and an optimizer needs mirrored ones."
+            )
         if self._is_sharded:
             shared_out.check_variables(self._leaves)
         # The state lives with the variables, also when the optimizer is made outside their scope.
@@ -194,10 +195,11 @@ class Optimizer:
 
     def _update(self, gradients: list[jax.Array], is_skipped: list[bool], extra: dict[str, Any]) -> None:
         def compute(gradients: list[Any], values: list[Any], state: list[Any]) -> tuple[list[Any], list[Any]]:
-            tree = self._as_tree(values)
-            update = optax.with_extra_args_support(self._tx).update
+            tree, gradient_tree = self._as_tree(values), self._as_tree(gradients)
+            if isinstance(gradient_tree, optax.LookaheadParams):
+                gradient_tree = gradient_tree.fast  # `optax.lookahead` takes those of the fast values only
             state_tree = jax.tree.unflatten(self._state_treedef, state)
-            updates, new_state = update(_gradient_tree(self._as_tree(gradients)), state_tree, tree, **extra)
+            updates, new_state = optax.with_extra_args_support(self._tx).update(gradient_tree, state_tree, tree, **extra)
             if (changed := jax.tree.structure(new_state)) != self._state_treedef:
                 raise ValueError(
                     f"an update has made a state of another structure, {changed}; expected that of tx.init, "
@@ -228,7 +230,7 @@ class Optimizer:
         if not any(is_skipped):
             return [False] * len(self._state)
         variables, _ = jax.tree_util.tree_flatten_with_path(self._as_tree(is_skipped))
-        skipped = {jax.tree_util.keystr(path): skip for path, skip in variables}
+        skipped = {keystr(path): skip for path, skip in variables}
 
         def of_state(path: str) -> bool:
             owners = [owner for owner in skipped if path.endswith(owner)]
@@ -252,21 +254,16 @@ class Optimizer:
             return shared_out.combined(op, marked, axis_of(frame.replica))
         return all_reduce(op, marked, axis_of(frame.replica))  # type: ignore[no-any-return]
 
-    def _aligned(self, grads: Any) -> list[Any]:
+    def _aligned(self, grads: PyTree | Iterable[tuple[Any, Variable]]) -> list[Any]:
         """Bring gradients into the order of the variables, None where there is none."""
         pairs = _as_pairs(grads)
-        gradients = self._from_pairs(pairs) if pairs is not None else self._from_tree(grads)
-        if all(gradient is None for gradient in gradients):
+        given = self._from_pairs(pairs) if pairs is not None else self._from_tree(grads)
+        if all(gradient is None for gradient in given):
             raise ValueError(
                 "apply_gradients got no gradient for any variable: every one is None. Check that the loss depends on the "
                 "variables."
             )
-        for variable, gradient in zip(self._leaves, gradients, strict=True):
-            if gradient is not None and tuple(gradient.shape) != variable.shape:
-                raise ValueError(
-                    f"the gradient of variable {variable.name!r} has shape {tuple(gradient.shape)}; expected {variable.shape}."
-                )
-        return gradients
+        return list(map(_checked_gradient, given, self._leaves))
 
     def _from_pairs(self, pairs: list[tuple[Any, Variable]]) -> list[Any]:
         given: dict[Variable, Any] = {}
@@ -279,18 +276,17 @@ class Optimizer:
             if variable in given:
                 raise ValueError(f"variable {variable.name!r} is twice in zip(grads, variables); add its gradients first.")
             given[variable] = gradient
-        return [_checked_gradient(given.get(variable), variable) for variable in self._leaves]
+        return list(map(given.get, self._leaves))
 
     def _from_tree(self, grads: PyTree) -> list[Any]:
         try:
-            leaves = self._treedef.flatten_up_to(grads)  # a None in the place of a variable is no gradient
+            return self._treedef.flatten_up_to(grads)  # a None in the place of a variable is no gradient
         except ValueError as error:
             treedef = jax.tree.structure(grads, is_leaf=lambda x: is_per_replica(x) or is_variable(x))
             raise ValueError(
                 f"apply_gradients got gradients of structure {treedef}; expected {self._treedef}, like the variables, or "
                 f"zip(grads, variables).{call_it(grads)}"
             ) from error
-        return [_checked_gradient(g, v) for g, v in zip(leaves, self._leaves, strict=True)]
 
     def _as_tree(self, leaves: list[Any]) -> PyTree:
         return jax.tree.unflatten(self._treedef, leaves)
@@ -316,45 +312,43 @@ def _emptied(items: list[Any]) -> Iterator[Any]:
         yield items.pop(0)
 
 
-def _gradient_tree(gradients: PyTree) -> PyTree:
-    """Return the gradients as the transformation wants them: `optax.lookahead` takes those of the fast values only."""
-    return gradients.fast if isinstance(gradients, optax.LookaheadParams) else gradients
-
-
-def _as_pairs(grads: Any) -> list[tuple[Any, Variable]] | None:
+def _as_pairs(grads: PyTree | Iterable[tuple[Any, Variable]]) -> list[tuple[Any, Variable]] | None:
     """Return the pairs of `zip(grads, variables)`, given as an iterator or a list; None for a tree."""
     pairs = list(grads) if isinstance(grads, Iterator) else grads
-    if isinstance(pairs, list):
-        pairs = [(pair[0], own_variable(pair[1])) if isinstance(pair, tuple) and len(pair) == 2 else pair for pair in pairs]
-    if isinstance(pairs, list) and pairs and all(map(_is_pair, pairs)):
-        return pairs
+    if isinstance(pairs, list) and pairs and all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+        pairs = [(gradient, own_variable(variable)) for gradient, variable in pairs]
+        if all(isinstance(variable, Variable) for _, variable in pairs):
+            return pairs
     if isinstance(grads, Iterator):
         raise TypeError(f"apply_gradients got an iterator of {shown(pairs)}; expected pairs, as of zip(grads, variables).")
     return None
 
 
-def _is_pair(pair: Any) -> bool:
-    return isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], Variable)
-
-
-def _checked_gradient(gradient: Any, variable: Variable) -> Any:
-    if gradient is None or isinstance(gradient, PerReplica):
-        return gradient
-    if not hasattr(gradient, "shape") and not isinstance(gradient, int | float):
-        raise TypeError(f"the gradient of variable {variable.name!r} is {shown(gradient)}; expected an array.{call_it(gradient)}")
-    gradient = jnp.asarray(gradient)
-    if jnp.iscomplexobj(gradient) and not jnp.issubdtype(variable.dtype, jnp.complexfloating):
-        raise TypeError(f"the gradient of variable {variable.name!r} has dtype {gradient.dtype}; expected {variable.dtype}.")
+def _checked_gradient(gradient: object, variable: Variable) -> Any:
+    if gradient is None:
+        return None
+    if not isinstance(gradient, PerReplica):
+        if not hasattr(gradient, "shape") and not isinstance(gradient, int | float):
+            raise TypeError(
+                f"the gradient of variable {variable.name!r} is {shown(gradient)}; expected an array.{call_it(gradient)}"
+            )
+        gradient = jnp.asarray(gradient)
+        if jnp.iscomplexobj(gradient) and not jnp.issubdtype(variable.dtype, jnp.complexfloating):
+            raise TypeError(f"the gradient of variable {variable.name!r} has dtype {gradient.dtype}; expected {variable.dtype}.")
+    if tuple(gradient.shape) != variable.shape:
+        raise ValueError(
+            f"the gradient of variable {variable.name!r} has shape {tuple(gradient.shape)}; expected {variable.shape}."
+        )
     return gradient
 
 
-def _parse_aggregate(aggregate: Any) -> ReduceOp | Literal[False]:
+def _parse_aggregate(aggregate: Aggregate) -> ReduceOp | Literal[False]:
     if isinstance(aggregate, bool):
         return ReduceOp.SUM if aggregate else False
     return ReduceOp.parse(aggregate, "aggregate")
 
 
-def _one_value(gradient: Any, variable: Variable, op: ReduceOp | None, frame: Frame | None) -> jax.Array:
+def _one_value(gradient: jax.Array | PerReplica, variable: Variable, op: ReduceOp | None, frame: Frame | None) -> jax.Array:
     if not isinstance(gradient, PerReplica):
         return gradient
     if op is None:
@@ -369,29 +363,3 @@ def _one_value(gradient: Any, variable: Variable, op: ReduceOp | None, frame: Fr
     if isinstance(stack, jax.core.Tracer):
         return cross_replica.reduce_stack(stack, op, (), None)
     return cross_replica.compiled(cross_replica.reduce_stack, spec.mesh.mirrored, op, (), None)(stack)
-
-
-def _check_variables(leaves: list[Any], variables: PyTree) -> None:
-    if not leaves:
-        raise TypeError(
-            "mr.Optimizer got no variables; expected at least one, for example mr.Optimizer(optax.adam(1e-3), [w, b])."
-        )
-    for position, leaf in enumerate(leaves):
-        if not isinstance(leaf, Variable):
-            raise TypeError(
-                f"mr.Optimizer got {shown(leaf)} of type {type(leaf).__name__} among its variables; expected mr.Variable objects."
-                + lines_for(variables)
-            )
-        if spec_of(leaf).is_on_read:
-            raise ValueError(
-                f"variable {leaf.name!r} is sync-on-read: each replica has its own value, and an optimizer needs mirrored ones."
-            )
-        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-            raise TypeError(f"variable {leaf.name!r} has dtype {leaf.dtype}; only floating point variables can be trained.")
-        if spec_of(leaf).mesh != spec_of(leaves[0]).mesh:
-            raise StrategyMismatchError(
-                f"variables {leaves[0].name!r} and {leaf.name!r} belong to different strategies; one optimizer needs variables "
-                "of one strategy. Create them in the same `with strategy.scope():`."
-            )
-        if any(leaf is other for other in leaves[:position]):
-            raise ValueError(f"variable {leaf.name!r} is listed twice in mr.Optimizer.")

@@ -714,7 +714,7 @@ def test_a_full_disk_does_not_end_the_training(launcher: Launcher, tmp_path: Pat
     patch = """
 from mirrored._command import output
 class Full(output.LogFile):
-    def __init__(self, path): self.path, self._fd = path, __import__("os").open("/dev/full", 1)
+    def __init__(self, path): self.path, self._file = path, open("/dev/full", "wb", buffering=0)
 group.LogFile = Full
 """
     code, out, err = launcher.run("say(1); say(2)", "--log-dir", tmp_path / "logs", patch=patch)
@@ -809,3 +809,70 @@ def test_commands_help_and_version(capsys: pytest.CaptureFixture[str], monkeypat
         runpy.run_module("mirrored", run_name="__main__")
     assert capsys.readouterr().out == f"mirrored {mirrored.__version__}\n"
     assert 'mirrored = "mirrored.launch:main"' in (SOURCE.parent.parent / "pyproject.toml").read_text()
+
+
+# Processes that wait for a restart
+
+#: Processes wait from the start on.
+AT_ONCE = "group.DELAY_SECONDS = 0.0"
+#: A module that tells that it was imported before there was a worker of its process.
+AHEAD = """
+import os, sys
+HERE = os.path.dirname(os.path.abspath(__file__))
+open(os.path.join(HERE, f"imported-{os.getpid()}"), "w").close()
+"""
+FAILS_ONCE = """
+import glob, json
+def imported():
+    here = os.path.dirname(os.path.abspath(sys.argv[0]))
+    return {name.rpartition("-")[2] for name in glob.glob(os.path.join(here, "imported-*"))}
+if ATTEMPT == 0:
+    while len(imported()) < 2: time.sleep(0.01)
+    sys.exit(3 if INDEX else signal.pause())
+import ahead
+say(json.dumps([INDEX, str(os.getpid()) in imported(), __name__, sys.argv[1:], sys.stdin.read(), sys.path[0] == ahead.HERE]))
+"""
+
+
+def test_workers_of_a_restart_have_imported_ahead_and_are_as_others(launcher: Launcher, tmp_path: Path) -> None:
+    Path(tmp_path, "ahead.py").write_text(AHEAD)
+    options = ("-n", 2, "--max-restarts", 1, "--standby", "ahead,json", "--grace", 1)
+    code, out, err = launcher.run(FAILS_ONCE, *options, arguments=["--epochs", 2], patch=AT_ONCE)
+    assert code == 0, err
+    for index in (0, 1):
+        assert f'[{index}, true, "__main__", ["--epochs", "2"], "", true]' in out
+
+
+def test_a_module_is_run_as_a_module(launcher: Launcher, tmp_path: Path) -> None:
+    Path(tmp_path, "ahead.py").write_text(AHEAD)
+    script = launcher.script(FAILS_ONCE.replace("sys.path[0] == ahead.HERE", "sys.argv[0].endswith('.py')"), "training.py")
+    options = ("-n", 2, "--max-restarts", 1, "--standby", "ahead", "--grace", 1, "-m", "training")
+    process = launcher.start(script, *options, patch=AT_ONCE, cwd=tmp_path)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 0, err
+    assert out.decode().count(', true, "__main__", ') == 2
+
+
+@pytest.mark.parametrize("broken", ["raise ImportError", "import os; os._exit(0)"])
+def test_what_cannot_be_imported_ahead_costs_a_start_and_no_more(broken: str, launcher: Launcher, tmp_path: Path) -> None:
+    Path(tmp_path, "ahead.py").write_text(f"open(__file__ + '-', 'w')\n{broken}")
+    body = """
+    if ATTEMPT == 0:
+        wait_for(os.path.join(os.path.dirname(os.path.abspath(sys.argv[0])), "ahead.py-"))
+        time.sleep(0.2)  # what waits is to end before this process does
+        sys.exit(3)
+    say("up again")
+    """
+    code, out, err = launcher.run(body, "--max-restarts", 1, "--standby", "ahead", patch=AT_ONCE)
+    assert code == 0 and "up again" in out, err
+
+
+def test_none_waits_any_more_when_the_launcher_is_killed_or_has_ended(launcher: Launcher, tmp_path: Path) -> None:
+    Path(tmp_path, "ahead.py").write_text(AHEAD)
+    options = ("--max-restarts", 1, "--standby", "ahead")
+    stays = launcher.start("say('up'); signal.pause()", *options, patch=AT_ONCE)
+    wait_until(lambda: len(launcher.alive()) >= 3)  # a worker, its keeper, and what waits
+    stays.kill()
+    wait_until(lambda: not launcher.alive())
+    code, _, err = launcher.run("wait_for(sys.argv[1])", *options, arguments=[next(tmp_path.glob("imported-*"))], patch=AT_ONCE)
+    assert (code, launcher.alive()) == (0, []), err

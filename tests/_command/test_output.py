@@ -117,6 +117,7 @@ def test_a_verdict_is_shown_whole_and_without_stacks() -> None:
     before, detail = [f"step {i}" for i in range(30)], ["  |   worker 0: in its own code", "  |   worker 1: waits"]
     assert tail_of(*before, VERDICT, *detail, *STACKS) == [VERDICT, *detail]
     assert tail_of(*before, VERDICT, *detail, *STACKS, "Fatal error", "  of C") == [VERDICT, *detail, "Fatal error", "  of C"]
+    assert tail_of(*before, VERDICT, *detail, *STACKS * 9) == [VERDICT, *detail], "also below stacks of many threads"
     assert tail_of("old", "worker 1 leaves with code 75: old", VERDICT) == [VERDICT]
     assert tail_of(VERDICT + "x" * 1000)[0] == VERDICT + "x" * 1000
     many = tail_of(VERDICT, *before)

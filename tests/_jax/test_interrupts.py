@@ -71,7 +71,7 @@ def test_only_ctrl_c_in_the_main_thread_is_sent_again_and_the_hook_is_set_once(m
 def test_who_ignores_ctrl_c_is_not_interrupted() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # which would end this process
     try:
-        interrupts._Hook(None)(ignored(KeyboardInterrupt()))
+        interrupts._hook(print, ignored(KeyboardInterrupt()))
         for thread in threading.enumerate():
             if thread.name == "mirrored: Ctrl-C again":
                 thread.join()

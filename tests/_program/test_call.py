@@ -18,7 +18,8 @@ from named import named
 
 import mirrored as mr
 from mirrored._program.call import ArrayLeaf, argument_names, leaf_names, static_key, take_apart
-from mirrored._program.call import function_key as _function_key
+from mirrored._program.guards import match
+from mirrored._program.own_code import Guards, look_at
 
 
 class Color(enum.Enum):
@@ -44,8 +45,9 @@ def key(*args: Any, **kwargs: Any) -> Any:
     return take_apart(step, args, kwargs).key
 
 
-def function_key(function: Any) -> Any:
-    return _function_key(function, False)
+def sight(function: Any) -> Guards:
+    """What a function sees now."""
+    return look_at((function,)).guards
 
 
 def same_key(first: Any, second: Any) -> bool:
@@ -311,8 +313,9 @@ ARRAY, MODEL = jnp.ones(2), Model()
     ],
 )
 def test_functions_made_again_are_the_same_program(make: Callable[[], Callable[..., Any]]) -> None:
-    assert same_key(function_key(make()), function_key(make()))
-    assert same_key(key(make()), key(make()))
+    assert match(sight(make()), (make(),))
+    one, other = take_apart(step, (make(),), {}), take_apart(step, (make(),), {})
+    assert same_key(one.key, other.key) and match(one.sees().guards, other.functions)
 
 
 @pytest.mark.parametrize(
@@ -338,7 +341,7 @@ def test_functions_made_again_are_the_same_program(make: Callable[[], Callable[.
     ],
 )
 def test_functions_that_need_two_programs(one: Callable[..., Any], other: Callable[..., Any]) -> None:
-    assert function_key(one) != function_key(other)
+    assert not match(sight(one), (other,)) and not match(sight(other), (one,))
 
 
 def test_a_cell_that_is_still_empty_is_no_obstacle() -> None:
@@ -346,11 +349,13 @@ def test_a_cell_that_is_still_empty_is_no_obstacle() -> None:
         def add(x: Any) -> Any:
             return x + later
 
-        assert function_key(add) == function_key(add)
+        empty = sight(add)
+        assert match(empty, (add,))
         later = 1.0
+        assert not match(empty, (add,))
         return add
 
-    assert function_key(make()) == function_key(make())
+    assert match(sight(make()), (make(),))
 
 
 def test_a_function_that_captures_itself_ends() -> None:
@@ -361,8 +366,8 @@ def test_a_function_that_captures_itself_ends() -> None:
         return countdown
 
     countdown = make()
-    assert function_key(countdown) == function_key(countdown)
-    assert list(take_apart(countdown, (), {}).objects())
+    assert match(sight(countdown), (countdown,)) and match(sight(countdown), (make(),))
+    assert take_apart(countdown, (), {}).sees().objects
 
 
 # -- identity stays true
@@ -390,11 +395,12 @@ def test_a_key_says_what_it_identifies_by_identity_and_keeps_it_not_alive(wrap: 
     alive = weakref.ref(held)
     function, args = wrap(held)
     call = take_apart(function, args, {})
-    assert any(found is held for found in call.objects())
-    key = call.key
-    del held, function, args, call
+    sight = call.sees()
+    assert any(found is held for found in sight.objects)
+    key, guards = call.key, sight.guards
+    del held, function, args, call, sight
     gc.collect()
-    assert key and alive() is None
+    assert key and guards and alive() is None
 
 
 # -- names in messages
@@ -438,13 +444,13 @@ def reads_globals(output: Any) -> Any:
 
 
 def test_a_rebound_global_that_the_function_names_is_another_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = function_key(reads_globals)
+    before = sight(reads_globals)
     monkeypatch.setitem(globals(), "loss", 5.0)  # an attribute of that name is not the global
-    assert function_key(reads_globals) == before
+    assert match(before, (reads_globals,))
     monkeypatch.setitem(globals(), "learning_rate", 2.0)
-    assert function_key(reads_globals) != before
+    assert not match(before, (reads_globals,))
     monkeypatch.delitem(globals(), "learning_rate")
-    assert function_key(reads_globals) != before
+    assert not match(before, (reads_globals,))
 
 
 num_traces = 0
@@ -517,7 +523,7 @@ def test_each_change_of_what_a_function_is_made_of_changes_its_key() -> None:
         lambda: setattr(step, "__code__", make()[0].__code__.replace(co_name="other")),
     ]
     for number, change in enumerate(changes):
-        before = function_key(step)
-        assert function_key(step) == before
+        before = sight(step)
+        assert match(before, (step,))
         change()
-        assert function_key(step) != before, number
+        assert not match(before, (step,)), number

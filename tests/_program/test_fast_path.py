@@ -1,5 +1,6 @@
 """A step that is called in a loop is known by a few looks, and is another one as soon as anything in its key is."""
 
+import functools
 import gc
 import threading
 import types
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 import mirrored as mr
-from mirrored._program import call
+from mirrored._program import steps
 
 SCALE: Any = 2.0
 
@@ -33,15 +34,15 @@ def strategy() -> mr.Strategy:
 
 @pytest.fixture
 def keys(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The functions whose whole key was asked for."""
+    """The functions of the calls whose whole key was asked for."""
     asked: list[Any] = []
-    real = call.function_key
+    real = steps.key_of
 
-    def function_key(function: Any, *depth: Any) -> Any:
+    def key_of(function: Any, *rest: Any) -> Any:
         asked.append(function)
-        return real(function, *depth)
+        return real(function, *rest)
 
-    monkeypatch.setattr(call, "function_key", function_key)
+    monkeypatch.setattr(steps, "key_of", key_of)
     return asked
 
 
@@ -85,6 +86,36 @@ def test_a_function_made_anew_is_the_same_step_while_it_closes_over_the_same(str
         warmed(strategy, made(factor), x)
         keys.clear()
         assert total(strategy, strategy.run(made(factor), args=(x,))) == 9 * factor and not keys
+
+
+class Scaled:
+    factor = 2.0
+
+    def step(self, x: Any) -> Any:
+        return jnp.sum(x) * self.factor
+
+    __call__ = step
+
+
+OF_A_CLASS = {
+    "method": lambda t: t.step,
+    "partial": lambda t: functools.partial(Scaled.step, t),
+    "callable": lambda t: t,
+    "default": lambda t: lambda x, t=t: t.step(x) * t.factor / t.factor,
+}
+
+
+@pytest.mark.parametrize("kind", OF_A_CLASS)
+def test_methods_bound_arguments_and_defaults_are_known_without_a_key_and_what_they_name_is_seen(
+    kind: str, strategy: mr.Strategy, keys: list[Any]
+) -> None:
+    x, scaled = rows(strategy, 3), Scaled()
+    make = OF_A_CLASS[kind]
+    for factor in (2.0, 3.0, 2.0):
+        scaled.factor = factor
+        assert total(strategy, warmed(strategy, make(scaled), x)) == 9 * factor
+        keys.clear()
+        assert total(strategy, strategy.run(make(scaled), args=(x,))) == 9 * factor and not keys
 
 
 def test_what_a_step_reads_may_change_at_any_time(strategy: mr.Strategy, monkeypatch: pytest.MonkeyPatch) -> None:

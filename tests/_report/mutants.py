@@ -20,7 +20,7 @@ MUTANTS = [
     ("_transforms/function.py", "_programs.causes() if program.mesh == mesh", "_programs.causes()",
      REPORT + "functions_are_in_it_with_the_collectives_of_their_steps"),
     ("_program/cache.py", "(static_key(leaf[0]), shown(leaf[0]))", "(static_key(leaf[0]), repr(leaf[0]))", EXPLAIN),
-    ("_program/cache.py", "call.key\n", "call.key\n        cause = ''\n", EXPLAIN),
+    ("_program/cache.py", "leaf_names(call))\n        for", "leaf_names(call))\n        cause = ''\n        for", EXPLAIN),
     ("_html.py", "array.tobytes() for", "array.item(0) for", "tests/test_html.py::test_copies_that_differ_are_all_shown"),
     ("_report/profile.py", "        program.annotate = None\n", "        pass\n",
      "tests/_report/test_profile.py::test_a_profile_ends_when_the_block_fails_and_there_is_one_at_a_time"),

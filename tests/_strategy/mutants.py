@@ -4,12 +4,12 @@ RIGHT = "tests/test_losses.py::test_every_right_form_is_the_update_of_one_device
 STRATEGY = "tests/_strategy/test_strategy.py::test_"
 
 MUTANTS = [
-    ("_strategy/leaves.py", "return array.sharding.device_set != self.mesh.mirrored.device_set", "return False",
+    ("_strategy/leaves.py", " and array.sharding.device_set != self.mesh.mirrored.device_set", "",
      STRATEGY + "verbs_take_what_is_theirs_and_refuse_what_is_of_another_strategy"),
     ("_strategy/leaves.py", "tuple(map(jax.numpy.copy, copies))", "tuple(copies)",
      STRATEGY + "local_results_of_variables_are_their_copies"),
     ("losses.py", "loss * (own / total) if own else", "loss * (own / total) if True else", RIGHT + "[empty]"),
-    ("losses.py", "[total] = _axis_of(context).sum([jnp.sum(weights)])", "total = jnp.sum(weights)", RIGHT + "[even]"),
+    ("losses.py", "[total] = replicas.sum([jnp.sum(weights)])", "total = jnp.sum(weights)", RIGHT + "[even]"),
     ("optimizer.py", ".mirrored, op, (), None)", ".mirrored, ReduceOp.MEAN, (), None)",
      "tests/test_optimizer.py::test_outside_a_step_gradients_are_one_value_and_per_replica_ones_are_summed"),
     ("optimizer.py", "        self._iterations.assign_add(1)\n", "",

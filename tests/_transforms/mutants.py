@@ -1,7 +1,7 @@
 """Damages to loops, gradients and `mr.function`."""
 
 MUTANTS = [
-    ("_transforms/loops.py", "_write_back(list(written), after)", "_write_back(list(written), before)",
+    ("_transforms/loops.py", "zip(written, after, strict=True)", "zip(written, before, strict=True)",
      "tests/_transforms/test_loops.py::test_cond_takes_the_branch_that_the_condition_says_and_keeps_the_rest"),
     ("_transforms/gradients.py", "list(bindings.written)", "[]",
      "tests/_transforms/test_gradients.py::test_what_the_loss_writes_is_kept"),

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import mirrored as mr
-from mirrored._program import call as _call
 from mirrored._transforms import function
 
 pytestmark = pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning")
@@ -244,8 +243,8 @@ def test_values_that_a_user_stacked_elsewhere_are_taken(strategy2):
 
 
 def test_a_function_in_a_loop_is_known_by_a_few_looks_and_is_another_with_what_it_reads(strategy2, strategy3, monkeypatch):
-    asked, real = [], _call.function_key
-    monkeypatch.setattr(_call, "function_key", lambda *given: [asked.append(given), real(*given)][1])
+    asked, real = [], function.key_of
+    monkeypatch.setattr(function, "key_of", lambda *given: [asked.append(given), real(*given)][1])
     settings, total, x = types.SimpleNamespace(scale=2.0), variable(strategy2, 0.0), numbered(strategy2)
 
     @mr.function

@@ -30,7 +30,7 @@ from mirrored._workers.verdict import MAX_TEXT, Verdict
 
 Log, Patch = pytest.LogCaptureFixture, pytest.MonkeyPatch
 HOST = Neighbours(0, 2).host
-OWN_CODE = Position(1, 12, "train", "", "", waits=False, is_patient=False, has_ended=False, still=400.0)
+OWN_CODE = Position(1, 12, "train", "", "", False, False, False, 400.0, -1, 0, [], [])
 
 
 def test_log_injection() -> None:
@@ -409,8 +409,8 @@ def done(*names: str) -> Progress:
 
 def says_what_it_did(guarded: Guarded, worker: int, *names: str) -> None:
     """Let another worker be where it is after programs of these names, and let it tell them as it leaves."""
-    number, checksum = done(*names).trail_so_far()
-    guarded.says(f"position/{worker}", dataclasses.replace(OWN_CODE, started=number, done=number, trail=checksum))
+    number, checksum = done(*names).trail.so_far()
+    guarded.says(f"position/{worker}", OWN_CODE._replace(started=number, done=number, trail=checksum))
     guarded.says(f"trail/{worker}", done(*names).trail.encode())
 
 
@@ -459,10 +459,10 @@ def test_what_threads_do_is_compared_with_nobody(make: Make) -> None:
     guarded = make(is_started=False)
     guarded.progress.enter("train", b"train")
     says_what_it_did(guarded, 1, "evaluate")
-    guarded.progress.is_threaded = True
+    guarded.progress.trail.is_known = False
     assert guarded.guard._round(0.5) is False
-    guarded.progress.is_threaded = False
-    guarded.says("position/1", dataclasses.replace(OWN_CODE, started=1))
+    guarded.progress.trail.is_known = True
+    guarded.says("position/1", OWN_CODE._replace(started=1))
     assert guarded.guard._round(0.5) is False and guarded.codes.empty()
 
 
@@ -618,7 +618,7 @@ def test_an_end_is_told_before_the_others_are_waited_for(make: Make, monkeypatch
 
 def test_a_stalled_worker_is_named_after_the_limit(make: Make, caplog: Log) -> None:
     guarded = make(stall_seconds=1.0)
-    guarded.says("position/1", dataclasses.replace(OWN_CODE, started=4))
+    guarded.says("position/1", OWN_CODE._replace(started=4))
     guarded.says("left/1")
     guarded.progress.started = guarded.progress.updates = 4
     start = time.monotonic()
@@ -634,7 +634,7 @@ def test_a_silent_worker_is_told_once_and_not_ended(make: Make, caplog: Log) -> 
     for _ in range(8):
         assert guarded.guard._round(1.0) is False
     assert caplog.text.count("worker 1 has been silent for 4 s: it is stopped, cut off, dead, or in one long call") == 1
-    guarded.says("position/1", dataclasses.replace(OWN_CODE, beat=2))
+    guarded.says("position/1", OWN_CODE._replace(beat=2))
     for _ in range(4):
         guarded.guard._round(1.0)
     assert caplog.text.count("it was last seen so") == 1 and guarded.codes.empty()
@@ -657,7 +657,7 @@ def test_a_chief_that_does_not_speak_while_its_service_answers_is_named_to_all(m
     rounds = 0
     while not guarded.guard._round(1.0):
         rounds += 1
-        guarded.says("position/2", dataclasses.replace(OWN_CODE, beat=rounds, waits=True))
+        guarded.says("position/2", OWN_CODE._replace(beat=rounds, waits=True))
     assert rounds == 4 and guarded.codes.get(timeout=5) == 75
     assert "worker 0 has not entered step 1 (program 'train') for 4 s" in guarded.verdict().title
     assert "it has been silent for 4 s" in caplog.text and guarded.verdict().lost == (), "the others are told, and waited for"
@@ -715,7 +715,7 @@ def test_a_round_of_a_healthy_job_is_three_calls_whatever_the_number_of_workers(
         guarded = make(worker, num_workers, is_started=False)
         guarded.says(f"process/{HOST}/{1 - worker}", Process.own().encode())
         for other in range(num_workers):
-            guarded.says(f"position/{other}", dataclasses.replace(OWN_CODE, started=2, waits=waits, still=1.0))
+            guarded.says(f"position/{other}", OWN_CODE._replace(started=2, waits=waits, still=1.0))
         assert guarded.guard._round(0.5) is False  # in which it meets the other
         guarded.guard._roll._num_meetings = 20
         for _ in range(5):
@@ -733,15 +733,15 @@ def test_worker_0_has_the_time_for_a_round_of_all(monkeypatch: Patch) -> None:
 
 def test_worker_0_finds_who_waits_in_vain_for_another(make: Make, caplog: Log) -> None:
     guarded = make(num_workers=4, is_started=False)
-    guarded.says("position/1", dataclasses.replace(OWN_CODE, started=13, waits=True, still=0.3))
-    guarded.says("position/2", dataclasses.replace(OWN_CODE, has_ended=True, still=0.0))
+    guarded.says("position/1", OWN_CODE._replace(started=13, waits=True, still=0.3))
+    guarded.says("position/2", OWN_CODE._replace(has_ended=True, still=0.0))
     guarded.says("position/3", OWN_CODE)
     assert guarded.guard._round(0.05) is True and guarded.codes.get(timeout=5) == 75
     assert "worker 2 has ended its program after step 12 (program 'train'), and worker 1 waits in step 13" in caplog.text
 
 
 def test_the_others_name_worker_0_and_leave_the_rest_to_it(make: Make, caplog: Log) -> None:
-    for of_chief, code in ((OWN_CODE, 75), (dataclasses.replace(OWN_CODE, started=13, waits=True), None)):
+    for of_chief, code in ((OWN_CODE, 75), (OWN_CODE._replace(started=13, waits=True), None)):
         guarded = make(worker=1, num_workers=3, stall_seconds=1.0, is_started=False)
         for _ in range(13):
             guarded.progress.enter("train", b"train")
@@ -801,7 +801,7 @@ def test_a_process_that_was_stopped_has_not_waited_in_that_time(make: Make, monk
 def test_after_a_pause_a_worker_looks_first_at_what_has_come(make: Make) -> None:
     guarded = make(is_started=False)
     guarded.says(f"process/{HOST}/1", Process.own().encode())
-    guarded.says("position/1", dataclasses.replace(OWN_CODE, has_ended=True))
+    guarded.says("position/1", OWN_CODE._replace(has_ended=True))
     with guarded.progress.phase("the barrier 'epoch'", waits=True):
         assert [guarded.guard._round(elapsed) for elapsed in (0.04, 0.04)] == [False, False]
         assert guarded.guard._round(5.0) is False, "the barrier may be passed in this moment"

@@ -117,12 +117,12 @@ def test_the_trail_is_not_known_after_another_thread_had_part_in_it(caplog) -> N
     caplog.set_level("INFO", "mirrored")
     progress = Progress()
     progress.did("assign", b"0")
-    first = progress.trail_so_far()
-    assert first[0] == 1 and progress.history()[1] == f"{first[1]:08x}" and progress.contradicts(1, first[1] + 1)
+    first = progress.trail.so_far()
+    assert first[0] == 1 and progress.history()[1] == f"{first[1]:08x}" and progress.trail.contradicts(1, first[1] + 1)
     for _ in range(2):
         on_threads(lambda: progress.did("assign", b"0"))
     assert progress.history() == ["0", UNKNOWN] and progress.trail.last.number == 3
-    assert progress.trail_so_far() == (-1, 0) and not progress.contradicts(1, first[1] + 1)
+    assert progress.trail.so_far() == (-1, 0) and not progress.trail.contradicts(1, first[1] + 1)
     [message] = caplog.messages
     assert "assign was started by the thread 'evaluation': the order of what the workers do is not compared" in message
 

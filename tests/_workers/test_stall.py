@@ -1,6 +1,5 @@
 """Where the workers are, and who waits in vain: told from what they say, and never of one that may only be slow."""
 
-import dataclasses
 import json
 
 import hypothesis
@@ -11,8 +10,8 @@ from mirrored._workers.progress import NEXT_BATCH, OTHERS_INPUT, BatchPlace, Pro
 from mirrored._workers.stall import MIN_STALL_SECONDS, Others, Own, Position, decode, judge, judge_all, shorter_data
 from mirrored._workers.verdict import Verdict
 
-change = dataclasses.replace
-OWN_CODE = Position(1, 12, "train", "", "", waits=False, is_patient=False, has_ended=False, still=400.0)
+change = Position._replace
+OWN_CODE = Position(1, 12, "train", "", "", False, False, False, 400.0, -1, 0, [], [])
 IN_STEP = change(OWN_CODE, started=13, waits=True)
 AT_BARRIER = change(OWN_CODE, phase="the barrier 'epoch'", waits=True)
 ENDED = change(OWN_CODE, has_ended=True)
@@ -83,7 +82,7 @@ def test_data_that_has_ended_while_another_worker_has_taken_more_is_certain() ->
     own = Own(progress, None).look(0.0, False)
     assert (own.batch, own.ends) == ([8, 1, 6], [[8, 1, 9]]) and decode(own.encode()) == own
     for foul in ({"batch": [1, 2]}, {"batch": ["1", 2, 3]}, {"ends": [1]}, {"ends": [[1, 2]]}, {"ends": [[1, 2, None]]}):
-        assert decode(json.dumps({**dataclasses.asdict(own), **foul})) is None
+        assert decode(json.dumps(own._replace(**foul))) is None
 
 
 def test_of_all_that_wait_one_is_judged_for_each_place() -> None:
@@ -207,6 +206,5 @@ def test_a_position_survives_the_way_and_nothing_else_is_one() -> None:
     for position in (OWN_CODE, IN_STEP, AT_BARRIER, ENDED, SAVING, change(OWN_CODE, program="x" * 100_000)):
         assert decode(position.encode()) == position
     assert decode(OWN_CODE.encode() + " " * 1_000_000) is None, "no place is so long"
-    fields = json.loads(OWN_CODE.encode())
     for name, value in {"beat": "1", "started": None, "program": 3, "waits": 1, "still": "long"}.items():
-        assert decode(json.dumps({**fields, name: value})) is None
+        assert decode(json.dumps(OWN_CODE._replace(**{name: value}))) is None

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from mirrored._workers.trail import SIZE, Entry, ProgramTrail, decode, parting
+from mirrored._workers.progress import SIZE, Entry, ProgramTrail
+from mirrored._workers.same_program import decode_trail, parting
 
 
 def trail(text: str) -> ProgramTrail:
@@ -16,7 +17,7 @@ def trail(text: str) -> ProgramTrail:
 
 
 def told(*texts: str) -> dict[int, list[Entry]]:
-    return {worker: decode(trail(text).encode()) or [] for worker, text in enumerate(texts)}
+    return {worker: decode_trail(trail(text).encode()) or [] for worker, text in enumerate(texts)}
 
 
 def test_who_is_ahead_or_behind_contradicts_nobody_and_who_did_other_things_does() -> None:
@@ -51,16 +52,16 @@ def test_what_was_long_ago_contradicts_nothing() -> None:
     ],
 )
 def test_it_is_told_since_when_workers_have_parted(texts: list[str], said: str) -> None:
-    assert parting(told(*texts)) == said
+    assert parting(told(*texts))[0] == said
 
 
 def test_another_program_of_the_same_name_is_called_so() -> None:
     trails = {0: [Entry(1, 5, 0, "step")], 1: [Entry(1, 6, 0, "step")]}
-    assert parting(trails) == "since step 1 (worker 0: step; worker 1: step, another of this name)"
+    assert parting(trails)[0] == "since step 1 (worker 0: step; worker 1: step, another of this name)"
 
 
 def test_a_trail_survives_the_way_and_nothing_else_is_one() -> None:
-    assert decode(trail("ab").encode()) == [(1, trail("a").last.checksum, 0, "a"), trail("ab").last]
-    assert decode(ProgramTrail().encode()) == []
+    assert decode_trail(trail("ab").encode()) == [(1, trail("a").last.checksum, 0, "a"), trail("ab").last]
+    assert decode_trail(ProgramTrail().encode()) == []
     for text in ("", "1", "[1]", "[[1, 2, 3]]", '[[1, 2, "3", "a"]]', "[" * 100_000, json.dumps([[1, 2, 3, "a" * 1_000_000]])):
-        assert decode(text) is None
+        assert decode_trail(text) is None

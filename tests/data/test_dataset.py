@@ -553,7 +553,7 @@ def test_what_is_no_dataset(strategy2: mr.MirroredStrategy) -> None:
         (3, r"got 3 of type int; expected an iterable of global batches, for example"),
         (None, r"got None of type NoneType"),
         (numpy_dataset, r"got <function"),
-        ("train.tfrecord", r"got 'train\.tfrecord'; expected an iterable of global batches"),
+        ("train.tfrecord", r"got 'train\.tfrecord' of type str; expected an iterable of global batches, for example"),
         (b"train", r"got b'train'"),
         (X, r"got ndarray, one set of arrays; .*make_numpy_dataset\(arrays\)\.batch\(global_batch_size\)"),
         (jnp.arange(4), r"one set of arrays"),

@@ -344,7 +344,7 @@ def test_a_state_says_how_much_of_a_batch_was_taken(monkeypatch: pytest.MonkeyPa
     me = InputWorker(0, 2, lambda value: [value, value])
     plan = make_plan(Files([[1], [2]]).batch(1), "file", me, 2)
     iterators = [DistributedIterator(Elements(plan), LocalReplicas(2, me), STRATEGIES[2]._mesh, 0) for _ in range(2)]
-    position = iterators[0]._open().position()
+    position = iterators[0]._open().start
     monkeypatch.setattr(iterators[0], "_next", lambda: ("a batch", Step(None, (), position, {"rows": 3, "batch_size": 4})))
     assert next(iterators[0]) == "a batch"
     state = iterators[0].get_state()
@@ -353,3 +353,17 @@ def test_a_state_says_how_much_of_a_batch_was_taken(monkeypatch: pytest.MonkeyPa
     assert iterators[1].get_state() == state
     for iterator in iterators:
         iterator.close()
+
+
+def test_the_position_after_the_last_step_is_behind_the_last_epoch() -> None:
+    """Also where a replica finds the end of the rows while others have got the last batch."""
+
+    def make() -> mr.data.DistributedDataset:
+        return STRATEGIES[2].distribute_datasets_from_function(lambda context: numpy_dataset(num_epochs=3))
+
+    iterator = iter(make())
+    states = [(rows_of(batch), iterator.get_state())[1] for batch in iterator]
+    assert [(state["source"]["epoch"], state["source"]["row"]) for state in states[-2:]] == [(2, 8), (2, 11)]
+    with iter(make()) as resumed:
+        resumed.set_state(states[-1])
+        assert list(resumed) == []

@@ -342,17 +342,18 @@ def test_the_first_worker_to_fail_in_a_function_ends_all(strategy2: mr.MirroredS
         run_workers(lambda worker: numpy_dataset(np.arange(4)).map(lambda row: row + worker).batch(2), 2, policy="data")
 
 
-def test_ctrl_c_inside_an_iterator_of_rows_in_memory_ends_nothing() -> None:
-    def interrupted() -> Iterator[int]:
+def test_ctrl_c_inside_an_iterator_of_rows_in_memory_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*args: Any) -> Any:
         raise KeyboardInterrupt
-        yield 0
 
     rows = NumpyDataset(np.arange(7)).batch(2).repeat(2)
-    iterator = iter(rows)
-    found = []
-    for _ in rows:
-        iterator._starts = interrupted()
-        with pytest.raises(KeyboardInterrupt):
-            next(iterator)
-        found.append(next(iterator).tolist())
-    assert found == [batch.tolist() for batch in rows] and list(iterator) == []
+    whole = [batch.tolist() for batch in rows]
+    for method in ("_order", "_rows_per_batch"):
+        iterator, found = iter(rows), []
+        for _ in whole:
+            with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+                patched.setattr(NumpyDataset, method, interrupted)
+                iterator._order = None
+                next(iterator)
+            found.append(next(iterator).tolist())
+        assert found == whole and list(iterator) == []

@@ -27,7 +27,7 @@ class _Step:
         functools.update_wrapper(self, function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        is_plain = tracing.is_clean() and mr.in_cross_replica_context()
+        is_plain = tracing.current_trace() is tracing.NO_TRACE and mr.in_cross_replica_context()
         return _strategy.run(self._function, args, kwargs) if is_plain else self._jitted(*args, **kwargs)
 
     def __get__(self, owner: Any, kind: type) -> Any:

@@ -136,7 +136,7 @@ def refuse(directory: Path) -> None:
     found["own"] = error_of(own.restore_latest)
     found["marks"] = sorted(path.name for path in directory.rglob(".shared-*"))
     if worker == 1:
-        (directory / "shared" / "1" / "arrays" / "_METADATA").write_bytes(b"damaged")
+        (directory / "shared" / "1" / "arrays.npz").write_bytes(b"damaged")
     strategy.barrier("damaged")
     found["damaged"] = error_of(checkpoint.restore_latest)
 
@@ -155,7 +155,7 @@ def refuse(directory: Path) -> None:
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    files._write_synced = full
+    files._synced = full
     found["full"] = [error_of(lambda step=step: checkpoint.save(step)) for step in (7, 8, 9)]
 
 

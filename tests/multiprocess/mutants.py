@@ -15,7 +15,7 @@ MUTANTS = [
     ("_replicas/placement.py", "jax.lax.axis_index(mesh.axis) == 0", "jax.lax.axis_index(mesh.axis) == 1",
      _HERE + "random_programs.py::test_programs_compute_on_two_workers_what_they_do_on_one"),
     ("_checkpoint/same_on_workers.py", "if kinds != every[0]:", "if False:", _SAVES + "what_fails_fails_on_all_workers"),
-    ("_checkpoint/preemption.py", "self._save(step)", "pass",
+    ("_checkpoint/preemption.py", "self._checkpoint.save(step)", "pass",
      _SAVES + "a_signal_to_one_worker_lets_all_leave_at_one_step"),
     ("launch.py", "if code == 0 or not budget.allows(attempt):", "if True:",
      _HERE + "start.py::test_the_launcher_starts_all_again_after_a_death"),

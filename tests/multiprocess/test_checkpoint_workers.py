@@ -60,7 +60,7 @@ def test_what_fails_fails_on_all_workers(tmp_path: Path) -> None:
         assert re.search(
             r"own0 on \S+ \(worker 0\) holds the steps \[1\], and .*own1 on \S+ \(worker 1\) holds none", said["own"]
         )
-        assert "no step in" in said["damaged"] and "_METADATA" in said["damaged"]
+        assert "no step in" in said["damaged"] and "arrays.npz" in said["damaged"]
         assert "another program writes checkpoints to" in said["busy"] and said["free"] == 1
         assert ("failed on worker 0" in said["busy"]) == (worker == 1)
         assert said["full"][:2] == ["no error", "no error"]

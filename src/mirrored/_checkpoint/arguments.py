@@ -24,7 +24,7 @@ def checked_names(named: dict[str, PyTree]) -> dict[str, PyTree]:
     return named
 
 
-def check_count(count: Any, name: str) -> None:
+def check_count(count: object, name: str) -> None:
     """Refuse what is no int of at least 1."""
     if isinstance(count, bool) or not isinstance(count, int):
         raise TypeError(f"mr.Checkpoint: {name} is {count!r}; expected an int.")

@@ -54,7 +54,6 @@ class Checkpoint:
     Raises:
         TypeError: for something that cannot be saved or restored.
         ValueError: for a name, a number or a directory that will not do.
-        ImportError: when orbax-checkpoint is missing.
 
     >>> import tempfile
     >>> folder = tempfile.TemporaryDirectory()
@@ -93,7 +92,6 @@ class Checkpoint:
         if not has_strategy() and values.joint_among(values.leaves_of(self._named)):
             self._strategy = joint_strategy() or self._strategy  # made outside the scope, for what belongs to all workers
         self._leaves()
-        files.orbax()
         self._writer = Writer(self._files, max_to_keep, max_failed_saves, is_joint=self._strategy.num_workers > 1)
         self._last: int | None = None  # that this program saved or restored
         self._is_closed = False
@@ -126,7 +124,7 @@ class Checkpoint:
             leaves, positions, report, error = self._report(step)
             reports = self._exchange(report, f"save({step})")
             every_position = coordination_of(self._strategy).for_chief(_POSITIONS, positions)
-            self._learn(self._of_chief(self._known(), f"save({step})"))
+            self._learn_from_chief(f"save({step})")
             if error is not None:
                 raise error
             same_on_workers.require_no_error(reports, "save")
@@ -191,16 +189,14 @@ class Checkpoint:
             if self._strategy.is_chief:
                 self._writer.look()
             self._exchange({}, "wait()")
-            self._learn(self._of_chief(self._known(), "wait()"))
+            self._learn_from_chief("wait()")
         return self._writer.latest
 
-    def _known(self) -> dict[str, Any]:
-        return {"latest": self._writer.latest, "failures": self._writer.failures}
-
-    def _learn(self, chief: dict[str, Any]) -> None:
+    def _learn_from_chief(self, where: str) -> None:
         """Take over what worker 0 knows of the saves so far; too many failures end the training on all workers."""
+        latest, failures = self._of_chief([self._writer.latest, self._writer.failures], where)
         if not self._strategy.is_chief:
-            self._writer.learn(chief["latest"], list(chief["failures"]))
+            self._writer.learn(latest, list(failures))
         self._writer.require_success()
 
     def close(self) -> None:
@@ -284,11 +280,18 @@ class Checkpoint:
 
     def _agreed_steps(self) -> list[int]:
         """Return the steps, after seeing that all workers look at the same directory."""
-        steps, error = self._look()
-        reports = self._exchange({"steps": steps, "error": error}, "restore_latest()")
+        report: dict[str, Any] = {"steps": [], "error": None}
+        try:
+            self._leaves()
+            report["steps"], strays = self._files.look()
+            for stray in strays:
+                _logger.warning("%s: %s; it is ignored", self._files.root, stray)
+        except Exception as error:
+            report["error"] = f"{type(error).__name__}: {error}"
+        reports = self._exchange(report, "restore_latest()")
         same_on_workers.require_no_error(reports, "restore_latest")
         self._require_same(reports, "steps", lambda steps: f"holds the steps {steps}" if steps else "holds none")
-        return steps
+        return report["steps"]
 
     def _require_same(self, reports: same_on_workers.Reports, field: str, describe: Callable[[Any], str]) -> None:
         """See that all workers have found the same in the directory; where each looks is told only when they have not."""
@@ -300,16 +303,6 @@ class Checkpoint:
     def _where(self) -> str:
         return f"{self._files.root} on {socket.gethostname()}"
 
-    def _look(self) -> tuple[list[int], str | None]:
-        try:
-            self._leaves()
-            steps, strays = self._files.look()
-        except Exception as error:
-            return [], f"{type(error).__name__}: {error}"
-        for stray in strays:
-            _logger.warning("%s: %s; it is ignored", self._files.root, stray)
-        return steps, None
-
     def _read(self, step: int) -> tuple[Snapshot | None, str]:
         """Read a step on all workers; None, and all that is wrong with it, when it is damaged for any of them."""
         report: dict[str, Any] = {"problems": [], "error": None, "id": None}
@@ -319,7 +312,7 @@ class Checkpoint:
             saved = Snapshot(record["leaves"], arrays)
             report["id"] = [record["time"], checksums.record_checksum(record)]
         except DamagedStep as damage:
-            report["problems"] = damage.problems
+            report["problems"] = list(damage.args)
         except Exception as error:  # such as a disk that does not answer on one worker
             report["error"] = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         reports = self._exchange(report, f"restore_latest(), step {step}")

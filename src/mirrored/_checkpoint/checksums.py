@@ -20,38 +20,42 @@ _CHUNK_BYTES = 4 * 1024 * 1024
 def array_checksum(name: str, array: np.ndarray) -> int:
     """Return the CRC-32 of an array's name, dtype, shape and bytes."""
     head = f"{name}\0{array.dtype.name}\0{array.shape}\0".encode()
-    return zlib.crc32(as_bytes(array).data, zlib.crc32(head))
+    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, zlib.crc32(head))
 
 
-def as_bytes(array: np.ndarray) -> np.ndarray:
-    """Return an array's bytes in memory, in C order."""
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+def compare_files(
+    directory: Path, recorded: Mapping[str, list[int]], besides: str
+) -> tuple[list[str], dict[Path, OSError], bool]:
+    """Compare all files under a directory, besides one, with their recorded sizes and CRC-32s, by their paths with slashes.
 
-
-def file_checksums(
-    directory: Path, recorded: Mapping[str, list[int]] | None = None
-) -> tuple[dict[str, list[int]], dict[str, OSError]]:
-    """Return the size and the CRC-32 of each file under a directory, and the error of each that cannot be read.
-
-    Both by the path with slashes. What is neither a file nor a directory, such as a symbolic link or a FIFO, has the size -1
-    and is not opened.
-
-    Args:
-        directory: its links are not followed.
-        recorded: what was written; a file that is not in it, or not of its size there, is not read, and its CRC-32 is 0.
-
-    Raises:
-        OSError: when a directory cannot be listed: what is in it is not missing.
+    Return what differs, in words, which files could not be read, and whether nothing is there but plain files that are as long
+    as they were. No link is followed, and no file opened that was not written, or is not of its size. A directory that cannot be
+    listed raises an OSError: what is in it is not missing.
     """
-    found: dict[str, list[int]] = {}
-    unread: dict[str, OSError] = {}
-    for path in _files(directory):
-        name = path.relative_to(directory).as_posix()
+    problems: list[str] = []
+    unread: dict[Path, OSError] = {}
+    paths = {path.relative_to(directory).as_posix(): path for path in _files(directory)}
+    paths.pop(besides, None)
+    is_readable = paths.keys() <= recorded.keys()
+    for name in sorted({*recorded, *paths}):
+        if name not in paths:
+            problems.append(f"file {name} is missing")
+            continue
+        if name not in recorded:
+            problems.append(f"file {name} does not belong there")
+            continue
+        size, checksum = recorded[name]
         try:
-            found[name] = _file_checksum(path, None if recorded is None else recorded.get(name, [-1])[0])
+            found_size, found = file_checksum(paths[name], size)
         except OSError as error:
-            unread[name] = error
-    return found, unread
+            unread[paths[name]] = error
+            continue
+        if found_size != size:
+            problems.append(f"file {name} is {_describe(found_size)}, was {_describe(size)} when it was written")
+            is_readable = False
+        elif found != checksum:
+            problems.append(f"file {name} is damaged: its CRC-32 is {found:08x}, was {checksum:08x}")
+    return problems, unread, is_readable and not unread
 
 
 def _files(directory: Path) -> list[Path]:
@@ -69,7 +73,11 @@ def _files(directory: Path) -> list[Path]:
     return sorted(files)
 
 
-def _file_checksum(path: Path, recorded_size: int | None) -> list[int]:
+def file_checksum(path: Path, recorded_size: int | None = None) -> list[int]:
+    """Return the size and the CRC-32 of a file; the size -1 of what is no plain file, such as a symbolic link or a FIFO.
+
+    A file that is not as long as it was recorded is not read, and has the CRC-32 0.
+    """
     if not stat.S_ISREG(path.lstat().st_mode):
         return [-1, 0]
     with open(path, "rb", opener=open_plain) as file:
@@ -89,22 +97,7 @@ def open_plain(path: str | os.PathLike[str], flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
-def file_problems(recorded: Mapping[str, list[int]], found: Mapping[str, list[int]]) -> list[str]:
-    """Say for each file how it differs from what was recorded; an empty list when none does."""
-    problems = []
-    for name in sorted({*recorded, *found}):
-        if name not in found:
-            problems.append(f"file {name} is missing")
-        elif name not in recorded:
-            problems.append(f"file {name} does not belong there")
-        elif found[name][0] != recorded[name][0]:
-            problems.append(f"file {name} is {_size(found[name][0])}, was {_size(recorded[name][0])} when it was written")
-        elif found[name][1] != recorded[name][1]:
-            problems.append(f"file {name} is damaged: its CRC-32 is {found[name][1]:08x}, was {recorded[name][1]:08x}")
-    return problems
-
-
-def _size(size: int) -> str:
+def _describe(size: int) -> str:
     return "not a plain file" if size < 0 else f"{size} bytes long"
 
 
@@ -114,11 +107,7 @@ def encode_record(record: Mapping[str, Any]) -> bytes:
 
 
 def decode_record(data: bytes) -> dict[str, Any]:
-    """Read a record and verify its checksum.
-
-    Raises:
-        ValueError: when it is not what `encode_record` wrote.
-    """
+    """Read a record, or raise ValueError when it is not what `encode_record` wrote."""
     try:
         outer = json.loads(data)
         record, recorded = outer["record"], outer["crc32"]
@@ -130,6 +119,6 @@ def decode_record(data: bytes) -> dict[str, Any]:
     return record
 
 
-def record_checksum(record: Any) -> str:
+def record_checksum(record: object) -> str:
     """Return the CRC-32 of what a record says, however it is written."""
     return f"{zlib.crc32(json.dumps(record, sort_keys=True, separators=(',', ':')).encode()):08x}"

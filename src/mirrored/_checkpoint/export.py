@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 
 from .._errors import UnevenReplicasError
@@ -45,11 +43,11 @@ def export(tree: PyTree) -> PyTree:
     return jax.tree.map(_exported, tree, is_leaf=_is_whole)
 
 
-def _is_whole(value: Any) -> bool:
+def _is_whole(value: object) -> bool:
     return isinstance(value, Variable | VariableTree | PerReplica) or is_nnx_object(value)
 
 
-def _exported(value: Any) -> Any:
+def _exported(value: PyTree) -> PyTree:
     if isinstance(value, Variable | VariableTree):
         return value.value
     if isinstance(value, Optimizer):

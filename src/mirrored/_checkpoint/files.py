@@ -1,14 +1,12 @@
-"""What a checkpoint is on disk: orbax's files, a record of them, and one rename that makes a step count.
+"""What a checkpoint is on disk: a file of NumPy's, a record of it, and one rename that makes a step count.
 
-The only module that imports orbax, and only when it is used. Why there is no orbax manager here:
-docs/checkpoints.md, "On disk".
+Why there is no library for checkpoints here: docs/checkpoints.md, "On disk".
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import importlib
 import logging
 import os
 import re
@@ -17,36 +15,28 @@ import shlex
 import shutil
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-import jax
 import numpy as np
 
 from .._errors import CheckpointError
 from .._text import version_of
-from . import checksums
+from . import checksums, format_1
 from .sole_writer import LOCK, SoleWriter, sole_writer
 
 _logger = logging.getLogger("mirrored")
 
 #: Of what is written here. A library reads its own format and older ones.
-FORMAT = 1
+FORMAT = 2
 RECORD = "record.json"
-_ARRAYS = "arrays"
-_PACKAGES = ("mirrored", "jax", "numpy", "orbax-checkpoint")
+_ARRAYS = "arrays.npz"
+_PACKAGES = ("mirrored", "jax", "numpy")
 _STEP = re.compile(r"0|[1-9][0-9]{0,17}", re.ASCII)
 _SAVING, _REMOVED, _MARK = ".saving-", ".removed-", ".shared-"
 #: How long a file that another host has made may take to be seen, and how old one is that no running program waits for.
 _SEEN_SECONDS, _STALE_SECONDS = 5.0, 3600.0
-#: What orbax's files hold as such; arrays of other dtypes, such as float8, are written as their bytes.
-_STORABLE = {
-    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bfloat16", "float16", "float32", "float64",
-    "complex64", "complex128",
-}  # fmt: skip
-
-
 #: What the system says of a name where there is no file: nothing, a link, or something of another kind. All else that it says,
 #: such as of a disk that does not answer or of too many open files, says nothing of what was written.
 _NO_FILE = {errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO}
@@ -56,24 +46,10 @@ _being_written: set[str] = set()
 
 
 class DamagedStep(Exception):
-    """A step on disk is damaged. Users see all that is wrong with it in the log, and in a CheckpointError."""
-
-    def __init__(self, problems: list[str]) -> None:
-        super().__init__("; ".join(problems))
-        self.problems = problems
+    """A step on disk is damaged; its `args` are all that is wrong, which users see in the log and in a CheckpointError."""
 
 
-def orbax() -> Any:
-    """Import orbax, or say how to install it."""
-    try:
-        return importlib.import_module("orbax.checkpoint")
-    except ImportError as error:
-        raise ImportError(
-            "mr.Checkpoint needs orbax-checkpoint, which is not installed: pip install orbax-checkpoint."
-        ) from error
-
-
-def checked_directory(directory: Any) -> Path:
+def checked_directory(directory: object) -> Path:
     """Return the path of a directory that steps can be in, or say why it cannot."""
     if not isinstance(directory, str | os.PathLike) or not str(directory):
         raise TypeError(f"mr.Checkpoint: directory is {directory!r}; expected a path.")
@@ -99,11 +75,7 @@ class StepFiles:
         self._right: SoleWriter | None = None
 
     def claim(self) -> None:
-        """Take the right to write here, which is kept until `release`.
-
-        Raises:
-            CheckpointError: when another program has it.
-        """
+        """Take the right to write here, which is kept until `release`, or raise CheckpointError when another program has it."""
         self._right = sole_writer(self.root)
 
     def release(self) -> None:
@@ -133,10 +105,7 @@ class StepFiles:
 
     @contextlib.contextmanager
     def mark(self) -> Iterator[str | None]:
-        """Keep a file of a random name in the directory for the duration of a `with` block.
-
-        Its name is what the block gets; None where nothing can be written.
-        """
+        """Keep a file in the directory for a `with` block, which gets its random name, or None where nothing can be written."""
         path = self.root / f"{_MARK}{secrets.token_hex(8)}"
         try:
             self.root.mkdir(parents=True, exist_ok=True)
@@ -179,15 +148,9 @@ class StepFiles:
                 shutil.rmtree(entry.path, ignore_errors=True)
 
     def write(self, step: int, arrays: Mapping[str, np.ndarray], record: Mapping[str, Any]) -> int:
-        """Write a step, and then let it take its place at once, so that it is there whole or not at all.
+        """Write a step, let it take its place at once, so that it is there whole or not at all, and return its bytes.
 
-        Args:
-            step: its number. A damaged step of that number is replaced.
-            arrays: by their key in the record; keys are letters and digits.
-            record: JSON; checksums, the time and the versions are added.
-
-        Returns:
-            The number of bytes on disk.
+        A damaged step of that number is replaced. To the record, which is JSON, checksums, the time and the versions are added.
         """
         self.root.mkdir(parents=True, exist_ok=True)
         self._sweep()
@@ -195,16 +158,10 @@ class StepFiles:
         _being_written.add(str(new))
         try:
             new.mkdir()
-            stored = {key: _storable(array) for key, array in arrays.items() if array.size}
-            if stored:
-                absl, is_another = logging.getLogger("absl"), lambda entry: "orbax" not in entry.pathname
-                with _checkpointer() as checkpointer, contextlib.ExitStack() as log:
-                    absl.addFilter(is_another)  # orbax logs a traceback for each thread that fails; the error is raised, too
-                    log.callback(absl.removeFilter, is_another)
-                    checkpointer.save(new / _ARRAYS, args=orbax().args.PyTreeSave(stored))
-            files, unread = checksums.file_checksums(new)
-            for error in unread.values():
-                raise error
+            with _synced(new / _ARRAYS) as file:
+                stored = {key: _in_numpys_dtype(array) for key, array in arrays.items()}
+                np.savez(file, **stored)  # pyrefly: ignore[bad-argument-type]
+            files = {_ARRAYS: checksums.file_checksum(new / _ARRAYS)}
             whole = {
                 **record,
                 "format": FORMAT,
@@ -217,23 +174,19 @@ class StepFiles:
                 },
                 "files": files,
             }
-            _write_synced(new / RECORD, checksums.encode_record(whole))
-            for folder, _, _ in os.walk(new):
-                _sync(Path(folder))
-            self._replace(step, new)
+            with _synced(new / RECORD) as file:
+                file.write(checksums.encode_record(whole))
+            _sync(new)
+            if step in self.look()[0]:
+                self.remove(step)
+            os.rename(new, self.root / str(step))
+            _sync(self.root)
         except BaseException:
             shutil.rmtree(new, ignore_errors=True)
             raise
         finally:
             _being_written.discard(str(new))
         return sum(size for size, _ in files.values())
-
-    def _replace(self, step: int, new: Path) -> None:
-        target = self.root / str(step)
-        if step in self.look()[0]:
-            self.remove(step)
-        os.rename(new, target)
-        _sync(self.root)
 
     def remove(self, step: int) -> None:
         """Remove a step; it is gone at once, whatever happens while its files are deleted."""
@@ -243,40 +196,33 @@ class StepFiles:
         shutil.rmtree(removed, ignore_errors=True)
 
     def read(self, step: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """Return a step's record and its arrays, all verified.
+        """Return a step's record and its arrays, all verified: a DamagedStep when anything differs from what was written.
 
-        Raises:
-            DamagedStep: when anything differs from what was written.
-            CheckpointError: when a newer version of the library wrote it, and when nothing that could be read differs, but
-                not all could be.
+        A CheckpointError when a newer version of the library wrote it, and when no damage is found, but not all can be read.
         """
         directory = self.root / str(step)
         try:
             record = _read_record(directory, step)
-            found, unread = checksums.file_checksums(directory, record["files"])
+            problems, unread, is_readable = checksums.compare_files(directory, record["files"], RECORD)
         except OSError as error:
             raise self._not_read(step, directory, error) from error
-        found.pop(RECORD, None)
-        unread.pop(RECORD, None)
-        written = {name: about for name, about in record["files"].items() if name not in unread}
-        problems = checksums.file_problems(written, found)
-        sizes = {name: size for name, (size, _) in written.items()}
-        for name, error in {} if problems else unread.items():
-            raise self._not_read(step, directory / name, error) from error
-        if unread or not {name: size for name, (size, _) in found.items()}.items() <= sizes.items():
-            raise DamagedStep(problems)  # orbax would open all that is there, also what never ends
-        arrays: dict[str, np.ndarray] = {}
+        for path, error in {} if problems else unread.items():
+            raise self._not_read(step, path, error) from error
+        if not is_readable:
+            raise DamagedStep(*problems)  # what is opened may never end
+        arrays, described = {}, record["arrays"]
+        where = directory / (format_1.ARRAYS if record["format"] == 1 else _ARRAYS)
+        read = format_1.read if record["format"] == 1 else _read_arrays
         try:
-            # One by one from damaged files, to name the arrays: orbax does not end well with several reads of which some fail.
-            for keys in [[key] for key in record["arrays"]] if problems else [list(record["arrays"])]:
-                arrays |= _read_arrays(directory / _ARRAYS, {key: record["arrays"][key] for key in keys})
+            for key, array in read(where, described):
+                arrays[key] = array.view(np.dtype(described[key]["dtype"])).reshape(described[key]["shape"])
         except Exception as error:
             if not problems:  # its files are those that were written
-                raise self._not_read(step, directory / _ARRAYS, error) from error
-            problems.append(f"orbax cannot read the arrays: {type(error).__name__}: {_one_line(error)}")
+                raise self._not_read(step, where, error) from error
+            problems.append(f"the arrays cannot be read: {type(error).__name__}: {_one_line(error)}")
         problems += _array_problems(record, arrays)
         if problems:
-            raise DamagedStep(problems)
+            raise DamagedStep(*problems)
         return record, arrays
 
     def _not_read(self, step: int, path: Path, error: Exception) -> CheckpointError:
@@ -302,7 +248,7 @@ def _why_no_step(entry: os.DirEntry[str]) -> str | None:
         return "is not a directory"
     if not (names := os.listdir(entry.path)):
         return "is an empty directory"
-    return None if RECORD in names or _ARRAYS in names else "was not written by mr.Checkpoint"
+    return None if {RECORD, _ARRAYS, format_1.ARRAYS} & set(names) else "was not written by mr.Checkpoint"
 
 
 def _is_leftover(entry: os.DirEntry[str]) -> bool:
@@ -313,17 +259,9 @@ def _is_old(entry: os.DirEntry[str]) -> bool:
     return entry.stat(follow_symlinks=False).st_mtime < time.time() - _STALE_SECONDS
 
 
-def _checkpointer() -> Any:
-    """Make a checkpointer that waits for no other process, as one that all processes share would."""
-    ocp, me = orbax(), jax.process_index()
-    alone = ocp.options.MultiprocessingOptions(
-        primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"mirrored-worker-{me}"
-    )
-    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(multiprocessing_options=alone), multiprocessing_options=alone)
-
-
-def _storable(array: np.ndarray) -> np.ndarray:
-    return array if array.dtype.name in _STORABLE else checksums.as_bytes(array)
+def _in_numpys_dtype(array: np.ndarray) -> np.ndarray:
+    """Return an array as a file of NumPy's can hold it: of a dtype such as bfloat16, which NumPy does not know, the bits."""
+    return array if array.dtype.isbuiltin == 1 else array.view(f"u{array.dtype.itemsize}")
 
 
 def _read_record(directory: Path, step: int) -> dict[str, Any]:
@@ -337,9 +275,9 @@ def _read_record(directory: Path, step: int) -> dict[str, Any]:
         if isinstance(error, OSError) and error.errno not in _NO_FILE:
             error.filename = str(directory / RECORD)  # which one of reading lacks
             raise
-        raise DamagedStep([f"file {RECORD} cannot be used: {_one_line(error)}"]) from error
+        raise DamagedStep(f"file {RECORD} cannot be used: {_one_line(error)}") from error
     if record.get("step") != step:
-        raise DamagedStep([f"file {RECORD} is that of step {record.get('step')!r}"])
+        raise DamagedStep(f"file {RECORD} is that of step {record.get('step')!r}")
     if not isinstance(record.get("format"), int) or record["format"] > FORMAT:
         raise CheckpointError(
             f"{directory} has format {record.get('format')!r}, and this version of mirrored reads formats up to {FORMAT}. It was "
@@ -348,23 +286,10 @@ def _read_record(directory: Path, step: int) -> dict[str, Any]:
     return record
 
 
-def _read_arrays(directory: Path, described: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    with_data = [key for key, about in described.items() if 0 not in about["shape"]]
-    stored: dict[str, np.ndarray] = {}
-    if with_data:
-        ocp = orbax()
-        as_numpy = {key: ocp.RestoreArgs(restore_type=np.ndarray) for key in with_data}
-        with _checkpointer() as checkpointer:
-            wanted = ocp.args.PyTreeRestore(item=dict.fromkeys(with_data, 0), restore_args=as_numpy, partial_restore=True)
-            stored = checkpointer.restore(directory, args=wanted)
-    return {key: _array_of(stored.get(key), about) for key, about in described.items()}
-
-
-def _array_of(stored: np.ndarray | None, about: Mapping[str, Any]) -> np.ndarray:
-    dtype, shape = np.dtype(about["dtype"]), tuple(about["shape"])
-    if stored is None:
-        return np.zeros(shape, dtype)
-    return np.asarray(stored) if about["dtype"] in _STORABLE else np.asarray(stored).view(dtype).reshape(shape)
+def _read_arrays(path: Path, keys: Iterable[str]) -> Iterator[tuple[str, np.ndarray]]:
+    with open(path, "rb", opener=checksums.open_plain) as file, np.load(file) as arrays:
+        for key in keys:
+            yield key, arrays[key]
 
 
 def _array_problems(record: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> list[str]:
@@ -377,9 +302,11 @@ def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300]
 
 
-def _write_synced(path: Path, data: bytes) -> None:
+@contextlib.contextmanager
+def _synced(path: Path) -> Iterator[IO[bytes]]:
+    """Open a new file for a `with` block, whose data is on the disk afterwards."""
     with path.open("wb") as file:
-        file.write(data)
+        yield file
         file.flush()
         os.fsync(file.fileno())
 

@@ -26,6 +26,9 @@ from ..optimizer import Optimizer
 #: By its path, such as `model['layers'][0]`: a variable, an array, a number, or an iterator with a position.
 Leaves: TypeAlias = dict[str, Any]
 
+#: The leaves that have a dtype and a shape.
+ArrayLeaf: TypeAlias = Variable | jax.Array | np.ndarray
+
 #: The end of the path of an optimizer's count of updates. Checkpoints from before there was one are restored without it.
 ITERATIONS = ":iterations"
 
@@ -33,11 +36,7 @@ NUMBERS = {"bool": "True".__eq__, "int": int, "float": float, "complex": complex
 
 
 def leaves_of(named: Mapping[str, PyTree]) -> Leaves:
-    """Return what is to be saved of the objects that a user gave, in an order that is the same on all workers.
-
-    Raises:
-        TypeError: for a leaf that cannot be saved, or into whose place nothing could be put back.
-    """
+    """Return what is to be saved of the objects that a user gave, in an order that is the same on all workers."""
     found: Leaves = {}
     for name in sorted(named):
         for path, leaf in _walk(name, named[name], False, lines_for(named[name])):
@@ -77,12 +76,12 @@ def children_of(tree: PyTree) -> tuple[list[tuple[Any, Any]], Any] | None:
     return None if is_leaf else (children, treedef)
 
 
-def is_nnx_object(value: Any) -> bool:
+def is_nnx_object(value: object) -> bool:
     """Tell whether a value is a module, optimizer, metric or variable of Flax NNX."""
     return "flax.nnx" in sys.modules and nnx.is_object(value)
 
 
-def has_position(value: Any) -> bool:
+def has_position(value: object) -> bool:
     """Tell whether a value is an iterator that can say where it stands, and go back there."""
     return callable(getattr(type(value), "get_state", None)) and callable(getattr(type(value), "set_state", None))
 
@@ -113,7 +112,7 @@ def _check_leaf(path: str, leaf: Any, is_replaceable: bool, lines: str) -> None:
         )
 
 
-def _is_savable(dtype: Any) -> bool:
+def _is_savable(dtype: np.dtype) -> bool:
     return any(jnp.issubdtype(dtype, kind) for kind in (jnp.number, jnp.bool_, jax.dtypes.prng_key)) and dtype.name != "float128"
 
 
@@ -146,14 +145,14 @@ def kind_of(leaf: Any) -> str:
     return f"{dtype_name(leaf)}{list(leaf.shape)}" if hasattr(leaf, "dtype") else "number"
 
 
-def dtype_name(array: Any) -> str:
+def dtype_name(array: ArrayLeaf) -> str:
     return f"keys of {key_impl(array)} " if is_key(array) else array.dtype.name
 
 
-def is_key(array: Any) -> bool:
+def is_key(array: ArrayLeaf) -> bool:
     return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
 
 
-def key_impl(keys: Any) -> str:
+def key_impl(keys: ArrayLeaf) -> str:
     with lent([keys]) if isinstance(keys, Variable) else contextlib.nullcontext([keys]) as [array]:
         return str(jax.random.key_impl(array))

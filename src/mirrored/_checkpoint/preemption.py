@@ -6,7 +6,6 @@ import _thread
 import atexit
 import contextlib
 import ctypes
-import functools
 import itertools
 import json
 import logging
@@ -17,6 +16,8 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, Self
 
@@ -91,7 +92,6 @@ class PreemptionHandler:
         self._previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         signal.signal(signal.SIGTERM, self._on_signal)
         _handlers.add(self)
-        _forget_in_children()
 
     def after_step(self, step: int) -> None:
         """Note that a step has been taken; call it after each, or after every n-th, with the same numbers on all workers.
@@ -132,7 +132,6 @@ class PreemptionHandler:
                 self._leave(self._last_step)
         finally:
             self._end()
-            self._give_signals_back()
         if self._is_signalled:  # after all had agreed that there is no signal: let it have the effect that it has without us
             signal.raise_signal(signal.SIGTERM)
 
@@ -144,7 +143,6 @@ class PreemptionHandler:
             self.close()
         else:  # the other workers may not come to an end together with this one
             self._end()
-            self._give_signals_back()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """Take note only: this runs in the main thread, between any two of its instructions, whatever locks it holds."""
@@ -198,21 +196,26 @@ class PreemptionHandler:
                     PREEMPTED,
                 )
             else:
-                self._save(step)
+                self._checkpoint.save(step)
+                latest = self._checkpoint.wait()
+                if latest != step:
+                    raise CheckpointError(
+                        f"this program is preempted, and step {step} could not be saved; the log says why. The last step on disk "
+                        f"is {latest}."
+                    )
                 _logger.warning("preempted by SIGTERM: step %d is saved, leaving with exit code %d", step, PREEMPTED)
         finally:
             self._end()
-            self._give_signals_back()
         sys.exit(PREEMPTED)
 
-    def _save(self, step: int) -> None:
-        self._checkpoint.save(step)
-        latest = self._checkpoint.wait()
-        if latest != step:
-            raise CheckpointError(
-                f"this program is preempted, and step {step} could not be saved; the log says why. The last step on disk is "
-                f"{latest}."
-            )
+    def _end(self) -> None:
+        if not self._is_closed and self._is_signalled and self._watch is None:
+            with contextlib.suppress(queue.Empty):
+                self._said.get(timeout=1.0)  # else the program may end before the thread has said it
+        self._is_closed = True
+        if self._watch is not None:
+            self._watch.stop()
+        self._give_signals_back()
 
     def _give_signals_back(self) -> None:
         """Restore what signals do, after those of one notice: a late one would kill a program that leaves in good order."""
@@ -225,21 +228,13 @@ class PreemptionHandler:
                         self._give_back(number, signal.SIG_DFL if handler is None else handler)
         self._previous = {}
 
-    def _give_back(self, number: signal.Signals, to: Any) -> None:
+    def _give_back(self, number: signal.Signals, to: Callable[[int, FrameType | None], Any] | int) -> None:
         """Let a signal do what it did before; a handler that was made later, and goes on, gives it back in turn."""
         for other in list(_handlers):
             if other._previous.get(number) == self._on_signal:
                 other._previous[number] = to
                 return
         signal.signal(number, to)
-
-    def _end(self) -> None:
-        if not self._is_closed and self._is_signalled and self._watch is None:
-            with contextlib.suppress(queue.Empty):
-                self._said.get(timeout=1.0)  # else the program may end before the thread has said it
-        self._is_closed = True
-        if self._watch is not None:
-            self._watch.stop()
 
 
 class _SignalWatch:
@@ -253,9 +248,8 @@ class _SignalWatch:
     def __init__(self, handler: PreemptionHandler, coordination: Coordination) -> None:
         self._handler, self._coordination = handler, coordination
         self._prefix = f"{_CHANNEL}/{next(_numbers)}"
-        self._stopped, self._agreed = threading.Event(), threading.Event()
-        self._target = -1
-        self._error: Exception | None = None
+        self._stopped = threading.Event()
+        self._target: Future[int] = Future()
         # A daemon, because Python waits for other threads before it runs what is registered with atexit.
         self._thread = threading.Thread(target=self._run, name="mirrored-preemption", daemon=True)
         self._thread.start()
@@ -264,10 +258,7 @@ class _SignalWatch:
     def target(self) -> int:
         """Wait for the agreement, and return the first step number to save at."""
         with progress.phase("agreeing on the step to save at preemption"):  # the others come to it only with a later step
-            self._agreed.wait()
-        if self._error is not None:
-            raise self._error
-        return self._target
+            return self._target.result()
 
     def stop(self) -> None:
         """End the thread; it must not be in a native call when the interpreter ends."""
@@ -284,10 +275,9 @@ class _SignalWatch:
             self._coordination.put(f"{self._prefix}/last/{self._coordination.worker}", text)
             if self._coordination.count(f"{self._prefix}/told") == self._coordination.num_workers:
                 self._coordination.put(f"{self._prefix}/all", "told")
-            self._target = max((step + 1 for step in self._last_steps() if step is not None), default=-1)
+            self._target.set_result(max((step + 1 for step in self._last_steps() if step is not None), default=-1))
         except Exception as error:  # the service is gone, or a step is no number
-            self._error = error
-        self._agreed.set()
+            self._target.set_exception(error)
 
     def _await_signal(self) -> None:
         while not self._stopped.is_set():
@@ -309,16 +299,14 @@ class _SignalWatch:
         return []
 
 
-@functools.cache
-def _forget_in_children() -> None:
+def _forget() -> None:
     """Let SIGTERM end forked children, such as those that load data, as it does without us.
 
     A handler written in Python does not: the signal may come just before the child begins to wait in C.
     """
+    for handler in _handlers:
+        if handler._previous and handler._pid == os.getppid():  # not what a child has chosen for its own children
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    def forget() -> None:
-        for handler in _handlers:
-            if handler._previous and handler._pid == os.getppid():  # not what a child has chosen for its own children
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    os.register_at_fork(after_in_child=forget)
+os.register_at_fork(after_in_child=_forget)

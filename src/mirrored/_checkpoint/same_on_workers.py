@@ -93,7 +93,7 @@ def require_same_call(calls: Sequence[str]) -> None:
         )
 
 
-def _shown(text: Any) -> str:
+def _shown(text: object) -> str:
     """Return a text of another worker so that it can be shown: no control characters, and no longer than it may be."""
     title, _, rest = str(text).partition("\n")
     return escape_titled(title, rest, _MAX_TEXT)

@@ -50,13 +50,9 @@ class SoleWriter:
 
 
 def sole_writer(root: Path) -> SoleWriter | None:
-    """Take the right to write into a directory, which is made if it is missing.
+    """Return what to hold while writing into a directory, which is made, or raise CheckpointError when another program has it.
 
-    Returns:
-        what to hold while writing; None where the file system knows no locks, or nothing can be written anyway.
-
-    Raises:
-        CheckpointError: when another program has it.
+    None where the file system knows no locks, or nothing can be written anyway.
     """
     with _one_at_a_time:
         held = _held.get(root)
@@ -71,9 +67,11 @@ def sole_writer(root: Path) -> SoleWriter | None:
             _logger.warning("whether another program writes to %s cannot be found out: %s", root, error)
             return None
         held = _held[root] = SoleWriter(root / LOCK, descriptor)
+        since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        me = {"host": socket.gethostname(), "process": os.getpid(), "since": since}
         with contextlib.suppress(OSError):  # a full disk
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps(_me()).encode(), 0)
+            os.pwrite(descriptor, json.dumps(me).encode(), 0)
         return held
 
 
@@ -119,11 +117,6 @@ def _is_at(path: Path, descriptor: int) -> bool:
         return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))
     except OSError:
         return False
-
-
-def _me() -> dict[str, Any]:
-    since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    return {"host": socket.gethostname(), "process": os.getpid(), "since": since}
 
 
 def _read(descriptor: int) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from .._variables.variable import Variable, spec_of
 from .leaves import (
     ITERATIONS,
     NUMBERS,
+    ArrayLeaf,
     Leaves,
     children_of,
     dtype_name,
@@ -49,11 +50,7 @@ class Snapshot:
 
 
 def positions_of(leaves: Leaves) -> dict[str, Any]:
-    """Return where each iterator of this worker stands, as JSON.
-
-    Raises:
-        TypeError: when a position is not JSON.
-    """
+    """Return where each iterator of this worker stands, as JSON."""
     positions = {}
     for path, leaf in leaves.items():
         if has_position(leaf):
@@ -66,12 +63,9 @@ def positions_of(leaves: Leaves) -> dict[str, Any]:
 
 
 def take_snapshot(leaves: Leaves, positions: Sequence[Mapping[str, Any]], is_kept: bool) -> Snapshot | None:
-    """Copy the state to this host. Reading sync-on-read variables needs all workers, so all call this.
+    """Copy the state to this host, with every worker's positions, and return it where it `is_kept`.
 
-    Args:
-        leaves: what to copy.
-        positions: of the iterators, by worker.
-        is_kept: whether the copy is wanted here.
+    All workers call this: reading sync-on-read variables needs them.
     """
     variables = variables_of(leaves)
     with lent(variables) as arrays:  # all at one moment, between two steps of other threads
@@ -177,7 +171,7 @@ def _difference(leaf: Any, saved: Snapshot, path: str) -> str | None:
     return None
 
 
-def _contents(leaf: Any) -> tuple[str, tuple[int, ...]]:
+def _contents(leaf: ArrayLeaf) -> tuple[str, tuple[int, ...]]:
     return dtype_name(leaf), tuple(leaf.shape)
 
 
@@ -216,10 +210,7 @@ def restore_positions(leaves: Leaves, saved: Snapshot, worker: int, num_workers:
     """Put this worker's iterators where they stood; return them with where they were before, to undo it.
 
     With another number of workers than before, the position of the first is tried for all: an iterator knows whether that
-    is right, which it is under `AutoShardPolicy.DATA` only.
-
-    Raises:
-        Exception: of the iterator that refuses its position; the others are where they were.
+    is right, which it is under `AutoShardPolicy.DATA` only. When one refuses, the others are where they were.
     """
     moved: list[tuple[Any, Any]] = []
     for path, entry in saved.leaves.items():
@@ -281,7 +272,7 @@ def _on_devices(host: np.ndarray, placement: jax.sharding.Sharding, impl: str | 
     return jax.jit(functools.partial(jax.random.wrap_key_data, impl=impl), out_shardings=placement)(array)
 
 
-def _plain_value(leaf: Any, host: np.ndarray, entry: Mapping[str, Any]) -> Any:
+def _plain_value(leaf: ArrayLeaf, host: np.ndarray, entry: Mapping[str, Any]) -> Any:
     if not isinstance(leaf, jax.Array):
         return host[()] if isinstance(leaf, np.generic) else host
     if leaf.committed or not leaf.is_fully_addressable:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
 import queue
+import sys
 import threading
 import time
 import weakref
@@ -18,32 +20,16 @@ from .. import _env
 from .._errors import CheckpointError
 from .._workers.progress import progress
 from .files import StepFiles
-from .shutdown import before_pools_end
 from .state import Snapshot
 
 _logger = logging.getLogger("mirrored")
-
-#: What Python says when orbax wants a thread after the program has ended: the save began too late, or the wait was interrupted.
-_HAS_ENDED = ("interpreter shutdown", "futures after shutdown")
 
 _writers: weakref.WeakSet[Writer] = weakref.WeakSet()
 
 
 def _finish_all() -> None:
     for writer in list(_writers):
-        if writer.is_writing():  # else nothing is touched: a forked child may have inherited a lock that nobody releases
-            with progress.phase("waiting for the checkpoint", is_patient=True):
-                writer.finish()
-
-
-def _finish(writer: Writer, root: Path) -> None:
-    if writer.is_writing() and writer._files.root == root:
-        end = writer._end
-        end.get()
-        end.put(None)  # for another thread that waits
-
-
-before_pools_end(_finish_all)
+        writer.finish_at_exit()
 
 
 class Writer:
@@ -58,8 +44,8 @@ class Writer:
     def __init__(self, files: StepFiles, max_to_keep: int | None, max_failed_saves: int, is_joint: bool = False) -> None:
         self._files, self._max_to_keep, self._max_failed_saves, self._is_joint = files, max_to_keep, max_failed_saves, is_joint
         self._thread: threading.Thread | None = None
-        self._is_written = False
-        self._end: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._step = -1  # that is being written, or was written last
+        self._end: queue.SimpleQueue[None] = queue.SimpleQueue()  # has one when it is written
         self.latest: int | None = None
         self.failures: list[str] = []
         self.damaged: set[int] = set()
@@ -70,27 +56,52 @@ class Writer:
         assert not self.is_writing()
         # Waited for by a queue in C: Ctrl-C in an Event may leave its lock held, so that all wait for ever, and a `join` that it
         # interrupts makes Python 3.11 believe that the thread has ended.
-        self._is_written, self._end = False, queue.SimpleQueue()
-        end = self._end
+        self._step, self._end = step, queue.SimpleQueue()
 
         def work() -> None:
             try:
                 self._write(step, snapshot, about)
             finally:
-                self._is_written = True
-                end.put(None)
+                self._end.put(None)
 
-        self._thread = threading.Thread(target=work, name=f"mirrored-save-{step}")
+        atexit.unregister(_finish_all)
+        atexit.register(_finish_all)  # registered last, it is called first: before the lock goes, and this worker leaves its job
+        # A daemon, because Python waits for other threads without telling the guard of the workers that it does.
+        self._thread = threading.Thread(target=work, name=f"mirrored-save-{step}", daemon=True)
         self._thread.start()
+        if not threading.main_thread().is_alive():  # what is registered now may not be called any more
+            self.finish()
 
     def is_writing(self) -> bool:
         """Tell whether a step is being written, in this process and not in one that it was forked from."""
-        return self._thread is not None and not self._is_written and self._thread.is_alive()
+        return self._thread is not None and self._end.empty() and self._thread.is_alive()
 
     def finish(self) -> None:
         """Wait until this process writes nothing to the directory: what another object of it writes is soon the latest step."""
         for writer in list(_writers):
-            _finish(writer, self._files.root)
+            writer.finish_in(self._files.root)
+
+    def finish_in(self, root: Path) -> None:
+        """Wait until no step is being written by this writer, if this is its directory."""
+        if self.is_writing() and self._files.root == root:
+            end = self._end
+            end.get()
+            end.put(None)  # for another thread that waits
+
+    def finish_at_exit(self) -> None:
+        """Wait at the end of the program; a forked child touches nothing, because it may have inherited a lock for ever."""
+        if not self.is_writing():
+            return
+        try:
+            with progress.phase("waiting for the checkpoint", is_patient=True):
+                self.finish()
+        except KeyboardInterrupt as error:
+            _logger.error(
+                "step %d is lost: the program had ended before it was saved to %s, where the last step is %s. End the "
+                "main thread with checkpoint.close(), after the last save.",
+                self._step, self._files.root, self.latest,
+            )  # fmt: skip
+            sys.excepthook(type(error), error, error.__traceback__)  # raised here, it would count as ignored by Python
 
     def look(self) -> None:
         """See which step is the latest on disk."""
@@ -108,11 +119,7 @@ class Writer:
         self._note_progress(step)
 
     def require_success(self, max_failed_saves: int | None = None) -> None:
-        """Raise when too many saves have failed in a row.
-
-        Raises:
-            CheckpointError: naming each of them; then they are counted anew.
-        """
+        """Raise a CheckpointError that names them when too many saves have failed in a row; then they are counted anew."""
         if len(self.failures) < (max_failed_saves or self._max_failed_saves):
             return
         failures, self.failures = self.failures, []
@@ -132,13 +139,6 @@ class Writer:
             num_bytes = self._files.write(step, snapshot.arrays, {**about, "leaves": snapshot.leaves})
         except Exception as error:  # of the disk: training is worth more than this save
             self.failures.append(f"step {step}: {type(error).__name__}: {error}")
-            if any(sign in str(error) for sign in _HAS_ENDED):
-                _logger.error(
-                    "step %d is lost: the program had ended before it was saved to %s, where the last step is %s. End the "
-                    "main thread with checkpoint.close(), after the last save.",
-                    step, self._files.root, self.latest,
-                )  # fmt: skip
-                return
             _logger.error(
                 "saving step %d to %s failed with %s: %s. This is failure %d in a row, and training ends at %d; the last step "
                 "there is %s.",

@@ -56,14 +56,11 @@ def _kind_of(error: OSError) -> str:
 
 
 class Clock:
-    """A deadline, and the time of the next report of what is waited for.
-
-    Attributes:
-        has_met_a_run: whether a job ran at the address: an earlier run of this one, or another that has the same port.
-    """
+    """A deadline, and the time of the next report of what is waited for."""
 
     def __init__(self, started: float, deadline: float) -> None:
         self.started, self.deadline, self.next_report = started, deadline, started + PROGRESS_SECONDS
+        # Whether a job ran at the address: an earlier run of this one, or another that has the same port.
         self.has_met_a_run = False
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .._text import describe
@@ -25,27 +25,16 @@ _MAX_VERSIONS = 16
 
 @dataclasses.dataclass(frozen=True)
 class Hello:
-    """The line of JSON in which a worker introduces itself to worker 0.
-
-    Args:
-        index: which worker it says it is.
-        num_workers: how many it thinks there are.
-        digest: of its description of the cluster.
-        workers: the addresses in that description, to show a difference; empty when they are too long.
-        versions: name -> version.
-        process: its host and process number, for a person.
-        token: tells a process that connects again from another one with the same index.
-        is_late: whether it has met a running job at the address: then two clusters that differ may be two jobs.
-    """
+    """The line of JSON in which a worker introduces itself to worker 0."""
 
     index: int
     num_workers: int
-    digest: str
-    workers: tuple[str, ...]
+    digest: str  # of its description of the cluster
+    workers: Sequence[str]  # the addresses in that description, to show a difference; empty when they are too long
     versions: Mapping[str, str]
-    process: str
-    token: str
-    is_late: bool = False
+    process: str  # its host and process number, for a person
+    token: str  # tells a process that connects again from another one with the same index
+    is_late: bool = False  # whether it has met a running job at the address: then two clusters that differ may be two jobs
 
     def message(self) -> dict[str, Any]:
         """Return it as what `encode` takes."""
@@ -69,17 +58,13 @@ def parse_hello(line: bytes) -> Hello | None:
     message = _decode(line)
     if not message or message.keys() != {field.name for field in dataclasses.fields(Hello)}:
         return None
-    workers, versions, index, num_workers = (message[name] for name in ("workers", "versions", "index", "num_workers"))
-    digest, process, token = (message[name] for name in ("digest", "process", "token"))
-    if not isinstance(workers, list) or not isinstance(versions, dict) or len(versions) > _MAX_VERSIONS:
+    hello = Hello(**message)
+    if not isinstance(hello.workers, list) or not isinstance(hello.versions, dict) or len(hello.versions) > _MAX_VERSIONS:
         return None
-    if not all(type(number) is int and 0 <= number <= MAX_WORKERS for number in (index, num_workers)):
-        return None
-    if not isinstance(message["is_late"], bool):
-        return None
-    if not all(_is_word(word) for word in (*workers, *versions, *versions.values(), digest, process, token)):
-        return None
-    return Hello(index, num_workers, digest, tuple(workers), versions, process, token, message["is_late"])
+    numbers = (hello.index, hello.num_workers)
+    words = (*hello.workers, *hello.versions, *hello.versions.values(), hello.digest, hello.process, hello.token)
+    are_numbers = all(type(number) is int and 0 <= number <= MAX_WORKERS for number in numbers)
+    return hello if are_numbers and all(map(_is_word, words)) and isinstance(hello.is_late, bool) else None
 
 
 def parse_answer(line: bytes) -> dict[str, str] | None:

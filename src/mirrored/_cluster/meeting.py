@@ -35,28 +35,17 @@ _Address = tuple[socket.AddressFamily, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Meeting:
-    """What a worker learnt from meeting the others. The fields are None where there was no need to meet.
+    """What a worker learnt from meeting the others. The fields are None where there was no need to meet."""
 
-    Args:
-        host: the numeric address at which other workers reach this one, for the collectives.
-        bind_address: where worker 0's coordinator is to listen, so that it is not on every network of the host;
-            None on other workers.
-    """
-
-    host: str | None = None
-    bind_address: str | None = None
+    host: str | None = None  # the numeric address at which other workers reach this one, for the collectives
+    bind_address: str | None = None  # where worker 0's coordinator is to listen, and not on every network of the host
 
 
 def meet(cluster: Cluster, versions: Mapping[str, str], timeout_seconds: float) -> Meeting:
     """Wait until all workers are there, and check that they have the same cluster and versions.
 
     On return, worker 0's port is free again, and `jax.distributed.initialize` may take it. One worker, and an
-    evaluator, need nobody and return at once.
-
-    Args:
-        cluster: what this worker believes.
-        versions: name -> version of what must be equal on all workers, such as jax.
-        timeout_seconds: how long to wait for the others; an error comes at most two seconds later.
+    evaluator, need nobody and return at once. An error comes at most two seconds after the timeout.
 
     Raises:
         ClusterConfigError: when starting again would not help: an address that is not this host's, a name that does not
@@ -255,12 +244,7 @@ def _bind(sock: socket.socket, address: Any, hello: Hello, clock: Clock) -> None
 
 
 def _is_listened_to(address: Any, hello: Hello) -> bool:
-    """Tell whether someone listens at an address.
-
-    Raises:
-        ClusterConfigError, ClusterStartError: what it says when it is the start of a cluster.
-        OSError: when what it says shows that it is neither that nor jax.
-    """
+    """Tell whether someone listens at an address; raise what the start of a cluster says, OSError where it is not jax."""
     clock = Clock(time.monotonic(), time.monotonic() + 0.2)  # for the connection; the answer has LINGER_SECONDS more
     family = socket.AF_INET6 if len(address) == 4 else socket.AF_INET
     try:

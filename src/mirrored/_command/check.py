@@ -6,7 +6,6 @@ Every worker runs it, under `mirrored launch` or any other launcher; worker 0 re
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import platform
 import statistics
@@ -57,51 +56,35 @@ def main(argv: Sequence[str]) -> int:
     except (ClusterConfigError, ClusterStartError, DeviceError, ValueError) as error:
         sys.stderr.write(f"mirrored check: {error}\n")
         return 1
-    report = Report(coordination)
-    report.say(f"{counted(coordination.num_workers, 'worker')} met in {time.monotonic() - start:.1f} s, {strategy}")
-    for index, text in enumerate(coordination.exchange("check/who", _who())):
-        report.say(f"worker {index}: {escape(str(text), _MAX_TEXT)}")
+    seconds = time.monotonic() - start
+    problems: list[str] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RecompilationWarning)  # each size is a program of its own
-        report.wrong(_compare(strategy, coordination))
-        if strategy.num_replicas_in_sync > 1:
-            for line in _measure(strategy, coordination):
-                report.say(line)
-    for line in _find_slow(coordination):
-        report.say(line)
-    return report.finish()
+        for line in _check(strategy, coordination, seconds, problems):
+            if coordination.worker == 0:
+                sys.stdout.write(line + "\n")
+                sys.stdout.flush()
+    return 1 if problems else 0
+
+
+def _check(strategy: Strategy, coordination: Coordination, seconds: float, problems: list[str]) -> Iterator[str]:
+    """Yield what worker 0 prints, line by line, and note what is wrong on any worker, for all of them."""
+    yield f"{counted(coordination.num_workers, 'worker')} met in {seconds:.1f} s, {strategy}"
+    for index, text in enumerate(coordination.exchange("check/who", _who())):
+        yield f"worker {index}: {escape(str(text), _MAX_TEXT)}"
+    for index, found in enumerate(coordination.exchange("check/problems", _compare(strategy, coordination)[:20])):
+        problems += [f"worker {index}: {escape(str(problem), _MAX_TEXT)}" for problem in found]
+    if strategy.num_replicas_in_sync > 1:
+        yield from _measure(strategy, coordination)
+    yield from _find_slow(coordination)
+    yield from (f"WRONG: {problem}" for problem in problems)
+    yield "not ok" if problems else "ok"
 
 
 def _meet(timeout: float) -> tuple[Strategy, Coordination]:
     """Start the cluster; the one place that knows how a strategy reaches the other workers."""
     strategy = MultiWorkerMirroredStrategy(communication_options=CommunicationOptions(timeout_seconds=timeout))
     return strategy, coordination_of(strategy)
-
-
-@dataclasses.dataclass
-class Report:
-    """The report of what is wrong on any worker, which worker 0 prints."""
-
-    coordination: Coordination
-    problems: list[str] = dataclasses.field(default_factory=list)
-
-    def say(self, line: str) -> None:
-        """Print a line."""
-        if self.coordination.worker == 0:
-            sys.stdout.write(line + "\n")
-            sys.stdout.flush()
-
-    def wrong(self, problems: Sequence[str]) -> None:
-        """Tell all workers what this one found wrong."""
-        for index, found in enumerate(self.coordination.exchange("check/problems", list(problems)[:20])):
-            self.problems += [f"worker {index}: {escape(str(problem), _MAX_TEXT)}" for problem in found]
-
-    def finish(self) -> int:
-        """Print the end, and return the exit code, the same on all workers."""
-        for problem in self.problems:
-            self.say(f"WRONG: {problem}")
-        self.say("not ok" if self.problems else "ok")
-        return 1 if self.problems else 0
 
 
 def _who() -> str:
@@ -149,7 +132,8 @@ def _make_all_reduce(strategy: Strategy, values: PerReplica) -> Callable[[], Any
 def _measure(strategy: Strategy, coordination: Coordination) -> Iterator[str]:
     """Measure all-reduces: the median of several, each begun together."""
     replicas = strategy.num_replicas_in_sync
-    limit = min(coordination.exchange("check/memory", _memory() // (32 * jax.local_device_count())))
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = min(coordination.exchange("check/memory", memory // (32 * jax.local_device_count())))
     for size, times in SIZES:
         size = min(size, limit) // 4 * 4
         work = _make_all_reduce(strategy, _by_replica(strategy, np.ones(size // 4, np.float32)))
@@ -182,7 +166,3 @@ def _median(work: Callable[[], object], times: int, coordination: Coordination) 
         if i:
             seconds.append(time.perf_counter() - start)
     return statistics.median(seconds)
-
-
-def _memory() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -18,42 +18,25 @@ TOGETHER_SECONDS = 1.0
 
 @dataclasses.dataclass(frozen=True)
 class Ending:
-    """How one worker ended.
+    """How one worker ended."""
 
-    Attributes:
-        index: of the worker in the cluster.
-        pid: its process.
-        code: what it returned; of a signal that killed it, the negative number.
-        seconds: how long after the start.
-        at: the time of day, in seconds since 1970.
-        was_asked: whether the launcher had sent it a signal, so that it ended for another's reason.
-        tail: the last lines of its output, escaped.
-        was_stopped: whether it was stopped, as by SIGSTOP, when another failed.
-    """
-
-    index: int
+    index: int  # in the cluster
     pid: int
-    code: int
-    seconds: float
-    at: float
-    was_asked: bool
-    tail: Sequence[str]
-    was_stopped: bool = False
+    code: int  # of a signal that killed it, the negative number
+    seconds: float  # since the start
+    at: float  # the time of day, in seconds since 1970
+    was_asked: bool  # the launcher had sent it a signal, so it ended for another's reason
+    tail: Sequence[str]  # the last lines of its output, escaped
+    was_stopped: bool = False  # as by SIGSTOP, when another failed
 
 
 @dataclasses.dataclass(frozen=True)
 class Attempt:
-    """How one attempt ended.
+    """How one attempt ended."""
 
-    Attributes:
-        endings: of the workers, the first to end first.
-        signals: what the launcher was sent meanwhile.
-        steps: of the last checkpoint that was completed, for each folder of checkpoints.
-    """
-
-    endings: Sequence[Ending]
-    signals: Sequence[int]
-    steps: Mapping[str, int]
+    endings: Sequence[Ending]  # the first to end first
+    signals: Sequence[int]  # to the launcher
+    steps: Mapping[str, int]  # folder of checkpoints -> step of the last that was completed
 
     def exit_code(self) -> int:
         """Return the launcher's exit code."""
@@ -82,13 +65,9 @@ class Attempt:
 
 @dataclasses.dataclass
 class Budget:
-    """A count of the restarts without a new checkpoint.
+    """A count of the restarts without a new checkpoint."""
 
-    Args:
-        max_restarts: how many are allowed; 0: none at all.
-    """
-
-    max_restarts: int
+    max_restarts: int  # 0: none at all
     used: int = 0
     best: dict[str, int] = dataclasses.field(default_factory=dict)
     last_new: int | None = None
@@ -143,14 +122,7 @@ def describe_failure(attempt: Attempt) -> str:
 
 
 def summarize(attempt: Attempt, restarts: int, seconds: float, logs: str | None) -> list[str]:
-    """Write the lines that stand at the end of a run; none for one that had nothing to tell.
-
-    Args:
-        attempt: the last one.
-        restarts: how many there were.
-        seconds: since the start of the first attempt.
-        logs: where the log files are, escaped.
-    """
+    """Write the lines that stand at the end of a run, after its last attempt; none for one that had nothing to tell."""
     total = f"{counted(restarts, 'restart')}, {seconds:.1f} s in all" + (f", logs in {logs}" if logs else "")
     if not any(ending.code for ending in attempt.endings):
         return [f"done: {total}"] if restarts else []

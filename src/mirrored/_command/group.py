@@ -10,15 +10,14 @@ import dataclasses
 import itertools
 import math
 import os
-import select
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 from .. import _env
 from .._errors import PREEMPTED
@@ -26,6 +25,7 @@ from . import keeper
 from .ending import Attempt, Ending
 from .output import STATE_SECONDS, BarState, LineCutter, LogFile, Outlet, Tail, prefix
 from .signals import Signals
+from .standby import DELAY_SECONDS, Standby, start
 
 #: How long the others have to leave by themselves when one has failed; the library needs about one second for it.
 FAREWELL_SECONDS = 5.0
@@ -41,13 +41,12 @@ _PROGRESS_BYTES, _MAX_WRITERS = 32, 100
 
 @dataclasses.dataclass
 class Stream:
-    """One of a worker's two streams, and where it goes."""
+    """One of a worker's two streams, and where it goes; closed when there is no more of it."""
 
-    fd: int
+    pipe: IO[bytes]
     outlet: Outlet
     prefix: bytes
     cutter: LineCutter = dataclasses.field(default_factory=LineCutter)
-    is_open: bool = True
     shown_at: float = -math.inf
 
 
@@ -67,46 +66,34 @@ class Worker:
     ended_at: float = 0.0
 
 
+@dataclasses.dataclass
 class Group:
-    """The workers of one attempt on this host, from their start until all are gone.
+    """The workers of one attempt on this host, from their start until all are gone."""
 
-    Args:
-        command: the arguments of Python that make a worker.
-        environments: of each worker, without what this class adds: MIRRORED_PROGRESS_FILE.
-        first_index: the index in the cluster of the first of them.
-        num_workers: of the whole cluster, of which other hosts may have a part.
-        grace: seconds between asking workers to leave and killing them.
-        logs: the folder for log files.
-        outlets: for standard output and for errors; the same one twice where both go to the same place.
-        signals: to the launcher.
-    """
-
-    def __init__(
-        self,
-        command: Sequence[str],
-        environments: Sequence[Mapping[str, str]],
-        first_index: int,
-        num_workers: int,
-        *,
-        grace: float,
-        logs: Path | None,
-        outlets: tuple[Outlet, Outlet],
-        signals: Signals,
-    ) -> None:
-        self._command, self._environments, self._first_index, self._num_workers = command, environments, first_index, num_workers
-        self._grace, self._logs, self._outlets, self._signals = grace, logs, outlets, signals
-        self._workers: list[Worker] = []
-        self._plan: list[tuple[float, int]] = []  # when to send which signal
-        self._num_signals = 0
+    command: Sequence[str]  # the arguments of Python that make a worker
+    environments: Sequence[Mapping[str, str]]  # of each worker; MIRRORED_PROGRESS_FILE is added
+    first_index: int  # of the first of them in the cluster
+    num_workers: int  # of the whole cluster, of which other hosts may have a part
+    grace: float  # seconds between asking workers to leave and killing them
+    logs: Path | None
+    outlets: tuple[Outlet, Outlet]  # of output and errors; one twice where both go to the same place
+    signals: Signals
+    standby: Standby
+    _workers: list[Worker] = dataclasses.field(default_factory=list)
+    _plan: list[tuple[float, int]] = dataclasses.field(default_factory=list)  # when to send which signal
+    _num_signals: int = 0
+    _prepares_at: float = math.inf  # the processes that wait for the next attempt
 
     def run(self) -> Attempt:
         """Start the workers, and return when all are gone."""
-        folder = tempfile.mkdtemp(prefix="mirrored-")  # 0700
-        progress = Path(folder, "progress")
-        with self._keeper(folder):
+        with tempfile.TemporaryDirectory(prefix="mirrored-", ignore_cleanup_errors=True) as folder, _keeper(folder) as process:
+            progress = Path(folder, "progress")
+            assert process.stdin is not None
+            self._keeper_pipe = process.stdin.fileno()
             self._start = time.monotonic()
+            self._prepares_at = self._start + DELAY_SECONDS
             try:
-                for environment in self._environments:
+                for environment in self.environments:
                     self._spawn({**environment, _env.MIRRORED_PROGRESS_FILE.name: str(progress)})
                 while not all(worker.is_gone for worker in self._workers):
                     self._step()
@@ -115,94 +102,60 @@ class Group:
                     self._end(worker)
             steps = _read_steps(progress)
         endings = [self._ending(worker) for worker in sorted(self._workers, key=lambda worker: worker.ended)]
-        return Attempt(endings, list(self._signals.received), steps)
-
-    @contextlib.contextmanager
-    def _keeper(self, folder: str) -> Iterator[None]:
-        """Start the process that ends the workers if this one cannot, and removes the folder in any case."""
-        read, self._keeper_pipe = os.pipe()
-        try:
-            command = [*_isolated("keep"), folder]
-            process = subprocess.Popen(command, stdin=read, stdout=subprocess.DEVNULL, start_new_session=True)
-        except OSError:
-            os.rmdir(folder)
-            os.close(self._keeper_pipe)
-            raise
-        finally:
-            os.close(read)
-        try:
-            yield
-        finally:
-            os.close(self._keeper_pipe)
-            process.wait()
-            shutil.rmtree(folder, ignore_errors=True)  # when the keeper itself was killed
+        return Attempt(endings, list(self.signals.received), steps)
 
     def _spawn(self, environment: Mapping[str, str]) -> None:
-        index = self._first_index + len(self._workers)
-        log = LogFile(self._logs / f"worker-{index}.log") if self._logs else None
-        process = subprocess.Popen(
-            [*_isolated("enrol"), str(self._keeper_pipe), sys.executable, "-u", *self._command],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,  # the terminal's Ctrl-C comes to the launcher only, which passes it on once
-            pass_fds=(self._keeper_pipe,),
-        )
+        index = self.first_index + len(self._workers)
+        log = LogFile(self.logs / f"worker-{index}.log") if self.logs else None
+        process = self.standby.take(len(self._workers), environment, self._keeper_pipe) or self._start_worker(environment)
         streams = []
-        for pipe_end, outlet in zip((process.stdout, process.stderr), self._outlets, strict=True):
+        for pipe_end, outlet in zip((process.stdout, process.stderr), self.outlets, strict=True):
             assert pipe_end is not None
             os.set_blocking(pipe_end.fileno(), False)
-            streams.append(Stream(pipe_end.fileno(), outlet, prefix(index, self._num_workers, outlet.has_colour)))
+            streams.append(Stream(pipe_end, outlet, prefix(index, self.num_workers, outlet.has_colour)))
         self._workers.append(Worker(index, process, streams, log))
+
+    def _start_worker(self, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        command = [*_isolated("enrol"), str(self._keeper_pipe), sys.executable, "-u", *self.command]
+        return start(command, environment, subprocess.DEVNULL, pass_fds=(self._keeper_pipe,))
 
     def _step(self) -> None:
         """Wait for something to happen, and do what follows from it."""
-        self._wait()
+        deadlines = [when for when, _ in self._plan]
+        if self._prepares_at < math.inf:
+            deadlines.append(self._prepares_at)
+        if any(worker.ended and not worker.is_gone for worker in self._workers):
+            deadlines.append(time.monotonic() + 0.02)  # nothing tells when the last process of a group ends
+        if len(self.signals.received) > self._num_signals:
+            deadlines.append(0.0)
+        streams = [stream for worker in self._workers for stream in worker.streams]
+        pipes = [stream.pipe.fileno() for stream in streams if not (stream.pipe.closed or stream.outlet.is_full)]
+        self.signals.wait(self.outlets, pipes, min(deadlines) - time.monotonic() if deadlines else None)
         now = time.monotonic()
         for worker in self._workers:
             for stream in worker.streams:
-                if stream.is_open and not stream.outlet.is_full:
+                if not (stream.pipe.closed or stream.outlet.is_full):
                     self._relay(worker, stream)
             self._look_after(worker, now)
         self._obey_signals(now)
+        if now >= self._prepares_at:
+            self._prepares_at = math.inf
+            if not self._plan:
+                self.standby.prepare(self.environments)
         while self._plan and self._plan[0][0] <= now:
             self._send(self._plan.pop(0)[1])
 
-    def _wait(self) -> None:
-        poll = select.poll()
-        poll.register(self._signals.wakeup, select.POLLIN)
-        waiting = [outlet for outlet in set(self._outlets) if outlet.is_waiting]
-        for outlet in waiting:
-            poll.register(outlet.fd, select.POLLOUT)
-        for worker in self._workers:
-            for stream in worker.streams:
-                if stream.is_open and not stream.outlet.is_full:
-                    poll.register(stream.fd, select.POLLIN)
-        deadlines = [when for when, _ in self._plan]
-        if any(worker.ended and not worker.is_gone for worker in self._workers):
-            deadlines.append(time.monotonic() + 0.02)  # nothing tells when the last process of a group ends
-        if len(self._signals.received) > self._num_signals:
-            deadlines.append(0.0)
-        timeout = None if not deadlines else max(0, int((min(deadlines) - time.monotonic()) * 1000) + 1)
-        ready = {fd for fd, _ in poll.poll(timeout)}
-        self._signals.drain()
-        for outlet in waiting:
-            if outlet.fd in ready:
-                outlet.flush()
-
     def _relay(self, worker: Worker, stream: Stream) -> bool:
         """Pass on what a worker has written; tell whether there was something."""
-        try:
-            data = os.read(stream.fd, _READ_BYTES)
-        except BlockingIOError:
+        data = stream.pipe.read(_READ_BYTES)
+        if data is None:  # it does not block
             return False
         if data and worker.log and (problem := worker.log.write(data)):
-            self._outlets[1].write(f"mirrored launch: {problem}\n".encode())
+            self.outlets[1].write(f"mirrored launch: {problem}\n".encode())
         self._pass_on(worker, stream, stream.cutter.feed(data) if data else stream.cutter.finish())
-        stream.is_open = bool(data)
-        return stream.is_open
+        if not data:
+            stream.pipe.close()
+        return bool(data)
 
     def _pass_on(self, worker: Worker, stream: Stream, lines: Sequence[bytes]) -> None:
         for line in lines:
@@ -227,22 +180,22 @@ class Group:
                 others = [other for other in self._workers if other.process.poll() is None]
                 for other in others:
                     other.was_stopped = os.waitid(os.P_PID, other.process.pid, _IS_STOPPED) is not None
-                farewell = max(FAREWELL_SECONDS, self._grace) if code == PREEMPTED else FAREWELL_SECONDS
+                farewell = max(FAREWELL_SECONDS, self.grace) if code == PREEMPTED else FAREWELL_SECONDS
                 if all(other.was_stopped for other in others):
                     farewell = 0.0  # none can leave by itself
-                self._plan = [(now + farewell, signal.SIGTERM), (now + farewell + self._grace, signal.SIGKILL)]
+                self._plan = [(now + farewell, signal.SIGTERM), (now + farewell + self.grace, signal.SIGKILL)]
         if worker.ended and not worker.is_gone:
-            is_over = not any(stream.is_open for stream in worker.streams) and not _is_alive(worker.process.pid)
+            is_over = all(stream.pipe.closed for stream in worker.streams) and not _is_alive(worker.process.pid)
             if is_over or now > worker.ended + LEFTOVER_SECONDS:
                 self._end(worker)
 
     def _obey_signals(self, now: float) -> None:
-        for number in self._signals.received[self._num_signals :]:
+        for number in self.signals.received[self._num_signals :]:
             self._num_signals += 1
             if self._num_signals == 1:
                 # A terminal that hangs up is a request to save and leave; Python would die of it without a word.
                 self._send(signal.SIGTERM if number == signal.SIGHUP else number)
-                self._plan = [(now + self._grace, signal.SIGKILL)]
+                self._plan = [(now + self.grace, signal.SIGKILL)]
             else:
                 self._plan = [(now, signal.SIGKILL)]
 
@@ -266,12 +219,10 @@ class Group:
         worker.process.wait()
         for stream in worker.streams:
             for _ in range(_LAST_READS):  # a process that left the group may write for ever
-                if not stream.is_open or not self._relay(worker, stream):
+                if stream.pipe.closed or not self._relay(worker, stream):
                     break
             self._pass_on(worker, stream, stream.cutter.finish())
-        for pipe_end in (worker.process.stdout, worker.process.stderr):
-            assert pipe_end is not None
-            pipe_end.close()
+            stream.pipe.close()
         if worker.log:
             worker.log.close()
         with contextlib.suppress(BrokenPipeError):  # the number may soon be another's
@@ -289,6 +240,12 @@ class Group:
             tail=worker.tail.lines(),
             was_stopped=worker.was_stopped,
         )
+
+
+def _keeper(folder: str) -> subprocess.Popen[bytes]:
+    """Start the process that ends the workers and removes the folder if this one cannot; it ends with a `with` block."""
+    command = [*_isolated("keep"), folder]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, bufsize=0, start_new_session=True)
 
 
 def _isolated(role: str) -> list[str]:

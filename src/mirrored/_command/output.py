@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import io
 import os
 import re
 import select
@@ -105,59 +106,49 @@ class Tail:
     """
 
     def __init__(self) -> None:
-        self._lines: collections.deque[bytes] = collections.deque(maxlen=TAIL_LINES)
-        self._verdict = b""
-        self._num_since = 0
-        self._is_in_stacks = self._ends_in_state = False
+        self._lines: collections.deque[bytes] = collections.deque(maxlen=_VERDICT_LINES + 1)
+        self._is_in_stacks = False
 
     def add(self, line: bytes) -> None:
         """Remember one line, and forget an old one."""
         if not line.strip():
             return
-        is_state, line = isinstance(line, BarState), line[: 4 * TAIL_LINE_CHARACTERS]
-        if _VERDICT.search(line):
-            self._verdict, self._num_since = line, 0
-            self._is_in_stacks = self._ends_in_state = False
-            self._lines.clear()
+        goes_on = self._is_in_stacks and _OF_STACKS.match(line) and not _VERDICT.search(line)
+        self._is_in_stacks = bool(goes_on or _STACKS.search(line))
+        if self._is_in_stacks:
             return
-        self._num_since += 1
-        if self._num_since > _VERDICT_LINES:
-            self._verdict = b""
-        self._is_in_stacks = bool(_STACKS.search(line) or (self._is_in_stacks and _OF_STACKS.match(line)))
-        if not self._is_in_stacks:
-            if is_state and self._ends_in_state:
-                self._lines.pop()
-            self._lines.append(line)
-            self._ends_in_state = is_state
+        if isinstance(line, BarState) and self._lines and isinstance(self._lines[-1], BarState):
+            self._lines.pop()
+        self._lines.append(type(line)(line[: 4 * TAIL_LINE_CHARACTERS]))
 
     def lines(self) -> list[str]:
         """Return the last lines, escaped."""
+        texts = [line.decode(errors="backslashreplace") for line in self._lines]
+        begin = max((i + 1 for i, line in enumerate(self._lines) if _VERDICT.search(line)), default=0)
+        verdict = [escape(texts[begin - 1], 4 * TAIL_LINE_CHARACTERS)] if begin else []
         kept: list[str] = []
-        verdict = [escape(self._verdict.decode(errors="backslashreplace"), 4 * TAIL_LINE_CHARACTERS)] if self._verdict else []
         left = TAIL_CHARACTERS - sum(map(len, verdict))
-        for line in list(reversed(self._lines))[: TAIL_LINES - len(verdict)]:
-            text = escape(line.decode(errors="backslashreplace"), TAIL_LINE_CHARACTERS)
-            left -= len(text)
+        for text in reversed(texts[begin:][len(verdict) - TAIL_LINES :]):
+            shown = escape(text, TAIL_LINE_CHARACTERS)
+            left -= len(shown)
             if left < 0:
                 break
-            kept.append(text)
+            kept.append(shown)
         return verdict + kept[::-1]
 
 
 class LogFile:
-    """A file with a worker's output as it is, which only its owner can read."""
+    """A new file with a worker's output as it is, which only its owner can read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._fd: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        self._file = io.FileIO(path, "x", opener=lambda path, flags: os.open(path, flags, 0o600))
 
     def write(self, data: bytes) -> str | None:
         """Write, or say why nothing more will be written: a full disk does not end the training."""
-        if self._fd is None:
-            return None
         try:
-            while data:
-                data = data[os.write(self._fd, data) :]
+            while data and not self._file.closed:
+                data = data[self._file.write(data) :]
         except OSError as error:
             self.close()
             return f"cannot write {escape(str(self.path), 400)} any more: {error.strerror}"
@@ -165,9 +156,7 @@ class LogFile:
 
     def close(self) -> None:
         """Close the file."""
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
+        self._file.close()
 
 
 class LineCutter:

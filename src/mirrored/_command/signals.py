@@ -1,15 +1,18 @@
-"""Which signals end the launcher, and how its loop hears of them and of the ends of workers."""
+"""Which signals end the launcher, and the one place where it waits: for them, for the ends of workers, for output."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import time
+from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
 from .._errors import NOTICE_SECONDS
+from .output import Outlet
 
 
 class Signals:
@@ -21,8 +24,8 @@ class Signals:
         self._notice_ends = 0.0
 
     def __enter__(self) -> Signals:
-        self.wakeup, self._write = os.pipe()
-        os.set_blocking(self.wakeup, False)
+        self._wakeup, self._write = os.pipe()
+        os.set_blocking(self._wakeup, False)
         os.set_blocking(self._write, False)
         self._wakeup_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -35,7 +38,7 @@ class Signals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup_before)
-        os.close(self.wakeup)
+        os.close(self._wakeup)
         os.close(self._write)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
@@ -45,8 +48,22 @@ class Signals:
             self._notice_ends = time.monotonic() + NOTICE_SECONDS
         self.received.append(number)
 
-    def drain(self) -> None:
-        """Forget what woke the loop."""
+    def wait(self, outlets: Iterable[Outlet], pipes: Iterable[int], seconds: float | None) -> bool:
+        """Wait for a signal, the end of a worker, data in a pipe, or an outlet that takes what waits for it, and let it.
+
+        Tell whether an outlet has taken something.
+        """
+        poll = select.poll()
+        for pipe in (self._wakeup, *pipes):
+            poll.register(pipe, select.POLLIN)
+        waiting = {outlet for outlet in outlets if outlet.is_waiting}
+        for outlet in waiting:
+            poll.register(outlet.fd, select.POLLOUT)
+        found = {fd for fd, _ in poll.poll(None if seconds is None else max(0, int(seconds * 1000) + 1))}
         with contextlib.suppress(BlockingIOError):
-            while os.read(self.wakeup, 4096):
+            while os.read(self._wakeup, 4096):
                 pass
+        ready = [outlet for outlet in waiting if outlet.fd in found]
+        for outlet in ready:
+            outlet.flush()
+        return bool(ready)

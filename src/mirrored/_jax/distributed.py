@@ -49,20 +49,13 @@ def has_backend() -> bool:
 # -- devices
 
 
-class KnownDevices(NamedTuple):
-    """For a platform, the workers whose devices all others know."""
-
-    platform: str
-    workers: frozenset[int]
-
-
-def known_devices() -> Iterator[KnownDevices]:
-    """Yield for each platform that has started somewhere which workers have told their devices."""
+def known_devices() -> Iterator[tuple[str, frozenset[int]]]:
+    """Yield each platform that has started somewhere, and the workers whose devices all others know."""
     for platform in _PLATFORMS:
         keys = client().key_value_dir_get_bytes(f"{platform}:local_topology/{platform}/")
         known = frozenset(int(index) for key, _ in keys if (index := key.rpartition("/")[2]).isdecimal())
         if known:
-            yield KnownDevices(platform, known)
+            yield platform, known
 
 
 class LateDevices(NamedTuple):

@@ -13,7 +13,8 @@ import jax
 
 from .._typing import REPLICA_AXIS
 from . import jaxprs, tracing
-from .jaxprs import ClosedJaxpr, Jaxpr, Literal
+from .jaxprs import Atom, ClosedJaxpr, Equation, Jaxpr, Literal, Var
+from .primitives import INLINE_CALLS
 
 Value = TypeVar("Value")
 #: The rules of what runs jaxprs in a way of its own.
@@ -30,18 +31,12 @@ class Interpreter(abc.ABC, Generic[Value]):
     """
 
     def run(self, jaxpr: Jaxpr, constants: Sequence[Any], arguments: Sequence[Value]) -> list[Value]:
-        """Return the values of a program's results.
-
-        Args:
-            jaxpr: the program.
-            constants: its constants, as they are.
-            arguments: the values of its arguments.
-        """
-        known: dict[Any, Value] = dict(zip(jaxpr.invars, arguments, strict=True))
+        """Return the values of a program's results, given its constants as they are, and the values of its arguments."""
+        known: dict[Var, Value] = dict(zip(jaxpr.invars, arguments, strict=True))
         known.update(zip(jaxpr.constvars, map(self.constant, constants), strict=True))
 
-        def read(atom: Any) -> Value:
-            return self.constant(atom.val) if isinstance(atom, Literal) else known[atom]
+        def read(atom: Atom) -> Value:
+            return self.literal(atom) if isinstance(atom, Literal) else known[atom]
 
         for equation in jaxpr.eqns:
             known.update(zip(equation.outvars, self.equation(equation, list(map(read, equation.invars))), strict=True))
@@ -51,7 +46,7 @@ class Interpreter(abc.ABC, Generic[Value]):
         """Return the values of the results of a program with its constants."""
         return self.run(closed.jaxpr, closed.consts, arguments)
 
-    def equation(self, equation: Any, values: list[Value]) -> Sequence[Value]:
+    def equation(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
         """Apply the rule of an equation's kind."""
         if (rule := _RULES.get(equation.primitive.name)) is not None:
             return getattr(self, rule)(equation, values)  # type: ignore[no-any-return]
@@ -64,57 +59,75 @@ class Interpreter(abc.ABC, Generic[Value]):
     # -- the rules
 
     def constant(self, value: Any) -> Value:
-        """Return the value of a constant or literal."""
+        """Return the value of a constant."""
         return value
 
+    def literal(self, literal: Literal) -> Value:
+        """Return the value of a number in an equation."""
+        return self.constant(literal.val)
+
     @abc.abstractmethod
-    def plain(self, equation: Any, values: list[Value]) -> Sequence[Value]:
+    def plain(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
         """Handle an operation, and whatever has no other rule."""
 
-    def call(self, equation: Any, inner: ClosedJaxpr, values: list[Value]) -> Sequence[Value]:
+    def call(self, equation: Equation, inner: ClosedJaxpr, values: list[Value]) -> Sequence[Value]:
         """Handle an equation that runs one program, once."""
         return self.run_closed(inner, values)
 
-    def over_replicas(self, equation: Any, values: list[Value]) -> Sequence[Value]:
+    def over_replicas(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
         """Handle what names the axis of the replicas: the replica's number, and collectives."""
         return self.plain(equation, values)
 
     scan = while_loop = cond = solve = over_replicas
 
 
-class Evaluation(Interpreter[Any]):
-    """The arrays of a program, computed in whatever trace is current.
+class Flattening(Interpreter[Value]):
+    """A walk that enters calls, unless they mean more than their equations and no replicas meet inside.
 
-    What is not entered runs as it stands.
+    A sum over the replicas and over axes of its operands becomes two.
     """
 
-    def enters(self, equation: Any, values: list[Any]) -> bool:
+    def call(self, equation: Equation, inner: ClosedJaxpr, values: list[Value]) -> Sequence[Value]:
+        """Enter a call that needs not stay whole."""
+        is_entered = equation.primitive.name in INLINE_CALLS or jaxprs.has_collective(equation)
+        return self.run_closed(inner, values) if is_entered else self.plain(equation, values)
+
+    def solve(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
+        """Enter what solves, where replicas meet in it."""
+        if not jaxprs.has_collective(equation):
+            return self.plain(equation, values)
+        jaxpr, operands = jaxprs.solver_of(equation)  # it has no constants
+        return self.run(jaxpr, (), [values[i] for i in operands])
+
+    def over_replicas(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
+        """Handle a collective, of a sum what is left of it."""
+        if not jaxprs.adds_own_axes(equation):
+            return self.plain(equation, values)
+        own, rest = tracing.own_axes_first(equation)
+        return self.plain(rest, self.run_closed(own, values))
+
+
+class Evaluation(Interpreter[Any]):
+    """The arrays of a program, computed in whatever trace is current; what is not entered runs as it stands."""
+
+    def enters(self, equation: Equation, values: list[Any]) -> bool:
         """Tell whether the inside of an equation is walked through too."""
         return False
 
-    def equation(self, equation: Any, values: list[Any]) -> Sequence[Any]:
+    def equation(self, equation: Equation, values: list[Any]) -> Sequence[Any]:
         """Apply the rule of an equation that is entered; run any other."""
         return super().equation(equation, values) if self.enters(equation, values) else tracing.bind(equation, values)
 
-    def plain(self, equation: Any, values: list[Any]) -> Sequence[Any]:
-        """Run an equation as it stands."""
+    def plain(self, equation: Equation, values: list[Any]) -> Sequence[Any]:
         return tracing.bind(equation, values)
 
-    def scan(self, equation: Any, values: list[Any]) -> Sequence[Any]:
-        """Run a loop over rows, whose body is walked through."""
-        [closed] = jaxprs.inner_jaxprs(equation)
-        return run_scan(equation, values, lambda *arguments: self.run_closed(closed, arguments))
-
-    def while_loop(self, equation: Any, values: list[Any]) -> Sequence[Any]:
-        """Run a loop with a condition, both of which are walked through."""
-        cond, body = equation.params["cond_jaxpr"], equation.params["body_jaxpr"]
+    def scan(self, equation: Equation, values: list[Any]) -> Sequence[Any]:
+        """Run a loop or condition; what is inside is walked through."""
+        parts, _ = jaxprs.parts_of(equation)
         walk = self.run_closed
-        return run_while(equation, values, lambda *arguments: walk(cond, arguments), lambda *arguments: walk(body, arguments))
+        return run_parts(equation, values, [lambda *arguments, part=part: walk(part.closed, arguments) for part in parts])
 
-    def cond(self, equation: Any, values: list[Any]) -> Sequence[Any]:
-        """Run the branch that is chosen, through which it walks."""
-        branches = equation.params["branches"]
-        return run_cond(values, [lambda *arguments, closed=closed: self.run_closed(closed, arguments) for closed in branches])
+    while_loop = cond = scan
 
 
 def evaluate(closed: ClosedJaxpr, constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
@@ -124,7 +137,14 @@ def evaluate(closed: ClosedJaxpr, constants: Sequence[Any], arguments: Sequence[
     return jax.core.eval_jaxpr(closed.jaxpr, constants, *arguments)
 
 
-def run_scan(equation: Any, operands: Sequence[Any], body: Body) -> list[Any]:
+def run_parts(equation: Equation, operands: Sequence[Any], bodies: Sequence[Body]) -> list[Any]:
+    """Run a loop or condition with functions in place of what it runs (`parts_of`), which take and return as much."""
+    if equation.primitive.name == "cond":
+        return run_cond(operands, bodies)
+    return (run_scan if equation.primitive.name == "scan" else run_while)(equation, operands, *bodies)
+
+
+def run_scan(equation: Equation, operands: Sequence[Any], body: Body) -> list[Any]:
     """Run a loop over rows; its body takes constants, the carry and rows, and returns the new carry and rows."""
     num_consts, num_carry = jaxprs.scan_of(equation)
     constants, end = operands[:num_consts], num_consts + num_carry
@@ -138,7 +158,7 @@ def run_scan(equation: Any, operands: Sequence[Any], body: Body) -> list[Any]:
     return [*carry, *stacked]
 
 
-def run_while(equation: Any, operands: Sequence[Any], again: Body, body: Body) -> list[Any]:
+def run_while(equation: Equation, operands: Sequence[Any], again: Body, body: Body) -> list[Any]:
     """Run a loop with a condition; `again` and `body` take their constants, then what the loop carries."""
     num_cond, num_body = jaxprs.while_of(equation)
     first, second = operands[:num_cond], operands[num_cond : num_cond + num_body]
@@ -170,13 +190,11 @@ class Analysis(Interpreter[Value]):
         """Return the property of what a condition with a property has led to."""
         return self.join((decision, value))
 
-    def inside(self, equation: Any, decision: Value | None = None, is_final: bool = True) -> Analysis[Value]:
-        """Return the analysis for what is inside an equation.
+    def inside(self, equation: Equation, decision: Value | None = None, is_final: bool = True) -> Analysis[Value]:
+        """Return the analysis for what is inside a loop, condition or call.
 
-        Args:
-            equation: a loop, condition or call.
-            decision: the property of what decides whether the inside runs, or how often.
-            is_final: whether the properties of the arguments are final; a loop is walked through several times before.
+        `decision` is the property of what decides whether the inside runs, or how often. A loop is walked through several times
+        before the properties of the arguments are final.
         """
         return self
 
@@ -184,27 +202,25 @@ class Analysis(Interpreter[Value]):
         """Return the lowest property."""
         return self.join(())
 
-    def plain(self, equation: Any, values: list[Value]) -> Sequence[Value]:
+    def plain(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
         """Return the highest property of the operands for each result."""
         return [self.join(values)] * len(equation.outvars)
 
-    def call(self, equation: Any, inner: ClosedJaxpr, values: list[Value]) -> Sequence[Value]:
-        """Walk through what is called."""
+    def call(self, equation: Equation, inner: ClosedJaxpr, values: list[Value]) -> Sequence[Value]:
         return self.inside(equation).run_closed(inner, values)
 
-    def solve(self, equation: Any, values: list[Value]) -> Sequence[Value]:
+    def solve(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
         """Walk through what solves."""
-        solver = jaxprs.solver_of(equation)
-        return self.inside(equation).run(solver.jaxpr, (), [values[i] for i in solver.operands])
+        jaxpr, operands = jaxprs.solver_of(equation)
+        return self.inside(equation).run(jaxpr, (), [values[i] for i in operands])
 
-    def cond(self, equation: Any, values: list[Value]) -> Sequence[Value]:
-        """Walk through each branch."""
+    def cond(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
         decision, *operands = values
         inside = self.inside(equation, decision)
         branches = [inside.run_closed(closed, operands) for closed in equation.params["branches"]]
         return [self.chosen(decision, self.merged(results)) for results in zip(*branches, strict=True)]
 
-    def scan(self, equation: Any, values: list[Value]) -> Sequence[Value]:
+    def scan(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
         """Walk through the body until what it carries is settled."""
         [closed] = jaxprs.inner_jaxprs(equation)
         num_consts, num_carry = jaxprs.scan_of(equation)
@@ -218,7 +234,7 @@ class Analysis(Interpreter[Value]):
         results = self.inside(equation).run_closed(closed, [*constants, *carry, *rows])
         return [*carry, *results[num_carry:]]
 
-    def while_loop(self, equation: Any, values: list[Value]) -> Sequence[Value]:
+    def while_loop(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
         """Walk through condition and body until what they carry is settled."""
         cond, body = equation.params["cond_jaxpr"], equation.params["body_jaxpr"]
         num_cond, num_body = jaxprs.while_of(equation)

@@ -7,12 +7,13 @@ names of its parameters move: `scan` has lost `num_consts` and `num_carry` with 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex_core
 import numpy as np
+from jax._src import core
 
 from .._typing import REPLICA_AXIS
 from .marks import mark_p
@@ -21,13 +22,15 @@ from .primitives import CALLS, CONTROL_FLOW, HOST_CALLBACKS, LOCAL, PURE
 Jaxpr = jex_core.Jaxpr
 #: The same class as Jaxpr since jax 0.11; before, a pair of a Jaxpr and its constants.
 ClosedJaxpr = jex_core.ClosedJaxpr
+Equation = jex_core.JaxprEqn
 Literal = jex_core.Literal
 Var = jex_core.Var
+Atom = Var | Literal
 #: The types of parameters that are looked into.
 _MAY_HOLD_JAXPRS = frozenset({ClosedJaxpr, Jaxpr, tuple, list})
 
 
-def inner_jaxprs(equation: Any) -> list[ClosedJaxpr]:
+def inner_jaxprs(equation: Equation) -> list[ClosedJaxpr]:
     """Return the jaxprs among an equation's parameters."""
     found: list[ClosedJaxpr] = []
     for value in equation.params.values():
@@ -39,9 +42,9 @@ def inner_jaxprs(equation: Any) -> list[ClosedJaxpr]:
     return found
 
 
-def all_equations(jaxpr: Jaxpr) -> list[Any]:
+def all_equations(jaxpr: Jaxpr) -> list[Equation]:
     """Return the equations of a program, also those inside others, each followed by what is inside it."""
-    found: list[Any] = []
+    found: list[Equation] = []
     waiting = list(reversed(jaxpr.eqns))
     while waiting:
         equation = waiting.pop()
@@ -53,12 +56,12 @@ def all_equations(jaxpr: Jaxpr) -> list[Any]:
     return found
 
 
-def inside(equation: Any) -> list[Any]:
+def inside(equation: Equation) -> list[Equation]:
     """Return the equations inside an equation, at any depth."""
     return [found for inner in inner_jaxprs(equation) for found in all_equations(inner.jaxpr)]
 
 
-def callee(equation: Any) -> ClosedJaxpr | None:
+def callee(equation: Equation) -> ClosedJaxpr | None:
     """Return what an equation calls; None if it is no call, or not in the way that we know."""
     inner = inner_jaxprs(equation) if equation.primitive.name in CALLS else []
     if len(inner) != 1:
@@ -71,15 +74,8 @@ def callee(equation: Any) -> ClosedJaxpr | None:
 # -- loops and conditions
 
 
-class Scan(NamedTuple):
-    """How the operands of a scan divide: constants, then the carry, then rows."""
-
-    num_consts: int
-    num_carry: int
-
-
-def scan_of(equation: Any) -> Scan:
-    """Take a `scan` apart.
+def scan_of(equation: Equation) -> tuple[int, int]:
+    """Return how many operands of a `scan` are constants, and how many its carry; what is behind them are rows.
 
     An operand with one axis more than what the body takes in its place is sliced into rows; a result with one axis more
     than what the body gives is stacked of them.
@@ -87,43 +83,29 @@ def scan_of(equation: Any) -> Scan:
     [closed] = inner_jaxprs(equation)
     num_rows = _num_longer(equation.invars, closed.jaxpr.invars)
     num_carry = len(equation.outvars) - _num_longer(equation.outvars, closed.jaxpr.outvars)
-    return Scan(len(equation.invars) - num_carry - num_rows, num_carry)
+    return len(equation.invars) - num_carry - num_rows, num_carry
 
 
-def _num_longer(outer: Any, inner: Any) -> int:
+def _num_longer(outer: Sequence[Atom], inner: Sequence[Atom]) -> int:
     return sum(_rank(a) > _rank(b) for a, b in zip(outer, inner, strict=True))
 
 
-def _rank(atom: Any) -> int:
+def _rank(atom: Atom) -> int:
     return len(getattr(atom.aval, "shape", ()))  # a token has no shape
 
 
-class While(NamedTuple):
-    """How the operands of a while loop divide: the constants of its condition and of its body, then the carry."""
-
-    num_cond_consts: int
-    num_body_consts: int
-
-
-def while_of(equation: Any) -> While:
-    """Take a `while` apart: what its jaxprs take before what the loop carries are their constants."""
+def while_of(equation: Equation) -> tuple[int, int]:
+    """Return how many operands of a `while` are constants of its condition, and how many of its body; it carries the rest."""
     cond, body = (len(equation.params[name].jaxpr.invars) for name in ("cond_jaxpr", "body_jaxpr"))
-    return While(cond - len(equation.outvars), body - len(equation.outvars))
+    return cond - len(equation.outvars), body - len(equation.outvars)
 
 
-class Solver(NamedTuple):
-    """What a linear solve runs: a jaxpr, on these of the operands. Its other functions are for derivatives only."""
-
-    jaxpr: Jaxpr
-    operands: list[int]
-
-
-def solver_of(equation: Any) -> Solver:
-    """Take a `custom_linear_solve` apart."""
+def solver_of(equation: Equation) -> tuple[Jaxpr, list[int]]:
+    """Return what a `custom_linear_solve` runs, and on which operands. Its other functions are for derivatives only."""
     counts = equation.params["const_lengths"]
     first, after_all = counts.matvec + counts.vecmat, sum(counts)
     operands = [*range(first, first + counts.solve), *range(after_all, len(equation.invars))]
-    return Solver(equation.params["jaxprs"].solve.jaxpr, operands)
+    return equation.params["jaxprs"].solve.jaxpr, operands
 
 
 class Part(NamedTuple):
@@ -133,7 +115,7 @@ class Part(NamedTuple):
     fixed: range
 
 
-def parts_of(equation: Any) -> tuple[list[Part], range]:
+def parts_of(equation: Equation) -> tuple[list[Part], range]:
     """Take a `scan`, `while` or `cond` apart: what it runs, and the operands that are handed over in another way.
 
     Those of a `scan` are its carry and what is sliced into rows, those of a `while` what it carries, that of a `cond` its
@@ -141,7 +123,7 @@ def parts_of(equation: Any) -> tuple[list[Part], range]:
     """
     name, num_operands = equation.primitive.name, len(equation.invars)
     if name == "scan":
-        num_consts = scan_of(equation).num_consts
+        num_consts, _ = scan_of(equation)
         [closed] = inner_jaxprs(equation)
         return [Part(closed, range(num_consts))], range(num_consts, num_operands)
     if name == "while":
@@ -156,69 +138,98 @@ def parts_of(equation: Any) -> tuple[list[Part], range]:
 # -- collectives
 
 
-def axis_names(equation: Any) -> tuple[Any, ...]:
+def axis_names(equation: Equation) -> tuple[Any, ...]:
     """Return the mesh axes that an equation names; those of a `vmap` are numbers."""
     names = equation.params.get("axes", equation.params.get("axis_name", ()))
     return names if isinstance(names, tuple) else (names,)
 
 
-def is_collective(equation: Any) -> bool:
+def is_collective(equation: Equation) -> bool:
     """Tell whether an equation itself reaches other replicas."""
     return REPLICA_AXIS in axis_names(equation) and equation.primitive.name not in LOCAL
 
 
-def has_collective(equation: Any) -> bool:
+def has_collective(equation: Equation) -> bool:
     """Tell whether an equation is, or has inside, a collective over the replicas."""
     return any(map(is_collective, (equation, *inside(equation))))
 
 
-def is_sum(equation: Any) -> bool:
+def is_sum(equation: Equation) -> bool:
     """Tell whether an equation adds up over all replicas, and over nothing else."""
     is_psum = equation.primitive.name == "psum" and axis_names(equation) == (REPLICA_AXIS,)
     return is_psum and not is_over_groups(equation)
 
 
-def is_replica_number(equation: Any) -> bool:
+def is_replica_number(equation: Equation) -> bool:
     """Tell whether an equation asks for the replica's number."""
     return equation.primitive.name == "axis_index" and REPLICA_AXIS in axis_names(equation)
 
 
-def has_replica_number(equation: Any) -> bool:
+def has_replica_number(equation: Equation) -> bool:
     """Tell whether an equation asks for the replica's number, or one inside it does."""
     return any(map(is_replica_number, [equation, *inside(equation)]))
 
 
-def adds_own_axes(equation: Any) -> bool:
+def adds_own_axes(equation: Equation) -> bool:
     """Tell whether an equation is a sum over the replicas and over axes of its operands: what a `vmap` makes of two names."""
     if equation.primitive.name != "psum" or not is_collective(equation):
         return False
     return any(isinstance(axis, int | np.integer) for axis in axis_names(equation))
 
 
-def is_over_groups(equation: Any) -> bool:
+def is_over_groups(equation: Equation) -> bool:
     """Tell whether a collective joins groups of replicas only, and not all of them."""
     return equation.params.get("axis_index_groups") is not None
 
 
-def num_bytes(equation: Any) -> int:
+def num_bytes(equation: Equation) -> int:
     """Return how many bytes each replica gives to a collective."""
-    return sum(a.aval.size * a.aval.dtype.itemsize for a in equation.invars if hasattr(a.aval.dtype, "itemsize"))
+    avals: list[Any] = [atom.aval for atom in equation.invars]
+    return sum(aval.size * aval.dtype.itemsize for aval in avals if hasattr(aval.dtype, "itemsize"))
+
+
+class Levels(NamedTuple):
+    """A program cut at its sums over the replicas: those of one level need no other's result, and could be one."""
+
+    equations: list[tuple[list[Equation], list[Equation]]]  # of each level: what can run before its sums, and these
+    of: dict[Any, int]  # at which level's sums, or later ones, an array can be added up
+    parts: dict[Any, int]  # of how many arrays what is a concatenation consists
+
+
+def levels_of(jaxpr: Jaxpr) -> Levels:
+    """Cut a program at its sums; equations with effects stay in their order."""
+    of: dict[Any, int] = dict.fromkeys((*jaxpr.constvars, *jaxpr.invars), 0)
+    levels = Levels([([], [])], of, {})
+    last_effect = 0
+    for equation in jaxpr.eqns:
+        level = max((of[atom] for atom in equation.invars if isinstance(atom, Var)), default=0)
+        has_effects = any(not isinstance(effect, core.NamedAxisEffect) for effect in equation.effects)  # to name an axis is none
+        if has_effects:
+            level = last_effect = max(level, last_effect)
+        adds = is_sum(equation) and not has_effects
+        levels.equations[level][adds].append(equation)
+        of.update(dict.fromkeys(equation.outvars, level + adds))
+        if adds and level + 1 == len(levels.equations):
+            levels.equations.append(([], []))
+        if equation.primitive.name == "concatenate":
+            levels.parts[equation.outvars[0]] = len(equation.invars)
+    return levels
 
 
 # -- what an equation depends on
 
 
-def is_plain(equation: Any) -> bool:
+def is_plain(equation: Equation) -> bool:
     """Tell whether an equation is known to be pure, apart from what is inside it."""
     return equation.primitive.name in PURE | CALLS | CONTROL_FLOW
 
 
-def is_function_of_operands(equation: Any) -> bool:
+def is_function_of_operands(equation: Equation) -> bool:
     """Tell whether an equation is known to compute its results from its operands and the replica's number alone."""
     return all(map(_is_local_and_plain, (equation, *inside(equation))))
 
 
-def _is_local_and_plain(equation: Any) -> bool:
+def _is_local_and_plain(equation: Equation) -> bool:
     if equation.primitive is mark_p or equation.primitive.name == "axis_index":
         return True
     return is_plain(equation) and not is_collective(equation)

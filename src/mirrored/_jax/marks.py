@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -35,17 +36,12 @@ class Purpose(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """What a value is for, for which variable, and where the user wrote it.
-
-    Attributes:
-        purpose, name, where: that.
-        number: which optimizer, of a gradient.
-    """
+    """What a value is for, for which variable, and where the user wrote it."""
 
     purpose: Purpose
     name: str
     where: str
-    number: int = 0
+    number: int = 0  # of a gradient: which optimizer's
 
     def __str__(self) -> str:
         """Leave out what may differ between workers that run the same program: files have other paths there."""
@@ -66,14 +62,14 @@ _OF_TANGENTS = {Purpose.SHARE: Purpose.TANGENT, **{purpose: purpose for purpose 
 _TRANSPOSED = {Purpose.TANGENT: Purpose.COTANGENT, Purpose.COTANGENT: Purpose.TANGENT}
 
 
-def _jvp(primals: Any, tangents: Any, note: Mark) -> Any:
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], note: Mark) -> tuple[jax.Array, Any]:
     [tangent] = tangents
     if note.purpose in _OF_TANGENTS and type(tangent) is not ad.Zero:
         tangent = mark_p.bind(tangent, note=dataclasses.replace(note, purpose=_OF_TANGENTS[note.purpose]))
     return mark_p.bind(*primals, note=note), tangent
 
 
-def _transpose(cotangent: Any, _: Any, note: Mark) -> Any:
+def _transpose(cotangent: jax.Array | ad.Zero, _: object, note: Mark) -> list[Any]:
     if type(cotangent) is ad.Zero or note.purpose is Purpose.OPERAND:  # no code has given a gradient to a collective
         return [cotangent]
     if note.purpose is Purpose.NO_ROWS:

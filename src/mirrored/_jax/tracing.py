@@ -6,17 +6,26 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jax._src import config, core
 from jax._src.interpreters.partial_eval import DynamicJaxprTrace
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from .. import _process
 from .._typing import REPLICA_AXIS
-from .jaxprs import ClosedJaxpr, Jaxpr, all_equations, inner_constants, inside
+from .jaxprs import ClosedJaxpr, Equation, Jaxpr, Var, all_equations, inner_constants, inside
+
+
+class Axis(Protocol):
+    """The axis of the replicas, as far as a trace knows it."""
+
+    @property
+    def size(self) -> int: ...
+
 
 _cache_token = jax.make_user_context(None)
 _WIDE = frozenset({"int64", "uint64", "float64", "complex128"})
@@ -47,19 +56,17 @@ def settings() -> tuple[Any, ...]:
         return (context(), key_kind())
 
 
-def is_clean() -> bool:
-    """Tell whether JAX traces nothing at all."""
-    return current_trace() is NO_TRACE
+def _traces() -> list[core.Trace]:
+    """Return the trace that the program is in, and those around it."""
+    traces = [current_trace()]
+    while (outer := getattr(traces[-1], "parent_trace", None)) is not None:
+        traces.append(outer)
+    return traces
 
 
 def is_mapped_over(name: str) -> bool:
     """Tell whether code is under a `jax.vmap` whose axis has this name, and hides one of the same name around it."""
-    trace = core.trace_ctx.trace
-    while trace is not None:
-        if getattr(getattr(trace, "axis_data", None), "name", None) == name:
-            return True
-        trace = getattr(trace, "parent_trace", None)
-    return False
+    return any(getattr(getattr(trace, "axis_data", None), "name", None) == name for trace in _traces())
 
 
 def is_staging() -> bool:
@@ -67,7 +74,7 @@ def is_staging() -> bool:
 
     Under an eager `grad`, `vmap` or `shard_map` they are executed, so the answer is False there.
     """
-    return not is_clean() and jex_core.unsafe_am_i_under_a_jit_DO_NOT_USE()
+    return current_trace() is not NO_TRACE and jex_core.unsafe_am_i_under_a_jit_DO_NOT_USE()
 
 
 #: JAX's names for what it traces a function for and runs at once.
@@ -76,12 +83,8 @@ _RUN_AT_ONCE = frozenset({"scan", "cond", "switch", "while_cond", "while_body", 
 
 def is_for_this_call() -> bool:
     """Tell whether all that is being recorded is run by this call, as under an eager scan or cond, and not kept, as under jit."""
-    trace: Any = core.trace_ctx.trace
-    while trace is not None:
-        if isinstance(trace, DynamicJaxprTrace) and getattr(trace.frame.debug_info, "traced_for", "") not in _RUN_AT_ONCE:
-            return False
-        trace = getattr(trace, "parent_trace", None)
-    return True
+    recording = [trace for trace in _traces() if isinstance(trace, DynamicJaxprTrace)]
+    return all(getattr(trace.frame.debug_info, "traced_for", "") in _RUN_AT_ONCE for trace in recording)
 
 
 @contextlib.contextmanager
@@ -101,7 +104,9 @@ def separate_caches() -> Iterator[Callable[[], None]]:
         yield renew
 
 
-def trace(function: Callable[..., Any], arguments: Sequence[Any], axis: Any, user_function: Any) -> ClosedJaxpr:
+def trace(
+    function: Callable[..., Any], arguments: Sequence[Any], axis: Axis | None, user_function: Callable[..., Any]
+) -> ClosedJaxpr:
     """Trace `function` to a jaxpr; with a `ReplicaAxis`, the axis is bound while it is traced.
 
     No mesh is involved yet, so closed-over arrays of any placement become constants of the jaxpr.
@@ -112,43 +117,37 @@ def trace(function: Callable[..., Any], arguments: Sequence[Any], axis: Any, use
     return jax.make_jaxpr(function, axis_env=_axis_env(axis))(*arguments)
 
 
-def _axis_env(axis: Any) -> list[tuple[str, int]] | None:
+def _axis_env(axis: Axis | None) -> list[tuple[str, int]] | None:
     return None if axis is None else [(REPLICA_AXIS, axis.size)]
 
 
-def lowered(closed: ClosedJaxpr, axis: Any) -> ClosedJaxpr:
+def lowered(closed: ClosedJaxpr, axis: Axis | None) -> ClosedJaxpr:
     """Return a traced function with a call of what they stand for in the place of JAX's high-level primitives (`hijax`).
 
     Such a primitive, of which anybody may define one, is an object with a method that says what it computes: nothing of that,
     not even a collective, is in the jaxpr. Since jax 0.12, `searchsorted`, `nonzero` and what uses them are ones. This is for
     looking at a function: derivatives that a user has defined around such a primitive are lost.
     """
-    jaxpr = closed.jaxpr
-    if not jaxpr.is_high:
+    if not closed.jaxpr.is_high:
         return closed
-    equations = [_lowered_equation(equation, axis) if _can_be_lowered(equation) else equation for equation in jaxpr.eqns]
-    return ClosedJaxpr(jaxpr.replace(eqns=equations, is_high=False), closed.consts)
+    equations = [_lowered_equation(equation, axis) for equation in closed.jaxpr.eqns]
+    return ClosedJaxpr(closed.jaxpr.replace(eqns=equations, is_high=False), closed.consts)
 
 
-def _can_be_lowered(equation: Any) -> bool:
-    """Tell whether an equation has such primitives, and takes arrays only; what stays is unknown to the proof."""
-    avals = [atom.aval for atom in equation.invars]
-    return equation.primitive.is_high(*avals, **equation.params) and all(type(a) is jax.core.ShapedArray for a in avals)
-
-
-def _lowered_equation(equation: Any, axis: Any) -> Any:
-    variables = [jex_core.Var(atom.aval) for atom in equation.invars]
+def _lowered_equation(equation: Equation, axis: Axis | None) -> Equation:
+    avals: list[Any] = [atom.aval for atom in equation.invars]
+    if not equation.primitive.is_high(*avals, **equation.params) or any(type(a) is not jax.core.ShapedArray for a in avals):
+        return equation  # what is high here is unknown to the proof
     calls: list[Any] = []
 
     @jax.jit
-    def call(*operands: Any) -> list[Any]:
-        return _run(equation.replace(invars=variables), variables, operands)
+    def call(*operands: jax.Array) -> list[Any]:
+        return bind(equation, operands)
 
-    def record(*operands: Any) -> list[Any]:
+    def record(*operands: jax.Array) -> list[Any]:
         calls.append(call.trace(*operands).lojax.jaxpr)
         return call(*operands)
 
-    avals: list[Any] = [v.aval for v in variables]
     with _room_for(avals):
         arguments = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in avals]
         [around] = jax.make_jaxpr(record, axis_env=_axis_env(axis))(*arguments).eqns
@@ -164,8 +163,7 @@ def _lowered_equation(equation: Any, axis: Any) -> Any:
 
 def room_for(traced: Iterable[ClosedJaxpr]) -> contextlib.AbstractContextManager[Any]:
     """Return a block in which JAX keeps numbers of 64 bits, if traced functions have any: a step may ask for them itself."""
-    equations = [equation for closed in traced for equation in all_equations(closed.jaxpr)]
-    return _room_for([variable.aval for equation in equations for variable in equation.outvars])
+    return _room_for(v.aval for closed in traced for equation in all_equations(closed.jaxpr) for v in equation.outvars)
 
 
 def _room_for(avals: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
@@ -181,36 +179,33 @@ def knows_a_mesh(closed: ClosedJaxpr) -> bool:
     return any(_has_mesh(jax.typeof(constant)) for constant in inner_constants(closed.jaxpr))
 
 
-def bind(equation: Any, operands: Sequence[Any]) -> list[Any]:
+def bind(equation: Equation, operands: Sequence[Any]) -> list[Any]:
     """Apply one equation of a jaxpr to values, also in place of its literals, in whatever trace is current."""
-    variables = [jex_core.Var(atom.aval) for atom in equation.invars]
-    return _run(equation.replace(invars=variables), variables, operands)
-
-
-def keeps_a_mesh(equation: Any) -> bool:
-    """Tell whether functions inside an equation were traced with arrays of ours: their operations run in no other mesh."""
-    return any(map(_has_mesh, [atom.aval for inner in inside(equation) for atom in (*inner.invars, *inner.outvars)]))
-
-
-def own_axes_first(equation: Any) -> tuple[ClosedJaxpr, Any]:
-    """Cut a `psum` over the replicas and axes of its operands in two: a function for the latter, and an equation for the rest."""
-    axes = equation.params["axes"]
-    own = tuple(int(axis) for axis in axes if not isinstance(axis, str))
-    avals = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in equation.invars]
-    closed = jax.make_jaxpr(lambda *operands: [jnp.sum(x, axis=own, dtype=x.dtype) for x in operands])(*avals)
-    params = {**equation.params, "axes": tuple(axis for axis in axes if isinstance(axis, str))}
-    variables = [jex_core.Var(aval) for aval in closed.out_avals]
-    return closed, equation.replace(params=params, invars=variables)
-
-
-def _run(equation: Any, variables: list[Any], operands: Sequence[Any]) -> list[Any]:
-    equation = _for_meshes_of(operands, equation)
+    variables: list[Any] = [Var(atom.aval) for atom in equation.invars]
+    equation = _for_meshes_of(operands, equation.replace(invars=variables))
     info = jex_core.DebugInfo("mirrored", "one equation", ("",) * len(variables), ("",) * len(equation.outvars))
     jaxpr = Jaxpr((), variables, equation.outvars, [equation], equation.effects, info)
     return [_in_this_mesh(result) for result in jax.core.eval_jaxpr(jaxpr, (), *operands)]
 
 
-def _for_meshes_of(operands: Sequence[Any], equation: Any) -> Any:
+def keeps_a_mesh(equation: Equation) -> bool:
+    """Tell whether functions inside an equation were traced with arrays of ours: their operations run in no other mesh."""
+    return any(map(_has_mesh, [atom.aval for inner in inside(equation) for atom in (*inner.invars, *inner.outvars)]))
+
+
+def own_axes_first(equation: Equation) -> tuple[ClosedJaxpr, Equation]:
+    """Cut a `psum` over the replicas and axes of its operands in two: a function for the latter, and an equation for the rest."""
+    axes = equation.params["axes"]
+    own = tuple(int(axis) for axis in axes if not isinstance(axis, str))
+    operands: list[Any] = [atom.aval for atom in equation.invars]
+    stand_ins = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in operands]
+    closed = jax.make_jaxpr(lambda *arrays: [jnp.sum(x, axis=own, dtype=x.dtype) for x in arrays])(*stand_ins)
+    params = {**equation.params, "axes": tuple(axis for axis in axes if isinstance(axis, str))}
+    variables: list[Any] = [Var(aval) for aval in closed.out_avals]
+    return closed, equation.replace(params=params, invars=variables)
+
+
+def _for_meshes_of(operands: Sequence[Any], equation: Equation) -> Equation:
     """Return an equation with the mesh of the operands that it is to run with.
 
     It keeps the mesh of the arrays that it was traced with, such as those of ours that a function closes over, in its settings
@@ -221,17 +216,13 @@ def _for_meshes_of(operands: Sequence[Any], equation: Any) -> Any:
         return equation
     here = jax.sharding.get_abstract_mesh()
     mesh = here if here in meshes else meshes[0]
-    params = {name: _moved(value, mesh) for name, value in equation.params.items()}
+    is_in_type = lambda value: isinstance(value, NamedSharding) and isinstance(value.mesh, AbstractMesh)  # noqa: E731
+    params = {name: NamedSharding(mesh, v.spec) if is_in_type(v) else v for name, v in equation.params.items()}
     return equation.replace(params=params, ctx=_settings_in(mesh, equation.ctx))
 
 
-def _moved(value: Any, mesh: Any) -> Any:
-    is_in_type = isinstance(value, jax.sharding.NamedSharding) and isinstance(value.mesh, jax.sharding.AbstractMesh)
-    return jax.sharding.NamedSharding(mesh, value.spec) if is_in_type else value
-
-
 @functools.lru_cache
-def _settings_in(mesh: Any, settings: Any) -> Any:
+def _settings_in(mesh: AbstractMesh, settings: Any) -> Any:
     try:
         with settings.manager, jax.sharding.use_abstract_mesh(mesh):
             return _settings_here()
@@ -254,10 +245,10 @@ def _in_this_mesh(value: Any) -> Any:
     here = jax.sharding.get_abstract_mesh()
     if here.empty or not isinstance(value, jax.Array) or not _has_mesh(aval := jax.typeof(value)) or aval.sharding.mesh == here:
         return value
-    return jax.sharding.reshard(value, jax.sharding.NamedSharding(here, jax.sharding.PartitionSpec()))
+    return jax.sharding.reshard(value, NamedSharding(here, PartitionSpec()))
 
 
-def _has_mesh(aval: Any) -> bool:
+def _has_mesh(aval: object) -> bool:
     placement = getattr(aval, "sharding", None)
     return placement is not None and not placement.mesh.empty
 
@@ -267,7 +258,7 @@ operand_p = jex_core.Primitive("mirrored_operand")
 operand_p.def_abstract_eval(lambda *, aval, number: aval)
 
 
-def new_operand(outermost: Any, number: int, aval: Any) -> jax.Array:
+def new_operand(outermost: core.Trace, number: int, aval: jax.core.AbstractValue) -> jax.Array:
     """Ask for a further operand of the function that `outermost` traces, also from inside a loop or a derivative in it."""
     with core.set_current_trace(outermost):
         return operand_p.bind(aval=aval, number=number)  # type: ignore[no-any-return]

@@ -9,13 +9,14 @@ import os
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import jax
 import optax
 
 from .. import _process
+from .jaxprs import Equation
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -44,7 +45,7 @@ def user_line() -> str:
     return "<unknown>"
 
 
-def line_of(function: Any) -> str:
+def line_of(function: Callable[..., Any]) -> str:
     """Return `file:line` of a function's definition, or its name when it has no Python code of its own."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else repr(function)
@@ -71,11 +72,8 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 
 def raising_line(error: BaseException) -> str:
     """Return `file:line` of the innermost user code that an exception came through."""
-    where = "<unknown>"
-    for entry in _entries(error):
-        if _is_users(entry):
-            where = f"{entry.tb_frame.f_code.co_filename}:{entry.tb_lineno}"
-    return where
+    lines = [f"{entry.tb_frame.f_code.co_filename}:{entry.tb_lineno}" for entry in _entries(error) if _is_users(entry)]
+    return lines[-1] if lines else "<unknown>"
 
 
 def shorten_errors(verb: Callable[P, T]) -> Callable[P, T]:
@@ -116,19 +114,22 @@ def show_users_lines(error: BaseException) -> None:
             continue
         seen.add(id(link))
         waiting += [link.__cause__, link.__context__]
-        entries = list(_entries(link))
+        entries = _entries(link)
         if entries and not _is_bug(link, entries[-1]):
-            link.__traceback__ = _chained([entry for entry in entries if _is_users(entry)])
+            link.__traceback__ = None
+            for entry in filter(_is_users, reversed(entries)):
+                link.__traceback__ = types.TracebackType(link.__traceback__, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
             if notes := getattr(link, "__notes__", None):
                 link.__notes__ = [note for note in notes if "JAX_TRACEBACK_FILTERING" not in note]
 
 
-def _entries(error: BaseException) -> Iterator[types.TracebackType]:
-    """Yield the lines that an exception came through, from the outermost to the innermost."""
-    entry = error.__traceback__
+def _entries(error: BaseException) -> list[types.TracebackType]:
+    """Return the lines that an exception came through, from the outermost to the innermost."""
+    entries, entry = [], error.__traceback__
     while entry is not None:
-        yield entry
+        entries.append(entry)
         entry = entry.tb_next
+    return entries
 
 
 def _is_users(entry: types.TracebackType) -> bool:
@@ -141,14 +142,7 @@ def _is_bug(error: BaseException, innermost: types.TracebackType) -> bool:
     return is_ours and isinstance(error, AssertionError | LookupError)
 
 
-def _chained(entries: list[types.TracebackType]) -> types.TracebackType | None:
-    chain = None
-    for entry in reversed(entries):
-        chain = types.TracebackType(chain, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
-    return chain
-
-
-def equation_line(equation: Any) -> str | None:
+def equation_line(equation: Equation) -> str | None:
     """Return `file:line` of the user's code that made an equation of a jaxpr, or None when JAX does not know it."""
     traceback = equation.source_info.traceback
     for frame in traceback.frames if traceback is not None else ():

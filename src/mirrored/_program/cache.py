@@ -6,14 +6,11 @@ import collections
 import contextlib
 import functools
 import inspect
-import itertools
 import sys
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Any, Generic, NamedTuple
-
-from jax.sharding import Sharding
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from .._errors import RecompilationWarning
 from .._jax import tracing, user_code
@@ -21,7 +18,11 @@ from .._text import shown
 from .._typing import UserFunction
 from .._variables.variable import Variable, spec_of
 from .call import ArrayLeaf, Call, leaf_names, static_key
-from .fast_path import FastPath, ProgramT, fast_path_to
+from .guards import FastPath, fast_path_to, match
+from .own_code import Guards
+from .program import Program
+
+ProgramT = TypeVar("ProgramT", bound=Program)
 
 #: Programs kept per strategy, least recently used first out; of more than `MAX_FORGOTTEN`, only those that were called lately.
 MAX_PROGRAMS, MAX_FORGOTTEN, LATELY_SECONDS = 256, 64, 600.0
@@ -34,52 +35,108 @@ listeners: list[Callable[[Any, str], None]] = []
 _all: weakref.WeakSet[Programs[Any]] = weakref.WeakSet()
 
 
+class _Pin:
+    """An object that cannot be referred to weakly, such as a dict, and is therefore kept alive; one for all programs."""
+
+    __slots__ = ("__weakref__", "target")
+
+    def __init__(self, target: Any) -> None:
+        self.target = target
+
+
+_pins: weakref.WeakValueDictionary[int, _Pin] = weakref.WeakValueDictionary()
+
+
+class _Kept(Generic[ProgramT]):
+    """A program that is kept as long as the objects that its key or guards know by identity.
+
+    Attributes:
+        program, key, guards: for calls of which key.
+        cause: why it is another than the one before of its function.
+        used: when it was asked for last.
+    """
+
+    __slots__ = ("__weakref__", "_pinned", "_references", "cause", "guards", "key", "program", "used")
+
+    def __init__(self, program: ProgramT, key: tuple[Any, ...], guards: Guards, cause: str) -> None:
+        self.program, self.key, self.guards, self.cause = program, key, guards, cause
+        self.used = time.monotonic()
+        self._references: list[weakref.ref[Any]] = []
+        self._pinned: list[_Pin] = []
+
+    def end_with(self, targets: Iterable[Any], ended: Callable[[Any], None]) -> None:
+        """Call `ended` when the first of some objects is collected: no call sees it again, until another has its `id`."""
+        for target in {id(target): target for target in targets}.values():
+            try:
+                self._references.append(weakref.ref(target, ended))
+            except TypeError:
+                self._pinned.append(_pins.get(id(target)) or _pins.setdefault(id(target), _Pin(target)))
+
+    def has_ended(self) -> bool:
+        """Tell whether some object is kept alive by pins only."""
+        return any(sys.getrefcount(pin.target) <= 2 for pin in self._pinned)  # the pin's own, and the argument
+
+
 class Programs(Generic[ProgramT]):
     """A cache of the programs of one strategy, which notices a function that is compiled again and again.
 
-    A program is dropped when the first of its variables, or of the objects in its key, is collected: a model that is dropped
-    takes its programs with it. A function may be made anew for each step, so it is known by its code and what it closes over.
+    A program is dropped when the first of its variables, or of the objects that its guards know by identity, is collected: a
+    model that is dropped takes its programs with it. A function may be made anew for each step, so it is known by its code and
+    what it closes over.
 
     Attributes:
-        last: the key and the program that were asked for last; two None at first.
         fast_path: to the program of a call that was made twice in a row, while it is kept; None also when there is none.
+        fast_key: the key of that call.
     """
 
     def __init__(self) -> None:
-        self._programs: collections.OrderedDict[Hashable, tuple[ProgramT, _Lifetime, str]] = collections.OrderedDict()
+        self._by_key: dict[Hashable, list[_Kept[ProgramT]]] = {}
+        self._kept: collections.OrderedDict[_Kept[ProgramT], None] = collections.OrderedDict()  # used least lately first
         self._seen: collections.OrderedDict[tuple[int, ...], _Seen] = collections.OrderedDict()
-        self.last: tuple[Hashable, ProgramT | None] = (None, None)
+        self._last: _Kept[ProgramT] | None = None  # that was asked for last
+        self._short: _Kept[ProgramT] | None = None  # to which a fast path was looked for
         self.fast_path: FastPath[ProgramT] | None = None
-        self._sought: ProgramT | None = None  # to which a fast path was looked for
+        self.fast_key: tuple[Any, ...] = ()
         _all.add(self)
 
     def __iter__(self) -> Iterator[ProgramT]:
-        return iter([program for program, _, _ in list(self._programs.values())])
+        return iter([kept.program for kept in list(self._kept)])
 
     def causes(self) -> list[tuple[ProgramT, str]]:
         """Return the programs, each with why it is another than the one before of its function; "" for the first."""
-        return [(program, cause) for program, _, cause in list(self._programs.values())]
+        return [(kept.program, kept.cause) for kept in list(self._kept)]
 
-    def get(self, key: Hashable) -> ProgramT | None:
-        found = self._programs.get(key)
-        if found is None:
-            return None
-        self.last = (key, found[0])
+    def get(
+        self, key: tuple[Any, ...], functions: tuple[UserFunction, ...], args: Sequence[Any] | None = None
+    ) -> ProgramT | None:
+        """Return the program of a call, if there is one.
+
+        Args:
+            key, functions: of the call; see `key_of`.
+            args: its arguments, if a call like it may take a fast path from the second one on.
+        """
+        if (last := self._last) is not None and key == last.key and match(last.guards, functions):  # need not hash its key
+            if args is not None and self._short is not last:
+                self._shorten(last, args)
+            return last.program
+        for kept in list(self._by_key.get(key, ())):
+            if match(kept.guards, functions):
+                self._last = kept
+                self._touch(kept)
+                return kept.program
+        return None
+
+    def _touch(self, kept: _Kept[ProgramT]) -> None:
+        kept.used = time.monotonic()
         with contextlib.suppress(KeyError):  # it has just ended: garbage is collected at any time
-            self._programs.move_to_end(key)
-            found[1].used = time.monotonic()
-        return found[0]
+            self._kept.move_to_end(kept)
 
-    def shorten(
-        self, key: tuple[Any, ...], program: ProgramT, function: UserFunction, args: Sequence[Any], placement: Sharding,
-        runs_steps: bool = False,
-    ) -> None:  # fmt: skip
+    def _shorten(self, kept: _Kept[ProgramT], args: Sequence[Any]) -> None:
         """Look for a fast path to a program that is asked for twice in a row; once, for there may be none."""
-        if program is self._sought:
-            return
-        self._sought, self.fast_path = program, fast_path_to(key, program, function, args, placement, runs_steps)
-        if key not in self._programs:  # it has just ended
-            self._sought = self.fast_path = None
+        self._short, self.fast_key = kept, kept.key
+        self.fast_path = fast_path_to(kept.program, kept.guards, args, kept.program.mesh.stacked)
+        if kept not in self._kept:  # it has just ended
+            self._short = self.fast_path = None
 
     def add(
         self, call: Call, program: ProgramT, variables: Sequence[Variable], owner: Any = None, also: Sequence[Any] = ()
@@ -87,7 +144,8 @@ class Programs(Generic[ProgramT]):
         """Keep a program, and return what the call was like for which the function's last one was made, if any.
 
         Args:
-            call, program: the program, and the call that it was made for.
+            call, program: the program, and the call that it was made for. What the call sees is read after its trace, which may
+                have set globals, such as a count of traces.
             variables: those that it reads or writes. Compilations are counted for an owner and its variables, so that the
                 folds of a cross-validation are silent.
             owner: the function. Default: its code, because a step is often a new function in each turn of a loop.
@@ -98,21 +156,27 @@ class Programs(Generic[ProgramT]):
         if owner is None:  # of what a decorator wraps: all that it makes have one code
             function = inspect.unwrap(call.function)
             owner = getattr(function, "__code__", function)
+        sight = call.sees()
         leaves = [leaf if isinstance(leaf, ArrayLeaf) else (static_key(leaf[0]), shown(leaf[0])) for leaf in call.leaves]
-        structure = Structure(call.treedef, leaves, call.named(), tracing.settings())
+        structure = Structure(call.treedef, leaves, sight.named, tracing.settings())
         before, count = self._count(owner, variables, structure)
         cause = "" if before is None else _reason(before, structure, leaf_names(call))
-        key = call.key
-        targets = itertools.chain(call.objects(), variables, also)
-        if (used := self.fast_path) is not None:
-            self.get(used.key)  # its calls did not ask
-        self._programs[key] = (program, _Lifetime(targets, functools.partial(_drop_from, weakref.ref(self), key)), cause)
-        self.last = (key, program)
-        while len(self._programs) > MAX_FORGOTTEN:
-            oldest, (_, lifetime, _) = next(iter(self._programs.items()))
-            if len(self._programs) <= MAX_PROGRAMS and lifetime.used > time.monotonic() - LATELY_SECONDS:
+        for used in (self._last, self._short):
+            if used is not None:  # their calls did not say so
+                self._touch(used)
+        kept = _Kept(program, call.key, sight.guards, cause)
+        drop = functools.partial(_drop_from, weakref.ref(self), weakref.ref(kept))
+        kept.end_with((*sight.objects, *variables, *also), drop)
+        for made_meanwhile in [alike for alike in self._by_key.get(call.key, ()) if match(alike.guards, call.functions)]:
+            self.drop(made_meanwhile)  # by another thread
+        self._kept[kept] = None
+        self._by_key.setdefault(call.key, []).insert(0, kept)
+        self._last = kept
+        while len(self._kept) > MAX_FORGOTTEN:
+            oldest = next(iter(self._kept))
+            if len(self._kept) <= MAX_PROGRAMS and oldest.used > time.monotonic() - LATELY_SECONDS:
                 break
-            self._drop_program(oldest)
+            self.drop(oldest)
         for tell in listeners:
             tell(program, cause)
         if count == MAX_SILENT_RECOMPILATIONS + 1:
@@ -131,64 +195,28 @@ class Programs(Generic[ProgramT]):
             self._seen.popitem(last=False)
         return seen.structure, seen.times + 1
 
-    def _drop_program(self, key: Hashable) -> None:
-        dropped = self._programs.pop(key, None)
-        if dropped is None:
-            return
-        if self.last[1] is dropped[0]:
-            self.last = (None, None)
-        if self._sought is dropped[0]:
-            self._sought = self.fast_path = None
+    def drop(self, kept: _Kept[ProgramT]) -> None:
+        """Keep a program no longer."""
+        if self._kept.pop(kept, self) is self:
+            return  # it was dropped before
+        alike = self._by_key[kept.key]
+        alike.remove(kept)
+        if not alike:
+            del self._by_key[kept.key]
+        if self._last is kept:
+            self._last = None
+        if self._short is kept:
+            self._short = self.fast_path = None
 
     def _drop_unreachable(self) -> None:
-        """Drop programs with an object in their key that has no weak references, and that only the pin still holds."""
-        for key in [key for key, (_, lifetime, _) in list(self._programs.items()) if lifetime.have_ended()]:
-            self._drop_program(key)
+        """Drop programs with an object in their guards that has no weak references, and that only the pin still holds."""
+        for kept in [kept for kept in list(self._kept) if kept.has_ended()]:
+            self.drop(kept)
 
 
-def _drop_from(programs: weakref.ref[Programs[Any]], key: Hashable, _: object) -> None:
-    if (found := programs()) is not None:
-        found._drop_program(key)
-
-
-# -- how long a program is kept
-
-
-class _Pin:
-    """An object that cannot be referred to weakly, such as a dict, and is therefore kept alive; one for all programs."""
-
-    __slots__ = ("__weakref__", "target")
-
-    def __init__(self, target: Any) -> None:
-        self.target = target
-
-
-_pins: weakref.WeakValueDictionary[int, _Pin] = weakref.WeakValueDictionary()
-
-
-class _Lifetime:
-    """The objects whose identity is in a program's key.
-
-    Args:
-        targets: these objects.
-        ended: called when one of them is collected: no call can have the key again, until another object takes its `id`.
-    """
-
-    __slots__ = ("_pinned", "_references", "used")
-
-    def __init__(self, targets: Iterable[Any], ended: Callable[[Any], None]) -> None:
-        self.used = time.monotonic()  # when the program was asked for last
-        self._references: list[weakref.ref[Any]] = []
-        self._pinned: list[_Pin] = []
-        for target in {id(target): target for target in targets}.values():
-            try:
-                self._references.append(weakref.ref(target, ended))
-            except TypeError:
-                self._pinned.append(_pins.get(id(target)) or _pins.setdefault(id(target), _Pin(target)))
-
-    def have_ended(self) -> bool:
-        """Tell whether some object is kept alive by pins only."""
-        return any(sys.getrefcount(pin.target) <= 2 for pin in self._pinned)  # the pin's own, and the argument
+def _drop_from(programs: weakref.ref[Programs[Any]], kept: weakref.ref[_Kept[Any]], _: object) -> None:
+    if (found := programs()) is not None and (ended := kept()) is not None:
+        found.drop(ended)
 
 
 # -- functions that are compiled again and again

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Iterator, Sequence
+import types
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +18,8 @@ from .._replicas.arrays import check_range, is_numeric, refuse_mask
 from .._replicas.per_replica import PerReplica, require_whole, stack_of, uneven_shapes
 from .._typing import PyTree, Shape, UserFunction
 from .._variables.variable import Variable
-from .guards import ABSENT, FUNCTIONS, content_key, forget_made_anew, is_by_content, objects_in, seen_by
+from .guards import match
+from .own_code import ABSENT, FUNCTIONS, Sight, content_key, look_at
 
 _WHOLE = (PerReplica, Variable)
 _NUMPY = (np.ndarray, np.generic)
@@ -47,8 +49,8 @@ class ArrayLeaf(NamedTuple):
         return jax.ShapeDtypeStruct(shape, self.dtype, weak_type=self.is_weak)
 
 
-#: What the function sees, the structure of the arguments, and what each of their leaves is.
-CallKey = tuple[Hashable, Hashable, tuple[ArrayLeaf | Hashable, ...]]
+#: The function's code, the structure of the arguments, what each of their leaves is, and JAX's settings.
+CallKey = tuple[Any, ...]
 _array_leaf = functools.partial(tuple.__new__, ArrayLeaf)  # without the Python function of NamedTuple, in every step
 
 
@@ -56,11 +58,12 @@ class Call(NamedTuple):
     """One call, taken apart.
 
     Attributes:
-        key: equal for calls that can share a program.
+        key: equal for calls that can share a program, if they see the same.
         function: the user's.
         arrays: the array arguments; a PerReplica is its stacked array, and a Python number is itself.
         treedef, leaves: the rest: each leaf is an ArrayLeaf, or the static object in a 1-tuple.
-        seeing: the function, with the objects among its arguments bound: what they have is seen, too.
+        functions: the function, with the objects among its arguments bound, because what they have is seen, too; and the
+            functions among its arguments.
         runs_steps: whether it is the call of an `mr.function`.
     """
 
@@ -69,7 +72,7 @@ class Call(NamedTuple):
     arrays: list[Any]
     treedef: Any
     leaves: list[ArrayLeaf | tuple[Any]]
-    seeing: UserFunction
+    functions: tuple[UserFunction, ...]
     runs_steps: bool
 
     @property
@@ -91,22 +94,12 @@ class Call(NamedTuple):
         """Tell whether some argument has a different shape on different replicas."""
         return any(leaf.shapes is not None for leaf in self.array_leaves())
 
-    def keyed_again(self) -> Call:
-        """Return the call with the key that it has after a trace, which may have set globals, such as a count of traces."""
-        forget_made_anew(self.seeing, self.runs_steps)
-        return self._replace(key=(function_key(self.seeing, self.runs_steps), *self.key[1:]))
-
-    def named(self) -> dict[str, Hashable]:
-        """Return what the function's own code names, in words, and for each what is in the key."""
-        return {path.text: content_key(value) for path, value, _ in seen_by(self.seeing, self.runs_steps)}
-
-    def objects(self) -> Iterator[Any]:
-        """Yield the objects whose identity is in the key: while they live, no other object can have it."""
+    def sees(self) -> Sight:
+        """Return what the call sees now, with the objects among its arguments that are known by identity."""
+        sight = look_at(self.functions, self.runs_steps)
         static = [leaf[0] for leaf in self.leaves if not isinstance(leaf, ArrayLeaf)]
-        yield from [value for value in static if _is_by_identity(value) and not isinstance(value, FUNCTIONS)]
-        functions = [(value, False) for value in static if isinstance(value, FUNCTIONS)]
-        for function, runs_steps in [(self.seeing, self.runs_steps), *functions]:
-            yield from objects_in(value for _, value, _ in seen_by(function, runs_steps))
+        objects = [value for value in static if _is_by_identity(value) and not isinstance(value, FUNCTIONS)]
+        return sight._replace(objects=sight.objects + objects)
 
 
 def _is_leaf(leaf: object) -> bool:
@@ -119,17 +112,16 @@ def take_apart(function: UserFunction, args: Sequence[Any], kwargs: dict[str, An
     Arrays (jax, numpy, PerReplica, those of other libraries on the host) and Python numbers are passed; everything else is static
     and part of the key, and so are the numbers in an Equinox module.
     """
-    key, arrays = key_of(function, args, kwargs, runs_steps)
+    key, functions, arrays = key_of(function, args, kwargs)
     flat, treedef = jax.tree.flatten((tuple(args), kwargs), is_leaf=_is_leaf)
     leaves = [kind if isinstance(kind, ArrayLeaf) else (leaf,) for leaf, kind in zip(flat, key[2], strict=True)]
-    seeing = _with_objects(function, args, kwargs, [leaf[0] for leaf in leaves if not isinstance(leaf, ArrayLeaf)])
-    return Call(key, function, arrays, treedef, leaves, seeing, runs_steps)
+    return Call(key, function, arrays, treedef, leaves, functions, runs_steps)
 
 
 def key_of(
-    function: UserFunction, args: Sequence[Any], kwargs: dict[str, Any], runs_steps: bool = False
-) -> tuple[CallKey, list[Any]]:
-    """Return a call's key and its array arguments, which is all that a warm step looks at."""
+    function: UserFunction, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[CallKey, tuple[UserFunction, ...], list[Any]]:
+    """Return a call's key, the functions of which its guards read, and its array arguments: all that a warm step looks at."""
     if not kwargs and _LEAVES.issuperset(map(type, args)):
         flat, structure, compiled_in = args, len(args), frozenset()  # most steps: nothing to flatten
     else:
@@ -161,8 +153,10 @@ def key_of(
             static.append(leaf)
             continue
         arrays.append(array)
-    seeing = _with_objects(function, args, kwargs, static) if static else function
-    return (function_key(seeing, runs_steps), structure, tuple(kinds)), arrays
+    functions: tuple[UserFunction, ...] = (function,)
+    if static:
+        functions = (_with_objects(function, args, kwargs, static), *(leaf for leaf in static if isinstance(leaf, FUNCTIONS)))
+    return (id(_code_of(function)), structure, tuple(kinds), tracing.settings()), functions, arrays
 
 
 def _with_objects(function: UserFunction, args: Sequence[Any], kwargs: dict[str, Any], static: Sequence[Any]) -> UserFunction:
@@ -172,6 +166,13 @@ def _with_objects(function: UserFunction, args: Sequence[Any], kwargs: dict[str,
         return function
     by_name = {name: value for name, value in kwargs.items() if id(value) in objects}
     return functools.partial(function, *[value if id(value) in objects else ABSENT for value in args], **by_name)
+
+
+def _code_of(function: Any) -> Any:
+    """Return the code of a function, below what is bound; of another callable its type."""
+    while isinstance(function, functools.partial | types.MethodType):
+        function = function.func if isinstance(function, functools.partial) else function.__func__
+    return getattr(function, "__code__", type(function))
 
 
 @functools.lru_cache
@@ -230,18 +231,18 @@ def _name_at(function: UserFunction, args: Sequence[Any], kwargs: dict[str, Any]
 
 
 def static_key(value: Any) -> Hashable:
-    """Return a hashable that is equal for static values which give the same program."""
+    """Return a hashable that is equal for static values which give the same program; functions must see the same, too."""
     if isinstance(value, FUNCTIONS):
-        return (type(value), *function_key(value, False))
+        return (type(value), id(_code_of(value)))
     if isinstance(value, float | complex):
         return content_key(value)
     return (type(value), id(value) if _is_by_identity(value) else value)
 
 
-def function_key(function: UserFunction, runs_steps: bool) -> tuple[Hashable, ...]:
-    """Return a hashable that is equal for functions whose code and all that it names are the same, under the same settings."""
-    values = [id(v) if not is_by_content(type(v)) else content_key(v) for _, v, _ in seen_by(function, runs_steps)]
-    return (*values, tracing.settings())
+def is_same(one: Any, other: Any) -> bool:
+    """Tell whether two static values give the same program."""
+    is_function = isinstance(one, FUNCTIONS)
+    return static_key(one) == static_key(other) and (not is_function or match(look_at((one,)).guards, (other,)))
 
 
 def _is_by_identity(value: object) -> bool:

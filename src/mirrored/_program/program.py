@@ -31,7 +31,7 @@ from .._variables.variable import spec_of
 from .._workers import joint_programs
 from .._workers.progress import in_main_thread
 from .call import NUMBERS, ArrayLeaf
-from .joined_sums import Joined
+from .fuse_all_reduces import Joined
 from .lift import Lifted
 from .proof import Collective, Findings
 

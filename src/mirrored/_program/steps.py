@@ -30,7 +30,7 @@ from . import lift, proof, refusals, returned_states, virtual
 from .cache import Programs
 from .call import Call, argument_names, array_leaves, check_replicas, key_of, take_apart
 from .eager import is_eager, refuse_eager, run_eagerly, silenced
-from .joined_sums import Joined, join_sums, mean_of
+from .fuse_all_reduces import Joined, join_sums, mean_of
 from .lift import Lifted, trace_step
 from .program import StepProgram, place, place_quickly, replica_frame
 from .proof import SAME, Findings, State, varying
@@ -70,12 +70,8 @@ class Steps:
                 result = fast_path.program.run(arrays)
                 self._took(start, waited_before)
                 return result
-        key, arrays = key_of(function, args, kwargs)
-        last_key, program = self.programs.last
-        if key != last_key:  # a loop of steps needs not hash its key
-            program = self.programs.get(key)
-        elif is_plain and not kwargs and program is not None:
-            self.programs.shorten(key, program, function, args, self._mesh.stacked)
+        key, functions, arrays = key_of(function, args, kwargs)
+        program = self.programs.get(key, functions, args if is_plain and not kwargs else None)
         if (
             program is not None
             and is_plain
@@ -124,7 +120,7 @@ class Steps:
                 lift.warn_of_leaks(call.function)
             made = [(call, program), *self._made_for_last(call, coming, frame_with)]
             if not any(isinstance(constant, jax.core.Tracer) for constant in program.constants):
-                before, *_ = [self.programs.add(each.keyed_again(), its, its.lifted.variables) for each, its in made]
+                before, *_ = [self.programs.add(each, its, its.lifted.variables) for each, its in made]
                 if before is not None:
                     returned_states.check(before.treedef, before.leaves, call, bool(program.findings.collectives))
         if frames.is_traced() or any(isinstance(array, jax.core.Tracer) for array in call.arrays):
@@ -140,7 +136,7 @@ class Steps:
     def _made_for_last(self, call: Call, coming: Any, frame_with: Callable[..., Frame]) -> list[tuple[Call, StepProgram]]:
         """Make the program for the last batch, which is compiled when that comes; none if it is there, or nobody knows."""
         later = None if coming is None else take_apart(call.function, *coming)
-        if later is None or self.programs.get(later.key) is not None:
+        if later is None or self.programs.get(later.key, later.functions) is not None:
             return []
         with last_batch.explained(coming):
             return [(later, _make_program(self._mesh, later, frame_with))]

@@ -1,12 +1,13 @@
 """More replicas than devices: each device runs several replicas of a step, all together or one by one.
 
 The step is traced and proven as ever, for R replicas. Here its equations are run on arrays of a device's replicas `[v, ...]`,
-level by level (`_program/levels`): what is shared once, what is own for each replica, by `jax.vmap` or in a `jax.lax.scan`,
+level by level (`_program/schedule`): what is shared once, what is own for each replica, by `jax.vmap` or in a `jax.lax.scan`,
 and then the meetings, over the device's replicas and over the devices. docs/design/several-replicas-on-a-device.md.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -17,35 +18,27 @@ import jax
 import jax.numpy as jnp
 
 from .._errors import ContextError
-from .._jax import interpreter, jaxprs, tracing
+from .._jax import jaxprs, tracing
 from .._jax.interpreter import Evaluation, Interpreter, run_cond, run_scan, run_while
-from .._jax.primitives import DEVICE_RANDOM, HOST_EFFECTS, MAKE_SAME, RANDOM
+from .._jax.jaxprs import Equation, Jaxpr
+from .._jax.primitives import DEVICE_RANDOM, HOST_EFFECTS, RANDOM
 from .._replicas.mesh import ReplicaMesh
 from .._typing import REPLICA_AXIS
-from . import levels, pushed
-from .levels import Agenda, Kind, Operation, Quantity
+from . import sink_reductions
 from .lift import Lifted
+from .schedule import Agenda, Kind, Operation, Quantity
 
 
 def run_replicas(
     mesh: ReplicaMesh, lifted: Lifted, _: Any, constants: list[Any], inputs: list[Any], is_own: list[bool], ends: list[bool]
 ) -> list[Any]:
-    """Run a step for all replicas of a device.
-
-    Args:
-        mesh: the devices.
-        lifted: the step.
-        constants: the arrays that it closes over.
-        inputs: its arguments.
-        is_own: for each of them, whether it holds the replicas' own values.
-        ends: the same for its outputs.
-    """
+    """Run a step for all replicas of a device; `is_own` and `ends` tell which inputs and outputs are the replicas' own."""
     device = _Device(mesh)
     outputs = device.run(_jaxpr_of(lifted), constants, inputs, is_own)
     return [device.as_kind(*output, end) for output, end in zip(outputs, ends, strict=True)]
 
 
-def _jaxpr_of(lifted: Lifted) -> Any:
+def _jaxpr_of(lifted: Lifted) -> Jaxpr:
     """Return a step with what a high-level primitive stands for where that must be seen, and else with its own derivative."""
     closed, shown = lifted.closed.jaxpr, lifted.shown.jaxpr
     must_see = lambda e: jaxprs.has_collective(e) or jaxprs.has_replica_number(e) or _is_slow(e)  # noqa: E731
@@ -73,16 +66,12 @@ class _Device:
             return array
         return jnp.broadcast_to(array, (self.count, *jnp.shape(array))) if end else array[0]
 
-    def run(self, jaxpr: Any, constants: Sequence[Any], arrays: Sequence[Any], is_own: Sequence[bool]) -> list[tuple[Any, bool]]:
-        """Run a program, and return each output, and whether each replica has its own.
-
-        Args:
-            jaxpr, constants: the program.
-            arrays: its arguments.
-            is_own: of each, whether each replica has its own.
-        """
+    def run(
+        self, jaxpr: Jaxpr, constants: Sequence[Any], arrays: Sequence[Any], is_own: Sequence[bool]
+    ) -> list[tuple[Any, bool]]:
+        """Run a program, and return each output, and whether each replica has its own; `is_own` tells that of the arguments."""
         values = list(map(Quantity, is_own))
-        plan = levels.agenda_of(jaxpr, constants, values)
+        plan = Agenda(jaxpr, constants, values)
         run = _Course(self, plan, dict(zip(values, arrays, strict=True)))
         for level in range(plan.num_levels):
             for node in plan.at(level, Kind.SHARED):
@@ -95,17 +84,12 @@ class _Device:
 
 @dataclasses.dataclass
 class _Course:
-    """What is known while a program is put together.
-
-    Attributes:
-        known: the values.
-        totals: the sums over the device's replicas, of values that are added up.
-    """
+    """What is known while a program is put together."""
 
     device: _Device
     plan: Agenda
     known: dict[Quantity, Any]
-    totals: dict[Quantity, Any] = dataclasses.field(default_factory=dict)
+    totals: dict[Quantity, Any] = dataclasses.field(default_factory=dict)  # sums over the device's replicas
 
     def read(self, value: Quantity) -> Any:
         return self.known.get(value, value.constant)
@@ -120,42 +104,31 @@ class _Course:
             self._run_group(list(group), one_by_one)
 
     def _run_group(self, nodes: list[Operation], one_by_one: bool) -> None:
-        inside, made = set(nodes), list(levels.made_by(nodes))
-        users = {value: [user for user in self.plan.users[value] if user not in inside] for value in made}
-        is_sum = lambda user: user is not None and user.is_sum  # noqa: E731
-        added = [value for value in made if any(map(is_sum, users[value]))]
-        leaving = [value for value in made if not all(map(is_sum, users[value]))]
-        if one_by_one and any(isinstance(value.aval, jax.ref.AbstractRef) for value in leaving):
-            raise ContextError(
-                "the step uses a jax.Ref before and after a collective. With several replicas on a device only arrays are "
-                "carried across one: read the Ref into an array, ref[...], before it, and make a new one after it."
-            )
-        sums = {} if one_by_one else {value: pushed.plan_sum(value, inside) for value in added}
-        wanted = dict.fromkeys(leaving)
-        for way in sums.values():
-            wanted.update(dict.fromkeys(value for value in way.operands() if value in users))
+        made = [value for node in nodes for value in node.outputs]
         taken = list(dict.fromkeys(value for node in nodes for value in node.inputs if value.is_own and value in self.known))
+        rows = [self.known[value] for value in taken]
 
-        def one(number: Any, rows: Sequence[Any], outputs: Sequence[Quantity]) -> list[Any]:
+        def one(outputs: Sequence[Quantity], number: Any, rows: Sequence[Any]) -> list[Any]:
             own, replica = dict(zip(taken, rows, strict=True)), _OneReplica(number)
             for node in nodes:
                 operands = [own[value] if value in own else self.read(value) for value in node.inputs]
                 own.update(zip(node.outputs, replica.equation(node.equation, operands), strict=True))
             return [own[value] for value in outputs]
 
-        rows = [self.known[value] for value in taken]
-        if one_by_one:
-            totals, stacks = self._scan(lambda number, rows: one(number, rows, [*added, *leaving]), rows, len(added))
-            self.totals.update(zip(added, totals, strict=True))
-            self.known.update(zip(leaving, stacks, strict=True))
-            return
-        try:
-            stacks = jax.vmap(lambda number, rows: one(number, rows, list(wanted)))(self.device.numbers, rows)
-        except RuntimeError:  # JAX cannot batch an operation
-            self._run_group(nodes, one_by_one=True)
-            return
-        self.known.update(zip(wanted, stacks, strict=True))
-        self.totals.update((value, pushed.compute(way, self.read)) for value, way in sums.items())
+        if not one_by_one:
+            with contextlib.suppress(RuntimeError):  # JAX cannot batch an operation
+                stacks = jax.vmap(functools.partial(one, made))(self.device.numbers, rows)
+                self.known.update(zip(made, stacks, strict=True))
+                return
+        added, leaving = self.plan.needed(nodes)
+        if any(isinstance(value.aval, jax.ref.AbstractRef) for value in leaving):
+            raise ContextError(
+                "the step uses a jax.Ref before and after a collective. With several replicas on a device only arrays are "
+                "carried across one: read the Ref into an array, ref[...], before it, and make a new one after it."
+            )
+        totals, stacks = self._scan(functools.partial(one, [*added, *leaving]), rows, len(added))
+        self.totals.update(zip(added, totals, strict=True))
+        self.known.update(zip(leaving, stacks, strict=True))
 
     def _scan(self, function: Callable[..., list[Any]], rows: list[Any], num_added: int) -> tuple[list[Any], list[Any]]:
         """Run a function on each replica, one after the other; add its first results up, and stack the others."""
@@ -175,7 +148,7 @@ class _Course:
             if value in self.totals:
                 totals.append(self.totals[value])
             elif value.is_own:
-                totals.append(pushed.sum_of_rows(self.known[value]))
+                totals.append(sink_reductions.sum_over_replicas(value, self.read))
             else:
                 array = jnp.asarray(self.read(value))
                 totals.append(array * jnp.asarray(self.device.count, array.dtype))
@@ -183,7 +156,8 @@ class _Course:
 
     def meet(self, node: Operation) -> Sequence[Any]:
         """Run any other meeting."""
-        meeting = _Reunion(self.device, [value.is_own for value in node.inputs])
+        inputs, outputs = ([value.is_own for value in values] for values in (node.inputs, node.outputs))
+        meeting = _Reunion(self.device, inputs, outputs)
         return meeting.equation(node.equation, list(map(self.read, node.inputs)))
 
 
@@ -192,7 +166,7 @@ def _must_be_alone(node: Operation) -> bool:
     return _is_slow(node.equation) or tracing.keeps_a_mesh(node.equation)
 
 
-def _is_slow(equation: Any) -> bool:
+def _is_slow(equation: Equation) -> bool:
     return any(e.primitive.name in HOST_EFFECTS or _is_other_random(e) for e in (equation, *jaxprs.inside(equation)))
 
 
@@ -200,10 +174,11 @@ def _has_reference(node: Operation) -> bool:
     return any(isinstance(atom.aval, jax.ref.AbstractRef) for atom in (*node.equation.invars, *node.equation.outvars))
 
 
-def _is_other_random(equation: Any) -> bool:
+def _is_other_random(equation: Equation) -> bool:
     """Tell whether an equation makes random numbers that are others when many are made together: with `rbg` keys."""
-    name = equation.primitive.name
-    return name in DEVICE_RANDOM or (name in RANDOM and "fry" not in str(equation.invars[0].aval.dtype))
+    if equation.primitive.name in RANDOM:
+        return "fry" not in str(equation.invars[0].aval)
+    return equation.primitive.name in DEVICE_RANDOM
 
 
 class _OneReplica(Evaluation):
@@ -212,13 +187,13 @@ class _OneReplica(Evaluation):
     def __init__(self, number: Any) -> None:
         self.number = number
 
-    def enters(self, equation: Any, values: list[Any]) -> bool:
+    def enters(self, equation: Equation, values: list[Any]) -> bool:
         return jaxprs.has_replica_number(equation)
 
-    def over_replicas(self, equation: Any, values: list[Any]) -> Sequence[Any]:
+    def over_replicas(self, equation: Equation, values: list[Any]) -> Sequence[Any]:
         return [self.number]
 
-    def plain(self, equation: Any, values: list[Any]) -> Sequence[Any]:
+    def plain(self, equation: Equation, values: list[Any]) -> Sequence[Any]:
         raise ContextError(
             f"the replica's number is asked for inside `{equation.primitive.name}`, which several replicas of one device cannot "
             "do. Ask before, or give each replica a device: leave num_replicas out."
@@ -230,27 +205,29 @@ class _OneReplica(Evaluation):
 
 @dataclasses.dataclass
 class _Reunion(Interpreter[Any]):
-    """A meeting of the replicas, on values of which `flags` tell whether each replica has its own."""
+    """A meeting of the replicas."""
 
     device: _Device
-    flags: list[bool]
+    flags: list[bool]  # of each operand, whether each replica has its own
+    ends: list[bool]  # of each result
 
-    def over_replicas(self, equation: Any, values: list[Any]) -> Sequence[Any]:
-        """Run a collective other than a sum."""
-        mesh_axis = self.device.mesh.axis
+    def over_replicas(self, equation: Equation, values: list[Any]) -> Sequence[Any]:
+        """Run a collective other than a sum: each device has the values of all replicas, and takes what its own would get."""
         stacks = [self.device.as_kind(array, flag, True) for array, flag in zip(values, self.flags, strict=True)]
-        if jaxprs.adds_own_axes(equation):
-            closed, _ = tracing.own_axes_first(equation)
-            sums = jax.vmap(lambda *own: interpreter.evaluate(closed, closed.consts, own))(*stacks)
-            return jax.lax.psum(list(map(pushed.sum_of_rows, sums)), mesh_axis)
-        every = [jax.lax.all_gather(stack, mesh_axis, tiled=True) for stack in stacks]
-        if equation.primitive.name == "all_gather" and not jaxprs.is_over_groups(equation):
-            axis, is_tiled = equation.params["all_gather_dimension"], equation.params["tiled"]
-            return [_joined(stack, axis) if is_tiled else jnp.moveaxis(stack, 0, axis) for stack in every]
-        return _on_all(self.device, equation, every)
+        every = [jax.lax.all_gather(stack, self.device.mesh.axis, tiled=True) for stack in stacks]
+        try:
+            results = jax.vmap(lambda *own: tracing.bind(equation, own), axis_name=REPLICA_AXIS)(*every)
+        except (RuntimeError, ValueError) as error:
+            raise ContextError(
+                f"the collective `{equation.primitive.name}` cannot run with several replicas on a device: {error}. Write it "
+                "with ctx.all_gather or ctx.all_reduce, or give each replica a device: leave num_replicas out."
+            ) from error
+        first, count = self.device.numbers[0], self.device.count
+        of_device = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=count)
+        return [of_device(result) if end else result[0] for result, end in zip(results, self.ends, strict=True)]
 
-    def plain(self, equation: Any, values: list[Any]) -> Sequence[Any]:
-        """Nothing else is a meeting: `levels` has refused it."""
+    def plain(self, equation: Equation, values: list[Any]) -> Sequence[Any]:
+        """Nothing else is a meeting: `schedule` has refused it."""
         raise AssertionError(equation.primitive.name)
 
     def body(self, closed: Any, own: Sequence[bool], ends: Sequence[bool]) -> Callable[..., list[Any]]:
@@ -265,22 +242,21 @@ class _Reunion(Interpreter[Any]):
     def fit(self, values: Sequence[Any], flags: Sequence[bool], ends: Sequence[bool]) -> list[Any]:
         return [self.device.as_kind(*value) for value in zip(values, flags, ends, strict=True)]
 
-    def cond(self, equation: Any, values: list[Any]) -> Sequence[Any]:
-        ends = levels.own_after(equation, self.flags)
+    def cond(self, equation: Equation, values: list[Any]) -> Sequence[Any]:
         index = self.device.as_kind(values[0], self.flags[0], False)
         branches = equation.params["branches"]
-        return run_cond([index, *values[1:]], [self.body(closed, self.flags[1:], ends) for closed in branches])
+        return run_cond([index, *values[1:]], [self.body(closed, self.flags[1:], self.ends) for closed in branches])
 
-    def while_loop(self, equation: Any, values: list[Any]) -> Sequence[Any]:
-        carried, flags = levels.own_after(equation, self.flags), self.flags
+    def while_loop(self, equation: Equation, values: list[Any]) -> Sequence[Any]:
+        flags, carried = self.flags, self.ends
         num_cond, num_body = jaxprs.while_of(equation)
         start = num_cond + num_body
         again = self.body(equation.params["cond_jaxpr"], [*flags[:num_cond], *carried], [False])
         step = self.body(equation.params["body_jaxpr"], [*flags[num_cond:start], *carried], carried)
         return run_while(equation, [*values[:start], *self.fit(values[start:], flags[start:], carried)], again, step)
 
-    def scan(self, equation: Any, values: list[Any]) -> Sequence[Any]:
-        ends, flags = levels.own_after(equation, self.flags), self.flags
+    def scan(self, equation: Equation, values: list[Any]) -> Sequence[Any]:
+        flags, ends = self.flags, self.ends
         [closed] = jaxprs.inner_jaxprs(equation)
         start, num_carry = jaxprs.scan_of(equation)
         carried, end = ends[:num_carry], start + num_carry
@@ -289,25 +265,6 @@ class _Reunion(Interpreter[Any]):
         body = self.body(closed, [*flags[:start], *carried, *flags[end:]], ends)
         results = run_scan(equation, [*values[:start], *fit, *rows], body)
         return [*results[:num_carry], *map(_swapped, results[num_carry:], ends[num_carry:])]
-
-
-def _joined(stack: jax.Array, axis: int) -> jax.Array:
-    moved = jnp.moveaxis(stack, 0, axis)
-    return moved.reshape(*moved.shape[:axis], moved.shape[axis] * moved.shape[axis + 1], *moved.shape[axis + 2 :])
-
-
-def _on_all(device: _Device, equation: Any, every: Sequence[jax.Array]) -> list[Any]:
-    """Run any collective: each device has the values of all replicas, and takes what its own would get."""
-    try:
-        results = jax.vmap(lambda *own: tracing.bind(equation, own), axis_name=REPLICA_AXIS)(*every)
-    except (RuntimeError, ValueError) as error:
-        raise ContextError(
-            f"the collective `{equation.primitive.name}` cannot run with several replicas on a device: {error}. Write it with "
-            "ctx.all_gather or ctx.all_reduce, or give each replica a device: leave num_replicas out."
-        ) from error
-    if equation.primitive.name in MAKE_SAME and not jaxprs.is_over_groups(equation):
-        return [result[0] for result in results]
-    return [jax.lax.dynamic_slice_in_dim(result, device.numbers[0], device.count) for result in results]
 
 
 def _swapped(array: Any, is_own: bool) -> Any:

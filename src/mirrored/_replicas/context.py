@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from .._errors import ContextError, UnevenReplicasError
 from .._jax import tracing, user_code
 from .._options import ReduceOp, ReduceOpName
 from .._text import shown
-from .._typing import REPLICA_AXIS, PyTree
+from .._typing import REPLICA_AXIS, ArrayLike, PyTree
 from . import arrays, collectives
 from .collectives import ReplicaAxis
 from .frames import Frame, current, entered
@@ -64,6 +64,10 @@ class ReplicaContext:
         self._knows_id = True
         return jnp.asarray(self._axis.index(), jnp.int32)
 
+    @overload
+    def all_reduce(self, reduce_op: ReduceOp | ReduceOpName, value: ArrayLike, by_rows: bool | None = None) -> jax.Array: ...
+    @overload
+    def all_reduce(self, reduce_op: ReduceOp | ReduceOpName, value: PyTree, by_rows: bool | None = None) -> PyTree: ...
     def all_reduce(self, reduce_op: ReduceOp | ReduceOpName, value: PyTree, by_rows: bool | None = None) -> PyTree:
         """Combine each leaf of `value` element by element over the replicas; all get the result.
 
@@ -97,6 +101,10 @@ class ReplicaContext:
             raise ValueError(f"all_reduce({reduce_op!r}, by_rows=True): only a mean has weights. Write all_reduce('mean', ...).")
         return collectives.all_reduce(op, value, self._axis, by_rows=by_rows is not False)
 
+    @overload
+    def all_gather(self, value: ArrayLike, axis: int) -> jax.Array: ...
+    @overload
+    def all_gather(self, value: PyTree, axis: int) -> PyTree: ...
     def all_gather(self, value: PyTree, axis: int) -> PyTree:
         """Concatenate each leaf over the replicas along `axis`, in replica order; all get the result.
 
@@ -116,7 +124,9 @@ class ReplicaContext:
         self._check_current("all_gather")
         return collectives.all_gather(value, axis, self._axis)
 
-    def merge_call(self, merge_fn: Callable[..., PyTree], args: Sequence[Any] = (), kwargs: Any = None) -> PyTree:
+    def merge_call(
+        self, merge_fn: Callable[..., PyTree], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> PyTree:
         """Call `merge_fn(strategy, *args, **kwargs)` once, in cross-replica context.
 
         JAX arrays among the arguments arrive as PerReplica values that hold all replicas' arrays; everything else,
@@ -211,7 +221,7 @@ def _as_key(key: Any) -> jax.Array:
     raise TypeError(f"rng got {shown(key)}; expected a key from jax.random.key(seed), or an int from which one is made.")
 
 
-def check_call(verb: str, example: str, function: Any, args: Any, kwargs: Any) -> None:
+def check_call(verb: str, example: str, function: object, args: object, kwargs: object) -> None:
     """Refuse arguments of a verb that calls a user's function which are no function, tuple and dict."""
     if not callable(function):
         raise TypeError(f"{verb} got {shown(function)}; expected a function, not called: {example}.")

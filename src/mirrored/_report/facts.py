@@ -177,11 +177,7 @@ def save(facts: Facts, path: Path) -> None:
 
 
 def load(path: Path) -> Facts | None:
-    """Read what `save` wrote; None for any other file.
-
-    Raises:
-        ValueError: when it was written by another version, or is damaged.
-    """
+    """Read what `save` wrote; None for any other file, a ValueError for one of another version or a damaged one."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
@@ -198,16 +194,12 @@ def load(path: Path) -> Facts | None:
 
 
 def _facts(data: dict[str, Any]) -> Facts:
-    programs = [
-        Compiled(name, num_written, num_read, cause, tuple(Exchange(*exchange) for exchange in exchanges))
-        for name, num_written, num_read, cause, exchanges in data.pop("programs")
-    ]
     comparison: list[Any] | None = data.pop("comparison")
     profiled: dict[str, Any] | None = data.pop("profiled")
     return Facts(
         replicas=tuple(Replica(*row) for row in data.pop("replicas")),
         datasets=tuple(Split(*row) for row in data.pop("datasets")),
-        programs=tuple(programs),
+        programs=tuple(Compiled(*row, exchanges=tuple(Exchange(*each) for each in made)) for *row, made in data.pop("programs")),
         variables=tuple(StateEntry(name, tuple(shape), *rest) for name, shape, *rest in data.pop("variables")),
         profiled=None if profiled is None else DeviceTime(seconds=dict(profiled.pop("seconds")), **profiled),
         comparison=None if comparison is None else CopiesCompared(*comparison),

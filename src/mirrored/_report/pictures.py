@@ -80,12 +80,7 @@ def shares(title: str, parts: Mapping[str, float]) -> Html:
 
 
 def bars(title: str, rows: Sequence[tuple[str, int, int | None]]) -> Html:
-    """Draw bytes as bars: of a whole where it is known, else of the largest.
-
-    Args:
-        title: for those who cannot see it.
-        rows: label, bytes, and the bytes of the whole or None.
-    """
+    """Draw bytes as bars: label, bytes, and the bytes of the whole where it is known, else the largest takes its place."""
     largest = max([size for _, size, _ in rows], default=0) or 1
     drawn = []
     for label, size, whole in rows:

@@ -50,14 +50,7 @@ def seconds_of(path: Path, devices: Collection[int]) -> dict[str, float]:
 
     Each moment of a device counts for the operation that began last: for the body of a loop and not the loop, and for
     computation that goes on beside a collective. Waiting for other replicas inside a collective is part of it.
-
-    Args:
-        path: an `xplane.pb`.
-        devices: their numbers, see `number_of`.
-
-    Raises:
-        ValueError: when the trace is too large, is none, or does not have each of the devices. The message says why there are
-            no numbers.
+    The path is that of an `xplane.pb`; a ValueError says why there are no numbers.
     """
     size = path.stat().st_size
     if size > MAX_BYTES:

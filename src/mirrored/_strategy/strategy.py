@@ -57,6 +57,7 @@ class Strategy:
     """
 
     _coordination = Coordination()
+    _cluster: Cluster | None = None
 
     def __init__(self, mesh: ReplicaMesh, *, bytes_per_pack: int = 0, ops: ReductionToOneDevice | None = None) -> None:
         """Take the devices; users call a subclass."""
@@ -103,8 +104,11 @@ class Strategy:
 
     @property
     def cluster(self) -> Cluster | None:
-        """The cluster: its tasks, and which of them this process is. None when this strategy is for one process."""
-        return None
+        """The cluster; None when this strategy is for one process.
+
+        `cluster.spec.as_dict()` has its tasks, `task_type` and `task_id` say which of them this process is.
+        """
+        return self._cluster
 
     @user_code.shorten_errors
     def barrier(self, name: str) -> None:
@@ -162,7 +166,8 @@ class Strategy:
             lines += [f"program {describe_program(program)}", *[f"  compiled again, because {cause}"] * bool(cause)]
         lines += [f"dataset {dataset.describe()}" for dataset in self._datasets]
         lines += self._steps.spent.in_words()
-        lines += device_time.in_words(self._mesh, self._steps.spent.since)
+        if (profiled := device_time.last_profile(self._mesh, self._steps.spent.since)) is not None:
+            lines.append(profiled.in_words())
         lines += keras_fit.describe(self._mesh)
         return "\n".join(lines)
 
@@ -201,10 +206,8 @@ class Strategy:
 
     @overload
     def run(self, fn: Callable[..., None], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> None: ...
-
     @overload
     def run(self, fn: UserFunction, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> PyTree: ...
-
     def run(self, fn: UserFunction, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> PyTree:
         """Call `fn` on every replica, as one compiled program.
 
@@ -255,10 +258,8 @@ class Strategy:
     def reduce(
         self, reduce_op: ReduceOp | ReduceOpName, value: PerReplica | ArrayLike, axis: int | Sequence[int] | None = None
     ) -> jax.Array: ...
-
     @overload
     def reduce(self, reduce_op: ReduceOp | ReduceOpName, value: PyTree, axis: int | Sequence[int] | None = None) -> PyTree: ...
-
     @user_code.shorten_errors
     def reduce(self, reduce_op: ReduceOp | ReduceOpName, value: PyTree, axis: int | Sequence[int] | None = None) -> PyTree:
         """Combine a value over the replicas, and optionally over axes of each replica's value.
@@ -296,6 +297,10 @@ class Strategy:
             return collectives.all_reduce(op, value, context.axis_of(frame.replica), axis, "strategy.reduce")
         return self._leaves.reduce(op, value, axis)
 
+    @overload
+    def gather(self, value: PerReplica | ArrayLike, axis: int) -> jax.Array: ...
+    @overload
+    def gather(self, value: PyTree, axis: int) -> PyTree: ...
     @user_code.shorten_errors
     def gather(self, value: PyTree, axis: int) -> PyTree:
         """Concatenate the replicas' values along `axis`, in replica order.

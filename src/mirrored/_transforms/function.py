@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 from jax.sharding import Mesh, NamedSharding
 
@@ -28,10 +28,13 @@ from .._text import shown
 from .._typing import PyTree, Shape, UserFunction
 from .._variables.variable import Variable, spec_of
 
+P = ParamSpec("P")
+ResultT = TypeVar("ResultT")
+
 _programs: Programs[FunctionProgram] = Programs()
 
 
-def function(fn: UserFunction) -> UserFunction:
+def function(fn: Callable[P, ResultT]) -> Callable[P, ResultT]:
     """Compile a cross-replica function as one program, however often it calls `run`, `reduce` and `gather`.
 
     The function is traced once for each structure, shape and static value of its arguments. Variables that it
@@ -65,7 +68,7 @@ def function(fn: UserFunction) -> UserFunction:
         raise TypeError(f"mr.function got {shown(fn)}; expected a function: @mr.function above def train_step(batch): ...")
 
     @functools.wraps(fn)
-    def compiled(*args: Any, **kwargs: Any) -> PyTree:
+    def compiled(*args: P.args, **kwargs: P.kwargs) -> ResultT:
         try:
             return call_compiled(fn, args, kwargs)
         except Exception as error:
@@ -78,26 +81,20 @@ def function(fn: UserFunction) -> UserFunction:
 def call_compiled(fn: UserFunction, args: Sequence[Any], kwargs: dict[str, Any]) -> PyTree:
     """Call a function as one program, or in place when a larger program is being traced."""
     frame = frames.current()
-    if frames.is_traced():
-        return fn(*args, **kwargs)
-    if eager.is_eager.get():
+    if frames.is_traced() or eager.is_eager.get():
         return fn(*args, **kwargs)
     if "flax.nnx" in sys.modules and nnx.holds_objects((args, kwargs)):
         return nnx.run_with_objects(call_compiled, None, fn, args, kwargs)
     strategy = None if frame is None else id(frame.strategy)
-    if not kwargs and (fast_path := _programs.fast_path) is not None and fast_path.key[1] == strategy:
+    if not kwargs and (fast_path := _programs.fast_path) is not None and _programs.fast_key[-2] == strategy:
         arrays = fast_path.arrays_of(fn, args)
         if arrays is not None:
             return fast_path.program.run(arrays)
-    key, arrays = key_of(fn, args, kwargs, runs_steps=True)
+    key, functions, arrays = key_of(fn, args, kwargs)
     leaves = array_leaves(key)
     placements = [getattr(array, "sharding", None) for array, leaf in zip(arrays, leaves, strict=True) if leaf.is_per_replica]
-    key = (key, strategy, tuple(placements))
-    last_key, program = _programs.last
-    if key != last_key:
-        program = _programs.get(key)
-    elif not kwargs and program is not None:
-        _programs.shorten(key, program, fn, args, program.mesh.stacked, runs_steps=True)
+    further = (strategy, tuple(placements))
+    program = _programs.get((*key, *further), functions, None if kwargs else args)
     if program is None:
         call = take_apart(fn, args, kwargs, runs_steps=True)
         program = _make(call, frame or Frame(None, None))
@@ -108,7 +105,7 @@ def call_compiled(fn: UserFunction, args: Sequence[Any], kwargs: dict[str, Any])
                 made.append((later, _make(later, frame or Frame(None, None))))
         for each, its_program in made:
             # Counted for each function: a decorator in a factory makes many of one code.
-            each = each._replace(key=(each.keyed_again().key, *key[1:]))
+            each = each._replace(key=(*each.key, *further))
             also = [] if frame is None else [frame.strategy]
             _programs.add(each, its_program, its_program.lifted.variables, owner=fn, also=also)
         check_later(program.mesh, arrays, lambda index: f"the argument {argument_names(call)[index]}")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, ParamSpec, overload
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +25,12 @@ from .._variables.tree import trainable
 from .._variables.variable import Variable, is_variable, spec_of
 from ..losses import compute_average_loss
 
+_FOR_ARRAYS = " For gradients with respect to arrays use jax.value_and_grad."
+P = ParamSpec("P")
+
 
 @user_code.shorten_errors
-def grad(fn: UserFunction, variables: PyTree, has_aux: bool = False) -> Callable[..., Any]:
+def grad(fn: Callable[P, Any], variables: PyTree, has_aux: bool = False) -> Callable[P, Any]:
     """Make a function that returns the gradients of `fn` with respect to variables that it reads.
 
     The same as `mr.value_and_grad` without the value; with `has_aux`, it returns `(gradients, aux)`.
@@ -37,13 +41,21 @@ def grad(fn: UserFunction, variables: PyTree, has_aux: bool = False) -> Callable
     """
     value_and_gradient = value_and_grad(fn, variables, has_aux)
 
-    def gradient(*args: Any, **kwargs: Any) -> Any:
+    def gradient(*args: P.args, **kwargs: P.kwargs) -> Any:
         value, gradients = value_and_gradient(*args, **kwargs)
         return (gradients, value[1]) if has_aux else gradients
 
     return gradient
 
 
+@overload
+def value_and_grad(
+    fn: Callable[P, Any], variables: PyTree, has_aux: Literal[False] = False
+) -> Callable[P, tuple[jax.Array, PyTree]]: ...
+@overload
+def value_and_grad(
+    fn: Callable[P, tuple[Any, Any]], variables: PyTree, has_aux: Literal[True]
+) -> Callable[P, tuple[tuple[jax.Array, Any], PyTree]]: ...
 @user_code.shorten_errors
 def value_and_grad(fn: UserFunction, variables: PyTree, has_aux: bool = False) -> Callable[..., Any]:
     """Make a function that returns `fn`'s value and its gradients with respect to variables that it reads.
@@ -83,13 +95,14 @@ def value_and_grad(fn: UserFunction, variables: PyTree, has_aux: bool = False) -
     if not callable(fn):
         raise TypeError(f"mr.value_and_grad got {shown(fn)}; expected a function that returns a loss.")
     is_later = has_strangers(variables) or (not jax.tree.leaves(variables, is_leaf=is_variable) and frames.is_traced())
-    known = None if is_later else _check_variables(variables)
+    check = functools.partial(check_variables, variables, "mr.value_and_grad", "mr.value_and_grad(loss_fn, [w, b])", _FOR_ARRAYS)
+    known = None if is_later else check()
 
     @user_code.shorten_errors
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if known is None and not jax.tree.leaves(variables):
             keras.build_by(lambda: fn(*args, **kwargs))
-        leaves, treedef = known or _check_variables(variables)
+        leaves, treedef = known or check()
         if frames.is_traced():
             return differentiate(leaves, treedef, None, args, kwargs)
         return with_few_compilations(lambda caches: differentiate(leaves, treedef, caches, args, kwargs))
@@ -117,31 +130,32 @@ def value_and_grad(fn: UserFunction, variables: PyTree, has_aux: bool = False) -
     return wrapped
 
 
-def _check_variables(variables: PyTree) -> tuple[list[Variable], Any]:
+def check_variables(variables: PyTree, verb: str, example: str, hint: str = "") -> tuple[list[Variable], Any]:
+    """Return the variables of a nest that `verb` was given, and its structure; refuse what has no gradient."""
     given, treedef = jax.tree.flatten(trainable(variables), is_leaf=is_variable)
     leaves = list(map(own_variable, given))
     if not leaves:
         raise TypeError(
-            "mr.value_and_grad got no variables; expected at least one, for example mr.value_and_grad(loss_fn, [w, b]). A Keras "
-            "model has none before it is built: model.build(input_shape)."
+            f"{verb} got no variables; expected at least one, for example {example}. A Keras model has none before it is built: "
+            "model.build(input_shape)."
         )
-    for leaf in leaves:
+    for position, leaf in enumerate(leaves):
         if not isinstance(leaf, Variable):
             raise TypeError(
-                f"mr.value_and_grad got {shown(leaf)} of type {type(leaf).__name__} among its variables; expected mr.Variable "
-                "objects. For gradients with respect to arrays use jax.value_and_grad." + lines_for(variables)
+                f"{verb} got {shown(leaf)} of type {type(leaf).__name__} among its variables; expected mr.Variable objects.{hint}"
+                + lines_for(variables)
             )
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise TypeError(
-                f"variable {leaf.name!r} has dtype {leaf.dtype}, and only floating point variables have gradients. Leave it out."
+                f"variable {leaf.name!r} has dtype {leaf.dtype}; only floating point variables have gradients. Leave it out."
             )
-    for position, leaf in enumerate(leaves):
         if spec_of(leaf).mesh != spec_of(leaves[0]).mesh:
             raise StrategyMismatchError(
-                f"variables {leaves[0].name!r} and {leaf.name!r} belong to different strategies; take each one's gradients alone."
+                f"variables {leaves[0].name!r} and {leaf.name!r} belong to different strategies; {verb} takes variables of one. "
+                "Create them in the same `with strategy.scope():`, or take those of each strategy alone."
             )
         if any(leaf is other for other in leaves[:position]):
-            raise ValueError(f"variable {leaf.name!r} is listed twice in mr.value_and_grad; only one could get its gradient.")
+            raise ValueError(f"variable {leaf.name!r} is listed twice in {verb}; only one could get its gradient.")
     return leaves, treedef
 
 

@@ -11,18 +11,14 @@ import jax.numpy as jnp
 
 from .._errors import UnevenReplicasError
 from .._jax import user_code
-from .._replicas import frames
 from .._replicas.arrays import as_array
 from .._replicas.per_replica import PerReplica, stack_of, uneven_shapes
 from .._text import shown
-from .._typing import PyTree
+from .._typing import ArrayLike, PyTree, UserFunction
 from .._variables.access import claimed, load, store
-from .._variables.bindings import Fallback, bound, outer_reader
+from .._variables.bindings import bound, outer_reader
 from .._variables.variable import Variable
 from .function import call_compiled
-
-#: Of a loop: takes what is carried and a row, and returns what is carried on and what is collected.
-Body = Callable[[Any, Any], tuple[Any, PyTree]]
 
 
 @user_code.shorten_errors
@@ -63,13 +59,11 @@ def scan(
     """
     _check_callable(fn, "mr.scan")
     _check_length(length)
-    if frames.is_traced():
-        return _scan(fn, init, xs, length)
     return call_compiled(functools.partial(_scan, fn, length=length), (init, xs), {})
 
 
 @user_code.shorten_errors
-def fori_loop(lower: Any, upper: Any, body: Callable[[Any, PyTree], PyTree], init: PyTree) -> PyTree:
+def fori_loop(lower: int | jax.Array, upper: int | jax.Array, body: Callable[[Any, PyTree], PyTree], init: PyTree) -> PyTree:
     """Loop from `lower` to `upper` like `jax.lax.fori_loop`, with a body that may use variables.
 
     Args:
@@ -91,13 +85,11 @@ def fori_loop(lower: Any, upper: Any, body: Callable[[Any, PyTree], PyTree], ini
     """
     _check_callable(body, "mr.fori_loop")
     _check_bounds(lower, upper)
-    if frames.is_traced():
-        return _fori_loop(body, lower, upper, init)
     return call_compiled(functools.partial(_fori_loop, body), (lower, upper, init), {})
 
 
 @user_code.shorten_errors
-def cond(pred: Any, true_fn: Callable[..., PyTree], false_fn: Callable[..., PyTree], *operands: PyTree) -> PyTree:
+def cond(pred: ArrayLike, true_fn: Callable[..., PyTree], false_fn: Callable[..., PyTree], *operands: PyTree) -> PyTree:
     """Call one of two functions like `jax.lax.cond`; both may read and assign variables.
 
     A variable that only one of them assigns keeps its value in the other case. In a step the condition must be
@@ -120,32 +112,23 @@ def cond(pred: Any, true_fn: Callable[..., PyTree], false_fn: Callable[..., PyTr
     """
     _check_callable(true_fn, "mr.cond")
     _check_callable(false_fn, "mr.cond")
-    if frames.is_traced():
-        return _cond(true_fn, false_fn, pred, *operands)
     return call_compiled(functools.partial(_cond, true_fn, false_fn), (pred, *operands), {})
 
 
-def _cond(true_fn: Any, false_fn: Any, pred: Any, *operands: PyTree) -> PyTree:
-    outer = outer_reader()
+def _cond(true_fn: UserFunction, false_fn: UserFunction, pred: ArrayLike, *operands: PyTree) -> PyTree:
     operands = _as_arrays(operands, "the operands of mr.cond")
-    written = dict.fromkeys(v for fn in (true_fn, false_fn) for v in _written_by(outer, fn, *operands))
 
-    def branch(fn: Any) -> Any:
-        def run(values: Any, operands: PyTree) -> Any:
-            with bound(dict(zip(written, values, strict=True)), outer) as bindings:
-                result = _map_whole(lambda leaf: None if isinstance(leaf, Variable) else leaf, fn(*operands))
-                return _as_arrays(result, "the result of mr.cond"), bindings.values(list(written))
+    def branch(fn: UserFunction, *operands: PyTree) -> PyTree:
+        result = _map_whole(lambda leaf: None if isinstance(leaf, Variable) else leaf, fn(*operands))
+        return _as_arrays(result, "the result of mr.cond")
 
-        return run
+    def run(before: list[jax.Array], *branches: UserFunction) -> tuple[PyTree, list[jax.Array]]:
+        return jax.lax.cond(pred, *branches, before, *operands)  # type: ignore[no-any-return]
 
-    with claimed(list(written)):
-        before = [load(variable) for variable in written]
-        result, after = jax.lax.cond(pred, branch(true_fn), branch(false_fn), before, operands)
-        _write_back(list(written), after)
-    return result
+    return _carry_written(run, [functools.partial(branch, true_fn), functools.partial(branch, false_fn)], *operands)
 
 
-def _scan(fn: Any, init: PyTree, xs: PyTree, length: int | None) -> tuple[PyTree, PyTree]:
+def _scan(fn: UserFunction, init: PyTree, xs: PyTree, length: int | None) -> tuple[PyTree, PyTree]:
     init = _as_arrays(init, "the carry of mr.scan")
     rows = _map_whole(_replicas_second, xs)
 
@@ -153,56 +136,54 @@ def _scan(fn: Any, init: PyTree, xs: PyTree, length: int | None) -> tuple[PyTree
         carry, y = _checked_pair(fn(carry, x))
         return _as_arrays(carry, "the carry of mr.scan"), _as_arrays(y, "the y of mr.scan's body")
 
+    def run(before: list[jax.Array], body: UserFunction) -> tuple[tuple[PyTree, PyTree], list[jax.Array]]:
+        def step(state: tuple[PyTree, list[jax.Array]], x: PyTree) -> tuple[tuple[PyTree, list[jax.Array]], PyTree]:
+            carry, values = state
+            (carry, y), values = body(values, carry, x)
+            return (carry, values), y
+
+        (carry, after), ys = jax.lax.scan(step, (init, before), rows, length)
+        return (carry, ys), after
+
     first = jax.tree.map(lambda row: jax.ShapeDtypeStruct(row.shape[1:], row.dtype), rows)
-    carry, ys = _loop(lambda body, state: jax.lax.scan(body, state, rows, length), body, init, first)
+    carry, ys = _carry_written(run, [body], init, first)
     return carry, _map_whole(_replicas_first, ys)
 
 
-def _fori_loop(fn: Any, lower: Any, upper: Any, init: PyTree) -> PyTree:
+def _fori_loop(fn: UserFunction, lower: int | jax.Array, upper: int | jax.Array, init: PyTree) -> PyTree:
     init = _as_arrays(init, "the carry of mr.fori_loop")
 
-    def body(carry: PyTree, i: Any) -> tuple[PyTree, None]:
-        return _as_arrays(fn(i, carry), "the carry of mr.fori_loop"), None
+    def body(carry: PyTree, i: jax.Array) -> PyTree:
+        return _as_arrays(fn(i, carry), "the carry of mr.fori_loop")
 
-    def run(body: Body, state: Any) -> tuple[Any, None]:
-        return jax.lax.fori_loop(lower, upper, lambda i, state: body(state, i)[0], state), None
+    def run(before: list[jax.Array], body: UserFunction) -> tuple[PyTree, list[jax.Array]]:
+        return jax.lax.fori_loop(lower, upper, lambda i, state: body(state[1], state[0], i), (init, before))
 
-    return _loop(run, body, init, jnp.asarray(lower))[0]
+    return _carry_written(run, [body], init, jnp.asarray(lower))
 
 
-def _loop(run: Callable[[Body, Any], Any], body: Body, init: PyTree, first: PyTree) -> tuple[PyTree, PyTree]:
-    """Run a loop, as `jax.lax.scan` does, that also carries the variables its body writes; `first` is like its first row."""
+def _carry_written(run: Callable[..., Any], bodies: list[UserFunction], *arguments: PyTree) -> Any:
+    """Return the result of control flow that also carries the variables that its bodies write, which one more trace finds."""
     outer = outer_reader()
-    written = _written_by(outer, body, init, first)
-
-    def body_with_variables(state: Any, x: PyTree) -> Any:
-        carry, values = state
-        with bound(dict(zip(written, values, strict=True)), outer) as bindings:
-            carry, y = body(carry, x)
-            return (carry, bindings.values(written)), y
-
-    with claimed(written):
-        (carry, after), ys = run(body_with_variables, (init, [load(variable) for variable in written]))
-        _write_back(written, after)
-    return carry, ys
-
-
-def _written_by(outer: Fallback, body: Any, *arguments: PyTree) -> list[Variable]:
-    """Trace a loop's body once to find the variables that it writes."""
     written: dict[Variable, str] = {}
 
     def record(*traced: PyTree) -> None:
-        with bound({}, outer) as bindings:
-            body(*traced)
-        written.update(bindings.written)
+        for body in bodies:
+            with bound({}, outer) as bindings:
+                body(*traced)
+            written.update(bindings.written)
+
+    def carrying(body: UserFunction, values: list[jax.Array], *arguments: PyTree) -> tuple[PyTree, list[jax.Array]]:
+        with bound(dict(zip(written, values, strict=True)), outer) as bindings:
+            return body(*arguments), bindings.values(list(written))
 
     jax.eval_shape(record, *arguments)
-    return list(written)
-
-
-def _write_back(written: list[Variable], values: list[jax.Array]) -> None:
-    for variable, value in zip(written, values, strict=True):
-        store(variable, value)
+    with claimed(list(written)):
+        before = [load(variable) for variable in written]
+        result, after = run(before, *(functools.partial(carrying, body) for body in bodies))
+        for variable, value in zip(written, after, strict=True):
+            store(variable, value)
+    return result
 
 
 def _map_whole(function: Callable[[Any], Any], tree: PyTree) -> PyTree:
@@ -214,7 +195,7 @@ def _as_arrays(tree: PyTree, what: str) -> PyTree:
     return _map_whole(lambda leaf: leaf if isinstance(leaf, PerReplica) else as_array(leaf, what), tree)
 
 
-def _replicas_second(x: Any) -> Any:
+def _replicas_second(x: object) -> Any:
     """Turn `[R, K, ...]` into `[K, R, ...]`, so that a loop takes one step of all replicas at a time."""
     if isinstance(x, PerReplica) and uneven_shapes(x) is not None:
         raise UnevenReplicasError(
@@ -230,11 +211,11 @@ def _replicas_second(x: Any) -> Any:
     return PerReplica(jnp.moveaxis(stack_of(x), 1, 0)) if isinstance(x, PerReplica) else array
 
 
-def _replicas_first(y: Any) -> Any:
+def _replicas_first(y: object) -> Any:
     return PerReplica(jnp.moveaxis(stack_of(y), 1, 0)) if isinstance(y, PerReplica) else y
 
 
-def _checked_pair(result: Any) -> tuple[PyTree, PyTree]:
+def _checked_pair(result: object) -> tuple[PyTree, PyTree]:
     if not isinstance(result, tuple) or len(result) != 2:
         returned = "an array" if isinstance(result, jax.Array) else repr(result)
         raise TypeError(
@@ -244,18 +225,18 @@ def _checked_pair(result: Any) -> tuple[PyTree, PyTree]:
     return result
 
 
-def _check_length(length: Any) -> None:
+def _check_length(length: object) -> None:
     if length is not None and (not isinstance(length, int) or length < 0):
         raise TypeError(f"mr.scan got length={length!r}; expected an int, 0 or more. The number of steps is compiled in.")
 
 
 def _check_bounds(lower: Any, upper: Any) -> None:
     for limit in (lower, upper):
-        is_int_array = hasattr(limit, "dtype") and limit.ndim == 0 and jnp.issubdtype(limit.dtype, jnp.integer)
+        is_int_array = hasattr(limit, "dtype") and getattr(limit, "ndim", None) == 0 and jnp.issubdtype(limit.dtype, jnp.integer)
         if not isinstance(limit, int) and not is_int_array:
             raise TypeError(f"mr.fori_loop got the bounds {lower!r} and {upper!r}; expected two ints.")
 
 
-def _check_callable(fn: Any, verb: str) -> None:
+def _check_callable(fn: object, verb: str) -> None:
     if not callable(fn):
         raise TypeError(f"{verb} got {shown(fn)} as its body; expected a function.")

@@ -9,7 +9,7 @@ an all-gather. So the result is what the function gives for whole arrays, whatev
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -38,11 +38,14 @@ class OwnSum(NamedTuple):
 class Filled(NamedTuple):
     """An array of one number."""
 
-    number: Any
+    number: jax.Array
     shape: Shape
 
 
-class Partwise(Interpreter[Any]):
+Value: TypeAlias = OwnPart | OwnSum | Filled | jax.Array
+
+
+class Partwise(Interpreter[Value]):
     """One evaluation of traced functions on parts; each value is one of the four.
 
     Args:
@@ -57,7 +60,7 @@ class Partwise(Interpreter[Any]):
         self._noted: dict[int, tuple[Any, Any]] = {}
         self._gathered: dict[int, tuple[Any, jax.Array]] = {}
 
-    def part(self, value: Any, shape: Shape) -> jax.Array:
+    def part(self, value: Value, shape: Shape) -> jax.Array:
         """Return this replica's elements of a value of this shape."""
         if isinstance(value, OwnPart):
             return value.array
@@ -65,7 +68,7 @@ class Partwise(Interpreter[Any]):
             return jnp.broadcast_to(self._note(value.number), (parts.part_size(shape, self.axis.size),))
         return parts.own_part(self._note(self.whole(value)), self.axis)
 
-    def whole(self, value: Any) -> Any:
+    def whole(self, value: Value) -> jax.Array:
         """Return the whole array of a value."""
         if isinstance(value, Filled):
             return jnp.broadcast_to(value.number, value.shape)
@@ -79,30 +82,31 @@ class Partwise(Interpreter[Any]):
             self._gathered[id(value.array)] = value.array, whole  # the first one stays, so that its id is not given away
         return self._gathered[id(value.array)][1]
 
-    def equation(self, equation: Any, values: list[Any]) -> Sequence[Any]:
+    def equation(self, equation: Any, values: list[Value]) -> Sequence[Value]:
         """Enter what is called with parts; nothing else."""
         has_parts = any(isinstance(value, OwnPart | OwnSum) for value in values)
         if has_parts and (inner := jaxprs.callee(equation)) is not None:
             return self.run_closed(inner, values)
         return self.plain(equation, values)
 
-    def plain(self, equation: Any, values: list[Any]) -> Sequence[Any]:
+    def plain(self, equation: Any, values: list[Value]) -> Sequence[Value]:
         """Carry an operation out on parts, if it can be, and else on whole arrays."""
         name = equation.primitive.name
         if name in ELEMENTWISE and _is_by_place(equation):
             shape = equation.outvars[0].aval.shape
             if any(isinstance(value, OwnPart) for value in values):
                 return [OwnPart(self._by_place(equation, values, shape), shape)]
-            if any(isinstance(value, Filled) for value in values) and all(map(_is_one_number, values)):
-                [number] = tracing.bind(equation, [v.number if isinstance(v, Filled) else v for v in values])
+            numbers = [number for value in values if (number := _number_in(value)) is not None]
+            if any(isinstance(value, Filled) for value in values) and len(numbers) == len(values):
+                [number] = tracing.bind(equation, numbers)
                 return [Filled(number, shape)]
-        if name == "broadcast_in_dim" and len(values) == 1 and _is_one_number(values[0]):
-            return [Filled(getattr(values[0], "number", values[0]), equation.outvars[0].aval.shape)]
+        if name == "broadcast_in_dim" and len(values) == 1 and (number := _number_in(values[0])) is not None:
+            return [Filled(number, equation.outvars[0].aval.shape)]
         if name in ("add", "reduce_sum") and (total := self._sum(equation, values)) is not None:
             return [total]
         return tracing.bind(equation, list(map(self.whole, values)))
 
-    def _by_place(self, equation: Any, values: Sequence[Any], shape: Shape) -> jax.Array:
+    def _by_place(self, equation: Any, values: Sequence[Value], shape: Shape) -> jax.Array:
         """Carry out an operation on parts: with this replica's elements of all operands, and with scalars as they are."""
         operands = []
         for atom, value in zip(equation.invars, values, strict=True):
@@ -111,7 +115,7 @@ class Partwise(Interpreter[Any]):
         [result] = tracing.bind(equation, operands)
         return result
 
-    def _sum(self, equation: Any, values: Sequence[Any]) -> OwnSum | None:
+    def _sum(self, equation: Any, values: Sequence[Value]) -> OwnSum | None:
         """Add up what this replica has, for an equation that adds up all elements of an array, or adds to such a sum."""
         if equation.primitive.name == "add":
             if equation.outvars[0].aval.shape != () or not any(isinstance(value, OwnSum) for value in values):
@@ -124,12 +128,12 @@ class Partwise(Interpreter[Any]):
         real = jnp.where(is_real, value.array, jnp.zeros_like(value.array))
         return OwnSum(jnp.sum(real, dtype=value.array.dtype))
 
-    def _of_first(self, value: Any) -> jax.Array:
+    def _of_first(self, value: Value) -> jax.Array:
         """Return what the first replica adds to a sum, and the others do not."""
         whole = jnp.asarray(self._note(self.whole(value)))
         return jnp.where(self.axis.index() == 0, whole, jnp.zeros_like(whole))
 
-    def _note(self, value: Any) -> Any:
+    def _note(self, value: jax.Array) -> jax.Array:
         """Note that a value must be the same on every replica; once for each."""
         if not isinstance(value, jax.core.Tracer):
             return value
@@ -145,5 +149,8 @@ def _is_by_place(equation: Any) -> bool:
     return shapes <= {(), result.aval.shape} and not any(isinstance(v, jax.sharding.Sharding) for v in equation.params.values())
 
 
-def _is_one_number(value: Any) -> bool:
-    return isinstance(value, Filled) or (not isinstance(value, OwnPart | OwnSum) and jnp.ndim(value) == 0)
+def _number_in(value: Value) -> jax.Array | None:
+    """Return the one number that a value holds, or None."""
+    if isinstance(value, Filled):
+        return value.number
+    return value if not isinstance(value, OwnPart | OwnSum) and jnp.ndim(value) == 0 else None

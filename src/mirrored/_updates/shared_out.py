@@ -20,30 +20,25 @@ from .._replicas.collectives import ReplicaAxis, all_reduce
 from .._variables import access
 from .._variables.sharded import ShardedVariable
 from .._variables.variable import Variable, spec_of
-from .partwise import OwnPart, Partwise
+from .partwise import OwnPart, Partwise, Value
 
 #: Makes the new values of the variables, and of the state, of the gradients, the values and the state.
 Compute = Callable[[list[Any], list[Any], list[Any]], tuple[list[Any], list[Any]]]
 
 
-def state_variable(value: Any, name: str) -> Variable:
+def state_variable(value: jax.Array, name: str) -> Variable:
     """Make a variable of a leaf of the state: sharded, but for scalars, random keys and what has no elements."""
     is_divided = _is_divided(value) and not jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
     return ShardedVariable(value, name=name) if is_divided else Variable(value, name=name, trainable=False)
 
 
-def _is_divided(value: Any) -> bool:
+def _is_divided(value: jax.Array) -> bool:
     """Tell whether each replica has a part of such an array."""
     return jnp.ndim(value) > 0 and jnp.size(value) > 0
 
 
 def check_variables(variables: Sequence[Variable]) -> None:
-    """Refuse complex variables, whose gradients XLA on CPU cannot scatter, and several replicas on one device.
-
-    Raises:
-        TypeError: for a complex variable.
-        ValueError: where a device has several replicas.
-    """
+    """Refuse complex variables, whose gradients XLA on CPU cannot scatter, and several replicas on one device."""
     if spec_of(variables[0]).mesh.per_device > 1:
         raise ValueError(
             f"shard_state=True on {spec_of(variables[0]).mesh}: replicas of one device share one copy of the state already. "
@@ -59,19 +54,14 @@ def check_variables(variables: Sequence[Variable]) -> None:
 
 
 def combined(op: ReduceOp, gradients: Sequence[jax.Array], axis: ReplicaAxis) -> list[Any]:
-    """Combine gradients over the replicas: each replica gets its part of each; what is not divided it gets whole.
-
-    Raises:
-        ValueError: when a function of the user's takes the place of sums.
-    """
+    """Combine gradients over the replicas: each replica gets its part of each; what is not divided it gets whole."""
     if axis.ops is not None:
         raise ValueError(
             f"mr.Optimizer(..., shard_state=True) adds gradients up where they are shared out, so {axis.ops} has no place for "
             "its accumulation_fn. Leave shard_state=True out, or accumulation_fn."
         )
     divided = iter(parts.reduce_scatter(op, [gradient for gradient in gradients if _is_divided(gradient)], axis))
-    others = [gradient for gradient in gradients if not _is_divided(gradient)]
-    whole = iter(all_reduce(op, others, axis))
+    whole = iter(all_reduce(op, [gradient for gradient in gradients if not _is_divided(gradient)], axis))
     return [OwnPart(next(divided), g.shape) if _is_divided(g) else next(whole) for g in gradients]
 
 
@@ -84,26 +74,25 @@ def update(
     """
     where = user_code.user_line()
     names = {id(gradient): variable.name for gradient, variable in zip(gradients, variables, strict=True)}
-
     unknown = variables[0].name + (" (or another that the optimizer trains)" if len(variables) > 1 else "")
 
     def same(value: jax.Array) -> jax.Array:
         return mark(value, Mark(Purpose.ASSIGN, names.get(id(value), unknown), where))
 
-    partwise = Partwise(axis, same)
-    values = [variable.value for variable in variables]
     held = [OwnPart(access.load(v), v.shape) if isinstance(v, ShardedVariable) else v.value for v in state]
-    arguments = [*gradients, *values, *held]
-    first, end = len(gradients), len(gradients) + len(values)
+    arguments = [*gradients, *(variable.value for variable in variables), *held]
+    first, end = len(gradients), len(gradients) + len(variables)
 
-    def flat(*arrays: Any) -> list[Any]:
+    def flat(*arrays: jax.Array) -> list[Any]:
         changed, kept = compute(list(arrays[:first]), list(arrays[first:end]), list(arrays[end:]))
         return [*changed, *kept]
 
-    closed = tracing.trace(flat, list(map(_aval, arguments)), axis, compute)
-    results = partwise.run_closed(closed, arguments)
-    new_values, new_state = results[: len(values)], results[len(values) :]
-    return _wholes(partwise, new_values, axis), [
+    partwise = Partwise(axis, same)
+    results = partwise.run_closed(tracing.trace(flat, list(map(_aval, arguments)), axis, compute), arguments)
+    new_values, new_state = results[: len(variables)], results[len(variables) :]
+    divided = [value for value in new_values if isinstance(value, OwnPart)]
+    wholes = iter(parts.all_gather_parts([v.array for v in divided], [v.shape for v in divided], axis))  # small ones together
+    return [next(wholes) if isinstance(value, OwnPart) else partwise.whole(value) for value in new_values], [
         partwise.part(new, v.shape) if isinstance(v, ShardedVariable) else partwise.whole(new)
         for v, new in zip(state, new_state, strict=True)
     ]
@@ -117,15 +106,7 @@ def store(variable: Variable, value: jax.Array) -> None:
         variable.assign(value)
 
 
-def _aval(value: Any) -> jax.ShapeDtypeStruct:
+def _aval(value: Value) -> jax.ShapeDtypeStruct:
     """Return the shape and dtype of the whole value."""
     aval = jax.typeof(value.array if isinstance(value, OwnPart) else value)
-    shape = value.shape if isinstance(value, OwnPart) else aval.shape
-    return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=aval.weak_type)
-
-
-def _wholes(partwise: Partwise, values: Sequence[Any], axis: ReplicaAxis) -> list[Any]:
-    """Return whole values; what there is in parts is brought together, small ones in one collective."""
-    divided = [value for value in values if isinstance(value, OwnPart)]
-    wholes = iter(parts.all_gather_parts([v.array for v in divided], [v.shape for v in divided], axis))
-    return [next(wholes) if isinstance(value, OwnPart) else partwise.whole(value) for value in values]
+    return jax.ShapeDtypeStruct(value.shape if isinstance(value, OwnPart) else aval.shape, aval.dtype, weak_type=aval.weak_type)

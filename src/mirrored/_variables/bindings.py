@@ -99,7 +99,6 @@ def bound(
     """Bind variables on top of whatever binds them now: the inside of a loop body or a differentiated function.
 
     Args:
-        values: what stands for some variables.
         outer: reads the others; `outer_reader()` of the place where the loop was called. Default: of this place.
         caches: see `with_few_compilations`. Default: those of this place.
     """

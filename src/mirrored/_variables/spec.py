@@ -14,16 +14,11 @@ from .._typing import Shape
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VariableSpec:
-    """The facts of a variable, which no assignment changes.
+    """The facts of a variable, which no assignment changes; shape and dtype are those of one copy.
 
     Attributes:
-        name: for messages and checkpoints.
-        shape, dtype: of one copy.
-        mesh: the replicas that have a copy.
         number: how many were created on these replicas before; the same on every worker.
         is_on_read: whether each replica has its own value, which is aggregated when it is read outside a step.
-        aggregation: how the replicas' values become one.
-        trainable: a hint for optimizers.
     """
 
     name: str

@@ -32,7 +32,7 @@ class Home:
     Attributes:
         arrays: the arrays, by place.
         taken: the places whose arrays somebody else may hold, so that they are copied before they are overwritten.
-        lent: the same for those who give them back, and how many of them there are.
+        lent: index -> number of readers that borrow the array.
         is_whole: whether all the variables that the program overwrites are here.
     """
 
@@ -46,12 +46,7 @@ class Home:
 
 
 class Slot:
-    """What a variable has of its array. A program holds the slots of its variables, and so keeps no variable alive.
-
-    Attributes:
-        place: the home, and the index in it.
-        name: the variable's, for messages.
-    """
+    """The place of a variable's array, and its name. A program holds the slots of its variables, and so keeps none alive."""
 
     __slots__ = ("name", "place")
 
@@ -76,11 +71,7 @@ class Slot:
 
 
 class WeakVariables:
-    """Variables of a program, which must not keep a model alive that everybody else has dropped.
-
-    Attributes:
-        slots: where their arrays are; a slot does not know its variable.
-    """
+    """Variables of a program, which must not keep a model alive that everybody else has dropped, and their slots."""
 
     __slots__ = ("_references", "slots")
 
@@ -132,11 +123,7 @@ def claimed(slots: Sequence[Slot], frame: Frame | None) -> contextlib.AbstractCo
 
 @contextlib.contextmanager
 def lent(slots: Sequence[Slot]) -> Iterator[list[jax.Array]]:
-    """Give the arrays of slots, which nobody overwrites inside this block; all are of one moment between two steps.
-
-    Raises:
-        VariableLostError: for one whose array was lost.
-    """
+    """Give the arrays of slots, which nobody overwrites inside this block; all are of one moment between two steps."""
     places: list[tuple[Home, int]] = []
     arrays: list[Any] = []
     try:
@@ -169,10 +156,7 @@ def overwrite(compiled: Callable[..., Any], home: Home, slots: Sequence[Slot], r
 
     Args:
         compiled: takes `(arrays, read-only arrays, *others)`, donates `arrays`, and returns `(results, new arrays, ...)`.
-        home: the home of the variables that it overwrites.
-        slots: of these variables.
-        read_only: of those that it reads.
-        others: its other arguments.
+        home, slots: of the variables that it overwrites.
     """
     try:
         with turns.lock:
@@ -257,11 +241,7 @@ def _copy(arrays: list[jax.Array]) -> list[jax.Array]:
 
 
 def _note_lost(error: BaseException, slots: Sequence[Slot], read_only: Sequence[Slot]) -> None:
-    """Note which arrays a program has taken with it, and say so beside its error.
-
-    Raises:
-        VariableLostError: when they were lost before.
-    """
+    """Note which arrays a program has taken with it, and say so beside its error; refuse what was lost before."""
     with turns.lock:
         arrays = arrays_of(slots)
         refuse_lost([*arrays, *arrays_of(read_only)])

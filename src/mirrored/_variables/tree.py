@@ -91,10 +91,6 @@ class VariableTree:
                 variable._store(frame, array)
         return self
 
-    def _is_made_of(self, leaves: Sequence[Any]) -> bool:
-        """Tell whether these are its own variables."""
-        return len(leaves) == len(self._variables) and all(map(operator.is_, leaves, self._variables))
-
     def _checked(self, value: PyTree) -> list[Any]:
         leaves, treedef = jax.tree_util.tree_flatten_with_path(_with_values(value), is_leaf=is_wrapped)
         if treedef != self._treedef:
@@ -151,11 +147,11 @@ def is_tree(value: Any) -> bool:
 
 def trainable(tree: PyTree) -> PyTree:
     """Return a tree with the trees of variables in it as what they were made of, with the floating point variables as leaves."""
-    return jax.tree.map(lambda x: _floating(x.variables) if isinstance(x, VariableTree) else x, tree, is_leaf=_is_whole)
 
+    def floating(variables: PyTree) -> PyTree:
+        return jax.tree.map(lambda v: v if jnp.issubdtype(v.dtype, jnp.inexact) else None, variables, is_leaf=is_wrapped)
 
-def _floating(variables: PyTree) -> PyTree:
-    return jax.tree.map(lambda v: v if jnp.issubdtype(v.dtype, jnp.inexact) else None, variables, is_leaf=is_wrapped)
+    return jax.tree.map(lambda x: floating(x.variables) if isinstance(x, VariableTree) else x, tree, is_leaf=_is_whole)
 
 
 def _is_whole(node: Any) -> bool:
@@ -172,7 +168,9 @@ def _flatten(tree: VariableTree) -> tuple[tuple[PyTree], VariableTree]:
 
 def _unflatten(tree: VariableTree, children: tuple[PyTree]) -> Any:
     # Of its own variables itself; of anything else, such as gradients, a plain tree.
-    return tree if tree._is_made_of(jax.tree.leaves(children[0], is_leaf=is_wrapped)) else children[0]
+    leaves = jax.tree.leaves(children[0], is_leaf=is_wrapped)
+    is_own = len(leaves) == len(tree._variables) and all(map(operator.is_, leaves, tree._variables))
+    return tree if is_own else children[0]
 
 
 jax.tree_util.register_pytree_node(VariableTree, _flatten, _unflatten)

@@ -96,12 +96,13 @@ class Variable(ScatterMethods, _Array):
 
     __slots__ = ("__weakref__", "_slot", "_spec")
 
-    if not TYPE_CHECKING:  # which takes the signature of `__init__`
+    if not TYPE_CHECKING:  # which takes the signature of `__init__`; `help` and `inspect.signature` take this one
 
         def __new__(
-            cls, initial_value: PyTree, *, name: Any = None, trainable: Any = None, dtype: Any = None,
-            synchronization: Any = "auto", aggregation: Any = "none",
-        ) -> Any:  # fmt: skip
+            cls, initial_value: PyTree, *, name: str | None = None, trainable: bool | None = None, dtype: Any = None,
+            synchronization: VariableSynchronization | SynchronizationName = "auto",
+            aggregation: VariableAggregation | AggregationName = "none",
+        ) -> Variable | VariableTree:  # fmt: skip
             """Make a variable, or one of each array in a tree."""
             if is_tree(initial_value):
                 how = {"trainable": trainable, "dtype": dtype, "synchronization": synchronization, "aggregation": aggregation}
@@ -221,8 +222,11 @@ class Variable(ScatterMethods, _Array):
     def _use_stored(self, frame: Frame | None, use: Callable[[jax.Array], ResultT]) -> ResultT:
         """Do the same with what is stored: one copy inside a step, else the mirrored array or the stack of copies."""
         if frame is not None and frame.bindings is not None:
-            return use(self._load(frame))
-        self._check_readable(frame)
+            self._check_mesh(frame)
+            return use(frame.bindings.read(self))
+        if tracing.is_staging():
+            raise ContextError(frames.foreign_trace_message("read", self.name, frame))
+        in_flight.require_threads()
         with storage.lent([self._slot]) as [stored]:
             result = use(stored)
             if result is self._slot.array:
@@ -244,18 +248,8 @@ class Variable(ScatterMethods, _Array):
         return cross_replica.compiled(cross_replica.aggregate_stack, self._spec.mesh.mirrored, self._spec.aggregation)(stored)
 
     def _load(self, frame: Frame | None) -> jax.Array:
-        """Return what is stored, or what stands for it in a trace; the caller sees that nobody overwrites it."""
-        if frame is not None and frame.bindings is not None:
-            self._check_mesh(frame)
-            return frame.bindings.read(self)
-        self._check_readable(frame)
-        storage.refuse_lost([self._slot.array])
-        return self._slot.array
-
-    def _check_readable(self, frame: Frame | None) -> None:
-        if tracing.is_staging():
-            raise ContextError(frames.foreign_trace_message("read", self.name, frame))
-        in_flight.require_threads()
+        """Return what is stored, or what stands for it in a trace."""
+        return self._use_stored(frame, lambda stored: stored)
 
     # -- writing
 
@@ -428,12 +422,7 @@ def note_use(variable: Variable, what: str) -> None:
 
 
 def local_arrays(variable: Variable, stored: jax.Array) -> list[tuple[int, jax.Array]]:
-    """Return what this worker's devices really hold, with the number of each one's first replica, in order.
-
-    Args:
-        variable: whose.
-        stored: the array, which is lent.
-    """
+    """Return what this worker's devices really hold of a lent array, with the number of each one's first replica, in order."""
     mesh = variable._spec.mesh
     replicas = {device: i * mesh.per_device for i, device in enumerate(mesh.devices)}
     return sorted(((replicas[s.device], s.data) for s in stored.addressable_shards), key=operator.itemgetter(0))

@@ -31,11 +31,7 @@ def digest(text: str) -> str:
 
 
 def decoded(text: str, worker: int, where: str) -> Any:
-    """Return the JSON value in a text of a worker.
-
-    Raises:
-        ProgramMismatchError: when there is none, or the text is too long or nested too deeply.
-    """
+    """Return the JSON value in a text of a worker; one that has none, is too long or nested too deeply is refused."""
     try:
         if len(text) <= MAX_TEXT:
             return json.loads(text)
@@ -50,14 +46,9 @@ def decoded(text: str, worker: int, where: str) -> Any:
 
 
 class Coordination:
-    """This worker's connection to the others of its cluster, for messages and barriers.
+    """This worker's connection to the others of its cluster, for messages and barriers; one worker talks to itself.
 
-    Args:
-        client: of the coordination service; None for one worker, which then talks to itself.
-        worker: the index of this worker.
-        num_workers: how many there are.
-        timeout_seconds: how long to wait for another worker in `exchange` and `barrier`; None: for ever, because the
-            guard ends a program that is stuck.
+    Without `timeout_seconds`, `exchange` and `barrier` wait for ever, because the guard ends a program that is stuck.
     """
 
     def __init__(self, client: Any = None, worker: int = 0, num_workers: int = 1, timeout_seconds: float | None = None) -> None:
@@ -125,32 +116,23 @@ class Coordination:
         return 1 if self._client is None else self._client.key_value_increment(_ROOT + key, 1)
 
     def exchange(self, channel: str, value: Any, timeout_seconds: float | None = None) -> Sequence[Any]:
-        """Give a JSON value to all workers, and return those of all in worker order.
+        """Give a JSON value to all workers, and return those of all in worker order, in the n-th exchange of a channel on each.
 
         Two messages a worker where all values are equal, whatever the number of workers: so leave out of a value what differs by
         worker. Where they differ, each worker reads those of all.
 
-        Args:
-            channel: its n-th exchange on each worker is the same one.
-            value: anything that JSON holds.
-            timeout_seconds: default: that of this object.
-
         Raises:
-            WorkerLostError: when a worker has not come after `timeout_seconds`.
-            ProgramMismatchError: when a worker has given something else, or too much; the message names it.
+            WorkerLostError: when a worker has not come after `timeout_seconds`, by default those of this object.
+            ProgramMismatchError: when a worker has given what is no JSON, or too much; the message names it.
         """
         if channel not in self._channels:
             self._channels[channel] = Channel(self, f"exchange/{channel}")
         return self._channels[channel].exchange(value, timeout_seconds)
 
     def of_chief(self, name: str, value: Any) -> Any:
-        """Return worker 0's JSON value: one message a worker.
+        """Return worker 0's JSON value, in the n-th call of a name on each worker: one message a worker.
 
         Between two calls of one name all workers must have come to an exchange: then worker 0 removes what it told before.
-
-        Args:
-            name: its n-th call on each worker is the same one.
-            value: of worker 0; what the others give is not used.
         """
         number = self._num_told.get(name, 0)
         self._num_told[name] = number + 1
@@ -168,12 +150,7 @@ class Coordination:
         self.put(f"for_chief/{name}/{self.worker}", json.dumps(value))
 
     def for_chief(self, name: str, value: Any) -> Sequence[Any]:
-        """Return on worker 0 what each worker has told it last; on the others their own value.
-
-        Args:
-            name: what `tell_chief` was given.
-            value: of this worker.
-        """
+        """Return on worker 0 what each worker has told it last with `tell_chief`; on the others their own value."""
         if self.worker or self.num_workers == 1:
             return [value]
         return [decoded(text, worker, name) for worker, text in sorted(self.by_worker(f"for_chief/{name}").items())]
@@ -185,11 +162,9 @@ class Coordination:
         return Channel(self, f"exchange/{name}:{number}", number)
 
     def leave_over(self, thread: int, prefix: str) -> None:
-        """Take the last keys of a channel that is closed here: other workers may still read them.
+        """Take the last keys of a channel that is closed here, and that this thread opened: other workers may still read them.
 
-        Args:
-            thread: that opened the channel; what another thread does says nothing of this one on other workers.
-            prefix: of its keys.
+        What another thread does says nothing of this one on other workers.
         """
         with self._lock:
             self._left_over.append((thread, self._num_opened, prefix))
@@ -203,20 +178,13 @@ class Coordination:
             self.delete(prefix)
 
     def barrier(self, name: str, value: Any = None) -> Sequence[Any]:
-        """Wait until every worker has come to a barrier of this name, and return the JSON values that they give with it.
-
-        Raises:
-            WorkerLostError: when a worker has not come in time, or came to a barrier of another name.
-        """
-        names, values = zip(*map(_pair, self.exchange("barrier", [name, value])), strict=True)
+        """Wait until every worker has come to a barrier of this name, and return the JSON values that they give with it."""
+        given = self.exchange("barrier", [name, value])
+        names, values = zip(*[pair if isinstance(pair, list) and len(pair) == 2 else (pair, None) for pair in given], strict=True)
         if any(other != name for other in names):
             listed = ", ".join(f"worker {index} {str(other)[:_MAX_SHOWN]!r}" for index, other in enumerate(names))
             raise WorkerLostError(f"the workers are at different barriers: {listed}. Every worker must call the same ones.")
         return values
-
-
-def _pair(value: Any) -> tuple[Any, Any]:
-    return tuple(value) if isinstance(value, list) and len(value) == 2 else (value, None)
 
 
 class Channel:

@@ -57,11 +57,7 @@ def seconds_of_round(num_workers: int) -> float:
 class Guard:
     """The guard of this process, which ends it with a message when its job cannot go on.
 
-    Args:
-        coordination: reaches the other workers.
-        progress: what this process is doing.
-        stall_seconds: how long a worker may wait for another; default: 300 seconds, and 20 steps if they are longer.
-        exit: ends the process at once.
+    A worker may wait for another for `stall_seconds`; default: 300 seconds, and 20 steps if they are longer.
     """
 
     def __init__(
@@ -105,9 +101,8 @@ class Guard:
     def stop(self, *, wait: bool = True) -> None:
         """End the watch, at the end of the program and before JAX's own end; does nothing the second time.
 
-        Args:
-            wait: for the other workers to come to their end, for as long as they live. JAX would wait for a short time and then
-                abort all of them.
+        First `wait` for the other workers to come to their end, for as long as they live: JAX would wait for a short time and
+        then abort all of them.
         """
         if not self._threads or self._stopped.is_set() or os.getpid() != self._process:
             return
@@ -230,7 +225,7 @@ class Guard:
         if verdict := self._find_difference(own) or (self._find_stuck(own) if is_on_time else None):
             self._fail(verdict)
             return True
-        if own.waits_in_program and own.still >= SETTLED_SECONDS and (cut := self._links.look_at_times(own.started, elapsed)):
+        if own.waits_in_program and own.still >= SETTLED_SECONDS and (cut := self._links.look(own.started, elapsed)):
             self._fail(cut)
             return True
         call = self._coordination.get(CALL, self._round_seconds)
@@ -242,7 +237,7 @@ class Guard:
 
     def _find_difference(self, own: Position) -> Verdict | None:
         """Return the verdict on workers that have done different things, or whose data is of different lengths."""
-        if any(self._progress.contradicts(there.done, there.trail) for there in self._others.positions.values()):
+        if any(self._progress.trail.contradicts(there.done, there.trail) for there in self._others.positions.values()):
             return told_apart(other_order(self._roll.trails()), wants_stacks=True)
         if ended := shorter_data({**self._others.positions, self._worker: own}):
             return Verdict(f"{ValueError.__name__}: {data_ended(*ended)}. {ONE_DATASET}", code=FAILED)

@@ -20,12 +20,7 @@ Compiled = Any
 def agree(name: str, text: str) -> None:
     """Compare a program that is about to run for the first time with what the other workers are about to run.
 
-    Args:
-        name: what users call it.
-        text: the program, equal on two workers exactly when they may run it together.
-
-    Raises:
-        ProgramMismatchError: on every worker, when the programs differ.
+    Its text is equal on two workers exactly when they may run it together; else ProgramMismatchError is raised on every worker.
     """
     _required().agreement.check(name, text)
 
@@ -43,11 +38,7 @@ def of_chief(name: str, value: Any) -> Any:
 
 
 def note(what: str) -> None:
-    """Note that something is done, besides programs, that all workers must do alike and in the same order.
-
-    Args:
-        what: equal on all workers.
-    """
+    """Note that something is done, besides programs, that all workers must do alike and in the same order."""
     if (agreement := _required().agreement).checks_order:
         agreement.check_order(what, what)
     progress.did(what, digest(what).encode())
@@ -55,15 +46,10 @@ def note(what: str) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Announced:
-    """A program that is announced before each start; apart, for those who let no signal in between its start and its results.
-
-    Attributes:
-        program: the program itself.
-        announce: what is called with the program's arguments before.
-    """
+    """A program that is announced before each start; apart, for those who let no signal in between its start and its results."""
 
     program: Callable[..., Any]
-    announce: Callable[..., None]
+    announce: Callable[..., None]  # takes the program's arguments
 
     def __call__(self, *arguments: Any) -> Any:
         self.announce(*arguments)
@@ -73,12 +59,7 @@ class Announced:
 def prepared(name: str, text: str, program: Compiled, *, is_run: bool = False, is_update: bool = False) -> Announced:
     """Agree on a program, and return it so that it tells the guard when it starts, and that it is being compiled before.
 
-    Args:
-        name: what users call it.
-        text: the program, equal on two workers exactly when they may run it together.
-        program: the program itself.
-        is_run: whether it is a step or an `mr.function` of the user's.
-        is_update: whether it also writes mirrored variables, as training does.
+    A run is a step or an `mr.function` of the user's, and an update one that also writes mirrored variables, as training does.
     """
     agree(name, text)
     start, is_compiled = started(name, text, program, is_run, is_update), False

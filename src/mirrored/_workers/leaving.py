@@ -27,14 +27,7 @@ HERE, _LEFT = "guard/here", "guard/left"
 
 
 class Leaving:
-    """The end of this process.
-
-    Args:
-        coordination: reaches the other workers.
-        neighbours: those of this host.
-        stopped: is set when the guard has been stopped.
-        exit: ends the process at once.
-    """
+    """The end of this process; `stopped` is set when the guard has been stopped."""
 
     def __init__(
         self, coordination: Coordination, neighbours: Neighbours, stopped: threading.Event, exit: Callable[[int], Any]
@@ -49,14 +42,7 @@ class Leaving:
         return self._begun.locked()
 
     def leave(self, verdict: Verdict, code: int, is_first: bool, own_threads: Sequence[threading.Thread]) -> None:
-        """End this process.
-
-        Args:
-            verdict: the reason.
-            code: what it ends with.
-            is_first: whether this worker is the first to know.
-            own_threads: those of the guard, which do not matter to a person.
-        """
+        """End this process; `is_first` where it is the first to know why, `own_threads` are those that matter to no person."""
         if not self._begun.acquire(blocking=False):  # another thread is leaving
             self._stopped.wait(2 * LAST_RESORT_SECONDS)
             return

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from .._text import numbered
 from .coordination import Coordination
+from .messages import parse, read
 from .verdict import Verdict
 
 _logger = logging.getLogger("mirrored")
@@ -30,7 +31,6 @@ _TABLES = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
 _ESTABLISHED, _SENDS_AGAIN = "01", "01"
 _IPV4_IN_IPV6 = "0000000000000000FFFF0000"
 _KEY = "guard/links"
-_MAX_TEXT = 100_000
 
 
 class Connection(NamedTuple):
@@ -42,11 +42,7 @@ class Connection(NamedTuple):
 
 
 class Links:
-    """The connections to other workers that get no answer.
-
-    Args:
-        coordination: reaches the other workers.
-    """
+    """The connections to other workers that get no answer."""
 
     def __init__(self, coordination: Coordination) -> None:
         self._coordination = coordination
@@ -54,24 +50,16 @@ class Links:
         self._since_look = LOOK_SECONDS  # the first look is at once
         self._stuck: dict[int, float] = {}  # for how many seconds, by worker
 
-    def look_at_times(self, step: int, elapsed: float) -> Verdict | None:
-        """Call `look` when it is time again; the arguments are the same, `elapsed` since the last call."""
-        self._since_look += elapsed
-        if self._since_look < LOOK_SECONDS:
-            return None
-        since, self._since_look = self._since_look, 0.0
-        return self.look(step, since)
-
     def look(self, step: int, elapsed: float) -> Verdict | None:
         """Tell the others which connections get no answer, and return that one to this worker is lost; for one that waits.
 
         The kernel knows addresses. So one worker tells both ends of the connection, and the worker that has the other end
-        knows who the two are.
-
-        Args:
-            step: of this worker.
-            elapsed: seconds since the last look.
+        knows who the two are. It does nothing until it is time again, `elapsed` seconds after the last call.
         """
+        self._since_look += elapsed
+        if self._since_look < LOOK_SECONDS:
+            return None
+        since, self._since_look = self._since_look, 0.0
         this = self._coordination
         stuck = list(connections(STUCK_RETRIES))
         if stuck or self._has_told:
@@ -80,7 +68,7 @@ class Links:
         told = {worker: decode(text) for worker, text in this.by_worker(_KEY).items() if worker != this.worker}
         ends = {(connection.local, connection.remote) for connection in connections()} if any(told.values()) else set()
         cut = sorted(worker for worker, those in told.items() if any((one.remote, one.local) in ends for one in those))
-        before, self._stuck = self._stuck, {worker: self._stuck.get(worker, -elapsed) + elapsed for worker in cut}
+        before, self._stuck = self._stuck, {worker: self._stuck.get(worker, -since) + since for worker in cut}
         for worker, seconds in self._stuck.items():
             pair = numbered(sorted((worker, this.worker)))
             if seconds >= LOST_SECONDS:
@@ -93,11 +81,8 @@ class Links:
 
 def decode(text: str) -> list[Connection]:
     """Return the connections in a text of another worker; none when there are none."""
-    try:
-        found = [Connection(*fields) for fields in json.loads(text[:_MAX_TEXT])]
-    except (ValueError, TypeError, RecursionError):
-        return []
-    return [one for one in found if all(map(isinstance, one, (str, str, int)))]
+    told = parse(text)
+    return list(filter(None, [read(Connection, one) for one in told])) if isinstance(told, list) else []
 
 
 def connections(min_retries: int = 0) -> Iterator[Connection]:

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import select
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
+
+from .messages import parse, read
 
 _MAX_TEXT = 200
 
 
-@dataclasses.dataclass(frozen=True)
-class Process:
-    """A process, named so that no other is taken for it.
+class Process(NamedTuple):
+    """A process, named so that no other is taken for it."""
 
-    Attributes:
-        host: the kernel that runs, and the namespace in which the number holds; empty where the kernel does not say.
-        number: its number there.
-        began: when it began, because numbers are used again.
-    """
-
-    host: str
+    host: str  # the kernel that runs, and the namespace in which the number holds; empty where the kernel does not say
     number: int
-    began: str
+    began: str  # because numbers are used again
 
     @classmethod
     def own(cls) -> Process:
@@ -40,16 +35,12 @@ class Process:
     @classmethod
     def decode(cls, text: str) -> Process | None:
         """Return the process in a text of another worker, None when it is none, or its host is not known."""
-        try:
-            host, number, began = json.loads(text[:_MAX_TEXT])
-        except (ValueError, TypeError, RecursionError):
-            return None
-        is_one = isinstance(host, str) and host and type(number) is int and number > 0 and isinstance(began, str)
-        return cls(host, number, began) if is_one else None
+        process = read(cls, parse(text, _MAX_TEXT))
+        return process if process and process.host and process.number > 0 else None
 
     def encode(self) -> str:
         """Return it as what `decode` takes."""
-        return json.dumps([self.host, self.number, self.began])
+        return json.dumps(self)
 
     def is_dead(self) -> bool:
         """Tell whether it has ended; only for a process of this host."""
@@ -63,12 +54,7 @@ class Process:
 
 
 class Neighbours:
-    """The other workers of this host.
-
-    Args:
-        worker: this one.
-        num_workers: of the job, on all hosts.
-    """
+    """The workers of this host other than `worker`, of `num_workers` on all hosts."""
 
     def __init__(self, worker: int, num_workers: int) -> None:
         self._own = Process.own()
@@ -111,11 +97,7 @@ class Neighbours:
         return tuple(worker for worker, process in sorted(dict(self._found).items()) if process is not None and process.is_dead())
 
     def await_death(self, seconds: float) -> bool:
-        """Wait for a death among those of this host, and tell whether there was one; each is told once, by the kernel, at once.
-
-        Args:
-            seconds: how long at most; `close` ends it too.
-        """
+        """Wait for a death among those of this host, or `wake`, and tell whether there was one; each is told once, at once."""
         poll = select.poll()
         for handle in (self._woken, *self._handles):
             poll.register(handle, select.POLLIN)

@@ -6,14 +6,14 @@ reader to find out, who looks twice a second.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import threading
+import zlib
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, TypeAlias
-
-from .trail import ProgramTrail
 
 _logger = logging.getLogger("mirrored")
 
@@ -28,22 +28,76 @@ OTHERS_INPUT = "its own is ready; it waits for the other workers' input"
 BATCH = "a batch"
 #: Stands in a history for what another thread has done, in no order that can be compared.
 UNKNOWN = "unknown"
+#: Of how many things that it did a worker keeps the checksum: more than any does between two looks at the others.
+SIZE = 4096
+#: How many of them it tells when they differ, and how much of a name.
+_NUM_TOLD, _MAX_NAME = 500, 200
 
 
 class BatchPlace(NamedTuple):
-    """Which batch it is, of those that all workers read.
+    """Which batch it is, of those that all workers read."""
 
-    Attributes:
-        channel: the number of the iterator's channel.
-        of_pass: the number of the pass over the data, of this iterator.
-        count: how many batches of the pass were read with it.
-        checksum: of these batches, in order.
+    channel: int  # of the iterator
+    of_pass: int  # the number of its pass over the data
+    count: int  # how many batches of the pass were read with it
+    checksum: int  # of these batches, in order
+
+
+class Entry(NamedTuple):
+    """One thing that a worker has done, and that all must do alike."""
+
+    number: int  # from 1 on
+    checksum: int  # of all that was done up to it, in order
+    step: int  # how many programs of several workers had been started before
+    what: str
+
+
+class ProgramTrail:
+    """All that this worker has done and that the others must do alike, of which the last is kept.
+
+    All workers must do the same, in one order, but at no common time: each may be ahead of another by many programs. So each
+    compares its own checksum with what another has said of the same number. One thread adds; others may ask at the same time.
     """
 
-    channel: int
-    of_pass: int
-    count: int
-    checksum: int
+    def __init__(self) -> None:
+        self._last = (0, 0, 0, "")  # the fields of an Entry, which would take twice the time to make
+        self._ring = [self._last] * SIZE
+        self.is_known = True  # until a thread other than the main one adds, in an order of chance
+
+    def add(self, what: str, digest: bytes, step: int) -> None:
+        """Note something; `digest` is equal for equal things only."""
+        if self.is_known and not in_main_thread():
+            self.is_known = False
+            _logger.info(
+                "%s was started by the thread %r: the order of what the workers do is not compared from now on, since that of "
+                "threads is chance",
+                what,
+                threading.current_thread().name,
+            )
+        number, checksum, _, _ = self._last
+        self._ring[number % SIZE] = self._last = (number + 1, zlib.crc32(digest, checksum), step, what)
+
+    @property
+    def last(self) -> Entry:
+        """What was done last."""
+        return Entry(*self._last)
+
+    def so_far(self) -> tuple[int, int]:
+        """Return how many things were done, and the checksum of them; -1 where the order is not known."""
+        last = self.last  # first: who adds in another thread says so before
+        return (last.number, last.checksum) if self.is_known else (-1, 0)
+
+    def contradicts(self, number: int, checksum: int) -> bool:
+        """Tell whether this worker had another checksum after the thing of that number; False where that is not known."""
+        own_number, own_checksum, _, _ = self._ring[(number - 1) % SIZE]
+        return own_number == number and own_checksum != checksum and self.is_known
+
+    def encode(self) -> str:
+        """Return the last entries, for other workers; empty where the order is not known."""
+        if not self.is_known:
+            return ""
+        known = sorted(entry for entry in self._ring if entry[0])[-_NUM_TOLD:]
+        return json.dumps([(*numbers, what[:_MAX_NAME]) for *numbers, what in known])
 
 
 class Phase:
@@ -72,41 +126,25 @@ class Phase:
 
 
 class Progress:
-    """What the guard wants to know of the thread that takes the steps.
-
-    Attributes:
-        started: how many programs in which other workers take part have been started, of users and of this library.
-        runs: how many of them were calls of `strategy.run` or of an `mr.function`.
-        updates: how many of these have written mirrored variables, as training does and evaluation does not.
-        finished: how many of them are known to have finished.
-        program: the name of the one started last.
-        witness: a result of the one started last that nobody donates (it has `is_deleted` and `is_ready`), so that the guard
-            can see whether this process waits for it; None while the call that starts it has not come back.
-        phases: what goes on between programs; the last one is the innermost.
-        lock: for changes of them, because input may be read by a thread of the user's.
-        batches: how many batches of all workers the main thread has taken.
-        batch: which of those that all workers read was taken last by the main thread; None before the first.
-        data_ends: after which batch, by channel, the data of an iterator ended here, while the others are asked about it.
-        trail: all that must be done alike and in the same order on all workers.
-        is_threaded: whether some of it was done by another thread than the main one, in an order that chance decides.
-        finish: waits for the programs of several workers that are in flight, and raises what they found.
-    """
+    """What the guard wants to know of the thread that takes the steps."""
 
     def __init__(self) -> None:
-        self.started = 0
-        self.runs = 0
-        self.updates = 0
-        self.finished = 0
-        self.program = ""
+        self.started = 0  # programs in which other workers take part, of users and of this library
+        self.runs = 0  # of them, calls of `strategy.run` or of an `mr.function`
+        self.updates = 0  # of these, those that have written mirrored variables, as training does and evaluation does not
+        self.finished = 0  # how many of the started ones are known to have finished
+        self.program = ""  # the name of the one started last
+        # A result of it that nobody donates (it has `is_deleted` and `is_ready`), so that the guard can see whether this process
+        # waits for it; None while the call that starts it has not come back.
         self.witness: Any = None
-        self.phases: tuple[Phase, ...] = ()
-        self.lock = threading.Lock()
-        self.batches = 0
-        self.batch: BatchPlace | None = None
+        self.phases: tuple[Phase, ...] = ()  # what goes on between programs; the last one is the innermost
+        self.lock = threading.Lock()  # for changes of them, because input may be read by a thread of the user's
+        self.batches = 0  # of all workers, that the main thread has taken
+        self.batch: BatchPlace | None = None  # the last of those that all workers read
+        # After which batch, by channel, the data of an iterator ended here, while the others are asked about it.
         self.data_ends: dict[int, BatchPlace] = {}
-        self.trail = ProgramTrail()
-        self.is_threaded = False
-        self.finish: Callable[[], None] = lambda: None
+        self.trail = ProgramTrail()  # all that must be done alike and in the same order on all workers
+        self.finish: Callable[[], None] = lambda: None  # waits for what is in flight, and raises what it found
 
     @property
     def step(self) -> int:
@@ -116,11 +154,7 @@ class Progress:
     def enter(self, program: str, digest: bytes) -> None:
         """Note that a program is about to be started: before the call, which itself may wait for the other workers.
 
-        Set `witness` to a result of it afterwards.
-
-        Args:
-            program: its name.
-            digest: equal on two workers exactly when they may run it together.
+        Its digest is equal on two workers exactly when they may run it together. Set `witness` to a result of it afterwards.
         """
         self.witness = None
         self.program = program
@@ -129,14 +163,6 @@ class Progress:
 
     def did(self, what: str, digest: bytes) -> None:
         """Note something that all workers must do alike and in the same order."""
-        if not (self.is_threaded or in_main_thread()):
-            self.is_threaded = True
-            _logger.info(
-                "%s was started by the thread %r: the order of what the workers do is not compared from now on, since that of "
-                "threads is chance",
-                what,
-                threading.current_thread().name,
-            )
         self.trail.add(what, digest, self.started)
 
     def phase(self, text: str, detail: Detail = "", *, waits: bool = False, is_patient: bool = False) -> Phase:
@@ -157,13 +183,8 @@ class Progress:
             return False
 
     def took_batch(self, place: BatchPlace | None, sizes: Sequence[int]) -> None:
-        """Note that a batch was taken; what other threads take is not in step with the programs.
-
-        Args:
-            place: of those that all workers read; None of one that this worker has for itself.
-            sizes: the rows of all replicas.
-        """
-        if in_main_thread():
+        """Note that a batch was taken, with the rows of all replicas; None has no place among those that all workers read."""
+        if in_main_thread():  # what other threads take is not in step with the programs
             self.batches += 1
             self.batch = place or self.batch
             self.did(BATCH, repr((place, tuple(sizes))).encode())
@@ -172,20 +193,11 @@ class Progress:
         """Return what is the same on all workers at the same program, for `require_same_history`, or that it is not known."""
         if not in_main_thread():
             return [UNKNOWN] * 2
-        return [str(self.batches), UNKNOWN if self.is_threaded else f"{self.trail.last.checksum:08x}"]
-
-    def trail_so_far(self) -> tuple[int, int]:
-        """Return how many things were done, and the checksum of them; -1 where the order is chance."""
-        last = self.trail.last  # first: who adds in another thread says so before
-        return (-1, 0) if self.is_threaded else (last.number, last.checksum)
+        return [str(self.batches), f"{self.trail.last.checksum:08x}" if self.trail.is_known else UNKNOWN]
 
     def tell(self) -> str:
-        """Return `ProgramTrail.encode`, empty where the order is chance."""
-        return "" if self.is_threaded else self.trail.encode()
-
-    def contradicts(self, number: int, checksum: int) -> bool:
-        """Tell whether another worker, with this checksum after its thing of this number, has done other things than this one."""
-        return self.trail.contradicts(number, checksum) and not self.is_threaded
+        """Return the last things that were done, for `require_same_history`."""
+        return self.trail.encode()
 
 
 _main = threading.main_thread().ident

@@ -28,13 +28,7 @@ _ANSWER_SECONDS = 0.6
 
 
 class Roll:
-    """The roll call of all workers.
-
-    Args:
-        coordination: reaches the other workers.
-        neighbours: those of this host.
-        progress: what this process is doing.
-    """
+    """The roll call of all workers."""
 
     def __init__(self, coordination: Coordination, neighbours: Neighbours, progress: Progress) -> None:
         self._coordination, self._neighbours, self._progress = coordination, neighbours, progress

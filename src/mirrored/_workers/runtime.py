@@ -45,17 +45,11 @@ SHUTDOWN_SECONDS = 30
 
 @dataclasses.dataclass(frozen=True)
 class Runtime:
-    """What this process shares with the other workers, from the start of the cluster to the end of the process.
-
-    Attributes:
-        coordination: how workers tell each other small things.
-        agreement: sees to it that all run the same programs.
-        cluster: the one it was started for; None when the user had started `jax.distributed`.
-    """
+    """What this process shares with the other workers, from the start of the cluster to the end of the process."""
 
     coordination: Coordination
     agreement: Agreement
-    cluster: Cluster | None
+    cluster: Cluster | None  # None when the user had started `jax.distributed`
 
 
 _current: Runtime | None = None
@@ -95,15 +89,7 @@ def _install_exit_codes() -> None:
 
 
 def attach(options: CommunicationOptions, cluster: Cluster | None = None) -> Runtime | None:
-    """Use what the user has initialised; None when it has one process.
-
-    Args:
-        options: of the strategy.
-        cluster: what the user has given besides; it decides nothing any more.
-
-    Raises:
-        ClusterConfigError: when that says something else.
-    """
+    """Use what the user has initialised; None when it has one process. A cluster that is given besides must say the same."""
     worker, num_workers = distributed.place()
     if cluster is not None:
         if (cluster.worker_index, cluster.num_workers) != (worker, num_workers):
@@ -124,12 +110,7 @@ def attach(options: CommunicationOptions, cluster: Cluster | None = None) -> Run
 
 
 def start(cluster: Cluster, options: CommunicationOptions) -> Runtime | None:
-    """Meet the other workers and start `jax.distributed`; None for a cluster of one worker.
-
-    Raises:
-        ClusterConfigError: when starting again would not help, such as another cluster than the one that runs.
-        ClusterStartError: when a worker is missing, or JAX has started already.
-    """
+    """Meet the other workers and start `jax.distributed`; None for a cluster of one worker."""
     if cluster.num_workers == 1:
         return None
     with _starting:
@@ -188,10 +169,8 @@ def _connect(cluster: Cluster, meeting: Meeting, seconds: float) -> None:
 def starting_devices() -> Iterator[None]:
     """Be in the phase in which JAX starts this worker's devices, and waits for what the other workers have.
 
-    JAX's keys tell the two apart, so that the guard can name the worker whose devices do not start. JAX has a limit too.
-
-    Raises:
-        WorkerLostError: when that is over before the guard's.
+    JAX's keys tell the two apart, so that the guard can name the worker whose devices do not start. JAX has a limit too, which
+    may be over before the guard's.
     """
 
     def look() -> str:  # called by the guard, twice a second

@@ -7,21 +7,22 @@ docs/design/failures.md.
 from __future__ import annotations
 
 import functools
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .. import _env
 from .._errors import ProgramMismatchError
 from .._text import escape, escape_lines, numbered
 from .coordination import Coordination, digest
-from .progress import BATCH, UNKNOWN, Progress, progress
-from .trail import Entry, contradict, decode, listed, parted_in, parting
+from .messages import parse, read
+from .progress import BATCH, UNKNOWN, Entry, Progress, progress
 
 #: Lines shown before and after the first that differs, and characters of them.
 _LINES_BEFORE, _LINES_AFTER = 2, 5
 _MAX_LINE, _MAX_EXCERPT = 300, 2000
 _MAX_NAME = 200
+#: How many of the last things that a worker has done are shown, and characters of them.
+_NUM_SHOWN, _MAX_SHOWN = 8, 500
 _ADVICE = (
     "Every worker must run the same programs in the same order, with arrays of the same shapes and dtypes.\n"
     "Look for what differs by worker: a Python number that the step uses, such as a rank, a learning rate, the time or a "
@@ -43,15 +44,7 @@ def data_ended(worker: int, other: int) -> str:
 
 
 class Agreement:
-    """The comparison of the programs that the workers run.
-
-    Args:
-        coordination: reaches the other workers.
-        progress: where it is noted that this worker waits for the others.
-
-    Attributes:
-        checks_order: whether `check_order` is wanted at every start of a program: MIRRORED_DEBUG=detail.
-    """
+    """The comparison of the programs that the workers run; at every start of one where `checks_order`: MIRRORED_DEBUG=detail."""
 
     def __init__(self, coordination: Coordination, progress: Progress = progress) -> None:
         self._coordination, self._progress = coordination, progress
@@ -61,23 +54,14 @@ class Agreement:
     def check(self, name: str, program_text: str) -> None:
         """See that the next new program is the same on all workers; all workers call it, in the order of their programs.
 
-        Args:
-            name: of the program, for a person; it may differ.
-            program_text: says all that matters and nothing else: no addresses, no places in files.
-
-        Raises:
-            ProgramMismatchError: on every worker, when one has come to another program.
+        The text says all that matters and nothing else: no addresses, no places in files. The name, for a person, may differ.
         """
         number = self._num_checked + 1
         self._compare("agreement", f"new program {number}", name, program_text)
         self._num_checked = number  # only now, so that a call that was interrupted may be made again
 
     def check_order(self, name: str, program_text: str) -> None:
-        """See the same of the program that is about to start, new or not; for `checks_order`.
-
-        Raises:
-            ProgramMismatchError: on every worker, when one is about to start another program.
-        """
+        """See the same of the program that is about to start, new or not; for `checks_order`."""
         number = self._num_started + 1
         self._compare("order", f"start {number} of a program", name, program_text)
         self._num_started = number
@@ -93,9 +77,7 @@ class Agreement:
         raise ProgramMismatchError(_mismatch(what, [shown for shown, *_ in seen], excerpts))
 
     def _exchange(self, channel: str, entry: list[str]) -> list[list[str]]:
-        seen = self._coordination.exchange(channel, entry)
-        is_one = [isinstance(other, list) and len(other) == len(entry) for other in seen]
-        return [[str(part) for part in other] if one else ["?"] * len(entry) for other, one in zip(seen, is_one, strict=True)]
+        return [_words(other, len(entry), "?") for other in self._coordination.exchange(channel, entry)]
 
     def _exchange_excerpts(self, channel: str, text: str) -> list[str]:
         """Return what each worker has around the first difference; few bytes are sent, however long the programs are."""
@@ -127,12 +109,7 @@ def _excerpt(text: str, position: int) -> str:
 def require_same_history(histories: Sequence[Sequence[str]], trails: Callable[[], Sequence[Any]]) -> None:
     """See that all workers have taken as many batches and done the same: at the same program, they are at the same place.
 
-    Args:
-        histories: of each worker, `Progress.history`.
-        trails: returns of each worker, `ProgramTrail.encode`; called on all workers, when they have not done the same.
-
-    Raises:
-        ProgramMismatchError: on every worker.
+    Takes each worker's `Progress.history`, and what returns their `Progress.tell`: called on all, when it is not the same.
     """
     batches, done = zip(*histories, strict=True)
     if UNKNOWN not in batches and len(set(batches)) > 1:
@@ -151,39 +128,81 @@ def _other_number(where: str) -> str:
 
 def decode_history(text: str) -> list[str]:
     """Return the `Progress.history` in a text of another worker; where there is none, it is not known."""
-    try:
-        batches, done = json.loads(text[:_MAX_NAME])
-    except (ValueError, TypeError, RecursionError):
-        return [UNKNOWN, UNKNOWN]
-    return [str(batches), str(done)]
+    return _words(parse(text, _MAX_NAME), 2, UNKNOWN)
 
 
 def other_order(texts: Sequence[str]) -> str:
-    """Say since when workers have done different things, or the same in another order.
-
-    Args:
-        texts: of each worker, `ProgramTrail.encode`; anything else of one that has not told it.
-    """
-    trails = _decoded(texts)
-    parted = parted_in(trails)
+    """Say since when workers have done different things, or the same in another order, from each one's `Progress.tell`."""
+    trails = _trails(texts)
+    since, parted = parting(trails)
     if parted == {BATCH}:
-        return f"the workers have read different batches, so that results are wrong {parting(trails)}. {ONE_DATASET}"
+        return f"the workers have read different batches, so that results are wrong {since}. {ONE_DATASET}"
     if BATCH in parted:
-        return _other_number(parting(trails))
+        return _other_number(since)
+    last = {worker: ", ".join(entry.what for entry in entries[-_NUM_SHOWN:]) for worker, entries in trails.items()}
+    listed = "; ".join(f"worker {worker}: {escape(names, _MAX_SHOWN)}" for worker, names in last.items())
     return (
         "the workers have run known programs in different orders, or with other variables, so that results are wrong "
-        f"{parting(trails)}. The last things each has done: {listed(trails)}.\n{_ADVICE}\nMIRRORED_DEBUG=detail in the "
+        f"{since}. The last things each has done: {listed}.\n{_ADVICE}\nMIRRORED_DEBUG=detail in the "
         "environment of all workers shows both programs, before they start."
     )
 
 
 def is_other_order(texts: Sequence[str]) -> bool:
     """Tell whether what the workers say shows that it is so, and not only that one of them is behind."""
-    return contradict(_decoded(texts))
+    return any(map(_contradicts, _rows(_trails(texts))))
 
 
-def _decoded(texts: Sequence[str]) -> dict[int, list[Entry]]:
-    return {worker: entries for worker, text in enumerate(texts) if (entries := decode(text)) is not None}
+def decode_trail(text: str) -> list[Entry] | None:
+    """Return the entries in a text of another worker; None when it is none, as of a worker that has not answered."""
+    told = parse(text)
+    entries = [read(Entry, one) for one in told] if isinstance(told, list) else [None]
+    return None if None in entries else [entry for entry in entries if entry]
+
+
+def _trails(texts: Sequence[str]) -> dict[int, list[Entry]]:
+    return {worker: entries for worker, text in enumerate(texts) if (entries := decode_trail(text)) is not None}
+
+
+def parting(trails: Mapping[int, Sequence[Entry]]) -> tuple[str, set[str]]:
+    """Say since when workers have done different things, and what each did first that another did not; and name these things."""
+    rows = _rows(trails)
+    found = next(iter([row for row in rows if _contradicts(row)] or [row for row in rows if None in row.values()]), None)
+    if found is None:
+        return "at a step that is not known any more", set()
+    names = {entry.what if entry else "" for entry in found.values()}
+    number, step = min((entry.number, 1 + entry.step) for entry in found.values() if entry)
+    if found is rows[0] and number > 1:
+        return f"before step {step}", names
+    after = next((row for row in rows if any(entry and entry.number == number + 1 for entry in row.values())), {})
+    return f"since step {step} ({_sides(found, after)})", names
+
+
+def _rows(trails: Mapping[int, Sequence[Entry]]) -> list[dict[int, Entry | None]]:
+    """Return for each number that all workers still know what each of them did, None for one that has not come to it."""
+    by_number = {worker: {entry.number: entry for entry in entries} for worker, entries in trails.items()}
+    first = max((min(entries) for entries in by_number.values() if entries), default=1)
+    last = max((max(entries) for entries in by_number.values() if entries), default=0)
+    return [{worker: entries.get(number) for worker, entries in by_number.items()} for number in range(first, last + 1)]
+
+
+def _contradicts(row: Mapping[int, Entry | None]) -> bool:
+    return len({entry.checksum for entry in row.values() if entry}) > 1
+
+
+def _sides(found: Mapping[int, Entry | None], after: Mapping[int, Entry | None]) -> str:
+    groups: dict[int | None, list[int]] = {}
+    for worker, entry in found.items():
+        groups.setdefault(entry.checksum if entry else None, []).append(worker)
+    sides: list[str] = []
+    seen: set[str] = set()
+    for workers in groups.values():
+        entry, then = found[workers[0]], after.get(workers[0])
+        what = escape(entry.what, _MAX_NAME) if entry else "nothing more"
+        other = ", another of this name" if what in seen else ""
+        sides.append(f"{numbered(workers)}: {what}{other}" + (f", then {escape(then.what, _MAX_NAME)}" if then else ""))
+        seen.add(what)
+    return "; ".join(sides)
 
 
 def _listed(texts: Sequence[str]) -> str:
@@ -200,5 +219,10 @@ def _mismatch(what: str, names: Sequence[str], excerpts: Sequence[str]) -> str:
     return "\n".join([*parts, _ADVICE])
 
 
-def _count(value: Any) -> int:
+def _words(value: object, count: int, unknown: str) -> list[str]:
+    """Return so many words that another worker has given; where it has given something else, they are not known."""
+    return list(map(str, value)) if isinstance(value, list) and len(value) == count else [unknown] * count
+
+
+def _count(value: object) -> int:
     return value if isinstance(value, int) else 1

@@ -7,12 +7,13 @@ only slow is given the stall limit: docs/design/failures.md.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import json
 import statistics
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from .._text import escape, named, numbered
+from .messages import parse, read
 from .progress import NEXT_BATCH, OTHERS_INPUT, Progress
 
 #: The default of the limit: at least so many seconds, and so many steps.
@@ -29,44 +30,25 @@ _ARRIVED_SECONDS = 0.4
 #: What a worker said so long ago may be over; only an end is for ever.
 _OLD_SECONDS = 1.0
 _MAX_WORD = 200
-#: A longer text of a worker is no position.
-_MAX_TEXT = 1_000_000
 _LONGER = "If it only needs longer: mr.CommunicationOptions(timeout_seconds=...)."
 
 
-@dataclasses.dataclass(frozen=True)
-class Position:
-    """A worker's position in its program.
+class Position(NamedTuple):
+    """A worker's position in its program."""
 
-    Attributes:
-        beat: counts up while its guard lives.
-        started: how many programs of several workers it has started; "step" in messages.
-        program: the name of the one started last.
-        phase: what it does between programs, or how it has ended; empty when nothing special.
-        detail: more about that.
-        waits: whether it can go on only with other workers.
-        is_patient: whether what it does may take as long as it likes.
-        has_ended: whether its program has come to its end.
-        still: for how many seconds nothing of this has changed.
-        done: how many things it has done that all workers do alike and in the same order; -1 where that cannot be compared.
-        trail: the checksum of them.
-        batch: which of the batches that all workers read was taken last, as the first numbers of a `BatchPlace`; empty before.
-        ends: the same of the batches after which data has ended here, while the others are asked whether theirs has.
-    """
-
-    beat: int
-    started: int
-    program: str
-    phase: str
-    detail: str
-    waits: bool
-    is_patient: bool
-    has_ended: bool
-    still: float
-    done: int = -1
-    trail: int = 0
-    batch: list[int] = dataclasses.field(default_factory=list)
-    ends: list[list[int]] = dataclasses.field(default_factory=list)
+    beat: int  # counts up while its guard lives
+    started: int  # how many programs of several workers it has started; "step" in messages
+    program: str  # the name of the one started last
+    phase: str  # what it does between programs, or how it has ended; empty when nothing special
+    detail: str  # more about that
+    waits: bool  # whether it can go on only with other workers
+    is_patient: bool  # whether what it does may take as long as it likes
+    has_ended: bool  # whether its program has come to its end
+    still: float  # for how many seconds nothing of this has changed
+    done: int  # how many things it has done that all workers do alike and in the same order; -1 where that cannot be compared
+    trail: int  # the checksum of them
+    batch: list[int]  # which of those that all workers read was taken last: the first numbers of a `BatchPlace`; empty before
+    ends: list[list[int]]  # the same of those after which data has ended here, while the others are asked whether theirs has
 
     @property
     def waits_in_phase(self) -> bool:
@@ -83,7 +65,7 @@ class Position:
 
     def encode(self) -> str:
         """Return it as what `decode` takes."""
-        return json.dumps(dataclasses.asdict(self))
+        return json.dumps(self)
 
     def __str__(self) -> str:
         step = (
@@ -107,16 +89,8 @@ class Position:
 
 def decode(text: str) -> Position | None:
     """Return the position in a text of another worker, None when it is none."""
-    if len(text) > _MAX_TEXT:
-        return None
-    try:
-        position = Position(**json.loads(text))
-    except (ValueError, TypeError, RecursionError):
-        return None
-    types = (int, int, str, str, str, bool, bool, bool, (int, float), int, int, list, list)
-    fields = [getattr(position, field.name) for field in dataclasses.fields(position)]
-    is_one = all(map(isinstance, fields, types)) and all(map(_is_place, [position.batch, *position.ends]))
-    return position if is_one else None
+    position = read(Position, parse(text))
+    return position if position and all(map(_is_place, [position.batch, *position.ends])) else None
 
 
 def _is_place(value: object) -> bool:
@@ -148,7 +122,7 @@ class Own:
         phase, detail = (phases[-1].text, phases[-1].detail) if phases else ("", "")
         detail = detail() if callable(detail) else detail
         is_patient = any(phase.is_patient for phase in phases)
-        done, trail = progress.trail_so_far()
+        done, trail = progress.trail.so_far()
         return Position(
             beat=self._beat,
             started=started,
@@ -174,11 +148,7 @@ class Own:
 
 
 class Others:
-    """The positions of all workers, and for how long each has been silent.
-
-    Args:
-        pause: for so many seconds nobody is expected to speak again.
-    """
+    """The positions of all workers, and for how long each has been silent; for `pause` nobody is expected to speak again."""
 
     def __init__(self, pause: float = 0.0) -> None:
         self.positions: dict[int, Position] = {}
@@ -218,11 +188,6 @@ def judge_all(limit: float, positions: Mapping[int, Position], silent: Mapping[i
     """Say why one of the workers that wait will wait for ever, or has waited too long; None while there is hope.
 
     Workers that wait in the same place are one question, of the one that has waited there for the longest time.
-
-    Args:
-        limit: for how many seconds one may.
-        positions: of all workers, as far as they have spoken.
-        silent: for how many seconds each has not spoken.
     """
     places: dict[object, int] = {}
     for worker, position in sorted(positions.items()):
@@ -239,14 +204,10 @@ def judge_all(limit: float, positions: Mapping[int, Position], silent: Mapping[i
 def judge(
     own: int, limit: float, positions: Mapping[int, Position], silent: Mapping[int, float], sees_all: bool = True
 ) -> str | None:
-    """Say why a worker that waits will wait for ever, or has waited too long; None while there is hope.
+    """Say why a worker that waits will wait for ever, or has waited for longer than the limit; None while there is hope.
 
-    Args:
-        own: the worker that waits.
-        limit: for how many seconds it may.
-        positions: of all workers, as far as they have spoken.
-        silent: for how many seconds each has not spoken.
-        sees_all: whether `positions` are those of all workers that matter; else nothing is said of nobody.
+    Knows the positions of those that have spoken, and for how long each has been silent. Says nothing of nobody, unless it
+    `sees_all` that matter.
     """
     here = positions[own]
     others = {worker: position for worker, position in sorted(positions.items()) if worker != own}

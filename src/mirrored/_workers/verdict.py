@@ -8,6 +8,7 @@ import sys
 
 from .._errors import FAILED, INTERRUPTED, RESTART, WorkerLostError
 from .._text import escape, escape_titled
+from .messages import parse
 
 #: Characters of each text that are sent and shown.
 MAX_TEXT = 4096
@@ -15,21 +16,13 @@ MAX_TEXT = 4096
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """The reason why a job ends.
+    """The reason why a job ends."""
 
-    Attributes:
-        title: one line.
-        detail: more lines.
-        lost: workers that are known not to hear it.
-        wants_stacks: whether the stacks of all threads of all workers help.
-        code: what workers leave with, to which nothing else has happened.
-    """
-
-    title: str
+    title: str  # one line
     detail: str = ""
-    lost: tuple[int, ...] = ()
-    wants_stacks: bool = False
-    code: int = RESTART
+    lost: tuple[int, ...] = ()  # workers that are known not to hear it
+    wants_stacks: bool = False  # whether the stacks of all threads of all workers help
+    code: int = RESTART  # of workers to which nothing else has happened
 
     def encode(self) -> str:
         """Return it as what `decode` takes."""
@@ -39,11 +32,11 @@ class Verdict:
     def decode(text: str) -> Verdict:
         """Read what a worker has published; whatever it is, it is a verdict."""
         try:
-            fields = json.loads(text[: 16 * MAX_TEXT])
+            fields = parse(text, 16 * MAX_TEXT)
             lost = tuple(int(worker) for worker in fields["lost"])
             code = FAILED if fields.get("code") == FAILED else RESTART
             return Verdict(str(fields["title"]), str(fields["detail"]), lost, fields["wants_stacks"] is True, code)
-        except (ValueError, TypeError, KeyError, RecursionError):
+        except (ValueError, TypeError, KeyError):
             return Verdict(f"another process has written {text[:200]!r} where the workers tell each other why they end")
 
     def __str__(self) -> str:

@@ -9,7 +9,7 @@ from ._records.feature import FixedLenFeature as FixedLenFeature
 from ._records.feature import VarLenFeature as VarLenFeature
 from ._records.tfrecord import tfrecord_dataset as tfrecord_dataset
 from ._records.tfrecord import write_tfrecords as write_tfrecords
-from ._sources.elements import PerReplicaSpec as PerReplicaSpec
 from ._sources.numpy_dataset import NumpyDataset as NumpyDataset
+from ._sources.verbs import PerReplicaSpec as PerReplicaSpec
 
 TFRecordError.__module__ = __name__  # tracebacks show the name to write behind `except`

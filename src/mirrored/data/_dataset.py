@@ -8,7 +8,7 @@ import dataclasses
 import logging
 import operator
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import jax
 import numpy as np
@@ -25,11 +25,9 @@ from ._sharing.agree import InputWorker
 from ._sharing.plan import Plan
 from ._sharing.steps import LocalReplicas
 from ._sources import grain
-from ._sources.elements import checked_function
+from ._sources.not_batches import why_share, why_single_rows
 from ._sources.numpy_dataset import NumpyDataset
-from ._sources.rounds import num_steps
-from ._sources.shares import why_share
-from ._sources.single_rows import why_single_rows
+from ._sources.verbs import Limit, check_int, checked_function, num_steps
 
 _logger = logging.getLogger("mirrored")
 
@@ -91,7 +89,7 @@ class DistributedDataset:
         >>> [x.values[0].tolist() for x in strategy.distribute_dataset([np.arange(2)] * 9).take(2)]
         [[0], [0]]
         """
-        return self._with(limits=(*self._elements.limits, ("take", _checked_count("take", count, 0))))
+        return self._with(("take", check_int("take got", count, 0, "the number of steps")))
 
     def repeat(self, count: int | None = None) -> DistributedDataset:
         """Go through the steps `count` times, or without end; each pass begins as a new iterator does, with its own order.
@@ -103,8 +101,9 @@ class DistributedDataset:
         [[0], [0, 1], [0], [0, 1], [0]]
         >>> batches.close()
         """
-        count = None if count is None else _checked_count("repeat", count, 1)
-        return self._with(limits=(*self._elements.limits, ("repeat", count)))
+        if count is not None:
+            count = check_int("repeat got", count, 1, "the number of passes, or None for no end")
+        return self._with(("repeat", count))
 
     def map(self, fn: Callable[..., PyTree]) -> DistributedDataset:
         """Apply a function to each batch on the host, before it is divided among the replicas.
@@ -117,11 +116,11 @@ class DistributedDataset:
         >>> [batch["sum"].values[1].tolist() for batch in dataset]
         [[3.0, 4.0]]
         """
-        return self._with(maps=(*self._elements.maps, checked_function(fn)))
+        return self._with(maps=(checked_function(fn),))
 
-    def _with(self, **changes: Any) -> DistributedDataset:
-        made = copy.copy(self)
-        made._elements = dataclasses.replace(self._elements, **changes)
+    def _with(self, *limits: Limit, maps: tuple[Callable[..., PyTree], ...] = ()) -> DistributedDataset:
+        made, old = copy.copy(self), self._elements
+        made._elements = dataclasses.replace(old, limits=(*old.limits, *limits), maps=(*old.maps, *maps))
         made._made_of = self  # which the strategy knows, and describes
         return made
 
@@ -132,7 +131,7 @@ class DistributedDataset:
         dataset, kind = self._plan.dataset, self._plan.kind
         if isinstance(dataset, NumpyDataset) and self._options.drop_remainder and kind == "DATA":
             return dataset._num_batches(at_least=self._mesh.num_replicas)  # of smaller ones nothing is left
-        if not isinstance(dataset, collections.abc.Sized) or not _has_length(dataset):
+        if not isinstance(dataset, collections.abc.Sized) or (grain.is_pipeline(dataset) and not grain.has_length(dataset)):
             raise TypeError(f"the length of {type(dataset).__name__} is not known before it ends.")
         if kind == "DATA":
             return len(dataset)
@@ -173,7 +172,7 @@ def batch_rows(dataset: DistributedDataset) -> int | None:
     return made_of.batch_size if isinstance(made_of, NumpyDataset) and dataset._plan.kind == "DATA" else None
 
 
-def check_dataset(dataset: Any, verb: str, policy: AutoShardPolicy | str = AutoShardPolicy.AUTO) -> None:
+def check_dataset(dataset: object, verb: str, policy: AutoShardPolicy | str = AutoShardPolicy.AUTO) -> None:
     """Refuse what cannot be iterated as batches, or only once without saying so."""
     batches, size = "global batches", "global_batch_size"
     if verb == "distribute_datasets_from_function":
@@ -184,9 +183,9 @@ def check_dataset(dataset: Any, verb: str, policy: AutoShardPolicy | str = AutoS
         return
     if isinstance(dataset, DistributedDataset):
         raise TypeError("the dataset is distributed already; iterate over it.")
-    if isinstance(dataset, np.ndarray | jax.Array | PerReplica) or (
-        isinstance(dataset, dict | tuple) and not _is_batches(dataset)
-    ):
+    # A tuple of batches holds nothing but nests, and one batch that is a tuple holds arrays.
+    is_batches = isinstance(dataset, tuple) and dataset != () and all(isinstance(part, dict | list | tuple) for part in dataset)
+    if isinstance(dataset, np.ndarray | jax.Array | PerReplica | dict | tuple) and not is_batches:
         raise TypeError(
             f"{verb} got {type(dataset).__name__}, one set of arrays; expected a dataset that yields {batches}: {example}."
         )
@@ -195,30 +194,12 @@ def check_dataset(dataset: Any, verb: str, policy: AutoShardPolicy | str = AutoS
             f"{verb} got {shown(dataset)}, an iterator that can be used only once; a second epoch would be empty. Pass "
             "an object whose __iter__ starts anew: a list of batches, a dataset, or a class with `def __iter__(self): yield ...`."
         )
-    if not isinstance(dataset, collections.abc.Iterable) and not hasattr(type(dataset), "__getitem__"):
+    is_iterable = isinstance(dataset, collections.abc.Iterable) or hasattr(type(dataset), "__getitem__")
+    if not is_iterable or isinstance(dataset, str | bytes):
         raise TypeError(
             f"{verb} got {shown(dataset)} of type {type(dataset).__name__}; expected an iterable of {batches}, for "
             f"example {example}."
         )
-    if isinstance(dataset, str | bytes | dict):
-        raise TypeError(f"{verb} got {shown(dataset)}; expected an iterable of {batches}.")
     shared_by_user = verb == "distribute_datasets_from_function" or policy is AutoShardPolicy.OFF
     if reason := why_single_rows(dataset, size) or (None if shared_by_user else why_share(dataset)):
         raise ValueError(f"{verb} expected {batches}, and {type(dataset).__name__} {reason}")
-
-
-def _checked_count(verb: str, count: Any, at_least: int) -> int:
-    if isinstance(count, bool) or not isinstance(count, int | np.integer):
-        raise TypeError(f"{verb} got {count!r}; expected an int, the number of {'steps' if verb == 'take' else 'passes'}.")
-    if count < at_least:
-        raise ValueError(f"{verb} got {count}; expected at least {at_least}{', or None for no end' if at_least else ''}.")
-    return int(count)
-
-
-def _has_length(dataset: Any) -> bool:
-    return not grain.is_pipeline(dataset) or grain.has_length(dataset)
-
-
-def _is_batches(dataset: Any) -> bool:
-    """Tell a tuple of batches from one batch that is a tuple of arrays: only the former holds nothing but nests."""
-    return isinstance(dataset, tuple) and dataset != () and all(isinstance(element, dict | list | tuple) for element in dataset)

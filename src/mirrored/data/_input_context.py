@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from ._sources.verbs import check_int
+
 
 @dataclasses.dataclass(frozen=True)
 class InputContext:
@@ -33,10 +35,7 @@ class InputContext:
             TypeError: when `global_batch_size` is no int.
             ValueError: when it is less than 1, or the replicas do not divide it.
         """
-        if isinstance(global_batch_size, bool) or not isinstance(global_batch_size, int):
-            raise TypeError(f"global_batch_size is {global_batch_size!r}; expected an int, the rows of one step.")
-        if global_batch_size < 1:
-            raise ValueError(f"global_batch_size is {global_batch_size}; expected at least 1.")
+        global_batch_size = check_int("global_batch_size is", global_batch_size, 1, "the rows of one step")
         size, rest = divmod(global_batch_size, self.num_replicas_in_sync)
         if rest:
             raise ValueError(

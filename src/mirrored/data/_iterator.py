@@ -25,8 +25,8 @@ from ._passes import Elements, Passes
 from ._prefetch import Ahead
 from ._sharing.rows import split_sizes
 from ._sharing.steps import LocalReplicas, Step, Steps
-from ._sources.position import Position, Source
-from ._sources.rounds import check_places
+from ._sources.open import Position
+from ._sources.verbs import check_places
 
 #: Of the states that `get_state` returns.
 _VERSION = 1
@@ -57,17 +57,16 @@ class DistributedIterator:
 
     def __init__(self, elements: Elements, layout: LocalReplicas, mesh: ReplicaMesh, prefetch: int) -> None:
         """Take what a DistributedDataset knows; nothing is read yet."""
-        self._elements = self._later = elements
+        self._elements = elements
         self._plan = elements.plan
         self._layout = layout
         self._mesh = mesh
         self._prefetch = prefetch
-        self._source: Source | None = None
+        self._passes: Passes | None = None
         self._batches: Ahead[Any] | Batches | None = None
         self._position: Position = ValueError("the iterator was closed before it read anything, and has no position.")
         self._extra: dict[str, Any] = {"places": [0] * len(elements.limits)} if elements.limits else {}
-        self._passes: Passes | None = None
-        self._is_closed = self._is_resumed = self._is_interrupted = False
+        self._is_closed = self._is_interrupted = False
         self._channel: Channel | None = None
 
     @property
@@ -131,7 +130,7 @@ class DistributedIterator:
         Raises:
             TypeError: when the dataset has no position that could be saved.
         """
-        if self._source is None and not self._is_closed:
+        if self._passes is None and not self._is_closed:
             self._open()
         if isinstance(self._position, Exception):
             raise self._position
@@ -157,32 +156,27 @@ class DistributedIterator:
             ValueError: when it belongs to another dataset, policy or worker. Nothing has changed then.
         """
         extra = self._checked(state)
-        dataset, was_closed = self._plan.dataset, self._is_closed
-        open_source = self._elements.open
-        if hasattr(dataset, "load_state_dict"):
+        was_closed = self._is_closed
+        if hasattr(self._plan.dataset, "load_state_dict"):
             self.close()  # now: the dataset has one position for all its iterators, which the thread would go on changing
         try:
-            source = open_source(state["source"])
+            passes = Passes(self._elements, state["source"], extra)
         except Exception:
-            if self._is_closed and not was_closed:
-                self._is_closed = False
-                if isinstance(self._position, str):
-                    self._source = open_source(json.loads(self._position))
+            self._is_closed = was_closed
             raise
         self.close()
-        self._is_closed, self._is_resumed, self._is_interrupted = False, True, False
-        self._source, self._extra, self._position = source, extra, json.dumps(state["source"])
-        self._later = self._elements.of_later_passes(extra.get("places", []))
+        self._is_closed = self._is_interrupted = False
+        self._passes, self._extra, self._position = passes, extra, passes.start
 
     def close(self) -> None:
         """End the preparation in the background and free what it holds. No batch comes after; again does nothing."""
         self._is_closed = True
         batches, self._batches = self._batches, None
-        source, self._source, self._passes = self._passes or self._source, None, None
+        passes, self._passes = self._passes, None
         if batches is not None:
             batches.close()
-        if source is not None and not isinstance(batches, Ahead):  # which closes it in its thread
-            source.close()
+        if passes is not None and not isinstance(batches, Ahead):  # which closes them in its thread
+            passes.close()
 
     def __enter__(self) -> Self:
         return self
@@ -190,33 +184,30 @@ class DistributedIterator:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _open(self) -> Source:
-        if self._source is None:
-            state = json.loads(self._position) if self._is_resumed and isinstance(self._position, str) else None
-            self._source = self._elements.open(state)
-            self._position = self._source.position()
-            self._later = self._elements.of_later_passes(self._extra.get("places", []))
-        return self._source
+    def _open(self) -> Passes:
+        """Begin, or go on after the last batch that was given, where a failure has closed all."""
+        if self._passes is None:
+            state = json.loads(self._position) if isinstance(self._position, str) else None
+            self._passes = Passes(self._elements, state, self._extra)
+            self._position = self._passes.start
+        return self._passes
 
     def _begin_again(self) -> None:
         """Go on after the last batch that was given, where an interrupted pipeline would say that the data has ended."""
         self.close()
-        if isinstance(self._position, str) and self._layout.worker.count == 1:
-            self._is_closed, self._is_resumed = False, True
-        else:
-            self._is_interrupted = True
+        self._is_interrupted = not isinstance(self._position, str) or self._layout.worker.count > 1
+        self._is_closed = self._is_interrupted
 
     def _started(self) -> Ahead[Any] | Batches:
         if self._batches is None:
-            source, worker = self._open(), self._layout.worker.for_iterator(is_noted=in_main_thread())
+            passes, worker = self._open(), self._layout.worker.for_iterator(is_noted=in_main_thread())
             self._channel = worker.channel
             layout = dataclasses.replace(self._layout, worker=worker, lookahead=_LOOKAHEAD if self._prefetch else 1)
-            self._passes = Passes(self._later, source, layout, self._extra, self._is_resumed)
-            batches = _batches(self._passes.steps(), self._mesh, layout, self._elements)
-            self._batches = Ahead(batches, self._passes.close, self._prefetch, worker.close) if self._prefetch else batches
+            batches = _batches(passes.steps(layout), self._mesh, layout, self._elements)
+            self._batches = Ahead(batches, passes.close, self._prefetch, worker.close) if self._prefetch else batches
         return self._batches
 
-    def _checked(self, state: Any) -> dict[str, Any]:
+    def _checked(self, state: object) -> dict[str, Any]:
         """Return what a state holds besides the position of the source, or say why it is not one for this iterator."""
         if not isinstance(state, dict) or not {"version", "policy", "worker", "source"} <= set(state) or state["source"] is None:
             raise TypeError(f"state is {state!r}; expected what get_state() of an iterator over this dataset returned.")
@@ -269,10 +260,7 @@ def to_devices(step: Step, mesh: ReplicaMesh, layout: LocalReplicas, last_sizes:
     leaves, treedef = jax.tree.flatten(step.stacked)
     is_alone = layout.worker.count == 1  # then one call for all of them
     arrays = jax.device_put(leaves, mesh.stacked) if is_alone else [placement.stack(mesh, leaf) for leaf in leaves]
-    return jax.tree.unflatten(treedef, [PerReplica(a, _true_shapes(a, step.sizes), None, last_sizes) for a in arrays])
-
-
-def _true_shapes(array: jax.Array, sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...] | None:
-    if len(set(sizes)) == 1:
-        return None
-    return tuple((size, *array.shape[2:]) for size in sizes)
+    is_even = len(set(step.sizes)) == 1
+    shapes = [None if is_even else tuple((size, *array.shape[2:]) for size in step.sizes) for array in arrays]
+    values = [PerReplica(array, true, None, last_sizes) for array, true in zip(arrays, shapes, strict=True)]
+    return jax.tree.unflatten(treedef, values)

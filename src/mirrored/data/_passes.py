@@ -4,55 +4,52 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import logging
+import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from .._typing import PyTree
 from ._sharing.plan import Plan
 from ._sharing.rows import to_numpy
 from ._sharing.steps import LocalReplicas, Steps
 from ._sources import grain
-from ._sources.elements import PerReplicaSpec, spec_of_batch
-from ._sources.last_batch import LastBatch, last_batch
 from ._sources.numpy_dataset import NumpyDataset
-from ._sources.open import is_sequence, open_source
-from ._sources.position import Source
-from ._sources.rounds import Limit, limited, num_passes_left
+from ._sources.open import Position, Source, is_sequence, open_source
+from ._sources.verbs import Limit, PerReplicaSpec, limited, num_passes_left, spec_of_batch
 
 _logger = logging.getLogger("mirrored")
 
 
+class LastBatch(NamedTuple):
+    """The last batch of a pass, when it has other rows than those before."""
+
+    num_rows: int
+    rows_before: int  # of each batch before it
+    step: int  # its number, counted from 1
+
+
 @dataclasses.dataclass(frozen=True)
 class Elements:
-    """What a distributed dataset yields.
+    """What a distributed dataset yields."""
 
-    Attributes:
-        plan: of which dataset, and how its rows are shared out.
-        maps: functions that each element goes through before it is shared out, in order.
-        limits: how far and how often, innermost first.
-    """
-
-    plan: Plan
-    maps: tuple[Callable[..., PyTree], ...] = ()
-    limits: tuple[Limit, ...] = ()
+    plan: Plan  # of which dataset, and how its rows are shared out
+    maps: tuple[Callable[..., PyTree], ...] = ()  # functions that each element goes through before it is shared out, in order
+    limits: tuple[Limit, ...] = ()  # how far and how often, innermost first
     _specs: list[PyTree] = dataclasses.field(default_factory=list, init=False, compare=False)
 
-    def open(self, state: Any = None) -> Source:
+    def open(self, state: object = None) -> Source:
         """Start one pass, from a position on if one is given."""
         return open_source(self.plan.dataset, state, self.maps)
 
     def of_later_passes(self, places: Sequence[int]) -> Elements:
-        """Return what the passes after the one that was just opened begin with.
-
-        The thread that reads ahead begins them at a moment that nobody knows. Their numbers, which say the order of rows that are
-        shuffled, are therefore taken now, before another iterator takes one.
-
-        Args:
-            places: how far the pass is in each limit.
-        """
+        """Return what the passes after the one that was just opened, which is at these places, begin with."""
+        # The thread that reads ahead begins them at a moment that nobody knows. Their numbers, which say the order of rows that
+        # are shuffled, are therefore taken now, before another iterator takes one.
         dataset = self.plan.dataset
         if not (self.limits and isinstance(dataset, NumpyDataset)):
             return self
@@ -61,16 +58,11 @@ class Elements:
 
     def last_batch(self, layout: LocalReplicas) -> LastBatch | None:
         """Return what the last batch of a pass is, if the steps come to it and replicas have different numbers of rows in it."""
-        found = last_batch(self.plan.dataset) if self.plan.kind == "DATA" and not layout.drop_remainder else None
+        found = _last_batch(self.plan.dataset) if self.plan.kind == "DATA" and not layout.drop_remainder else None
         if found is None or not found.num_rows % layout.num_replicas:
             return None
         is_cut = any(kind == "take" and count is not None and count < found.step for kind, count in self.limits)
         return None if is_cut else found
-
-    @property
-    def has_given(self) -> bool:
-        """Whether an iterator has given a batch, or a sample of one was taken."""
-        return bool(self._specs)
 
     def note(self, stacked: PyTree) -> None:
         """Take note of what a batch is like, of arrays `[L, rows, ...]`."""
@@ -105,29 +97,31 @@ class Elements:
 class Passes:
     """The passes of one iterator, of which one source after the other is open."""
 
-    def __init__(
-        self, elements: Elements, source: Source, layout: LocalReplicas, extra: dict[str, Any], is_resumed: bool = False
-    ) -> None:
-        """Begin with an open source, in which the iterator is, and with what else its position holds."""
-        self._elements, self._source, self._layout, self._extra = elements, source, layout, extra
-        self._is_resumed = is_resumed
+    def __init__(self, elements: Elements, state: object, extra: dict[str, Any]) -> None:
+        """Open the first, from a position on if one is given, with what else it holds."""
+        self._elements, self._extra = elements, extra
+        self._is_resumed = state is not None
+        self._source = elements.open(state)
+        self.start: Position = self._source.position() if state is None else json.dumps(state)  # begins a pass that has a number
+        self._places = list(extra.get("places", [0] * len(elements.limits)))
+        self._later = elements.of_later_passes(self._places)
 
-    def steps(self) -> Steps:
+    def steps(self, layout: LocalReplicas) -> Steps:
         """Yield the steps of all passes; each notes in `extra` how far it is in each limit.
 
         All workers count the same steps, so they stop and begin anew together without asking each other.
         """
-        limits = self._elements.limits
-        places = list(self._extra.get("places", [0] * len(limits)))
-        for step in limited(self._start, limits, places):
-            yield dataclasses.replace(step, extra={**step.extra, "places": list(places)}) if limits else step
 
-    def _start(self, is_first: bool) -> Steps:
-        if not is_first:
-            self._source.close()
-            self._source = self._elements.open()
-        steps = self._elements.plan.steps(self._source, self._layout, self._extra if is_first else {})
-        return steps if is_first and self._is_resumed else self._not_empty(steps)
+        def start(is_first: bool) -> Steps:
+            if not is_first:
+                self._source.close()
+                self._source = self._later.open()
+            steps = self._elements.plan.steps(self._source, layout, self._extra if is_first else {})
+            return steps if is_first and self._is_resumed else self._not_empty(steps)
+
+        places = self._places
+        for step in limited(start, self._elements.limits, places):
+            yield dataclasses.replace(step, extra={**step.extra, "places": list(places)}) if places else step
 
     def _not_empty(self, steps: Steps) -> Steps:
         """Say when a pass has no steps, and one before it had: the dataset can be gone through only once."""
@@ -136,7 +130,7 @@ class Passes:
             for step in steps:
                 is_empty = False
                 yield step
-        if is_empty and self._elements.has_given:
+        if is_empty and self._elements._specs:  # an iterator has given a batch
             _logger.warning(
                 "%s gave no batch in this pass, and gave some in an earlier one: it can be gone through only once. Let its "
                 "__iter__ begin anew each time: open the files, or call the generator function, in there.",
@@ -146,3 +140,31 @@ class Passes:
     def close(self) -> None:
         """Close the source that is open."""
         self._source.close()
+
+
+def _last_batch(dataset: object) -> LastBatch | None:
+    """Return what the last batch of a dataset is, without reading one; None where it is like the others, or nobody knows."""
+    if isinstance(dataset, NumpyDataset):
+        return _of_rows(dataset.num_rows, dataset.batch_size, dataset._batches_until_end())
+    if isinstance(dataset, list | tuple) and len(dataset) > 1:
+        before, last = _num_rows(dataset[0]), _num_rows(dataset[-1])
+        return LastBatch(last, before, len(dataset)) if before and last and last != before else None
+    torch = sys.modules.get("torch.utils.data")
+    if not isinstance(dataset, getattr(torch, "DataLoader", ())):
+        return None
+    try:
+        num_rows = len(dataset.sampler)
+    except TypeError:  # a stream
+        return None
+    return _of_rows(num_rows, dataset.batch_size, len(dataset) if dataset.drop_last else None)
+
+
+def _of_rows(num_rows: int, batch_size: int | None, num_batches: int | None) -> LastBatch | None:
+    complete, rest = divmod(num_rows, batch_size) if batch_size else (0, 0)
+    is_reached = num_batches is None or num_batches > complete
+    return LastBatch(rest, batch_size, complete + 1) if batch_size and complete and rest and is_reached else None
+
+
+def _num_rows(batch: PyTree) -> int:
+    arrays = [leaf for leaf in jax.tree.leaves(batch) if np.ndim(leaf)]
+    return int(np.shape(arrays[0])[0]) if arrays else 0

@@ -5,11 +5,10 @@ from __future__ import annotations
 import atexit
 import collections
 import contextvars
-import functools
 import threading
 import weakref
 from collections.abc import Callable, Generator
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Generic, TypeVar
 
 import jax
 
@@ -38,17 +37,16 @@ class Ahead(Generic[T]):
             count: how many items may be ready; at least 1.
             interrupt: ends what `items` may be waiting for, such as other workers; called in any thread.
         """
-        channel: _Queue[T] = _Queue(count, interrupt)
-        self._channel = channel
+        channel = self._channel = _Queue[T](count, interrupt)
         context, is_x64 = contextvars.copy_context(), jax.config.jax_enable_x64  # pyrefly: ignore[missing-attribute]
 
         def work() -> None:
             with jax.enable_x64(is_x64):
-                context.run(_run_ahead, channel, items, close)
+                context.run(channel.fill, items, close)
 
         # The thread knows the channel, not this object, so that a loop which is left early leaves garbage behind.
         channel.start(work)
-        weakref.finalize(self, self._channel.close)
+        weakref.finalize(self, channel.close)
 
     def __iter__(self) -> Ahead[T]:
         return self
@@ -62,15 +60,12 @@ class Ahead(Generic[T]):
 
 
 class _Queue(Generic[T]):
-    """What the thread and its reader share.
-
-    The lock is reentrant, because garbage collection can call `close` in either thread at any line.
-    """
+    """What the thread and its reader share."""
 
     def __init__(self, count: int, interrupt: Callable[[], None]) -> None:
         self._count = count
         self._interrupt = interrupt
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # its lock is reentrant: garbage collection can call `close` at any line
         self._ready: collections.deque[T] = collections.deque()
         self._failure: BaseException | None = None
         self._is_closed = False
@@ -79,39 +74,54 @@ class _Queue(Generic[T]):
 
     def start(self, work: Callable[[], None]) -> None:
         self._thread = threading.Thread(target=work, name="mirrored input", daemon=True)
-        _close_at_exit()
-        _open_channels.add(self)
+        atexit.register(self.close)  # before JAX ends its backends: exit functions run in reverse, and JAX's is there by now
         self._thread.start()
 
-    def wait_for_room(self) -> bool:
+    def fill(self, items: Generator[T, None, None], close: Callable[[], None]) -> None:
+        """Put in items until there are no more, or none is wanted any more; runs in the thread."""
+        failure: BaseException | None = None
+        try:
+            while self._wait_for_room():
+                self._put(next(items))
+        except StopIteration:
+            pass
+        except BaseException as error:  # whatever it is, the loop that waits for the next batch must get it
+            failure = error
+        try:
+            items.close()
+            close()
+        except BaseException as error:
+            failure = failure or error
+        with self._changed:
+            self._is_finished = True
+            self._failure = None if self._is_closed else failure
+            self._changed.notify_all()
+        del failure  # it holds this frame
+
+    def _wait_for_room(self) -> bool:
         """Wait until another item may be made; return False when none is wanted any more."""
         with self._changed:
-            while len(self._ready) >= self._count and not self._is_closed:
-                self._changed.wait()
+            self._changed.wait_for(lambda: len(self._ready) < self._count or self._is_closed)
             return not self._is_closed
 
-    def put(self, item: T) -> None:
+    def _put(self, item: T) -> None:
         with self._changed:
             if not self._is_closed:
                 self._ready.append(item)
                 self._changed.notify_all()
 
-    def finish(self, failure: BaseException | None) -> None:
-        with self._changed:
-            self._is_finished = True
-            self._failure = None if self._is_closed else failure
-            self._changed.notify_all()
-
     def take(self) -> T:
         with self._changed:
-            while not (self._ready or self._is_finished or self._is_closed):
-                self._changed.wait()
+            self._changed.wait_for(lambda: self._ready or self._is_finished or self._is_closed)
             if self._ready and not self._is_closed:
                 self._changed.notify_all()
                 return self._ready.popleft()
             failure, self._failure = self._failure, None
         self.close()
-        _end(failure)
+        try:
+            raise StopIteration if failure is None else failure
+        finally:
+            del failure  # a frame that held it would keep itself, and the batches in it, until the next collection
 
     def close(self) -> None:
         with self._changed:
@@ -126,43 +136,4 @@ class _Queue(Generic[T]):
         thread.join(MAX_WAIT_SECONDS)
         if not thread.is_alive():
             self._thread = None
-            _open_channels.discard(self)
-
-
-def _end(failure: BaseException | None) -> NoReturn:
-    try:
-        raise StopIteration if failure is None else failure
-    finally:
-        del failure  # a frame that held it would keep itself, and the batches in it, until the next collection
-
-
-def _run_ahead(channel: _Queue[T], items: Generator[T, None, None], close: Callable[[], None]) -> None:
-    failure: BaseException | None = None
-    try:
-        while channel.wait_for_room():
-            channel.put(next(items))
-    except StopIteration:
-        pass
-    except BaseException as error:  # whatever it is, the loop that waits for the next batch must get it
-        failure = error
-    try:
-        items.close()
-        close()
-    except BaseException as error:
-        failure = failure or error
-    channel.finish(failure)
-    del failure  # it holds this frame
-
-
-_open_channels: weakref.WeakSet[_Queue[Any]] = weakref.WeakSet()
-
-
-@functools.cache
-def _close_at_exit() -> None:
-    """Close what is open before JAX ends its backends: exit functions run in reverse, and JAX's is there by now."""
-    atexit.register(_close_all)
-
-
-def _close_all() -> None:
-    for channel in list(_open_channels):
-        channel.close()
+            atexit.unregister(self.close)

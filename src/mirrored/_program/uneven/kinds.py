@@ -14,19 +14,12 @@ from .match_collectives import DROP
 
 @dataclasses.dataclass(frozen=True)
 class Kinds:
-    """The kinds of the replicas, by the shapes of their arguments.
+    """The kinds of the replicas, by the shapes of their arguments."""
 
-    Attributes:
-        shapes: for each kind, the shape of each array argument.
-        of_replica: the kind of each replica.
-        varied: an argument whose shape differs, by position; messages speak of it.
-        name: its name.
-    """
-
-    shapes: tuple[tuple[Shape, ...], ...]
-    of_replica: tuple[int, ...]
-    varied: int
-    name: str
+    shapes: tuple[tuple[Shape, ...], ...]  # for each kind, the shape of each array argument
+    of_replica: tuple[int, ...]  # the kind of each replica
+    varied: int  # an argument whose shape differs, by position; messages speak of it
+    name: str  # its name
 
     def describe(self, kind: int) -> str:
         """Name the replicas of a kind in a message."""
@@ -48,13 +41,17 @@ class Kinds:
             f"replica gets a row, or leave the odd rows out: {DROP}."
         )
 
+    def on_replicas(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """Return for each replica the size that its kind has."""
+        return tuple(sizes[kind] for kind in self.of_replica)
+
     def guess(self, kind: int, size: int) -> tuple[int, ...]:
-        """Guess for each replica a size that is `size` on replicas of a kind: a number of rows, or a multiple of it."""
+        """Guess for each kind a size that is `size` on replicas of one: a number of rows, or a multiple of it."""
         for sizes in self._row_counts():
             rows = sizes[kind]
             if size == rows or (rows > 1 and size % rows == 0):
-                return tuple(sizes[k] * (size // rows if rows else 1) for k in self.of_replica)
-        return (size,) * len(self.of_replica)
+                return tuple(other * (size // rows if rows else 1) for other in sizes)
+        return (size,) * len(self.shapes)
 
     def rows(self, kind: int) -> tuple[int, int]:
         """Return how many rows a replica of a kind has, and how many all have, as they weigh in a mean.
@@ -63,12 +60,12 @@ class Kinds:
             UnevenReplicasError: when it depends on the argument.
         """
         counts = list(self._row_counts())
-        totals = [self._total(sizes) for sizes in counts]
+        totals = [sum(self.on_replicas(sizes)) for sizes in counts]
         shares = {tuple(Fraction(size, total) for size in sizes) for sizes, total in zip(counts, totals, strict=True)}
         if len(shares) > 1:
             raise UnevenReplicasError(
                 "a mean over the replicas weighs them by their rows, but the arguments divide differently among the replicas: "
-                f"{', '.join(str(tuple(sizes[k] for k in self.of_replica)) for sizes in dict.fromkeys(counts))} rows. For one "
+                f"{', '.join(str(self.on_replicas(sizes)) for sizes in dict.fromkeys(counts))} rows. For one "
                 "weight for all write ctx.all_reduce('mean', value, by_rows=False). Divide a loss by its own rows on all "
                 "replicas, mr.losses.compute_average_loss(per_example_loss), and let the gradients be summed: aggregate='sum'."
             )
@@ -76,9 +73,6 @@ class Kinds:
 
     def most_rows(self, kind: int) -> int:
         return max(sizes[kind] for sizes in self._row_counts())
-
-    def _total(self, sizes: Sequence[int]) -> int:
-        return sum(sizes[kind] for kind in self.of_replica)
 
     def _row_counts(self) -> Iterator[tuple[int, ...]]:
         for shapes in zip(*self.shapes, strict=True):

@@ -13,11 +13,7 @@ from ..._typing import PyTree
 
 @contextlib.contextmanager
 def explained(arguments: PyTree) -> Iterator[None]:
-    """Say of an error inside this block that it is about the last batch, which is still to come.
-
-    Args:
-        arguments: those of the call with it, see `of_last_batch` in `_replicas/per_replica`.
-    """
+    """Say of an error inside this block that it is about the last batch, still to come; `arguments` are those of its call."""
     try:
         yield
     except Exception as error:

@@ -13,8 +13,8 @@ from typing import Any
 
 from ..._errors import UnevenReplicasError
 from ..._jax import jaxprs, user_code
-from .keys import equation_key
 from .nodes import Node, Trace, Value
+from .structural_hash import equation_key
 
 #: What leaves the odd rows out, in messages.
 DROP = "strategy.distribute_dataset(dataset, mr.InputOptions(drop_remainder=True))"
@@ -24,25 +24,23 @@ BEGINNING = (
 )
 
 
-def check(traces: Sequence[Trace], collectives: Sequence[Sequence[Node]]) -> None:
-    """Refuse traces that do not reach the same collectives in the same order.
-
-    Args:
-        traces: the traces, or one loop's bodies in all of them.
-        collectives: those of each trace.
+def check(traces: Sequence[Trace]) -> None:
+    """Refuse traces, or one loop's bodies in all of them, that do not reach the same collectives in the same order.
 
     Raises:
         UnevenReplicasError: with the first difference.
     """
-    first, name = collectives[0], traces[0].name
+    first, name = traces[0].collectives, traces[0].name
     count = Counter(map(_kind, first))
-    for trace, others in zip(traces[1:], collectives[1:], strict=True):
-        for own, other in itertools.zip_longest(first, others):
-            differing = f"{name} {_describe(own)}, {trace.name} {_describe(other)}"
+    for trace in traces[1:]:
+        for own, other in itertools.zip_longest(first, trace.collectives):
             if own is None or other is None or _key(own) != _key(other):
-                raise UnevenReplicasError(_different(differing))
-            if count[_kind(own)] > 1 and _line(own) != _line(other):
-                raise UnevenReplicasError(_in_other_places(differing))
+                explain = _different
+            elif count[_kind(own)] > 1 and _line(own) != _line(other):
+                explain = _in_other_places
+            else:
+                continue
+            raise UnevenReplicasError(explain(f"{name} {_describe(own)}, {trace.name} {_describe(other)}"))
 
 
 def _kind(node: Node) -> Any:

@@ -10,7 +10,7 @@ import collections
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,33 +18,28 @@ import jax.numpy as jnp
 
 from ..._errors import UnevenReplicasError
 from ..._jax import jaxprs, tracing
+from ..._jax.interpreter import run_parts
 from ..._jax.marks import mark_p
 from ..._replicas.collectives import pad_to
 from ..._replicas.per_replica import stack_shapes
 from ..._typing import Shape
 from .nodes import Node, Trace, Value
 
-#: Where an own value is taken to: ("operand", collective, operand) or ("output", output).
-Place = tuple[Any, ...]
+#: A value in each trace, such as an operand of a collective that all traces share.
+Row = tuple[Value, ...]
+#: An array that travels: its dtype, and how many of this dtype come before it.
+Slot = tuple[Any, int]
 
 
 def run_merged(
-    traces: Sequence[Trace],
-    output_shapes: Sequence[Shape],
-    index: jax.Array,
-    arguments: Sequence[jax.Array],
-    outer: _Run | None = None,
+    traces: Sequence[Trace], index: jax.Array, arguments: Sequence[jax.Array], outer: _Run | None = None
 ) -> list[jax.Array]:
-    """Run compared traces as one, each replica its own, and return the outputs.
+    """Run compared traces as one, each replica its own, that of its `index`, and return the outputs.
 
-    Args:
-        traces: the traces, after `compare`.
-        output_shapes: for each output, the shape to which the replicas' values are padded.
-        index: which of the traces this replica runs.
-        arguments: the arguments' values; those that differ in shape are padded to one shape.
-        outer: what runs around it, for the bodies of a loop.
+    Arguments and outputs that differ in shape are padded to one shape. `outer` is what runs around a body of a loop.
     """
-    run = _Run(traces, output_shapes, index, arguments, outer)
+    run = _Run(traces, index, outer)
+    run.keep([trace.arguments for trace in traces], arguments)
     for stage in range(traces[0].num_stages):
         run.collectives(stage)
         run.shared(stage)
@@ -53,89 +48,63 @@ def run_merged(
 
 
 class _Run:
-    """What is known while the one program is put together.
+    """What is known while the one program is put together."""
 
-    Attributes:
-        known: what is computed once, by number.
-        padded: for each kind of replica, the arrays of one shape in which values lie that have another shape on other kinds.
-        carried: for each kind of replica, what its earlier parts computed and later parts need.
-        exported: what is taken out of the parts, by place.
-    """
-
-    def __init__(
-        self,
-        traces: Sequence[Trace],
-        output_shapes: Sequence[Shape],
-        index: jax.Array,
-        arguments: Sequence[jax.Array],
-        outer: _Run | None,
-    ) -> None:
+    def __init__(self, traces: Sequence[Trace], index: jax.Array, outer: _Run | None) -> None:
         self._traces = traces
-        self._output_shapes = output_shapes
         self._index = index
         self._outer = outer
         self._live = [_live_nodes(trace) for trace in traces]
         self._joint = list(zip(*([node for node in nodes if node.is_collective] for nodes in self._live), strict=True))
-        self._places = _find_places(traces, self._joint)
-        self._last_use = [_find_last_uses(live, self._places, kind) for kind, live in enumerate(self._live)]
+        self._exports = _find_exports(traces, self._joint)
+        self._last_use = [_find_last_uses(live, self._exports, kind) for kind, live in enumerate(self._live)]
         self._cheap = [{v: n for n in live if n.is_own and n.is_cheap for v in n.outputs} for live in self._live]
-        self._shared = _by_stage([node for live in self._live for node in live if not (node.is_own or node.is_collective)])
-        self._own = [_by_stage([n for n in live if n.is_own and not n.is_cheap]) for live in self._live]
+        #: What is computed once, by number.
         self.known: collections.ChainMap[int | None, Any] = collections.ChainMap({}, outer.known if outer else {})
+        #: For each kind of replica, the arrays of one shape in which values lie that have another shape on other kinds.
         self.padded: list[dict[Value, jax.Array]] = [{} for _ in traces]
+        #: For each kind, what its earlier parts computed and later parts need.
         self.carried: list[dict[Value, jax.Array]] = [{} for _ in traces]
-        self.exported: dict[Place, jax.Array] = {}
-        self._keep([trace.arguments for trace in traces], arguments)
+        #: What is taken out of the parts, of one shape.
+        self.exported: dict[Row, jax.Array] = {}
 
     def outputs(self) -> list[jax.Array]:
         """Return the outputs, after the last stage."""
-        outputs = enumerate(self._traces[0].outputs)
-        return [self._exported_or_known(("output", i), value) for i, value in outputs]
+        return self._exported_or_known([trace.outputs for trace in self._traces])
 
     def collectives(self, stage: int) -> None:
         """Run the collectives that begin a stage."""
-        for k, nodes in enumerate(self._joint):
+        for nodes in self._joint:
             if nodes[0].stage == stage:
-                operands = [self._exported_or_known(("operand", k, i), value) for i, value in enumerate(nodes[0].handed)]
+                operands = self._exported_or_known([node.handed for node in nodes])
                 results = self._run_bodies(nodes, operands) if nodes[0].bodies else tracing.bind(nodes[0].equation, operands)
-                self._keep([node.outputs for node in nodes], results)
+                self.keep([node.outputs for node in nodes], results)
 
     def _run_bodies(self, nodes: Sequence[Node], operands: Sequence[Any]) -> list[Any]:
         """Run a loop or condition whose bodies differ by kind of replica: each round is an uneven step of its own."""
-        name, params = nodes[0].equation.primitive.name, nodes[0].equation.params
+        equation = nodes[0].equation
+        parts, handed = jaxprs.parts_of(equation)
 
-        def merged(bodies: Sequence[Trace], shapes: Sequence[Shape]) -> Callable[..., list[Any]]:
-            return lambda *arguments: run_merged(bodies, shapes, self._index, arguments, self)
+        def merged(part: jaxprs.Part, bodies: Sequence[Trace]) -> Callable[..., list[Any]]:
+            return lambda *arguments: run_merged(bodies, self._index, arguments[len(part.fixed) :], self)
 
-        bodies = list(zip(*(node.bodies for node in nodes), strict=True))
-        shapes = [_common_shapes([body.outputs for body in row]) for row in bodies]
-        if name == "cond":
-            return jax.lax.switch(operands[0], [merged(row, shapes[0]) for row in bodies])
-        if name == "while":
-            [again, step] = map(merged, bodies, shapes)
-            return jax.lax.while_loop(lambda carry: again(*carry)[0], lambda carry: step(*carry), list(operands))
-        [step] = map(merged, bodies, shapes)
-        _, num_carry = jaxprs.scan_of(nodes[0].equation)
-
-        def one_round(carry: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
-            results = step(*carry, *rows)
-            return results[:num_carry], results[num_carry:]
-
-        options = {key: params[key] for key in ("length", "reverse", "unroll")}
-        carry, stacked = jax.lax.scan(one_round, list(operands[:num_carry]), list(operands[num_carry:]), **options)
-        return [*carry, *stacked]
+        values: list[Any] = [None] * len(nodes[0].inputs)  # a body knows itself what it takes from outside
+        values[handed.start : handed.stop] = operands
+        return run_parts(equation, values, list(map(merged, parts, zip(*(node.bodies for node in nodes), strict=True))))
 
     def shared(self, stage: int) -> None:
         """Run what all traces compute alike."""
-        for node in self._shared[stage]:
-            if node.outputs[0].number not in self.known:
-                results = tracing.bind(node.equation, [self._known_or_constant(value) for value in node.inputs])
-                self._keep([node.outputs], results)
+        for node in itertools.chain.from_iterable(self._live):
+            is_shared = node.stage == stage and not node.is_own and not node.is_collective
+            if is_shared and node.outputs[0].number not in self.known:
+                self.keep([node.outputs], tracing.bind(node.equation, list(map(self._known_or_constant, node.inputs))))
 
     def own(self, stage: int) -> None:
         """Run what each kind of replica computes for itself, as one switch."""
-        places = {place: row for place, (row, taken_at) in self._places.items() if taken_at == stage}
-        nodes = [own[stage] for own in self._own]
+        rows = [row for row, taken_at in self._exports.items() if taken_at == stage]
+        nodes = [[node for node in live if node.stage == stage and node.is_own and not node.is_cheap] for live in self._live]
+        if not rows and not any(nodes):
+            return
         leaving = [
             [value for node in own for value in node.outputs if last_use.get(value, 0) > stage]
             for own, last_use in zip(nodes, self._last_use, strict=True)
@@ -143,9 +112,6 @@ class _Run:
         avals = [[value.aval for value in values] for values in leaving]
         _refuse_references(avals)
         slots = Slots(avals)
-        shapes = [self._shape_at(place, [value.aval for value in row]) for place, row in places.items()]
-        if not places and not any(nodes):
-            return
 
         def part(kind: int) -> Callable[[], Any]:
             def run() -> Any:
@@ -153,14 +119,13 @@ class _Run:
                 for node in nodes[kind]:
                     operands = [self._read_own(kind, values, value) for value in node.inputs]
                     values.update(zip(node.outputs, tracing.bind(node.equation, operands), strict=True))
-                taken = [self._read_own(kind, values, row[kind]) for row in places.values()]
-                avals = [row[kind].aval for row in places.values()]
-                return list(map(padded, taken, avals, shapes)), slots.pack(kind, [values[value] for value in leaving[kind]])
+                taken = [padded(self._read_own(kind, values, row[kind]), row[kind].aval, _shape_of(row)) for row in rows]
+                return taken, slots.pack(kind, [values[value] for value in leaving[kind]])
 
             return run
 
         exported, packed = jax.lax.switch(self._index, [part(kind) for kind in range(len(self._traces))])
-        self.exported.update(zip(places, exported, strict=True))
+        self.exported.update(zip(rows, exported, strict=True))
         for kind, values in enumerate(leaving):
             self.carried[kind].update(zip(values, slots.unpack(kind, packed), strict=True))
 
@@ -185,15 +150,16 @@ class _Run:
         """Read a value of one kind of replica in a loop around which it was computed."""
         return self._read_own(kind, dict(self.carried[kind]), value)
 
-    def _exported_or_known(self, place: Place, value: Value) -> Any:
-        return self.exported[place] if place in self.exported else self._known_or_constant(value)
+    def _exported_or_known(self, values: Sequence[Sequence[Value]]) -> list[Any]:
+        rows = zip(*values, strict=True)
+        return [self.exported[row] if row in self._exports else self._known_or_constant(row[0]) for row in rows]
 
     def _known_or_constant(self, value: Value) -> Any:
         if value.content is None:
             return self.known[value.number]
         return self.known.setdefault(value.number, value.content)  # one copy of a constant that several traces have
 
-    def _keep(self, values: Sequence[Sequence[Value]], arrays: Sequence[Any]) -> None:
+    def keep(self, values: Sequence[Sequence[Value]], arrays: Sequence[Any]) -> None:
         """Keep arrays, in which each kind of replica has its values."""
         for row, array in zip(zip(*values, strict=True), arrays, strict=True):
             if row[0].number is not None:
@@ -202,20 +168,10 @@ class _Run:
                 for padded_values, value in zip(self.padded, row, strict=True):
                     padded_values[value] = array
 
-    def _shape_at(self, place: Place, avals: Sequence[Any]) -> Shape:
-        """Return the shape to which a value is padded at a place."""
-        return self._output_shapes[place[1]] if place[0] == "output" else stack_shapes([aval.shape for aval in avals])[0]
 
-
-def _by_stage(nodes: Sequence[Node]) -> dict[int, list[Node]]:
-    found: dict[int, list[Node]] = collections.defaultdict(list)
-    for node in nodes:
-        found[node.stage].append(node)
-    return found
-
-
-def _common_shapes(values: Sequence[Sequence[Value]]) -> list[Shape]:
-    return [stack_shapes([value.aval.shape for value in row])[0] for row in zip(*values, strict=True)]
+def _shape_of(row: Row) -> Shape:
+    """Return the shape to which each kind's value is padded."""
+    return stack_shapes([value.aval.shape for value in row])[0]
 
 
 def _refuse_references(avals: Sequence[Sequence[Any]]) -> None:
@@ -239,24 +195,22 @@ def _live_nodes(trace: Trace) -> list[Node]:
     return live[::-1]
 
 
-def _find_places(traces: Sequence[Trace], joint: Sequence[Sequence[Node]]) -> dict[Place, tuple[tuple[Value, ...], int]]:
-    """Return where values that are not common are needed: each trace's value, and the stage after which it is taken."""
-    places: dict[Place, tuple[tuple[Value, ...], int]] = {}
-    for k, nodes in enumerate(joint):
-        for i, row in enumerate(zip(*(node.handed for node in nodes), strict=True)):
-            places["operand", k, i] = (row, nodes[0].stage - 1)
-    for i, row in enumerate(zip(*(trace.outputs for trace in traces), strict=True)):
-        places["output", i] = (row, max(value.stage for value in row))
-    return {place: (row, stage) for place, (row, stage) in places.items() if not _is_one_value(row)}
+def _find_exports(traces: Sequence[Trace], joint: Sequence[Sequence[Node]]) -> dict[Row, int]:
+    """Return the rows of values that are not common and are needed by collectives and as outputs: after which stage."""
+    outputs = zip(*(trace.outputs for trace in traces), strict=True)
+    needed = [(row, max(value.stage for value in row)) for row in outputs]
+    for nodes in joint:
+        needed += [(row, nodes[0].stage - 1) for row in zip(*(node.handed for node in nodes), strict=True)]
+    exports: dict[Row, int] = {}
+    for row, stage in needed:
+        if row[0].number is None or len({value.number for value in row}) > 1:
+            exports[row] = min(stage, exports.get(row, stage))
+    return exports
 
 
-def _is_one_value(row: Sequence[Value]) -> bool:
-    return row[0].number is not None and len({value.number for value in row}) == 1
-
-
-def _find_last_uses(live: Sequence[Node], places: dict[Place, tuple[tuple[Value, ...], int]], kind: int) -> dict[Value, int]:
+def _find_last_uses(live: Sequence[Node], exports: dict[Row, int], kind: int) -> dict[Value, int]:
     uses = [(value, node.stage) for node in live if node.is_own or node.bodies for value in node.inputs]
-    uses += [(row[kind], stage) for row, stage in places.values()]
+    uses += [(row[kind], stage) for row, stage in exports.items()]
     last: dict[Value, int] = {}
     for value, stage in uses:
         last[value] = max(stage, last.get(value, 0))
@@ -268,30 +222,27 @@ class Slots:
 
     The i-th value of a dtype of each kind travels in the i-th array of that dtype: as it is when all have
     one shape, else flat and padded.
-
-    Args:
-        avals: for each kind, the shapes and dtypes of its values.
     """
 
     def __init__(self, avals: Sequence[Sequence[Any]]) -> None:
         self._avals = avals
-        self._plain = [[jax.eval_shape(functools.partial(_plain, aval=aval), aval) for aval in own] for own in avals]
-        self._keys = [_numbered([plain.dtype for plain in own]) for own in self._plain]
-        shapes: dict[Any, set[Shape]] = collections.defaultdict(set)
-        for key, plain in zip(itertools.chain(*self._keys), itertools.chain(*self._plain), strict=True):
-            shapes[key].add(plain.shape)
-        self._shapes = {key: own.pop() if len(own) == 1 else (max(map(math.prod, own)),) for key, own in shapes.items()}
+        plain = [[jax.eval_shape(functools.partial(_plain, aval=aval), aval) for aval in own] for own in avals]
+        self._own = list(map(_numbered, plain))
+        shapes: dict[Slot, set[Shape]] = collections.defaultdict(set)
+        for slot, shape in itertools.chain.from_iterable(own.items() for own in self._own):
+            shapes[slot].add(shape)
+        self._shapes = {slot: own.pop() if len(own) == 1 else (max(map(math.prod, own)),) for slot, own in shapes.items()}
 
     def pack(self, kind: int, values: Sequence[Any]) -> list[jax.Array]:
         """Return all common arrays, with one kind's values in its own and zeros in the rest."""
-        own = {key: _plain(v, aval) for key, v, aval in zip(self._keys[kind], values, self._avals[kind], strict=True)}
-        return [_filled(own.get(key), key[0], shape) for key, shape in self._shapes.items()]
+        own = dict(zip(self._own[kind], map(_plain, values, self._avals[kind]), strict=True))
+        return [_filled(own.get(slot), slot[0], shape) for slot, shape in self._shapes.items()]
 
     def unpack(self, kind: int, packed: Sequence[jax.Array]) -> list[Any]:
         """Return one kind's values."""
         arrays = dict(zip(self._shapes, packed, strict=True))
-        own = zip(self._keys[kind], self._plain[kind], self._avals[kind], strict=True)
-        return [_restored(_cut(arrays[key], plain.shape), aval) for key, plain, aval in own]
+        plain = [_cut(arrays[slot], shape) for slot, shape in self._own[kind].items()]
+        return list(map(_restored, plain, self._avals[kind]))
 
 
 def _filled(plain: jax.Array | None, dtype: Any, shape: Shape) -> jax.Array:
@@ -304,14 +255,9 @@ def _cut(array: jax.Array, shape: Shape) -> jax.Array:
     return array if array.shape == shape else array[: math.prod(shape)].reshape(shape)
 
 
-def _numbered(dtypes: Sequence[Any]) -> list[tuple[Any, int]]:
-    """Pair each dtype with how often it came before."""
-    counts: collections.Counter[Any] = collections.Counter()
-    keys = []
-    for dtype in dtypes:
-        keys.append((dtype, counts[dtype]))
-        counts[dtype] += 1
-    return keys
+def _numbered(plain: Sequence[jax.ShapeDtypeStruct]) -> dict[Slot, Shape]:
+    counts: dict[Any, Iterator[int]] = collections.defaultdict(itertools.count)
+    return {(one.dtype, next(counts[one.dtype])): one.shape for one in plain}
 
 
 def padded(array: Any, aval: Any, shape: Shape) -> jax.Array:

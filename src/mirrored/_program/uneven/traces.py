@@ -21,13 +21,12 @@ from ..._jax.marks import Mark, Purpose, mark
 from ..._replicas.frames import Frame
 from ..._replicas.per_replica import stack_shapes
 from ..._typing import Shape
-from ..._variables.storage import WeakVariables
 from ..._variables.variable import spec_of
 from .. import proof, refusals
-from ..call import ArrayLeaf, Call, static_key
+from ..call import ArrayLeaf, Call, is_same
 from ..lift import Lifted, ResultPlan, Touched, Traced, static_value, trace_step
 from ..proof import Findings, State
-from . import align, match_collectives, merge, nodes
+from . import match_collectives, merge, nodes, value_numbering
 from .kinds import Kinds, find_kinds
 
 
@@ -36,10 +35,8 @@ def lift_uneven(
 ) -> tuple[Lifted, Findings]:
     """Make one pure function of a step in which replicas have different numbers of rows, and prove it.
 
-    Args:
-        call: the step and its arguments; an uneven one is padded to its largest shape.
-        frame_with: makes the context in which to trace, given what knows the other replicas' sizes.
-        states_of: the proof's state of each input of a lifted step.
+    `frame_with` makes the context to trace in, given what knows the other replicas' sizes; `states_of` are the proof's states
+    of a lifted step's inputs.
 
     Raises:
         UnevenReplicasError: when replicas with different numbers of rows would not reach the same collectives,
@@ -48,7 +45,7 @@ def lift_uneven(
     """
     leaves = call.array_leaves()
     kinds = find_kinds(call, leaves)
-    touched, traces = _trace_all(_Tracer(call, leaves, kinds, frame_with))
+    traces = _trace_all(_Tracer(call, kinds, frame_with))
     found = [proof.prove(lifted.shown.jaxpr, states_of(lifted)) for lifted in traces]
     for lifted, findings in zip(traces, found, strict=True):
         refusals.check_assignments(lifted, findings)
@@ -56,11 +53,11 @@ def lift_uneven(
     plan = _merge_plans(traces, kinds)
     with tracing.room_for(lifted.shown for lifted in traces):
         closed = _merge_traces(traces, kinds, leaves, plan, frame_with(None), call.function)
-    largest = max(range(len(traces)), key=lambda kind: kinds.most_rows(kind))
+    largest = max(range(len(traces)), key=kinds.most_rows)
     refusals.check_gradients(found[largest], len(kinds.of_replica))  # merged, what is the same there comes out of a switch
     lines_of = zip(*(lifted.write_lines for lifted in traces), strict=True)
     lines = tuple(next((line for line in lines if line != "<unknown>"), lines[0]) for lines in lines_of)
-    merged = Lifted(closed, closed, WeakVariables(touched.written), lines, WeakVariables(touched.read_only), plan)
+    merged = dataclasses.replace(traces[0], closed=closed, shown=closed, write_lines=lines, plan=plan)
     findings = proof.prove(closed.jaxpr, states_of(merged))
     of_kinds = zip(*(one.outputs[: merged.num_results] for one in found), strict=True)
     for position, (state, own) in enumerate(zip(findings.outputs, of_kinds, strict=False)):
@@ -75,17 +72,11 @@ def lift_uneven(
 class _AskedSizes:
     """The sizes on all replicas that a step asks for while it is traced for one kind.
 
-    A step asks in the same order whatever its rows, so the k-th question of every trace is the same one. What the
-    other kinds asked, when they were traced before, is known; the rest is guessed.
-
-    Args:
-        known: what each kind asked before.
-
-    Attributes:
-        asked: what this trace asked.
+    A step asks in the same order whatever its rows, so the k-th question of every trace is the same one. What each
+    kind asked, when they were traced before, is known; the rest is guessed.
     """
 
-    def __init__(self, kinds: Kinds, kind: int, known: Sequence[Sequence[int]]) -> None:
+    def __init__(self, kinds: Kinds, kind: int, known: Sequence[tuple[int, ...]]) -> None:
         self._kinds = kinds
         self._kind = kind
         self._known = known
@@ -107,21 +98,15 @@ class _AskedSizes:
 
     def each(self, size: int) -> tuple[int, ...]:
         self._renew_caches()
-        k = len(self.asked)
+        is_known = len(self.asked) < len(self._known) and self._known[len(self.asked)][self._kind] == size
+        sizes = self._known[len(self.asked)] if is_known else self._kinds.guess(self._kind, size)
         self.asked.append(size)
-        if all(k < len(sizes) for sizes in self._known) and self._known[self._kind][k] == size:
-            answer = self._answer(k, self._known)
-        else:
-            answer = self._kinds.guess(self._kind, size)
-        self._answers.append(answer)
-        return answer
+        self._answers.append(self._kinds.on_replicas(sizes))
+        return self._answers[-1]
 
-    def was_answered_by(self, asked: Sequence[Sequence[int]]) -> bool:
+    def was_answered_by(self, known: Sequence[tuple[int, ...]]) -> bool:
         """Tell whether the answers are what the kinds have asked about."""
-        return all(self._answer(k, asked) == answer for k, answer in enumerate(self._answers))
-
-    def _answer(self, k: int, asked: Sequence[Sequence[int]]) -> tuple[int, ...]:
-        return tuple(asked[kind][k] for kind in self._kinds.of_replica)
+        return self._answers == list(map(self._kinds.on_replicas, known))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +114,6 @@ class _Tracer:
     """The traces of a step, each with the shapes of one kind of replicas. An error says which replicas it is about."""
 
     call: Call
-    leaves: Sequence[ArrayLeaf]
     kinds: Kinds
     frame_with: Callable[[Any], Frame]
 
@@ -145,26 +129,26 @@ class _Tracer:
 
     def _can_be_traced_without(self, kind: int) -> bool:
         """Tell whether the step can be traced for another kind of replicas, so that an error is about the number of rows."""
-        for other, sizes in enumerate(self.sizes([[]] * len(self.kinds.shapes))):
+        for other, sizes in enumerate(self.sizes()):
             with contextlib.suppress(Exception), sizes.tracing():
                 if other != kind:
                     trace_step(self.call, self.kinds.shapes[other], self.frame_with(sizes))
                     return True
         return False
 
-    def sizes(self, known: Sequence[Sequence[int]]) -> list[_AskedSizes]:
+    def sizes(self, known: Sequence[tuple[int, ...]] = ()) -> list[_AskedSizes]:
         return [_AskedSizes(self.kinds, kind, known) for kind in range(len(self.kinds.shapes))]
 
 
-def _trace_all(tracer: _Tracer) -> tuple[Touched, list[Lifted]]:
-    """Find the variables that any kind of replica touches, and trace the step for each kind with the right sizes.
+def _trace_all(tracer: _Tracer) -> list[Lifted]:
+    """Trace the step for each kind with the right sizes, and with the variables that any kind touches.
 
     Guesses are nearly always right, and then each kind is traced once. A wrong one is found when all kinds have asked, and may
     even make the step fail; the next round has the right answer to one more question at least.
     """
-    asked: list[list[int]] = [[] for _ in tracer.kinds.shapes]
+    known: list[tuple[int, ...]] = []
     for num_sure in itertools.count():  # so many questions had the right answers
-        sizes, traces, failed = tracer.sizes(asked), [], None
+        sizes, traces, failed = tracer.sizes(known), [], None
         for kind, own in enumerate(sizes):
             try:
                 traces.append(tracer.trace(kind, own))
@@ -172,23 +156,19 @@ def _trace_all(tracer: _Tracer) -> tuple[Touched, list[Lifted]]:
                 failed = failed or error
                 if not own.asked:  # it failed whatever the sizes are
                     raise
-        before, asked = asked, [own.asked for own in sizes]
-        is_agreed = len(set(map(len, asked))) == 1 and all(own.was_answered_by(asked) for own in sizes)
+        asked = [own.asked for own in sizes]
+        before, known = known, list(zip(*asked, strict=False))
+        is_agreed = all(own.was_answered_by(known) for own in sizes)
         if is_agreed and failed is None:
             break
-        is_stuck = asked == before or any(a[:num_sure] != b[:num_sure] for a, b in zip(asked, before, strict=True))
+        is_stuck = known == before or known[:num_sure] != before[:num_sure]
         if failed is not None and (is_agreed or is_stuck):
             raise failed
         if is_stuck:
             raise UnevenReplicasError(_different_questions(tracer.kinds, asked))
-    touched = _union([traced.touched for traced in traces])
-    return touched, [traced.lifted(touched) for traced in traces]
-
-
-def _union(found: Sequence[Touched]) -> Touched:
-    written = dict.fromkeys(variable for own in found for variable in own.written)
-    read_only = dict.fromkeys(variable for own in found for variable in own.read_only if variable not in written)
-    return Touched(tuple(written), tuple(read_only))
+    written = dict.fromkeys(variable for traced in traces for variable in traced.touched.written)
+    read = dict.fromkeys(variable for traced in traces for variable in traced.touched.read_only if variable not in written)
+    return [traced.lifted(Touched(tuple(written), tuple(read))) for traced in traces]
 
 
 def _different_questions(kinds: Kinds, asked: Sequence[Sequence[int]]) -> str:
@@ -219,22 +199,21 @@ def _merge_traces(
     axis = frame.axis
     assert axis is not None
     aligned = [nodes.read_trace(kinds.describe(kind), lifted.shown) for kind, lifted in enumerate(traces)]
-    align.compare(aligned, is_common)
+    value_numbering.compare(aligned, is_common)
     origin = _origin(kinds, nodes.find_loop(aligned[0], aligned[0].outputs))
-    rows = zip(*(trace.outputs for trace in aligned), strict=True)
-    output_shapes = [stack_shapes([value.aval.shape for value in row])[0] for row in rows]
 
     def merged(values: Sequence[jax.Array], arguments: Sequence[jax.Array]) -> list[jax.Array]:
         index = mark(jnp.asarray(kinds.of_replica)[axis.index()], Mark(Purpose.ROWS, origin, ""))
-        return merge.run_merged(aligned, output_shapes, index, [*values, *arguments])
+        return merge.run_merged(aligned, index, [*values, *arguments])
 
     return tracing.trace(merged, (variables, arrays), axis, function)
 
 
 def _origin(kinds: Kinds, loop: nodes.Node | None) -> str:
+    shapes = ", ".join(str(shapes[kinds.varied]) for shapes in kinds.shapes)
     text = (
         f"a replica's own number of rows, such as x.shape[0], which differs in this uneven step ({kinds.name} has shapes "
-        f"{_listed(kinds)}); the number on all replicas together is ctx.all_reduce('sum', x.shape[0])"
+        f"{shapes}); the number on all replicas together is ctx.all_reduce('sum', x.shape[0])"
     )
     if loop is None:
         return text
@@ -249,7 +228,7 @@ def _merge_plans(traces: Sequence[Lifted], kinds: Kinds) -> ResultPlan:
     """Return how the result is rebuilt, the same for all kinds of replicas, with the shapes that differ."""
     first = traces[0].plan
     for kind, lifted in enumerate(traces[1:], 1):
-        if not _is_same_structure(lifted.plan, first):
+        if lifted.plan.treedef != first.treedef or not all(map(_is_same_static, lifted.plan.static, first.static)):
             raise UnevenReplicasError(
                 "the batch does not divide evenly among the replicas, and replicas with different numbers of rows return "
                 f"different things: {kinds.describe(0)} return {_shown(first)}, {kinds.describe(kind)} return "
@@ -273,19 +252,11 @@ def _other_type(plan: ResultPlan, position: int, kinds: Kinds, origin: str) -> s
     )
 
 
-def _listed(kinds: Kinds) -> str:
-    return ", ".join(str(shapes[kinds.varied]) for shapes in kinds.shapes)
-
-
-def _is_same_structure(a: ResultPlan, b: ResultPlan) -> bool:
-    return a.treedef == b.treedef and all(map(_is_same_static, a.static, b.static))
-
-
 def _is_same_static(a: tuple[Any] | None, b: tuple[Any] | None) -> bool:
     if a is None or b is None:
         return a is b
     [first], [second] = a, b
-    if static_key(first) == static_key(second):
+    if is_same(first, second):
         return True
     # A step may make an object anew in each trace. Equal numbers with different keys are 0.0 and -0.0, or True and 1.
     return type(first) is type(second) and not isinstance(first, int | float | complex) and bool(first == second)

@@ -55,18 +55,13 @@ def parse_example(records: bytes | Sequence[bytes], spec: Mapping[str, Feature])
     Source: https://www.tensorflow.org/api_docs/python/tf/io/parse_example
     """
     _check_spec(spec)
-    is_batch = not isinstance(records, bytes)
-    batch = _checked_batch(records)
-    results = {name: _allocate(feature, len(batch)) for name, feature in spec.items()}
-    for rows in _rows_by_length(batch):
-        left = _parse_alike(batch, rows, spec, results)
-        for start in range(0, len(left), MESSAGES):
-            _parse_others(batch, left[start : start + MESSAGES], spec, results, is_batch)
-    shaped = {name: _shaped(spec[name], values) for name, values in results.items()}
-    return shaped if is_batch else {name: _only(values) for name, values in shaped.items()}
+    if isinstance(records, bytes):
+        parsed = _Batch([records], spec, "the record").parse()
+        return {name: values[0, ...] if isinstance(values, np.ndarray) else values[0] for name, values in parsed.items()}
+    return _Batch(_checked_records(records), spec, "record {} of the batch").parse()
 
 
-def _check_spec(spec: Any) -> None:
+def _check_spec(spec: object) -> None:
     if not isinstance(spec, Mapping):
         raise TypeError(
             f"spec is {type(spec).__name__}; expected a dict such as {{'label': mr.data.FixedLenFeature((), np.int64)}}."
@@ -78,9 +73,7 @@ def _check_spec(spec: Any) -> None:
             )
 
 
-def _checked_batch(records: Any) -> Sequence[bytes]:
-    if isinstance(records, bytes):
-        return [records]
+def _checked_records(records: object) -> Sequence[bytes]:
     if not isinstance(records, list | tuple):
         raise TypeError(
             f"records is {type(records).__name__}; expected bytes or a list of bytes, which mr.data.tfrecord_dataset(files)."
@@ -92,126 +85,112 @@ def _checked_batch(records: Any) -> Sequence[bytes]:
     return records
 
 
+class _Batch:
+    """Records that are parsed together, each into its row of the results."""
+
+    def __init__(self, records: Sequence[bytes], spec: Mapping[str, Feature], title: str) -> None:
+        """Allocate the results; a title, with a place for the row, is how errors call a record."""
+        self._records, self._wanted, self._title = records, spec, title
+        self._results = {name: _allocate(feature, len(records)) for name, feature in spec.items()}
+
+    def parse(self) -> dict[str, Any]:
+        left = [row for rows in self._rows_by_length() for row in self._parse_alike(rows)]
+        for start in range(0, len(left), MESSAGES):
+            self._parse_others(left[start : start + MESSAGES])
+        return {
+            name: values.reshape(len(values), *feature.shape) if isinstance(feature, FixedLenFeature) else values
+            for (name, feature), values in zip(self._wanted.items(), self._results.values(), strict=True)
+        }
+
+    def _rows_by_length(self) -> Iterator[np.ndarray]:
+        lengths = np.fromiter(map(len, self._records), np.int64, len(self._records))
+        if (lengths == lengths[:1]).all():
+            if len(lengths):
+                yield np.arange(len(lengths))
+        else:
+            order = np.argsort(lengths, kind="stable")
+            yield from np.split(order, np.flatnonzero(np.diff(lengths[order])) + 1)
+
+    def _records_of(self, rows: np.ndarray) -> Sequence[bytes]:
+        return self._records if len(rows) == len(self._records) else [self._records[row] for row in rows]
+
+    def _parse_others(self, rows: Sequence[int]) -> None:
+        """Let protobuf parse records, and put their features into their rows."""
+        parse, messages = example_class().FromString, []
+        for row in rows:
+            try:
+                messages.append(parse(self._records[row]).features.feature)
+            except _decode_error() as error:
+                which, size = self._title.format(row), len(self._records[row])
+                raise ValueError(f"{which} is no tf.train.Example: protobuf cannot parse its {size} bytes.") from error
+        for name, feature in self._wanted.items():
+            values = read_all(feature, [message[name] for message in messages])
+            if values is None:
+                values = [self._read(row, name, message) for row, message in zip(rows, messages, strict=True)]
+            self._assign(name, rows, values)
+
+    def _read(self, row: int, name: str, features: Mapping[str, Any]) -> np.ndarray:
+        try:
+            return read(self._wanted[name], features.get(name))
+        except ValueError as problem:
+            present = ", ".join(sorted(other for other in features if features[other].WhichOneof("kind"))) or "none"
+            raise ValueError(f"{self._title.format(row)}, feature {name!r}: {problem} (Its features: {present}.)") from problem
+
+    def _assign(self, name: str, rows: np.ndarray | Sequence[int], values: np.ndarray | Sequence[np.ndarray]) -> None:
+        """Put values, one for each row, into these rows of a result."""
+        result = self._results[name]
+        if isinstance(result, list):
+            for row, value in zip(rows, values, strict=True):
+                result[row] = value.copy()
+        elif len(rows) == len(result):
+            result[:] = values
+        else:
+            result[rows] = values
+
+    def _parse_alike(self, rows: np.ndarray) -> np.ndarray:
+        """Parse those records of one length that differ only in their values; return the rows that are left."""
+        length = len(self._records[rows[0]])
+        if len(rows) < MIN_RECORDS or not 0 < length <= MAX_RECORD_BYTES:
+            return rows
+        matrix = np.frombuffer(b"".join(self._records_of(rows)), np.uint8).reshape(len(rows), length)
+        bools = {name for name, feature in self._wanted.items() if feature.dtype == bool}
+        known, tried = _known_of(length), 0
+        while len(rows) >= MIN_RECORDS:
+            is_new = tried == len(known.layouts)
+            layout = known.find_more(self._records[rows[0]]) if is_new else known.layouts[tried]
+            if layout is None:
+                break
+            matching = layout.matches(matrix, bools)
+            if is_new and matching.sum() < MIN_RECORDS:
+                known.misses += 1
+                break
+            if is_new:
+                known.layouts.append(layout)
+            tried += 1
+            if matching.all():
+                self._cut(layout, matrix, rows)
+                return rows[:0]
+            if matching.any():
+                self._cut(layout, matrix[matching], rows[matching])
+                rows, matrix = rows[~matching], matrix[~matching]
+        return rows
+
+    def _cut(self, layout: ValuePlaces, matrix: np.ndarray, rows: np.ndarray) -> None:
+        """Put the values of records that match a layout, which are the rows of the matrix, into their rows."""
+        records = self._records_of(rows)
+        for name, feature in self._wanted.items():
+            values = self._read(rows[0], name, layout.features)
+            if spans := layout.spans.get(name):
+                values = cut(feature, layout.kinds[name], spans, matrix, records)
+            else:  # the same in all
+                values = np.broadcast_to(values, (len(rows), *values.shape))
+            self._assign(name, rows, values)
+
+
 def _allocate(feature: Feature, num_records: int) -> Any:
     if isinstance(feature, VarLenFeature):
         return [None] * num_records
     return np.empty((num_records, feature._size), object if feature.dtype is bytes else feature.dtype)
-
-
-def _shaped(feature: Feature, values: Any) -> Any:
-    return values if isinstance(feature, VarLenFeature) else values.reshape(len(values), *feature.shape)
-
-
-def _only(values: Any) -> Any:
-    """Return the value of the only record, as an array also if it is a scalar."""
-    return values[0, ...] if isinstance(values, np.ndarray) else values[0]
-
-
-def _rows_by_length(batch: Sequence[bytes]) -> Iterator[np.ndarray]:
-    lengths = np.fromiter(map(len, batch), np.int64, len(batch))
-    if (lengths == lengths[:1]).all():
-        if batch:
-            yield np.arange(len(batch))
-    else:
-        order = np.argsort(lengths, kind="stable")
-        yield from np.split(order, np.flatnonzero(np.diff(lengths[order])) + 1)
-
-
-def _parse_others(
-    batch: Sequence[bytes], rows: np.ndarray, spec: Mapping[str, Feature], results: dict[str, Any], is_batch: bool
-) -> None:
-    """Let protobuf parse records, and put their features into their rows."""
-    names = [f"record {row} of the batch" if is_batch else "the record" for row in rows]
-    parse, messages = example_class().FromString, []
-    for row, which in zip(rows, names, strict=True):
-        try:
-            messages.append(parse(batch[row]).features.feature)
-        except _decode_error() as error:
-            raise ValueError(f"{which} is no tf.train.Example: protobuf cannot parse its {len(batch[row])} bytes.") from error
-    for name, feature in spec.items():
-        values = read_all(feature, [message[name] for message in messages])
-        if values is None:
-            values = [_read(which, name, feature, message) for which, message in zip(names, messages, strict=True)]
-        _assign(results[name], rows, values)
-
-
-def _read(which: str, name: str, feature: Feature, features: Any) -> np.ndarray:
-    try:
-        return read(feature, features.get(name))
-    except ValueError as problem:
-        present = ", ".join(sorted(other for other in features if features[other].WhichOneof("kind"))) or "none"
-        raise ValueError(f"{which}, feature {name!r}: {problem} (Its features: {present}.)") from problem
-
-
-def _assign(result: Any, rows: np.ndarray, values: Any) -> None:
-    """Put values, one for each row, into these rows of a result."""
-    if isinstance(result, np.ndarray) and len(rows) == len(result):
-        result[:] = values
-    elif isinstance(result, np.ndarray):
-        result[rows] = values
-    else:
-        for row, value in zip(rows, values, strict=True):
-            result[row] = value.copy()
-
-
-def _parse_alike(batch: Sequence[bytes], rows: np.ndarray, spec: Mapping[str, Feature], results: dict[str, Any]) -> np.ndarray:
-    """Parse those records of one length that differ only in their values; return the rows that are left."""
-    length = len(batch[rows[0]])
-    if len(rows) < MIN_RECORDS or not 0 < length <= MAX_RECORD_BYTES:
-        return rows
-    joined = b"".join(batch if len(rows) == len(batch) else [batch[row] for row in rows])
-    matrix = np.frombuffer(joined, np.uint8).reshape(len(rows), length)
-    known, tried = _known_of(length), 0
-    while len(rows) >= MIN_RECORDS:
-        is_new = tried == len(known.layouts)
-        layout = known.find_more(batch[rows[0]]) if is_new else known.layouts[tried]
-        if layout is None:
-            break
-        matching = layout.matches(matrix) & _are_bools(layout, matrix, spec)
-        if is_new and matching.sum() < MIN_RECORDS:
-            known.misses += 1
-            break
-        if is_new:
-            known.layouts.append(layout)
-        tried += 1
-        if matching.all():
-            _put(layout, matrix, batch, rows, spec, results)
-            return rows[:0]
-        if matching.any():
-            _put(layout, matrix[matching], batch, rows[matching], spec, results)
-            rows, matrix = rows[~matching], matrix[~matching]
-    return rows
-
-
-def _are_bools(layout: ValuePlaces, matrix: np.ndarray, spec: Mapping[str, Feature]) -> np.ndarray:
-    """Tell for each record whether what is wanted as bool is 0 or 1; if not, the error is left to the other path."""
-    fits = np.ones(len(matrix), bool)
-    for name, feature in spec.items():
-        if feature.dtype == bool and name in layout.spans and layout.kind(name) == "int64_list":
-            start, stop = layout.spans[name][0]
-            fits &= (matrix[:, start:stop] <= 1).all(axis=1)
-    return fits
-
-
-def _put(
-    layout: ValuePlaces,
-    matrix: np.ndarray,
-    batch: Sequence[bytes],
-    rows: np.ndarray,
-    spec: Mapping[str, Feature],
-    results: dict[str, Any],
-) -> None:
-    """Put the values of the records that match a layout, which are the rows of the matrix, into their rows."""
-    records = batch if len(rows) == len(batch) else [batch[row] for row in rows]
-    for name, feature in spec.items():
-        constant = _read(f"record {rows[0]} of the batch", name, feature, layout.features)
-        spans = layout.spans.get(name)
-        values = (
-            cut(feature, layout.kind(name), spans, matrix, records)
-            if spans
-            else np.broadcast_to(constant, (len(rows), *constant.shape))
-        )
-        _assign(results[name], rows, values)
 
 
 @dataclasses.dataclass
@@ -226,7 +205,7 @@ class _Length:
         if len(self.layouts) >= MAX_LAYOUTS or self.misses >= MAX_MISSES:
             return None
         try:
-            return find_layout(record, example_class())
+            return find_layout(record, example_class().FromString(record).features.feature)
         except _decode_error():
             return None
 
@@ -268,10 +247,11 @@ def make_example(features: Mapping[str, Any]) -> bytes:
     return example.SerializeToString(deterministic=True)
 
 
-def _elements(name: str, value: Any) -> tuple[str, list[Any]]:
+def _elements(name: str, value: object) -> tuple[str, list[Any]]:
     """Return the kind of list and its elements."""
-    are_objects = isinstance(value, np.ndarray) and value.dtype == object
-    elements = value.ravel().tolist() if are_objects else value if isinstance(value, list | tuple) else [value]
+    elements, are_objects = value if isinstance(value, list | tuple) else [value], False
+    if isinstance(value, np.ndarray) and value.dtype == object:
+        elements, are_objects = value.ravel().tolist(), True
     if (elements or are_objects) and all(isinstance(element, bytes) for element in elements):
         return "bytes_list", list(elements)
     array = np.asarray(value)

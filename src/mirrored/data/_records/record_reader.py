@@ -46,27 +46,25 @@ class RecordReader:
     def __init__(self, files: Sequence[str], compression: str | None, max_record_bytes: int) -> None:
         """Start at the first file; none is opened before it is read."""
         self._files, self._compression, self._max_record_bytes = files, compression, max_record_bytes
-        self._chunks: Generator[tuple[list[bytes], list[int]]] | None = None
+        self._chunks = self._read(0, 0, 0)
         self.seek(0, 0, 0)
 
     def seek(self, file: int, record: int, offset: int) -> None:
         """Continue at a position that `position` had before."""
         self.close()
-        self._file = file
-        self._begin(record, offset)
+        self._chunks = self._read(file, record, offset)
+        self._hold((file, record, offset), [], [])
 
-    def _begin(self, record: int, offset: int) -> None:
-        """Note the place in the file from which on records are to be found, and that none has been found yet."""
-        self._record, self._offset = record, offset
-        self._found: list[bytes] = []  # the records of the last chunk
-        self._ends: list[int] = []  # the byte where each of them ends
+    def _hold(self, start: tuple[int, int, int], records: list[bytes], ends: list[int]) -> None:
+        """Hold the records of a chunk, with the position of the first, and the byte where each ends."""
+        self._start, self._found, self._ends = start, records, ends
         self._next = 0
 
     @property
     def position(self) -> tuple[int, int, int]:
         """The file, the record in the file and the byte in the file (decompressed) of the next record to hand out."""
-        offset = self._ends[self._next - 1] if self._next else self._offset
-        return self._file, self._record + self._next, offset
+        file, record, offset = self._start
+        return file, record + self._next, self._ends[self._next - 1] if self._next else offset
 
     def take(self, count: int) -> list[bytes]:
         """Return the next `count` records, fewer at the end of the last file; after an error the position is as before."""
@@ -77,35 +75,30 @@ class RecordReader:
         before = self.position
         taken = self._found[start:]
         try:
-            while len(taken) < count and self._advance():
+            while len(taken) < count:
+                self._hold(self.position, [], [])  # so that the memory of the last chunk is free
+                self._hold(*next(self._chunks, ((len(self._files), 0, 0), [], [])))
                 self._next = min(count - len(taken), len(self._found))
+                if not self._next:
+                    break
                 taken += self._found[: self._next]
         except BaseException:
             self.seek(*before)
             raise
         return taken
 
-    def _advance(self) -> bool:
-        """Find the records of the next chunk; tell whether there are any."""
-        while self._file < len(self._files):
-            if self._chunks is None:
-                path, start = self._files[self._file], (self._record, self._offset)
-                self._chunks = read_chunks(path, *start, self._compression, self._max_record_bytes)
-            elif self._found:
-                self._begin(self._record + len(self._found), self._ends[-1])
-            self._found, self._ends = next(self._chunks, ([], []))
-            if self._found:
-                return True
-            self._chunks = None
-            self._file += 1
-            self._begin(0, 0)
-        return False
+    def _read(self, file: int, record: int, offset: int) -> Generator[tuple[tuple[int, int, int], list[bytes], list[int]]]:
+        for number, path in enumerate(self._files[file:], file):
+            with contextlib.closing(read_chunks(path, record, offset, self._compression, self._max_record_bytes)) as chunks:
+                for records, ends in chunks:
+                    yield (number, record, offset), records, ends
+                    record, offset = record + len(records), ends[-1]
+                    del records  # before the next, which may be as long as memory
+            record, offset = 0, 0
 
     def close(self) -> None:
-        """Close the file that is open, if any."""
-        if self._chunks is not None:
-            self._chunks.close()
-            self._chunks = None
+        """Close the file that is open, if any; no record comes before the next `seek`."""
+        self._chunks.close()
 
 
 def read_chunks(
@@ -152,14 +145,11 @@ def read_chunks(
                     "while it was written or copied: write it again, or leave it out of files."
                 )
         except zlib.error as error:
-            raise fault(_not_inflated(compression, error), " or later") from error
-
-
-def _not_inflated(compression: str | None, error: zlib.error) -> str:
-    return (
-        f"{error}; expected a whole {compression} stream and nothing after it. If the file is not compressed, leave out "
-        "compression; else it was damaged or cut short: write it again, or leave it out of files."
-    )
+            problem = (
+                f"{error}; expected a whole {compression} stream and nothing after it. If the file is not compressed, leave out "
+                "compression; else it was damaged or cut short: write it again, or leave it out of files."
+            )
+            raise fault(problem, " or later") from error
 
 
 class _Frames(NamedTuple):
@@ -331,13 +321,8 @@ def _read(stream: io.FileIO | _Inflated, count: int) -> bytes:
 def _read_long(stream: io.FileIO | _Inflated, begun: bytes, missing: int) -> tuple[bytes, int, str | None]:
     """Return a record that is longer than a chunk, how many bytes its frame lacks at the end of the file, and what is wrong.
 
-    It takes its own memory once, and no more of that than there is in the file: `BytesIO` grows with it, and does not copy it
-    when it is whole.
-
-    Args:
-        stream: where the frame goes on.
-        begun: the bytes of the frame that were read.
-        missing: how many it lacks; more than the checksum at its end.
+    The frame has begun with some bytes, and more than its checksum is missing. The record takes its own memory once, and no more
+    of that than there is in the file: `BytesIO` grows with it, and does not copy it when it is whole.
     """
     data = io.BytesIO()
     data.write(begun[HEADER.size :])

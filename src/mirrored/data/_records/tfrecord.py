@@ -118,16 +118,14 @@ def _write(file: io.BufferedWriter, records: Iterable[bytes], compression: str |
     return count
 
 
-def _find_files(files: Any) -> tuple[str, ...]:
+def _find_files(files: object) -> tuple[str, ...]:
     """Return the paths that a user means, in order; each is a file."""
     if isinstance(files, str | os.PathLike):
         path = os.fspath(files)
-        if glob.has_magic(path) and not os.path.exists(path):
-            found = sorted(glob.glob(path, recursive=True))
-            if not found:
-                raise FileNotFoundError(f"no file matches {path!r} (working directory: {os.getcwd()}).")
-            return tuple(_checked_file(match) for match in found)
-        return (_checked_file(path),)
+        is_pattern = glob.has_magic(path) and not os.path.exists(path)
+        files = sorted(glob.glob(path, recursive=True)) if is_pattern else [path]
+        if not files:
+            raise FileNotFoundError(f"no file matches {path!r} (working directory: {os.getcwd()}).")
     if not isinstance(files, list | tuple):
         raise TypeError(
             f"files is {files!r} of type {type(files).__name__}; expected a path, a pattern such as 'train-*.tfrecord', or a "
@@ -135,10 +133,10 @@ def _find_files(files: Any) -> tuple[str, ...]:
         )
     if not files:
         raise ValueError("files is empty; expected at least one path.")
-    return tuple(_checked_file(file) for file in files)
+    return tuple(map(_checked_file, files))
 
 
-def _checked_file(file: Any) -> str:
+def _checked_file(file: object) -> str:
     if not isinstance(file, str | os.PathLike) or isinstance(os.fspath(file), bytes):
         raise TypeError(f"files contains {file!r} of type {type(file).__name__}; expected paths.")
     path = os.fspath(file)
@@ -152,7 +150,7 @@ def _checked_file(file: Any) -> str:
     raise ValueError(f"{path!r} is a pipe or a device, which cannot be read again from a position; write its bytes to a file.")
 
 
-def _checked_compression(compression: Any) -> str | None:
+def _checked_compression(compression: object) -> str | None:
     if compression is None:
         return None
     if not isinstance(compression, str) or compression.upper() not in WINDOW_BITS:
@@ -160,7 +158,7 @@ def _checked_compression(compression: Any) -> str | None:
     return compression.upper()
 
 
-def _check_limit(max_record_bytes: Any) -> None:
+def _check_limit(max_record_bytes: object) -> None:
     if isinstance(max_record_bytes, bool) or not isinstance(max_record_bytes, int) or max_record_bytes < 0:
         raise ValueError(f"max_record_bytes is {max_record_bytes!r}; expected a number of bytes, for example {MAX_RECORD_BYTES}.")
 
@@ -170,8 +168,9 @@ def _name(files: Sequence[str], file: int) -> str | None:
     return os.path.basename(files[file]) if file < len(files) else None
 
 
-def _checked_position(state: Any, files: Sequence[str]) -> tuple[int, int, int]:
-    numbers: list[Any] = [state.get(key) for key in POSITION] if isinstance(state, dict) else [None]
+def _checked_position(state: object, files: Sequence[str]) -> tuple[int, int, int]:
+    fields = state if isinstance(state, dict) else {}
+    numbers: list[Any] = [fields.get(key) for key in POSITION]
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError(f"the state is {state!r}; expected what get_state() returned: a dict with {', '.join(POSITION)}.")
     file, record, offset = numbers
@@ -179,8 +178,8 @@ def _checked_position(state: Any, files: Sequence[str]) -> tuple[int, int, int]:
     if file > len(files):
         raise ValueError(f"the state is in file {file}, but the dataset has {len(files)} files; {same}")
     name = _name(files, file)
-    if state.get("name", name) != name:
-        raise ValueError(f"the state has {state['name']!r} as file {file}, and the dataset {name!r}; {same}")
+    if fields.get("name", name) != name:
+        raise ValueError(f"the state has {fields['name']!r} as file {file}, and the dataset {name!r}; {same}")
     return file, record, offset
 
 

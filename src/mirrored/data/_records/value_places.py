@@ -6,7 +6,7 @@ The argument that this is sound, whatever the bytes: docs/design/tfrecord.md.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,33 +24,24 @@ Span = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True)
 class ValuePlaces:
-    """The bytes of a record that are values which may differ. All others are its structure, or constant.
+    """The bytes of a record that are values which may differ. All others are its structure, or constant."""
 
-    Attributes:
-        features: what protobuf reads from the record that the layout was made from, by name; no name outside is to be
-            looked up, which would add it.
-        spans: where the values lie, by the name of their feature; a float_list or int64_list has one span, a
-            bytes_list one for each element. A feature without spans is the same in all records that match.
-        fixed: the spans between, whose bytes all matching records share, and these bytes.
-        varints: the spans of int64 values: one byte below 128 each.
-    """
-
-    features: Any
+    features: Mapping[str, Any]  # as protobuf reads them; no name outside is to be looked up, which would add it
+    kinds: dict[str, str]  # which list holds the values of each feature
+    #: By the name of their feature: one span for all numbers, one for each element of a bytes_list. A feature without any is the
+    #: same in all records that match.
     spans: dict[str, list[Span]]
-    fixed: list[tuple[Span, np.ndarray]]
-    varints: list[Span]
+    fixed: list[tuple[Span, np.ndarray]]  # the spans between, whose bytes all matching records share, and these bytes
 
-    def kind(self, name: str) -> str:
-        """Return which list of a feature holds its values."""
-        return self.features[name].WhichOneof("kind")
-
-    def matches(self, records: np.ndarray) -> np.ndarray:
-        """Tell for each row of uint8[num_records, size] whether the layout holds for it: bool[num_records]."""
+    def matches(self, records: np.ndarray, bools: Collection[str] = ()) -> np.ndarray:
+        """Tell for each row of uint8[num_records, size] whether the layout holds for it, and what is wanted as bool is 0 or 1."""
         matching = np.ones(len(records), bool)
         for (start, stop), expected in self.fixed:
             matching &= (records[:, start:stop] == expected).all(axis=1)
-        for start, stop in self.varints:
-            matching &= (records[:, start:stop] < 0x80).all(axis=1)
+        for name, spans in self.spans.items():
+            if self.kinds[name] == "int64_list":  # one byte for each value
+                [(start, stop)] = spans
+                matching &= (records[:, start:stop] < (2 if name in bools else 0x80)).all(axis=1)
         return matching
 
 
@@ -58,19 +49,18 @@ class _UnusualError(Exception):
     """A record is written in a way that the format allows and writers do not use: it has no places, and protobuf reads it."""
 
 
-def find_layout(record: bytes, example_class: Any) -> ValuePlaces:
-    """Find where the values of a record lie; raise protobuf's DecodeError if it cannot be parsed."""
-    features = example_class.FromString(record).features.feature
+def find_layout(record: bytes, features: Mapping[str, Any]) -> ValuePlaces:
+    """Find where the values of a record lie that protobuf has parsed to these features."""
+    kinds = {name: kind for name, feature in features.items() if (kind := feature.WhichOneof("kind"))}
     try:
-        spans = _find_spans(record, features)
+        spans = _find_spans(record, kinds)
     except _UnusualError:
         spans = {}
-    varints = [places[0] for name, places in spans.items() if features[name].WhichOneof("kind") == "int64_list"]
     fixed = list(_between([span for places in spans.values() for span in places], np.frombuffer(record, np.uint8)))
-    return ValuePlaces(features, spans, fixed, varints)
+    return ValuePlaces(features, kinds, spans, fixed)
 
 
-def _find_spans(record: bytes, features: Any) -> dict[str, list[Span]]:
+def _find_spans(record: bytes, kinds: Mapping[str, str]) -> dict[str, list[Span]]:
     """Walk through a record that protobuf has parsed: an Example holds Features, and these an entry for each name."""
     found: dict[str, list[Span]] = {}
     for example_tag, part in _fields(record, (0, len(record))):
@@ -79,7 +69,7 @@ def _find_spans(record: bytes, features: Any) -> dict[str, list[Span]]:
             name = record[start:stop].decode()
             if tag != FIRST or name in found:
                 raise _UnusualError
-            found[name] = _find_values(record, feature, features[name].WhichOneof("kind"))
+            found[name] = _find_values(record, feature, kinds.get(name))
     return {name: spans for name, spans in found.items() if spans}
 
 

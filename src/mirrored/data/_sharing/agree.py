@@ -15,41 +15,31 @@ from ..._typing import PyTree
 from ..._workers.coordination import Channel, Coordination
 from ..._workers.progress import BatchPlace, progress
 from ..._workers.same_program import ONE_DATASET, data_ended
+from .._sources.open import Position
+from .rows import count_rows
 
 #: Gives a JSON value to all workers and returns those of all, in worker order; every worker must call it.
 Exchange: TypeAlias = Callable[[Any], Sequence[Any]]
-
 
 #: Characters of the structure of another worker's batch that are shown.
 _MAX_SHOWN = 1000
 
 
-def _alone(value: Any) -> Sequence[Any]:
+def _alone(value: object) -> Sequence[Any]:
     return [value]
 
 
 @dataclasses.dataclass(frozen=True)
 class InputWorker:
-    """This worker, among those that read the input together.
-
-    Attributes:
-        index: its number.
-        count: how many workers there are, W; each has the same number of replicas, in worker order.
-        exchange: how they agree on the sizes of a step; the identity for one worker.
-        close: ends an exchange that another thread is waiting in.
-        coordination: how an iterator gets an exchange of its own.
-        channel: that exchange.
-        is_noted: whether what the workers have done (`Progress.took_batch`) says which batches they have read, so that
-            an exchange for each is not needed where all read the same.
-    """
+    """This worker, among those that read the input together."""
 
     index: int = 0
-    count: int = 1
-    exchange: Exchange = _alone
-    close: Callable[[], None] = lambda: None
-    coordination: Coordination | None = None
-    channel: Channel | None = None
-    is_noted: bool = False
+    count: int = 1  # of workers, W; each has the same number of replicas, in worker order
+    exchange: Exchange = _alone  # how they agree on the sizes of a step
+    close: Callable[[], None] = lambda: None  # ends an exchange that another thread is waiting in
+    coordination: Coordination | None = None  # how an iterator gets an exchange of its own
+    channel: Channel | None = None  # that exchange
+    is_noted: bool = False  # whether `Progress.took_batch` tells which batches were read, where all workers read the same
 
     def for_iterator(self, *, is_noted: bool) -> InputWorker:
         """Return this worker with an exchange of its own, for one iterator and its thread."""
@@ -61,55 +51,45 @@ class InputWorker:
 
 @dataclasses.dataclass(frozen=True)
 class OwnStep:
-    """What this worker has for a step.
+    """What this worker has for a step, before the others are asked."""
 
-    Attributes:
-        sizes: rows by replica of this worker; empty when it has no more rows.
-        like: arrays of the batch without rows.
-    """
+    parts: list[PyTree]  # at most one for each local replica
+    position: Position  # of the source after this step
+    extra: dict[str, int] = dataclasses.field(default_factory=dict)  # see `Step`
 
-    sizes: Sequence[int]
-    like: PyTree
+    @property
+    def like(self) -> PyTree:
+        """A batch without rows."""
+        return jax.tree.map(lambda leaf: leaf[:0], self.parts[0])
+
+    def sizes(self, num_local: int) -> list[int]:
+        """Return the rows of each local replica."""
+        return [*map(count_rows, self.parts), *[0] * (num_local - len(self.parts))]
 
 
 @dataclasses.dataclass(frozen=True)
 class CommonStep:
-    """What all workers know of a step before they take it.
+    """What all workers know of a step before they take it."""
 
-    Attributes:
-        sizes: the rows of each replica of all workers.
-        like: arrays without rows, in the structure of a batch.
-        num_ended: how many workers have no more rows.
-    """
-
-    sizes: tuple[int, ...]
-    like: PyTree
-    num_ended: int
+    sizes: tuple[int, ...]  # the rows of each replica of all workers
+    like: PyTree  # a batch without rows
+    num_ended: int  # how many workers have no more rows
 
 
-def agree(worker: InputWorker, own: Sequence[OwnStep], has_ended: bool, like: PyTree, num_replicas: int) -> list[CommonStep]:
-    """Tell the other workers what this one has for the next steps, and return what all know of as many as can be taken.
+def agree(worker: InputWorker, own: Sequence[OwnStep], has_ended: bool, like: PyTree, num_local: int) -> list[CommonStep]:
+    """Tell the other workers what this one has for the next steps, and return as many as can be taken, none at the end of all.
 
-    Args:
-        worker: this worker.
-        own: the next steps; those for which no common step is returned are told again.
-        has_ended: whether there are no more.
-        like: arrays of an earlier batch without rows; None when there was none.
-        num_replicas: of all workers.
-
-    Returns:
-        the steps; none when the data of all workers has ended.
+    Steps that are not returned are told again. `like` is an earlier batch without rows, if there was one.
 
     Raises:
         ValueError: when the workers' batches have different structures, dtypes or shapes of rows.
     """
     if worker.count == 1:
-        return [CommonStep(tuple(step.sizes), step.like, 0) for step in own]
-    messages = worker.exchange({"steps": [[list(step.sizes), _encode(step.like)] for step in own], "ended": has_ended})
+        return [CommonStep(tuple(step.sizes(num_local)), step.like, 0) for step in own]
+    messages = worker.exchange({"steps": [[step.sizes(num_local), _encode(step.like)] for step in own], "ended": has_ended})
     counts = [len(message["steps"]) for message in messages if not message["ended"]]
-    count = min(counts) if counts else max(len(message["steps"]) for message in messages)
-    num_local, steps = num_replicas // worker.count, []
-    for number in range(count):
+    steps: list[CommonStep] = []
+    for number in range(min(counts) if counts else max(len(message["steps"]) for message in messages)):
         every = [message["steps"][number] if number < len(message["steps"]) else None for message in messages]
         like = own[number].like if number < len(own) else like
         steps.append(_common_step(every, like, num_local))
@@ -135,30 +115,20 @@ class SameBatches:
     """The comparison of the global batches of one pass, which every worker reads by itself, with those of the others.
 
     In messages only the first and the end, where each batch is noted in what the workers have done.
-
-    Attributes:
-        place: the number of the pass among those of the iterator, how many batches of it were read, and a checksum of them.
     """
 
     def __init__(self, worker: InputWorker) -> None:
         self._worker = worker
-        self._pass = 0 if worker.channel is None else worker.channel.next_pass()
+        channel = worker.channel
+        self._number, self._pass = (-1, 0) if channel is None else (channel.number, channel.next_pass())
         self._num_batches = self._checksum = 0
 
     @property
     def place(self) -> BatchPlace:
         return BatchPlace(self._number, self._pass, self._num_batches, self._checksum)
 
-    @property
-    def _number(self) -> int:
-        return -1 if self._worker.channel is None else self._worker.channel.number
-
     def are_there(self, batch: PyTree | None, num_rows: int) -> bool:
-        """Return whether there is a next batch, after comparing it where that is needed.
-
-        Args:
-            batch: of this worker; None at the end of its data.
-            num_rows: of the batch.
+        """Return whether there is a next batch, after comparing it where that is needed; it is None at the end of the data.
 
         Raises:
             ValueError: when the batches differ, so that rows would be lost and others used twice, or not all workers have one.
@@ -170,15 +140,12 @@ class SameBatches:
         if batch is None:
             progress.data_ends[self._number] = self.place
         if batch is None or not self._worker.is_noted or self._num_batches == 1:
-            self._compare(batch is None, num_rows, _kinds(batch))
+            every = self._worker.exchange([batch is None, self._num_batches, num_rows, _kinds(batch), self._checksum])
+            for index, other in enumerate(every):
+                if other != every[0]:
+                    raise ValueError(f"{_difference(every[0], other, index)}. {ONE_DATASET}")
         progress.data_ends.pop(self._number, None)
         return batch is not None
-
-    def _compare(self, has_ended: bool, num_rows: int, kinds: str) -> None:
-        every = self._worker.exchange([has_ended, self._num_batches, num_rows, kinds, self._checksum])
-        for index, other in enumerate(every):
-            if other != every[0]:
-                raise ValueError(f"{_difference(every[0], other, index)}. {ONE_DATASET}")
 
 
 def _difference(first: Sequence[Any], other: Sequence[Any], worker: int) -> str:
@@ -234,7 +201,7 @@ def _skeleton(tree: PyTree) -> Any:
     return None if tree is None else 0 if isinstance(tree, np.ndarray) else {"class": type(tree).__name__}
 
 
-def _from_skeleton(skeleton: Any) -> PyTree:
+def _from_skeleton(skeleton: dict[str, Any] | int | None) -> PyTree:
     match skeleton:
         case {"dict": items}:
             return {key: _from_skeleton(child) for key, child in items}

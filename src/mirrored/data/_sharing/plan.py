@@ -9,49 +9,33 @@ from ..._options import AutoShardPolicy
 from .._input_context import InputContext
 from .._sources import grain
 from .._sources.numpy_dataset import NumpyDataset
-from . import steps
+from .._sources.open import Source
 from .agree import InputWorker
-from .steps import LocalReplicas, Steps
+from .steps import LocalReplicas, Steps, one_element_each, own_batches, rows_of_every_batch, rows_of_own_files
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What one worker reads, and how its replicas share it.
+    """What one worker reads, and how its replicas share it."""
 
-    Attributes:
-        dataset: what this worker iterates over.
-        kind: the policy that was chosen, or "FUNCTION" for one dataset by worker.
-        how: how the records are shared out, in words; says why when the choice was made here.
-        sizes: of the per-replica batches that a position counts, when they depend on the number of replicas.
-    """
-
-    dataset: Any
-    kind: str
-    how: str
-    sizes: tuple[int, ...] = ()
+    dataset: Any  # what this worker iterates over
+    kind: str  # the policy that was chosen, or "FUNCTION" for one dataset by worker
+    how: str  # how the records are shared out, in words; says why when the choice was made here
+    sizes: tuple[int, ...] = ()  # of per-replica batches that a position counts, when they depend on the number of replicas
 
     @property
     def is_same_for_all(self) -> bool:
         """Whether all workers read the same batches, so that a position holds for any number of workers."""
         return self.kind == "DATA"
 
-    def steps(self, source: Any, layout: LocalReplicas, extra: dict[str, int]) -> Steps:
+    def steps(self, source: Source, layout: LocalReplicas, extra: dict[str, int]) -> Steps:
         """Return the steps of this worker from the position of an open source on."""
-        makers = {
-            "DATA": steps.rows_of_every_batch,
-            "FILE": steps.rows_of_own_files,
-            "OFF": steps.own_batches,
-            "FUNCTION": steps.one_element_each,
-        }
-        return makers[self.kind](source, layout, extra)
+        ways = {"DATA": rows_of_every_batch, "FILE": rows_of_own_files, "OFF": own_batches, "FUNCTION": one_element_each}
+        return ways[self.kind](source, layout, extra)
 
 
 def make_plan(dataset: Any, policy: AutoShardPolicy | str, worker: InputWorker, num_replicas: int) -> Plan:
-    """Choose how a dataset of global batches is shared out among the workers.
-
-    Raises:
-        ValueError: when `FILE` is asked for and would lose, repeat or mispair records.
-    """
+    """Choose how a dataset of global batches is shared out; refuse `FILE` where it would lose, repeat or mispair records."""
     policy = AutoShardPolicy.parse(policy, "auto_shard_policy")
     parts = f"each global batch is cut into {num_replicas} contiguous parts, in replica order"
     if worker.count == 1:

@@ -53,10 +53,6 @@ def stack_rows(parts: Sequence[PyTree], num_rows: int) -> PyTree:
 
     New, because a source may fill the same buffer again for its next batch, and the transfer to the devices
     reads later than the call returns (on the CPU, the device's array may even be the buffer).
-
-    Args:
-        parts: each replica's rows, in one structure.
-        num_rows: of the longest part of all workers.
     """
 
     def stack(*rows: np.ndarray) -> np.ndarray:
@@ -71,11 +67,7 @@ def stack_rows(parts: Sequence[PyTree], num_rows: int) -> PyTree:
 
 
 def join_rows(parts: Sequence[PyTree]) -> PyTree:
-    """Join the rows of several batches.
-
-    Raises:
-        ValueError: when their structures, or the shapes of their rows, differ.
-    """
+    """Join the rows of several batches, or say that they do not fit together."""
     if len(parts) == 1:
         return parts[0]
     require_same_rows(parts, "batches of one dataset, whose rows are joined to global batches of one size,")
@@ -118,7 +110,7 @@ def count_rows(batch: PyTree) -> int:
 def to_numpy(batch: PyTree) -> PyTree:
     """Turn the leaves of a batch into numpy arrays, without copying, or say which one holds no numbers."""
 
-    def convert(path: Sequence[Any], leaf: Any) -> np.ndarray:
+    def convert(path: Sequence[Any], leaf: object) -> np.ndarray:
         if isinstance(leaf, PerReplica):
             raise TypeError(
                 f"the dataset yielded a PerReplica{_at(path)}, which is distributed already; expected global batches on the "

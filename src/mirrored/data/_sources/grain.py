@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
+
+from ..._typing import PyTree
+
+if TYPE_CHECKING:
+    import grain
+
+    Pipeline: TypeAlias = grain.MapDataset[PyTree] | grain.IterDataset[PyTree]
 
 #: grain reads 500 elements ahead by default; here each is a global batch.
 _NUM_BATCHES_AHEAD = 16
@@ -26,13 +34,13 @@ _ACROSS_FILES = {
 }
 
 
-def is_pipeline(dataset: Any) -> bool:
+def is_pipeline(dataset: object) -> TypeGuard[Pipeline]:
     """Tell whether an object is a grain dataset, without importing grain."""
     grain = sys.modules.get("grain")
     return grain is not None and isinstance(dataset, grain.MapDataset | grain.IterDataset)
 
 
-def open_pipeline(dataset: Any) -> Iterator[Any]:
+def open_pipeline(dataset: Pipeline) -> Iterator[PyTree]:
     """Start an iterator over a grain dataset whose elements are global batches."""
     grain = sys.modules["grain"]
     if isinstance(dataset, grain.MapDataset):
@@ -40,25 +48,22 @@ def open_pipeline(dataset: Any) -> Iterator[Any]:
     return iter(dataset)
 
 
-def has_length(dataset: Any) -> bool:
+def has_length(dataset: Pipeline) -> bool:
     """Tell whether `len` is the number of elements: a filter leaves some out, and does not say how many."""
     return not any(type(node).__name__ == "FilterMapDataset" for node in nodes(dataset))
 
 
-def nodes(dataset: Any) -> Iterator[Any]:
+def nodes(dataset: Pipeline) -> Iterator[Pipeline]:
     """Yield a grain dataset and all that it is made of."""
     yield dataset
     for parent in dataset.parents:
         yield from nodes(parent)
 
 
-def why_not_by_file(dataset: Any, num_workers: int, is_certain: bool) -> str | None:
+def why_not_by_file(dataset: Pipeline, num_workers: int, is_certain: bool) -> str | None:
     """Say why the files of a pipeline cannot be shared out among workers, or return None when they can.
 
-    Args:
-        dataset: a grain dataset.
-        num_workers: how many workers share its files.
-        is_certain: whether transformations that are not known, such as a user's own, count as a reason.
+    Transformations that are not known, such as a user's own, are a reason where it must be certain.
     """
     node = dataset
     while not _reads_files(node):
@@ -81,30 +86,29 @@ def why_not_by_file(dataset: Any, num_workers: int, is_certain: bool) -> str | N
     return f"{type(node).__name__} has no file, or no record, for the last of {num_workers} workers"
 
 
-def files_of(dataset: Any) -> int | None:
+def files_of(dataset: Pipeline) -> int | None:
     """Return how many files a pipeline reads, when its source says so."""
     counts = [len(node.files) for node in nodes(dataset) if _reads_files(node) and hasattr(node, "files")]
     return counts[0] if len(counts) == 1 else None
 
 
-def only_files_of(dataset: Any, worker: int, num_workers: int) -> Any:
+def only_files_of(dataset: Pipeline, worker: int, num_workers: int) -> Pipeline:
     """Return the pipeline over the files `worker`, `worker + num_workers`, ... alone."""
     mine = copy.deepcopy(dataset)  # set_slice changes a dataset in place
-    next(node for node in nodes(mine) if _reads_files(node)).set_slice(slice(worker, None, num_workers))
+    source: Any = next(node for node in nodes(mine) if _reads_files(node))
+    source.set_slice(slice(worker, None, num_workers))
     return mine
 
 
-def _has_record(dataset: Any) -> bool:
-    iterator = iter(dataset)
-    try:
-        next(iterator)
-    except (StopIteration, IndexError):  # IndexError: grain's way to say that it was given no file
-        return False
-    finally:
-        iterator.close()
+def _has_record(dataset: Pipeline) -> bool:
+    with contextlib.closing(iter(dataset)) as iterator:
+        try:
+            next(iterator)
+        except (StopIteration, IndexError):  # IndexError: grain's way to say that it was given no file
+            return False
     return True
 
 
-def _reads_files(node: Any) -> bool:
+def _reads_files(node: object) -> bool:
     grain = sys.modules["grain"]
     return hasattr(node, "set_slice") and isinstance(node, grain.IterDataset) and not node.parents

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Generator, Iterator
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NoReturn
 
 import jax
 import numpy as np
@@ -16,8 +16,7 @@ from ..._replicas.host_memory import empty_rows
 from ..._replicas.per_replica import PerReplica, is_per_replica
 from ..._text import counted, shown
 from ..._typing import PyTree
-from .elements import applied, checked_function, spec_of_batch
-from .rounds import Limit, limited, num_steps
+from .verbs import applied, check_int, checked_function, num_steps, spec_of_batch
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -56,13 +55,13 @@ class NumpyDataset:
     def __post_init__(self) -> None:
         check_rows(self.arrays)
         if self.batch_size is not None:
-            _check_int("batch_size", self.batch_size, 1, "the number of rows")
+            check_int("batch_size is", self.batch_size, 1, "the number of rows")
         if not isinstance(self.drop_remainder, bool):
             raise TypeError(f"drop_remainder is {self.drop_remainder!r}; expected True or False.")
         if self.shuffle_seed is not None:
-            _check_int("seed", self.shuffle_seed, 0, "so that a run can be repeated")
+            check_int("seed is", self.shuffle_seed, 0, "so that a run can be repeated")
         if self.num_epochs is not None:
-            _check_int("num_epochs", self.num_epochs, 1, "the number of passes over the rows")
+            check_int("num_epochs is", self.num_epochs, 1, "the number of passes over the rows")
 
     if not TYPE_CHECKING:  # so that type checkers find misspelt names
 
@@ -78,7 +77,7 @@ class NumpyDataset:
         """Make global batches of `batch_size` rows; the last has what is left, unless `drop_remainder`."""
         if self.batch_size is not None:
             raise ValueError(f"the dataset is batched already, by {self.batch_size}; call batch once.")
-        _check_int("batch_size", batch_size, 1, "the number of rows")
+        batch_size = check_int("batch_size is", batch_size, 1, "the number of rows")
         return dataclasses.replace(self, batch_size=batch_size, drop_remainder=drop_remainder)
 
     def shuffle(self, buffer_size: None = None, *, seed: int | None = None) -> NumpyDataset:
@@ -95,13 +94,12 @@ class NumpyDataset:
                 f"and no more: .shuffle(seed={0 if seed is None else seed!r}). Here all rows change places, as in tf.data with a "
                 "buffer_size of the number of rows."
             )
-        _check_int("seed", seed, 0, "so that a run can be repeated")
         return dataclasses.replace(self, shuffle_seed=seed)
 
     def repeat(self, num_epochs: int | None = None) -> NumpyDataset:
         """Go over the rows `num_epochs` times in one pass, or without end; batches do not mix two epochs."""
         if num_epochs is not None:
-            _check_int("num_epochs", num_epochs, 1, "the number of passes over the rows, or None for no end")
+            check_int("num_epochs is", num_epochs, 1, "the number of passes over the rows, or None for no end")
         if self.batches_per_pass is not None:
             raise ValueError("repeat was called after repeat(...).take(...); leave out the first repeat, or call take last.")
         is_endless = num_epochs is None or self.num_epochs is None
@@ -109,7 +107,7 @@ class NumpyDataset:
 
     def take(self, count: int) -> NumpyDataset:
         """Keep the first `count` rows, or after `batch` the first `count` batches; all when there are fewer."""
-        _check_int("count", count, 0, "the number of rows, or after batch of batches")
+        check_int("count is", count, 0, "the number of rows, or after batch of batches")
         if self.batch_size is None:
             if self.shuffle_seed is not None or self.num_epochs != 1 or self.maps:
                 raise ValueError(
@@ -168,15 +166,11 @@ class NumpyDataset:
         """Return how many batches of at least so many rows one pass yields."""
         complete, rest = divmod(self.num_rows, self._rows_per_batch())
         per_epoch = self._num_batches_of_epoch()
-        count = num_steps(per_epoch, self._limits)
+        count = num_steps(per_epoch, (("repeat", self.num_epochs), ("take", self.batches_per_pass)))
         if self._rows_per_batch() < at_least:
             return 0
         is_last_smaller = per_epoch > complete and rest < at_least
         return count - count // per_epoch if is_last_smaller else count
-
-    @property
-    def _limits(self) -> tuple[Limit, ...]:
-        return ("take", self.batches_per_epoch), ("repeat", self.num_epochs), ("take", self.batches_per_pass)
 
     def __iter__(self) -> Iterator[PyTree]:
         self._rows_per_batch()
@@ -224,35 +218,33 @@ class _NumpyIterator:
 
     def __init__(self, dataset: NumpyDataset) -> None:
         self._dataset = dataset
+        self._last_start = dataset.num_rows - (dataset._rows_per_batch() if dataset.drop_remainder else 1)
         self._first: int | None = None  # the number of this pass's first epoch, taken when it begins
-        self._row = 0
-        self._places = [0, 0, 0]  # batches of this epoch, epochs, batches of all: see NumpyDataset._limits
-        self._starts = limited(self._starts_of_epoch, dataset._limits, self._places)
+        self._place = (0, 0, 0, 0)  # the epoch, the row in it, batches of this epoch, batches of all
         self._order: tuple[int, np.ndarray] | None = None  # of which epoch
 
     def __iter__(self) -> _NumpyIterator:
         return self
 
     def __next__(self) -> PyTree:
-        dataset, before = self._dataset, list(self._places)
-        try:
-            start = next(self._starts)
-        except KeyboardInterrupt:  # it has ended the generator, and the data goes on
-            self._places[:] = before
-            self._starts = limited(self._starts_of_epoch, dataset._limits, self._places)
-            raise
-        self._row = min(start + dataset._rows_per_batch(), dataset.num_rows)
-        epoch = self._begin() + self._places[1]
-        if self._order is None or self._order[0] != epoch:
-            self._order = epoch, dataset._order(epoch)
-        rows = self._order[1][start : self._row]
-        return dataset._mapped(jax.tree.map(lambda array: _taken(array, rows), dataset.arrays))
-
-    def _starts_of_epoch(self, is_first: bool) -> Generator[int, None, None]:
-        """Yield the first row of each batch of an epoch."""
         dataset = self._dataset
-        needed = dataset._rows_per_batch() if dataset.drop_remainder else 1
-        yield from range(self._row if is_first else 0, dataset.num_rows - needed + 1, dataset._rows_per_batch())
+        epoch, row, batch, total = self._place
+        if not self._has_batch(row, batch):
+            epoch, row, batch = epoch + 1, 0, 0
+        is_taken = dataset.batches_per_pass is not None and total >= dataset.batches_per_pass
+        if is_taken or epoch == dataset.num_epochs or not self._has_batch(row, batch):
+            raise StopIteration
+        number = self._begin() + epoch
+        if self._order is None or self._order[0] != number:
+            self._order = number, dataset._order(number)
+        rows = self._order[1][row : row + dataset._rows_per_batch()]
+        self._place = epoch, row + len(rows), batch + 1, total + 1
+        return dataset._mapped(jax.tree.map(lambda array: _take_rows(array, rows), dataset.arrays))
+
+    def _has_batch(self, row: int, batch: int) -> bool:
+        """Tell whether an epoch goes on at this row, after so many batches."""
+        most = self._dataset.batches_per_epoch
+        return row <= self._last_start and (most is None or batch < most)
 
     def _begin(self) -> int:
         if self._first is None:
@@ -260,30 +252,28 @@ class _NumpyIterator:
         return self._first
 
     def get_state(self) -> dict[str, int | None]:
-        dataset = self._dataset
-        position = {"pass": self._begin(), "epoch": self._places[1], "row": self._row}
+        dataset, (epoch, row, _, _) = self._dataset, self._place
+        position = {"pass": self._begin(), "epoch": epoch, "row": row}
         return {**position, "num_rows": dataset.num_rows, "seed": dataset.shuffle_seed}
 
     def set_state(self, state: dict[str, int]) -> None:
+        dataset = self._dataset
         first, epoch, row, num_rows = (state[name] for name in ("pass", "epoch", "row", "num_rows"))
-        if num_rows != self._dataset.num_rows:
-            raise ValueError(f"it is of a dataset of {num_rows} rows, and this one has {self._dataset.num_rows}")
+        if num_rows != dataset.num_rows:
+            raise ValueError(f"it is of a dataset of {num_rows} rows, and this one has {dataset.num_rows}")
         if not all(type(number) is int and number >= 0 for number in (first, epoch, row)) or row > num_rows:
             raise ValueError(f"no such position: {state}")
-        if epoch >= (self._dataset.num_epochs or epoch + 1):
+        if dataset.num_epochs is not None and epoch >= dataset.num_epochs:
             raise ValueError(
-                f"it is in epoch {epoch}, counted from 0, of rows that are repeated {self._dataset.num_epochs} times here; call "
+                f"it is in epoch {epoch}, counted from 0, of rows that are repeated {dataset.num_epochs} times here; call "
                 "repeat with at least as many epochs as were begun"
             )
-        if state["seed"] != self._dataset.shuffle_seed:
-            raise ValueError(
-                f"its rows are in the order of shuffle seed {state['seed']}, and here of {self._dataset.shuffle_seed}"
-            )
-        self._first, self._row, self._order = first, row, None
-        batch = -(-row // self._dataset._rows_per_batch())
-        self._places[:] = batch, epoch, epoch * self._dataset._num_batches_of_epoch() + batch
-        self._starts = limited(self._starts_of_epoch, self._dataset._limits, self._places)
-        self._dataset._passes[0] = first + (self._dataset.num_epochs or 1)  # the next pass is the one after this
+        if state["seed"] != dataset.shuffle_seed:
+            raise ValueError(f"its rows are in the order of shuffle seed {state['seed']}, and here of {dataset.shuffle_seed}")
+        batch = -(-row // dataset._rows_per_batch())
+        self._first, self._order = first, None
+        self._place = epoch, row, batch, epoch * dataset._num_batches_of_epoch() + batch
+        dataset._passes[0] = first + (dataset.num_epochs or 1)  # the next pass is the one after this
 
 
 def _stacked(made: list[PyTree]) -> PyTree:
@@ -298,17 +288,10 @@ def _stacked(made: list[PyTree]) -> PyTree:
         ) from error
 
 
-def _taken(array: np.ndarray, rows: np.ndarray) -> np.ndarray:
+def _take_rows(array: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """Copy rows to where devices can have them without a further copy."""
     [copy] = empty_rows(1, (len(rows), *array.shape[1:]), array.dtype)
     return np.take(array, rows, axis=0, out=copy, mode="clip")  # the default mode copies once more; all rows are there
-
-
-def _check_int(name: str, value: Any, at_least: int, what: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise TypeError(f"{name} is {value!r}; expected an int, {what}.")
-    if value < at_least:
-        raise ValueError(f"{name} is {value}; expected at least {at_least}.")
 
 
 def check_rows(arrays: PyTree) -> None:
@@ -337,7 +320,7 @@ def check_rows(arrays: PyTree) -> None:
 def stacked_lists(arrays: PyTree) -> PyTree:
     """Turn what numpy can turn into arrays into arrays; a list of arrays is stacked, as in tf.data."""
 
-    def stacked(path: Any, leaf: Any) -> np.ndarray:
+    def stacked(path: tuple[object, ...], leaf: object) -> np.ndarray:
         try:
             return leaf if isinstance(leaf, np.ma.MaskedArray) else np.asarray(leaf)  # masked: refused later, by name
         except ValueError as error:

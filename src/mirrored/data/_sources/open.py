@@ -1,15 +1,71 @@
-"""From what a user gives as a dataset to batches: which library it is of."""
+"""From what a user gives as a dataset to batches, and the position after each as JSON: which library it is of."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import base64
+import copy
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
 
 from ..._typing import PyTree
 from . import grain
-from .elements import own_copy
 from .numpy_dataset import NumpyDataset
-from .position import Source, resumed
+from .verbs import applied
+
+#: A position as JSON text, or the exception that says why there is none.
+Position: TypeAlias = str | Exception
+
+
+class Source:
+    """An iterator over the elements of a dataset, through functions of each, that knows the position after each.
+
+    Two protocols are understood: datasets with `state_dict` and `load_state_dict` (Hugging Face, torchdata), and
+    iterators with `get_state` and `set_state` (grain, and ours).
+    """
+
+    def __init__(
+        self, dataset: object, iterator: Iterator[PyTree], is_owned: bool = False, maps: Sequence[Callable[..., PyTree]] = ()
+    ) -> None:
+        """Take a new iterator over the dataset; either may hold the position, which the functions do not change."""
+        self._dataset, self._iterator, self._maps = dataset, iterator, maps
+        self.is_owned = is_owned  # whether it yields arrays that nobody else holds
+        self._has_begun = False
+
+    def __iter__(self) -> Source:
+        return self
+
+    def __next__(self) -> PyTree:
+        self._has_begun = True
+        element = next(self._iterator)
+        for fn in self._maps:
+            element = applied(fn, element)
+        return element
+
+    def position(self) -> Position:
+        """Return the position after the last element as JSON text, which later elements do not change."""
+        try:
+            if hasattr(self._dataset, "state_dict"):
+                if not self._has_begun:  # it may still be that of the last pass
+                    return ValueError(f"{type(self._dataset).__name__} tells its position only after the first batch.")
+                state = self._dataset.state_dict()
+            elif hasattr(self._iterator, "get_state"):
+                state = self._iterator.get_state()
+            else:
+                return _no_position(self._dataset)
+            state = {"base64": base64.b64encode(state).decode()} if isinstance(state, bytes) else state
+            return json.dumps(state, default=_plain_number)
+        except Exception as error:  # of the user's pipeline, which need not know its position to be read
+            return error
+
+    def close(self) -> None:
+        """Free what the iterator holds: files, threads."""
+        iterator, self._iterator = self._iterator, iter(())
+        if hasattr(iterator, "close"):
+            iterator.close()
 
 
 class _SequenceIterator:
@@ -27,7 +83,7 @@ class _SequenceIterator:
             raise StopIteration
         self._next += 1
         batch = self._batches[self._next - 1]
-        return own_copy(batch) if self._is_copied else batch
+        return _copy_arrays(batch) if self._is_copied else batch
 
     def get_state(self) -> dict[str, int]:
         return {"next": self._next}
@@ -37,6 +93,11 @@ class _SequenceIterator:
         if not 0 <= position <= len(self._batches):
             raise ValueError(f"batch {position} of {len(self._batches)}")
         self._next = position
+
+
+def _copy_arrays(batch: PyTree) -> PyTree:
+    """Copy the arrays of a batch that its dataset keeps, for functions that may change them in place, as in `x /= 255`."""
+    return jax.tree.map(lambda leaf: leaf.copy() if type(leaf) is np.ndarray else leaf, batch)
 
 
 def open_source(dataset: Any, state: Any = None, maps: Sequence[Callable[..., PyTree]] = ()) -> Source:
@@ -50,12 +111,12 @@ def open_source(dataset: Any, state: Any = None, maps: Sequence[Callable[..., Py
             return _SequenceIterator(own, is_copied=bool(maps))
         return iter(own)
 
-    iterator = start() if state is None else resumed(own, start, state)
+    iterator = start() if state is None else _resume(own, start, state)
     is_owned = isinstance(own, NumpyDataset) and not (own.maps or maps)
     return Source(own, iterator, is_owned, maps)
 
 
-def _own_stream(dataset: Any, state: Any) -> Any:
+def _own_stream(dataset: Any, state: dict[str, Any] | None) -> Any:
     """Return a copy of a Hugging Face stream for one pass: a stream begins each pass of an epoch at the position it was given."""
     own = dataset.with_format("numpy")
     if hasattr(dataset, "epoch"):
@@ -63,19 +124,16 @@ def _own_stream(dataset: Any, state: Any) -> Any:
     return own
 
 
-def is_sequence(dataset: Any) -> bool:
-    """Tell whether the batches of a dataset are asked for by their number, up to its length.
-
-    Also where Python would ask until an IndexError: slices of arrays, as in `x[n * i : n * (i + 1)]`, never raise one, and the
-    batches behind the end have no rows.
-    """
+def is_sequence(dataset: object) -> bool:
+    """Tell whether the batches of a dataset are asked for by their number, up to its length."""
     if isinstance(dataset, Sequence):
         return True
+    # Python would ask until an IndexError: slices of arrays, as in `x[n * i : n * (i + 1)]`, never raise one.
     is_by_number = is_hugging_face(dataset) or not hasattr(type(dataset), "__iter__")
     return is_by_number and hasattr(type(dataset), "__len__") and hasattr(type(dataset), "__getitem__")
 
 
-def is_hugging_face(dataset: Any) -> bool:
+def is_hugging_face(dataset: object) -> bool:
     """Tell whether an object has the methods of a Hugging Face dataset, which this library never imports."""
     return all(callable(getattr(type(dataset), name, None)) for name in ("with_format", "iter", "batch"))
 
@@ -84,3 +142,47 @@ def adapted(dataset: Any) -> Any:
     """Return a dataset whose elements hold arrays: a Hugging Face dataset yields lists unless it is told otherwise."""
     is_stream = hasattr(dataset, "load_state_dict")  # of which each pass has its own copy, with the epoch that the user set
     return dataset.with_format("numpy") if is_hugging_face(dataset) and not is_stream else dataset
+
+
+def _resume(dataset: Any, start: Callable[[], Any], state: Any) -> Iterator[PyTree]:
+    """Return a new iterator over a dataset that goes on from a position; when that fails, nothing has changed for others."""
+    if isinstance(state, dict) and set(state) == {"base64"}:
+        state = base64.b64decode(state["base64"])
+    state = copy.deepcopy(state)  # grain keeps parts of it and changes them
+    if hasattr(dataset, "load_state_dict"):
+        before = dataset.state_dict()
+        try:
+            dataset.load_state_dict(state)
+            return start()  # an iterator may take the position already when it is made
+        except Exception as error:
+            dataset.load_state_dict(before)
+            raise _misfit(dataset, error) from error
+    iterator = start()
+    if not hasattr(iterator, "set_state"):
+        raise _no_position(dataset)
+    try:
+        iterator.set_state(state)
+    except Exception as error:
+        raise _misfit(dataset, error) from error
+    return iterator
+
+
+def _misfit(dataset: object, error: Exception) -> ValueError:
+    return ValueError(
+        f"the state does not fit {type(dataset).__name__}: {type(error).__name__}: {error}. It must come from get_state of "
+        "an iterator over the same dataset; nothing has changed."
+    )
+
+
+def _no_position(dataset: object) -> TypeError:
+    return TypeError(
+        f"{type(dataset).__name__} has no position that could be saved: neither its iterators have get_state and set_state nor "
+        "itself state_dict and load_state_dict. Use strategy.make_numpy_dataset(arrays), a list of batches, a grain dataset, "
+        "mr.data.tfrecord_dataset, a Hugging Face dataset or torchdata's StatefulDataLoader."
+    )
+
+
+def _plain_number(value: object) -> Any:
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    raise TypeError(f"its state holds {value!r} of type {type(value).__name__}, which JSON cannot hold.")

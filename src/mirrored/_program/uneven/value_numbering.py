@@ -10,47 +10,41 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import match_collectives
-from .keys import content_key, equation_key
 from .nodes import Node, Trace, Value
+from .structural_hash import content_key, equation_key
 
 
 def compare(traces: Sequence[Trace], is_common: Sequence[bool]) -> None:
     """Number the values of all traces, also inside loops with collectives, and put them in stages.
 
-    Args:
-        traces: the traces; they must reach the same collectives in the same order.
-        is_common: for each argument, whether it has one shape in all traces.
+    Of each argument `is_common` tells whether it has one shape in all traces.
 
     Raises:
         UnevenReplicasError: at the first collective in which the traces differ.
     """
-    comparison = _Comparison()
-    comparison.number_arguments(traces, is_common)
-    comparison.compare(traces)
+    numbering = _Numbering()
+    for common, row in zip(is_common, zip(*(trace.arguments for trace in traces), strict=True), strict=True):
+        numbering.number_alike(row, common)
+    numbering.compare(traces)
     _forget_what_is_not_common(traces)
 
 
-class _Comparison:
+class _Numbering:
     """The numbers that have been given so far: two values have one number iff they have one key."""
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
         self._new = itertools.count()
 
-    def number_arguments(self, traces: Sequence[Trace], is_common: Sequence[bool]) -> None:
-        for common, row in zip(is_common, zip(*(trace.arguments for trace in traces), strict=True), strict=True):
-            self._number_alike(row, common)
-
     def compare(self, traces: Sequence[Trace]) -> None:
         """Number what traces compute, whose arguments have their numbers."""
-        parts = [_split_at_collectives(trace) for trace in traces]
-        match_collectives.check(traces, [[node for _, node in part if node is not None] for part in parts])
+        match_collectives.check(traces)
         stage, last_effects = 0, [0] * len(traces)
-        for part_of_each in zip(*parts, strict=True):
-            for kind, (nodes, _) in enumerate(part_of_each):
-                for node in nodes:
+        waiting = [iter(trace.nodes) for trace in traces]
+        for collectives in [*zip(*(trace.collectives for trace in traces), strict=True), ()]:
+            for kind, nodes in enumerate(waiting):
+                for node in itertools.takewhile(lambda node: not node.is_collective, nodes):  # it takes the collective, too
                     last_effects[kind] = self._number_node(node, last_effects[kind])
-            collectives = [node for _, node in part_of_each if node is not None]
             if collectives:
                 stage = self._number_collectives(stage, collectives)
         for trace in traces:
@@ -58,13 +52,14 @@ class _Comparison:
             for value in trace.outputs:
                 self._number_of(value)
 
-    def _number(self, key: Any) -> int:
-        return self._numbers.setdefault(key, len(self._numbers))
-
-    def _number_alike(self, row: Sequence[Value], is_alike: bool) -> None:
+    def number_alike(self, row: Sequence[Value], is_alike: bool) -> None:
+        """Give values of all traces one new number, or none."""
         number = self._number(("new", next(self._new))) if is_alike else None
         for value in row:
             value.number = number
+
+    def _number(self, key: Any) -> int:
+        return self._numbers.setdefault(key, len(self._numbers))
 
     def _number_of(self, value: Value) -> int | None:
         if value.number is None and value.content is not None:
@@ -97,10 +92,10 @@ class _Comparison:
         stage = max(stage, ready + 1)
         for bodies in zip(*(node.bodies for node in collectives), strict=True):
             for row in zip(*(body.arguments for body in bodies), strict=True):
-                self._number_alike(row, _has_one_shape(row))
+                self.number_alike(row, _has_one_shape(row))
             self.compare(bodies)
         for row in zip(*(node.outputs for node in collectives), strict=True):
-            self._number_alike(row, _has_one_shape(row))
+            self.number_alike(row, _has_one_shape(row))
             for value in row:
                 value.stage = stage
         for node in collectives:
@@ -110,18 +105,6 @@ class _Comparison:
 
 def _has_one_shape(row: Sequence[Value]) -> bool:
     return len({value.aval.shape for value in row}) == 1
-
-
-def _split_at_collectives(trace: Trace) -> list[tuple[list[Node], Node | None]]:
-    parts: list[tuple[list[Node], Node | None]] = []
-    nodes: list[Node] = []
-    for node in trace.nodes:
-        if node.is_collective:
-            parts.append((nodes, node))
-            nodes = []
-        else:
-            nodes.append(node)
-    return [*parts, (nodes, None)]
 
 
 def _forget_what_is_not_common(traces: Sequence[Trace]) -> None:
@@ -141,6 +124,6 @@ def _forget_what_is_not_common(traces: Sequence[Trace]) -> None:
             for value in node.outputs:
                 value.number = None
         node.is_own = not node.outputs or node.outputs[0].number is None
-    for nodes in zip(*([node for node in trace.nodes if node.is_collective] for trace in traces), strict=True):
+    for nodes in zip(*(trace.collectives for trace in traces), strict=True):
         for bodies in zip(*(node.bodies for node in nodes), strict=True):
             _forget_what_is_not_common(bodies)

@@ -8,17 +8,16 @@ level need no meeting between them. docs/design/several-replicas-on-a-device.md.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from .._errors import ContextError
 from .._jax import jaxprs, user_code
-from .._jax.interpreter import Analysis, Interpreter
-from .._jax.jaxprs import Jaxpr
-from .._jax.primitives import INLINE_CALLS, MAKE_SAME
+from .._jax.interpreter import Analysis, Flattening
+from .._jax.jaxprs import Equation, Jaxpr
+from .._jax.primitives import MAKE_SAME
 
 
 class Kind(enum.Enum):
@@ -31,28 +30,20 @@ class Kind(enum.Enum):
 
 @dataclasses.dataclass(eq=False)
 class Quantity:
-    """A value of the program.
+    """A value of the program."""
 
-    Attributes:
-        is_own: whether each replica has its own.
-        level: the number of meetings before it.
-        maker: the node that computes it; None for arguments and constants.
-        constant: the array itself, of a constant.
-        aval: its type, of what a node makes.
-    """
-
-    is_own: bool = False
-    level: int = 0
-    maker: Operation | None = None
-    constant: Any = None
-    aval: Any = None
+    is_own: bool = False  # whether each replica has its own
+    level: int = 0  # the number of meetings before it
+    maker: Operation | None = None  # the node that computes it; None for arguments and constants
+    constant: Any = None  # the array itself, of a constant
+    aval: Any = None  # its type, of what a node makes
 
 
 @dataclasses.dataclass(eq=False)
 class Operation:
     """An equation, with the values that it takes and makes."""
 
-    equation: Any
+    equation: Equation
     inputs: list[Quantity]
     outputs: list[Quantity]
     kind: Kind
@@ -64,13 +55,16 @@ class Operation:
         return jaxprs.is_sum(self.equation)
 
 
-@dataclasses.dataclass
-class Agenda:
-    """The nodes of a program in their order, its outputs, and who uses each value; None stands for the outputs."""
+class Agenda(Flattening[Quantity]):
+    """The nodes of a program in their order, and its outputs; of a step traced with the replica axis bound, or of a body in it.
 
-    nodes: list[Operation]
-    outputs: list[Quantity]
-    users: dict[Quantity, list[Operation | None]]
+    Raises:
+        ContextError: when it does what several replicas of one device cannot do.
+    """
+
+    def __init__(self, jaxpr: Jaxpr, constants: Sequence[Any], inputs: Sequence[Quantity]) -> None:
+        self.nodes: list[Operation] = []
+        self.outputs = self.run(jaxpr, constants, inputs)
 
     @property
     def num_levels(self) -> int:
@@ -79,52 +73,22 @@ class Agenda:
     def at(self, level: int, kind: Kind) -> list[Operation]:
         return [node for node in self.nodes if node.level == level and node.kind is kind]
 
-
-def agenda_of(jaxpr: Jaxpr, constants: Sequence[Any], inputs: Sequence[Quantity]) -> Agenda:
-    """Find the nodes of a program.
-
-    Args:
-        jaxpr: of a step, traced with the replica axis bound, or of a body in it.
-        constants: its constants.
-        inputs: its arguments.
-
-    Raises:
-        ContextError: when it does what several replicas of one device cannot do.
-    """
-    walk = _Planning()
-    outputs = walk.run(jaxpr, constants, inputs)
-    users: dict[Quantity, list[Operation | None]] = collections.defaultdict(list)
-    for node in walk.nodes:
-        for value in node.inputs:
-            users[value].append(node)
-    for value in outputs:
-        users[value].append(None)
-    return Agenda(walk.nodes, outputs, users)
-
-
-class _Planning(Interpreter[Quantity]):
-    """A walk that notes the nodes; calls are taken apart, unless they mean more than that and have no meeting inside."""
-
-    def __init__(self) -> None:
-        self.nodes: list[Operation] = []
+    def needed(self, nodes: Sequence[Operation]) -> tuple[list[Quantity], list[Quantity]]:
+        """Return what of the results of some nodes is added up over the replicas, and what is used otherwise outside of them."""
+        own = set(nodes)
+        others = [node for node in self.nodes if node not in own]
+        added = {value for node in others if node.is_sum for value in node.inputs}
+        used = {*self.outputs, *(value for node in others if not node.is_sum for value in node.inputs)}
+        made = [value for node in nodes for value in node.outputs]
+        return [value for value in made if value in added], [value for value in made if value in used]
 
     def constant(self, value: Any) -> Quantity:
         return Quantity(constant=value)
 
-    def call(self, equation: Any, inner: jaxprs.ClosedJaxpr, values: list[Quantity]) -> Sequence[Quantity]:
-        is_taken_apart = equation.primitive.name in INLINE_CALLS or jaxprs.has_collective(equation)
-        return self.run_closed(inner, values) if is_taken_apart else self.plain(equation, values)
-
-    def solve(self, equation: Any, values: list[Quantity]) -> Sequence[Quantity]:
-        if not jaxprs.has_collective(equation):
-            return self.plain(equation, values)
-        solver = jaxprs.solver_of(equation)  # its jaxpr has no constants
-        return self.run(solver.jaxpr, (), [values[i] for i in solver.operands])
-
-    def plain(self, equation: Any, values: list[Quantity]) -> Sequence[Quantity]:
+    def plain(self, equation: Equation, values: list[Quantity]) -> Sequence[Quantity]:
         level, flags = max((value.level for value in values), default=0), [value.is_own for value in values]
         if is_meeting := jaxprs.has_collective(equation):
-            kind, results = Kind.MEETING, own_after(equation, flags)
+            kind, results = Kind.MEETING, list(_Ownership().equation(equation, flags))
         else:
             kind = Kind.OWN if _is_own(equation, flags) else Kind.SHARED
             results = [kind is Kind.OWN] * len(equation.outvars)
@@ -137,14 +101,9 @@ class _Planning(Interpreter[Quantity]):
         return node.outputs
 
 
-def _is_own(equation: Any, flags: Sequence[bool]) -> bool:
+def _is_own(equation: Equation, flags: Sequence[bool]) -> bool:
     """Tell whether each replica computes an equation without a meeting for itself."""
     return any(flags) or not jaxprs.is_function_of_operands(equation) or jaxprs.has_replica_number(equation)
-
-
-def own_after(equation: Any, flags: list[bool]) -> list[bool]:
-    """Tell of each result of an equation whether each replica has its own; of each operand, `flags` tell."""
-    return list(_Ownership().equation(equation, flags))
 
 
 class _Ownership(Analysis[bool]):
@@ -156,23 +115,17 @@ class _Ownership(Analysis[bool]):
     def chosen(self, decision: bool, value: bool) -> bool:
         return value  # all replicas take the same way to a meeting: it is proven
 
-    def equation(self, equation: Any, values: list[bool]) -> Sequence[bool]:
+    def equation(self, equation: Equation, values: list[bool]) -> Sequence[bool]:
         if jaxprs.has_collective(equation):
             return super().equation(equation, values)
         return [_is_own(equation, values)] * len(equation.outvars)
 
-    def over_replicas(self, equation: Any, values: list[bool]) -> Sequence[bool]:
+    def over_replicas(self, equation: Equation, values: list[bool]) -> Sequence[bool]:
         is_own = equation.primitive.name not in MAKE_SAME or jaxprs.is_over_groups(equation)
         return [is_own] * len(equation.outvars)
 
-    def plain(self, equation: Any, values: list[bool]) -> Sequence[bool]:
+    def plain(self, equation: Equation, values: list[bool]) -> Sequence[bool]:
         raise ContextError(
             f"a collective runs inside `{equation.primitive.name}`, at {user_code.equation_line(equation) or '<unknown>'}, which "
             "several replicas of one device cannot do. Move it out, or give each replica a device: leave num_replicas out."
         )
-
-
-def made_by(nodes: Sequence[Operation]) -> Iterator[Quantity]:
-    """Yield what some nodes make."""
-    for node in nodes:
-        yield from node.outputs

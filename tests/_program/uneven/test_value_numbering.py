@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mirrored._jax import tracing
-from mirrored._program.uneven import align, merge, nodes
+from mirrored._program.uneven import merge, nodes, value_numbering
 from mirrored._replicas.collectives import ReplicaAxis
 
 
@@ -18,7 +18,7 @@ def programs_of(step, *row_counts, columns=2):
 
 def compared(step, *row_counts):
     programs = programs_of(step, *row_counts)
-    align.compare(programs, [True, False])
+    value_numbering.compare(programs, [True, False])
     return programs, programs[0].num_stages
 
 

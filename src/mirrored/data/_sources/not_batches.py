@@ -1,4 +1,4 @@
-"""Which datasets are known to yield single examples, whose features would be cut as if they were the rows of a batch."""
+"""Which datasets are known not to yield global batches: single examples, or one process' share of the rows."""
 
 from __future__ import annotations
 
@@ -24,13 +24,8 @@ _MAPS = {
 _ARRAYS_BY_ROW = {"Array2D", "Array3D", "Array4D", "Array5D", "Image"}
 
 
-def why_single_rows(dataset: Any, size: str) -> str | None:
-    """Say why the elements of a dataset are single examples, and what to write; None when they may be batches.
-
-    Args:
-        dataset: what a user gives.
-        size: how to call the number of rows of a batch.
-    """
+def why_single_rows(dataset: object, size: str) -> str | None:
+    """Say why the elements are single examples, and what to write, given a name of a batch's size; None when they may be none."""
     if grain.is_pipeline(dataset):
         return _why_grain(dataset, size)
     torch = sys.modules.get("torch.utils.data")
@@ -50,13 +45,13 @@ def why_single_rows(dataset: Any, size: str) -> str | None:
     return None
 
 
-def _why_grain(dataset: Any, size: str) -> str | None:
+def _why_grain(dataset: grain.Pipeline, size: str) -> str | None:
     nodes = list(grain.nodes(dataset))
     roots = [node for node in nodes if not node.parents]
     steps = {_kind(node) for node in nodes if node.parents}
     is_mapped = not steps.isdisjoint(_MAPS)
     if is_mapped:  # by a function that may make a batch of anything but one record of a file
-        is_single = all(type(root).__name__ == "TFRecordDataset" and root.batch_size is None for root in roots)
+        is_single = all(type(root).__name__ == "TFRecordDataset" and getattr(root, "batch_size", None) is None for root in roots)
     else:
         is_single = all(_kind(root) == "SourceMapDataset" for root in roots)
     if not is_single or not steps <= _SAME_ELEMENTS | _MAPS:
@@ -68,11 +63,25 @@ def _why_grain(dataset: Any, size: str) -> str | None:
     )
 
 
-def _kind(node: Any) -> str:
+def _kind(node: object) -> str:
     """Return the name of a class of grain, and none for a class of a user."""
     return type(node).__name__ if type(node).__module__.startswith("grain.") else ""
 
 
-def _columns(dataset: Any) -> list[tuple[str, Any]]:
+def _columns(dataset: object) -> list[tuple[str, Any]]:
     features = getattr(dataset, "features", None) if hasattr(dataset, "with_format") else None
     return list(features.items()) if isinstance(features, dict) else []
+
+
+def why_share(dataset: object) -> str | None:
+    """Say which share of the rows a torch DataLoader gives, as with torch.distributed; None when it gives all of them."""
+    batch_sampler = getattr(dataset, "batch_sampler", None)
+    for sampler in (getattr(dataset, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)):
+        count, rank = getattr(sampler, "num_replicas", None), getattr(sampler, "rank", None)
+        if isinstance(count, int) and isinstance(rank, int) and count > 1:
+            return (
+                f"gives 1/{count} of the rows, those of rank {rank}, by its {type(sampler).__name__}. The strategy divides the "
+                "rows among the replicas and workers itself, so leave the sampler out, and its set_epoch: "
+                f"{type(dataset).__name__}(data, batch_size=global_batch_size, shuffle=True)."
+            )
+    return None

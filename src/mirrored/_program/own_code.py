@@ -1,0 +1,393 @@
+"""What a call sees: the values that the own code of its function names.
+
+The own code is the function, the functions written in it, those that it closes over, has as defaults or bound arguments, and what
+a wrapper such as `jax.jit` wraps. What other functions read is read when they are traced, as under `jax.jit`.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import operator
+import sys
+import types
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .._models import nnx
+
+#: In place of a name that is no global, an empty cell, or an attribute that is not there.
+ABSENT = object()
+FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+_BY_VALUE = (bool, int, str, bytes, type(None))
+_BY_REPR = (float, complex, np.generic)  # 0.0 and -0.0 differ, nan equals itself
+_NESTS = (tuple, set, frozenset)
+#: Types of values that hold no others, and are compared by what they are.
+_PLAIN = (*_BY_VALUE, *_BY_REPR)
+#: Packages whose modules, classes and methods are not looked into: what is in them does not change.
+_LIBRARIES = "builtins equinox flax functools jax jaxlib keras math mirrored numpy optax tensorflow torch typing"
+_CONSTANTS = ("LOAD_CONST", "LOAD_SMALL_INT")
+_SILENT = frozenset({"CACHE", "EXTENDED_ARG", "NOP", "NOT_TAKEN", "PRECALL", "RESUME"})
+_HOLDERS = (dict, list, tuple)
+#: Attributes and items that are read one after the other, each with whether it is an item.
+Keys = tuple[tuple[bool, Any], ...]
+
+
+class Read(NamedTuple):
+    """A look at one thing that a call sees.
+
+    Attributes:
+        place: the place of what it is read from in the list of all that has been read; the call's functions are first.
+        get, expected: reads it; its `id`, None if it is only read from, 0 if no `id` tells.
+        content: see `content_key`: what has another `id` may be equal.
+    """
+
+    place: int
+    get: Callable[[Any], Any]
+    expected: int | None
+    content: Hashable
+
+
+class Guards(NamedTuple):
+    """What is compared of what functions see: reads, positions of one object, and values kept for their `id`."""
+
+    reads: list[Read]
+    same: list[tuple[int, int]]
+    kept: list[Any]
+
+
+class Sight(NamedTuple):
+    """What functions see at some time.
+
+    Attributes:
+        guards: compare it with what is seen later.
+        named: what the code names, in words, and for each the content.
+        objects: those that are known by their `id`. A program ends with the first of them.
+    """
+
+    guards: Guards
+    named: dict[str, Hashable]
+    objects: list[Any]
+
+
+def look_at(functions: Sequence[Callable[..., Any]], runs_steps: bool = False) -> Sight:
+    """Return what functions see now.
+
+    Args:
+        functions: a callable, and others that are among its arguments.
+        runs_steps: whether the functions that the first one names count as its own code, too: an `mr.function` names its steps.
+    """
+    look = _Look(functions)
+    for number, function in enumerate(functions):
+        name = getattr(function, "__name__", type(function).__name__)
+        look.enter(f"the code or an argument of {name}", look.item(0, number), runs_steps and not number)
+    return look.sight()
+
+
+class _Look:
+    """A look at all that the own code of functions names.
+
+    Attributes:
+        found: the functions, and whatever was read of them. A place is a position in it.
+        compared: place -> the name of what is compared there.
+    """
+
+    def __init__(self, functions: Sequence[Callable[..., Any]]) -> None:
+        self.found: list[Any] = [functions]
+        self.compared: dict[int, str] = {}
+        self._reads: list[tuple[int, Callable[[Any], Any]]] = [(0, lambda functions: functions)]
+        self._places: dict[tuple[int, Hashable], int] = {}
+        self._entered: dict[tuple[int, ...], list[int]] = {}
+        self._same: list[tuple[int, int]] = []
+
+    def sight(self) -> Sight:
+        """Return the reads of what is compared, and those on the way there."""
+        needed = {0}
+        for place in {*self.compared, *(place for pair in self._same for place in pair)}:
+            while place not in needed:
+                needed.add(place)
+                place = self._reads[place][0]
+        new = {old: number for number, old in enumerate(sorted(needed))}
+        reads = []
+        for place in sorted(needed - {0}):
+            owner, get = self._reads[place]
+            expected = _expected_of(self.found[place]) if place in self.compared else (None, None)
+            reads.append(Read(new[owner], get, *expected))
+        same = [(new[one], new[other]) for one, other in self._same]
+        values = {place: self.found[place] for place in self.compared}
+        named = {name: content_key(values[place]) for place, name in self.compared.items()}
+        kept = [value for value in values.values() if isinstance(value, _PLAIN)]
+        return Sight(Guards(reads, same, kept), named, list(_objects_in(values.values())))
+
+    # -- reading
+
+    def item(self, owner: int, key: Hashable) -> int:
+        """Read an item, and return its place; of a dict also one that is not there, such as a global that is a builtin."""
+        is_dict = isinstance(self.found[owner], dict)  # a `defaultdict` would make the item
+        get = operator.methodcaller("get", key, ABSENT) if is_dict else operator.itemgetter(key)
+        return self._read(owner, get, ("item", type(key), key))
+
+    def attribute(self, owner: int, name: str) -> int:
+        """Read an attribute, and return its place."""
+        return self._read(owner, operator.attrgetter(name), ("attribute", name))
+
+    def _read(self, owner: int, get: Callable[[Any], Any], key: Hashable = None) -> int:
+        known = (owner, key or get)
+        if known not in self._places:
+            try:
+                value = get(self.found[owner])
+            except Exception:  # a cell is empty; whatever a property raises, the step will
+                value, get = ABSENT, functools.partial(_absent_if_raised, get)
+            self._places[known] = len(self.found)
+            self.found.append(value)
+            self._reads.append((owner, get))
+        return self._places[known]
+
+    def _read_along(self, root: int, keys: Keys) -> int:
+        """Return the place at the end of a path, or the last at which a library's inside does not begin.
+
+        What is another object each time it is read, as of a property, cannot be compared: what has it is.
+        """
+        places = [root]
+        for is_item, key in keys:
+            owner = self.found[places[-1]]
+            if owner is ABSENT or _is_whole(owner, is_item, key):
+                break
+            places.append(self.item(places[-1], key) if is_item else self.attribute(places[-1], key))
+        while len(places) > 1 and self._is_made_anew(places[-1], root):
+            places.pop()
+        return places[-1]
+
+    def _is_made_anew(self, place: int, root: int) -> bool:
+        value, again = self.found[place], self._read_again(place, root)
+        return not isinstance(value, types.MethodType) and content_key(value) != content_key(again)
+
+    def _read_again(self, place: int, root: int) -> Any:
+        owner, get = self._reads[place]
+        return self.found[root] if place == root else get(self._read_again(owner, root))
+
+    # -- what is code, and what it reads
+
+    def enter(
+        self, name: str, place: int, is_runner: bool, args: tuple[int, ...] = (), keywords: Mapping[str, int] | None = None
+    ) -> None:
+        """Look into own code with its bound arguments; of a runner the functions that it names count as own code, too."""
+        keywords = keywords or {}
+        while isinstance(own := self.found[place], (functools.partial, types.MethodType)):
+            self.compared[self.attribute(place, "__class__")] = name
+            if isinstance(own, types.MethodType):
+                place, args = self.attribute(place, "__func__"), (self.attribute(place, "__self__"), *args)
+            else:
+                self.compared[self._read(place, _bound_names)] = name
+                bound, by_name = self.attribute(place, "args"), self.attribute(place, "keywords")
+                args = (*(self.item(bound, position) for position in range(len(own.args))), *args)
+                keywords = {**{key: self.item(by_name, key) for key in own.keywords}, **keywords}
+                place = self.attribute(place, "func")
+        places = [place, *args, *keywords.values()]
+        known = self._entered.setdefault(tuple(id(self.found[each]) for each in places), places)
+        if known is not places:
+            self._same += zip(known, places, strict=True)
+        elif isinstance(own, types.FunctionType):
+            self._read_function(name, place, args, keywords, is_runner)
+        else:
+            self._read_callable(name, place, args, keywords, is_runner)
+
+    def _read_callable(self, name: str, place: int, args: tuple[int, ...], keywords: Mapping[str, int], is_runner: bool) -> None:
+        """Compare an object, and look into what it wraps, or into its `__call__`."""
+        self._compare(name, place)
+        own = self.found[place]
+        if _wrapped_by(own) is not None:
+            self.enter(name, self.attribute(place, "__wrapped__"), is_runner, args, keywords)
+        elif not _is_library(type(own).__module__) and isinstance(getattr(type(own), "__call__", None), FUNCTIONS):  # noqa: B004
+            call = self.attribute(self.attribute(place, "__class__"), "__call__")
+            self.enter(name, call, is_runner, (place, *args), keywords)
+
+    def _read_function(self, name: str, place: int, args: tuple[int, ...], keywords: Mapping[str, int], is_runner: bool) -> None:
+        """Compare the code of a function, its defaults and bound arguments, and what the code reads."""
+        for attribute in ("__class__", "__code__"):
+            self.compared[self.attribute(place, attribute)] = name
+        bound = self._bind(name, place, args, keywords, is_runner)
+        free = self.found[place].__code__.co_freevars
+        for scope, root_name, keys in _names_in(self.found[place]):
+            if scope == "global":
+                root = self.item(self.attribute(place, "__globals__"), root_name)
+            elif scope == "free":
+                root = self.attribute(self.item(self.attribute(place, "__closure__"), free.index(root_name)), "cell_contents")
+            elif root_name in bound:
+                root = bound[root_name]
+            else:
+                continue
+            text = root_name + "".join(f"[{key!r}]" if is_item else f".{key}" for is_item, key in keys)
+            self._look_at(text, self._read_along(root, keys), scope == "free" and not keys, is_runner)
+
+    def _bind(self, name: str, place: int, args: tuple[int, ...], keywords: Mapping[str, int], is_runner: bool) -> dict[str, int]:
+        """Look at the defaults and bound arguments of a function, and return argument -> place."""
+        defaults, by_name = self.attribute(place, "__defaults__"), self.attribute(place, "__kwdefaults__")
+        positional, named = self.found[defaults], self.found[by_name]
+        for none in (each for each in (defaults, by_name) if self.found[each] is None):
+            self.compared[none] = name
+        if positional is not None or named is not None:
+            self.compared[self._read(place, _names_of_defaults)] = name
+        of_defaults = [self.item(defaults, position) for position in range(len(positional or ()))]
+        of_names = {key: self.item(by_name, key) for key in named or ()}
+        for value in (*of_defaults, *of_names.values(), *args, *keywords.values()):
+            self._look_at(name, value, True, is_runner)
+        code = self.found[place].__code__
+        arguments = code.co_varnames[: code.co_argcount]
+        by_default = dict(zip(arguments[len(arguments) - len(of_defaults) :], of_defaults, strict=True))
+        return {**by_default, **of_names, **dict(zip(arguments, args, strict=False)), **keywords}
+
+    def _look_at(self, name: str, place: int, is_near: bool, is_runner: bool) -> None:
+        """Enter a value that is own code, or compare it; a function is own if it is near: closed over, a default or bound."""
+        value = self.found[place]
+        if (is_near or is_runner) and callable(value) and _is_code(value, is_runner):
+            self.enter(name, place, is_runner and is_near)
+        elif isinstance(value, types.MethodType):  # the method itself is made each time
+            self.compared[self.attribute(place, "__self__")] = name
+            self.compared[self.attribute(place, "__func__")] = name
+        else:
+            self._compare(name, place)
+
+    def _compare(self, name: str, place: int) -> None:
+        self.compared[place] = name
+        if "flax.nnx" in sys.modules and nnx.is_object(self.found[place]):
+            self.compared[self._read(place, _arrays_of_nnx)] = name
+
+
+def _absent_if_raised(get: Callable[[Any], Any], owner: object) -> object:
+    try:
+        return get(owner)
+    except Exception:
+        return ABSENT
+
+
+def _bound_names(function: functools.partial[Any]) -> tuple[Any, ...]:
+    return (len(function.args), *function.keywords)
+
+
+def _names_of_defaults(function: types.FunctionType) -> tuple[int, tuple[str, ...]]:
+    return len(function.__defaults__ or ()), tuple(function.__kwdefaults__ or ())
+
+
+def _arrays_of_nnx(value: object) -> tuple[Any, ...]:
+    return tuple(array for _, array in nnx.variables_of(value))
+
+
+def _is_code(value: object, is_runner: bool) -> bool:
+    """Tell whether a value is a function of the user's, a wrapper of one, or, in what runs steps, any callable of the user's."""
+    if _is_librarys(value):
+        return _wrapped_by(value) is not None
+    return is_runner or isinstance(value, FUNCTIONS)
+
+
+def _wrapped_by(value: object) -> object:
+    """Return the function that a library's wrapper wraps; None when there is none."""
+    wrapped = getattr(value, "__wrapped__", None) if _is_librarys(value) else None
+    return wrapped if isinstance(wrapped, FUNCTIONS) else None
+
+
+def _is_librarys(value: object) -> bool:
+    while isinstance(value, (functools.partial, types.MethodType)):
+        value = value.func if isinstance(value, functools.partial) else value.__func__
+    is_function = isinstance(value, types.FunctionType)
+    return _is_library(value.__globals__.get("__name__", "") if is_function else type(value).__module__)
+
+
+def _is_library(module: str) -> bool:
+    return module.partition(".")[0] in _LIBRARIES.split(" ")
+
+
+def _is_whole(value: object, is_item: bool, key: Hashable) -> bool:
+    """Tell whether an attribute or item of a value is a library's, so that the value itself is compared."""
+    if isinstance(value, types.ModuleType):
+        return _is_library(value.__name__)
+    if isinstance(value, type):
+        return _is_library(value.__module__)
+    if isinstance(value, FUNCTIONS):
+        return False
+    if _is_library(type(value).__module__) and not isinstance(value, _HOLDERS):
+        return True
+    owner = next((base for base in type(value).__mro__ if key in vars(base)), None)
+    return not is_item and owner is not None and _is_library(owner.__module__)
+
+
+# -- values that are compared
+
+
+def content_key(value: object) -> Hashable:
+    """Return a hashable that is equal for values in whose place each other may be."""
+    if not isinstance(value, (*_PLAIN, *_NESTS)):
+        return id(value)
+    if isinstance(value, _BY_REPR):
+        return (type(value), repr(value))
+    if isinstance(value, _NESTS):
+        return (type(value), type(value)(map(content_key, value)) if type(value) in _NESTS else tuple(map(content_key, value)))
+    return (type(value), value)
+
+
+def _expected_of(value: object) -> tuple[int, Hashable]:
+    """Return the `id` that tells that a value is there, or 0, and its content."""
+    return 0 if isinstance(value, _NESTS) else id(value), content_key(value)  # a set may change in place
+
+
+def _objects_in(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield the objects whose identity is in the keys of values: while they live, no other object can have it."""
+    for value in values:
+        if isinstance(value, _NESTS):
+            yield from _objects_in(value)
+        elif value is not ABSENT and not isinstance(value, (*_PLAIN, *_NESTS)):
+            yield value
+
+
+# -- the names in code
+
+
+def _names_in(function: types.FunctionType) -> Iterable[tuple[str, str, Keys]]:
+    """Return what a function's code reads, as `_reads_in` does; of a library's only what it closes over."""
+    code = function.__code__
+    if _is_library(function.__globals__.get("__name__", "")):
+        return [("free", name, ()) for name in code.co_freevars]
+    return dict.fromkeys((scope, name, keys) for scope, name, keys in _reads_in(code) if scope != "local" or keys)
+
+
+def _reads_in(code: types.CodeType) -> Iterator[tuple[str, str, Keys]]:
+    """Yield each name that code reads: whether it is a global, free or local, and the keys that follow."""
+    scope, name = "", ""
+    keys: Keys = ()
+    constant: Any = None  # on top of what has been read so far: may be subscripted with
+    for instruction in dis.get_instructions(code):
+        operation, value = instruction.opname, instruction.argval
+        if operation in _SILENT:
+            continue
+        if scope and operation in ("LOAD_ATTR", "LOAD_METHOD") and constant is None:
+            keys += ((False, value),)
+        elif scope and operation in _CONSTANTS and isinstance(value, int | str) and constant is None:
+            constant = value
+        elif scope and constant is not None and (operation == "BINARY_SUBSCR" or instruction.argrepr == "[]"):
+            keys, constant = (*keys, (True, constant)), None
+        else:
+            if scope:
+                yield scope, name, keys
+            scope, name = _name_in(instruction, code)
+            keys, constant = (), None
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            for scope, name, keys in _reads_in(inner):
+                if scope == "global" or name in code.co_freevars:
+                    yield scope, name, keys
+                elif scope == "free":
+                    yield "local", name, keys
+
+
+def _name_in(instruction: dis.Instruction, code: types.CodeType) -> tuple[str, str]:
+    """Return whether an instruction reads a global, a free or a local variable, and which; two "" where it reads none."""
+    operation, name = instruction.opname, instruction.argval
+    if operation in ("LOAD_GLOBAL", "LOAD_NAME"):
+        return "global", name
+    if operation.startswith("LOAD") and "DEREF" in operation:
+        return "free" if name in code.co_freevars else "local", name
+    if "LOAD_FAST" in operation:
+        return "local", name[-1] if isinstance(name, tuple) else name
+    return "", ""

@@ -1,0 +1,33 @@
+"""What other workers have written, believed only after a check. No jax here."""
+
+from __future__ import annotations
+
+import functools
+import json
+import typing
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+Record = TypeVar("Record")
+
+#: A longer text is no message.
+MAX_TEXT = 1_000_000
+
+
+def parse(text: str, max_text: int = MAX_TEXT) -> Any:
+    """Return the JSON value in a text; None where there is none, or it is too long or nested too deeply."""
+    try:
+        return json.loads(text) if len(text) <= max_text else None
+    except (ValueError, RecursionError):
+        return None
+
+
+def read(kind: Callable[..., Record], value: object) -> Record | None:
+    """Make a named tuple of a JSON value; None when that is no list of its fields, each of its type."""
+    is_one = isinstance(value, list) and list(map(type, value)) == _types_of(kind)
+    return kind(*value) if is_one else None
+
+
+@functools.cache
+def _types_of(kind: Callable[..., Any]) -> list[type]:
+    return [typing.get_origin(hint) or hint for hint in typing.get_type_hints(kind).values()]

@@ -1,0 +1,126 @@
+"""`take`, `repeat`, `map` and `element_spec`, of rows in memory and of any batches: what they check, do and count."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+import jax
+import numpy as np
+
+from ..._typing import PyTree
+
+T = TypeVar("T")
+
+#: `("take", n)` items, or `("repeat", n)` times, None for no end; each of what the ones before it give.
+Limit: TypeAlias = tuple[str, int | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class PerReplicaSpec:
+    """What each replica gets of one array of a batch: its shape, with None for the number of rows, and its dtype.
+
+    >>> strategy.distribute_dataset([{"x": np.zeros((6, 3), "float32")}]).element_spec
+    {'x': PerReplicaSpec(shape=(None, 3), dtype=dtype('float32'))}
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/DistributedDataset#element_spec
+    """
+
+    shape: tuple[int | None, ...]
+    dtype: np.dtype[Any]
+
+
+def spec_of_batch(batch: PyTree) -> PyTree:
+    """Return a PerReplicaSpec for each array of a batch, in its structure."""
+    dtype_of = jax.dtypes.canonicalize_dtype
+    return jax.tree.map(lambda leaf: PerReplicaSpec((None, *leaf.shape[1:]), dtype_of(leaf.dtype)), batch)
+
+
+def check_int(given: str, value: object, at_least: int, what: str) -> int:
+    """Return what must be an int of a size, or say what it is: `check_int("batch_size is", 0, 1, "the number of rows")`."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(f"{given} {value!r}; expected an int, {what}.")
+    if value < at_least:
+        raise ValueError(f"{given} {value}; expected at least {at_least}, {what}.")
+    return int(value)
+
+
+def checked_function(fn: object) -> Callable[..., PyTree]:
+    """Return a function that `map` was given, or say that it is none."""
+    if not callable(fn):
+        raise TypeError(f"map got {fn!r}; expected a function of a batch, for example lambda x, y: (x / 255, y).")
+    return fn
+
+
+def applied(fn: Callable[..., PyTree], element: PyTree) -> PyTree:
+    """Call a function with an element, a tuple as several arguments."""
+    try:
+        return fn(*element) if type(element) is tuple else fn(element)
+    except StopIteration as end:  # which would be taken for the end of the data
+        raise RuntimeError(
+            "the function that map was given raised StopIteration, which says that an iterator it calls `next` on has ended, and "
+            "not the data: the batches after it would be lost. Let that iterator have an element for each call, or write "
+            "next(iterator, default)."
+        ) from end
+
+
+def limited(
+    start: Callable[[bool], Generator[T, None, None]], limits: Sequence[Limit], done: list[int], is_first: bool = True
+) -> Generator[T, None, None]:
+    """Yield the items of all passes; `start` begins one, given whether it is the first, which may be resumed.
+
+    `done` says how many items or rounds of each limit, the innermost first, are done where that pass begins, and after each item.
+    """
+    if not limits:
+        yield from start(is_first)
+        return
+    *inner, (kind, count) = limits
+    mine, is_empty = len(inner), False
+    while (count is None or done[mine] < count) and not is_empty:
+        is_empty = not is_first  # nothing is left of a pass that was resumed at its end
+        with contextlib.closing(limited(start, inner, done, is_first)) as items:
+            for item in items:
+                is_empty = False
+                done[mine] += kind == "take"
+                yield item
+                if kind == "take" and done[mine] == count:
+                    break
+        is_first = False
+        done[:mine] = [0] * mine
+        if kind == "take":
+            break
+        done[mine] += 1
+
+
+def num_passes_left(limits: Sequence[Limit], places: Sequence[int]) -> int:
+    """Return how many passes there may be from here on, with the one that is under way; 1 when there is no end."""
+    total, done = 1, 0
+    for (kind, count), place in zip(limits, places or [0] * len(limits), strict=True):
+        if kind == "repeat":
+            done += total * place
+            total *= count or 1
+    return max(total - done, 1)
+
+
+def num_steps(of_one_pass: int, limits: Sequence[Limit]) -> int:
+    """Return how many items there are in all, or raise TypeError when there is no end."""
+    total: float = of_one_pass
+    for kind, count in limits:
+        if kind == "take":
+            total = total if count is None else min(total, count)
+        elif total:
+            total = float("inf") if count is None else total * count
+    if total == float("inf"):
+        raise TypeError("the dataset repeats without end, and has no length.")
+    return int(total)
+
+
+def check_places(places: object, limits: Sequence[Limit]) -> list[int]:
+    """Return the places of a state, or say that they are not in these limits."""
+    fits = isinstance(places, list) and len(places) == len(limits) and all(type(place) is int and place >= 0 for place in places)
+    if not fits or any(count is not None and place > count for place, (_, count) in zip(places, limits, strict=True)):
+        here = "".join(f".{kind}({'' if count is None else count})" for kind, count in limits) or "neither"
+        raise ValueError(f"the state is at {places} of take and repeat, and this dataset has {here}; call the same in both runs.")
+    return places
