@@ -85,7 +85,7 @@ WAYS = {
     "R2, eager": Way(2, (8, 8), eagerly),
     "R6 on 2, one by one": Way(6, (12, 12), one_by_one, 2, {**VIRTUAL, "schedule": "one_by_one"}),
     "R6 on 2, odd": Way(6, (12, 7), one_by_one, 2, VIRTUAL),
-    "R6 on 2, function": Way(6, (12, 12), in_a_function, 2, VIRTUAL),
+    "R6 on 1, function": Way(6, (12, 12), in_a_function, 1, VIRTUAL),
     "R6 on 2, scan": Way(6, (12, 12), in_a_scan, 2, VIRTUAL),
 }
 
