@@ -15,7 +15,7 @@ MUTANTS = [
     ("_workers/guard.py", "self._coordination.put(VERDICT, verdict.encode())", "pass", _ENDS.format("raise hostile")),
     ("_workers/guard.py", "self._hooks[0](kind, error, trace)", "pass", _ENDS.format("raise MemoryError")),
     (
-        "_workers/leaving.py",
+        "_workers/shutdown.py",
         "if verdict.wants_stacks:",
         "if False:",
         _HERE + "test_faults.py::test_a_hang_is_named_after_the_limit_with_all_stacks[1]",
