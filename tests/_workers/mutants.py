@@ -189,7 +189,7 @@ _WING = {
         ("guard", "tuple(sorted(set(dead) - self._coordination.by_worker(_ENDED).keys()))", "()"),
     ],
     "test_guard.py::test_whatever_blocks_while_a_worker_leaves_does_not_keep_it": [
-        ("leaving", "self.arm_last_resort(code)", "pass"),
+        ("shutdown", "self.arm_last_resort(code)", "pass"),
     ],
     "test_guard.py::test_an_end_is_told_before_the_others_are_waited_for": [
         ("guard", "self._say_where(0.0)  # at once", "pass  # at once"),
@@ -203,11 +203,11 @@ _WING = {
     ],
     "test_guard.py::test_a_loss_is_explained_by_who_is_gone_or_by_what_was_said": [
         (
-            "roll",
+            "shutdown",
             "if known := self._known(0.0):",
             "if known := None:",
         ),
-        ("roll", "if not self._neighbours.dead():", "if True:"),
+        ("shutdown", "if not self._neighbours.dead():", "if True:"),
     ],
     "test_guard.py::test_a_service_that_is_silent_is_told_once_and_ends_a_worker_that_waits_for_longer_than_the_limit": [
         ("guard", "            if self._ticks_in_service:\n", "            if not self._ticks_in_service:\n"),
@@ -218,7 +218,7 @@ _WING = {
         ("guard", 'texts = {0: self._coordination.peek(f"{_POSITION}/0") or ""} if', "texts = {} if"),
     ],
     "test_guard.py::test_no_job_ends_well_whose_workers_have_done_different_things": [
-        ("guard", "require_same_history(histories, self._roll.trails)", "pass"),
+        ("guard", "require_same_history(histories, self._shutdown.trails)", "pass"),
     ],
     "test_guard.py::test_sys_exit_in_another_thread_is_no_end": [
         ("guard", "        if in_main_thread():\n", "        if True:\n"),
@@ -228,14 +228,14 @@ _WING = {
         ("guard", "if all(UNKNOWN not in history for history in histories)", "if True"),
     ],
     "test_guard.py::test_a_worker_that_is_asked_tells_what_it_did_and_leaves_with_the_code_of_the_verdict": [
-        ("roll", "if call == TELL:", "if False:"),
+        ("shutdown", "if call == TELL:", "if False:"),
         ("verdict", 'FAILED if fields.get("code") == FAILED else RESTART', "RESTART"),
     ],
     "test_guard.py::test_a_collective_that_fails_because_different_programs_met_says_so": [
-        ("roll", "if is_other_order(trails := self._told()):", "if False and (trails := []):"),
+        ("shutdown", "if is_other_order(trails := self._told()):", "if False and (trails := []):"),
     ],
     "test_guard.py::test_a_death_is_noticed_between_two_rounds": [
-        ("roll", " if 0 in dead else numbered(dead)", " if False else numbered(dead)"),
+        ("shutdown", " if 0 in dead else numbered(dead)", " if False else numbered(dead)"),
         ("neighbours", "return bool(ended)", "return False"),
     ],
     "test_guard.py::test_a_chief_that_does_not_speak_while_its_service_answers_is_named_to_all": [
@@ -249,10 +249,10 @@ _WING = {
         ("guard", "{**everyone, **positions}", "positions"),
     ],
     "test_guard.py::test_who_asks_later_hears_what_the_first_has_found": [
-        ("roll", "if not self._call() and (", "if self._call() and ("),
+        ("shutdown", "if not self._call() and (", "if self._call() and ("),
     ],
     "test_guard.py::test_only_who_has_done_something_else_tells_it": [
-        ("roll", " or is_other_order(told):", " or True:"),
+        ("shutdown", " or is_other_order(told):", " or True:"),
     ],
     "test_stall.py::test_of_all_that_wait_one_is_judged_for_each_place": [
         ("stall", "if position.still > positions[longest].still:", "if False:"),
