@@ -421,7 +421,7 @@ BUDGETS = {
     "_updates": 281,  # 250
     "_strategy": 1217,  # 1,100
     "_transforms": 645,  # 600
-    "data": 3586,  # 3,200
+    "data": 3566,  # 3,200
     "_workers": 2619,  # 1,700
     "_cluster": 1632,  # 1,080
     "_checkpoint": 2304,  # 1,800
