@@ -416,7 +416,7 @@ BUDGETS = {
     "_updates": 269,  # 250
     "_strategy": 1171,  # 1,100
     "_transforms": 637,  # 600
-    "data": 3587,  # 3,200
+    "data": 3566,  # 3,200
     "_workers": 2356,  # 1,700
     "_cluster": 1598,  # 1,080
     "_checkpoint": 2191,  # 1,800
