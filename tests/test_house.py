@@ -421,7 +421,7 @@ BUDGETS = {
     "_variables": 2011,  # 1,700
     "_models": 1296,  # 1,050
     "_updates": 281,  # 250
-    "_strategy": 1171,  # 1,100
+    "_strategy": 1168,  # 1,100
     "_transforms": 645,  # 600
     "data": 3957,  # 3,200
     "_workers": 2619,  # 1,700
