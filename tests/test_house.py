@@ -414,7 +414,7 @@ BUDGETS = {
     "_variables": 1944,  # 1,700
     "_models": 1296,  # 1,050
     "_updates": 269,  # 250
-    "_strategy": 1171,  # 1,100
+    "_strategy": 1168,  # 1,100
     "_transforms": 637,  # 600
     "data": 3566,  # 3,200
     "_workers": 2356,  # 1,700
