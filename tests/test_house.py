@@ -418,7 +418,7 @@ BUDGETS = {
     "_program": 4953,  # 4,000
     "_jax": 1458,  # 1,300
     "_replicas": 2578,  # 2,100
-    "_variables": 2011,  # 1,700
+    "_variables": 1950,  # 1,700
     "_models": 1296,  # 1,050
     "_updates": 269,  # 250
     "_strategy": 1217,  # 1,100
@@ -470,7 +470,7 @@ ANYS = {
     "_tf_names": 6,
     "_transforms": 18,
     "_updates": 5,
-    "_variables": 63,
+    "_variables": 10,
     "_workers": 15,
     "data": 77,
     "losses": 2,
