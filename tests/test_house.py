@@ -461,7 +461,7 @@ ANYS = {
     "_tf_names": 6,
     "_transforms": 14,
     "_updates": 5,
-    "_variables": 59,
+    "_variables": 10,
     "_workers": 13,
     "data": 20,
     "losses": 2,

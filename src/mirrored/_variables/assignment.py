@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ from .._replicas.collectives import ReplicaAxis
 from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh
 from .._replicas.per_replica import PerReplica, require_whole, stack_of
-from .spec import VariableSpec
+from .spec import Given, VariableSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Assignment:
 
     spec: VariableSpec
     method: str
-    operand: Any
+    operand: Given
     combine: Callable[..., jax.Array] | None
     load: Callable[[], jax.Array]
     read: Callable[[], jax.Array]
@@ -103,7 +102,7 @@ class Assignment:
         check_per_replica(self.spec, self.method, operand)
         return self._cast(stack_of(operand))
 
-    def _copies(self, distribute: Any, value: jax.Array, axis: ReplicaAxis | None) -> jax.Array:
+    def _copies(self, distribute: Callable[..., jax.Array], value: jax.Array, axis: ReplicaAxis | None) -> jax.Array:
         """Make the stack of copies (or, in `merge_call`, this replica's copy) from one value."""
         if axis is not None:
             return _own(distribute(value, axis.size), axis)

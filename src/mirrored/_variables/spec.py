@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from .._options import VariableAggregation
 from .._replicas.mesh import ReplicaMesh
-from .._typing import Shape
+from .._replicas.per_replica import PerReplica
+from .._typing import ArrayLike, Shape
+
+#: What users give as an array, or as one for each replica.
+Given: TypeAlias = ArrayLike | Sequence[Any] | PerReplica
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from .._errors import VariableLostError
 from .._replicas.frames import Frame
+from .._typing import PyTree
 from .._workers.joint_programs import Announced
 from . import turns
 
@@ -60,7 +61,7 @@ class Slot:
         return home.arrays[index]
 
     @array.setter
-    def array(self, array: Any) -> None:
+    def array(self, array: jax.Array | Lost | None) -> None:
         home, index = self.place
         home.arrays[index] = array
 
@@ -146,7 +147,7 @@ def lent(slots: Sequence[Slot]) -> Iterator[list[jax.Array]]:
                     del home.lent[index]
 
 
-def overwrite(compiled: Callable[..., Any], home: Home, slots: Sequence[Slot], read_only: Sequence[Slot], *others: Any) -> Any:
+def overwrite(compiled: Callable[..., Any], home: Home, slots: Sequence[Slot], read_only: Sequence[Slot], *others: PyTree) -> Any:
     """Call a program that is given the arrays of variables to overwrite, and keep the new ones it returns.
 
     The call and the assignments happen inside one C function, because a Ctrl-C between the program's start, which
@@ -183,7 +184,7 @@ def overwrite(compiled: Callable[..., Any], home: Home, slots: Sequence[Slot], r
 
 
 def overwrite_when_done(
-    compiled: Callable[..., Any], home: Home, slots: Sequence[Slot], read_only: Sequence[Slot], *others: Any
+    compiled: Callable[..., Any], home: Home, slots: Sequence[Slot], read_only: Sequence[Slot], *others: PyTree
 ) -> Any:
     """Do the same with a program that donates nothing, and that has ended when it returns: if it fails, nothing has changed.
 
