@@ -45,7 +45,7 @@ MUTANTS: list[tuple[str, str, str, str]] = [
      "tests/test_optimizer.py::test_iterations_count_the_updates_wherever_they_are_made"),
     ("optimizer.py", 'self.variables if var_list is None else trainable(var_list)', 'self.variables',
      "tests/test_optimizer.py::test_minimize_some_of_the_variables"),
-    ("_errors.py", "    Messages, causes, cures: docs/troubleshooting.md#perreplicaerror.\n", "",
+    ("_errors.py", "_thing.__name__.lower()", "_thing.__name__",
      "tests/test_troubleshooting.py::test_errors_say_where_their_page_is"),
     ("_errors.py", '__module__ = "mirrored"  #', '__module__ = __name__  #',
      "tests/test_public.py::test_errors_are_shown_under_the_name_to_catch"),

@@ -39,7 +39,7 @@ MAX_LINES, MAX_BODY, MAX_ARGUMENTS = 400, 60, 7
 #: Files that may be longer, and why.
 LONGER = {
     "_checkpoint.checkpoint": 410,  # the public class: half of it is its documentation
-    "_strategy.strategy": 562,  # the public verbs: half of it is their documentation
+    "_strategy.strategy": 548,  # the public verbs: half of it is their documentation
     "_variables.variable": 463,  # one class with the operators and conversions of an array
 }
 #: Files that start threads: none starts one at import, and each ends its own.
@@ -306,7 +306,7 @@ CACHES = {
     "_program.program": "_mirrored_number",
     "_replicas.cross_replica": "_compile",
     "_replicas.mesh": "default_mesh",
-    "_replicas.placement": "_gathering _program",
+    "_replicas.placement": "_program",
     "_strategy.current": "_default_strategy",
     "data._records.example": "_known_of example_class",
     "data._records.record_reader": "crc32c",
@@ -411,12 +411,12 @@ def test_sizes() -> None:
 #: and so are small wings that stand for one thing. `python tests/test_house.py` prints today's.
 BUDGETS = {
     "_program": 4650,  # 4,000
-    "_jax": 1395,  # 1,300
-    "_replicas": 2578,  # 2,100
+    "_jax": 1377,  # 1,300
+    "_replicas": 2345,  # 2,100
     "_variables": 2011,  # 1,700
     "_models": 1296,  # 1,050
     "_updates": 281,  # 250
-    "_strategy": 1217,  # 1,100
+    "_strategy": 1171,  # 1,100
     "_transforms": 645,  # 600
     "data": 3957,  # 3,200
     "_workers": 2619,  # 1,700
@@ -428,7 +428,7 @@ BUDGETS = {
     "_command launch": 1419,  # 1,000
     "__init__ __main__ _public testing": 120,
     "_process": 90,  # was in _replicas, _jax, _strategy and _models
-    "_env _errors _html _libraries _options _text _tf_names _typing": 1121,  # 950
+    "_env _errors _html _libraries _options _text _tf_names _typing": 1029,  # 950
 }
 #: So much smaller a wing may be before its budget is to be lowered.
 MAX_SLACK = 30
@@ -454,13 +454,11 @@ ANYS = {
     "_checkpoint": 21,
     "_cluster": 8,
     "_jax": 5,
-    "_libraries": 1,
     "_models": 72,
-    "_options": 1,
     "_program": 81,
-    "_replicas": 57,
+    "_replicas": 14,
     "_report": 5,
-    "_strategy": 11,
+    "_strategy": 3,
     "_testing": 8,
     "_tf_names": 6,
     "_transforms": 39,

@@ -2,82 +2,51 @@
 
 from __future__ import annotations
 
+import inspect
+
 
 class ReplicasDivergeError(ValueError):
-    """Copies that must be the same on every replica are not, or cannot be shown to be.
-
-    Messages, causes, cures: docs/troubleshooting.md#replicasdivergeerror.
-    """
+    """Copies that must be the same on every replica are not, or cannot be shown to be."""
 
 
 class CollectiveHangError(ValueError):
-    """Only some replicas would reach a collective, so that all would wait for ever.
-
-    Messages, causes, cures: docs/troubleshooting.md#collectivehangerror.
-    """
+    """Only some replicas would reach a collective, so that all would wait for ever."""
 
 
 class FactorOfReplicasError(ValueError):
-    """A gradient would be summed over the replicas twice.
-
-    Messages, causes, cures: docs/troubleshooting.md#factorofreplicaserror.
-    """
+    """A gradient would be summed over the replicas twice."""
 
 
 class UnevenReplicasError(ValueError):
-    """The replicas hold different shapes where equal ones are needed.
-
-    Messages, causes, cures: docs/troubleshooting.md#unevenreplicaserror.
-    """
+    """The replicas hold different shapes where equal ones are needed."""
 
 
 class PerReplicaError(TypeError):
-    """A PerReplica was used as if it were one array.
-
-    Messages, causes, cures: docs/troubleshooting.md#perreplicaerror.
-    """
+    """A PerReplica was used as if it were one array."""
 
 
 class OneProgramError(TypeError):
-    """Python needed the value of an array in a step, which is traced once for all steps and replicas.
-
-    Messages, causes, cures: docs/troubleshooting.md#oneprogramerror.
-    """
+    """Python needed the value of an array in a step, which is traced once for all steps and replicas."""
 
 
 class ContextError(RuntimeError):
-    """Something was called in the wrong context (replica, cross-replica, foreign trace).
-
-    Messages, causes, cures: docs/troubleshooting.md#contexterror.
-    """
+    """Something was called in the wrong context (replica, cross-replica, foreign trace)."""
 
 
 class StrategyMismatchError(RuntimeError):
-    """Values, variables or scopes of two strategies were mixed.
-
-    Messages, causes, cures: docs/troubleshooting.md#strategymismatcherror.
-    """
+    """Values, variables or scopes of two strategies were mixed."""
 
 
 class VariableLostError(RuntimeError):
-    """The value of a variable is lost, because a program that was overwriting it failed.
-
-    Messages, causes, cures: docs/troubleshooting.md#variablelosterror.
-    """
+    """The value of a variable is lost, because a program that was overwriting it failed."""
 
 
 class DeviceError(ValueError):
-    """A device does not exist, is named twice, or can no longer be made.
-
-    Messages, causes, cures: docs/troubleshooting.md#deviceerror.
-    """
+    """A device does not exist, is named twice, or can no longer be made."""
 
 
 class TFRecordError(ValueError):
-    """A TFRecord file is damaged, cut short, or written in another way than was said.
-
-    Messages, causes, cures: docs/troubleshooting.md#tfrecorderror.
-    """
+    """A TFRecord file is damaged, cut short, or written in another way than was said."""
 
 
 #: The description of the cluster is wrong: starting again would not help.
@@ -85,10 +54,7 @@ BAD_CONFIGURATION = 76
 
 
 class ClusterConfigError(ValueError):
-    """The description of a cluster is wrong, so that starting again would not help. A script ends with code 76.
-
-    Messages, causes, cures: docs/troubleshooting.md#clusterconfigerror.
-    """
+    """The description of a cluster is wrong, so that starting again would not help. A script ends with code 76."""
 
     exit_code = BAD_CONFIGURATION
 
@@ -101,8 +67,6 @@ class ClusterStartError(RuntimeError):
     """The workers of a cluster did not come together: one is missing, or a port is taken. A script ends with code 75.
 
     Where starting again would not help, because JAX had started before the strategy was made, with 76.
-
-    Messages, causes, cures: docs/troubleshooting.md#clusterstarterror.
     """
 
     def __init__(self, *args: object, exit_code: int = RESTART) -> None:
@@ -111,45 +75,27 @@ class ClusterStartError(RuntimeError):
 
 
 class WorkerLostError(RuntimeError):
-    """Another worker is gone, or did not come where all must.
-
-    Messages, causes, cures: docs/troubleshooting.md#workerlosterror.
-    """
+    """Another worker is gone, or did not come where all must."""
 
 
 class ProgramMismatchError(RuntimeError):
-    """The workers came to different programs, which would wait for each other or give wrong numbers.
-
-    Messages, causes, cures: docs/troubleshooting.md#programmismatcherror.
-    """
+    """The workers came to different programs, which would wait for each other or give wrong numbers."""
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be restored or does not fit, or saving has failed again and again.
-
-    Messages, causes, cures: docs/troubleshooting.md#checkpointerror.
-    """
+    """A checkpoint cannot be restored or does not fit, or saving has failed again and again."""
 
 
 class FactorOfReplicasWarning(UserWarning):
-    """An update is R times the one that a single device would make.
-
-    Messages, causes, cures: docs/troubleshooting.md#factorofreplicaswarning.
-    """
+    """An update is R times the one that a single device would make."""
 
 
 class ReplicasDivergeWarning(UserWarning):
-    """A step returns a state that was the same on all replicas, and differs by replica now.
-
-    Messages, causes, cures: docs/troubleshooting.md#replicasdivergewarning.
-    """
+    """A step returns a state that was the same on all replicas, and differs by replica now."""
 
 
 class RecompilationWarning(UserWarning):
-    """A function is compiled again and again. The message names the argument that causes it.
-
-    Messages, causes, cures: docs/troubleshooting.md#recompilationwarning.
-    """
+    """A function is compiled again and again. The message names the argument that causes it."""
 
 
 #: An error of the user's program.
@@ -167,3 +113,5 @@ NOTICE_SECONDS = 1.0
 for _thing in list(vars().values()):
     if isinstance(_thing, type):
         _thing.__module__ = "mirrored"  # tracebacks show the name to write behind `except`
+        _where = f"docs/troubleshooting.md#{_thing.__name__.lower()}"
+        _thing.__doc__ = f"{inspect.cleandoc(_thing.__doc__ or '')}\n\nMessages, causes, cures: {_where}."

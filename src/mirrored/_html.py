@@ -53,13 +53,7 @@ def outline(text: str) -> Html:
 
 
 def copies(title: str, arrays: Sequence[tuple[int, np.ndarray]], is_on_read: bool) -> Html:
-    """Write the copies of a variable for a notebook: the value once where they are equal.
-
-    Args:
-        title: what the variable is.
-        arrays: each copy with the number of its replica.
-        is_on_read: whether each replica has a value of its own.
-    """
+    """Write the copies of a variable, each with its replica's number, for a notebook: the value once where they are equal."""
     are_equal = len({array.tobytes() for _, array in arrays}) == 1
     values = [(number, element("code", np.array2string(array, threshold=20))) for number, array in arrays]
     if is_on_read:

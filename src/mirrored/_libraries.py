@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 #: By the beginning of a module's name: the library, and what to write before the step and in it.
 _LINES = {
@@ -35,12 +34,8 @@ _LINES = {
 }
 
 
-def lines_for(value: Any) -> str:
-    """Return a sentence that names the library and the lines to write, behind a space; "" for an object of none.
-
-    Args:
-        value: what a user gave: an object, or a list or dict of some.
-    """
+def lines_for(value: object) -> str:
+    """Return a sentence, behind a space, that names the library of an object, or of one in it, and the lines to write; or ""."""
     values = [value, *value] if isinstance(value, list | tuple) else [value]
     if isinstance(value, Mapping):
         values = [value, *value.values()]

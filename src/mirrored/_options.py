@@ -20,7 +20,7 @@ class NamedChoice(enum.Enum):
     """An enum that accepts its members' names in any case, and says all of them when it does not."""
 
     @classmethod
-    def parse(cls, given: Any, argument: str) -> Self:
+    def parse(cls, given: object, argument: str) -> Self:
         if isinstance(given, cls):
             return given
         if isinstance(given, str) and (member := cls.__members__.get(given.upper())) is not None:
@@ -165,13 +165,9 @@ MAX_TIMEOUT_SECONDS = 7 * 24 * 3600.0
 
 @dataclasses.dataclass(frozen=True)
 class AllReduce:
-    """What TensorFlow's two all-reduces have in common.
+    """What TensorFlow's two all-reduces have in common."""
 
-    Attributes:
-        num_packs: see `NcclAllReduce`.
-    """
-
-    num_packs: int = 1
+    num_packs: int = 1  # see `NcclAllReduce`
 
     def __post_init__(self) -> None:
         if isinstance(self.num_packs, bool) or not isinstance(self.num_packs, int):

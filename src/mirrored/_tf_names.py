@@ -23,14 +23,19 @@ _LEARNING_RATE = (
     "Give optax a schedule, optax.sgd(lambda step: ...), or write optax.inject_hyperparams(optax.sgd)(0.1), whose learning rate "
     "is the variable optimizer.state.hyperparams['learning_rate']: assign to it."
 )
-_OWN_ORDER = "Each pass over the data has an order of its own by itself: leave it out."
 _IN_A_LOADER = "Write DataLoader(data, batch_size=global_batch_size, shuffle=True) and strategy.distribute_dataset(loader)."
-_NO_SHARES = "Leave it out: strategy.distribute_dataset(dataset) gives each worker and each replica its own rows."
-_PREFETCHES = "Leave it out: batches are prepared ahead by mr.InputOptions(prefetch=2), the default."
-_EARLIER = "Call it before: strategy.distribute_dataset(dataset.{}(...))."
-_OPTIONS = "Write strategy.distribute_dataset(dataset, mr.InputOptions(...))."
-_LENGTH = "Write len(dataset), a TypeError where it is not known."
 _NO_GRAPH = "Variables have their value from the start, and there are no graphs and sessions."
+_ON_ITS_DEVICE = "Leave it out: each replica's rows go to its device."
+_GRADIENTS = "Write loss, gradients = mr.value_and_grad(loss_fn, variables)()."
+#: Names that neither of our two kinds of datasets has.
+_OF_DATASETS = {
+    "cardinality": "Write len(dataset), a TypeError where it is not known.",
+    "shard": "Leave it out: strategy.distribute_dataset(dataset) gives each worker and each replica its own rows.",
+    "prefetch": "Leave it out: batches are prepared ahead by mr.InputOptions(prefetch=2), the default.",
+    "enumerate": "Write for i, batch in enumerate(dataset).",
+    "set_epoch": "Each pass over the data has an order of its own by itself: leave it out.",
+    **dict.fromkeys(("with_options", "options"), "Write strategy.distribute_dataset(dataset, mr.InputOptions(...))."),
+}
 
 #: For each owner, the names that it does not have, and the sentence that says what to write.
 _INSTEAD = {
@@ -55,7 +60,7 @@ _INSTEAD = {
         "experimental_set_strategy": "Write `with strategy.scope():`.",
         "CheckpointManager": "Write mr.Checkpoint(directory, max_to_keep=3, model=variables).",
         "PreemptionCheckpointHandler": "Write mr.PreemptionHandler(checkpoint).",
-        "GradientTape": "Write loss, gradients = mr.value_and_grad(loss_fn, variables)().",
+        "GradientTape": _GRADIENTS,
         "nn": "Write mr.losses.compute_average_loss(per_example_loss).",
         "testing": "Import it by itself: from mirrored import testing.",
         "init_process_group": "Making the strategy connects the workers: write mr.MultiWorkerMirroredStrategy().",
@@ -85,8 +90,8 @@ _INSTEAD = {
         "prepare": "Make the model and the optimizer in `with strategy.scope():`, and write strategy.distribute_dataset(loader).",
     },
     "mr.InputOptions": {
-        "experimental_fetch_to_device": "Leave it out: each replica's rows go to its device.",
-        "experimental_place_dataset_on_device": "Leave it out: each replica's rows go to its device.",
+        "experimental_fetch_to_device": _ON_ITS_DEVICE,
+        "experimental_place_dataset_on_device": _ON_ITS_DEVICE,
         "experimental_per_replica_buffer_size": "Write mr.InputOptions(prefetch=2), the number of batches ahead.",
         "experimental_replication_mode": (
             "Leave it out: strategy.distribute_dataset takes global batches, strategy.distribute_datasets_from_function those of "
@@ -94,46 +99,30 @@ _INSTEAD = {
         ),
     },
     "mr.data.DistributedDataset": {
-        "cardinality": _LENGTH,
-        "batch": _EARLIER.format("batch"),
-        "unbatch": _EARLIER.format("unbatch"),
-        "shuffle": _EARLIER.format("shuffle"),
-        "filter": _EARLIER.format("filter"),
-        "skip": _EARLIER.format("skip"),
-        "cache": _EARLIER.format("cache"),
-        "shard": _NO_SHARES,
-        "prefetch": _PREFETCHES,
-        "with_options": _OPTIONS,
-        "options": _OPTIONS,
-        "enumerate": "Write for i, batch in enumerate(dataset).",
+        **_OF_DATASETS,
+        **{
+            name: f"Call it before: strategy.distribute_dataset(dataset.{name}(...))."
+            for name in ("batch", "unbatch", "shuffle", "filter", "skip", "cache")
+        },
         "reduce": "Write for batch in dataset: state = strategy.run(step, args=(batch,)).",
         "as_numpy_iterator": "Write strategy.gather(batch, axis=0) for all rows of a batch.",
-        "set_epoch": _OWN_ORDER,
         "sampler": _IN_A_LOADER,
     },
     "mr.data.DistributedIterator": {
-        "get_next": "Write next(iterator).",
-        "next": "Write next(iterator).",
+        **dict.fromkeys(("get_next", "next"), "Write next(iterator)."),
         "get_next_as_optional": "Write next(iterator, None), which is None at the end; or for batch in dataset.",
-        "initialize": "It is ready when it is made: iterator = iter(dataset).",
-        "initializer": "It is ready when it is made: iterator = iter(dataset).",
+        **dict.fromkeys(("initialize", "initializer"), "It is ready when it is made: iterator = iter(dataset)."),
         "save": "Write state = iterator.get_state(), or mr.Checkpoint(directory, iterator=iterator).",
         "restore": "Write iterator.set_state(state), or mr.Checkpoint(directory, iterator=iterator).",
     },
     "mr.data.NumpyDataset": {
-        "cardinality": _LENGTH,
-        "shard": _NO_SHARES,
+        **_OF_DATASETS,
         "cache": "Leave it out: the rows are in memory.",
-        "prefetch": _PREFETCHES,
         "filter": "Choose the rows first: strategy.make_numpy_dataset((x[keep], y[keep])), with keep = a boolean array.",
         "skip": "Choose the rows first: strategy.make_numpy_dataset((x[count:], y[count:])).",
         "unbatch": "Leave batch out; rows are batched once.",
         "padded_batch": "Rows have one shape: write dataset.batch(global_batch_size).",
-        "enumerate": "Write for i, batch in enumerate(dataset).",
         "as_numpy_iterator": "Write for batch in dataset.",
-        "with_options": _OPTIONS,
-        "options": _OPTIONS,
-        "set_epoch": _OWN_ORDER,
     },
     "mr.Variable": {
         "grad": "Write gradient = mr.grad(loss_fn, variable)().",
@@ -152,24 +141,15 @@ _INSTEAD = {
         "distribute_strategy": "Keep the strategy in whose scope it was made.",
         "eval": "Write variable.numpy().",
         "load": "Write variable.assign(value).",
-        "ref": "A variable can be a key of a dict itself.",
-        "experimental_ref": "A variable can be a key of a dict itself.",
+        **dict.fromkeys(("ref", "experimental_ref"), "A variable can be a key of a dict itself."),
         "constraint": "Assign what satisfies it: variable.assign(jnp.clip(variable, 0, 1)).",
-        "initializer": _NO_GRAPH,
-        "initialized_value": _NO_GRAPH,
-        "initial_value": _NO_GRAPH,
-        "is_initialized": _NO_GRAPH,
-        "op": _NO_GRAPH,
-        "graph": _NO_GRAPH,
+        **dict.fromkeys(("initializer", "initialized_value", "initial_value", "is_initialized", "op", "graph"), _NO_GRAPH),
     },
     "mr.Optimizer": {
-        "learning_rate": _LEARNING_RATE,
-        "lr": _LEARNING_RATE,
-        "compute_gradients": "Write loss, gradients = mr.value_and_grad(loss_fn, variables)().",
-        "get_gradients": "Write loss, gradients = mr.value_and_grad(loss_fn, variables)().",
+        **dict.fromkeys(("learning_rate", "lr", "param_groups"), _LEARNING_RATE),
+        **dict.fromkeys(("compute_gradients", "get_gradients"), _GRADIENTS),
         "step": "Write optimizer.apply_gradients(gradients).",
         "zero_grad": "Leave it out: gradients are values, and none are kept between steps.",
-        "param_groups": _LEARNING_RATE,
         "build": "Its state is made with it: mr.Optimizer(tx, variables).",
         "weights": "Write optimizer.state.",
         "get_weights": "Write jax.tree.map(np.asarray, optimizer.state).",
@@ -208,12 +188,7 @@ def explain_arguments(owner: str) -> Callable[[ClassT], ClassT]:
 
 
 def missing(owner: str, name: str) -> AttributeError:
-    """Return the error for an attribute that does not exist, with what to write where it is a name of TensorFlow's.
-
-    Args:
-        owner: what was asked for it: `mirrored`, or a class such as `mr.Strategy`.
-        name: of the attribute.
-    """
+    """Return the error for an attribute that an owner such as `mr.Strategy` does not have, with what to write if it is known."""
     instead = _INSTEAD[owner]
     prefix = "experimental_"
     sentence = instead.get(name) or (instead.get(prefix) if name.startswith(prefix) else None)

@@ -136,7 +136,7 @@ MUTANTS = [
      REFUSALS + "the_whole_batch_on_every_replica_warns_once"),
     ("_program/uneven/kinds.py", "if len(shares) > 1:", "if False:",
      "tests/test_optimizer.py::test_a_mean_weighs_replicas_by_their_rows_and_leaves_out_who_has_none"),
-    ("_replicas/collectives.py", "if own else list(map(_nothing, marked))", "",
+    ("_replicas/collectives.py", "    if own:\n        return [array", "    if True:\n        return [array",
      "tests/test_optimizer.py::test_a_mean_weighs_replicas_by_their_rows_and_leaves_out_who_has_none"),
     ("_program/refusals.py", "if note.purpose is Purpose.MEAN and state.said is Said.SHARE]", "if note.purpose is Purpose.MEAN]",
      "tests/_program/test_refusals.py::test_other_means_are_silent"),

@@ -28,7 +28,7 @@ MUTANTS = [
      "tests/_program/test_fuse_all_reduces.py::test_one_replica_copies_nothing_into_buffers_and_its_results_are_their_own_sums"),
     ("_replicas/collectives.py", " or self.ops is not None", "",
      _ADDING + "a_function_of_the_users_takes_the_place_of_the_sum"),
-    ("_replicas/collectives.py", "axis = dataclasses.replace(axis, ops=None)", "pass",
+    ("_replicas/collectives.py", "dataclasses.replace(axis, ops=None)).astype", "axis).astype",
      _ADDING + "a_function_of_the_users_takes_the_place_of_the_sum"),
     ("_replicas/arrays.py", "if given > own:", "if given > own + 1:", _CONVERTED),
     ("_replicas/arrays.py", "return 1 if is_weak and kind == 2 else kind", "return kind",
@@ -41,13 +41,13 @@ MUTANTS = [
      "return jax.lax.axis_index(REPLICA_AXIS)", _COL + "the_default_context_is_one_replica_that_reaches_itself"),
     ("_replicas/collectives.py", "if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):\n            data", "if False:\n"
      "            data", _COL + "all_gather_takes_nests_of_any_dtype_and_random_keys"),
-    ("_replicas/collectives.py", "if axes else axis.size", "if axes else 1", _MANY),
+    ("_replicas/collectives.py", "if own else axis.size", "if own else 1", _MANY),
     ("_replicas/collectives.py", "num_bytes >= PACK_BELOW_BYTES", "num_bytes > PACK_BELOW_BYTES", _PACKED),
     ("_replicas/collectives.py", "pack else 1)", "pack else 0)", _COL + "the_compiled_program_has_one_all_reduce_for_each"
      "_dtype"),
     ("_replicas/collectives.py", "if held >= limit:", "if held > limit:", _PACKED),
     ("_replicas/collectives.py", "jnp.stack([array.real, array.imag]) if jnp.iscomplexobj(array) else array", "array", _MIXED),
-    ("_replicas/collectives.py", "dtype = jnp.int32", "dtype = jnp.float32", _MIXED),
+    ("_replicas/collectives.py", "np.dtype(np.int32)", "np.dtype(np.float32)", _MIXED),
     ("_replicas/collectives.py", "return jnp.promote_types(dtype, jnp.float32)", "return dtype", _MANY),
     ("_replicas/collectives.py", "mean = total / float(count)", "mean = total / count", _CRO + "a_mean_neither_overflows_nor"
      "_rounds_to_zero"),
@@ -67,10 +67,10 @@ MUTANTS = [
     ("_replicas/host_memory.py", "first + i: row", "i: row", _HOST + "a_large_gather_on_this_machine_is_no_program"),
     ("_replicas/host_memory.py", "parts[i] if shapes is None else", "parts[i] if True else",
      _HOST + "a_large_gather_on_this_machine_is_no_program"),
-    ("_replicas/together.py", "groups_of(rows, 0, MAX_ARRAYS_TOGETHER)", "groups_of(rows, 0, 1)",
+    ("_replicas/cross_replica.py", "groups_of(rows, 0, MAX_ARRAYS_TOGETHER)", "groups_of(rows, 0, 1)",
      "tests/_replicas/test_together.py::test_large_arrays_of_a_tree_travel_alone"),
     ("_replicas/collectives.py", "math.prod(shape) for shape in shapes", "1 for shape in shapes", _TOGETHER),
-    ("_replicas/cross_replica.py", "axis + 1) < sizes", "axis + 1) <= sizes", _PADDING),
+    ("_replicas/cross_replica.py", "axis) < rows", "axis) <= rows", _PADDING),
     ("_replicas/cross_replica.py", "return result * jnp.asarray(num_replicas).astype(result.dtype) if op is",
      "return result if op is",
      _CRO + "of_a_mirrored_value_the_sum_is_r_times_it_and_the_mean_itself"),
@@ -102,20 +102,21 @@ MUTANTS = [
      "_result_is_passed_on"),
     ("_replicas/mesh.py", "max(2 * num_devices,", "max(num_devices,", _ME + "pool_is_twice_the_devices_and_not_below_the_cores"),
     ("_replicas/mesh.py", ", re.IGNORECASE | re.ASCII", "", _ME + "spellings_and_lists_of_devices"),
-    ("_replicas/mesh.py", "if index >= MAX_CPU_DEVICES:", "if index > MAX_CPU_DEVICES:", _WRONG),
-    ("_replicas/mesh.py", "if index >= len(available):", "if index > len(available):", _WRONG),
-    ("_replicas/mesh.py", "if device in found[:position]:", "if False:", _WRONG),
+    ("_replicas/mesh.py", " and index >= MAX_CPU_DEVICES:", " and index > MAX_CPU_DEVICES:", _WRONG),
+    ("_replicas/mesh.py", "if index < len(available):", "if index <= len(available):", _WRONG),
+    ("_replicas/mesh.py", "if device in found:", "if False:", _WRONG),
     ("_replicas/mesh.py", "len(set(owned.values())) > 1 or", "", _ME + "workers_with_different_devices_are_refused"),
     ("_replicas/mesh.py", "key=lambda device: (device.process_index, device.id)", "key=lambda device: device.process_index",
      _ME + "workers_with_different_devices_are_refused"),
-    ("_replicas/mesh.py", "max(indices.values(), default=-1) + 1", "len(indices)", _WRONG),
+    ("_replicas/mesh.py", 'max([index + 1 for platform, index in filter(None, places) if platform == "cpu"], default=0)',
+     "len(places)", _WRONG),
     ("_replicas/per_replica.py", "if len(set(sizes)) == 1 else None", "", _PE + "it_shows_shape_and_dtype_of_one_replica_and"
      "_values_without_padding"),
     ("_replicas/per_replica.py", "rows.setdefault(first + i, shard.data[i])", "rows[len(rows)] = shard.data[i]",
      _PE + "values_are_right_wherever_tree_map_put_them"),
     ("_replicas/per_replica.py", "for i in sorted(rows)}", "for i in sorted(rows, reverse=True)}", _PE + "values_are_in_replica"
      "_order_each_on_its_own_device"),
-    ("_replicas/per_replica.py", "return PerReplica(children[0], shapes)", "return PerReplica(children[0])", _TREE),
+    ("_replicas/per_replica.py", "PerReplica(children[0], shapes)", "PerReplica(children[0])", _TREE),
     ("_replicas/per_replica.py", '"trunc": "`math.trunc`",', "", _PE + "every_use_as_one_array_is_refused_with_the_ways_out"),
     ("_replicas/per_replica.py", 'name == "numpy" or ', "", _PE + "a_method_of_arrays_is_missing_with_the_ways_out"),
     ("_replicas/placement.py", "row[column] != rows[0][column]", "row[column] != rows[-1][column]", _PL + "an_array_that_the"
@@ -130,7 +131,8 @@ MUTANTS = [
      "_as_bits"),
     ("_replicas/placement.py", "reshape(-1).view(np.uint8).data)", "reshape(-1).astype(np.uint8).data)", _PL + "a_changed_element"
      "_of_any_dtype_is_found"),
-    ("_replicas/placement.py", "    in_flight.joined(mirrored)\n", "", _PL + "what_is_mirrored_again_is_waited_for_like_any"
+    ("_replicas/in_flight.py", "(joined if is_joint(placement) else started)", "started",
+     _PL + "what_is_mirrored_again_is_waited_for_like_any"
      "_program"),
     ("_replicas/spent.py", "self.num_steps < MIN_STEPS", "self.num_steps < 1", _SPENT + "nothing_is_said_of_a_few_steps_and_a"
      "_line_of_many"),

@@ -321,7 +321,7 @@ def test_one_program_serves_all_values_of_one_shape(strategy2, per_replica):
     cross_replica._compile.cache_clear()
     for i in range(4):
         strategy2.reduce("sum", per_replica(strategy2, np.full(3, i), np.full(3, 2 * i)))
-    program = cross_replica._compile(cross_replica.reduce_stack, strategy2._mesh.mirrored, (mr.ReduceOp.SUM, (), None))
+    program = cross_replica._compile(cross_replica.reduce_stack, strategy2._mesh.mirrored, (mr.ReduceOp.SUM, (), None, None))
     assert cross_replica._compile.cache_info().misses == 1 and program._cache_size() == 1
 
 

@@ -167,7 +167,7 @@ def test_strategies_on_the_same_devices_are_the_same_place() -> None:
 # -- refusing devices; more is in test_bad_input.py
 
 
-def test_wrong_devices() -> None:
+def test_wrong_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     for devices, error, message in (
         ({"cpu:0": 1}, TypeError, r"of type dict; expected a list .* in replica order"),
         ([["cpu:0"]], TypeError, r"devices contains \['cpu:0'\] of type list; expected strings such as 'gpu:0'"),
@@ -186,7 +186,6 @@ def test_wrong_devices() -> None:
     ):
         with pytest.raises(error, match=message):
             mr.MirroredStrategy(devices)
-    mixture = [SimpleNamespace(platform="cpu"), SimpleNamespace(platform="gpu")]
-    mesh._refuse_mixture(mixture[:1])
+    monkeypatch.setattr(jax, "local_devices", lambda backend: [SimpleNamespace(platform=backend)])
     with pytest.raises(mr.DeviceError, match=r"devices mixes cpu and gpu devices .* Name only gpu devices"):
-        mesh._refuse_mixture(mixture)
+        mesh.resolve_devices(["cpu:0", "gpu:0"])

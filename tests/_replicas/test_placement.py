@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 
 import mirrored as mr
-from mirrored._replicas import placement
+from mirrored._replicas import cross_replica, in_flight, placement
 from mirrored._replicas.placement import checksum
 
 DTYPES = ["bool", "int8", "uint8", "int16", "int32", "uint32", "int4", "int2", "uint4"]
@@ -76,9 +76,12 @@ def test_workers_agree_on_what_is_sent_before_it_is_compiled(strategy3, monkeypa
     with pytest.raises(mr.ProgramMismatchError):
         placement._program(strategy3._mesh, (((2, 3), np.dtype("float32")), ((), np.dtype("int32"))))
     rows = jax.device_put(np.ones((3, 2), np.float32), strategy3._mesh.stacked)
+    monkeypatch.setattr(in_flight, "is_joint", lambda placement: True)
+    cross_replica._compile.cache_clear()
     with pytest.raises(mr.ProgramMismatchError):
         placement._mirrored_again(strategy3._mesh, rows)
-    assert said == ["float32[2, 3]\nint32[]", f"mirroring an array from {rows.sharding} of float32[3, 2]"]
+    cross_replica._compile.cache_clear()
+    assert said == ["float32[2, 3]\nint32[]", f"_mirror_from({rows.sharding},) of float32[3, 2]"]
     with pytest.raises(mr.StrategyMismatchError, match=r"an array of shape \(3, 2\) lies on devices of several workers which"):
         placement._mirrored_again(mr.MirroredStrategy(["cpu:4", "cpu:5"])._mesh, rows)
 
@@ -87,14 +90,15 @@ def test_what_is_mirrored_again_is_waited_for_like_any_program(strategy3, monkey
     """Else the guard would take this worker for one that waits, until its next program."""
     joined = []
     mesh = strategy3._mesh
-    monkeypatch.setattr(placement.joint_programs, "agreed", lambda name, text, program: program)
-    monkeypatch.setattr(placement.in_flight, "joined", joined.append)
-    placement._gathering.cache_clear()
+    monkeypatch.setattr(in_flight, "is_joint", lambda placement: True)
+    monkeypatch.setattr(in_flight, "joined", joined.append)
+    monkeypatch.setattr(cross_replica.joint_programs, "agreed", lambda name, text, program: program)
+    cross_replica._compile.cache_clear()
     rows = jax.device_put(np.arange(6.0).reshape(3, 2), mesh.stacked)
     array = placement._mirrored_again(mesh, rows)
-    placement._gathering.cache_clear()
+    cross_replica._compile.cache_clear()
     assert joined == [array] and array.sharding == mesh.mirrored and (np.asarray(array) == np.asarray(rows)).all()
-    monkeypatch.setattr(placement, "_gathering", None)  # another name of the placement costs no program
+    monkeypatch.setattr(cross_replica, "compiled", None)  # another name of the placement costs no program
     array = jax.device_put(rows, jax.sharding.NamedSharding(mesh.mesh, jax.sharding.PartitionSpec(None, None)))
     again = placement._mirrored_again(mesh, array)
     assert again.sharding == mesh.mirrored and (np.asarray(again) == np.asarray(rows)).all()

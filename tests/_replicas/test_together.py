@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mirrored as mr
-from mirrored._replicas import cross_replica, together
+from mirrored._replicas import cross_replica
 from mirrored.testing import count_programs
 
 SHAPES = ((), (5, 7), (100, 90), (2, 0))
@@ -79,10 +79,10 @@ def test_a_tree_of_small_arrays_is_one_program_and_few_sums(strategy3: mr.Strate
         values = [np.asarray(value) for value in leaf.values]
         np.testing.assert_array_equal(array, values[0] + values[1] + values[2])
         assert np.asarray(whole).tobytes() == np.concatenate(values).tobytes(), "-0.0 stays"
-    task = together.Task(cross_replica.reduce_stack, (mr.ReduceOp.SUM, (), None))
+    task = cross_replica.Task(cross_replica.reduce_stack, (mr.ReduceOp.SUM, (), None, None))
     stacks = jax.tree.leaves(tree)
     placement = strategy3._mesh.mirrored
-    program = jax.jit(lambda arrays: together.compute_all(arrays, [task] * len(stacks), placement), out_shardings=placement)
+    program = jax.jit(lambda arrays: cross_replica.compute_all(arrays, [task] * len(stacks), placement), out_shardings=placement)
     text = program.lower(stacks).compile().as_text()
     assert text.count(" all-reduce(") + text.count("all-reduce-start(") <= 2, "one for each dtype"
 
@@ -90,7 +90,7 @@ def test_a_tree_of_small_arrays_is_one_program_and_few_sums(strategy3: mr.Strate
 def test_large_arrays_of_a_tree_travel_alone() -> None:
     shapes: list[tuple[int, ...]] = []
     stacks = [jnp.ones((2, size)) for size in (3, 40_000, 4)]
-    assert [x.tolist() for x in together._moved(stacks, lambda s: shapes.append(s.shape) or s[0])] == [
+    assert [x.tolist() for x in cross_replica._move_small(stacks, lambda s: shapes.append(s.shape) or s[0])] == [
         [1] * n for n in (3, 40_000, 4)
     ]
     assert sorted(shapes) == [(2, 7), (2, 40_000)]

@@ -88,19 +88,16 @@ class Flattening(Interpreter[Value]):
     """
 
     def call(self, equation: Equation, inner: ClosedJaxpr, values: list[Value]) -> Sequence[Value]:
-        """Enter a call that needs not stay whole."""
         is_entered = equation.primitive.name in INLINE_CALLS or jaxprs.has_collective(equation)
         return self.run_closed(inner, values) if is_entered else self.plain(equation, values)
 
     def solve(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
-        """Enter what solves, where replicas meet in it."""
         if not jaxprs.has_collective(equation):
             return self.plain(equation, values)
         jaxpr, operands = jaxprs.solver_of(equation)  # it has no constants
         return self.run(jaxpr, (), [values[i] for i in operands])
 
     def over_replicas(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
-        """Handle a collective, of a sum what is left of it."""
         if not jaxprs.adds_own_axes(equation):
             return self.plain(equation, values)
         own, rest = tracing.own_axes_first(equation)
@@ -108,10 +105,7 @@ class Flattening(Interpreter[Value]):
 
 
 class Evaluation(Interpreter[Any]):
-    """The arrays of a program, computed in whatever trace is current.
-
-    What is not entered runs as it stands.
-    """
+    """The arrays of a program, computed in whatever trace is current; what is not entered runs as it stands."""
 
     def enters(self, equation: Equation, values: list[Any]) -> bool:
         """Tell whether the inside of an equation is walked through too."""
@@ -122,11 +116,9 @@ class Evaluation(Interpreter[Any]):
         return super().equation(equation, values) if self.enters(equation, values) else tracing.bind(equation, values)
 
     def plain(self, equation: Equation, values: list[Any]) -> Sequence[Any]:
-        """Run an equation as it stands."""
         return tracing.bind(equation, values)
 
     def scan(self, equation: Equation, values: list[Any]) -> Sequence[Any]:
-        """Run a loop or condition; what is inside is walked through."""
         parts, _ = jaxprs.parts_of(equation)
         walk = self.run_closed
         return run_parts(equation, values, [lambda *arguments, part=part: walk(part.closed, arguments) for part in parts])
@@ -211,16 +203,13 @@ class Analysis(Interpreter[Value]):
         return [self.join(values)] * len(equation.outvars)
 
     def call(self, equation: Equation, inner: ClosedJaxpr, values: list[Value]) -> Sequence[Value]:
-        """Walk through what is called."""
         return self.inside(equation).run_closed(inner, values)
 
     def solve(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
-        """Walk through what solves."""
         jaxpr, operands = jaxprs.solver_of(equation)
         return self.inside(equation).run(jaxpr, (), [values[i] for i in operands])
 
     def cond(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
-        """Walk through each branch."""
         decision, *operands = values
         inside = self.inside(equation, decision)
         branches = [inside.run_closed(closed, operands) for closed in equation.params["branches"]]

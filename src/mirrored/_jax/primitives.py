@@ -5,25 +5,31 @@
 
 from __future__ import annotations
 
-_PURE_NAMES = """
-abs acos acosh add add_any after_all and approx_top_k argmax argmin asin asinh atan atan2 atanh bessel_i0e bessel_i1e
-bitcast_convert_type broadcast_in_dim cbrt ceil cholesky cholesky_update clamp clz complex concatenate conj
-conv_general_dilated convert_element_type copy cos cosh create_token cumlogsumexp cummax cummin cumprod cumsum
-custom_linear_solve device_put digamma div dot_general dynamic_slice dynamic_update_slice eig eigh empty2 eq eq_to erf erf_inv
-erfc exp exp2 expm1 fft floor from_edtype gather ge geqp3 geqrf gt hessenberg householder_product igamma igamma_grad_a igammac
-imag integer_pow iota iota_2x32_shape is_finite layout_constraint le le_to lgamma log log1p log2 logistic lt lt_to lu
-lu_pivots_to_permutation max min mul mulhi name ne neg nextafter not one_minus_square optimization_barrier or ormqr pad
-philox2x32 philox4x32 platform_index polygamma polynomial population_count pow pvary qr ragged_dot_general random_bits
-random_clone random_fold_in random_gamma random_seed random_split random_unwrap random_wrap real reduce reduce_and reduce_max
-reduce_min reduce_or reduce_precision reduce_prod reduce_sum reduce_window reduce_window_max reduce_window_min
-reduce_window_sum reduce_xor regularized_incomplete_beta rem reshape reshard rev rng_bit_generator round rsqrt scaled_dot
-scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub schur select_and_gather_add select_and_scatter
-select_and_scatter_add select_n sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh slice
-sort split sqrt square squeeze stack stop_gradient sub svd symmetric_product tan tanh threefry2x32 threefry4x32 tie tile
-to_edtype top_k transpose triangular_solve tridiagonal tridiagonal_solve unstack with_memory_space_constraint xor zeta
+_ELEMENTWISE_NAMES = """
+abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex conj
+convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag
+integer_pow is_finite le lgamma log log1p log2 logistic lt max min mul ne neg nextafter not one_minus_square or polygamma
+population_count pow real reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign
+sin sinh sqrt square sub tan tanh xor zeta
+"""
+#: Compute each element of the one result from the elements of the operands at the same place, and from scalars; what is among
+#: their parameters does not depend on the shape.
+ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
+_OTHER_PURE_NAMES = """
+after_all approx_top_k argmax argmin bitcast_convert_type broadcast_in_dim cholesky cholesky_update concatenate
+conv_general_dilated create_token cumlogsumexp cummax cummin cumprod cumsum custom_linear_solve device_put dot_general
+dynamic_slice dynamic_update_slice eig eigh empty2 eq_to fft from_edtype gather geqp3 geqrf hessenberg householder_product iota
+iota_2x32_shape layout_constraint le_to lt_to lu lu_pivots_to_permutation mulhi name optimization_barrier ormqr pad philox2x32
+philox4x32 platform_index polynomial pvary qr ragged_dot_general random_bits random_clone random_fold_in random_gamma
+random_seed random_split random_unwrap random_wrap reduce reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum
+reduce_window reduce_window_max reduce_window_min reduce_window_sum reduce_xor regularized_incomplete_beta reshape reshard rev
+rng_bit_generator scaled_dot scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub schur select_and_gather_add
+select_and_scatter select_and_scatter_add sharding_constraint slice sort split squeeze stack stop_gradient svd
+symmetric_product threefry2x32 threefry4x32 tie tile to_edtype top_k transpose triangular_solve tridiagonal tridiagonal_solve
+unstack with_memory_space_constraint
 """
 #: Pure functions of their operands, whatever their parameters; those with a jaxpr as a parameter are also checked inside.
-PURE = frozenset(_PURE_NAMES.split())
+PURE = ELEMENTWISE | frozenset(_OTHER_PURE_NAMES.split())
 #: Run the only jaxpr among their parameters once, with all operands in order.
 CALLS = frozenset({
     "closed_call", "composite", "custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "eval_jaxpr", "jit", "linear_call",
@@ -76,13 +82,3 @@ CONVERSIONS = frozenset({"convert_element_type"})
 #: Fill an array with the numbers of another one; `iota` counts.
 BROADCASTS = frozenset({"broadcast_in_dim"})
 FILLS = BROADCASTS | {"iota"}
-_ELEMENTWISE_NAMES = """
-abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex conj
-convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag
-integer_pow is_finite le lgamma log log1p log2 logistic lt max min mul ne neg nextafter not one_minus_square or polygamma
-population_count pow real reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign
-sin sinh sqrt square sub tan tanh xor zeta
-"""
-#: Compute each element of the one result from the elements of the operands at the same place, and from scalars; what is among
-#: their parameters does not depend on the shape.
-ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())

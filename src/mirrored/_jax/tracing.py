@@ -128,12 +128,10 @@ def lowered(closed: ClosedJaxpr, axis: Axis | None) -> ClosedJaxpr:
     not even a collective, is in the jaxpr. Since jax 0.12, `searchsorted`, `nonzero` and what uses them are ones. This is for
     looking at a function: derivatives that a user has defined around such a primitive are lost.
     """
-    jaxpr = closed.jaxpr
-    if not jaxpr.is_high:
+    if not closed.jaxpr.is_high:
         return closed
-    return ClosedJaxpr(
-        jaxpr.replace(eqns=[_lowered_equation(equation, axis) for equation in jaxpr.eqns], is_high=False), closed.consts
-    )
+    equations = [_lowered_equation(equation, axis) for equation in closed.jaxpr.eqns]
+    return ClosedJaxpr(closed.jaxpr.replace(eqns=equations, is_high=False), closed.consts)
 
 
 def _lowered_equation(equation: Equation, axis: Axis | None) -> Equation:
@@ -165,8 +163,7 @@ def _lowered_equation(equation: Equation, axis: Axis | None) -> Equation:
 
 def room_for(traced: Iterable[ClosedJaxpr]) -> contextlib.AbstractContextManager[Any]:
     """Return a block in which JAX keeps numbers of 64 bits, if traced functions have any: a step may ask for them itself."""
-    equations = [equation for closed in traced for equation in all_equations(closed.jaxpr)]
-    return _room_for([variable.aval for equation in equations for variable in equation.outvars])
+    return _room_for(v.aval for closed in traced for equation in all_equations(closed.jaxpr) for v in equation.outvars)
 
 
 def _room_for(avals: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from .._libraries import lines_for
 from .._text import call_it, shown
@@ -16,7 +17,7 @@ from .._text import call_it, shown
 _KINDS = (np.bool_, jnp.unsignedinteger, jnp.signedinteger, jnp.floating, jnp.complexfloating)
 
 
-def cast(array: jax.Array, dtype: Any, what: str) -> jax.Array:
+def cast(array: jax.Array, dtype: DTypeLike, what: str) -> jax.Array:
     """Convert an array to a dtype of its own kind or a wider one; refuse what would lose information."""
     is_weak = getattr(array, "weak_type", False)  # random keys have no weak_type
     if array.dtype == dtype and not is_weak:
@@ -49,17 +50,14 @@ def check_range(array: np.ndarray, what: Callable[[], str]) -> None:
         )
 
 
-def refuse_mask(value: Any, what: Callable[[], str]) -> None:
+def refuse_mask(value: object, what: Callable[[], str]) -> None:
     """Refuse a masked array, of which numpy would give what is under the mask too; `what` is how the message begins."""
     if isinstance(value, np.ma.MaskedArray):
         raise TypeError(f"{what()} a masked array, and no device holds masks. Write array.filled(value).")
 
 
-def host_array(value: Any, what: str, dtype: Any) -> np.ndarray:
-    """Copy a host value into an array that nobody else can change.
-
-    The copy is made with numpy because `jax.device_put` may keep a numpy array's own memory.
-    """
+def host_array(value: Any, what: str, dtype: DTypeLike | None) -> np.ndarray:
+    """Copy a host value, by numpy, into an array that nobody else can change: `jax.device_put` may keep numpy's memory."""
     refuse_mask(value, lambda: f"{what} is")
     if hasattr(value, "__jax_array__"):
         value = np.asarray(value.__jax_array__())
@@ -77,7 +75,7 @@ def host_array(value: Any, what: str, dtype: Any) -> np.ndarray:
     return converted_number(array, what, dtype) if is_number or jnp.issubdtype(dtype, jnp.integer) else array
 
 
-def converted_number(array: np.ndarray, what: str, dtype: Any) -> np.ndarray:
+def converted_number(array: np.ndarray, what: str, dtype: DTypeLike) -> np.ndarray:
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         raise TypeError(f"{what} is a number, but the variable holds random keys ({dtype}); expected one: jax.random.key(0).")
     with np.errstate(invalid="ignore"):
@@ -87,13 +85,13 @@ def converted_number(array: np.ndarray, what: str, dtype: Any) -> np.ndarray:
     return converted
 
 
-def _kind(dtype: Any, is_weak: bool = False) -> int | None:
+def _kind(dtype: DTypeLike, is_weak: bool = False) -> int | None:
     """Return the place of a dtype's kind among `_KINDS`; a Python number in a trace fits integers of both signs."""
     kind = next((i for i, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind)), None)
     return 1 if is_weak and kind == 2 else kind
 
 
-def strong(array: jax.Array, dtype: Any) -> jax.Array:
+def strong(array: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Convert an array, and forget that it was a Python number: a variable's type must not change with what it is given."""
     is_converted = array.dtype != dtype or getattr(array, "weak_type", False)
     return jax.lax.convert_element_type(array, dtype) if is_converted else array
@@ -106,7 +104,7 @@ def as_array(leaf: Any, verb: str) -> jax.Array:
     return jnp.array(leaf) if isinstance(leaf, np.ndarray) else jnp.asarray(leaf)
 
 
-def check_leaf(leaf: Any, verb: str) -> None:
+def check_leaf(leaf: object, verb: str) -> None:
     """Say that a leaf cannot be combined over replicas, if so."""
     if _is_sparse(leaf):
         raise TypeError(
@@ -125,7 +123,7 @@ def check_leaf(leaf: Any, verb: str) -> None:
 _OURS = f"{__name__.partition('.')[0]}."
 
 
-def is_wrapped(leaf: Any) -> bool:
+def is_wrapped(leaf: object) -> bool:
     """Keep variables, PerReplica values and sparse arrays whole: each knows what it is as one array, or that it is not.
 
     What stands for an array in another library's tree, such as `nnx.Param`, is a node that its tree is to keep.
@@ -133,13 +131,13 @@ def is_wrapped(leaf: Any) -> bool:
     return (hasattr(leaf, "__jax_array__") and type(leaf).__module__.startswith(_OURS)) or _is_sparse(leaf)
 
 
-def _is_sparse(leaf: Any) -> bool:
+def _is_sparse(leaf: object) -> bool:
     return type(leaf).__module__.startswith("jax.experimental.sparse")  # not imported here: it is large
 
 
-def _is_array_like(leaf: Any) -> bool:
+def _is_array_like(leaf: object) -> bool:
     if isinstance(leaf, np.ndarray | np.generic):
-        return leaf.dtype.kind in "biufc" or leaf.dtype.isbuiltin == 2  # 2: bfloat16 and the like
+        return is_numeric(leaf.dtype)
     return isinstance(leaf, jax.Array | bool | int | float | complex) or hasattr(leaf, "__jax_array__")
 
 

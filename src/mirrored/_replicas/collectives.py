@@ -11,16 +11,18 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from .._errors import UnevenReplicasError
 from .._jax import user_code
 from .._jax.marks import Mark, Purpose, mark
 from .._options import ReduceOp, ReductionToOneDevice, VariableAggregation
-from .._typing import REPLICA_AXIS, PyTree, Shape
-from .accumulation import accumulate, unweighed
+from .._typing import REPLICA_AXIS, ArrayLike, PyTree, Shape
 from .arrays import as_array, is_wrapped
 
 Axes = tuple[int, ...]
+#: As a user gives them.
+AxesLike = int | Sequence[int] | None
 
 #: Arrays smaller than this many bytes travel together in flat buffers; copying larger ones in and out of them
 #: costs more than a collective of their own saves (benchmarks/all_reduce.py).
@@ -42,21 +44,13 @@ class Sizes(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaAxis:
-    """The means by which one replica reaches the others: the mesh axis, or nothing when it is the only one.
+    """The means by which one replica reaches the others: the mesh axis, or nothing when it is the only one."""
 
-    Attributes:
-        size: the number of replicas.
-        bound: False in the default replica context outside any `run`, where no mesh axis exists.
-        sizes: in an uneven step, knows how large the other replicas' arrays are.
-        bytes_per_pack: see `CommunicationOptions`.
-        ops: has the function that takes the place of sums, where the user has given one.
-    """
-
-    size: int
-    bound: bool = True
-    sizes: Sizes | None = None
-    bytes_per_pack: int = 0
-    ops: ReductionToOneDevice | None = None
+    size: int  # the number of replicas
+    bound: bool = True  # False in the default replica context outside any `run`, where no mesh axis exists
+    sizes: Sizes | None = None  # in an uneven step, knows how large the other replicas' arrays are
+    bytes_per_pack: int = 0  # see `CommunicationOptions`
+    ops: ReductionToOneDevice | None = None  # has the function that takes the place of sums, where the user has given one
 
     @property
     def is_by_hand(self) -> bool:
@@ -71,7 +65,7 @@ class ReplicaAxis:
         """Return how many rows this replica has, and how many all have together; when they are equal, 1 and R."""
         return (1, self.size) if self.sizes is None else self.sizes.rows()
 
-    def index(self) -> Any:
+    def index(self) -> jax.Array | int:
         return jax.lax.axis_index(REPLICA_AXIS) if self.bound else 0
 
     def sum(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
@@ -79,9 +73,8 @@ class ReplicaAxis:
 
     def stack(self, array: jax.Array) -> jax.Array:
         """Return the values of all replicas along a new leading axis."""
-        return self._gather(array) if self.bound else array[None]
-
-    def _gather(self, array: jax.Array) -> jax.Array:
+        if not self.bound:
+            return array[None]
         if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
             data = jax.lax.all_gather(jax.random.key_data(array), REPLICA_AXIS)
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
@@ -89,7 +82,7 @@ class ReplicaAxis:
 
 
 def all_reduce(
-    op: ReduceOp, tree: PyTree, axis: ReplicaAxis, array_axes: Any = None, verb: str = "all_reduce", by_rows: bool = True
+    op: ReduceOp, tree: PyTree, axis: ReplicaAxis, array_axes: AxesLike = None, verb: str = "all_reduce", by_rows: bool = True
 ) -> PyTree:
     """Combine a tree over the replicas, and over axes of each leaf, in one collective for each dtype that is added.
 
@@ -103,15 +96,23 @@ def all_reduce(
     axes = [normalize_axes(array_axes, array.ndim, verb) for array in arrays]
     if by_rows and op is ReduceOp.MEAN and axis.sizes is not None and not any(axes):
         if axis.ops is not None:
-            raise UnevenReplicasError(unweighed(axis.ops))
+            raise UnevenReplicasError(
+                f"a mean over the replicas of an uneven batch, at {user_code.user_line()}, weighs them by their rows, but "
+                f"{axis.ops} has an accumulation_fn, which knows no weights. Combine with 'sum'; give all replicas one weight, "
+                "ctx.all_reduce('mean', value, by_rows=False); or leave the odd rows out: mr.InputOptions(drop_remainder=True)."
+            )
         counts = [axis.rows()[1]] * len(arrays)
         parts = [[array] for array in wide_by_rows(arrays, axis)]
     else:
-        counts = [_count(array, own, axis) for array, own in zip(arrays, axes, strict=True)]
+        counts = [
+            sum(axis.each(math.prod(array.shape[a] for a in own))) if own else axis.size
+            for array, own in zip(arrays, axes, strict=True)
+        ]
         # The user's function is given whole numbers, not what `local_sums` makes of integers for a MEAN.
         exact = [0] * len(arrays) if axis.ops is not None else counts
         parts = [local_sums(op, array, own, count) for array, own, count in zip(arrays, axes, exact, strict=True)]
-    totals = iter(_totals([part for own in parts for part in own], axis))
+    flat = [part for own in parts for part in own]
+    totals = iter(_packed_sum(flat, axis) if axis.ops is None else [accumulate(axis.ops, axis.stack(part)) for part in flat])
     results = [
         finished(op, [next(totals) for _ in own], count, array.dtype)
         for own, count, array in zip(parts, counts, arrays, strict=True)
@@ -119,11 +120,18 @@ def all_reduce(
     return jax.tree.unflatten(treedef, results)
 
 
-def _totals(arrays: Sequence[jax.Array], axis: ReplicaAxis) -> list[jax.Array]:
-    """Sum arrays over the replicas, or combine each with the function of the user's that takes the place of the sum."""
-    if axis.ops is None:
-        return _packed_sum(arrays, axis)
-    return [accumulate(axis.ops, list(axis.stack(array))) for array in arrays]
+def accumulate(ops: ReductionToOneDevice, stack: jax.Array) -> jax.Array:
+    """Give the replicas' arrays to the user's function, in the place of their sum; refuse what is no array like them."""
+    assert ops.accumulation_fn is not None
+    result = ops.accumulation_fn(list(stack))
+    expected = f"{stack.dtype}{list(stack.shape[1:])}"
+    given = f"{result.dtype}{list(jnp.shape(result))}" if hasattr(result, "dtype") else repr(result)
+    if given != expected:
+        raise TypeError(
+            f"accumulation_fn returned {given} for {len(stack)} arrays {expected}; expected one array like them, such as that of "
+            "lambda values: jnp.stack(values).max(axis=0)."
+        )
+    return result
 
 
 def wide_by_rows(arrays: Sequence[jax.Array], axis: ReplicaAxis) -> list[jax.Array]:
@@ -134,21 +142,17 @@ def wide_by_rows(arrays: Sequence[jax.Array], axis: ReplicaAxis) -> list[jax.Arr
     own, _ = axis.rows()
     note = Mark(Purpose.BY_ROWS, "a mean by rows", user_code.user_line())
     marked = [mark(array, note) for array in wide]
-    return [array * own for array in marked] if own else list(map(_nothing, marked))
-
-
-def _nothing(array: jax.Array) -> jax.Array:
-    """Return zeros in the place of what is of no rows: its mean is NaN, and NaN * 0 is NaN. Its gradient is none.
-
-    They depend on it all the same, so that replicas without rows reach the collectives of the gradient, too.
-    """
-    return jnp.where(False, mark(array, Mark(Purpose.NO_ROWS, "", "")), jnp.zeros_like(array))
+    if own:
+        return [array * own for array in marked]
+    # The mean of no rows is NaN, and NaN * 0 is NaN: zeros in its place, without a gradient. They depend on it all the same, so
+    # that replicas without rows reach the collectives of the gradient, too.
+    return [jnp.where(False, mark(array, Mark(Purpose.NO_ROWS, "", "")), jnp.zeros_like(array)) for array in marked]
 
 
 def all_gather(tree: PyTree, array_axis: int, axis: ReplicaAxis) -> PyTree:
     """Concatenate each leaf over the replicas along one of its own axes."""
 
-    def gather(leaf: Any) -> jax.Array:
+    def gather(leaf: ArrayLike) -> jax.Array:
         array = as_array(leaf, "all_gather")
         position = check_axis(array_axis, array.ndim, "all_gather")
         sizes = axis.each(array.shape[position])
@@ -187,13 +191,9 @@ def join_rows(stack: jax.Array, axis: int, sizes: Sequence[int]) -> jax.Array:
 
 def aggregate(mode: VariableAggregation, array: jax.Array, axis: ReplicaAxis) -> jax.Array:
     """Make one value of the replicas' values, as a variable's aggregation says; the dtype stays."""
-    axis = dataclasses.replace(axis, ops=None)
-    if mode is VariableAggregation.SUM:
-        return all_reduce(ReduceOp.SUM, array, axis).astype(array.dtype)
-    if mode is VariableAggregation.MEAN:
-        return all_reduce(ReduceOp.MEAN, array, axis).astype(array.dtype)
-    assert mode is VariableAggregation.ONLY_FIRST_REPLICA, mode
-    return _first_replica(array, axis)
+    if mode is VariableAggregation.ONLY_FIRST_REPLICA:
+        return _first_replica(array, axis)
+    return all_reduce(ReduceOp[mode.name], array, dataclasses.replace(axis, ops=None)).astype(array.dtype)
 
 
 def _first_replica(array: jax.Array, axis: ReplicaAxis) -> jax.Array:
@@ -238,7 +238,7 @@ def local_sums(op: ReduceOp, array: jax.Array, axes: Axes, count: int) -> list[j
     return [jnp.sum(own, axis=axes, dtype=own.dtype) if axes else own for own in values]
 
 
-def finished(op: ReduceOp, totals: Sequence[jax.Array], count: int, dtype: Any) -> jax.Array:
+def finished(op: ReduceOp, totals: Sequence[jax.Array], count: int, dtype: DTypeLike) -> jax.Array:
     """Make the result of the sums of `local_sums` over all replicas."""
     if op is ReduceOp.SUM:
         return totals[0]
@@ -249,11 +249,6 @@ def finished(op: ReduceOp, totals: Sequence[jax.Array], count: int, dtype: Any) 
     whole, rest = quotient + jax.lax.div(remainder, divisor), jax.lax.rem(remainder, divisor)
     mean_dtype = accumulator_dtype(op, dtype)
     return whole.astype(mean_dtype) + rest.astype(mean_dtype) / count
-
-
-def _count(array: jax.Array, axes: Axes, axis: ReplicaAxis) -> int:
-    """Return how many elements of all replicas are added up for one of the result."""
-    return sum(axis.each(math.prod(array.shape[a] for a in axes))) if axes else axis.size
 
 
 def _packed_sum(arrays: Sequence[jax.Array], axis: ReplicaAxis) -> list[jax.Array]:
@@ -280,13 +275,10 @@ def move_packed(
     move: Callable[[list[jax.Array]], Sequence[jax.Array]],
     num_kept: int = 0,
 ) -> list[jax.Array]:
-    """Give arrays to collectives, those of a group side by side in one buffer.
+    """Give arrays to collectives, those of a group, which have one dtype, side by side in one buffer.
 
-    Args:
-        arrays: those of a group have one dtype.
-        groups: positions of arrays; each array is in one of them.
-        move: takes the buffers, and returns what the collectives make of them; these keep the last axis.
-        num_kept: how many of the first axes of all arrays a buffer has, too; the others are flat in it.
+    `groups` has positions of arrays; each array is in one of them. `move` takes the buffers, and returns what the collectives
+    make of them; these keep the last axis. A buffer has the first `num_kept` axes of all arrays, too; the others are flat in it.
     """
     results: list[Any] = [None] * len(arrays)
     buffers = [_pack([arrays[i] for i in members], num_kept) for members in groups]
@@ -313,10 +305,7 @@ def _unpack(buffer: jax.Array, shapes: Sequence[Shape]) -> list[jax.Array]:
 def groups_of(arrays: Sequence[Any], bytes_per_pack: int, max_arrays: int = MAX_ARRAYS_PER_PACK) -> list[list[int]]:
     """Return which arrays of one dtype, by their positions, travel together, in order.
 
-    Args:
-        arrays: what travels.
-        bytes_per_pack: a group ends when it has so many bytes. 0: when it has `max_arrays`, and large arrays stay alone.
-        max_arrays: see `bytes_per_pack`.
+    A group ends when it has `bytes_per_pack`; if that is 0, when it has `max_arrays`, and then large arrays stay alone.
     """
     groups: list[list[int]] = []
     filling: dict[Any, tuple[list[int], int]] = {}
@@ -335,10 +324,10 @@ def groups_of(arrays: Sequence[Any], bytes_per_pack: int, max_arrays: int = MAX_
     return groups
 
 
-def accumulator_dtype(op: ReduceOp, dtype: Any) -> Any:
+def accumulator_dtype(op: ReduceOp, dtype: DTypeLike) -> Any:
     """Return the dtype in which values are added: wide enough that a MEAN neither overflows nor rounds to 0."""
     if dtype == jnp.bool_:
-        dtype = jnp.int32
+        dtype = np.dtype(np.int32)
     if not jnp.issubdtype(dtype, jnp.number):
         raise TypeError(
             f"values of dtype {dtype} cannot be added over the replicas; expected numbers. To bring them together use "
@@ -351,13 +340,13 @@ def accumulator_dtype(op: ReduceOp, dtype: Any) -> Any:
     return jnp.result_type(float)
 
 
-def divide(total: jax.Array, count: int, dtype: Any) -> jax.Array:
+def divide(total: jax.Array, count: int, dtype: DTypeLike) -> jax.Array:
     """Finish a MEAN: integers become floating point, other dtypes come back as they were."""
     mean = total / float(count)  # an int of 2**31 or more does not fit JAX's default int
     return mean.astype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else mean
 
 
-def check_axis(axis: Any, ndim: int, verb: str) -> int:
+def check_axis(axis: object, ndim: int, verb: str) -> int:
     """Return `axis` as a non-negative int, or say which axes the array has."""
     if isinstance(axis, bool) or not isinstance(axis, int | np.integer):
         raise TypeError(f"{verb}: axis is {axis!r} of type {type(axis).__name__}; expected an int, for example axis=0.")
@@ -370,7 +359,7 @@ def check_axis(axis: Any, ndim: int, verb: str) -> int:
     return int(axis) % ndim
 
 
-def normalize_axes(axis: Any, ndim: int, verb: str) -> Axes:
+def normalize_axes(axis: AxesLike, ndim: int, verb: str) -> Axes:
     """Turn None, an axis or several into sorted, distinct, non-negative ints."""
     if axis is None:
         return ()

@@ -116,7 +116,9 @@ class ReplicaContext:
         self._check_current("all_gather")
         return collectives.all_gather(value, axis, self._axis)
 
-    def merge_call(self, merge_fn: Callable[..., PyTree], args: Sequence[Any] = (), kwargs: Any = None) -> PyTree:
+    def merge_call(
+        self, merge_fn: Callable[..., PyTree], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> PyTree:
         """Call `merge_fn(strategy, *args, **kwargs)` once, in cross-replica context.
 
         JAX arrays among the arguments arrive as PerReplica values that hold all replicas' arrays; everything else,
@@ -211,7 +213,7 @@ def _as_key(key: Any) -> jax.Array:
     raise TypeError(f"rng got {shown(key)}; expected a key from jax.random.key(seed), or an int from which one is made.")
 
 
-def check_call(verb: str, example: str, function: Any, args: Any, kwargs: Any) -> None:
+def check_call(verb: str, example: str, function: object, args: object, kwargs: object) -> None:
     """Refuse arguments of a verb that calls a user's function which are no function, tuple and dict."""
     if not callable(function):
         raise TypeError(f"{verb} got {shown(function)}; expected a function, not called: {example}.")

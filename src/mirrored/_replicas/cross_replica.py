@@ -2,14 +2,15 @@
 
 These are plain functions of the stacked array `[R, ...]`. Called from outside they run as one compiled
 program whose collectives XLA's partitioner writes; in `mr.function` and `merge_call` they are traced in place.
+Of many values small ones travel together, and have the same bits: the additions of an element stay in their order.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,42 +21,39 @@ from .._options import ReduceOp, ReductionToOneDevice, VariableAggregation
 from .._typing import Shape
 from .._workers import joint_programs
 from . import in_flight
-from .accumulation import accumulate
-from .collectives import Axes, finished, join_rows, local_sums
-from .per_replica import PerReplica
+from .collectives import Axes, accumulate, finished, groups_of, join_rows, local_sums, move_packed
+from .per_replica import PerReplica, uneven_shapes
+
+#: Arrays in one buffer. More of them compile longer and run no faster (benchmarks/all_reduce.py).
+MAX_ARRAYS_TOGETHER = 25
 
 
-def reduce_stack(stack: jax.Array, op: ReduceOp, axes: Axes, shapes: tuple[Shape, ...] | None) -> jax.Array:
-    """Reduce over the replicas and over `axes` of each replica's value, counting only real rows."""
-    stack, count = with_zero_padding(stack, axes, shapes)
-    positions = (0, *(axis + 1 for axis in axes))
-    return finished(op, local_sums(op, stack, positions, count), count, stack.dtype)
-
-
-def accumulate_stack(
-    stack: jax.Array, op: ReduceOp, axes: Axes, shapes: tuple[Shape, ...] | None, ops: ReductionToOneDevice
+def reduce_stack(
+    stack: jax.Array, op: ReduceOp, axes: Axes, shapes: tuple[Shape, ...] | None, ops: ReductionToOneDevice | None = None
 ) -> jax.Array:
-    """Reduce over `axes` of each replica's value, and then over the replicas as the user's function does."""
+    """Reduce over `axes` of each replica's value, counting only real rows, and over the replicas, as the user's function does."""
     stack, count = with_zero_padding(stack, axes, shapes)
-    [own] = local_sums(op, stack, tuple(axis + 1 for axis in axes), 0)
-    return finished(op, [accumulate(ops, list(own))], count, stack.dtype)
+    own_axes = tuple(axis + 1 for axis in axes)
+    if ops is None:
+        return finished(op, local_sums(op, stack, (0, *own_axes), count), count, stack.dtype)
+    [own] = local_sums(op, stack, own_axes, 0)
+    return finished(op, [accumulate(ops, own)], count, stack.dtype)
 
 
 def with_zero_padding(stack: jax.Array, axes: Axes, shapes: tuple[Shape, ...] | None) -> tuple[jax.Array, int]:
     """Return the stack with zeros in what is no row of a replica, and how many elements make one of the result."""
-    if shapes is not None:
-        stack = jnp.where(_is_real(stack.shape, shapes), stack, jnp.zeros_like(stack))
+    for axis, sizes in enumerate(zip(*(shapes or ()), strict=True), 1):
+        rows = jnp.array(sizes).reshape(-1, *(1,) * (stack.ndim - 1))
+        is_real = jax.lax.broadcasted_iota(jnp.int32, stack.shape, axis) < rows
+        stack = jnp.where(is_real, stack, jnp.zeros_like(stack))
     true_shapes = shapes or (stack.shape[1:],) * stack.shape[0]
     return stack, sum(math.prod(shape[a] for a in axes) for shape in true_shapes)
 
 
-def accumulate_copies(value: jax.Array, op: ReduceOp, axes: Axes, num_replicas: int, ops: ReductionToOneDevice) -> jax.Array:
-    """Do the same with a value that is the same on each replica: the user's function is given it once for each."""
-    return accumulate_stack(broadcast_stack(value, num_replicas), op, axes, None, ops)
-
-
-def reduce_mirrored(value: jax.Array, op: ReduceOp, axes: Axes, num_replicas: int) -> jax.Array:
+def reduce_mirrored(value: jax.Array, op: ReduceOp, axes: Axes, num_replicas: int, ops: ReductionToOneDevice | None) -> jax.Array:
     """Reduce a value that is the same on each replica: the SUM is R times it, the MEAN is itself, to the bit."""
+    if ops is not None:
+        return reduce_stack(broadcast_stack(value, num_replicas), op, axes, None, ops)
     count = math.prod(value.shape[a] for a in axes)
     result = finished(op, local_sums(op, value, axes, count), count, value.dtype)
     return result * jnp.asarray(num_replicas).astype(result.dtype) if op is ReduceOp.SUM else result
@@ -96,9 +94,7 @@ def _first_bits(stack: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(_bits_of(stack)[0], stack.dtype)
 
 
-@_first_bits.defjvp
-def _first_tangent(stacks: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    return _first_bits(stacks[0]), tangents[0][0]
+_first_bits.defjvps(lambda tangent, *_: tangent[0])
 
 
 @jax.custom_jvp
@@ -110,9 +106,7 @@ def _sum_by_bits(stack: jax.Array) -> jax.Array:
     return jnp.where(jnp.sum(~is_zero, axis=0) == 1, alone, reduce_stack(stack, ReduceOp.SUM, (), None))
 
 
-@_sum_by_bits.defjvp
-def _sum_tangent(stacks: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    return _sum_by_bits(stacks[0]), reduce_stack(tangents[0], ReduceOp.SUM, (), None)
+_sum_by_bits.defjvps(lambda tangent, *_: reduce_stack(tangent, ReduceOp.SUM, (), None))
 
 
 def _bits_of(value: jax.Array) -> jax.Array:
@@ -149,25 +143,17 @@ def _part(value: jax.Array, num_replicas: int) -> jax.Array:
     return jnp.where(jnp.isfinite(value) & (magnitude > 0) & jnp.isfinite(part), part, 0).astype(value.dtype)
 
 
-def _is_real(padded: Shape, shapes: tuple[Shape, ...]) -> jax.Array:
-    mask = jnp.ones(padded, jnp.bool_)
-    for axis in range(len(padded) - 1):
-        sizes = jnp.array([shape[axis] for shape in shapes]).reshape(-1, *(1,) * (len(padded) - 1))
-        mask &= jax.lax.broadcasted_iota(jnp.int32, padded, axis + 1) < sizes
-    return mask
-
-
 def require_equal_except(axes: Axes, value: PerReplica, verb: str) -> None:
     """Refuse a PerReplica whose replicas' shapes differ along an axis that is not one of `axes`."""
-    kept = {tuple(size for a, size in enumerate(shape) if a not in axes) for shape in value.shapes}
-    if len(kept) == 1:
+    shapes = uneven_shapes(value)
+    if shapes is None or len({tuple(size for a, size in enumerate(shape) if a not in axes) for shape in shapes}) == 1:
         return
     different = [a for a, size in enumerate(value.shape) if size is None]
     named = "axis=None" if not axes else f"axis={axes[0] if len(axes) == 1 else axes}"
     remedy = f"axis={different[0]}" if len(different) == 1 else f"axis={tuple(different)}"
     raise UnevenReplicasError(
         f"{verb} with {named} needs equal shapes on all replicas apart from that axis, but they are "
-        f"{', '.join(map(str, value.shapes))}. "
+        f"{', '.join(map(str, shapes))}. "
         + (
             f"Name the axis along which they differ: strategy.{verb}(..., {remedy})"
             + (", which also counts the true number of rows." if verb == "reduce" else ".")
@@ -186,3 +172,75 @@ def compiled(function: Callable[..., Any], placement: NamedSharding, *static: An
 def _compile(function: Callable[..., Any], placement: NamedSharding, static: tuple[Any, ...]) -> Any:
     program = jax.jit(lambda array: function(array, *static), out_shardings=placement)
     return joint_programs.agreed(function.__name__, str(static), program) if in_flight.is_joint(placement) else program
+
+
+# -- many values at once
+
+
+class Task(NamedTuple):
+    """What is to be done with one array."""
+
+    function: Callable[..., jax.Array]  # one of `cross_replica`, of an array
+    static: tuple[Any, ...]  # its other arguments
+
+    def __repr__(self) -> str:
+        return f"{self.function.__name__}{self.static}"  # equal on all workers
+
+
+def run_tasks(arrays: list[jax.Array], tasks: Sequence[Task], placement: NamedSharding) -> list[jax.Array]:
+    """Do with each array what its task says, in one compiled program; the results have the placement."""
+    if not arrays:
+        return []
+    if len(arrays) == 1:
+        [(function, static)] = tasks
+        return [compiled(function, placement, *static)(arrays[0])]
+    return compiled(compute_all, placement, tuple(tasks), placement)(arrays)
+
+
+def compute_all(arrays: Sequence[jax.Array], tasks: Sequence[Task], whole: NamedSharding) -> list[jax.Array]:
+    """Do with each array what its task says; `whole` is the placement of what is the same on all devices."""
+    results: dict[int, jax.Array] = {}
+    packed: dict[Callable[..., jax.Array], list[int]] = {reduce_stack: [], gather_stack: []}
+    for i, (array, task) in enumerate(zip(arrays, tasks, strict=True)):
+        if _may_travel(array, task, whole):
+            packed[task.function].append(i)
+        else:
+            results[i] = task.function(array, *task.static)
+    sums, gathers = packed.values()
+    results |= zip(sums, _reduce_packed([arrays[i] for i in sums], [tasks[i].static for i in sums]), strict=True)
+    everywhere = _move_small([arrays[i] for i in gathers], lambda stack: jax.lax.with_sharding_constraint(stack, whole))
+    for i, stack in zip(gathers, everywhere, strict=True):
+        axis, shapes, _ = tasks[i].static
+        results[i] = gather_stack(stack, axis, shapes, None)
+    return [results[i] for i in range(len(arrays))]
+
+
+def _may_travel(array: jax.Array, task: Task, whole: NamedSharding) -> bool:
+    """Tell whether the array of a task may travel with others."""
+    if whole.num_devices == 1 or task.function not in (reduce_stack, gather_stack):
+        return False
+    if task.function is gather_stack:
+        return not jnp.issubdtype(array.dtype, jax.dtypes.extended)
+    _, axes, _, ops = task.static
+    return ops is None and (array.shape[0] == whole.num_devices or not axes)  # else other additions would come first
+
+
+def _reduce_packed(stacks: Sequence[jax.Array], static: Sequence[tuple[Any, ...]]) -> list[jax.Array]:
+    """Do what `reduce_stack` does for each, with sums over the replicas in few buffers."""
+    counts, parts = [], []
+    for stack, (op, axes, shapes, _) in zip(stacks, static, strict=True):
+        real, count = with_zero_padding(stack, axes, shapes)
+        counts.append(count)
+        parts.append(local_sums(op, real, tuple(axis + 1 for axis in axes), count))
+    totals = iter(_move_small([part for own in parts for part in own], lambda stack: jnp.sum(stack, axis=0, dtype=stack.dtype)))
+    return [
+        finished(op, [next(totals) for _ in own], count, stack.dtype)
+        for stack, own, count, (op, *_) in zip(stacks, parts, counts, static, strict=True)
+    ]
+
+
+def _move_small(stacks: Sequence[jax.Array], move: Callable[[jax.Array], jax.Array]) -> list[jax.Array]:
+    """Apply a function of a stack `[R, n]`, which keeps its last axis, to small ones together."""
+    rows = [jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype) for stack in stacks]
+    groups = groups_of(rows, 0, MAX_ARRAYS_TOGETHER)
+    return move_packed(stacks, groups, lambda packs: list(map(move, packs)), num_kept=1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
 from .._process import last_profiles
 from .._text import counted
@@ -15,23 +14,14 @@ COMPUTATION = "computation"
 
 @dataclasses.dataclass(frozen=True)
 class DeviceTime:
-    """The time that this process's devices worked while a profile was recorded.
+    """The time that this process's devices worked while a profile was recorded."""
 
-    Attributes:
-        folder: of the profile.
-        ended: when the profile ended, as of time.time().
-        num_steps: runs of programs in it.
-        num_devices: how many devices were looked at.
-        seconds: of all of them together, by what they did: `COMPUTATION`, or the kind of a collective, such as all-reduce.
-        reason: why there are no seconds; "" when there are.
-    """
-
-    folder: str
-    ended: float
-    num_steps: int
-    num_devices: int
-    seconds: dict[str, float]
-    reason: str = ""
+    folder: str  # of the profile
+    ended: float  # when the profile ended, as of time.time()
+    num_steps: int  # runs of programs in it
+    num_devices: int  # how many devices were looked at
+    seconds: dict[str, float]  # of all of them together, by what they did: `COMPUTATION`, or the kind of a collective
+    reason: str = ""  # why there are no seconds; "" when there are
 
     def shares(self) -> dict[str, float]:
         """Return which part of the time was computation, and which communication; nothing where that is unknown."""
@@ -59,9 +49,3 @@ def last_profile(mesh: ReplicaMesh, since: float) -> DeviceTime | None:
     """Return what the last profile of a mesh has; None without one since then, as of time.time()."""
     found = last_profiles.get(mesh)
     return None if found is None or found.ended < since else found
-
-
-def in_words(mesh: ReplicaMesh, since: float) -> Iterator[str]:
-    """Say in a line what `last_profile` has; in none without one."""
-    if (found := last_profile(mesh, since)) is not None:
-        yield found.in_words()

@@ -31,21 +31,13 @@ class VariableValues(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Frame:
-    """One place in the program.
+    """One place in the program."""
 
-    Attributes:
-        strategy: whose scope or replica this is; None in an `mr.function` outside every scope.
-        mesh: the strategy's devices.
-        replica: what the step can ask for; None in cross-replica context.
-        axis: how to reach the other replicas; set inside a step, also in its `merge_call`.
-        bindings: where variables are read and written while tracing; None means in their arrays.
-    """
-
-    strategy: Any
-    mesh: ReplicaMesh | None
-    replica: Any = None  # a ReplicaContext
-    axis: ReplicaAxis | None = None
-    bindings: VariableValues | None = None
+    strategy: Any  # whose scope or replica this is; None in an `mr.function` outside every scope
+    mesh: ReplicaMesh | None  # the strategy's devices
+    replica: Any = None  # the ReplicaContext; None in cross-replica context
+    axis: ReplicaAxis | None = None  # how to reach the other replicas; set inside a step, also in its `merge_call`
+    bindings: VariableValues | None = None  # where variables are read and written while tracing; None means in their arrays
 
 
 #: Returns the innermost frame, or None outside every scope.
@@ -68,7 +60,7 @@ def is_traced() -> bool:
     return (frame is not None and (frame.bindings is not None or frame.axis is not None)) or tracing.is_staging()
 
 
-def check_enterable(strategy: Any) -> None:
+def check_enterable(strategy: object) -> None:
     """Refuse a scope of one strategy inside a scope, or a step, of another."""
     frame = current()
     if frame is None or frame.strategy is None:

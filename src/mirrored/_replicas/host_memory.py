@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from .._typing import Shape
 from .mesh import ReplicaMesh
@@ -26,7 +26,7 @@ _ALIGN_FROM_BYTES = 64 * 1024
 _GATHER_FROM_BYTES = 1024 * 1024
 
 
-def empty_rows(num_rows: int, shape: Shape, dtype: Any) -> np.ndarray:
+def empty_rows(num_rows: int, shape: Shape, dtype: DTypeLike) -> np.ndarray:
     """Return new memory for `[num_rows, *shape]`, in which each row begins where a CPU device can keep it."""
     dtype = np.dtype(dtype)
     size = math.prod(shape) * dtype.itemsize
@@ -39,7 +39,7 @@ def empty_rows(num_rows: int, shape: Shape, dtype: Any) -> np.ndarray:
     return rows.view(dtype).reshape(num_rows, *shape)
 
 
-def gathers(mesh: ReplicaMesh, stack: Any) -> bool:
+def gathers(mesh: ReplicaMesh, stack: jax.Array) -> bool:
     """Tell whether `gather` is right for a stack: it lies in this host's memory, and is large."""
     return (
         mesh.is_alone
@@ -51,13 +51,9 @@ def gathers(mesh: ReplicaMesh, stack: Any) -> bool:
 
 
 def gather(mesh: ReplicaMesh, stack: jax.Array, axis: int, shapes: Sequence[Shape] | None) -> jax.Array:
-    """Concatenate the replicas' values along `axis`, in replica order; all devices share the memory of the result.
+    """Concatenate the replicas' values `[R, ...]` along their `axis`; all devices share the memory of the result.
 
-    Args:
-        mesh: the devices, all of them this machine's CPU.
-        stack: `[R, ...]`, of any placement.
-        axis: of a replica's value.
-        shapes: the true shapes if they differ.
+    The true shapes are given if they differ.
     """
     parts: dict[int, np.ndarray] = {}
     for shard in stack.addressable_shards:

@@ -35,11 +35,7 @@ WAIT_FOR = 8
 MAX_JOINT_IN_FLIGHT = 2
 
 
-def _note_fork() -> None:
-    _process.is_forked = distributed.has_backend()
-
-
-os.register_at_fork(after_in_child=_note_fork)
+os.register_at_fork(after_in_child=lambda: setattr(_process, "is_forked", distributed.has_backend()))
 
 
 def require_threads() -> None:
@@ -51,7 +47,7 @@ def require_threads() -> None:
         )
 
 
-def dispatch(placement: NamedSharding, program: Any, *arguments: Any) -> Any:
+def dispatch(placement: NamedSharding, program: Callable[..., Any], *arguments: Any) -> Any:
     """Run a program whose result is an array or a list of some, and keep the number of programs in flight within bounds."""
     require_threads()
     result = program(*arguments)
@@ -77,11 +73,7 @@ def is_joint(placement: NamedSharding) -> bool:
 
 
 def started(witness: jax.Array) -> None:
-    """Note that a program which makes `witness` was dispatched; wait for older ones when there are too many.
-
-    Args:
-        witness: a result of the program that nobody donates, so that it can be waited for.
-    """
+    """Note that a program which makes `witness`, that nobody donates, was dispatched; wait for older ones when too many are."""
     _process.in_flight.append(witness)
     if len(_process.in_flight) >= MAX_IN_FLIGHT:
         _wait()
@@ -90,9 +82,7 @@ def started(witness: jax.Array) -> None:
 def joined(witness: jax.Array, check: Callable[[Any], None] | None = None) -> None:
     """Note the same of a program in which other workers take part.
 
-    Args:
-        witness: see `started`.
-        check: is given the witness when it is there, at most two programs later, and raises what is wrong with it.
+    `check` is given the witness when it is there, at most two programs later, and raises what is wrong with it.
     """
     if not isinstance(witness.dtype, np.dtype):  # a key of random numbers: the guard cannot ask whether it is ready
         witness = jax.random.key_data(witness)

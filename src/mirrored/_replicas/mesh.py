@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from .. import _env
 from .._errors import ClusterConfigError, DeviceError
 from .._jax import interrupts
-from .._text import shown
+from .._text import counted, shown
 from .._typing import REPLICA_AXIS
 
 _DEVICE_NAME = re.compile(r"/?(?:device:)?(cpu|gpu|tpu|cuda|rocm):(\d+)", re.IGNORECASE | re.ASCII)
@@ -54,8 +54,7 @@ class ReplicaMesh:
     @functools.cached_property
     def per_device(self) -> int:
         """How many replicas each device has; they are neighbours in replica order."""
-        match = _SEVERAL.match(self.axis)
-        return int(match[1]) if match else 1
+        return int(match[1]) if (match := _SEVERAL.match(self.axis)) else 1
 
     @functools.cached_property
     def one_by_one(self) -> bool:
@@ -63,12 +62,12 @@ class ReplicaMesh:
         return self.axis.endswith(_ONE_BY_ONE)
 
     def __str__(self) -> str:
-        count = f"{self.num_replicas} replica{'s' if self.num_replicas > 1 else ''}"
+        count = counted(self.num_replicas, "replica")
         named = ", ".join(f"{device.platform}:{device.id}" for device in self.devices)
         if self.per_device > 1:
-            num_devices = f"{len(self.devices)} device{'s' if len(self.devices) > 1 else ''}"
             own = named if self.is_alone else f"{len(self.local_devices)} {self.devices[0].platform} here"
-            return f"{count} on {num_devices} ({own}), {'one by one' if self.one_by_one else 'together'}"
+            schedule = "one by one" if self.one_by_one else "together"
+            return f"{count} on {counted(len(self.devices), 'device')} ({own}), {schedule}"
         if not self.is_alone:
             return f"{count} ({len(self.local_replicas)} {self.devices[0].platform} here)"
         return f"{count} ({named})"
@@ -81,10 +80,6 @@ class ReplicaMesh:
     @functools.cached_property
     def num_replicas(self) -> int:
         return self.mesh.devices.size * self.per_device
-
-    def device_of(self, replica: int) -> jax.Device:
-        """Return the device that a replica runs on."""
-        return self.devices[replica // self.per_device]
 
     @functools.cached_property
     def mirrored(self) -> NamedSharding:
@@ -99,13 +94,12 @@ class ReplicaMesh:
     @functools.cached_property
     def local_replicas(self) -> tuple[int, ...]:
         """The numbers of the replicas whose devices are this process's."""
-        return tuple(i for i in range(self.num_replicas) if self.device_of(i) in self.local_devices)
+        return tuple(i for i in range(self.num_replicas) if self.devices[i // self.per_device] in self.local_devices)
 
     @functools.cached_property
     def local_devices(self) -> tuple[jax.Device, ...]:
         """The devices that are this process's."""
-        own = self.devices[0].client.process_index()
-        return tuple(device for device in self.devices if device.process_index == own)
+        return tuple(self.mesh.local_devices)
 
     @functools.cached_property
     def is_alone(self) -> bool:
@@ -118,19 +112,8 @@ def make_mesh(devices: Sequence[jax.Device]) -> ReplicaMesh:
     return ReplicaMesh(Mesh(np.array(devices, dtype=object), (REPLICA_AXIS,)))
 
 
-def with_replicas(mesh: ReplicaMesh, num_replicas: Any, schedule: Any) -> ReplicaMesh:
-    """Return a mesh with so many replicas, shared out evenly over its devices.
-
-    Args:
-        mesh: with one replica on each device.
-        num_replicas: a multiple of the number of devices; None: one on each.
-        schedule: `"together"` or `"one_by_one"`.
-
-    Raises:
-        DeviceError: when the devices do not divide the number of replicas.
-        ValueError: for another schedule.
-        TypeError: when `num_replicas` is no int.
-    """
+def with_replicas(mesh: ReplicaMesh, num_replicas: int | None, schedule: str) -> ReplicaMesh:
+    """Return a mesh of one replica on each device with so many replicas, shared out evenly; None: as it is."""
     if schedule not in ("together", "one_by_one"):
         raise ValueError(
             f"schedule is {schedule!r}; expected 'together' (all replicas of a device at once) or 'one_by_one' (one after the "
@@ -155,11 +138,7 @@ def with_replicas(mesh: ReplicaMesh, num_replicas: Any, schedule: Any) -> Replic
 
 
 def cluster_mesh() -> ReplicaMesh:
-    """Make the mesh of all workers' best devices, worker by worker; every worker must have equally many.
-
-    Raises:
-        ClusterConfigError: when the workers have different numbers or kinds of devices.
-    """
+    """Make the mesh of all workers' best devices, worker by worker; every worker must have equally many of one kind."""
     start_backend(0)
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     owned = collections.Counter((device.process_index, device.platform) for device in devices)
@@ -179,31 +158,33 @@ def default_mesh() -> ReplicaMesh:
 
 
 def resolve_devices(devices: Sequence[Any] | None) -> tuple[jax.Device, ...]:
-    """Turn what a user gives as `devices` into distinct, existing devices; None means all that are best.
-
-    Raises:
-        DeviceError: when the list is empty, a name is malformed, a device does not exist or is named twice,
-            or the devices are of different kinds.
-        TypeError: when `devices` is no list, or an entry is neither a string nor a `jax.Device`.
-    """
+    """Turn what a user gives as `devices` into distinct, existing devices of one kind; None means all that are best."""
     if devices is None:
         start_backend(0)
-        found = tuple(jax.local_devices())
-        if found[0].platform == "cpu" and (cause := _why_no_gpu()):
+        best = jax.local_devices()
+        if best[0].platform == "cpu" and (cause := _why_no_gpu()):
             _logger.info("training on the CPU: %s", cause)
-        return found
+        return tuple(best)
     wanted = _listed(devices)
-    if not wanted:
-        raise DeviceError(
-            "devices is empty, and a strategy needs at least one. Leave it out to use all accelerators, "
-            "or write for example devices=['cpu:0', 'cpu:1']."
-        )
-    num_cpu_devices = _num_cpu_devices(wanted)
+    places = [_place_of(entry) for entry in wanted]
+    num_cpu_devices = max([index + 1 for platform, index in filter(None, places) if platform == "cpu"], default=0)
     start_backend(num_cpu_devices)
-    found = tuple(_find_device(entry, num_cpu_devices) for entry in wanted)
-    _refuse_duplicates(found, wanted)
-    _refuse_mixture(found)
-    return found
+    found: list[jax.Device] = []
+    for entry, place in zip(wanted, places, strict=True):
+        device = entry if place is None else _find_device(entry, *place, num_cpu_devices)
+        if device in found:
+            raise DeviceError(
+                f"devices names {device} twice, as {wanted[found.index(device)]!r} and {entry!r}. Each replica needs its own "
+                "device; for several replicas on one CPU write devices=['cpu:0', 'cpu:1', ...]."
+            )
+        found.append(device)
+    platforms = sorted({device.platform for device in found})
+    if len(platforms) > 1:
+        raise DeviceError(
+            f"devices mixes {' and '.join(platforms)} devices ({', '.join(map(str, found))}); one program is compiled for all "
+            f"replicas, so they must be of one kind. Name only {platforms[-1]} devices, or leave devices out."
+        )
+    return tuple(found)
 
 
 def start_backend(num_cpu_devices: int) -> None:
@@ -212,7 +193,9 @@ def start_backend(num_cpu_devices: int) -> None:
     The size of XLA's CPU thread pool is read once, when the backend starts: docs/design/cpu-rendezvous.md.
     """
     interrupts.send_ignored_again()
-    configured = _configured_cpu_devices()
+    configured = jax.config.jax_num_cpu_devices  # pyrefly: ignore[missing-attribute]
+    if configured < 0:
+        configured = _env.forced_host_devices() or 1
     if num_cpu_devices > configured:
         try:
             jax.config.update("jax_num_cpu_devices", num_cpu_devices)
@@ -222,18 +205,12 @@ def start_backend(num_cpu_devices: int) -> None:
         _local_devices("cpu")
 
 
-def _configured_cpu_devices() -> int:
-    """Return how many CPU devices JAX makes when nobody asks for more."""
-    count = jax.config.jax_num_cpu_devices  # pyrefly: ignore[missing-attribute]
-    return count if count >= 0 else _env.forced_host_devices() or 1
-
-
 def cpu_pool_size(num_devices: int) -> int:
     """Return how many threads XLA's CPU client needs so that one Python thread can never make it starve."""
     return max(2 * num_devices, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
-def _listed(devices: Any) -> list[Any]:
+def _listed(devices: object) -> list[Any]:
     if isinstance(devices, str | jax.Device):
         raise TypeError(f"devices is {devices!r}; expected a list, for example devices=[{devices!r}].")
     if isinstance(devices, Set | Mapping) or not isinstance(devices, Iterable):
@@ -241,40 +218,50 @@ def _listed(devices: Any) -> list[Any]:
             f"devices is {shown(devices)} of type {type(devices).__name__}; expected a list with one entry for each replica, in "
             "replica order, for example devices=['cpu:0', 'cpu:1']."
         )
-    return list(devices)
+    if not (listed := list(devices)):
+        raise DeviceError(
+            "devices is empty, and a strategy needs at least one. Leave it out to use all accelerators, "
+            "or write for example devices=['cpu:0', 'cpu:1']."
+        )
+    return listed
 
 
-def _num_cpu_devices(wanted: Sequence[Any]) -> int:
-    indices = {entry: int(m[2]) for entry in wanted if (m := _match(entry)) and m[1].lower() == "cpu"}
-    for entry, index in indices.items():
-        if index >= MAX_CPU_DEVICES:
-            raise DeviceError(
-                f"devices contains {entry!r}; at most {MAX_CPU_DEVICES} virtual CPU devices are made, 'cpu:0' to "
-                f"'cpu:{MAX_CPU_DEVICES - 1}', because each takes threads of this machine."
-            )
-    return max(indices.values(), default=-1) + 1
-
-
-def _match(entry: Any) -> re.Match[str] | None:
-    return _DEVICE_NAME.fullmatch(entry) if isinstance(entry, str) else None
-
-
-def _find_device(entry: Any, num_cpu_devices: int) -> jax.Device:
+def _place_of(entry: object) -> tuple[str, int] | None:
+    """Return the platform and the number that an entry names; None for a device itself."""
     if isinstance(entry, jax.Device):
-        return entry
+        return None
     if not isinstance(entry, str):
         raise TypeError(
             f"devices contains {shown(entry)} of type {type(entry).__name__}; expected strings such as 'gpu:0' "
             "or 'cpu:3', or jax.Device objects from jax.devices()."
         )
-    match = _match(entry)
+    match = _DEVICE_NAME.fullmatch(entry)
     if match is None:
         raise DeviceError(f"devices contains {entry!r}; expected the form 'gpu:0', '/gpu:0', 'GPU:0' or 'cpu:3'.")
     platform, index = match[1].lower(), int(match[2])
+    if platform == "cpu" and index >= MAX_CPU_DEVICES:
+        raise DeviceError(
+            f"devices contains {entry!r}; at most {MAX_CPU_DEVICES} virtual CPU devices are made, 'cpu:0' to "
+            f"'cpu:{MAX_CPU_DEVICES - 1}', because each takes threads of this machine."
+        )
+    return platform, index
+
+
+def _find_device(entry: str, platform: str, index: int, num_cpu_devices: int) -> jax.Device:
     available = _local_devices(platform)
-    if index >= len(available):
-        raise DeviceError(_missing_device_message(entry, platform, available, num_cpu_devices))
-    return available[index]
+    if index < len(available):
+        return available[index]
+    have = ", ".join(f"{platform}:{i}" for i in range(len(available))) or "none"
+    message = f"devices contains {entry!r}, but this process has {len(available)} {platform} devices ({have})."
+    if platform != "cpu":
+        others = ", ".join(f"{d.platform}:{i}" for i, d in enumerate(jax.local_devices()))
+        cause = _why_no_gpu() if platform in ("gpu", "cuda") and not available else ""
+        raise DeviceError(f"{message} It has {others}. {cause or 'Leave devices out to use all of the best kind.'}")
+    raise DeviceError(
+        f"{message} CPU devices are made when JAX starts, and it had started before this strategy was made. "
+        "Two ways out: make the strategy before anything else uses JAX (move it above the first jnp call), "
+        f"or run the program with JAX_NUM_CPU_DEVICES={num_cpu_devices} in the environment."
+    )
 
 
 def _local_devices(platform: str) -> Sequence[jax.Device]:
@@ -286,20 +273,6 @@ def _local_devices(platform: str) -> Sequence[jax.Device]:
         return ()
 
 
-def _missing_device_message(entry: str, platform: str, available: Sequence[jax.Device], num_cpu_devices: int) -> str:
-    have = ", ".join(f"{platform}:{i}" for i in range(len(available))) or "none"
-    message = f"devices contains {entry!r}, but this process has {len(available)} {platform} devices ({have})."
-    if platform != "cpu":
-        others = ", ".join(f"{d.platform}:{i}" for i, d in enumerate(jax.local_devices()))
-        cause = _why_no_gpu() if platform in ("gpu", "cuda") and not available else ""
-        return f"{message} It has {others}. {cause or 'Leave devices out to use all of the best kind.'}"
-    return (
-        f"{message} CPU devices are made when JAX starts, and it had started before this strategy was made. "
-        "Two ways out: make the strategy before anything else uses JAX (move it above the first jnp call), "
-        f"or run the program with JAX_NUM_CPU_DEVICES={num_cpu_devices} in the environment."
-    )
-
-
 def _why_no_gpu() -> str:
     """Say why JAX has no GPU on a machine with a driver of NVIDIA's; nothing on another machine."""
     if not os.path.exists(_NVIDIA_DRIVER):
@@ -308,22 +281,3 @@ def _why_no_gpu() -> str:
     if chosen and "cuda" not in chosen and "gpu" not in chosen:
         return f"This machine has an NVIDIA driver, and JAX_PLATFORMS={chosen} leaves its GPUs out. Unset it."
     return 'This machine has an NVIDIA driver, and JAX has no CUDA. Write pip install "jax[cuda13]".'
-
-
-def _refuse_duplicates(found: Sequence[jax.Device], wanted: Sequence[Any]) -> None:
-    for position, device in enumerate(found):
-        if device in found[:position]:
-            first = wanted[found.index(device)]
-            raise DeviceError(
-                f"devices names {device} twice, as {first!r} and {wanted[position]!r}. Each replica needs its own "
-                "device; for several replicas on one CPU write devices=['cpu:0', 'cpu:1', ...]."
-            )
-
-
-def _refuse_mixture(found: Sequence[jax.Device]) -> None:
-    platforms = sorted({device.platform for device in found})
-    if len(platforms) > 1:
-        raise DeviceError(
-            f"devices mixes {' and '.join(platforms)} devices ({', '.join(map(str, found))}); one program is compiled for all "
-            f"replicas, so they must be of one kind. Name only {platforms[-1]} devices, or leave devices out."
-        )

@@ -20,7 +20,7 @@ from .._errors import UnevenReplicasError
 from .._jax import tracing, user_code
 from .._jax.marks import Mark, Purpose, mark
 from .._options import ReduceOp
-from .._typing import REPLICA_AXIS, PyTree
+from .._typing import REPLICA_AXIS, ArrayLike, PyTree
 from . import frames
 from .collectives import ReplicaAxis, all_reduce
 
@@ -55,7 +55,7 @@ def _replace(new: dict[Any, Any]) -> None:
                 setattr(module, old.__name__, new[old])
 
 
-def _call(name: str, original: Callable[..., Any], x: PyTree, axis_name: Any, *more: Any, **options: Any) -> PyTree:
+def _call(name: str, original: Callable[..., Any], x: PyTree, axis_name: object, *more: Any, **options: Any) -> PyTree:
     names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
     frame = frames.current()
     axis = None if frame is None else frame.axis
@@ -73,7 +73,7 @@ def _call(name: str, original: Callable[..., Any], x: PyTree, axis_name: Any, *m
     return original(jax.tree.map(functools.partial(_marked, name), x), axis_name, *more, **options)
 
 
-def _mean(x: PyTree, axis: ReplicaAxis, axis_index_groups: Any = None) -> PyTree:
+def _mean(x: PyTree, axis: ReplicaAxis, axis_index_groups: object = None) -> PyTree:
     if axis_index_groups is not None:
         raise UnevenReplicasError(
             f"jax.lax.pmean at {user_code.user_line()} is over groups of replicas, and the batch does not divide evenly among "
@@ -83,7 +83,7 @@ def _mean(x: PyTree, axis: ReplicaAxis, axis_index_groups: Any = None) -> PyTree
     return all_reduce(ReduceOp.MEAN, x, axis, verb="pmean")
 
 
-def _marked(name: str, leaf: Any) -> Any:
+def _marked(name: str, leaf: ArrayLike) -> ArrayLike:
     """Say that the step gives an array to a collective: one without this mark is JAX's own, of a gradient."""
     if not isinstance(leaf, jax.Array):
         return leaf

@@ -55,26 +55,16 @@ class PerReplica:
         carried: tuple[jax.Array, jax.Array, Any] | None = None,
         last_sizes: tuple[int, ...] | None = None,
     ) -> None:
-        """Wrap a stacked array; users get PerReplica values from a strategy instead.
-
-        Args:
-            array: shape `[R, ...]`, sharded over the replicas along its first axis.
-            shapes: each replica's true shape when they differ, else None.
-            carried: the SUM and the MEAN over the replicas, when the program that made the values has made these too, and its
-                mesh.
-            last_sizes: of a batch, how many rows each replica will have of the last one of its dataset, when these differ.
-        """
-        self._array = array
-        self._carried = carried
-        self._last_sizes = last_sizes
-        self._shapes = shapes
+        """Wrap a stacked array; users get PerReplica values from a strategy instead."""
+        self._array = array  # `[R, ...]`, sharded over the replicas along its first axis
+        self._shapes = shapes  # each replica's true shape when they differ, else None
+        self._carried = carried  # SUM and MEAN over the replicas, if the program that made the values made them, and its mesh
+        self._last_sizes = last_sizes  # of a batch, each replica's rows of the last batch of its dataset, when these differ
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
         """The shape of each replica's value."""
-        if self._shapes is not None:
-            return self._shapes
-        return (tuple(self._array.shape[1:]),) * self._array.shape[0]
+        return self._shapes or (tuple(self._array.shape[1:]),) * self._array.shape[0]
 
     @property
     def shape(self) -> tuple[int | None, ...]:
@@ -113,12 +103,8 @@ class PerReplica:
                     rows.setdefault(first + i, shard.data[i])
         else:
             rows = {i: self._array[i] for i in range(self.num_replicas)}
-        return {i: self._trim(rows[i], i) for i in sorted(rows)}
-
-    def _trim(self, row: jax.Array, replica: int) -> jax.Array:
-        if self._shapes is None:
-            return row
-        return row[tuple(slice(0, size) for size in self._shapes[replica])]
+        shapes = self._shapes
+        return {i: rows[i] if shapes is None else rows[i][tuple(map(slice, shapes[i]))] for i in sorted(rows)}
 
     def __repr__(self) -> str:
         if (
@@ -131,7 +117,7 @@ class PerReplica:
             return f"PerReplica(shape={self.shape}, dtype={self.dtype}, deleted)"
         with jax.ensure_compile_time_eval():  # also inside a step
             own = self._local_rows()
-            rows = ",\n".join(_indent(i, value) for i, value in own.items())
+            rows = ",\n".join((label := f"  {i}: ") + _abridged(value, label) for i, value in own.items())
         others = "" if len(own) == self.num_replicas else f" {len(own)} of {self.num_replicas} replicas are of this worker:"
         return f"PerReplica(shape={self.shape}, dtype={self.dtype},{others}\n{rows})"
 
@@ -162,7 +148,7 @@ class PerReplica:
         user_code.hide_lines()
         raise self._refused("use as one array")
 
-    def __array_ufunc__(self, ufunc: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    def __array_ufunc__(self, ufunc: np.ufunc, *args: object, **kwargs: object) -> NoReturn:
         raise self._refused(f"`np.{ufunc.__name__}`")
 
     __hash__ = object.__hash__
@@ -182,8 +168,8 @@ def _refuse_operators() -> None:
         "getitem": "indexing", "setitem": "assignment to its items", "array": "conversion to a numpy array",
     }  # fmt: skip
 
-    def refused(operation: str) -> Any:
-        def operator(self: PerReplica, *operands: Any, **options: Any) -> NoReturn:
+    def refused(operation: str) -> Callable[..., NoReturn]:
+        def operator(self: PerReplica, *operands: object, **options: object) -> NoReturn:
             raise self._refused(operation)
 
         return operator
@@ -197,20 +183,12 @@ def _refuse_operators() -> None:
 _refuse_operators()
 
 
-def _indent(replica: int, value: jax.Array) -> str:
-    label = f"  {replica}: "
-    return label + _abridged(value, label)
-
-
 def _abridged(value: jax.Array, label: str) -> str:
-    return np.array2string(np.asarray(value), threshold=20, prefix=label) if _is_plain(value) else str(value)
+    is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended)
+    return str(value) if is_key else np.array2string(np.asarray(value), threshold=20, prefix=label)
 
 
-def _is_plain(value: jax.Array) -> bool:
-    return not jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended)
-
-
-def is_per_replica(value: Any) -> bool:
+def is_per_replica(value: object) -> bool:
     """Tell whether a value is a PerReplica; the `is_leaf` of every flattening that must see them whole."""
     return isinstance(value, PerReplica)
 
@@ -226,9 +204,7 @@ uneven_shapes: Callable[[PerReplica], tuple[Shape, ...] | None] = operator.attrg
 def require_whole(value: PerReplica, what: Callable[[], str]) -> None:
     """Refuse a PerReplica whose array `jax.tree.map` has changed so that it holds no longer one value for each replica.
 
-    Args:
-        value: the PerReplica.
-        what: says how the message begins, such as "reduce got".
+    The message begins with `what`, such as "reduce got".
     """
     array, shapes = stack_of(value), uneven_shapes(value)
     if not getattr(array, "ndim", 0):
@@ -277,12 +253,6 @@ def _last(value: PerReplica) -> PerReplica:
     return PerReplica(stands_for, tuple((size, *array.shape[2:]) for size in sizes))
 
 
-def _flatten(value: PerReplica) -> tuple[tuple[PyTree], tuple[Shape, ...] | None]:
-    return (value._array,), value._shapes
-
-
-def _unflatten(shapes: tuple[Shape, ...] | None, children: tuple[PyTree]) -> PerReplica:
-    return PerReplica(children[0], shapes)
-
-
-jax.tree_util.register_pytree_node(PerReplica, _flatten, _unflatten)
+jax.tree_util.register_pytree_node(
+    PerReplica, lambda value: ((stack_of(value),), uneven_shapes(value)), lambda shapes, children: PerReplica(children[0], shapes)
+)

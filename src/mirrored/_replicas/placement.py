@@ -22,7 +22,7 @@ from .._text import numbered
 from .._typing import Shape
 from .._workers import joint_programs
 from .._workers.progress import progress
-from . import in_flight
+from . import cross_replica, in_flight
 from .mesh import ReplicaMesh
 
 _NAME = "sending values from the chief"
@@ -36,13 +36,8 @@ def mirror(
 ) -> list[jax.Array]:
     """Return arrays as mirrored ones, with the chief's values; those that are mirrored already stay as they are.
 
-    Args:
-        mesh: where.
-        arrays: of this worker: numpy or JAX arrays, keys of random numbers included. All workers call this with the same
-            number, shapes and dtypes.
-        on_difference: is called on every worker when workers gave different values. None: the chief's value is what
-            counts, and the others need not be equal.
-        is_checked_late: call it at most two programs later, so that the devices do not wait for this process.
+    All workers call this with the same number, shapes and dtypes. When they gave different values, `on_difference` is called on
+    each of them; with `is_checked_late` at most two programs later, so that the devices do not wait for this process.
     """
     placed = list(arrays)
     missing = [i for i, array in enumerate(arrays) if not (isinstance(array, jax.Array) and array.sharding == mesh.mirrored)]
@@ -63,15 +58,8 @@ def mirror(
 def check_later(mesh: ReplicaMesh, arrays: Sequence[Any], name_of: Callable[[int], str]) -> None:
     """See, at most two programs later, that mirrored arrays have the same bits on all workers.
 
-    The user's own JAX code may have computed them of mirrored arrays and of something that each worker has for itself.
-
-    Args:
-        mesh: where they must be the same.
-        arrays: those that are not mirrored are left alone: they are sent from the chief.
-        name_of: makes the name of one for the message, of its index.
-
-    Raises:
-        ReplicasDivergeError: on every worker, later.
+    The user's own JAX code may have computed them of mirrored arrays and of something that each worker has for itself. Those
+    that are not mirrored are left alone: they are sent from the chief.
     """
     if mesh.is_alone:
         return
@@ -103,7 +91,7 @@ def _compare_bits(arrays: Mapping[int, jax.Array], name_of: Callable[[int], str]
             )
 
 
-def stack(mesh: ReplicaMesh, rows: Any) -> jax.Array:
+def stack(mesh: ReplicaMesh, rows: np.ndarray) -> jax.Array:
     """Return an array of all workers' rows, of which each gives those of its own replicas, or one for each of its devices."""
     if mesh.is_alone:
         return jax.device_put(rows, mesh.stacked)
@@ -122,18 +110,15 @@ def _mirrored_again(mesh: ReplicaMesh, array: jax.Array) -> jax.Array:
     if is_near and _is_whole(mesh, array):  # only its placement has another name, such as P(None, None)
         copies = [shard.data for shard in array.addressable_shards]
         return jax.make_array_from_single_device_arrays(array.shape, mesh.mirrored, copies)
-    mirrored = _gathering(mesh, array.sharding)(array)
-    in_flight.joined(mirrored)
-    return mirrored
+    return cross_replica.compiled(_mirror_from, mesh.mirrored, array.sharding)(array)
+
+
+def _mirror_from(array: jax.Array, placement: jax.sharding.Sharding) -> jax.Array:
+    return array  # to the placement of the program's results
 
 
 def _is_whole(mesh: ReplicaMesh, array: jax.Array) -> bool:
     return array.sharding.device_set == mesh.mirrored.device_set and array.is_fully_replicated
-
-
-@functools.lru_cache(maxsize=64)
-def _gathering(mesh: ReplicaMesh, placement: jax.sharding.Sharding) -> Callable[[jax.Array], jax.Array]:
-    return joint_programs.agreed("mirroring an array", f" from {placement}", jax.jit(lambda x: x, out_shardings=mesh.mirrored))
 
 
 def _from_chief(
@@ -198,7 +183,7 @@ def _bits(host: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(host).reshape(-1).view(np.uint32 if host.itemsize % 4 == 0 else np.uint8)
 
 
-def _array_of(bits: jax.Array, shape: Shape, dtype: Any) -> jax.Array:
+def _array_of(bits: jax.Array, shape: Shape, dtype: np.dtype) -> jax.Array:
     """Return the array of which `_bits` made these bits."""
     if jnp.issubdtype(dtype, jnp.complexfloating):
         parts = _array_of(bits, (*shape, 2), np.finfo(dtype).dtype)
@@ -226,18 +211,15 @@ def refuse_constant(position: int, workers: Sequence[int]) -> NoReturn:
     )
 
 
-def checksum(array: Any) -> int:
+def checksum(array: np.ndarray | jax.Array) -> int:
     """Return the CRC-32 of an array's bits, which finds every change within 32 bits, and others but for one in 2**32.
 
     Computed here and not on the devices: XLA took 45 s to compile that for 200 variables of different shapes.
-
-    Args:
-        array: numpy or JAX, of any shape and dtype, keys of random numbers included.
     """
     return zlib.crc32(np.ascontiguousarray(_without_keys(array)).reshape(-1).view(np.uint8).data)
 
 
-def _without_keys(array: Any) -> Any:
+def _without_keys(array: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
     """Return the data of keys of random numbers; another array as it is."""
     if not jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         return array

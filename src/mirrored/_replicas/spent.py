@@ -25,25 +25,17 @@ class Spent:
 
     A step that was compiled, and the time until the next one has come back, are left out. Of several threads that take steps the
     first one counts.
-
-    Attributes:
-        num_steps: how many there were.
-        wall: what they took.
-        input, devices: see `_process.Waited`.
-        python: inside `strategy.run`, without waiting.
-        last: what `_process.waited` and the clock were at the end of the last step; None when the next one begins a row of steps.
-        thread: that takes the steps; 0 before the first.
-        since: when the strategy was made, as of time.time().
     """
 
     num_steps: int = 0
-    wall: float = 0.0
-    input: float = 0.0
+    wall: float = 0.0  # what they took
+    input: float = 0.0  # see `_process.Waited`
     devices: float = 0.0
-    python: float = 0.0
+    python: float = 0.0  # inside `strategy.run`, without waiting
+    #: What `_process.waited` and the clock were at the end of the last step; None when the next one begins a row of steps.
     last: tuple[float, float, float] | None = None
-    thread: int = 0
-    since: float = dataclasses.field(default_factory=time.time)
+    thread: int = 0  # that takes the steps; 0 before the first
+    since: float = dataclasses.field(default_factory=time.time)  # when the strategy was made
 
     def __post_init__(self) -> None:
         times.add(self)
@@ -52,11 +44,7 @@ class Spent:
         """Return which part of the time went where; nothing after too few steps."""
         if self.num_steps < MIN_STEPS or self.wall <= 0:
             return {}
-        parts = {
-            "waiting for input": self.input,
-            "waiting for devices": self.devices,
-            "Python and dispatch": self.python,
-        }
+        parts = {"waiting for input": self.input, "waiting for devices": self.devices, "Python and dispatch": self.python}
         parts["between the steps"] = max(self.wall - sum(parts.values()), 0.0)
         return {name: seconds / self.wall for name, seconds in parts.items()}
 

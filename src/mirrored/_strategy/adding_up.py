@@ -18,12 +18,8 @@ ops_of: Callable[[Any], ReductionToOneDevice | None] = operator.attrgetter("_ops
 _KINDS = (NcclAllReduce, HierarchicalCopyAllReduce, ReductionToOneDevice)
 
 
-def parse_ops(given: Any) -> CrossDeviceOps | None:
-    """Return what the user has given; None for nothing.
-
-    Raises:
-        TypeError, ValueError: for anything else, such as a class that is not called.
-    """
+def parse_ops(given: object) -> CrossDeviceOps | None:
+    """Return what the user has given, None for nothing; refuse anything else, such as a class that is not called."""
     if given is None or isinstance(given, _KINDS):
         return given
     if isinstance(given, str) and given == "auto":
@@ -39,12 +35,7 @@ def parse_ops(given: Any) -> CrossDeviceOps | None:
 
 
 def accumulating(ops: CrossDeviceOps | None, mesh: ReplicaMesh) -> ReductionToOneDevice | None:
-    """Return what has a function in the place of sums. All else is XLA's to choose, and refused if the devices cannot do it.
-
-    Raises:
-        ValueError: for NCCL without GPUs.
-        DeviceError: for a device to reduce to that is none of the strategy's.
-    """
+    """Return what has a function in the place of sums. All else is XLA's to choose, and refused if the devices cannot do it."""
     if isinstance(ops, NcclAllReduce) and mesh.devices[0].platform == "cpu":
         raise ValueError(
             f"cross_device_ops is {ops}, which connects GPUs, but the devices are {mesh}. Leave the argument out: XLA "

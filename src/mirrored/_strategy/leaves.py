@@ -11,10 +11,10 @@ import jax
 
 from .._errors import StrategyMismatchError
 from .._options import ReduceOp, ReductionToOneDevice, VariableSynchronization
-from .._replicas import arrays, collectives, cross_replica, frames, host_memory, placement, together
+from .._replicas import arrays, collectives, cross_replica, frames, host_memory, placement
+from .._replicas.cross_replica import Task
 from .._replicas.mesh import ReplicaMesh
 from .._replicas.per_replica import PerReplica, carried_sums, require_whole, stack_of, uneven_shapes
-from .._replicas.together import Task
 from .._typing import PyTree
 from .._variables.access import all_copies, lent
 from .._variables.variable import Variable, local_arrays, note_use, spec_of, use_value
@@ -22,17 +22,11 @@ from .._variables.variable import Variable, local_arrays, note_use, spec_of, use
 
 @dataclasses.dataclass(frozen=True)
 class Leaves:
-    """The leaves that a strategy is given, in cross-replica context.
-
-    Attributes:
-        mesh: the strategy's devices.
-        strategy: whose leaves they are; messages show it.
-        ops: has the function that takes the place of sums, where the user has given one.
-    """
+    """The leaves that a strategy is given, in cross-replica context."""
 
     mesh: ReplicaMesh
-    strategy: Any
-    ops: ReductionToOneDevice | None = None
+    strategy: object  # whose leaves they are; messages show it
+    ops: ReductionToOneDevice | None = None  # has the function that takes the place of sums, where the user has given one
 
     def local_results(self, value: PyTree) -> tuple[Any, ...]:
         """Return a nest's values on this worker, one nest for each local replica; a 1-tuple when nothing in it differs."""
@@ -44,37 +38,29 @@ class Leaves:
         rows = [[leaf if c is None else c[i] for leaf, c in zip(leaves, columns, strict=True)] for i in range(count)]
         return tuple(jax.tree.unflatten(treedef, row) for row in rows)
 
-    def reduce(self, op: ReduceOp, tree: PyTree, axis: Any) -> PyTree:
-        is_own = axis is None and type(tree) is PerReplica and (known := carried_sums(tree)) is not None and known[2] is self.mesh
-        if is_own and (found := _carried(op, tree)) is not None:
+    def reduce(self, op: ReduceOp, tree: PyTree, axis: collectives.AxesLike) -> PyTree:
+        if axis is None and type(tree) is PerReplica and (found := _carried(op, tree, self.mesh)) is not None:
             return found
         return self._done(tree, "reduce", lambda value: self._reduction(op, value, axis))
 
-    def _reduction(self, op: ReduceOp, value: PerReplica | jax.Array, axis: Any) -> Task | jax.Array:
-        axes = () if axis is None else collectives.normalize_axes(axis, value.ndim, "reduce")
+    def _reduction(self, op: ReduceOp, value: PerReplica | jax.Array, axis: collectives.AxesLike) -> Task | jax.Array:
+        axes = collectives.normalize_axes(axis, value.ndim, "reduce")
         if not isinstance(value, PerReplica):
-            if self.ops is not None:
-                return Task(cross_replica.accumulate_copies, (op, axes, self.mesh.num_replicas, self.ops))
-            return Task(cross_replica.reduce_mirrored, (op, axes, self.mesh.num_replicas))
-        shapes = uneven_shapes(value)
-        if shapes is not None:
-            cross_replica.require_equal_except(axes, value, "reduce")
-        if not axes and (known := _carried(op, value)) is not None:
+            return Task(cross_replica.reduce_mirrored, (op, axes, self.mesh.num_replicas, self.ops))
+        cross_replica.require_equal_except(axes, value, "reduce")
+        if not axes and (known := _carried(op, value, self.mesh)) is not None:
             return known
-        if self.ops is not None:
-            return Task(cross_replica.accumulate_stack, (op, axes, shapes, self.ops))
-        return Task(cross_replica.reduce_stack, (op, axes, shapes))
+        return Task(cross_replica.reduce_stack, (op, axes, uneven_shapes(value), self.ops))
 
-    def gather(self, tree: PyTree, axis: Any) -> PyTree:
+    def gather(self, tree: PyTree, axis: int) -> PyTree:
         return self._done(tree, "gather", lambda value: self._joining(value, axis))
 
-    def _joining(self, value: PerReplica | jax.Array, axis: Any) -> Task | jax.Array:
+    def _joining(self, value: PerReplica | jax.Array, axis: int) -> Task | jax.Array:
         position = collectives.check_axis(axis, value.ndim, "gather")
         if not isinstance(value, PerReplica):
             return Task(cross_replica.gather_mirrored, (position, self.mesh.num_replicas))
+        cross_replica.require_equal_except((position,), value, "gather")
         shapes = uneven_shapes(value)
-        if shapes is not None:
-            cross_replica.require_equal_except((position,), value, "gather")
         if not _is_merged() and host_memory.gathers(self.mesh, stack_of(value)):
             return host_memory.gather(self.mesh, stack_of(value), position, shapes)
         whole = None if shapes is None or _is_merged() else self.mesh.mirrored
@@ -105,7 +91,7 @@ class Leaves:
     def _run(self, stacks: list[jax.Array], tasks: Sequence[Any]) -> list[jax.Array]:
         if _is_merged():  # every replica holds the whole stacks
             return [task.function(array, *task.static) for array, task in zip(stacks, tasks, strict=True)]
-        return together.run(stacks, tasks, self.mesh.mirrored)
+        return cross_replica.run_tasks(stacks, tasks, self.mesh.mirrored)
 
     def _note(self, variable: Variable, verb: str) -> None:
         self._check_own_variable(variable, verb)
@@ -119,17 +105,13 @@ class Leaves:
             self._note(leaf, verb)
             return all_copies(leaf)
         array = arrays.as_array(leaf, f"strategy.{verb}")
-        if not self.mesh.is_alone:
-            return self._agreed(array, verb)
-        if not self._is_elsewhere(array):
+        if self.mesh.is_alone and not self._is_elsewhere(array):
             return array
-        with jax.ensure_compile_time_eval():  # moved now, also while a larger program is traced
-            return jax.device_put(array, self.mesh.mirrored)
-
-    def _agreed(self, array: jax.Array, verb: str) -> jax.Array:
-        """Return what counts as the same value on each replica, after seeing that it is; in a trace it is a constant."""
+        if self.mesh.is_alone:
+            with jax.ensure_compile_time_eval():  # moved now, also while a larger program is traced
+                return jax.device_put(array, self.mesh.mirrored)
         if frames.is_traced() or isinstance(array, jax.core.Tracer):
-            return array
+            return array  # a constant of the program, which all workers compare
         differ = functools.partial(placement.refuse_argument, f"what strategy.{verb} was given, no PerReplica")
         return placement.mirror(self.mesh, [array], differ)[0]
 
@@ -153,13 +135,11 @@ class Leaves:
                 "Use the strategy in whose scope it was created, or pass variable.value."
             )
 
-    def _is_elsewhere(self, array: Any) -> bool:
+    def _is_elsewhere(self, array: object) -> bool:
         """Tell whether an array is tied to devices that are not this strategy's."""
         if isinstance(array, jax.core.Tracer) or not isinstance(array, jax.Array) or not array.committed:
             return False
-        if array.sharding is self.mesh.stacked:
-            return False
-        return array.sharding.device_set != self.mesh.mirrored.device_set
+        return array.sharding is not self.mesh.stacked and array.sharding.device_set != self.mesh.mirrored.device_set
 
     def _local_values(self, leaf: PerReplica | Variable) -> tuple[Any, ...]:
         if isinstance(leaf, Variable):
@@ -179,10 +159,10 @@ class Leaves:
         return tuple(jax.device_put(value, device) for value in values)
 
 
-def _carried(op: ReduceOp, value: PerReplica) -> jax.Array | None:
-    """Return what the step that made a value has found its SUM or MEAN to be; None if it did not, or an array is deleted."""
+def _carried(op: ReduceOp, value: PerReplica, mesh: ReplicaMesh) -> jax.Array | None:
+    """Return what a step on a mesh has found the SUM or MEAN of its value to be; None if it did not, or an array is deleted."""
     known = carried_sums(value)
-    if known is None:
+    if known is None or known[2] is not mesh:
         return None
     result = known[op is ReduceOp.MEAN]
     is_gone = not isinstance(result, jax.core.Tracer) and (result.is_deleted() or stack_of(value).is_deleted())
@@ -194,5 +174,5 @@ def _is_merged() -> bool:
     return (frame := frames.current()) is not None and frame.axis is not None
 
 
-def _is_distributed(value: Any) -> bool:
+def _is_distributed(value: object) -> bool:
     return isinstance(value, PerReplica | Variable)

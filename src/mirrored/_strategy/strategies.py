@@ -14,7 +14,6 @@ import numpy as np
 from .. import _env, _process
 from .._cluster import resolvers
 from .._cluster.resolvers import ClusterResolver
-from .._cluster.spec import Cluster
 from .._errors import ClusterConfigError
 from .._jax import user_code
 from .._options import CommunicationImplementation, CommunicationOptions, CrossDeviceOps
@@ -142,7 +141,6 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     def _join(self, cluster: ClusterResolver | None, options: CommunicationOptions) -> Runtime | None:
         if runtime.current() is None and runtime.is_connected():
-            self._cluster = None
             _logger.info("cluster: jax.distributed was initialised already, and is used as it is")
             return runtime.attach(options, None if cluster is None else resolvers.discover(cluster)[0])
         self._cluster, sentence = resolvers.discover(cluster)
@@ -153,11 +151,6 @@ class MultiWorkerMirroredStrategy(Strategy):
         """Let all workers use a collective together at once: the first one of a set of devices waits for 30 s only."""
         self._coordination.barrier("MultiWorkerMirroredStrategy")
         placement.mirror(self._mesh, [np.zeros((), np.int32)])[0].block_until_ready()
-
-    @property
-    def cluster(self) -> Cluster | None:
-        """The cluster: `cluster.spec.as_dict()` has its tasks, `task_type` and `task_id` say which of them this process is."""
-        return self._cluster
 
 
 def _renamed(old_name: str, old: T | None, new_name: str, new: T | None, right: str = "") -> T | None:
@@ -194,17 +187,12 @@ def look_for_others(name: str) -> None:
         return
     with contextlib.suppress(ClusterConfigError):  # a malformed description concerns those who use it
         cluster, sentence = resolvers.discover()
-        if cluster.num_workers > 1:
-            _warn_of_others(f"this process is {sentence}", name)
-
-
-def _warn_of_others(what: str, name: str) -> None:
-    if not _process.has_warned_of_workers:
-        _logger.warning(
-            "%s; but %s uses only the devices of this process, so that each worker trains by itself. To train together, write "
-            "mr.MultiWorkerMirroredStrategy() instead, before anything else uses JAX.", what, name
-        )  # fmt: skip
-    _process.has_warned_of_workers = True
+        if cluster.num_workers > 1 and not _process.has_warned_of_workers:
+            _process.has_warned_of_workers = True
+            _logger.warning(
+                "this process is %s; but %s uses only the devices of this process, so that each worker trains by itself. To "
+                "train together, write mr.MultiWorkerMirroredStrategy() instead, before anything else uses JAX.", sentence, name
+            )  # fmt: skip
 
 
 class OneDeviceStrategy(Strategy):

@@ -57,6 +57,7 @@ class Strategy:
     """
 
     _coordination = Coordination()
+    _cluster: Cluster | None = None
 
     def __init__(self, mesh: ReplicaMesh, *, bytes_per_pack: int = 0, ops: ReductionToOneDevice | None = None) -> None:
         """Take the devices; users call a subclass."""
@@ -103,8 +104,11 @@ class Strategy:
 
     @property
     def cluster(self) -> Cluster | None:
-        """The cluster: its tasks, and which of them this process is. None when this strategy is for one process."""
-        return None
+        """The cluster; None when this strategy is for one process.
+
+        `cluster.spec.as_dict()` has its tasks, `task_type` and `task_id` say which of them this process is.
+        """
+        return self._cluster
 
     @user_code.shorten_errors
     def barrier(self, name: str) -> None:
@@ -162,7 +166,8 @@ class Strategy:
             lines += [f"program {describe_program(program)}", *[f"  compiled again, because {cause}"] * bool(cause)]
         lines += [f"dataset {dataset.describe()}" for dataset in self._datasets]
         lines += self._steps.spent.in_words()
-        lines += device_time.in_words(self._mesh, self._steps.spent.since)
+        if (profiled := device_time.last_profile(self._mesh, self._steps.spent.since)) is not None:
+            lines.append(profiled.in_words())
         lines += keras_fit.describe(self._mesh)
         return "\n".join(lines)
 

@@ -15,7 +15,7 @@ from .._replicas.arrays import as_array, check_leaf
 from .._replicas.host_memory import empty_rows
 from .._replicas.mesh import ReplicaMesh
 from .._replicas.per_replica import PerReplica, stack_shapes
-from .._typing import PyTree, Shape
+from .._typing import ArrayLike, PyTree, Shape
 from .._workers.coordination import Coordination
 from .._workers.progress import progress
 
@@ -41,13 +41,7 @@ class ValueContext:
 
 
 def distribute(mesh: ReplicaMesh, coordination: Coordination, trees: Sequence[PyTree]) -> PyTree:
-    """Make a tree of PerReplica values of the trees of this worker's replicas.
-
-    Args:
-        mesh: where the replicas are.
-        coordination: how the workers tell each other the shapes, which may differ.
-        trees: one for each replica of this worker, in order.
-    """
+    """Make a tree of PerReplica values of the trees of this worker's replicas, in order; workers tell each other the shapes."""
     flat = [jax.tree.flatten(tree, is_leaf=lambda leaf: hasattr(leaf, "__jax_array__")) for tree in trees]
     arrays = [[_array(leaf) for leaf in leaves] for leaves, _ in flat]
     own = [
@@ -56,13 +50,18 @@ def distribute(mesh: ReplicaMesh, coordination: Coordination, trees: Sequence[Py
     ]
     with progress.phase(_VERB, waits=not mesh.is_alone):
         every = [replica for worker in ([own] if mesh.is_alone else coordination.exchange(_VERB, own)) for replica in worker]
-    _require_one_structure(every)
+    for replica, described in enumerate(every):
+        if described["structure"] != every[0]["structure"]:
+            raise ValueError(
+                f"value_fn returned the structure {every[0]['structure']} for replica 0 and {described['structure']} for replica "
+                f"{replica}; expected one structure for all."
+            )
     columns = zip(*arrays, strict=True)
     kinds = zip(*(replica["leaves"] for replica in every), strict=True)
     return jax.tree.unflatten(flat[0][1], [_per_replica(mesh, column, kind) for column, kind in zip(columns, kinds, strict=True)])
 
 
-def _array(leaf: Any) -> np.ndarray | jax.Array:
+def _array(leaf: ArrayLike) -> np.ndarray | jax.Array:
     """Turn a leaf into an array; one of numpy's stays, for it is copied to where the devices will have it."""
     if not isinstance(leaf, np.ndarray):
         return as_array(leaf, _VERB)
@@ -74,15 +73,6 @@ def _held_dtype(array: np.ndarray | jax.Array) -> Any:
     """Return the dtype that an array has on a device."""
     dtype = array.dtype
     return jax.dtypes.canonicalize_dtype(dtype.newbyteorder("=")) if isinstance(array, np.ndarray) else dtype
-
-
-def _require_one_structure(every: Sequence[Any]) -> None:
-    for replica, described in enumerate(every):
-        if described["structure"] != every[0]["structure"]:
-            raise ValueError(
-                f"value_fn returned the structure {every[0]['structure']} for replica 0 and {described['structure']} for replica "
-                f"{replica}; expected one structure for all."
-            )
 
 
 def _per_replica(mesh: ReplicaMesh, arrays: Sequence[Any], kinds: Sequence[tuple[list[int], str]]) -> PerReplica:
