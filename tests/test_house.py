@@ -409,7 +409,7 @@ def test_sizes() -> None:
 #: and so are small wings that stand for one thing. `python tests/test_house.py` prints today's.
 BUDGETS = {
     "_program": 4626,  # 4,000
-    "_jax": 1382,  # 1,300
+    "_jax": 1377,  # 1,300
     "_replicas": 2336,  # 2,100
     "_variables": 1944,  # 1,700
     "_models": 1296,  # 1,050
