@@ -411,7 +411,7 @@ BUDGETS = {
     "_program": 4626,  # 4,000
     "_jax": 1377,  # 1,300
     "_replicas": 2336,  # 2,100
-    "_variables": 1944,  # 1,700
+    "_variables": 1951,  # 1,700
     "_models": 1296,  # 1,050
     "_updates": 269,  # 250
     "_strategy": 1168,  # 1,100
@@ -461,9 +461,9 @@ ANYS = {
     "_tf_names": 6,
     "_transforms": 14,
     "_updates": 5,
-    "_variables": 10,
+    "_variables": 6,
     "_workers": 13,
-    "data": 20,
+    "data": 19,
     "losses": 2,
     "optimizer": 3,
 }
