@@ -425,8 +425,8 @@ BUDGETS = {
     "_strategy": 1217,  # 1,100
     "_transforms": 645,  # 600
     "data": 3957,  # 3,200
-    "_workers": 2356,  # 1,700
-    "_cluster": 1598,  # 1,080
+    "_workers": 2352,  # 1,700
+    "_cluster": 1595,  # 1,080
     "_checkpoint": 2304,  # 1,800
     "_report": 1020,  # 800
     "_testing": 823,  # 750

@@ -2,7 +2,7 @@
 
 _WING = {
     "test_meeting.py::test_a_chief_that_cannot_take_more_tells_all_at_once": [
-        ("gathering", 'return "config" if error.errno in _TOO_MANY_FILES', 'return "config" if False'),
+        ("gathering", 'kind = "config" if error.errno in _TOO_MANY_FILES', 'kind = "config" if False'),
     ],
     "test_meeting.py::test_a_worker_may_open_as_many_files_as_it_is_allowed": [
         ("meeting", "    allow_open_files()\n", "    pass\n"),

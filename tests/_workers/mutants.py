@@ -146,7 +146,7 @@ _WING = {
         ),
     ],
     "test_neighbours.py::test_neighbours_are_the_other_workers_of_this_host": [
-        ("neighbours", "process.host == self._own.host", "True"),
+        ("neighbours", "process.host == self.own.host", "True"),
         ("neighbours", "texts.keys() - self._found.keys()", "texts.keys()"),
     ],
     "test_neighbours.py::test_where_processes_are_hidden_none_is_taken_for_dead": [

@@ -29,7 +29,7 @@ MUTANTS = [
     ("_workers/verdict.py", "return INTERRUPTED", "return FAILED", _ENDS.format("raise KeyboardInterrupt")),
     ("_workers/runtime.py", "atexit.register(guard.stop)", "pass", _ENDS.format("exit")),
     ("_workers/neighbours.py", "            return True", "            return False", _ENDS.format("killed")),
-    ("_workers/neighbours.py", "process.host == self._own.host", "process.host != self._own.host", _ENDS.format("killed")),
+    ("_workers/neighbours.py", "process.host == self.own.host", "process.host != self.own.host", _ENDS.format("killed")),
     (
         "_workers/stall.py",
         "if not (late or sees_all) or any(others[worker].is_patient and worker not in quiet for worker in late):",
