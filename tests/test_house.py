@@ -417,8 +417,8 @@ BUDGETS = {
     "_strategy": 1168,  # 1,100
     "_transforms": 637,  # 600
     "data": 3566,  # 3,200
-    "_workers": 2356,  # 1,700
-    "_cluster": 1598,  # 1,080
+    "_workers": 2352,  # 1,700
+    "_cluster": 1595,  # 1,080
     "_checkpoint": 2191,  # 1,800
     "_report": 1000,  # 800
     "_testing": 823,  # 750

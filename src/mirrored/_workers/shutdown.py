@@ -63,7 +63,7 @@ class Shutdown:
 
     def introduce(self) -> None:
         """Tell the others of this host which process this is."""
-        self._coordination.put(f"{self._of_host}/{self._worker}", self._neighbours.introduce())
+        self._coordination.put(f"{self._of_host}/{self._worker}", self._neighbours.own.encode())
 
     def meet(self) -> None:
         """Take note of the others of this host, soon after the start and then now and then: some come late."""
