@@ -419,7 +419,7 @@ BUDGETS = {
     "_jax": 1458,  # 1,300
     "_replicas": 2578,  # 2,100
     "_variables": 1950,  # 1,700
-    "_models": 1296,  # 1,050
+    "_models": 1291,  # 1,050
     "_updates": 269,  # 250
     "_strategy": 1217,  # 1,100
     "_transforms": 642,  # 600
@@ -460,7 +460,7 @@ ANYS = {
     "_cluster": 8,
     "_jax": 81,
     "_libraries": 1,
-    "_models": 72,
+    "_models": 10,
     "_options": 1,
     "_program": 116,
     "_replicas": 57,
