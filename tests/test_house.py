@@ -418,11 +418,11 @@ BUDGETS = {
     "_program": 4953,  # 4,000
     "_jax": 1458,  # 1,300
     "_replicas": 2578,  # 2,100
-    "_variables": 1950,  # 1,700
+    "_variables": 1935,  # 1,700
     "_models": 1291,  # 1,050
     "_updates": 269,  # 250
     "_strategy": 1217,  # 1,100
-    "_transforms": 642,  # 600
+    "_transforms": 630,  # 600
     "data": 3957,  # 3,200
     "_workers": 2619,  # 1,700
     "_cluster": 1632,  # 1,080
@@ -468,7 +468,7 @@ ANYS = {
     "_strategy": 11,
     "_testing": 8,
     "_tf_names": 6,
-    "_transforms": 18,
+    "_transforms": 9,
     "_updates": 5,
     "_variables": 10,
     "_workers": 15,

@@ -40,7 +40,7 @@ def grad(fn: UserFunction, variables: PyTree, has_aux: bool = False) -> Callable
     """
     value_and_gradient = value_and_grad(fn, variables, has_aux)
 
-    def gradient(*args: Any, **kwargs: Any) -> Any:
+    def gradient(*args: object, **kwargs: object) -> Any:
         value, gradients = value_and_gradient(*args, **kwargs)
         return (gradients, value[1]) if has_aux else gradients
 
@@ -90,7 +90,7 @@ def value_and_grad(fn: UserFunction, variables: PyTree, has_aux: bool = False) -
     known = None if is_later else check()
 
     @user_code.shorten_errors
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args: object, **kwargs: object) -> Any:
         if known is None and not jax.tree.leaves(variables):
             keras.build_by(lambda: fn(*args, **kwargs))
         leaves, treedef = known or check()
@@ -122,14 +122,7 @@ def value_and_grad(fn: UserFunction, variables: PyTree, has_aux: bool = False) -
 
 
 def check_variables(variables: PyTree, verb: str, example: str, hint: str = "") -> tuple[list[Variable], Any]:
-    """Return the variables of a nest, and its structure; refuse what has no gradient.
-
-    Args:
-        variables: what the user gave.
-        verb: the function that it was given to, as users write it.
-        example: a call of it.
-        hint: what else to do with arrays.
-    """
+    """Return the variables of a nest that was given to a verb, and its structure; refuse what has no gradient."""
     given, treedef = jax.tree.flatten(trainable(variables), is_leaf=is_variable)
     leaves = list(map(own_variable, given))
     if not leaves:
@@ -173,7 +166,7 @@ def _refuse_copies(variables: list[Variable]) -> None:
             )
 
 
-def _split(result: Any, has_aux: bool) -> tuple[Any, Any]:
+def _split(result: object, has_aux: bool) -> tuple[Any, Any]:
     if not has_aux:
         return result, None
     if not isinstance(result, tuple) or len(result) != 2:
@@ -182,7 +175,7 @@ def _split(result: Any, has_aux: bool) -> tuple[Any, Any]:
     return result
 
 
-def _one_number(loss: Any) -> jax.Array:
+def _one_number(loss: object) -> jax.Array:
     """Return the loss that is differentiated: of losses of examples, their mean over the global batch, or the replica's share."""
     if isinstance(loss, tuple):
         raise TypeError("the function returned a tuple; pass has_aux=True when it returns (loss, aux).")
