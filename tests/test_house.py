@@ -411,11 +411,11 @@ BUDGETS = {
     "_program": 4626,  # 4,000
     "_jax": 1377,  # 1,300
     "_replicas": 2336,  # 2,100
-    "_variables": 1951,  # 1,700
-    "_models": 1296,  # 1,050
+    "_variables": 1935,  # 1,700
+    "_models": 1291,  # 1,050
     "_updates": 269,  # 250
     "_strategy": 1168,  # 1,100
-    "_transforms": 637,  # 600
+    "_transforms": 630,  # 600
     "data": 3566,  # 3,200
     "_workers": 2352,  # 1,700
     "_cluster": 1595,  # 1,080
@@ -452,14 +452,16 @@ ANYS = {
     "_checkpoint": 6,
     "_cluster": 8,
     "_jax": 5,
-    "_models": 72,
+    "_models": 10,
     "_program": 66,
     "_replicas": 13,
+    "_libraries": 1,
+    "_options": 1,
     "_report": 5,
     "_strategy": 3,
     "_testing": 8,
     "_tf_names": 6,
-    "_transforms": 14,
+    "_transforms": 9,
     "_updates": 5,
     "_variables": 6,
     "_workers": 13,

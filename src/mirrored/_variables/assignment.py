@@ -27,9 +27,6 @@ class Assignment:
     """A value that is given to a variable.
 
     Attributes:
-        spec: what the variable is.
-        method: the user's verb: `assign`, `assign_add` or `assign_sub`.
-        operand: what the user gave.
         combine: makes the new value of the old one and the operand; None: the operand is the new value.
         load: returns what is stored: one copy inside a step, else the mirrored array or the stack of copies.
         read: returns the one value.

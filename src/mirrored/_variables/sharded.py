@@ -25,10 +25,6 @@ class ShardedVariable(Variable):
 
     It is read and assigned as a whole: inside a step a read brings the parts together, by a collective, and an assignment
     keeps this replica's part of a value that is the same on every replica. `access.load` and `access.store` are for parts.
-
-    Args:
-        value: the first value, an array that is the same on every replica.
-        name: for messages and checkpoints.
     """
 
     __slots__ = ("_whole_shape",)
@@ -61,10 +57,7 @@ class ShardedVariable(Variable):
 
     def _new_value(self, frame: Frame | None, method: str, operand: Given, combine: Callable[..., jax.Array] | None) -> jax.Array:
         spec = dataclasses.replace(self._spec, shape=self._whole_shape, is_on_read=False)
-
-        def read() -> jax.Array:
-            return self._value_of(frame, self._load(frame))
-
+        read = lambda: self._value_of(frame, self._load(frame))  # noqa: E731
         whole = Assignment(spec, method, operand, combine, read, read).new_value(frame)
         if frame is not None and frame.axis is not None:
             return parts.own_part(whole, frame.axis)
