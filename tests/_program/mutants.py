@@ -333,7 +333,7 @@ MUTANTS = [
     ("_program/program.py", "callbacks.forget_failed()", "pass",
      "tests/_variables/test_turns.py::test_a_callback_that_raises_changes_nothing[2-ordered]"),
     # -- several replicas on a device
-    ("_program/virtual.py", "jax.lax.axis_index(self.mesh.axis) * self.count + ", "",
+    ("_program/virtual.py", "jax.lax.axis_index(mesh.axis) * mesh.per_device + ", "",
      VIRTUAL + "it_says_what_it_is_and_not_more"),
     ("_program/virtual.py", "return any(e.primitive.name in HOST_EFFECTS", "return any(False",
      VIRTUAL + "effects_happen_once_for_each_replica_and_only_where_its_own_way_leads"),
