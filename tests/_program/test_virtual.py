@@ -106,6 +106,15 @@ def test_collectives_and_loops_are_those_of_as_many_devices(step, schedule):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_step_whose_first_own_value_is_made_in_a_loop(schedule):
+    def step(x):
+        total, _ = jax.lax.scan(lambda total, _: (total + ctx().all_reduce("sum", x[0, 0] * total), None), 1.0, length=3)
+        return x * total
+
+    assert_same(results(several(2, 1, schedule), step, 4), results(mr.MirroredStrategy(DEVICES[:2]), step, 4))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_effects_happen_once_for_each_replica_and_only_where_its_own_way_leads(schedule):
     strategy, calls, seen = several(4, 2, schedule), [], []
 
