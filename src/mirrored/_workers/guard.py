@@ -137,12 +137,12 @@ class Guard:
         is_interactive = hasattr(sys, "ps1")  # then an exception ends nothing
         is_ours = os.getpid() == self._process and not self._stopped.is_set() and not is_interactive
         is_lost = tells_of_loss(error)
+        if is_ours:
+            self._failing.set()  # before it is printed, which takes a while on a busy machine: another worker's error may come
         if not (is_ours and is_lost and self._shutdown.has_begun):  # else it follows from what is being reported
             self._hooks[0](kind, error, trace)
-        if not is_ours:
-            return
-        self._failing.set()
-        self._fail_with(error)
+        if is_ours:
+            self._fail_with(error)
 
     def _fail_with(self, error: BaseException) -> None:
         """Leave because of an error that ends this worker's program, and tell the others, or find out who is lost."""
