@@ -172,7 +172,9 @@ def test_an_indexed_job_with_a_headless_service_and_the_image_of_the_dockerfile(
     assert _is_right_container(pod, "worker")
     _require_workers(spec, f"{name}-0.{pod['subdomain']}")
     image = f"docker build -t {pod['containers'][0]['image']} --build-arg EXTRA="
-    assert image in (CLUSTERS / "job.yaml").read_text()
+    for name in ("job", "jobset", "jaxjob", "tfjob"):
+        text = (CLUSTERS / f"{name}.yaml").read_text()
+        assert image in text and f"image: {pod['containers'][0]['image']}\n" in text and "pip install" not in text
 
 
 def test_the_image_and_the_environment_of_conda_have_what_is_tried() -> None:

@@ -1,7 +1,9 @@
 """Every example in a docstring, the README and the docs is executed."""
 
+import ast
 import doctest
 import importlib
+import inspect
 import os
 import pkgutil
 import re
@@ -74,3 +76,23 @@ def test_a_page_that_forgets_its_imports_fails(tmp_path: Path) -> None:
     (tmp_path / "page.md").write_text("```pycon\n>>> 1 + 1\n3\n```\n")
     done = _run(tmp_path / "page.md")
     assert done.returncode == 1 and "Got:\n    2" in done.stdout
+
+
+_PUBLIC = ("launch", "testing", "losses", "data", "optimizer")
+_OF_A_CHECKOUT = re.compile(r"(?<![/\w])(?:docs|tests|examples|benchmarks|tools)/\w")
+
+
+def test_what_an_installed_wheel_says_names_no_file_of_a_checkout() -> None:
+    """Public docstrings and the texts of the code; notes of private modules are for those who have the source."""
+    public = {name: getattr(mr, name) for name in mr.__all__} | {
+        name: importlib.import_module(f"mirrored.{name}") for name in _PUBLIC
+    }
+    documented = {f"{name}.{member}": thing for name, one in public.items() for member, thing in inspect.getmembers(one)} | public
+    assert [name for name, thing in documented.items() if _OF_A_CHECKOUT.search(inspect.getdoc(thing) or "")] == []
+    texts = []
+    for path in ROOT.glob("src/**/*.py"):
+        tree = ast.parse(path.read_text())
+        notes = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        constants = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in notes]
+        texts += [(path.name, node.value) for node in constants if _OF_A_CHECKOUT.search(str(node.value))]
+    assert texts == []

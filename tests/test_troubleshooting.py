@@ -217,4 +217,4 @@ def test_no_error_and_no_message_is_missing() -> None:
 def test_errors_say_where_their_page_is() -> None:
     for name in PUBLIC:
         error = getattr(mr, name, None) or getattr(mr.data, name)
-        assert f"docs/troubleshooting.md#{name.lower()}" in error.__doc__, name
+        assert f"the page Troubleshooting of the documentation, under {name}." in error.__doc__, name

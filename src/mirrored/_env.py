@@ -36,8 +36,8 @@ class EnvironmentVariable:
 
 CPU_THREADS = EnvironmentVariable(
     "PJRT_NPROC",
-    "XLA sizes its CPU thread pools with it when the backend starts. Raised for that moment only, never lowered: "
-    "docs/design/cpu-rendezvous.md.",
+    "XLA sizes its CPU thread pools with it when the backend starts. Raised for that moment only, never "
+    "lowered: a CPU client with too few threads can deadlock.",
 )
 CPU_THREADS_FALLBACK = EnvironmentVariable("NPROC", "What XLA reads when PJRT_NPROC is unset; respected, never set.")
 XLA_FLAGS = EnvironmentVariable(
@@ -46,12 +46,11 @@ XLA_FLAGS = EnvironmentVariable(
 NCCL_ALGO = EnvironmentVariable("NCCL_ALGO", "Set to Ring for CommunicationImplementation.RING, unless it is set already.")
 DEBUG = EnvironmentVariable(
     "MIRRORED_DEBUG",
-    "Read: `detail` lets the workers compare programs at every start, not only at the first: docs/design/failures.md.",
+    "Read: `detail` lets the workers compare programs at every start, not only at the first.",
 )
 TF_CONFIG = EnvironmentVariable(
     "TF_CONFIG",
-    "JSON that names all workers and this one: docs/design/clusters.md. MirroredStrategy is for one machine and ignores it; "
-    "the log says so.",
+    "JSON that names all workers and this one. MirroredStrategy is for one machine and ignores it; the log says so.",
 )
 
 # Who started this worker, and where the others are: `_cluster/`, docs/design/clusters.md. All are read; `mirrored launch` gives

@@ -113,5 +113,5 @@ NOTICE_SECONDS = 1.0
 for _thing in list(vars().values()):
     if isinstance(_thing, type):
         _thing.__module__ = "mirrored"  # tracebacks show the name to write behind `except`
-        _where = f"docs/troubleshooting.md#{_thing.__name__.lower()}"
+        _where = f"the page Troubleshooting of the documentation, under {_thing.__name__}"
         _thing.__doc__ = f"{inspect.cleandoc(_thing.__doc__ or '')}\n\nMessages, causes, cures: {_where}."

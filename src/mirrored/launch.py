@@ -1,4 +1,4 @@
-"""How to start the workers of a host, and start them again after a failure: the command `mirrored`, docs/launch.md."""
+"""How to start the workers of a host, and start them again after a failure: the command `mirrored`."""
 
 from __future__ import annotations
 
