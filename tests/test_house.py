@@ -408,7 +408,7 @@ def test_sizes() -> None:
 #: Lines of each wing. A commit may lower a budget, and never raises one; beside it what is to be reached. The ground is together,
 #: and so are small wings that stand for one thing. `python tests/test_house.py` prints today's.
 BUDGETS = {
-    "_program": 4617,  # 4,000
+    "_program": 4616,  # 4,000
     "_jax": 1377,  # 1,300
     "_replicas": 2336,  # 2,100
     "_variables": 1936,  # 1,700
@@ -426,7 +426,7 @@ BUDGETS = {
     "_command launch": 1418,  # 1,000
     "__init__ __main__ _public testing": 120,
     "_process": 90,  # was in _replicas, _jax, _strategy and _models
-    "_env _errors _html _libraries _options _text _tf_names _typing": 1029,  # 950
+    "_env _errors _html _libraries _options _text _tf_names _typing": 1028,  # 950
 }
 #: So much smaller a wing may be before its budget is to be lowered.
 MAX_SLACK = 30
