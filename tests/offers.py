@@ -8,22 +8,21 @@ OFFERS = {
         distributed.swallows_sigterm interpreter.Analysis interpreter.Evaluation interpreter.Flattening
         interpreter.Interpreter interpreter.evaluate interpreter.run_cond interpreter.run_parts interpreter.run_scan
         interpreter.run_while interrupts.send_ignored_again jaxprs.Atom jaxprs.ClosedJaxpr jaxprs.Equation jaxprs.Jaxpr
-        jaxprs.Literal jaxprs.Part jaxprs.Var jaxprs.adds_own_axes jaxprs.callee jaxprs.has_collective
-        jaxprs.has_host_callback jaxprs.has_replica_number jaxprs.inner_constants jaxprs.inner_jaxprs jaxprs.inside
-        jaxprs.is_collective jaxprs.is_function_of_operands jaxprs.is_over_groups jaxprs.is_plain
-        jaxprs.is_replica_number jaxprs.is_sum jaxprs.levels_of jaxprs.meshes_in jaxprs.num_bytes jaxprs.parts_of
-        jaxprs.scan_of jaxprs.while_of marks.Mark marks.Purpose marks.mark marks.mark_p primitives.ADDITIONS
-        primitives.AXIS_SUMS primitives.BILINEAR primitives.BROADCASTS primitives.CONVERSIONS primitives.CONVOLUTIONS
-        primitives.CUSTOM_DERIVATIVE primitives.DEVICE_RANDOM primitives.DIVISIONS primitives.DOT_PRODUCTS
-        primitives.ELEMENTWISE primitives.FILLS primitives.HOST_EFFECTS primitives.LINEAR primitives.LOOPS
-        primitives.MAKE_SAME primitives.PURE primitives.RANDOM primitives.SAID_TWICE primitives.SCATTER_SUMS
-        primitives.SPREADS primitives.SUMS tracing.NO_TRACE tracing.bind tracing.context tracing.current_trace
-        tracing.is_for_this_call tracing.is_mapped_over tracing.is_staging tracing.is_wide tracing.keeps_a_mesh
-        tracing.key_kind tracing.lowered tracing.new_operand tracing.operand_p tracing.own_axes_first tracing.room_for
-        tracing.separate_caches tracing.settings tracing.trace tracing.trace_state tracing.untraced
-        user_code.equation_line user_code.hide_lines user_code.leave_out user_code.line_of user_code.raising_line
-        user_code.shorten_errors user_code.show_users_lines user_code.user_line user_code.user_stacklevel user_code.warn
-        versions.warn_if_untried
+        jaxprs.Literal jaxprs.Part jaxprs.Var jaxprs.callee jaxprs.has_collective jaxprs.has_host_callback
+        jaxprs.has_replica_number jaxprs.inner_constants jaxprs.inner_jaxprs jaxprs.inside jaxprs.is_collective
+        jaxprs.is_function_of_operands jaxprs.is_over_groups jaxprs.is_plain jaxprs.is_replica_number jaxprs.is_sum
+        jaxprs.levels_of jaxprs.meshes_in jaxprs.num_bytes jaxprs.parts_of jaxprs.scan_of jaxprs.while_of marks.Mark
+        marks.Purpose marks.mark marks.mark_p primitives.ADDITIONS primitives.AXIS_SUMS primitives.BILINEAR
+        primitives.BROADCASTS primitives.CONVERSIONS primitives.CONVOLUTIONS primitives.CUSTOM_DERIVATIVE
+        primitives.DEVICE_RANDOM primitives.DIVISIONS primitives.DOT_PRODUCTS primitives.ELEMENTWISE primitives.FILLS
+        primitives.HOST_EFFECTS primitives.LINEAR primitives.LOOPS primitives.MAKE_SAME primitives.PURE
+        primitives.RANDOM primitives.SAID_TWICE primitives.SCATTER_SUMS primitives.SPREADS primitives.SUMS
+        tracing.NO_TRACE tracing.bind tracing.context tracing.current_trace tracing.is_for_this_call
+        tracing.is_mapped_over tracing.is_staging tracing.is_wide tracing.keeps_a_mesh tracing.key_kind tracing.lowered
+        tracing.new_operand tracing.operand_p tracing.room_for tracing.separate_caches tracing.settings tracing.trace
+        tracing.trace_state tracing.untraced user_code.equation_line user_code.hide_lines user_code.leave_out
+        user_code.line_of user_code.raising_line user_code.shorten_errors user_code.show_users_lines user_code.user_line
+        user_code.user_stacklevel user_code.warn versions.warn_if_untried
     """,
     "_cluster": """
         environments.SOURCES meeting.Meeting meeting.meet resolvers.ClusterResolver resolvers.KubernetesClusterResolver

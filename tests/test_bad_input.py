@@ -709,9 +709,14 @@ BAD_INPUT = {
     """,
     # workers and checkpoints
     "CommunicationOptions": r"""
-        mr.CommunicationOptions(implementation="gloo") => ValueError: implementation is 'gloo'; expected one of
+        mr.CommunicationOptions(implementation="gloo") => ValueError: implementation is 'gloo'; expected one of 'auto', 'ring'
         mr.CommunicationOptions(bytes_per_pack=-1) => ValueError: bytes_per_pack is -1; expected 0 or more
-        mr.CommunicationOptions(timeout_seconds=0) => ValueError: timeout_seconds is 0; expected 1 to
+        mr.CommunicationOptions(timeout_seconds=0) => ValueError: timeout_seconds is 0; expected 1 to 604800 seconds
+        mr.CommunicationOptions(implementation=3) => TypeError: implementation is 3
+        mr.CommunicationOptions(bytes_per_pack=1.5) => TypeError: bytes_per_pack is 1\.5; expected an int
+        mr.CommunicationOptions(timeout_seconds=0.5) => ValueError: timeout_seconds is 0\.5; expected 1 to 604800 seconds
+        mr.CommunicationOptions(timeout_seconds="60") => TypeError: timeout_seconds is '60'; expected seconds
+        mr.CommunicationOptions(timeout_seconds=float("nan")) => ValueError: timeout_seconds is nan
     """,
     "MultiWorkerMirroredStrategy": r"""
         mr.MultiWorkerMirroredStrategy("10.0.0.1:22") => ClusterConfigError: cluster= is .*; give a resolver

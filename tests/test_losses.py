@@ -23,12 +23,6 @@ def total(strategy, fn, *arrays):
     return float(strategy.reduce("sum", strategy.run(fn, args=tuple(split(strategy, x) for x in arrays))))
 
 
-def test_the_replicas_losses_add_up_to_the_mean_of_the_global_batch(strategy):
-    assert total(strategy, compute_average_loss, LOSSES) == pytest.approx(LOSSES.mean())
-    # Weights multiply, and the number of examples stays.
-    assert total(strategy, compute_average_loss, LOSSES, WEIGHTS) == pytest.approx((LOSSES * WEIGHTS).mean())
-
-
 def test_the_number_of_examples_may_be_given():
     def step(x, count):
         return compute_average_loss(x, global_batch_size=count)
@@ -55,22 +49,6 @@ def test_further_axes_are_summed_and_weights_broadcast_from_the_left():
 def test_losses_of_every_real_dtype():
     for dtype in ("int32", "bool", "bfloat16", "float16"):
         assert total(STRATEGY, compute_average_loss, np.array([0, 1, 1, 0], jnp.dtype(dtype))) == 0.5
-
-
-def test_gradients_summed_over_the_replicas_are_those_of_one_device(strategy3):
-    with strategy3.scope():
-        w = mr.Variable(0.5)
-
-    def step(x, weight):
-        def loss():
-            return compute_average_loss((w * x - 1) ** 2, weight) + scale_regularization_loss(w**2)
-
-        return mr.grad(loss, w)()
-
-    def plain(w):
-        return jnp.mean((w * LOSSES - 1) ** 2 * WEIGHTS) + w**2
-
-    assert total(strategy3, step, LOSSES, WEIGHTS) == pytest.approx(float(jax.grad(plain)(0.5)), rel=1e-5)
 
 
 def test_a_regularization_loss_counts_once(strategy3):

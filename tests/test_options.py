@@ -35,29 +35,6 @@ def test_another_type_is_refused_also_when_its_name_would_fit() -> None:
             mr.ReduceOp.parse(given, "reduce_op")
 
 
-def test_wrong_options_are_refused() -> None:
-    wrong = [
-        (
-            mr.CommunicationOptions,
-            "implementation",
-            "gloo",
-            r"ValueError: implementation is 'gloo'; expected one of 'auto', 'ring'",
-        ),
-        (mr.CommunicationOptions, "implementation", 3, "TypeError: implementation is 3"),
-        (mr.CommunicationOptions, "bytes_per_pack", -1, "ValueError: bytes_per_pack is -1; expected 0 or more"),
-        (mr.CommunicationOptions, "bytes_per_pack", 1.5, "TypeError: bytes_per_pack is 1.5; expected an int"),
-        (mr.CommunicationOptions, "timeout_seconds", 0, "ValueError: timeout_seconds is 0; expected 1 to 604800 seconds"),
-        (mr.CommunicationOptions, "timeout_seconds", 0.5, "ValueError: timeout_seconds is 0.5; expected 1 to 604800 seconds"),
-        (mr.CommunicationOptions, "timeout_seconds", "60", "TypeError: timeout_seconds is '60'; expected seconds"),
-        (mr.CommunicationOptions, "timeout_seconds", float("nan"), "ValueError: timeout_seconds is nan"),
-        (mr.InputOptions, "prefetch", -1, "ValueError: prefetch is -1; expected 0 or more"),
-    ]
-    for options, name, value, says in wrong:
-        with pytest.raises((TypeError, ValueError)) as caught:
-            options(**{name: value})
-        assert f"{type(caught.value).__name__}: {caught.value}".startswith(says)
-
-
 def test_errors_of_a_cluster_say_whether_to_start_again() -> None:
     assert (mr.ClusterStartError("worker 1 is missing").exit_code, mr.ClusterConfigError("wrong").exit_code) == (75, 76)
 

@@ -21,10 +21,11 @@ OPTIMIZERS = {
     "adam": lambda: keras.optimizers.Adam(1e-2, global_clipnorm=1.0),
     "accumulation": lambda: keras.optimizers.Adam(1e-2, gradient_accumulation_steps=3),
     "ema": lambda: keras.optimizers.SGD(0.1, momentum=0.9, use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=3),
-    "decay": lambda: keras.optimizers.AdamW(1e-2, weight_decay=0.1, clipnorm=0.1),
+    "decay": lambda: keras.optimizers.AdamW(
+        keras.optimizers.schedules.ExponentialDecay(1e-2, 5, 0.5), weight_decay=0.1, clipnorm=0.1
+    ),
     "scaled": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(1e-2), initial_scale=2.0, dynamic_growth_steps=7),
     "nadam": lambda: keras.optimizers.Nadam(1e-2),  # makes a slot in a way that no trace survives
-    "schedule": lambda: keras.optimizers.RMSprop(keras.optimizers.schedules.ExponentialDecay(1e-2, 5, 0.5), clipvalue=0.1),
 }
 
 
@@ -39,7 +40,7 @@ def some(*cases: tuple[int, str]) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("num_replicas", "optimizer"),
-    some(*((r, "adam") for r in (1, 5)), *((4, name) for name in OPTIMIZERS if name != "adam")),
+    some((5, "adam"), *((4, name) for name in OPTIMIZERS if name != "adam")),
 )
 def test_a_conv_net_learns_as_on_one_device(num_replicas: int, optimizer: str) -> None:
     strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])

@@ -75,57 +75,7 @@ class Layer:
         return jnp.sum(x * self.w)
 
 
-class Model:
-    def __init__(self, w: Any) -> None:
-        self.layer, self.layers, self.params = Layer(w), [Layer(w)], {"w": w}
-
-
 ONE = np.ones(2, np.float32)
-#: Made of an object; what replaces something in it, and what the step returns then.
-READERS = {
-    "an attribute": (lambda m: lambda x: jnp.sum(x * m.w), Layer, [("w", 3 * ONE, 6), ("w", 5, 10), ("w", 5.0, 10)]),
-    "a number": (lambda m: lambda x: jnp.sum(x * m.w), lambda _: Layer(1.0), [("w", 3.0, 6), ("w", ONE, 2)]),
-    "a numpy array": (lambda m: lambda x: jnp.sum(x * m.w), lambda _: Layer(ONE), [("w", 3 * ONE, 6)]),
-    "a method": (lambda m: m.step, Layer, [("w", 3 * ONE, 6)]),
-    "a helper": (lambda m: (lambda inner: lambda x: inner(x))(lambda x: jnp.sum(x * m.w)), Layer, [("w", 3 * ONE, 6)]),
-    "an inner object": (lambda m: lambda x: jnp.sum(m.layer.w * x), Model,
-                        [("layer.w", 3 * ONE, 6), ("layer", Layer(jnp.asarray(ONE)), 2)]),
-    "in a list": (lambda m: lambda x: jnp.sum(m.layers[0].w * x), Model,
-                  [("layers.0.w", 3 * ONE, 6), ("layers.0", Layer(jnp.asarray(ONE)), 2)]),
-    "in a dict": (lambda m: lambda x: jnp.sum(m.params["w"] * x), Model, [("params.w", 3 * ONE, 6)]),
-}  # fmt: skip
-
-
-def replace(holder: Any, path: str, value: Any) -> None:
-    *names, last = path.split(".")
-    for name in names:
-        holder = (
-            holder[int(name)] if isinstance(holder, list) else getattr(holder, name) if hasattr(holder, name) else holder[name]
-        )
-    value = jnp.asarray(value) if isinstance(value, np.ndarray) else value
-    if isinstance(holder, dict):
-        holder[last] = value
-    elif isinstance(holder, list):
-        holder[int(last)] = value
-    else:
-        setattr(holder, last, value)
-
-
-@pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning")
-def test_what_was_read_of_an_object_is_read_again_when_it_is_replaced(strategy2) -> None:
-    for name, (make, of, changes) in READERS.items():
-        model = of(jnp.asarray(ONE))
-        step = make(model)
-        ways = {
-            "run": lambda model=model, make=make: strategy2.run(make(model), args=(ONE,)),
-            "function": mr.function(lambda step=step: strategy2.run(step, args=(ONE,))),
-        }
-        for way in ways.values():
-            assert float(way()) == 2, name
-        for path, value, expected in changes:
-            replace(model, path, value)
-            for kind, way in ways.items():
-                assert float(way()) == expected, (name, kind, path)
 
 
 def test_what_was_not_read_of_an_object_may_change_and_compiles_nothing(strategy2) -> None:

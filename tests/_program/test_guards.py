@@ -68,6 +68,10 @@ WAYS: dict[str, tuple[Callable[[Trainer], Any], Callable[[Trainer, Any], Any]]] 
     "items and dots": (
         lambda t: lambda x: jnp.sum(x) * t.cfg["inner"][0].lr, lambda t, n: setattr(t.cfg["inner"][0], "lr", n),
     ),
+    "another object": (
+        lambda t: lambda x: jnp.sum(x) * t.cfg["inner"][0].lr,
+        lambda t, n: t.cfg["inner"].__setitem__(0, types.SimpleNamespace(lr=n)),
+    ),
     "partial": (lambda t: functools.partial(lambda lr, x: jnp.sum(x) * lr, t.lr), lambda t, n: setattr(t, "lr", n)),
     "partial of an object": (lambda t: functools.partial(lambda t, x: jnp.sum(x) * t.lr, t), lambda t, n: setattr(t, "lr", n)),
     "default of an argument": (of_default, lambda t, n: setattr(t, "lr", n)),
@@ -106,6 +110,13 @@ def test_what_a_step_names_is_seen_when_it_changes_and_goes_to_and_fro_between_t
         change(trainer, number)
         step = make(trainer) if anew else step
         assert float(function(ONE)) == 2 * number
+    if name == "property":  # which makes another array each time: the object has not changed
+        return
+    for value in (jnp.asarray(2.0), jnp.asarray(3.0), np.full(2, 5.0, np.float32)[:1], 4, 4.0):  # of another kind, too
+        change(trainer, value)
+        step = make(trainer) if anew else step
+        for found in (strategy2.run(step, args=(ONE,)), function(ONE)):
+            assert float(jnp.sum(found)) == 2 * float(jnp.sum(value))
 
 
 def weigh(x: Any) -> Any:

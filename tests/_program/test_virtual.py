@@ -1,11 +1,8 @@
 """More replicas than devices: the numbers of as many devices, whatever the step does, and what cannot be is refused."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.experimental import io_callback
 from parameters import slow
@@ -45,48 +42,6 @@ def assert_same(found, expected):
 def results(strategy, step, num_rows):
     [x] = strategy.distribute_dataset(strategy.make_numpy_dataset(X[:num_rows]).batch(num_rows))
     return shown(strategy, strategy.run(step, args=(x,)))
-
-
-# -- training
-
-
-def trained(strategy, batch_size):
-    """Train on three batches, with all that a training has beside its model; the last batch is smaller."""
-    with strategy.scope():
-        w, b = mr.Variable(np.full((4, 3), 0.1, np.float32)), mr.Variable(np.zeros(3, np.float32))
-        table = mr.Variable(np.ones((5, 3), np.float32))
-        optimizer = mr.Optimizer(optax.sgd(0.1, momentum=0.9), [w, b, table])
-        rows = mr.Variable(np.float32(0), synchronization="on_read", aggregation="sum", trainable=False)
-        mean = mr.Variable(np.zeros(4, np.float32), aggregation="mean", trainable=False)
-
-    def step(x, index):
-        def loss():
-            h = jnp.tanh(x @ w.value + b.value) * table.value[index]
-            return mr.losses.compute_average_loss(jnp.sum(h**2, axis=1))
-
-        value, gradients = mr.value_and_grad(loss, [w, b, table])()
-        optimizer.apply_gradients(zip(gradients, [w, b, table], strict=True))
-        rows.assign_add(jnp.float32(x.shape[0]) + 0 * number())
-        mean.assign(ctx().all_reduce("sum", jnp.sum(x, axis=0)) / 24)
-        noise = jax.random.normal(ctx().rng(0), (2,))
-        return value, noise, ctx().all_gather(x, 0), jax.lax.cond(number() > 1, lambda: x.sum(), lambda: 1.0 * number())
-
-    dataset = strategy.make_numpy_dataset((X, np.arange(24) % 5)).batch(batch_size)
-    history = [shown(strategy, strategy.run(step, args=batch)) for batch in strategy.distribute_dataset(dataset)]
-    strategy.assert_mirrored()
-    return history, [v.numpy() for v in (w, b, table, rows, mean)]
-
-
-@functools.cache
-def trained_on_devices(num_replicas, batch_size):
-    return trained(mr.MirroredStrategy(DEVICES[:num_replicas]), batch_size)
-
-
-@pytest.mark.parametrize(
-    "num_devices, schedule", [(2, "together"), *slow((2, "one_by_one"), *((n, s) for n in (1, 4) for s in SCHEDULES))]
-)
-def test_a_training_has_the_numbers_of_eight_devices(num_devices, schedule):
-    assert_same(trained(several(8, num_devices, schedule), 16), trained_on_devices(8, 16))
 
 
 def uneven(x):
@@ -148,6 +103,15 @@ def test_collectives_and_loops_are_those_of_as_many_devices(step, schedule):
     expected = results(mr.MirroredStrategy(DEVICES[:4]), step, 8)
     for num_devices in (1, 2):
         assert_same(results(several(4, num_devices, schedule), step, 8), expected)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_step_whose_first_own_value_is_made_in_a_loop(schedule):
+    def step(x):
+        total, _ = jax.lax.scan(lambda total, _: (total + ctx().all_reduce("sum", x[0, 0] * total), None), 1.0, length=3)
+        return x * total
+
+    assert_same(results(several(2, 1, schedule), step, 4), results(mr.MirroredStrategy(DEVICES[:2]), step, 4))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

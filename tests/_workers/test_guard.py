@@ -123,9 +123,9 @@ def make(monkeypatch: Patch) -> Iterator[Make]:
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: Patch) -> None:
     """Wait for nobody who leaves."""
-    monkeypatch.setattr("mirrored._workers.leaving._LEAVE_SECONDS", 0.0)
-    monkeypatch.setattr("mirrored._workers.leaving._LAST_LEAVE_SECONDS", 0.0)
-    monkeypatch.setattr("mirrored._workers.roll._ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr("mirrored._workers.shutdown._LEAVE_SECONDS", 0.0)
+    monkeypatch.setattr("mirrored._workers.shutdown._LAST_LEAVE_SECONDS", 0.0)
+    monkeypatch.setattr("mirrored._workers.shutdown._ANSWER_SECONDS", 0.05)
     monkeypatch.setattr("mirrored._workers.guard.ROUND_SECONDS", 0.05)
 
 
@@ -324,7 +324,7 @@ def test_a_death_is_noticed_between_two_rounds(make: Make, neighbour: Neighbour,
     guarded = make(worker=1, num_workers=3, is_started=False)
     for worker in (0, 2):
         guarded.says(f"process/{HOST}/{worker}", neighbour.introduced)
-    guarded.guard._roll.meet()
+    guarded.guard._shutdown.meet()
     watching = threading.Thread(target=guarded.guard._watch_neighbours)
     watching.start()
     neighbour.die()
@@ -353,11 +353,11 @@ def test_a_worker_that_died_after_it_said_why_is_believed(
 def test_a_loss_is_explained_by_who_is_gone_or_by_what_was_said(make: Make, neighbour: Neighbour) -> None:
     guarded = neighbour.met_by(make(is_started=False, num_workers=3))
     neighbour.die()
-    assert guarded.guard._roll.lost("Gloo").title == "lost worker 1 at step 0: the process is gone"
+    assert guarded.guard._shutdown.lost("Gloo").title == "lost worker 1 at step 0: the process is gone"
     assert guarded.of_key("call") is None, "without a roll"
     guarded = make(is_started=False)
     guarded.says("verdict", Verdict("worker 1 failed at step 5 with ValueError: x"))
-    assert guarded.guard._roll.lost("Gloo").title == "worker 1 failed at step 5 with ValueError: x"
+    assert guarded.guard._shutdown.lost("Gloo").title == "worker 1 failed at step 5 with ValueError: x"
 
 
 # ---- what others say
@@ -717,7 +717,7 @@ def test_a_round_of_a_healthy_job_is_three_calls_whatever_the_number_of_workers(
         for other in range(num_workers):
             guarded.says(f"position/{other}", OWN_CODE._replace(started=2, waits=waits, still=1.0))
         assert guarded.guard._round(0.5) is False  # in which it meets the other
-        guarded.guard._roll._num_meetings = 20
+        guarded.guard._shutdown._num_meetings = 20
         for _ in range(5):
             guarded.service.calls = 0
             guarded.progress.enter("train", b"train")
@@ -758,11 +758,11 @@ def test_who_asks_later_hears_what_the_first_has_found(make: Make) -> None:
     guarded.service.key_value_increment("mirrored/guard/callers", 1)
     telling = threading.Timer(0.03, guarded.says, ("verdict", Verdict("lost worker 3", lost=(3,))))
     telling.start()
-    assert guarded.guard._roll.lost("Gloo").title == "lost worker 3" and guarded.of_key("call") is None
+    assert guarded.guard._shutdown.lost("Gloo").title == "lost worker 3" and guarded.of_key("call") is None
     telling.join()
     guarded = make(worker=1, num_workers=4, is_started=False)
     guarded.service.key_value_increment("mirrored/guard/callers", 1)  # and the first is gone
-    assert guarded.guard._roll.lost("Gloo").title.startswith("lost workers 0, 2, 3 at step 0")
+    assert guarded.guard._shutdown.lost("Gloo").title.startswith("lost workers 0, 2, 3 at step 0")
 
 
 def test_only_who_has_done_something_else_tells_it(make: Make) -> None:
@@ -771,12 +771,12 @@ def test_only_who_has_done_something_else_tells_it(make: Make) -> None:
         for name in names:
             guarded.progress.enter(name, name.encode())
         guarded.says("trail/2", done("train").trail.encode())
-        guarded.guard._roll.answer("tell")
+        guarded.guard._shutdown.answer("tell")
         assert guarded.of_key("here/1") and guarded.of_key("trail/1") == (told and guarded.progress.tell())
 
 
 def test_whatever_blocks_while_a_worker_leaves_does_not_keep_it(make: Make, monkeypatch: Patch) -> None:
-    monkeypatch.setattr("mirrored._workers.leaving.LAST_RESORT_SECONDS", 0.2)
+    monkeypatch.setattr("mirrored._workers.shutdown.LAST_RESORT_SECONDS", 0.2)
     guarded, is_over = make(worker=1, is_started=False), threading.Event()
     monkeypatch.setattr(guarded.service, "key_value_set", lambda *_, **__: is_over.wait(20))
     leaving = threading.Thread(target=guarded.guard._leave, args=(Verdict("lost worker 2", lost=(2,)), False))

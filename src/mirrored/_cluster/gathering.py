@@ -51,10 +51,6 @@ def keep_alive(sock: socket.socket) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def _kind_of(error: OSError) -> str:
-    return "config" if error.errno in _TOO_MANY_FILES else "start"
-
-
 class Clock:
     """A deadline, and the time of the next report of what is waited for."""
 
@@ -179,7 +175,8 @@ class Gathering:
         except (BlockingIOError, ConnectionError):
             return
         except OSError as error:
-            self.failure = self.failure or (_kind_of(error), self._why_no_more(error))
+            kind = "config" if error.errno in _TOO_MANY_FILES else "start"
+            self.failure = self.failure or (kind, self._why_no_more(error))
             time.sleep(0.01)  # while this is told, they come again and again
             return
         sock.setblocking(False)

@@ -82,19 +82,26 @@ class Interpreter(abc.ABC, Generic[Value]):
 
 
 class Flattening(Interpreter[Value]):
-    """A walk that enters calls, unless they mean more than their equations and no replicas meet inside."""
+    """A walk that enters calls, unless they mean more than their equations and no replicas meet inside.
+
+    A sum over the replicas and over axes of its operands becomes two.
+    """
 
     def call(self, equation: Equation, inner: ClosedJaxpr, values: list[Value]) -> Sequence[Value]:
-        """Enter a call that needs not stay whole."""
         is_entered = equation.primitive.name in INLINE_CALLS or jaxprs.has_collective(equation)
         return self.run_closed(inner, values) if is_entered else self.plain(equation, values)
 
     def solve(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
-        """Enter what solves, where replicas meet in it."""
         if not jaxprs.has_collective(equation):
             return self.plain(equation, values)
         jaxpr, operands = jaxprs.solver_of(equation)  # it has no constants
         return self.run(jaxpr, (), [values[i] for i in operands])
+
+    def over_replicas(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
+        if not jaxprs.adds_own_axes(equation):
+            return self.plain(equation, values)
+        own, rest = tracing.own_axes_first(equation)
+        return self.plain(rest, self.run_closed(own, values))
 
 
 class Evaluation(Interpreter[Any]):
@@ -112,7 +119,6 @@ class Evaluation(Interpreter[Any]):
         return tracing.bind(equation, values)
 
     def scan(self, equation: Equation, values: list[Any]) -> Sequence[Any]:
-        """Run a loop or condition; what is inside is walked through."""
         parts, _ = jaxprs.parts_of(equation)
         walk = self.run_closed
         return run_parts(equation, values, [lambda *arguments, part=part: walk(part.closed, arguments) for part in parts])
@@ -200,7 +206,6 @@ class Analysis(Interpreter[Value]):
         return self.inside(equation).run_closed(inner, values)
 
     def solve(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
-        """Walk through what solves."""
         jaxpr, operands = jaxprs.solver_of(equation)
         return self.inside(equation).run(jaxpr, (), [values[i] for i in operands])
 

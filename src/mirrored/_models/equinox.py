@@ -32,7 +32,7 @@ def _are_inside(structure: Any, is_inside: bool) -> Iterator[bool]:
         yield from _are_inside(child, is_inside)
 
 
-def call_norm(old: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
+def call_norm(old: Callable[..., Any], layer: Any, *args: object, **kwargs: object) -> Any:
     """Call Equinox' BatchNorm, whose axis name is that of a `jax.vmap` over rows, with the name of the replicas besides."""
     names = layer.axis_name if isinstance(layer.axis_name, tuple | list) else (layer.axis_name,)
     if current_replica() is not None and REPLICA_AXIS not in names:

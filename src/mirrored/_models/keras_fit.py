@@ -6,10 +6,11 @@ are those of one device, with normalization over the global batch. What is ours 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -21,10 +22,14 @@ from .._replicas import cross_replica, in_flight, placement
 from .._replicas.mesh import ReplicaMesh
 from .._replicas.per_replica import PerReplica, is_per_replica, stack_of, uneven_shapes
 from .._text import numbered
+from .._typing import PyTree
 from .._variables.variable import spec_of
 from ..data._dataset import DistributedDataset, mesh_of
 from . import keras_parts
 from .keras_variables import adopt, ours_of, scope_mesh
+
+if TYPE_CHECKING:
+    import keras
 
 
 def describe(mesh: ReplicaMesh) -> list[str]:
@@ -35,7 +40,7 @@ def describe(mesh: ReplicaMesh) -> list[str]:
     return [f"Keras model {name!r}: fit, evaluate and predict {how}" for name in names]
 
 
-def _mesh_of(model: Any) -> ReplicaMesh | None:
+def _mesh_of(model: keras.Model) -> ReplicaMesh | None:
     """Return the devices of the strategy that a model, or its optimizer, is of, or in whose scope this is."""
     known = [ours for ours in map(ours_of, _variables_of(model)) if ours is not None]
     mesh = spec_of(known[0]).mesh if known else keras_models.get(model)
@@ -48,7 +53,7 @@ def _mesh_of(model: Any) -> ReplicaMesh | None:
     return mesh or here
 
 
-def _variables_of(model: Any) -> list[Any]:
+def _variables_of(model: keras.Model) -> list[Any]:
     optimizer = getattr(model, "optimizer", None)
     return [*model.variables, *model.metrics_variables, *(() if optimizer is None else optimizer.variables)]
 
@@ -56,7 +61,7 @@ def _variables_of(model: Any) -> list[Any]:
 # -- the functions that Keras compiles
 
 
-def make_function(old: Callable[..., Any], model: Any, force: bool = False) -> Callable[..., Any] | None:
+def make_function(old: Callable[..., Any], model: keras.Model, force: bool = False) -> Callable[..., Any] | None:
     """Make the function that `fit` calls with the state and the batches, so that both lie on all devices."""
     mesh = _mesh_of(model)
     if mesh is None:
@@ -68,21 +73,21 @@ def make_function(old: Callable[..., Any], model: Any, force: bool = False) -> C
     if force or not isinstance(known, _OnAll) or known.mesh != mesh:
         with _distribution(mesh).scope():  # so that Keras names the placement of the new state
             old(model, True)
-        setattr(model, name, _OnAll(mesh, getattr(model, name), kind=name.removesuffix("_function")))
+        setattr(model, name, _OnAll(mesh, getattr(model, name), name.removesuffix("_function")))
         keras_models[model] = mesh
     return getattr(model, name)
 
 
+@dataclasses.dataclass(eq=False)
 class _OnAll:
     """A function of Keras, of the state and an iterator of batches, that is given batches which lie on all devices."""
 
-    def __init__(self, mesh: ReplicaMesh, function: Callable[..., Any], kind: str) -> None:
-        self.mesh = mesh
-        self._function = function
-        self._kind = kind
-        self._is_new = True
+    mesh: ReplicaMesh
+    _function: Callable[..., Any]
+    _kind: str
+    _is_new: bool = True
 
-    def __call__(self, state: Any, iterator: Iterator[Any]) -> Any:
+    def __call__(self, state: PyTree, iterator: Iterator[Any]) -> Any:
         in_flight.require_threads()
         results, state = self._function(state, map(self._placed, iterator))
         if self._kind == "predict":  # Keras makes numpy arrays of them
@@ -96,7 +101,7 @@ class _OnAll:
                 (in_flight.started if self.mesh.is_alone else in_flight.joined)(witness)
         return results, state
 
-    def _placed(self, batch: Any) -> Any:
+    def _placed(self, batch: PyTree) -> PyTree:
         arrays, treedef = jax.tree.flatten(batch)
         if self._is_new and self._kind == "train":
             _warn_of_whole_batches(self.mesh, arrays)
@@ -127,7 +132,7 @@ def _distribution(mesh: ReplicaMesh) -> Any:
 # -- where batches lie
 
 
-def _placed_array(mesh: ReplicaMesh, array: Any) -> jax.Array:
+def _placed_array(mesh: ReplicaMesh, array: jax.Array | np.ndarray) -> jax.Array:
     """Share rows of a batch out over the devices; rows that they do not divide go whole to each, which is exact too."""
     is_divided = array.ndim and array.shape[0] and array.shape[0] % mesh.num_replicas == 0
     where = mesh.stacked if is_divided else mesh.mirrored
@@ -156,7 +161,7 @@ def _refuse_batch(position: int, workers: Sequence[int]) -> None:
 # -- distributed datasets
 
 
-def build_quietly(old: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
+def build_quietly(old: Callable[..., None], model: keras.Model, *args: object, **kwargs: object) -> None:
     """Build a model without JAX's warning that int64 labels, which Keras names as they are, will be int32."""
     with warnings.catch_warnings():
         if _mesh_of(model) is not None:
@@ -164,7 +169,7 @@ def build_quietly(old: Callable[..., None], model: Any, *args: Any, **kwargs: An
         old(model, *args, **kwargs)
 
 
-def with_dataset(old: Callable[..., Any], model: Any, x: Any = None, *args: Any, **kwargs: Any) -> Any:
+def with_dataset(old: Callable[..., Any], model: keras.Model, x: object = None, *args: object, **kwargs: object) -> Any:
     """Call `fit`, `evaluate` or `predict` so that distributed datasets are understood, and that all workers shuffle alike."""
     mesh = _mesh_of(model)
     if isinstance(x, DistributedDataset):
@@ -182,7 +187,7 @@ def with_dataset(old: Callable[..., Any], model: Any, x: Any = None, *args: Any,
     return old(model, x, *args, **kwargs)
 
 
-def _adapted(dataset: DistributedDataset, mesh: ReplicaMesh | None, model: Any) -> Any:
+def _adapted(dataset: DistributedDataset, mesh: ReplicaMesh | None, model: keras.Model) -> Any:
     if mesh != mesh_of(dataset):
         raise StrategyMismatchError(
             f"the dataset was distributed over {mesh_of(dataset)}, but the Keras model {model.name!r} "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,13 @@ from .._replicas.context import ReplicaContext, axis_of, current_replica
 from . import keras_parts
 from .keras_variables import UndiscoveredError, scope_mesh, update
 
+if TYPE_CHECKING:
+    import keras
+
 # -- normalization and random numbers
 
 
-def moments(old: Callable[..., Any], layer: Any, inputs: Any, mask: Any) -> Any:
+def moments(old: Callable[..., Any], layer: keras.Layer, inputs: jax.Array, mask: jax.Array | None) -> Any:
     """Compute the mean and the variance of the global batch, of which each replica has some rows, or none."""
     replica = current_replica()
     if replica is None:
@@ -31,7 +34,9 @@ def moments(old: Callable[..., Any], layer: Any, inputs: Any, mask: Any) -> Any:
     return _global_moments(axis_of(replica), inputs, mask, tuple(keras_parts.reduction_axes_of(layer)))
 
 
-def _global_moments(axis: ReplicaAxis, x: jax.Array, mask: Any, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+def _global_moments(
+    axis: ReplicaAxis, x: jax.Array, mask: jax.Array | None, axes: tuple[int, ...]
+) -> tuple[jax.Array, jax.Array]:
     """Combine the replicas' own means and sums of squares in one collective, without the cancellation of E[x^2] - E[x]^2."""
     is_real = None if mask is None else jnp.broadcast_to(jnp.asarray(mask, bool)[..., None], x.shape)
     num_elements = math.prod(x.shape[a] for a in axes)
@@ -49,7 +54,7 @@ def _global_moments(axis: ReplicaAxis, x: jax.Array, mask: Any, axes: tuple[int,
     return mean, jnp.sum(squares + counts * (means - mean) ** 2, 0) / total
 
 
-def next_seed(old: Callable[..., Any], generator: Any, *args: Any, **kwargs: Any) -> Any:
+def next_seed(old: Callable[..., Any], generator: keras.random.SeedGenerator, *args: object, **kwargs: object) -> Any:
     """Return a seed that differs by replica, and is that of one device on the first; the generator's state is the same on all."""
     seed, replica = old(generator, *args, **kwargs), current_replica()
     if replica is None:
@@ -61,7 +66,12 @@ def next_seed(old: Callable[..., Any], generator: Any, *args: Any, **kwargs: Any
 # -- optimizers
 
 
-def apply(old: Callable[..., Any], optimizer: Any, grads: Sequence[Any], trainable_variables: Any = None) -> None:
+def apply(
+    old: Callable[..., Any],
+    optimizer: keras.optimizers.Optimizer,
+    grads: Sequence[Any],
+    trainable_variables: Sequence[Any] | None = None,
+) -> None:
     """Sum the gradients over the replicas, and update the variables."""
     replica = current_replica()
     if replica is None or is_keras_update.get():  # an optimizer inside of another gets sums
@@ -76,7 +86,7 @@ def apply(old: Callable[..., Any], optimizer: Any, grads: Sequence[Any], trainab
         return _apply_scaled(optimizer, {id(v): g for g, v in zip(summed, trained, strict=True)})
 
 
-def _apply_scaled(optimizer: Any, by_variable: dict[int, Any]) -> None:
+def _apply_scaled(optimizer: keras.optimizers.Optimizer, by_variable: dict[int, Any]) -> None:
     """Update by an optimizer that looks whether all gradients are finite, through its method without side effects.
 
     Its other method assigns inside the branches of a `cond`, which no trace of JAX survives.
@@ -88,7 +98,7 @@ def _apply_scaled(optimizer: Any, by_variable: dict[int, Any]) -> None:
         variable.assign(value)
 
 
-def _require_built(optimizer: Any, variables: list[Any] | None) -> None:
+def _require_built(optimizer: keras.optimizers.Optimizer, variables: list[Any] | None) -> None:
     """Start the trace again when an optimizer has no slots: some make theirs in a way that no trace survives."""
 
     def build() -> list[Any]:

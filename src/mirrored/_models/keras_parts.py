@@ -6,7 +6,10 @@ import operator
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import keras
 
 
 def loaded() -> ModuleType | None:
@@ -30,7 +33,7 @@ def epsilon() -> float:
     return sys.modules["keras"].config.epsilon()
 
 
-def name_scope(optimizer: Any) -> Any:
+def name_scope(optimizer: keras.optimizers.Optimizer) -> Any:
     """Return the scope in which an optimizer makes its variables, so that its name is in theirs."""
     return sys.modules["keras"].name_scope(optimizer.name, caller=optimizer)
 

@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
@@ -16,22 +16,22 @@ from . import keras_parts
 from .keras_variables import UndiscoveredError, adopt, ours_of
 from .replaced import in_place
 
+if TYPE_CHECKING:
+    import keras
+
 
 class VariableScope:
     """The scope in which a function that uses Keras is traced: Keras asks it for the values of variables.
 
     Variables of ours are read and written as always. Others are noted, and so are those that are made here: Keras
     initializes none before the end of the scope.
-
-    Attributes:
-        strangers: the variables that are not ours yet, by their identity.
     """
 
     def __init__(self) -> None:
         super().__init__(collect_losses=True)  # type: ignore[call-arg]
-        self.strangers: dict[int, Any] = {}
+        self.strangers: dict[int, Any] = {}  # the variables that are not ours yet, by `id`
 
-    def get_current_value(self, variable: Any) -> Any:
+    def get_current_value(self, variable: keras.Variable) -> Any:
         """Return what Keras reads."""
         if ours_of(variable) is not None:
             return variable._value
@@ -58,14 +58,8 @@ def _scope_class(base: type) -> type:
 def search(keras: ModuleType, mesh: ReplicaMesh | None, is_discovery: bool) -> Iterator[list[Any]]:
     """Trace a function inside this block; afterwards the list has the Keras variables that are ours now and were not before.
 
-    Args:
-        keras: the module.
-        mesh: where variables will be that are met here.
-        is_discovery: whether the trace can be repeated; otherwise no such variable may be met.
-
-    Raises:
-        ContextError: when one is met and the trace cannot be repeated.
-        UndiscoveredError: when a larger trace around this one has to be repeated.
+    Where the trace can be repeated, `is_discovery`, they will be on `mesh`; else none may be met. When a larger trace around
+    this one has to be repeated, it raises UndiscoveredError.
     """
     found: list[Any] = []
     is_inner = isinstance(keras_parts.innermost_scope(keras), VariableScope)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,12 +14,8 @@ from .keras_variables import adopt, is_keras_variable, ours_of, scope_mesh
 _NUMBERED = re.compile(r"(.*?)(?:_(\d+))?")
 
 
-def state_of(value: Any) -> Any:
-    """Return a model's, layer's, metric's or optimizer's variables, by name; any other value as it is.
-
-    Raises:
-        TypeError: for an object that has not made its variables yet, or whose variables belong to no strategy.
-    """
+def state_of(value: object) -> Any:
+    """Return a model's, layer's, metric's or optimizer's variables, by name; any other value as it is."""
     keras = keras_parts.loaded()
     if is_keras_variable(value):
         return _ours([value])[0]
@@ -63,17 +59,15 @@ def _names(paths: Sequence[str]) -> list[str]:
     told apart by their order.
     """
     numbers = defaultdict(set)
-    for part in {part for path in paths for part in path.split("/")}:
-        stem, number = _split(part)
+    for stem, number in {_split(part) for path in paths for part in path.split("/")}:
         numbers[stem].add(number)
-    rank = {stem: sorted(own) for stem, own in numbers.items()}
 
     def own_name(part: str) -> str:
         stem, number = _split(part)
-        index = rank[stem].index(number)
+        index = sorted(numbers[stem]).index(number)
         return f"{stem}_{index}" if index else stem
 
-    seen: dict[str, int] = defaultdict(int)
+    seen: Counter[str] = Counter()
     names = []
     for path in paths:
         name = "/".join(map(own_name, path.split("/")))

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,13 @@ from .._jax.marks import Mark, Purpose, mark
 from .._replicas import frames
 from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh, default_mesh
+from .._typing import PyTree
 from .._variables.access import store
 from .._variables.variable import Variable, is_variable, spec_of
 from . import keras_parts
+
+if TYPE_CHECKING:
+    import keras
 
 _OURS, _MESH = "_mirrored_variable", "_mirrored_mesh"
 _FIT_OUTSIDE = (
@@ -51,7 +55,7 @@ class View:
             return ours.value
 
     @_value.setter
-    def _value(self, value: Any) -> None:
+    def _value(self, value: jax.Array | None) -> None:
         ours = vars(self).get(_OURS)
         if value is None:  # it will be initialized later, or `fit` has taken the array and brings back another
             if ours is not None and not _process.num_replacing:
@@ -68,10 +72,10 @@ class View:
     def _initialize_layout(self) -> None:
         """Leave the placement to the strategy, whatever `keras.distribution` says."""
 
-    def _direct_assign(self, value: Any) -> None:
+    def _direct_assign(self, value: jax.Array | None) -> None:
         self._value = value
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         """Be copied and pickled as an ordinary Keras variable, with its value."""
         state = {name: content for name, content in vars(self).items() if name not in (_OURS, _MESH)}
         return _new, (type(self).__base__,), state | {keras_parts.VALUE: self._value}
@@ -89,7 +93,7 @@ def _view_class(kind: type) -> type:
     return type(kind.__name__, (kind,), own | names)
 
 
-def _made(view: Any, value: Any) -> Variable:
+def _made(view: Any, value: jax.Array) -> Variable:
     """Make the variable behind a view, with its first value."""
     mesh, is_on_read = vars(view)[_MESH], view.synchronization == "on_read"
     kind = {"name": view.path, "trainable": view.trainable, "aggregation": view.aggregation}
@@ -100,47 +104,47 @@ def _made(view: Any, value: Any) -> Variable:
         return Variable(jnp.zeros_like(value), synchronization="on_read", **kind).assign(value)
 
 
-def is_keras_variable(value: Any) -> bool:
+def is_keras_variable(value: object) -> bool:
     """Tell whether a value is a variable of Keras."""
     keras = keras_parts.loaded()
     return keras is not None and isinstance(value, keras.Variable)
 
 
-def ours_of(variable: Any) -> Variable | None:
+def ours_of(variable: keras.Variable) -> Variable | None:
     """Return the variable behind a Keras variable, or None when it has none, or no value, yet."""
     return vars(variable).get(_OURS)
 
 
-def init_variable(old: Callable[..., None], variable: Any, *args: Any, **kwargs: Any) -> None:
+def init_variable(old: Callable[..., None], variable: keras.Variable, *args: object, **kwargs: object) -> None:
     """Make a variable; in a strategy's scope one of the strategy."""
     if (mesh := scope_mesh()) is not None:
         claim(variable, mesh)
     old(variable, *args, **kwargs)
 
 
-def claim(variable: Any, mesh: ReplicaMesh) -> None:
+def claim(variable: keras.Variable, mesh: ReplicaMesh) -> None:
     """Make a Keras variable a view, of which the array will be on these devices when there is one."""
     _require_support(variable)
     variable.__class__ = _view_class(type(variable))
-    vars(variable)[_MESH] = mesh
+    variable.__dict__[_MESH] = mesh
 
 
-def adopt(variable: Any, mesh: ReplicaMesh) -> None:
+def adopt(variable: keras.Variable, mesh: ReplicaMesh) -> None:
     """Make a Keras variable a view on a new variable with its value; again does nothing."""
     if _MESH in vars(variable):
         return
-    kind, value = type(variable), vars(variable).pop(keras_parts.VALUE, None)
+    kind, value = type(variable), variable.__dict__.pop(keras_parts.VALUE, None)
     try:
         claim(variable, mesh)
         variable._value = value
     except BaseException:
         variable.__class__ = kind
         setattr(variable, keras_parts.VALUE, value)
-        vars(variable).pop(_MESH, None)
+        variable.__dict__.pop(_MESH, None)
         raise
 
 
-def _require_support(variable: Any) -> None:
+def _require_support(variable: keras.Variable) -> None:
     keras = sys.modules["keras"]
     if keras.config.backend() != "jax":
         raise ContextError(
@@ -171,22 +175,18 @@ def scope_mesh() -> ReplicaMesh | None:
     return frame.mesh if frame is not None and frame.strategy is not None else None
 
 
-def own_variable(value: Any) -> Any:
-    """Return the variable behind a Keras variable, which is adopted if need be; any other value as it is.
-
-    Raises:
-        UndiscoveredError: in a trace, where none can be made.
-    """
+def own_variable(value: object) -> Any:
+    """Return the variable behind a Keras variable, which is adopted if need be; any other value as it is."""
     if not is_keras_variable(value):
         return value
     if ours_of(value) is None:
         if frames.is_traced():
-            raise UndiscoveredError([value], scope_mesh())
+            raise UndiscoveredError([value], scope_mesh())  # here none can be made
         adopt(value, scope_mesh() or default_mesh())
     return ours_of(value)
 
 
-def has_strangers(tree: Any) -> bool:
+def has_strangers(tree: PyTree) -> bool:
     """Tell whether there are Keras variables in a tree that are not ours yet."""
     return any(is_keras_variable(leaf) and ours_of(leaf) is None for leaf in jax.tree.leaves(tree, is_leaf=is_variable))
 
@@ -194,10 +194,7 @@ def has_strangers(tree: Any) -> bool:
 class UndiscoveredError(BaseException):
     """A trace has met Keras variables that are not ours yet, and must be started again. Users never see it.
 
-    Attributes:
-        variables: those that it has met.
-        mesh: where they will be.
-        make: makes further ones, outside of the trace, and returns them.
+    `make` makes further ones, outside of the trace, and returns them.
     """
 
     def __init__(self, variables: list[Any], mesh: ReplicaMesh | None, make: Callable[[], list[Any]] = list) -> None:

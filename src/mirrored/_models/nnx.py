@@ -28,19 +28,12 @@ _Path = tuple[Any, ...]
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
 class _StandIn:
-    """What stands for an NNX object in the arguments of a step.
+    """What stands for an NNX object in the arguments of a step; the first one has the structure and arrays of all."""
 
-    Attributes:
-        number: which of the step's different objects it is.
-        graph: the structure of all of them, on the first one only; on the others None.
-        paths: where each array of all of them is; empty on the others.
-        arrays: these arrays.
-    """
-
-    number: int
-    graph: Any
-    paths: tuple[_Path, ...]
-    arrays: tuple[Any, ...]
+    number: int  # of the step's different objects
+    graph: Any = None
+    paths: tuple[_Path, ...] = ()
+    arrays: tuple[Any, ...] = ()
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], Any]:
         keys = [jax.tree_util.GetAttrKey(".".join(map(str, path[1:]))) for path in self.paths]
@@ -52,31 +45,33 @@ class _StandIn:
         return cls(number, graph, paths, tuple(arrays))
 
 
+def _nnx() -> Any:
+    return sys.modules["flax.nnx"]
+
+
 def holds_objects(arguments: PyTree) -> bool:
     """Tell whether there is an NNX object among arguments. Call it when `flax.nnx` has been imported."""
     return any(is_object(leaf) for leaf in jax.tree.leaves(arguments, is_leaf=_is_whole))
 
 
-def is_object(value: Any) -> bool:
+def is_object(value: object) -> bool:
     """Tell whether a value is an NNX module, optimizer, metric or variable. Call it when `flax.nnx` has been imported."""
-    nnx = sys.modules["flax.nnx"]
-    return isinstance(value, nnx.Pytree | nnx.Variable)
+    return isinstance(value, _nnx().Pytree | _nnx().Variable)
 
 
-def variables_of(value: Any) -> Iterator[tuple[_Path, Any]]:
+def variables_of(value: object) -> Iterator[tuple[_Path, Any]]:
     """Yield where each variable of an NNX object is, and its array."""
-    nnx = sys.modules["flax.nnx"]
-    for path, node in nnx.iter_graph(value):
-        if isinstance(node, nnx.Variable):
+    for path, node in _nnx().iter_graph(value):
+        if isinstance(node, _nnx().Variable):
             yield path, node.get_raw_value()
 
 
-def arrays_by_name(value: Any) -> dict[str, Any]:
+def arrays_by_name(value: object) -> dict[str, Any]:
     """Return the arrays of an NNX object by their names, such as `['conv']['kernel']`."""
     return {_name(path): array for path, array in _arrays_of(_take_apart([value])[1]).items()}
 
 
-def set_arrays(value: Any, arrays: Mapping[str, Any]) -> None:
+def set_arrays(value: object, arrays: Mapping[str, Any]) -> None:
     """Give an NNX object new arrays; those that are not named stay."""
     leaves = _take_apart([value])[1]
     _give_back([value], leaves, {path: arrays[_name(path)] for path in leaves if _name(path) in arrays})
@@ -89,31 +84,30 @@ def _name(path: _Path) -> str:
 def _take_apart(objects: list[Any]) -> tuple[Any, dict[_Path, Any]]:
     """Return the structure of NNX objects, and their variables and bare arrays, by their paths."""
     # nnx.split and nnx.to_flat_state leave all the arrays in a reference cycle, a closure that calls itself: a state each step.
-    graph, leaves = sys.modules["flax.nnx"].flatten(objects)
+    graph, leaves = _nnx().flatten(objects)
     return graph, dict(leaves)
 
 
 def _arrays_of(leaves: Mapping[_Path, Any]) -> dict[_Path, Any]:
-    nnx = sys.modules["flax.nnx"]
-    raw = [leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf for leaf in leaves.values()]
-    return dict(zip(leaves, nnx.as_pure(raw), strict=True))
+    raw = [leaf.get_raw_value() if isinstance(leaf, _nnx().Variable) else leaf for leaf in leaves.values()]
+    return dict(zip(leaves, _nnx().as_pure(raw), strict=True))
 
 
 def _give_back(objects: list[Any], leaves: Mapping[_Path, Any], new: Mapping[_Path, Any]) -> None:
     """Give NNX objects new values: directly to variables, which takes a ninth of the time of `nnx.update`."""
-    nnx, others = sys.modules["flax.nnx"], []
+    others = []
     for path, value in new.items():
         leaf = leaves[path]
-        if isinstance(leaf, nnx.Variable) and isinstance(leaf.get_raw_value(), jax.Array | np.ndarray):
+        if isinstance(leaf, _nnx().Variable) and isinstance(leaf.get_raw_value(), jax.Array | np.ndarray):
             leaf.set_raw_value(value)
         else:
             others.append((path, value))
     if others:
-        nnx.update(objects, nnx.from_flat_state(others))
+        _nnx().update(objects, _nnx().from_flat_state(others))
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, sys.modules["flax.nnx"].State) or is_object(value)  # a State is a tree of arrays, as in nnx.jit
+def _is_whole(value: object) -> bool:
+    return isinstance(value, _nnx().State) or is_object(value)  # a State is a tree of arrays, as in nnx.jit
 
 
 def run_with_objects(
@@ -127,11 +121,7 @@ def run_with_objects(
 
     Inside, the step has copies of the objects, as in `nnx.jit`. Values that it changes must be the same on every replica,
     but for metrics, which are added up over the replicas. Random streams differ by replica; BatchNorm layers see the rows of all.
-
-    Args:
-        run: runs a step that has arrays only.
-        mesh: where it runs, when that is known before.
-        function, args, kwargs: the step and its arguments.
+    `run` runs a step that has arrays only.
     """
     leaves, treedef = jax.tree.flatten((tuple(args), kwargs), is_leaf=_is_whole)
     objects = list({id(leaf): leaf for leaf in leaves if is_object(leaf)}.values())
@@ -140,7 +130,7 @@ def run_with_objects(
     placed = _placed(mesh, given)
     numbers = {id(each): number for number, each in enumerate(objects)}
     first = iter([(graph, tuple(placed), tuple(placed.values()))])
-    stand_ins = [_StandIn(numbers[id(leaf)], *next(first, (None, (), ()))) if is_object(leaf) else leaf for leaf in leaves]
+    stand_ins = [_StandIn(numbers[id(leaf)], *next(first, ())) if is_object(leaf) else leaf for leaf in leaves]
     new_args, new_kwargs = jax.tree.unflatten(treedef, stand_ins)
     result, changed = run(_on_arrays(function), new_args, new_kwargs)
     moved = {path: array for path, array in placed.items() if array is not given[path]}
@@ -161,11 +151,10 @@ def _on_arrays(function: Callable[..., Any]) -> Callable[..., Any]:
     """Make a step of stand-ins that returns `function`'s result and the arrays that the objects have got, by their paths."""
 
     @functools.wraps(function)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        nnx = sys.modules["flax.nnx"]
+    def step(*args: object, **kwargs: object) -> Any:
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=lambda leaf: isinstance(leaf, _StandIn))
         [all_of_them] = [leaf for leaf in leaves if isinstance(leaf, _StandIn) and leaf.graph is not None]
-        objects = nnx.unflatten(all_of_them.graph, list(all_of_them.arrays))
+        objects = _nnx().unflatten(all_of_them.graph, list(all_of_them.arrays))
         replica = current_replica()
         keys, norms = (_make_own(objects, replica), _normalize_together(objects)) if replica else ([], [])
         _, by_path = _take_apart(objects)
@@ -199,8 +188,7 @@ def _make_own(objects: list[Any], replica: ReplicaContext) -> list[tuple[Any, ja
 
     Returns the keys of the streams as they were, which they are to have again.
     """
-    nnx = sys.modules["flax.nnx"]
-    keys = [(node, node.get_value()) for _, node in nnx.iter_graph(objects) if isinstance(node, nnx.RngKey)]
+    keys = [(node, node.get_value()) for node in _nodes(objects, _nnx().RngKey)]
     for node, key in keys:
         node.set_value(replica.rng(key))
     for state in (state for metric in _metrics_of(objects) for state in _states_of(metric)):
@@ -211,8 +199,7 @@ def _make_own(objects: list[Any], replica: ReplicaContext) -> list[tuple[Any, ja
 
 def _normalize_together(objects: list[Any]) -> list[Any]:
     """Let BatchNorm layers without an axis name see the rows of all replicas, and return them."""
-    nnx = sys.modules["flax.nnx"]
-    norms = [node for _, node in nnx.iter_graph(objects) if isinstance(node, nnx.BatchNorm) and node.axis_name is None]
+    norms = [norm for norm in _nodes(objects, _nnx().BatchNorm) if norm.axis_name is None]
     for norm in norms:
         norm.axis_name = REPLICA_AXIS
     return norms
@@ -220,24 +207,26 @@ def _normalize_together(objects: list[Any]) -> list[Any]:
 
 def _metrics_of(objects: list[Any]) -> list[Any]:
     """Return the metrics whose states of several replicas can be combined."""
-    nnx = sys.modules["flax.nnx"]
-    return [node for _, node in nnx.iter_graph(objects) if isinstance(node, nnx.metrics.Average | nnx.metrics.Welford)]
+    return _nodes(objects, _nnx().metrics.Average | _nnx().metrics.Welford)
+
+
+def _nodes(objects: list[Any], kind: Any) -> list[Any]:
+    return [node for _, node in _nnx().iter_graph(objects) if isinstance(node, kind)]
 
 
 def _states_of(metric: Any) -> list[Any]:
-    return [v for v in vars(metric).values() if isinstance(v, sys.modules["flax.nnx"].metrics.MetricState)]
+    return [v for v in vars(metric).values() if isinstance(v, _nnx().metrics.MetricState)]
 
 
 def _combine_metrics(objects: list[Any], replica: ReplicaContext, is_changed: Callable[[Any], bool]) -> None:
     """Make what the replicas have added to the metrics one value for all."""
-    nnx = sys.modules["flax.nnx"]
     sum_over_replicas = functools.partial(replica.all_reduce, ReduceOp.SUM)
     metrics = [metric for metric in _metrics_of(objects) if any(map(is_changed, _states_of(metric)))]
-    averages = [state for metric in metrics if isinstance(metric, nnx.metrics.Average) for state in _states_of(metric)]
+    averages = [state for metric in metrics if isinstance(metric, _nnx().metrics.Average) for state in _states_of(metric)]
     for state, value in zip(averages, sum_over_replicas([state.get_value() for state in averages]), strict=True):
         state.set_value(value)
     for metric in metrics:
-        if isinstance(metric, nnx.metrics.Welford):
+        if isinstance(metric, _nnx().metrics.Welford):
             _combine_welford(metric, sum_over_replicas)
 
 
@@ -255,7 +244,7 @@ def _combine_welford(metric: Any, sum_over_replicas: Callable[[Any], Any]) -> No
     metric.m2.set_value(sum_over_replicas(m2 + count * (mean - new_mean) ** 2))
 
 
-def _marked(objects: list[Any], path: _Path, value: Any, where: str) -> Any:
+def _marked(objects: list[Any], path: _Path, value: PyTree, where: str) -> PyTree:
     """Mark a value that an object has got, so that the step is refused when it differs by replica."""
     name = ".".join([type(objects[path[0]]).__name__, *map(str, path[1:])])
     return jax.tree.map(lambda array: mark(array, Mark(Purpose.STATE, name, where)), value)

@@ -6,11 +6,14 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import _process
 from .._jax import user_code
 from . import equinox, keras_fit, keras_layers, keras_parts, keras_variables
+
+if TYPE_CHECKING:
+    import keras
 
 
 def table() -> Iterator[tuple[type, str, Callable[..., Any]]]:
@@ -36,7 +39,7 @@ def table() -> Iterator[tuple[type, str, Callable[..., Any]]]:
         yield keras.Model, name, method
 
 
-def _init_model(old: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
+def _init_model(old: Callable[..., None], model: keras.Model, *args: object, **kwargs: object) -> None:
     """Make a model; one that is made in a scope knows its strategy after the scope, too."""
     if (mesh := keras_variables.scope_mesh()) is not None:
         _process.keras_models[model] = mesh
@@ -44,7 +47,7 @@ def _init_model(old: Callable[..., None], model: Any, *args: Any, **kwargs: Any)
     old(model, *args, **kwargs)
 
 
-def _make_function(old: Callable[..., Any], model: Any, force: bool = False) -> Callable[..., Any] | None:
+def _make_function(old: Callable[..., Any], model: keras.Model, force: bool = False) -> Callable[..., Any] | None:
     function = keras_fit.make_function(old, model, force)
     if model in _process.keras_models:  # one that was made elsewhere, and is the strategy's from now on
         _know(model)
@@ -59,14 +62,14 @@ _OF_MODELS = {
 }
 
 
-def _know(model: Any) -> None:
+def _know(model: keras.Model) -> None:
     """Give one model methods that put the table in place while they run: it is trained after the scope, too."""
     for name in _OF_MODELS:
         own = functools.partial(_call_in_place, model, name)
-        vars(model).setdefault(name, functools.update_wrapper(own, getattr(model, name)))
+        model.__dict__.setdefault(name, functools.update_wrapper(own, getattr(model, name)))
 
 
-def _call_in_place(model: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+def _call_in_place(model: keras.Model, name: str, *args: object, **kwargs: object) -> Any:
     with in_place():
         return getattr(type(model), name)(model, *args, **kwargs)
 
@@ -93,7 +96,7 @@ def _replace(owner: type, name: str, method: Callable[..., Any]) -> tuple[Callab
     old = getattr(owner, name)
 
     @functools.wraps(old)
-    def new(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def new(self: object, *args: object, **kwargs: object) -> Any:
         return method(old, self, *args, **kwargs)
 
     own = vars(owner).get(name)

@@ -295,7 +295,7 @@ def unstacked(array: Any, is_stacked: bool) -> Any:
     return jnp.squeeze(array, 0) if is_stacked else array
 
 
-def replica_frame(strategy: Any, mesh: ReplicaMesh, even: ReplicaAxis, sizes: Any = None, bindings: Any = None) -> Frame:
+def replica_frame(strategy: object, mesh: ReplicaMesh, even: ReplicaAxis, sizes: Any = None, bindings: Any = None) -> Frame:
     """Return the place inside a step; `even` is how a replica reaches the others where the batch divides evenly."""
     axis = dataclasses.replace(even, sizes=sizes)
     return Frame(strategy, mesh, ReplicaContext(strategy, axis), axis, bindings)

@@ -104,7 +104,7 @@ def _is_zero(value: Quantity) -> bool:
 def _dot(node: Operation, operands: Sequence[jax.Array]) -> jax.Array:
     (left, right), (left_batch, right_batch) = node.equation.params["dimension_numbers"]
     if (0, 0) in zip(left, right, strict=True):  # the rows of all replicas lie together: XLA need not transpose them
-        return tracing.bind(node.equation, [merged(operand, 0) for operand in operands])[0]
+        return tracing.bind(node.equation, [_merged(operand, 0) for operand in operands])[0]
     contracted = ((0, *_shifted(left)), (0, *_shifted(right)))
     numbers = (contracted, (_shifted(left_batch), _shifted(right_batch)))
     params = {**node.equation.params, "dimension_numbers": numbers}
@@ -115,11 +115,10 @@ def _convolution(node: Operation, operands: Sequence[jax.Array]) -> jax.Array:
     """Convolve with the replicas as further input features, which are summed over."""
     numbers = node.equation.params["dimension_numbers"]
     features = (numbers.lhs_spec[1], numbers.rhs_spec[1])
-    return tracing.bind(node.equation, list(map(merged, operands, features)))[0]
+    return tracing.bind(node.equation, list(map(_merged, operands, features)))[0]
 
 
-def merged(stack: jax.Array, axis: int) -> jax.Array:
-    """Return an array in which the rows of all replicas lie along an axis of theirs."""
+def _merged(stack: jax.Array, axis: int) -> jax.Array:
     moved = jnp.moveaxis(stack, 0, axis)
     return moved.reshape(*moved.shape[:axis], moved.shape[axis] * moved.shape[axis + 1], *moved.shape[axis + 2 :])
 

@@ -23,7 +23,7 @@ from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh
 from .._replicas.per_replica import PerReplica, of_last_batch
 from .._replicas.spent import Spent, waited
-from .._typing import PyTree
+from .._typing import PyTree, UserFunction
 from .._variables.access import claimed, load, store
 from .._variables.variable import spec_of
 from . import lift, proof, refusals, returned_states, virtual
@@ -56,7 +56,7 @@ class Steps:
         self.programs: Programs[StepProgram] = Programs()
         self.spent = Spent()
 
-    def run(self, strategy: Any, function: Any, args: Sequence[Any], kwargs: Any) -> PyTree:
+    def run(self, strategy: object, function: UserFunction, args: Sequence[Any], kwargs: dict[str, Any]) -> PyTree:
         """Call `function` on every replica: find or make its program, and run it."""
         start, waited_before = time.perf_counter(), waited.devices
         frame = frames.current()
@@ -101,7 +101,7 @@ class Steps:
             spent.python += end - start - (waited.devices - waited_before)
         spent.last = end, waited.input, waited.devices
 
-    def _run_otherwise(self, strategy: Any, program: StepProgram | None, call: Call, coming: Any) -> PyTree:
+    def _run_otherwise(self, strategy: object, program: StepProgram | None, call: Call, coming: Any) -> PyTree:
         """Run a step that is new, traced, eager, or whose arguments are elsewhere.
 
         Args:
@@ -158,7 +158,7 @@ def _run_traced(program: StepProgram, call: Call) -> PyTree:
     return program.rebuild(results)
 
 
-def _run_merged(strategy: Any, frame: Frame, function: Any, args: Sequence[Any], kwargs: Any) -> PyTree:
+def _run_merged(strategy: object, frame: Frame, function: UserFunction, args: Sequence[Any], kwargs: dict[str, Any]) -> PyTree:
     """Run a step from within `merge_call`: every replica is there already, so call it in place."""
     assert frame.axis is not None
     context = ReplicaContext(strategy, frame.axis)

@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 
 from .._errors import ContextError
-from .._jax import interpreter, jaxprs, tracing
+from .._jax import jaxprs, tracing
 from .._jax.interpreter import Evaluation, Interpreter, run_cond, run_scan, run_while
-from .._jax.jaxprs import Equation, Jaxpr
-from .._jax.primitives import DEVICE_RANDOM, HOST_EFFECTS, MAKE_SAME, RANDOM
+from .._jax.jaxprs import ClosedJaxpr, Equation, Jaxpr
+from .._jax.primitives import DEVICE_RANDOM, HOST_EFFECTS, RANDOM
 from .._replicas.mesh import ReplicaMesh
 from .._typing import REPLICA_AXIS
 from . import sink_reductions
@@ -33,9 +33,9 @@ def run_replicas(
     mesh: ReplicaMesh, lifted: Lifted, _: Any, constants: list[Any], inputs: list[Any], is_own: list[bool], ends: list[bool]
 ) -> list[Any]:
     """Run a step for all replicas of a device; `is_own` and `ends` tell which inputs and outputs are the replicas' own."""
-    device = _Device(mesh)
-    outputs = device.run(_jaxpr_of(lifted), constants, inputs, is_own)
-    return [device.as_kind(*output, end) for output, end in zip(outputs, ends, strict=True)]
+    # Known before any loop: what is made inside of one may not be used behind it.
+    numbers = jax.lax.axis_index(mesh.axis) * mesh.per_device + jnp.arange(mesh.per_device, dtype=jnp.int32)
+    return _Device(mesh, numbers).run(_jaxpr_of(lifted), constants, inputs, is_own, ends)
 
 
 def _jaxpr_of(lifted: Lifted) -> Jaxpr:
@@ -50,15 +50,11 @@ class _Device:
     """A device that runs its replicas, inside the program; an array of the replicas' own values has them in its first axis."""
 
     mesh: ReplicaMesh
+    numbers: jax.Array  # of its replicas
 
     @property
     def count(self) -> int:
         return self.mesh.per_device
-
-    @functools.cached_property
-    def numbers(self) -> jax.Array:
-        """The numbers of the device's replicas."""
-        return jax.lax.axis_index(self.mesh.axis) * self.count + jnp.arange(self.count, dtype=jnp.int32)
 
     def as_kind(self, array: Any, is_own: bool, end: bool) -> Any:
         """Return a value as one for each replica, or as one for all: those of the replicas are proven to be the same then."""
@@ -67,9 +63,9 @@ class _Device:
         return jnp.broadcast_to(array, (self.count, *jnp.shape(array))) if end else array[0]
 
     def run(
-        self, jaxpr: Jaxpr, constants: Sequence[Any], arrays: Sequence[Any], is_own: Sequence[bool]
-    ) -> list[tuple[Any, bool]]:
-        """Run a program, and return each output, and whether each replica has its own; `is_own` tells that of the arguments."""
+        self, jaxpr: Jaxpr, constants: Sequence[Any], arrays: Sequence[Any], is_own: Sequence[bool], ends: Sequence[bool]
+    ) -> list[Any]:
+        """Run a program; `is_own` and `ends` tell of which arguments and outputs each replica has its own."""
         values = list(map(Quantity, is_own))
         plan = Agenda(jaxpr, constants, values)
         run = _Course(self, plan, dict(zip(values, arrays, strict=True)))
@@ -79,7 +75,7 @@ class _Device:
             run.own(plan.at(level, Kind.OWN))
             for node in plan.at(level, Kind.MEETING):
                 run.keep(node, run.sums(node) if node.is_sum else run.meet(node))
-        return [(run.read(value), value.is_own) for value in plan.outputs]
+        return [self.as_kind(run.read(value), value.is_own, end) for value, end in zip(plan.outputs, ends, strict=True)]
 
 
 @dataclasses.dataclass
@@ -212,31 +208,27 @@ class _Reunion(Interpreter[Any]):
     ends: list[bool]  # of each result
 
     def over_replicas(self, equation: Equation, values: list[Any]) -> Sequence[Any]:
-        """Run a collective other than a sum."""
-        mesh_axis = self.device.mesh.axis
+        """Run a collective other than a sum: each device has the values of all replicas, and takes what its own would get."""
         stacks = [self.device.as_kind(array, flag, True) for array, flag in zip(values, self.flags, strict=True)]
-        if jaxprs.adds_own_axes(equation):
-            closed, _ = tracing.own_axes_first(equation)
-            sums = jax.vmap(lambda *own: interpreter.evaluate(closed, closed.consts, own))(*stacks)
-            return jax.lax.psum(list(map(sink_reductions.sum_of_rows, sums)), mesh_axis)
-        every = [jax.lax.all_gather(stack, mesh_axis, tiled=True) for stack in stacks]
-        if equation.primitive.name == "all_gather" and not jaxprs.is_over_groups(equation):
-            axis, is_tiled = equation.params["all_gather_dimension"], equation.params["tiled"]
-            return [sink_reductions.merged(stack, axis) if is_tiled else jnp.moveaxis(stack, 0, axis) for stack in every]
-        return _on_all(self.device, equation, every)
+        every = [jax.lax.all_gather(stack, self.device.mesh.axis, tiled=True) for stack in stacks]
+        try:
+            results = jax.vmap(lambda *own: tracing.bind(equation, own), axis_name=REPLICA_AXIS)(*every)
+        except (RuntimeError, ValueError) as error:
+            raise ContextError(
+                f"the collective `{equation.primitive.name}` cannot run with several replicas on a device: {error}. Write it "
+                "with ctx.all_gather or ctx.all_reduce, or give each replica a device: leave num_replicas out."
+            ) from error
+        first, count = self.device.numbers[0], self.device.count
+        of_device = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=count)
+        return [of_device(result) if end else result[0] for result, end in zip(results, self.ends, strict=True)]
 
     def plain(self, equation: Equation, values: list[Any]) -> Sequence[Any]:
         """Nothing else is a meeting: `schedule` has refused it."""
         raise AssertionError(equation.primitive.name)
 
-    def body(self, closed: Any, own: Sequence[bool], ends: Sequence[bool]) -> Callable[..., list[Any]]:
+    def body(self, closed: ClosedJaxpr, own: Sequence[bool], ends: Sequence[bool]) -> Callable[..., list[Any]]:
         """Return a function that runs what is inside a loop or condition: all replicas take the same way through it."""
-
-        def call(*arguments: Any) -> list[Any]:
-            outputs = self.device.run(closed.jaxpr, closed.consts, arguments, own)
-            return [self.device.as_kind(*output, end) for output, end in zip(outputs, ends, strict=True)]
-
-        return call
+        return lambda *arguments: self.device.run(closed.jaxpr, closed.consts, arguments, own, ends)
 
     def fit(self, values: Sequence[Any], flags: Sequence[bool], ends: Sequence[bool]) -> list[Any]:
         return [self.device.as_kind(*value) for value in zip(values, flags, ends, strict=True)]
@@ -264,20 +256,6 @@ class _Reunion(Interpreter[Any]):
         body = self.body(closed, [*flags[:start], *carried, *flags[end:]], ends)
         results = run_scan(equation, [*values[:start], *fit, *rows], body)
         return [*results[:num_carry], *map(_swapped, results[num_carry:], ends[num_carry:])]
-
-
-def _on_all(device: _Device, equation: Equation, every: Sequence[jax.Array]) -> list[Any]:
-    """Run any collective: each device has the values of all replicas, and takes what its own would get."""
-    try:
-        results = jax.vmap(lambda *own: tracing.bind(equation, own), axis_name=REPLICA_AXIS)(*every)
-    except (RuntimeError, ValueError) as error:
-        raise ContextError(
-            f"the collective `{equation.primitive.name}` cannot run with several replicas on a device: {error}. Write it with "
-            "ctx.all_gather or ctx.all_reduce, or give each replica a device: leave num_replicas out."
-        ) from error
-    if equation.primitive.name in MAKE_SAME and not jaxprs.is_over_groups(equation):
-        return [result[0] for result in results]
-    return [jax.lax.dynamic_slice_in_dim(result, device.numbers[0], device.count) for result in results]
 
 
 def _swapped(array: Any, is_own: bool) -> Any:

@@ -41,7 +41,7 @@ class ReplicaContext:
 
     __slots__ = ("_axis", "_knows_id", "_strategy")
 
-    def __init__(self, strategy: Any, axis: ReplicaAxis) -> None:
+    def __init__(self, strategy: object, axis: ReplicaAxis) -> None:
         """Belong to a strategy; users get theirs from `mr.get_replica_context()`."""
         self._strategy = strategy
         self._axis = axis

@@ -203,10 +203,10 @@ uneven_shapes: Callable[[PerReplica], tuple[Shape, ...] | None] = operator.attrg
 
 def require_whole(value: PerReplica, what: Callable[[], str]) -> None:
     """Refuse a PerReplica whose array `jax.tree.map` has changed in its leading axis; `what` begins the message: "reduce got"."""
-    array, shapes = stack_of(value), uneven_shapes(value)
+    array, shapes = stack_of(value), uneven_shapes(value) or ()
     if not getattr(array, "ndim", 0):
         found = "without replicas"
-    elif shapes is not None and not all(_fits(shape, array.shape[1:]) for shape in shapes):
+    elif any(len(shape) != array.ndim - 1 or any(map(operator.gt, shape, array.shape[1:])) for shape in shapes):
         found = f"whose array of shape {array.shape} does not hold the replicas' shapes {', '.join(map(str, shapes))}"
     else:
         return
@@ -215,10 +215,6 @@ def require_whole(value: PerReplica, what: Callable[[], str]) -> None:
         "included. Compute in a step: strategy.run(jnp.sum, args=(value,)). For one number of all: strategy.reduce('sum', "
         "value, axis=0), or axis=None for scalars."
     )
-
-
-def _fits(shape: Shape, padded: Shape) -> bool:
-    return len(shape) == len(padded) and all(size <= room for size, room in zip(shape, padded, strict=True))
 
 
 def stack_shapes(shapes: Sequence[Shape]) -> tuple[Shape, tuple[Shape, ...] | None]:

@@ -124,7 +124,6 @@ def _is_whole(mesh: ReplicaMesh, array: jax.Array) -> bool:
 def _from_chief(
     mesh: ReplicaMesh, arrays: list[Any], positions: list[int], on_difference: OnDifference | None, is_checked_late: bool
 ) -> list[jax.Array]:
-    is_key = [isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jax.dtypes.prng_key) for array in arrays]
     plain = list(map(_without_keys, arrays))
     kinds = tuple((tuple(array.shape), jax.dtypes.canonicalize_dtype(array.dtype)) for array in plain)
     hosts = [np.asarray(array).astype(dtype, copy=False) for array, (_, dtype) in zip(plain, kinds, strict=True)]
@@ -137,8 +136,8 @@ def _from_chief(
         in_flight.finish()
     with jax.ensure_compile_time_eval():
         return [
-            jax.random.wrap_key_data(value, impl=jax.random.key_impl(array)) if key else value
-            for value, array, key in zip(values, arrays, is_key, strict=True)
+            jax.random.wrap_key_data(value, impl=jax.random.key_impl(array)) if array is not data else value
+            for value, array, data in zip(values, arrays, plain, strict=True)
         ]
 
 

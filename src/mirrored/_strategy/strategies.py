@@ -137,7 +137,9 @@ class MultiWorkerMirroredStrategy(Strategy):
         super().__init__(mesh, bytes_per_pack=options.bytes_per_pack, ops=accumulating(ops, mesh))
         if joined is not None:
             self._coordination = joined.coordination
-            self._meet()
+            # All workers use a collective together at once: the first one of a set of devices waits for 30 s only.
+            self._coordination.barrier("MultiWorkerMirroredStrategy")
+            placement.mirror(mesh, [np.zeros((), np.int32)])[0].block_until_ready()
 
     def _join(self, cluster: ClusterResolver | None, options: CommunicationOptions) -> Runtime | None:
         if runtime.current() is None and runtime.is_connected():
@@ -146,11 +148,6 @@ class MultiWorkerMirroredStrategy(Strategy):
         self._cluster, sentence = resolvers.discover(cluster)
         _logger.info("cluster: %s", sentence)
         return runtime.start(self._cluster, options)
-
-    def _meet(self) -> None:
-        """Let all workers use a collective together at once: the first one of a set of devices waits for 30 s only."""
-        self._coordination.barrier("MultiWorkerMirroredStrategy")
-        placement.mirror(self._mesh, [np.zeros((), np.int32)])[0].block_until_ready()
 
 
 def _renamed(old_name: str, old: T | None, new_name: str, new: T | None, right: str = "") -> T | None:

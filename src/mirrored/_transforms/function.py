@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
+import jax
 from jax.sharding import Mesh, NamedSharding
 
 from .._errors import StrategyMismatchError
@@ -25,8 +26,8 @@ from .._replicas.mesh import ReplicaMesh, default_mesh
 from .._replicas.per_replica import PerReplica, of_last_batch
 from .._replicas.placement import check_later
 from .._text import shown
-from .._typing import PyTree, Shape, UserFunction
-from .._variables.variable import Variable, spec_of
+from .._typing import PyTree, UserFunction
+from .._variables.variable import spec_of
 
 P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
@@ -128,12 +129,9 @@ class FunctionProgram(Program):
     """The program of a cross-replica function."""
 
     def run(self, arrays: list[Any]) -> PyTree:
-        return self.lifted.plan.rebuild(list(self._wrapped(self.execute(arrays))))
-
-    def _wrapped(self, results: Sequence[Any]) -> Iterator[Any]:
         plan = self.lifted.plan
-        for array, shapes, is_stacked in zip(results, plan.shapes, plan.stacked, strict=True):
-            yield PerReplica(array, shapes) if is_stacked else array
+        results = zip(self.execute(arrays), plan.shapes, plan.stacked, strict=True)
+        return plan.rebuild([PerReplica(array, shapes) if is_stacked else array for array, shapes, is_stacked in results])
 
 
 def _make(call: Call, frame: Frame) -> FunctionProgram:
@@ -142,7 +140,8 @@ def _make(call: Call, frame: Frame) -> FunctionProgram:
         leaf.aval(array.shape if leaf.is_per_replica else leaf.shape) for leaf, array in zip(leaves, call.arrays, strict=True)
     ]
     try:
-        lifted = lift.trace(lambda arrays: call.apply(arrays, _rewrapped), avals, frame, _global_shape, call.function).lifted()
+        stored_shape = lambda variable: spec_of(variable).stored_shape  # noqa: E731
+        lifted = lift.trace(lambda arrays: call.apply(arrays, _rewrapped), avals, frame, stored_shape, call.function).lifted()
     except Exception as error:
         scalar_args.explain(error, call)
         mistakes.explain(error)
@@ -164,12 +163,8 @@ def _pure(lifted: Lifted, mesh: ReplicaMesh, written: Any, read_only: Any, array
     return outputs[: lifted.num_results], outputs[lifted.num_results :], witness
 
 
-def _rewrapped(leaf: ArrayLeaf, array: Any) -> Any:
+def _rewrapped(leaf: ArrayLeaf, array: jax.Array) -> PerReplica | jax.Array:
     return PerReplica(array, leaf.shapes) if leaf.is_per_replica else array
-
-
-def _global_shape(variable: Variable) -> Shape:
-    return spec_of(variable).stored_shape
 
 
 def _mesh_of(frame: Frame, lifted: Lifted, call: Call) -> ReplicaMesh:

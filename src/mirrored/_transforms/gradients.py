@@ -99,7 +99,7 @@ def value_and_grad(fn: UserFunction, variables: PyTree, has_aux: bool = False) -
     known = None if is_later else check()
 
     @user_code.shorten_errors
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args: object, **kwargs: object) -> Any:
         if known is None and not jax.tree.leaves(variables):
             keras.build_by(lambda: fn(*args, **kwargs))
         leaves, treedef = known or check()
@@ -175,7 +175,7 @@ def _refuse_copies(variables: list[Variable]) -> None:
             )
 
 
-def _split(result: Any, has_aux: bool) -> tuple[Any, Any]:
+def _split(result: object, has_aux: bool) -> tuple[Any, Any]:
     if not has_aux:
         return result, None
     if not isinstance(result, tuple) or len(result) != 2:
@@ -184,7 +184,7 @@ def _split(result: Any, has_aux: bool) -> tuple[Any, Any]:
     return result
 
 
-def _one_number(loss: Any) -> jax.Array:
+def _one_number(loss: object) -> jax.Array:
     """Return the loss that is differentiated: of losses of examples, their mean over the global batch, or the replica's share."""
     if isinstance(loss, tuple):
         raise TypeError("the function returned a tuple; pass has_aux=True when it returns (loss, aux).")

@@ -163,7 +163,7 @@ def _fori_loop(fn: UserFunction, lower: int | jax.Array, upper: int | jax.Array,
 
 
 def _carry_written(run: Callable[..., Any], bodies: list[UserFunction], *arguments: PyTree) -> Any:
-    """Return the result of control flow that also carries the variables its bodies write, found by one more trace of each."""
+    """Return the result of control flow that also carries the variables that its bodies write, which one more trace finds."""
     outer = outer_reader()
     written: dict[Variable, str] = {}
 

@@ -41,7 +41,7 @@ def copied(variables: Sequence[Variable]) -> list[jax.Array]:
 
 def load(variable: Variable) -> jax.Array:
     """Return what is stored, or what stands for it in the current trace."""
-    return variable._use_stored(frames.current(), lambda stored: stored)
+    return variable._load(frames.current())
 
 
 def store(variable: Variable, array: jax.Array) -> None:

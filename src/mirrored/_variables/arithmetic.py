@@ -24,7 +24,7 @@ def add_operators(kind: Any) -> None:
         setattr(kind, f"__i{name}__", functools.partialmethod(_refuse_in_place, symbol))
 
 
-def _refuse_in_place(variable: Any, symbol: str, other: Any) -> NoReturn:
+def _refuse_in_place(variable: Any, symbol: str, other: object) -> NoReturn:
     line = {"+": "variable.assign_add(x)", "-": "variable.assign_sub(x)"}.get(symbol, f"variable.assign(variable {symbol} x)")
     raise TypeError(
         f"`{symbol}=` on variable {variable.name!r} would put a new array in its place. Write {line}; or y = variable {symbol} x "

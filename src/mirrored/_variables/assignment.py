@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ from .._replicas.collectives import ReplicaAxis
 from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh
 from .._replicas.per_replica import PerReplica, require_whole, stack_of
-from .spec import VariableSpec
+from .spec import Given, VariableSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,9 +27,6 @@ class Assignment:
     """A value that is given to a variable.
 
     Attributes:
-        spec: what the variable is.
-        method: the user's verb: `assign`, `assign_add` or `assign_sub`.
-        operand: what the user gave.
         combine: makes the new value of the old one and the operand; None: the operand is the new value.
         load: returns what is stored: one copy inside a step, else the mirrored array or the stack of copies.
         read: returns the one value.
@@ -38,7 +34,7 @@ class Assignment:
 
     spec: VariableSpec
     method: str
-    operand: Any
+    operand: Given
     combine: Callable[..., jax.Array] | None
     load: Callable[[], jax.Array]
     read: Callable[[], jax.Array]
@@ -103,7 +99,7 @@ class Assignment:
         check_per_replica(self.spec, self.method, operand)
         return self._cast(stack_of(operand))
 
-    def _copies(self, distribute: Any, value: jax.Array, axis: ReplicaAxis | None) -> jax.Array:
+    def _copies(self, distribute: Callable[..., jax.Array], value: jax.Array, axis: ReplicaAxis | None) -> jax.Array:
         """Make the stack of copies (or, in `merge_call`, this replica's copy) from one value."""
         if axis is not None:
             return _own(distribute(value, axis.size), axis)

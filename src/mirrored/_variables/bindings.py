@@ -23,16 +23,11 @@ ResultT = TypeVar("ResultT")
 
 
 class Bindings:
-    """The values that stand for variables while a function is traced.
+    """The values that stand for variables while a function is traced; `fallback` reads those of others.
 
     Args:
-        values: what stands for some variables.
-        fallback: reads the others.
         renew: starts a new set of JAX's inner caches, see `tracing.separate_caches`. None: JAX's caches are
             shared with other code, so a variable may not be read inside an inner jit or scan.
-
-    Attributes:
-        written: the variables that were written, in order, each with the user's line of its last write.
     """
 
     def __init__(self, values: Mapping[Variable, jax.Array], fallback: Fallback, renew: Callable[[], None] | None) -> None:
@@ -41,7 +36,7 @@ class Bindings:
         self._trace_state = tracing.trace_state()
         self._was_read_deeper = False
         self._renew = renew
-        self.written: dict[Variable, str] = {}
+        self.written: dict[Variable, str] = {}  # in order, each with the user's line of its last write
 
     def read(self, variable: Variable) -> jax.Array:
         if not self._was_read_deeper and tracing.trace_state() != self._trace_state:
@@ -99,7 +94,6 @@ def bound(
     """Bind variables on top of whatever binds them now: the inside of a loop body or a differentiated function.
 
     Args:
-        values: what stands for some variables.
         outer: reads the others; `outer_reader()` of the place where the loop was called. Default: of this place.
         caches: see `with_few_compilations`. Default: those of this place.
     """

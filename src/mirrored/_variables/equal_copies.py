@@ -38,19 +38,12 @@ _watches_lock = threading.Lock()  # threads may compile and run programs at the 
 
 
 class CopiesCompared(NamedTuple):
-    """A comparison of copies that has ended.
+    """A comparison of copies that has ended."""
 
-    Attributes:
-        ended: when, in seconds since 1970.
-        seconds: how long it took.
-        num_variables: how many variables were compared.
-        difference: the message of what differs; "" when all copies are equal.
-    """
-
-    ended: float
+    ended: float  # in seconds since 1970
     seconds: float
     num_variables: int
-    difference: str
+    difference: str  # the message; "" when all copies are equal
 
 
 #: The last comparison on each strategy's devices, for those who look at the run.
@@ -60,13 +53,8 @@ last_comparisons: dict[ReplicaMesh, CopiesCompared] = {}
 def check(mesh: ReplicaMesh, variables: Sequence[Variable], every: int = 0) -> int:
     """Compare the checksums of all copies of mirrored variables; with several workers, all call this together.
 
-    Garbage is collected at other times on other workers, so what is compared is what all of them still have.
-
-    Args:
-        every: after how many runs this worker would like to compare again.
-
-    Returns:
-        what worker 0 gave as `every`.
+    Garbage is collected at other times on other workers, so what is compared is what all of them still have. Returns what
+    worker 0 gave as `every`, the number of runs after which it would like to compare again.
 
     Raises:
         ProgramMismatchError: on every worker, when they have not taken the same number of batches, or run the same programs.
@@ -167,12 +155,7 @@ class Watch:
             _watches.add(self)
 
     def look(self) -> None:
-        """Compare, and find out when to do it again.
-
-        Raises:
-            ProgramMismatchError: see `check`.
-            ReplicasDivergeError: when copies differ.
-        """
+        """Compare by `check`, and find out when to do it again."""
         due, self.next = self.next, self.next + self.every  # so that other threads do not compare as well
         try:
             with lent(self._variables.alive()) as arrays:
@@ -201,8 +184,7 @@ class Watch:
 def watch(mesh: ReplicaMesh, variables: Sequence[Variable]) -> Watch | None:
     """Return what watches the copies of the mirrored ones among variables; None when there is nothing to compare.
 
-    Those that a program only reads too: a copy that differs makes its results wrong. With several workers also a program without
-    variables, because of what else is compared.
+    With several workers also a program without variables is watched, because of what else is compared.
     """
     mirrored = [variable for variable in variables if not spec_of(variable).is_on_read]
     return Watch(mesh, mirrored) if not mesh.is_alone or (mirrored and len(mesh.devices) > 1) else None

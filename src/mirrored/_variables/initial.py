@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from .._errors import ContextError, PerReplicaError
 from .._jax import tracing, user_code
 from .._libraries import lines_for
-from .._options import VariableAggregation, VariableSynchronization
+from .._options import SynchronizationName, VariableAggregation, VariableSynchronization
 from .._replicas import frames
 from .._replicas.arrays import converted_number, host_array, strong
 from .._replicas.mesh import ReplicaMesh, default_mesh
@@ -22,7 +22,7 @@ from .tree import is_tree
 _numbers = itertools.count()
 
 
-def check_name(name: Any) -> str:
+def check_name(name: object) -> str:
     if name is None:
         return f"variable_{next(_numbers)}"
     if not isinstance(name, str) or not name:
@@ -30,7 +30,7 @@ def check_name(name: Any) -> str:
     return name
 
 
-def takes_each_value(synchronization: Any, name: str) -> bool:
+def takes_each_value(synchronization: VariableSynchronization | SynchronizationName, name: str) -> bool:
     """Tell whether the variable is sync-on-read."""
     mode = VariableSynchronization.parse(synchronization, "synchronization")
     if mode is VariableSynchronization.NONE:
@@ -41,7 +41,7 @@ def takes_each_value(synchronization: Any, name: str) -> bool:
     return mode is VariableSynchronization.ON_READ
 
 
-def check_aggregated_dtype(aggregation: VariableAggregation, dtype: Any, name: str) -> None:
+def check_aggregated_dtype(aggregation: VariableAggregation, dtype: DTypeLike, name: str) -> None:
     if jnp.issubdtype(dtype, jax.dtypes.extended) and aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN):
         raise ValueError(
             f"variable {name!r} has dtype {dtype} and aggregation {aggregation.name}, but random keys cannot be added. Use "
@@ -68,7 +68,7 @@ def _created_in_trace_message(name: str) -> str:
     )
 
 
-def initial_array(value: Any, dtype: Any, name: str) -> jax.Array | np.ndarray:
+def initial_array(value: object, dtype: DTypeLike | None, name: str) -> jax.Array | np.ndarray:
     if isinstance(value, PerReplica):
         raise PerReplicaError(
             f"variable {name!r}: the initial value is a PerReplica, one value per replica; expected one value. Reduce it "

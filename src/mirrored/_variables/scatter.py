@@ -16,7 +16,7 @@ from .._replicas import frames
 from .._replicas.arrays import cast, host_array
 from .._replicas.per_replica import PerReplica
 from . import storage
-from .spec import VariableSpec
+from .spec import Given, VariableSpec
 
 #: Operations of `x.at[...]` that are the same as another one with a whole array, to which an aggregation applies.
 _WHOLE = {"add": jnp.add, "subtract": jnp.subtract}
@@ -30,7 +30,7 @@ class ScatterMethods:
     _spec: VariableSpec
     _slot: Any
 
-    def scatter_update(self, indices: Any, updates: Any) -> Self:
+    def scatter_update(self, indices: Given, updates: Given) -> Self:
         """Set the rows at `indices`, and return the variable.
 
         The same as `variable.assign(variable.value.at[indices].set(updates))`, and so are `scatter_min`, `scatter_max`,
@@ -58,7 +58,7 @@ class ScatterMethods:
         """
         return self._scatter("scatter_update", "set", indices, updates)
 
-    def scatter_add(self, indices: Any, updates: Any) -> Self:
+    def scatter_add(self, indices: Given, updates: Given) -> Self:
         """Add to the rows at `indices`, and return the variable; an aggregation applies to what is added. See `scatter_update`.
 
         >>> with strategy.scope():
@@ -70,28 +70,28 @@ class ScatterMethods:
         """
         return self._scatter("scatter_add", "add", indices, updates)
 
-    def scatter_sub(self, indices: Any, updates: Any) -> Self:
+    def scatter_sub(self, indices: Given, updates: Given) -> Self:
         """Subtract from the rows at `indices`, and return the variable; see `scatter_add`."""
         return self._scatter("scatter_sub", "subtract", indices, updates)
 
-    def scatter_mul(self, indices: Any, updates: Any) -> Self:
+    def scatter_mul(self, indices: Given, updates: Given) -> Self:
         """Multiply the rows at `indices`, and return the variable; see `scatter_update`."""
         return self._scatter("scatter_mul", "multiply", indices, updates)
 
-    def scatter_div(self, indices: Any, updates: Any) -> Self:
+    def scatter_div(self, indices: Given, updates: Given) -> Self:
         """Divide the rows at `indices`, and return the variable; see `scatter_update`."""
         return self._scatter("scatter_div", "divide", indices, updates)
 
-    def scatter_min(self, indices: Any, updates: Any) -> Self:
+    def scatter_min(self, indices: Given, updates: Given) -> Self:
         """Take the smaller of each row at `indices` and its update, and return the variable; see `scatter_update`."""
         return self._scatter("scatter_min", "min", indices, updates)
 
-    def scatter_max(self, indices: Any, updates: Any) -> Self:
+    def scatter_max(self, indices: Given, updates: Given) -> Self:
         """Take the larger of each row at `indices` and its update, and return the variable; see `scatter_update`."""
         return self._scatter("scatter_max", "max", indices, updates)
 
     @user_code.shorten_errors
-    def _scatter(self, method: str, operation: str, indices: Any, updates: Any) -> Self:
+    def _scatter(self, method: str, operation: str, indices: Given, updates: Given) -> Self:
         spec, frame = self._spec, frames.current()
         in_replica = frame is not None and frame.replica is not None
         rows, new = _checked(spec, method, indices, updates)
@@ -105,7 +105,7 @@ class ScatterMethods:
                 f"mr.get_replica_context(); variable.{method}(ctx.all_gather(indices, 0), ctx.all_gather(updates, 0))."
             )
 
-        def scattered(old: Any) -> jax.Array:
+        def scattered(old: jax.Array) -> jax.Array:
             if not (spec.mesh.is_alone or frames.is_traced()):
                 old = jnp.asarray(np.asarray(old))  # each worker computes; what the chief has is taken, and compared
             return getattr(old.at[rows], operation)(new)
@@ -118,11 +118,11 @@ class ScatterMethods:
     def _use(self, use: Callable[[jax.Array], jax.Array]) -> jax.Array:
         raise AssertionError
 
-    def _write(self, method: str, operand: Any, combine: Any) -> Self:
+    def _write(self, method: str, operand: Given, combine: Callable[..., jax.Array] | None) -> Self:
         raise AssertionError
 
 
-def _checked(spec: VariableSpec, method: str, indices: Any, updates: Any) -> tuple[Any, Any]:
+def _checked(spec: VariableSpec, method: str, indices: Given, updates: Given) -> tuple[Any, Any]:
     """Return indices and updates as arrays that fit the variable."""
     what = f"{method} to variable {spec.name!r}"
     if not spec.shape:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from .._typing import Shape
 from .access import store
 from .assignment import Assignment, placed
 from .initial import creation_mesh, initial_array
+from .spec import Given
 from .variable import Variable, flatten, note_use, unflatten
 
 
@@ -24,15 +25,11 @@ class ShardedVariable(Variable):
 
     It is read and assigned as a whole: inside a step a read brings the parts together, by a collective, and an assignment
     keeps this replica's part of a value that is the same on every replica. `access.load` and `access.store` are for parts.
-
-    Args:
-        value: the first value, an array that is the same on every replica.
-        name: for messages and checkpoints.
     """
 
     __slots__ = ("_whole_shape",)
 
-    def __init__(self, value: Any, *, name: str) -> None:
+    def __init__(self, value: jax.Array, *, name: str) -> None:
         mesh = creation_mesh(name)
         whole = placed(initial_array(value, None, name), mesh)
         self._whole_shape: Shape = tuple(whole.shape)
@@ -58,12 +55,9 @@ class ShardedVariable(Variable):
         mirrored = self._spec.mesh.mirrored
         return cross_replica.compiled(parts.join_parts, mirrored, self._whole_shape, mirrored)(stored)
 
-    def _new_value(self, frame: Frame | None, method: str, operand: Any, combine: Callable[..., jax.Array] | None) -> jax.Array:
+    def _new_value(self, frame: Frame | None, method: str, operand: Given, combine: Callable[..., jax.Array] | None) -> jax.Array:
         spec = dataclasses.replace(self._spec, shape=self._whole_shape, is_on_read=False)
-
-        def read() -> jax.Array:
-            return self._value_of(frame, self._load(frame))
-
+        read = lambda: self._value_of(frame, self._load(frame))  # noqa: E731
         whole = Assignment(spec, method, operand, combine, read, read).new_value(frame)
         if frame is not None and frame.axis is not None:
             return parts.own_part(whole, frame.axis)
@@ -71,7 +65,7 @@ class ShardedVariable(Variable):
             whole = placed(whole, spec.mesh)
         return cross_replica.compiled(parts.split_parts, spec.mesh.stacked, spec.mesh.num_replicas)(whole)
 
-    def _scatter(self, method: str, operation: str, indices: Any, updates: Any) -> NoReturn:
+    def _scatter(self, method: str, operation: str, indices: Given, updates: Given) -> NoReturn:
         raise TypeError(
             f"{method} to variable {self.name!r}, of which each replica holds a part: rows of it are not written. Assign "
             "the whole value: variable.assign(variable.value.at[indices].set(updates))."

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from .._options import VariableAggregation
 from .._replicas.mesh import ReplicaMesh
-from .._typing import Shape
+from .._replicas.per_replica import PerReplica
+from .._typing import ArrayLike, Shape
+
+#: What users give as an array, or as one for each replica.
+Given: TypeAlias = ArrayLike | Sequence[Any] | PerReplica
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VariableSpec:
-    """The facts of a variable, which no assignment changes.
+    """The facts of a variable, which no assignment changes; shape and dtype are those of one copy.
 
     Attributes:
-        name: for messages and checkpoints.
-        shape, dtype: of one copy.
-        mesh: the replicas that have a copy.
         number: how many were created on these replicas before; the same on every worker.
         is_on_read: whether each replica has its own value, which is aggregated when it is read outside a step.
-        aggregation: how the replicas' values become one.
-        trainable: a hint for optimizers.
     """
 
     name: str

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from .._errors import VariableLostError
 from .._replicas.frames import Frame
+from .._typing import PyTree
 from .._workers.joint_programs import Announced
 from . import turns
 
@@ -32,7 +33,7 @@ class Home:
     Attributes:
         arrays: the arrays, by place.
         taken: the places whose arrays somebody else may hold, so that they are copied before they are overwritten.
-        lent: the same for those who give them back, and how many of them there are.
+        lent: index -> number of readers that borrow the array.
         is_whole: whether all the variables that the program overwrites are here.
     """
 
@@ -46,12 +47,7 @@ class Home:
 
 
 class Slot:
-    """What a variable has of its array. A program holds the slots of its variables, and so keeps no variable alive.
-
-    Attributes:
-        place: the home, and the index in it.
-        name: the variable's, for messages.
-    """
+    """The place of a variable's array, and its name. A program holds the slots of its variables, and so keeps none alive."""
 
     __slots__ = ("name", "place")
 
@@ -65,7 +61,7 @@ class Slot:
         return home.arrays[index]
 
     @array.setter
-    def array(self, array: Any) -> None:
+    def array(self, array: jax.Array | Lost | None) -> None:
         home, index = self.place
         home.arrays[index] = array
 
@@ -76,11 +72,7 @@ class Slot:
 
 
 class WeakVariables:
-    """Variables of a program, which must not keep a model alive that everybody else has dropped.
-
-    Attributes:
-        slots: where their arrays are; a slot does not know its variable.
-    """
+    """Variables of a program, which must not keep a model alive that everybody else has dropped, and their slots."""
 
     __slots__ = ("_references", "slots")
 
@@ -132,11 +124,7 @@ def claimed(slots: Sequence[Slot], frame: Frame | None) -> contextlib.AbstractCo
 
 @contextlib.contextmanager
 def lent(slots: Sequence[Slot]) -> Iterator[list[jax.Array]]:
-    """Give the arrays of slots, which nobody overwrites inside this block; all are of one moment between two steps.
-
-    Raises:
-        VariableLostError: for one whose array was lost.
-    """
+    """Give the arrays of slots, which nobody overwrites inside this block; all are of one moment between two steps."""
     places: list[tuple[Home, int]] = []
     arrays: list[Any] = []
     try:
@@ -159,7 +147,7 @@ def lent(slots: Sequence[Slot]) -> Iterator[list[jax.Array]]:
                     del home.lent[index]
 
 
-def overwrite(compiled: Callable[..., Any], home: Home, slots: Sequence[Slot], read_only: Sequence[Slot], *others: Any) -> Any:
+def overwrite(compiled: Callable[..., Any], home: Home, slots: Sequence[Slot], read_only: Sequence[Slot], *others: PyTree) -> Any:
     """Call a program that is given the arrays of variables to overwrite, and keep the new ones it returns.
 
     The call and the assignments happen inside one C function, because a Ctrl-C between the program's start, which
@@ -169,10 +157,7 @@ def overwrite(compiled: Callable[..., Any], home: Home, slots: Sequence[Slot], r
 
     Args:
         compiled: takes `(arrays, read-only arrays, *others)`, donates `arrays`, and returns `(results, new arrays, ...)`.
-        home: the home of the variables that it overwrites.
-        slots: of these variables.
-        read_only: of those that it reads.
-        others: its other arguments.
+        home, slots: of the variables that it overwrites.
     """
     try:
         with turns.lock:
@@ -199,7 +184,7 @@ def overwrite(compiled: Callable[..., Any], home: Home, slots: Sequence[Slot], r
 
 
 def overwrite_when_done(
-    compiled: Callable[..., Any], home: Home, slots: Sequence[Slot], read_only: Sequence[Slot], *others: Any
+    compiled: Callable[..., Any], home: Home, slots: Sequence[Slot], read_only: Sequence[Slot], *others: PyTree
 ) -> Any:
     """Do the same with a program that donates nothing, and that has ended when it returns: if it fails, nothing has changed.
 
@@ -257,11 +242,7 @@ def _copy(arrays: list[jax.Array]) -> list[jax.Array]:
 
 
 def _note_lost(error: BaseException, slots: Sequence[Slot], read_only: Sequence[Slot]) -> None:
-    """Note which arrays a program has taken with it, and say so beside its error.
-
-    Raises:
-        VariableLostError: when they were lost before.
-    """
+    """Note which arrays a program has taken with it, and say so beside its error; refuse what was lost before."""
     with turns.lock:
         arrays = arrays_of(slots)
         refuse_lost([*arrays, *arrays_of(read_only)])

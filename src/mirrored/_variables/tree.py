@@ -91,10 +91,6 @@ class VariableTree:
                 variable._store(frame, array)
         return self
 
-    def _is_made_of(self, leaves: Sequence[Any]) -> bool:
-        """Tell whether these are its own variables."""
-        return len(leaves) == len(self._variables) and all(map(operator.is_, leaves, self._variables))
-
     def _checked(self, value: PyTree) -> list[Any]:
         leaves, treedef = jax.tree_util.tree_flatten_with_path(_with_values(value), is_leaf=is_wrapped)
         if treedef != self._treedef:
@@ -118,16 +114,16 @@ class VariableTree:
     def __repr__(self) -> str:
         return f"mr.Variable(name={self._name!r}, a tree of {len(self._variables)} variables:\n{self.variables!r})"
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         raise TypeError(f"variable {self._name!r} cannot be copied or pickled; make a new one with mr.Variable(variable.value).")
 
 
-def is_array(leaf: Any) -> bool:
+def is_array(leaf: object) -> bool:
     """Tell whether a leaf of a tree is state."""
     return isinstance(leaf, jax.Array | np.ndarray | np.generic)
 
 
-def _is_state(leaf: Any) -> bool:
+def _is_state(leaf: object) -> bool:
     return is_array(leaf) or is_per_replica(leaf)  # a PerReplica is refused, as it is outside of a tree
 
 
@@ -140,7 +136,7 @@ def _with_values(tree: PyTree) -> PyTree:
     return jax.tree.unflatten(treedef, [leaf.value if is_one else leaf for leaf, is_one in zip(leaves, is_variable, strict=True)])
 
 
-def is_tree(value: Any) -> bool:
+def is_tree(value: PyTree) -> bool:
     """Tell whether `mr.Variable` makes a tree of variables of a value; a list of which numpy makes one array is one array."""
     if value is None or is_wrapped(value) or jax.tree_util.all_leaves([value]):
         return False
@@ -151,18 +147,18 @@ def is_tree(value: Any) -> bool:
 
 def trainable(tree: PyTree) -> PyTree:
     """Return a tree with the trees of variables in it as what they were made of, with the floating point variables as leaves."""
-    return jax.tree.map(lambda x: _floating(x.variables) if isinstance(x, VariableTree) else x, tree, is_leaf=_is_whole)
+
+    def floating(variables: PyTree) -> PyTree:
+        return jax.tree.map(lambda v: v if jnp.issubdtype(v.dtype, jnp.inexact) else None, variables, is_leaf=is_wrapped)
+
+    return jax.tree.map(lambda x: floating(x.variables) if isinstance(x, VariableTree) else x, tree, is_leaf=_is_whole)
 
 
-def _floating(variables: PyTree) -> PyTree:
-    return jax.tree.map(lambda v: v if jnp.issubdtype(v.dtype, jnp.inexact) else None, variables, is_leaf=is_wrapped)
-
-
-def _is_whole(node: Any) -> bool:
+def _is_whole(node: object) -> bool:
     return isinstance(node, VariableTree) or is_wrapped(node)
 
 
-def _is_same(new: Any, old: Any) -> bool:
+def _is_same(new: object, old: object) -> bool:
     return new is old or (type(new) is type(old) and not is_array(new) and bool(new == old))
 
 
@@ -172,7 +168,9 @@ def _flatten(tree: VariableTree) -> tuple[tuple[PyTree], VariableTree]:
 
 def _unflatten(tree: VariableTree, children: tuple[PyTree]) -> Any:
     # Of its own variables itself; of anything else, such as gradients, a plain tree.
-    return tree if tree._is_made_of(jax.tree.leaves(children[0], is_leaf=is_wrapped)) else children[0]
+    leaves = jax.tree.leaves(children[0], is_leaf=is_wrapped)
+    is_own = len(leaves) == len(tree._variables) and all(map(operator.is_, leaves, tree._variables))
+    return tree if is_own else children[0]
 
 
 jax.tree_util.register_pytree_node(VariableTree, _flatten, _unflatten)

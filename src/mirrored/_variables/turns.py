@@ -16,17 +16,11 @@ _changed = threading.Condition(lock)
 
 
 class Claim(NamedTuple):
-    """Slots of variables that a thread is about to write, without the lock: their old arrays stay readable.
-
-    Attributes:
-        thread: its number.
-        slots: which.
-        calls_host: whether it waits for a program with a host callback.
-    """
+    """Slots of variables that a thread is about to write, without the lock: their old arrays stay readable."""
 
     thread: int
     slots: frozenset[Any]
-    calls_host: bool
+    calls_host: bool  # the thread waits for a program with a host callback
 
     def stops(self, slots: frozenset[Any]) -> bool:
         """Tell whether the current thread has to wait before it writes some slots."""
@@ -40,11 +34,7 @@ claims: dict[object, Claim] = {}
 
 @contextlib.contextmanager
 def claimed(slots: Sequence[Any], calls_host: bool = False) -> Iterator[None]:
-    """Let nobody else write some variables inside this block, which may take its time.
-
-    Raises:
-        ContextError: in a host callback of the very step that writes them.
-    """
+    """Let nobody else write some variables inside this block, which may take its time."""
     token = object()
     try:
         with lock:

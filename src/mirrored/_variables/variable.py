@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from .. import _html, _tf_names
 from .._errors import ContextError, StrategyMismatchError
@@ -29,7 +30,7 @@ from .arithmetic import add_operators
 from .assignment import Assignment, placed, placed_copy
 from .initial import check_aggregated_dtype, check_name, creation_mesh, initial_array, takes_each_value
 from .scatter import ScatterMethods
-from .spec import VariableSpec
+from .spec import Given, VariableSpec
 from .storage import Slot
 from .tree import VariableTree, is_tree
 
@@ -118,7 +119,7 @@ class Variable(ScatterMethods, _Array):
         *,
         name: str | None = None,
         trainable: bool | None = None,
-        dtype: Any = None,
+        dtype: DTypeLike | None = None,
         synchronization: VariableSynchronization | SynchronizationName = "auto",
         aggregation: VariableAggregation | AggregationName = "none",
     ) -> None:
@@ -222,8 +223,11 @@ class Variable(ScatterMethods, _Array):
     def _use_stored(self, frame: Frame | None, use: Callable[[jax.Array], ResultT]) -> ResultT:
         """Do the same with what is stored: one copy inside a step, else the mirrored array or the stack of copies."""
         if frame is not None and frame.bindings is not None:
-            return use(self._load(frame))
-        self._check_readable(frame)
+            self._check_mesh(frame)
+            return use(frame.bindings.read(self))
+        if tracing.is_staging():
+            raise ContextError(frames.foreign_trace_message("read", self.name, frame))
+        in_flight.require_threads()
         with storage.lent([self._slot]) as [stored]:
             result = use(stored)
             if result is self._slot.array:
@@ -245,23 +249,13 @@ class Variable(ScatterMethods, _Array):
         return cross_replica.compiled(cross_replica.aggregate_stack, self._spec.mesh.mirrored, self._spec.aggregation)(stored)
 
     def _load(self, frame: Frame | None) -> jax.Array:
-        """Return what is stored, or what stands for it in a trace; the caller sees that nobody overwrites it."""
-        if frame is not None and frame.bindings is not None:
-            self._check_mesh(frame)
-            return frame.bindings.read(self)
-        self._check_readable(frame)
-        storage.refuse_lost([self._slot.array])
-        return self._slot.array
-
-    def _check_readable(self, frame: Frame | None) -> None:
-        if tracing.is_staging():
-            raise ContextError(frames.foreign_trace_message("read", self.name, frame))
-        in_flight.require_threads()
+        """Return what is stored, or what stands for it in a trace."""
+        return self._use_stored(frame, lambda stored: stored)
 
     # -- writing
 
     @user_code.shorten_errors
-    def assign(self, value: Any) -> Variable:
+    def assign(self, value: Given) -> Variable:
         """Set the value, and return the variable.
 
         Inside a step: a mirrored variable without an aggregation takes only what is provably the same on
@@ -281,23 +275,23 @@ class Variable(ScatterMethods, _Array):
         return self._write("assign", value, None)
 
     @user_code.shorten_errors
-    def assign_add(self, delta: Any) -> Variable:
+    def assign_add(self, delta: Given) -> Variable:
         """Add to the value, and return the variable; an aggregation applies to `delta`. See `assign`."""
         return self._write("assign_add", delta, jnp.add)
 
     @user_code.shorten_errors
-    def assign_sub(self, delta: Any) -> Variable:
+    def assign_sub(self, delta: Given) -> Variable:
         """Subtract from the value, and return the variable; an aggregation applies to `delta`. See `assign`."""
         return self._write("assign_sub", delta, jnp.subtract)
 
-    def _write(self, method: str, operand: Any, combine: Callable[..., jax.Array] | None) -> Variable:
+    def _write(self, method: str, operand: Given, combine: Callable[..., jax.Array] | None) -> Variable:
         frame = frames.current()
         in_flight.require_threads()
         with storage.claimed([self._slot], frame):
             self._store(frame, self._new_value(frame, method, operand, combine))
         return self
 
-    def _new_value(self, frame: Frame | None, method: str, operand: Any, combine: Callable[..., jax.Array] | None) -> jax.Array:
+    def _new_value(self, frame: Frame | None, method: str, operand: Given, combine: Callable[..., jax.Array] | None) -> jax.Array:
         load = functools.partial(self._load, frame)
         read = lambda: self._value_of(frame, load())  # noqa: E731
         return Assignment(self._spec, method, operand, combine, load, read).new_value(frame)
@@ -327,7 +321,7 @@ class Variable(ScatterMethods, _Array):
     def __jax_array__(self) -> jax.Array:
         return self.value
 
-    def __array__(self, dtype: Any = None, context: None = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: DTypeLike | None = None, context: None = None, copy: bool | None = None) -> np.ndarray:
         return self._use(lambda value: np.array(value, dtype=dtype))
 
     __array_priority__ = 100  # numpy arrays leave the operators to the variable, as to JAX arrays
@@ -340,11 +334,11 @@ class Variable(ScatterMethods, _Array):
                 raise _tf_names.missing("mr.Variable", name)
             return getattr(self.value, name)
 
-    def _apply(self, method: str, *operands: Any) -> Any:
+    def _apply(self, method: str, *operands: object) -> Any:
         """Call an operator of the value."""
         return self._use(lambda value: getattr(value, method)(*operands))
 
-    def _apply_to(self, method: str, other: Any) -> Any:
+    def _apply_to(self, method: str, other: object) -> Any:
         """Call an operator of the value with another operand, or with the value of another variable."""
         if isinstance(other, PerReplica):
             return NotImplemented
@@ -371,7 +365,7 @@ class Variable(ScatterMethods, _Array):
     def __format__(self, spec: str) -> str:
         return self._use(lambda value: format(value, spec)) if spec else repr(self)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         raise TypeError(
             f"variable {self.name!r} cannot be copied or pickled: two variables with one name would drift apart. Make a new "
             "one with mr.Variable(variable.value), or keep variable.numpy()."
@@ -406,7 +400,7 @@ def _is_traced() -> bool:
 add_operators(Variable)
 
 
-def is_variable(value: Any) -> bool:
+def is_variable(value: object) -> bool:
     """Tell whether a value is a Variable; the `is_leaf` of every flattening that must see them whole."""
     return isinstance(value, Variable)
 

@@ -23,12 +23,11 @@ from typing import Any
 from .._errors import FAILED, INTERRUPTED, RESTART, ProgramMismatchError
 from .._text import numbered
 from .coordination import Coordination
-from .leaving import LAST_RESORT_SECONDS, Leaving
 from .links import Links
 from .neighbours import Neighbours
 from .progress import UNKNOWN, Progress, in_main_thread
-from .roll import CALL, DONE, LEAVE, VERDICT, Roll, told_apart
 from .same_program import ONE_DATASET, data_ended, decode_history, other_order, require_same_history
+from .shutdown import CALL, DONE, LAST_RESORT_SECONDS, LEAVE, VERDICT, Shutdown, told_apart
 from .stall import SETTLED_SECONDS, Others, Own, Position, decode, judge, judge_all, listed, may_be_stuck, shorter_data
 from .verdict import Verdict, exit_code_of, last_error, tells_of_loss, tells_of_lost_service, title_of
 
@@ -80,9 +79,8 @@ class Guard:
         self._hooks: tuple[Any, Any] = (None, None)
         self._last_error: BaseException | None = None
         self._neighbours, self._links = Neighbours(self._worker, self._num_workers), Links(coordination)
-        self._roll = Roll(coordination, self._neighbours, progress)
         self._round_seconds = seconds_of_round(self._num_workers)
-        self._leaving = Leaving(coordination, self._neighbours, self._stopped, exit)
+        self._shutdown = Shutdown(coordination, self._neighbours, progress, self._stopped, exit)
 
     def start(self) -> None:
         """Begin to watch; once."""
@@ -139,18 +137,18 @@ class Guard:
         is_interactive = hasattr(sys, "ps1")  # then an exception ends nothing
         is_ours = os.getpid() == self._process and not self._stopped.is_set() and not is_interactive
         is_lost = tells_of_loss(error)
-        if not (is_ours and is_lost and self._leaving.has_begun):  # else it follows from what is being reported
+        if is_ours:
+            self._failing.set()  # before it is printed, which takes a while on a busy machine: another worker's error may come
+        if not (is_ours and is_lost and self._shutdown.has_begun):  # else it follows from what is being reported
             self._hooks[0](kind, error, trace)
-        if not is_ours:
-            return
-        self._failing.set()
-        self._fail_with(error)
+        if is_ours:
+            self._fail_with(error)
 
     def _fail_with(self, error: BaseException) -> None:
         """Leave because of an error that ends this worker's program, and tell the others, or find out who is lost."""
         title = title_of(error)
         if tells_of_loss(error):
-            self._fail(self._roll.lost(title))
+            self._fail(self._shutdown.lost(title))
             return
         shown = Verdict(f"worker {self._worker} failed at step {self._progress.step} with {title}")
         whole = dataclasses.replace(shown, detail="".join(traceback.format_exception(error)))
@@ -164,7 +162,7 @@ class Guard:
         self._coordination.put(f"{_ENDED}/{self._worker}", json.dumps(self._progress.history()))
         histories = [decode_history(text) for text in self._await_ends()]
         try:
-            require_same_history(histories, self._roll.trails)
+            require_same_history(histories, self._shutdown.trails)
             if all(UNKNOWN not in history for history in histories):  # so all have started the same programs, and these will end
                 self._progress.finish()
         except ProgramMismatchError as error:
@@ -198,7 +196,7 @@ class Guard:
     def _watch(self) -> None:
         last = time.monotonic()
         try:
-            self._roll.introduce()
+            self._shutdown.introduce()
             while not self._stopped.is_set():
                 now = time.monotonic()
                 elapsed = min(now - last, 2 * self._round_seconds)  # a process that was stopped has not waited in that time
@@ -217,7 +215,7 @@ class Guard:
             own = self._say_where(elapsed)
         finally:
             self._ticks_in_service = 0
-        self._roll.meet()
+        self._shutdown.meet()
         if self._is_left_alone():
             return True
         self._look_at_others(own, elapsed)
@@ -238,7 +236,7 @@ class Guard:
     def _find_difference(self, own: Position) -> Verdict | None:
         """Return the verdict on workers that have done different things, or whose data is of different lengths."""
         if any(self._progress.trail.contradicts(there.done, there.trail) for there in self._others.positions.values()):
-            return told_apart(other_order(self._roll.trails()), wants_stacks=True)
+            return told_apart(other_order(self._shutdown.trails()), wants_stacks=True)
         if ended := shorter_data({**self._others.positions, self._worker: own}):
             return Verdict(f"{ValueError.__name__}: {data_ended(*ended)}. {ONE_DATASET}", code=FAILED)
         return None
@@ -284,11 +282,11 @@ class Guard:
         if not dead:
             return False
         if self._failing.is_set():
-            self._leaving.arm_last_resort(RESTART)
+            self._shutdown.arm_last_resort(RESTART)
         elif 0 not in dead and (call := self._coordination.peek(CALL)) is not None:
             self._follow(call)
         else:
-            self._fail(self._roll.gone(dead))
+            self._fail(self._shutdown.gone(dead))
         return True
 
     def _look_at_others(self, own: Position, elapsed: float) -> None:
@@ -322,13 +320,13 @@ class Guard:
 
     def _follow(self, call: str) -> None:
         """Answer a call, and leave with the verdict that follows."""
-        self._roll.answer(call)
+        self._shutdown.answer(call)
         text = self._coordination.get(VERDICT, LAST_RESORT_SECONDS)
         unknown = Verdict("a worker called the others to end, and was gone before it said why")
         verdict = unknown if text is None else Verdict.decode(text)
         # An error of the program often comes to all workers at the same step: let this one show its own.
         if self._failing.wait(_GRACE_SECONDS):
-            self._leaving.arm_last_resort(verdict.code)
+            self._shutdown.arm_last_resort(verdict.code)
         else:
             self._leave(verdict, is_first=False)
 
@@ -355,7 +353,7 @@ class Guard:
     def _leave(self, verdict: Verdict, is_first: bool, code: int | None = None) -> None:
         """Leave with the code of this worker's own error, or of its sys.exit() when it has ended, or of the verdict."""
         code = (self._has_ended and self._sys_exit_code) or verdict.code if code is None else code
-        self._leaving.leave(verdict, code, is_first, self._threads)
+        self._shutdown.leave(verdict, code, is_first, self._threads)
 
     def _fail(self, verdict: Verdict, code: int | None = None, shown: Verdict | None = None) -> None:
         """Publish a verdict, unless there is one, and leave."""

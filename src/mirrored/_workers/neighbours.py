@@ -57,7 +57,7 @@ class Neighbours:
     """The workers of this host other than `worker`, of `num_workers` on all hosts."""
 
     def __init__(self, worker: int, num_workers: int) -> None:
-        self._own = Process.own()
+        self.own = Process.own()
         self._worker, self._num_workers = worker, num_workers
         self._found: dict[int, Process | None] = {}  # None: of another host
         self._handles: list[int] = []  # become readable when the process has ended
@@ -66,11 +66,7 @@ class Neighbours:
     @property
     def host(self) -> str:
         """The name of this host, as part of a key."""
-        return self._own.host.replace(" ", "-") or "unknown"
-
-    def introduce(self) -> str:
-        """Return what the others `meet`."""
-        return self._own.encode()
+        return self.own.host.replace(" ", "-") or "unknown"
 
     @property
     def are_known(self) -> bool:
@@ -82,7 +78,7 @@ class Neighbours:
         for worker in texts.keys() - self._found.keys() - {self._worker}:
             if worker < self._num_workers:
                 process = Process.decode(texts[worker])
-                is_near = process is not None and process.host == self._own.host
+                is_near = process is not None and process.host == self.own.host
                 if process is not None and is_near and hasattr(os, "pidfd_open"):
                     with contextlib.suppress(OSError):  # it has ended, or too many files are open: `dead` sees it later
                         self._handles.append(os.pidfd_open(process.number))

@@ -34,11 +34,13 @@ def check(traces: Sequence[Trace]) -> None:
     count = Counter(map(_kind, first))
     for trace in traces[1:]:
         for own, other in itertools.zip_longest(first, trace.collectives):
-            differing = f"{name} {_describe(own)}, {trace.name} {_describe(other)}"
             if own is None or other is None or _key(own) != _key(other):
-                raise UnevenReplicasError(_different(differing))
-            if count[_kind(own)] > 1 and _line(own) != _line(other):
-                raise UnevenReplicasError(_in_other_places(differing))
+                explain = _different
+            elif count[_kind(own)] > 1 and _line(own) != _line(other):
+                explain = _in_other_places
+            else:
+                continue
+            raise UnevenReplicasError(explain(f"{name} {_describe(own)}, {trace.name} {_describe(other)}"))
 
 
 def _kind(node: Node) -> Any:

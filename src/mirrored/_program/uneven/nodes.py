@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from ..._jax import jaxprs, tracing
+from ..._jax import jaxprs
 from ..._jax.interpreter import Flattening
 from ..._jax.jaxprs import ClosedJaxpr, Equation, Literal
 from ..._jax.primitives import FILLS
@@ -86,12 +86,6 @@ class _Reading(Flattening[Value]):
 
     def literal(self, literal: Literal) -> Value:
         return Value(literal.aval, content=literal.val)
-
-    def over_replicas(self, equation: Equation, values: list[Value]) -> list[Value]:
-        if not jaxprs.adds_own_axes(equation):
-            return self.plain(equation, values)
-        first, rest = tracing.own_axes_first(equation)
-        return self.plain(rest, self.run_closed(first, values))
 
     def plain(self, equation: Equation, values: list[Value]) -> list[Value]:
         node = Node(equation, values, [Value(variable.aval) for variable in equation.outvars], jaxprs.has_collective(equation))

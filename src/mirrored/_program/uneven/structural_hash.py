@@ -12,7 +12,7 @@ import numpy as np
 from ..._jax.jaxprs import Atom, ClosedJaxpr, Equation, Jaxpr, Literal
 from ..._jax.primitives import CUSTOM_DERIVATIVE, SAID_TWICE
 
-#: Device arrays up to this many bytes are compared by content, larger ones by identity.
+#: Device arrays up to this many bytes are compared by content, larger ones, which are not worth the transfer, by identity.
 _COMPARED_BYTES = 1 << 20
 
 
@@ -61,15 +61,11 @@ def _jaxpr_key(jaxpr: Jaxpr) -> Any:
 
 def content_key(content: Any, aval: Any) -> Any:
     """Return a hashable that is equal for constants of equal type and bits."""
-    if isinstance(content, jax.Array) and not _is_small(content):
-        return ("array", id(content))
+    if isinstance(content, jax.Array):
+        is_here = not isinstance(content, jax.core.Tracer) and content.is_fully_addressable
+        if not is_here or content.nbytes > _COMPARED_BYTES:
+            return ("array", id(content))
     if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
         content = jax.random.key_data(content)
     array = np.asarray(content)
     return ("content", str(aval), array.dtype, array.shape, hashlib.sha256(array.tobytes()).digest())
-
-
-def _is_small(array: jax.Array) -> bool:
-    """Whether to compare an array by content; a larger one, that a step makes anew in each trace, is not worth the transfer."""
-    is_here = not isinstance(array, jax.core.Tracer) and array.is_fully_addressable
-    return is_here and array.nbytes <= _COMPARED_BYTES

@@ -21,7 +21,6 @@ from ..._jax.marks import Mark, Purpose, mark
 from ..._replicas.frames import Frame
 from ..._replicas.per_replica import stack_shapes
 from ..._typing import Shape
-from ..._variables.storage import WeakVariables
 from ..._variables.variable import spec_of
 from .. import proof, refusals
 from ..call import ArrayLeaf, Call, is_same
@@ -46,7 +45,7 @@ def lift_uneven(
     """
     leaves = call.array_leaves()
     kinds = find_kinds(call, leaves)
-    touched, traces = _trace_all(_Tracer(call, leaves, kinds, frame_with))
+    traces = _trace_all(_Tracer(call, kinds, frame_with))
     found = [proof.prove(lifted.shown.jaxpr, states_of(lifted)) for lifted in traces]
     for lifted, findings in zip(traces, found, strict=True):
         refusals.check_assignments(lifted, findings)
@@ -58,7 +57,7 @@ def lift_uneven(
     refusals.check_gradients(found[largest], len(kinds.of_replica))  # merged, what is the same there comes out of a switch
     lines_of = zip(*(lifted.write_lines for lifted in traces), strict=True)
     lines = tuple(next((line for line in lines if line != "<unknown>"), lines[0]) for lines in lines_of)
-    merged = Lifted(closed, closed, WeakVariables(touched.written), lines, WeakVariables(touched.read_only), plan)
+    merged = dataclasses.replace(traces[0], closed=closed, shown=closed, write_lines=lines, plan=plan)
     findings = proof.prove(closed.jaxpr, states_of(merged))
     of_kinds = zip(*(one.outputs[: merged.num_results] for one in found), strict=True)
     for position, (state, own) in enumerate(zip(findings.outputs, of_kinds, strict=False)):
@@ -115,7 +114,6 @@ class _Tracer:
     """The traces of a step, each with the shapes of one kind of replicas. An error says which replicas it is about."""
 
     call: Call
-    leaves: Sequence[ArrayLeaf]
     kinds: Kinds
     frame_with: Callable[[Any], Frame]
 
@@ -142,8 +140,8 @@ class _Tracer:
         return [_AskedSizes(self.kinds, kind, known) for kind in range(len(self.kinds.shapes))]
 
 
-def _trace_all(tracer: _Tracer) -> tuple[Touched, list[Lifted]]:
-    """Find the variables that any kind of replica touches, and trace the step for each kind with the right sizes.
+def _trace_all(tracer: _Tracer) -> list[Lifted]:
+    """Trace the step for each kind with the right sizes, and with the variables that any kind touches.
 
     Guesses are nearly always right, and then each kind is traced once. A wrong one is found when all kinds have asked, and may
     even make the step fail; the next round has the right answer to one more question at least.
@@ -168,14 +166,9 @@ def _trace_all(tracer: _Tracer) -> tuple[Touched, list[Lifted]]:
             raise failed
         if is_stuck:
             raise UnevenReplicasError(_different_questions(tracer.kinds, asked))
-    touched = _union([traced.touched for traced in traces])
-    return touched, [traced.lifted(touched) for traced in traces]
-
-
-def _union(found: Sequence[Touched]) -> Touched:
-    written = dict.fromkeys(variable for own in found for variable in own.written)
-    read_only = dict.fromkeys(variable for own in found for variable in own.read_only if variable not in written)
-    return Touched(tuple(written), tuple(read_only))
+    written = dict.fromkeys(variable for traced in traces for variable in traced.touched.written)
+    read = dict.fromkeys(variable for traced in traces for variable in traced.touched.read_only if variable not in written)
+    return [traced.lifted(Touched(tuple(written), tuple(read))) for traced in traces]
 
 
 def _different_questions(kinds: Kinds, asked: Sequence[Sequence[int]]) -> str:
@@ -217,9 +210,10 @@ def _merge_traces(
 
 
 def _origin(kinds: Kinds, loop: nodes.Node | None) -> str:
+    shapes = ", ".join(str(shapes[kinds.varied]) for shapes in kinds.shapes)
     text = (
         f"a replica's own number of rows, such as x.shape[0], which differs in this uneven step ({kinds.name} has shapes "
-        f"{_listed(kinds)}); the number on all replicas together is ctx.all_reduce('sum', x.shape[0])"
+        f"{shapes}); the number on all replicas together is ctx.all_reduce('sum', x.shape[0])"
     )
     if loop is None:
         return text
@@ -234,7 +228,7 @@ def _merge_plans(traces: Sequence[Lifted], kinds: Kinds) -> ResultPlan:
     """Return how the result is rebuilt, the same for all kinds of replicas, with the shapes that differ."""
     first = traces[0].plan
     for kind, lifted in enumerate(traces[1:], 1):
-        if not _is_same_structure(lifted.plan, first):
+        if lifted.plan.treedef != first.treedef or not all(map(_is_same_static, lifted.plan.static, first.static)):
             raise UnevenReplicasError(
                 "the batch does not divide evenly among the replicas, and replicas with different numbers of rows return "
                 f"different things: {kinds.describe(0)} return {_shown(first)}, {kinds.describe(kind)} return "
@@ -256,14 +250,6 @@ def _other_type(plan: ResultPlan, position: int, kinds: Kinds, origin: str) -> s
         "in both cases return value + 0 * ctx.replica_id_in_sync_group. "
         f"Or leave the odd rows out: {match_collectives.DROP}."
     )
-
-
-def _listed(kinds: Kinds) -> str:
-    return ", ".join(str(shapes[kinds.varied]) for shapes in kinds.shapes)
-
-
-def _is_same_structure(a: ResultPlan, b: ResultPlan) -> bool:
-    return a.treedef == b.treedef and all(map(_is_same_static, a.static, b.static))
 
 
 def _is_same_static(a: tuple[Any] | None, b: tuple[Any] | None) -> bool:

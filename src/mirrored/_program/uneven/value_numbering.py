@@ -34,7 +34,6 @@ class _Numbering:
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
-        self._new = itertools.count()
 
     def compare(self, traces: Sequence[Trace]) -> None:
         """Number what traces compute, whose arguments have their numbers."""
@@ -54,7 +53,7 @@ class _Numbering:
 
     def number_alike(self, row: Sequence[Value], is_alike: bool) -> None:
         """Give values of all traces one new number, or none."""
-        number = self._number(("new", next(self._new))) if is_alike else None
+        number = self._number(object()) if is_alike else None
         for value in row:
             value.number = number
 

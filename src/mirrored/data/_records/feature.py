@@ -103,15 +103,7 @@ def read(feature: Feature, values: Any) -> np.ndarray:
         raise ValueError(f"the record has it as {kind}; expected {_kind_of(dtype)}, which holds {_show(dtype)}.")
     if isinstance(feature, FixedLenFeature) and len(elements) != feature._size:
         raise ValueError(f"the record has {len(elements)} values; expected {feature._size}, for the shape {feature.shape}.")
-    if dtype is bytes:
-        return _objects(elements[:])
-    numbers = elements[:]
-    if kind == "int64_list" and dtype != np.int64 and numbers:
-        low, high = _limits(dtype)
-        if min(numbers) < low or max(numbers) > high:
-            wrong = next(number for number in numbers if not low <= number <= high)
-            raise ValueError(f"the record has the value {wrong}; expected {low} to {high}, which {_show(dtype)} can hold.")
-    return np.array(numbers, dtype)
+    return _convert(elements[:], dtype)
 
 
 def read_all(feature: Feature, column: Sequence[Any]) -> np.ndarray | None:
@@ -120,24 +112,32 @@ def read_all(feature: Feature, column: Sequence[Any]) -> np.ndarray | None:
     if isinstance(feature, VarLenFeature) or kind is None:
         return None
     dtype, size = feature.dtype, feature._size
+    is_decoded = kind == "bytes_list" and dtype is not bytes
     lists = [getattr(values, kind).value for values in column]  # those of another kind are empty
-    if kind == "bytes_list" and dtype is not bytes:
-        if not size or dtype.kind == "b" or set(map(len, lists)) != {1}:
-            return None
-        elements = [elements[0] for elements in lists]
-        if set(map(len, elements)) != {size * dtype.itemsize}:
-            return None
-        return np.frombuffer(b"".join(elements), dtype).reshape(-1, size)
-    if not size or kind != _kind_of(dtype) or set(map(len, lists)) != {size}:
+    if not size or set(map(len, lists)) != {1 if is_decoded else size}:
         return None
-    flat = [element for elements in lists for element in elements]
-    values = _objects(flat) if dtype is bytes else np.array(flat, np.int64 if kind == "int64_list" else dtype)
-    if kind == "int64_list" and dtype != np.int64:
-        low, high = _limits(dtype)
-        if values.min() < low or values.max() > high:
-            return None
-        values = values.astype(dtype)
-    return values.reshape(-1, size)
+    if is_decoded:
+        arrays = [elements[0] for elements in lists]
+        is_whole = dtype.kind != "b" and set(map(len, arrays)) == {size * dtype.itemsize}
+        return np.frombuffer(b"".join(arrays), dtype).reshape(-1, size) if is_whole else None
+    try:
+        flat = [element for elements in lists for element in elements]
+        return _convert(flat, dtype).reshape(-1, size) if kind == _kind_of(dtype) else None
+    except ValueError:
+        return None  # `read` finds the record
+
+
+def _convert(elements: Sequence[Any], dtype: Any) -> np.ndarray:
+    """Make an array of the elements of a list; raise ValueError where an integer dtype cannot hold one."""
+    if dtype is bytes:
+        return _objects(elements)
+    values = np.array(elements, np.int64 if dtype.kind in "biu" else dtype)
+    if dtype.kind in "biu" and dtype != np.int64:
+        low, high = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+        wrong = values[(values < low) | (values > high)]
+        if wrong.size:
+            raise ValueError(f"the record has the value {wrong[0]}; expected {low} to {high}, which {_show(dtype)} can hold.")
+    return values.astype(dtype, copy=False)
 
 
 def cut(feature: Feature, kind: str, spans: Sequence[Span], matrix: np.ndarray, records: Sequence[bytes]) -> np.ndarray:
@@ -187,10 +187,6 @@ def _kind_of(dtype: Any) -> str:
     if dtype is bytes:
         return "bytes_list"
     return "int64_list" if dtype.kind in "biu" else "float_list" if dtype == np.float32 else "bytes_list"
-
-
-def _limits(dtype: Any) -> tuple[int, int]:
-    return (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
 
 
 def _show(dtype: object) -> str:

@@ -59,7 +59,8 @@ def tfrecord_dataset(
 
     Source: https://www.tensorflow.org/api_docs/python/tf/data/TFRecordDataset
     """
-    _check_limit(max_record_bytes)
+    if isinstance(max_record_bytes, bool) or not isinstance(max_record_bytes, int) or max_record_bytes < 0:
+        raise ValueError(f"max_record_bytes is {max_record_bytes!r}; expected a number of bytes, for example {MAX_RECORD_BYTES}.")
     return _grain_class("TFRecordDataset")(_find_files(files), _checked_compression(compression), max_record_bytes)
 
 
@@ -156,11 +157,6 @@ def _checked_compression(compression: object) -> str | None:
     if not isinstance(compression, str) or compression.upper() not in WINDOW_BITS:
         raise ValueError(f"compression is {compression!r}; expected None, 'GZIP' or 'ZLIB'.")
     return compression.upper()
-
-
-def _check_limit(max_record_bytes: object) -> None:
-    if isinstance(max_record_bytes, bool) or not isinstance(max_record_bytes, int) or max_record_bytes < 0:
-        raise ValueError(f"max_record_bytes is {max_record_bytes!r}; expected a number of bytes, for example {MAX_RECORD_BYTES}.")
 
 
 def _name(files: Sequence[str], file: int) -> str | None:

@@ -6,7 +6,8 @@ The argument that this is sound, whatever the bytes: docs/design/tfrecord.md.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -56,7 +57,10 @@ def find_layout(record: bytes, features: Mapping[str, Any]) -> ValuePlaces:
         spans = _find_spans(record, kinds)
     except _UnusualError:
         spans = {}
-    fixed = list(_between([span for places in spans.values() for span in places], np.frombuffer(record, np.uint8)))
+    size, array = len(record), np.frombuffer(record, np.uint8)
+    values = [(0, 0), *sorted(span for places in spans.values() for span in places), (size, size)]
+    between = [(stop, start) for (_, stop), (start, _) in itertools.pairwise(values) if stop < start]
+    fixed = [((start, stop), array[start:stop]) for start, stop in between]
     return ValuePlaces(features, kinds, spans, fixed)
 
 
@@ -117,12 +121,3 @@ def _read_varint(record: bytes, start: int) -> tuple[int, int]:
         number |= (record[start] & 0x7F) << shift
         start, shift = start + 1, shift + 7
     return number | record[start] << shift, start + 1
-
-
-def _between(spans: Sequence[Span], record: np.ndarray) -> Iterator[tuple[Span, np.ndarray]]:
-    """Yield what lies outside of the spans."""
-    start = 0
-    for span in [*sorted(spans), (len(record), len(record))]:
-        if span[0] > start:
-            yield (start, span[0]), record[start : span[0]]
-        start = span[1]

@@ -25,17 +25,13 @@ Exchange: TypeAlias = Callable[[Any], Sequence[Any]]
 _MAX_SHOWN = 1000
 
 
-def _alone(value: object) -> Sequence[Any]:
-    return [value]
-
-
 @dataclasses.dataclass(frozen=True)
 class InputWorker:
     """This worker, among those that read the input together."""
 
     index: int = 0
     count: int = 1  # of workers, W; each has the same number of replicas, in worker order
-    exchange: Exchange = _alone  # how they agree on the sizes of a step
+    exchange: Exchange = lambda value: [value]  # how they agree on the sizes of a step
     close: Callable[[], None] = lambda: None  # ends an exchange that another thread is waiting in
     coordination: Coordination | None = None  # how an iterator gets an exchange of its own
     channel: Channel | None = None  # that exchange

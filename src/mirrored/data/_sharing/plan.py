@@ -64,7 +64,7 @@ def make_plan(dataset: Any, policy: AutoShardPolicy | str, worker: InputWorker, 
     return Plan(dataset, "DATA", f"AUTO chose DATA, because {reason}: {by_row}")
 
 
-def plan_of_function(dataset: Any, worker: InputWorker, context: InputContext | None = None) -> Plan:
+def plan_of_function(dataset: object, worker: InputWorker, context: InputContext | None = None) -> Plan:
     """Plan for a dataset that a function made for this worker alone, with what it asked its context."""
     count = worker.count
     calls = "once" if count == 1 else f"on each of the {count} workers"

@@ -123,23 +123,18 @@ def to_numpy(batch: PyTree) -> PyTree:
         array = np.asarray(leaf)
         array = array.astype(array.dtype.newbyteorder("="), copy=False)  # files of other machines, such as IDX
         if not is_numeric(array.dtype) or array.dtype.char in "gG":  # of 16 bytes
-            raise TypeError(
-                f"the dataset yielded {type(leaf).__name__} of dtype {array.dtype}{_at(path)}, which no device can hold. "
-                f"{_how_to_encode(array)}"
-            )
+            how = "Encode it as numbers, or leave it out of the batch."
+            if array.dtype.kind == "S":
+                how = (
+                    "Parse records of files in batches: dataset.batch(n).map(lambda records: mr.data.parse_example(records, "
+                    "spec)). Encode other bytes as numbers, or leave them out of the batch."
+                )
+            what = f"{type(leaf).__name__} of dtype {array.dtype}{_at(path)}"
+            raise TypeError(f"the dataset yielded {what}, which no device can hold. {how}")
         check_range(array, lambda: f"the dataset yielded{_at(path)}")
         return array
 
     return jax.tree_util.tree_map_with_path(convert, batch, is_leaf=is_per_replica)
-
-
-def _how_to_encode(array: np.ndarray) -> str:
-    if array.dtype.kind == "S":
-        return (
-            "Parse records of files in batches: dataset.batch(n).map(lambda records: mr.data.parse_example(records, spec)). "
-            "Encode other bytes as numbers, or leave them out of the batch."
-        )
-    return "Encode it as numbers, or leave it out of the batch."
 
 
 def copied(batch: PyTree) -> PyTree:

@@ -50,6 +50,7 @@ class NumpyDataset:
     batches_per_epoch: int | None = None
     batches_per_pass: int | None = None
     maps: tuple[tuple[Callable[..., PyTree], bool], ...] = ()
+    #: The number of the first epoch of the pass that begins next.
     _passes: list[int] = dataclasses.field(default_factory=lambda: [0], init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -176,12 +177,6 @@ class NumpyDataset:
         self._rows_per_batch()
         return _NumpyIterator(self)
 
-    def _begin_pass(self) -> int:
-        """Return the number of the first epoch of a pass that begins; each epoch has a number of its own."""
-        first = self._passes[0]
-        self._passes[0] += self.num_epochs or 1
-        return first
-
     def _of_later_passes(self, num_passes: int) -> NumpyDataset:
         """Return the same dataset for so many passes, with numbers that no other pass gets, whenever they begin."""
         made = dataclasses.replace(self)
@@ -219,7 +214,7 @@ class _NumpyIterator:
     def __init__(self, dataset: NumpyDataset) -> None:
         self._dataset = dataset
         self._last_start = dataset.num_rows - (dataset._rows_per_batch() if dataset.drop_remainder else 1)
-        self._first: int | None = None  # the number of this pass's first epoch, taken when it begins
+        self._first: int | None = None  # see `_begin`
         self._place = (0, 0, 0, 0)  # the epoch, the row in it, batches of this epoch, batches of all
         self._order: tuple[int, np.ndarray] | None = None  # of which epoch
 
@@ -247,8 +242,10 @@ class _NumpyIterator:
         return row <= self._last_start and (most is None or batch < most)
 
     def _begin(self) -> int:
+        """Return the number of this pass's first epoch, taken when it begins; each epoch has a number of its own."""
         if self._first is None:
-            self._first = self._dataset._begin_pass()
+            self._first = self._dataset._passes[0]
+            self._dataset._passes[0] += self._dataset.num_epochs or 1
         return self._first
 
     def get_state(self) -> dict[str, int | None]:
