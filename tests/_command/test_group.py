@@ -824,12 +824,17 @@ open(os.path.join(HERE, f"imported-{os.getpid()}"), "w").close()
 FAILS_ONCE = """
 import glob, json
 def imported():
-    here = os.path.dirname(os.path.abspath(sys.argv[0]))
+    here = os.path.dirname(os.path.realpath(sys.argv[0] if ATTEMPT == 0 else ahead.__file__))
     return {name.rpartition("-")[2] for name in glob.glob(os.path.join(here, "imported-*"))}
 if ATTEMPT == 0:
     while len(imported()) < 2: time.sleep(0.01)
     sys.exit(3 if INDEX else signal.pause())
 import ahead
+class Own: pass
+import atexit, pickle
+atexit.register(lambda: say("pickled", len(pickle.dumps(Own()))))
+os.chdir("/")
+open(__file__).close()
 say(json.dumps([INDEX, str(os.getpid()) in imported(), __name__, sys.argv[1:], sys.stdin.read(), sys.path[0] == ahead.HERE]))
 """
 
@@ -841,6 +846,7 @@ def test_workers_of_a_restart_have_imported_ahead_and_are_as_others(launcher: La
     assert code == 0, err
     for index in (0, 1):
         assert f'[{index}, true, "__main__", ["--epochs", "2"], "", true]' in out
+        assert f"[{index}] pickled" in out, "at the end __main__ is the script, still"
 
 
 def test_a_module_is_run_as_a_module(launcher: Launcher, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """How long programs are kept: as long as what they were made for, and no model lives for its program's sake."""
 
+import dataclasses
 import gc
 import weakref
 from collections.abc import Callable
@@ -166,3 +167,22 @@ def test_another_object_at_the_place_of_one_that_has_ended_is_another_program(st
 
     for make, factor_of in ((Config, lambda c: c.factor), (lambda f: [f], lambda c: c[0]), (lambda f: {0: f}, lambda c: c[0])):
         assert [result(make(float(number)), factor_of) for number in range(20)] == list(range(20))
+
+
+@dataclasses.dataclass(unsafe_hash=True)
+class Changing:
+    factor: float
+
+
+def test_a_program_goes_whose_key_has_another_hash_by_now(
+    strategy2: mr.MirroredStrategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A key has an argument that compares by what it holds, and that changes in place."""
+    monkeypatch.setattr(cache, "MAX_PROGRAMS", 2)
+    argument = Changing(1.0)
+    step = lambda c, x: x * c.factor  # noqa: E731
+    assert float(strategy2.run(step, args=(argument, 1.0))) == 1
+    argument.factor = 2.0
+    for number in range(4):
+        assert float(strategy2.run(lambda x, n=float(number): x + n, args=(1.0,))) == 1 + number
+    assert float(strategy2.run(step, args=(argument, 1.0))) == 2

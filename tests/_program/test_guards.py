@@ -32,6 +32,7 @@ class Trainer:
     def __init__(self) -> None:
         self.lr: Any = 2.0
         self.cfg = {"lr": 2.0, "inner": [types.SimpleNamespace(lr=2.0)]}
+        self.pairs = {("a", None): 2.0, 0.5: 1.0}
 
     @property
     def twice(self) -> Any:
@@ -65,6 +66,10 @@ WAYS: dict[str, tuple[Callable[[Trainer], Any], Callable[[Trainer, Any], Any]]] 
     "default in a class": (lambda t: lambda x: jnp.sum(x) * t.default, lambda t, n: setattr(t, "default", n)),
     "property": (lambda t: lambda x: jnp.sum(x) * t.twice / 2, lambda t, n: setattr(t, "lr", n)),
     "item": (lambda t: (lambda cfg: lambda x: jnp.sum(x) * cfg["lr"])(t.cfg), lambda t, n: t.cfg.update(lr=n)),
+    "item by a tuple": (
+        lambda t: (lambda cfg: lambda x: jnp.sum(x) * cfg["a", None] * cfg[0.5])(t.pairs),
+        lambda t, n: t.pairs.update({("a", None): n}),
+    ),
     "items and dots": (
         lambda t: lambda x: jnp.sum(x) * t.cfg["inner"][0].lr, lambda t, n: setattr(t.cfg["inner"][0], "lr", n),
     ),

@@ -13,11 +13,7 @@ import sys
 
 
 def enrol(keeper: int, command: list[str]) -> None:
-    """Make this process known to the keeper, and then become the worker.
-
-    So no worker ever runs that the keeper does not know, at whichever moment the launcher is killed: as long as this
-    process holds the pipe, the keeper waits.
-    """
+    """Make this process known to the keeper, which waits while somebody holds the pipe, and then become the worker."""
     os.write(keeper, b"+%d\n" % os.getpid())
     os.close(keeper)
     os.execv(command[0], command)

@@ -1,17 +1,16 @@
-"""Processes that have imported what the workers import, and wait until a restart needs them: `mirrored launch --standby`.
-
-Not forked, so that they have no locks of threads that are not theirs, and are children of the launcher as other workers are.
-This file is run by the workers' Python: what it imports before its turn is of the standard library, and the user's modules.
-"""
+"""Processes that have imported what workers import, and wait for a restart; run as a file, and not forked: docs/launch.md."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
+import types
 from collections.abc import Mapping, Sequence
 
 #: So long the workers of an attempt start and compile before the processes for the next one are started.
@@ -20,12 +19,9 @@ Process = subprocess.Popen[bytes]
 
 
 def start(command: Sequence[str], environment: Mapping[str, str], stdin: int, pass_fds: Sequence[int] = ()) -> Process:
-    """Start a process whose output comes through pipes."""
-    pipe = subprocess.PIPE
-    # In a session of its own: the terminal's Ctrl-C comes to the launcher only, which passes it on once.
-    return subprocess.Popen(
-        command, 0, env=environment, stdin=stdin, stdout=pipe, stderr=pipe, start_new_session=True, pass_fds=pass_fds
-    )
+    """Start a process with pipes in a session of its own: Ctrl-C comes to the launcher only, which passes it on once."""
+    streams = {"stdin": stdin, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, 0, env=environment, start_new_session=True, pass_fds=pass_fds, **streams)
 
 
 class Standby:
@@ -47,21 +43,25 @@ class Standby:
         process = self._waiting.pop(place, None)
         if process is None:
             return None
-        if process.poll() is not None:  # its modules cannot be imported; a worker says so itself
-            with process:
-                return None
         assert process.stdin is not None
         os.write(keeper, b"+%d\n" % process.pid)
-        process.stdin.write(json.dumps(dict(environment)).encode() + b"\n")
-        process.stdin.close()
+        turn = json.dumps(dict(environment)).encode() + b"\n"
+        try:
+            with process.stdin as pipe:
+                while turn:  # a signal cuts what is longer than the pipe
+                    turn = turn[pipe.write(turn) :]
+        except BrokenPipeError:  # its modules cannot be imported; a worker says so itself
+            os.write(keeper, b"-%d\n" % process.pid)
+            with process:
+                return None
         return process
 
     def close(self) -> None:
         """End all that still wait."""
         while self._waiting:
             _, process = self._waiting.popitem()
-            with process:
-                process.kill()
+            with process, contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with what it has started
 
 
 def wait(modules: Sequence[str], command: list[str]) -> None:
@@ -73,7 +73,7 @@ def wait(modules: Sequence[str], command: list[str]) -> None:
         importlib.import_module("mirrored._public" if module == "mirrored" else module)
     turn = sys.stdin.buffer.readline()
     if not turn:
-        os._exit(0)
+        os.killpg(0, signal.SIGKILL)
     os.environ.clear()
     os.environ.update(json.loads(turn))
     with open(os.devnull, "rb") as nothing:
@@ -81,8 +81,11 @@ def wait(modules: Sequence[str], command: list[str]) -> None:
     sys.argv = command[1:] if is_module else command
     if is_module:
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)
-    else:
-        runpy.run_path(command[0], run_name="__main__")
+        return
+    main = sys.modules["__main__"] = types.ModuleType("__main__")  # stays, for threads and functions of atexit
+    main.__file__ = os.path.abspath(command[0])
+    with open(main.__file__, "rb") as file:
+        exec(compile(file.read(), main.__file__, "exec"), main.__dict__)  # noqa: S102
 
 
 if __name__ == "__main__":

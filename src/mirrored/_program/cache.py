@@ -53,13 +53,15 @@ class _Kept(Generic[ProgramT]):
     Attributes:
         program, key, guards: for calls of which key.
         cause: why it is another than the one before of its function.
+        alike: those of this key, of which it is one.
         used: when it was asked for last.
     """
 
-    __slots__ = ("__weakref__", "_pinned", "_references", "cause", "guards", "key", "program", "used")
+    __slots__ = ("__weakref__", "_pinned", "_references", "alike", "cause", "guards", "key", "program", "used")
 
     def __init__(self, program: ProgramT, key: tuple[Any, ...], guards: Guards, cause: str) -> None:
         self.program, self.key, self.guards, self.cause = program, key, guards, cause
+        self.alike: list[_Kept[ProgramT]] = []
         self.used = time.monotonic()
         self._references: list[weakref.ref[Any]] = []
         self._pinned: list[_Pin] = []
@@ -170,7 +172,8 @@ class Programs(Generic[ProgramT]):
         for made_meanwhile in [alike for alike in self._by_key.get(call.key, ()) if match(alike.guards, call.functions)]:
             self.drop(made_meanwhile)  # by another thread
         self._kept[kept] = None
-        self._by_key.setdefault(call.key, []).insert(0, kept)
+        kept.alike = self._by_key.setdefault(call.key, [])
+        kept.alike.insert(0, kept)
         self._last = kept
         while len(self._kept) > MAX_FORGOTTEN:
             oldest = next(iter(self._kept))
@@ -199,9 +202,8 @@ class Programs(Generic[ProgramT]):
         """Keep a program no longer."""
         if self._kept.pop(kept, self) is self:
             return  # it was dropped before
-        alike = self._by_key[kept.key]
-        alike.remove(kept)
-        if not alike:
+        kept.alike.remove(kept)  # the hash of an argument in its key may be another by now
+        if not kept.alike and self._by_key.get(kept.key) is kept.alike:
             del self._by_key[kept.key]
         if self._last is kept:
             self._last = None

@@ -356,22 +356,22 @@ def _reads_in(code: types.CodeType) -> Iterator[tuple[str, str, Keys]]:
     """Yield each name that code reads: whether it is a global, free or local, and the keys that follow."""
     scope, name = "", ""
     keys: Keys = ()
-    constant: Any = None  # on top of what has been read so far: may be subscripted with
+    subscript: tuple[Any, ...] = ()  # the constant on top of what has been read so far
     for instruction in dis.get_instructions(code):
         operation, value = instruction.opname, instruction.argval
         if operation in _SILENT:
             continue
-        if scope and operation in ("LOAD_ATTR", "LOAD_METHOD") and constant is None:
+        if scope and operation in ("LOAD_ATTR", "LOAD_METHOD") and not subscript:
             keys += ((False, value),)
-        elif scope and operation in _CONSTANTS and isinstance(value, int | str) and constant is None:
-            constant = value
-        elif scope and constant is not None and (operation == "BINARY_SUBSCR" or instruction.argrepr == "[]"):
-            keys, constant = (*keys, (True, constant)), None
+        elif scope and operation in _CONSTANTS and not isinstance(value, types.CodeType | slice) and not subscript:
+            subscript = (value,)
+        elif scope and subscript and (operation == "BINARY_SUBSCR" or instruction.argrepr == "[]"):
+            keys, subscript = (*keys, (True, *subscript)), ()
         else:
             if scope:
                 yield scope, name, keys
             scope, name = _name_in(instruction, code)
-            keys, constant = (), None
+            keys, subscript = (), ()
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
             for scope, name, keys in _reads_in(inner):
