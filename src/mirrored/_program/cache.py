@@ -88,7 +88,6 @@ class Programs(Generic[ProgramT]):
 
     Attributes:
         fast_path: to the program of a call that was made twice in a row, while it is kept; None also when there is none.
-        fast_key: the key of that call.
     """
 
     def __init__(self) -> None:
@@ -98,7 +97,6 @@ class Programs(Generic[ProgramT]):
         self._last: _Kept[ProgramT] | None = None  # that was asked for last
         self._short: _Kept[ProgramT] | None = None  # to which a fast path was looked for
         self.fast_path: FastPath[ProgramT] | None = None
-        self.fast_key: tuple[Any, ...] = ()
         _all.add(self)
 
     def __iter__(self) -> Iterator[ProgramT]:
@@ -135,8 +133,8 @@ class Programs(Generic[ProgramT]):
 
     def _shorten(self, kept: _Kept[ProgramT], args: Sequence[Any]) -> None:
         """Look for a fast path to a program that is asked for twice in a row; once, for there may be none."""
-        self._short, self.fast_key = kept, kept.key
-        self.fast_path = fast_path_to(kept.program, kept.guards, args, kept.program.mesh.stacked)
+        self._short = kept
+        self.fast_path = fast_path_to(kept.key, kept.program, kept.guards, args, kept.program.mesh.stacked)
         if kept not in self._kept:  # it has just ended
             self._short = self.fast_path = None
 
@@ -171,9 +169,9 @@ class Programs(Generic[ProgramT]):
         kept.end_with((*sight.objects, *variables, *also), drop)
         for made_meanwhile in [alike for alike in self._by_key.get(call.key, ()) if match(alike.guards, call.functions)]:
             self.drop(made_meanwhile)  # by another thread
-        self._kept[kept] = None
         kept.alike = self._by_key.setdefault(call.key, [])
         kept.alike.insert(0, kept)
+        self._kept[kept] = None
         self._last = kept
         while len(self._kept) > MAX_FORGOTTEN:
             oldest = next(iter(self._kept))

@@ -31,14 +31,11 @@ def match(guards: Guards, functions: Sequence[Any]) -> bool:
     return not guards.same or all(found[one] is found[other] for one, other in guards.same)
 
 
-# -- the fast path
-
-
 class FastPath(NamedTuple, Generic[ProgramT]):
     """The way to the program of a call whose arguments are PerReplica values, or one tuple, list or dict of them.
 
     Attributes:
-        program: of the call.
+        key, program: of the call.
         guards: what the function must see.
         settings: JAX's.
         kind: the type of the one argument that holds all others; None when there is none.
@@ -47,6 +44,7 @@ class FastPath(NamedTuple, Generic[ProgramT]):
         placement: where all of them are.
     """
 
+    key: tuple[Any, ...]
     program: ProgramT
     guards: Guards
     settings: tuple[Any, ...]
@@ -57,7 +55,7 @@ class FastPath(NamedTuple, Generic[ProgramT]):
 
     def arrays_of(self, function: object, args: Sequence[Any]) -> list[Any] | None:
         """Return the arrays of a call without keyword arguments if it has this program, else None: then it may have it, too."""
-        _, guards, settings, kind, names, described, placement = self
+        _, _, guards, settings, kind, names, described, placement = self
         if kind is not None:
             if len(args) != 1 or type(args[0]) is not kind:
                 return None
@@ -80,11 +78,13 @@ class FastPath(NamedTuple, Generic[ProgramT]):
         return arrays if match(guards, (function,)) else None
 
 
-def fast_path_to(program: ProgramT, guards: Guards, args: Sequence[Any], placement: Sharding) -> FastPath[ProgramT] | None:
+def fast_path_to(
+    key: tuple[Any, ...], program: ProgramT, guards: Guards, args: Sequence[Any], placement: Sharding
+) -> FastPath[ProgramT] | None:
     """Return the fast path to the program of a call without keyword arguments; None if there is none.
 
     Args:
-        program, guards: of the call.
+        key, program, guards: of the call.
         args: its arguments.
         placement: where its arrays must be.
     """
@@ -101,4 +101,4 @@ def fast_path_to(program: ProgramT, guards: Guards, args: Sequence[Any], placeme
     if any(map(uneven_shapes, values)):
         return None
     described = [(stack_of(value).shape, stack_of(value).dtype) for value in values]
-    return FastPath(program, guards, tracing.settings(), kind, names, described, placement)
+    return FastPath(key, program, guards, tracing.settings(), kind, names, described, placement)
