@@ -7,23 +7,19 @@ a batch added up.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
-
-os.environ.setdefault("KERAS_BACKEND", "jax")
 
 import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import keras
 import numpy as np
 import optax
-from _harness import Contender, Row, check_losses, interleave, parse, print_table, show_seconds
+from _harness import Contender, parse
+from _library_ways import Step, add_up, all_three, by_hand, compare, cross_entropy, keras, keras_fits
 from flax import nnx
 from flax.training.train_state import TrainState
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import mirrored as mr
 
@@ -31,9 +27,6 @@ WIDTH, DEPTH, BATCH = 256, 8, 64
 ADAM = optax.adam(1e-3)
 #: To the library by hand.
 GOALS = {"NNX": 1.05, "Linen": 1.05, "Equinox": 1.05, "Keras fit": 0.95, "bfloat16": 1.03, "four parts": 1.03}
-
-#: `(state, batch, sum over replicas, this replica's share of losses) -> (state, loss)`.
-Step = Callable[[Any, Any, Callable[[Any], Any], Callable[[jax.Array], jax.Array]], tuple[Any, jax.Array]]
 
 
 def main() -> None:
@@ -46,101 +39,13 @@ def main() -> None:
         for name, make in MODELS.items():
             if options.only and name not in options.only.split(","):
                 continue
-            contenders = make(strategy)
-            check_losses(contenders, num_steps=2, tolerance=5e-2 if name == "bfloat16" else 1e-3)
-            times = interleave(contenders, rounds, turn)
-            rows = []
-            for contender in times.seconds:
-                goal = GOALS[name] if contender == "mirrored" else None
-                rows.append(
-                    Row(contender, show_seconds(times.median(contender)), times.ratios(contender, contenders[0].name), goal)
-                )
-            title = f"{name}: an MLP of {DEPTH} layers of {WIDTH}, Adam, batches of {BATCH}, R = {num_replicas}, {rounds} rounds"
-            print_table(f"{title}; ratio to {contenders[0].name}", rows)
+            title = f"{name}: an MLP of {DEPTH} layers of {WIDTH}, Adam, batches of {BATCH}, R = {num_replicas}"
+            compare(title, make(strategy), GOALS[name], rounds, turn, tolerance=5e-2 if name == "bfloat16" else 1e-3)
 
 
 def batch() -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(0)
     return rng.normal(size=(BATCH, WIDTH)).astype(np.float32), rng.integers(0, 10, BATCH).astype(np.int32)
-
-
-def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels)
-
-
-# -- by hand and with mirrored
-
-
-def by_hand(step: Step, state: Any, num_replicas: int) -> Contender:
-    mesh = Mesh(np.array(jax.devices()[:num_replicas]), ("data",))
-    everywhere, split = PartitionSpec(), PartitionSpec("data")
-
-    def replica_step(state: Any, batch: Any) -> tuple[Any, jax.Array]:
-        return step(state, batch, lambda tree: jax.lax.psum(tree, "data"), lambda losses: jnp.sum(losses) / BATCH)
-
-    mapped = jax.shard_map(
-        replica_step, mesh=mesh, in_specs=(everywhere, split), out_specs=(everywhere, everywhere), check_vma=False
-    )
-    compiled = jax.jit(mapped, donate_argnums=0)
-    held = jax.device_put(jax.tree.map(np.asarray, state), NamedSharding(mesh, everywhere))
-    rows = jax.device_put(batch(), NamedSharding(mesh, split))
-
-    def run(num_steps: int) -> float:
-        nonlocal held
-        for _ in range(num_steps):
-            held, loss = compiled(held, rows)
-        return float(loss)
-
-    return Contender("by hand", run)
-
-
-def add_up(tree: Any) -> Any:
-    return mr.get_replica_context().all_reduce("sum", tree)
-
-
-def as_argument(strategy: mr.Strategy, step: Step, state: Any) -> Contender:
-    """The state is an argument that comes back."""
-    [rows] = strategy.distribute_dataset([batch()])
-    held = state
-    whole = jax.jit(lambda state, batch: step(state, batch, add_up, mr.losses.compute_average_loss))
-
-    def run(num_steps: int) -> float:
-        nonlocal held
-        for _ in range(num_steps):
-            held, loss = strategy.run(whole, args=(held, rows))
-        return float(loss)
-
-    return Contender("mirrored", run)
-
-
-def in_variable(strategy: mr.Strategy, step: Step, state: Any) -> Contender:
-    """The state is a variable: its arrays are donated."""
-    [rows] = strategy.distribute_dataset([batch()])
-    with strategy.scope():
-        held = mr.Variable(jax.tree.map(jnp.copy, state))
-
-    def train(batch: Any) -> jax.Array:
-        new, loss = step(held.value, batch, add_up, mr.losses.compute_average_loss)
-        held.assign(new)
-        return loss
-
-    def run(num_steps: int) -> float:
-        for _ in range(num_steps):
-            loss = strategy.run(train, args=(rows,))
-        return float(loss)
-
-    return Contender("mirrored, in a mr.Variable", run)
-
-
-def all_three(strategy: mr.Strategy, step: Step, state: Any) -> list[Contender]:
-    return [
-        by_hand(step, state, strategy.num_replicas_in_sync),
-        as_argument(strategy, step, state),
-        in_variable(strategy, step, state),
-    ]
-
-
-# -- the libraries
 
 
 class NNXNet(nnx.Module):  # noqa: D101
@@ -181,7 +86,7 @@ def with_nnx(strategy: mr.Strategy) -> list[Contender]:
             loss = strategy.run(train, args=(model, optimizer, rows))
         return float(loss)
 
-    return [by_hand(step, state, strategy.num_replicas_in_sync), Contender("mirrored", run)]
+    return [by_hand(step, state, batch(), strategy.num_replicas_in_sync), Contender("mirrored", run)]
 
 
 class LinenNet(nn.Module):  # noqa: D101
@@ -202,7 +107,7 @@ def with_linen(strategy: mr.Strategy) -> list[Contender]:
         loss, gradients = total(jax.value_and_grad(loss_fn)(state.params))
         return state.apply_gradients(grads=gradients), loss
 
-    return all_three(strategy, step, TrainState.create(apply_fn=net.apply, params=params, tx=ADAM))
+    return all_three(strategy, step, TrainState.create(apply_fn=net.apply, params=params, tx=ADAM), batch())
 
 
 def with_equinox(strategy: mr.Strategy) -> list[Contender]:
@@ -215,7 +120,7 @@ def with_equinox(strategy: mr.Strategy) -> list[Contender]:
         updates, moments = ADAM.update(gradients, moments)
         return (eqx.apply_updates(arrays, updates), moments), loss
 
-    return all_three(strategy, step, (arrays, ADAM.init(arrays)))
+    return all_three(strategy, step, (arrays, ADAM.init(arrays)), batch())
 
 
 def plain_step(dtype: Any, num_parts: int) -> tuple[Step, Any]:
@@ -247,25 +152,11 @@ def plain_step(dtype: Any, num_parts: int) -> tuple[Step, Any]:
 
 
 def with_keras(strategy: mr.Strategy) -> list[Contender]:
-    num_replicas = strategy.num_replicas_in_sync
-    x, y = (np.concatenate([rows] * 16) for rows in batch())
-    own = keras.distribution.DataParallel(devices=[f"cpu:{i}" for i in range(num_replicas)], auto_shard_dataset=False)
+    def make_model() -> Any:
+        hidden = [keras.layers.Dense(WIDTH, activation="relu") for _ in range(DEPTH - 1)]
+        return keras.Sequential([keras.Input((WIDTH,)), *hidden, keras.layers.Dense(10)])
 
-    def fitting(name: str, scope: Callable[[], Any], fit_scope: Callable[[], Any]) -> Contender:
-        keras.utils.set_random_seed(0)
-        with scope():
-            hidden = [keras.layers.Dense(WIDTH, activation="relu") for _ in range(DEPTH - 1)]
-            model = keras.Sequential([keras.Input((WIDTH,)), *hidden, keras.layers.Dense(10)])
-            model.compile(keras.optimizers.Adam(1e-3), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-
-        def run(num_epochs: int) -> float:
-            with fit_scope():
-                history = model.fit(x, y, batch_size=BATCH, epochs=num_epochs, shuffle=False, verbose=0)
-            return float(history.history["loss"][-1])
-
-        return Contender(name, run)
-
-    return [fitting("keras.distribution.DataParallel", own.scope, own.scope), fitting("mirrored", strategy.scope, strategy.scope)]
+    return keras_fits(strategy, make_model, batch(), num_batches=16)
 
 
 MODELS: dict[str, Callable[[mr.Strategy], list[Contender]]] = {
@@ -273,8 +164,8 @@ MODELS: dict[str, Callable[[mr.Strategy], list[Contender]]] = {
     "Linen": with_linen,
     "Equinox": with_equinox,
     "Keras fit": with_keras,
-    "bfloat16": lambda strategy: all_three(strategy, *plain_step(jnp.bfloat16, 1)),
-    "four parts": lambda strategy: all_three(strategy, *plain_step(jnp.float32, 4)),
+    "bfloat16": lambda strategy: all_three(strategy, *plain_step(jnp.bfloat16, 1), batch()),
+    "four parts": lambda strategy: all_three(strategy, *plain_step(jnp.float32, 4), batch()),
 }
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ FILES = (
     "step_time",
     "loop",
     "libraries",
+    "models",
     "uneven_step",
     "overhead",
     "compile_time",

@@ -20,6 +20,7 @@ FILES = {
     "compile_time": ("mirrored, R=8", "1.30", "traces of the user's function"),
     "memory": ("by hand", "mirrored"),
     "libraries": ("NNX:", "Linen:", "Equinox:", "Keras fit:", "bfloat16:", "mirrored, in a mr.Variable"),
+    "models": ("NNX: convolutions", "Linen: transformer", "Equinox: convolutions", "Keras fit: transformer"),
     "input_overlap": ("step alone", "waits, 2 batches ahead", "in the loop"),
     "tfrecord_read": ("records of 100 KiB", "grain, no checksums", "parse_example"),
     "workers": ("W1: mirrored", "W1, no guard: mirrored", "start: by hand", "launcher: mirrored"),
