@@ -89,7 +89,7 @@ def with_mirrored(workload: Workload, num_replicas: int) -> list[Contender]:
         _looping("run, then reduce, read every 8", _Read(functools.partial(then_reduce, read)), batches),
         _looping("all-reduced in the step", lambda x, y: strategy.run(in_step, args=(x, y)), batches),
         _looping("mr.function", function, batches),
-        Contender("mr.scan", lambda num: [float(mr.scan(body, 0.0, all_batches)[0]) for _ in range(num)][-1]),
+        _looping("mr.scan", lambda x, y: mr.scan(body, 0.0, (x, y))[0], [all_batches]),
     ]
 
 

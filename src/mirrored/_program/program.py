@@ -237,10 +237,16 @@ def _mirrored_number(everywhere: Any, kind: type, text: str, is_wide: bool) -> j
     return jax.device_put(kind(text), everywhere)
 
 
+def _place_numbers(mesh: ReplicaMesh, arrays: Sequence[Any]) -> list[Any]:
+    """Bring the numbers among some arguments to the replicas, where no other worker has to be asked for them."""
+    if not mesh.is_alone:
+        return list(arrays)
+    return [_mirrored_number(mesh.mirrored, type(a), repr(a), is_wide()) if type(a) in NUMBERS else a for a in arrays]
+
+
 def place_quickly(mesh: ReplicaMesh, arrays: list[Any], leaves: Callable[[], Sequence[ArrayLeaf]]) -> list[Any] | None:
     """Bring what is on the host or on JAX's default device to the replicas; None when there is more to see to."""
-    if mesh.is_alone:
-        arrays = [_mirrored_number(mesh.mirrored, type(a), repr(a), is_wide()) if type(a) in NUMBERS else a for a in arrays]
+    arrays = _place_numbers(mesh, arrays)
     elsewhere = [position for position, array in enumerate(arrays) if not is_placed(mesh, array)]
     if not elsewhere:
         return arrays
@@ -263,8 +269,8 @@ def place(mesh: ReplicaMesh, arrays: Sequence[Any], leaves: Sequence[ArrayLeaf],
         leaves: what they are.
         names: makes their names, for messages.
     """
-    placed = list(arrays)
-    plain = [i for i, array in enumerate(arrays) if not is_placed(mesh, array)]
+    placed = _place_numbers(mesh, arrays)
+    plain = [i for i, array in enumerate(placed) if not is_placed(mesh, array)]
     for position in plain:
         if not leaves[position].is_per_replica:
             continue
@@ -276,8 +282,6 @@ def place(mesh: ReplicaMesh, arrays: Sequence[Any], leaves: Sequence[ArrayLeaf],
             )
         placed[position] = jax.device_put(arrays[position], mesh.stacked)
     plain = [i for i in plain if not leaves[i].is_per_replica]
-    if not plain:
-        return placed
 
     def differ(index: int, workers: Sequence[int]) -> None:
         placement.refuse_argument(f"the argument {names()[plain[index]]}, a plain array", index, workers)

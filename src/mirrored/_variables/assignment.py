@@ -115,7 +115,7 @@ class Assignment:
             )
         if not isinstance(operand, jax.Array) and not hasattr(type(operand), "__jax_array__"):
             operand = host_array(operand, what, spec.dtype)
-        array = jnp.asarray(operand)
+        array = operand if isinstance(operand, jax.Array) else jnp.asarray(operand)
         if not isinstance(array, jax.core.Tracer) and (array.committed or not spec.mesh.is_alone):
             if array is operand and not frames.is_traced():
                 placement.check_later(spec.mesh, [array], lambda _: f"what variable {spec.name!r} was given by {self.method}")
