@@ -8,8 +8,9 @@ docs/design/collectives.md.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from _harness import Contender, Row, Times, check_losses, interleave, parse, pri
 from jax.sharding import NamedSharding, PartitionSpec
 
 import mirrored as mr
+from mirrored._program import fuse_all_reduces
 from mirrored._replicas import collectives
 
 #: No goal is set for the all-reduce alone; ours should not lose to the simplest way of writing it.
@@ -104,11 +106,11 @@ def measure(contenders: list[Contender], rounds: int, turn: float) -> Times:
 
 @contextmanager
 def packing_below(limit: int) -> Iterator[None]:
-    before, collectives.PACK_BELOW_BYTES = collectives.PACK_BELOW_BYTES, limit
-    try:
+    """Pack arrays below a limit: where they are added up, and where sums of one time join (which packs them, too)."""
+    with ExitStack() as stack:
+        for module in (collectives, fuse_all_reduces):
+            stack.enter_context(mock.patch.object(module, "PACK_BELOW_BYTES", limit))
         yield
-    finally:
-        collectives.PACK_BELOW_BYTES = before
 
 
 def with_mirrored(name: str, num_replicas: int, count: int, size: int) -> Contender:
