@@ -33,8 +33,11 @@ KERAS_GOAL = 0.95
 
 
 def main() -> None:
+    global BLOCKS, LAYERS
     options = parse(__doc__, replicas="2,8", only="", rounds=12, turn=0.2)
     rounds, turn = (2, 0.0) if options.quick else (options.rounds, options.turn)
+    if options.quick:
+        BLOCKS = LAYERS = 1  # most of the time is XLA's, to compile
     sizes = [2] if options.quick else [int(number) for number in options.replicas.split(",")]
     mr.MirroredStrategy([f"cpu:{i}" for i in range(max(sizes))])  # starts the backend with so many devices
     for num_replicas in sizes:
