@@ -107,10 +107,7 @@ class Passes:
         self._later = elements.of_later_passes(self._places)
 
     def steps(self, layout: LocalReplicas) -> Steps:
-        """Yield the steps of all passes; each notes in `extra` how far it is in each limit.
-
-        All workers count the same steps, so they stop and begin anew together without asking each other.
-        """
+        """Yield the steps of all passes, with their places in the limits: all workers count the same steps, and end together."""
 
         def start(is_first: bool) -> Steps:
             if not is_first:

@@ -19,17 +19,13 @@ MAX_WAIT_SECONDS = 5.0
 
 
 class Ahead(Generic[T]):
-    """An iterator over a generator that runs in a thread, at most `count` items ahead of the one in use.
-
-    An exception of the generator comes after the items before it, the same object with its traceback. The thread ends, and
-    closes the generator, when that is exhausted or fails, `close` is called, this object is garbage, or the interpreter exits.
-    """
+    """An iterator over a generator that runs in a thread, at most `count` items ahead; an exception comes after its items."""
 
     def __init__(
         self, items: Generator[T, None, None], close: Callable[[], None], count: int, interrupt: Callable[[], None] = lambda: None
     ) -> None:
         """Start the thread, which calls `close` once at its end; `interrupt`, in any thread, ends waiting for other workers."""
-        # The thread knows the queue, not this object, so that a loop which is left early leaves garbage behind.
+        # The thread knows the queue, not this object, so that a loop which is left early leaves garbage, which ends the thread.
         self._queue = _Queue[T](items, close, count, interrupt)
         weakref.finalize(self, self._queue.close)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -73,22 +74,16 @@ class CommonStep:
 
 
 def agree(worker: InputWorker, own: Sequence[OwnStep], has_ended: bool, like: PyTree, num_local: int) -> list[CommonStep]:
-    """Tell the other workers the next steps of this one; return those that all can take, none at the end of all.
-
-    Steps that are not returned are told again. `like` is an earlier batch without rows, if there was one.
-
-    Raises:
-        ValueError: when the workers' batches have different structures, dtypes or shapes of rows.
-    """
+    """Tell the other workers the next steps of this one, again until they are taken; return those that all can take now."""
+    # `like` is an earlier batch without rows, for a worker that has no more. An empty list is the end of all.
     if worker.count == 1:
         return [CommonStep(tuple(step.sizes(num_local)), step.like, 0) for step in own]
     messages = worker.exchange({"steps": [[step.sizes(num_local), _encode(step.like)] for step in own], "ended": has_ended})
-    all_told, ended = [message["steps"] for message in messages], [message["ended"] for message in messages]
-    counts = [len(told) for told, is_last in zip(all_told, ended, strict=True) if not is_last]
+    counts = [len(message["steps"]) for message in messages if not message["ended"]]
+    by_step = itertools.zip_longest(*(message["steps"] for message in messages))
     steps: list[CommonStep] = []
-    for number in range(min(counts) if counts else max(map(len, all_told))):
-        like = own[number].like if number < len(own) else like
-        steps.append(_common_step([told[number] if number < len(told) else None for told in all_told], like, num_local))
+    for number, every in enumerate(itertools.islice(by_step, min(counts, default=None))):
+        steps.append(_common_step(every, own[number].like if number < len(own) else like, num_local))
         like = steps[-1].like
     return steps
 
@@ -108,10 +103,7 @@ def _common_step(every: Sequence[Any], like: PyTree, num_local: int) -> CommonSt
 
 
 class SameBatches:
-    """The comparison of the global batches of one pass, which every worker reads by itself.
-
-    Workers whose progress notes each batch send messages of the first and of the end only.
-    """
+    """The comparison of the global batches of one pass, in messages of the first and the end only where progress notes each."""
 
     def __init__(self, worker: InputWorker) -> None:
         self._worker = worker

@@ -48,11 +48,9 @@ def reshape_rows(batch: PyTree, start: int, num_replicas: int, num_rows: int) ->
 
 
 def stack_rows(parts: Sequence[PyTree], num_rows: int) -> PyTree:
-    """Stack the replicas' rows as new arrays `[L, num_rows, ...]`, padded with zeros at the end.
-
-    New, because a source may fill the same buffer again for its next batch, and the transfer to the devices
-    reads later than the call returns (on the CPU, the device's array may even be the buffer).
-    """
+    """Stack the replicas' rows as new arrays `[L, num_rows, ...]`, padded with zeros at the end."""
+    # New, because a source may fill its buffer again, and the transfer to the devices reads it later (on the CPU, the device's
+    # array may even be the buffer).
 
     def stack(*rows: np.ndarray) -> np.ndarray:
         dtype = jax.dtypes.canonicalize_dtype(rows[0].dtype)

@@ -61,10 +61,7 @@ def nodes(dataset: Pipeline) -> Iterator[Pipeline]:
 
 
 def why_not_by_file(dataset: Pipeline, num_workers: int, is_certain: bool) -> str | None:
-    """Say why the files of a pipeline cannot be shared out among workers, or return None when they can.
-
-    Transformations that are not known, such as a user's own, are a reason where it must be certain.
-    """
+    """Say why the files of a pipeline cannot be shared out, None where they can; unknown steps are a reason if `is_certain`."""
     node = dataset
     while not _reads_files(node):
         name = type(node).__name__

@@ -69,10 +69,8 @@ def applied(fn: Callable[..., PyTree], element: PyTree) -> PyTree:
 def limited(
     start: Callable[[bool], Generator[T, None, None]], limits: Sequence[Limit], done: list[int], is_first: bool = True
 ) -> Generator[T, None, None]:
-    """Yield the items of all passes; `start` begins a pass, given whether it is the first, which may be resumed.
-
-    `done` counts the items or rounds of each limit, the innermost first, up to the begin of that pass, and up to each item.
-    """
+    """Yield the items of all passes; `start` begins one, given whether it is the first, which may be resumed at `done`."""
+    # `done` counts the items or rounds of each limit, the innermost first; it is up to date at each item.
     if not limits:
         yield from start(is_first)
         return
