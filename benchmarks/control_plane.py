@@ -28,7 +28,8 @@ from mirrored._workers.coordination import Coordination
 from mirrored._workers.guard import Guard, seconds_of_round
 from mirrored._workers.progress import Progress
 from mirrored.data._sharing.agree import InputWorker
-from mirrored.data._sharing.steps import LocalReplicas, own_batches, rows_of_every_batch
+from mirrored.data._sharing.plan import Plan
+from mirrored.data._sharing.steps import LocalReplicas
 from mirrored.data._sources.open import open_source
 
 SIZES = (8, 32, 128, 512)
@@ -80,19 +81,19 @@ def differ(worker: Worker) -> int:
 
 def read_same(worker: Worker) -> int:
     """Read batches of which each worker takes its rows (DATA): all of a long epoch but its first and its end."""
-    return _read(worker, rows_of_every_batch, is_noted=True, lookahead=1)
+    return _read(worker, "DATA", is_noted=True, lookahead=1)
 
 
 def read_own(worker: Worker) -> int:
     """Read batches of one's own (FILE, OFF, functions)."""
-    return _read(worker, own_batches, is_noted=False, lookahead=4)
+    return _read(worker, "OFF", is_noted=False, lookahead=4)
 
 
-def _read(worker: Worker, take: Callable[..., Any], is_noted: bool, lookahead: int) -> int:
+def _read(worker: Worker, kind: str, is_noted: bool, lookahead: int) -> int:
     own = InputWorker(worker.here.worker, worker.here.num_workers, coordination=worker.here).for_iterator(is_noted=is_noted)
     layout = LocalReplicas(worker.here.num_workers, own, lookahead=lookahead)
     batches = [np.zeros(worker.here.num_workers, np.float32)] * (NUM_BATCHES + 1)
-    for number, _ in enumerate(take(open_source(batches), layout, {})):
+    for number, _ in enumerate(Plan(batches, kind, "").steps(open_source(batches), layout, {})):
         if number == 0:
             worker.calls.clear()  # what comes once in an epoch
         if number == NUM_BATCHES:

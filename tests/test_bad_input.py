@@ -261,9 +261,9 @@ BAD_INPUT = {
         two.experimental_distribute_datasets_from_function(3) => TypeError: dataset_fn is 3
     """,
     "Strategy.make_numpy_dataset": r"""
-        two.make_numpy_dataset(None) => TypeError: the dataset None holds no array
-        two.make_numpy_dataset({}) => TypeError: the dataset \{\} holds no array
-        two.make_numpy_dataset(3) => ValueError: the array is a scalar
+        two.make_numpy_dataset(None) => TypeError: got None, which holds no array
+        two.make_numpy_dataset({}) => TypeError: got \{\}, which holds no array
+        two.make_numpy_dataset(3) => ValueError: got a scalar
         two.make_numpy_dataset(WORDS) => TypeError: has dtype <U1, which no device can hold
         two.make_numpy_dataset({"x": object()}) => TypeError|ValueError: \['x'\] (has dtype object|is a scalar)
         two.make_numpy_dataset((np.ones(2), np.ones(3))) => ValueError: different numbers of rows
@@ -271,7 +271,7 @@ BAD_INPUT = {
         two.make_numpy_dataset(x) => PerReplicaError: PerReplica does not support
     """,
     "Strategy.experimental_make_numpy_dataset": r"""
-        two.experimental_make_numpy_dataset(3) => ValueError: the array is a scalar
+        two.experimental_make_numpy_dataset(3) => ValueError: got a scalar
     """,
     "Strategy.distribute_values_from_function": r"""
         two.distribute_values_from_function(3) => TypeError: value_fn is 3; expected a function of a mr\.ValueContext
@@ -638,11 +638,11 @@ BAD_INPUT = {
             => ValueError: the state does not fit list: ValueError: batch 7 of 1
     """,
     "data.NumpyDataset": r"""
-        NumpyDataset(None) => TypeError: the dataset None holds no array
+        NumpyDataset(None) => TypeError: got None, which holds no array
         NumpyDataset(3) => TypeError: the array is 3 of type int; expected a numpy array whose first axis counts
         NumpyDataset({"x": [1, 2]}) => TypeError: \['x'\]\[0\] is 1 of type int; expected a numpy array
         NumpyDataset(np.float32(1)) => TypeError: expected a numpy array
-        NumpyDataset(np.array(1.0)) => ValueError: the array is a scalar
+        NumpyDataset(np.array(1.0)) => ValueError: got a scalar
         NumpyDataset(x) => TypeError: of type PerReplica; expected a numpy array
         NumpyDataset(WORDS) => TypeError: has dtype <U1, which no device can hold
         NumpyDataset(ONES, batch_size=0) => ValueError: batch_size is 0; expected at least 1

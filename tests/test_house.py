@@ -308,9 +308,8 @@ CACHES = {
     "_replicas.placement": "_program",
     "_strategy.current": "_default_strategy",
     "_workers.messages": "_types_of",
-    "data._records.example": "_known_of example_class",
+    "data._records.example": "_layouts_of example_class",
     "data._records.record_reader": "crc32c",
-    "data._records.tfrecord": "_grain_class",
 }
 ONCE = {
     "_workers.runtime": "_install_exit_codes",
@@ -416,7 +415,7 @@ BUDGETS = {
     "_updates": 269,  # 250
     "_strategy": 1168,  # 1,100
     "_transforms": 632,  # 600
-    "data": 3566,  # 3,200
+    "data": 3458,  # 3,200
     "_workers": 2352,  # 1,700
     "_cluster": 1595,  # 1,080
     "_checkpoint": 2191,  # 1,800
@@ -463,7 +462,7 @@ ANYS = {
     "_updates": 5,
     "_variables": 6,
     "_workers": 13,
-    "data": 19,
+    "data": 14,
     "losses": 2,
     "optimizer": 3,
 }

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from grain import experimental as gx
 from hypothesis import strategies as st
+from pipelines import Files, interleaved, make_files, pairs
 from simulated_workers import Run, run_workers
 
 import mirrored as mr
@@ -21,59 +22,13 @@ from mirrored.data._dataset import DistributedDataset
 from mirrored.data._sharing import agree
 from mirrored.data._sharing import rows as _rows
 from mirrored.data._sharing.agree import InputWorker, _checksum
-from mirrored.data._sharing.plan import make_plan
-from mirrored.data._sharing.steps import LocalReplicas, own_batches, rows_of_every_batch, rows_of_own_files
+from mirrored.data._sharing.plan import Plan, make_plan
+from mirrored.data._sharing.steps import LocalReplicas
 from mirrored.data._sources.open import open_source
 
 few_examples = hypothesis.settings(deadline=None, max_examples=20, derandomize=True)
 
 pytestmark = pytest.mark.usefixtures("grains_threads_end")
-
-
-class Files(grain.IterDataset):
-    """Files of numbers, with the interface of our TFRecord source."""
-
-    def __init__(self, files: Sequence[Sequence[int]]) -> None:
-        super().__init__()
-        self.files = tuple(files)
-
-    def set_slice(self, sl: slice, sequential_slice: bool = False) -> None:
-        self.files = self.files[sl]
-
-    def __iter__(self) -> grain.DatasetIterator:
-        return _FilesIterator(self.files)
-
-
-class _FilesIterator(grain.DatasetIterator):
-    def __init__(self, files: Sequence[Sequence[int]]) -> None:
-        super().__init__()
-        self.records = list(itertools.chain(*files))
-        self.position = 0
-
-    def __next__(self) -> int:
-        if self.position == len(self.records):
-            raise StopIteration
-        self.position += 1
-        return self.records[self.position - 1]
-
-    def get_state(self) -> dict[str, int]:
-        return {"position": self.position}
-
-    def set_state(self, state: dict[str, int]) -> None:
-        self.position = state["position"]
-
-
-def make_files(sizes: Sequence[int]) -> list[list[int]]:
-    numbers = itertools.count(1)
-    return [[next(numbers) for _ in range(size)] for size in sizes]
-
-
-def pairs(ds: Any) -> Any:
-    return ds.map(lambda n: {"x": np.int32(n), "y": np.full(2, 10 * n, "int32")})
-
-
-def interleaved(files: Sequence[Sequence[int]]) -> grain.IterDataset:
-    return gx.InterleaveIterDataset([Files([file]) for file in files], cycle_length=3)
 
 
 def zipped_with_numbers(files: Sequence[Sequence[int]]) -> grain.IterDataset:
@@ -198,13 +153,10 @@ def test_by_file_dropping_the_remainder_ends_with_the_first_worker_that_runs_out
 
 
 def test_each_worker_reads_its_own_files_and_no_other() -> None:
-    files = make_files([3, 3, 3, 3, 3])
-    dataset = pairs(Files(files)).batch(4)
+    dataset = pairs(Files(make_files([3] * 5))).batch(4)
     run = run_workers(lambda worker: dataset, 2, policy="file")
-    by_worker = [
-        {int(x) for step in steps for x in step.stacked["x"][0][: step.sizes[worker]]} for worker, steps in enumerate(run.steps)
-    ]
-    assert by_worker == [set(itertools.chain(*files[0::2])), set(itertools.chain(*files[1::2]))]
+    found = [{int(x) for step in steps for x in step.stacked["x"][0][: step.sizes[w]]} for w, steps in enumerate(run.steps)]
+    assert found == [{1, 2, 3, 7, 8, 9, 13, 14, 15}, {4, 5, 6, 10, 11, 12}]
     assert len(list(dataset)) == 4, "the user's dataset is not changed"
 
 
@@ -213,15 +165,11 @@ def test_by_file_a_pipeline_may_use_one_buffer_for_all_batches() -> None:
 
     def make(worker: int) -> grain.IterDataset:
         buffer = np.zeros(3, "int32")
+        ds = Files([range(1, 8), range(11, 16)]).map(np.int32).batch(3)
+        return ds.map(lambda batch: np.copyto(buffer[: len(batch)], batch) or buffer[: len(batch)])
 
-        def fill(batch: np.ndarray) -> np.ndarray:
-            buffer[: len(batch)] = batch
-            return buffer[: len(batch)]
-
-        return Files([[1, 2, 3, 4, 5, 6, 7], [11, 12, 13, 14, 15]]).map(np.int32).batch(3).map(fill)
-
-    batches = [batch.tolist() for batch in run_workers(make, 2, policy="file").global_batches()]
-    assert batches == [[1, 2, 11], [3, 4, 12], [5, 6, 13], [7, 14], [15]]
+    run = run_workers(make, 2, policy="file")
+    assert [batch.tolist() for batch in run.global_batches()] == [[1, 2, 11], [3, 4, 12], [5, 6, 13], [7, 14], [15]]
 
 
 def test_a_worker_without_records_takes_part_in_every_step() -> None:
@@ -243,7 +191,9 @@ def test_a_worker_without_records_takes_part_in_every_step() -> None:
 
 @jax.tree_util.register_pytree_node_class
 class Custom:
-    """A batch class that only its own process knows."""
+    """A batch class that only its own process knows, and whose text is never the same twice, as one with an address in it."""
+
+    made = itertools.count()
 
     def __init__(self, fields: Any) -> None:
         self.fields = fields
@@ -255,24 +205,15 @@ class Custom:
     def tree_unflatten(cls, aux: Any, children: Any) -> Any:
         return cls(*children)
 
-
-class Numbered(Custom):
-    """A batch class whose text is never the same twice, as one with an address in it may be."""
-
-    made = itertools.count()
-
     def __repr__(self) -> str:
-        return f"Numbered {next(Numbered.made)}"
-
-
-jax.tree_util.register_pytree_node_class(Numbered)
+        return f"Custom {next(self.made)}"
 
 
 def test_rows_are_compared_by_what_they_hold_not_by_the_text_of_their_class() -> None:
-    batches = [Numbered({"x": np.full(2, n)}) for n in range(3)]
+    batches = [Custom({"x": np.full(2, n)}) for n in range(3)]
     assert _rows.join_rows(batches).fields["x"].tolist() == [0, 0, 1, 1, 2, 2]
     with pytest.raises(ValueError, match="rows of different structure"):
-        _rows.join_rows([*batches, Numbered({"y": np.full(2, 3)})])
+        _rows.join_rows([*batches, Custom({"y": np.full(2, 3)})])
 
 
 def test_workers_whose_batches_do_not_fit_are_told_so() -> None:
@@ -293,21 +234,20 @@ def test_off_divides_each_workers_batches_among_its_own_replicas() -> None:
 
 
 def test_data_works_for_any_source_that_is_the_same_on_all_workers() -> None:
-    rows = mr.get_strategy().make_numpy_dataset(np.arange(11)).shuffle(seed=3)
-    whole = [batch.tolist() for batch in mr.get_strategy().make_numpy_dataset(np.arange(11)).shuffle(seed=3).batch(4)]
+    rows = mr.data.NumpyDataset(np.arange(11), 4, shuffle_seed=3)
+    whole = [batch.tolist() for batch in rows]
     run = run_workers(lambda worker: mr.data.NumpyDataset(rows.arrays, 4, shuffle_seed=3), 3)
-    assert [batch.tolist() for batch in run.global_batches()] == whole
-    assert kinds(run) == "DATA"
+    assert [batch.tolist() for batch in run.global_batches()] == whole and kinds(run) == "DATA"
 
 
-# -- what it chose, in words
-
-
-class Custom2(grain.IterDataset):
+class Own(grain.IterDataset):
     """A user's own transformation: nobody knows what it does across files."""
 
     def __iter__(self) -> Any:
         return iter(self._parent)
+
+
+X = np.arange(4)
 
 
 def test_auto_says_what_it_chose_and_why() -> None:
@@ -325,7 +265,7 @@ def test_auto_says_what_it_chose_and_why() -> None:
         (four.map_with_index(lambda i, x: x), 2, r"MapWithIndexIterDataset numbers the records of all files"),
         (grain.MapDataset.range(9).batch(3), 2, r"because BatchMapDataset|RangeMapDataset reads no files"),
         (grain.MapDataset.range(9).to_iter_dataset(), 2, r"reads no files that can be shared out|not known"),
-        (Custom2(four), 2, r"Custom2 is not known to work file by file"),
+        (Own(four), 2, r"Own is not known to work file by file"),
         ([X], 2, r"because list is no dataset of files"),
     ]:
         plan = make_plan(dataset, "auto", InputWorker(0, num_workers), num_workers)
@@ -336,12 +276,9 @@ def test_auto_says_what_it_chose_and_why() -> None:
         assert (plan.kind, plan.dataset[0] is X) == ("DATA", True), "one worker takes all"
 
 
-X = np.arange(4)
-
-
 def test_by_file_a_users_own_transformation_is_the_users_word() -> None:
     """It is refused where it would lose records."""
-    assert make_plan(Custom2(Files([[1]] * 4)), "file", InputWorker(0, 2), 2).kind == "FILE"
+    assert make_plan(Own(Files([[1]] * 4)), "file", InputWorker(0, 2), 2).kind == "FILE"
     for dataset, message in [
         (Files([[1]]), r"cannot share this dataset out among 2 workers: there are 1 files for 2 workers\. Use mr\.Auto"),
         (zipped_with_numbers([[1]] * 4), r"ZipIterDataset combines several datasets"),
@@ -355,59 +292,46 @@ def test_by_file_a_users_own_transformation_is_the_users_word() -> None:
 def test_one_line_of_the_log_says_how_a_dataset_is_shared_out(
     strategy2: mr.MirroredStrategy, caplog: pytest.LogCaptureFixture
 ) -> None:
-    worker = InputWorker(1, 2)
-    plan = make_plan(Files([[1]] * 4), "auto", worker, 2)
+    plan = make_plan(Files([[1]] * 4), "auto", InputWorker(1, 2), 2)
     with caplog.at_level(logging.INFO, logger="mirrored"):
-        distributed = DistributedDataset(strategy2._mesh, mr.InputOptions(), worker, plan)
+        distributed = DistributedDataset(strategy2._mesh, mr.InputOptions(), InputWorker(1, 2), plan)
         strategy2.distribute_dataset([X])
     [line] = [record.getMessage() for record in caplog.records if record.getMessage().startswith("dataset")]
-    assert line == f"dataset {distributed.describe()}"
-    assert "AUTO chose FILE: worker i of 2 reads" in line
+    assert line == f"dataset {distributed.describe()}" and "AUTO chose FILE: worker i of 2 reads" in line
     with pytest.raises(TypeError, match="the length of Files is not known before it ends"):
         len(distributed)
 
 
-def test_batches_that_are_noted_are_told_at_the_first_and_the_end_only() -> None:
+def told_steps(dataset: Any, kind: str, **options: Any) -> tuple[list[Any], list[Any]]:
+    """The steps of one of two workers that read the same, and the messages that it sent."""
     told: list[Any] = []
 
-    def steps(is_noted: bool, last: float) -> list[Any]:
-        told.clear()
+    def exchange(value: Any) -> list[Any]:
+        told.append(value)
+        return [value, value]
 
-        def exchange(value: Any) -> list[Any]:
-            told.append(value)
-            return [value, value]
+    layout = LocalReplicas(2, InputWorker(0, 2, exchange, is_noted=options.pop("is_noted", False)), **options)
+    return list(Plan(dataset, kind, "").steps(open_source(dataset), layout, {})), told
 
-        worker = InputWorker(0, 2, exchange, is_noted=is_noted)
-        source = open_source([*np.zeros((9, 4)), np.full(4, last)])
-        return list(rows_of_every_batch(source, LocalReplicas(2, worker), {}))
 
-    assert [step.place[2] for step in steps(False, 1.0)] == list(range(1, 11)) and len(told) == 11
-    first = steps(True, 1.0)
+def test_batches_that_are_noted_are_told_at_the_first_and_the_end_only() -> None:
+    first, second = [[*np.zeros((9, 4)), np.full(4, last)] for last in (1.0, 2.0)]
+    steps, told = told_steps(first, "DATA")
+    assert [step.place[2] for step in steps] == list(range(1, 11)) and len(told) == 11
+    steps, told = told_steps(first, "DATA", is_noted=True)
     assert [value[:3] for value in told] == [[False, 1, 4], [True, 10, 0]]
-    end, second = told[-1], steps(True, 2.0)
-    assert told[-1] != end and [a.place == b.place for a, b in zip(first, second, strict=True)] == [True] * 9 + [False]
+    others, told_of_others = told_steps(second, "DATA", is_noted=True)
+    assert told[-1] != told_of_others[-1]
+    assert [a.place == b.place for a, b in zip(steps, others, strict=True)] == [True] * 9 + [False]
 
 
-@pytest.mark.parametrize("policy", ["off", "file"])
+@pytest.mark.parametrize("policy", ["OFF", "FILE"])
 def test_workers_tell_of_several_batches_at_once(policy: str) -> None:
     """The first is not kept waiting for others, and no message is needed for each."""
-    messages: list[Any] = []
-
-    def steps(lookahead: int) -> list[list[int]]:
-        messages.clear()
-
-        def exchange(value: Any) -> list[Any]:
-            messages.append(value)
-            return [value, value]
-
-        worker = InputWorker(0, 2, exchange)
-        source = open_source(Files([list(range(40))]).batch(2) if policy == "file" else [np.arange(i, i + 2) for i in range(20)])
-        take = {"file": rows_of_own_files, "off": own_batches}[policy]
-        return [step.stacked.ravel().tolist() for step in take(source, LocalReplicas(2, worker, lookahead=lookahead), {})]
-
-    one, several = steps(1), steps(4)
-    assert one == several and len(one) > 15
-    lengths = [len(message["steps"]) for message in messages if isinstance(message, dict)]
+    dataset = Files([list(range(40))]).batch(2) if policy == "FILE" else [np.arange(i, i + 2) for i in range(20)]
+    (one, _), (several, told) = told_steps(dataset, policy, lookahead=1), told_steps(dataset, policy, lookahead=4)
+    assert [step.stacked.tolist() for step in one] == [step.stacked.tolist() for step in several] and len(one) > 15
+    lengths = [len(message["steps"]) for message in told if isinstance(message, dict)]
     assert lengths[:4] == [1, 2, 4, 4] and len(lengths) <= len(one) / 4 + 4
 
 
@@ -416,35 +340,30 @@ def test_an_error_of_the_pipeline_comes_after_the_batches_before_it() -> None:
         yield from [np.zeros(2)] * 5
         raise OSError("no such disk")
 
-    worker = InputWorker(0, 2, lambda value: [value, value])
-    steps = own_batches(open_source(batches()), LocalReplicas(2, worker, lookahead=4), {})
+    layout = LocalReplicas(2, InputWorker(0, 2, lambda value: [value, value]), lookahead=4)
+    steps = Plan(None, "OFF", "").steps(open_source(batches()), layout, {})
     assert [next(steps).sizes for _ in range(5)] == [(2, 2)] * 5
     with pytest.raises(OSError, match="no such disk"):
         next(steps)
 
 
 def test_workers_that_read_different_batches_under_data_are_told_so() -> None:
-    def batches(*sizes: int) -> list[Any]:
-        return [np.zeros((size, 2), "float32") for size in sizes]
+    def batches(*sizes: int, dtype: str = "float32") -> list[Any]:
+        return [np.zeros((size, 2), dtype) for size in sizes]
 
-    def shuffled(seed: int) -> list[Any]:
-        return [np.random.default_rng(seed).permutation(1000)]
-
+    shuffled = [[np.random.default_rng(seed).permutation(1000)] for seed in (0, 1)]
     for by_worker, message in [
         ([batches(4, 4), batches(4)], r"the data of worker 1 has ended, and worker 0 has more"),
         ([batches(4), batches(4, 4)], r"the data of worker 0 has ended, and worker 1 has more"),
         ([batches(4), batches(5)], r"the next batch of worker 0 has 4 rows, and that of worker 1 5"),
-        ([shuffled(0), shuffled(1)], "the next batches of worker 0 and worker 1 hold different records"),
-        (
-            [batches(4), [np.zeros((4, 2), "int32")]],
-            r"the rows of the next batch of worker 0 are float32\[2\] and that of worker 1 int32\[2\]",
-        ),
+        (shuffled, "the next batches of worker 0 and worker 1 hold different records"),
+        ([batches(4), batches(4, dtype="int32")], r"the rows .* worker 0 are float32\[2\] and that of worker 1 int32\[2\]"),
     ]:
-        with pytest.raises(ValueError, match=message + r"\. Under AutoShardPolicy\.DATA every worker reads the same batches"):
-            run_workers(lambda worker, by_worker=by_worker: by_worker[worker], 2, policy="data")
-            run_workers(lambda worker, by_worker=by_worker: by_worker[worker], 2, policy="data", is_noted=True)
-    run = run_workers(lambda worker: shuffled(7), 2, policy="data")
-    assert sorted(run.global_batches()[0].tolist()) == list(range(1000))
+        for is_noted in (False, True):
+            with pytest.raises(ValueError, match=message + r"\. Under AutoShardPolicy\.DATA every worker reads the same batches"):
+                run_workers(lambda worker, of=by_worker: of[worker], 2, policy="data", is_noted=is_noted)
+    with pytest.raises(ValueError, match="hold different records"):  # a function that does not do the same everywhere
+        run_workers(lambda worker: mr.data.NumpyDataset(X).map(lambda row: row + worker).batch(2), 2, policy="data")
 
 
 def test_another_record_anywhere_in_any_array_of_a_batch_is_seen() -> None:

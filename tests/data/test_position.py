@@ -1,6 +1,5 @@
 """The position of an iterator: JSON, counts what was delivered, survives another number of replicas."""
 
-import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,8 +10,8 @@ import numpy as np
 import pytest
 from grain import experimental as gx
 from hypothesis import strategies as st
+from pipelines import STRATEGIES, Files, Reiterable, batches_of, interleaved, make_files, pairs, resumed, rows_of
 from simulated_workers import run_workers
-from test_plan import Files, interleaved, make_files, pairs
 
 import mirrored as mr
 from mirrored.data._iterator import DistributedIterator
@@ -21,27 +20,18 @@ from mirrored.data._sharing.agree import InputWorker
 from mirrored.data._sharing.plan import make_plan
 from mirrored.data._sharing.steps import LocalReplicas, Step
 
-STRATEGIES = {count: mr.MirroredStrategy([f"cpu:{i}" for i in range(count)]) for count in (1, 2, 3)}
-
 pytestmark = pytest.mark.usefixtures("grains_threads_end")
-
-
-def rows_of(batch: mr.PerReplica) -> list[int]:
-    return np.concatenate([np.asarray(row) for row in batch.values]).tolist()
 
 
 class WithStateDict:
     """The protocol of Hugging Face's IterableDataset and torchdata's StatefulDataLoader: the dataset holds the state."""
 
-    def __init__(self, num_batches: int = 4) -> None:
-        self.num_batches = num_batches
-        self.next = self.start = 0
+    next = start = 0
 
     def __iter__(self) -> Iterator[np.ndarray]:
         start, self.start = self.start, 0
-        for number in range(start + 1, self.num_batches + 1):
-            self.next = number
-            yield np.arange(3) + 10 * number
+        for self.next in range(start + 1, 5):
+            yield np.arange(3) + 10 * self.next
 
     def state_dict(self) -> dict[str, int]:
         return {"next": self.next}
@@ -54,29 +44,26 @@ class WithStateDict:
 class WithEagerIterator:
     """As torchdata's StatefulDataLoader: an iterator takes the position when it is made; asking for one makes one."""
 
-    def __init__(self, num_batches: int = 4) -> None:
-        self.num_batches = num_batches
-        self.start = 0
-        self.current: WithEagerIterator.Iterator | None = None
-        self.is_fresh = False
-
     class Iterator:
         def __init__(self, loader: "WithEagerIterator") -> None:
-            self.loader, self.next, loader.start = loader, loader.start, 0
-            if self.next > loader.num_batches:
+            self.next, loader.start = loader.start, 0
+            if self.next > 4:
                 raise IndexError(self.next)
 
         def __iter__(self) -> "WithEagerIterator.Iterator":
             return self
 
         def __next__(self) -> np.ndarray:
-            if self.next >= self.loader.num_batches:
+            if self.next >= 4:
                 raise StopIteration
             self.next += 1
             return np.arange(3) + 10 * self.next
 
+    start, is_fresh = 0, False
+    current: Iterator | None = None
+
     def __iter__(self) -> Any:
-        if self.current is None or not self.is_fresh or self.current.next >= self.num_batches:
+        if self.current is None or not self.is_fresh or self.current.next >= 4:
             self.current = self.Iterator(self)
         self.is_fresh = False
         return self.current
@@ -122,25 +109,16 @@ def test_resuming_with_another_number_of_replicas_gives_every_example_once(
     source: str, before: int, after: int, prefetch: int
 ) -> None:
     options = mr.InputOptions(prefetch=prefetch)
-    whole = [rows_of(batch) for batch in STRATEGIES[1].distribute_dataset(SOURCES[source]())]
-    for num_taken in sorted({source.startswith("state_dict"), 1, 2, len(whole)}):
-        iterator = iter(STRATEGIES[before].distribute_dataset(SOURCES[source](), options))
-        taken = [rows_of(next(iterator)) for _ in range(num_taken)]
-        state = iterator.get_state()
-        assert json.loads(json.dumps(state)) == state, "it holds nothing but JSON"
-        assert not [leaf for leaf in jax.tree.leaves(state) if not isinstance(leaf, int | str)]
-        iterator.close()
-        resumed = iter(STRATEGIES[after].distribute_dataset(SOURCES[source](), options))
-        resumed.set_state(state)
-        assert resumed.get_state() == state
-        assert taken + [rows_of(batch) for batch in resumed] == whole
+    whole = batches_of(STRATEGIES[1].distribute_dataset(SOURCES[source]()))
+    for at in sorted({source.startswith("state_dict"), 1, 2, len(whole)}):
+        first, second = (STRATEGIES[count].distribute_dataset(SOURCES[source](), options) for count in (before, after))
+        assert resumed(first, at, second) == whole
 
 
 def test_the_position_is_kept_when_the_iterator_goes_on_ends_or_is_closed() -> None:
     iterator = iter(STRATEGIES[2].distribute_dataset(numpy_dataset()))
-    states = [iterator.get_state()]
-    for _ in iterator:
-        states.append(iterator.get_state())
+    states = [iterator.get_state(), *(iterator.get_state() for _ in iterator)]
+    assert not [leaf for leaf in jax.tree.leaves(states) if not isinstance(leaf, int | str)]
     assert [state["source"]["row"] for state in states] == [0, 4, 8, 11]
     assert iterator.get_state() == states[-1]
     iterator.set_state(states[1])
@@ -154,68 +132,42 @@ def test_the_position_is_kept_when_the_iterator_goes_on_ends_or_is_closed() -> N
 
 
 def test_the_passes_after_a_restart_have_the_orders_of_the_unbroken_run() -> None:
-    def passes(distributed: Any, count: int) -> list[Any]:
-        return [[rows_of(batch) for batch in distributed] for _ in range(count)]
+    def make(count: int) -> mr.data.DistributedDataset:
+        return STRATEGIES[count].distribute_dataset(numpy_dataset(shuffle_seed=1))
 
-    unbroken = passes(STRATEGIES[2].distribute_dataset(numpy_dataset(shuffle_seed=1)), 3)
-    first = STRATEGIES[2].distribute_dataset(numpy_dataset(shuffle_seed=1))
-    passes(first, 1)
-    iterator = iter(first)
-    taken = [rows_of(next(iterator))]
-    second = STRATEGIES[3].distribute_dataset(numpy_dataset(shuffle_seed=1))
-    resumed = iter(second)
-    resumed.set_state(iterator.get_state())
-    iterator.close()
-    assert taken + [rows_of(batch) for batch in resumed] == unbroken[1]
-    assert passes(second, 1) == unbroken[2:]
+    unbroken, first, second = make(2), make(2), make(3)
+    whole = [batches_of(unbroken) for _ in range(3)]
+    assert batches_of(first) == whole[0] and resumed(first, 1, second) == whole[1] and batches_of(second) == whole[2]
 
 
 def test_leaving_a_pass_early_does_not_change_the_next_one() -> None:
     """However far the thread has read ahead: a pass takes the numbers of all its epochs when it begins."""
     orders = []
     for prefetch in (0, 1, 5):
-        distributed = STRATEGIES[2].distribute_dataset(
-            numpy_dataset(shuffle_seed=1, num_epochs=2), mr.InputOptions(prefetch=prefetch)
-        )
+        dataset = numpy_dataset(shuffle_seed=1, num_epochs=2)
+        distributed = STRATEGIES[2].distribute_dataset(dataset, mr.InputOptions(prefetch=prefetch))
         for _ in distributed:
             break
-        orders.append([rows_of(batch) for batch in distributed])
+        orders.append(batches_of(distributed))
     assert orders[0] == orders[1] == orders[2]
 
 
-class Stateless:
-    def __iter__(self) -> Iterator[np.ndarray]:
-        yield np.arange(4)
-        yield np.arange(4, 8)
-
-
 def test_a_source_without_a_position_says_so_and_still_works() -> None:
-    iterator = iter(STRATEGIES[2].distribute_dataset(Stateless()))
+    iterator = iter(STRATEGIES[2].distribute_dataset(Reiterable(lambda: iter([np.arange(4), np.arange(4, 8)]))))
     next(iterator)
-    message = r"Stateless has no position that could be saved: .* Use strategy\.make_numpy_dataset"
+    message = r"Reiterable has no position that could be saved: .* Use strategy\.make_numpy_dataset"
     with pytest.raises(TypeError, match=message):
         iterator.get_state()
     with pytest.raises(TypeError, match=message):
-        iterator.set_state({"version": 1, "policy": "DATA", "worker": None, "source": {}})
+        iterator.set_state({**STATE, "source": {}})
     assert rows_of(next(iterator)) == [4, 5, 6, 7]
 
 
-class Odd(Stateless):
-    """Has a position that is no JSON, or fails to say it."""
-
-    def __init__(self, state: Any) -> None:
-        self.state = state
-
-    def state_dict(self) -> Any:
-        return self.state()
-
-
 def test_a_position_that_cannot_be_saved_is_an_error_only_when_asked_for() -> None:
-    for state, error, message in (
-        (object, TypeError, r"which JSON cannot hold"),
-        (lambda: 1 // 0, ZeroDivisionError, r"division"),
-    ):
-        iterator = iter(STRATEGIES[2].distribute_dataset(Odd(state)))
+    for state, error, message in ((object, TypeError, "which JSON cannot hold"), (lambda: 1 // 0, ZeroDivisionError, "division")):
+        source = Reiterable(lambda: iter([np.arange(4), np.arange(4, 8)]))
+        source.state_dict = state
+        iterator = iter(STRATEGIES[2].distribute_dataset(source))
         next(iterator)
         with pytest.raises(error, match=message):
             iterator.get_state()
@@ -235,7 +187,6 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
     taken = [rows_of(next(iterator))]
     before = iterator.get_state()
     for state, error, message in [
-        (3, TypeError, r"state is 3; expected what get_state\(\)"),
         ({}, TypeError, r"state is \{\}; expected what get_state\(\)"),
         ({**STATE, "source": None}, TypeError, r"expected what get_state"),
         ({**of_rows(), "version": 2}, ValueError, r"the state has version 2, and this library reads version 1"),
@@ -253,28 +204,17 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
         with pytest.raises(error, match=message):
             iterator.set_state(state)
         assert iterator.get_state() == before
-    assert taken + [rows_of(batch) for batch in iterator] == whole
-    misfit = pytest.raises(ValueError, match=r"the state does not fit list: ValueError: batch 2 of 1")
-    with iter(STRATEGIES[2].distribute_dataset([np.arange(2)])) as of_list, misfit:
-        of_list.set_state({**STATE, "source": {"next": 2}})
-
-
-def test_a_dataset_that_holds_its_state_may_hold_that_of_the_last_pass() -> None:
-    distributed = STRATEGIES[2].distribute_dataset(WithStateDict())
-    assert len(list(distributed)) == 4
-    with iter(distributed) as iterator:
-        with pytest.raises(ValueError, match="WithStateDict tells its position only after the first batch"):
-            iterator.get_state()
-        next(iterator)
-        assert iterator.get_state()["source"] == {"next": 1}
+    assert taken + batches_of(iterator) == whole
 
 
 @pytest.mark.parametrize("dataset_class", [WithStateDict, WithEagerIterator])
 @pytest.mark.parametrize("prefetch", [0, 3])
 def test_the_position_that_a_dataset_holds_is_changed_while_nothing_is_read_ahead(dataset_class: Any, prefetch: int) -> None:
     distributed = STRATEGIES[2].distribute_dataset(dataset_class(), mr.InputOptions(prefetch=prefetch))
-    whole = [rows_of(batch) for batch in distributed]
+    whole = batches_of(distributed)
     iterator = iter(distributed)
+    with pytest.raises(ValueError, match=r"With\w+ tells its position only after the first batch"):
+        iterator.get_state()  # the dataset may still hold that of the last pass
     states = [(next(iterator), iterator.get_state())[1] for _ in range(3)]
     for number, state in enumerate(states, 1):
         iterator.set_state(state)
@@ -282,12 +222,11 @@ def test_the_position_that_a_dataset_holds_is_changed_while_nothing_is_read_ahea
         with pytest.raises(ValueError, match=r"the state does not fit With.*nothing has changed"):
             iterator.set_state({**STATE, "source": {"wrong": 1}})
         assert iterator.get_state()["source"] == {"next": number + 1}
-        assert [rows_of(batch) for batch in iterator] == whole[number + 1 :]
-        assert [rows_of(batch) for batch in distributed] == whole
+        assert batches_of(iterator) == whole[number + 1 :] and batches_of(distributed) == whole
     distributed = STRATEGIES[2].distribute_dataset(dataset_class(), mr.InputOptions(prefetch=prefetch))
     with iter(distributed) as iterator, pytest.raises(ValueError, match=r"the state does not fit With"):
         iterator.set_state({**STATE, "source": {"wrong": 1}})
-    assert [rows_of(batch) for batch in distributed] == whole
+    assert batches_of(distributed) == whole
 
 
 @hypothesis.settings(deadline=None, max_examples=15, derandomize=True)
@@ -327,43 +266,21 @@ def test_workers_go_on_where_each_of_them_was(
     assert sorted(found) == list(range(1, sum(sizes) + 1))
 
 
-def test_a_position_of_a_worker_is_for_that_worker() -> None:
-    me = InputWorker(0, 2, lambda value: [value, value])
-    plan = make_plan(Files([[1], [2]]).batch(1), "file", me, 2)
-    with DistributedIterator(Elements(plan), LocalReplicas(2, me), STRATEGIES[2]._mesh, 0) as iterator:
-        state = iterator.get_state()
-        assert state["worker"] == [0, 2]
-        iterator.set_state(state)
-        for worker in ([1, 2], [0, 3], None):
-            with pytest.raises(ValueError, match=r"each worker has a position of its own\. With mr\.InputOptions\(auto_shard"):
-                iterator.set_state({**state, "worker": worker})
-
-
-def test_a_state_says_how_much_of_a_batch_was_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_position_of_a_worker_is_for_that_worker_and_says_how_much_of_a_batch_was_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """By FILE a step may end in the middle of a batch; without it, rows would be used twice after a restart."""
     me = InputWorker(0, 2, lambda value: [value, value])
-    plan = make_plan(Files([[1], [2]]).batch(1), "file", me, 2)
-    iterators = [DistributedIterator(Elements(plan), LocalReplicas(2, me), STRATEGIES[2]._mesh, 0) for _ in range(2)]
-    position = iterators[0]._open().start
-    monkeypatch.setattr(iterators[0], "_next", lambda: ("a batch", Step(None, (), position, {"rows": 3, "batch_size": 4})))
-    assert next(iterators[0]) == "a batch"
-    state = iterators[0].get_state()
-    assert (state["rows"], state["batch_size"]) == (3, 4)
-    iterators[1].set_state(state)
-    assert iterators[1].get_state() == state
-    for iterator in iterators:
-        iterator.close()
-
-
-def test_the_position_after_the_last_step_is_behind_the_last_epoch() -> None:
-    """Also where a replica finds the end of the rows while others have got the last batch."""
-
-    def make() -> mr.data.DistributedDataset:
-        return STRATEGIES[2].distribute_datasets_from_function(lambda context: numpy_dataset(num_epochs=3))
-
-    iterator = iter(make())
-    states = [(rows_of(batch), iterator.get_state())[1] for batch in iterator]
-    assert [(state["source"]["epoch"], state["source"]["row"]) for state in states[-2:]] == [(2, 8), (2, 11)]
-    with iter(make()) as resumed:
-        resumed.set_state(states[-1])
-        assert list(resumed) == []
+    elements = Elements(make_plan(Files([[1], [2]]).batch(1), "file", me, 2))
+    first, second = (DistributedIterator(elements, LocalReplicas(2, me), STRATEGIES[2]._mesh, 0) for _ in range(2))
+    with first, second:
+        step = Step(None, (), first._open().start, {"rows": 3, "batch_size": 4})
+        monkeypatch.setattr(first, "_next", lambda: ("a batch", step))
+        assert next(first) == "a batch"
+        state = first.get_state()
+        assert (state["worker"], state["rows"], state["batch_size"]) == ([0, 2], 3, 4)
+        second.set_state(state)
+        assert second.get_state() == state
+        for worker in ([1, 2], [0, 3], None):
+            with pytest.raises(ValueError, match=r"each worker has a position of its own\. With mr\.InputOptions\(auto_shard"):
+                second.set_state({**state, "worker": worker})

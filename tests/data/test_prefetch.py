@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from pipelines import WITHOUT_THREAD, Reiterable, batches_of, rows_of
 from processes import run_program
 
 import mirrored as mr
@@ -51,9 +52,6 @@ class Endless:
             assert self.changed.wait_for(condition, timeout=30)
 
 
-# -- ahead
-
-
 def test_so_many_batches_are_made_ahead_and_never_more(strategy2: mr.MirroredStrategy) -> None:
     for prefetch in (1, 2, 5):
         source = Endless()
@@ -85,42 +83,20 @@ setting: contextvars.ContextVar[str] = contextvars.ContextVar("setting", default
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_the_pipeline_sees_the_callers_context(prefetch: int, strategy2: mr.MirroredStrategy) -> None:
-    class Source:
-        def __iter__(self) -> Iterator[Any]:
-            yield np.full(2, len(setting.get()), "int64") + mr.get_strategy().num_replicas_in_sync * 2**40
+    def batches() -> Iterator[Any]:
+        yield np.full(2, len(setting.get()), "int64") + mr.get_strategy().num_replicas_in_sync * 2**40
 
     token = setting.set("twelve chars")
     try:
         with jax.enable_x64(True), strategy2.scope():
-            [batch] = strategy2.distribute_dataset(Source(), mr.InputOptions(prefetch=prefetch))
+            [batch] = strategy2.distribute_dataset(Reiterable(batches), mr.InputOptions(prefetch=prefetch))
     finally:
         setting.reset(token)
-    assert batch.dtype == "int64"
-    assert int(batch.values[0][0]) == 12 + 2 * 2**40
-
-
-# -- no way out leaves anything behind
+    assert batch.dtype == "int64" and rows_of(batch) == [12 + 2 * 2**40] * 2
 
 
 class BrokenError(Exception):
     """A pipeline's own exception."""
-
-
-class Broken:
-    """Raises after two batches, always the same exception."""
-
-    def __init__(self) -> None:
-        self.error = BrokenError("disk")
-
-    def __iter__(self) -> Iterator[np.ndarray]:
-        yield X
-        yield X + 4
-        raise self.error
-
-
-def exhaust(distributed: Any) -> None:
-    for _ in zip(range(3), distributed, strict=False):
-        pass
 
 
 def leave_early(distributed: Any) -> None:
@@ -165,8 +141,7 @@ def only_ask_for_the_state(distributed: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "leave",
-    [exhaust, leave_early, raise_in_the_loop, close, leave_a_with_block, make_garbage_of_a_cycle, only_ask_for_the_state],
+    "leave", [leave_early, raise_in_the_loop, close, leave_a_with_block, make_garbage_of_a_cycle, only_ask_for_the_state]
 )
 def test_no_way_out_of_a_loop_leaves_a_thread_or_an_open_source(
     leave: Callable[[Any], None], strategy2: mr.MirroredStrategy
@@ -185,18 +160,23 @@ def test_the_end_of_the_data_ends_the_thread_while_the_iterator_lives(strategy2:
     assert list(iterator) == []
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 2, 5])
+@pytest.mark.parametrize("prefetch", [0, 1, 5])
 def test_an_exception_arrives_as_it_was_after_the_batches_before_it_and_ends_the_thread(
     prefetch: int, strategy2: mr.MirroredStrategy
 ) -> None:
-    source = Broken()
-    iterator = iter(strategy2.distribute_dataset(source, mr.InputOptions(prefetch=prefetch)))
-    assert [next(iterator).values[0].tolist() for _ in range(2)] == [[0, 1], [4, 5]]
+    error = BrokenError("disk")
+
+    def broken() -> Iterator[np.ndarray]:
+        yield X
+        yield X + 4
+        raise error
+
+    iterator = iter(strategy2.distribute_dataset(Reiterable(broken), mr.InputOptions(prefetch=prefetch)))
+    assert batches_of(iterator, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     with pytest.raises(BrokenError) as caught:
         next(iterator)
-    assert caught.value is source.error and caught.value.__cause__ is None
-    lines = traceback.extract_tb(caught.value.__traceback__)
-    assert lines[-1].line == "raise self.error"
+    assert caught.value is error and caught.value.__cause__ is None
+    assert traceback.extract_tb(caught.value.__traceback__)[-1].line == "raise error"
     assert not feeding()
     for _ in range(2):
         with pytest.raises(StopIteration):
@@ -205,12 +185,12 @@ def test_an_exception_arrives_as_it_was_after_the_batches_before_it_and_ends_the
 
 def test_any_exception_reaches_the_loop(strategy2: mr.MirroredStrategy) -> None:
     class Source:
-        def __init__(self, batches: list[Any], error: BaseException, when: str) -> None:
-            self.batches, self.error, self.when = batches, error, when
+        def __init__(self, error: BaseException, when: str) -> None:
+            self.error, self.when, self.batches = error, when, [X]
 
         def __iter__(self) -> Iterator[Any]:
             self.raise_at("iter")
-            return Source(self.batches, self.error, self.when)
+            return self
 
         def __next__(self) -> Any:
             self.raise_at("next")
@@ -226,25 +206,12 @@ def test_any_exception_reaches_the_loop(strategy2: mr.MirroredStrategy) -> None:
                 raise self.error
 
     for error, when in (
-        (SystemExit(3), "next"),
-        (GeneratorExit("odd"), "next"),
-        (MemoryError(), "next"),
-        (BrokenError("no file"), "iter"),
+        (SystemExit(3), "next"), (GeneratorExit("odd"), "next"), (MemoryError(), "next"), (BrokenError("no file"), "iter"),
         (BrokenError("cannot close"), "close"),
-    ):
+    ):  # fmt: skip
         with pytest.raises(type(error)) as caught:
-            list(strategy2.distribute_dataset(Reiterable(lambda e=error, w=when: iter(Source([X], e, w)))))
+            list(strategy2.distribute_dataset(Reiterable(lambda e=error, w=when: iter(Source(e, w)))))
         assert caught.value is error
-
-
-class Reiterable:
-    """Begins anew with a function."""
-
-    def __init__(self, begin: Callable[[], Iterator[Any]]) -> None:
-        self.begin = begin
-
-    def __iter__(self) -> Iterator[Any]:
-        return self.begin()
 
 
 def test_ctrl_c_while_waiting_for_a_batch_loses_none(strategy2: mr.MirroredStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,20 +237,15 @@ def test_ctrl_c_in_a_pipeline_that_nobody_reads_ahead_loses_none_or_says_so(stra
         return x
 
     rows = strategy2.make_numpy_dataset(np.arange(12)).shuffle(seed=1).batch(2)
-    alone = mr.InputOptions(prefetch=0)
-    expected = [strategy2.gather(batch, 0).tolist() for batch in strategy2.distribute_dataset(rows, alone).repeat(2)]
-    iterator, seen = iter(strategy2.distribute_dataset(rows, alone).map(once_interrupted).repeat(2)), []
-    while len(seen) < len(expected):
+    iterator, seen = iter(strategy2.distribute_dataset(rows, WITHOUT_THREAD).map(once_interrupted).repeat(2)), []
+    while len(seen) < 12:
         with contextlib.suppress(KeyboardInterrupt):
-            seen.append(strategy2.gather(next(iterator), 0).tolist())
-    assert len(calls) == 13 and next(iterator, None) is None
-    assert (
-        np.sort(seen[:6], axis=None).tolist() == np.sort(seen[6:], axis=None).tolist() == list(range(12)) and seen[:6] != seen[6:]
-    )
-    assert len(expected) == len(seen)
+            seen.append(rows_of(next(iterator)))
+    assert len(calls) == 13 and next(iterator, None) is None and seen[:6] != seen[6:]
+    assert np.sort(seen[:6], axis=None).tolist() == np.sort(seen[6:], axis=None).tolist() == list(range(12))
 
     calls.clear()
-    iterator = iter(strategy2.distribute_dataset(Reiterable(lambda: map(once_interrupted, iter([X] * 4))), alone))
+    iterator = iter(strategy2.distribute_dataset(Reiterable(lambda: map(once_interrupted, iter([X] * 4))), WITHOUT_THREAD))
     with pytest.raises(KeyboardInterrupt):
         list(iterator)
     for _ in range(2):
@@ -301,7 +263,7 @@ def test_no_batch_is_kept_by_an_exception_or_a_closed_iterator(strategy2: mr.Mir
     ahead = _prefetch.Ahead(iter(source), lambda: None, 2)
     batch = weakref.ref(next(ahead))
     source.wait_until(lambda: source.num_taken == 3)
-    waiting = weakref.ref(ahead._channel._ready[0])
+    waiting = weakref.ref(ahead._queue._ready[0])
     ahead.close()
     gc.collect()
     assert batch() is None and waiting() is None
@@ -312,19 +274,19 @@ def test_garbage_collected_in_the_thread_itself_ends_it(strategy2: mr.MirroredSt
     holder: list[Any] = []
     ended = threading.Event()
 
-    class Source:
-        def __iter__(self) -> Iterator[Any]:
-            try:
-                yield X
-                may_drop.wait(30)
-                holder.clear()
-                while True:
-                    yield X
-            finally:
-                ended.set()
-
     may_drop = threading.Event()
-    holder.append(iter(strategy2.distribute_dataset(Source())))
+
+    def batches() -> Iterator[Any]:
+        try:
+            yield X
+            may_drop.wait(30)
+            holder.clear()
+            while True:
+                yield X
+        finally:
+            ended.set()
+
+    holder.append(iter(strategy2.distribute_dataset(Reiterable(batches))))
     next(holder[0])
     [thread] = feeding()
     may_drop.set()
@@ -339,27 +301,18 @@ def test_closing_does_not_wait_for_ever_for_a_pipeline_that_is_stuck(
     monkeypatch.setattr(_prefetch, "MAX_WAIT_SECONDS", 0.05)
     may_go_on = threading.Event()
 
-    class Stuck:
-        def __iter__(self) -> Iterator[Any]:
-            yield X
-            may_go_on.wait(30)
-            yield X
+    def batches() -> Iterator[Any]:
+        yield X
+        may_go_on.wait(30)
+        yield X
 
-    iterator = iter(strategy2.distribute_dataset(Stuck()))
+    iterator = iter(strategy2.distribute_dataset(Reiterable(batches)))
     next(iterator)
     iterator.close()
     [thread] = feeding()
     may_go_on.set()
     thread.join(30)
     assert not feeding()
-
-
-def test_two_feeds_do_not_disturb_each_other(strategy2: mr.MirroredStrategy) -> None:
-    distributed = strategy2.distribute_dataset([X + k for k in range(5)])
-    first, second = iter(distributed), iter(distributed)
-    assert [int(next(first).values[0][0]) for _ in range(3)] == [0, 1, 2]
-    first.close()
-    assert [int(batch.values[0][0]) for batch in second] == [0, 1, 2, 3, 4]
 
 
 EXIT = """

@@ -9,12 +9,9 @@ import json
 import os
 import pickle
 import struct
-import subprocess
-import sys
 import time
 import tracemalloc
 import zlib
-from collections.abc import Iterable
 from pathlib import Path
 
 import google_crc32c
@@ -28,6 +25,7 @@ from mirrored.data._records import record_reader
 
 CODINGS = (None, "GZIP", "ZLIB")
 COMPRESS = {None: bytes, "GZIP": gzip.compress, "ZLIB": zlib.compress}
+DECOMPRESS = {None: bytes, "GZIP": gzip.decompress, "ZLIB": zlib.decompress, "gzip": gzip.decompress}
 #: Records of many lengths, and runs of one length.
 RECORDS = [b"", b"a", *[bytes([i]) * 20 for i in range(30)], *[os.urandom(i * 37 % 501) for i in range(60)], b"end"]
 
@@ -51,10 +49,6 @@ def make(folder: Path, *files: list[bytes], compression: str | None = None) -> l
     return paths
 
 
-def joined(batches: Iterable[list[bytes]]) -> list[bytes]:
-    return list(itertools.chain.from_iterable(batches))
-
-
 def split(records: list[bytes]) -> list[list[bytes]]:
     return [records[:11], [], records[11:70], records[70:]]
 
@@ -69,9 +63,6 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch):
 def open_files(folder: Path | str = "/") -> list[str]:
     links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
     return [path for link in links if os.path.exists(link) and (path := os.readlink(link)).startswith(str(folder))]
-
-
-# reading
 
 
 def test_every_record_of_every_file_in_order(tmp_path: Path) -> None:
@@ -89,14 +80,24 @@ def test_every_record_of_every_file_in_order(tmp_path: Path) -> None:
     assert list(mr.data.tfrecord_dataset(paths[0], "GZIP")) == RECORDS
 
 
-def test_batches_are_lists_across_the_borders_of_files(tmp_path: Path) -> None:
-    for compression, batch_size, drop_remainder in itertools.product(CODINGS, (1, 7, 93, 500), (False, True)):
+def test_batches_go_across_the_borders_of_files_and_on_from_any_state(tmp_path: Path) -> None:
+    for compression, batch_size, drop_remainder in itertools.product(CODINGS, (None, 1, 10, 93, 500), (False, True)):
         dataset = mr.data.tfrecord_dataset(make(tmp_path, *split(RECORDS), compression=compression), compression)
-        batches = list(dataset.batch(batch_size, drop_remainder=drop_remainder))
-        sizes = [len(batch) for batch in batches]
-        assert joined(batches) == RECORDS[: sum(sizes)] and all(size == batch_size for size in sizes[:-1])
-        assert sum(sizes) > len(RECORDS) - (batch_size if drop_remainder else 1)
-        assert not drop_remainder or set(sizes) <= {batch_size}
+        elements = RECORDS
+        if batch_size is not None:
+            dataset = dataset.batch(batch_size, drop_remainder=drop_remainder)
+            whole = [RECORDS[start : start + batch_size] for start in range(0, len(RECORDS), batch_size)]
+            elements = [batch for batch in whole if len(batch) == batch_size or not drop_remainder]
+        iterator = iter(dataset)
+        for taken in range(len(elements) + 1):
+            state = json.loads(json.dumps(iterator.get_state()))
+            if taken % 9 == 0 or taken > len(elements) - 2:
+                resumed = iter(dataset)
+                resumed.set_state(state)
+                assert resumed.get_state() == state and list(resumed) == elements[taken:]
+            assert next(iterator, None) == (elements[taken] if taken < len(elements) else None)
+        iterator.set_state(iter(dataset).get_state())
+        assert list(iterator) == elements
 
 
 def test_the_rest_of_grain_follows(tmp_path: Path) -> None:
@@ -107,6 +108,13 @@ def test_the_rest_of_grain_follows(tmp_path: Path) -> None:
     assert [list(map(len, pair)) for pair in dataset.batch(40).batch(2)] == [[40, 40], [13]]
     assert list(map(len, dataset.apply([grain.transforms.Batch(40)]))) == [40, 40, 13]
     assert len(dataset.batch(40).map(len).parents[0].files) == 4
+    for duplicate in (copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))):  # noqa: S301
+        found = []
+        for worker in range(6):
+            mine = duplicate(dataset.batch(4))
+            mine.set_slice(slice(worker, None, 6))
+            found += itertools.chain(*mine)
+        assert sorted(found) == sorted(RECORDS), "slices of the files are a partition"
 
 
 def test_files_may_be_a_path_paths_or_a_pattern(tmp_path: Path) -> None:
@@ -127,27 +135,7 @@ def test_files_may_be_a_path_paths_or_a_pattern(tmp_path: Path) -> None:
             mr.data.tfrecord_dataset(files)
 
 
-# positions
-
-
-def test_an_iterator_continues_at_any_state(tmp_path: Path) -> None:
-    for compression, batch_size in itertools.product(CODINGS, (None, 1, 10)):
-        dataset = mr.data.tfrecord_dataset(make(tmp_path, *split(RECORDS), compression=compression), compression)
-        dataset = dataset if batch_size is None else dataset.batch(batch_size)
-        elements, iterator = list(dataset), iter(dataset)
-        for taken in range(0, len(elements) + 1):
-            state = json.loads(json.dumps(iterator.get_state()))
-            if taken % 9 == 0 or taken > len(elements) - 2:
-                resumed = iter(dataset)
-                resumed.set_state(state)
-                assert resumed.get_state() == state
-                assert list(resumed) == elements[taken:]
-            next(iterator, None)
-        iterator.set_state(iter(dataset).get_state())
-        assert list(iterator) == elements
-
-
-def test_states_that_are_none_are_refused_and_change_nothing(tmp_path: Path) -> None:
+def test_states_of_something_else_are_refused_and_change_nothing(tmp_path: Path) -> None:
     iterator = iter(mr.data.tfrecord_dataset(make(tmp_path, [b"a", b"b", b"c"])))
     assert next(iterator) == b"a"
     for state, message in [
@@ -162,6 +150,12 @@ def test_states_that_are_none_are_refused_and_change_nothing(tmp_path: Path) -> 
             iterator.set_state(state)
     assert iterator.get_state() == {"file": 0, "record": 1, "offset": 17, "name": "train-0.tfrecord"}, "it names the next record"
     assert list(iterator) == [b"b", b"c"]
+    for compression in CODINGS:
+        iterator = iter(mr.data.tfrecord_dataset(make(tmp_path, [b"abc"] * 9, compression=compression), compression))
+        for offset, message in ((10**6, "ends before this position"), (3, "its length is damaged")):
+            iterator.set_state({"file": 0, "record": 1, "offset": offset})
+            with pytest.raises(mr.data.TFRecordError, match=message):
+                next(iterator)
 
 
 def test_a_state_is_of_the_same_files_in_the_same_order_wherever_their_folder_is(tmp_path: Path) -> None:
@@ -173,24 +167,15 @@ def test_a_state_is_of_the_same_files_in_the_same_order_wherever_their_folder_is
     at_the_end = iterator.get_state()
     folder = tmp_path / "elsewhere"
     folder.mkdir()
-    resumed = iter(mr.data.tfrecord_dataset([path.rename(folder / path.name) for path in paths[:2]]))
-    resumed.set_state(in_the_middle)
-    assert list(resumed) == [b"d"]
-    resumed.set_state(at_the_end)
-    assert list(resumed) == []
+    moved = mr.data.tfrecord_dataset([path.rename(folder / path.name) for path in paths[:2]])
+    for state, rest in ((in_the_middle, [b"d"]), (at_the_end, [])):
+        resumed = iter(moved)
+        resumed.set_state(state)
+        assert list(resumed) == rest
     for files, state in ((["train-1", "train-0"], in_the_middle), (["train-0", "train-1", "../train-2"], at_the_end)):
         other = iter(mr.data.tfrecord_dataset([folder / f"{name}.tfrecord" for name in files]))
         with pytest.raises(ValueError, match="of the same files, in the same order, as when the state was saved"):
             other.set_state(state)
-
-
-def test_a_state_of_other_files_is_an_error(tmp_path: Path) -> None:
-    for compression in CODINGS:
-        iterator = iter(mr.data.tfrecord_dataset(make(tmp_path, [b"abc"] * 9, compression=compression), compression))
-        for offset, message in ((10**6, "ends before this position"), (3, "its length is damaged")):
-            iterator.set_state({"file": 0, "record": 1, "offset": offset})
-            with pytest.raises(mr.data.TFRecordError, match=message):
-                next(iterator)
 
 
 @pytest.mark.usefixtures("real_chunks")
@@ -215,41 +200,6 @@ def test_no_pattern_of_lengths_takes_quadratic_time(tmp_path: Path) -> None:
         return min(times)
 
     assert seconds("bad", (14, 24)) < 10 * seconds("good", (14, 25))  # it was 80 times as long
-
-
-# workers
-
-
-def test_slices_of_the_files_are_a_partition(tmp_path: Path) -> None:
-    dataset = mr.data.tfrecord_dataset(make(tmp_path, *split(RECORDS))).batch(4)
-    for duplicate in (copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))):  # noqa: S301
-        found = []
-        for worker in range(6):
-            mine = duplicate(dataset)
-            mine.set_slice(slice(worker, None, 6))
-            found += joined(mine)
-        assert sorted(found) == sorted(RECORDS)
-    assert len(dataset.files) == 4
-
-
-@pytest.mark.slow
-def test_worker_processes_of_grain_read_every_record(tmp_path: Path) -> None:
-    make(tmp_path / "data", *split(RECORDS))
-    script = tmp_path / "read.py"
-    script.write_text(
-        "import sys, grain, mirrored as mr; from absl import flags\n"
-        "if __name__ == '__main__':\n"
-        "    flags.FLAGS.mark_as_parsed()\n"
-        "    dataset = mr.data.tfrecord_dataset(sys.argv[1] + '/*').batch(8)\n"
-        "    iterator = iter(dataset.mp_prefetch(grain.MultiprocessingOptions(num_workers=2)))\n"
-        "    print(sum(map(len, iterator)))\n"
-        "    iterator.close()\n"
-    )
-    ran = subprocess.run([sys.executable, script, tmp_path / "data"], capture_output=True, text=True, timeout=100)
-    assert ran.stdout.split() == [str(len(RECORDS))], ran.stderr
-
-
-# damage
 
 
 def damaged(data: bytes, at: int) -> bytes:
@@ -372,14 +322,14 @@ def test_whatever_is_in_a_file_only_our_error_escapes(tmp_path: Path, compressio
     assert set(found) <= set(RECORDS)
 
 
-# memory
-
-
-def peak(read) -> int:
+def peak(path: Path, data: bytes, compression: str | None, **options) -> int:
+    """The most memory that a loop over a damaged file takes at a time."""
+    path.write_bytes(data)
     tracemalloc.start()
     try:
         with pytest.raises(mr.data.TFRecordError):
-            read()
+            for _ in mr.data.tfrecord_dataset(path, compression, **options):
+                pass
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -392,40 +342,29 @@ def real_chunks(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.usefixtures("small_chunks", "real_chunks")
-def test_nothing_is_allocated_for_a_length_that_is_only_claimed(tmp_path: Path) -> None:
+def test_no_file_takes_more_memory_than_chunks_and_its_longest_record(tmp_path: Path) -> None:
     path = tmp_path / "hostile.tfrecord"
-    for compression, length in itertools.product(CODINGS, (2**62, 2**40, 2**28 + 1, 200 << 20)):
-        path.write_bytes(COMPRESS[compression](framed(b"small", length)))
-        assert peak(lambda compression=compression: list(mr.data.tfrecord_dataset(path, compression))) < 5 << 20
-
-
-@pytest.mark.usefixtures("small_chunks", "real_chunks")
-def test_a_bomb_takes_no_more_than_chunks_and_the_longest_record(tmp_path: Path) -> None:
-    path = tmp_path / "bomb.tfrecord"
+    for compression, length in itertools.product(CODINGS, (2**62, 2**40, 2**28 + 1, 200 << 20)):  # lengths that are only claimed
+        assert peak(path, COMPRESS[compression](framed(b"small", length)), compression) < 5 << 20
     for compression, wbits in (("GZIP", 31), ("ZLIB", 15)):
         deflate = zlib.compressobj(wbits=wbits)
         parts = [deflate.compress(framed(b"x")), *(deflate.compress(bytes(1 << 20)) for _ in range(20)), deflate.flush()]
-        path.write_bytes(b"".join(parts))
-        assert path.stat().st_size < 50_000
-        assert peak(lambda c=compression: list(mr.data.tfrecord_dataset(path, c))) < 6 << 20
+        bomb = b"".join(parts)
+        assert len(bomb) < 50_000 and peak(path, bomb, compression) < 6 << 20
         header = struct.pack("<Q", 20 << 20)
-        path.write_bytes(COMPRESS[compression](header + checksum(header) + bytes(20 << 20)))
-        assert peak(lambda c=compression: list(mr.data.tfrecord_dataset(path, c, max_record_bytes=1 << 20))) < 6 << 20
+        bomb = COMPRESS[compression](header + checksum(header) + bytes(20 << 20))
+        assert peak(path, bomb, compression, max_record_bytes=1 << 20) < 6 << 20
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_chunks", "real_chunks")
 def test_records_as_long_as_they_may_be_take_their_own_memory_once(tmp_path: Path) -> None:
-    path, longest = tmp_path / "bomb.tfrecord", 16 << 20
+    longest = 16 << 20
     for compression, count in itertools.product(CODINGS, (1, 4)):
         frames = framed(bytes(longest)) * count
-        path.write_bytes(COMPRESS[compression](frames[:-1] + b"?"))  # the last one is damaged
-
-        def read(compression=compression) -> None:
-            for _ in mr.data.tfrecord_dataset(path, compression, max_record_bytes=longest):
-                pass
-
-        assert peak(read) < 1.2 * longest + (4 << 20) + (longest if count > 1 else 0)  # the loop holds the one before
+        data = COMPRESS[compression](frames[:-1] + b"?")  # the last one is damaged
+        most = 1.2 * longest + (4 << 20) + (longest if count > 1 else 0)  # the loop holds the one before
+        assert peak(tmp_path / "long.tfrecord", data, compression, max_record_bytes=longest) < most
 
 
 def test_records_longer_than_a_chunk_and_than_the_limit(tmp_path: Path) -> None:
@@ -435,9 +374,6 @@ def test_records_longer_than_a_chunk_and_than_the_limit(tmp_path: Path) -> None:
         assert list(mr.data.tfrecord_dataset(paths, compression, max_record_bytes=5000)) == long
         with pytest.raises(mr.data.TFRecordError, match="claims to have 5000 bytes; expected at most max_record_bytes=4999"):
             list(mr.data.tfrecord_dataset(paths, compression, max_record_bytes=4999))
-
-
-# files are closed
 
 
 def test_no_file_stays_open(tmp_path: Path) -> None:
@@ -462,20 +398,13 @@ def test_no_file_stays_open(tmp_path: Path) -> None:
         assert open_files(tmp_path) == [], leave
 
 
-# arguments
-
-
 def test_arguments_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("here.tfrecord").write_bytes(b"")
     for files, error, message in [
-        ("missing.tfrecord", FileNotFoundError, r"there is no file 'missing\.tfrecord' \(working directory: "),
-        ("missing-*.tfrecord", FileNotFoundError, r"no file matches 'missing-\*\.tfrecord'"),
         (["missing-*.tfrecord"], FileNotFoundError, r"expand a pattern with sorted\(glob\.glob\(pattern\)\)"),
         (["here.tfrecord", "missing.tfrecord"], FileNotFoundError, "missing"),
         (".", IsADirectoryError, r"'\.' is a directory; name its files: '\./\*\.tfrecord'"),
-        ([], ValueError, "files is empty; expected at least one path"),
-        (3, TypeError, "files is 3 of type int; expected a path, a pattern"),
         ({"here.tfrecord"}, TypeError, "of type set; .* in the order in which they are to be read"),
         ([3], TypeError, "files contains 3 of type int; expected paths"),
         ([b"here.tfrecord"], TypeError, "files contains b'here.tfrecord' of type bytes"),
@@ -483,7 +412,7 @@ def test_arguments_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ]:
         with pytest.raises(error, match=message):
             mr.data.tfrecord_dataset(files)
-    for name, value in [("compression", "LZ4"), ("compression", ""), ("compression", 3), ("max_record_bytes", -1)]:
+    for name, value in [("compression", ""), ("compression", 3), ("max_record_bytes", -1)]:
         with pytest.raises(ValueError, match=rf"{name} is {value!r}; expected "):
             mr.data.tfrecord_dataset("here.tfrecord", **{name: value})
     for size in (0, -1, 2.0, "2", True):
@@ -491,33 +420,20 @@ def test_arguments_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             mr.data.tfrecord_dataset("here.tfrecord").batch(size)
 
 
-# writing
-
-
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     path = tmp_path / "out.tfrecord"
-    for compression, decompress in (
-        (None, bytes),
-        ("GZIP", gzip.decompress),
-        ("ZLIB", zlib.decompress),
-        ("gzip", gzip.decompress),
-    ):
+    for compression, decompress in DECOMPRESS.items():
         assert mr.data.write_tfrecords(path, iter(RECORDS), compression) == len(RECORDS)
         assert decompress(path.read_bytes()) == b"".join(map(framed, RECORDS))
         assert list(mr.data.tfrecord_dataset(path, compression)) == RECORDS
         assert mr.data.write_tfrecords(str(path), [], compression) == 0
         assert list(mr.data.tfrecord_dataset(path, compression)) == []
     assert os.listdir(tmp_path) == ["out.tfrecord"]
-    assert path.stat().st_mode & 0o777 == 0o666 & ~umask()
+    (other := tmp_path / "other").write_bytes(b"")
+    assert path.stat().st_mode == other.stat().st_mode
     by_tensorflow = bytes.fromhex("0300000000000000b099490e6162636e57f121000000000000000029039807d8ea82a2")
     mr.data.write_tfrecords(path, [b"abc", b""])
     assert path.read_bytes() == by_tensorflow
-
-
-def umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def test_a_file_that_cannot_be_written_whole_is_not_written(tmp_path: Path) -> None:
@@ -526,17 +442,12 @@ def test_a_file_that_cannot_be_written_whole_is_not_written(tmp_path: Path) -> N
     for records, error, message in [
         ([b"a", "b"], TypeError, "record 1 is 'b' of type str; expected bytes"),
         ([bytearray(b"a")], TypeError, "record 0 is .* of type bytearray"),
-        (b"abc", TypeError, "records is bytes; expected an iterable of bytes"),
         (3, TypeError, "records is int"),
         ((1 / 0 for _ in [0]), ZeroDivisionError, "division"),
     ]:
         with pytest.raises(error, match=message):
             mr.data.write_tfrecords(path, records)
         assert os.listdir(tmp_path) == ["out.tfrecord"] and path.read_bytes() == b"as it was"
-    with pytest.raises(ValueError, match="compression is 'LZ4'"):
-        mr.data.write_tfrecords(path, [], "LZ4")
-    with pytest.raises(FileNotFoundError):
-        mr.data.write_tfrecords(tmp_path / "no folder" / "x", [])
     for wrong in (b"out.tfrecord", 3, None):
         with pytest.raises(TypeError, match=r"path is .* expected a path such as 'train-0\.tfrecord'"):
             mr.data.write_tfrecords(wrong, [])

@@ -121,7 +121,7 @@ class DistributedDataset:
     def _with(self, *limits: Limit, maps: tuple[Callable[..., PyTree], ...] = ()) -> DistributedDataset:
         made, old = copy.copy(self), self._elements
         made._elements = dataclasses.replace(old, limits=(*old.limits, *limits), maps=(*old.maps, *maps))
-        made._made_of = self  # which the strategy knows, and describes
+        made._made_of = self  # keeps it alive: the strategy describes it, and holds it weakly
         return made
 
     def __len__(self) -> int:
@@ -130,7 +130,7 @@ class DistributedDataset:
     def _num_steps_of_pass(self) -> int:
         dataset, kind = self._plan.dataset, self._plan.kind
         if isinstance(dataset, NumpyDataset) and self._options.drop_remainder and kind == "DATA":
-            return dataset._num_batches(at_least=self._mesh.num_replicas)  # of smaller ones nothing is left
+            return dataset._num_batches(at_least=self._mesh.num_replicas)  # nothing is left of smaller ones
         if not isinstance(dataset, collections.abc.Sized) or (grain.is_pipeline(dataset) and not grain.has_length(dataset)):
             raise TypeError(f"the length of {type(dataset).__name__} is not known before it ends.")
         if kind == "DATA":
@@ -167,13 +167,13 @@ mesh_of: Callable[[DistributedDataset], ReplicaMesh] = operator.attrgetter("_mes
 
 
 def batch_rows(dataset: DistributedDataset) -> int | None:
-    """Return how many rows a global batch has, the last one apart; None where only the dataset itself knows."""
+    """Return the rows of each global batch but the last; None where only the dataset itself knows."""
     made_of = dataset._plan.dataset
     return made_of.batch_size if isinstance(made_of, NumpyDataset) and dataset._plan.kind == "DATA" else None
 
 
 def check_dataset(dataset: object, verb: str, policy: AutoShardPolicy | str = AutoShardPolicy.AUTO) -> None:
-    """Refuse what cannot be iterated as batches, or only once without saying so."""
+    """Refuse a dataset that does not yield batches, or can be iterated only once."""
     batches, size = "global batches", "global_batch_size"
     if verb == "distribute_datasets_from_function":
         batches, size = "per-replica batches", "context.get_per_replica_batch_size(global_batch_size)"
@@ -183,7 +183,7 @@ def check_dataset(dataset: object, verb: str, policy: AutoShardPolicy | str = Au
         return
     if isinstance(dataset, DistributedDataset):
         raise TypeError("the dataset is distributed already; iterate over it.")
-    # A tuple of batches holds nothing but nests, and one batch that is a tuple holds arrays.
+    # A tuple of batches holds nests only, and one batch that is a tuple holds arrays.
     is_batches = isinstance(dataset, tuple) and dataset != () and all(isinstance(part, dict | list | tuple) for part in dataset)
     if isinstance(dataset, np.ndarray | jax.Array | PerReplica | dict | tuple) and not is_batches:
         raise TypeError(

@@ -1,4 +1,4 @@
-"""An iterator over a distributed dataset: batches on the devices, ahead of the one in use, and the position."""
+"""The iterator over a distributed dataset: batches on the devices, made ahead, and the position."""
 
 from __future__ import annotations
 
@@ -28,10 +28,9 @@ from ._sharing.steps import LocalReplicas, Step, Steps
 from ._sources.open import Position
 from ._sources.verbs import check_places
 
-#: Of the states that `get_state` returns.
+#: The version of the states that `get_state` returns.
 _VERSION = 1
-
-#: Of how many steps workers with batches of their own tell each other at once, when batches are read ahead at all.
+#: The number of steps that workers with batches of their own tell each other at once, when batches are read ahead at all.
 _LOOKAHEAD = 4
 
 Batches = Generator[tuple[PyTree, Step], None, None]
@@ -56,7 +55,7 @@ class DistributedIterator:
     """
 
     def __init__(self, elements: Elements, layout: LocalReplicas, mesh: ReplicaMesh, prefetch: int) -> None:
-        """Take what a DistributedDataset knows; nothing is read yet."""
+        """Hold the parts of a DistributedDataset; nothing is read yet."""
         self._elements = elements
         self._plan = elements.plan
         self._layout = layout
@@ -103,7 +102,7 @@ class DistributedIterator:
             batch, step = self._next()
             self._position, self._extra = step.position, step.extra
         except BaseException as error:
-            if not isinstance(error, KeyboardInterrupt):  # which interrupts the waiting, not the pipeline
+            if not isinstance(error, KeyboardInterrupt):  # Ctrl-C interrupts the waiting, not the pipeline
                 self.close()
             elif isinstance(self._batches, GeneratorType) and self._batches.gi_frame is None:
                 self._begin_again()
@@ -175,7 +174,7 @@ class DistributedIterator:
         passes, self._passes = self._passes, None
         if batches is not None:
             batches.close()
-        if passes is not None and not isinstance(batches, Ahead):  # which closes them in its thread
+        if passes is not None and not isinstance(batches, Ahead):  # whose thread closes them
             passes.close()
 
     def __enter__(self) -> Self:
@@ -185,7 +184,7 @@ class DistributedIterator:
         self.close()
 
     def _open(self) -> Passes:
-        """Begin, or go on after the last batch that was given, where a failure has closed all."""
+        """Begin, or go on after the last batch that was given where a failure has closed all."""
         if self._passes is None:
             state = json.loads(self._position) if isinstance(self._position, str) else None
             self._passes = Passes(self._elements, state, self._extra)
@@ -193,7 +192,7 @@ class DistributedIterator:
         return self._passes
 
     def _begin_again(self) -> None:
-        """Go on after the last batch that was given, where an interrupted pipeline would say that the data has ended."""
+        """Let the next call go on after the last batch: a generator that was interrupted would say that the data has ended."""
         self.close()
         self._is_interrupted = not isinstance(self._position, str) or self._layout.worker.count > 1
         self._is_closed = self._is_interrupted
@@ -208,7 +207,7 @@ class DistributedIterator:
         return self._batches
 
     def _checked(self, state: object) -> dict[str, Any]:
-        """Return what a state holds besides the position of the source, or say why it is not one for this iterator."""
+        """Return the rest of a state beside the position of the source; refuse one that is not for this iterator."""
         if not isinstance(state, dict) or not {"version", "policy", "worker", "source"} <= set(state) or state["source"] is None:
             raise TypeError(f"state is {state!r}; expected what get_state() of an iterator over this dataset returned.")
         if state["version"] != _VERSION:
@@ -241,18 +240,18 @@ class DistributedIterator:
 
 
 def num_workers_of(iterator: DistributedIterator) -> int:
-    """Return how many workers take the batches together."""
+    """Return the number of workers that take the batches together."""
     return iterator._layout.worker.count
 
 
 def _batches(steps: Steps, mesh: ReplicaMesh, layout: LocalReplicas, elements: Elements) -> Batches:
-    """Yield the rows of the steps as PerReplica values, with all else of each step."""
+    """Yield the rows of each step as PerReplica values, with the rest of the step."""
     last = elements.last_batch(layout)
+    last_sizes = None if last is None else tuple(split_sizes(last.num_rows, layout.num_replicas))
     for step in steps:
         elements.note(step.stacked)
-        is_before = last is not None and sum(step.sizes) == last.rows_before  # a function of `map` may change them
-        coming = tuple(split_sizes(last.num_rows, layout.num_replicas)) if last is not None and is_before else None
-        yield to_devices(step, mesh, layout, coming), dataclasses.replace(step, stacked=None)
+        is_before = last is not None and sum(step.sizes) == last.rows_before  # a function of `map` may change the rows
+        yield to_devices(step, mesh, layout, last_sizes if is_before else None), dataclasses.replace(step, stacked=None)
 
 
 def to_devices(step: Step, mesh: ReplicaMesh, layout: LocalReplicas, last_sizes: tuple[int, ...] | None = None) -> PyTree:

@@ -1,4 +1,4 @@
-"""What an iterator goes through: the elements of a dataset, mapped, in one pass after the other."""
+"""The way of an iterator through a dataset: its elements, mapped, in one pass after the other."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class LastBatch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Elements:
-    """What a distributed dataset yields."""
+    """The elements of a distributed dataset."""
 
-    plan: Plan  # of which dataset, and how its rows are shared out
-    maps: tuple[Callable[..., PyTree], ...] = ()  # functions that each element goes through before it is shared out, in order
-    limits: tuple[Limit, ...] = ()  # how far and how often, innermost first
+    plan: Plan
+    maps: tuple[Callable[..., PyTree], ...] = ()  # functions that each element passes through before it is shared out
+    limits: tuple[Limit, ...] = ()  # innermost first
     _specs: list[PyTree] = dataclasses.field(default_factory=list, init=False, compare=False)
 
     def open(self, state: object = None) -> Source:
@@ -47,9 +47,9 @@ class Elements:
         return open_source(self.plan.dataset, state, self.maps)
 
     def of_later_passes(self, places: Sequence[int]) -> Elements:
-        """Return what the passes after the one that was just opened, which is at these places, begin with."""
-        # The thread that reads ahead begins them at a moment that nobody knows. Their numbers, which say the order of rows that
-        # are shuffled, are therefore taken now, before another iterator takes one.
+        """Return the elements of the passes after the one that was just opened, which is at these places."""
+        # The thread that reads ahead begins them at some moment. So they get their numbers, on which the order of shuffled rows
+        # depends, now: before another iterator takes one.
         dataset = self.plan.dataset
         if not (self.limits and isinstance(dataset, NumpyDataset)):
             return self
@@ -57,7 +57,7 @@ class Elements:
         return dataclasses.replace(self, plan=dataclasses.replace(self.plan, dataset=later))
 
     def last_batch(self, layout: LocalReplicas) -> LastBatch | None:
-        """Return what the last batch of a pass is, if the steps come to it and replicas have different numbers of rows in it."""
+        """Return the last batch of a pass, if the steps come to it and replicas have different numbers of rows in it."""
         found = _last_batch(self.plan.dataset) if self.plan.kind == "DATA" and not layout.drop_remainder else None
         if found is None or not found.num_rows % layout.num_replicas:
             return None
@@ -65,12 +65,12 @@ class Elements:
         return None if is_cut else found
 
     def note(self, stacked: PyTree) -> None:
-        """Take note of what a batch is like, of arrays `[L, rows, ...]`."""
+        """Note the shapes and dtypes of a batch, of arrays `[L, rows, ...]`."""
         if not self._specs:
             self._specs.append(jax.tree.map(lambda leaf: PerReplicaSpec((None, *leaf.shape[2:]), leaf.dtype), stacked))
 
     def spec(self) -> PyTree:
-        """Return what each replica gets of a batch, without a step and without moving an iterator."""
+        """Return the PerReplicaSpecs of a batch, without a step and without moving an iterator."""
         if not self._specs:
             with contextlib.closing(self._open_sample()) as source:
                 try:
@@ -82,9 +82,9 @@ class Elements:
         return self._specs[0]
 
     def _open_sample(self) -> Source:
-        """Start to read an element where that changes no order of others."""
+        """Start to read an element, where that does not change the order of others."""
         dataset = self.plan.dataset
-        if isinstance(dataset, NumpyDataset):  # a pass of which would have its number
+        if isinstance(dataset, NumpyDataset):  # a pass of it would take a number
             return Source(dataset, iter([dataset._sample()]), maps=self.maps)
         if grain.is_pipeline(dataset) or is_sequence(dataset):
             return self.open()
@@ -95,10 +95,10 @@ class Elements:
 
 
 class Passes:
-    """The passes of one iterator, of which one source after the other is open."""
+    """The passes of one iterator, one source after the other."""
 
     def __init__(self, elements: Elements, state: object, extra: dict[str, Any]) -> None:
-        """Open the first, from a position on if one is given, with what else it holds."""
+        """Open the first source, from a position on if one is given; `extra` is the rest of that state."""
         self._elements, self._extra = elements, extra
         self._is_resumed = state is not None
         self._source = elements.open(state)
@@ -107,10 +107,7 @@ class Passes:
         self._later = elements.of_later_passes(self._places)
 
     def steps(self, layout: LocalReplicas) -> Steps:
-        """Yield the steps of all passes; each notes in `extra` how far it is in each limit.
-
-        All workers count the same steps, so they stop and begin anew together without asking each other.
-        """
+        """Yield the steps of all passes, with their places in the limits: all workers count the same steps, and end together."""
 
         def start(is_first: bool) -> Steps:
             if not is_first:
@@ -143,26 +140,21 @@ class Passes:
 
 
 def _last_batch(dataset: object) -> LastBatch | None:
-    """Return what the last batch of a dataset is, without reading one; None where it is like the others, or nobody knows."""
-    if isinstance(dataset, NumpyDataset):
-        return _of_rows(dataset.num_rows, dataset.batch_size, dataset._batches_until_end())
+    """Return the last batch of a dataset, without reading one; None where it is like the others, or unknown."""
     if isinstance(dataset, list | tuple) and len(dataset) > 1:
         before, last = _num_rows(dataset[0]), _num_rows(dataset[-1])
         return LastBatch(last, before, len(dataset)) if before and last and last != before else None
-    torch = sys.modules.get("torch.utils.data")
-    if not isinstance(dataset, getattr(torch, "DataLoader", ())):
+    if isinstance(dataset, NumpyDataset):
+        num_rows, size, num_batches = dataset.num_rows, dataset.batch_size or 0, dataset._batches_until_end()
+    elif isinstance(dataset, getattr(sys.modules.get("torch.utils.data"), "DataLoader", ())):
+        try:
+            num_rows, size, num_batches = len(dataset.sampler), dataset.batch_size or 0, len(dataset)
+        except TypeError:  # a stream
+            return None
+    else:
         return None
-    try:
-        num_rows = len(dataset.sampler)
-    except TypeError:  # a stream
-        return None
-    return _of_rows(num_rows, dataset.batch_size, len(dataset) if dataset.drop_last else None)
-
-
-def _of_rows(num_rows: int, batch_size: int | None, num_batches: int | None) -> LastBatch | None:
-    complete, rest = divmod(num_rows, batch_size) if batch_size else (0, 0)
-    is_reached = num_batches is None or num_batches > complete
-    return LastBatch(rest, batch_size, complete + 1) if batch_size and complete and rest and is_reached else None
+    complete, rest = divmod(num_rows, size) if size else (0, 0)
+    return LastBatch(rest, size, complete + 1) if complete and rest and num_batches > complete else None
 
 
 def _num_rows(batch: PyTree) -> int:

@@ -1,4 +1,4 @@
-"""A few items ahead: an iterator runs in a thread of its own while the last item is in use."""
+"""Items made ahead: a generator runs in a thread while the last item is in use."""
 
 from __future__ import annotations
 
@@ -14,55 +14,38 @@ import jax
 
 T = TypeVar("T")
 
-#: How long closing waits for a thread that is inside the user's pipeline; it ends by itself when the pipeline returns.
+#: So long closing waits for a thread that is inside the user's pipeline; the thread ends when the pipeline returns.
 MAX_WAIT_SECONDS = 5.0
 
 
 class Ahead(Generic[T]):
-    """An iterator over a generator that runs in a thread, at most `count` items ahead of the one in use.
-
-    An exception of the generator comes after the items before it, the same object with its traceback. The
-    thread ends, and the generator is closed, when it is exhausted, fails, `close` is called, this object is
-    garbage, or the interpreter exits.
-    """
+    """An iterator over a generator that runs in a thread, at most `count` items ahead; an exception comes after its items."""
 
     def __init__(
         self, items: Generator[T, None, None], close: Callable[[], None], count: int, interrupt: Callable[[], None] = lambda: None
     ) -> None:
-        """Start the thread.
-
-        Args:
-            items: runs in the context variables and the 64 bit mode of this call.
-            close: frees what `items` reads from; called once, in the thread, at its end.
-            count: how many items may be ready; at least 1.
-            interrupt: ends what `items` may be waiting for, such as other workers; called in any thread.
-        """
-        channel = self._channel = _Queue[T](count, interrupt)
-        context, is_x64 = contextvars.copy_context(), jax.config.jax_enable_x64  # pyrefly: ignore[missing-attribute]
-
-        def work() -> None:
-            with jax.enable_x64(is_x64):
-                context.run(channel.fill, items, close)
-
-        # The thread knows the channel, not this object, so that a loop which is left early leaves garbage behind.
-        channel.start(work)
-        weakref.finalize(self, channel.close)
+        """Start the thread, which calls `close` once at its end; `interrupt`, in any thread, ends waiting for other workers."""
+        # The thread knows the queue, not this object, so that a loop which is left early leaves garbage, which ends the thread.
+        self._queue = _Queue[T](items, close, count, interrupt)
+        weakref.finalize(self, self._queue.close)
 
     def __iter__(self) -> Ahead[T]:
         return self
 
     def __next__(self) -> T:
-        return self._channel.take()
+        return self._queue.take()
 
     def close(self) -> None:
-        """End the thread; the items that are ready are dropped. Again does nothing."""
-        self._channel.close()
+        """End the thread, and drop the items that are ready."""
+        self._queue.close()
 
 
 class _Queue(Generic[T]):
-    """What the thread and its reader share."""
+    """The items that are ready, between the thread and its reader."""
 
-    def __init__(self, count: int, interrupt: Callable[[], None]) -> None:
+    def __init__(
+        self, items: Generator[T, None, None], close: Callable[[], None], count: int, interrupt: Callable[[], None]
+    ) -> None:
         self._count = count
         self._interrupt = interrupt
         self._changed = threading.Condition()  # its lock is reentrant: garbage collection can call `close` at any line
@@ -70,22 +53,25 @@ class _Queue(Generic[T]):
         self._failure: BaseException | None = None
         self._is_closed = False
         self._is_finished = False
-        self._thread: threading.Thread | None = None
+        context, is_x64 = contextvars.copy_context(), jax.config.jax_enable_x64  # pyrefly: ignore[missing-attribute]
 
-    def start(self, work: Callable[[], None]) -> None:
+        def work() -> None:
+            with jax.enable_x64(is_x64):
+                context.run(self._fill, items, close)
+
         self._thread = threading.Thread(target=work, name="mirrored input", daemon=True)
         atexit.register(self.close)  # before JAX ends its backends: exit functions run in reverse, and JAX's is there by now
         self._thread.start()
 
-    def fill(self, items: Generator[T, None, None], close: Callable[[], None]) -> None:
-        """Put in items until there are no more, or none is wanted any more; runs in the thread."""
+    def _fill(self, items: Generator[T, None, None], close: Callable[[], None]) -> None:
+        """Put in items, in the thread, until there are no more or the queue is closed."""
         failure: BaseException | None = None
         try:
             while self._wait_for_room():
                 self._put(next(items))
         except StopIteration:
             pass
-        except BaseException as error:  # whatever it is, the loop that waits for the next batch must get it
+        except BaseException as error:  # the loop that waits for the next batch must get any
             failure = error
         try:
             items.close()
@@ -99,7 +85,7 @@ class _Queue(Generic[T]):
         del failure  # it holds this frame
 
     def _wait_for_room(self) -> bool:
-        """Wait until another item may be made; return False when none is wanted any more."""
+        """Wait until another item may be made; return False when the queue is closed."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._ready) < self._count or self._is_closed)
             return not self._is_closed
@@ -130,10 +116,7 @@ class _Queue(Generic[T]):
             self._failure = None
             self._changed.notify_all()
         self._interrupt()
-        thread = self._thread
-        if thread is None or thread is threading.current_thread():
-            return
-        thread.join(MAX_WAIT_SECONDS)
-        if not thread.is_alive():
-            self._thread = None
-            atexit.unregister(self.close)
+        if self._thread is not threading.current_thread():
+            self._thread.join(MAX_WAIT_SECONDS)
+            if not self._thread.is_alive():
+                atexit.unregister(self.close)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,17 +13,14 @@ from .feature import Feature, FixedLenFeature, VarLenFeature, cut, read, read_al
 from .record_reader import needs
 from .value_places import ValuePlaces, find_layout
 
-#: With fewer records of one length it costs more to find where their values lie than to parse them.
+#: With fewer records of one length it costs more to find the places of their values than to parse them.
 MIN_RECORDS = 8
-#: Lengths that are remembered, layouts for each (the order of the features may differ), bytes of a record. They bound
-#: what is remembered to 64 MiB.
-MAX_LENGTHS = 16
-MAX_LAYOUTS = 4
-MAX_RECORD_BYTES = 1 << 20
+#: Bounds of the layouts that are kept, 64 MiB together: lengths, layouts of each (features may change order), bytes of a record.
+MAX_LENGTHS, MAX_LAYOUTS, MAX_RECORD_BYTES = 16, 4, 1 << 20
+#: A length is given up after so many layouts that fitted too few records: its records differ in more than their values.
+MAX_MISSES = 3
 #: Messages of protobuf that are held at a time; each is a copy of its record.
 MESSAGES = 64
-#: Layouts that fitted too few records before a length is given up: its records differ in more than their values.
-MAX_MISSES = 3
 
 
 def parse_example(records: bytes | Sequence[bytes], spec: Mapping[str, Feature]) -> dict[str, Any]:
@@ -89,7 +85,7 @@ class _Batch:
     """Records that are parsed together, each into its row of the results."""
 
     def __init__(self, records: Sequence[bytes], spec: Mapping[str, Feature], title: str) -> None:
-        """Allocate the results; a title, with a place for the row, is how errors call a record."""
+        """Allocate the results; `title`, with a place for the row, names a record in errors."""
         self._records, self._wanted, self._title = records, spec, title
         self._results = {name: _allocate(feature, len(records)) for name, feature in spec.items()}
 
@@ -102,27 +98,23 @@ class _Batch:
             for (name, feature), values in zip(self._wanted.items(), self._results.values(), strict=True)
         }
 
-    def _rows_by_length(self) -> Iterator[np.ndarray]:
+    def _rows_by_length(self) -> list[np.ndarray]:
         lengths = np.fromiter(map(len, self._records), np.int64, len(self._records))
-        if (lengths == lengths[:1]).all():
-            if len(lengths):
-                yield np.arange(len(lengths))
-        else:
-            order = np.argsort(lengths, kind="stable")
-            yield from np.split(order, np.flatnonzero(np.diff(lengths[order])) + 1)
+        order = np.argsort(lengths, kind="stable")
+        return np.split(order, np.flatnonzero(np.diff(lengths[order])) + 1)
 
     def _records_of(self, rows: np.ndarray) -> Sequence[bytes]:
         return self._records if len(rows) == len(self._records) else [self._records[row] for row in rows]
 
     def _parse_others(self, rows: Sequence[int]) -> None:
         """Let protobuf parse records, and put their features into their rows."""
-        parse, messages = example_class().FromString, []
+        messages = []
         for row in rows:
-            try:
-                messages.append(parse(self._records[row]).features.feature)
-            except _decode_error() as error:
+            features = _features_of(self._records[row])
+            if features is None:
                 which, size = self._title.format(row), len(self._records[row])
-                raise ValueError(f"{which} is no tf.train.Example: protobuf cannot parse its {size} bytes.") from error
+                raise ValueError(f"{which} is no tf.train.Example: protobuf cannot parse its {size} bytes.")
+            messages.append(features)
         for name, feature in self._wanted.items():
             values = read_all(feature, [message[name] for message in messages])
             if values is None:
@@ -149,29 +141,20 @@ class _Batch:
 
     def _parse_alike(self, rows: np.ndarray) -> np.ndarray:
         """Parse those records of one length that differ only in their values; return the rows that are left."""
-        length = len(self._records[rows[0]])
-        if len(rows) < MIN_RECORDS or not 0 < length <= MAX_RECORD_BYTES:
+        length = len(self._records[rows[0]]) if len(rows) >= MIN_RECORDS else 0
+        if not 0 < length <= MAX_RECORD_BYTES:
             return rows
         matrix = np.frombuffer(b"".join(self._records_of(rows)), np.uint8).reshape(len(rows), length)
         bools = {name for name, feature in self._wanted.items() if feature.dtype == bool}
-        known, tried = _known_of(length), 0
-        while len(rows) >= MIN_RECORDS:
-            is_new = tried == len(known.layouts)
-            layout = known.find_more(self._records[rows[0]]) if is_new else known.layouts[tried]
-            if layout is None:
-                break
+        known, tried = _layouts_of(length), 0
+        while len(rows) >= MIN_RECORDS and (layout := known.get(tried, self._records[rows[0]])):
             matching = layout.matches(matrix, bools)
-            if is_new and matching.sum() < MIN_RECORDS:
-                known.misses += 1
+            if tried == len(known.layouts) and not known.keep(layout, matching.sum()):
                 break
-            if is_new:
-                known.layouts.append(layout)
             tried += 1
-            if matching.all():
-                self._cut(layout, matrix, rows)
-                return rows[:0]
             if matching.any():
-                self._cut(layout, matrix[matching], rows[matching])
+                chosen = slice(None) if matching.all() else matching  # a slice copies nothing
+                self._cut(layout, matrix[chosen], rows[chosen])
                 rows, matrix = rows[~matching], matrix[~matching]
         return rows
 
@@ -193,31 +176,42 @@ def _allocate(feature: Feature, num_records: int) -> Any:
     return np.empty((num_records, feature._size), object if feature.dtype is bytes else feature.dtype)
 
 
-@dataclasses.dataclass
-class _Length:
-    """What is known of the records of one length: layouts, and how many more were of no use."""
+class _Layouts:
+    """The layouts that are known of the records of one length."""
 
-    layouts: list[ValuePlaces] = dataclasses.field(default_factory=list)
-    misses: int = 0
+    def __init__(self) -> None:
+        self.layouts: list[ValuePlaces] = []
+        self._misses = 0
 
-    def find_more(self, record: bytes) -> ValuePlaces | None:
-        """Find the layout of a record that matches none, unless that has been of no use, or it is no Example."""
-        if len(self.layouts) >= MAX_LAYOUTS or self.misses >= MAX_MISSES:
-            return None
-        try:
-            return find_layout(record, example_class().FromString(record).features.feature)
-        except _decode_error():
-            return None
+    def get(self, number: int, record: bytes) -> ValuePlaces | None:
+        """Return a layout by its number, or find one for a record that matches none; None where there are no more."""
+        if number < len(self.layouts):
+            return self.layouts[number]
+        is_full = number >= MAX_LAYOUTS or self._misses >= MAX_MISSES
+        features = None if is_full else _features_of(record)
+        return None if features is None else find_layout(record, features)
+
+    def keep(self, layout: ValuePlaces, num_matching: int) -> bool:
+        """Keep a layout that was found, if it fits enough records."""
+        if num_matching < MIN_RECORDS:
+            self._misses += 1
+            return False
+        self.layouts.append(layout)
+        return True
 
 
 @functools.lru_cache(maxsize=MAX_LENGTHS)
-def _known_of(length: int) -> _Length:
-    """Return what is known of the records of a length, to be read and added to."""
-    return _Length()
+def _layouts_of(length: int) -> _Layouts:
+    """Return the layouts of the records of a length, to be added to."""
+    return _Layouts()
 
 
-def _decode_error() -> type[Exception]:
-    return needs("google.protobuf.message").DecodeError
+def _features_of(record: bytes) -> Any:
+    """Return the features of a record as protobuf reads them; None if it is no Example."""
+    try:
+        return example_class().FromString(record).features.feature
+    except needs("google.protobuf.message").DecodeError:
+        return None
 
 
 def make_example(features: Mapping[str, Any]) -> bytes:
@@ -247,19 +241,18 @@ def make_example(features: Mapping[str, Any]) -> bytes:
     return example.SerializeToString(deterministic=True)
 
 
-def _elements(name: str, value: object) -> tuple[str, list[Any]]:
+def _elements(name: str, value: Any) -> tuple[str, list[Any]]:
     """Return the kind of list and its elements."""
-    elements, are_objects = value if isinstance(value, list | tuple) else [value], False
-    if isinstance(value, np.ndarray) and value.dtype == object:
-        elements, are_objects = value.ravel().tolist(), True
-    if (elements or are_objects) and all(isinstance(element, bytes) for element in elements):
-        return "bytes_list", list(elements)
+    is_list, holds_objects = isinstance(value, list | tuple), isinstance(value, np.ndarray) and value.dtype == object
+    elements = value.ravel().tolist() if holds_objects else list(value) if is_list else [value]
+    if (elements or holds_objects) and all(isinstance(element, bytes) for element in elements):
+        return "bytes_list", elements
     array = np.asarray(value)
     if array.dtype.kind in "biu" and array.size and int(array.max()) >= 2**63:
         raise ValueError(f"feature {name!r} has the value {array.max()}; expected at most 2**63 - 1, the largest int64.")
     if array.dtype.kind in "biu":
         return "int64_list", array.astype(np.int64).ravel().tolist()
-    if not is_numeric(array.dtype) or array.dtype.kind == "c" or (isinstance(value, list | tuple) and not array.size):
+    if not is_numeric(array.dtype) or array.dtype.kind == "c" or (is_list and not array.size):
         raise TypeError(
             f"feature {name!r} is {value!r:.80} of type {type(value).__name__}; expected bytes, ints or floats, a list of them, "
             "or an array: text.encode() for a string, np.zeros(0, np.float32) for an empty list of floats."
@@ -271,32 +264,37 @@ def _elements(name: str, value: object) -> tuple[str, list[Any]]:
     return "float_list", floats.ravel().tolist()
 
 
+#: The messages of tensorflow/core/example/example.proto and feature.proto, as protobuf describes files.
+_DESCRIPTION = """
+name: "mirrored_example.proto" package: "tensorflow" syntax: "proto3"
+message_type { name: "BytesList" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_BYTES } }
+message_type { name: "FloatList" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_FLOAT } }
+message_type { name: "Int64List" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_INT64 } }
+message_type {
+  name: "Feature" oneof_decl { name: "kind" }
+  field { name: "bytes_list" number: 1 type: TYPE_MESSAGE type_name: ".tensorflow.BytesList" oneof_index: 0 }
+  field { name: "float_list" number: 2 type: TYPE_MESSAGE type_name: ".tensorflow.FloatList" oneof_index: 0 }
+  field { name: "int64_list" number: 3 type: TYPE_MESSAGE type_name: ".tensorflow.Int64List" oneof_index: 0 }
+}
+message_type {
+  name: "Features"
+  field { name: "feature" number: 1 label: LABEL_REPEATED type: TYPE_MESSAGE type_name: ".tensorflow.Features.FeatureEntry" }
+  nested_type {
+    name: "FeatureEntry" options { map_entry: true }
+    field { name: "key" number: 1 type: TYPE_STRING }
+    field { name: "value" number: 2 type: TYPE_MESSAGE type_name: ".tensorflow.Feature" }
+  }
+}
+message_type { name: "Example" field { name: "features" number: 1 type: TYPE_MESSAGE type_name: ".tensorflow.Features" } }
+"""
+
+
 @functools.cache
 def example_class() -> Any:
     """Return protobuf's class for Example: from a pool of our own, for TensorFlow has its own in the default pool."""
     needs("google.protobuf")
-    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 
-    file = descriptor_pb2.FileDescriptorProto(name="mirrored_example.proto", package="tensorflow", syntax="proto3")
-    field = descriptor_pb2.FieldDescriptorProto
-
-    def add(fields: Any, name: str, number: int, kind: int, message: str | None = None, **more: Any) -> None:
-        type_name = f".tensorflow.{message}" if message else None
-        fields.add(name=name, number=number, type=kind, type_name=type_name, **{"label": field.LABEL_OPTIONAL, **more})
-
-    feature = file.message_type.add(name="Feature")
-    feature.oneof_decl.add(name="kind")
-    lists = (("Bytes", field.TYPE_BYTES), ("Float", field.TYPE_FLOAT), ("Int64", field.TYPE_INT64))
-    for number, (name, kind) in enumerate(lists, 1):
-        add(file.message_type.add(name=f"{name}List").field, "value", 1, kind, label=field.LABEL_REPEATED)
-        add(feature.field, f"{name.lower()}_list", number, field.TYPE_MESSAGE, f"{name}List", oneof_index=0)
-    features = file.message_type.add(name="Features")
-    entry = features.nested_type.add(name="FeatureEntry")
-    entry.options.map_entry = True
-    add(entry.field, "key", 1, field.TYPE_STRING)
-    add(entry.field, "value", 2, field.TYPE_MESSAGE, "Feature")
-    add(features.field, "feature", 1, field.TYPE_MESSAGE, "Features.FeatureEntry", label=field.LABEL_REPEATED)
-    add(file.message_type.add(name="Example").field, "features", 1, field.TYPE_MESSAGE, "Features")
     pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
+    pool.Add(text_format.Parse(_DESCRIPTION, descriptor_pb2.FileDescriptorProto()))
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("tensorflow.Example"))

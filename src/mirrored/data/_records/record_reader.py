@@ -23,9 +23,9 @@ from ..._errors import TFRecordError
 
 #: Bytes read at a time: large enough to spread numpy's overhead, small enough for the processor's caches.
 CHUNK_BYTES = 1 << 19
-#: The longest record that is believed without being told; no training example is longer, and a damaged length often is.
+#: The longest record by default: no training example is longer, and a damaged length often is.
 MAX_RECORD_BYTES = 256 << 20
-#: With so many frames of one length in a row, numpy finds them faster than a loop does.
+#: From so many frames of one length in a row on, numpy finds them faster than a loop does.
 MANY_FRAMES = 8
 #: Compressed bytes given to zlib at a time.
 COMPRESSED_BYTES = 1 << 16
@@ -34,7 +34,7 @@ HEADER = struct.Struct("<QI")
 FOOTER = struct.Struct("<I")
 #: Lengths whose header has been checked once, per file; bounds the memory that hostile files can take.
 KNOWN_HEADERS = 1024
-#: What zlib calls the three codings.
+#: zlib's numbers for the codings.
 WINDOW_BITS = {"GZIP": 16 + zlib.MAX_WBITS, "ZLIB": zlib.MAX_WBITS}
 #: How files begin that zlib has written.
 ZLIB_MAGIC = (b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")
@@ -45,9 +45,10 @@ class RecordReader:
 
     def __init__(self, files: Sequence[str], compression: str | None, max_record_bytes: int) -> None:
         """Start at the first file; none is opened before it is read."""
-        self._files, self._compression, self._max_record_bytes = files, compression, max_record_bytes
+        self._files = files
+        self._options = compression, max_record_bytes
         self._chunks = self._read(0, 0, 0)
-        self.seek(0, 0, 0)
+        self._hold((0, 0, 0), [], [])
 
     def seek(self, file: int, record: int, offset: int) -> None:
         """Continue at a position that `position` had before."""
@@ -89,7 +90,7 @@ class RecordReader:
 
     def _read(self, file: int, record: int, offset: int) -> Generator[tuple[tuple[int, int, int], list[bytes], list[int]]]:
         for number, path in enumerate(self._files[file:], file):
-            with contextlib.closing(read_chunks(path, record, offset, self._compression, self._max_record_bytes)) as chunks:
+            with contextlib.closing(read_chunks(path, record, offset, *self._options)) as chunks:
                 for records, ends in chunks:
                     yield (number, record, offset), records, ends
                     record, offset = record + len(records), ends[-1]
@@ -104,7 +105,7 @@ class RecordReader:
 def read_chunks(
     path: str, record: int, offset: int, compression: str | None, max_record_bytes: int
 ) -> Generator[tuple[list[bytes], list[int]]]:
-    """Yield the records of a file a chunk at a time, with the byte where each ends; begin where a record begins."""
+    """Yield the records of a file from a position on, a chunk at a time, with the byte where each ends."""
 
     def fault(problem: str, or_later: str = "") -> TFRecordError:
         place = f"at byte {offset}{or_later}{' of what it decompresses to' if compression else ''}"
@@ -119,15 +120,15 @@ def read_chunks(
                 raise fault("the file ends before this position; it is not the file that it was when the state was saved.")
             while chunk := _read(stream, count):
                 buffer += chunk
-                frames = _check_data(buffer, _find_frames(buffer, known, max_record_bytes))
-                if frames.records:
-                    yield frames.records, [offset + end for end in frames.ends]
-                    record += len(frames.records)
-                    frame = HEADER.size + len(frames.records[-1]) + FOOTER.size
-                    offset, buffer = offset + frames.ends[-1], buffer[frames.ends[-1] :]
-                if frames.problem:
-                    raise fault(frames.problem)
-                missing = frames.missing
+                records, ends, problem, missing = _check_data(buffer, _find_frames(buffer, known, max_record_bytes))
+                if records:
+                    yield records, [offset + end for end in ends]
+                    record += len(records)
+                    frame = HEADER.size + len(records[-1]) + FOOTER.size
+                    offset, buffer = offset + ends[-1], buffer[ends[-1] :]
+                    records = []  # their memory is free while the next are read
+                if problem:
+                    raise fault(problem)
                 if missing > CHUNK_BYTES:
                     long, missing, problem = _read_long(stream, buffer, missing)
                     if problem:
@@ -145,15 +146,15 @@ def read_chunks(
                     "while it was written or copied: write it again, or leave it out of files."
                 )
         except zlib.error as error:
-            problem = (
+            raise fault(
                 f"{error}; expected a whole {compression} stream and nothing after it. If the file is not compressed, leave out "
-                "compression; else it was damaged or cut short: write it again, or leave it out of files."
-            )
-            raise fault(problem, " or later") from error
+                "compression; else it was damaged or cut short: write it again, or leave it out of files.",
+                or_later=" or later",
+            ) from error
 
 
 class _Frames(NamedTuple):
-    """The whole records in a buffer, where each frame ends, what is wrong after them, and how many bytes the next one lacks."""
+    """The whole records in a buffer, the end of each frame, the fault behind them, and the bytes that the next frame lacks."""
 
     records: list[bytes]
     ends: list[int]
@@ -162,7 +163,7 @@ class _Frames(NamedTuple):
 
 
 def _find_frames(buffer: bytes, known: dict[bytes, int], max_record_bytes: int) -> _Frames:
-    """Cut a buffer into records; `known` holds the headers that have been checked, for most records have few lengths."""
+    """Cut a buffer into records; `known` maps the headers that have been checked to lengths, of which most files have few."""
     records: list[bytes] = []
     ends: list[int] = []
     start, size = 0, len(buffer)
@@ -188,13 +189,13 @@ def _find_frames(buffer: bytes, known: dict[bytes, int], max_record_bytes: int) 
 
 
 def _count_equal(buffer: bytes, start: int, frame: int, header: bytes) -> int:
-    """Count the whole frames from `start` on that begin with this header: 1, or many, found at once."""
+    """Count the whole frames from `start` on that begin with one header: 1, or many, found at once."""
     ahead = start + (MANY_FRAMES - 1) * frame
     if buffer[start + frame : start + frame + HEADER.size] != header or buffer[ahead : ahead + HEADER.size] != header:
         return 1
     frames = np.frombuffer(buffer, np.uint8, count=(len(buffer) - start) // frame * frame, offset=start).reshape(-1, frame)
     seen = MANY_FRAMES
-    while True:  # no more than a few times as many as are found, or files of a bad pattern would take quadratic time
+    while True:  # looks at no more than a few times as many as are found, or bad patterns would take quadratic time
         differ = (frames[:seen, : HEADER.size] != frames[0, : HEADER.size]).any(axis=1)
         if differ.any() or seen >= len(frames):
             return int(differ.argmax()) or len(frames)
@@ -220,7 +221,7 @@ def _header_problem(header: bytes, length: int, checksum: int, max_record_bytes:
 
 def _check_data(buffer: bytes, frames: _Frames) -> _Frames:
     """Compare the checksums of all records at once; keep what comes before the first that differs."""
-    records, ends = frames.records, frames.ends
+    records, ends, _, _ = frames
     if not records:
         return frames
     footers = np.ndarray(len(buffer) - FOOTER.size + 1, "<u4", buffer, strides=(1,))  # one begins at every byte
@@ -230,8 +231,8 @@ def _check_data(buffer: bytes, frames: _Frames) -> _Frames:
     if not wrong.size:
         return frames
     first = int(wrong[0])
-    problem = _damage(len(records[first]), int(computed[first]), int(stored[first]))
-    return _Frames(records[:first], ends[:first], problem, 0)
+    damage = _damage(len(records[first]), int(computed[first]), int(stored[first]))
+    return _Frames(records[:first], ends[:first], damage, 0)
 
 
 def _damage(length: int, computed: int, stored: int) -> str:
@@ -242,7 +243,7 @@ def _damage(length: int, computed: int, stored: int) -> str:
 
 
 def masked(crc: Any) -> Any:
-    """Rotate and add, as the format does with every checksum; an int, or an array of uint32."""
+    """Rotate and add, as the format does with every checksum: an int, or an array of uint32."""
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
@@ -257,8 +258,8 @@ def needs(package: str) -> ModuleType:
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        line = "pip install grain google-crc32c protobuf"
-        raise ImportError(f"mr.data needs {package}, which is not installed: {line}.") from error
+        message = f"mr.data needs {package}, which is not installed: pip install grain google-crc32c protobuf."
+        raise ImportError(message) from error
 
 
 class _Inflated:
@@ -272,7 +273,7 @@ class _Inflated:
         self._fault: zlib.error | None = None
 
     def read(self, count: int) -> bytes:
-        """Return at most so many bytes, none at the end of a whole stream; a fault is raised again by every later call."""
+        """Return at most `count` bytes, none at the end of a whole stream; a fault is raised again by every later call."""
         if self._fault is None:
             try:
                 return self._inflated(count)
@@ -297,7 +298,7 @@ class _Inflated:
 
 
 def _skip(stream: io.FileIO | _Inflated, count: int) -> bool:
-    """Skip so many bytes; tell whether there were so many."""
+    """Skip `count` bytes, and tell whether there were so many."""
     if isinstance(stream, io.FileIO):
         return stream.seek(min(count, stream.seek(0, os.SEEK_END))) == count
     while count and (data := stream.read(min(CHUNK_BYTES, count))):
@@ -305,34 +306,22 @@ def _skip(stream: io.FileIO | _Inflated, count: int) -> bool:
     return not count
 
 
-def _read(stream: io.FileIO | _Inflated, count: int) -> bytes:
-    """Return so many bytes, fewer at the end; what comes before a fault is returned before the fault is raised."""
-    parts = [stream.read(min(count, CHUNK_BYTES))]
-    size = len(parts[0])
-    while size < count and parts[-1]:
-        try:
-            parts.append(stream.read(min(count - size, CHUNK_BYTES)))
-        except zlib.error:
-            break  # the next call raises it again, with nothing before it
-        size += len(parts[-1])
-    return b"".join(parts)
+def _read(stream: io.FileIO | _Inflated, count: int, begun: bytes = b"") -> bytes:
+    """Return `count` bytes that start with those of `begun`; fewer at the end, or before a fault, which the next call raises."""
+    # `BytesIO` holds its first bytes uncopied, grows with what there is in the file, and gives its bytes away uncopied.
+    data = io.BytesIO(begun or stream.read(min(count, CHUNK_BYTES)))
+    data.seek(0, os.SEEK_END)
+    with contextlib.suppress(zlib.error):
+        while data.tell() < count and (part := stream.read(min(count - data.tell(), CHUNK_BYTES))):
+            data.write(part)
+    return data.getvalue()
 
 
 def _read_long(stream: io.FileIO | _Inflated, begun: bytes, missing: int) -> tuple[bytes, int, str | None]:
-    """Return a record that is longer than a chunk, how many bytes its frame lacks at the end of the file, and what is wrong.
-
-    The frame has begun with some bytes, and more than its checksum is missing. The record takes its own memory once, and no more
-    of that than there is in the file: `BytesIO` grows with it, and does not copy it when it is whole.
-    """
-    data = io.BytesIO()
-    data.write(begun[HEADER.size :])
-    length = data.tell() + missing - FOOTER.size
-    with contextlib.suppress(zlib.error):  # the next call raises it again
-        while data.tell() < length and (part := stream.read(min(length - data.tell(), CHUNK_BYTES))):
-            data.write(part)
-    footer = _read(stream, FOOTER.size)
-    if missing := length + FOOTER.size - data.tell() - len(footer):
+    """Return a record longer than a chunk, the bytes that its frame lacks at the end of the file, and its fault."""
+    length = len(begun) - HEADER.size + missing - FOOTER.size
+    record, footer = _read(stream, length, begun[HEADER.size :]), _read(stream, FOOTER.size)
+    if missing := length + FOOTER.size - len(record) - len(footer):
         return b"", missing, None
-    whole = data.getvalue()
-    computed, (stored,) = masked(crc32c()(whole)), FOOTER.unpack(footer)
-    return whole, 0, None if computed == stored else _damage(length, computed, stored)
+    computed, (stored,) = masked(crc32c()(record)), FOOTER.unpack(footer)
+    return record, 0, None if computed == stored else _damage(length, computed, stored)

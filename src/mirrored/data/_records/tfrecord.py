@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import collections.abc
 import contextlib
-import copy
-import functools
 import glob
+import importlib
 import io
 import os
 import struct
 import uuid
 import zlib
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from .record_reader import FOOTER, MAX_RECORD_BYTES, WINDOW_BITS, RecordReader, crc32c, masked, needs
+from .record_reader import FOOTER, MAX_RECORD_BYTES, WINDOW_BITS, crc32c, masked, needs
 
 if TYPE_CHECKING:
     import grain
-
-#: What a state names: the file, the record in it, the byte in it.
-POSITION = ("file", "record", "offset")
 
 
 def tfrecord_dataset(
@@ -61,7 +55,9 @@ def tfrecord_dataset(
     """
     if isinstance(max_record_bytes, bool) or not isinstance(max_record_bytes, int) or max_record_bytes < 0:
         raise ValueError(f"max_record_bytes is {max_record_bytes!r}; expected a number of bytes, for example {MAX_RECORD_BYTES}.")
-    return _grain_class("TFRecordDataset")(_find_files(files), _checked_compression(compression), max_record_bytes)
+    needs("grain")
+    dataset_class = importlib.import_module(".record_dataset", __package__).TFRecordDataset  # imports grain
+    return dataset_class(_find_files(files), _checked_compression(compression), max_record_bytes)
 
 
 def write_tfrecords(path: str | os.PathLike[str], records: Iterable[bytes], compression: str | None = None) -> int:
@@ -157,114 +153,3 @@ def _checked_compression(compression: object) -> str | None:
     if not isinstance(compression, str) or compression.upper() not in WINDOW_BITS:
         raise ValueError(f"compression is {compression!r}; expected None, 'GZIP' or 'ZLIB'.")
     return compression.upper()
-
-
-def _name(files: Sequence[str], file: int) -> str | None:
-    """Return the name of a file, without its folder, which may be another one in the next run; None after the last."""
-    return os.path.basename(files[file]) if file < len(files) else None
-
-
-def _checked_position(state: object, files: Sequence[str]) -> tuple[int, int, int]:
-    fields = state if isinstance(state, dict) else {}
-    numbers: list[Any] = [fields.get(key) for key in POSITION]
-    if not all(type(number) is int and number >= 0 for number in numbers):
-        raise ValueError(f"the state is {state!r}; expected what get_state() returned: a dict with {', '.join(POSITION)}.")
-    file, record, offset = numbers
-    same = "make the dataset of the same files, in the same order, as when the state was saved."
-    if file > len(files):
-        raise ValueError(f"the state is in file {file}, but the dataset has {len(files)} files; {same}")
-    name = _name(files, file)
-    if fields.get("name", name) != name:
-        raise ValueError(f"the state has {fields['name']!r} as file {file}, and the dataset {name!r}; {same}")
-    return file, record, offset
-
-
-@functools.cache
-def _grain_class(name: str) -> Any:
-    """Make one of the two classes that stand on grain's, which is imported only for those who read TFRecord files."""
-    return {"TFRecordDataset": _dataset_class, "TFRecordIterator": _iterator_class}[name](needs("grain"))
-
-
-def __getattr__(name: str) -> Any:
-    """Find the classes by name, as pickle does when grain sends a dataset to its worker processes."""
-    if name in ("TFRecordDataset", "TFRecordIterator"):
-        return _grain_class(name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def _dataset_class(grain: Any) -> type:
-    class TFRecordDataset(grain.IterDataset):
-        """A dataset of records, or of lists of records after `batch`, made by `mr.data.tfrecord_dataset`."""
-
-        __qualname__ = "TFRecordDataset"
-
-        def __init__(self, files: Sequence[str], compression: str | None, max_record_bytes: int) -> None:
-            super().__init__()
-            self.files = tuple(files)
-            self.compression = compression
-            self.max_record_bytes = max_record_bytes
-            self.batch_size: int | None = None
-            self.drop_remainder = False
-
-        def batch(self, batch_size: int, *, drop_remainder: bool = False, batch_fn: Any = None) -> Any:
-            """Make lists of `batch_size` records; the last has what is left, unless `drop_remainder`."""
-            if batch_fn is not None or self.batch_size is not None:
-                return super().batch(batch_size, drop_remainder=drop_remainder, batch_fn=batch_fn or list)
-            if isinstance(batch_size, bool) or not isinstance(batch_size, int | np.integer) or batch_size < 1:
-                raise ValueError(f"batch_size is {batch_size!r}; expected an int, the number of records, at least 1.")
-            batched = copy.copy(self)
-            batched.batch_size, batched.drop_remainder = int(batch_size), bool(drop_remainder)
-            return batched
-
-        def set_slice(self, sl: slice, sequential_slice: bool = False) -> None:
-            """Keep only `files[sl]`, in place: how grain and `distribute_dataset` divide the files among workers."""
-            self.files = self.files[sl]
-
-        def __iter__(self) -> Any:
-            return _grain_class("TFRecordIterator")(self)
-
-        def __repr__(self) -> str:
-            batched = "" if self.batch_size is None else f", in lists of {self.batch_size}"
-            return f"TFRecordDataset({len(self.files)} files{batched})"
-
-    return TFRecordDataset
-
-
-def _iterator_class(grain: Any) -> type:
-    class TFRecordIterator(grain.DatasetIterator):
-        """An iterator over a TFRecordDataset. The state is the position of the next record."""
-
-        __qualname__ = "TFRecordIterator"
-
-        def __init__(self, dataset: Any) -> None:
-            super().__init__()
-            self._files = dataset.files
-            self._reader = RecordReader(dataset.files, dataset.compression, dataset.max_record_bytes)
-            self._batch_size, self._drop_remainder = dataset.batch_size, dataset.drop_remainder
-            self._is_closed = False
-
-        def __next__(self) -> bytes | list[bytes]:
-            if self._is_closed:
-                raise ValueError("the iterator is closed; call iter(dataset) for a new one.")
-            records = self._reader.take(self._batch_size or 1)
-            if not records or (self._drop_remainder and len(records) < self._batch_size):
-                raise StopIteration
-            return records[0] if self._batch_size is None else records
-
-        def get_state(self) -> dict[str, Any]:
-            """Return the position of the next record: its file, its number in the file, its first byte, the file's name."""
-            position = self._reader.position
-            return {**dict(zip(POSITION, position, strict=True)), "name": _name(self._files, position[0])}
-
-        def set_state(self, state: dict[str, Any]) -> None:
-            """Continue at a position that `get_state` has returned for a dataset of the same files."""
-            self._reader.seek(*_checked_position(state, self._files))
-
-        def close(self) -> None:
-            """Close the file that is open."""
-            self._is_closed = True
-            if hasattr(self, "_reader"):  # grain closes it also when __init__ has failed
-                self._reader.close()
-            super().close()
-
-    return TFRecordIterator

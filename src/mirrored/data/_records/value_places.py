@@ -1,4 +1,4 @@
-"""Where do the values lie in a serialized Example? Records of one length that differ only there need not be parsed one by one.
+"""The places of the values in a serialized Example: records that differ only there need not be parsed one by one.
 
 The argument that this is sound, whatever the bytes: docs/design/tfrecord.md.
 """
@@ -16,7 +16,7 @@ import numpy as np
 FIRST, SECOND = 0x0A, 0x12
 #: The tag of each kind of list in a Feature.
 LISTS = {"bytes_list": 0x0A, "float_list": 0x12, "int64_list": 0x1A}
-#: The last three bits of a tag, which say how long the payload is: a number, or so many bytes.
+#: The last three bits of a tag give the form of the payload: a number, a length and so many bytes, or 8 or 4 bytes.
 VARINT, LENGTH = 0, 2
 FIXED = {1: 8, 5: 4}
 
@@ -27,15 +27,15 @@ Span = tuple[int, int]
 class ValuePlaces:
     """The bytes of a record that are values which may differ. All others are its structure, or constant."""
 
-    features: Mapping[str, Any]  # as protobuf reads them; no name outside is to be looked up, which would add it
-    kinds: dict[str, str]  # which list holds the values of each feature
-    #: By the name of their feature: one span for all numbers, one for each element of a bytes_list. A feature without any is the
-    #: same in all records that match.
+    features: Mapping[str, Any]  # as protobuf reads them; looking up a name that is missing would add it
+    kinds: dict[str, str]  # the list that holds the values of each feature
+    #: By the name of their feature: one span for all numbers, one for each element of a bytes_list. A feature without spans is
+    #: the same in all records that match.
     spans: dict[str, list[Span]]
-    fixed: list[tuple[Span, np.ndarray]]  # the spans between, whose bytes all matching records share, and these bytes
+    fixed: list[tuple[Span, np.ndarray]]  # the spans between the values, and their bytes, which all matching records share
 
     def matches(self, records: np.ndarray, bools: Collection[str] = ()) -> np.ndarray:
-        """Tell for each row of uint8[num_records, size] whether the layout holds for it, and what is wanted as bool is 0 or 1."""
+        """Tell for each row of uint8[num_records, size] whether the layout holds, and the features `bools` are 0 or 1."""
         matching = np.ones(len(records), bool)
         for (start, stop), expected in self.fixed:
             matching &= (records[:, start:stop] == expected).all(axis=1)
@@ -47,29 +47,28 @@ class ValuePlaces:
 
 
 class _UnusualError(Exception):
-    """A record is written in a way that the format allows and writers do not use: it has no places, and protobuf reads it."""
+    """A record is in a form that the format allows and writers do not use: it has no places, and protobuf reads it."""
 
 
 def find_layout(record: bytes, features: Mapping[str, Any]) -> ValuePlaces:
-    """Find where the values of a record lie that protobuf has parsed to these features."""
+    """Find the places of the values of a record that protobuf has parsed to these features."""
     kinds = {name: kind for name, feature in features.items() if (kind := feature.WhichOneof("kind"))}
     try:
         spans = _find_spans(record, kinds)
     except _UnusualError:
         spans = {}
     size, array = len(record), np.frombuffer(record, np.uint8)
-    values = [(0, 0), *sorted(span for places in spans.values() for span in places), (size, size)]
+    values = [(0, 0), *sorted(itertools.chain(*spans.values())), (size, size)]
     between = [(stop, start) for (_, stop), (start, _) in itertools.pairwise(values) if stop < start]
-    fixed = [((start, stop), array[start:stop]) for start, stop in between]
-    return ValuePlaces(features, kinds, spans, fixed)
+    return ValuePlaces(features, kinds, spans, [((start, stop), array[start:stop]) for start, stop in between])
 
 
 def _find_spans(record: bytes, kinds: Mapping[str, str]) -> dict[str, list[Span]]:
-    """Walk through a record that protobuf has parsed: an Example holds Features, and these an entry for each name."""
+    """Walk through a record: an Example holds Features, and these an entry for each name."""
     found: dict[str, list[Span]] = {}
-    for example_tag, part in _fields(record, (0, len(record))):
-        for tag, entry in _fields(record, part) if example_tag == FIRST else ():
-            (_, (start, stop)), (_, feature) = _require(_fields(record, entry), [FIRST, SECOND])
+    for example_tag, features in _fields(record, (0, len(record))):
+        for tag, entry in _fields(record, features) if example_tag == FIRST else ():
+            (start, stop), feature = _require(_fields(record, entry), [FIRST, SECOND])
             name = record[start:stop].decode()
             if tag != FIRST or name in found:
                 raise _UnusualError
@@ -78,16 +77,16 @@ def _find_spans(record: bytes, kinds: Mapping[str, str]) -> dict[str, list[Span]
 
 
 def _find_values(record: bytes, feature: Span, kind: str | None) -> list[Span]:
-    """Return the spans of the values of a feature; none when there are no values, or they do not always take so many bytes."""
+    """Return the spans of the values of a feature; none when there are no values, or their sizes vary."""
     if kind is None:
         return []
-    [(_, values)] = _require(_fields(record, feature), [LISTS[kind]])
+    [values] = _require(_fields(record, feature), [LISTS[kind]])
     elements = _fields(record, values)
-    spans = [span for _, span in _require(elements, [FIRST] * (len(elements) if kind == "bytes_list" else 1))]
-    has_fixed_size = all(start < stop for start, stop in spans)
-    if kind == "int64_list":
-        has_fixed_size = has_fixed_size and max(record[slice(*spans[0])]) < 0x80
-    return spans if has_fixed_size else []
+    spans = _require(elements, [FIRST] * (len(elements) if kind == "bytes_list" else 1))
+    is_usual = all(start < stop for start, stop in spans)
+    if is_usual and kind == "int64_list":
+        is_usual = max(record[slice(*spans[0])]) < 0x80
+    return spans if is_usual else []
 
 
 def _fields(record: bytes, message: Span) -> list[tuple[int, Span]]:
@@ -96,22 +95,25 @@ def _fields(record: bytes, message: Span) -> list[tuple[int, Span]]:
     start, stop = message
     while start < stop:
         tag, start = record[start], start + 1
-        if tag >= 0x80 or tag & 7 not in (VARINT, LENGTH, *FIXED):  # a number of several bytes, or a group
+        form = tag & 7
+        if tag >= 0x80 or form not in (VARINT, LENGTH, *FIXED):  # a number of several bytes, or a group
             raise _UnusualError
-        number, end = _read_varint(record, start) if tag & 7 in (VARINT, LENGTH) else (0, start)
-        if tag & 7 == LENGTH:
-            start, end = end, end + number
-        elif tag & 7 != VARINT:
-            end += FIXED[tag & 7]
+        if form in FIXED:
+            end = start + FIXED[form]
+        else:
+            number, end = _read_varint(record, start)
+            if form == LENGTH:
+                start, end = end, end + number
         fields.append((tag, (start, end)))
         start = end
     return fields
 
 
-def _require(fields: list[tuple[int, Span]], tags: list[int]) -> list[tuple[int, Span]]:
+def _require(fields: list[tuple[int, Span]], tags: list[int]) -> list[Span]:
+    """Return the payloads of a message that has fields with these tags and no others."""
     if [tag for tag, _ in fields] != tags:
         raise _UnusualError
-    return fields
+    return [payload for _, payload in fields]
 
 
 def _read_varint(record: bytes, start: int) -> tuple[int, int]:

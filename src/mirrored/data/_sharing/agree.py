@@ -1,8 +1,9 @@
-"""Which of the workers that read the input together this is, and how they agree on their steps."""
+"""The workers that read the input together: how they agree on their steps, and see that they read the same batches."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -21,7 +22,7 @@ from .rows import count_rows
 #: Gives a JSON value to all workers and returns those of all, in worker order; every worker must call it.
 Exchange: TypeAlias = Callable[[Any], Sequence[Any]]
 
-#: Characters of the structure of another worker's batch that are shown.
+#: So many characters of the structure of another worker's batch are shown.
 _MAX_SHOWN = 1000
 
 
@@ -31,14 +32,14 @@ class InputWorker:
 
     index: int = 0
     count: int = 1  # of workers, W; each has the same number of replicas, in worker order
-    exchange: Exchange = lambda value: [value]  # how they agree on the sizes of a step
+    exchange: Exchange = lambda value: [value]
     close: Callable[[], None] = lambda: None  # ends an exchange that another thread is waiting in
-    coordination: Coordination | None = None  # how an iterator gets an exchange of its own
-    channel: Channel | None = None  # that exchange
-    is_noted: bool = False  # whether `Progress.took_batch` tells which batches were read, where all workers read the same
+    coordination: Coordination | None = None  # opens a channel for an iterator
+    channel: Channel | None = None  # the one that `exchange` and `close` are of
+    is_noted: bool = False  # whether `Progress.took_batch` compares the batches that were read, where all workers read the same
 
     def for_iterator(self, *, is_noted: bool) -> InputWorker:
-        """Return this worker with an exchange of its own, for one iterator and its thread."""
+        """Return this worker with a channel of its own, for one iterator and its thread."""
         if self.coordination is None or self.count == 1:
             return self
         channel = self.coordination.channel("input")
@@ -47,7 +48,7 @@ class InputWorker:
 
 @dataclasses.dataclass(frozen=True)
 class OwnStep:
-    """What this worker has for a step, before the others are asked."""
+    """The rows of this worker for a step, before the others are asked."""
 
     parts: list[PyTree]  # at most one for each local replica
     position: Position  # of the source after this step
@@ -65,53 +66,44 @@ class OwnStep:
 
 @dataclasses.dataclass(frozen=True)
 class CommonStep:
-    """What all workers know of a step before they take it."""
+    """A step as all workers know it before they take it."""
 
     sizes: tuple[int, ...]  # the rows of each replica of all workers
     like: PyTree  # a batch without rows
-    num_ended: int  # how many workers have no more rows
+    num_ended: int  # workers that have no more rows
 
 
 def agree(worker: InputWorker, own: Sequence[OwnStep], has_ended: bool, like: PyTree, num_local: int) -> list[CommonStep]:
-    """Tell the other workers what this one has for the next steps, and return as many as can be taken, none at the end of all.
-
-    Steps that are not returned are told again. `like` is an earlier batch without rows, if there was one.
-
-    Raises:
-        ValueError: when the workers' batches have different structures, dtypes or shapes of rows.
-    """
+    """Tell the other workers the next steps of this one, again until they are taken; return those that all can take now."""
+    # `like` is an earlier batch without rows, for a worker that has no more. An empty list is the end of all.
     if worker.count == 1:
         return [CommonStep(tuple(step.sizes(num_local)), step.like, 0) for step in own]
     messages = worker.exchange({"steps": [[step.sizes(num_local), _encode(step.like)] for step in own], "ended": has_ended})
     counts = [len(message["steps"]) for message in messages if not message["ended"]]
+    by_step = itertools.zip_longest(*(message["steps"] for message in messages))
     steps: list[CommonStep] = []
-    for number in range(min(counts) if counts else max(len(message["steps"]) for message in messages)):
-        every = [message["steps"][number] if number < len(message["steps"]) else None for message in messages]
-        like = own[number].like if number < len(own) else like
-        steps.append(_common_step(every, like, num_local))
+    for number, every in enumerate(itertools.islice(by_step, min(counts, default=None))):
+        steps.append(_common_step(every, own[number].like if number < len(own) else like, num_local))
         like = steps[-1].like
     return steps
 
 
 def _common_step(every: Sequence[Any], like: PyTree, num_local: int) -> CommonStep:
-    """Return the step of which each worker has told the sizes and the kind of its rows, or None."""
-    with_rows = {index: told[1] for index, told in enumerate(every) if told is not None}
-    first = next(iter(with_rows))
-    for index, rows in with_rows.items():
-        if rows is not with_rows[first] and rows != with_rows[first]:  # of equal values, there is one for all
+    """Join the sizes and the kind of rows that each worker told of a step, None where its data has ended."""
+    kinds = {index: told[1] for index, told in enumerate(every) if told is not None}
+    first = next(iter(kinds))
+    for index, kind in kinds.items():
+        if kind is not kinds[first] and kind != kinds[first]:  # equal messages are one object
             raise ValueError(
-                f"the workers yielded batches that do not fit together: worker {first} {_show(with_rows[first])}, worker {index} "
-                f"{_show(rows)}. Structure, dtypes and shapes must be the same apart from the number of rows."
+                f"the workers yielded batches that do not fit together: worker {first} {_show(kinds[first])}, worker {index} "
+                f"{_show(kind)}. Structure, dtypes and shapes must be the same apart from the number of rows."
             )
     sizes = tuple(size for told in every for size in (told[0] if told else (0,) * num_local))
-    return CommonStep(sizes, _decode(with_rows[first], like), len(every) - len(with_rows))
+    return CommonStep(sizes, _decode(kinds[first], like), len(every) - len(kinds))
 
 
 class SameBatches:
-    """The comparison of the global batches of one pass, which every worker reads by itself, with those of the others.
-
-    In messages only the first and the end, where each batch is noted in what the workers have done.
-    """
+    """The comparison of the global batches of one pass, in messages of the first and the end only where progress notes each."""
 
     def __init__(self, worker: InputWorker) -> None:
         self._worker = worker
@@ -124,11 +116,7 @@ class SameBatches:
         return BatchPlace(self._number, self._pass, self._num_batches, self._checksum)
 
     def are_there(self, batch: PyTree | None, num_rows: int) -> bool:
-        """Return whether there is a next batch, after comparing it where that is needed; it is None at the end of the data.
-
-        Raises:
-            ValueError: when the batches differ, so that rows would be lost and others used twice, or not all workers have one.
-        """
+        """Tell whether there is a next batch, None at the end of the data; a ValueError when the workers' batches differ."""
         if self._worker.count == 1:
             return batch is not None
         self._num_batches += batch is not None
@@ -145,7 +133,7 @@ class SameBatches:
 
 
 def _difference(first: Sequence[Any], other: Sequence[Any], worker: int) -> str:
-    """Say how what another worker has read differs from what worker 0 has."""
+    """Say how the batches of another worker differ from those of worker 0."""
     if first[:2] != other[:2]:
         is_shorter = (other[1], not other[0]) < (first[1], not first[0])
         return data_ended(*((worker, 0) if is_shorter else (0, worker)))
@@ -159,7 +147,7 @@ def _difference(first: Sequence[Any], other: Sequence[Any], worker: int) -> str:
 
 
 def _checksum(batch: PyTree, checksum: int) -> int:
-    """Go on with a checksum of all bytes: to compute it takes a tenth of the time that a copy of the batch takes."""
+    """Go on with a checksum, of all bytes of a batch: it takes a tenth of the time of a copy."""
     for leaf in jax.tree.leaves(batch):
         checksum = zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8), checksum)
     return checksum
@@ -183,7 +171,7 @@ def _show(rows: dict[str, Any]) -> str:
 
 
 def _decode(rows: dict[str, Any], like: PyTree) -> PyTree:
-    """Make arrays without rows of what another worker wrote, in the structure of `like` if there is one."""
+    """Make a batch without rows of what another worker wrote, in the structure of `like` if there is one."""
     leaves = [np.zeros((0, *shape), dtype) for dtype, shape in rows["leaves"]]
     treedef = jax.tree.structure(_from_skeleton(rows["skeleton"]) if like is None else like)
     return jax.tree.unflatten(treedef, leaves)

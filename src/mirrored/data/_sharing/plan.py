@@ -11,16 +11,16 @@ from .._sources import grain
 from .._sources.numpy_dataset import NumpyDataset
 from .._sources.open import Source
 from .agree import InputWorker
-from .steps import LocalReplicas, Steps, one_element_each, own_batches, rows_of_every_batch, rows_of_own_files
+from .steps import LocalReplicas, Steps, in_step, one_element_each, own_batches, rows_of_every_batch, rows_of_own_files
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What one worker reads, and how its replicas share it."""
+    """The dataset of one worker, and the way in which its replicas share it."""
 
-    dataset: Any  # what this worker iterates over
+    dataset: Any
     kind: str  # the policy that was chosen, or "FUNCTION" for one dataset by worker
-    how: str  # how the records are shared out, in words; says why when the choice was made here
+    how: str  # the same in words, with the reason of a choice that was made here
     sizes: tuple[int, ...] = ()  # of per-replica batches that a position counts, when they depend on the number of replicas
 
     @property
@@ -30,8 +30,10 @@ class Plan:
 
     def steps(self, source: Source, layout: LocalReplicas, extra: dict[str, int]) -> Steps:
         """Return the steps of this worker from the position of an open source on."""
-        ways = {"DATA": rows_of_every_batch, "FILE": rows_of_own_files, "OFF": own_batches, "FUNCTION": one_element_each}
-        return ways[self.kind](source, layout, extra)
+        if self.is_same_for_all:
+            return rows_of_every_batch(source, layout)
+        ways = {"FILE": rows_of_own_files, "OFF": own_batches, "FUNCTION": one_element_each}
+        return in_step(ways[self.kind](source, layout, extra), source, layout)
 
 
 def make_plan(dataset: Any, policy: AutoShardPolicy | str, worker: InputWorker, num_replicas: int) -> Plan:
@@ -51,8 +53,9 @@ def make_plan(dataset: Any, policy: AutoShardPolicy | str, worker: InputWorker, 
     if grain.is_pipeline(dataset):
         reason = grain.why_not_by_file(dataset, worker.count, is_certain=policy is AutoShardPolicy.AUTO)
     if reason is None:
-        files = grain.files_of(dataset)
-        mine = f"worker i of {worker.count} reads the files i, i + {worker.count}, ...{'' if files is None else f' of {files}'}"
+        files = getattr(grain.source_of(dataset), "files", None)
+        of_all = "" if files is None else f" of {len(files)}"
+        mine = f"worker i of {worker.count} reads the files i, i + {worker.count}, ...{of_all}"
         how = f"{'' if policy is AutoShardPolicy.FILE else 'AUTO chose '}FILE: {mine} and gives its share of each global batch"
         return Plan(grain.only_files_of(dataset, worker.index, worker.count), "FILE", how)
     if policy is AutoShardPolicy.FILE:
@@ -65,9 +68,8 @@ def make_plan(dataset: Any, policy: AutoShardPolicy | str, worker: InputWorker, 
 
 
 def plan_of_function(dataset: object, worker: InputWorker, context: InputContext | None = None) -> Plan:
-    """Plan for a dataset that a function made for this worker alone, with what it asked its context."""
-    count = worker.count
-    calls = "once" if count == 1 else f"on each of the {count} workers"
-    counts_rows = context is None or isinstance(dataset, NumpyDataset)  # and not batches
+    """Plan for a dataset that a function made for this worker alone, by the context that it was given."""
+    calls = "once" if worker.count == 1 else f"on each of the {worker.count} workers"
+    counts_rows = context is None or isinstance(dataset, NumpyDataset)  # in positions, and not batches
     sizes = () if counts_rows else tuple(context._sizes)
     return Plan(dataset, "FUNCTION", f"made by a function, called {calls}: each replica takes the next element", sizes)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..._replicas.arrays import check_range, is_numeric
+from ..._replicas.arrays import check_range, is_numeric, refuse_mask
 from ..._replicas.host_memory import empty_rows
 from ..._replicas.per_replica import PerReplica, is_per_replica
 from ..._text import shown
@@ -17,7 +17,7 @@ from ..._typing import PyTree
 
 
 def split_sizes(num_rows: int, num_replicas: int) -> list[int]:
-    """Return how many rows each replica gets: the first `n mod R` one more than the rest; contiguous, in order.
+    """Return the number of rows of each replica: the first `n mod R` get one more than the others; contiguous, in order.
 
     >>> split_sizes(7, 3)
     [3, 2, 2]
@@ -27,17 +27,16 @@ def split_sizes(num_rows: int, num_replicas: int) -> list[int]:
 
 
 def split_rows(batch: PyTree, sizes: Sequence[int], start: int = 0) -> list[PyTree]:
-    """Cut a batch of arrays into parts of so many rows, in order, without copying; the first begins at `start`."""
+    """Cut a batch of arrays into parts of these sizes, in order, without copying; the first begins at `start`."""
     ends = list(itertools.accumulate(sizes, initial=start))
     return [jax.tree.map(lambda leaf, a=a, b=b: leaf[a:b], batch) for a, b in itertools.pairwise(ends)]
 
 
 def reshape_rows(batch: PyTree, start: int, num_replicas: int, num_rows: int) -> PyTree:
     """Turn rows of a batch, from `start` on, into `[L, num_rows, ...]` for L replicas; only another dtype is a copy."""
-    stop = start + num_replicas * num_rows
 
     def reshape(leaf: np.ndarray) -> np.ndarray:
-        held = leaf[start:stop].reshape(num_replicas, num_rows, *leaf.shape[1:])
+        held = leaf[start : start + num_replicas * num_rows].reshape(num_replicas, num_rows, *leaf.shape[1:])
         dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
         if leaf.dtype == dtype:
             return held
@@ -49,11 +48,9 @@ def reshape_rows(batch: PyTree, start: int, num_replicas: int, num_rows: int) ->
 
 
 def stack_rows(parts: Sequence[PyTree], num_rows: int) -> PyTree:
-    """Stack the replicas' rows as new arrays `[L, num_rows, ...]`, padded with zeros at the end.
-
-    New, because a source may fill the same buffer again for its next batch, and the transfer to the devices
-    reads later than the call returns (on the CPU, the device's array may even be the buffer).
-    """
+    """Stack the replicas' rows as new arrays `[L, num_rows, ...]`, padded with zeros at the end."""
+    # New, because a source may fill its buffer again, and the transfer to the devices reads it later (on the CPU, the device's
+    # array may even be the buffer).
 
     def stack(*rows: np.ndarray) -> np.ndarray:
         dtype = jax.dtypes.canonicalize_dtype(rows[0].dtype)
@@ -76,34 +73,32 @@ def join_rows(parts: Sequence[PyTree]) -> PyTree:
 
 def require_same_rows(parts: Sequence[PyTree], what: str) -> None:
     """Refuse batches that differ in more than their number of rows."""
-    described = [jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape[1:])}", part) for part in parts]
-    first = jax.tree.flatten(described[0])  # flattened: the text of a batch class may hold its address
-    for position, rows in enumerate(described):
-        if jax.tree.flatten(rows) != first:
+    rows = [jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape[1:])}", part) for part in parts]
+    first = jax.tree.flatten(rows[0])  # flattened: the text of a batch class may hold its address
+    for number, other in enumerate(rows):
+        if jax.tree.flatten(other) != first:
             raise ValueError(
-                f"{what} have rows of different structure, dtype or shape: {described[0]}, and number {position} {rows}. "
+                f"{what} have rows of different structure, dtype or shape: {rows[0]}, and number {number} {other}. "
                 "Pad the rows to one shape in the pipeline."
             )
 
 
-def count_rows(batch: PyTree) -> int:
-    """Return the number of rows of a batch of numpy arrays, which all leaves share."""
-    paths, _ = jax.tree_util.tree_flatten_with_path(batch)
+def count_rows(
+    arrays: PyTree,
+    given: str = "the dataset yielded",
+    advice: str = "If this is a single example, batch the dataset first: .batch(global_batch_size).",
+) -> int:
+    """Return the number of rows of a nest of numpy arrays, which all must share; `given` and `advice` are for errors."""
+    paths, _ = jax.tree_util.tree_flatten_with_path(arrays)
     if not paths:
-        raise TypeError(f"the dataset yielded {shown(batch)}, which holds no array; expected a nest of arrays, one global batch.")
+        raise TypeError(f"{given} {shown(arrays)}, which holds no array; expected a nest of arrays.")
     for path, leaf in paths:
         if leaf.ndim == 0:
-            raise ValueError(
-                f"the dataset yielded a scalar{_at(path)}; expected global batches, arrays whose first axis counts rows. "
-                "Batch the dataset first: .batch(global_batch_size)."
-            )
+            raise ValueError(f"{given} a scalar{_at(path)}; expected arrays whose first axis counts rows. {advice}")
     counts = {leaf.shape[0] for _, leaf in paths}
     if len(counts) > 1:
         listed = ", ".join(f"{jax.tree_util.keystr(path)}: {leaf.shape[0]}" for path, leaf in paths)
-        raise ValueError(
-            f"the arrays of one batch have different numbers of rows ({listed}). If this is a single example, batch the dataset "
-            "first: .batch(global_batch_size)."
-        )
+        raise ValueError(f"{given} arrays with different numbers of rows ({listed}). {advice}")
     return counts.pop()
 
 
@@ -116,21 +111,17 @@ def to_numpy(batch: PyTree) -> PyTree:
                 f"the dataset yielded a PerReplica{_at(path)}, which is distributed already; expected global batches on the "
                 "host. Pass it to strategy.run as it is."
             )
-        if isinstance(leaf, np.ma.MaskedArray):
-            raise TypeError(
-                f"the dataset yielded a masked array{_at(path)}, and no device holds masks. Write array.filled(value)."
-            )
+        refuse_mask(leaf, lambda: f"the dataset yielded{_at(path)}")
         array = np.asarray(leaf)
         array = array.astype(array.dtype.newbyteorder("="), copy=False)  # files of other machines, such as IDX
         if not is_numeric(array.dtype) or array.dtype.char in "gG":  # of 16 bytes
-            how = "Encode it as numbers, or leave it out of the batch."
-            if array.dtype.kind == "S":
-                how = (
-                    "Parse records of files in batches: dataset.batch(n).map(lambda records: mr.data.parse_example(records, "
-                    "spec)). Encode other bytes as numbers, or leave them out of the batch."
-                )
-            what = f"{type(leaf).__name__} of dtype {array.dtype}{_at(path)}"
-            raise TypeError(f"the dataset yielded {what}, which no device can hold. {how}")
+            parse = (
+                "Parse records of files in batches: dataset.batch(n).map(lambda records: mr.data.parse_example(records, spec)). "
+            )
+            raise TypeError(
+                f"the dataset yielded {type(leaf).__name__} of dtype {array.dtype}{_at(path)}, which no device can hold. "
+                f"{parse if array.dtype.kind == 'S' else ''}Encode it as numbers, or leave it out of the batch."
+            )
         check_range(array, lambda: f"the dataset yielded{_at(path)}")
         return array
 
@@ -138,7 +129,7 @@ def to_numpy(batch: PyTree) -> PyTree:
 
 
 def copied(batch: PyTree) -> PyTree:
-    """Copy the arrays of a batch that is held while the source makes the next."""
+    """Copy the arrays of a batch that is held while the source makes the next, maybe in the same memory."""
     return jax.tree.map(np.array, batch)
 
 

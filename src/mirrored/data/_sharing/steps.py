@@ -1,15 +1,12 @@
-"""Which rows of a dataset each replica gets in each step: one generator for each way to share it out."""
+"""The rows of a dataset that each replica gets in each step: one generator for each way to share it out."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import itertools
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
-
-import jax
 
 from ..._typing import PyTree
 from ..._workers.progress import BatchPlace
@@ -31,19 +28,19 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class LocalReplicas:
-    """The place of this worker's replicas among all, and whether they must get equal numbers of rows."""
+    """This worker's replicas among all, and whether all must get equal numbers of rows."""
 
     num_replicas: int  # of all workers, R
     worker: InputWorker
     drop_remainder: bool = False  # leave rows out rather than give replicas different numbers
-    on_drop: Callable[[int, int], None] = lambda dropped, num_rows: None  # told how many of how many rows were left out
-    lookahead: int = 1  # of how many steps workers with batches of their own tell each other at once; so many are held
+    on_drop: Callable[[int, int], None] = lambda num_dropped, num_rows: None
+    lookahead: int = 1  # the number of steps that workers with batches of their own tell each other at once, and hold
 
     @property
     def num_local(self) -> int:
         return self.num_replicas // self.worker.count
 
-    def mine(self, sizes: tuple[int, ...] | list[int]) -> list[int]:
+    def mine(self, sizes: Sequence[int]) -> list[int]:
         """Return the entries of this worker's replicas."""
         first = self.worker.index * self.num_local
         return list(sizes[first : first + self.num_local])
@@ -51,16 +48,13 @@ class LocalReplicas:
 
 Steps = Generator[Step, None, None]
 
-_END = object()
 
-
-def rows_of_every_batch(source: Source, layout: LocalReplicas, extra: dict[str, int]) -> Steps:
+def rows_of_every_batch(source: Source, layout: LocalReplicas) -> Steps:
     """Take this worker's rows of each global batch, which all workers read."""
     first = layout.worker.index * layout.num_local
     same = SameBatches(layout.worker)
-    for batch in itertools.chain(source, [_END]):
-        arrays = None if batch is _END else to_numpy(batch)
-        num_rows = 0 if batch is _END else count_rows(arrays)
+    batches = ((arrays, count_rows(arrays)) for arrays in map(to_numpy, source))
+    for arrays, num_rows in itertools.chain(batches, [(None, 0)]):  # None: the end
         if not same.are_there(arrays, num_rows):
             return
         kept = num_rows - num_rows % layout.num_replicas if layout.drop_remainder else num_rows
@@ -77,40 +71,34 @@ def rows_of_every_batch(source: Source, layout: LocalReplicas, extra: dict[str, 
         yield Step(stacked, tuple(sizes), source.position(), place=same.place)
 
 
-def _in_step(read: Callable[[Source, LocalReplicas, dict[str, int]], Iterator[OwnStep]]) -> Callable[..., Steps]:
-    """Let all workers take as many steps as the one with the most rows; the others have replicas without rows meanwhile."""
-
-    @functools.wraps(read)
-    def steps(source: Source, layout: LocalReplicas, extra: dict[str, int]) -> Steps:
-        like, last = None, OwnStep([], source.position())
-        ahead, count = _ReadAhead(read(source, layout, extra)), 1  # the first batch is not kept waiting for others
-        while True:
-            ahead.read(count)
-            common = agree(layout.worker, list(ahead.steps), ahead.has_ended, like, layout.num_local)
-            if not common:
-                return
-            count = min(2 * count, layout.lookahead)
-            for agreed in common:
-                last = ahead.steps.popleft() if ahead.steps else dataclasses.replace(last, parts=[])
-                like, every, parts = agreed.like, agreed.sizes, last.parts
-                if layout.drop_remainder:
-                    smallest = min(every)
-                    if smallest * layout.num_replicas < sum(every):
-                        layout.on_drop(sum(every) - smallest * layout.num_replicas, sum(every))
-                    if agreed.num_ended:
-                        return  # nothing that it has left could be given to all
-                    parts = [jax.tree.map(lambda leaf: leaf[:smallest], part) for part in parts]  # noqa: B023
-                    every = (smallest,) * layout.num_replicas
-                if any(every):
-                    parts = parts + [like] * (layout.num_local - len(parts))
-                    yield Step(stack_rows(parts, max(every)), every, last.position, last.extra)
-                if ahead.steps:  # one more, while this one is used
-                    ahead.read(min(count, len(ahead.steps) + 1))
-
-    return steps
+def in_step(own: Iterator[OwnStep], source: Source, layout: LocalReplicas) -> Steps:
+    """Let all workers take as many steps as the one with the most rows; replicas of the others have no rows meanwhile."""
+    like, last = None, OwnStep([], source.position())
+    ahead, count = _ReadAhead(own), 1  # the first batch is not kept waiting for others
+    while True:
+        ahead.read(count)
+        common = agree(layout.worker, list(ahead.steps), ahead.has_ended, like, layout.num_local)
+        if not common:
+            return
+        count = min(2 * count, layout.lookahead)
+        for agreed in common:
+            last = ahead.steps.popleft() if ahead.steps else dataclasses.replace(last, parts=[])
+            like, sizes, parts = agreed.like, agreed.sizes, last.parts
+            if layout.drop_remainder:
+                smallest, num_rows = min(sizes), sum(sizes)
+                sizes = (smallest,) * layout.num_replicas
+                if sum(sizes) < num_rows:
+                    layout.on_drop(num_rows - sum(sizes), num_rows)
+                if agreed.num_ended:
+                    return  # no row that is left could be given to all
+                parts = [split_rows(part, [smallest])[0] for part in parts]
+            if any(sizes):
+                parts = parts + [like] * (layout.num_local - len(parts))
+                yield Step(stack_rows(parts, max(sizes)), sizes, last.position, last.extra)
+            if ahead.steps:  # one more, while this one is used
+                ahead.read(min(count, len(ahead.steps) + 1))
 
 
-@_in_step
 def own_batches(source: Source, layout: LocalReplicas, extra: dict[str, int]) -> Iterator[OwnStep]:
     """Divide each batch of this worker's own stream among its own replicas."""
     for batch in source:
@@ -120,7 +108,6 @@ def own_batches(source: Source, layout: LocalReplicas, extra: dict[str, int]) ->
             yield OwnStep(split_rows(arrays, sizes), source.position())
 
 
-@_in_step
 def one_element_each(source: Source, layout: LocalReplicas, extra: dict[str, int]) -> Iterator[OwnStep]:
     """Give each of this worker's replicas the next element of its own stream; at the end some get none."""
     while elements := [copied(to_numpy(e)) for e in itertools.islice(source, layout.num_local)]:
@@ -128,7 +115,6 @@ def one_element_each(source: Source, layout: LocalReplicas, extra: dict[str, int
         yield OwnStep(elements, source.position())
 
 
-@_in_step
 def rows_of_own_files(source: Source, layout: LocalReplicas, extra: dict[str, int]) -> Iterator[OwnStep]:
     """Take this worker's share of each global batch from its own files, across the batches that they yield.
 
@@ -141,7 +127,7 @@ def rows_of_own_files(source: Source, layout: LocalReplicas, extra: dict[str, in
     rest = batch_size % layout.num_replicas if layout.drop_remainder else 0  # it begins the next global batch
     sizes = split_sizes(max(batch_size - rest, layout.num_replicas), layout.num_replicas)
     share = sum(layout.mine(sizes))  # at least one row, or the records of this worker would never come
-    for rows, (position, skip) in _regroup(source, itertools.chain(first, batches), extra.get("rows", 0), share):
+    for rows, position, skip in _regroup(source, itertools.chain(first, batches), extra.get("rows", 0), share):
         sizes = split_sizes(count_rows(rows), layout.num_local)
         yield OwnStep(split_rows(rows, sizes), position, {"rows": skip, "batch_size": batch_size})
 
@@ -158,8 +144,8 @@ def _read(source: Source) -> Iterator[tuple[Position, PyTree]]:
 
 def _regroup(
     source: Source, batches: Iterable[tuple[Position, PyTree]], skip: int, share: int
-) -> Iterator[tuple[PyTree, tuple[Position, int]]]:
-    """Yield `share` rows at a time, with the position before the next batch and how many of its rows were taken; skip some."""
+) -> Iterator[tuple[PyTree, Position, int]]:
+    """Yield `share` rows at a time, with the position before the next batch, and the number of its rows to skip from there."""
     parts: list[PyTree] = []
     missing = share
     for position, batch in batches:
@@ -172,26 +158,27 @@ def _regroup(
             missing -= stop - start
             start = stop
             if not missing:
-                yield join_rows(parts), (position, start) if start < num_rows else (source.position(), 0)
+                is_cut = start < num_rows
+                yield join_rows(parts), position if is_cut else source.position(), start if is_cut else 0
                 parts, missing = [], share
     if parts:
-        yield join_rows(parts), (source.position(), 0)
+        yield join_rows(parts), source.position(), 0
 
 
 class _ReadAhead:
-    """The next steps of this worker, so that it can say of several at once what it has."""
+    """The next steps of this worker, so that it can tell the others of several at once."""
 
-    def __init__(self, taken: Iterator[OwnStep]) -> None:
-        self._taken = taken
-        self.steps: collections.deque[OwnStep] = collections.deque()  # that were read and not taken yet
+    def __init__(self, own: Iterator[OwnStep]) -> None:
+        self._own = own
+        self.steps: collections.deque[OwnStep] = collections.deque()  # read and not taken yet
         self.has_ended = False
         self._failure: Exception | None = None
 
     def read(self, count: int) -> None:
-        """Read until there are so many; an exception of the pipeline comes when the steps before it have been taken."""
+        """Read until there are `count` steps; an exception of the pipeline comes when the steps before it have been taken."""
         while len(self.steps) < count and not self.has_ended and self._failure is None:
             try:
-                self.steps.append(next(self._taken))
+                self.steps.append(next(self._own))
             except StopIteration:
                 self.has_ended = True
             except Exception as error:

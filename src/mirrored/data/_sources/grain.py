@@ -1,4 +1,4 @@
-"""What a grain pipeline says of itself, through its public attributes; grain is imported by those who use it."""
+"""Facts about grain pipelines, from their public attributes; grain is never imported here."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 #: grain reads 500 elements ahead by default; here each is a global batch.
 _NUM_BATCHES_AHEAD = 16
 
-#: Transformations that treat each record, or run of records, the same whichever other files there are. What is not
-#: listed may not, and then only `FILE` as the user's own word shards it by file.
+#: Transformations that treat each record, or run of records, the same whichever other files there are. Others may not, and are
+#: sharded by file only where the user says `FILE`.
 _FILE_BY_FILE = {
     "BatchIterDataset", "BestFitPackIterDataset", "CacheIterDataset", "ConcatThenSplitIterDataset", "FilterIterDataset",
     "FirstFitPackIterDataset", "FlatMapIterDataset", "MapIterDataset", "ProcessPrefetchIterDataset", "RandomMapIterDataset",
@@ -54,17 +54,14 @@ def has_length(dataset: Pipeline) -> bool:
 
 
 def nodes(dataset: Pipeline) -> Iterator[Pipeline]:
-    """Yield a grain dataset and all that it is made of."""
+    """Yield a grain dataset and all its ancestors."""
     yield dataset
     for parent in dataset.parents:
         yield from nodes(parent)
 
 
 def why_not_by_file(dataset: Pipeline, num_workers: int, is_certain: bool) -> str | None:
-    """Say why the files of a pipeline cannot be shared out among workers, or return None when they can.
-
-    Transformations that are not known, such as a user's own, are a reason where it must be certain.
-    """
+    """Say why the files of a pipeline cannot be shared out, None where they can; unknown steps are a reason if `is_certain`."""
     node = dataset
     while not _reads_files(node):
         name = type(node).__name__
@@ -86,17 +83,15 @@ def why_not_by_file(dataset: Pipeline, num_workers: int, is_certain: bool) -> st
     return f"{type(node).__name__} has no file, or no record, for the last of {num_workers} workers"
 
 
-def files_of(dataset: Pipeline) -> int | None:
-    """Return how many files a pipeline reads, when its source says so."""
-    counts = [len(node.files) for node in nodes(dataset) if _reads_files(node) and hasattr(node, "files")]
-    return counts[0] if len(counts) == 1 else None
+def source_of(dataset: Pipeline) -> Any:
+    """Return the dataset of files at the root of a pipeline that reads some."""
+    return next(node for node in nodes(dataset) if _reads_files(node))
 
 
 def only_files_of(dataset: Pipeline, worker: int, num_workers: int) -> Pipeline:
     """Return the pipeline over the files `worker`, `worker + num_workers`, ... alone."""
     mine = copy.deepcopy(dataset)  # set_slice changes a dataset in place
-    source: Any = next(node for node in nodes(mine) if _reads_files(node))
-    source.set_slice(slice(worker, None, num_workers))
+    source_of(mine).set_slice(slice(worker, None, num_workers))
     return mine
 
 

@@ -1,4 +1,4 @@
-"""Which datasets are known not to yield global batches: single examples, or one process' share of the rows."""
+"""Datasets that are known not to yield global batches: single examples, or one process' share of the rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from . import grain
 
-#: Of grain: what hands the elements of its source on as they are, in some order.
+#: Transformations of grain that hand on the elements of their source unchanged, in some order.
 _SAME_ELEMENTS = {
     "CacheIterDataset", "ConcatenateIterDataset", "ConcatenateMapDataset", "FilterIterDataset", "FilterMapDataset",
     "InterleaveIterDataset", "LimitIterDataset", "MixedIterDataset", "MixedMapDataset", "PrefetchIterDataset",
@@ -15,7 +15,7 @@ _SAME_ELEMENTS = {
     "ThreadPrefetchIterDataset", "WindowShuffleIterDataset", "WindowShuffleMapDataset", "WithOptionsIterDataset",
     "_MpContextIterDataset", "_WithSeedIterDataset", "_WithSeedMapDataset",
 }  # fmt: skip
-#: Those that make another element of each.
+#: Transformations of grain that make another element of each.
 _MAPS = {
     "MapIterDataset", "MapMapDataset", "MapWithIndexIterDataset", "MapWithIndexMapDataset", "RandomMapIterDataset",
     "RandomMapMapDataset",
@@ -25,7 +25,7 @@ _ARRAYS_BY_ROW = {"Array2D", "Array3D", "Array4D", "Array5D", "Image"}
 
 
 def why_single_rows(dataset: object, size: str) -> str | None:
-    """Say why the elements are single examples, and what to write, given a name of a batch's size; None when they may be none."""
+    """Say why the elements are single examples, and what to write, with `size` for a batch's; None where they may be batches."""
     if grain.is_pipeline(dataset):
         return _why_grain(dataset, size)
     torch = sys.modules.get("torch.utils.data")
@@ -64,7 +64,7 @@ def _why_grain(dataset: grain.Pipeline, size: str) -> str | None:
 
 
 def _kind(node: object) -> str:
-    """Return the name of a class of grain, and none for a class of a user."""
+    """Return the name of a class of grain; the empty text for a class of a user."""
     return type(node).__name__ if type(node).__module__.startswith("grain.") else ""
 
 
@@ -74,7 +74,7 @@ def _columns(dataset: object) -> list[tuple[str, Any]]:
 
 
 def why_share(dataset: object) -> str | None:
-    """Say which share of the rows a torch DataLoader gives, as with torch.distributed; None when it gives all of them."""
+    """Say which share of the rows a torch DataLoader gives, as with torch.distributed; None for all rows."""
     batch_sampler = getattr(dataset, "batch_sampler", None)
     for sampler in (getattr(dataset, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)):
         count, rank = getattr(sampler, "num_replicas", None), getattr(sampler, "rank", None)

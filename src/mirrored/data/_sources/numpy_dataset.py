@@ -11,11 +11,12 @@ import numpy as np
 
 from ... import _tf_names
 from ..._html import outline
-from ..._replicas.arrays import is_numeric
+from ..._replicas.arrays import is_numeric, refuse_mask
 from ..._replicas.host_memory import empty_rows
 from ..._replicas.per_replica import PerReplica, is_per_replica
 from ..._text import counted, shown
 from ..._typing import PyTree
+from .._sharing.rows import count_rows
 from .verbs import applied, check_int, checked_function, num_steps, spec_of_batch
 
 
@@ -54,7 +55,7 @@ class NumpyDataset:
     _passes: list[int] = dataclasses.field(default_factory=lambda: [0], init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        check_rows(self.arrays)
+        _check_arrays(self.arrays)
         if self.batch_size is not None:
             check_int("batch_size is", self.batch_size, 1, "the number of rows")
         if not isinstance(self.drop_remainder, bool):
@@ -134,7 +135,8 @@ class NumpyDataset:
 
     def __repr__(self) -> str:
         rows = jax.tree.map(lambda array: f"{array.dtype}{list(array.shape[1:])}", self.arrays)
-        return f"NumpyDataset({', '.join([f'{self._summary()[0]} of {rows}', *self._summary()[1:]])})"
+        num_rows, *more = self._summary()
+        return f"NumpyDataset({', '.join([f'{num_rows} of {rows}', *more])})"
 
     def _repr_html_(self) -> str:
         return outline("NumpyDataset of " + "\n".join(self._summary()))
@@ -147,15 +149,14 @@ class NumpyDataset:
         return lines
 
     def _sample(self) -> PyTree:
-        """Return a batch, without beginning a pass; a function may change it."""
+        """Return a batch that a function may change, without beginning a pass."""
         return self._mapped(jax.tree.map(lambda array: array[: self._rows_per_batch()].copy(), self.arrays))
 
     def _mapped(self, batch: PyTree) -> PyTree:
         for fn, is_by_row in self.maps:
             if is_by_row:
                 num_rows = jax.tree.leaves(batch)[0].shape[0]
-                made = [applied(fn, jax.tree.map(lambda leaf, i=i: leaf[i], batch)) for i in range(num_rows)]
-                batch = _stacked(made)
+                batch = _stacked([applied(fn, jax.tree.map(lambda leaf, i=i: leaf[i], batch)) for i in range(num_rows)])
             else:
                 batch = applied(fn, batch)
         return batch
@@ -164,21 +165,20 @@ class NumpyDataset:
         return self._num_batches(at_least=1)
 
     def _num_batches(self, at_least: int) -> int:
-        """Return how many batches of at least so many rows one pass yields."""
+        """Return how many batches of `at_least` rows one pass yields."""
         complete, rest = divmod(self.num_rows, self._rows_per_batch())
         per_epoch = self._num_batches_of_epoch()
         count = num_steps(per_epoch, (("repeat", self.num_epochs), ("take", self.batches_per_pass)))
         if self._rows_per_batch() < at_least:
             return 0
-        is_last_smaller = per_epoch > complete and rest < at_least
-        return count - count // per_epoch if is_last_smaller else count
+        return count - count // per_epoch if per_epoch > complete and rest < at_least else count
 
     def __iter__(self) -> Iterator[PyTree]:
         self._rows_per_batch()
         return _NumpyIterator(self)
 
     def _of_later_passes(self, num_passes: int) -> NumpyDataset:
-        """Return the same dataset for so many passes, with numbers that no other pass gets, whenever they begin."""
+        """Return this dataset for the next passes, whose epochs get their numbers now, whenever they begin."""
         made = dataclasses.replace(self)
         made._passes[0] = self._passes[0]
         self._passes[0] += num_passes * (self.num_epochs or 1)
@@ -213,33 +213,31 @@ class _NumpyIterator:
 
     def __init__(self, dataset: NumpyDataset) -> None:
         self._dataset = dataset
-        self._last_start = dataset.num_rows - (dataset._rows_per_batch() if dataset.drop_remainder else 1)
+        size, most = dataset._rows_per_batch(), dataset.batches_per_epoch
+        self._end = dataset.num_rows if most is None else min(dataset.num_rows, most * size)  # of the rows of an epoch
+        self._last_start = self._end - (size if dataset.drop_remainder else 1)
         self._first: int | None = None  # see `_begin`
-        self._place = (0, 0, 0, 0)  # the epoch, the row in it, batches of this epoch, batches of all
-        self._order: tuple[int, np.ndarray] | None = None  # of which epoch
+        self._place = (0, 0)  # the epoch, the row in it
+        self._order: tuple[int, np.ndarray] | None = None  # the number of an epoch, its rows
 
     def __iter__(self) -> _NumpyIterator:
         return self
 
     def __next__(self) -> PyTree:
-        dataset = self._dataset
-        epoch, row, batch, total = self._place
-        if not self._has_batch(row, batch):
-            epoch, row, batch = epoch + 1, 0, 0
-        is_taken = dataset.batches_per_pass is not None and total >= dataset.batches_per_pass
-        if is_taken or epoch == dataset.num_epochs or not self._has_batch(row, batch):
+        dataset, size = self._dataset, self._dataset._rows_per_batch()
+        epoch, row = self._place
+        if row > self._last_start:
+            epoch, row = epoch + 1, 0
+        num_taken = epoch * dataset._num_batches_of_epoch() + -(-row // size)
+        is_taken = dataset.batches_per_pass is not None and num_taken >= dataset.batches_per_pass
+        if is_taken or epoch == dataset.num_epochs or self._last_start < 0:
             raise StopIteration
         number = self._begin() + epoch
         if self._order is None or self._order[0] != number:
             self._order = number, dataset._order(number)
-        rows = self._order[1][row : row + dataset._rows_per_batch()]
-        self._place = epoch, row + len(rows), batch + 1, total + 1
+        rows = self._order[1][row : min(row + size, self._end)]
+        self._place = epoch, row + len(rows)
         return dataset._mapped(jax.tree.map(lambda array: _take_rows(array, rows), dataset.arrays))
-
-    def _has_batch(self, row: int, batch: int) -> bool:
-        """Tell whether an epoch goes on at this row, after so many batches."""
-        most = self._dataset.batches_per_epoch
-        return row <= self._last_start and (most is None or batch < most)
 
     def _begin(self) -> int:
         """Return the number of this pass's first epoch, taken when it begins; each epoch has a number of its own."""
@@ -249,7 +247,7 @@ class _NumpyIterator:
         return self._first
 
     def get_state(self) -> dict[str, int | None]:
-        dataset, (epoch, row, _, _) = self._dataset, self._place
+        dataset, (epoch, row) = self._dataset, self._place
         position = {"pass": self._begin(), "epoch": epoch, "row": row}
         return {**position, "num_rows": dataset.num_rows, "seed": dataset.shuffle_seed}
 
@@ -267,9 +265,8 @@ class _NumpyIterator:
             )
         if state["seed"] != dataset.shuffle_seed:
             raise ValueError(f"its rows are in the order of shuffle seed {state['seed']}, and here of {dataset.shuffle_seed}")
-        batch = -(-row // dataset._rows_per_batch())
         self._first, self._order = first, None
-        self._place = epoch, row, batch, epoch * dataset._num_batches_of_epoch() + batch
+        self._place = epoch, row
         dataset._passes[0] = first + (dataset.num_epochs or 1)  # the next pass is the one after this
 
 
@@ -291,27 +288,18 @@ def _take_rows(array: np.ndarray, rows: np.ndarray) -> np.ndarray:
     return np.take(array, rows, axis=0, out=copy, mode="clip")  # the default mode copies once more; all rows are there
 
 
-def check_rows(arrays: PyTree) -> None:
-    """Refuse a nest whose leaves are not arrays with one common number of rows."""
-    paths, _ = jax.tree_util.tree_flatten_with_path(arrays, is_leaf=is_per_replica)
-    if not paths:
-        raise TypeError(f"the dataset {shown(arrays)} holds no array; expected a nest of numpy arrays.")
-    for path, leaf in paths:
+def _check_arrays(arrays: PyTree) -> None:
+    """Refuse a nest whose leaves are not arrays of numbers with one common number of rows."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(arrays, is_leaf=is_per_replica)[0]:
         name = jax.tree_util.keystr(path) or "the array"
         if not isinstance(leaf, np.ndarray):
             raise TypeError(
                 f"{name} is {shown(leaf)} of type {type(leaf).__name__}; expected a numpy array whose first axis counts rows."
             )
-        if isinstance(leaf, np.ma.MaskedArray):
-            raise TypeError(f"{name} is a masked array, and no device holds masks. Write array.filled(value).")
-        if leaf.ndim == 0:
-            raise ValueError(f"{name} is a scalar; expected an array whose first axis counts rows.")
+        refuse_mask(leaf, lambda name=name: f"{name} is")
         if not is_numeric(leaf.dtype):
             raise TypeError(f"{name} has dtype {leaf.dtype}, which no device can hold. Encode it as numbers first.")
-    counts = {jax.tree_util.keystr(path) or "the array": leaf.shape[0] for path, leaf in paths}
-    if len(set(counts.values())) > 1:
-        listed = ", ".join(f"{name}: {count}" for name, count in counts.items())
-        raise ValueError(f"the arrays have different numbers of rows ({listed}); each row must be one example of all of them.")
+    count_rows(arrays, "make_numpy_dataset got", "Each row must be one example, of all arrays.")
 
 
 def stacked_lists(arrays: PyTree) -> PyTree:

@@ -1,4 +1,4 @@
-"""From what a user gives as a dataset to batches, and the position after each as JSON: which library it is of."""
+"""The dataset that a user gives, of whichever library, as a source of batches that knows the position after each as JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Position: TypeAlias = str | Exception
 
 
 class Source:
-    """An iterator over the elements of a dataset, through functions of each, that knows the position after each.
+    """An iterator over the elements of a dataset, each passed through `maps`, that knows the position after each.
 
     Two protocols are understood: datasets with `state_dict` and `load_state_dict` (Hugging Face, torchdata), and
     iterators with `get_state` and `set_state` (grain, and ours).
@@ -30,9 +30,9 @@ class Source:
     def __init__(
         self, dataset: object, iterator: Iterator[PyTree], is_owned: bool = False, maps: Sequence[Callable[..., PyTree]] = ()
     ) -> None:
-        """Take a new iterator over the dataset; either may hold the position, which the functions do not change."""
+        """Take a new iterator over the dataset; `is_owned` says that nobody else holds the arrays that it yields."""
         self._dataset, self._iterator, self._maps = dataset, iterator, maps
-        self.is_owned = is_owned  # whether it yields arrays that nobody else holds
+        self.is_owned = is_owned
         self._has_begun = False
 
     def __iter__(self) -> Source:
@@ -83,7 +83,9 @@ class _SequenceIterator:
             raise StopIteration
         self._next += 1
         batch = self._batches[self._next - 1]
-        return _copy_arrays(batch) if self._is_copied else batch
+        if self._is_copied:  # the dataset keeps the arrays, and a function may change them in place, as in `x /= 255`
+            return jax.tree.map(lambda leaf: leaf.copy() if type(leaf) is np.ndarray else leaf, batch)
+        return batch
 
     def get_state(self) -> dict[str, int]:
         return {"next": self._next}
@@ -95,13 +97,8 @@ class _SequenceIterator:
         self._next = position
 
 
-def _copy_arrays(batch: PyTree) -> PyTree:
-    """Copy the arrays of a batch that its dataset keeps, for functions that may change them in place, as in `x /= 255`."""
-    return jax.tree.map(lambda leaf: leaf.copy() if type(leaf) is np.ndarray else leaf, batch)
-
-
 def open_source(dataset: Any, state: Any = None, maps: Sequence[Callable[..., PyTree]] = ()) -> Source:
-    """Start an iterator over the global batches of a dataset, from a position on if one is given, through functions of each."""
+    """Start an iterator over the global batches of a dataset, from a position on if one is given, each passed through `maps`."""
     own = _own_stream(dataset, state) if is_hugging_face(dataset) and hasattr(dataset, "load_state_dict") else dataset
 
     def start() -> Any:
@@ -117,7 +114,7 @@ def open_source(dataset: Any, state: Any = None, maps: Sequence[Callable[..., Py
 
 
 def _own_stream(dataset: Any, state: dict[str, Any] | None) -> Any:
-    """Return a copy of a Hugging Face stream for one pass: a stream begins each pass of an epoch at the position it was given."""
+    """Copy a Hugging Face stream for one pass: the user's begins each pass of an epoch at the position that it was given."""
     own = dataset.with_format("numpy")
     if hasattr(dataset, "epoch"):
         own.set_epoch(dataset.epoch if state is None else state.get("epoch", dataset.epoch))
@@ -125,7 +122,7 @@ def _own_stream(dataset: Any, state: dict[str, Any] | None) -> Any:
 
 
 def is_sequence(dataset: object) -> bool:
-    """Tell whether the batches of a dataset are asked for by their number, up to its length."""
+    """Tell whether a dataset gives its batches by their number, up to its length."""
     if isinstance(dataset, Sequence):
         return True
     # Python would ask until an IndexError: slices of arrays, as in `x[n * i : n * (i + 1)]`, never raise one.
@@ -134,18 +131,18 @@ def is_sequence(dataset: object) -> bool:
 
 
 def is_hugging_face(dataset: object) -> bool:
-    """Tell whether an object has the methods of a Hugging Face dataset, which this library never imports."""
+    """Tell whether an object has the methods of a Hugging Face dataset, whose library is never imported here."""
     return all(callable(getattr(type(dataset), name, None)) for name in ("with_format", "iter", "batch"))
 
 
 def adapted(dataset: Any) -> Any:
-    """Return a dataset whose elements hold arrays: a Hugging Face dataset yields lists unless it is told otherwise."""
-    is_stream = hasattr(dataset, "load_state_dict")  # of which each pass has its own copy, with the epoch that the user set
+    """Return a dataset whose elements hold arrays: by default a Hugging Face dataset yields lists."""
+    is_stream = hasattr(dataset, "load_state_dict")  # each pass has its own copy, with the epoch that the user set
     return dataset.with_format("numpy") if is_hugging_face(dataset) and not is_stream else dataset
 
 
 def _resume(dataset: Any, start: Callable[[], Any], state: Any) -> Iterator[PyTree]:
-    """Return a new iterator over a dataset that goes on from a position; when that fails, nothing has changed for others."""
+    """Start an iterator that goes on from a position; when that fails, the dataset is as before."""
     if isinstance(state, dict) and set(state) == {"base64"}:
         state = base64.b64decode(state["base64"])
     state = copy.deepcopy(state)  # grain keeps parts of it and changes them

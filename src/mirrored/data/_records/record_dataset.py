@@ -1,0 +1,99 @@
+"""TFRecord files as a grain dataset; imported only for those who read such files, because grain is optional."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grain
+import numpy as np
+
+from .record_reader import RecordReader
+
+#: The fields of a state that say where the next record is: the file, the record in it, the byte in it.
+_POSITION = ("file", "record", "offset")
+
+
+class TFRecordDataset(grain.IterDataset):
+    """A dataset of records, or of lists of records after `batch`, made by `mr.data.tfrecord_dataset`."""
+
+    def __init__(self, files: Sequence[str], compression: str | None, max_record_bytes: int) -> None:
+        super().__init__()
+        self.files = tuple(files)
+        self.compression = compression
+        self.max_record_bytes = max_record_bytes
+        self.batch_size: int | None = None
+        self.drop_remainder = False
+
+    def batch(self, batch_size: int, *, drop_remainder: bool = False, batch_fn: Callable[..., Any] | None = None) -> Any:
+        """Make lists of `batch_size` records; the last has what is left, unless `drop_remainder`."""
+        if batch_fn is not None or self.batch_size is not None:
+            return super().batch(batch_size, drop_remainder=drop_remainder, batch_fn=batch_fn or list)
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int | np.integer) or batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size!r}; expected an int, the number of records, at least 1.")
+        batched = copy.copy(self)
+        batched.batch_size, batched.drop_remainder = int(batch_size), bool(drop_remainder)
+        return batched
+
+    def set_slice(self, sl: slice, sequential_slice: bool = False) -> None:
+        """Keep only `files[sl]`, in place: grain and `distribute_dataset` divide the files among workers so."""
+        self.files = self.files[sl]
+
+    def __iter__(self) -> TFRecordIterator:
+        return TFRecordIterator(self)
+
+    def __repr__(self) -> str:
+        batched = "" if self.batch_size is None else f", in lists of {self.batch_size}"
+        return f"TFRecordDataset({len(self.files)} files{batched})"
+
+
+class TFRecordIterator(grain.DatasetIterator):
+    """An iterator over a TFRecordDataset. The state is the position of the next record."""
+
+    def __init__(self, dataset: TFRecordDataset) -> None:
+        super().__init__()
+        self._files = dataset.files
+        self._reader = RecordReader(dataset.files, dataset.compression, dataset.max_record_bytes)
+        self._batch_size, self._drop_remainder = dataset.batch_size, dataset.drop_remainder
+        self._is_closed = False
+
+    def __next__(self) -> bytes | list[bytes]:
+        if self._is_closed:
+            raise ValueError("the iterator is closed; call iter(dataset) for a new one.")
+        count = self._batch_size or 1
+        records = self._reader.take(count)
+        if not records or (self._drop_remainder and len(records) < count):
+            raise StopIteration
+        return records[0] if self._batch_size is None else records
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the position of the next record: its file, its number in the file, its first byte, the file's name."""
+        position = self._reader.position
+        return {**dict(zip(_POSITION, position, strict=True)), "name": self._name(position[0])}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Continue at a position that `get_state` has returned for a dataset of the same files."""
+        fields = state if isinstance(state, dict) else {}
+        numbers: list[Any] = [fields.get(key) for key in _POSITION]
+        if not all(type(number) is int and number >= 0 for number in numbers):
+            raise ValueError(f"the state is {state!r}; expected what get_state() returned: a dict with {', '.join(_POSITION)}.")
+        file, same = numbers[0], "make the dataset of the same files, in the same order, as when the state was saved."
+        if file > len(self._files):
+            raise ValueError(f"the state is in file {file}, but the dataset has {len(self._files)} files; {same}")
+        name = self._name(file)
+        if fields.get("name", name) != name:
+            raise ValueError(f"the state has {fields['name']!r} as file {file}, and the dataset {name!r}; {same}")
+        self._reader.seek(*numbers)
+
+    def _name(self, file: int) -> str | None:
+        """Return the name of a file, without its folder, which may be another one in the next run; None after the last."""
+        return os.path.basename(self._files[file]) if file < len(self._files) else None
+
+    def close(self) -> None:
+        """Close the file that is open."""
+        self._is_closed = True
+        if hasattr(self, "_reader"):  # grain closes it also when __init__ has failed
+            self._reader.close()
+        super().close()
