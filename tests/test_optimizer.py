@@ -83,7 +83,7 @@ def test_a_variable_without_a_gradient_is_skipped_with_its_state():
     assert [float(value) for value in jax.tree.leaves(adam.state[0].mu)] == [pytest.approx(0.1), 0.0], "the longest name counts"
 
 
-def test_outside_a_step_and_in_merge_call_gradients_are_one_value_and_per_replica_ones_are_summed():
+def test_outside_a_step_gradients_are_one_value_and_per_replica_ones_are_summed():
     a, b = pair()
     optimizer = mr.Optimizer(optax.sgd(0.1), [a, b])
     optimizer.apply_gradients([jnp.ones(2), 1.0])
