@@ -84,9 +84,9 @@ def scale_regularization_loss(regularization_loss: _ArrayLike) -> jax.Array:
 def weighted_mean(losses: _ArrayLike, weights: _ArrayLike) -> jax.Array:
     """Divide this replica's weighted sum of losses by the sum of the weights of all replicas.
 
-    It is for what is divided by other things than rows: tokens (padding has the weight 0), masks, sample weights. The results
-    of all replicas add up to the weighted mean over the global batch, and so do their gradients, also where the weights depend on
-    what is trained. When all weights are 0, both are 0.
+    It is for losses that are not divided by rows: tokens (padding has the weight 0), masks, sample weights. The results of all
+    replicas add up to the weighted mean over the global batch, and so do their gradients, also where the weights depend on the
+    trained variables. When all weights are 0, both are 0.
 
     Args:
         losses: shape `[n, ...]`, for example `[n, length]`, one loss for each token.
@@ -118,8 +118,8 @@ def weighted_mean(losses: _ArrayLike, weights: _ArrayLike) -> jax.Array:
 def mean_over_own_rows(loss: _ArrayLike) -> jax.Array:
     """Say that a loss is the mean over this replica's own rows, and make this replica's share of it.
 
-    It is for `keras.losses` and whatever else ends in `jnp.mean`. Each replica's mean counts as much as it has rows, so that the
-    shares of all replicas add up to the mean over the global batch. What is added to the mean on every replica, such as a penalty
+    It is for `keras.losses` and other losses that end in `jnp.mean`. Each replica's mean weighs as much as its rows, so that the
+    shares of all replicas add up to the mean over the global batch. A term that every replica adds to the mean, such as a penalty
     for large weights, counts once. A replica without rows has a share of 0.
 
     Args:

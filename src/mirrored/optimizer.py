@@ -100,7 +100,10 @@ class Optimizer:
         with frames.entered(Frame(None, spec_of(self._leaves[0]).mesh)):
             paths, self._state_treedef = jax.tree_util.tree_flatten_with_path(tx.init(self._as_tree(copied(self._leaves))))
             make = shared_out.state_variable if self._is_sharded else functools.partial(Variable, trainable=False)
-            self._state = [make(leaf, name=f"optimizer{keystr(path)}") for path, leaf in _emptied(paths)]
+            self._state: list[Variable] = []
+            while paths:  # the list forgets each array, so that never all of them exist twice
+                path, leaf = paths.pop(0)
+                self._state.append(make(leaf, name=f"optimizer{keystr(path)}"))
             self._iterations = Variable(np.int32(0), name="optimizer.iterations", trainable=False)
 
     @property
@@ -170,27 +173,25 @@ class Optimizer:
                 that is not in the zip, stays as it is, and so does its part of the state.
             aggregate: `"sum"`, `"mean"`, or False when the gradients have been combined over the replicas before, as in
                 `mr.Optimizer`. Default: what the optimizer was made with, or else what the loss says. True is `"sum"`.
-            **extra: what the transformation's `update` takes besides, such as `value=loss` for
+            **extra: further arguments of the transformation's `update`, such as `value=loss` for
                 `optax.contrib.reduce_on_plateau`, or `value`, `grad` and `value_fn` for `optax.lbfgs`: the same on every
-                replica, so a loss that was summed over them. Transformations that do not take it leave it alone.
+                replica, so a loss that was summed over the replicas. Other transformations ignore them.
 
         Raises:
-            FactorOfReplicasError: (a ValueError) when they have been, and are to be summed, and when the loss says that it is a
-                share of the global batch's, and they are to be averaged.
-            ReplicasDivergeError: (a ValueError) when they have not been, and `aggregate` is False.
+            FactorOfReplicasError: (a ValueError) for a sum of gradients that were combined before, and for a mean of gradients
+                whose loss is a share of the global batch's.
+            ReplicasDivergeError: (a ValueError) for gradients that were not combined before, when `aggregate` is False.
             UnevenReplicasError: (a ValueError) for a mean in an uneven step whose arguments divide differently.
-            ValueError: for another `aggregate`, structure or shape, a variable that is twice in the zip, when there is no
-                gradient at all, or when the transformation's state gets another structure.
+            ValueError: for another `aggregate`, structure or shape, for a variable that is twice in the zip, when there is no
+                gradient at all, or when an update changes the structure of the transformation's state.
             TypeError: for a gradient that is not an array or None.
         """
         frame = frames.current()
         said = self._aggregate if aggregate is None else _parse_aggregate(aggregate)
         gradients = self._aligned(grads)
-        present = [i for i, gradient in enumerate(gradients) if gradient is not None]
-        combined = self._combined(frame, [gradients[i] for i in present], [self._leaves[i] for i in present], said)
-        complete = [jnp.zeros(v.shape, v.dtype) if g is None else g for v, g in zip(self._leaves, gradients, strict=True)]
-        for i, gradient in zip(present, combined, strict=True):
-            complete[i] = gradient
+        pairs = list(zip(gradients, self._leaves, strict=True))
+        combined = iter(self._combined(frame, [(gradient, v) for gradient, v in pairs if gradient is not None], said))
+        complete = [jnp.zeros(v.shape, v.dtype) if gradient is None else next(combined) for gradient, v in pairs]
         self._update(complete, [gradient is None for gradient in gradients], extra)
 
     def _update(self, gradients: list[jax.Array], is_skipped: list[bool], extra: dict[str, Any]) -> None:
@@ -224,8 +225,8 @@ class Optimizer:
     def _skipped_state(self, is_skipped: list[bool]) -> list[bool]:
         """Tell for each state variable whether it belongs to a variable that has no gradient.
 
-        The state of `optax.masked` and the like has fewer leaves than there are variables, so what belongs to
-        which is told by the end of the path: `[0].mu['w']` belongs to `['w']`.
+        The state of `optax.masked` has fewer leaves than there are variables, so the end of a path tells what it belongs to:
+        `[0].mu['w']` to `['w']`.
         """
         if not any(is_skipped):
             return [False] * len(self._state)
@@ -241,21 +242,21 @@ class Optimizer:
         return jax.tree.leaves(flags)
 
     def _combined(
-        self, frame: Frame | None, gradients: list[Any], variables: list[Variable], said: ReduceOp | Literal[False] | None
+        self, frame: Frame | None, pairs: list[tuple[Any, Variable]], said: ReduceOp | Literal[False] | None
     ) -> list[jax.Array]:
         op = ReduceOp.SUM if said is None else said or None
         if frame is None or frame.replica is None:
-            return [_one_value(g, v, op, frame) for g, v in zip(gradients, variables, strict=True)]
+            return [_one_value(gradient, v, op, frame) for gradient, v in pairs]
         if op is None:
-            return gradients
+            return [gradient for gradient, _ in pairs]
         where, purpose = user_code.user_line(), _SAID[op] if said else Purpose.GRADIENT
-        marked = [mark(jnp.asarray(g), Mark(purpose, v.name, where, id(self))) for g, v in zip(gradients, variables, strict=True)]
+        marked = [mark(jnp.asarray(gradient), Mark(purpose, v.name, where, id(self))) for gradient, v in pairs]
         if self._is_sharded:
             return shared_out.combined(op, marked, axis_of(frame.replica))
         return all_reduce(op, marked, axis_of(frame.replica))  # type: ignore[no-any-return]
 
     def _aligned(self, grads: PyTree | Iterable[tuple[Any, Variable]]) -> list[Any]:
-        """Bring gradients into the order of the variables, None where there is none."""
+        """Return the gradients in the order of the variables, None for a variable without one."""
         pairs = _as_pairs(grads)
         given = self._from_pairs(pairs) if pairs is not None else self._from_tree(grads)
         if all(gradient is None for gradient in given):
@@ -304,12 +305,6 @@ class Optimizer:
     def __repr__(self) -> str:
         names = ", ".join(repr(variable.name) for variable in self._leaves)
         return f"mr.Optimizer({names}; {len(self._state)} state variables)"
-
-
-def _emptied(items: list[Any]) -> Iterator[Any]:
-    """Yield the items of a list, which forgets each: an array and the variable that copies it are there once."""
-    while items:
-        yield items.pop(0)
 
 
 def _as_pairs(grads: PyTree | Iterable[tuple[Any, Variable]]) -> list[tuple[Any, Variable]] | None:

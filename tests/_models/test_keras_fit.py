@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from parameters import slow
 
 import mirrored as mr
 
@@ -27,15 +28,9 @@ def compiled(model: Any, **options: Any) -> Any:
 
 def small() -> Any:
     keras.utils.set_random_seed(0)
-    layers = keras.layers
-    parts = [
-        layers.Flatten(),
-        layers.Dense(12, use_bias=False),
-        layers.BatchNormalization(),
-        layers.Dropout(0.3, seed=1),
-        layers.Dense(10),
-    ]
-    return keras.Sequential([keras.Input((8, 8, 1)), *parts])
+    kinds = keras.layers
+    layers = [kinds.Flatten(), kinds.Dense(12, use_bias=False), kinds.BatchNormalization(), kinds.Dropout(0.3, seed=1)]
+    return keras.Sequential([keras.Input((8, 8, 1)), *layers, kinds.Dense(10)])
 
 
 def fitted(model: Any) -> tuple[Any, Any, Any, Any]:
@@ -68,13 +63,10 @@ def test_labels_of_int64_are_no_cause_for_a_warning(strategy2: mr.Strategy) -> N
         compiled(keras.Sequential([keras.layers.Dense(10)])).fit(np.ones((8, 3)), np.zeros(8, "int64"), batch_size=4, verbose=0)
 
 
-CASES = [(4, small, {})]
-SLOW = [(5, lambda: program.net(0.3), {}), (4, small, {"steps_per_execution": 2})]
+SLOW = slow((5, lambda: program.net(0.3), {}), (4, small, {"steps_per_execution": 2}))
 
 
-@pytest.mark.parametrize(
-    ("num_replicas", "make", "options"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
-)
+@pytest.mark.parametrize(("num_replicas", "make", "options"), [(4, small, {}), *SLOW])
 def test_fit_is_that_of_one_device(num_replicas: int, make: Callable[[], Any], options: dict[str, Any]) -> None:
     expected = fitted(compiled(make(), **options))
     strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
@@ -136,9 +128,11 @@ def test_a_model_is_trained_by_steps_and_by_fit_in_turns_and_by_distributed_data
             raise KeyboardInterrupt
 
     path = tmp_path / "m.weights.h5"
-    callbacks = [keras.callbacks.ModelCheckpoint(path, save_weights_only=True), keras.callbacks.EarlyStopping(patience=1)]
+    slower = keras.callbacks.LearningRateScheduler(lambda epoch: 1e-3)
+    callbacks = [keras.callbacks.ModelCheckpoint(path, save_weights_only=True), keras.callbacks.EarlyStopping(patience=1), slower]
     many.fit(x, y, validation_split=0.5, sample_weight=np.ones(8, np.float32), callbacks=callbacks, **options)
     one.load_weights(path)
+    assert float(optimizer.learning_rate) == np.float32(1e-3)
     assert all(map(np.array_equal, one.get_weights(), many.get_weights()))
     with pytest.raises(KeyboardInterrupt):
         many.fit(x, y, callbacks=[Stop()], **options)

@@ -45,4 +45,4 @@ def test_the_methods_that_are_replaced_have_the_arguments_that_we_give() -> None
     for kind in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
         assert arguments(kind.apply) == ["self", "grads", "trainable_variables"]
     assert arguments(keras.random.SeedGenerator.next) == ["self", "ordered"]
-    assert isinstance(keras_parts.adapter_base(), type) and keras_parts.epsilon() > 0
+    assert isinstance(keras_parts.adapter_base(), type)

@@ -9,6 +9,7 @@ from optax import contrib
 from parameters import slow
 
 import mirrored as mr
+from mirrored._variables.variable import is_variable
 
 # One test function makes a step for each optimizer.
 pytestmark = pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning")
@@ -29,11 +30,8 @@ TRANSFORMATIONS = {
 
 
 def start():
-    return {
-        "w": np.linspace(-1, 1, 15, dtype=np.float32).reshape(5, 3),
-        "b": np.full(7, 0.1, np.float32),
-        "scale": np.float32(2),
-    }
+    w = np.linspace(-1, 1, 15, dtype=np.float32).reshape(5, 3)
+    return {"w": w, "b": np.full(7, 0.1, np.float32), "scale": np.float32(2)}
 
 
 def make(strategy, tx, **options):
@@ -59,16 +57,10 @@ def assert_alike(one, other, name=""):
     (variables, optimizer), (others, other_optimizer) = one, other
     assert optimizer.iterations.numpy() == other_optimizer.iterations.numpy()
     tree, other_tree = (variables, optimizer.state), (others, other_optimizer.state)
-    assert jax.tree.structure(tree, is_leaf=lambda x: isinstance(x, mr.Variable)) == jax.tree.structure(
-        other_tree, is_leaf=lambda x: isinstance(x, mr.Variable)
-    )
+    assert jax.tree.structure(tree, is_leaf=is_variable) == jax.tree.structure(other_tree, is_leaf=is_variable)
     for a, b in zip(plain(tree), plain(other_tree), strict=True):
         assert a.shape == b.shape
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6, err_msg=name)
-
-
-def is_per_replica(value):
-    return isinstance(value, mr.PerReplica)
 
 
 def both(strategy, make_tx=lambda: optax.adam(0.1), **options):
@@ -103,7 +95,7 @@ def test_each_replica_holds_its_part_of_the_state(strategy3):
     strategy3.run(sharded.apply_gradients, args=(gradients_of(strategy3),))
 
     def bytes_by_device(optimizer):
-        arrays = [v._array for v in jax.tree.leaves(optimizer.state, is_leaf=lambda x: isinstance(x, mr.Variable))]
+        arrays = [v._array for v in jax.tree.leaves(optimizer.state, is_leaf=is_variable)]
         return [sum(s.data.nbytes for a in arrays for s in a.addressable_shards if s.device == d) for d in strategy3.devices]
 
     assert bytes_by_device(whole) == [4 * (1 + 2 * (15 + 7 + 1))] * 3
@@ -121,18 +113,14 @@ def test_outside_of_a_step_and_without_some_gradients(strategy2):
     np.testing.assert_allclose(variables["b"], start()["b"] - 0.1 * (1 + 1.9), rtol=1e-6)
     np.testing.assert_allclose(optimizer.state[0].trace["w"], np.full((5, 3), 1.9), rtol=1e-6)
 
-
-def test_arrays_without_elements(strategy2):
-    with strategy2.scope():
-        variables = [mr.Variable(np.zeros((0, 3), np.float32)), mr.Variable(np.ones(1, np.float32))]
-        optimizer = mr.Optimizer(optax.adam(0.1), variables, shard_state=True)
-    strategy2.run(lambda: optimizer.apply_gradients([jnp.zeros((0, 3)), jnp.ones(1)], aggregate=False))
-    np.testing.assert_allclose(variables[1], [0.9], rtol=1e-5)
+    empty, one = (mr.Variable(value) for value in (np.zeros((0, 3), np.float32), np.ones(1, np.float32)))
+    mr.Optimizer(optax.adam(0.1), [empty, one], shard_state=True).apply_gradients([jnp.zeros((0, 3)), jnp.ones(1)])
+    np.testing.assert_allclose(one, [0.9], rtol=1e-5)
 
 
 @pytest.mark.slow
 def test_every_place_in_which_an_update_is_made(strategy3):
-    """In a loop, in mr.function, in merge_call, outside, and with no gradient for some of the variables."""
+    """In a loop, in mr.function, in merge_call, op by op, outside, and with no gradient for some of the variables."""
     pairs = both(strategy3)
     given = gradients_of(strategy3)
     for variables, optimizer in pairs:
@@ -150,93 +138,66 @@ def test_every_place_in_which_an_update_is_made(strategy3):
         strategy3.run(some, args=(given,))
         strategy3.run(merged, args=(given,))
         mr.function(lambda g, step=some: strategy3.run(step, args=(g,)))(given)
+        with mr.eager():
+            strategy3.run(optimizer.apply_gradients, args=(given,))
         optimizer.apply_gradients(given)
         mr.function(optimizer.apply_gradients)(given)
     strategy3.assert_mirrored()
     assert_alike(*pairs)
 
 
-@pytest.mark.slow
-def test_op_by_op(strategy2):
-    pairs = both(strategy2)
-    for _, optimizer in pairs:
-        with mr.eager():
-            strategy2.run(optimizer.apply_gradients, args=(gradients_of(strategy2),))
-    assert_alike(*pairs)
-
-
-def collectives(devices, tx):
-    """Return what one update sends, as `explain` says it."""
-    strategy = mr.MirroredStrategy(devices)
-    _, optimizer = make(strategy, tx, shard_state=True)
-    strategy.run(lambda g: optimizer.apply_gradients({**g, "scale": None}), args=(gradients_of(strategy),))
-    return strategy.explain().rpartition("; ")[2]
-
-
 def test_what_an_update_sends():
     """Two replicas: gradients of 16 + 8 elements, of which each replica gets 8 + 4, and gives the new ones."""
-    devices = ["cpu:0", "cpu:1"]
-    update = "1 reduce-scatter of 96 B, {}1 all-gather of 48 B"
-    assert collectives(devices, optax.adam(0.1)) == update.format("")
-    clipped = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1))
-    assert collectives(devices, clipped) == update.format("1 all-reduce of 4 B, ")
+    plain, clipped = optax.adam(0.1), optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1))
     of_shapes = optax.adamw(0.1, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p))
-    assert collectives(devices, of_shapes) == update.format("")
+    for tx, more in ((plain, ""), (clipped, "1 all-reduce of 4 B, "), (of_shapes, "")):
+        strategy = mr.MirroredStrategy(["cpu:0", "cpu:1"])
+        _, optimizer = make(strategy, tx, shard_state=True)
+        strategy.run(lambda g: optimizer.apply_gradients({**g, "scale": None}), args=(gradients_of(strategy),))  # noqa: B023
+        assert strategy.explain().rpartition("; ")[2] == f"1 reduce-scatter of 96 B, {more}1 all-gather of 48 B"
 
 
 def test_what_differs_by_replica_is_refused_before_it_is_gathered(strategy2):
     """An all-gather makes the same of anything, so the proof must see what goes into the parts."""
-    _, optimizer = make(strategy2, optax.sgd(0.1), shard_state=True)
     given = gradients_of(strategy2)
-    with pytest.raises(mr.ReplicasDivergeError, match="variable 'b' is mirrored, but the value"):
-        strategy2.run(lambda g: optimizer.apply_gradients(g, aggregate=False), args=(given,))
-    _, optimizer = make(strategy2, optax.chain(contrib.reduce_on_plateau(), optax.sgd(0.1)), shard_state=True)
-    with pytest.raises(mr.ReplicasDivergeError, match="may differ by replica"):
-        strategy2.run(lambda g: optimizer.apply_gradients(g, value=g["scale"]), args=(given,))
-    _, optimizer = make(strategy2, optax.polyak_sgd(), shard_state=True)
-    with pytest.raises(mr.ReplicasDivergeError, match="may differ by replica"):
-        strategy2.run(lambda g: optimizer.apply_gradients(g, value=g["scale"]), args=(given,))
-    with strategy2.scope():
-        variables = [mr.Variable(np.ones(3, np.float32), name=name) for name in ("one", "other")]
-        adam = mr.Optimizer(optax.adam(0.1), variables, shard_state=True)
-        momentum = mr.Optimizer(optax.sgd(0.1, momentum=0.9), variables, shard_state=True)
-    own = strategy2.distribute_values_from_function(lambda ctx: np.full(3, 1.0 + ctx.replica_id_in_sync_group, np.float32))
-    with pytest.raises(mr.ReplicasDivergeError, match=r"variable 'one \(or another that"):
-        strategy2.run(lambda g: adam.apply_gradients([jnp.ones(3), g], aggregate=False), args=(own,))
-    with pytest.raises(mr.ReplicasDivergeError, match="variable 'other' is mirrored, but the value"):
-        strategy2.run(lambda g: momentum.apply_gradients([jnp.ones(3), g], aggregate=False), args=(own,))
-    with pytest.raises(mr.FactorOfReplicasError, match="already been combined"):
-        strategy2.run(
-            lambda g: optimizer.apply_gradients(mr.get_replica_context().all_reduce("sum", g), value=1.0), args=(given,)
-        )
+
+    def refused(tx, message, step, error=mr.ReplicasDivergeError):
+        _, optimizer = make(strategy2, tx, shard_state=True)
+        with pytest.raises(error, match=message):
+            strategy2.run(lambda g: step(optimizer.apply_gradients, g), args=(given,))
+
+    with_loss = lambda apply, g: apply(g, value=g["scale"])  # noqa: E731
+    by_hand = lambda apply, g: apply({**jax.tree.map(jnp.ones_like, g), "w": g["w"]}, aggregate=False)  # noqa: E731
+    refused(optax.sgd(0.1), "variable 'b' is mirrored, but the value", lambda apply, g: apply(g, aggregate=False))
+    refused(optax.chain(contrib.reduce_on_plateau(), optax.sgd(0.1)), "may differ by replica", with_loss)
+    refused(optax.polyak_sgd(), "may differ by replica", with_loss)
+    refused(optax.adam(0.1), r"variable 'b \(or another that", by_hand)
+    refused(optax.sgd(0.1, momentum=0.9), "variable 'w' is mirrored, but the value", by_hand)
+    summed = lambda apply, g: apply(mr.get_replica_context().all_reduce("sum", g), value=1.0)  # noqa: E731
+    refused(optax.polyak_sgd(), "already been combined", summed, mr.FactorOfReplicasError)
 
 
-def test_complex_variables_are_refused_with_the_ways_out(strategy2):
+def test_complex_variables_and_several_replicas_on_a_device_are_refused_with_the_ways_out(strategy2):
     with strategy2.scope():
         z = mr.Variable(np.zeros(3, np.complex64), name="z")
     with pytest.raises(TypeError, match=r"variable 'z' has dtype complex64; .* real numbers only.*Leave shard_state=True out"):
         mr.Optimizer(optax.sgd(0.1), [z], shard_state=True)
+    with mr.MirroredStrategy(["cpu:0", "cpu:1"], num_replicas=4).scope():
+        w = mr.Variable(np.ones(3, np.float32))
+        with pytest.raises(ValueError, match=r"shard_state=True on 4 replicas on 2 devices.*share one copy"):
+            mr.Optimizer(optax.adam(0.1), w, shard_state=True)
 
 
 @pytest.mark.parametrize("there, here", [(True, False), *slow((False, True), (True, True))])
 def test_a_checkpoint_restores_into_the_other_kind_on_another_number_of_replicas(strategy2, strategy3, tmp_path, there, here):
     saved = make(strategy3, optax.adam(0.1), shard_state=there)
     strategy3.run(saved[1].apply_gradients, args=(gradients_of(strategy3),))
-    checkpoint = mr.Checkpoint(tmp_path, variables=saved[0], optimizer=saved[1])
-    checkpoint.save(1)
-    checkpoint.wait()
+    with mr.Checkpoint(tmp_path, variables=saved[0], optimizer=saved[1]) as checkpoint:
+        checkpoint.save(1)
     restored = make(strategy2, optax.adam(0.1), shard_state=here)
     mr.Checkpoint(tmp_path, variables=restored[0], optimizer=restored[1]).restore_latest()
     assert_alike(saved, restored)
-    summed = jax.tree.map(lambda value: strategy3.reduce("sum", value), gradients_of(strategy3, 1), is_leaf=is_per_replica)
+    summed = jax.tree.map(np.asarray, strategy3.reduce("sum", gradients_of(strategy3, 1)))
     for _, optimizer in (saved, restored):
-        optimizer.apply_gradients(jax.tree.map(np.asarray, summed))
+        optimizer.apply_gradients(summed)
     assert_alike(saved, restored)
-
-
-def test_several_replicas_on_a_device_are_refused():
-    strategy = mr.MirroredStrategy(["cpu:0", "cpu:1"], num_replicas=4)
-    with strategy.scope():
-        w = mr.Variable(np.ones(3, np.float32))
-        with pytest.raises(ValueError, match=r"shard_state=True on 4 replicas on 2 devices.*share one copy"):
-            mr.Optimizer(optax.adam(0.1), w, shard_state=True)

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import gc
-import threading
 import weakref
 
 import ctrl_c
@@ -70,27 +69,21 @@ def test_the_variables_of_a_program_live_in_one_list_that_a_step_replaces():
     assert home.is_whole and not home.taken
 
 
-def test_programs_that_overwrite_the_same_variables_share_a_home():
-    a, b = variables([0, 0])
+def test_a_home_is_for_exactly_these_variables_in_this_order_and_programs_share_it():
+    a, b, c = variables(range(3))
+    assert storage.home_of(slots([a])) is home_of(a)
+    assert storage.home_of(slots([])).is_whole
 
     def step(x):
         a.assign(a + x.sum())
         b.assign(b - x.sum())
 
+    homes = set()
     for size in (1, 2, 1, 2):
         STRATEGY.run(step, args=(np.ones(size, np.float32),))
         mr.function(step)(np.ones(size, np.float32))
-    programs = [program for program in STRATEGY._steps.programs if a in set(program.lifted.written)]
-    assert {home_of(program.lifted.written[0]) for program in programs} == {home_of(a)}
-    assert (first(a), first(b)) == (12, -12)
-
-
-def test_a_home_is_for_exactly_these_variables_in_this_order():
-    a, b, c = variables(range(3))
-    assert storage.home_of(slots([a])) is home_of(a)
-    assert storage.home_of(slots([])).is_whole
-    STRATEGY.run(adding_one(a, b))
-    assert storage.home_of(slots([a, b])) is home_of(a)
+        homes.add(home_of(a))
+    assert homes == {storage.home_of(slots([a, b]))} and (first(a), first(b)) == (12, -11)
     for others in ([b, a], [a], [b], [a, b, c], [c, a]):
         assert storage.home_of(slots(others)) not in (home_of(a), home_of(b), home_of(c))
 
@@ -150,21 +143,6 @@ def test_programs_that_are_made_again_find_their_variables(monkeypatch):
     check_interleaved([("run", index) for index in (0, 1, 1, 0, 4)] + [("take", 3), ("run", 3), ("read", 3), ("run", 0)])
 
 
-def test_a_program_that_fails_leaves_the_variables_as_they_were():
-    a, b = variables([1, 2])
-    STRATEGY.run(adding_one(b))
-
-    def fails(arrays, read_only):
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        storage.overwrite(fails, storage.home_of(slots([a, b])), slots([a, b]), [])
-    assert (first(a), first(b)) == (1, 3)
-    STRATEGY.run(adding_one(a, b))
-    STRATEGY.run(adding_one(b))
-    assert (first(a), first(b)) == (2, 5)
-
-
 def test_a_ctrl_c_at_any_call_of_steps_that_share_a_variable_loses_nothing():
     a, b, c = variables([0, 0, 0])
     left, right = adding_one(a, b), adding_one(b, c)
@@ -216,23 +194,6 @@ def test_what_a_handler_of_a_signal_takes_at_any_call_of_a_step_stays(move):
         np.testing.assert_array_equal(array, before)
 
 
-def test_threads_with_a_lock_lose_no_step():
-    a, b, c = variables([0, 0, 0])
-    lock = threading.Lock()
-
-    def loop(step):
-        for _ in range(20):
-            with lock:
-                STRATEGY.run(step)
-
-    threads = [threading.Thread(target=loop, args=(step,)) for step in (adding_one(a, b), adding_one(b, c))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert (first(a), first(b), first(c)) == (20, 40, 20)
-
-
 # -- memory
 
 
@@ -268,18 +229,6 @@ def test_a_home_that_a_variable_has_left_holds_nothing_of_it():
     assert (home_of(a), first(a), first(b)) == (home, 1, 2) and taken.tolist() == [1] * 3
     STRATEGY.run(both)
     assert (home_of(b), first(a), first(b)) == (home, 2, 3)
-
-
-def test_only_what_was_taken_is_copied():
-    made = variables(range(3))
-    step = adding_one(*made)
-    STRATEGY.run(step)
-    before = [variable._array for variable in made]
-    taken = made[1].value
-    STRATEGY.run(step)
-    assert [array.is_deleted() for array in before] == [True, False, True]
-    assert taken is before[1]
-    np.testing.assert_array_equal(taken, np.full(3, 2.0))
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
@@ -355,26 +304,11 @@ def test_a_warm_step_under_a_transformation_is_part_of_it():
     assert jax.vmap(lambda x: STRATEGY.run(plain, args=(x,)))(jnp.arange(3.0)).tolist() == [0, 3, 6]
 
 
-def test_a_warm_step_is_eager_in_an_eager_block(capsys):
-    scale, _ = warmed()
-
-    def step():
-        print("here")
-        scale.assign_add(jnp.ones(3))
-
-    STRATEGY.run(step)
-    capsys.readouterr()
-    with mr.eager():
-        STRATEGY.run(step)
-    assert capsys.readouterr().out == "here\n"
-    STRATEGY.run(step)
-    assert capsys.readouterr().out == ""
-    assert first(scale) == 6
-
-
-def test_a_warm_step_takes_arrays_from_elsewhere_and_refuses_other_strategies_values():
+def test_a_warm_step_is_eager_in_a_block_takes_arrays_from_elsewhere_and_refuses_other_strategies_values(capsys):
     scale, step = warmed()
-    elsewhere = mr.MirroredStrategy(["cpu:2", "cpu:3"])
+    with mr.eager():
+        STRATEGY.run(lambda x: print("here", step(x)), args=(jnp.float32(1),))
+    assert capsys.readouterr().out.startswith("here On cpu:0")
     for device in jax.devices()[:4]:
         result = STRATEGY.run(step, args=(jax.device_put(jnp.float32(1), device),))
         assert result.sharding.device_set == set(STRATEGY.devices)
@@ -382,18 +316,8 @@ def test_a_warm_step_takes_arrays_from_elsewhere_and_refuses_other_strategies_va
     for _ in range(2):
         assert [value.tolist() for value in STRATEGY.run(step, args=(make(STRATEGY),)).values] == [[0] * 3, [3] * 3]
         with pytest.raises(mr.StrategyMismatchError, match=r"`x` is a PerReplica whose values lie on \['"):
-            STRATEGY.run(step, args=(make(elsewhere),))
+            STRATEGY.run(step, args=(make(mr.MirroredStrategy(["cpu:2", "cpu:3"])),))
     assert first(scale) == 3
-
-
-def test_copies_taken_out_of_a_sync_on_read_variable_stay():
-    [seen] = variables([1], synchronization="on_read", aggregation="sum")
-    step = adding_one(seen)
-    STRATEGY.run(step)
-    held = STRATEGY.local_results(seen)
-    for _ in range(3):
-        STRATEGY.run(step)
-    assert [copy.tolist() for copy in held] == [[2] * 3] * 2
 
 
 def test_only_some_megabytes_are_copied_at_once(monkeypatch):

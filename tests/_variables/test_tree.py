@@ -56,9 +56,7 @@ def test_a_tree_keeps_its_structure_and_what_is_no_array(strategy2: mr.Strategy,
     assert equal(jax.tree.map(np.asarray, tree.value), jax.tree.map(np.asarray, value))
     again = strategy2.run(lambda given: given.assign(given.value) and None, args=(tree,))
     assert again is None and equal(tree.numpy(), jax.tree.map(lambda x: np.asarray(x) if hasattr(x, "shape") else x, value))
-    assert all(
-        variable.name.startswith("net") for variable in jax.tree.leaves(tree.variables, is_leaf=lambda x: hasattr(x, "name"))
-    )
+    assert all(variable.name.startswith("net") for variable in jax.tree.leaves(tree.variables, is_leaf=is_variable))
 
 
 def test_what_numpy_makes_one_array_of_is_one_variable() -> None:
@@ -104,31 +102,26 @@ def test_as_a_pytree_it_is_the_tree_of_its_arrays(strategy2: mr.Strategy) -> Non
         tree = mr.Variable({"w": np.ones(2, np.float32), "n": 3})
     doubled = jax.tree.map(lambda x: x * 2, tree)
     assert doubled["n"] is None and np.array_equal(doubled["w"], [2, 2])
-    assert (
-        jax.tree.unflatten(jax.tree.structure(tree, is_leaf=lambda x: isinstance(x, mr.Variable)), [tree.variables["w"]]) is tree
-    )
+    assert jax.tree.unflatten(jax.tree.structure(tree, is_leaf=is_variable), [tree.variables["w"]]) is tree
     assert float(optax.tree.norm(tree)) == pytest.approx(2**0.5)
 
 
 def test_what_is_refused_changes_nothing(strategy2: mr.Strategy) -> None:
     with strategy2.scope():
         tree = mr.Variable({"a": np.zeros(2, np.float32), "b": np.zeros(3, np.float32), "step": 0}, name="state")
-    refused = {
-        "structure": ({"a": np.ones(2)}, r"state\.assign got a tree of structure .*; expected"),
-        "number": ({"a": np.ones(2), "b": np.ones(3), "step": 1}, r"got \['step'\] = 1, which was 0 .*step=jnp\.asarray"),
-        "shape": ({"a": np.ones(2), "b": np.ones(4), "step": 0}, r"state\['b'\].*shape \(4,\)"),
-    }
-    for value, message in refused.values():
-        with pytest.raises(ValueError, match=message):
-            tree.assign(value)
+    with pytest.raises(ValueError, match=r"got \['step'\] = 1, which was 0 .*step=jnp\.asarray"):
+        tree.assign({"a": np.ones(2), "b": np.ones(3), "step": 1})
+    with pytest.raises(ValueError, match=r"state\['b'\].*shape \(4,\)"):
+        tree.assign({"a": np.ones(2), "b": np.ones(4), "step": 0})
     with pytest.raises(mr.ReplicasDivergeError, match=r"state\['a'\]"):
         own = strategy2.distribute_values_from_function(lambda ctx: np.full(2, ctx.replica_id_in_sync_group, np.float32))
         strategy2.run(lambda x: tree.assign({**tree.value, "a": x}) and None, args=(own,))
     assert all(not variable.numpy().any() for variable in (tree.variables["a"], tree.variables["b"]))
-    with pytest.raises(TypeError, match=r"no array in \{'a': 1\}.*jax\.tree\.map\(jnp\.asarray, tree\)"):
-        mr.Variable({"a": 1})
     with pytest.raises(TypeError, match=r"the function returned a dict.*mr\.Variable\(make\(\)\)"):
         mr.Variable(lambda: {"a": np.ones(2)})
+    for made in (own, {"a": own}, [np.ones(3), {"a": own}]):
+        with pytest.raises(mr.PerReplicaError, match="the initial value is a PerReplica"):
+            mr.Variable(made)
 
 
 # -- of variables
@@ -160,10 +153,3 @@ def test_a_variable_of_variables_is_a_copy_that_can_be_assigned(strategy2: mr.St
         made["params"].assign({"a": np.zeros(2), "n": 3})
         way()
         assert made["params"].numpy()["a"].tolist() == made["nested"].numpy()["p"]["a"].tolist() == [1, 1]
-
-
-def test_a_tree_with_a_per_replica_is_refused_as_one_alone_is(strategy2: mr.Strategy) -> None:
-    own = strategy2.distribute_values_from_function(lambda ctx: np.ones(2))
-    for tree in (own, {"a": own}, [np.ones(3), {"a": own}]):
-        with pytest.raises(mr.PerReplicaError, match="the initial value is a PerReplica"):
-            mr.Variable(tree)

@@ -1,4 +1,4 @@
-"""Equinox modules in a step: numbers in them are compiled in, as by `eqx.filter_jit`; BatchNorm sees the rows of all replicas."""
+"""Equinox modules in a step: their numbers are compiled in, as by `eqx.filter_jit`; BatchNorm sees the rows of all replicas."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _are_inside(structure: Any, is_inside: bool) -> Iterator[bool]:
 
 
 def call_norm(old: Callable[..., Any], layer: Any, *args: object, **kwargs: object) -> Any:
-    """Call Equinox' BatchNorm, whose axis name is that of a `jax.vmap` over rows, with the name of the replicas besides."""
+    """Call Equinox' BatchNorm with the replicas' axis name beside its own, which is that of a `jax.vmap` over rows."""
     names = layer.axis_name if isinstance(layer.axis_name, tuple | list) else (layer.axis_name,)
     if current_replica() is not None and REPLICA_AXIS not in names:
         layer = copy.copy(layer)

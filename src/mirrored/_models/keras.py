@@ -7,23 +7,28 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
 
 from .._errors import ContextError
 from .._jax import user_code
-from .._replicas.mesh import ReplicaMesh
+from .._replicas.mesh import ReplicaMesh, default_mesh
 from . import keras_parts
-from .keras_scope import VariableScope, search
-from .keras_variables import UndiscoveredError, scope_mesh
+from .keras_variables import UndiscoveredError, adopt, ours_of, scope_mesh
 from .replaced import in_place
 
-#: A function that is traced so often, and meets new variables each time, makes them itself.
+if TYPE_CHECKING:
+    import keras
+
+#: A function that has met new variables in so many traces makes them itself.
 MAX_TRACES = 8
 
 
 @contextlib.contextmanager
 def in_scope() -> Iterator[None]:
-    """Let what Keras makes inside this block, a strategy's scope, be the strategy's."""
+    """Let Keras make variables and models of a strategy inside this block, the strategy's scope."""
     was_there = keras_parts.loaded() is not None
     with in_place():
         yield
@@ -36,7 +41,7 @@ def in_scope() -> Iterator[None]:
 
 
 def traced_until_found(trace: Callable[[], Any], mesh: ReplicaMesh | None) -> Any:
-    """Call what traces a function, again while that meets Keras variables that are not ours; these are adopted in between."""
+    """Trace a function, again while the trace meets Keras variables that are not ours; they are adopted in between."""
     keras = keras_parts.loaded()
     if keras is None:
         return trace()
@@ -54,7 +59,7 @@ def traced_until_found(trace: Callable[[], Any], mesh: ReplicaMesh | None) -> An
 
 
 def build_by(call: Callable[[], Any]) -> None:
-    """Call a function that was given no variables: when it makes some, as a model that is called first, all is traced again.
+    """Call a function that has no variables yet: if it makes some, as a model does in its first call, all is traced again.
 
     Outside of a trace that can be repeated it is not called.
     """
@@ -67,6 +72,70 @@ def build_by(call: Callable[[], Any]) -> None:
 
 
 def tracing(mesh: ReplicaMesh | None) -> contextlib.AbstractContextManager[Any]:
-    """Trace, or run, a function inside this block that meets no Keras variables but those that were found before."""
+    """Trace, or run, a function inside this block; it may meet no new Keras variables."""
     keras = keras_parts.loaded()
     return contextlib.nullcontext() if keras is None else search(keras, mesh, is_discovery=False)
+
+
+# -- the variables that a trace touches
+
+
+class VariableScope:
+    """The scope in which a function that uses Keras is traced: Keras asks it for the values of variables.
+
+    Variables of ours are read and written as always. Others are noted, also those that are made here: Keras initializes
+    them at the end of the scope.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(collect_losses=True)  # type: ignore[call-arg]
+        self.strangers: dict[int, Any] = {}  # variables that are not ours yet, by `id`
+
+    def get_current_value(self, variable: keras.Variable) -> Any:
+        """Return what Keras reads."""
+        if ours_of(variable) is not None:
+            return variable._value
+        self.strangers[id(variable)] = variable
+        value = super().get_current_value(variable)  # type: ignore[misc]
+        return jnp.zeros(variable.shape, keras_parts.dtype_of(variable)) if value is None else value
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        """Take what Keras writes."""
+        variable, value = update
+        if ours_of(variable) is not None:
+            variable._value = value
+        else:
+            self.strangers[id(variable)] = variable
+            super().add_update(update)  # type: ignore[misc]
+
+
+@contextlib.contextmanager
+def search(keras: ModuleType, mesh: ReplicaMesh | None, is_discovery: bool) -> Iterator[list[Any]]:
+    """Trace a function inside this block; afterwards the list has the Keras variables that were met and adopted.
+
+    Where the trace can be repeated, `is_discovery`, they will be on `mesh`; else none may be met. Inside a larger trace,
+    which has to be repeated, it raises UndiscoveredError.
+    """
+    found: list[Any] = []
+    is_inner = isinstance(keras_parts.innermost_scope(keras), VariableScope)
+    scope, met = keras_parts.subclass_of(keras.StatelessScope, VariableScope)(), mesh
+    make: Callable[[], list[Any]] = list
+    try:
+        # At the end of the outermost scope, where nothing is traced any more, Keras initializes what was made.
+        with in_place(), scope:
+            yield found
+    except UndiscoveredError as error:
+        scope.strangers |= {id(variable): variable for variable in error.variables}
+        met, make = error.mesh or mesh, error.make
+    found += scope.strangers.values()
+    if is_inner and (found or make is not list):
+        raise UndiscoveredError(found, met, make)
+    found += make()
+    if found and not is_discovery:
+        raise ContextError(
+            f"the Keras variable {found[0].path!r} was used when the function was traced, but not when its variables were "
+            "discovered a moment before. A step must do the same every time it is traced: look for layers, metrics or "
+            "optimizers that are made in it, and for code that depends on something outside that changes."
+        )
+    for variable in found:
+        adopt(variable, met or default_mesh())

@@ -1,7 +1,7 @@
 """Keras' own `fit`, `evaluate` and `predict` on all devices of a strategy.
 
-Keras compiles a function of the global batch, and XLA shares out what it computes: by where the batch lies. So the numbers
-are those of one device, with normalization over the global batch. What is ours is only where variables and batches lie.
+Keras compiles a function of the global batch, and XLA shares out the computation by the placement of the batch. So the numbers
+are those of one device, with normalization over the global batch. We only place variables and batches.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def describe(mesh: ReplicaMesh) -> list[str]:
-    """Say which models Keras trains, evaluates or asks on these devices."""
+    """Name the models that Keras has trained, evaluated or asked for predictions on these devices."""
     models = [model for model, own in list(keras_models.items()) if own == mesh]
     names = [m.name for m in models if _OnAll in map(type, (m.train_function, m.test_function, m.predict_function))]
     how = "share each batch out over all replicas, or give it whole to each when they do not divide it"
@@ -41,9 +41,9 @@ def describe(mesh: ReplicaMesh) -> list[str]:
 
 
 def _mesh_of(model: keras.Model) -> ReplicaMesh | None:
-    """Return the devices of the strategy that a model, or its optimizer, is of, or in whose scope this is."""
-    known = [ours for ours in map(ours_of, _variables_of(model)) if ours is not None]
-    mesh = spec_of(known[0]).mesh if known else keras_models.get(model)
+    """Return the devices of a model's strategy, else of the strategy in whose scope the program is."""
+    known = (spec_of(ours).mesh for ours in map(ours_of, _variables_of(model)) if ours is not None)
+    mesh = next(known, keras_models.get(model))
     here = scope_mesh()
     if mesh is not None and here is not None and mesh != here:
         raise StrategyMismatchError(
@@ -66,7 +66,7 @@ def make_function(old: Callable[..., Any], model: keras.Model, force: bool = Fal
     mesh = _mesh_of(model)
     if mesh is None:
         return old(model, force)
-    for variable in _variables_of(model):  # those that were made outside of the scope, such as the slots of an optimizer
+    for variable in _variables_of(model):  # some were made outside of the scope, such as the slots of an optimizer
         adopt(variable, mesh)
     name = old.__name__.removeprefix("make_")
     known = getattr(model, name)
@@ -80,7 +80,7 @@ def make_function(old: Callable[..., Any], model: keras.Model, force: bool = Fal
 
 @dataclasses.dataclass(eq=False)
 class _OnAll:
-    """A function of Keras, of the state and an iterator of batches, that is given batches which lie on all devices."""
+    """A function of Keras that takes its state and an iterator of batches; here the batches are placed on all devices."""
 
     mesh: ReplicaMesh
     _function: Callable[..., Any]
@@ -129,11 +129,11 @@ def _distribution(mesh: ReplicaMesh) -> Any:
     return keras.distribution.DataParallel(device_mesh=devices, auto_shard_dataset=False)
 
 
-# -- where batches lie
+# -- the placement of batches
 
 
 def _placed_array(mesh: ReplicaMesh, array: jax.Array | np.ndarray) -> jax.Array:
-    """Share rows of a batch out over the devices; rows that they do not divide go whole to each, which is exact too."""
+    """Share the rows of a batch out over the devices; each gets all rows, which is exact too, when they do not divide evenly."""
     is_divided = array.ndim and array.shape[0] and array.shape[0] % mesh.num_replicas == 0
     where = mesh.stacked if is_divided else mesh.mirrored
     if mesh.is_alone or (isinstance(array, jax.Array) and not array.is_fully_addressable):
@@ -143,7 +143,7 @@ def _placed_array(mesh: ReplicaMesh, array: jax.Array | np.ndarray) -> jax.Array
 
 
 def _require_same(mesh: ReplicaMesh, arrays: Sequence[Any]) -> None:
-    """See, at most two programs later, that all workers have the same global batch, of which each uses its rows."""
+    """Compare the global batches of all workers, at most two programs later: each uses its rows of the same batch."""
     own = [array for array in arrays if not isinstance(array, jax.Array) or array.is_fully_addressable]
     sums = np.array([placement.checksum(np.asarray(array)) for array in own], np.uint32)
     if own:
@@ -162,7 +162,7 @@ def _refuse_batch(position: int, workers: Sequence[int]) -> None:
 
 
 def build_quietly(old: Callable[..., None], model: keras.Model, *args: object, **kwargs: object) -> None:
-    """Build a model without JAX's warning that int64 labels, which Keras names as they are, will be int32."""
+    """Build a model without JAX's warning that int64 labels will be int32."""
     with warnings.catch_warnings():
         if _mesh_of(model) is not None:
             warnings.filterwarnings("ignore", "Explicitly requested dtype u?int64", UserWarning)
@@ -170,7 +170,7 @@ def build_quietly(old: Callable[..., None], model: keras.Model, *args: object, *
 
 
 def with_dataset(old: Callable[..., Any], model: keras.Model, x: object = None, *args: object, **kwargs: object) -> Any:
-    """Call `fit`, `evaluate` or `predict` so that distributed datasets are understood, and that all workers shuffle alike."""
+    """Call `fit`, `evaluate` or `predict` with support for distributed datasets, and with the same shuffles on all workers."""
     mesh = _mesh_of(model)
     if isinstance(x, DistributedDataset):
         unused = [name for name in ("y", "sample_weight", "class_weight", "validation_split") if kwargs.get(name)]
@@ -193,11 +193,11 @@ def _adapted(dataset: DistributedDataset, mesh: ReplicaMesh | None, model: keras
             f"the dataset was distributed over {mesh_of(dataset)}, but the Keras model {model.name!r} "
             + ("belongs to no strategy. Make it in `with strategy.scope():`." if mesh is None else f"lives on {mesh}.")
         )
-    return _adapter_class(keras_parts.adapter_base())(dataset)
+    return keras_parts.subclass_of(keras_parts.adapter_base(), BatchAdapter)(dataset)
 
 
 class BatchAdapter:
-    """A distributed dataset as Keras takes batches from it: as global arrays."""
+    """A distributed dataset that gives Keras its batches as global arrays."""
 
     batch_size = partial_batch_size = None
     has_partial_batch = False
@@ -207,7 +207,7 @@ class BatchAdapter:
 
     @property
     def num_batches(self) -> int | None:
-        """The number of batches of an epoch, or None when it is not known before the end."""
+        """The number of batches of an epoch, or None when it is not known in advance."""
         try:
             return len(self._dataset)
         except TypeError:
@@ -219,19 +219,10 @@ class BatchAdapter:
             yield jax.tree.map(_joined, batch, is_leaf=is_per_replica)
 
 
-@functools.cache
-def _adapter_class(base: type) -> type:
-    return type("BatchAdapter", (BatchAdapter, base), {})
-
-
 def _joined(value: PerReplica) -> jax.Array:
-    """Return the rows of all replicas as one array, which lies as the replicas' rows do."""
+    """Return the rows of all replicas as one array; even ones stay on their replicas."""
     stack, shapes = stack_of(value), uneven_shapes(value)
     mesh = ReplicaMesh(stack.sharding.mesh)  # type: ignore[attr-defined]
     if shapes is None:
-        return cross_replica.compiled(_rows, mesh.stacked)(stack)
+        return cross_replica.compiled(jax.lax.collapse, mesh.stacked, 0, 2)(stack)
     return cross_replica.compiled(cross_replica.gather_stack, mesh.mirrored, 0, shapes, mesh.mirrored)(stack)
-
-
-def _rows(stack: jax.Array) -> jax.Array:
-    return stack.reshape(-1, *stack.shape[2:])

@@ -1,4 +1,4 @@
-"""What Keras' layers and optimizers do in a step: they see the global batch, and the gradients of all replicas."""
+"""Keras' layers and optimizers in a step: they see the global batch, and the gradients of all replicas."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def _global_moments(
         total = counts.sum()
     else:
         counts, means, squares = jnp.moveaxis(axis.stack(jnp.stack([count, mean, squares])), 1, 0)
-        total = jnp.sum(counts, 0) + keras_parts.epsilon()  # as Keras does
+        total = jnp.sum(counts, 0) + sys.modules["keras"].config.epsilon()  # as Keras does
     mean = jnp.sum(counts * means, 0) / total
     return mean, jnp.sum(squares + counts * (means - mean) ** 2, 0) / total
 
 
 def next_seed(old: Callable[..., Any], generator: keras.random.SeedGenerator, *args: object, **kwargs: object) -> Any:
-    """Return a seed that differs by replica, and is that of one device on the first; the generator's state is the same on all."""
+    """Return a seed that differs by replica, on the first the seed of one device; the generator's state is the same on all."""
     seed, replica = old(generator, *args, **kwargs), current_replica()
     if replica is None:
         return seed
@@ -87,9 +87,9 @@ def apply(
 
 
 def _apply_scaled(optimizer: keras.optimizers.Optimizer, by_variable: dict[int, Any]) -> None:
-    """Update by an optimizer that looks whether all gradients are finite, through its method without side effects.
+    """Update by a `LossScaleOptimizer` through its method without side effects.
 
-    Its other method assigns inside the branches of a `cond`, which no trace of JAX survives.
+    `apply` assigns inside the branches of a `cond`, which no trace of JAX survives.
     """
     state, trained = optimizer.variables, keras_parts.trained_by(optimizer)
     gradients = [by_variable.get(id(v)) for v in trained]
@@ -99,10 +99,10 @@ def _apply_scaled(optimizer: keras.optimizers.Optimizer, by_variable: dict[int, 
 
 
 def _require_built(optimizer: keras.optimizers.Optimizer, variables: list[Any] | None) -> None:
-    """Start the trace again when an optimizer has no slots: some make theirs in a way that no trace survives."""
+    """Start the trace again when an optimizer is not built: some make their slots in a way that no trace survives."""
 
     def build() -> list[Any]:
-        with keras_parts.name_scope(optimizer):
+        with sys.modules["keras"].name_scope(optimizer.name, caller=optimizer):
             optimizer.build(variables)
         return optimizer.variables
 

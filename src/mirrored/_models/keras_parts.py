@@ -1,21 +1,25 @@
-"""What we use of Keras that it does not promise. tests/_models/test_keras_parts.py fails when one of them moves."""
+"""The private parts of Keras that we use. tests/_models/test_keras_parts.py fails when one of them moves."""
 
 from __future__ import annotations
 
+import functools
 import operator
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import keras
+from typing import Any
 
 
 def loaded() -> ModuleType | None:
     """Return Keras, when the program has imported it. We never import it."""
     keras = sys.modules.get("keras")
     return keras if hasattr(keras, "Variable") and hasattr(keras, "Model") and hasattr(keras, "random") else None
+
+
+@functools.cache
+def subclass_of(base: type, own: type) -> type:
+    """Return a class with the methods of ours and those of a class of Keras, in this order."""
+    return type(own.__name__, (own, base), {})
 
 
 def innermost_scope(keras: ModuleType) -> Any:
@@ -28,21 +32,11 @@ def is_shape_inference(keras: ModuleType) -> bool:
     return keras.src.backend.common.symbolic_scope.in_symbolic_scope()
 
 
-def epsilon() -> float:
-    """Return the small number that Keras adds to what it divides by."""
-    return sys.modules["keras"].config.epsilon()
-
-
-def name_scope(optimizer: keras.optimizers.Optimizer) -> Any:
-    """Return the scope in which an optimizer makes its variables, so that its name is in theirs."""
-    return sys.modules["keras"].name_scope(optimizer.name, caller=optimizer)
-
-
 #: The name under which a variable holds its array. None says that it has none yet, or that `fit` has taken it.
 VALUE = "_value"
 #: The method that computes the mean and the variance of a batch.
 MOMENTS = "_moments"
-#: The method by which `fit` and its kin build a model from the first batch.
+#: The method by which `fit`, `evaluate` and `predict` build a model from the first batch.
 BUILD = "_symbolic_build"
 #: The dtype of a variable, whatever is cast where it is read.
 dtype_of: Callable[[Any], str] = operator.attrgetter("_dtype")
@@ -53,5 +47,5 @@ trained_by: Callable[[Any], list[Any]] = operator.attrgetter("_trainable_variabl
 
 
 def adapter_base() -> type:
-    """Return the class of what `fit` takes batches from; an object of it is taken as it is."""
+    """Return the class of the objects from which `fit` takes batches."""
     return sys.modules["keras"].src.trainers.data_adapters.data_adapter.DataAdapter

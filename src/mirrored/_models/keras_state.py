@@ -53,10 +53,9 @@ def _ours(variables: Sequence[Any]) -> list[Variable]:
 
 
 def _names(paths: Sequence[str]) -> list[str]:
-    """Return the paths, with Keras' own numbers counted from these objects on.
+    """Return the paths, with Keras' numbers counted anew for these objects, and equal paths numbered in their order.
 
-    The second model that a program builds has a `dense_2` where the first has a `dense`. What two variables have in common is
-    told apart by their order.
+    The second model that a program builds has a `dense_2` where the first has a `dense`.
     """
     numbers = defaultdict(set)
     for stem, number in {_split(part) for path in paths for part in path.split("/")}:

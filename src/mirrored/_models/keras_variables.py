@@ -1,4 +1,4 @@
-"""A Keras variable of a strategy is a view on a variable of ours, so that all of Keras' own code works with it unchanged."""
+"""Keras variables of a strategy: views on variables of ours, so that all of Keras' own code works with them unchanged."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _FIT_OUTSIDE = (
 
 
 def _as_in_keras() -> contextlib.AbstractContextManager[Any]:
-    """Return a block in which a variable is read; outside of steps also in an eager scan or cond, which closes over its value."""
+    """Return a block in which a variable is read as Keras does: outside of steps an eager scan or cond closes over its value."""
     frame = frames.current()
     is_in_step = frame is not None and frame.bindings is not None
     is_passing = not is_in_step and tracing.is_staging() and tracing.is_for_this_call()
@@ -42,7 +42,7 @@ def _as_in_keras() -> contextlib.AbstractContextManager[Any]:
 
 
 class View:
-    """What a class of Keras variables gets so that their arrays are those of `mr.Variable`s, made with their first values."""
+    """The methods of a view's class; the array is that of an `mr.Variable`, made with the first value."""
 
     @property
     def _value(self) -> Any:
@@ -57,7 +57,7 @@ class View:
     @_value.setter
     def _value(self, value: jax.Array | None) -> None:
         ours = vars(self).get(_OURS)
-        if value is None:  # it will be initialized later, or `fit` has taken the array and brings back another
+        if value is None:  # initialized later, or `fit` has taken the array and will bring back another
             if ours is not None and not _process.num_replacing:
                 user_code.warn(_FIT_OUTSIDE)
             return
@@ -87,7 +87,7 @@ def _new(kind: type) -> Any:
 
 @functools.cache
 def _view_class(kind: type) -> type:
-    """Return a class that looks like `kind`; it has `kind` as its only base, because an object's class may change to no other."""
+    """Return a class that looks like `kind`, its only base: an object's class may change to no other kind of class."""
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     own = {name: vars(View)[name] for name in (keras_parts.VALUE, "_initialize_layout", "_direct_assign", "__reduce_ex__")}
     return type(kind.__name__, (kind,), own | names)
@@ -100,7 +100,7 @@ def _made(view: Any, value: jax.Array) -> Variable:
     with frames.entered(Frame(None, mesh)):
         if not is_on_read or view.aggregation == "none":
             return Variable(value, synchronization="on_read" if is_on_read else "auto", **kind)
-        # What a metric has counted already is what all replicas have counted together.
+        # What a metric has counted already counts as the sum over the replicas.
         return Variable(jnp.zeros_like(value), synchronization="on_read", **kind).assign(value)
 
 
@@ -116,21 +116,21 @@ def ours_of(variable: keras.Variable) -> Variable | None:
 
 
 def init_variable(old: Callable[..., None], variable: keras.Variable, *args: object, **kwargs: object) -> None:
-    """Make a variable; in a strategy's scope one of the strategy."""
+    """Initialize a Keras variable; in a strategy's scope, as one of the strategy."""
     if (mesh := scope_mesh()) is not None:
         claim(variable, mesh)
     old(variable, *args, **kwargs)
 
 
 def claim(variable: keras.Variable, mesh: ReplicaMesh) -> None:
-    """Make a Keras variable a view, of which the array will be on these devices when there is one."""
+    """Make a Keras variable a view, whose array will be on these devices."""
     _require_support(variable)
     variable.__class__ = _view_class(type(variable))
     variable.__dict__[_MESH] = mesh
 
 
 def adopt(variable: keras.Variable, mesh: ReplicaMesh) -> None:
-    """Make a Keras variable a view on a new variable with its value; again does nothing."""
+    """Make a Keras variable a view on a new variable with its value; a second call does nothing."""
     if _MESH in vars(variable):
         return
     kind, value = type(variable), variable.__dict__.pop(keras_parts.VALUE, None)
@@ -161,7 +161,7 @@ def _require_support(variable: keras.Variable) -> None:
 
 @contextlib.contextmanager
 def update() -> Iterator[None]:
-    """Write variables, inside this block, as an optimizer does that has summed its gradients over the replicas."""
+    """Let an optimizer that has summed its gradients over the replicas write variables inside this block."""
     token = _process.is_keras_update.set(True)
     try:
         yield
@@ -187,7 +187,7 @@ def own_variable(value: object) -> Any:
 
 
 def has_strangers(tree: PyTree) -> bool:
-    """Tell whether there are Keras variables in a tree that are not ours yet."""
+    """Tell whether a tree has Keras variables that are not ours yet."""
     return any(is_keras_variable(leaf) and ours_of(leaf) is None for leaf in jax.tree.leaves(tree, is_leaf=is_variable))
 
 

@@ -21,14 +21,14 @@ from .._replicas.context import ReplicaContext, current_replica
 from .._replicas.mesh import ReplicaMesh
 from .._typing import REPLICA_AXIS, PyTree
 
-#: Where an array is in a list of NNX objects.
+#: The path of an array in a list of NNX objects.
 _Path = tuple[Any, ...]
 
 
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
 class _StandIn:
-    """What stands for an NNX object in the arguments of a step; the first one has the structure and arrays of all."""
+    """The stand-in for an NNX object in the arguments of a step; the first one has the structure and arrays of all objects."""
 
     number: int  # of the step's different objects
     graph: Any = None
@@ -60,7 +60,7 @@ def is_object(value: object) -> bool:
 
 
 def variables_of(value: object) -> Iterator[tuple[_Path, Any]]:
-    """Yield where each variable of an NNX object is, and its array."""
+    """Yield the path and the array of each variable of an NNX object."""
     for path, node in _nnx().iter_graph(value):
         if isinstance(node, _nnx().Variable):
             yield path, node.get_raw_value()
@@ -72,7 +72,7 @@ def arrays_by_name(value: object) -> dict[str, Any]:
 
 
 def set_arrays(value: object, arrays: Mapping[str, Any]) -> None:
-    """Give an NNX object new arrays; those that are not named stay."""
+    """Give an NNX object new arrays; an array that is not named stays."""
     leaves = _take_apart([value])[1]
     _give_back([value], leaves, {path: arrays[_name(path)] for path in leaves if _name(path) in arrays})
 
@@ -83,7 +83,7 @@ def _name(path: _Path) -> str:
 
 def _take_apart(objects: list[Any]) -> tuple[Any, dict[_Path, Any]]:
     """Return the structure of NNX objects, and their variables and bare arrays, by their paths."""
-    # nnx.split and nnx.to_flat_state leave all the arrays in a reference cycle, a closure that calls itself: a state each step.
+    # nnx.split and nnx.to_flat_state would leave all arrays in a reference cycle (a closure that calls itself), at each step.
     graph, leaves = _nnx().flatten(objects)
     return graph, dict(leaves)
 
@@ -120,8 +120,8 @@ def run_with_objects(
     """Run a step with NNX objects among its arguments, and give them their new values.
 
     Inside, the step has copies of the objects, as in `nnx.jit`. Values that it changes must be the same on every replica,
-    but for metrics, which are added up over the replicas. Random streams differ by replica; BatchNorm layers see the rows of all.
-    `run` runs a step that has arrays only.
+    except metrics, which are added up. Random streams differ by replica; BatchNorm layers see the rows of all replicas.
+    `run` runs a step whose arguments are arrays.
     """
     leaves, treedef = jax.tree.flatten((tuple(args), kwargs), is_leaf=_is_whole)
     objects = list({id(leaf): leaf for leaf in leaves if is_object(leaf)}.values())
@@ -139,7 +139,7 @@ def run_with_objects(
 
 
 def _placed(mesh: ReplicaMesh | None, arrays: dict[_Path, Any]) -> dict[_Path, Any]:
-    """Bring arrays to the replicas before the first step, which is compiled for where they are; workers do it with the step."""
+    """Bring arrays to the replicas before the first step, which is compiled for their placement; several workers need not."""
     if mesh is None or not mesh.is_alone or frames.is_traced():
         return arrays
     elsewhere = [path for path, array in arrays.items() if isinstance(array, jax.Array) and array.sharding != mesh.mirrored]
@@ -148,17 +148,17 @@ def _placed(mesh: ReplicaMesh | None, arrays: dict[_Path, Any]) -> dict[_Path, A
 
 
 def _on_arrays(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a step of stand-ins that returns `function`'s result and the arrays that the objects have got, by their paths."""
+    """Make a step of stand-ins that returns `function`'s result and the objects' new arrays, by their paths."""
 
     @functools.wraps(function)
     def step(*args: object, **kwargs: object) -> Any:
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=lambda leaf: isinstance(leaf, _StandIn))
-        [all_of_them] = [leaf for leaf in leaves if isinstance(leaf, _StandIn) and leaf.graph is not None]
-        objects = _nnx().unflatten(all_of_them.graph, list(all_of_them.arrays))
+        [whole] = [leaf for leaf in leaves if isinstance(leaf, _StandIn) and leaf.graph is not None]
+        objects = _nnx().unflatten(whole.graph, list(whole.arrays))
         replica = current_replica()
         keys, norms = (_make_own(objects, replica), _normalize_together(objects)) if replica else ([], [])
         _, by_path = _take_apart(objects)
-        held = [*_arrays_of(by_path).values(), *(key for _, key in keys)]  # while they are held, no other array has their ids
+        held = [*_arrays_of(by_path).values(), *(key for _, key in keys)]  # held, so that no other array gets their ids
         given = set(map(id, held))
         own = [objects[leaf.number] if isinstance(leaf, _StandIn) else leaf for leaf in leaves]
         own_args, own_kwargs = jax.tree.unflatten(treedef, own)
@@ -171,7 +171,7 @@ def _on_arrays(function: Callable[..., Any]) -> Callable[..., Any]:
         for stream, key in keys:
             stream.set_value(key)
         graph, by_path = _take_apart(objects)
-        if graph != all_of_them.graph:
+        if graph != whole.graph:
             raise ContextError(
                 f"the step at {where} has changed the structure of an NNX object in its arguments: it has added or removed "
                 "a layer or an array, or set an attribute that is no array, such as `model.train()` does. A step is traced once "
@@ -186,7 +186,7 @@ def _on_arrays(function: Callable[..., Any]) -> Callable[..., Any]:
 def _make_own(objects: list[Any], replica: ReplicaContext) -> list[tuple[Any, jax.Array]]:
     """Give a replica random streams of its own, and metrics that begin at zero on all replicas but the first.
 
-    Returns the keys of the streams as they were, which they are to have again.
+    Returns the streams with the keys to give back to them after the step.
     """
     keys = [(node, node.get_value()) for node in _nodes(objects, _nnx().RngKey)]
     for node, key in keys:
@@ -219,7 +219,7 @@ def _states_of(metric: Any) -> list[Any]:
 
 
 def _combine_metrics(objects: list[Any], replica: ReplicaContext, is_changed: Callable[[Any], bool]) -> None:
-    """Make what the replicas have added to the metrics one value for all."""
+    """Add up what the replicas have added to the metrics."""
     sum_over_replicas = functools.partial(replica.all_reduce, ReduceOp.SUM)
     metrics = [metric for metric in _metrics_of(objects) if any(map(is_changed, _states_of(metric)))]
     averages = [state for metric in metrics if isinstance(metric, _nnx().metrics.Average) for state in _states_of(metric)]
@@ -231,7 +231,7 @@ def _combine_metrics(objects: list[Any], replica: ReplicaContext, is_changed: Ca
 
 
 def _combine_welford(metric: Any, sum_over_replicas: Callable[[Any], Any]) -> None:
-    """Combine the counts, means and squared distances of the replicas, of which some have seen nothing.
+    """Combine the counts, means and squared distances of the replicas; some replicas may have seen nothing.
 
     Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979.
     """
@@ -245,6 +245,6 @@ def _combine_welford(metric: Any, sum_over_replicas: Callable[[Any], Any]) -> No
 
 
 def _marked(objects: list[Any], path: _Path, value: PyTree, where: str) -> PyTree:
-    """Mark a value that an object has got, so that the step is refused when it differs by replica."""
+    """Mark an object's new value, so that a step in which it differs by replica is refused."""
     name = ".".join([type(objects[path[0]]).__name__, *map(str, path[1:])])
     return jax.tree.map(lambda array: mark(array, Mark(Purpose.STATE, name, where)), value)

@@ -1,4 +1,4 @@
-"""What is replaced in Keras and Equinox: one table, in place inside scopes and traces, and undone when the last one is left."""
+"""The table of methods that are replaced in Keras and Equinox: inside scopes and traces, until the last one is left."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def table() -> Iterator[tuple[type, str, Callable[..., Any]]]:
-    """Yield the class, the name of its method, and ours, which is given the old one first; of imported libraries only.
+    """Yield a class, the name of its method, and ours, whose first argument is the old one; of imported libraries only.
 
-    Each method does what the old one does for a model or variable of no strategy, and, but for those of `fit`, outside of steps.
+    Ours does what the old one does for a model or variable of no strategy and, except the methods of `fit`, outside of steps.
     """
     if (layers := sys.modules.get("equinox.nn")) is not None:
         yield layers.BatchNorm, "__call__", equinox.call_norm
@@ -40,7 +40,7 @@ def table() -> Iterator[tuple[type, str, Callable[..., Any]]]:
 
 
 def _init_model(old: Callable[..., None], model: keras.Model, *args: object, **kwargs: object) -> None:
-    """Make a model; one that is made in a scope knows its strategy after the scope, too."""
+    """Make a model; one that is made in a scope belongs to its strategy after the scope, too."""
     if (mesh := keras_variables.scope_mesh()) is not None:
         _process.keras_models[model] = mesh
         _know(model)
@@ -49,12 +49,12 @@ def _init_model(old: Callable[..., None], model: keras.Model, *args: object, **k
 
 def _make_function(old: Callable[..., Any], model: keras.Model, force: bool = False) -> Callable[..., Any] | None:
     function = keras_fit.make_function(old, model, force)
-    if model in _process.keras_models:  # one that was made elsewhere, and is the strategy's from now on
+    if model in _process.keras_models:  # it may have been made elsewhere, and belongs to the strategy from now on
         _know(model)
     return function
 
 
-#: What a model of a strategy does with its batches.
+#: The methods with which a model of a strategy takes batches.
 _OF_MODELS = {
     **dict.fromkeys(("make_train_function", "make_test_function", "make_predict_function"), _make_function),
     **dict.fromkeys(("fit", "evaluate", "predict"), keras_fit.with_dataset),
@@ -63,7 +63,7 @@ _OF_MODELS = {
 
 
 def _know(model: keras.Model) -> None:
-    """Give one model methods that put the table in place while they run: it is trained after the scope, too."""
+    """Give one model methods that put the table in place while they run, so that it can be trained after the scope."""
     for name in _OF_MODELS:
         own = functools.partial(_call_in_place, model, name)
         model.__dict__.setdefault(name, functools.update_wrapper(own, getattr(model, name)))
@@ -76,7 +76,7 @@ def _call_in_place(model: keras.Model, name: str, *args: object, **kwargs: objec
 
 @contextlib.contextmanager
 def in_place() -> Iterator[None]:
-    """Have the table's methods in place inside this block; other threads may be in such a block at the same time."""
+    """Put the table's methods in place inside this block; several threads may be in such blocks."""
     with _process.replaced_lock:
         for owner, name, method in table():
             if (owner, name) not in _process.replaced:
@@ -92,7 +92,7 @@ def in_place() -> Iterator[None]:
 
 
 def _replace(owner: type, name: str, method: Callable[..., Any]) -> tuple[Callable[..., Any], Any]:
-    """Replace a method; return the new one, and what the class itself had, None where the method is inherited."""
+    """Replace a method; return the new one and the class's own old one, None where the method is inherited."""
     old = getattr(owner, name)
 
     @functools.wraps(old)

@@ -1,9 +1,8 @@
-"""A traced function on parts: each replica computes the elements that it holds, and what it needs of others is brought.
+"""A traced function on parts: each replica computes the elements that it holds, and gathers the others where it needs them.
 
-A value of the function is one of four: this replica's `OwnPart` of an array, its `OwnSum`, which is still to be added to
-those of the others, an array `Filled` with one number, or a whole array or number, the same on every replica. An operation
-that computes each element from the elements at the same place is carried out on parts. Any other one gets whole arrays, by
-an all-gather. So the result is what the function gives for whole arrays, whatever it computes.
+A value of the function is one of four: this replica's `OwnPart` of an array, its `OwnSum` (the sum over the replicas is
+outstanding), an array `Filled` with one number, or a whole array or number, the same on every replica. An elementwise operation
+is carried out on parts, any other one on whole arrays, after an all-gather. So the result is that for whole arrays.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class OwnPart(NamedTuple):
 
 
 class OwnSum(NamedTuple):
-    """What this replica has of a sum."""
+    """This replica's share of a sum."""
 
     array: jax.Array
 
@@ -46,19 +45,17 @@ Value: TypeAlias = OwnPart | OwnSum | Filled | jax.Array
 
 
 class Partwise(Interpreter[Value]):
-    """One evaluation of traced functions on parts; each value is one of the four.
+    """An evaluation of traced functions on parts.
 
     Args:
-        axis: the means to reach the other replicas.
-        same: is given each whole value that parts are computed with, and returns it. It notes that this value must be the same
-            on every replica: what comes of an all-gather looks as if it were, even if the parts were of different arrays.
+        same: marks a whole value that parts are computed with as one that must be the same on every replica, and returns it:
+            the result of an all-gather looks the same, even if the parts were of different arrays.
     """
 
     def __init__(self, axis: ReplicaAxis, same: Callable[[jax.Array], jax.Array]) -> None:
         self.axis = axis
         self._same = same
-        self._noted: dict[int, tuple[Any, Any]] = {}
-        self._gathered: dict[int, tuple[Any, jax.Array]] = {}
+        self._made: dict[int, tuple[jax.Array, jax.Array]] = {}  # by `id`: an array, and what was made of it
 
     def part(self, value: Value, shape: Shape) -> jax.Array:
         """Return this replica's elements of a value of this shape."""
@@ -72,25 +69,21 @@ class Partwise(Interpreter[Value]):
         """Return the whole array of a value."""
         if isinstance(value, Filled):
             return jnp.broadcast_to(value.number, value.shape)
-        if not isinstance(value, OwnPart | OwnSum):
-            return value
-        if id(value.array) not in self._gathered:
-            if isinstance(value, OwnSum):
-                [whole] = self.axis.sum([value.array])
-            else:
-                [whole] = parts.all_gather_parts([value.array], [value.shape], self.axis)
-            self._gathered[id(value.array)] = value.array, whole  # the first one stays, so that its id is not given away
-        return self._gathered[id(value.array)][1]
+        if isinstance(value, OwnSum):
+            return self._once(value.array, lambda array: self.axis.sum([array])[0])
+        if isinstance(value, OwnPart):
+            return self._once(value.array, lambda array: parts.all_gather_parts([array], [value.shape], self.axis)[0])
+        return value
 
     def equation(self, equation: Any, values: list[Value]) -> Sequence[Value]:
-        """Enter what is called with parts; nothing else."""
+        """Enter calls whose arguments are parts."""
         has_parts = any(isinstance(value, OwnPart | OwnSum) for value in values)
         if has_parts and (inner := jaxprs.callee(equation)) is not None:
             return self.run_closed(inner, values)
         return self.plain(equation, values)
 
     def plain(self, equation: Any, values: list[Value]) -> Sequence[Value]:
-        """Carry an operation out on parts, if it can be, and else on whole arrays."""
+        """Carry an operation out on parts if possible, else on whole arrays."""
         name = equation.primitive.name
         if name in ELEMENTWISE and _is_by_place(equation):
             shape = equation.outvars[0].aval.shape
@@ -107,7 +100,7 @@ class Partwise(Interpreter[Value]):
         return tracing.bind(equation, list(map(self.whole, values)))
 
     def _by_place(self, equation: Any, values: Sequence[Value], shape: Shape) -> jax.Array:
-        """Carry out an operation on parts: with this replica's elements of all operands, and with scalars as they are."""
+        """Carry out an operation on this replica's elements of all operands, and on scalars as they are."""
         operands = []
         for atom, value in zip(equation.invars, values, strict=True):
             is_scalar = atom.aval.shape == () != shape
@@ -116,7 +109,7 @@ class Partwise(Interpreter[Value]):
         return result
 
     def _sum(self, equation: Any, values: Sequence[Value]) -> OwnSum | None:
-        """Add up what this replica has, for an equation that adds up all elements of an array, or adds to such a sum."""
+        """Return this replica's share where an equation adds up all elements of an array, or adds to a sum; else None."""
         if equation.primitive.name == "add":
             if equation.outvars[0].aval.shape != () or not any(isinstance(value, OwnSum) for value in values):
                 return None
@@ -129,28 +122,30 @@ class Partwise(Interpreter[Value]):
         return OwnSum(jnp.sum(real, dtype=value.array.dtype))
 
     def _of_first(self, value: Value) -> jax.Array:
-        """Return what the first replica adds to a sum, and the others do not."""
+        """Return a value on the first replica and zero on the others: their sum is the value."""
         whole = jnp.asarray(self._note(self.whole(value)))
         return jnp.where(self.axis.index() == 0, whole, jnp.zeros_like(whole))
 
     def _note(self, value: jax.Array) -> jax.Array:
-        """Note that a value must be the same on every replica; once for each."""
-        if not isinstance(value, jax.core.Tracer):
-            return value
-        if id(value) not in self._noted:
-            self._noted[id(value)] = value, self._same(value)
-        return self._noted[id(value)][1]
+        """Mark a value as one that must be the same on every replica."""
+        return self._once(value, self._same) if isinstance(value, jax.core.Tracer) else value
+
+    def _once(self, array: jax.Array, make: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        """Return what a function makes of an array, made once; the array is kept, so that no other one gets its `id`."""
+        if id(array) not in self._made:
+            self._made[id(array)] = array, make(array)
+        return self._made[id(array)][1]
 
 
 def _is_by_place(equation: Any) -> bool:
-    """Tell whether all operands of an operation are scalars or of the result's shape, and it is placed nowhere in particular."""
+    """Tell whether an operation's operands are scalars or have the result's shape, and it names no placement."""
     [result] = equation.outvars
     shapes = {atom.aval.shape for atom in equation.invars}
     return shapes <= {(), result.aval.shape} and not any(isinstance(v, jax.sharding.Sharding) for v in equation.params.values())
 
 
 def _number_in(value: Value) -> jax.Array | None:
-    """Return the one number that a value holds, or None."""
+    """Return the number that fills a value, or None."""
     if isinstance(value, Filled):
         return value.number
     return value if not isinstance(value, OwnPart | OwnSum) and jnp.ndim(value) == 0 else None

@@ -22,18 +22,18 @@ from .._variables.sharded import ShardedVariable
 from .._variables.variable import Variable, spec_of
 from .partwise import OwnPart, Partwise, Value
 
-#: Makes the new values of the variables, and of the state, of the gradients, the values and the state.
+#: Computes the new values and the new state from gradients, values and state.
 Compute = Callable[[list[Any], list[Any], list[Any]], tuple[list[Any], list[Any]]]
 
 
 def state_variable(value: jax.Array, name: str) -> Variable:
-    """Make a variable of a leaf of the state: sharded, but for scalars, random keys and what has no elements."""
+    """Make a variable of a leaf of the state: sharded, except scalars, random keys and arrays without elements."""
     is_divided = _is_divided(value) and not jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
     return ShardedVariable(value, name=name) if is_divided else Variable(value, name=name, trainable=False)
 
 
 def _is_divided(value: jax.Array) -> bool:
-    """Tell whether each replica has a part of such an array."""
+    """Tell whether an array is divided into parts."""
     return jnp.ndim(value) > 0 and jnp.size(value) > 0
 
 
@@ -54,7 +54,7 @@ def check_variables(variables: Sequence[Variable]) -> None:
 
 
 def combined(op: ReduceOp, gradients: Sequence[jax.Array], axis: ReplicaAxis) -> list[Any]:
-    """Combine gradients over the replicas: each replica gets its part of each; what is not divided it gets whole."""
+    """Combine gradients over the replicas: each replica gets its part of each, or all of one that is not divided."""
     if axis.ops is not None:
         raise ValueError(
             f"mr.Optimizer(..., shard_state=True) adds gradients up where they are shared out, so {axis.ops} has no place for "
@@ -68,7 +68,7 @@ def combined(op: ReduceOp, gradients: Sequence[jax.Array], axis: ReplicaAxis) ->
 def update(
     compute: Compute, gradients: Sequence[Any], variables: Sequence[Variable], state: Sequence[Variable], axis: ReplicaAxis
 ) -> tuple[list[Any], list[Any]]:
-    """Return the new values of the variables, and of the state, of which a sharded variable gets this replica's part.
+    """Return the variables' new values and the new state: of sharded variables this replica's parts.
 
     The update is traced for whole arrays, so that it may ask for shapes, and carried out on parts.
     """
@@ -99,7 +99,7 @@ def update(
 
 
 def store(variable: Variable, value: jax.Array) -> None:
-    """Give a variable what `update` made for it."""
+    """Assign a variable its value of `update`."""
     if isinstance(variable, ShardedVariable):
         access.store(variable, value.astype(variable.dtype))
     else:

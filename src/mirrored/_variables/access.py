@@ -1,4 +1,4 @@
-"""How the wings above get at what variables store, while other threads run steps."""
+"""Access to the arrays of variables for the wings above, while other threads run steps."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from .variable import Variable, local_arrays
 
 
 def lent(variables: Sequence[Variable]) -> contextlib.AbstractContextManager[list[jax.Array]]:
-    """Return a block inside which nobody overwrites what is stored of variables; it gives the arrays."""
+    """Lend the arrays of variables: nobody overwrites them inside this block."""
     return storage.lent([variable._slot for variable in variables])
 
 
 def claimed(variables: Sequence[Variable]) -> contextlib.AbstractContextManager[None]:
-    """Return a block inside which no other thread writes variables; in a trace nobody could."""
+    """Let no other thread write variables inside this block; in a trace no other thread can."""
     return storage.claimed([variable._slot for variable in variables], frames.current())
 
 
 def copied(variables: Sequence[Variable]) -> list[jax.Array]:
-    """Return copies of mirrored variables: unlike arrays that were taken, they leave a program free to overwrite the variables.
+    """Return copies of mirrored variables: unlike taken arrays, they leave a program free to overwrite the variables.
 
-    They are one for all replicas, and tied to no device; with several workers mirrored, so that nothing need be sent.
+    Each is one array tied to no device; with several workers a mirrored one, so that nothing need be sent.
     """
     with lent(variables) as arrays:
         is_here = [array.is_fully_addressable for array in arrays]
@@ -40,12 +40,12 @@ def copied(variables: Sequence[Variable]) -> list[jax.Array]:
 
 
 def load(variable: Variable) -> jax.Array:
-    """Return what is stored, or what stands for it in the current trace."""
+    """Return the stored array, or its value in the current trace."""
     return variable._load(frames.current())
 
 
 def store(variable: Variable, array: jax.Array) -> None:
-    """Set what is stored, or what stands for it in the current trace."""
+    """Set the stored array, or its value in the current trace."""
     with claimed([variable]):
         variable._store(frames.current(), array)
 
@@ -56,7 +56,7 @@ def all_copies(variable: Variable) -> PerReplica:
 
     def of_stored(stored: jax.Array) -> PerReplica:
         is_on_read = variable.synchronization is VariableSynchronization.ON_READ
-        if spec.is_on_read and not is_on_read:  # a part; each replica has the whole value, as it were
+        if spec.is_on_read and not is_on_read:  # a sharded variable: each replica counts as having the whole value
             stored = variable._value_of(frame, stored)
         if frame is not None and frame.axis is not None:
             return PerReplica(frame.axis.stack(stored))

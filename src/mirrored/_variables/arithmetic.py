@@ -1,4 +1,4 @@
-"""The operators of a variable: those of its value, and none that would put an array in its place."""
+"""The operators of a variable: those of its value, except in-place ones, which would put an array in its place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a variable becomes when it is assigned to: in a step, in `merge_call`, outside."""
+"""The value that an assignment stores: in a step, in `merge_call`, outside."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from .spec import Given, VariableSpec
 
 @dataclasses.dataclass(frozen=True)
 class Assignment:
-    """A value that is given to a variable.
+    """A value that a variable is given, and how it is combined with the old one.
 
     Attributes:
         combine: makes the new value of the old one and the operand; None: the operand is the new value.
-        load: returns what is stored: one copy inside a step, else the mirrored array or the stack of copies.
-        read: returns the one value.
+        load: returns the stored array: one copy inside a step, else the mirrored array or the stack of copies.
+        read: returns the one value that the variable has.
     """
 
     spec: VariableSpec
@@ -40,27 +40,20 @@ class Assignment:
     read: Callable[[], jax.Array]
 
     def new_value(self, frame: Frame | None) -> jax.Array:
-        """Return what is to be stored."""
-        axis = None if frame is None else frame.axis
-        if frame is not None and frame.replica is not None:
-            assert axis is not None
-            return self._in_replica(axis)
-        return self._of_copies(axis) if self.spec.is_on_read else self._across_replicas(axis)
-
-    def _in_replica(self, axis: ReplicaAxis) -> jax.Array:
-        """Return this replica's copy; one that is mirrored is marked for the proof, or aggregated."""
-        update = self._converted()
-        if self.spec.is_on_read:
+        """Return the value to store; in a trace, a mirrored variable's is aggregated, or marked for the proof."""
+        spec, axis = self.spec, None if frame is None else frame.axis
+        is_in_replica = frame is not None and frame.replica is not None
+        if spec.is_on_read and not is_in_replica:
+            return self._of_copies(axis)
+        if isinstance(self.operand, PerReplica) and not is_in_replica:
+            update = self._aggregated(self.operand, axis)
+        else:
+            update = self._converted()
+        if spec.is_on_read or axis is None:
             return self._combined(update)
-        if self.spec.aggregation is VariableAggregation.NONE:
-            return self._marked(self._combined(update))
-        return self._combined(collectives.aggregate(self.spec.aggregation, update, axis))
-
-    def _across_replicas(self, axis: ReplicaAxis | None) -> jax.Array:
-        """Return the one value of a mirrored variable, in cross-replica context."""
-        update = self._aggregated(self.operand, axis) if isinstance(self.operand, PerReplica) else self._converted()
-        new = self._combined(update)
-        return new if axis is None else self._marked(new)
+        if is_in_replica and spec.aggregation is not VariableAggregation.NONE:
+            return self._combined(collectives.aggregate(spec.aggregation, update, axis))
+        return mark(jnp.asarray(self._combined(update)), Mark(Purpose.ASSIGN, spec.name, user_code.user_line()))
 
     def _of_copies(self, axis: ReplicaAxis | None) -> jax.Array:
         """Return the stack of copies of a sync-on-read variable, in `merge_call` this replica's copy."""
@@ -130,9 +123,6 @@ class Assignment:
     def _cast(self, array: jax.Array) -> jax.Array:
         return cast(array, self.spec.dtype, f"{self.method} to variable {self.spec.name!r}")
 
-    def _marked(self, value: jax.Array) -> jax.Array:
-        return mark(jnp.asarray(value), Mark(Purpose.ASSIGN, self.spec.name, user_code.user_line()))
-
 
 def check_per_replica(spec: VariableSpec, method: str, operand: PerReplica) -> None:
     """Refuse a PerReplica of another strategy, or of another shape than the variable's."""
@@ -162,9 +152,9 @@ def placed(array: jax.Array | np.ndarray, mesh: ReplicaMesh) -> jax.Array:
 
 
 def placed_copy(array: jax.Array | np.ndarray, mesh: ReplicaMesh) -> jax.Array:
-    """Return the same as an array of its own, which the first step can overwrite where it is.
+    """As `placed`, in a fresh buffer that the first step may donate.
 
-    XLA neither overwrites what somebody else holds, nor, on CPU, memory that NumPy has allocated.
+    XLA overwrites no buffer that somebody else holds, nor, on CPU, memory that NumPy has allocated.
     """
     return placed(jnp.copy(jnp.asarray(array)) if mesh.is_alone or isinstance(array, jax.Array) else array, mesh)
 

@@ -1,4 +1,4 @@
-"""What stands for variables while a function is traced."""
+"""The values that stand for variables while a function is traced."""
 
 from __future__ import annotations
 
@@ -16,18 +16,21 @@ from .._replicas.frames import Frame
 from .access import lent
 from .variable import Variable
 
-#: Called by `Bindings` for a variable that is not bound; gives its value in the enclosing place.
+#: Reads a variable that is not bound, in the enclosing place.
 Fallback = Callable[[Variable], jax.Array]
 
 ResultT = TypeVar("ResultT")
 
 
 class Bindings:
-    """The values that stand for variables while a function is traced; `fallback` reads those of others.
+    """The values that stand for variables while a function is traced; `fallback` reads other variables.
 
     Args:
         renew: starts a new set of JAX's inner caches, see `tracing.separate_caches`. None: JAX's caches are
             shared with other code, so a variable may not be read inside an inner jit or scan.
+
+    Attributes:
+        written: the variables that were written, in order, each with the user's line of its last write.
     """
 
     def __init__(self, values: Mapping[Variable, jax.Array], fallback: Fallback, renew: Callable[[], None] | None) -> None:
@@ -36,7 +39,7 @@ class Bindings:
         self._trace_state = tracing.trace_state()
         self._was_read_deeper = False
         self._renew = renew
-        self.written: dict[Variable, str] = {}  # in order, each with the user's line of its last write
+        self.written: dict[Variable, str] = {}
 
     def read(self, variable: Variable) -> jax.Array:
         if not self._was_read_deeper and tracing.trace_state() != self._trace_state:
@@ -46,7 +49,7 @@ class Bindings:
         return self.value_of(variable)
 
     def value_of(self, variable: Variable) -> jax.Array:
-        """Return what stands for a variable, for bindings on top of these, which watch over their own reads."""
+        """Return a variable's present value, for bindings on top of these, which check their own reads."""
         value = self._values.get(variable)
         return self._fallback(variable) if value is None else value
 
@@ -74,10 +77,9 @@ class ReadInsideJit(BaseException):
 
 
 def with_few_compilations(compute: Callable[[Callable[[], Any]], ResultT]) -> ResultT:
-    """Call `compute(caches)` outside a trace: with JAX's shared caches, and only if need be with separate ones.
+    """Call `compute(caches)` outside a trace: with JAX's shared caches first, which save compilations.
 
-    Separate caches make JAX compile every operation again, which is hardly ever needed: only when a variable
-    is read inside an inner jit or scan.
+    Separate caches are needed only when a variable is read inside an inner jit or scan; JAX compiles every operation again then.
     """
     try:
         return compute(contextlib.nullcontext)
@@ -91,10 +93,10 @@ def bound(
     outer: Fallback | None = None,
     caches: Callable[[], Any] | None = None,
 ) -> Iterator[Bindings]:
-    """Bind variables on top of whatever binds them now: the inside of a loop body or a differentiated function.
+    """Bind variables on top of the bindings of this place: for a loop's body, or a differentiated function.
 
     Args:
-        outer: reads the others; `outer_reader()` of the place where the loop was called. Default: of this place.
+        outer: reads other variables: `outer_reader()` of the place where the loop was called. Default: of this place.
         caches: see `with_few_compilations`. Default: those of this place.
     """
     frame = frames.current() or Frame(None, None)
@@ -107,7 +109,7 @@ def bound(
 
 
 def outer_reader() -> Fallback:
-    """Return what reads variables in the current place; outside a step, an error where a value would be baked in."""
+    """Return a reader of variables in the current place; outside a step it refuses to bake a value into a foreign trace."""
     frame = frames.current()
     if frame is not None and frame.bindings is not None:
         return frame.bindings.value_of

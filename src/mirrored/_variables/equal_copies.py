@@ -1,4 +1,4 @@
-"""Are the copies of mirrored variables really the same? Looked up in the devices' memory, on all workers."""
+"""The comparison of mirrored variables' copies, in the memory of the devices and on all workers."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from .access import lent
 from .storage import WeakVariables
 from .variable import Variable, local_arrays, spec_of
 
-#: The share of the time that comparing takes in the long run.
+#: The share of the time that comparisons take in the long run.
 MAX_COST = 0.01
-#: So many runs come before the first comparison, and between two at least.
+#: Runs before the first comparison, and at least between two.
 _MIN_RUNS = 20
 
 _NAME = "the comparison of the copies of variables"
@@ -46,61 +46,50 @@ class CopiesCompared(NamedTuple):
     difference: str  # the message; "" when all copies are equal
 
 
-#: The last comparison on each strategy's devices, for those who look at the run.
+#: The last comparison on each strategy's devices, for reports.
 last_comparisons: dict[ReplicaMesh, CopiesCompared] = {}
 
 
 def check(mesh: ReplicaMesh, variables: Sequence[Variable], every: int = 0) -> int:
     """Compare the checksums of all copies of mirrored variables; with several workers, all call this together.
 
-    Garbage is collected at other times on other workers, so what is compared is what all of them still have. Returns what
-    worker 0 gave as `every`, the number of runs after which it would like to compare again.
+    Workers collect garbage at different times, so only variables that all of them still have are compared. Returns the
+    `every` of worker 0, the number of runs after which it would like to compare again.
 
     Raises:
-        ProgramMismatchError: on every worker, when they have not taken the same number of batches, or run the same programs.
+        ProgramMismatchError: on every worker, when they have taken different numbers of batches, or run different programs.
         ReplicasDivergeError: on every worker, naming the first variable whose copies differ, the replicas and the workers.
     """
     if len(mesh.devices) == 1:
         return every
     start = time.perf_counter()
-    try:
-        wish = _compare_all(mesh, variables, every)
-    except ReplicasDivergeError as error:
-        _remember(mesh, start, variables, str(error))
-        raise
-    _remember(mesh, start, variables, "")
-    return wish
-
-
-def _remember(mesh: ReplicaMesh, start: float, variables: Sequence[Variable], difference: str) -> None:
-    last_comparisons[mesh] = CopiesCompared(time.time(), time.perf_counter() - start, len(variables), difference)
-
-
-def _compare_all(mesh: ReplicaMesh, variables: Sequence[Variable], every: int) -> int:
     own: list[Any] = [[spec_of(variable).number, _checksums(variable)] for variable in variables]
     told = _exchange(mesh, [progress.history(), _digest_of_one(own)])
     require_same_history([history for history, _ in told], lambda: _exchange(mesh, progress.tell()))
-    if any(one is None or one != told[0][1] for _, one in told):
-        _find_difference(mesh, variables, own)
-    if not every or mesh.is_alone:
-        return every
-    return joint_programs.of_chief(_NAME, every)
+    is_same = all(one is not None and one == told[0][1] for _, one in told)
+    difference = "" if is_same else _find_difference(mesh, variables, own)
+    last_comparisons[mesh] = CopiesCompared(time.time(), time.perf_counter() - start, len(variables), difference)
+    if difference:
+        raise ReplicasDivergeError(difference)
+    return every if not every or mesh.is_alone else joint_programs.of_chief(_NAME, every)
 
 
 def _digest_of_one(sums: Sequence[Any]) -> str | None:
-    """Return a digest of the checksums of one copy of each variable; None when the copies of this worker differ."""
+    """Return a digest of one checksum for each variable; None when the copies of this worker differ."""
     if any(len(set(copies)) > 1 for _, copies in sums):
         return None
     return digest(json.dumps([[number, copies[:1]] for number, copies in sums]))
 
 
-def _find_difference(mesh: ReplicaMesh, variables: Sequence[Variable], own: list[Any]) -> None:
-    """Compare the copies one by one; other workers may still have variables that are garbage here."""
+def _find_difference(mesh: ReplicaMesh, variables: Sequence[Variable], own: list[Any]) -> str:
+    """Compare copies one by one, and describe the first difference; a variable that some worker has no more is left out."""
     by_worker = [dict(sums) for sums in _exchange(mesh, own)]
     for variable in variables:
         if all(spec_of(variable).number in sums for sums in by_worker):
             column = np.array([value for sums in by_worker for value in sums[spec_of(variable).number]], np.uint32)
-            _compare(mesh, variable, column)
+            if (column != column[0]).any():
+                return _describe(mesh, variable, column)
+    return ""
 
 
 def _checksums(variable: Variable) -> list[int]:
@@ -112,36 +101,31 @@ def _exchange(mesh: ReplicaMesh, own: Any) -> Sequence[Any]:
     return [own] if mesh.is_alone else joint_programs.exchange(_NAME, own)
 
 
-def _compare(mesh: ReplicaMesh, variable: Variable, column: np.ndarray) -> None:
+def _describe(mesh: ReplicaMesh, variable: Variable, column: np.ndarray) -> str:
     values, counts = np.unique(column, return_counts=True)
     is_tie = list(counts).count(max(counts)) > 1
-    usual = column[0] if is_tie else values[np.argmax(counts)]  # what most have, else what replica 0 has
+    usual = column[0] if is_tie else values[np.argmax(counts)]  # of most replicas, else of replica 0
     differing = np.flatnonzero(column != usual).tolist()
-    if not differing:
-        return
     others = int(np.flatnonzero(column == usual)[0])
     workers = sorted({mesh.devices[place].process_index for place in differing})
     holder = "replica" if mesh.per_device == 1 else "device"
     where = "" if mesh.is_alone else f" ({numbered(workers)})"
-    raise ReplicasDivergeError(
+    return (
         f"the copies of variable {variable.name!r} differ: {holder}s {differing}{where} from {holder} {others}. They were "
         f"changed behind the library's back, or a device computes wrongly. Restore the last checkpoint. {variable!r}"
     )
 
 
 class Watch:
-    """The comparison, every so many runs of a program, of the copies of its variables and of what the workers have done.
+    """A periodic comparison of the copies of a program's variables, and of the workers' histories.
 
-    With several workers only runs in the main thread count: those of another are in no order that the workers share.
-
-    How many is measured anew at each comparison, so that they cost 1 % of the time; programs that run in turns share it. The
-    cheaper of the last two comparisons counts: one that a busy machine makes slow must not put the next off.
+    The interval is measured anew at each comparison, so that comparisons cost 1 % of the time; programs that run in turns
+    share it. The cheaper of the last two comparisons counts: one that a busy machine makes slow must not put the next off.
 
     Attributes:
-        is_joint: whether other workers take part.
-        count: runs of the program so far; who runs it counts, and calls `look` from `next` on.
-            An error leaves `next` as it is, so that the next run finds what is wrong again.
-        next: see there.
+        is_joint: whether other workers take part. Then only runs in the main thread count: the workers share no order of others.
+        count: runs of the program so far; its caller counts, and calls `look` when `next` is reached.
+        next: the run before which copies are compared. An error leaves it, so that the next run finds the difference again.
         every: runs between the last comparison and the next; the same on all workers.
     """
 
@@ -155,8 +139,8 @@ class Watch:
             _watches.add(self)
 
     def look(self) -> None:
-        """Compare by `check`, and find out when to do it again."""
-        due, self.next = self.next, self.next + self.every  # so that other threads do not compare as well
+        """Compare by `check`, and choose the next run to do so."""
+        due, self.next = self.next, self.next + self.every  # other threads do not compare meanwhile
         try:
             with lent(self._variables.alive()) as arrays:
                 jax.block_until_ready(arrays)
@@ -170,7 +154,7 @@ class Watch:
         self.next = due + self.every
 
     def _wish(self, now: float) -> int:
-        """Return after how many runs to compare again, as far as this worker can tell."""
+        """Return the runs until the next comparison, by what this worker has measured."""
         with _watches_lock:
             counts = {id(watch): watch.count for watch in _watches}
         num_sharing = sum(count != self._counts.get(key) for key, count in counts.items())  # that have run, with this one
@@ -182,9 +166,9 @@ class Watch:
 
 
 def watch(mesh: ReplicaMesh, variables: Sequence[Variable]) -> Watch | None:
-    """Return what watches the copies of the mirrored ones among variables; None when there is nothing to compare.
+    """Make a watch over the mirrored ones among variables; None when there is nothing to compare.
 
-    With several workers also a program without variables is watched, because of what else is compared.
+    With several workers a program without variables is watched too, because their histories are compared.
     """
     mirrored = [variable for variable in variables if not spec_of(variable).is_on_read]
     return Watch(mesh, mirrored) if not mesh.is_alone or (mirrored and len(mesh.devices) > 1) else None

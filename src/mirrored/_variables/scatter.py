@@ -1,4 +1,4 @@
-"""Writing some rows of a variable: which rows, with what, and how the replicas' writes become one."""
+"""Writing rows of a variable: which rows, which values, and how the replicas' writes become one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .._replicas.per_replica import PerReplica
 from . import storage
 from .spec import Given, VariableSpec
 
-#: Operations of `x.at[...]` that are the same as another one with a whole array, to which an aggregation applies.
+#: Operations of `x.at[...]` that equal an operation with a whole array, to which an aggregation applies.
 _WHOLE = {"add": jnp.add, "subtract": jnp.subtract}
 
 
@@ -28,21 +28,23 @@ class ScatterMethods:
     __slots__ = ()
 
     _spec: VariableSpec
-    _slot: Any
+    _slot: storage.Slot
+    _use: Callable[..., Any]
+    _write: Callable[..., Self]
 
     def scatter_update(self, indices: Given, updates: Given) -> Self:
         """Set the rows at `indices`, and return the variable.
 
-        The same as `variable.assign(variable.value.at[indices].set(updates))`, and so are `scatter_min`, `scatter_max`,
-        `scatter_mul` and `scatter_div`: inside a step, a mirrored variable takes only what is provably the same on every
-        replica, so gather the replicas' indices and updates first. `scatter_add` and `scatter_sub` are like `assign_add`: with
-        an aggregation, each replica's own rows are aggregated.
+        The same as `variable.assign(variable.value.at[indices].set(updates))`; `scatter_min`, `scatter_max`, `scatter_mul` and
+        `scatter_div` are the same with another operation. So inside a step, a mirrored variable takes only rows that are provably
+        the same on every replica: gather the replicas' indices and updates first. `scatter_add` and `scatter_sub` are like
+        `assign_add`: with an aggregation, each replica's own rows are aggregated.
 
         Args:
-            indices: integers, in any shape, along the first axis of the variable. When they are known before the step is
-                compiled, they are checked; else those outside of the variable write nothing, as in JAX.
-            updates: an array of shape `indices.shape + variable.shape[1:]`, or one that broadcasts to it. Where an index is
-                there twice, sums and products take both; of two rows to set, which one stays is not said.
+            indices: integers, in any shape, along the first axis of the variable. They are checked when they are known before
+                the step is compiled; else indices outside of the variable write nothing, as in JAX.
+            updates: an array of shape `indices.shape + variable.shape[1:]`, or one that broadcasts to it. Where an index occurs
+                twice, sums and products take both updates; which of two rows to set stays is undefined.
 
         Raises:
             ReplicasDivergeError: (a ValueError) when the copies would differ, or cannot be shown to be equal.
@@ -107,19 +109,11 @@ class ScatterMethods:
 
         def scattered(old: jax.Array) -> jax.Array:
             if not (spec.mesh.is_alone or frames.is_traced()):
-                old = jnp.asarray(np.asarray(old))  # each worker computes; what the chief has is taken, and compared
+                old = jnp.asarray(np.asarray(old))  # each worker computes; the chief's result is kept, and compared
             return getattr(old.at[rows], operation)(new)
 
         with storage.claimed([self._slot], frame):
             return self._write(method, self._use(scattered), None)
-
-    # -- of the variable
-
-    def _use(self, use: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        raise AssertionError
-
-    def _write(self, method: str, operand: Given, combine: Callable[..., jax.Array] | None) -> Self:
-        raise AssertionError
 
 
 def _checked(spec: VariableSpec, method: str, indices: Given, updates: Given) -> tuple[Any, Any]:

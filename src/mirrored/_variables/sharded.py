@@ -1,4 +1,4 @@
-"""State of which each replica holds a part."""
+"""Variables of which each replica holds a part."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from .._replicas.frames import Frame
 from .._typing import Shape
 from .access import store
 from .assignment import Assignment, placed
-from .initial import creation_mesh, initial_array
-from .spec import Given
+from .spec import Given, creation_mesh, initial_array
 from .variable import Variable, flatten, note_use, unflatten
 
 
 class ShardedVariable(Variable):
-    """One value for all replicas, like that of a mirrored variable, of which each holds a part only.
+    """A variable with one value for all replicas, like a mirrored one, of which each replica holds a part.
 
-    It is read and assigned as a whole: inside a step a read brings the parts together, by a collective, and an assignment
-    keeps this replica's part of a value that is the same on every replica. `access.load` and `access.store` are for parts.
+    It is read and assigned as a whole: inside a step a read gathers the parts by a collective, and an assignment keeps this
+    replica's part of a value that is the same on every replica. `access.load` and `access.store` are for parts.
     """
 
     __slots__ = ("_whole_shape",)

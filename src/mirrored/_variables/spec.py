@@ -1,19 +1,29 @@
-"""What a variable is, from its creation to its end."""
+"""The facts of a variable, and the checks of what a new one is given: name, kind, devices and first value."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
-from .._options import VariableAggregation
-from .._replicas.mesh import ReplicaMesh
+from .._errors import ContextError, PerReplicaError
+from .._jax import tracing, user_code
+from .._libraries import lines_for
+from .._options import SynchronizationName, VariableAggregation, VariableSynchronization
+from .._replicas import frames
+from .._replicas.arrays import converted_number, host_array, strong
+from .._replicas.mesh import ReplicaMesh, default_mesh
 from .._replicas.per_replica import PerReplica
 from .._typing import ArrayLike, Shape
+from .tree import is_tree
 
-#: What users give as an array, or as one for each replica.
+#: A value that users give: an array, or one for each replica.
 Given: TypeAlias = ArrayLike | Sequence[Any] | PerReplica
 
 
@@ -22,7 +32,7 @@ class VariableSpec:
     """The facts of a variable, which no assignment changes; shape and dtype are those of one copy.
 
     Attributes:
-        number: how many were created on these replicas before; the same on every worker.
+        number: of variables created on these replicas before; the same on every worker.
         is_on_read: whether each replica has its own value, which is aggregated when it is read outside a step.
     """
 
@@ -35,7 +45,77 @@ class VariableSpec:
     aggregation: VariableAggregation
     trainable: bool
 
+    def __post_init__(self) -> None:
+        is_combined = self.aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN)
+        if is_combined and jnp.issubdtype(self.dtype, jax.dtypes.extended):
+            raise ValueError(
+                f"variable {self.name!r} has dtype {self.dtype} and aggregation {self.aggregation.name}, but random keys cannot "
+                "be added. Use aggregation='only_first_replica' or 'none'."
+            )
+        if self.aggregation is VariableAggregation.MEAN and not jnp.issubdtype(self.dtype, jnp.inexact):
+            raise ValueError(
+                f"variable {self.name!r} has dtype {self.dtype} and aggregation MEAN, whose results are fractions. Use a "
+                "floating dtype, dtype='float32', or aggregation='sum'."
+            )
+
     @property
     def stored_shape(self) -> Shape:
-        """The shape of what is stored: one value, or the stack of all."""
+        """The shape of the stored array: one value, or the stack of all copies."""
         return (self.mesh.num_replicas, *self.shape) if self.is_on_read else self.shape
+
+
+_numbers = itertools.count()
+
+
+def check_name(name: object) -> str:
+    if name is None:
+        return f"variable_{next(_numbers)}"
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"name is {name!r}; expected a non-empty string.")
+    return name
+
+
+def takes_each_value(synchronization: VariableSynchronization | SynchronizationName, name: str) -> bool:
+    """Tell whether the variable is sync-on-read."""
+    mode = VariableSynchronization.parse(synchronization, "synchronization")
+    if mode is VariableSynchronization.NONE:
+        raise ValueError(
+            f"variable {name!r}: synchronization NONE is not supported. Use 'on_write' for a mirrored variable or "
+            "'on_read' for one value per replica."
+        )
+    return mode is VariableSynchronization.ON_READ
+
+
+def creation_mesh(name: str) -> ReplicaMesh:
+    frame = frames.current()
+    if (frame is not None and frame.bindings is not None) or tracing.is_staging():
+        raise ContextError(_created_in_trace_message(name))
+    return frame.mesh if frame is not None and frame.mesh is not None else default_mesh()
+
+
+def _created_in_trace_message(name: str) -> str:
+    return (
+        f"variable {name!r} was created inside a step or another traced function, at {user_code.user_line()}. A step is "
+        "traced once and run many times; create variables before it, in `with strategy.scope():`."
+    )
+
+
+def initial_array(value: object, dtype: DTypeLike | None, name: str) -> jax.Array | np.ndarray:
+    if isinstance(value, PerReplica):
+        raise PerReplicaError(
+            f"variable {name!r}: the initial value is a PerReplica, one value per replica; expected one value. Reduce it "
+            "first, or assign it to a sync-on-read variable."
+        )
+    if isinstance(value, jax.core.Tracer):
+        raise ContextError(_created_in_trace_message(name))
+    if is_tree(value):
+        raise TypeError(
+            f"variable {name!r}: the function returned a {type(value).__name__}, which holds arrays; expected one array. Give "
+            "the tree itself: mr.Variable(make()) instead of mr.Variable(make)." + lines_for(value)
+        )
+    if isinstance(value, jax.Array):
+        return strong(value, value.dtype if dtype is None else dtype)
+    what = f"the initial value of variable {name!r}"
+    array = host_array(value, what, dtype)
+    canonical = jax.dtypes.canonicalize_dtype(array.dtype if dtype is None else dtype)
+    return converted_number(array, what, canonical) if array.dtype.kind in "iu" else array.astype(canonical)

@@ -1,24 +1,28 @@
-"""Where the arrays of variables are: in lists that a program takes and gives back whole."""
+"""The arrays of variables, in lists that a program takes and gives back whole."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import operator
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from .._errors import VariableLostError
+from .._errors import ContextError, VariableLostError
 from .._replicas.frames import Frame
 from .._typing import PyTree
 from .._workers.joint_programs import Announced
-from . import turns
 
-#: How many bytes of variables are copied at once, or one variable more, before they are overwritten.
+#: Held while a program that takes arrays over is started, and while somebody looks where arrays are. Nobody who holds it waits
+#: for a device: a program on it may have a host callback, which may want to read a variable.
+lock = threading.RLock()
+_claims_changed = threading.Condition(lock)
+#: Bytes of variables that are copied at once before they are overwritten; one variable may exceed them.
 MAX_COPIED_BYTES = 32 * 1024 * 1024
 
 
@@ -26,15 +30,13 @@ class Home:
     """The arrays of the variables that a program overwrites, in the one list that the program takes.
 
     Each variable has a place in one home: first in its own, then in that of the program that overwrote it last.
-    So a warm step hands over one list, keeps another, and touches no variable. docs/design/variables.md says more.
-
-    A home does not know its variables: one that lives must not keep the others alive.
+    So a warm step hands over one list, keeps another, and touches no variable (docs/design/variables.md). A home holds no
+    variable: one that lives must not keep the others alive.
 
     Attributes:
-        arrays: the arrays, by place.
-        taken: the places whose arrays somebody else may hold, so that they are copied before they are overwritten.
+        taken: indices of arrays that a user may hold: they are copied before they are overwritten.
         lent: index -> number of readers that borrow the array.
-        is_whole: whether all the variables that the program overwrites are here.
+        is_whole: whether all variables that the program overwrites have their places here.
     """
 
     __slots__ = ("arrays", "is_whole", "lent", "taken")
@@ -47,7 +49,7 @@ class Home:
 
 
 class Slot:
-    """The place of a variable's array, and its name. A program holds the slots of its variables, and so keeps none alive."""
+    """The place of a variable's array, and its name. A program holds slots, so that it keeps no variable alive."""
 
     __slots__ = ("name", "place")
 
@@ -66,13 +68,13 @@ class Slot:
         home.arrays[index] = array
 
     def note_taken(self) -> None:
-        """Note that somebody else may hold the array, so that a program does not overwrite it."""
+        """Note that a user may hold the array, so that no program overwrites it."""
         home, index = self.place
         home.taken.add(index)
 
 
 class WeakVariables:
-    """Variables of a program, which must not keep a model alive that everybody else has dropped, and their slots."""
+    """The slots of a program's variables, and weak references: the program must not keep a dropped model alive."""
 
     __slots__ = ("_references", "slots")
 
@@ -81,7 +83,7 @@ class WeakVariables:
         self.slots = tuple([variable._slot for variable in variables])
 
     def alive(self) -> tuple[Any, ...]:
-        """Return those that live; a program that can still be called has all of its."""
+        """Return the variables that live; a program that can still be called has all of them."""
         return tuple(variable for reference in self._references if (variable := reference()) is not None)
 
 
@@ -92,7 +94,7 @@ class Lost(str):
 
     @classmethod
     def of(cls, names: Sequence[str], error: BaseException) -> Lost:
-        """Say which variables were lost together, and the program's error, in a line."""
+        """Make the message of variables that one program's error has lost."""
         last = (str(error).strip().splitlines() or [""])[-1]
         return cls(
             f"the value of {', '.join(map(repr, names))} is lost: the program that was overwriting it failed "
@@ -102,33 +104,75 @@ class Lost(str):
 
 
 def home_of(slots: Sequence[Slot]) -> Home:
-    """Return the home that has exactly these slots, in this order, or a new one for them.
+    """Return the home of exactly these slots, in this order, or a new one for them.
 
     Programs that overwrite the same variables, such as one step for two shapes of batches, share a home.
     """
     places = list(map(_place_of, slots))
     home = places[0][0] if places else Home([], is_whole=True)
-    is_theirs = len(home.arrays) == len(places) and places == [(home, index) for index in range(len(places))]
-    return home if is_theirs else Home([], is_whole=False)
+    return home if places == [(home, index) for index in range(len(home.arrays))] else Home([], is_whole=False)
 
 
 def arrays_of(slots: Sequence[Slot]) -> list[Any]:
-    """Return the arrays of slots, wherever they are; they are valid as long as nobody else can write them."""
+    """Return the arrays of slots; they are valid as long as nobody else can write them."""
     return [home.arrays[index] for home, index in map(_place_of, slots)]
 
 
-def claimed(slots: Sequence[Slot], frame: Frame | None) -> contextlib.AbstractContextManager[None]:
-    """Let no other thread write slots inside this block; in a trace nobody could write what stands for them."""
-    return contextlib.nullcontext() if frame is not None and frame.bindings is not None else turns.claimed(slots)
+# -- threads that write
+
+
+class Claim(NamedTuple):
+    """Slots of variables that a thread is about to write, without the lock: their old arrays stay readable."""
+
+    thread: int
+    slots: frozenset[Slot]
+    calls_host: bool  # the thread waits for a program with a host callback
+
+
+#: All claims of the moment; hardly ever more than one.
+claims: dict[object, Claim] = {}
+
+
+@contextlib.contextmanager
+def claimed(slots: Sequence[Slot], frame: Frame | None = None, calls_host: bool = False) -> Iterator[None]:
+    """Let no other thread write slots inside this block, which may take its time; in a trace no other thread can."""
+    if frame is not None and frame.bindings is not None:
+        yield
+        return
+    token = object()
+    try:
+        with lock:
+            _wait_for(slots)
+            claims[token] = Claim(threading.get_ident(), frozenset(slots), calls_host)
+        yield
+    finally:
+        claims.pop(token, None)
+        with lock:
+            _claims_changed.notify_all()
+
+
+def _wait_for(slots: Sequence[Slot]) -> None:
+    """Wait, with the lock, until no other thread claims any of some slots."""
+    this, wanted = threading.get_ident(), frozenset(slots)
+    while claim := next((c for c in claims.values() if (c.thread != this or c.calls_host) and c.slots & wanted), None):
+        # JAX calls a callback in the thread that waits for it, or in one that Python did not start.
+        is_in_callback = claim.thread == this or threading.current_thread().name.startswith("Dummy-")
+        if claim.calls_host and is_in_callback:
+            names = ", ".join(sorted(repr(slot.name) for slot in claim.slots & wanted))
+            raise ContextError(
+                f"a host callback writes {names}, which the step that it belongs to writes too: each would wait for the other. "
+                "Return the new value from the callback, and assign it in the step."
+            )
+        _claims_changed.wait()
 
 
 @contextlib.contextmanager
 def lent(slots: Sequence[Slot]) -> Iterator[list[jax.Array]]:
-    """Give the arrays of slots, which nobody overwrites inside this block; all are of one moment between two steps."""
+    """Lend the arrays of slots, all of one moment between two steps: nobody overwrites them inside this block."""
     places: list[tuple[Home, int]] = []
     arrays: list[Any] = []
     try:
-        with turns.lock:
+        with lock:
             for home, index in map(_place_of, slots):
                 home.lent[index] = home.lent.get(index, 0) + 1
                 places.append((home, index))
@@ -140,29 +184,31 @@ def lent(slots: Sequence[Slot]) -> Iterator[list[jax.Array]]:
             raise VariableLostError(Lost.of(failed, error)) from error
         raise
     finally:
-        with turns.lock:
+        with lock:
             for home, index in places:
                 home.lent[index] -= 1
                 if not home.lent[index]:
                     del home.lent[index]
 
 
+# -- programs that overwrite
+
+
 def overwrite(compiled: Callable[..., Any], home: Home, slots: Sequence[Slot], read_only: Sequence[Slot], *others: PyTree) -> Any:
-    """Call a program that is given the arrays of variables to overwrite, and keep the new ones it returns.
+    """Call a program that overwrites the arrays of variables, and keep the new ones it returns.
 
     The call and the assignments happen inside one C function, because a Ctrl-C between the program's start, which
-    invalidates the old arrays, and the last assignment would lose the variables.
-
-    Arrays that somebody else may hold are copied first, so that what a user took out stays valid.
+    invalidates the old arrays, and the last assignment would lose the variables. Arrays that a user may hold are copied
+    first, so that they stay valid.
 
     Args:
         compiled: takes `(arrays, read-only arrays, *others)`, donates `arrays`, and returns `(results, new arrays, ...)`.
         home, slots: of the variables that it overwrites.
     """
     try:
-        with turns.lock:
-            if turns.claims:
-                turns.wait_for(slots)
+        with lock:
+            if claims:
+                _wait_for(slots)
             if not home.is_whole:
                 _bring_home(home, slots)
             if home.lent:
@@ -174,7 +220,7 @@ def overwrite(compiled: Callable[..., Any], home: Home, slots: Sequence[Slot], r
                 compiled = compiled.program
             call: Iterator[Any] = map(outputs.setdefault, (0,), itertools.starmap(compiled, (arguments,)))
             keep = map(setattr, (home,), ("arrays",), map(_new_arrays_of, call))
-            while home.taken:  # last, because a signal's handler may take a value until here
+            while home.taken:  # at the end, because a signal's handler may take a value until here
                 _give_copies(home)
             any(keep)  # they are all None
         return outputs[0]
@@ -186,13 +232,13 @@ def overwrite(compiled: Callable[..., Any], home: Home, slots: Sequence[Slot], r
 def overwrite_when_done(
     compiled: Callable[..., Any], home: Home, slots: Sequence[Slot], read_only: Sequence[Slot], *others: PyTree
 ) -> Any:
-    """Do the same with a program that donates nothing, and that has ended when it returns: if it fails, nothing has changed.
+    """As `overwrite`, for a program that donates nothing and has ended when it returns: if it fails, nothing has changed.
 
-    Others may read all variables meanwhile, and write those that it does not write.
+    Other threads may read all variables meanwhile, and write those that the program does not write.
     """
-    with turns.claimed(slots, calls_host=True), lent([*slots, *read_only]) as arrays:
+    with claimed(slots, calls_host=True), lent([*slots, *read_only]) as arrays:
         outputs = compiled(arrays[: len(slots)], arrays[len(slots) :], *others)
-        with turns.lock:
+        with lock:
             if not home.is_whole:
                 _bring_home(home, slots)
             home.taken.clear()
@@ -201,7 +247,7 @@ def overwrite_when_done(
 
 
 def _bring_home(home: Home, slots: Sequence[Slot]) -> None:
-    """Move variables to a home, inside one C function; what somebody may hold of them stays noted."""
+    """Move variables to a home, inside one C function as in `overwrite`, with the notes of who holds their arrays."""
     places = list(map(_place_of, slots))
     for old, _ in places:
         old.is_whole = False
@@ -209,7 +255,7 @@ def _bring_home(home: Home, slots: Sequence[Slot]) -> None:
     moved = map(setattr, slots, itertools.repeat("place"), zip(itertools.repeat(home), itertools.count()))
     _note_held(home, places)
     any(itertools.chain(kept, moved))
-    _note_held(home, places)  # what a signal's handler took meanwhile
+    _note_held(home, places)  # again: a signal's handler may have taken arrays meanwhile
     for old, index in places:
         if old is not home:
             old.arrays[index] = None
@@ -222,7 +268,7 @@ def _note_held(home: Home, places: Sequence[tuple[Home, int]]) -> None:
 
 
 def _give_copies(home: Home) -> None:
-    """Replace arrays that were taken by copies that nobody else holds, some at a time, so that not all exist twice at once."""
+    """Replace taken arrays by copies that nobody else holds, some at a time, so that not all exist twice at once."""
     taken = sorted(home.taken)
     refuse_lost([home.arrays[index] for index in taken])
     ends = itertools.accumulate([home.arrays[index].nbytes for index in taken])
@@ -242,8 +288,8 @@ def _copy(arrays: list[jax.Array]) -> list[jax.Array]:
 
 
 def _note_lost(error: BaseException, slots: Sequence[Slot], read_only: Sequence[Slot]) -> None:
-    """Note which arrays a program has taken with it, and say so beside its error; refuse what was lost before."""
-    with turns.lock:
+    """Put a `Lost` in the place of each array that a failed program has deleted, and note it on the error."""
+    with lock:
         arrays = arrays_of(slots)
         refuse_lost([*arrays, *arrays_of(read_only)])
     may_fail_late = isinstance(error, jax.errors.JaxRuntimeError)
@@ -253,7 +299,7 @@ def _note_lost(error: BaseException, slots: Sequence[Slot], read_only: Sequence[
         if array is not None and (array.is_deleted() or (may_fail_late and _has_failed(array)))
     ]
     lost = Lost.of([slot.name for slot, _ in gone], error)
-    with turns.lock:
+    with lock:
         for slot, array in gone:
             if slot.array is array:  # else another thread has assigned a new one
                 slot.array = lost

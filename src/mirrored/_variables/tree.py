@@ -44,7 +44,7 @@ class VariableTree:
         """Make the variables; users call `mr.Variable(tree)`."""
         paths, self._treedef = jax.tree_util.tree_flatten_with_path(_with_values(tree), is_leaf=is_per_replica)
         self._name = name
-        #: What is no array, at its place; None where a variable is.
+        #: The leaves that are no arrays, each in a tuple; None where a variable is.
         self._static: list[tuple[Any] | None] = [None if _is_state(leaf) else (leaf,) for _, leaf in paths]
         self._variables = [make(leaf, name=name + jax.tree_util.keystr(path)) for path, leaf in paths if _is_state(leaf)]
         if paths and not self._variables:
@@ -55,7 +55,7 @@ class VariableTree:
 
     @property
     def name(self) -> str:
-        """The name with which those of its variables begin."""
+        """The name with which the names of its variables begin."""
         return self._name
 
     @property
@@ -65,7 +65,7 @@ class VariableTree:
 
     @property
     def variables(self) -> PyTree:
-        """The tree with its variables, and None for what is no array."""
+        """The tree with its variables, and None for a leaf that is no array."""
         remaining = iter(self._variables)
         return jax.tree.unflatten(self._treedef, [next(remaining) if s is None else None for s in self._static])
 
@@ -124,20 +124,19 @@ def is_array(leaf: object) -> bool:
 
 
 def _is_state(leaf: object) -> bool:
-    return is_array(leaf) or is_per_replica(leaf)  # a PerReplica is refused, as it is outside of a tree
+    return is_array(leaf) or is_per_replica(leaf)  # a PerReplica is refused by `mr.Variable`, as outside of a tree
 
 
 def _with_values(tree: PyTree) -> PyTree:
-    """Return a tree with the values of its variables in their places: a variable of them is a copy, with a state of its own."""
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_whole)
-    if not any(map(_is_whole, leaves)):
+    """Replace variables in a tree by their values: a variable that is made of them is a copy with its own state."""
+    if not any(map(_is_whole, jax.tree.leaves(tree, is_leaf=_is_whole))):
         return tree
-    is_variable = [_is_whole(leaf) and hasattr(type(leaf), "value") for leaf in leaves]
-    return jax.tree.unflatten(treedef, [leaf.value if is_one else leaf for leaf, is_one in zip(leaves, is_variable, strict=True)])
+    value_of = lambda leaf: leaf.value if _is_whole(leaf) and hasattr(type(leaf), "value") else leaf  # noqa: E731
+    return jax.tree.map(value_of, tree, is_leaf=_is_whole)
 
 
 def is_tree(value: PyTree) -> bool:
-    """Tell whether `mr.Variable` makes a tree of variables of a value; a list of which numpy makes one array is one array."""
+    """Tell whether `mr.Variable` makes a tree of variables of a value; a list that numpy makes one array of is one array."""
     if value is None or is_wrapped(value) or jax.tree_util.all_leaves([value]):
         return False
     if type(value) not in (list, tuple) or any(map(is_tree, value)):
@@ -146,7 +145,7 @@ def is_tree(value: PyTree) -> bool:
 
 
 def trainable(tree: PyTree) -> PyTree:
-    """Return a tree with the trees of variables in it as what they were made of, with the floating point variables as leaves."""
+    """Replace trees of variables in a tree by nests of their floating point variables."""
 
     def floating(variables: PyTree) -> PyTree:
         return jax.tree.map(lambda v: v if jnp.issubdtype(v.dtype, jnp.inexact) else None, variables, is_leaf=is_wrapped)
@@ -162,15 +161,11 @@ def _is_same(new: object, old: object) -> bool:
     return new is old or (type(new) is type(old) and not is_array(new) and bool(new == old))
 
 
-def _flatten(tree: VariableTree) -> tuple[tuple[PyTree], VariableTree]:
-    return (tree.variables,), tree
-
-
 def _unflatten(tree: VariableTree, children: tuple[PyTree]) -> Any:
-    # Of its own variables itself; of anything else, such as gradients, a plain tree.
+    # The tree's own variables make the tree again; anything else, such as gradients, makes a plain one.
     leaves = jax.tree.leaves(children[0], is_leaf=is_wrapped)
     is_own = len(leaves) == len(tree._variables) and all(map(operator.is_, leaves, tree._variables))
     return tree if is_own else children[0]
 
 
-jax.tree_util.register_pytree_node(VariableTree, _flatten, _unflatten)
+jax.tree_util.register_pytree_node(VariableTree, lambda tree: ((tree.variables,), tree), _unflatten)

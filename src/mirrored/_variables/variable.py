@@ -28,22 +28,21 @@ from .._workers import joint_programs
 from . import storage
 from .arithmetic import add_operators
 from .assignment import Assignment, placed, placed_copy
-from .initial import check_aggregated_dtype, check_name, creation_mesh, initial_array, takes_each_value
 from .scatter import ScatterMethods
-from .spec import Given, VariableSpec
+from .spec import Given, VariableSpec, check_name, creation_mesh, initial_array, takes_each_value
 from .storage import Slot
 from .tree import VariableTree, is_tree
 
 _NONE = VariableAggregation.NONE
 ResultT = TypeVar("ResultT")
 
-#: What JAX's arrays have beyond `jax.Array`; what concerns their buffers (`delete`) is left out, those are the variable's.
+#: Names of JAX's arrays beyond `jax.Array`, without those of their buffers (`delete`), which are the variable's.
 _ALSO_FORWARDED = frozenset({"block_until_ready", "devices", "tobytes", "tolist"})
 #: Every variable that is alive, for `strategy.assert_mirrored()`.
 _live: weakref.WeakSet[Variable] = weakref.WeakSet()
-#: Told of each new variable, for tests of a training, in which its variables must not end before they are compared.
+#: Called with each new variable, for tests of a training, which keep its variables alive until they are compared.
 listeners: list[Callable[[Variable], None]] = []
-#: How many variables were created on some devices; every worker creates those of a cluster, so the numbers agree.
+#: Numbers of the variables on some devices; every worker creates those of a cluster, so the numbers agree.
 _created: dict[ReplicaMesh, Iterator[int]] = collections.defaultdict(itertools.count)
 
 if TYPE_CHECKING:  # to type checkers a variable is an array, because it is used as one: `x @ w`, `jnp.sum(w)`
@@ -129,13 +128,6 @@ class Variable(ScatterMethods, _Array):
         mesh = creation_mesh(name)
         value = initial_value() if callable(initial_value) else initial_value
         array = initial_array(value.value if isinstance(value, Variable) else value, dtype, name)
-        check_aggregated_dtype(how, array.dtype, name)
-        placement.check_later(mesh, [array], lambda _: f"the initial value of variable {name!r}")
-        if is_on_read:
-            broadcast = cross_replica.compiled(cross_replica.broadcast_stack, mesh.stacked, mesh.num_replicas)
-            self._slot.array = broadcast(placed(array, mesh))
-        else:
-            self._slot.array = placed_copy(array, mesh)
         self._spec = VariableSpec(
             name=name,
             shape=tuple(array.shape),
@@ -146,11 +138,17 @@ class Variable(ScatterMethods, _Array):
             aggregation=how,
             trainable=(not is_on_read) if trainable is None else bool(trainable),
         )
+        placement.check_later(mesh, [array], lambda _: f"the initial value of variable {name!r}")
+        if is_on_read:
+            broadcast = cross_replica.compiled(cross_replica.broadcast_stack, mesh.stacked, mesh.num_replicas)
+            self._slot.array = broadcast(placed(array, mesh))
+        else:
+            self._slot.array = placed_copy(array, mesh)
         _live.add(self)
         for tell in listeners:
             tell(self)
 
-    #: Where its array is.
+    #: The stored array.
     _array = property(operator.attrgetter("_slot.array"), lambda self, array: setattr(self._slot, "array", array))
 
     def __del__(self) -> None:
@@ -216,12 +214,12 @@ class Variable(ScatterMethods, _Array):
         return self._use(np.array)
 
     def _use(self, use: Callable[[jax.Array], ResultT]) -> ResultT:
-        """Return what a function makes of the value; no program overwrites it meanwhile, nor later if it is the result."""
+        """Return a function's result for the value; no program overwrites the value meanwhile, nor later if it is the result."""
         frame = frames.current()
         return self._use_stored(frame, lambda stored: use(self._value_of(frame, stored)))
 
     def _use_stored(self, frame: Frame | None, use: Callable[[jax.Array], ResultT]) -> ResultT:
-        """Do the same with what is stored: one copy inside a step, else the mirrored array or the stack of copies."""
+        """As `_use`, for the stored array: one copy inside a step, else the mirrored array or the stack of copies."""
         if frame is not None and frame.bindings is not None:
             self._check_mesh(frame)
             return use(frame.bindings.read(self))
@@ -249,7 +247,7 @@ class Variable(ScatterMethods, _Array):
         return cross_replica.compiled(cross_replica.aggregate_stack, self._spec.mesh.mirrored, self._spec.aggregation)(stored)
 
     def _load(self, frame: Frame | None) -> jax.Array:
-        """Return what is stored, or what stands for it in a trace."""
+        """Return the stored array, or its value in a trace."""
         return self._use_stored(frame, lambda stored: stored)
 
     # -- writing
@@ -297,7 +295,7 @@ class Variable(ScatterMethods, _Array):
         return Assignment(self._spec, method, operand, combine, load, read).new_value(frame)
 
     def _store(self, frame: Frame | None, value: jax.Array) -> None:
-        """Set what is stored, or what stands for it in a trace; outside one the variable is claimed."""
+        """Set the stored array, or its value in a trace; outside one the caller has claimed the variable."""
         if frame is not None and frame.bindings is not None:
             self._check_mesh(frame)
             frame.bindings.write(self, value)
@@ -306,7 +304,7 @@ class Variable(ScatterMethods, _Array):
             raise ContextError(frames.foreign_trace_message("written", self.name, frame))
         array = value if self._spec.is_on_read else placed(value, self._spec.mesh)
         note_use(self, "assign to")
-        self._slot.note_taken()  # somebody else may hold it too
+        self._slot.note_taken()  # a user may hold it too
         self._slot.array = array
 
     def _check_mesh(self, frame: Frame) -> None:
@@ -410,27 +408,27 @@ def live_variables(mesh: ReplicaMesh) -> list[Variable]:
     return sorted((v for v in list(_live) if v._spec.mesh == mesh), key=lambda v: v._spec.number)
 
 
-#: Return what a function makes of the value, which is copied before the next step only if the function returns it.
+#: Return a function's result for the value, which is copied before the next step only if it is the result.
 use_value = Variable._use
-#: What the variable is.
+#: Return the facts of a variable.
 spec_of: Callable[[Variable], VariableSpec] = operator.attrgetter("_spec")
 
 
 def note_use(variable: Variable, what: str) -> None:
-    """Let the workers see, with their next comparison, whether all use the same variable."""
+    """Note a use of a variable, so that the workers' next comparison shows whether all used the same one."""
     if not variable._spec.mesh.is_alone and not frames.is_traced():
         joint_programs.note(f"{what} variable {variable._spec.number}")
 
 
 def local_arrays(variable: Variable, stored: jax.Array) -> list[tuple[int, jax.Array]]:
-    """Return what this worker's devices really hold of a lent array, with the number of each one's first replica, in order."""
+    """Return the arrays that this worker's devices hold of a lent one, in order, each with the number of its first replica."""
     mesh = variable._spec.mesh
     replicas = {device: i * mesh.per_device for i, device in enumerate(mesh.devices)}
     return sorted(((replicas[s.device], s.data) for s in stored.addressable_shards), key=operator.itemgetter(0))
 
 
 def local_copies(variable: Variable) -> list[tuple[int, np.ndarray]]:
-    """Return this worker's real copies as numpy arrays, with their replica numbers."""
+    """Return this worker's copies as numpy arrays, with their replica numbers."""
     is_key = jnp.issubdtype(variable.dtype, jax.dtypes.prng_key)
     plain: Callable[[Any], Any] = jax.random.key_data if is_key else np.asarray
     with storage.lent([variable._slot]) as [stored]:
@@ -441,7 +439,7 @@ def local_copies(variable: Variable) -> list[tuple[int, np.ndarray]]:
 
 
 def flatten(variable: Variable) -> tuple[tuple[jax.Array], None]:
-    """Take a variable apart, as a pytree: into its value."""
+    """Flatten a variable, as a pytree, into its value."""
     return (variable.value,), None
 
 

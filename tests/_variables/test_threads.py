@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mirrored as mr
-from mirrored._variables import turns
+from mirrored._variables import storage
 
 ROWS = jax.ShapeDtypeStruct((3,), np.float32)
 
@@ -104,7 +104,7 @@ def test_readers_see_whole_values_and_writers_take_turns(strategy, tmp_path):
     saved = mr.Checkpoint(tmp_path, state={"w": w, "u": u})
     assert saved.restore_latest() is not None
     assert (w.numpy() == w.numpy()[0]).all() and u.numpy()[0] <= steps
-    assert not turns.claims and all(not variable._slot.place[0].lent for variable in (w, u, seen, count))
+    assert not storage.claims and all(not variable._slot.place[0].lent for variable in (w, u, seen, count))
 
 
 def test_what_a_reader_holds_is_not_overwritten_and_costs_a_copy_only_meanwhile(strategy):
@@ -158,7 +158,7 @@ def test_a_host_callback_reads_all_variables_and_writes_those_that_its_step_does
 
     strategy.run(step_into_its_own)
     assert set(read) == {"refused"} and w.numpy().tolist() == [3] * 3
-    assert not turns.claims
+    assert not storage.claims
 
 
 @pytest.mark.parametrize("kind", ["pure", "io", "ordered", "debug", "function"])
