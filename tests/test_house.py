@@ -407,7 +407,7 @@ def test_sizes() -> None:
 #: Lines of each wing. A commit may lower a budget, and never raises one; beside it what is to be reached. The ground is together,
 #: and so are small wings that stand for one thing. `python tests/test_house.py` prints today's.
 BUDGETS = {
-    "_program": 4618,  # 4,000
+    "_program": 4616,  # 4,000
     "_jax": 1377,  # 1,300
     "_replicas": 2336,  # 2,100
     "_variables": 1873,  # 1,700
@@ -416,13 +416,13 @@ BUDGETS = {
     "_strategy": 1168,  # 1,100
     "_transforms": 632,  # 600
     "data": 3458,  # 3,200
-    "_workers": 2352,  # 1,700
-    "_cluster": 1595,  # 1,080
+    "_workers": 2305,  # 1,700
+    "_cluster": 1592,  # 1,080
     "_checkpoint": 2191,  # 1,800
     "_report": 1000,  # 800
     "_testing": 823,  # 750
     "losses optimizer": 654,  # 600
-    "_command launch": 1418,  # 1,000
+    "_command launch": 1417,  # 1,000
     "__init__ __main__ _public testing": 120,
     "_process": 90,  # was in _replicas, _jax, _strategy and _models
     "_env _errors _html _libraries _options _text _tf_names _typing": 1028,  # 950
@@ -449,7 +449,7 @@ def test_wings_only_shrink() -> None:
 #: arguments one in seventeen is so.
 ANYS = {
     "_checkpoint": 6,
-    "_cluster": 8,
+    "_cluster": 7,
     "_jax": 5,
     "_models": 10,
     "_program": 64,

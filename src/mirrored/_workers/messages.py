@@ -22,8 +22,19 @@ def parse(text: str, max_text: int = MAX_TEXT) -> Any:
         return None
 
 
-def read(kind: Callable[..., Record], value: object) -> Record | None:
-    """Make a named tuple of a JSON value; None when that is no list of its fields, each of its type."""
+def read(kind: Callable[..., Record], text: str, max_text: int = MAX_TEXT) -> Record | None:
+    """Return the named tuple in a text; None when that is no list of its fields, each of its type."""
+    return _made(kind, parse(text, max_text))
+
+
+def read_all(kind: Callable[..., Record], text: str) -> list[Record] | None:
+    """Return the list of named tuples in a text, None when it is none."""
+    values = parse(text)
+    records = [_made(kind, value) for value in values] if isinstance(values, list) else [None]
+    return None if None in records else typing.cast(list[Record], records)
+
+
+def _made(kind: Callable[..., Record], value: object) -> Record | None:
     is_one = isinstance(value, list) and list(map(type, value)) == _types_of(kind)
     return kind(*value) if is_one else None
 
