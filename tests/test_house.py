@@ -408,7 +408,7 @@ def test_sizes() -> None:
 #: Lines of each wing. A commit may lower a budget, and never raises one; beside it what is to be reached. The ground is together,
 #: and so are small wings that stand for one thing. `python tests/test_house.py` prints today's.
 BUDGETS = {
-    "_program": 4618,  # 4,000
+    "_program": 4616,  # 4,000
     "_jax": 1377,  # 1,300
     "_replicas": 2336,  # 2,100
     "_variables": 1936,  # 1,700
@@ -419,14 +419,14 @@ BUDGETS = {
     "data": 3566,  # 3,200
     "_workers": 2352,  # 1,700
     "_cluster": 1595,  # 1,080
-    "_checkpoint": 2191,  # 1,800
-    "_report": 1000,  # 800
-    "_testing": 823,  # 750
+    "_checkpoint": 2155,  # 1,800
+    "_report": 993,  # 800
+    "_testing": 779,  # 750
     "losses optimizer": 659,  # 600
-    "_command launch": 1418,  # 1,000
+    "_command launch": 1400,  # 1,000
     "__init__ __main__ _public testing": 120,
     "_process": 90,  # was in _replicas, _jax, _strategy and _models
-    "_env _errors _html _libraries _options _text _tf_names _typing": 1028,  # 950
+    "_env _errors _html _libraries _options _text _tf_names _typing": 1017,  # 950
 }
 #: So much smaller a wing may be before its budget is to be lowered.
 MAX_SLACK = 30
@@ -455,7 +455,7 @@ ANYS = {
     "_models": 10,
     "_program": 64,
     "_replicas": 13,
-    "_report": 5,
+    "_report": 4,
     "_strategy": 3,
     "_testing": 8,
     "_tf_names": 6,

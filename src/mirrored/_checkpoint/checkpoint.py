@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from .._errors import CheckpointError, ContextError, StrategyMismatchError
+from .._options import check_int
 from .._replicas import frames, in_flight
 from .._strategy.current import DefaultStrategy, get_strategy, has_strategy
 from .._strategy.strategy import coordination_of, joint_strategy
@@ -30,7 +31,7 @@ from .writer import Writer
 
 _logger = logging.getLogger("mirrored")
 
-#: `_of_chief` needs an exchange between two calls of one name: a mark is told before one, the rest after one.
+#: Two calls of `of_chief` with one name need an exchange between them: a mark is told before one, everything else after one.
 _CHANNEL, _MARK, _POSITIONS = "checkpoint", "checkpoint/mark", "checkpoint/positions"
 
 
@@ -85,8 +86,8 @@ class Checkpoint:
         self, directory: str | os.PathLike[str], /, *, max_to_keep: int | None = 3, max_failed_saves: int = 3, **named: PyTree
     ) -> None:
         self._named = arguments.checked_names(named)
-        arguments.check_count(1 if max_to_keep is None else max_to_keep, "max_to_keep")
-        arguments.check_count(max_failed_saves, "max_failed_saves")
+        check_int("mr.Checkpoint: max_to_keep", 1 if max_to_keep is None else max_to_keep, 1, "steps")
+        check_int("mr.Checkpoint: max_failed_saves", max_failed_saves, 1, "failed saves in a row")
         self._files = StepFiles(files.checked_directory(directory))
         self._strategy = get_strategy()
         if not has_strategy() and values.joint_among(values.leaves_of(self._named)):
@@ -118,19 +119,19 @@ class Checkpoint:
         """
         step = arguments.checked_step(step, "checkpoint.save")
         self._require_usable("save")
+        call = f"save({step})"
         with progress.phase(f"saving step {step}", is_patient=True):
             self._writer.finish()
-            self._require_shared(f"save({step})")
+            self._require_shared(call)
             leaves, positions, report, error = self._report(step)
-            reports = self._exchange(report, f"save({step})")
+            reports = self._exchange(report, call)
             every_position = coordination_of(self._strategy).for_chief(_POSITIONS, positions)
-            self._learn_from_chief(f"save({step})")
+            self._learn_from_chief(call)
             if error is not None:
                 raise error
             same_on_workers.require_no_error(reports, "save")
-            same_on_workers.require_same_step(reports)
             if len({report["digest"] for report in reports}) > 1:
-                same_on_workers.require_same_kinds(self._exchange(values.kinds_of(leaves), f"save({step})"))
+                same_on_workers.require_same_kinds(self._exchange(values.kinds_of(leaves), call))
             if self._writer.latest == step:
                 _logger.info("step %d is saved already, in %s", step, self._files.root)
                 return
@@ -142,8 +143,8 @@ class Checkpoint:
                 self._writer.start(step, snapshot, about)
 
     def _report(self, step: int) -> tuple[Leaves, dict[str, Any], dict[str, Any], Exception | None]:
-        """Look at this worker's part of the state, and tell the chief its positions; what is wrong is for all workers to know."""
-        report: dict[str, Any] = {"step": step}
+        """Tell the chief this worker's positions; return its leaves, positions, report to all workers, and own error."""
+        report: dict[str, Any] = {}
         leaves: Leaves = {}
         positions: dict[str, Any] = {}
         error = None
@@ -193,7 +194,7 @@ class Checkpoint:
         return self._writer.latest
 
     def _learn_from_chief(self, where: str) -> None:
-        """Take over what worker 0 knows of the saves so far; too many failures end the training on all workers."""
+        """Take over worker 0's record of the saves; too many failures end the training on all workers."""
         latest, failures = self._of_chief([self._writer.latest, self._writer.failures], where)
         if not self._strategy.is_chief:
             self._writer.learn(latest, list(failures))
@@ -279,7 +280,7 @@ class Checkpoint:
         return None
 
     def _agreed_steps(self) -> list[int]:
-        """Return the steps, after seeing that all workers look at the same directory."""
+        """Return the steps, or raise CheckpointError when the workers do not see the same ones."""
         report: dict[str, Any] = {"steps": [], "error": None}
         try:
             self._leaves()
@@ -294,17 +295,12 @@ class Checkpoint:
         return report["steps"]
 
     def _require_same(self, reports: same_on_workers.Reports, field: str, describe: Callable[[Any], str]) -> None:
-        """See that all workers have found the same in the directory; where each looks is told only when they have not."""
+        """Raise CheckpointError unless a field is equal for all workers; only then does each tell the others its directory."""
         if any(report[field] != reports[0][field] for report in reports):
-            wheres = self._exchange({"where": self._where()}, "restore_latest()")
-            told = [{**report, **where} for report, where in zip(reports, wheres, strict=True)]
-            same_on_workers.require_shared(told, field, describe)
-
-    def _where(self) -> str:
-        return f"{self._files.root} on {socket.gethostname()}"
+            same_on_workers.require_shared(self._with_places(reports, "restore_latest()"), field, describe)
 
     def _read(self, step: int) -> tuple[Snapshot | None, str]:
-        """Read a step on all workers; None, and all that is wrong with it, when it is damaged for any of them."""
+        """Read a step on all workers; when it is damaged for one of them, return None and the damage in words."""
         report: dict[str, Any] = {"problems": [], "error": None, "id": None}
         saved = None
         try:
@@ -326,7 +322,7 @@ class Checkpoint:
         leaves = self._leaves()
         if is_partial:
             saved = Snapshot({path: entry for path, entry in saved.leaves.items() if path in leaves}, saved.arrays)
-        problems = state.differences(leaves, saved)
+        problems = state.find_differences(leaves, saved)
         is_too_much = not saved.leaves.keys() <= leaves.keys()
         moved: list[tuple[Any, Any]] = []
         if not problems:
@@ -337,10 +333,11 @@ class Checkpoint:
                 problems = [f"an iterator does not take its position: {type(error).__name__}: {error}"]
                 is_too_much = True
         reports = self._exchange({"problems": problems, "is_too_much": is_too_much}, f"restore_latest(), step {step}")
-        misfit = same_on_workers.misfit(reports, f"step {step} in {self._files.root}")
-        if misfit is not None:
+        try:
+            same_on_workers.require_fit(reports, f"step {step} in {self._files.root}")
+        except CheckpointError:
             state.undo_positions(moved)
-            raise misfit
+            raise
         state.restore_values(self._named, leaves, saved)
 
     # -- with the other workers
@@ -358,28 +355,32 @@ class Checkpoint:
         return leaves
 
     def _require_shared(self, where: str) -> None:
-        """See once, before anything is lost, that all workers look into the directory that worker 0 writes to."""
+        """Raise CheckpointError unless all workers see worker 0's directory; asked once, before a step could be lost."""
         if self._is_shared:
             return
         with self._files.mark() if self._strategy.is_chief else contextlib.nullcontext() as mark:
             mark = self._of_chief(mark, where, _MARK)
-            if mark is None:  # worker 0 cannot write there; restoring needs no more than that all see the same steps
+            if mark is None:  # worker 0 cannot write there; for restoring it is enough that all see the same steps
                 return
             reports = self._exchange({"sees": self._files.sees(mark)}, where)
         if not all(report["sees"] for report in reports):
-            wheres = self._exchange({"where": self._where()}, where)
-            same_on_workers.require_seen([{**report, **place} for report, place in zip(reports, wheres, strict=True)])
+            same_on_workers.require_seen(self._with_places(reports, where))
         self._is_shared = True
+
+    def _with_places(self, reports: same_on_workers.Reports, where: str) -> same_on_workers.Reports:
+        """Add each worker's directory and host to its report."""
+        places = self._exchange({"where": f"{self._files.root} on {socket.gethostname()}"}, where)
+        return [{**report, **place} for report, place in zip(reports, places, strict=True)]
 
     def _of_chief(self, value: Any, where: str, name: str = _CHANNEL) -> Any:
         with progress.phase(f"checkpoint.{where}", waits=True):
             return coordination_of(self._strategy).of_chief(name, value)
 
     def _exchange(self, value: dict[str, Any], where: str) -> Sequence[dict[str, Any]]:
-        """Give a value that is equal on all workers while nothing is wrong to all, and return those of all."""
+        """Exchange a value, equal on all workers unless something is wrong; raise where their calls or histories differ."""
         with progress.phase(f"checkpoint.{where}", waits=True):
             exchange = functools.partial(coordination_of(self._strategy).exchange, _CHANNEL)
-            seen = exchange([where.partition("(")[0], value, progress.history()])
+            seen = exchange([where, value, progress.history()])
             same_on_workers.require_same_call([call for call, _, _ in seen])
             require_same_history([history for _, _, history in seen], lambda: exchange(progress.tell()))
         return [other for _, other, _ in seen]

@@ -1,4 +1,4 @@
-"""What a program has in variables, as plain trees of arrays for other libraries."""
+"""Exports variables as plain trees of arrays for other libraries."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def export(tree: PyTree) -> PyTree:
     >>> arrays["w"], float(jax.grad(lambda p: jnp.sum(p["w"]) * p["layers"][0])(arrays)["layers"][0])
     (Array([1., 2.], dtype=float32), 3.0)
     """
-    return jax.tree.map(_exported, tree, is_leaf=_is_whole)
+    return jax.tree.map(_export_leaf, tree, is_leaf=_is_whole)
 
 
 def _is_whole(value: object) -> bool:
     return isinstance(value, Variable | VariableTree | PerReplica) or is_nnx_object(value)
 
 
-def _exported(value: PyTree) -> PyTree:
+def _export_leaf(value: PyTree) -> PyTree:
     if isinstance(value, Variable | VariableTree):
         return value.value
     if isinstance(value, Optimizer):
