@@ -397,7 +397,7 @@ def test_a_mark_is_seen_where_it_is(tmp_path: Path, monkeypatch, caplog) -> None
     with pytest.raises(KeyError), files.mark() as mark:
         assert files.sees(mark) and not elsewhere.sees(mark) and files.look() == ([], [])
         raise KeyError
-    assert not list(files.root.iterdir()) and not elsewhere.root.exists()
+    assert not list(files.root.iterdir()) and not elsewhere.root.exists() and elsewhere.look() == ([], [])
     old, young = files.root / ".shared-0", files.root / ".shared-1"  # of programs that were killed, and of one that may run
     for path in (old, young):
         path.touch()

@@ -38,23 +38,22 @@ _CHANNEL, _MARK, _POSITIONS = "checkpoint", "checkpoint/mark", "checkpoint/posit
 class Checkpoint:
     """The variables, optimizers and position in the data of a program, saved for any number of replicas and workers.
 
-    A save copies the state to the host and comes back; the files are written while training goes on. A step is there
-    whole or not at all, whenever the process is killed. What is read is compared with checksums, and a damaged step is
-    reported and left out for the one before it. All workers call the same methods; worker 0 writes, all read, so
-    the directory must be one that they share.
+    A save copies the state to the host and returns; a thread writes the files while training goes on. A step on disk is
+    complete or absent, whenever the process is killed. Checksums verify all that is read; a damaged step is reported, and the
+    step before it is used. All workers call the same methods; worker 0 writes and all read, so they must share the directory.
 
     Args:
-        directory: for this program alone; made when it is missing.
-        max_to_keep: how many steps stay; older ones are removed when a new one is complete. None: all.
+        directory: a directory for this program alone; made when it is missing.
+        max_to_keep: the number of steps to keep; older ones are removed when a new one is complete. None: all.
         max_failed_saves: after so many failed saves in a row (a full disk), CheckpointError ends the training; fewer are
             logged as errors.
-        named: what to save, each under a name of letters, digits, `_`, `.` and `-`: variables, optimizers, iterators of
-            distributed datasets, and nests of them, of arrays and of numbers. Arrays and numbers that are replaced while
+        named: the objects to save, each under a name of letters, digits, `_`, `.` and `-`: variables, optimizers, iterators
+            of distributed datasets, and nests of them, of arrays and of numbers. Arrays and numbers that are replaced while
             training belong in a dict or a list, so that restored ones can take their place.
 
     Raises:
-        TypeError: for something that cannot be saved or restored.
-        ValueError: for a name, a number or a directory that will not do.
+        TypeError: for an object that cannot be saved or restored.
+        ValueError: for a wrong name, number or directory.
 
     >>> import tempfile
     >>> folder = tempfile.TemporaryDirectory()
@@ -94,25 +93,25 @@ class Checkpoint:
             self._strategy = joint_strategy() or self._strategy  # made outside the scope, for what belongs to all workers
         self._leaves()
         self._writer = Writer(self._files, max_to_keep, max_failed_saves, is_joint=self._strategy.num_workers > 1)
-        self._last: int | None = None  # that this program saved or restored
+        self._last: int | None = None  # the step that this program saved or restored last
         self._is_closed = False
-        self._is_shared = self._strategy.num_workers == 1  # the directory, by the workers
+        self._is_shared = self._strategy.num_workers == 1  # whether the workers are known to share the directory
 
     # -- saving
 
     def save(self, step: int) -> None:
         """Save the state under a step number, in the background.
 
-        When this comes back, the next step may change everything. It waits for the save before this one, if that is
-        still being written. A save that fails is logged as an error, and training goes on.
+        After it returns, the next step may change everything. It waits for the previous save, if that is still being
+        written. A save that fails is logged as an error, and training goes on.
 
         Args:
-            step: how far training has come; larger than every step that is there. The one that this program saved or
-                restored last is not saved again.
+            step: the number of the step, larger than all on disk. The step that this program saved or restored last is not
+                saved again.
 
         Raises:
             CheckpointError: (a RuntimeError) after `max_failed_saves` failed saves in a row, when workers save different
-                things, when they do not share the directory, and when another program writes there.
+                objects, when they do not share the directory, and when another program writes there.
             ReplicasDivergeError: (a ValueError) when the copies of a mirrored variable differ; nothing is written.
             ValueError: when there is a later step that was not restored.
             ContextError: (a RuntimeError) inside a step.
@@ -123,7 +122,7 @@ class Checkpoint:
         with progress.phase(f"saving step {step}", is_patient=True):
             self._writer.finish()
             self._require_shared(call)
-            leaves, positions, report, error = self._report(step)
+            leaves, positions, report, error = self._prepare_save(step)
             reports = self._exchange(report, call)
             every_position = coordination_of(self._strategy).for_chief(_POSITIONS, positions)
             self._learn_from_chief(call)
@@ -142,7 +141,7 @@ class Checkpoint:
                 about = {"num_replicas": self._strategy.num_replicas_in_sync, "num_workers": self._strategy.num_workers}
                 self._writer.start(step, snapshot, about)
 
-    def _report(self, step: int) -> tuple[Leaves, dict[str, Any], dict[str, Any], Exception | None]:
+    def _prepare_save(self, step: int) -> tuple[Leaves, dict[str, Any], dict[str, Any], Exception | None]:
         """Tell the chief this worker's positions; return its leaves, positions, report to all workers, and own error."""
         report: dict[str, Any] = {}
         leaves: Leaves = {}
@@ -170,7 +169,7 @@ class Checkpoint:
             )
 
     def _require_mirrored(self, leaves: Leaves) -> None:
-        in_flight.finish()  # what is wrong with an argument of the last step is found when it has ended
+        in_flight.finish()  # the last step's arguments are known to be right when it has ended
         by_mesh: dict[Any, list[Any]] = {}
         for variable in values.variables_of(leaves):
             if not spec_of(variable).is_on_read:
@@ -179,7 +178,7 @@ class Checkpoint:
             equal_copies.check(mesh, variables)
 
     def wait(self) -> int | None:
-        """Wait until what was saved is on disk, and return the last step that is, None when there is none.
+        """Wait until all saves are on disk, and return the last step there, None without one.
 
         Raises:
             CheckpointError: (a RuntimeError) after `max_failed_saves` failed saves in a row.
@@ -201,10 +200,10 @@ class Checkpoint:
         self._writer.require_success()
 
     def close(self) -> None:
-        """Wait until what was saved is on disk; again does nothing. A `with` block calls it.
+        """Wait until all saves are on disk; a `with` block calls it. Further calls do nothing.
 
         Raises:
-            CheckpointError: (a RuntimeError) when the last save failed: there is no later one to make up for it.
+            CheckpointError: (a RuntimeError) when the last save failed: no later one makes up for it.
         """
         if self._is_closed:
             return
@@ -225,7 +224,7 @@ class Checkpoint:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is None:
             self.close()
-        else:  # the other workers may not come to an end together with this one
+        else:  # without the other workers, which may not end together with this one
             self._writer.finish()
             self._end()
 
@@ -236,24 +235,24 @@ class Checkpoint:
     # -- restoring
 
     def restore_latest(self, *, partial: bool = False) -> int | None:
-        """Restore the newest step that is undamaged, and return its number; None when there is no step.
+        """Restore the newest undamaged step, and return its number; None when there is no step.
 
-        Everything that was saved is verified before anything is changed. For each damaged step one error is logged, and
-        the step before it is used; damaged steps are removed when a new one has been saved.
+        The whole step is verified before anything changes. For each damaged step one error is logged, and the step before it
+        is used; damaged steps are removed when a new one has been saved.
 
-        A mirrored variable gets its value. A sync-on-read variable gets all its copies when the number of replicas is the
-        one of the save, else its aggregated value, by the rule of `assign`. Each may be restored from the other, and
-        from plain arrays. Iterators go on where they stood, on another number of workers only under `AutoShardPolicy.DATA`:
-        else each worker has read files or batches of its own, and its position means nothing to another number of workers.
+        A mirrored variable gets its value. A sync-on-read variable gets all its copies when the number of replicas is that of
+        the save, else its aggregated value, by the rule of `assign`. Each may be restored from the other, and from plain
+        arrays. Iterators go on at their positions; on another number of workers only under `AutoShardPolicy.DATA`, because
+        under other policies each worker has read its own files or batches.
 
         Args:
-            partial: leave alone what the checkpoint holds and this object does not name, such as all but the weights for
-                inference. What this object names must still be there. An iterator that is left out starts at its beginning.
+            partial: ignore saved values that this object does not name, for example to restore only weights for inference.
+                Values that it names must be there. An iterator that is left out starts at its beginning.
 
         Raises:
             CheckpointError: (a RuntimeError) when no step is undamaged, when one cannot be read for another reason than damage,
-                such as too many open files, when what was saved is not what is to be restored (all differences are listed), and
-                when the workers do not share the directory. Nothing has changed.
+                such as too many open files, when the saved values do not fit (all differences are listed), and when the workers
+                do not share the directory. Nothing has changed.
             ContextError: (a RuntimeError) inside a step.
         """
         if not isinstance(partial, bool):

@@ -19,16 +19,16 @@ from .leaves import is_nnx_object
 def export(tree: PyTree) -> PyTree:
     """Return the values of variables as a plain tree of JAX arrays.
 
-    The arrays are those of the variables, on all devices of the strategy, and are not copied; they stay as they are when
-    the variables change. They go in again by `variable.assign(array)`, also of a tree that `mr.Variable(tree)` has made.
+    The arrays are those of the variables, on all devices of the strategy, without a copy; they stay as they are when the
+    variables change. `variable.assign(array)` takes them back, also of a tree that `mr.Variable(tree)` has made.
 
     Args:
-        tree: in any nest: variables; what `mr.Variable(tree)` makes; a `mr.Optimizer`, of which its state is meant; models,
-            optimizers and metrics of Keras and Flax NNX, of which the arrays by their names are meant. A PerReplica becomes its
-            array `[R, ...]`, with one row for each replica. Everything else comes back as it is.
+        tree: any nest of variables; of results of `mr.Variable(tree)`; of `mr.Optimizer`, which become their states; of models,
+            optimizers and metrics of Keras and Flax NNX, which become their arrays by name. A PerReplica becomes its array
+            `[R, ...]`, with one row for each replica. Other values are returned unchanged.
 
     Returns:
-        The same nest, with arrays. A sync-on-read variable has the value that reading it has.
+        The same nest, with arrays. A sync-on-read variable gives its aggregated value, as when it is read.
 
     Raises:
         UnevenReplicasError: (a ValueError) for a PerReplica whose shapes differ.

@@ -83,12 +83,12 @@ class PreemptionHandler:
         self._coordination = coordination_of(strategy or checkpoint._strategy)
         self._lock = threading.Lock()
         self._last_step: int | None = None
-        self._is_signalled = False
-        self._is_noticed = False
+        self._is_signalled = False  # SIGTERM has come to this process
+        self._is_noticed = False  # the next `after_step` acts: in a job a little later than the signal, also of another worker
         self._is_closed = False
-        self._quiet_until = 0.0
+        self._quiet_until = 0.0  # the end of the notice
         self._pid = os.getpid()
-        self._said: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._said: queue.SimpleQueue[None] = queue.SimpleQueue()  # gets an element when the signal is logged
         self._watch = None if self._coordination.num_workers == 1 else _SignalWatch(self, self._coordination)
         self._previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         signal.signal(signal.SIGTERM, self._on_signal)

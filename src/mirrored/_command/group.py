@@ -62,8 +62,8 @@ class Worker:
     was_asked: bool = False
     was_stopped: bool = False
     is_gone: bool = False
-    ended: float = 0.0
-    ended_at: float = 0.0
+    ended: float = 0.0  # as of time.monotonic()
+    ended_at: float = 0.0  # as of time.time()
 
 
 @dataclasses.dataclass
