@@ -16,24 +16,11 @@ from pathlib import Path
 
 from mutants import SOURCE, TESTS, Mutant, missed
 
+_PAIRS = ((ast.Eq, ast.NotEq), (ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Is, ast.IsNot), (ast.In, ast.NotIn), (ast.And, ast.Or))
 _SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-    ast.And: ast.Or,
-    ast.Or: ast.And,
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.Add,
-    ast.FloorDiv: ast.Mult,
-}
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.FloorDiv: ast.Mult,
+    **{one: other for pair in _PAIRS for one, other in (pair, pair[::-1])},
+}  # fmt: skip
 
 
 def mutations(text: str, lines: set[int]) -> Iterator[tuple[int, str]]:

@@ -25,7 +25,7 @@ OFFERS = {
         user_code.user_stacklevel user_code.warn versions.warn_if_untried
     """,
     "_cluster": """
-        environments.SOURCES meeting.Meeting meeting.meet resolvers.ClusterResolver resolvers.KubernetesClusterResolver
+        meeting.Meeting meeting.meet resolvers.ClusterResolver resolvers.KubernetesClusterResolver
         resolvers.SimpleClusterResolver resolvers.SlurmClusterResolver resolvers.TFConfigClusterResolver
         resolvers.discover spec.Cluster spec.ClusterSpec spec.LOOPBACK spec.MAX_WORKERS spec.check_address
         spec.join_address

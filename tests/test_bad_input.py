@@ -105,12 +105,12 @@ BAD_INPUT = {
         mr.MirroredStrategy(["cpu:0"], "auto") => TypeError: positional argument
     """,
     "NcclAllReduce": r"""
-        mr.NcclAllReduce(-1) => ValueError: num_packs is -1; expected 1, more, or 0
+        mr.NcclAllReduce(-1) => ValueError: num_packs is -1; expected 0 or more packs
         mr.NcclAllReduce("1") => TypeError: num_packs is '1'; expected an int
         mr.NcclAllReduce(True) => TypeError: num_packs is True; expected an int
     """,
     "HierarchicalCopyAllReduce": r"""
-        mr.HierarchicalCopyAllReduce(num_packs=-2) => ValueError: num_packs is -2; expected 1, more, or 0
+        mr.HierarchicalCopyAllReduce(num_packs=-2) => ValueError: num_packs is -2; expected 0 or more packs
         mr.HierarchicalCopyAllReduce(1.5) => TypeError: num_packs is 1.5; expected an int
     """,
     "ReductionToOneDevice": r"""
@@ -745,7 +745,7 @@ BAD_INPUT = {
         mr.Checkpoint(3, w=w) => TypeError: directory is 3; expected a path
         mr.Checkpoint("unused", **{"../w": [1]}) => ValueError: the name '\.\./w' will not do
         mr.Checkpoint("unused") => TypeError: got nothing to save
-        mr.Checkpoint("unused", max_to_keep=0, w=w) => ValueError: max_to_keep is 0; expected at least 1
+        mr.Checkpoint("unused", max_to_keep=0, w=w) => ValueError: max_to_keep is 0; expected 1 or more
     """,
     "Checkpoint.restore_latest": "checkpoint.restore_latest(partial=\"w\") => TypeError: partial is 'w'; expected True or False",
     "Checkpoint.save": r"""

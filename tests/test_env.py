@@ -1,6 +1,5 @@
 """The environment: every variable is in one table, and none is left changed. tests/test_house.py sees that one file reads it."""
 
-import os
 import re
 
 import pytest
@@ -58,12 +57,6 @@ def test_the_table_names_each_variable_once_and_says_what_for() -> None:
     assert all(len(variable.use) > 20 for variable in _env.TABLE)
     declared = {value for value in vars(_env).values() if isinstance(value, EnvironmentVariable)}
     assert declared == set(_env.TABLE)
-
-
-def test_a_step_leaves_the_environment_as_it_was(strategy2: mr.MirroredStrategy) -> None:
-    before = dict(os.environ)
-    strategy2.run(lambda: mr.get_replica_context().all_reduce("sum", 1.0))
-    assert dict(os.environ) == before
 
 
 def test_tf_config_is_ignored_and_the_log_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -173,7 +173,7 @@ def test_an_error_of_one_worker_ends_all() -> None:
     random, file = np.random.default_rng(0), mr.InputOptions(auto_shard_policy="file")
     wrong: list[tuple[Any, dict[str, Any], str]] = [
         (Broken, {}, "no such disk"), (lambda: [random.permutation(8)], {}, "worker 0 and worker 1 hold different records"),
-        ([ROWS], {}, "make_dataset is"), (lambda: ROWS, {}, "got ndarray"), (lambda: [ROWS], {"num_workers": 0}, "at least 1"),
+        ([ROWS], {}, "make_dataset is"), (lambda: ROWS, {}, "got ndarray"), (lambda: [ROWS], {"num_workers": 0}, "1 or more"),
         (lambda: [ROWS], {"max_steps": 1.0}, "expected an int"), (lambda: [ROWS], {"options": "off"}, "mr.InputOptions"),
         (lambda _: [ROWS], {"from_function": True, "options": file}, "Leave it out"),
     ]  # fmt: skip

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 @dataclasses.dataclass(frozen=True)
 class EnvironmentVariable:
-    """One environment variable: its name, and what the library does with it."""
+    """One environment variable: its name, and its use in the library."""
 
     name: str
     use: str
@@ -35,26 +35,18 @@ class EnvironmentVariable:
 
 
 CPU_THREADS = EnvironmentVariable(
-    "PJRT_NPROC",
-    "XLA sizes its CPU thread pools with it when the backend starts. Raised for that moment only, never "
-    "lowered: a CPU client with too few threads can deadlock.",
+    "PJRT_NPROC", "XLA's CPU threads. Raised while the backend starts, never lowered: a CPU client with too few can deadlock."
 )
 CPU_THREADS_FALLBACK = EnvironmentVariable("NPROC", "What XLA reads when PJRT_NPROC is unset; respected, never set.")
-XLA_FLAGS = EnvironmentVariable(
-    "XLA_FLAGS", "Read, never set: --xla_force_host_platform_device_count says how many CPU devices there will be."
-)
+XLA_FLAGS = EnvironmentVariable("XLA_FLAGS", "Read: --xla_force_host_platform_device_count is the number of CPU devices.")
 NCCL_ALGO = EnvironmentVariable("NCCL_ALGO", "Set to Ring for CommunicationImplementation.RING, unless it is set already.")
-DEBUG = EnvironmentVariable(
-    "MIRRORED_DEBUG",
-    "Read: `detail` lets the workers compare programs at every start, not only at the first.",
-)
+DEBUG = EnvironmentVariable("MIRRORED_DEBUG", "Read: `detail` compares the workers' programs at every start, not the first only.")
 TF_CONFIG = EnvironmentVariable(
-    "TF_CONFIG",
-    "JSON that names all workers and this one. MirroredStrategy is for one machine and ignores it; the log says so.",
+    "TF_CONFIG", "JSON that names all workers and this one. MirroredStrategy ignores it, and logs so."
 )
 
-# Who started this worker, and where the others are: `_cluster/`, docs/design/clusters.md. All are read; `mirrored launch` gives
-# its workers the address, number and index of JAX_*.
+# The cluster of this worker: `_cluster/`, docs/design/clusters.md. All are read; `mirrored launch` sets the address, number and
+# index of JAX_* for its workers.
 JAX_COORDINATOR_ADDRESS = EnvironmentVariable("JAX_COORDINATOR_ADDRESS", "host:port of worker 0: Kubeflow TrainJob, or by hand.")
 JAX_COORDINATOR_PORT = EnvironmentVariable("JAX_COORDINATOR_PORT", "The port, where JAX_COORDINATOR_ADDRESS has none.")
 JAX_NUM_PROCESSES = EnvironmentVariable("JAX_NUM_PROCESSES", "The number of workers; jax itself does not read it.")
@@ -83,29 +75,21 @@ PMIX_NAMESPACE = EnvironmentVariable("PMIX_NAMESPACE", "Open MPI 5: the job, and
 PMI_RANK = EnvironmentVariable("PMI_RANK", "MPICH's and Intel's mpiexec: the index of this worker.")
 PMI_SIZE = EnvironmentVariable("PMI_SIZE", "MPICH's and Intel's mpiexec: the number of workers.")
 MPI_LOCALNRANKS = EnvironmentVariable("MPI_LOCALNRANKS", "MPICH's and Intel's mpiexec: the number of workers on this host.")
-KUBERNETES_SERVICE_HOST = EnvironmentVariable(
-    "KUBERNETES_SERVICE_HOST", "Set in every pod: the names of other pods may appear in the DNS only after a while."
-)
+KUBERNETES_SERVICE_HOST = EnvironmentVariable("KUBERNETES_SERVICE_HOST", "Set in every pod: the DNS may get pods' names late.")
 JOB_COMPLETION_INDEX = EnvironmentVariable("JOB_COMPLETION_INDEX", "The index of this worker in an indexed Job or a JobSet.")
 HOSTNAME = EnvironmentVariable("HOSTNAME", "The name of a pod: in an indexed Job, the job's name and the index.")
 
-# What `mirrored launch` gives its workers, beside the JAX_* above: launch.py.
+# Set by `mirrored launch` for its workers, beside the JAX_* above: launch.py.
 JAX_PLATFORMS = EnvironmentVariable("JAX_PLATFORMS", "Set to cpu by `mirrored launch --cpu-devices`; JAX reads it.")
 JAX_NUM_CPU_DEVICES = EnvironmentVariable("JAX_NUM_CPU_DEVICES", "Set by `mirrored launch --cpu-devices`; JAX reads it.")
-JAX_LOCAL_DEVICE_IDS = EnvironmentVariable(
-    "JAX_LOCAL_DEVICE_IDS", "Set by `mirrored launch` for several workers on one host: the GPUs of this one; JAX reads it."
-)
+JAX_LOCAL_DEVICE_IDS = EnvironmentVariable("JAX_LOCAL_DEVICE_IDS", "Set by `mirrored launch`: a worker's GPUs; JAX reads it.")
 MIRRORED_ATTEMPT = EnvironmentVariable("MIRRORED_ATTEMPT", "Set by `mirrored launch`: 0, and one more after every restart.")
-MIRRORED_PROGRESS_FILE = EnvironmentVariable(
-    "MIRRORED_PROGRESS_FILE", "Set by `mirrored launch`: where to write the step of the last checkpoint, in decimal digits."
-)
-MIRRORED_WORKER = EnvironmentVariable(
-    "MIRRORED_WORKER", "Set by each worker of several, for the processes that it starts: the worker that they cannot be too."
-)
+MIRRORED_PROGRESS_FILE = EnvironmentVariable("MIRRORED_PROGRESS_FILE", "Set by `mirrored launch`: file of the last saved step.")
+MIRRORED_WORKER = EnvironmentVariable("MIRRORED_WORKER", "Set by each worker of several: the worker that its children cannot be.")
 NO_COLOR = EnvironmentVariable("NO_COLOR", "When it is set and not empty, `mirrored launch` writes no colours: no-color.org.")
 
 TABLE = tuple(variable for variable in list(globals().values()) if isinstance(variable, EnvironmentVariable))
-#: Those that say who the workers are and where they are: no secrets, so they may be shown.
+#: Those that describe the cluster: no secrets, so they may be shown.
 CLUSTER = TABLE[TABLE.index(TF_CONFIG) : TABLE.index(HOSTNAME) + 1]
 
 
@@ -115,7 +99,7 @@ def current() -> Mapping[str, str]:
 
 
 def forced_host_devices() -> int:
-    """Return the number of CPU devices that `XLA_FLAGS` asks for, 0 when it does not say."""
+    """Return the number of CPU devices in `XLA_FLAGS`, 0 without one."""
     counts = re.findall(r"--xla_force_host_platform_device_count=(\d+)", XLA_FLAGS.get() or "")
     return int(counts[-1]) if counts else 0
 

@@ -1,4 +1,4 @@
-"""Everything the library raises or warns with. Each is also a built-in class, so `except ValueError` works."""
+"""The library's errors and warnings. Each is also a built-in class, so `except ValueError` works."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import inspect
 
 
 class ReplicasDivergeError(ValueError):
-    """Copies that must be the same on every replica are not, or cannot be shown to be."""
+    """Copies that must be the same on every replica differ, or cannot be shown to be the same."""
 
 
 class CollectiveHangError(ValueError):
-    """Only some replicas would reach a collective, so that all would wait for ever."""
+    """Only some replicas would reach a collective, so that they would wait for ever."""
 
 
 class FactorOfReplicasError(ValueError):
@@ -26,7 +26,7 @@ class PerReplicaError(TypeError):
 
 
 class OneProgramError(TypeError):
-    """Python needed the value of an array in a step, which is traced once for all steps and replicas."""
+    """Python needed an array's value inside a step, which is traced once for all steps and replicas."""
 
 
 class ContextError(RuntimeError):
@@ -75,11 +75,11 @@ class ClusterStartError(RuntimeError):
 
 
 class WorkerLostError(RuntimeError):
-    """Another worker is gone, or did not come where all must."""
+    """Another worker is gone, or did not reach a point that all must reach."""
 
 
 class ProgramMismatchError(RuntimeError):
-    """The workers came to different programs, which would wait for each other or give wrong numbers."""
+    """The workers run different programs, which would wait for each other or give wrong numbers."""
 
 
 class CheckpointError(RuntimeError):
@@ -87,11 +87,11 @@ class CheckpointError(RuntimeError):
 
 
 class FactorOfReplicasWarning(UserWarning):
-    """An update is R times the one that a single device would make."""
+    """An update is R times as large as on a single device."""
 
 
 class ReplicasDivergeWarning(UserWarning):
-    """A step returns a state that was the same on all replicas, and differs by replica now."""
+    """A step returns a state that was the same on all replicas and now differs."""
 
 
 class RecompilationWarning(UserWarning):
@@ -105,9 +105,9 @@ INTERRUPTED = 130
 #: The machine was about to be taken away, and the state is saved: 128 + SIGTERM, as if the signal had ended it.
 PREEMPTED = 143
 
-#: SIGTERMs that follow the first so soon are the same notice, for the launcher and for a worker's preemption handler: systemd
-#: and Slurm may signal all processes of a job, and what starts others, as the launcher and `srun` do, passes its own on, so that
-#: two come within milliseconds. Who wants an end at once is slower.
+#: SIGTERMs within this time after the first are the same notice, for the launcher and for a worker's preemption handler: systemd
+#: and Slurm may signal all processes of a job, and the launcher and `srun` forward their own, so that two come within
+#: milliseconds. A user who wants an end at once is slower.
 NOTICE_SECONDS = 1.0
 
 for _thing in list(vars().values()):

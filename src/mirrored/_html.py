@@ -1,4 +1,4 @@
-"""How facts are written as HTML: for notebooks and the report page."""
+"""Writes HTML, for notebooks and the report page."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ def element(tag: str, content: object = "", **attributes: object) -> Html:
     return Html(f"<{tag}{written}>{markup(content)}</{tag}>")
 
 
-def joined(parts: Iterable[object]) -> Html:
-    """Write one part after the other."""
+def join(parts: Iterable[object]) -> Html:
+    """Write parts one after the other."""
     return Html("".join(markup(part) for part in parts))
 
 
 def table(headings: Sequence[object], rows: Iterable[Sequence[object]]) -> Html:
     """Write a table with a line of headings."""
-    head = element("tr", joined(element("th", heading, scope="col") for heading in headings))
-    body = joined(element("tr", joined(element("td", cell) for cell in row)) for row in rows)
-    return element("table", joined([element("thead", head), element("tbody", body)]))
+    head = element("tr", join(element("th", heading, scope="col") for heading in headings))
+    body = join(element("tr", join(element("td", cell) for cell in row)) for row in rows)
+    return element("table", join([element("thead", head), element("tbody", body)]))
 
 
 def outline(text: str) -> Html:
-    """Write a text of several lines for a notebook: the first is the title, the others are its points."""
+    """Write a text for a notebook: its first line as the title, the others as points."""
     title, *lines = text.split("\n")
-    points = joined(element("li", line.strip()) for line in lines)
-    return joined([element("b", title), element("ul", points) if lines else ""])
+    points = join(element("li", line.strip()) for line in lines)
+    return join([element("b", title), element("ul", points) if lines else ""])
 
 
 def copies(title: str, arrays: Sequence[tuple[int, np.ndarray]], is_on_read: bool) -> Html:
-    """Write the copies of a variable, each with its replica's number, for a notebook: the value once where they are equal."""
+    """Write (replica, copy) pairs of a variable for a notebook; equal copies are shown once."""
     are_equal = len({array.tobytes() for _, array in arrays}) == 1
     values = [(number, element("code", np.array2string(array, threshold=20))) for number, array in arrays]
     if is_on_read:
@@ -64,4 +64,4 @@ def copies(title: str, arrays: Sequence[tuple[int, np.ndarray]], is_on_read: boo
         kind = "copies that differ"
     is_once = are_equal and not is_on_read
     shown = element("div", values[0][1]) if is_once else table(("replica", "value"), values)
-    return joined([element("b", title), f", {kind}", shown])
+    return join([element("b", title), f", {kind}", shown])

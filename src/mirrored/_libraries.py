@@ -1,10 +1,10 @@
-"""Of which model library is an object, and which lines make variables of it?"""
+"""Finds the model library of an object, and the lines that use it with this library."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-#: By the beginning of a module's name: the library, and what to write before the step and in it.
+#: First part of a module's name -> the library, and the lines before the step and in it.
 _LINES = {
     "flax.nnx": (
         "Flax NNX",
@@ -35,7 +35,7 @@ _LINES = {
 
 
 def lines_for(value: object) -> str:
-    """Return a sentence, behind a space, that names the library of an object, or of one in it, and the lines to write; or ""."""
+    """Return a sentence, behind a space, with the library of an object or its elements, and the lines to write; else ""."""
     values = [value, *value] if isinstance(value, list | tuple) else [value]
     if isinstance(value, Mapping):
         values = [value, *value.values()]

@@ -9,7 +9,7 @@ from typing import Any, Literal, Self, TypeAlias
 
 from . import _tf_names
 
-#: The names of the members below, which are accepted in any case.
+#: The names of the members below; they are accepted in any case.
 ReduceOpName: TypeAlias = Literal["sum", "mean", "SUM", "MEAN"]
 SynchronizationName: TypeAlias = Literal["auto", "on_write", "on_read", "AUTO", "ON_WRITE", "ON_READ"]
 AggregationName: TypeAlias = Literal["none", "sum", "mean", "only_first_replica", "NONE", "SUM", "MEAN", "ONLY_FIRST_REPLICA"]
@@ -17,8 +17,16 @@ CommunicationName: TypeAlias = Literal["auto", "ring", "nccl", "mpi", "AUTO", "R
 ShardPolicyName: TypeAlias = Literal["auto", "file", "data", "off", "AUTO", "FILE", "DATA", "OFF"]
 
 
+def check_int(name: str, value: object, at_least: int, unit: str) -> None:
+    """Refuse a value that is no int of some size: `check_int("prefetch", -1, 0, "batches")`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is {value!r}; expected an int, the number of {unit}.")
+    if value < at_least:
+        raise ValueError(f"{name} is {value}; expected {at_least} or more {unit}.")
+
+
 class NamedChoice(enum.Enum):
-    """An enum that accepts its members' names in any case, and says all of them when it does not."""
+    """An enum that accepts its members' names in any case, and lists them in its errors."""
 
     @classmethod
     def parse(cls, given: object, argument: str) -> Self:
@@ -89,10 +97,7 @@ class InputOptions:
     def __post_init__(self) -> None:
         if not isinstance(self.drop_remainder, bool):
             raise TypeError(f"drop_remainder is {self.drop_remainder!r}; expected True or False.")
-        if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int):
-            raise TypeError(f"prefetch is {self.prefetch!r}; expected an int, the number of batches ahead.")
-        if self.prefetch < 0:
-            raise ValueError(f"prefetch is {self.prefetch}; expected 0 or more batches.")
+        check_int("prefetch", self.prefetch, 0, "batches ahead")
         object.__setattr__(self, "auto_shard_policy", AutoShardPolicy.parse(self.auto_shard_policy, "auto_shard_policy"))
 
 
@@ -144,10 +149,7 @@ class CommunicationOptions:
     def __post_init__(self) -> None:
         parsed = CommunicationImplementation.parse(self.implementation, "implementation")
         object.__setattr__(self, "implementation", parsed)
-        if isinstance(self.bytes_per_pack, bool) or not isinstance(self.bytes_per_pack, int):
-            raise TypeError(f"bytes_per_pack is {self.bytes_per_pack!r}; expected an int, 0 to have it chosen.")
-        if self.bytes_per_pack < 0:
-            raise ValueError(f"bytes_per_pack is {self.bytes_per_pack}; expected 0 or more bytes.")
+        check_int("bytes_per_pack", self.bytes_per_pack, 0, "bytes (0: chosen here)")
         seconds = self.timeout_seconds
         if seconds is None:
             return
@@ -165,15 +167,12 @@ MAX_TIMEOUT_SECONDS = 7 * 24 * 3600.0
 
 @dataclasses.dataclass(frozen=True)
 class AllReduce:
-    """What TensorFlow's two all-reduces have in common."""
+    """The common part of TensorFlow's two all-reduces."""
 
     num_packs: int = 1  # see `NcclAllReduce`
 
     def __post_init__(self) -> None:
-        if isinstance(self.num_packs, bool) or not isinstance(self.num_packs, int):
-            raise TypeError(f"num_packs is {self.num_packs!r}; expected an int, such as num_packs=1.")
-        if self.num_packs < 0:
-            raise ValueError(f"num_packs is {self.num_packs}; expected 1, more, or 0 to send each array by itself.")
+        check_int("num_packs", self.num_packs, 0, "packs (0: each array alone)")
 
     def __repr__(self) -> str:
         return f"mr.{type(self).__name__}(num_packs={self.num_packs})"
@@ -181,7 +180,7 @@ class AllReduce:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class NcclAllReduce(AllReduce):
-    """NCCL adds up over GPUs: what XLA does there also without it. On a CPU it is an error.
+    """NCCL adds up over GPUs, as XLA does without this option. On a CPU it is an error.
 
     Args:
         num_packs: TensorFlow's number of packs of gradients. It changes nothing: small arrays travel together, and
@@ -200,7 +199,7 @@ class NcclAllReduce(AllReduce):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class HierarchicalCopyAllReduce(AllReduce):
-    """XLA, and NCCL between GPUs, choose the way over the links by themselves: with this name as without it.
+    """XLA, and NCCL between GPUs, choose the way over the links, with this option as without it.
 
     Args:
         num_packs: see `mr.NcclAllReduce`.
@@ -218,16 +217,16 @@ class HierarchicalCopyAllReduce(AllReduce):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ReductionToOneDevice:
-    """The replicas' arrays are brought together, and given to a function in the place of their sum.
+    """The replicas' arrays are gathered, and given to a function in place of their sum.
 
-    One program runs on all devices, so each of them gets all arrays and computes the same: no device is the one that others
-    wait for. It takes R times the memory of each array. Without a function they are added up as without this.
+    One program runs on all devices, so each of them gathers all arrays and computes the same; no device waits for another. It
+    takes R times the memory of each array. Without a function this option changes nothing.
 
     Args:
         reduce_to_device: one of the strategy's devices, or None. It changes nothing, because every device has the result.
         accumulation_fn: takes a list of R arrays of one shape and dtype, in the order of the replicas, and returns one like
-            them. None: their sum. It takes the place of the sum in `all_reduce`, `strategy.reduce` and the gradients of
-            `mr.Optimizer`; a MEAN is its result divided by R. What a variable's `aggregation` adds up, it adds up.
+            them. None: their sum. It replaces the sum in `all_reduce`, `strategy.reduce` and the gradients of
+            `mr.Optimizer`; a MEAN is its result divided by R. The `aggregation` of a variable still adds up.
 
     Raises:
         TypeError: when `accumulation_fn` is no function, or, from a step, when it returns something else.

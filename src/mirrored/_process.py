@@ -1,7 +1,7 @@
-"""The state of the process: what belongs to no strategy. docs/design/state.md says who changes it, and under which lock.
+"""The state of the process, which belongs to no strategy. docs/design/state.md says who changes it, and under which lock.
 
-Whoever changes one changes it here, as an attribute of this module or of the object in it. A forked child and a test that wants a
-process as new begin here, too.
+It is changed here, as attributes of this module or of the objects in it, so that a forked child, or a test that needs a process
+as new, finds all of it.
 """
 
 from __future__ import annotations
@@ -16,42 +16,42 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-# -- where the program is: each thread, and each asynchronous task, has its own
+# -- the place in the program, for each thread and each asynchronous task
 
 #: The innermost scope, step or trace (`_replicas/frames.Frame`).
 frame: contextvars.ContextVar[Any] = contextvars.ContextVar("mirrored_frame", default=None)
-#: Whether a Keras optimizer, which has summed its gradients, writes variables.
+#: Whether a Keras optimizer is writing variables; it has summed its gradients.
 is_keras_update: contextvars.ContextVar[bool] = contextvars.ContextVar("mirrored_keras_update", default=False)
 
 # -- programs in flight (`_replicas/in_flight`)
 
-#: Guards the two queues where they are shortened.
+#: Guards the two queues where elements are removed.
 in_flight_lock = threading.Lock()
 #: Results of programs of this process alone, and of those in which other workers take part, each with its check.
 in_flight: collections.deque[Any] = collections.deque()
 joint_in_flight: collections.deque[tuple[Any, Callable[[Any], None] | None]] = collections.deque()
-#: Whether this process was forked from one in which JAX ran: then the threads that carry out programs are not here.
+#: Whether this process was forked from one in which JAX ran: the threads that run programs are missing then.
 is_forked = False
 
-# -- what is replaced in other libraries
+# -- replacements in other libraries
 
-#: Guards the next three: what is in Keras and Equinox in place of which method, in how many blocks, and the strategies' models.
+#: Guards the next three: the replaced methods of Keras and Equinox, in how many blocks they are, and the strategies' models.
 replaced_lock = threading.RLock()
 replaced: dict[tuple[type, str], tuple[Callable[..., Any], Any]] = {}
 num_replacing = 0
-#: The devices of each Keras model that was made in a strategy's scope, or runs on a strategy.
+#: Keras model that was made in a strategy's scope, or runs on a strategy -> its devices.
 keras_models: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 #: Guards the next two: JAX's collectives while uneven steps are traced, and how many are.
 lax_lock = threading.Lock()
 lax_originals: dict[str, Callable[..., Any]] = {}
 num_step_traces = 0
 
-# -- what a report tells
+# -- facts for reports
 
 
 @dataclasses.dataclass
 class Waited:
-    """Seconds that this process's threads have waited.
+    """Seconds for which this process's threads have waited.
 
     Attributes:
         input: for the next batch of a distributed dataset.
@@ -63,26 +63,26 @@ class Waited:
 
 
 waited = Waited()
-#: What the user was warned of, and how often; the oldest go first.
+#: Warning -> how often it was given; the oldest are dropped first.
 warned: collections.OrderedDict[str, int] = collections.OrderedDict()
-#: Of the last profile in which programs of a mesh ran.
+#: Mesh -> the devices' time in the last profile with its programs.
 last_profiles: dict[Any, Any] = {}
-#: The times of all strategies (`_replicas/spent.Spent`), and the strategies.
+#: The step times of all strategies (`_replicas/spent.Spent`), and the strategies.
 times: weakref.WeakSet[Any] = weakref.WeakSet()
 strategies: weakref.WeakSet[Any] = weakref.WeakSet()
-#: Whether a worker that trains by itself was told so.
+#: Whether a worker that trains alone was told so.
 has_warned_of_workers = False
 
-# -- what JAX and tracebacks are told
+# -- for JAX and tracebacks
 
 #: Numbers of separate sets of JAX's caches.
 cache_numbers = itertools.count()
-#: Folders whose code is not the user's: ours, JAX's, those of libraries that we know (`_jax/user_code`).
+#: Folders of code that is not the user's: ours, JAX's, those of known libraries (`_jax/user_code`).
 library_folders: tuple[str, ...] = ()
 
 
 def _renew_locks() -> None:
-    """Make the locks anew in a forked child, where the thread that holds one is not."""
+    """Make new locks in a forked child, where the thread that may hold one is missing."""
     global in_flight_lock, replaced_lock, lax_lock
     in_flight_lock, replaced_lock, lax_lock = threading.Lock(), threading.RLock(), threading.Lock()
 

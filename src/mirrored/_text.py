@@ -1,4 +1,4 @@
-"""How values, workers and texts of others are shown."""
+"""Shows values, workers and other people's texts in messages."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 
 from ._libraries import lines_for
 
-#: Begins each line of such a text in the log.
+#: Begins each line of another worker's text.
 MARGIN = "  | "
-#: Of a package that is not installed.
+#: The version of a package that is not installed.
 NO_VERSION = "not installed"
 
 
 def escape(text: str, limit: int) -> str:
-    r"""Return at most about `limit` characters of one line, with what is not printable written out as in Python.
+    r"""Return at most about `limit` characters of one line, with unprintable ones escaped as in Python.
 
     >>> escape("a\x1b[2Kb\nc", 100)
     'a\\x1b[2Kb\\nc'
@@ -28,19 +28,19 @@ def escape(text: str, limit: int) -> str:
 
 
 def escape_lines(text: str, limit: int) -> str:
-    """Return the last `limit` characters of a text of several lines, each escaped and behind a margin."""
+    """Return the last `limit` characters of a text, each line escaped and behind a margin."""
     lines = text[-limit:].split("\n")
     return "\n".join(MARGIN + escape(line, limit) for line in lines if line.strip())
 
 
 def escape_titled(title: str, rest: str, limit: int) -> str:
-    """Return a title, escaped, and below it the lines that belong to it, each behind a margin; `limit` characters of each."""
+    """Return an escaped title and, below it, escaped lines behind a margin; at most `limit` characters of each."""
     lines = escape_lines(rest, limit)
     return escape(title, limit) + (f"\n{lines}" if lines else "")
 
 
 def version_of(package: str) -> str:
-    """Return the version of an installed package, or NO_VERSION, also of one that is only on the path."""
+    """Return the version of an installed package, else NO_VERSION, also when it is only on the path."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -48,7 +48,7 @@ def version_of(package: str) -> str:
 
 
 def describe(value: object, length: int = 60) -> str:
-    """Show a value from outside in a message: escaped, and cut at a length."""
+    """Show a value of the command line or the environment: escaped, and cut at a length."""
     if isinstance(value, str):
         return ascii(value[:length]) + ("..." if len(value) > length else "")
     if isinstance(value, Mapping):
@@ -62,12 +62,12 @@ def describe(value: object, length: int = 60) -> str:
     return ascii(value)[:length] if isinstance(value, float) else f"a {type(value).__name__}"
 
 
-#: What is shown of an object in a message, at most.
+#: An object is shown in at most so many characters.
 _SHOWN = 300
 
 
 def shown(value: object) -> str:
-    """Show what a user gave in a message: as Python writes it where that is short, else in words, without its numbers."""
+    """Show a user's value: its `repr` where that is short, else its type in words, without numbers."""
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if isinstance(shape, tuple) and dtype is not None and getattr(value, "size", 0) > 20:
         return f"an array of shape {shape} and dtype {dtype}"
@@ -86,8 +86,14 @@ def shown(value: object) -> str:
 
 
 def call_it(value: object) -> str:
-    """Return what to write where a function was given instead of what it returns, else nothing."""
+    """Return the hint for a function that was given in place of its result; "" for other values."""
     return " It is a function: call it, as in mr.grad(loss_fn, variables)()." if callable(value) else ""
+
+
+def list_lines(lines: Sequence[str], most: int = 5) -> str:
+    """Write lines below each other, indented; of many only the first, and "and 3 more"."""
+    more = [f"and {len(lines) - most} more"] if len(lines) > most else []
+    return "".join(f"\n  {line}" for line in (*lines[:most], *more))
 
 
 def counted(number: int, noun: str) -> str:

@@ -1,4 +1,4 @@
-"""Which line takes the place of a name that TensorFlow or PyTorch has, and that makes no sense or is called differently here?"""
+"""Says what to write in place of names of TensorFlow and PyTorch that do not exist here, or have another name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 ClassT = TypeVar("ClassT", bound=type)
 
-#: Methods of a strategy: TensorFlow's spellings, and ours. They work, and say so.
+#: Methods of a strategy: TensorFlow's name -> ours. They work, with a warning.
 ALIASES = {
     "experimental_run_v2": "run",
     "experimental_distribute_dataset": "distribute_dataset",
@@ -27,7 +27,7 @@ _IN_A_LOADER = "Write DataLoader(data, batch_size=global_batch_size, shuffle=Tru
 _NO_GRAPH = "Variables have their value from the start, and there are no graphs and sessions."
 _ON_ITS_DEVICE = "Leave it out: each replica's rows go to its device."
 _GRADIENTS = "Write loss, gradients = mr.value_and_grad(loss_fn, variables)()."
-#: Names that neither of our two kinds of datasets has.
+#: Names that both of our kinds of datasets lack.
 _OF_DATASETS = {
     "cardinality": "Write len(dataset), a TypeError where it is not known.",
     "shard": "Leave it out: strategy.distribute_dataset(dataset) gives each worker and each replica its own rows.",
@@ -37,7 +37,7 @@ _OF_DATASETS = {
     **dict.fromkeys(("with_options", "options"), "Write strategy.distribute_dataset(dataset, mr.InputOptions(...))."),
 }
 
-#: For each owner, the names that it does not have, and the sentence that says what to write.
+#: Owner -> missing name -> the sentence that says what to write.
 _INSTEAD = {
     "mirrored": {
         "RunOptions": "strategy.run takes no options: write strategy.run(step, args=(x,)).",
@@ -165,12 +165,12 @@ _INSTEAD = {
 
 
 def is_told(owner: str, name: str) -> bool:
-    """Tell whether there is a sentence that says what to write instead of an attribute."""
+    """Tell whether there is a sentence for a missing attribute."""
     return name in _INSTEAD[owner]
 
 
 def explain_arguments(owner: str) -> Callable[[ClassT], ClassT]:
-    """Let a class say what to write instead of an argument that it does not have."""
+    """Let a class say what to write in place of an argument that it does not have."""
 
     def explain(kind: ClassT) -> ClassT:
         init = kind.__init__
@@ -188,7 +188,7 @@ def explain_arguments(owner: str) -> Callable[[ClassT], ClassT]:
 
 
 def missing(owner: str, name: str) -> AttributeError:
-    """Return the error for an attribute that an owner such as `mr.Strategy` does not have, with what to write if it is known."""
+    """Return the error for an attribute that an owner such as `mr.Strategy` lacks, with the line to write if there is one."""
     instead = _INSTEAD[owner]
     prefix = "experimental_"
     sentence = instead.get(name) or (instead.get(prefix) if name.startswith(prefix) else None)
@@ -196,7 +196,7 @@ def missing(owner: str, name: str) -> AttributeError:
 
 
 def add_aliases(kind: type) -> None:
-    """Give the class of strategies its methods under TensorFlow's older names too."""
+    """Give the class of strategies TensorFlow's older names of its methods."""
 
     def alias(old: str, new: str) -> Callable[..., Any]:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:

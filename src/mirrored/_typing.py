@@ -1,4 +1,4 @@
-"""The words of the house: aliases that several floors share."""
+"""Type aliases that several wings share."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import numpy as np
 #: The name of the only mesh axis. Inside `strategy.run` it works with every `jax.lax` collective.
 REPLICA_AXIS = "replica"
 
-#: A nest of dicts, lists, tuples and registered classes; the leaves are described where it is used.
+#: A nest of dicts, lists, tuples and registered classes.
 PyTree: TypeAlias = Any
 
-#: What JAX computes with: an array on devices, one on the host, or a Python number.
+#: An operand of JAX: an array on devices or on the host, or a Python number.
 ArrayLike: TypeAlias = jax.Array | np.ndarray | np.generic | bool | int | float | complex
 
 #: The shape of one replica's value; no leading replica axis.

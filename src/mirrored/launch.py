@@ -1,4 +1,4 @@
-"""How to start the workers of a host, and start them again after a failure: the command `mirrored`."""
+"""The command `mirrored`; above all `mirrored launch`, which starts a host's workers, and restarts them after a failure."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from . import _env
-from ._cluster.environments import SOURCES
 from ._cluster.spec import LOOPBACK, MAX_WORKERS, check_address, join_address
 from ._command.ending import Budget, describe_failure, summarize
 from ._command.group import Group
@@ -42,7 +41,7 @@ _HELP = """usage: mirrored launch -n N [options] script.py args...   start N wor
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that says in one line what is wrong and what to write."""
+    """A parser whose errors are one line, with an example of a right command."""
 
     right = "mirrored launch -n 2 train.py"
 
@@ -80,19 +79,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _show_all_characters() -> None:
-    """Let no character of a variable or a path end a command: the encoding of the output may lack it."""
+    """Escape characters that the encoding of the output lacks, such as those of a path, instead of raising an error."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def _until_nobody_reads(work: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
-    """Run a command that prints, and end it as SIGPIPE would when nobody reads any more, as in `mirrored env | head`."""
+    """Run a command that prints; end it as SIGPIPE would when its reader is gone, as in `mirrored env | head`."""
     try:
         code = work(argv)
         sys.stdout.flush()
     except BrokenPipeError:
-        with open(os.devnull, "wb") as nowhere:  # where Python writes once more at its end
+        with open(os.devnull, "wb") as nowhere:  # Python writes once more at its end
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     return code
@@ -116,10 +115,10 @@ def _launch(argv: Sequence[str]) -> int:
 
 
 def _run(options: argparse.Namespace, outlets: tuple[Outlet, Outlet], signals: Signals) -> int:
-    """Start the workers until they have done their work, or there is a reason not to start them again."""
-    inherited = _without_other_clusters(_env.current())
-    if hidden := sorted(set(_env.current()) - set(inherited)):
-        _say(outlets[1], f"not passed on to the workers, which get their cluster from here: {', '.join(hidden)}")
+    """Start the workers, again after each failure that allows it; return the exit code."""
+    inherited = dict(_env.current())
+    if inherited.pop(_env.TF_CONFIG.name, ""):  # a worker would prefer it to JAX_*
+        _say(outlets[1], f"not passed on to the workers, which get their cluster from here: {_env.TF_CONFIG.name}")
     budget, start, logs, used_ports = Budget(options.max_restarts), time.monotonic(), None, set[int]()
     with contextlib.closing(Standby(options.standby if options.max_restarts else "", options.command)) as standby:
         for number in itertools.count():
@@ -148,7 +147,7 @@ def _run(options: argparse.Namespace, outlets: tuple[Outlet, Outlet], signals: S
 
 
 def _log_folder(options: argparse.Namespace, attempt: int, errors: Outlet) -> Path | None:
-    """Make the folder of an attempt; None, with a line that says why, where a disk that is full must not end the training."""
+    """Make the folder of an attempt; None, with a line that says why, where it cannot be made: training goes on without."""
     try:
         return make_log_folder(options.log_dir, attempt, f"-node-{options.node_rank}" if options.nnodes > 1 else "")
     except OSError as error:
@@ -157,11 +156,11 @@ def _log_folder(options: argparse.Namespace, attempt: int, errors: Outlet) -> Pa
 
 
 def _free_address(used: set[int]) -> str:
-    """Return where worker 0 listens in this attempt, which is never where it listened in one before."""
+    """Return an address for worker 0 with a port that no earlier attempt had."""
     while True:
         try:
             host, port = LOOPBACK, _free_port(socket.AF_INET, LOOPBACK)
-        except OSError:  # a host that speaks IPv6 only
+        except OSError:  # the host has IPv6 only
             host, port = "::1", _free_port(socket.AF_INET6, "::1")
         if port not in used:
             used.add(port)
@@ -175,7 +174,7 @@ def _free_port(family: socket.AddressFamily, host: str) -> int:
 
 
 def _variables(options: argparse.Namespace, address: str, attempt: int, i: int) -> dict[str, str]:
-    """Return what a worker finds its cluster and its devices by."""
+    """Return the variables that tell a worker its cluster and its devices."""
     variables = {
         _env.JAX_COORDINATOR_ADDRESS: address,
         _env.JAX_NUM_PROCESSES: options.n * options.nnodes,
@@ -188,19 +187,6 @@ def _variables(options: argparse.Namespace, address: str, attempt: int, i: int) 
         each = options.gpus_per_worker or 1
         variables[_env.JAX_LOCAL_DEVICE_IDS] = ",".join(str(gpu) for gpu in range(i * each, (i + 1) * each))
     return {variable.name: str(value) for variable, value in variables.items()}
-
-
-def _without_other_clusters(environment: Mapping[str, str]) -> dict[str, str]:
-    """Leave out the variables that a worker would look at before those that it gets from here."""
-    ours = {v.name: "0" for v in (_env.JAX_COORDINATOR_ADDRESS, _env.JAX_NUM_PROCESSES, _env.JAX_PROCESS_ID)}
-    kept = dict(environment) | ours
-    for name, is_there, _ in SOURCES:
-        if name == "JAX_*":
-            break
-        for variable in _env.TABLE:
-            if is_there(kept) and not is_there({key: value for key, value in kept.items() if key != variable.name}):
-                del kept[variable.name]
-    return {key: value for key, value in environment.items() if key in kept}
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -246,7 +232,7 @@ def _check(parser: _Parser, options: argparse.Namespace, command: list[str]) -> 
     if command[0] != "-m":
         if not os.path.exists(command[0]):
             parser.error(f"there is no file {describe(command[0])}")
-        if command[0].startswith("-"):  # Python would take it for an option
+        if command[0].startswith("-"):  # a file, which Python would take for an option
             command[0] = os.path.join(".", command[0])
     options.command = command
     if options.cpu_devices and options.gpus_per_worker:
@@ -297,7 +283,7 @@ def _seconds(text: str) -> float:
 
 
 def _open_standard_streams() -> None:
-    """Let no pipe of a worker take the number of a stream that was closed when the launcher started."""
+    """Open closed standard streams, so that no worker's pipe gets the number of one of them."""
     fd = os.open(os.devnull, os.O_RDWR)
     while fd <= 2:
         fd = os.dup(fd)
@@ -309,7 +295,7 @@ def _say(outlet: Outlet, text: str) -> None:
 
 
 def _flush(outlets: Sequence[Outlet], signals: Signals) -> None:
-    """Write what is left, unless nobody reads it and the user does not want to wait."""
+    """Write the rest of the output; after a further signal, only as much as its reader takes at once."""
     known = len(signals.received)
     while any(outlet.is_waiting for outlet in outlets):
         is_patient = known < 2 and len(signals.received) == known

@@ -1,6 +1,5 @@
 """Checkpoints: what is saved comes back exactly, and what cannot is said before anything changes."""
 
-import asyncio
 import contextlib
 import errno
 import io
@@ -10,6 +9,7 @@ import logging
 import os
 import random
 import re
+import resource
 import shutil
 import stat
 import subprocess
@@ -18,7 +18,7 @@ import threading
 import time
 import zlib
 from collections import OrderedDict, namedtuple
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -38,8 +38,6 @@ from mirrored._checkpoint.checkpoint import Checkpoint
 from mirrored._checkpoint.writer import Writer
 from mirrored._errors import CheckpointError
 from mirrored._replicas import in_flight
-from mirrored._workers.coordination import Coordination
-from mirrored._workers.progress import progress
 
 Pair = namedtuple("Pair", "first second")
 
@@ -99,28 +97,27 @@ def test_values_of_every_dtype_come_back_exactly(tmp_path: Path) -> None:
 def test_special_floats_scalars_empty_arrays_and_keys_come_back(tmp_path: Path) -> None:
     special = np.array([np.nan, -np.nan, np.inf, -0.0, 1e-45, 3.4e38], np.float32)
     special.view(np.uint32)[0] = 0x7FC01234  # a NaN with a payload
-    state = {
-        "special": special.copy(), "empty": np.zeros((0, 3), np.int32), "scalar": np.float32(2.5), "jax": jnp.arange(3),
-        "key": jax.random.key(7), "keys": jax.random.split(jax.random.key(1, impl="rbg"), 3), "int": 10**30,
-        "float": float("-inf"), "bool": True, "complex": 1 - 2j, "none": None, "nothing": [],
-    }  # fmt: skip
+
+    def make(k: int) -> dict[str, object]:
+        return {
+            "special": special.copy() if k else np.zeros(6, np.float32), "empty": np.full((0, 3), k), "jax": k * jnp.arange(3),
+            "scalar": np.float32(2.5 * k),
+            "key": jax.random.key(7 * k), "keys": jax.random.split(jax.random.key(k, impl="rbg"), 3), "int": k * 10**30,
+            "float": k * float("-inf") if k else 0.0, "bool": bool(k), "complex": k * (1 - 2j), "none": None, "nothing": [],
+        }  # fmt: skip
+
     keys = mr.Variable(jax.random.split(jax.random.key(3), 2))
+    state, new = make(1), make(0)
     save(tmp_path, 0, state=state, keys=keys)
     drawn = jax.random.normal(keys.value[1])
     keys.assign(jax.random.split(jax.random.key(9), 2))
-    new = {
-        "special": np.zeros(6, np.float32), "empty": np.ones((0, 3), np.int32), "scalar": np.float32(0),
-        "jax": jnp.zeros(3, jnp.int32), "key": jax.random.key(0), "keys": jax.random.split(jax.random.key(0, impl="rbg"), 3),
-        "int": 0, "float": 0.0, "bool": False, "complex": 0j, "none": None, "nothing": [],
-    }  # fmt: skip
-    assert restore(tmp_path, state=new, keys=keys) == 0
-    assert new["special"].tobytes() == special.tobytes()
-    assert new["scalar"] == np.float32(2.5) and type(new["scalar"]) is np.float32
-    assert (new["int"], new["float"], new["bool"], new["complex"]) == (10**30, float("-inf"), True, 1 - 2j)
-    assert isinstance(new["jax"], jax.Array) and new["jax"].tolist() == [0, 1, 2]
+    assert restore(tmp_path, state=new, keys=keys) == 0 and jax.random.normal(keys.value[1]) == drawn
+    assert new["special"].tobytes() == special.tobytes() and new["empty"].shape == (0, 3)
+    assert type(new["scalar"]) is np.float32 and isinstance(new["jax"], jax.Array) and new["jax"].tolist() == [0, 1, 2]
+    for name in ("scalar", "int", "float", "bool", "complex", "none", "nothing"):
+        assert new[name] == state[name], name
     for name in ("key", "keys"):
         assert jnp.array_equal(jax.random.key_data(new[name]), jax.random.key_data(state[name]))
-    assert jax.random.normal(keys.value[1]) == drawn
     state = {"epoch": 3}  # without any array
     save(tmp_path / "other", 1, state=state)
     state["epoch"] = 0
@@ -155,30 +152,6 @@ def test_restored_values_take_their_place_in_nests(tmp_path: Path) -> None:
     assert jax.tree.structure(new) == jax.tree.structure(old)
     jax.tree.map(np.testing.assert_array_equal, new, old)
     assert not (tmp_path.parent / "b").exists() and {p.name for p in tmp_path.iterdir()} == {"4"}
-
-
-def test_optimizer_and_step_go_on_as_if_never_interrupted(tmp_path: Path) -> None:
-    def train(strategy: mr.Strategy, directory: Path, num_steps: int) -> tuple[bytes, int]:
-        with strategy.scope():
-            w = mr.Variable(np.ones(3, np.float32), name="w")
-            optimizer = mr.Optimizer(optax.adam(0.1), [w])
-            checkpoint = Checkpoint(directory, w=w, optimizer=optimizer)
-
-        def step(x: jax.Array) -> None:
-            _, gradients = mr.value_and_grad(lambda: w * w * x, [w])()
-            optimizer.apply_gradients(gradients)
-
-        with checkpoint:
-            first = checkpoint.restore_latest() or 0
-            for number in range(first + 1, first + num_steps + 1):
-                strategy.run(step, args=(strategy.distribute_values_from_function(lambda ctx, n=number: np.float32(n)),))
-                checkpoint.save(number)
-        return w.numpy().tobytes(), first
-
-    whole, _ = train(on(2), tmp_path / "whole", 5)
-    train(on(2), tmp_path / "parts", 3)
-    assert train(on(2), tmp_path / "parts", 2) == (whole, 3)
-    assert train(on(3), tmp_path / "parts", 0) == (whole, 5)
 
 
 def test_an_optimizers_count_comes_back_and_files_from_before_it_are_restored(tmp_path: Path, strategy3: mr.Strategy) -> None:
@@ -260,63 +233,38 @@ def test_sync_on_read_with_the_same_replicas_is_bit_identical(tmp_path: Path, st
         assert [np.asarray(one._array).tobytes() for one in v.values()] == before
 
 
-def test_sync_on_read_with_other_replicas_keeps_its_value(tmp_path: Path, per_replica) -> None:
-    def make() -> dict[str, mr.Variable]:
-        return {
-            aggregation: mr.Variable(np.zeros(2, dtype), synchronization="on_read", aggregation=aggregation)
-            for aggregation, dtype in (("sum", np.int32), ("mean", np.float32), ("only_first_replica", np.int32))
-        }
-
-    for old, new in ((1, 3), (3, 2), (8, 1)):
-        with on(old).scope() as strategy:
-            v = make()
-            values = per_replica(strategy, *(np.array([i + 1, 10 * i], np.int32) for i in range(old)))
-            strategy.run(lambda x, v=v: quiet(*(one.assign(x.astype(one.dtype)) for one in v.values())), args=(values,))
-            expected = {name: one.numpy() for name, one in v.items()}
-            save(tmp_path / str(old), 1, v=v)
-        with on(new).scope():
-            v = make()
-            assert restore(tmp_path / str(old), v=v) == 1
-            for name, value in expected.items():
-                np.testing.assert_array_equal(v[name].numpy(), value)
-
-
-def test_aggregation_none_needs_the_same_replicas_and_says_so(tmp_path: Path) -> None:
-    with on(2).scope():
-        v, w = mr.Variable([1.0, 2.0], synchronization="on_read"), mr.Variable(5.0)
-        save(tmp_path, 1, v=v, w=w)
-    with on(3).scope():
-        v, w = mr.Variable([0.0, 0.0], synchronization="on_read"), mr.Variable(0.0)
-        with pytest.raises(CheckpointError, match=r"v was saved as 2 values, .* aggregation NONE.* on 3 replicas. Restore on 2"):
-            restore(tmp_path, v=v, w=w)
-        assert float(w) == 0.0
-
-
 def test_mirrored_sync_on_read_and_plain_are_exchangeable(tmp_path: Path, per_replica) -> None:
-    kinds: dict[str, Callable[[], object]] = {
-        "mirrored": lambda: mr.Variable(np.zeros(2, np.float32)),
-        "jax": lambda: jnp.zeros(2),
-        "numpy": lambda: np.zeros(2, np.float32),
-    }
-    for kind in ("sum", "mean"):
-        kinds[kind] = lambda kind=kind: mr.Variable(np.zeros(2, np.float32), synchronization="on_read", aggregation=kind)
-    for source, make in kinds.items():
+    """And a sync-on-read variable keeps its value on another number of replicas, if it has one value."""
+
+    def make(kind: str) -> object:
+        if kind in ("jax", "numpy"):
+            return np.zeros(2, np.float32) if kind == "numpy" else jnp.zeros(2)
+        options = {} if kind == "mirrored" else {"synchronization": "on_read", "aggregation": kind}
+        return mr.Variable(np.zeros(2, np.float32), **options)
+
+    kinds = ("mirrored", "jax", "numpy", "sum", "mean", "only_first_replica", "none")
+    for source in kinds:
         with on(3).scope() as strategy:
-            saved = {"x": make()}
-            if source in ("sum", "mean"):
-                rows = per_replica(strategy, *np.eye(3, 2, dtype=np.float32))
+            saved = {"x": make(source)}
+            rows = per_replica(strategy, *np.eye(3, 2, dtype=np.float32))
+            if source in kinds[3:]:
                 strategy.run(lambda x, v=saved["x"]: quiet(v.assign(x)), args=(rows,))
             elif source == "mirrored":
                 saved["x"].assign([3.0, 4.0])
             else:
                 saved["x"] += np.array([5.0, 6.0], np.float32)
-            expected = np.asarray(saved["x"])
+            expected = None if source == "none" else np.asarray(saved["x"])
             save(tmp_path / source, 1, v=saved)
-        with on(2).scope():
-            for target, make_new in kinds.items():
-                new = {"x": make_new()}
-                assert restore(tmp_path / source, v=new) == 1
-                np.testing.assert_array_equal(np.asarray(new["x"]), expected, err_msg=f"{source} to {target}")
+        for target in kinds:
+            with on(2).scope():
+                new = {"x": make(target)}
+                if expected is not None and target != "none":
+                    assert restore(tmp_path / source, v=new) == 1
+                    np.testing.assert_array_equal(np.asarray(new["x"]), expected, err_msg=f"{source} to {target}")
+                    continue
+                told = "Give the variable an aggregation" if expected is not None else "saved as 3 values, .* NONE.* Restore on 3"
+                with pytest.raises(CheckpointError, match=told):
+                    restore(tmp_path / source, v=new)
 
 
 def test_a_save_does_not_see_what_later_steps_do(tmp_path: Path, strategy2: mr.Strategy, monkeypatch) -> None:
@@ -339,9 +287,8 @@ def test_a_save_does_not_see_what_later_steps_do(tmp_path: Path, strategy2: mr.S
         assert w.numpy().tolist() == [1.0] * 1000 and int(n) == 2 and host.tolist() == [1.0] * 5 and state == {"epoch": 1}
 
 
-def test_one_save_at_a_time_and_the_guard_is_told_where_workers_wait(tmp_path: Path, monkeypatch) -> None:
-    running, most, waits = [], [], []
-    write, exchange = _files.StepFiles.write, Coordination.exchange
+def test_one_save_is_written_at_a_time(tmp_path: Path, monkeypatch) -> None:
+    running, most, write = [], [], _files.StepFiles.write
 
     def counted(*args):
         running.append(1)
@@ -350,30 +297,15 @@ def test_one_save_at_a_time_and_the_guard_is_told_where_workers_wait(tmp_path: P
         running.pop()
         return result
 
-    def noted(self, channel: str, value: object) -> Sequence[object]:
-        waits.append(progress.phases[-1].text)
-        return exchange(self, channel, value)
-
     monkeypatch.setattr(_files.StepFiles, "write", counted)
-    monkeypatch.setattr(Coordination, "exchange", noted)
     with Checkpoint(tmp_path, max_to_keep=None, w=mr.Variable(0.0)) as checkpoint:
         assert checkpoint.restore_latest() is None and not any(tmp_path.iterdir()), "nothing there restores nothing"
-        for step in range(5):
+        for step in (0, 1, 2, 3, 10):
             checkpoint.save(step)
-    assert most == [1] * 5 and checkpoint.steps() == [0, 1, 2, 3, 4]
-    assert waits[:2] + waits[-1:] == ["checkpoint.restore_latest()", "checkpoint.save(0)", "checkpoint.wait()"]
+    assert most == [1] * 5 and checkpoint.steps() == [0, 1, 2, 3, 10]
 
 
 # -- steps, retention, what is in the directory
-
-
-def test_retention_keeps_the_newest(tmp_path: Path) -> None:
-    with Checkpoint(tmp_path, max_to_keep=2, w=mr.Variable(0.0)) as checkpoint:
-        for step in (5, 9, 10, 100):
-            checkpoint.save(step)
-            checkpoint.wait()
-            assert checkpoint.steps()[-1] == step and len(checkpoint.steps()) <= 2
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["10", "100"]
 
 
 def test_the_same_step_is_saved_once_and_an_older_one_is_refused(tmp_path: Path, caplog) -> None:
@@ -397,10 +329,13 @@ def test_the_same_step_is_saved_once_and_an_older_one_is_refused(tmp_path: Path,
 
 
 def test_strays_are_ignored_with_a_line_and_nothing_is_written_through_them(tmp_path: Path, caplog) -> None:
+    """Also directories of other checkpoints, such as one for each fold of the data."""
     directory, outside = tmp_path / "ckpt", tmp_path / "outside"
     w = mr.Variable(3.0)
     save(directory, 2, w=w)
     shutil.copytree(directory / "2", outside)
+    shutil.copytree(directory / "2", directory / "6")
+    save(directory / "5", 7, w=w)
     for name in ("3", "07", ".saving-4-99"):
         (directory / name).mkdir()
     (directory / "9").symlink_to(outside)
@@ -408,19 +343,24 @@ def test_strays_are_ignored_with_a_line_and_nothing_is_written_through_them(tmp_
         (directory / name).write_text("mine")
     before = {p: p.read_bytes() for p in files_of(outside)}
     assert restore(directory, w=w.assign(0.0)) == 2 and float(w) == 3.0
-    for text in ("3 is an empty directory", "9 is a symbolic link", "8 is not a directory", "07 is not", "cut short", "notes.t"):
-        assert any(text in r.message and r.levelname == "WARNING" for r in caplog.records), text
-    with Checkpoint(directory, w=w, max_failed_saves=9) as checkpoint:
+    for text in (
+        "3 is an empty directory", "9 is a symbolic link", "8 is not a directory", "07 is not", "cut short", "notes.t",
+        "5 was not written by mr.Checkpoint", "step 6 in", "is that of step 2",
+    ):  # fmt: skip
+        assert text in caplog.text, text
+    shutil.rmtree(directory / "6")
+    with Checkpoint(directory, max_to_keep=1, w=w, max_failed_saves=9) as checkpoint:
         assert checkpoint.steps() == [2]
         checkpoint.save(3)  # takes the place of the empty directory
         assert checkpoint.wait() == 3
-        checkpoint.save(8)
-        assert checkpoint.wait() == 3 and "saving step 8" in caplog.text and "Not a directory" in caplog.text
-        checkpoint.save(9)
-        assert checkpoint.wait() == 3 and "saving step 9" in caplog.text
+        for step in (5, 8, 9):
+            checkpoint.save(step)
+            assert checkpoint.wait() == 3 and f"saving step {step}" in caplog.text
         checkpoint.save(10)
-    assert {p: p.read_bytes() for p in files_of(outside)} == before
-    assert (directory / "notes.txt").read_text() == "mine" and not (directory / ".saving-4-99").exists()
+    assert {p: p.read_bytes() for p in files_of(outside)} == before and sorted(p.name for p in directory.iterdir()) == [
+        "07", "10", "5", "8", "9", "notes.txt",
+    ]  # fmt: skip
+    assert restore(directory / "5", w=w.assign(0.0)) == 7 and float(w) == 3.0
 
 
 def test_what_nfs_leaves_of_a_removed_file_that_was_open_is_no_damage(tmp_path: Path, monkeypatch) -> None:
@@ -457,13 +397,13 @@ def test_a_mark_is_seen_where_it_is(tmp_path: Path, monkeypatch, caplog) -> None
     with pytest.raises(KeyError), files.mark() as mark:
         assert files.sees(mark) and not elsewhere.sees(mark) and files.look() == ([], [])
         raise KeyError
-    assert not list(files.root.iterdir()) and not elsewhere.root.exists()
+    assert not list(files.root.iterdir()) and not elsewhere.root.exists() and elsewhere.look() == ([], [])
     old, young = files.root / ".shared-0", files.root / ".shared-1"  # of programs that were killed, and of one that may run
     for path in (old, young):
         path.touch()
     os.utime(old, (0, 0))
-    with files.mark():
-        assert young.exists() and not old.exists() and files.look() == ([], [])
+    files.write(1, {}, {"leaves": {}})
+    assert young.exists() and not old.exists() and files.look() == ([1], [])
     (tmp_path / "file").touch()
     with _files.StepFiles(tmp_path / "file" / "new").mark() as mark:
         assert mark is None and "cannot be found out" in caplog.text
@@ -479,29 +419,19 @@ def test_a_program_that_changes_its_directory_saves_where_it_began(tmp_path: Pat
     assert (tmp_path / "here" / "ckpt" / "1").is_dir() and not list((tmp_path / "elsewhere").iterdir())
 
 
-def test_a_renamed_step_is_not_taken_for_another(tmp_path: Path, caplog) -> None:
-    w = mr.Variable(1.0)
-    save(tmp_path, 2, w=w)
-    shutil.copytree(tmp_path / "2", tmp_path / "7")
-    assert restore(tmp_path, w=w) == 2
-    assert "step 7" in caplog.text and "is that of step 2" in caplog.text
-
-
 def test_names_and_arguments_are_checked(tmp_path: Path) -> None:
+    """Besides those in tests/test_bad_input.py."""
     w = mr.Variable(0.0)
-    for name in ("../evil", "/abs", ".hidden", "", "a/b", "a\0b", "x" * 129, "ü", "a b", "..", "a\n"):
+    for name in ("/abs", ".hidden", "", "a/b", "a\0b", "x" * 129, "ü", "a b", "..", "a\n"):
         with pytest.raises(ValueError, match="will not do; expected 1 to 128"):
             Checkpoint(tmp_path, **{name: w})
     (tmp_path / "file").write_text("")
-    for name, value, error in [("to_keep", 0, ValueError), ("to_keep", True, TypeError), ("failed_saves", 0, ValueError)]:
-        with pytest.raises(error, match="max_"):
-            Checkpoint(tmp_path, w=w, **{f"max_{name}": value})
-    for directory, error in [(3, TypeError), ("gs://bucket/x", ValueError), ("", TypeError), (tmp_path / "file", ValueError)]:
+    for directory, error in [("gs://bucket/x", ValueError), ("", TypeError), (tmp_path / "file", ValueError)]:
         with pytest.raises(error, match="directory"):
             Checkpoint(directory, w=w)
     good = {name: mr.Variable(1.0) for name in ("a.b-c_D9", "x" * 128, "directory", "self", "9")}
     with Checkpoint(tmp_path, **good) as checkpoint:
-        for step in (-1, 1.5, True, "3", None, 10**18):
+        for step in (1.5, True, None, 10**18):
             with pytest.raises(TypeError, match="expected an int of at least 0"):
                 checkpoint.save(step)
         checkpoint.save(np.int64(3))
@@ -529,15 +459,6 @@ def test_what_cannot_be_saved_is_refused_at_once(tmp_path: Path, strategy2: mr.S
         with pytest.raises(TypeError, match=message):
             Checkpoint(tmp_path / "new", **named)
     assert not (tmp_path / "new").exists()
-
-
-def test_inside_a_step_it_is_refused(tmp_path: Path, strategy2: mr.Strategy) -> None:
-    with strategy2.scope(), Checkpoint(tmp_path, w=mr.Variable(0.0)) as checkpoint:
-        with pytest.raises(mr.ContextError, match="inside a step"):
-            strategy2.run(lambda: checkpoint.save(1))
-        with pytest.raises(mr.ContextError, match="inside a step"):
-            jax.jit(lambda: checkpoint.restore_latest())()
-    assert checkpoint.steps() == []
 
 
 # -- what does not fit
@@ -631,8 +552,6 @@ def test_a_partial_restore_leaves_out_what_is_not_named_and_nothing_else(tmp_pat
     data = tmp_path / "2" / "arrays.npz"
     flip(data, 4 * data.stat().st_size)
     assert partly(state=state) == 1 and state == {"epoch": 1} and "step 2" in caplog.text, "though the arrays are not wanted"
-    with pytest.raises(TypeError, match="partial is 1; expected True or False"), Checkpoint(tmp_path, w=w) as checkpoint:
-        checkpoint.restore_latest(partial=1)
 
 
 def test_a_checkpoint_of_a_later_format_is_not_taken_for_damage(tmp_path: Path, monkeypatch) -> None:
@@ -675,45 +594,29 @@ def test_steps_that_orbax_wrote_are_restored_and_the_next_one_needs_it_no_more(f
         assert checkpoint.restore_latest() == 3 and named["state"]["epoch"] == 4 and not caplog.records
 
 
-def test_damage_to_steps_that_orbax_wrote_is_found(format_1, caplog) -> None:
-    directory, named = format_1
-    flip(max(files_of(directory / "2" / "arrays"), key=lambda path: path.stat().st_size), 2000)
-    assert restore(directory, **named) == 1 and named["state"]["epoch"] == 3
-    assert "step 2" in caplog.text and "is damaged: its CRC-32" in caplog.text
-    shutil.rmtree(directory / "1" / "arrays" / "d")
-    with pytest.raises(CheckpointError, match=r"(?s)no step in .* is undamaged:.*step 1: file arrays/d/\w+ is missing"):
-        restore(directory, **named)
-
-
-def test_what_the_last_step_finds_wrong_is_never_saved(tmp_path: Path, strategy2: mr.Strategy) -> None:
+def test_what_the_last_step_and_the_copies_show_to_be_wrong_is_never_saved(tmp_path: Path, strategy2: mr.Strategy) -> None:
     def differs(_: object) -> None:
         raise mr.ReplicasDivergeError("the argument `x` is not the same on all workers")
 
     with strategy2.scope():
-        w = mr.Variable(0.0)
-    with Checkpoint(tmp_path, w=w) as checkpoint:
+        w, other = mr.Variable(np.zeros(3, np.float32), name="w"), mr.Variable(0.0, name="other")
+    with strategy2.scope(), Checkpoint(tmp_path, w=w) as checkpoint:
         in_flight.joined(jnp.zeros(()), differs)
         with pytest.raises(mr.ReplicasDivergeError, match="argument `x`"):
             checkpoint.save(1)
-        assert checkpoint.steps() == []
-
-
-def test_copies_that_differ_are_never_saved(tmp_path: Path, strategy2: mr.Strategy) -> None:
-    with strategy2.scope():
-        w, other = mr.Variable(np.zeros(3, np.float32), name="w"), mr.Variable(0.0, name="other")
-        with Checkpoint(tmp_path, w=w) as checkpoint:
-            good = w._array
-            for variable, number in ((w, 1), (other, 2)):
-                shards = [jax.device_put(variable.numpy() + i, device) for i, device in enumerate(strategy2.devices)]
-                sharding = variable._array.sharding
-                variable._array = jax.make_array_from_single_device_arrays(variable.shape, sharding, shards)
-                if variable is w:
-                    with pytest.raises(mr.ReplicasDivergeError, match="copies of variable 'w' differ"):
-                        checkpoint.save(number)
-                    assert checkpoint.wait() is None
-                    w._array = good
-                checkpoint.save(number)  # the second does not hold `other`
-                assert checkpoint.wait() == number
+        good = w._array
+        for variable in (w, other):
+            shards = [jax.device_put(variable.numpy() + i, device) for i, device in enumerate(strategy2.devices)]
+            sharding = variable._array.sharding
+            variable._array = jax.make_array_from_single_device_arrays(variable.shape, sharding, shards)
+        with pytest.raises(mr.ReplicasDivergeError, match="copies of variable 'w' differ"):
+            checkpoint.save(1)
+        assert checkpoint.wait() is None
+        w._array = good
+        checkpoint.save(1)  # it does not hold `other`
+        assert checkpoint.wait() == 1
+        with pytest.raises(mr.ContextError, match="inside a step"):
+            jax.jit(lambda: checkpoint.restore_latest())()
 
 
 # -- damage
@@ -730,30 +633,27 @@ def trained(directory: Path, steps: int = 2) -> dict[str, object]:
     return named
 
 
-def flips(directory: Path, count: int, caplog) -> None:
-    named, rng = trained(directory), random.Random(count)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("count", [30, *slow(300)])
+def test_flipped_bits_are_found_and_the_step_before_is_used(tmp_path: Path, count: int, caplog) -> None:
+    named, rng = trained(tmp_path), random.Random(count)
     newest = named["w"].numpy()
-    originals = {path: path.read_bytes() for path in files_of(directory / "2") if path.stat().st_size}
-    paths = list(originals)
-    weights = [len(data) for data in originals.values()]
+    originals = {path: path.read_bytes() for path in files_of(tmp_path / "2") if path.stat().st_size}
+    paths, weights = list(originals), [len(data) for data in originals.values()]
     for i in range(count):
         # Half of them anywhere in the bytes, half in any file, so that the small files get their share.
         path = rng.choices(paths, weights)[0] if i % 2 else rng.choice(paths)
         flip(path, rng.randrange(8 * len(originals[path])))
         caplog.clear()
-        found = restore(directory, **named)
+        found = restore(tmp_path, **named)
         path.write_bytes(originals[path])
         if found == 2:
             assert path.name == "record.json" and named["w"].numpy().tobytes() == newest.tobytes()
         else:
             [error] = errors_of(caplog)
-            assert found == 1 and f"step 2 in {directory} is damaged and is not used" in error, (path, error)
-            assert path.name == "record.json" or f"file {path.relative_to(directory / '2')} is damaged: its CRC-32" in error
+            assert found == 1 and f"step 2 in {tmp_path} is damaged and is not used" in error, (path, error)
+            assert path.name == "record.json" or f"file {path.relative_to(tmp_path / '2')} is damaged: its CRC-32" in error
             assert named["w"].numpy().tobytes() == (newest / 2).tobytes()
-
-
-def test_flipped_bits_are_found_and_the_step_before_is_used(tmp_path: Path, caplog) -> None:
-    flips(tmp_path, 30, caplog)
 
 
 @pytest.mark.slow
@@ -765,66 +665,52 @@ def test_killed_saves_lose_nothing_that_was_committed() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_hundreds_of_flipped_bits_are_found(tmp_path: Path, caplog) -> None:
-    flips(tmp_path, 300, caplog)
-
-
-def test_other_damage_is_found(tmp_path: Path, caplog) -> None:
-    named = trained(tmp_path / "sound")
-    data, record = Path("2", "arrays.npz"), Path("2", "record.json")
-    for number, (victim, harm) in enumerate(
-        [
-            (data, lambda path: os.truncate(path, path.stat().st_size - 1)),
-            (data, lambda path: os.truncate(path, 0)),
-            (data, Path.unlink),
-            (Path("2", "zz"), Path.touch),
-            (Path("2", "folder", "zz"), lambda path: (path.parent.mkdir(), path.touch())),
-            (data, lambda path: path.symlink_to(path.rename(tmp_path / "moved"))),
-            (record, Path.unlink),
-            (record, lambda path: (path.unlink(), path.mkdir())),
-            (record, lambda path: (path.unlink(), os.mknod(path, stat.S_IFSOCK | 0o600))),
-        ]
-    ):
-        shutil.copytree(tmp_path / "sound", tmp_path / str(number))
-        harm(tmp_path / str(number) / victim)
-        caplog.clear()
-        assert restore(tmp_path / str(number), **named) == 1, number
-        assert [victim.name in error for error in errors_of(caplog)] == [True], number
-
-
-def test_nothing_is_opened_that_is_not_a_file_as_it_was_written(tmp_path: Path, monkeypatch, caplog) -> None:
+def test_other_damage_is_found_and_only_plain_files_are_opened(tmp_path: Path, monkeypatch, caplog) -> None:
     """A FIFO would let it wait, and a link to /dev/zero read, for ever."""
     named = trained(tmp_path / "sound")
-    every = [path.relative_to(tmp_path / "sound") for path in files_of(tmp_path / "sound" / "2")]
-    harms: dict[str, Callable[[Path], object]] = {
-        "fifo": lambda path: (path.unlink(), os.mkfifo(path)),
-        "device": lambda path: (path.unlink(), path.symlink_to("/dev/zero")),
-        "folder": lambda path: (path.unlink(), path.mkdir(), (path / "a").touch()),
-        "huge": lambda path: os.truncate(path, 2**40),
-    }
+    data, record, more = Path("2", "arrays.npz"), Path("2", "record.json"), Path("2", "more")
+    text = (tmp_path / "sound" / record).read_bytes()
+    wrong = json.loads(text)
+    wrong["record"]["step"] = 1
+    damages: list[tuple[Path, Callable[[Path], object]]] = [
+        (data, lambda path: os.truncate(path, path.stat().st_size - 1)),
+        (data, lambda path: os.truncate(path, 0)),
+        (data, Path.unlink),
+        (data, lambda path: path.symlink_to(path.rename(tmp_path / "moved"))),
+        (more, Path.touch),
+        (Path("2", "folder", "more"), lambda path: (path.parent.mkdir(), path.touch())),
+        (more, lambda path: path.symlink_to(tmp_path / "sound")),  # a link to a folder is no folder
+        (record, Path.unlink),
+        (record, lambda path: (path.unlink(), os.mknod(path, stat.S_IFSOCK | 0o600))),
+        (record, lambda path: path.symlink_to(path.rename(tmp_path / "elsewhere"))),
+    ]
+    for content in (b"", b"{}", b"[]", b"null", b"\xff\xfe", b"[" * 100000, json.dumps(wrong).encode(), text[:-3]):
+        damages.append((record, lambda path, content=content: path.write_bytes(content)))
+    for victim in (more, data, record):
+        damages += [
+            (victim, lambda path: (path.unlink(missing_ok=True), os.mkfifo(path))),
+            (victim, lambda path: (path.unlink(missing_ok=True), path.symlink_to("/dev/zero"))),
+            (victim, lambda path: (path.unlink(missing_ok=True), path.mkdir(), (path / "a").touch())),
+            (victim, lambda path: (path.touch(), os.truncate(path, 2**40))),
+        ]
     opened: list[str] = []
-    real = os.open
-    monkeypatch.setattr(os, "open", lambda path, *more, **named: (opened.append(str(path)), real(path, *more, **named))[1])
-    more = Path("2", "more")  # that nobody has written
-    for victim in [more, *every]:
-        for harm, change in harms.items():
-            directory = shutil.copytree(tmp_path / "sound", tmp_path / f"{harm}-{'-'.join(victim.parts)}", symlinks=True)
-            (directory / more).write_bytes(b"") if victim == more else None
-            change(directory / victim)
-            caplog.clear()
-            opened.clear()
-            with monkeypatch.context() as patch:
-                patch.setattr(_files, "_read_arrays", lambda path, wanted, real=_files._read_arrays: (
-                    opened.append(f"arrays {path.parent.name}"), real(path, wanted))[1])  # fmt: skip
-                assert restore(directory, **named) == 1
-            assert [victim.name in error for error in errors_of(caplog)] == [True]
-            assert "arrays 2" not in opened and "arrays 1" in opened
-            assert str(directory / victim) not in opened or harm == "huge" or victim.name == "record.json"
-    (tmp_path / "moved").mkdir()
-    (tmp_path / "sound" / "2" / "folder").symlink_to(tmp_path / "moved")  # a link to a folder is no folder
-    assert restore(tmp_path / "sound", **named) == 1
+    opens, reads = os.open, _files._read_arrays
+    monkeypatch.setattr(os, "open", lambda path, *more, **named: (opened.append(str(path)), opens(path, *more, **named))[1])
+    monkeypatch.setattr(_files, "_read_arrays", lambda path, *keys: (opened.append(path.parent.name), reads(path, *keys))[1])
+    for number, (victim, damage) in enumerate(damages):
+        directory = shutil.copytree(tmp_path / "sound", tmp_path / str(number))
+        damage(directory / victim)
+        caplog.clear()
+        opened.clear()
+        assert restore(directory, **named) == 1, number
+        assert [victim.name in error for error in errors_of(caplog)] == [True], number
+        assert "2" not in opened and "1" in opened
+        is_plain = (directory / victim).is_file() and not (directory / victim).is_symlink()
+        assert str(directory / victim) not in opened or is_plain or victim == record, number
+    assert restore(tmp_path / "sound", **named) == 2
+    monkeypatch.setattr(checksums, "MAX_RECORD_BYTES", 10)
+    with pytest.raises(CheckpointError, match=r"step 2: file record.json cannot be used: it is not a file of at most 10 bytes"):
+        restore(tmp_path / "sound", **named)
 
 
 def test_a_file_that_grows_or_changes_its_kind_while_it_is_looked_at_is_read_no_further(tmp_path: Path, monkeypatch) -> None:
@@ -912,13 +798,17 @@ def test_a_step_that_another_process_removes_is_none_or_says_so(tmp_path: Path, 
         restore(tmp_path, **named)
 
 
-def test_a_damaged_step_is_damaged_also_where_not_all_of_it_can_be_read(format_1, monkeypatch, caplog) -> None:
+def test_damage_to_steps_that_orbax_wrote_is_found_also_where_not_all_of_them_can_be_read(format_1, monkeypatch, caplog) -> None:
     directory, named = format_1
     flip(directory / "2" / "arrays" / "_METADATA", 9)
     other = max(files_of(directory / "2" / "arrays" / "d"), key=lambda p: p.stat().st_size)
-    refuse(monkeypatch, checksums, "file_checksum", other.name, OSError(errno.EIO, "Input/output error"))
-    assert restore(directory, **named) == 1
-    assert "file arrays/_METADATA is damaged" in caplog.text and "missing" not in caplog.text
+    with monkeypatch.context() as patch:
+        refuse(patch, checksums, "file_checksum", other.name, OSError(errno.EIO, "Input/output error"))
+        assert restore(directory, **named) == 1 and named["state"]["epoch"] == 3
+    assert "file arrays/_METADATA is damaged: its CRC-32" in caplog.text and "missing" not in caplog.text
+    shutil.rmtree(directory / "1" / "arrays" / "d")
+    with pytest.raises(CheckpointError, match=r"(?s)no step in .* is undamaged:.*step 1: file arrays/d/\w+ is missing"):
+        restore(directory, **named)
 
 
 def test_no_step_is_passed_over_where_one_worker_could_not_read_it(tmp_path: Path, monkeypatch) -> None:
@@ -956,34 +846,6 @@ def test_a_step_that_cannot_be_read_back_while_it_is_written_does_not_count(tmp_
     assert restore(tmp_path, **named) == 4
 
 
-def test_a_record_that_is_no_record_is_damage(tmp_path: Path, monkeypatch) -> None:
-    named = trained(tmp_path, steps=1)
-    record = tmp_path / "1" / "record.json"
-
-    def cannot_be_used(why: str = "") -> None:
-        with pytest.raises(
-            CheckpointError, match=rf"no step in .* is undamaged:\n  step 1: file record.json cannot be used.*{why}"
-        ):
-            restore(tmp_path, **named)
-
-    good = record.read_bytes()
-    changed = json.loads(good)
-    changed["record"]["step"] = 2
-    for data in (b"", b"{}", b"[]", b"null", b"\xff\xfe", b"[" * 100000, json.dumps(changed).encode(), good[:-3]):
-        record.write_bytes(data)
-        cannot_be_used()
-    record.write_bytes(good)
-    with monkeypatch.context() as patch:
-        patch.setattr(checksums, "MAX_RECORD_BYTES", len(good) - 1)
-        cannot_be_used("not a file of at most")
-    assert restore(tmp_path, **named) == 1
-    record.symlink_to(record.rename(tmp_path / "elsewhere"))
-    cannot_be_used("symbolic link")
-    record.unlink()
-    os.mkfifo(record)
-    cannot_be_used("not a file of at most")
-
-
 def test_a_step_survives_a_power_failure_before_it_counts(tmp_path: Path, monkeypatch) -> None:
     done: list[tuple[str, Path]] = []
     fsync, rename = os.fsync, os.rename
@@ -1007,37 +869,21 @@ def test_wrong_arrays_in_whole_files_are_found(tmp_path: Path, monkeypatch, capl
     assert "step 3" in caplog.text and "array w is damaged: its CRC-32 is not the one that was written" in caplog.text
 
 
-def test_when_no_step_is_good_all_are_listed_and_nothing_changes(tmp_path: Path) -> None:
-    named = trained(tmp_path)
-    for step in "12":
-        flip(tmp_path / step / "arrays.npz", 9)
-    named["w"].assign(np.zeros((40, 50), np.float32))
-    with pytest.raises(CheckpointError, match=r"(?s)no step in .* is undamaged:\n  step 2: .*\n  step 1: .*arrays.npz"):
-        restore(tmp_path, **named)
-    assert not named["w"].numpy().any()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["1", "2"]
-
-
 def test_damaged_steps_make_room_for_new_ones(tmp_path: Path, monkeypatch, caplog) -> None:
     w = mr.Variable(0.0)
     with Checkpoint(tmp_path, max_to_keep=2, w=w) as checkpoint:
         for step in (20, 30):
             w.assign(float(step))
             checkpoint.save(step)
-    flip(tmp_path / "30" / "record.json", 50)
-    with Checkpoint(tmp_path, max_to_keep=2, w=w) as checkpoint:
-        assert checkpoint.restore_latest() == 20 and float(w) == 20.0
-        assert checkpoint.steps() == [20, 30], "nothing goes before something newer is there"
-        checkpoint.save(25)
-        checkpoint.wait()
-        assert checkpoint.steps() == [20, 25]
-    flip(tmp_path / "25" / "record.json", 50)
-    with Checkpoint(tmp_path, max_to_keep=2, w=w) as checkpoint:
-        assert checkpoint.restore_latest() == 20
-        w.assign(2525.0)
-        checkpoint.save(25)
-        checkpoint.wait()
-        assert checkpoint.steps() == [20, 25]
+    for damaged in (30, 25):
+        flip(tmp_path / str(damaged) / "record.json", 50)
+        with Checkpoint(tmp_path, max_to_keep=2, w=w) as checkpoint:
+            assert checkpoint.restore_latest() == 20 and float(w) == 20.0
+            assert checkpoint.steps() == [20, damaged], "nothing goes before something newer is there"
+            w.assign(2525.0)
+            checkpoint.save(25)
+            checkpoint.wait()
+            assert checkpoint.steps() == [20, 25]
     assert restore(tmp_path, w=w) == 25 and float(w) == 2525.0
     flip(tmp_path / "25" / "record.json", 50)  # and it cannot be removed
     refuse(monkeypatch, os, "rename", "25", PermissionError(13, "Permission denied"))
@@ -1047,96 +893,63 @@ def test_damaged_steps_make_room_for_new_ones(tmp_path: Path, monkeypatch, caplo
             checkpoint.save(step)
             assert checkpoint.wait() == step, "it does not count all the same"
     assert "step 25" in caplog.text and "could not be removed" in caplog.text
+    for step in ("20", "21", "22"):
+        flip(tmp_path / step / "arrays.npz", 9)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(CheckpointError, match=r"(?s)no step in .* is undamaged:\n  step 25: .*\n  step 22: .*\n  step 20: .*npz"):
+        restore(tmp_path, w=w.assign(1.0))
+    assert float(w) == 1.0 and sorted(path.name for path in tmp_path.iterdir()) == before
 
 
 # -- writes that fail
 
 
 def test_failed_saves_are_logged_and_too_many_end_training(tmp_path: Path, monkeypatch, caplog) -> None:
-    def full(*args: object) -> None:
-        raise OSError(28, "No space left on device")
+    """As on a full disk; here a limit of the system lets writing of the arrays fail, and once the first file."""
 
-    w = mr.Variable(1.0)
-    with Checkpoint(tmp_path, max_failed_saves=2, w=w) as checkpoint:
+    @contextlib.contextmanager
+    def full() -> Iterator[None]:
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    state = {"x": np.zeros(30_000)}
+    with Checkpoint(tmp_path, max_failed_saves=2, state=state) as checkpoint:
         checkpoint.save(1)
         assert checkpoint.wait() == 1
-        monkeypatch.setattr(_files, "_synced", full)
-        checkpoint.save(2)
-        assert checkpoint.wait() == 1
+        with full():
+            checkpoint.save(2)
+            assert checkpoint.wait() == 1
         [error] = errors_of(caplog)
-        assert "saving step 2" in error and "No space left on device" in error and "the last step there is 1" in error
-        monkeypatch.undo()
+        assert "saving step 2" in error and "File too large" in error and "the last step there is 1" in error
         checkpoint.save(3)
         assert checkpoint.wait() == 3
-        monkeypatch.setattr(_files, "_synced", full)
-        checkpoint.save(4)
-        checkpoint.save(5)
-        with pytest.raises(CheckpointError, match=r"failed 2 times in a row: step 4: OSError.*; step 5: .*last step there is 3"):
-            checkpoint.save(6)
-        monkeypatch.undo()
-    assert [p.name for p in sorted(tmp_path.iterdir())] == ["1", "3"]
-
-
-def test_a_directory_that_vanishes_is_made_again_and_said(tmp_path: Path, caplog) -> None:
-    w, where = mr.Variable(1.0), tmp_path / "steps"
-    checkpoint = mr.Checkpoint(where, w=w)
+        with full():
+            checkpoint.save(4)
+            checkpoint.save(5)
+            told = r"failed 2 times in a row: step 4: OSError.*; step 5: .*last step there is 3"
+            with pytest.raises(CheckpointError, match=told):
+                checkpoint.save(6)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "3"]
+    refuse(monkeypatch, _files, "_synced", "arrays.npz", OSError(5, "Input/output error"))
+    checkpoint = Checkpoint(tmp_path / "other", state=state)
     checkpoint.save(1)
-    assert checkpoint.wait() == 1 and not caplog.records
-    shutil.rmtree(where)
-    checkpoint.save(2)
-    assert checkpoint.wait() == 2
-    [said] = [entry.getMessage() for entry in caplog.records]
-    assert said == f"{where} has vanished since the last save, with the steps in it. It is made again."
-    checkpoint.close()
-
-
-def test_a_last_save_that_failed_is_an_error_at_the_end(tmp_path: Path, monkeypatch) -> None:
-    def broken(*args: object) -> None:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(_files, "_synced", broken)
     with pytest.raises(CheckpointError, match=r"no later save has made up for it.*Input/output error"):
-        save(tmp_path, 1, w=mr.Variable(0.0))
-    with pytest.raises(KeyError, match="mine"), Checkpoint(tmp_path, w=mr.Variable(0.0)) as checkpoint:
+        checkpoint.close()
+    with pytest.raises(KeyError, match="mine"), Checkpoint(tmp_path / "other", state=state) as checkpoint:
         checkpoint.save(1)
         raise KeyError("mine")
-
-
-@pytest.fixture
-def tiny_disk(tmp_path: Path):
-    directory = tmp_path / "tiny"
-    directory.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", directory], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("mounting is not permitted")
-    yield directory
-    subprocess.run(["umount", directory], check=True)
-
-
-def test_a_full_disk_costs_saves_and_not_training(tiny_disk: Path, caplog) -> None:
-    rng = np.random.default_rng(0)
-    w = mr.Variable(rng.standard_normal(200_000).astype(np.float32))  # 0.8 MB that do not compress
-    with Checkpoint(tiny_disk, w=w) as checkpoint:
-        checkpoint.save(1)
-        assert checkpoint.wait() == 1
-        filler = tiny_disk / "filler"
-        filler.write_bytes(rng.bytes(os.statvfs(tiny_disk).f_bavail * os.statvfs(tiny_disk).f_bsize - 300_000))
-        for step in (2, 3):
-            checkpoint.save(step)
-            assert checkpoint.wait() == 1
-        errors = errors_of(caplog)
-        assert len(errors) == 2 and all("space" in error for error in errors), errors
-        assert checkpoint.restore_latest() == 1
-        assert sorted(p.name for p in tiny_disk.iterdir()) == [".writer", "1", "filler"]
-        filler.unlink()
-        checkpoint.save(4)
-    assert restore(tiny_disk, w=w) == 4
 
 
 # -- around it
 
 
 def test_the_launcher_is_told_of_each_commit(tmp_path: Path, monkeypatch, caplog) -> None:
+    """Those of other hosts by their own workers: each launcher counts its restarts without a new checkpoint."""
+
     def told() -> list[tuple[str, str]]:
         return sorted((path.name, path.read_text()) for path in tmp_path.iterdir() if "progress" in path.name)
 
@@ -1147,50 +960,23 @@ def test_the_launcher_is_told_of_each_commit(tmp_path: Path, monkeypatch, caplog
         checkpoint.wait()
         [(name, text)] = told()
         assert re.fullmatch("progress-[0-9a-f]{8}", name) and text == "12"
+        os.link(tmp_path / name, tmp_path / "opened by a reader")
+        other = Writer(_files.StepFiles(tmp_path / "ckpt"), None, 3)  # on another worker
+        other.learn(13, ["step 14: OSError"])
+        assert (other.latest, other.failures, told()) == (13, ["step 14: OSError"], [(name, "13")])
+        assert (tmp_path / "opened by a reader").read_text() == "12", "it is never half written"
         (tmp_path / name).unlink()
-        assert checkpoint.restore_latest() == 12 and told() == [(name, "12")], "the launchers of other hosts hear of it so"
+        other.learn(13, [])
+        assert told() == [] and checkpoint.restore_latest() == 12 and told() == [(name, "12")]
         with Checkpoint(tmp_path / "best", w=mr.Variable(0.0)) as best:
             best.save(3)
         assert sorted(text for _, text in told()) == ["12", "3"]
         monkeypatch.setenv("MIRRORED_PROGRESS_FILE", str(tmp_path / "missing" / "progress"))
+        shutil.rmtree(tmp_path / "ckpt")
         checkpoint.save(13)
         assert checkpoint.wait() == 13
     assert "could not be written" in caplog.text
-
-
-def test_the_launcher_of_another_worker_is_told_too(tmp_path: Path, monkeypatch) -> None:
-    """On several hosts each launcher counts its own restarts without a new checkpoint."""
-    monkeypatch.setenv("MIRRORED_PROGRESS_FILE", str(tmp_path / "progress"))
-    target = tmp_path / f"progress-{zlib.crc32(os.fsencode(tmp_path)):08x}"
-    writer = Writer(_files.StepFiles(tmp_path), None, 3)
-    writer.learn(None, ["step 1: OSError"])
-    assert (writer.latest, writer.failures) == (None, ["step 1: OSError"]) and not target.exists()
-    writer.learn(7, [])
-    assert (writer.latest, writer.failures, target.read_text()) == (7, [], "7")
-    os.link(target, tmp_path / "what a reader has open")
-    writer.learn(9, [])
-    assert target.read_text() == "9" and (tmp_path / "what a reader has open").read_text() == "7", "it is never half written"
-    target.unlink()
-    writer.learn(9, ["step 10: OSError"])
-    assert writer.failures == ["step 10: OSError"] and not target.exists()
-
-
-def test_what_is_not_a_step_of_ours_is_left_alone(tmp_path: Path, caplog) -> None:
-    """Such as the directories of other checkpoints, one for each fold of the data."""
-    for fold in "01":
-        save(tmp_path / fold, 7, w=mr.Variable(float(fold)))
-    (tmp_path / "2").mkdir()
-    (tmp_path / "2" / "notes.txt").write_text("mine")
-    with Checkpoint(tmp_path, max_to_keep=1, max_failed_saves=2, w=mr.Variable(9.0)) as checkpoint:
-        assert checkpoint.steps() == [] and checkpoint.restore_latest() is None
-        assert "2 was not written by mr.Checkpoint" in caplog.text
-        checkpoint.save(2)
-        assert checkpoint.wait() is None and "saving step 2 to" in caplog.text
-        for step in (10, 20):
-            checkpoint.save(step)
-    assert (tmp_path / "2" / "notes.txt").read_text() == "mine"
-    w = mr.Variable(5.0)
-    assert restore(tmp_path / "1", w=w) == 7 and float(w) == 1.0
+    assert f"{tmp_path / 'ckpt'} has vanished since the last save, with the steps in it. It is made again." in caplog.text
 
 
 def test_two_checkpoints_in_one_directory_do_not_disturb_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1229,52 +1015,23 @@ def test_a_step_that_another_object_is_writing_is_neither_replaced_nor_passed_ov
 
 
 def test_workers_that_differ_are_told_how() -> None:
-    same_on_workers.require_same_call(["save", "save"])
+    """Texts of other workers are escaped and cut."""
+    same_on_workers.require_same_call(["save(3)", "save(3)"])
     same_on_workers.require_same_kinds([{"w": "number"}] * 2)
-    for check, told, message in (
-        ("require_same_call", ["wait", "save"], r"different methods of a checkpoint: worker 0 wait, worker 1 save\. All must"),
-        ("require_same_step", [{"step": 3}, {"step": 4}], r"save different steps: \[3, 4\]\. All must save the same step"),
-        ("require_same_kinds", [{"w": "number"}, {"w": "iterator"}], "w is iterator on worker 1, and number on worker 0. Give"),
-        ("require_same_kinds", [{"w": "number"}, {}], "w is not there on worker 1, and number on worker 0"),
-    ):
-        with pytest.raises(CheckpointError, match=message):
-            getattr(same_on_workers, check)(told)
-
-
-def test_what_other_workers_say_is_escaped_and_cut() -> None:
     evil = "first\x1b[2J" + "x" * 300_000 + "\nCRITICAL all is well\x07"
-    for sentence in (
-        lambda: same_on_workers.require_no_error([{"error": evil}, {}], "save"),
-        lambda: same_on_workers.require_seen([{"where": "here", "sees": True}, {"where": evil, "sees": False}]),
-        lambda: same_on_workers.require_shared([{"where": "a", "x": 1}, {"where": evil, "x": 2}], "x", str),
+    shown = r"(?s)first\\x1b\[2J.*\n  \| CRITICAL all is well\\x07"
+    for check, told, message in (
+        ("require_same_call", (["wait()", "save(3)"],), r"different calls .*: worker 0 wait\(\), worker 1 save\(3\)\."),
+        ("require_same_kinds", ([{"w": "number"}, {"w": "iterator"}],), "w is iterator on worker 1, and number on worker 0"),
+        ("require_same_kinds", ([{"w": "number"}, {}],), "w is not there on worker 1, and number on worker 0"),
+        ("require_no_error", ([{"error": evil}, {}], "save"), shown),
+        ("require_seen", ([{"where": "here", "sees": True}, {"where": evil, "sees": False}],), shown),
+        ("require_shared", ([{"where": "a", "x": 1}, {"where": evil, "x": 2}], "x", str), shown),
     ):
-        with pytest.raises(CheckpointError) as caught:
-            sentence()
-        text = str(caught.value)
-        assert "first\\x1b[2J" in text and "\n  | CRITICAL all is well\\x07" in text and len(text) < 10_000
+        with pytest.raises(CheckpointError, match=message) as caught:
+            getattr(same_on_workers, check)(*told)
+        assert len(str(caught.value)) < 10_000
     assert "\x1b" not in same_on_workers.by_first_worker([[], [evil]])[0]
-
-
-def test_the_record_is_json_that_says_what_is_there(tmp_path: Path) -> None:
-    strategy = on(2)
-    with strategy.scope(), iter(strategy.distribute_dataset([np.arange(4)] * 3)) as iterator:
-        next(iterator)
-        save(tmp_path, 3, w=mr.Variable(1.0), data=iterator)
-    record = checksums.decode_record((tmp_path / "3" / "record.json").read_bytes())
-    assert (record["format"], record["step"], record["num_replicas"], record["num_workers"]) == (2, 3, 2, 1)
-    assert record["versions"]["jax"] == jax.__version__ and record["leaves"]["data"]["by_worker"][0]["version"] == 1
-    assert record["leaves"]["w"]["kind"] == "mirrored"
-
-
-def test_in_a_notebook_whose_event_loop_runs(tmp_path: Path) -> None:
-    async def cell() -> float:
-        w = mr.Variable(3.0)
-        save(tmp_path, 1, w=w)
-        w.assign(0.0)
-        assert restore(tmp_path, w=w) == 1
-        return float(w)
-
-    assert asyncio.run(cell()) == 3.0
 
 
 # -- the end of a program

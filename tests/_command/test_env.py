@@ -83,6 +83,12 @@ def test_without_a_cluster(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     text = report(capsys)
     assert text.endswith("cluster:  one worker: no variable describes a cluster\n")
     assert "CPU cores" in text and "MemAvailable" in text
+    with pytest.raises(SystemExit, match="2"):
+        launch.main(["env", "everything"])
+    assert "unrecognized arguments: everything" in capsys.readouterr().err
+    names = {variable.name for variable in _env.CLUSTER}
+    assert {"TF_CONFIG", "JAX_COORDINATOR_ADDRESS", "MASTER_ADDR", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "HOSTNAME"} <= names
+    assert not {"XLA_FLAGS", "NPROC", "PJRT_NPROC", "NO_COLOR", "JAX_PLATFORMS", "MIRRORED_PROGRESS_FILE"} & names
 
 
 def test_a_driver_that_hangs_or_crashes_is_a_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,16 +97,3 @@ def test_a_driver_that_hangs_or_crashes_is_a_line(capsys: pytest.CaptureFixture[
     monkeypatch.setattr(env, "_LIST_DEVICES", "import time; time.sleep(600)")
     monkeypatch.setattr(env, "DEVICES_SECONDS", 0.1)
     assert "JAX did not list its devices within 0 s: a driver hangs" in report(capsys)
-
-
-def test_the_variables_of_the_cluster_are_those_of_launchers() -> None:
-    names = {variable.name for variable in _env.CLUSTER}
-    assert {"TF_CONFIG", "JAX_COORDINATOR_ADDRESS", "MASTER_ADDR", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "HOSTNAME"} <= names
-    assert not {"XLA_FLAGS", "NPROC", "PJRT_NPROC", "NO_COLOR", "JAX_PLATFORMS", "MIRRORED_PROGRESS_FILE"} & names
-
-
-def test_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as info:
-        launch.main(["env", "everything"])
-    assert info.value.code == 2
-    assert "unrecognized arguments: everything" in capsys.readouterr().err

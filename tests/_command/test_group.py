@@ -161,47 +161,39 @@ def plan(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> 
 
 
 def test_lines_have_prefixes_and_keep_their_order_and_stream(launcher: Launcher) -> None:
-    body = (
-        "for i in range(10_000):\n  print(INDEX, i, 'x' * 99)\n  i % 99 or print('err', i, file=sys.stderr)\nprint('end', end='')"
-    )
+    """Lines of gloo are left out."""
+    body = """
+    print('[Gloo] Rank 0 is connected to 1 peer ranks.')
+    for i in range(10_000):
+        print(INDEX, i, 'x' * 99)
+        i % 99 or print('err', i, file=sys.stderr)
+    print('of the program: [Gloo] Rank 0', end='')
+    """
     code, out, err = launcher.run(body, "-n", 2)
     assert code == 0 and "\x1b" not in out
     for index in range(2):
         own = [line for line in out.splitlines() if line.startswith(f"[{index}]")]
-        assert own == [*(f"[{index}] {index} {i} {'x' * 99}" for i in range(10_000)), f"[{index}] end"]
+        lines = (f"[{index}] {index} {i} {'x' * 99}" for i in range(10_000))
+        assert own == [*lines, f"[{index}] of the program: [Gloo] Rank 0"]
         own = [line for line in err.splitlines() if line.startswith(f"[{index}]")]
         assert own == [f"[{index}] err {i}" for i in range(0, 10_000, 99)]
     assert len(out.splitlines()) == 2 * 10_001 and len(err.splitlines()) == 2 * 102  # a success is silent
 
 
-def test_gloos_line_is_left_out(launcher: Launcher) -> None:
-    code, out, _ = launcher.run(
-        "say('[Gloo] Rank 0 is connected to 1 peer ranks.')\nsay('of the program: [Gloo] Rank 0')", "-n", 2
-    )
-    assert code == 0 and sorted(out.splitlines()) == [f"[{index}] of the program: [Gloo] Rank 0" for index in range(2)]
-
-
-def test_prefixes_are_coloured_on_a_terminal(launcher: Launcher) -> None:
-    own, other = os.openpty()
-    with open(own, "rb", buffering=0) as terminal:
-        process = launcher.start("say(INDEX)", "-n", 2, stdout=other, environment={"NO_COLOR": ""})
-        os.close(other)
-        assert process.wait(20) == 0
-        assert sorted(terminal.read(65536).split(b"\r\n")) == [b"", b"\x1b[32m[0]\x1b[0m 0", b"\x1b[33m[1]\x1b[0m 1"]
-
-
 def test_a_progress_bar_moves_in_one_line_of_a_terminal_and_is_a_line_now_and_then_elsewhere(launcher: Launcher) -> None:
+    """On a terminal prefixes have colours."""
     body = "for i in range(50): sys.stderr.write(f'\\r{i}%')\nsys.stderr.write('\\n'); say('end')"
     _, _, err = launcher.run(body, "-n", 2)
     assert sorted(err.splitlines()) == ["[0] 0%", "[0] 49%", "[1] 0%", "[1] 49%"]
     own, other = os.openpty()
     with open(own, "rb", buffering=0) as terminal:
-        process = launcher.start(body, "-n", 2, stderr=other, environment={"NO_COLOR": "1"})
+        process = launcher.start(body, "-n", 2, stderr=other, environment={"NO_COLOR": ""})
         os.close(other)
         assert process.wait(20) == 0
         shown = [piece for piece in re.split(rb"\r\x1b\[K|\r\n", terminal.read(65536)) if piece]
-    assert [piece for piece in shown if piece.startswith(b"[0]")] == [b"[0] %d%%" % i for i in range(50)]
-    assert [piece for piece in shown if piece.startswith(b"[1]")] == [b"[1] 49%"]
+    first, second = (b"\x1b[32m[0]\x1b[0m ", b"\x1b[33m[1]\x1b[0m ")
+    assert [piece for piece in shown if piece.startswith(first)] == [first + b"%d%%" % i for i in range(50)]
+    assert [piece for piece in shown if not piece.startswith(first)] == [second + b"49%"]
 
 
 def test_lines_stay_whole_when_both_streams_go_to_one_place(launcher: Launcher) -> None:
@@ -209,25 +201,6 @@ def test_lines_stay_whole_when_both_streams_go_to_one_place(launcher: Launcher) 
     code, out, _ = launcher.run(body, "-n", 2, stderr=subprocess.STDOUT)
     assert code == 0
     assert sorted(out.splitlines()) == sorted(f"[{i}] {c * 9000}" for i in (0, 1) for c in "oe" for _ in range(60))
-
-
-def test_an_endless_line_is_cut_and_takes_no_memory(launcher: Launcher, tmp_path: Path) -> None:
-    body = "wait_for(sys.argv[1] + '0')\nfor i in range(160): sys.stdout.write('x' * 100_000)\nwait_for(sys.argv[1] + '1')"
-    with (tmp_path / "out").open("wb") as file:
-        process = launcher.start(body, arguments=(tmp_path / "go",), stdout=file)
-
-    def peak() -> int:
-        return int(re.findall(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{process.pid}/status").read_text())[0])
-
-    wait_until(lambda: len(launcher.alive()) == 2)  # the worker, and the keeper
-    before = peak()
-    (tmp_path / "go0").touch()
-    wait_until(lambda: (tmp_path / "out").stat().st_size > 16_000_000 - 65536)
-    assert peak() - before < 8_000
-    (tmp_path / "go1").touch()
-    assert process.wait(20) == 0
-    lines = (tmp_path / "out").read_bytes().splitlines()
-    assert {len(line) for line in lines[:-1]} == {65536 + 4} and sum(len(line) - 4 for line in lines) == 16_000_000
 
 
 def test_streams_that_are_closed_stop_nobody(launcher: Launcher, tmp_path: Path) -> None:
@@ -378,42 +351,24 @@ def test_restarts_end_with_the_budget_and_use_fresh_ports_of_their_own_or_the_on
     assert [attempt.environments[0]["JAX_COORDINATOR_ADDRESS"] for attempt in attempts] == ["127.0.0.1:65535"] * 2
 
 
-def test_a_port_that_the_kernel_gives_again_is_not_taken_again(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    ports = iter([5001, 5001, 5002, 5001, 5002, 5003])
+def test_ports_are_not_taken_again_also_on_a_host_without_ipv4(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    ports, refused = iter([5001, 5001, 5002, 5001, 5002, 5003, 5004]), set[str]()
 
     class Socket(contextlib.nullcontext):
-        bind = staticmethod(lambda address: None)
-        getsockname = staticmethod(lambda: ("127.0.0.1", next(ports)))
+        getsockname = staticmethod(lambda: ("", next(ports)))
 
         def __enter__(self) -> "Socket":
             return self
-
-    monkeypatch.setattr(launch, "socket", SimpleNamespace(socket=Socket, AF_INET=0, AF_INET6=1))
-    _, attempts, _ = plan("--max-restarts", 2, ends=[[1]])
-    found = [attempt.environments[0]["JAX_COORDINATOR_ADDRESS"] for attempt in attempts]
-    assert found == ["127.0.0.1:5001", "127.0.0.1:5002", "127.0.0.1:5003"]
-
-
-def test_a_host_without_ipv4_has_another_loopback_address(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Socket(contextlib.nullcontext):
-        getsockname = staticmethod(lambda: ("::1", 5001, 0, 0))
 
         def bind(self, address: tuple[str, int]) -> None:
-            if address[0] == "127.0.0.1":
+            if address[0] in refused:
                 raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
 
-        def __enter__(self) -> "Socket":
-            return self
-
-    monkeypatch.setattr(launch, "socket", SimpleNamespace(socket=Socket, AF_INET=0, AF_INET6=1))
-    _, [attempt], _ = plan(ends=[[0]])
-    assert attempt.environments[0]["JAX_COORDINATOR_ADDRESS"] == "[::1]:5001"
-
-
-def test_a_restart_that_succeeds_is_a_success(launcher: Launcher) -> None:
-    code, out, err = launcher.run("say(ATTEMPT); sys.exit(75 if ATTEMPT < 2 else 0)", "--max-restarts", 3)
-    assert (code, out.split()[1::2]) == (0, ["0", "1", "2"])
-    assert re.fullmatch(r"mirrored launch: done: 2 restarts, \d\.\d s in all", err.splitlines()[-1])
+    monkeypatch.setattr(launch, "socket", SimpleNamespace(socket=Socket, AF_INET=4, AF_INET6=6))
+    for expected in (["127.0.0.1:5001", "127.0.0.1:5002", "127.0.0.1:5003"], ["[::1]:5004"]):
+        _, attempts, _ = plan("--max-restarts", len(expected) - 1, ends=[[1]])
+        assert [attempt.environments[0]["JAX_COORDINATOR_ADDRESS"] for attempt in attempts] == expected
+        refused.add("127.0.0.1")
 
 
 def test_each_writer_of_checkpoints_may_have_a_file_of_its_own(launcher: Launcher) -> None:
@@ -814,7 +769,7 @@ def test_commands_help_and_version(capsys: pytest.CaptureFixture[str], monkeypat
 # Processes that wait for a restart
 
 #: Processes wait from the start on.
-AT_ONCE = "group.DELAY_SECONDS = 0.0"
+AT_ONCE = "group.DELAY_SECONDS = 0.0; group.FAREWELL_SECONDS = 0.1"
 #: A module that tells that it was imported before there was a worker of its process.
 AHEAD = """
 import os, sys
@@ -835,28 +790,25 @@ import atexit, pickle
 atexit.register(lambda: say("pickled", len(pickle.dumps(Own()))))
 os.chdir("/")
 open(__file__).close()
-say(json.dumps([INDEX, str(os.getpid()) in imported(), __name__, sys.argv[1:], sys.stdin.read(), sys.path[0] == ahead.HERE]))
+say(json.dumps([INDEX, str(os.getpid()) in imported(), __name__, sys.argv[1:], sys.stdin.read()]))
+assert sys.path[0] == ahead.HERE and sys.argv[0].endswith(".py")
 """
 
 
-def test_workers_of_a_restart_have_imported_ahead_and_are_as_others(launcher: Launcher, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_module", [False, True])
+def test_workers_of_a_restart_have_imported_ahead_and_are_as_others(is_module: bool, launcher: Launcher, tmp_path: Path) -> None:
     Path(tmp_path, "ahead.py").write_text(AHEAD)
-    options = ("-n", 2, "--max-restarts", 1, "--standby", "ahead,json", "--grace", 1)
-    code, out, err = launcher.run(FAILS_ONCE, *options, arguments=["--epochs", 2], patch=AT_ONCE)
+    script = launcher.script(FAILS_ONCE, "training.py")
+    options = ["-n", 2, "--max-restarts", 1, "--standby", "ahead,json", "--grace", 1, *(["-m"] if is_module else [])]
+    arguments = ["--epochs", 2]
+    process = launcher.start(
+        Path("training") if is_module else script, *options, arguments=arguments, patch=AT_ONCE, cwd=tmp_path
+    )
+    code, out, err = finish(process)
     assert code == 0, err
     for index in (0, 1):
-        assert f'[{index}, true, "__main__", ["--epochs", "2"], "", true]' in out
-        assert f"[{index}] pickled" in out, "at the end __main__ is the script, still"
-
-
-def test_a_module_is_run_as_a_module(launcher: Launcher, tmp_path: Path) -> None:
-    Path(tmp_path, "ahead.py").write_text(AHEAD)
-    script = launcher.script(FAILS_ONCE.replace("sys.path[0] == ahead.HERE", "sys.argv[0].endswith('.py')"), "training.py")
-    options = ("-n", 2, "--max-restarts", 1, "--standby", "ahead", "--grace", 1, "-m", "training")
-    process = launcher.start(script, *options, patch=AT_ONCE, cwd=tmp_path)
-    out, err = process.communicate(timeout=30)
-    assert process.returncode == 0, err
-    assert out.decode().count(', true, "__main__", ') == 2
+        assert f'[{index}, true, "__main__", ["--epochs", "2"], ""]' in out
+        assert is_module or f"[{index}] pickled" in out, "at the end __main__ is the script, still"
 
 
 @pytest.mark.parametrize("broken", ["raise ImportError", "import os; os._exit(0)"])

@@ -54,16 +54,7 @@ def test_prefixes_are_equally_wide() -> None:
     assert prefix(3, 11, True) == b"\x1b[35m[3]\x1b[0m  "
 
 
-def test_prefixes_are_coloured_on_a_terminal_unless_the_user_wants_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    own, terminal = os.openpty()
-    for no_color, has_colour in (("", True), ("1", False)):
-        monkeypatch.setenv("NO_COLOR", no_color)
-        assert Outlet(terminal).has_colour is has_colour
-    os.close(own)
-    os.close(terminal)
-
-
-def test_what_a_carriage_return_ends_is_a_state_that_is_as_wide_as_the_terminal_and_gives_way_to_a_line() -> None:
+def test_what_a_carriage_return_ends_is_a_state_that_is_as_wide_as_the_terminal_and_gives_way_to_a_line(monkeypatch) -> None:
     assert [type(line) is output.BarState for line in cut(b"\r1%\r2%\rline\n3%")] == [True, True, False, False]
     own, terminal = os.openpty()
     termios.tcsetwinsize(terminal, (5, 12))
@@ -76,6 +67,9 @@ def test_what_a_carriage_return_ends_is_a_state_that_is_as_wide_as_the_terminal_
     outlet.end()
     outlet.flush()
     erase = b"\r\x1b[K"
+    for no_color, has_colour in (("", True), ("1", False)):
+        monkeypatch.setenv("NO_COLOR", no_color)
+        assert Outlet(terminal).has_colour is has_colour
     assert os.read(own, 4096) == erase + b"[0] 0123456" + erase + "[0] é%".encode() + erase + b"line" + erase + b"last\r\n"
     os.close(own)
     os.close(terminal)
@@ -166,24 +160,18 @@ def test_an_outlet_that_cannot_take_anything_now_keeps_it() -> None:
     os.close(write)
 
 
-def test_a_log_file_is_new_and_private(tmp_path: Path) -> None:
+def test_log_files_are_new_and_private_and_their_folders_count_on_and_follow_no_links(tmp_path: Path) -> None:
     log = LogFile(tmp_path / "log")
     assert log.write(b"\x1b\xff\r\n") is None
     log.close()
     log.close()
     assert log.write(b"late") is None
-    assert (tmp_path / "log").read_bytes() == b"\x1b\xff\r\n"
-    assert (tmp_path / "log").stat().st_mode & 0o777 == 0o600
-    with pytest.raises(FileExistsError):
-        LogFile(tmp_path / "log")
+    assert (tmp_path / "log").read_bytes() == b"\x1b\xff\r\n" and (tmp_path / "log").stat().st_mode & 0o777 == 0o600
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(FileExistsError):
-        LogFile(tmp_path / "link")
-
-
-def test_log_folders_count_on_and_follow_no_links(tmp_path: Path) -> None:
+    for name in ("log", "link"):
+        with pytest.raises(FileExistsError):
+            LogFile(tmp_path / name)
     (tmp_path / "attempt-1").symlink_to(tmp_path)
-    assert [make_log_folder(tmp_path, number, "").name for number in (0, 1, 2, 0)] == [
-        "attempt-0", "attempt-2", "attempt-3", "attempt-4",
-    ]  # fmt: skip
+    made = [make_log_folder(tmp_path, number, "").name for number in (0, 1, 2, 0)]
+    assert made == ["attempt-0", "attempt-2", "attempt-3", "attempt-4"]
     assert make_log_folder(tmp_path, 0, "-node-1").name == "attempt-0-node-1"

@@ -20,15 +20,18 @@ def test_it_passes_batches_on_and_shows_steps_and_the_share_of_the_input(capsys,
     assert last.startswith("epoch 1: 100%") and "4/4" in last and "step" in last and "input 33%" in last  # 4 of 12 seconds
 
 
-def test_a_loop_may_be_left_and_a_length_be_unknown_or_given(capsys):
+def test_a_loop_may_be_left_and_a_length_be_unknown_or_given_and_errors_come_through(capsys):
     def endless():
-        while True:
-            yield 1
+        yield from range(3)
+        raise OSError("the file is gone")
 
-    for number, _ in enumerate(mr.progress(endless())):
+    for number in mr.progress(endless()):
         if number == 2:
             break
     assert "2step" in capsys.readouterr().err  # the third was not finished
+    with pytest.raises(OSError, match="the file is gone"):
+        list(mr.progress(endless()))
+    capsys.readouterr()
     assert list(mr.progress(iter("ab"), total=5)) == ["a", "b"]
     assert "2/5" in capsys.readouterr().err
 
@@ -38,15 +41,6 @@ def test_only_the_chief_shows_it(capsys, monkeypatch):
         monkeypatch.setattr(bar, "joint_strategy", lambda is_chief=is_chief: types.SimpleNamespace(is_chief=is_chief))
         assert list(mr.progress([1, 2])) == [1, 2]
         assert ("2/2" in capsys.readouterr().err) is is_chief
-
-
-def test_an_error_of_the_input_comes_through(capsys):
-    def broken():
-        yield 1
-        raise OSError("the file is gone")
-
-    with pytest.raises(OSError, match="the file is gone"):
-        list(mr.progress(broken()))
 
 
 def test_without_tqdm_the_line_to_write_is_said(monkeypatch):

@@ -11,7 +11,7 @@ import pytest
 
 import mirrored as mr
 from mirrored import launch
-from mirrored._report.facts import Facts, facts_of, file_of, joined, load, save
+from mirrored._report.facts import Facts, facts_of, file_of, join_facts, load, save
 from mirrored._report.page import page
 from mirrored._variables.equal_copies import CopiesCompared
 
@@ -62,8 +62,10 @@ def test_files_of_workers_are_one_page(facts: Facts, tmp_path: Path, capsys: pyt
     out = capsys.readouterr().out
     assert out == f"{tmp_path / 'report.html'}; without workers 1, whose files are not there\n"
     text = (tmp_path / "report.html").read_text()
-    assert text == page(joined(every), every)
-    assert [replica.in_use for replica in joined(every).replicas] == [7, None, 9] and joined(every).warnings == (("careful", 4),)
+    assert text == page(join_facts(every), every)
+    assert [replica.in_use for replica in join_facts(every).replicas] == [7, None, 9] and join_facts(every).warnings == (
+        ("careful", 4),
+    )
     table = text.split("<h2>Time</h2>")[1].split("</section>")[0]
     rows = [re.sub("<[^>]*>", " ", row).split() for row in table.split("<tr>")[2:]]
     assert [row[:2] for row in rows] == [["0", "30"], ["2", "32"]] and "50%" in rows[1]

@@ -1,1 +1,1 @@
-"""What survives: checkpoints and preemption."""
+"""Checkpoints and preemption: state that outlives a program."""

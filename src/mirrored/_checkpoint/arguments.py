@@ -1,4 +1,4 @@
-"""What users may give to a checkpoint: names, counts, numbers of steps. No jax here."""
+"""Checks of a checkpoint's arguments: names, counts, numbers of steps. No jax here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MAX_STEP = 10**18 - 1
 
 
 def checked_names(named: dict[str, PyTree]) -> dict[str, PyTree]:
-    """Return what is to be saved, or say which name will not do."""
+    """Return the objects to save, or raise an error that names a wrong name."""
     if not named:
         raise TypeError("mr.Checkpoint got nothing to save; expected for example mr.Checkpoint(directory, model=variables).")
     for name in named:
@@ -24,16 +24,8 @@ def checked_names(named: dict[str, PyTree]) -> dict[str, PyTree]:
     return named
 
 
-def check_count(count: object, name: str) -> None:
-    """Refuse what is no int of at least 1."""
-    if isinstance(count, bool) or not isinstance(count, int):
-        raise TypeError(f"mr.Checkpoint: {name} is {count!r}; expected an int.")
-    if count < 1:
-        raise ValueError(f"mr.Checkpoint: {name} is {count}; expected at least 1.")
-
-
 def checked_step(step: Any, verb: str) -> int:
-    """Return the number of a step as an int, or say that it is none."""
+    """Return a step number as an int, or raise TypeError."""
     try:
         number = int(step.__index__())
     except (AttributeError, TypeError):

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from .._errors import CheckpointError, ContextError, StrategyMismatchError
+from .._options import check_int
 from .._replicas import frames, in_flight
 from .._strategy.current import DefaultStrategy, get_strategy, has_strategy
 from .._strategy.strategy import coordination_of, joint_strategy
@@ -30,30 +31,29 @@ from .writer import Writer
 
 _logger = logging.getLogger("mirrored")
 
-#: `_of_chief` needs an exchange between two calls of one name: a mark is told before one, the rest after one.
+#: Two calls of `of_chief` with one name need an exchange between them: a mark is told before one, everything else after one.
 _CHANNEL, _MARK, _POSITIONS = "checkpoint", "checkpoint/mark", "checkpoint/positions"
 
 
 class Checkpoint:
     """The variables, optimizers and position in the data of a program, saved for any number of replicas and workers.
 
-    A save copies the state to the host and comes back; the files are written while training goes on. A step is there
-    whole or not at all, whenever the process is killed. What is read is compared with checksums, and a damaged step is
-    reported and left out for the one before it. All workers call the same methods; worker 0 writes, all read, so
-    the directory must be one that they share.
+    A save copies the state to the host and returns; a thread writes the files while training goes on. A step on disk is
+    complete or absent, whenever the process is killed. Checksums verify all that is read; a damaged step is reported, and the
+    step before it is used. All workers call the same methods; worker 0 writes and all read, so they must share the directory.
 
     Args:
-        directory: for this program alone; made when it is missing.
-        max_to_keep: how many steps stay; older ones are removed when a new one is complete. None: all.
+        directory: a directory for this program alone; made when it is missing.
+        max_to_keep: the number of steps to keep; older ones are removed when a new one is complete. None: all.
         max_failed_saves: after so many failed saves in a row (a full disk), CheckpointError ends the training; fewer are
             logged as errors.
-        named: what to save, each under a name of letters, digits, `_`, `.` and `-`: variables, optimizers, iterators of
-            distributed datasets, and nests of them, of arrays and of numbers. Arrays and numbers that are replaced while
+        named: the objects to save, each under a name of letters, digits, `_`, `.` and `-`: variables, optimizers, iterators
+            of distributed datasets, and nests of them, of arrays and of numbers. Arrays and numbers that are replaced while
             training belong in a dict or a list, so that restored ones can take their place.
 
     Raises:
-        TypeError: for something that cannot be saved or restored.
-        ValueError: for a name, a number or a directory that will not do.
+        TypeError: for an object that cannot be saved or restored.
+        ValueError: for a wrong name, number or directory.
 
     >>> import tempfile
     >>> folder = tempfile.TemporaryDirectory()
@@ -85,52 +85,52 @@ class Checkpoint:
         self, directory: str | os.PathLike[str], /, *, max_to_keep: int | None = 3, max_failed_saves: int = 3, **named: PyTree
     ) -> None:
         self._named = arguments.checked_names(named)
-        arguments.check_count(1 if max_to_keep is None else max_to_keep, "max_to_keep")
-        arguments.check_count(max_failed_saves, "max_failed_saves")
+        check_int("mr.Checkpoint: max_to_keep", 1 if max_to_keep is None else max_to_keep, 1, "steps")
+        check_int("mr.Checkpoint: max_failed_saves", max_failed_saves, 1, "failed saves in a row")
         self._files = StepFiles(files.checked_directory(directory))
         self._strategy = get_strategy()
         if not has_strategy() and values.joint_among(values.leaves_of(self._named)):
             self._strategy = joint_strategy() or self._strategy  # made outside the scope, for what belongs to all workers
         self._leaves()
         self._writer = Writer(self._files, max_to_keep, max_failed_saves, is_joint=self._strategy.num_workers > 1)
-        self._last: int | None = None  # that this program saved or restored
+        self._last: int | None = None  # the step that this program saved or restored last
         self._is_closed = False
-        self._is_shared = self._strategy.num_workers == 1  # the directory, by the workers
+        self._is_shared = self._strategy.num_workers == 1  # whether the workers are known to share the directory
 
     # -- saving
 
     def save(self, step: int) -> None:
         """Save the state under a step number, in the background.
 
-        When this comes back, the next step may change everything. It waits for the save before this one, if that is
-        still being written. A save that fails is logged as an error, and training goes on.
+        After it returns, the next step may change everything. It waits for the previous save, if that is still being
+        written. A save that fails is logged as an error, and training goes on.
 
         Args:
-            step: how far training has come; larger than every step that is there. The one that this program saved or
-                restored last is not saved again.
+            step: the number of the step, larger than all on disk. The step that this program saved or restored last is not
+                saved again.
 
         Raises:
             CheckpointError: (a RuntimeError) after `max_failed_saves` failed saves in a row, when workers save different
-                things, when they do not share the directory, and when another program writes there.
+                objects, when they do not share the directory, and when another program writes there.
             ReplicasDivergeError: (a ValueError) when the copies of a mirrored variable differ; nothing is written.
             ValueError: when there is a later step that was not restored.
             ContextError: (a RuntimeError) inside a step.
         """
         step = arguments.checked_step(step, "checkpoint.save")
         self._require_usable("save")
+        call = f"save({step})"
         with progress.phase(f"saving step {step}", is_patient=True):
             self._writer.finish()
-            self._require_shared(f"save({step})")
-            leaves, positions, report, error = self._report(step)
-            reports = self._exchange(report, f"save({step})")
+            self._require_shared(call)
+            leaves, positions, report, error = self._prepare_save(step)
+            reports = self._exchange(report, call)
             every_position = coordination_of(self._strategy).for_chief(_POSITIONS, positions)
-            self._learn_from_chief(f"save({step})")
+            self._learn_from_chief(call)
             if error is not None:
                 raise error
             same_on_workers.require_no_error(reports, "save")
-            same_on_workers.require_same_step(reports)
             if len({report["digest"] for report in reports}) > 1:
-                same_on_workers.require_same_kinds(self._exchange(values.kinds_of(leaves), f"save({step})"))
+                same_on_workers.require_same_kinds(self._exchange(values.kinds_of(leaves), call))
             if self._writer.latest == step:
                 _logger.info("step %d is saved already, in %s", step, self._files.root)
                 return
@@ -141,9 +141,9 @@ class Checkpoint:
                 about = {"num_replicas": self._strategy.num_replicas_in_sync, "num_workers": self._strategy.num_workers}
                 self._writer.start(step, snapshot, about)
 
-    def _report(self, step: int) -> tuple[Leaves, dict[str, Any], dict[str, Any], Exception | None]:
-        """Look at this worker's part of the state, and tell the chief its positions; what is wrong is for all workers to know."""
-        report: dict[str, Any] = {"step": step}
+    def _prepare_save(self, step: int) -> tuple[Leaves, dict[str, Any], dict[str, Any], Exception | None]:
+        """Tell the chief this worker's positions; return its leaves, positions, report to all workers, and own error."""
+        report: dict[str, Any] = {}
         leaves: Leaves = {}
         positions: dict[str, Any] = {}
         error = None
@@ -169,7 +169,7 @@ class Checkpoint:
             )
 
     def _require_mirrored(self, leaves: Leaves) -> None:
-        in_flight.finish()  # what is wrong with an argument of the last step is found when it has ended
+        in_flight.finish()  # the last step's arguments are known to be right when it has ended
         by_mesh: dict[Any, list[Any]] = {}
         for variable in values.variables_of(leaves):
             if not spec_of(variable).is_on_read:
@@ -178,7 +178,7 @@ class Checkpoint:
             equal_copies.check(mesh, variables)
 
     def wait(self) -> int | None:
-        """Wait until what was saved is on disk, and return the last step that is, None when there is none.
+        """Wait until all saves are on disk, and return the last step there, None without one.
 
         Raises:
             CheckpointError: (a RuntimeError) after `max_failed_saves` failed saves in a row.
@@ -193,17 +193,17 @@ class Checkpoint:
         return self._writer.latest
 
     def _learn_from_chief(self, where: str) -> None:
-        """Take over what worker 0 knows of the saves so far; too many failures end the training on all workers."""
+        """Take over worker 0's record of the saves; too many failures end the training on all workers."""
         latest, failures = self._of_chief([self._writer.latest, self._writer.failures], where)
         if not self._strategy.is_chief:
             self._writer.learn(latest, list(failures))
         self._writer.require_success()
 
     def close(self) -> None:
-        """Wait until what was saved is on disk; again does nothing. A `with` block calls it.
+        """Wait until all saves are on disk; a `with` block calls it. Further calls do nothing.
 
         Raises:
-            CheckpointError: (a RuntimeError) when the last save failed: there is no later one to make up for it.
+            CheckpointError: (a RuntimeError) when the last save failed: no later one makes up for it.
         """
         if self._is_closed:
             return
@@ -224,7 +224,7 @@ class Checkpoint:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is None:
             self.close()
-        else:  # the other workers may not come to an end together with this one
+        else:  # without the other workers, which may not end together with this one
             self._writer.finish()
             self._end()
 
@@ -235,24 +235,24 @@ class Checkpoint:
     # -- restoring
 
     def restore_latest(self, *, partial: bool = False) -> int | None:
-        """Restore the newest step that is undamaged, and return its number; None when there is no step.
+        """Restore the newest undamaged step, and return its number; None when there is no step.
 
-        Everything that was saved is verified before anything is changed. For each damaged step one error is logged, and
-        the step before it is used; damaged steps are removed when a new one has been saved.
+        The whole step is verified before anything changes. For each damaged step one error is logged, and the step before it
+        is used; damaged steps are removed when a new one has been saved.
 
-        A mirrored variable gets its value. A sync-on-read variable gets all its copies when the number of replicas is the
-        one of the save, else its aggregated value, by the rule of `assign`. Each may be restored from the other, and
-        from plain arrays. Iterators go on where they stood, on another number of workers only under `AutoShardPolicy.DATA`:
-        else each worker has read files or batches of its own, and its position means nothing to another number of workers.
+        A mirrored variable gets its value. A sync-on-read variable gets all its copies when the number of replicas is that of
+        the save, else its aggregated value, by the rule of `assign`. Each may be restored from the other, and from plain
+        arrays. Iterators go on at their positions; on another number of workers only under `AutoShardPolicy.DATA`, because
+        under other policies each worker has read its own files or batches.
 
         Args:
-            partial: leave alone what the checkpoint holds and this object does not name, such as all but the weights for
-                inference. What this object names must still be there. An iterator that is left out starts at its beginning.
+            partial: ignore saved values that this object does not name, for example to restore only weights for inference.
+                Values that it names must be there. An iterator that is left out starts at its beginning.
 
         Raises:
             CheckpointError: (a RuntimeError) when no step is undamaged, when one cannot be read for another reason than damage,
-                such as too many open files, when what was saved is not what is to be restored (all differences are listed), and
-                when the workers do not share the directory. Nothing has changed.
+                such as too many open files, when the saved values do not fit (all differences are listed), and when the workers
+                do not share the directory. Nothing has changed.
             ContextError: (a RuntimeError) inside a step.
         """
         if not isinstance(partial, bool):
@@ -279,7 +279,7 @@ class Checkpoint:
         return None
 
     def _agreed_steps(self) -> list[int]:
-        """Return the steps, after seeing that all workers look at the same directory."""
+        """Return the steps, or raise CheckpointError when the workers do not see the same ones."""
         report: dict[str, Any] = {"steps": [], "error": None}
         try:
             self._leaves()
@@ -294,17 +294,12 @@ class Checkpoint:
         return report["steps"]
 
     def _require_same(self, reports: same_on_workers.Reports, field: str, describe: Callable[[Any], str]) -> None:
-        """See that all workers have found the same in the directory; where each looks is told only when they have not."""
+        """Raise CheckpointError unless a field is equal for all workers; only then does each tell the others its directory."""
         if any(report[field] != reports[0][field] for report in reports):
-            wheres = self._exchange({"where": self._where()}, "restore_latest()")
-            told = [{**report, **where} for report, where in zip(reports, wheres, strict=True)]
-            same_on_workers.require_shared(told, field, describe)
-
-    def _where(self) -> str:
-        return f"{self._files.root} on {socket.gethostname()}"
+            same_on_workers.require_shared(self._with_places(reports, "restore_latest()"), field, describe)
 
     def _read(self, step: int) -> tuple[Snapshot | None, str]:
-        """Read a step on all workers; None, and all that is wrong with it, when it is damaged for any of them."""
+        """Read a step on all workers; when it is damaged for one of them, return None and the damage in words."""
         report: dict[str, Any] = {"problems": [], "error": None, "id": None}
         saved = None
         try:
@@ -326,7 +321,7 @@ class Checkpoint:
         leaves = self._leaves()
         if is_partial:
             saved = Snapshot({path: entry for path, entry in saved.leaves.items() if path in leaves}, saved.arrays)
-        problems = state.differences(leaves, saved)
+        problems = state.find_differences(leaves, saved)
         is_too_much = not saved.leaves.keys() <= leaves.keys()
         moved: list[tuple[Any, Any]] = []
         if not problems:
@@ -337,10 +332,11 @@ class Checkpoint:
                 problems = [f"an iterator does not take its position: {type(error).__name__}: {error}"]
                 is_too_much = True
         reports = self._exchange({"problems": problems, "is_too_much": is_too_much}, f"restore_latest(), step {step}")
-        misfit = same_on_workers.misfit(reports, f"step {step} in {self._files.root}")
-        if misfit is not None:
+        try:
+            same_on_workers.require_fit(reports, f"step {step} in {self._files.root}")
+        except CheckpointError:
             state.undo_positions(moved)
-            raise misfit
+            raise
         state.restore_values(self._named, leaves, saved)
 
     # -- with the other workers
@@ -358,28 +354,32 @@ class Checkpoint:
         return leaves
 
     def _require_shared(self, where: str) -> None:
-        """See once, before anything is lost, that all workers look into the directory that worker 0 writes to."""
+        """Raise CheckpointError unless all workers see worker 0's directory; asked once, before a step could be lost."""
         if self._is_shared:
             return
         with self._files.mark() if self._strategy.is_chief else contextlib.nullcontext() as mark:
             mark = self._of_chief(mark, where, _MARK)
-            if mark is None:  # worker 0 cannot write there; restoring needs no more than that all see the same steps
+            if mark is None:  # worker 0 cannot write there; for restoring it is enough that all see the same steps
                 return
             reports = self._exchange({"sees": self._files.sees(mark)}, where)
         if not all(report["sees"] for report in reports):
-            wheres = self._exchange({"where": self._where()}, where)
-            same_on_workers.require_seen([{**report, **place} for report, place in zip(reports, wheres, strict=True)])
+            same_on_workers.require_seen(self._with_places(reports, where))
         self._is_shared = True
+
+    def _with_places(self, reports: same_on_workers.Reports, where: str) -> same_on_workers.Reports:
+        """Add each worker's directory and host to its report."""
+        places = self._exchange({"where": f"{self._files.root} on {socket.gethostname()}"}, where)
+        return [{**report, **place} for report, place in zip(reports, places, strict=True)]
 
     def _of_chief(self, value: Any, where: str, name: str = _CHANNEL) -> Any:
         with progress.phase(f"checkpoint.{where}", waits=True):
             return coordination_of(self._strategy).of_chief(name, value)
 
     def _exchange(self, value: dict[str, Any], where: str) -> Sequence[dict[str, Any]]:
-        """Give a value that is equal on all workers while nothing is wrong to all, and return those of all."""
+        """Exchange a value, equal on all workers unless something is wrong; raise where their calls or histories differ."""
         with progress.phase(f"checkpoint.{where}", waits=True):
             exchange = functools.partial(coordination_of(self._strategy).exchange, _CHANNEL)
-            seen = exchange([where.partition("(")[0], value, progress.history()])
+            seen = exchange([where, value, progress.history()])
             same_on_workers.require_same_call([call for call, _, _ in seen])
             require_same_history([history for _, _, history in seen], lambda: exchange(progress.tell()))
         return [other for _, other, _ in seen]

@@ -1,4 +1,4 @@
-"""How damage to what was written is found: checksums of arrays, of files, and of the record that lists them. No jax here."""
+"""Finds damage to a saved step: checksums of arrays, of files, and of the record that lists them. No jax here."""
 
 from __future__ import annotations
 
@@ -23,61 +23,52 @@ def array_checksum(name: str, array: np.ndarray) -> int:
     return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, zlib.crc32(head))
 
 
-def compare_files(
-    directory: Path, recorded: Mapping[str, list[int]], besides: str
-) -> tuple[list[str], dict[Path, OSError], bool]:
-    """Compare all files under a directory, besides one, with their recorded sizes and CRC-32s, by their paths with slashes.
+def compare_files(directory: Path, recorded: Mapping[str, list[int]], besides: str) -> tuple[list[str], bool]:
+    """Compare all files under a directory, except `besides`, with their recorded sizes and CRC-32s, by their paths with slashes.
 
-    Return what differs, in words, which files could not be read, and whether nothing is there but plain files that are as long
-    as they were. No link is followed, and no file opened that was not written, or is not of its size. A directory that cannot be
-    listed raises an OSError: what is in it is not missing.
+    Return the differences in words, and whether the directory holds exactly the recorded files in their sizes, so that they can
+    be opened. No link is followed, and no file is opened that was not recorded or has another size. An OSError is raised for a
+    directory that cannot be listed, whose files may all be there, and for a file that cannot be read where nothing else differs.
     """
-    problems: list[str] = []
-    unread: dict[Path, OSError] = {}
     paths = {path.relative_to(directory).as_posix(): path for path in _files(directory)}
     paths.pop(besides, None)
-    is_readable = paths.keys() <= recorded.keys()
-    for name in sorted({*recorded, *paths}):
-        if name not in paths:
-            problems.append(f"file {name} is missing")
-            continue
-        if name not in recorded:
-            problems.append(f"file {name} does not belong there")
-            continue
+    problems = [f"file {name} is missing" for name in sorted(recorded.keys() - paths.keys())]
+    problems += [f"file {name} does not belong there" for name in sorted(paths.keys() - recorded.keys())]
+    is_readable, unread = not problems, None
+    for name in sorted(recorded.keys() & paths.keys()):
         size, checksum = recorded[name]
         try:
             found_size, found = file_checksum(paths[name], size)
         except OSError as error:
-            unread[paths[name]] = error
+            error.filename, unread = str(paths[name]), error
             continue
         if found_size != size:
             problems.append(f"file {name} is {_describe(found_size)}, was {_describe(size)} when it was written")
             is_readable = False
         elif found != checksum:
             problems.append(f"file {name} is damaged: its CRC-32 is {found:08x}, was {checksum:08x}")
-    return problems, unread, is_readable and not unread
+    if unread is not None and not problems:
+        raise unread
+    return problems, is_readable and unread is None
 
 
 def _files(directory: Path) -> list[Path]:
-    """List all that is not a real folder, in all folders; `os.walk` passes over those that it cannot list.
+    """List all that is not a real folder, in all folders; `os.walk` would skip folders that it cannot list.
 
-    Without `.nfs...`: so NFS calls a file that was removed while somebody had it open.
+    Left out are `.nfs...` files: NFS renames a file so that is removed while a process has it open.
     """
     files, folders = [], [directory]
     while folders:
         with os.scandir(folders.pop()) as entries:
             for entry in entries:
-                if not entry.name.startswith(".nfs"):  # asked first: it may be gone already
+                if not entry.name.startswith(".nfs"):  # before its status is asked for: it may be gone already
                     is_folder = stat.S_ISDIR(entry.stat(follow_symlinks=False).st_mode)
                     (folders if is_folder else files).append(Path(entry.path))
     return sorted(files)
 
 
 def file_checksum(path: Path, recorded_size: int | None = None) -> list[int]:
-    """Return the size and the CRC-32 of a file; the size -1 of what is no plain file, such as a symbolic link or a FIFO.
-
-    A file that is not as long as it was recorded is not read, and has the CRC-32 0.
-    """
+    """Return a file's size and CRC-32: -1 and 0 for a link or a FIFO; CRC-32 0, unread, for another size than recorded."""
     if not stat.S_ISREG(path.lstat().st_mode):
         return [-1, 0]
     with open(path, "rb", opener=open_plain) as file:
@@ -86,14 +77,14 @@ def file_checksum(path: Path, recorded_size: int | None = None) -> list[int]:
             return [-1, 0]
         if recorded_size not in (None, status.st_size):
             return [status.st_size, 0]
-        while size <= status.st_size and (chunk := file.read(_CHUNK_BYTES)):  # no end of one that grows meanwhile
+        while size <= status.st_size and (chunk := file.read(_CHUNK_BYTES)):  # a file may grow without end meanwhile
             size += len(chunk)
             checksum = zlib.crc32(chunk, checksum)
     return [size, checksum]
 
 
 def open_plain(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a file as `open` does, but no link, and without waiting for who writes to a FIFO."""
+    """Open a file as `open` does, but refuse links, and do not wait for a writer of a FIFO."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
@@ -120,5 +111,5 @@ def decode_record(data: bytes) -> dict[str, Any]:
 
 
 def record_checksum(record: object) -> str:
-    """Return the CRC-32 of what a record says, however it is written."""
+    """Return the CRC-32 of a record, independent of its order and spaces."""
     return f"{zlib.crc32(json.dumps(record, sort_keys=True, separators=(',', ':')).encode()):08x}"

@@ -1,4 +1,4 @@
-"""What a program has in variables, as plain trees of arrays for other libraries."""
+"""Exports variables as plain trees of arrays for other libraries."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from .leaves import is_nnx_object
 def export(tree: PyTree) -> PyTree:
     """Return the values of variables as a plain tree of JAX arrays.
 
-    The arrays are those of the variables, on all devices of the strategy, and are not copied; they stay as they are when
-    the variables change. They go in again by `variable.assign(array)`, also of a tree that `mr.Variable(tree)` has made.
+    The arrays are those of the variables, on all devices of the strategy, without a copy; they stay as they are when the
+    variables change. `variable.assign(array)` takes them back, also of a tree that `mr.Variable(tree)` has made.
 
     Args:
-        tree: in any nest: variables; what `mr.Variable(tree)` makes; a `mr.Optimizer`, of which its state is meant; models,
-            optimizers and metrics of Keras and Flax NNX, of which the arrays by their names are meant. A PerReplica becomes its
-            array `[R, ...]`, with one row for each replica. Everything else comes back as it is.
+        tree: any nest of variables; of results of `mr.Variable(tree)`; of `mr.Optimizer`, which become their states; of models,
+            optimizers and metrics of Keras and Flax NNX, which become their arrays by name. A PerReplica becomes its array
+            `[R, ...]`, with one row for each replica. Other values are returned unchanged.
 
     Returns:
-        The same nest, with arrays. A sync-on-read variable has the value that reading it has.
+        The same nest, with arrays. A sync-on-read variable gives its aggregated value, as when it is read.
 
     Raises:
         UnevenReplicasError: (a ValueError) for a PerReplica whose shapes differ.
@@ -40,14 +40,14 @@ def export(tree: PyTree) -> PyTree:
     >>> arrays["w"], float(jax.grad(lambda p: jnp.sum(p["w"]) * p["layers"][0])(arrays)["layers"][0])
     (Array([1., 2.], dtype=float32), 3.0)
     """
-    return jax.tree.map(_exported, tree, is_leaf=_is_whole)
+    return jax.tree.map(_export_leaf, tree, is_leaf=_is_whole)
 
 
 def _is_whole(value: object) -> bool:
     return isinstance(value, Variable | VariableTree | PerReplica) or is_nnx_object(value)
 
 
-def _exported(value: PyTree) -> PyTree:
+def _export_leaf(value: PyTree) -> PyTree:
     if isinstance(value, Variable | VariableTree):
         return value.value
     if isinstance(value, Optimizer):

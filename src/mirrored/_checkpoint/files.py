@@ -28,20 +28,20 @@ from .sole_writer import LOCK, SoleWriter, sole_writer
 
 _logger = logging.getLogger("mirrored")
 
-#: Of what is written here. A library reads its own format and older ones.
+#: The format that is written; older ones are read too.
 FORMAT = 2
 RECORD = "record.json"
 _ARRAYS = "arrays.npz"
 _PACKAGES = ("mirrored", "jax", "numpy")
 _STEP = re.compile(r"0|[1-9][0-9]{0,17}", re.ASCII)
 _SAVING, _REMOVED, _MARK = ".saving-", ".removed-", ".shared-"
-#: How long a file that another host has made may take to be seen, and how old one is that no running program waits for.
+#: How long another host's new file may take to become visible, and the age after which a temporary file has no owner.
 _SEEN_SECONDS, _STALE_SECONDS = 5.0, 3600.0
-#: What the system says of a name where there is no file: nothing, a link, or something of another kind. All else that it says,
-#: such as of a disk that does not answer or of too many open files, says nothing of what was written.
+#: Errors for a name without a plain file: absent, a link, of another kind. Others, such as for a disk that does not answer or
+#: too many open files, do not prove damage.
 _NO_FILE = {errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO}
 
-#: By this process: another checkpoint of it may be in the same directory.
+#: Unfinished steps of this process, in which several checkpoints may share a directory: none sweeps another's away.
 _being_written: set[str] = set()
 
 
@@ -65,9 +65,9 @@ def checked_directory(directory: object) -> Path:
 
 
 class StepFiles:
-    """The steps in one directory, each a directory of its own that is named after its number.
+    """The steps in one directory, each in a subdirectory named after its number.
 
-    Nothing is written outside it: arrays are numbered, and what users call them is in the record only.
+    Nothing is written outside of it: arrays are numbered, and the user's names are in the record only.
     """
 
     def __init__(self, root: Path) -> None:
@@ -75,15 +75,15 @@ class StepFiles:
         self._right: SoleWriter | None = None
 
     def claim(self) -> None:
-        """Take the right to write here, which is kept until `release`, or raise CheckpointError when another program has it."""
+        """Become the sole writer until `release`, or raise CheckpointError when another program is."""
         self._right = sole_writer(self.root)
 
     def release(self) -> None:
-        """Let other programs write here, unless this one still does by another object."""
+        """Let other programs write here, unless another object of this one still does."""
         self._right = None
 
     def look(self) -> tuple[list[int], list[str]]:
-        """Return the steps that are there, in order, and what else looks like one but is not, with the reason."""
+        """Return the steps, in order, and the other entries with the reason why each is no step."""
         steps, strays = [], []
         try:
             entries = sorted(os.scandir(self.root), key=lambda entry: entry.name)
@@ -105,11 +105,10 @@ class StepFiles:
 
     @contextlib.contextmanager
     def mark(self) -> Iterator[str | None]:
-        """Keep a file in the directory for a `with` block, which gets its random name, or None where nothing can be written."""
+        """Keep a file of a random name in the directory for a `with` block; the name is None where nothing can be written."""
         path = self.root / f"{_MARK}{secrets.token_hex(8)}"
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            self._remove_stale_marks()
             path.touch(exist_ok=False)
         except OSError as error:
             _logger.warning("whether all workers see %s cannot be found out: %s", self.root, error)
@@ -122,35 +121,32 @@ class StepFiles:
                 path.unlink()
 
     def sees(self, mark: str) -> bool:
-        """Tell whether this worker sees a mark that another one has made, as soon as its file system shows it."""
+        """Tell whether this worker's file system shows a mark of another worker within some seconds."""
         deadline = time.monotonic() + _SEEN_SECONDS
-        while not os.path.exists(self.root / mark):  # which raises nothing, as for a directory that may not be read
+        while not os.path.exists(self.root / mark):  # raises nothing, also where the directory may not be read
             if time.monotonic() >= deadline:
                 return False
             time.sleep(0.1)
             for folder in (self.root.parent, self.root):
-                with contextlib.suppress(OSError):  # to open it makes NFS ask the server anew
+                with contextlib.suppress(OSError):  # opening makes NFS ask its server anew
                     os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
         return True
 
-    def _remove_stale_marks(self) -> None:
-        """Remove the marks of programs that were killed."""
-        for entry in os.scandir(self.root):
-            if entry.name.startswith(_MARK) and _is_old(entry):
-                with contextlib.suppress(OSError):
-                    os.unlink(entry.path)
-
     def _sweep(self) -> None:
-        """Remove what saves and removals that were cut short have left behind; another program may be at it without a lock."""
+        """Remove what killed programs left behind: marks, and unfinished saves and removals."""
         for entry in os.scandir(self.root):
-            is_dead = self._right is not None or _is_old(entry)
-            if is_dead and _is_leftover(entry) and entry.path not in _being_written:
-                shutil.rmtree(entry.path, ignore_errors=True)
+            with contextlib.suppress(OSError):  # another program may remove it first
+                if entry.name.startswith(_MARK) and _is_old(entry):
+                    os.unlink(entry.path)
+                elif _is_leftover(entry) and entry.path not in _being_written:
+                    is_dead = self._right is not None or _is_old(entry)  # without the lock another program may be writing
+                    if is_dead:
+                        shutil.rmtree(entry.path, ignore_errors=True)
 
     def write(self, step: int, arrays: Mapping[str, np.ndarray], record: Mapping[str, Any]) -> int:
-        """Write a step, let it take its place at once, so that it is there whole or not at all, and return its bytes.
+        """Write a step and return its size in bytes; one rename makes it count, so that it is complete or absent.
 
-        A damaged step of that number is replaced. To the record, which is JSON, checksums, the time and the versions are added.
+        A damaged step of that number is replaced. Checksums, the time and the versions are added to the record, which is JSON.
         """
         self.root.mkdir(parents=True, exist_ok=True)
         self._sweep()
@@ -189,35 +185,34 @@ class StepFiles:
         return sum(size for size, _ in files.values())
 
     def remove(self, step: int) -> None:
-        """Remove a step; it is gone at once, whatever happens while its files are deleted."""
+        """Remove a step: one rename ends it, whatever happens while its files are deleted."""
         removed = self.root / f"{_REMOVED}{step}-{os.getpid()}"
         shutil.rmtree(removed, ignore_errors=True)
         os.rename(self.root / str(step), removed)
         shutil.rmtree(removed, ignore_errors=True)
 
     def read(self, step: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """Return a step's record and its arrays, all verified: a DamagedStep when anything differs from what was written.
+        """Return a step's record and arrays, verified, or raise DamagedStep when anything differs from what was written.
 
-        A CheckpointError when a newer version of the library wrote it, and when no damage is found, but not all can be read.
+        CheckpointError is raised for a step of a newer version, and for one that cannot be read although no damage is found.
         """
         directory = self.root / str(step)
         try:
             record = _read_record(directory, step)
-            problems, unread, is_readable = checksums.compare_files(directory, record["files"], RECORD)
+            problems, is_readable = checksums.compare_files(directory, record["files"], RECORD)
         except OSError as error:
             raise self._not_read(step, directory, error) from error
-        for path, error in {} if problems else unread.items():
-            raise self._not_read(step, path, error) from error
         if not is_readable:
-            raise DamagedStep(*problems)  # what is opened may never end
+            raise DamagedStep(*problems)  # a file of another kind may block its reader for ever
         arrays, described = {}, record["arrays"]
-        where = directory / (format_1.ARRAYS if record["format"] == 1 else _ARRAYS)
-        read = format_1.read if record["format"] == 1 else _read_arrays
+        where, read = (
+            (directory / format_1.ARRAYS, format_1.read) if record["format"] == 1 else (directory / _ARRAYS, _read_arrays)
+        )
         try:
             for key, array in read(where, described):
                 arrays[key] = array.view(np.dtype(described[key]["dtype"])).reshape(described[key]["shape"])
         except Exception as error:
-            if not problems:  # its files are those that were written
+            if not problems:  # the files are as they were written
                 raise self._not_read(step, where, error) from error
             problems.append(f"the arrays cannot be read: {type(error).__name__}: {_one_line(error)}")
         problems += _array_problems(record, arrays)
@@ -226,7 +221,7 @@ class StepFiles:
         return record, arrays
 
     def _not_read(self, step: int, path: Path, error: Exception) -> CheckpointError:
-        """Return what to raise when a step could not be read, and nothing says that it is damaged."""
+        """Return the error for a step that could not be read without a sign of damage."""
         if not (self.root / str(step)).exists():
             return CheckpointError(
                 f"step {step} was removed while it was read, by another process that keeps only its newest steps. Nothing was "
@@ -260,7 +255,7 @@ def _is_old(entry: os.DirEntry[str]) -> bool:
 
 
 def _in_numpys_dtype(array: np.ndarray) -> np.ndarray:
-    """Return an array as a file of NumPy's can hold it: of a dtype such as bfloat16, which NumPy does not know, the bits."""
+    """Return an array in a dtype that `np.savez` can write: the bits of bfloat16 and others that NumPy does not know."""
     return array if array.dtype.isbuiltin == 1 else array.view(f"u{array.dtype.itemsize}")
 
 
@@ -273,7 +268,7 @@ def _read_record(directory: Path, step: int) -> dict[str, Any]:
             record = checksums.decode_record(file.read())
     except (OSError, ValueError) as error:
         if isinstance(error, OSError) and error.errno not in _NO_FILE:
-            error.filename = str(directory / RECORD)  # which one of reading lacks
+            error.filename = str(directory / RECORD)  # errors of `read` have none
             raise
         raise DamagedStep(f"file {RECORD} cannot be used: {_one_line(error)}") from error
     if record.get("step") != step:
@@ -304,7 +299,7 @@ def _one_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _synced(path: Path) -> Iterator[IO[bytes]]:
-    """Open a new file for a `with` block, whose data is on the disk afterwards."""
+    """Open a new file for a `with` block, and flush it to the disk at its end."""
     with path.open("wb") as file:
         yield file
         file.flush()
@@ -312,7 +307,7 @@ def _synced(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _sync(directory: Path) -> None:
-    """Make the names in a directory survive a power failure, where the file system can."""
+    """Let the names in a directory survive a power failure, where the file system can."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Which values a checkpoint holds: the leaves of the objects that a user gave, by their paths."""
+"""Finds the values that a checkpoint holds: the leaves of the user's objects, by their paths."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from .._variables.variable import Variable, spec_of
 from ..data._iterator import DistributedIterator, num_workers_of
 from ..optimizer import Optimizer
 
-#: By its path, such as `model['layers'][0]`: a variable, an array, a number, or an iterator with a position.
+#: Path, such as `model['layers'][0]` -> variable, array, number, or iterator with a position.
 Leaves: TypeAlias = dict[str, Any]
 
-#: The leaves that have a dtype and a shape.
+#: Leaves with a dtype and a shape.
 ArrayLeaf: TypeAlias = Variable | jax.Array | np.ndarray
 
-#: The end of the path of an optimizer's count of updates. Checkpoints from before there was one are restored without it.
+#: Ends the path of an optimizer's count of updates, which older checkpoints do not have: they are restored without it.
 ITERATIONS = ":iterations"
 
 NUMBERS = {"bool": "True".__eq__, "int": int, "float": float, "complex": complex}
 
 
 def leaves_of(named: Mapping[str, PyTree]) -> Leaves:
-    """Return what is to be saved of the objects that a user gave, in an order that is the same on all workers."""
+    """Return the leaves of the user's objects, in an order that is the same on all workers."""
     found: Leaves = {}
     for name in sorted(named):
         for path, leaf in _walk(name, named[name], False, lines_for(named[name])):
@@ -68,7 +68,7 @@ def _walk(path: str, tree: PyTree, is_replaceable: bool, lines: str) -> Iterator
 
 
 def children_of(tree: PyTree) -> tuple[list[tuple[Any, Any]], Any] | None:
-    """Return what is directly below a node, with the keys, and how to make such a node; None for a leaf."""
+    """Return a node's children, with their keys, and its treedef; None for a leaf."""
     if isinstance(tree, Variable | PerReplica | Optimizer) or has_position(tree) or is_nnx_object(tree):
         return None
     children, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
@@ -82,7 +82,7 @@ def is_nnx_object(value: object) -> bool:
 
 
 def has_position(value: object) -> bool:
-    """Tell whether a value is an iterator that can say where it stands, and go back there."""
+    """Tell whether a value is an iterator whose position can be saved and restored."""
     return callable(getattr(type(value), "get_state", None)) and callable(getattr(type(value), "set_state", None))
 
 
@@ -117,7 +117,7 @@ def _is_savable(dtype: np.dtype) -> bool:
 
 
 def joint_among(leaves: Leaves) -> str | None:
-    """Return the path of a variable, or of an iterator, in which other workers take part; None when there is none."""
+    """Return the path of a variable or iterator that belongs to several workers together; None when there is none."""
     for path, leaf in leaves.items():
         is_variable = isinstance(leaf, Variable) and not spec_of(leaf).mesh.is_alone
         if is_variable or (isinstance(leaf, DistributedIterator) and num_workers_of(leaf) > 1):
@@ -131,7 +131,7 @@ def variables_of(leaves: Leaves) -> list[Variable]:
 
 
 def kinds_of(leaves: Leaves) -> dict[str, str]:
-    """Say of each leaf in words what it is; equal on all workers."""
+    """Describe each leaf in words that are equal on all workers."""
     return {path: kind_of(leaf) for path, leaf in leaves.items()}
 
 

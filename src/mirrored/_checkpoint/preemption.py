@@ -1,4 +1,4 @@
-"""Leaving in good order when the machine is taken away: SIGTERM on any worker, and all save the same step."""
+"""Leaves in good order when the machine is taken away: after SIGTERM to any worker, all save the same step."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from concurrent.futures import Future
 from types import FrameType, TracebackType
-from typing import Any, NoReturn, Self
+from typing import NoReturn, Self
 
 from .._errors import NOTICE_SECONDS, PREEMPTED, CheckpointError, ContextError
 from .._strategy.strategy import Strategy, coordination_of
@@ -31,7 +30,7 @@ from .checkpoint import Checkpoint
 _logger = logging.getLogger("mirrored")
 
 _CHANNEL = "preemption"
-#: As `signal.signal`, which works in the main thread only. Python documents it in its C API; it is part of the stable ABI.
+#: `signal.signal` for all threads: a documented function of Python's C API, in the stable ABI.
 _set_disposition = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)(("PyOS_setsig", ctypes.pythonapi))
 _numbers = itertools.count()
 _handlers: weakref.WeakSet[PreemptionHandler] = weakref.WeakSet()
@@ -46,11 +45,11 @@ class PreemptionHandler:
     and so does Ctrl-C at any time after the first.
 
     Make it where the loop begins, in the main thread and on all workers, and close it (or leave its `with` block) where
-    the loop ends; a signal that comes in the last step is heeded then.
+    the loop ends; a signal that comes in the last step is obeyed then.
 
     Args:
-        checkpoint: what to save with.
-        strategy: whose workers leave together. Default: that of the checkpoint.
+        checkpoint: the checkpoint to save with.
+        strategy: the strategy whose workers leave together. Default: that of the checkpoint.
 
     Raises:
         TypeError: when `checkpoint` is no `mr.Checkpoint`.
@@ -84,22 +83,24 @@ class PreemptionHandler:
         self._coordination = coordination_of(strategy or checkpoint._strategy)
         self._lock = threading.Lock()
         self._last_step: int | None = None
-        self._is_signalled = self._is_noticed = self._is_closed = False
-        self._quiet_until = 0.0
+        self._is_signalled = False  # SIGTERM has come to this process
+        self._is_noticed = False  # the next `after_step` acts: in a job a little later than the signal, also of another worker
+        self._is_closed = False
+        self._quiet_until = 0.0  # the end of the notice
         self._pid = os.getpid()
-        self._said: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._said: queue.SimpleQueue[None] = queue.SimpleQueue()  # gets an element when the signal is logged
         self._watch = None if self._coordination.num_workers == 1 else _SignalWatch(self, self._coordination)
         self._previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         signal.signal(signal.SIGTERM, self._on_signal)
         _handlers.add(self)
 
     def after_step(self, step: int) -> None:
-        """Note that a step has been taken; call it after each, or after every n-th, with the same numbers on all workers.
+        """Note that a step has been taken; call this after each, or after every n-th, with the same numbers on all workers.
 
         It takes a microsecond or less when no signal has come.
 
         Args:
-            step: its number, larger than that of the last call: what `checkpoint.save` is given.
+            step: its number, as `checkpoint.save` takes it, larger than that of the last call.
 
         Raises:
             SystemExit: with code 143, when a signal has come, and this step has been saved.
@@ -132,7 +133,7 @@ class PreemptionHandler:
                 self._leave(self._last_step)
         finally:
             self._end()
-        if self._is_signalled:  # after all had agreed that there is no signal: let it have the effect that it has without us
+        if self._is_signalled:  # it came after all had agreed that there is none: it has its effect without a handler
             signal.raise_signal(signal.SIGTERM)
 
     def __enter__(self) -> Self:
@@ -145,8 +146,8 @@ class PreemptionHandler:
             self._end()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Take note only: this runs in the main thread, between any two of its instructions, whatever locks it holds."""
-        if os.getpid() != self._pid:  # a child that was forked, such as one that loads data
+        """Set flags only: this runs between any two instructions of the main thread, whatever locks that holds."""
+        if os.getpid() != self._pid:  # a forked child, such as a loader's worker
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
@@ -159,29 +160,30 @@ class PreemptionHandler:
         if self._watch is None:
             self._is_noticed = True
             works.append(self._say_signal)
-        # Not here, because the main thread may be in the middle of writing; `threading` may hold a lock of its own.
+        # In threads, because the main thread may be in the middle of a log message; by `_thread`, because it may hold a lock of
+        # `threading`.
         try:
             for work in works:
                 _thread.start_new_thread(work, ())
-        except RuntimeError:  # of a machine that has no threads left
+        except RuntimeError:  # the machine has no threads left
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _end_notice(self) -> None:
-        """Let SIGTERM end the program from now on, whatever the main thread does: it may be in native code for ever."""
+        """Let SIGTERM end the program from the end of the notice on, also while the main thread hangs in native code."""
         time.sleep(NOTICE_SECONDS)
         with self._lock:
-            if signal.getsignal(signal.SIGTERM) == self._on_signal:  # else it has been given back
+            if signal.getsignal(signal.SIGTERM) == self._on_signal:  # else the former handler is back
                 _set_disposition(signal.SIGTERM, signal.SIG_DFL)
 
     def _say_signal(self, where: str = "") -> None:
-        """Say that a signal has come: it has no other effect until the next step, which a program may forget to report."""
+        """Log the signal, which has no other effect until `after_step` or `close`: a program may forget to call them."""
         try:
             _logger.warning("SIGTERM%s: saving at the next handler.after_step(step), or at handler.close()", where)
         finally:
             self._said.put(None)
 
     def _notice(self) -> int | None:
-        """Let the next call of `after_step` wait for the agreement; return the step of the last one."""
+        """Let the next `after_step` wait for the workers' agreement; return the last step."""
         with self._lock:
             self._is_noticed = True
             if not self._is_signalled:  # its own may still be on the way
@@ -211,38 +213,34 @@ class PreemptionHandler:
     def _end(self) -> None:
         if not self._is_closed and self._is_signalled and self._watch is None:
             with contextlib.suppress(queue.Empty):
-                self._said.get(timeout=1.0)  # else the program may end before the thread has said it
+                self._said.get(timeout=1.0)  # else the program may end before the thread has logged the signal
         self._is_closed = True
         if self._watch is not None:
             self._watch.stop()
         self._give_signals_back()
 
     def _give_signals_back(self) -> None:
-        """Restore what signals do, after those of one notice: a late one would kill a program that leaves in good order."""
+        """Restore the former handlers when the notice is over: a late signal would kill a program that leaves in good order."""
         if self._previous and os.getpid() == self._pid:
             while (left := self._quiet_until - time.monotonic()) > 0:
                 time.sleep(left)
             with self._lock:
-                for number, handler in self._previous.items():
+                for number, former in self._previous.items():
                     if number == signal.SIGTERM or self._is_signalled:
-                        self._give_back(number, signal.SIG_DFL if handler is None else handler)
+                        later = [handler for handler in list(_handlers) if handler._previous.get(number) == self._on_signal]
+                        for handler in later:  # it was made later, and goes on: it restores the former one in turn
+                            handler._previous[number] = former
+                        if not later:
+                            signal.signal(number, signal.SIG_DFL if former is None else former)
         self._previous = {}
-
-    def _give_back(self, number: signal.Signals, to: Callable[[int, FrameType | None], Any] | int) -> None:
-        """Let a signal do what it did before; a handler that was made later, and goes on, gives it back in turn."""
-        for other in list(_handlers):
-            if other._previous.get(number) == self._on_signal:
-                other._previous[number] = to
-                return
-        signal.signal(number, to)
 
 
 class _SignalWatch:
     """The agreement of all workers, after a signal to any of them, on the step to save.
 
-    In a thread of its own, so that a worker which waits for the agreement and one which is in a step that needs all workers
-    do not wait for each other. Each worker stops before it takes another step, says which it has taken last, and
-    goes on only when it knows the same of all: so none has passed the one after the latest of them.
+    A thread reaches it, so that a worker that waits for the agreement and one in a step with collectives do not wait for each
+    other. Each worker stops before it takes another step, tells its last step, and goes on when it knows those of all: so none
+    has passed the step after the latest of them.
     """
 
     def __init__(self, handler: PreemptionHandler, coordination: Coordination) -> None:
@@ -250,14 +248,14 @@ class _SignalWatch:
         self._prefix = f"{_CHANNEL}/{next(_numbers)}"
         self._stopped = threading.Event()
         self._target: Future[int] = Future()
-        # A daemon, because Python waits for other threads before it runs what is registered with atexit.
+        # A daemon, because Python would wait for another thread before it calls functions of atexit.
         self._thread = threading.Thread(target=self._run, name="mirrored-preemption", daemon=True)
         self._thread.start()
         atexit.register(self.stop)
 
     def target(self) -> int:
         """Wait for the agreement, and return the first step number to save at."""
-        with progress.phase("agreeing on the step to save at preemption"):  # the others come to it only with a later step
+        with progress.phase("agreeing on the step to save at preemption"):  # the others may first take another step
             return self._target.result()
 
     def stop(self) -> None:
@@ -269,7 +267,7 @@ class _SignalWatch:
     def _run(self) -> None:
         try:
             self._await_signal()
-            # Said also by a worker that ends without having heard of a signal, so that the others do not wait for it.
+            # A worker that ends without having heard of a signal tells it too, so that the others do not wait for it.
             last = self._handler._last_step if self._stopped.is_set() else self._handler._notice()
             text = json.dumps(None if last is None else int(last))
             self._coordination.put(f"{self._prefix}/last/{self._coordination.worker}", text)
@@ -291,7 +289,7 @@ class _SignalWatch:
                 return
 
     def _last_steps(self) -> list[int | None]:
-        """Return the last step of each worker, when all have told it; none when the thread is stopped before."""
+        """Wait for the last step of each worker; return none when the thread is stopped before."""
         while not self._stopped.is_set():
             if self._coordination.get(f"{self._prefix}/all", SLICE_SECONDS) is not None:
                 texts = self._coordination.by_worker(f"{self._prefix}/last")
@@ -300,12 +298,12 @@ class _SignalWatch:
 
 
 def _forget() -> None:
-    """Let SIGTERM end forked children, such as those that load data, as it does without us.
+    """Let SIGTERM end forked children, such as a loader's workers, as without a handler of ours.
 
-    A handler written in Python does not: the signal may come just before the child begins to wait in C.
+    A handler written in Python would not: the signal may come just before the child begins to wait in C.
     """
     for handler in _handlers:
-        if handler._previous and handler._pid == os.getppid():  # not what a child has chosen for its own children
+        if handler._previous and handler._pid == os.getppid():  # else the child has chosen for its own children
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 

@@ -1,4 +1,4 @@
-"""What all workers must agree on before a checkpoint is saved or restored. No jax here."""
+"""Requires that all workers agree before a checkpoint is saved or restored. No jax here."""
 
 from __future__ import annotations
 
@@ -8,28 +8,22 @@ from typing import Any, TypeAlias
 from .._errors import CheckpointError
 from .._text import escape_titled
 
-#: What each worker has told the others, in worker order.
+#: The workers' reports to each other, in worker order.
 Reports: TypeAlias = Sequence[dict[str, Any]]
-#: Characters of a text of another worker that are shown.
+#: Of another worker's text, so many characters are shown.
 _MAX_TEXT = 4096
 
 
 def require_no_error(reports: Reports, verb: str) -> None:
-    """Raise on all workers what went wrong on one of them."""
+    """Raise the first worker's error on all workers."""
     for worker, report in enumerate(reports):
         if report.get("error") is not None:
             who = f" on worker {worker}" if len(reports) > 1 else ""
             raise CheckpointError(f"checkpoint.{verb} failed{who}, and nothing was done: {_shown(report['error'])}")
 
 
-def require_same_step(reports: Reports) -> None:
-    """See that all workers save the same step."""
-    if len(steps := {report["step"] for report in reports}) > 1:
-        raise CheckpointError(f"the workers save different steps: {sorted(steps)}. All must save the same step.")
-
-
 def require_same_kinds(every: Sequence[Mapping[str, str]]) -> None:
-    """See that all workers save the same things, given in words by path."""
+    """Require that all workers save the same: path -> kind, in words."""
     for worker, kinds in enumerate(every):
         if kinds != every[0]:
             path = min(path for path in {*kinds, *every[0]} if kinds.get(path) != every[0].get(path))
@@ -40,7 +34,7 @@ def require_same_kinds(every: Sequence[Mapping[str, str]]) -> None:
 
 
 def require_shared(reports: Reports, field: str, describe: Callable[[Any], str]) -> None:
-    """See that all workers look at the same directory: `where`, and a field that is then equal for all."""
+    """Require that a field is equal for all workers; else name the directories (`where`) of two that differ."""
     first = reports[0]
     for worker, report in enumerate(reports):
         if report[field] != first[field]:
@@ -52,7 +46,7 @@ def require_shared(reports: Reports, field: str, describe: Callable[[Any], str])
 
 
 def require_seen(reports: Reports) -> None:
-    """See that all workers have seen (`sees`) what worker 0 has written where they look (`where`)."""
+    """Require that each worker has seen (`sees`) worker 0's mark in its own directory (`where`)."""
     blind = [f"worker {worker} ({_shown(report['where'])})" for worker, report in enumerate(reports) if not report["sees"]]
     if blind:
         where = _shown(reports[0]["where"])
@@ -63,11 +57,11 @@ def require_seen(reports: Reports) -> None:
         )
 
 
-def misfit(reports: Reports, what: str) -> CheckpointError | None:
-    """Return an error that lists why what was saved fits not all workers; `is_too_much`: it would with less to restore."""
+def require_fit(reports: Reports, step: str) -> None:
+    """Raise an error that lists the workers' `problems` with a step; with `is_too_much`, that a partial restore may help."""
     problems = by_first_worker([report["problems"] for report in reports])
     if not problems:
-        return None
+        return
     listed = "\n".join(f"  {problem}" for problem in problems)
     way = "Give it the same objects as in the run that saved, or start anew in another directory."
     if any(report["is_too_much"] for report in reports):
@@ -75,25 +69,23 @@ def misfit(reports: Reports, what: str) -> CheckpointError | None:
             "\nTo restore no more than what is named, and let the data start at its beginning:\n"
             "  mr.Checkpoint(directory, ...without the iterator...).restore_latest(partial=True)"
         )
-    return CheckpointError(f"{what} does not fit what mr.Checkpoint was given; nothing has changed:\n{listed}\n{way}")
+    raise CheckpointError(f"{step} does not fit what mr.Checkpoint was given; nothing has changed:\n{listed}\n{way}")
 
 
 def by_first_worker(texts: Sequence[Sequence[str]]) -> list[str]:
-    """Join what the workers found wrong, each text once, with the first worker that found it when there are several."""
+    """Return the workers' problems, each text once, with the first worker that found it when there are several."""
     first = {text: worker for worker, own in reversed(list(enumerate(texts))) for text in own}
     return [f"{_shown(text)} (worker {worker})" if len(texts) > 1 else text for text, worker in sorted(first.items())]
 
 
 def require_same_call(calls: Sequence[str]) -> None:
-    """See that all workers have called the same method."""
+    """Require that all workers make the same call, such as `save(3)`."""
     if len(set(calls)) > 1:
         listed = ", ".join(f"worker {worker} {_shown(call)}" for worker, call in enumerate(calls))
-        raise CheckpointError(
-            f"the workers have called different methods of a checkpoint: {listed}. All must make the same calls."
-        )
+        raise CheckpointError(f"the workers have made different calls of a checkpoint: {listed}. All must make the same calls.")
 
 
 def _shown(text: object) -> str:
-    """Return a text of another worker so that it can be shown: no control characters, and no longer than it may be."""
+    """Return a text of another worker, escaped and cut."""
     title, _, rest = str(text).partition("\n")
     return escape_titled(title, rest, _MAX_TEXT)

@@ -1,4 +1,4 @@
-"""Which program may write into a directory: a lock on a file in it, which ends with the process. No jax here."""
+"""Lets one program write into a directory, by a lock on a file in it that ends with the process. No jax here."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from .._text import escape
 
 _logger = logging.getLogger("mirrored")
 
-#: The file that is locked, for as long as a program may write.
+#: The locked file.
 LOCK = ".writer"
-#: How long a lock is waited for: a process of this host that has just ended, and one of another host that was lost, whose locks
-#: a server of NFS gives up when it has not heard of it for 90 s.
+#: How long to wait for a lock of a process of this host, which may just have ended, and of a lost host, whose locks an NFS server
+#: releases when it has not heard of it for 90 s.
 _HERE_SECONDS, _ELSEWHERE_SECONDS = 1.0, 100.0
 _MAX_BYTES = 1000
 
-#: Of this process, by directory: a notebook whose cell is run twice writes as one program.
+#: This process's locks by directory: a notebook whose cell is run twice writes as one program.
 _held: weakref.WeakValueDictionary[Path, SoleWriter] = weakref.WeakValueDictionary()
 _one_at_a_time = threading.RLock()
 
 
 class SoleWriter:
-    """The right of this process to write into a directory, for as long as somebody in it holds this object.
+    """The right of this process to write into a directory, for as long as this object lives.
 
-    `flock`, because the system ends it with the process, however that ends; a forked child closes its copy.
+    It is a `flock`, because the system ends that with the process, however the process ends; a forked child closes its copy.
     """
 
     def __init__(self, path: Path, descriptor: int) -> None:
@@ -45,14 +45,14 @@ class SoleWriter:
         self.end = weakref.finalize(self, _release, path, descriptor)
 
     def stands(self) -> bool:
-        """Tell whether the lock is still what other programs ask: the file may have been removed, or this process forked."""
+        """Tell whether other programs still see the lock: its file may have been removed, or this process forked."""
         return self.end.alive and _is_at(self._path, self.descriptor)
 
 
 def sole_writer(root: Path) -> SoleWriter | None:
-    """Return what to hold while writing into a directory, which is made, or raise CheckpointError when another program has it.
+    """Return the right to write into a directory, which is made, or raise CheckpointError when another program has it.
 
-    None where the file system knows no locks, or nothing can be written anyway.
+    None where the file system has no locks, or refuses to be written.
     """
     with _one_at_a_time:
         held = _held.get(root)
@@ -62,7 +62,7 @@ def sole_writer(root: Path) -> SoleWriter | None:
             _logger.warning("%s has vanished since the last save, with the steps in it. It is made again.", root)
         try:
             root.mkdir(parents=True, exist_ok=True)
-            descriptor = _locked(root / LOCK)
+            descriptor = _lock(root / LOCK)
         except OSError as error:
             _logger.warning("whether another program writes to %s cannot be found out: %s", root, error)
             return None
@@ -75,24 +75,28 @@ def sole_writer(root: Path) -> SoleWriter | None:
         return held
 
 
-def _locked(path: Path) -> int:
-    """Open the file with a lock on it."""
+def _lock(path: Path) -> int:
+    """Open and lock the file, as soon as another process's lock ends."""
     began, is_said = time.monotonic(), False
     while True:
-        descriptor, other = _try(path)
+        descriptor, other = _try_to_lock(path)
         if descriptor is not None:
             return descriptor
         is_here = other.get("host", socket.gethostname()) == socket.gethostname()
         if time.monotonic() - began >= (_HERE_SECONDS if is_here else _ELSEWHERE_SECONDS):
-            raise _refusal(path, other)
+            raise CheckpointError(
+                f"another program writes checkpoints to {path.parent}: {_show(other)} has the lock on {path.name}. Nothing was "
+                f"saved or changed. Give each program a directory of its own: mr.Checkpoint({str(path.parent) + '-2'!r}, ...), "
+                f"or end the other first. If it runs no more, and this stays: {shlex.join(['rm', str(path)])}"
+            )
         if not (is_here or is_said):
             is_said = True
             _logger.warning("%s: waiting up to %.0f s until %s has ended", path.parent, _ELSEWHERE_SECONDS, _show(other))
         time.sleep(0.05 if is_here else 1.0)
 
 
-def _try(path: Path) -> tuple[int | None, dict[str, Any]]:
-    """Return the locked file, or what its holder says of itself, if there is one."""
+def _try_to_lock(path: Path) -> tuple[int | None, dict[str, Any]]:
+    """Return the locked file's descriptor, or None and its holder's note about itself."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     other: dict[str, Any] = {}
     is_mine = False
@@ -100,11 +104,11 @@ def _try(path: Path) -> tuple[int | None, dict[str, Any]]:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        is_mine = _is_at(path, descriptor)  # else its holder has just removed it
+        is_mine = _is_at(path, descriptor)  # else its last holder has just removed it
     except BlockingIOError:
-        other = _read(descriptor)
+        other = _read_note(descriptor)
     except OSError as error:
-        if error.errno != errno.ESTALE:  # on NFS: it was removed
+        if error.errno != errno.ESTALE:  # NFS: the file was removed
             raise
     finally:
         if not is_mine:
@@ -119,7 +123,7 @@ def _is_at(path: Path, descriptor: int) -> bool:
         return False
 
 
-def _read(descriptor: int) -> dict[str, Any]:
+def _read_note(descriptor: int) -> dict[str, Any]:
     try:
         other = json.loads(os.pread(descriptor, _MAX_BYTES, 0))
     except (OSError, ValueError, RecursionError):
@@ -134,23 +138,15 @@ def _show(other: dict[str, Any]) -> str:
     return "process {} on {}, since {},".format(*texts)
 
 
-def _refusal(path: Path, other: dict[str, Any]) -> CheckpointError:
-    return CheckpointError(
-        f"another program writes checkpoints to {path.parent}: {_show(other)} has the lock on {path.name}. Nothing was saved or "
-        f"changed. Give each program a directory of its own: mr.Checkpoint({str(path.parent) + '-2'!r}, ...), or end the other "
-        f"first. If it runs no more, and this stays: {shlex.join(['rm', str(path)])}"
-    )
-
-
 def _release(path: Path, descriptor: int) -> None:
     if _is_at(path, descriptor):
         with contextlib.suppress(OSError):
-            path.unlink()  # before the lock ends: who waits for it finds that it is another file
+            path.unlink()  # before the lock ends, so that whoever waits for it sees that the file is gone
     os.close(descriptor)
 
 
 def _forget() -> None:
-    """Leave the locks to the process that this one was forked from: a copy would outlive it."""
+    """Close the parent's locks in a forked child, where they would outlive the parent."""
     global _one_at_a_time
     _one_at_a_time = threading.RLock()  # another thread may have held it
     for held in list(_held.values()):

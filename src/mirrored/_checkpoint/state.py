@@ -1,11 +1,11 @@
-"""What of a program's objects a checkpoint holds, as plain host data, and how it gets back into them."""
+"""Copies a program's state into plain host data, and restores it from there."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -41,8 +41,8 @@ class Snapshot:
     """The state of a program at one step.
 
     Attributes:
-        leaves: for each leaf what it is and where its data is, as JSON.
-        arrays: the data; nobody else holds or changes these arrays.
+        leaves: path -> description of the leaf, with the keys of its arrays, as JSON.
+        arrays: key -> array, which nobody else holds or changes.
     """
 
     leaves: dict[str, dict[str, Any]]
@@ -50,7 +50,7 @@ class Snapshot:
 
 
 def positions_of(leaves: Leaves) -> dict[str, Any]:
-    """Return where each iterator of this worker stands, as JSON."""
+    """Return the positions of this worker's iterators, as JSON, by path."""
     positions = {}
     for path, leaf in leaves.items():
         if has_position(leaf):
@@ -63,12 +63,12 @@ def positions_of(leaves: Leaves) -> dict[str, Any]:
 
 
 def take_snapshot(leaves: Leaves, positions: Sequence[Mapping[str, Any]], is_kept: bool) -> Snapshot | None:
-    """Copy the state to this host, with every worker's positions, and return it where it `is_kept`.
+    """Copy the state to this host, with every worker's positions; return None unless it `is_kept`.
 
-    All workers call this: reading sync-on-read variables needs them.
+    All workers call this, because reading sync-on-read variables is a collective operation.
     """
     variables = variables_of(leaves)
-    with lent(variables) as arrays:  # all at one moment, between two steps of other threads
+    with lent(variables) as arrays:  # all of one moment, between two steps of other threads
         return _snapshot(leaves, dict(zip(variables, arrays, strict=True)), positions, is_kept)
 
 
@@ -101,7 +101,7 @@ def _snapshot(
 
 
 def _array_entry(leaf: Variable | jax.Array, held: Mapping[Variable, jax.Array], arrays: dict[str, jax.Array]) -> dict[str, Any]:
-    """Describe a leaf on devices, and add its plain arrays, which this process can read, to `arrays`."""
+    """Describe a leaf on devices, and add arrays of it that this process can read to `arrays`."""
     entry: dict[str, Any] = {"key": key_impl(leaf)} if is_key(leaf) else {}
 
     def add(array: jax.Array) -> str:
@@ -116,7 +116,7 @@ def _array_entry(leaf: Variable | jax.Array, held: Mapping[Variable, jax.Array],
     is_mirrored = leaf.synchronization is VariableSynchronization.ON_WRITE
     has_whole_copies = mesh.is_alone or (is_mirrored and not isinstance(leaf, ShardedVariable))
     copies = stored if has_whole_copies else cross_replica.compiled(_same, mesh.mirrored)(stored)
-    if is_mirrored:  # of a sharded variable its parts, which are joined on the host
+    if is_mirrored:  # a sharded variable's parts are joined on the host
         return entry | {"kind": "mirrored", "value": add(copies)}
     entry |= {"kind": "on_read", "aggregation": leaf.aggregation.name, "copies": add(copies)}
     if leaf.aggregation is not VariableAggregation.NONE:
@@ -128,11 +128,11 @@ def _same(stack: jax.Array) -> jax.Array:
     return stack
 
 
-# -- back into the objects
+# -- restoring
 
 
-def differences(leaves: Leaves, saved: Snapshot) -> list[str]:
-    """Say of each leaf why what was saved does not fit it; an empty list when all fit."""
+def find_differences(leaves: Leaves, saved: Snapshot) -> list[str]:
+    """Return, for each leaf that does not fit its saved counterpart, the reason."""
     problems = []
     for path in sorted({*leaves, *saved.leaves}):
         if path.endswith(ITERATIONS) and not (path in leaves and path in saved.leaves):
@@ -142,37 +142,33 @@ def differences(leaves: Leaves, saved: Snapshot) -> list[str]:
         elif path not in leaves:
             problems.append(f"{path} ({_saved_kind(saved, path)}) is in the checkpoint, and not among what is to be restored")
         else:
-            problem = _difference(leaves[path], saved, path)
-            problems += [] if problem is None else [f"{path} {problem}"]
+            problems += [f"{path} {problem}" for problem in _find_difference(leaves[path], saved, path)]
     return problems
 
 
-def _difference(leaf: Any, saved: Snapshot, path: str) -> str | None:
+def _find_difference(leaf: Any, saved: Snapshot, path: str) -> Iterator[str]:
     entry, here, there = saved.leaves[path], kind_of(leaf), _saved_kind(saved, path)
-    if entry["kind"] in ("position", "number"):
-        return None if here == there else f"is {here} here, and {there} in the checkpoint"
-    if here in ("iterator", "number") or _contents(leaf) != _saved_contents(saved, entry):
-        return f"is {here} here, and {there} in the checkpoint"
-    if _takes_copies(leaf, saved, entry):
-        return None
+    if {here, there} & {"iterator", "number"}:
+        is_equal = here == there
+    else:
+        is_equal = (dtype_name(leaf), tuple(leaf.shape)) == _saved_contents(saved, entry)
     on_read_here = isinstance(leaf, Variable) and leaf.synchronization is VariableSynchronization.ON_READ
-    if "value" not in entry:
+    if not is_equal:
+        yield f"is {here} here, and {there} in the checkpoint"
+    elif _takes_copies(leaf, saved, entry):
+        return
+    elif "copies" in entry and "value" not in entry:
         count = saved.arrays[entry["copies"]].shape[0]
-        return (
+        yield (
             f"was saved as {count} values, one for each replica, with aggregation NONE, so there is no single value for {here}"
             + (f" on {spec_of(leaf).mesh.num_replicas} replicas" if on_read_here else "")
             + f". Restore on {count} replicas, or save it with aggregation 'sum', 'mean' or 'only_first_replica'"
         )
-    if on_read_here and leaf.aggregation is VariableAggregation.NONE:
-        return (
+    elif on_read_here and leaf.aggregation is VariableAggregation.NONE:
+        yield (
             f"is {here} with aggregation NONE here, and {there} in the checkpoint: one value does not say what each replica "
             "gets. Give the variable an aggregation"
         )
-    return None
-
-
-def _contents(leaf: ArrayLeaf) -> tuple[str, tuple[int, ...]]:
-    return dtype_name(leaf), tuple(leaf.shape)
 
 
 def _saved_contents(saved: Snapshot, entry: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
@@ -207,10 +203,10 @@ def _takes_copies(leaf: Any, saved: Snapshot, entry: Mapping[str, Any]) -> bool:
 
 
 def restore_positions(leaves: Leaves, saved: Snapshot, worker: int, num_workers: int) -> list[tuple[Any, Any]]:
-    """Put this worker's iterators where they stood; return them with where they were before, to undo it.
+    """Restore the positions of this worker's iterators; return each with its former position, to undo it.
 
-    With another number of workers than before, the position of the first is tried for all: an iterator knows whether that
-    is right, which it is under `AutoShardPolicy.DATA` only. When one refuses, the others are where they were.
+    With another number of workers than at the save, all get the first worker's position: an iterator refuses it unless its
+    policy is `AutoShardPolicy.DATA`. When one refuses, the others get back their former positions.
     """
     moved: list[tuple[Any, Any]] = []
     for path, entry in saved.leaves.items():
@@ -219,7 +215,7 @@ def restore_positions(leaves: Leaves, saved: Snapshot, worker: int, num_workers:
             state = by_worker[worker if len(by_worker) == num_workers else 0]
             try:
                 before = iterator.get_state()
-            except Exception:  # of a pipeline that has no position before its first batch
+            except Exception:  # some pipelines have no position before their first batch
                 before = None
             try:
                 iterator.set_state(state)
@@ -231,18 +227,18 @@ def restore_positions(leaves: Leaves, saved: Snapshot, worker: int, num_workers:
 
 
 def undo_positions(moved: Sequence[tuple[Any, Any]]) -> None:
-    """Put iterators back where they were before they were restored."""
+    """Give iterators back their former positions."""
     for iterator, before in moved:
         if before is not None:
             iterator.set_state(before)
 
 
 def restore_values(named: Mapping[str, PyTree], leaves: Leaves, saved: Snapshot) -> None:
-    """Put the values back: variables and numpy arrays are written, and what else there is takes its place in its dict or list."""
+    """Write variables and numpy arrays in place; put other restored values into the dicts and lists that held the old ones."""
     new: Leaves = {}
     for path, leaf in leaves.items():
         entry = saved.leaves.get(path)
-        if entry is None:  # the count of an optimizer
+        if entry is None:  # an optimizer's count, which older checkpoints do not have
             leaf.assign(0)
         elif isinstance(leaf, Variable):
             _restore_variable(leaf, saved, entry)
@@ -253,7 +249,7 @@ def restore_values(named: Mapping[str, PyTree], leaves: Leaves, saved: Snapshot)
         elif entry["kind"] != "position":
             new[path] = _plain_value(leaf, saved.arrays[entry["value"]], entry)
     for name, tree in named.items():
-        _replaced(name, tree, new)
+        _replace_leaves(name, tree, new)
 
 
 def _restore_variable(variable: Variable, saved: Snapshot, entry: Mapping[str, Any]) -> None:
@@ -265,7 +261,7 @@ def _restore_variable(variable: Variable, saved: Snapshot, entry: Mapping[str, A
 
 
 def _on_devices(host: np.ndarray, placement: jax.sharding.Sharding, impl: str | None) -> jax.Array:
-    """Put an array that every worker has read on the devices of this one, without asking the others."""
+    """Place an array that every worker has read, without communication."""
     array = jax.make_array_from_callback(host.shape, placement, lambda index: host[index])
     if impl is None:
         return array
@@ -280,15 +276,15 @@ def _plain_value(leaf: ArrayLeaf, host: np.ndarray, entry: Mapping[str, Any]) ->
     return jax.random.wrap_key_data(jnp.asarray(host), impl=entry["key"]) if "key" in entry else jnp.asarray(host)
 
 
-def _replaced(path: str, tree: PyTree, new: Mapping[str, Any]) -> PyTree:
-    """Return a tree with new leaves: dicts and lists keep their identity, immutable nodes are made anew."""
+def _replace_leaves(path: str, tree: PyTree, new: Mapping[str, Any]) -> PyTree:
+    """Return a tree with new leaves: dicts and lists are changed in place, other nodes are made anew."""
     if is_nnx_object(tree):
         nnx.set_arrays(tree, {name.removeprefix(path): value for name, value in new.items() if name.startswith(path)})
     children = None if path in new else children_of(tree)
     if children is None:
         return new.get(path, tree)
     pairs, treedef = children
-    values = [_replaced(path + jax.tree_util.keystr(key), child, new) for key, child in pairs]
+    values = [_replace_leaves(path + jax.tree_util.keystr(key), child, new) for key, child in pairs]
     if all(value is child for value, (_, child) in zip(values, pairs, strict=True)):
         return tree
     if not isinstance(tree, dict | list):

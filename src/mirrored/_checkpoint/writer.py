@@ -1,4 +1,4 @@
-"""Who writes checkpoints while training goes on, and what happens when a write fails."""
+"""Writes checkpoints in a thread while training goes on, and counts failed writes."""
 
 from __future__ import annotations
 
@@ -33,29 +33,32 @@ def _finish_all() -> None:
 
 
 class Writer:
-    """The writes of steps on the chief, one after the other in a thread. On other workers, what the chief said of them last.
+    """The chief's writes of steps, one after the other in a thread; on other workers, the chief's last record of them.
 
     Attributes:
         latest: the last step that is complete on disk; None when there is none.
-        failures: what went wrong with the saves since then, in words.
-        damaged: steps on disk that could not be restored. They do not count, and go when a new step is complete.
+        failures: the errors of the saves since then, in words.
+        damaged: steps on disk that could not be restored. They do not count, and are removed when a new step is complete.
     """
 
     def __init__(self, files: StepFiles, max_to_keep: int | None, max_failed_saves: int, is_joint: bool = False) -> None:
-        self._files, self._max_to_keep, self._max_failed_saves, self._is_joint = files, max_to_keep, max_failed_saves, is_joint
+        self._files = files
+        self._max_to_keep = max_to_keep
+        self._max_failed_saves = max_failed_saves
+        self._is_joint = is_joint
         self._thread: threading.Thread | None = None
-        self._step = -1  # that is being written, or was written last
-        self._end: queue.SimpleQueue[None] = queue.SimpleQueue()  # has one when it is written
+        self._step = -1  # the one being written, or written last
+        self._end: queue.SimpleQueue[None] = queue.SimpleQueue()  # gets an element when it is written
         self.latest: int | None = None
         self.failures: list[str] = []
         self.damaged: set[int] = set()
         _writers.add(self)
 
     def start(self, step: int, snapshot: Snapshot, about: Mapping[str, Any]) -> None:
-        """Begin to write a snapshot, with more to note about it; the one before must have been finished."""
+        """Begin to write a snapshot, with more entries for its record; the one before must have been finished."""
         assert not self.is_writing()
-        # Waited for by a queue in C: Ctrl-C in an Event may leave its lock held, so that all wait for ever, and a `join` that it
-        # interrupts makes Python 3.11 believe that the thread has ended.
+        # A queue, which waits in C: Ctrl-C in an Event may leave its lock held for ever, and an interrupted `join` makes
+        # Python 3.11 believe that the thread has ended.
         self._step, self._end = step, queue.SimpleQueue()
 
         def work() -> None:
@@ -65,31 +68,31 @@ class Writer:
                 self._end.put(None)
 
         atexit.unregister(_finish_all)
-        atexit.register(_finish_all)  # registered last, it is called first: before the lock goes, and this worker leaves its job
-        # A daemon, because Python waits for other threads without telling the guard of the workers that it does.
+        atexit.register(_finish_all)  # registered last, called first: before the lock ends, and before this worker leaves its job
+        # A daemon, because Python would wait for another thread without telling the guard of the workers.
         self._thread = threading.Thread(target=work, name=f"mirrored-save-{step}", daemon=True)
         self._thread.start()
-        if not threading.main_thread().is_alive():  # what is registered now may not be called any more
+        if not threading.main_thread().is_alive():  # too late: functions that are registered now may not be called any more
             self.finish()
 
     def is_writing(self) -> bool:
-        """Tell whether a step is being written, in this process and not in one that it was forked from."""
+        """Tell whether a step is being written by this process, not by the one it was forked from."""
         return self._thread is not None and self._end.empty() and self._thread.is_alive()
 
     def finish(self) -> None:
-        """Wait until this process writes nothing to the directory: what another object of it writes is soon the latest step."""
+        """Wait for all writers of this process in the directory: another object's write may become the latest step."""
         for writer in list(_writers):
             writer.finish_in(self._files.root)
 
     def finish_in(self, root: Path) -> None:
-        """Wait until no step is being written by this writer, if this is its directory."""
+        """Wait for this writer, if it writes to this directory."""
         if self.is_writing() and self._files.root == root:
             end = self._end
             end.get()
-            end.put(None)  # for another thread that waits
+            end.put(None)  # for other threads that wait
 
     def finish_at_exit(self) -> None:
-        """Wait at the end of the program; a forked child touches nothing, because it may have inherited a lock for ever."""
+        """Wait at the end of the program; a forked child returns at once, because it may have inherited a held lock."""
         if not self.is_writing():
             return
         try:
@@ -104,22 +107,22 @@ class Writer:
             sys.excepthook(type(error), error, error.__traceback__)  # raised here, it would count as ignored by Python
 
     def look(self) -> None:
-        """See which step is the latest on disk."""
+        """Look up the latest step on disk."""
         self.latest = max(self._good_steps(), default=None)
 
     def learn(self, latest: int | None, failures: list[str]) -> None:
-        """Take over what the chief knows, on another worker."""
+        """Take over the chief's record, on another worker."""
         if latest is not None and latest != self.latest:
             self._note_progress(latest)
         self.latest, self.failures = latest, failures
 
     def go_on_from(self, step: int, damaged: Set[int]) -> None:
-        """Take note that a step was restored, and which later ones could not be."""
+        """Note that a step was restored, and that later ones are damaged."""
         self.latest, self.damaged = step, self.damaged | damaged
         self._note_progress(step)
 
     def require_success(self, max_failed_saves: int | None = None) -> None:
-        """Raise a CheckpointError that names them when too many saves have failed in a row; then they are counted anew."""
+        """Raise a CheckpointError when too many saves have failed in a row; then count anew."""
         if len(self.failures) < (max_failed_saves or self._max_failed_saves):
             return
         failures, self.failures = self.failures, []
@@ -137,7 +140,7 @@ class Writer:
         started = time.monotonic()
         try:
             num_bytes = self._files.write(step, snapshot.arrays, {**about, "leaves": snapshot.leaves})
-        except Exception as error:  # of the disk: training is worth more than this save
+        except Exception as error:  # such as a full disk: training is worth more than this save
             self.failures.append(f"step {step}: {type(error).__name__}: {error}")
             _logger.error(
                 "saving step %d to %s failed with %s: %s. This is failure %d in a row, and training ends at %d; the last step "
@@ -152,19 +155,19 @@ class Writer:
         self._remove_old()
 
     def _remove_old(self) -> None:
-        """Remove what need not be kept, now that a newer step is complete."""
+        """Remove old and damaged steps, now that a newer one is complete."""
         steps = self._good_steps()
         old = [] if self._max_to_keep is None else steps[: -self._max_to_keep]
         for step in [*old, *sorted(self.damaged)]:
             try:
-                with contextlib.suppress(FileNotFoundError):  # somebody else has removed it
+                with contextlib.suppress(FileNotFoundError):  # another program has removed it
                     self._files.remove(step)
                 self.damaged.discard(step)
             except OSError as error:
                 _logger.warning("step %d in %s could not be removed: %s", step, self._files.root, error)
 
     def _note_progress(self, step: int) -> None:
-        """Tell the launcher, if there is one, how far training has come; in a file for each directory of checkpoints."""
+        """Tell the launcher, if there is one, the last step: in a file for each directory of checkpoints."""
         target = _env.MIRRORED_PROGRESS_FILE.get()
         if not target:
             return

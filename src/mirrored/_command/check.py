@@ -1,6 +1,6 @@
-"""Does this cluster compute right, and how fast do its workers talk to each other? `mirrored check`.
+"""`mirrored check`: tests whether this cluster computes right, and measures how fast its workers communicate.
 
-Every worker runs it, under `mirrored launch` or any other launcher; worker 0 reports for all.
+Every worker runs it, under `mirrored launch` or any other launcher; worker 0 prints for all.
 """
 
 from __future__ import annotations
@@ -22,23 +22,22 @@ import numpy as np
 
 from .._errors import ClusterConfigError, ClusterStartError, DeviceError, RecompilationWarning
 from .._options import CommunicationOptions
-from .._replicas.per_replica import PerReplica
 from .._strategy.current import get_replica_context
 from .._strategy.strategies import MultiWorkerMirroredStrategy
 from .._strategy.strategy import Strategy, coordination_of
 from .._text import counted, escape
 from .._workers.coordination import Coordination
 
-#: Elements of what is summed and compared: one, a size that nothing divides, and one that no cache holds.
+#: Lengths of the summed arrays: one, a prime, and a prime too large for caches.
 LENGTHS = (1, 1_009, 1_000_003)
-#: What is summed, of which type, and how far it may be off.
+#: Name, dtype and relative tolerance of the summed values.
 KINDS = (("integers", np.int32, 0.0), ("whole floats", np.float32, 0.0), ("floats", np.float32, 1e-5))
-#: Bytes for which the time of an all-reduce is measured, and how often.
+#: Bytes of an all-reduce whose time is measured, and the number of measurements.
 SIZES = ((4, 30), (1 << 10, 30), (1 << 20, 15), (64 << 20, 5))
-#: A worker is slow when it takes so many times as long as the middle one.
+#: A slow worker takes more than so many times the median.
 SLOW = 2.0
 _MATRIX, _PRODUCTS = 256, 9
-#: Characters of what another worker says that are shown.
+#: Of another worker's text, so many characters are shown.
 _MAX_TEXT = 1000
 
 
@@ -59,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     seconds = time.monotonic() - start
     problems: list[str] = []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RecompilationWarning)  # each size is a program of its own
+        warnings.simplefilter("ignore", RecompilationWarning)  # each size needs its own program
         for line in _check(strategy, coordination, seconds, problems):
             if coordination.worker == 0:
                 sys.stdout.write(line + "\n")
@@ -68,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check(strategy: Strategy, coordination: Coordination, seconds: float, problems: list[str]) -> Iterator[str]:
-    """Yield what worker 0 prints, line by line, and note what is wrong on any worker, for all of them."""
+    """Yield worker 0's lines; add the problems of all workers to `problems`, on each of them."""
     yield f"{counted(coordination.num_workers, 'worker')} met in {seconds:.1f} s, {strategy}"
     for index, text in enumerate(coordination.exchange("check/who", _who())):
         yield f"worker {index}: {escape(str(text), _MAX_TEXT)}"
@@ -82,7 +81,7 @@ def _check(strategy: Strategy, coordination: Coordination, seconds: float, probl
 
 
 def _meet(timeout: float) -> tuple[Strategy, Coordination]:
-    """Start the cluster; the one place that knows how a strategy reaches the other workers."""
+    """Start the cluster."""
     strategy = MultiWorkerMirroredStrategy(communication_options=CommunicationOptions(timeout_seconds=timeout))
     return strategy, coordination_of(strategy)
 
@@ -95,14 +94,14 @@ def _who() -> str:
 
 
 def _compare(strategy: Strategy, coordination: Coordination) -> list[str]:
-    """Sum known values over the replicas, and compare with what they must be; and with the other workers' results."""
+    """Sum known values over the replicas; return differences from the right sums, and between the workers."""
     problems = []
     replicas = strategy.num_replicas_in_sync
     for length in LENGTHS:
         base = np.arange(length) % 97
         for name, dtype, tolerance in KINDS:
             values = base / 7 if tolerance else base
-            result = np.asarray(_make_all_reduce(strategy, _by_replica(strategy, values.astype(dtype)))())
+            result = np.asarray(_make_all_reduce(strategy, values.astype(dtype))())
             expected = values.astype(np.float64) * (replicas * (replicas + 1) // 2)
             if not np.allclose(result, expected, rtol=tolerance, atol=0.0):
                 at = int(np.argmax(np.abs(result - expected)))
@@ -113,30 +112,28 @@ def _compare(strategy: Strategy, coordination: Coordination) -> list[str]:
     return problems
 
 
-def _by_replica(strategy: Strategy, values: np.ndarray) -> PerReplica:
-    """Give replica i the values times i + 1."""
-    return strategy.distribute_values_from_function(lambda ctx: values * values.dtype.type(ctx.replica_id_in_sync_group + 1))
-
-
-def _make_all_reduce(strategy: Strategy, values: PerReplica) -> Callable[[], Any]:
-    """Return a function that sums these over the replicas; begun and waited for."""
+def _make_all_reduce(strategy: Strategy, values: np.ndarray) -> Callable[[], Any]:
+    """Return a function that sums `(i + 1) * values` over the replicas i, and waits for the sum."""
+    by_replica = strategy.distribute_values_from_function(
+        lambda ctx: values * values.dtype.type(ctx.replica_id_in_sync_group + 1)
+    )
 
     def step(own: jax.Array) -> Any:
         context = get_replica_context()
         assert context is not None
         return context.all_reduce("sum", own)
 
-    return lambda: jax.block_until_ready(strategy.run(step, args=(values,)))
+    return lambda: jax.block_until_ready(strategy.run(step, args=(by_replica,)))
 
 
 def _measure(strategy: Strategy, coordination: Coordination) -> Iterator[str]:
-    """Measure all-reduces: the median of several, each begun together."""
+    """Measure all-reduces: the median of several, each begun by all workers together."""
     replicas = strategy.num_replicas_in_sync
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = min(coordination.exchange("check/memory", memory // (32 * jax.local_device_count())))
     for size, times in SIZES:
         size = min(size, limit) // 4 * 4
-        work = _make_all_reduce(strategy, _by_replica(strategy, np.ones(size // 4, np.float32)))
+        work = _make_all_reduce(strategy, np.ones(size // 4, np.float32))
         seconds = _median(work, times, coordination)
         seconds = max(coordination.exchange("check/seconds", seconds))
         rate = f", {size * 2 * (replicas - 1) / replicas / seconds / 1e9:.3f} GB/s for each replica" if size > 1024 else ""
@@ -144,7 +141,7 @@ def _measure(strategy: Strategy, coordination: Coordination) -> Iterator[str]:
 
 
 def _find_slow(coordination: Coordination) -> Iterator[str]:
-    """Let all workers compute the same at the same time, alone, and talk to the coordination service."""
+    """Compare the workers' times for one computation without communication, and for the coordination service."""
     matrix = jnp.full((_MATRIX, _MATRIX), 1.0 / _MATRIX)
     product = jax.jit(lambda x: jax.lax.fori_loop(0, 20, lambda _, y: y @ x, x))
     computing = _median(lambda: product(matrix).block_until_ready(), _PRODUCTS, coordination)
@@ -157,7 +154,7 @@ def _find_slow(coordination: Coordination) -> Iterator[str]:
 
 
 def _median(work: Callable[[], object], times: int, coordination: Coordination) -> float:
-    """Return the median of the seconds that something takes, after a first time that does not count."""
+    """Return the median of a function's seconds, after a first call that does not count."""
     seconds = []
     for i in range(times + 1):
         coordination.barrier("check")

@@ -1,4 +1,4 @@
-"""What the end of an attempt means: who failed first, the launcher's exit code, whether to start again, and the summary."""
+"""Judges the end of an attempt: who failed first, the launcher's exit code, whether to start again, and the summary."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from collections.abc import Mapping, Sequence
 from .._errors import BAD_CONFIGURATION, PREEMPTED, RESTART
 from .._text import MARGIN, counted
 
-#: Workers that end within this time fail of the same cause, and which of them was first says nothing.
+#: Workers that end within this time have the same cause, whichever was first.
 TOGETHER_SECONDS = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Ending:
-    """How one worker ended."""
+    """The end of one worker."""
 
     index: int  # in the cluster
     pid: int
-    code: int  # of a signal that killed it, the negative number
+    code: int  # the exit code, or the negative number of the signal that killed it
     seconds: float  # since the start
-    at: float  # the time of day, in seconds since 1970
-    was_asked: bool  # the launcher had sent it a signal, so it ended for another's reason
+    at: float  # time of day, in seconds since 1970
+    was_asked: bool  # by a signal of the launcher, so that it is not the cause
     tail: Sequence[str]  # the last lines of its output, escaped
     was_stopped: bool = False  # as by SIGSTOP, when another failed
 
 
 @dataclasses.dataclass(frozen=True)
 class Attempt:
-    """How one attempt ended."""
+    """The end of one attempt."""
 
-    endings: Sequence[Ending]  # the first to end first
+    endings: Sequence[Ending]  # in the order of time
     signals: Sequence[int]  # to the launcher
-    steps: Mapping[str, int]  # folder of checkpoints -> step of the last that was completed
+    steps: Mapping[str, int]  # progress file of a folder of checkpoints -> last complete step
 
     def exit_code(self) -> int:
         """Return the launcher's exit code."""
@@ -53,12 +53,12 @@ class Attempt:
         return 128 + number
 
     def culprit(self) -> Ending:
-        """Return who failed first, not counting those who left because another had failed."""
+        """Return the first worker that failed, apart from those that left because another had failed."""
         failed = [ending for ending in self.endings if ending.code]
         causes = [ending for ending in failed if not ending.was_asked]
         first = (causes or failed)[0]
         together = [ending for ending in causes if ending.seconds - first.seconds <= TOGETHER_SECONDS]
-        # Of those who leave together, all with 75, worker 0 knows best why: it has met all the others, and has the port.
+        # Where all leave together with 75, worker 0 knows the reason best: it has the port, to which all others connect.
         alike = min(together, key=lambda ending: ending.index, default=first)
         return next((ending for ending in causes if ending.code != RESTART), alike)
 
@@ -74,7 +74,7 @@ class Budget:
 
     def allows(self, attempt: Attempt) -> bool:
         """Tell whether to start again after this attempt, and count it."""
-        known = max(self.best.values(), default=-1)  # a new folder in each attempt is no progress
+        known = max(self.best.values(), default=-1)  # a new folder is progress only with a new largest step
         new = {folder: step for folder, step in attempt.steps.items() if step > self.best.get(folder, known)}
         for folder, step in attempt.steps.items():
             self.best[folder] = max(step, self.best.get(folder, -1))
@@ -84,7 +84,7 @@ class Budget:
         if never or not self.max_restarts:
             return False
         if not new or attempt.culprit().code not in (PREEMPTED, -signal.SIGTERM):
-            self.used += 1  # else its machine was taken away, and nothing was lost
+            self.used += 1  # else a machine was taken away, and nothing was lost
         return self.used <= self.max_restarts
 
     def __str__(self) -> str:
@@ -93,12 +93,12 @@ class Budget:
 
 
 def shell_code(code: int) -> int:
-    """Return an exit code as shells write it: 128 and the number of the signal that killed."""
+    """Return an exit code as shells have it: 128 plus the number of a signal that killed the process."""
     return code if code >= 0 else 128 - code
 
 
 def describe_code(code: int) -> str:
-    """Say what an exit code is."""
+    """Describe an exit code in words."""
     meanings = {
         RESTART: "asks to be started again",
         BAD_CONFIGURATION: "starting again would not help",
@@ -113,7 +113,7 @@ def describe_code(code: int) -> str:
 
 
 def describe_failure(attempt: Attempt) -> str:
-    """Say who failed first, or was preempted, in one line."""
+    """Describe in one line the worker that failed first, or was preempted."""
     culprit = attempt.culprit()
     verb = "was preempted" if culprit.code == PREEMPTED else "failed first"
     at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(culprit.at))
@@ -122,7 +122,7 @@ def describe_failure(attempt: Attempt) -> str:
 
 
 def summarize(attempt: Attempt, restarts: int, seconds: float, logs: str | None) -> list[str]:
-    """Write the lines that stand at the end of a run, after its last attempt; none for one that had nothing to tell."""
+    """Return the last lines of a run; none for a success without restarts."""
     total = f"{counted(restarts, 'restart')}, {seconds:.1f} s in all" + (f", logs in {logs}" if logs else "")
     if not any(ending.code for ending in attempt.endings):
         return [f"done: {total}"] if restarts else []

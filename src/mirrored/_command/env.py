@@ -1,4 +1,4 @@
-"""What a bug report needs, and nothing that is secret: `mirrored env`."""
+"""`mirrored env`: prints the facts for a bug report, without secrets."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .._cluster.resolvers import discover
 from .._errors import ClusterConfigError
 from .._text import NO_VERSION, escape, version_of
 
-#: How long the devices are waited for; a driver that hangs is part of the report.
+#: So long a driver may take to list its devices; one that hangs is part of the report.
 DEVICES_SECONDS = 60.0
 _PACKAGES = ("mirrored", "jax", "jaxlib", "numpy", "optax")
 _OPTIONAL = (
     "grain", "orbax-checkpoint", "protobuf", "google-crc32c", "flax", "keras", "equinox",
     "jax-cuda12-plugin", "jax-cuda13-plugin",
 )  # fmt: skip
-# In a process of its own, so that a driver that hangs or crashes is only a line of the report.
+# Run in another process, so that a driver that hangs or crashes is only a line of the report.
 _LIST_DEVICES = """
 import collections, json, jax
 print(json.dumps(collections.Counter(f"{d.platform} ({d.device_kind})" for d in jax.devices())))

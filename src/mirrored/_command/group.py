@@ -1,4 +1,4 @@
-"""What happens to the workers of one attempt, from their start until the last of them and all they started are gone.
+"""Runs the workers of one attempt, from their start until they and all their children are gone.
 
 One thread and one `poll`: output, the ends of workers, signals to the launcher and deadlines are events of one loop.
 """
@@ -27,21 +27,21 @@ from .output import STATE_SECONDS, BarState, LineCutter, LogFile, Outlet, Tail, 
 from .signals import Signals
 from .standby import DELAY_SECONDS, Standby, start
 
-#: How long the others have to leave by themselves when one has failed; the library needs about one second for it.
+#: After a failure, the other workers have so long to leave before they are asked to; the library needs about one second.
 FAREWELL_SECONDS = 5.0
-#: How long processes that an ended worker has started may live on, such as those that clean up after it.
+#: An ended worker's children may live on so long, for example to clean up.
 LEFTOVER_SECONDS = 1.0
-#: What gloo writes of each worker that has found the others, whatever its level of logging; it stays in the workers' logs.
+#: gloo's line for each connected worker, which no level of logging turns off; only the log files keep it.
 _NOISE = b"[Gloo] Rank "
 _IS_STOPPED = os.WSTOPPED | os.WNOHANG | os.WNOWAIT
 _READ_BYTES, _LAST_READS = 1 << 16, 16
-#: Of what a writer of checkpoints says, and of writers.
+#: The most bytes of a progress file, and the most progress files: there is one for each folder of checkpoints.
 _PROGRESS_BYTES, _MAX_WRITERS = 32, 100
 
 
 @dataclasses.dataclass
 class Stream:
-    """One of a worker's two streams, and where it goes; closed when there is no more of it."""
+    """One of a worker's two streams, and its outlet; the pipe is closed when the stream has ended."""
 
     pipe: IO[bytes]
     outlet: Outlet
@@ -52,7 +52,7 @@ class Stream:
 
 @dataclasses.dataclass
 class Worker:
-    """One worker: its process, its streams, and what was done to it."""
+    """One worker: its process, its streams, and its state."""
 
     index: int
     process: subprocess.Popen[bytes]
@@ -62,27 +62,27 @@ class Worker:
     was_asked: bool = False
     was_stopped: bool = False
     is_gone: bool = False
-    ended: float = 0.0
-    ended_at: float = 0.0
+    ended: float = 0.0  # as of time.monotonic()
+    ended_at: float = 0.0  # as of time.time()
 
 
 @dataclasses.dataclass
 class Group:
     """The workers of one attempt on this host, from their start until all are gone."""
 
-    command: Sequence[str]  # the arguments of Python that make a worker
-    environments: Sequence[Mapping[str, str]]  # of each worker; MIRRORED_PROGRESS_FILE is added
-    first_index: int  # of the first of them in the cluster
-    num_workers: int  # of the whole cluster, of which other hosts may have a part
+    command: Sequence[str]  # a worker's arguments of Python
+    environments: Sequence[Mapping[str, str]]  # one for each worker; MIRRORED_PROGRESS_FILE is added
+    first_index: int  # of the first worker, in the cluster
+    num_workers: int  # of the whole cluster, also on other hosts
     grace: float  # seconds between asking workers to leave and killing them
     logs: Path | None
-    outlets: tuple[Outlet, Outlet]  # of output and errors; one twice where both go to the same place
+    outlets: tuple[Outlet, Outlet]  # for output and errors; one twice where both go to the same place
     signals: Signals
     standby: Standby
     _workers: list[Worker] = dataclasses.field(default_factory=list)
-    _plan: list[tuple[float, int]] = dataclasses.field(default_factory=list)  # when to send which signal
-    _num_signals: int = 0
-    _prepares_at: float = math.inf  # the processes that wait for the next attempt
+    _plan: list[tuple[float, int]] = dataclasses.field(default_factory=list)  # signals to send, with their times
+    _num_signals: int = 0  # of the launcher's, so many have been obeyed
+    _prepares_at: float = math.inf  # when to start the standby processes of the next attempt
 
     def run(self) -> Attempt:
         """Start the workers, and return when all are gone."""
@@ -120,12 +120,12 @@ class Group:
         return start(command, environment, subprocess.DEVNULL, pass_fds=(self._keeper_pipe,))
 
     def _step(self) -> None:
-        """Wait for something to happen, and do what follows from it."""
+        """Wait for the next event, and handle all that have come."""
         deadlines = [when for when, _ in self._plan]
         if self._prepares_at < math.inf:
             deadlines.append(self._prepares_at)
         if any(worker.ended and not worker.is_gone for worker in self._workers):
-            deadlines.append(time.monotonic() + 0.02)  # nothing tells when the last process of a group ends
+            deadlines.append(time.monotonic() + 0.02)  # no event tells the end of a group's last process
         if len(self.signals.received) > self._num_signals:
             deadlines.append(0.0)
         streams = [stream for worker in self._workers for stream in worker.streams]
@@ -146,9 +146,9 @@ class Group:
             self._send(self._plan.pop(0)[1])
 
     def _relay(self, worker: Worker, stream: Stream) -> bool:
-        """Pass on what a worker has written; tell whether there was something."""
+        """Pass on new output of a worker; tell whether there was some."""
         data = stream.pipe.read(_READ_BYTES)
-        if data is None:  # it does not block
+        if data is None:  # the pipe does not block, and is empty
             return False
         if data and worker.log and (problem := worker.log.write(data)):
             self.outlets[1].write(f"mirrored launch: {problem}\n".encode())
@@ -165,14 +165,14 @@ class Group:
             if not isinstance(line, BarState):
                 stream.outlet.write(stream.prefix + line + b"\n")
             elif stream.outlet.is_terminal:
-                if worker is self._workers[0]:  # two bars would take turns in one line
+                if worker is self._workers[0]:  # several bars would overwrite each other in one line
                     stream.outlet.show(stream.prefix, line)
             elif (now := time.monotonic()) >= stream.shown_at + STATE_SECONDS:
                 stream.shown_at = now
                 stream.outlet.write(stream.prefix + line + b"\n")
 
     def _look_after(self, worker: Worker, now: float) -> None:
-        """See whether a worker has ended, and what it started."""
+        """Note a worker's end, plan the others' ends if it failed, and end its group when that is due."""
         if not worker.ended and worker.process.poll() is not None:
             worker.ended, worker.ended_at = now, time.time()
             code = worker.process.returncode
@@ -182,7 +182,7 @@ class Group:
                     other.was_stopped = os.waitid(os.P_PID, other.process.pid, _IS_STOPPED) is not None
                 farewell = max(FAREWELL_SECONDS, self.grace) if code == PREEMPTED else FAREWELL_SECONDS
                 if all(other.was_stopped for other in others):
-                    farewell = 0.0  # none can leave by itself
+                    farewell = 0.0  # none of them can leave
                 self._plan = [(now + farewell, signal.SIGTERM), (now + farewell + self.grace, signal.SIGKILL)]
         if worker.ended and not worker.is_gone:
             is_over = all(stream.pipe.closed for stream in worker.streams) and not _is_alive(worker.process.pid)
@@ -193,7 +193,7 @@ class Group:
         for number in self.signals.received[self._num_signals :]:
             self._num_signals += 1
             if self._num_signals == 1:
-                # A terminal that hangs up is a request to save and leave; Python would die of it without a word.
+                # A terminal that hangs up asks workers to save and leave; SIGHUP itself would kill Python without a message.
                 self._send(signal.SIGTERM if number == signal.SIGHUP else number)
                 self._plan = [(now + self.grace, signal.SIGKILL)]
             else:
@@ -205,12 +205,12 @@ class Group:
                 worker.was_asked = True
                 if number == signal.SIGKILL:
                     os.killpg(worker.process.pid, number)
-                else:  # not to what it started: a worker needs its data until it has saved
+                else:  # not to its children: a worker needs its loaders until it has saved
                     worker.process.send_signal(number)
-                    worker.process.send_signal(signal.SIGCONT)  # one that is stopped takes it now
+                    worker.process.send_signal(signal.SIGCONT)  # a stopped process would take the signal later
 
     def _end(self, worker: Worker) -> None:
-        """Kill what is left of a worker's process group, and take what is left in its pipes."""
+        """Kill the rest of a worker's process group, and pass on the rest of its output."""
         if worker.is_gone:
             return
         if not worker.ended or _is_alive(worker.process.pid):
@@ -218,14 +218,14 @@ class Group:
                 os.killpg(worker.process.pid, signal.SIGKILL)
         worker.process.wait()
         for stream in worker.streams:
-            for _ in range(_LAST_READS):  # a process that left the group may write for ever
+            for _ in range(_LAST_READS):  # not for ever: a process outside of the group may go on writing
                 if stream.pipe.closed or not self._relay(worker, stream):
                     break
             self._pass_on(worker, stream, stream.cutter.finish())
             stream.pipe.close()
         if worker.log:
             worker.log.close()
-        with contextlib.suppress(BrokenPipeError):  # the number may soon be another's
+        with contextlib.suppress(BrokenPipeError):  # the keeper must forget a number that another process may get
             os.write(self._keeper_pipe, b"-%d\n" % worker.process.pid)
         worker.is_gone = True
 
@@ -243,7 +243,7 @@ class Group:
 
 
 def _keeper(folder: str) -> subprocess.Popen[bytes]:
-    """Start the process that ends the workers and removes the folder if this one cannot; it ends with a `with` block."""
+    """Start the process that ends the workers and removes the folder when this process is killed; end it by `with`."""
     command = [*_isolated("keep"), folder]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, bufsize=0, start_new_session=True)
 
@@ -257,13 +257,13 @@ def _is_alive(group: int) -> bool:
         os.killpg(group, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # somebody in it has become another user
+    except PermissionError:  # a process of the group belongs to another user by now
         return True
     return True
 
 
 def _read_steps(path: Path) -> dict[str, int]:
-    """Read which step's checkpoint is complete, of each writer; what is no number of a step counts as none."""
+    """Read each progress file: name -> step of the last complete checkpoint. Files with other contents are left out."""
     steps: dict[str, int] = {}
     for file in (path, *itertools.islice(path.parent.glob(f"{path.name}-????????"), _MAX_WRITERS)):
         try:

@@ -1,6 +1,6 @@
-"""Who ends the workers when the launcher itself was killed and can end nothing: a process that outlives it.
+"""Ends the workers when the launcher was killed: a process that outlives it.
 
-Run as a file, in Python's isolated mode, so that it starts in 15 ms and sees nothing of the user's environment: docs/launch.md.
+Run as a file, in Python's isolated mode: it starts in 15 ms and ignores the user's environment (docs/launch.md).
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import sys
 
 
 def enrol(keeper: int, command: list[str]) -> None:
-    """Make this process known to the keeper, which waits while somebody holds the pipe, and then become the worker."""
+    """Tell the keeper the number of this process, and become the worker."""
     os.write(keeper, b"+%d\n" % os.getpid())
     os.close(keeper)
     os.execv(command[0], command)
 
 
 def keep(folder: str) -> None:
-    """Wait until nobody holds the pipe any more, and end the process groups that are still enrolled."""
+    """Wait until all writers of the pipe are gone, and end the process groups that are still enrolled."""
     groups: set[int] = set()
     for line in sys.stdin.buffer:
         (groups.add if line.startswith(b"+") else groups.discard)(int(line[1:]))

@@ -1,6 +1,6 @@
-"""Where the output of workers goes: line by line to the launcher's own streams, raw to log files, its end to the summary.
+"""Passes workers' output on: line by line to the launcher's streams, raw to log files, its end to the summary.
 
-Nothing here waits for a reader: what a stream does not take is kept, up to a limit, and then the workers wait.
+Nothing here waits for a reader: output that a stream does not take is kept, up to a limit, after which the workers wait.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from .. import _env
 from .._errors import RESTART
 from .._text import escape
 
-#: Bytes that may wait for a slow reader before the workers have to.
+#: So many bytes may wait for a slow reader before the workers wait.
 PENDING_BYTES = 1 << 20
-#: Bytes after which a line without an end is cut.
+#: A longer line without an end is cut.
 LINE_BYTES = 1 << 16
-#: Of each worker's output, so much is remembered for the summary: lines, characters of each, characters in all.
+#: The end of each worker's output in the summary: lines, characters of each, characters in all.
 TAIL_LINES, TAIL_LINE_CHARACTERS, TAIL_CHARACTERS = 20, 400, 4096
-#: Why the library ended a worker that had no error of its own, shown whole and first; where its threads were, not shown.
+#: The library's reason for ending a worker without an error of its own, shown whole and first; its threads' stacks, not shown.
 _VERDICT = re.compile(rb"worker \d+ leaves with code %d: " % RESTART)
 _STACKS = re.compile(rb"worker \d+ was here:$")
 _OF_STACKS = re.compile(rb"  |.*:$")
-#: After so many more lines, a verdict was somebody's own text.
+#: A worker writes fewer lines after a verdict: before more lines, it was a text of the program.
 _VERDICT_LINES = 200
-#: Between two states of a progress bar that reach a file or a pipe; a terminal shows each, in the place of the last one.
+#: The time between two states of a progress bar in a file or a pipe; a terminal shows each state in place of the last.
 STATE_SECONDS = 10.0
 _ERASE_LINE = b"\r\x1b[K"
-# A carriage return alone is how progress bars end a state; whether the last one stands alone is seen when more comes.
+# A carriage return alone ends a state of a progress bar; one at the end of the text may still be followed by a newline.
 _LINE_END = re.compile(rb"\r?\n|\r(?=[^\n])")
 
 
 class BarState(bytes):
-    """A line that a carriage return alone has ended: a state of a progress bar."""
+    """A state of a progress bar: a line ended by a carriage return alone."""
 
 
 class Outlet:
-    """One of the launcher's own streams, which is never given more than it takes at once."""
+    """One of the launcher's own streams; a write to it never blocks."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -58,16 +58,16 @@ class Outlet:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether there is something left to write."""
+        """Whether some output is not written yet."""
         return bool(self._pending)
 
     @property
     def is_full(self) -> bool:
-        """Whether the workers that write here have to wait."""
+        """Whether the workers must wait before they write more."""
         return len(self._pending) > PENDING_BYTES
 
     def write(self, data: bytes) -> None:
-        """Keep bytes until the stream takes them; a stream that nobody reads any more takes nothing."""
+        """Keep bytes until the stream takes them; drop them when its reader is gone."""
         if self._is_open:
             self._pending += _ERASE_LINE + data if self._shows_state else data
             self._shows_state = False
@@ -77,32 +77,32 @@ class Outlet:
         width = 0
         with contextlib.suppress(OSError):
             width = os.get_terminal_size(self.fd).columns
-        text = state.decode(errors="replace")[: max((width or 80) - len(start) - 1, 0)]  # what is wrapped cannot be erased
+        text = state.decode(errors="replace")[: max((width or 80) - len(start) - 1, 0)]  # a wrapped line cannot be erased
         self._shows_state = True
         self.write(start + text.encode())
         self._shows_state = True
 
     def end(self) -> None:
-        """Begin a new line after a state, which stays."""
+        """End the line of the last state, which stays."""
         if self._shows_state:
             self._shows_state = False
             self.write(b"\n")
 
     def flush(self) -> None:
-        """Write a piece to a stream that is ready."""
+        """Write a piece; the stream must be ready."""
         try:
             del self._pending[: os.write(self.fd, self._pending[: self._chunk])]
         except BlockingIOError:
             return
-        except OSError:  # the reader is gone, or the terminal; the training is not
+        except OSError:  # the reader or the terminal is gone; training goes on
             self._is_open = False
             self._pending.clear()
 
 
 class Tail:
-    """The last lines that a worker wrote; of one that the library ended, from its verdict on, without its stacks.
+    """The last lines of a worker; if the library ended it, from the verdict on, without stacks.
 
-    Of states of a progress bar that follow each other it keeps the last one.
+    Of consecutive states of a progress bar, only the last is kept.
     """
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class Tail:
         self._is_in_stacks = False
 
     def add(self, line: bytes) -> None:
-        """Remember one line, and forget an old one."""
+        """Add a line, and drop the oldest."""
         if not line.strip():
             return
         goes_on = self._is_in_stacks and _OF_STACKS.match(line) and not _VERDICT.search(line)
@@ -138,14 +138,14 @@ class Tail:
 
 
 class LogFile:
-    """A new file with a worker's output as it is, which only its owner can read."""
+    """A new file for a worker's raw output that only its owner can read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = io.FileIO(path, "x", opener=lambda path, flags: os.open(path, flags, 0o600))
 
     def write(self, data: bytes) -> str | None:
-        """Write, or say why nothing more will be written: a full disk does not end the training."""
+        """Write; return the reason if nothing more can be written: a full disk does not end the training."""
         try:
             while data and not self._file.closed:
                 data = data[self._file.write(data) :]
@@ -160,13 +160,13 @@ class LogFile:
 
 
 class LineCutter:
-    """The output that comes from a pipe, cut into lines."""
+    """The state of cutting a pipe's output into lines."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the lines that are complete, without their ends; of an endless line, pieces. What "\\r" ends is a `BarState`."""
+        """Return complete lines without their ends, and pieces of a line that is too long. "\\r" alone ends a `BarState`."""
         text, start, lines = self._rest + data, 0, []
         for end in _LINE_END.finditer(text):
             line = text[start : end.start()]
@@ -180,21 +180,21 @@ class LineCutter:
         return lines
 
     def finish(self) -> list[bytes]:
-        """Return the last line, which has no end."""
+        """Return the last line, if it has no end."""
         rest, self._rest = self._rest.removesuffix(b"\r"), b""
         return [rest] if rest else []
 
 
 def prefix(index: int, num_workers: int, colour: bool) -> bytes:
-    """Return what stands before each line of a worker, equally wide for all of them."""
+    """Return the text before each line of a worker, equally wide for all workers."""
     name = f"[{index}]"
     space = " " * (len(f"[{num_workers - 1}] ") - len(name))
     return (f"\x1b[{31 + (index + 1) % 6}m{name}\x1b[0m{space}" if colour else name + space).encode()
 
 
 def make_log_folder(root: Path, attempt: int, node: str) -> Path:
-    """Make a new folder for one attempt; the numbers go on where an earlier run with the same root ended."""
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)  # again: somebody may have cleaned up
+    """Make a new folder for one attempt, numbered after those of earlier runs with the same root."""
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)  # again, because a user may have removed it
     while True:
         folder = root / f"attempt-{attempt}{node}"
         try:

@@ -1,4 +1,4 @@
-"""Which signals end the launcher, and the one place where it waits: for them, for the ends of workers, for output."""
+"""Receives the launcher's signals, and waits for them, for the ends of workers and for output: the only place that waits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .output import Outlet
 
 
 class Signals:
-    """The signals that end the launcher. They wake its loop, and so does the end of a worker."""
+    """The signals that end the launcher. They wake its loop, as the end of a worker does."""
 
     def __init__(self) -> None:
         self.received: list[int] = []
@@ -29,7 +29,7 @@ class Signals:
         os.set_blocking(self._write, False)
         self._wakeup_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a job in the background
+            if signal.getsignal(number) is not signal.SIG_IGN:  # ignored by nohup, or for a job in the background
                 self._before[number] = signal.signal(number, self._receive)
         self._before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
         return self
@@ -49,9 +49,9 @@ class Signals:
         self.received.append(number)
 
     def wait(self, outlets: Iterable[Outlet], pipes: Iterable[int], seconds: float | None) -> bool:
-        """Wait for a signal, the end of a worker, data in a pipe, or an outlet that takes what waits for it, and let it.
+        """Wait for a signal, the end of a worker, data in a pipe, or a ready outlet; write to ready outlets.
 
-        Tell whether an outlet has taken something.
+        Tell whether an outlet was ready.
         """
         poll = select.poll()
         for pipe in (self._wakeup, *pipes):

@@ -1,4 +1,4 @@
-"""Processes that have imported what workers import, and wait for a restart; run as a file, and not forked: docs/launch.md."""
+"""Keeps processes that have imported the workers' modules, and wait for a restart. Run as a file, not forked: docs/launch.md."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import sys
 import types
 from collections.abc import Mapping, Sequence
 
-#: So long the workers of an attempt start and compile before the processes for the next one are started.
+#: The workers of an attempt get so long to start and compile before the processes for the next one are started.
 DELAY_SECONDS = 10.0
 Process = subprocess.Popen[bytes]
 
 
 def start(command: Sequence[str], environment: Mapping[str, str], stdin: int, pass_fds: Sequence[int] = ()) -> Process:
-    """Start a process with pipes in a session of its own: Ctrl-C comes to the launcher only, which passes it on once."""
+    """Start a process with pipes in its own session: Ctrl-C reaches the launcher alone, which passes it on once."""
     streams = {"stdin": stdin, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, 0, env=environment, start_new_session=True, pass_fds=pass_fds, **streams)
 
 
 class Standby:
-    """The processes that wait, and have imported modules `a,b`; without any, none waits."""
+    """The waiting processes, which have imported modules `a,b`; none where no module is given."""
 
     def __init__(self, modules: str, command: Sequence[str]) -> None:
         self._has_modules = bool(modules)
@@ -33,13 +33,13 @@ class Standby:
         self._waiting: dict[int, Process] = {}
 
     def prepare(self, environments: Sequence[Mapping[str, str]]) -> None:
-        """Start what is missing: a process for each environment, in which its modules are imported."""
+        """Start a process for each environment that has none; it imports the modules there."""
         for place, environment in enumerate(environments):
             if self._has_modules and place not in self._waiting:
                 self._waiting[place] = start(self._arguments, environment, subprocess.PIPE)
 
     def take(self, place: int, environment: Mapping[str, str], keeper: int) -> Process | None:
-        """Let a process become the worker of an environment, known to the keeper; None if none waits."""
+        """Make a waiting process a worker, known to the keeper, and return it; None if none waits."""
         process = self._waiting.pop(place, None)
         if process is None:
             return None
@@ -48,24 +48,24 @@ class Standby:
         turn = json.dumps(dict(environment)).encode() + b"\n"
         try:
             with process.stdin as pipe:
-                while turn:  # a signal cuts what is longer than the pipe
+                while turn:  # a signal may interrupt a write that is longer than the pipe
                     turn = turn[pipe.write(turn) :]
-        except BrokenPipeError:  # its modules cannot be imported; a worker says so itself
+        except BrokenPipeError:  # it could not import its modules; a worker will show the error
             os.write(keeper, b"-%d\n" % process.pid)
             with process:
                 return None
         return process
 
     def close(self) -> None:
-        """End all that still wait."""
+        """End the waiting processes."""
         while self._waiting:
             _, process = self._waiting.popitem()
             with process, contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # with what it has started
+                os.killpg(process.pid, signal.SIGKILL)  # with its children
 
 
 def wait(modules: Sequence[str], command: list[str]) -> None:
-    """Import modules, wait for an environment, and become the worker; leave when the launcher is gone."""
+    """Import modules, wait for an environment, and become the worker; end when the launcher is gone."""
     is_module = command[0] == "-m"
     sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(command[0]))
     for module in modules:

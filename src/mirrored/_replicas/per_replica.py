@@ -127,7 +127,7 @@ class PerReplica:
         own = self._local_rows()
         rows = [(number, str(tuple(value.shape)), _html.element("code", _abridged(value, ""))) for number, value in own.items()]
         title = f"PerReplica of {self.num_replicas} replicas, shape {self.shape}, dtype {self.dtype}"
-        return _html.joined([_html.element("b", title), _html.table(("replica", "shape", "value"), rows)])
+        return _html.join([_html.element("b", title), _html.table(("replica", "shape", "value"), rows)])
 
     if not TYPE_CHECKING:  # so that type checkers find misspelt names
 

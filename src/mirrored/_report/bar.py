@@ -1,4 +1,4 @@
-"""A progress bar over the batches of a loop: how many steps a second, and how much of the time the input takes."""
+"""A progress bar over the batches of a loop, with steps per second and the input's share of the time."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def progress(batches: Iterable[T], *, total: int | None = None, description: str
     `mirrored launch` it moves in one line of the terminal.
 
     Args:
-        batches: what the loop takes, such as a distributed dataset.
-        total: how many there will be; default: `len(batches)`, where it has a length.
-        description: stands before the bar, such as "epoch 3".
+        batches: the batches of the loop, such as a distributed dataset.
+        total: their number; default: `len(batches)`, where it has a length.
+        description: the text before the bar, such as "epoch 3".
 
     Returns:
         An iterator over the batches.
 
     Raises:
-        TypeError: when an argument is none of these.
+        TypeError: for a wrong argument.
         ImportError: when tqdm is not installed.
 
     >>> for batch in mr.progress(strategy.distribute_dataset([np.ones(4)] * 3), description="epoch 1"):
@@ -45,18 +45,14 @@ def progress(batches: Iterable[T], *, total: int | None = None, description: str
             total = len(batches)  # pyrefly: ignore[bad-argument-type]
     strategy = joint_strategy()
     is_hidden = strategy is not None and not strategy.is_chief
-    return _shown(batches, _bar(total=total, desc=description, unit="step", disable=is_hidden))
-
-
-def _bar(**options: Any) -> Any:
     try:
         from tqdm.auto import tqdm
     except ImportError as error:
         raise ImportError("mr.progress needs tqdm, which is not installed: pip install tqdm.") from error
-    return tqdm(**options)
+    return _show(batches, tqdm(total=total, desc=description, unit="step", disable=is_hidden))
 
 
-def _shown(batches: Iterable[T], bar: Any) -> Iterator[T]:
+def _show(batches: Iterable[T], bar: Any) -> Iterator[T]:
     with bar:
         start, waited, iterator = time.perf_counter(), 0.0, iter(batches)
         while True:

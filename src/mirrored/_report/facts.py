@@ -1,4 +1,4 @@
-"""What is known of a strategy's run at one moment: as plain data, in files of the workers, and joined."""
+"""Collects the facts of a strategy's run at one moment as plain data; writes them to the workers' files, and joins them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .._variables.equal_copies import CopiesCompared, last_comparisons
 from .._variables.variable import spec_of
 from ..data._dataset import DistributedDataset, batch_rows
 
-#: Of the files.
+#: The version of the files.
 _VERSION = 2
 
 
@@ -35,14 +35,14 @@ class Replica(NamedTuple):
 
     number: int
     device: str  # such as gpu:0
-    kind: str  # what the maker calls it
+    kind: str  # the maker's name
     worker: int
-    in_use: int | None  # bytes of the device's memory, None where it does not say so
+    in_use: int | None  # bytes of the device's memory, None where it does not tell
     limit: int | None
 
 
 class Split(NamedTuple):
-    """A distributed dataset: its class, and how its rows reach the replicas."""
+    """A distributed dataset: its class, and the way of its rows to the replicas."""
 
     name: str
     how: str
@@ -50,26 +50,26 @@ class Split(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """Collectives of one kind in one program, at one line of the user's."""
+    """Collectives of one kind in one program, at one line of the user's code."""
 
     name: str  # such as all-reduce
     where: str
     count: int
-    num_bytes: int  # that each replica contributes, all together
+    num_bytes: int  # of each replica, all together
 
 
 class Compiled(NamedTuple):
-    """A program of a user's function: how many variables it writes, how many it only reads, what it communicates."""
+    """A program of a user's function: numbers of variables that it writes and that it only reads, and its collectives."""
 
     name: str
     num_written: int
     num_read: int
-    cause: str  # why it was compiled although its function had a program; "" for the first
+    cause: str  # why it was compiled; "" for its function's first program
     exchanges: tuple[Exchange, ...]
 
 
 class StateEntry(NamedTuple):
-    """A variable: its name, shape, dtype and bytes on each device, and whether each replica has its own value."""
+    """A variable; `num_bytes` are those on each device."""
 
     name: str
     shape: tuple[int, ...]
@@ -84,17 +84,17 @@ class Facts:
 
     Attributes:
         title: the strategy's class.
-        worker: the number of the process that knows this.
+        worker: the worker that has collected them.
         versions: of this library, JAX and Python.
-        taken: when, in seconds since 1970.
-        replicas: all of them, also those of other workers.
-        num_workers: how many processes there are.
-        adds_up_by: what has the user's function in the place of sums; "" without one.
+        taken: the time, in seconds since 1970.
+        replicas: those of all workers.
+        num_workers: the number of processes.
+        adds_up_by: the option with the user's function in place of sums; "" without one.
         datasets, programs, variables: those that are alive.
-        num_steps, step_seconds, shares: of the warm steps: how many, what one took, and which part of it went where.
-        profiled: what the last profile has of this process's devices, None without one.
-        comparison: the last one of the copies, None before the first.
-        warnings: what this process has warned of, and how often.
+        num_steps, step_seconds, shares: of the warm steps: their number, the time of one, and its parts.
+        profiled: the last profile of this process's devices, None without one.
+        comparison: the last comparison of the copies, None before the first.
+        warnings: this process's warnings, each with its number.
     """
 
     title: str
@@ -116,7 +116,7 @@ class Facts:
 
 
 def facts_of(strategy: Strategy) -> Facts:
-    """Collect what is known of a strategy, without communication."""
+    """Collect the facts of a strategy, without communication."""
     mesh, spent = mesh_of_strategy(strategy), spent_in(strategy)
     return Facts(
         title=type(strategy).__name__,
@@ -167,7 +167,7 @@ def _programs(strategy: Strategy) -> tuple[Compiled, ...]:
 
 
 def file_of(path: Path, worker: int, num_workers: int) -> Path:
-    """Return the name of a worker's own file: `run/report.json`, and `run/report.2.json` of worker 2 of several."""
+    """Return the path of a worker's file: `run/report.json`, or `run/report.2.json` for worker 2 of several."""
     return path if num_workers == 1 else path.with_suffix(f".{worker}{path.suffix}")
 
 
@@ -177,7 +177,7 @@ def save(facts: Facts, path: Path) -> None:
 
 
 def load(path: Path) -> Facts | None:
-    """Read what `save` wrote; None for any other file, a ValueError for one of another version or a damaged one."""
+    """Read a file of `save`: None for another file, ValueError for another version or a damaged one."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
@@ -208,8 +208,8 @@ def _facts(data: dict[str, Any]) -> Facts:
     )
 
 
-def joined(every: Sequence[Facts]) -> Facts:
-    """Join the facts of several workers: of each device what its own worker knows, and the warnings of all."""
+def join_facts(every: Sequence[Facts]) -> Facts:
+    """Join the facts of several workers: each device from its own worker, and the warnings of all."""
     first, by_worker = every[0], {facts.worker: facts for facts in every}
     warnings: Counter[str] = Counter()
     for facts in every:
@@ -219,7 +219,7 @@ def joined(every: Sequence[Facts]) -> Facts:
 
 
 def replace(path: Path, text: str) -> None:
-    """Write a file in one step, so that readers see the old one or the new one whole; its folder is made when it is not there."""
+    """Write a file by a rename, so that readers see the old or the new one whole; its folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:

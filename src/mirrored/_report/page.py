@@ -1,4 +1,4 @@
-"""The report page: facts in, one self-contained HTML file out."""
+"""Writes the facts of a run as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import collections
 import time
 from collections.abc import Sequence
 
-from .._html import Html, element, joined, table
+from .._html import Html, element, join, table
 from .._text import bytes_in_words, counted
 from . import pictures
 from .facts import Facts
@@ -42,7 +42,7 @@ _COUNTED = "Waiting for other replicas inside a collective is communication; a c
 
 
 def page(facts: Facts, workers: Sequence[Facts] = ()) -> Html:
-    """Write the whole page; with several workers' own facts, also where the time of each went."""
+    """Write the whole page; with the facts of several workers, the time of each."""
     count = len(facts.replicas)
     title = f"{facts.title}: {counted(count, 'replica')}"
     taken = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(facts.taken))
@@ -50,19 +50,19 @@ def page(facts: Facts, workers: Sequence[Facts] = ()) -> Html:
         "Devices": _devices(facts),
         "Data": _data(facts),
         "Programs": _programs(facts),
-        "Time": joined([_steps(facts), _profiled(facts)] if len(workers) < 2 else [_steps_of_all(workers), _profiles(workers)]),
+        "Time": join([_steps(facts), _profiled(facts)] if len(workers) < 2 else [_steps_of_all(workers), _profiles(workers)]),
         "Communication": _communication(facts),
         "Memory": _memory(facts),
         "Copies": _copies(facts),
         "Warnings": _warnings(facts),
     }
-    body = joined([
+    body = join([
         element("h1", title),
         element("p", f"{taken} · {facts.versions}", class_="quiet"),
         _cards(facts),
-        *[element("section", joined([element("h2", name), content])) for name, content in sections.items()],
+        *[element("section", join([element("h2", name), content])) for name, content in sections.items()],
     ])  # fmt: skip
-    head = joined([
+    head = join([
         Html('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'),
         element("title", title),
         element("style", Html(STYLE)),
@@ -87,14 +87,14 @@ def _cards(facts: Facts) -> Html:
         "of variables on each device": bytes_in_words(sum(state.num_bytes for state in facts.variables)),
         "warnings": len(facts.warnings),
     }
-    cards = [joined([element("b", value), element("span", name)]) for name, value in known.items()]
-    return element("div", joined(element("div", card, class_="card") for card in cards), class_="cards")
+    cards = [join([element("b", value), element("span", name)]) for name, value in known.items()]
+    return element("div", join(element("div", card, class_="card") for card in cards), class_="cards")
 
 
 def _devices(facts: Facts) -> Html:
     kinds = ", ".join(dict.fromkeys(replica.kind for replica in facts.replicas))
     way = f" Replicas add up by {facts.adds_up_by}." if facts.adds_up_by else ""
-    return joined([_quiet(f"Devices of kind {kinds}.{way}"), pictures.topology(facts.replicas)])
+    return join([_quiet(f"Devices of kind {kinds}.{way}"), pictures.topology(facts.replicas)])
 
 
 def _data(facts: Facts) -> Html:
@@ -102,9 +102,9 @@ def _data(facts: Facts) -> Html:
         return _quiet("No dataset of this strategy is in use.")
     parts: list[Html] = []
     for dataset in facts.datasets:
-        parts.append(element("p", joined([element("b", dataset.name), ": ", dataset.how, "."])))
+        parts.append(element("p", join([element("b", dataset.name), ": ", dataset.how, "."])))
         parts.append(pictures.split(dataset.num_rows, len(facts.replicas)))
-    return joined(parts)
+    return join(parts)
 
 
 def _programs(facts: Facts) -> Html:
@@ -115,17 +115,17 @@ def _programs(facts: Facts) -> Html:
 
 
 def _profiled(facts: Facts) -> Html:
-    """Show what the devices did, by the last profile."""
+    """Show the devices' time by the last profile."""
     found = facts.profiled
     if found is None:
         return _quiet(_NO_PROFILE)
-    source = joined([f"profile of {counted(found.num_steps, 'step')} in ", element("code", found.folder)])
+    source = join([f"profile of {counted(found.num_steps, 'step')} in ", element("code", found.folder)])
     if not (shares := found.shares()):
-        return element("p", joined(["What the devices did is unknown (", source, "): ", found.reason, "."]), class_="warn")
-    note = joined([f"What {counted(found.num_devices, 'device')} did while they worked (", source, f"). {_COUNTED}"])
+        return element("p", join(["What the devices did is unknown (", source, "): ", found.reason, "."]), class_="warn")
+    note = join([f"What {counted(found.num_devices, 'device')} did while they worked (", source, f"). {_COUNTED}"])
     kinds = {f"of it {kind}": share for kind, share in found.kinds().items()}
     drawn = pictures.shares("what the devices did", shares | (kinds if len(kinds) > 1 else {}))
-    return joined([element("p", note, class_="quiet"), drawn])
+    return join([element("p", note, class_="quiet"), drawn])
 
 
 def _steps(facts: Facts) -> Html:
@@ -137,11 +137,11 @@ def _steps(facts: Facts) -> Html:
         "Waiting for devices is where the loop was ahead of them; between the steps is your own program, and results that it "
         "reads."
     )
-    return joined([_quiet(each + note), pictures.shares("time of a step", facts.shares)])
+    return join([_quiet(each + note), pictures.shares("time of a step", facts.shares)])
 
 
 def _steps_of_all(workers: Sequence[Facts]) -> Html:
-    """Show the workers side by side: one that waits for devices waits for one that does not."""
+    """Show the workers side by side, so that readers find the one that makes the others wait."""
     names = list(dict.fromkeys(name for facts in workers for name in facts.shares))
     rows = [
         (f.worker, f.num_steps, f"{1e3 * f.step_seconds:.3g} ms", *(f"{f.shares[n]:.0%}" if f.shares else "" for n in names))
@@ -151,7 +151,7 @@ def _steps_of_all(workers: Sequence[Facts]) -> Html:
         "Steps of strategy.run without those that were compiled. Workers take their steps together, so look for the one that "
         "waits least."
     )
-    return joined([_quiet(note), _wide(table(("worker", "steps", "each", *names), rows))])
+    return join([_quiet(note), _wide(table(("worker", "steps", "each", *names), rows))])
 
 
 def _profiles(workers: Sequence[Facts]) -> Html:
@@ -164,7 +164,7 @@ def _profiles(workers: Sequence[Facts]) -> Html:
         for worker, each in found
     ]
     note = f"What the devices of each worker did while they worked, by its last profile. {_COUNTED}"
-    return joined([_quiet(note), _wide(table(("worker", "steps", "computation", "communication", "profile"), rows))])
+    return join([_quiet(note), _wide(table(("worker", "steps", "computation", "communication", "profile"), rows))])
 
 
 def _communication(facts: Facts) -> Html:
@@ -178,9 +178,7 @@ def _communication(facts: Facts) -> Html:
     listed = table(("function", "collective", "how many", "bytes of each replica", "programs", "line"), cells)
     largest = sorted(rows, key=lambda row: -row[1].num_bytes)[:8]
     drawn = pictures.bars("bytes by collective", [(f"{name}: {e.name}", e.num_bytes, None) for name, e in largest])
-    return joined(
-        [_quiet("What one run of each program exchanges; a collective in a loop is counted once."), drawn, _wide(listed)]
-    )
+    return join([_quiet("What one run of each program exchanges; a collective in a loop is counted once."), drawn, _wide(listed)])
 
 
 def _memory(facts: Facts) -> Html:
@@ -200,7 +198,7 @@ def _memory(facts: Facts) -> Html:
     listed = table(("variable", "shape", "dtype", "bytes on each device", "kind"), cells)
     left = len(facts.variables) - len(largest)
     rest = [_quiet(f"and {counted(left, 'smaller variable')}.")] * bool(left)
-    return joined([_quiet(note), pictures.bars("memory by device", rows), _wide(listed), *rest])
+    return join([_quiet(note), pictures.bars("memory by device", rows), _wide(listed), *rest])
 
 
 def _copies(facts: Facts) -> Html:
@@ -212,9 +210,9 @@ def _copies(facts: Facts) -> Html:
     age = max(facts.taken - last.ended, 0.0)
     when = f"Compared {age:.0f} s before this page was made, in {last.seconds * 1e3:.1f} ms."
     if last.difference:
-        return joined([element("p", last.difference, class_="warn"), _quiet(when)])
+        return join([element("p", last.difference, class_="warn"), _quiet(when)])
     what = f"All copies of {counted(last.num_variables, 'mirrored variable')} that were compared are equal."
-    return joined([element("p", what, class_="good"), _quiet(when)])
+    return join([element("p", what, class_="good"), _quiet(when)])
 
 
 def _warnings(facts: Facts) -> Html:
@@ -223,5 +221,5 @@ def _warnings(facts: Facts) -> Html:
     parts = []
     for message, count in facts.warnings:
         times = element("span", f" ({count} times)", class_="quiet") if count > 1 else ""
-        parts.append(element("p", joined([message, times]), class_="warn"))
-    return joined(parts)
+        parts.append(element("p", join([message, times]), class_="warn"))
+    return join(parts)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 
-from .._html import Html, element, joined
+from .._html import Html, element, join
 from .._text import bytes_in_words, counted
 from ..data._sharing.rows import split_sizes
 from .facts import Replica
 
-#: All pictures are so wide, in their own units; about the pixels of a narrow screen, so that letters stay readable there.
+#: The width of all pictures in their own units: about the pixels of a narrow screen, where letters must stay readable.
 WIDTH = 420
 _ROW, _GAP, _MARGIN = 4, 8, 12
-#: More devices or parts than these are counted, not drawn.
+#: Further devices or parts are counted, not drawn.
 MAX_DEVICES, MAX_PARTS = 32, 32
 
 
@@ -26,11 +26,11 @@ def _box(x: float, y: float, width: float, height: float, kind: str) -> Html:
 
 
 def _picture(title: str, height: float, parts: Sequence[Html]) -> Html:
-    return element("svg", joined([element("title", title), *parts]), viewBox=f"0 0 {WIDTH} {round(height)}", role="img")
+    return element("svg", join([element("title", title), *parts]), viewBox=f"0 0 {WIDTH} {round(height)}", role="img")
 
 
 def topology(replicas: Sequence[Replica]) -> Html:
-    """Draw the workers, their devices, and the one all-reduce that all replicas take part in."""
+    """Draw the workers, their devices, and the all-reduce over all replicas."""
     drawn, parts, y = replicas[:MAX_DEVICES], [], 4.0
     width = (WIDTH - 2 * _MARGIN - (_ROW - 1) * _GAP) / _ROW
     for worker, group in itertools.groupby(drawn, key=lambda replica: replica.worker):
@@ -75,12 +75,12 @@ def split(num_rows: int | None, num_replicas: int) -> Html:
 
 
 def shares(title: str, parts: Mapping[str, float]) -> Html:
-    """Draw which part of a whole each of some is: by its label, a number from 0 to 1."""
+    """Draw parts of a whole as bars: label -> a number from 0 to 1."""
     return _bars(title, [(label, f"{share:.0%}", share) for label, share in parts.items()])
 
 
 def bars(title: str, rows: Sequence[tuple[str, int, int | None]]) -> Html:
-    """Draw bytes as bars: label, bytes, and the bytes of the whole where it is known, else the largest takes its place."""
+    """Draw bytes as bars, relative to the bytes of the whole where they are known, else to the largest."""
     largest = max([size for _, size, _ in rows], default=0) or 1
     drawn = []
     for label, size, whole in rows:
@@ -90,7 +90,7 @@ def bars(title: str, rows: Sequence[tuple[str, int, int | None]]) -> Html:
 
 
 def _bars(title: str, rows: Sequence[tuple[str, str, float]]) -> Html:
-    """Draw a bar for each label, with its numbers in words and its part of the whole."""
+    """Draw a bar for each label, its numbers in words, and its part of the whole."""
     drawn = []
     for position, (label, numbers, share) in enumerate(rows):
         y = position * 40

@@ -1,4 +1,4 @@
-"""A profile of some steps, for TensorBoard and Perfetto: JAX's profiler, with each run of a program named."""
+"""Profiles steps with JAX's profiler, for TensorBoard and Perfetto; each run of a program has its name there."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from . import traced
 
 @contextlib.contextmanager
 def profile(folder: str | os.PathLike[str]) -> Iterator[Path]:
-    """Record what the devices and Python do inside this block, with `jax.profiler`.
+    """Record the devices and Python inside this block, with `jax.profiler`.
 
-    Each run of a step or an `mr.function` is one step of the profile, with the name of your function and its number. The block
-    waits at its end for what was dispatched. Leave out the first step, which compiles, and record a few: a profile of a whole
+    Each run of a step or an `mr.function` is one step of the profile, with the name of your function and its number. At its end
+    the block waits for the programs in flight. Leave out the first step, which compiles, and record a few: a profile of a whole
     training is too large to read.
 
-    Then `strategy.explain()` and `mr.report` say which part of the devices' time was computation, and which communication.
+    Then `strategy.explain()` and `mr.report` tell the shares of computation and communication in the devices' time.
 
     Args:
-        folder: where the profile is written; with several workers, each writes into a folder `worker_<i>` in it. TensorBoard with
+        folder: the profile's folder; with several workers, each writes into a folder `worker_<i>` in it. TensorBoard with
             its profile plugin, and xprof, show it: `tensorboard --logdir FOLDER`.
 
     Returns:
@@ -75,7 +75,7 @@ def profile(folder: str | os.PathLike[str]) -> Iterator[Path]:
         path = path / f"worker_{coordination_of(joint).worker}"  # workers of one host would write into one file
     numbers: collections.Counter[str] = collections.Counter()
     ran: dict[ReplicaMesh, list[program.Program]] = {}
-    results: dict[ReplicaMesh, list[Any]] = {}  # of the last that has some: devices carry out one program after the other
+    results: dict[ReplicaMesh, list[Any]] = {}  # of the last program with results: devices run one program after another
 
     def step(running: program.Program) -> Callable[[list[Any]], None]:
         ran.setdefault(running.mesh, []).append(running)
@@ -106,7 +106,7 @@ def profile(folder: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def _device_time(path: Path, folder: str, mesh: ReplicaMesh, programs: list[program.Program]) -> DeviceTime:
-    """Read the profile that was just written: what this process's devices of a mesh did."""
+    """Read the time of this process's devices of a mesh from the profile that was just written."""
     own = [traced.number_of(device) for device in mesh.local_devices]
     has_peers = mesh.mesh.devices.size > 1
     try:
@@ -118,6 +118,6 @@ def _device_time(path: Path, folder: str, mesh: ReplicaMesh, programs: list[prog
             raise ValueError("the trace names no collective, although the programs have some")
     except (OSError, ValueError) as error:
         return DeviceTime(folder, time.time(), len(programs), len(own), {}, str(error))
-    if not has_peers:  # what XLA made of a sum over one
+    if not has_peers:  # a sum over one replica communicates nothing, whatever its name
         seconds = {COMPUTATION: sum(seconds.values())}
     return DeviceTime(folder, time.time(), len(programs), len(own), seconds)

@@ -1,4 +1,4 @@
-"""One page about a run, for people: of this process, or by `mirrored report` of the files of several workers."""
+"""Writes one page about a run: of this process, or by `mirrored report` from the files of several workers."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from .._errors import ContextError
 from .._replicas import frames
 from .._strategy.strategy import Strategy, coordination_of
 from .._text import escape, shown
-from .facts import facts_of, file_of, joined, load, replace, save
+from .facts import facts_of, file_of, join_facts, load, replace, save
 from .page import page
 
 _NO_FACTS = 1
 
 
 def report(strategy: Strategy, path: str | os.PathLike[str] = "mirrored-report.html") -> Path | None:
-    """Write what is known of a strategy's run as one HTML page that needs no other file.
+    """Write the facts of a strategy's run as one HTML page that needs no other file.
 
     The page shows the devices, how each dataset is split, the programs with what caused each compilation, where the time of a
     step goes, the collectives with their bytes, the memory of each device, the last comparison of the copies, and the warnings.
     It costs no communication and runs no program, so it may be written at any time, also while another thread trains.
 
     Args:
-        strategy: whose run it is.
-        path: the file to write; it is replaced in one step when it is there, and its folder is made when it is not. A name that
-            ends in `.json` gives the same facts as data: each worker writes its own, `report.0.json`, `report.1.json`, ..., and
-            the command `mirrored report FOLDER` makes one page of them, with what each worker's time went to.
+        strategy: the strategy whose run it is.
+        path: the file to write. An old one is replaced in one step, and a missing folder is made. A name that ends in `.json`
+            gives the same facts as data: each worker writes its own, `report.0.json`, `report.1.json`, ..., and the command
+            `mirrored report FOLDER` makes one page of them, with the parts of each worker's time.
 
     Returns:
-        The path of the file; None for a page on a worker that is not the chief, which writes nothing.
+        The path of the file; None for a page on another worker than the chief, which writes nothing.
 
     Raises:
-        TypeError: when an argument is none of these.
+        TypeError: for a wrong argument.
         IsADirectoryError: when the path is a folder.
         ContextError: (a RuntimeError) inside a step or an `mr.function`.
 
@@ -73,7 +73,7 @@ def report(strategy: Strategy, path: str | os.PathLike[str] = "mirrored-report.h
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `mirrored report`: make one page of the files of a run."""
+    """Run `mirrored report`: make one page from the files of a run."""
     parser = argparse.ArgumentParser(
         "mirrored report",
         description="Write one page about a run, of the files that each worker has written by "
@@ -94,7 +94,7 @@ def main(argv: Sequence[str]) -> int:
                 'mr.report(strategy, "RUN/report.json")'
             )
         output: Path = options.output or (run if run.is_dir() else run.parent) / "report.html"
-        replace(output, page(joined(every), every))
+        replace(output, page(join_facts(every), every))
     except (OSError, ValueError) as error:
         sys.stderr.write(f"mirrored report: {escape(str(error), 1000)}\n")
         return _NO_FACTS

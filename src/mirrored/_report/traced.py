@@ -1,4 +1,4 @@
-"""What a trace of JAX's profiler says of the devices' time: computation, or collectives."""
+"""Reads the devices' time in computation and in collectives from a trace of JAX's profiler."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import jax
 
 from .._replicas.device_time import COMPUTATION
 
-#: Larger traces are not read: it would take seconds, and memory beside the training's.
+#: Larger traces are not read: that would take seconds, and memory beside the training's.
 MAX_BYTES = 256 << 20
 
-#: Names of XLA's operations, which are those of JAX's where one became the other, and what they do.
+#: Kind -> names of operations, XLA's own and those that it takes over from JAX's primitives.
 _KINDS = {
     "all-reduce": r"psum|psum-invariant|pmax|pmin|all-reduce",
     "all-gather": r"all-gather(-invariant)?",
@@ -33,7 +33,7 @@ _DEVICE = re.compile(r"/device:(?:GPU|TPU):(\d+)")
 
 
 class Stretch(NamedTuple):
-    """The time of one operation on a device, from `start` to `end` in nanoseconds, and its kind: a collective, or none."""
+    """The time of one operation on a device, from `start` to `end` in nanoseconds, and its kind: a collective or computation."""
 
     start: float
     end: float
@@ -41,22 +41,21 @@ class Stretch(NamedTuple):
 
 
 def number_of(device: jax.Device) -> int:
-    """Return a device's number in a trace: CPU devices have that of the whole job there, others that of this process."""
+    """Return a device's number in a trace: for CPUs its number in the whole job, for others its number in this process."""
     return device.id if device.platform == "cpu" else device.local_hardware_id or 0
 
 
 def seconds_of(path: Path, devices: Collection[int]) -> dict[str, float]:
-    """Return what some devices did in a trace, in seconds of all of them together.
+    """Return the seconds of some devices together in a trace, an `xplane.pb`, by kind; ValueError says why there are none.
 
     Each moment of a device counts for the operation that began last: for the body of a loop and not the loop, and for
-    computation that goes on beside a collective. Waiting for other replicas inside a collective is part of it.
-    The path is that of an `xplane.pb`; a ValueError says why there are no numbers.
+    computation that goes on beside a collective. Waiting for other replicas inside a collective counts as the collective.
     """
     size = path.stat().st_size
     if size > MAX_BYTES:
         raise ValueError(f"the trace has {size >> 20} MiB, more than the {MAX_BYTES >> 20} that are read; record fewer steps")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of Python, for how ProfileData is made
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python's, about the way ProfileData is made
         try:
             found = operations(jax.profiler.ProfileData.from_file(str(path)))
         except (AttributeError, RuntimeError, TypeError) as error:
@@ -84,7 +83,7 @@ def operations(data: Any) -> dict[int, list[Stretch]]:
 
 
 def _of_host(plane: Any) -> Iterator[tuple[int, Stretch]]:
-    """Find the operations of CPU devices: each begins on a thread, and may end on another, where it is marked."""
+    """Find the operations of CPU devices: one that begins on a thread may end on another, where its end is marked."""
     begun, ends = [], {}
     for line in plane.lines:
         for event in line.events:
@@ -100,7 +99,7 @@ def _of_host(plane: Any) -> Iterator[tuple[int, Stretch]]:
 
 
 def _of_accelerator(plane: Any) -> Iterator[Stretch]:
-    """Find the operations of a GPU on its streams, or of a TPU; copies from and to the host are none."""
+    """Find the operations of a GPU on its streams, or of a TPU, without copies from and to the host."""
     lines = list(plane.lines)
     streams = [line for line in lines if line.name.startswith("Stream #")]
     for line in streams or [line for line in lines if line.name == "XLA Ops"]:
@@ -111,7 +110,7 @@ def _of_accelerator(plane: Any) -> Iterator[Stretch]:
 
 
 def kind_of(name: str, kernel: str = "") -> str:
-    """Say what an operation does, by its name and by that of its kernel.
+    """Return the kind of an operation, by its name and its kernel's.
 
     >>> kind_of("psum.7"), kind_of("all-gather-start.1"), kind_of("psum_add_fusion.2")
     ('all-reduce', 'all-gather', 'computation')
@@ -123,7 +122,7 @@ def kind_of(name: str, kernel: str = "") -> str:
 
 
 def of_device(listed: Iterable[Stretch]) -> dict[str, float]:
-    """Share out the time of one device: each moment to the operation that began last.
+    """Return the time of one device by kind; each moment belongs to the operation that began last.
 
     >>> loop, inside = Stretch(0, 10, COMPUTATION), Stretch(2, 5, "all-reduce")
     >>> of_device([loop, inside])

@@ -1,4 +1,4 @@
-"""What does each replica's device really hold, and is it the same?"""
+"""Shows and compares the copies that the replicas' devices hold."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _HAS_COPIES = (Variable, PerReplica, jax.Array)
 
 
 def copies(value: Variable | jax.Array) -> dict[int, np.ndarray]:
-    """Return what this worker's devices really hold of a variable or a mirrored array, by replica number.
+    """Return the copies of a variable or a mirrored array on this worker's devices, by replica number.
 
-    `variable.value` and `variable.numpy()` show one copy; here are all of them. They are copied to the host, and stay as they
-    are when the variable changes. Of a random key they are its data.
+    `variable.value` and `variable.numpy()` show one copy, this function all of them. They are copied to the host, and stay as
+    they are when the variable changes. The copies of a random key are its data.
 
     Args:
-        value: a variable of any kind, of which state in shards has parts instead of copies; or an array that is the
-            same on each replica, such as a mirrored result of `strategy.run`.
+        value: a variable of any kind (state in shards has parts instead of copies), or an array that is the same on each
+            replica, such as a mirrored result of `strategy.run`.
 
     Returns:
         A dict from the replica's number to its copy, of the variable's shape. With several workers, of this worker's replicas.
@@ -63,16 +63,16 @@ def copies(value: Variable | jax.Array) -> dict[int, np.ndarray]:
 def assert_equal_copies(value: Strategy | PyTree) -> None:
     """Fail unless all copies on this worker's devices are equal, bit by bit.
 
-    `strategy.assert_mirrored()` asks the same of all workers together, by checksums, in production. This one shows where the
-    copies differ and by how much, and takes what you name: a few variables, or results.
+    `strategy.assert_mirrored()` compares all workers' copies, by checksums, in production. This function compares what you name,
+    such as a few variables or results, and shows where the copies differ and by how much.
 
     Args:
-        value: a strategy, for each mirrored variable on its devices; or mirrored variables and arrays, one or a nest of them.
+        value: a strategy, for each mirrored variable on its devices; or a mirrored variable or array, or a nest of them.
 
     Raises:
         AssertionError: when copies differ; names the variable, the replicas, the place and the largest difference.
         ValueError: for a sync-on-read variable, whose replicas have values of their own; and when there is nothing to compare.
-        TypeError: for what has no copies.
+        TypeError: for a value without copies.
 
     >>> from mirrored import testing
     >>> with strategy.scope():
@@ -92,7 +92,7 @@ def assert_equal_copies(value: Strategy | PyTree) -> None:
             "be compared. Make the variables in `with strategy.scope():`, and keep them."
         )
     for name, leaf in named:
-        if isinstance(leaf, ShardedVariable):  # each of its elements is there once
+        if isinstance(leaf, ShardedVariable):  # each element is on one device only
             continue
         if isinstance(leaf, Variable) and leaf.synchronization is VariableSynchronization.ON_READ:
             raise ValueError(
@@ -107,13 +107,13 @@ def _compare(name: str, found: dict[int, np.ndarray]) -> None:
     for replica, copy in others:
         if copy.tobytes() != reference.tobytes():
             raise AssertionError(
-                f"the copies of {name} differ: replica {replica} from replica {first}, {_difference(reference, copy)}. They were "
-                "changed behind the library's back, or a device computes wrongly."
+                f"the copies of {name} differ: replica {replica} from replica {first}, {_find_largest(reference, copy)}. They "
+                "were changed behind the library's back, or a device computes wrongly."
             )
 
 
-def _difference(one: np.ndarray, other: np.ndarray) -> str:
-    """Say where two arrays of one shape and dtype differ most."""
+def _find_largest(one: np.ndarray, other: np.ndarray) -> str:
+    """Describe the largest difference between two arrays of one shape and dtype."""
     bits = [np.ascontiguousarray(a).reshape(-1).view(np.uint8).reshape(a.size, -1) for a in (one, other)]
     is_other = (bits[0] != bits[1]).any(axis=1)
     with np.errstate(all="ignore"):

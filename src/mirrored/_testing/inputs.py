@@ -1,4 +1,4 @@
-"""Which rows would each replica of several workers get? Read in one process, by a thread for each worker."""
+"""Simulates the input of several workers in one process, by a thread for each worker."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._options import AutoShardPolicy, InputOptions
+from .._options import AutoShardPolicy, InputOptions, check_int
+from .._text import list_lines
 from .._typing import PyTree
 from ..data._dataset import check_dataset
 from ..data._input_context import InputContext
@@ -22,9 +23,6 @@ from ..data._sharing.plan import Plan, make_plan, plan_of_function
 from ..data._sharing.rows import count_rows, to_numpy
 from ..data._sharing.steps import LocalReplicas
 from ..data._sources.open import adapted, open_source
-
-#: So many rows are shown when some are missing or doubled.
-_MAX_SHOWN = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +46,8 @@ class InputOfWorkers:
         Where `drop_remainder` or `max_steps` left rows out, rows may be missing; none may come twice.
 
         Args:
-            batches: what all workers together are to read, such as `make_dataset()`, or `[arrays]`, a list of one large batch.
-                Rows are the same when all their bytes are; random transformations make others of them.
+            batches: the batches that all workers together should read, such as `make_dataset()`, or `[arrays]`, a list of one
+                large batch. Rows are compared by their bytes, so random transformations must be left out.
 
         Raises:
             AssertionError: when rows are missing, come too often, or were never in `batches`; shows some, and who has them.
@@ -62,13 +60,13 @@ class InputOfWorkers:
                 for row in _rows(rows):
                     left[row] -= 1
                     if left[row] < 0:
-                        extra.append(f"  {_shown(row)} in step {number}, replica {replica}")
-        missing = [f"  {_shown(row)}" for row, count in left.items() for _ in range(count)] if self.is_whole else []
+                        extra.append(f"{_show(row)} in step {number}, replica {replica}")
+        missing = [_show(row) for row, count in left.items() for _ in range(count)] if self.is_whole else []
         if extra or missing:
             raise AssertionError(
                 f"{len(missing)} rows are missing, and {len(extra)} come too often or are not in the dataset ({self.how})."
-                + _listed("\nmissing:", missing)
-                + _listed("\ntoo often:", extra)
+                + (f"\nmissing:{list_lines(missing)}" if missing else "")
+                + (f"\ntoo often:{list_lines(extra)}" if extra else "")
             )
 
 
@@ -86,18 +84,17 @@ def input_of_workers(
     The rows are shared out by the code that shares them out in training: the policies, the split, the agreement on when the
     data ends, and the errors when workers read different batches. The workers are threads of this process.
 
-    That is the input only. Steps, collectives, variables, checkpoints and lost workers need processes, because a process of JAX
-    is one worker: `mirrored launch -n 2 train.py` runs them on this machine. Nor are devices, prefetching and positions used
-    here, and what workers share by being one process (global random state, files that are written) is not told apart.
+    Only the input is simulated. Steps, collectives, variables, checkpoints and lost workers need processes, because a process of
+    JAX is one worker: `mirrored launch -n 2 train.py` runs them on this machine. Devices, prefetching and positions are not
+    used, and the workers share the state of this process, such as global random state and files.
 
     Args:
-        make_dataset: called once for each worker, as its script would; returns what `strategy.distribute_dataset` is given.
-            Make the dataset anew in each call.
+        make_dataset: called once for each worker, as by its script; returns a new dataset, as for `strategy.distribute_dataset`.
         num_workers: W, at least 1.
-        replicas_per_worker: L, of each worker; R = W x L.
-        options: what `strategy.distribute_dataset` is given; `prefetch` is not used.
-        from_function: `make_dataset` is what `strategy.distribute_datasets_from_function` is given: a function of a
-            `mr.InputContext` that returns one worker's batches, one for each replica.
+        replicas_per_worker: L; there are R = W x L replicas.
+        options: as for `strategy.distribute_dataset`; `prefetch` is not used.
+        from_function: whether `make_dataset` is a function for `strategy.distribute_datasets_from_function`: it takes a
+            `mr.InputContext` and returns one worker's batches, one for each replica.
         max_steps: stop after so many steps; needed where the data never ends.
 
     Raises:
@@ -114,12 +111,9 @@ def input_of_workers(
     [[7], [8], [9], []]
     >>> found.assert_each_row_once(make_dataset())
     """
-    counts = {"num_workers": num_workers, "replicas_per_worker": replicas_per_worker}
-    for name, count in (counts if max_steps is None else {**counts, "max_steps": max_steps}).items():
-        if isinstance(count, bool) or not isinstance(count, int):
-            raise TypeError(f"{name} is {count!r}; expected an int.")
-        if count < 1:
-            raise ValueError(f"{name} is {count}; expected at least 1.")
+    check_int("num_workers", num_workers, 1, "workers")
+    check_int("replicas_per_worker", replicas_per_worker, 1, "replicas of each worker")
+    check_int("max_steps", 1 if max_steps is None else max_steps, 1, "steps")
     if not callable(make_dataset):
         raise TypeError(
             f"make_dataset is {make_dataset!r}; expected a function that makes the dataset, because each worker has its own: "
@@ -132,7 +126,7 @@ def input_of_workers(
         raise ValueError(
             f"auto_shard_policy is {options.auto_shard_policy}, but make_dataset shares the records out. Leave it out."
         )
-    workers = _workers(num_workers)
+    workers = _make_workers(num_workers)
     num_replicas = num_workers * replicas_per_worker
     datasets = []
     for index in range(num_workers):
@@ -148,17 +142,17 @@ def input_of_workers(
             plan = make_plan(dataset, options.auto_shard_policy, worker, num_replicas)
         return plan, _read(plan, LocalReplicas(num_replicas, worker, options.drop_remainder), max_steps)
 
-    plans, steps = zip(*_together(read, workers), strict=True)
+    plans, steps = zip(*_run_together(read, workers), strict=True)
     of_all = [[rows for own in by_worker for rows in own] for by_worker in zip(*steps, strict=True)]
     return InputOfWorkers(of_all, plans[0].how, max_steps is None and not options.drop_remainder)
 
 
 def _read(plan: Plan, layout: LocalReplicas, max_steps: int | None) -> list[list[PyTree]]:
-    """Return the true rows of one worker's replicas in each step."""
+    """Return the rows of one worker's replicas in each step, without padding."""
     source, found = open_source(plan.dataset), []
     try:
         for step in plan.steps(source, layout, {}):
-            found.append([_true_rows(step.stacked, *place) for place in enumerate(layout.mine(step.sizes))])
+            found.append([_without_padding(step.stacked, *place) for place in enumerate(layout.mine(step.sizes))])
             if len(found) == max_steps:
                 break
     finally:
@@ -166,14 +160,12 @@ def _read(plan: Plan, layout: LocalReplicas, max_steps: int | None) -> list[list
     return found
 
 
-def _true_rows(stacked: PyTree, replica: int, size: int) -> PyTree:
+def _without_padding(stacked: PyTree, replica: int, size: int) -> PyTree:
     return jax.tree.map(lambda leaf: np.array(leaf[replica, :size]), stacked)
 
 
-def _workers(count: int) -> list[InputWorker]:
-    """Make workers that exchange values as processes would: as JSON, all together."""
-    if count == 1:
-        return [InputWorker()]
+def _make_workers(count: int) -> list[InputWorker]:
+    """Make workers that exchange values as processes do: as JSON, all together."""
     barrier, slots = threading.Barrier(count), [""] * count
 
     def of_worker(index: int) -> InputWorker:
@@ -189,31 +181,26 @@ def _workers(count: int) -> list[InputWorker]:
     return [of_worker(index) for index in range(count)]
 
 
-def _together(read: Callable[[InputWorker], Any], workers: Sequence[InputWorker]) -> list[Any]:
-    """Call a function for each worker, in a thread for each; the first error ends all, and is raised."""
-    if len(workers) == 1:
-        return [read(workers[0])]
-    errors: list[BaseException] = []
+def _run_together(read: Callable[[InputWorker], Any], workers: Sequence[InputWorker]) -> list[Any]:
+    """Call a function for each worker, each in a thread; an error of one ends all, and is raised."""
 
     def work(worker: InputWorker) -> Any:
         try:
             return read(worker)
-        except BaseException as error:
-            if not isinstance(error, threading.BrokenBarrierError):
-                errors.append(error)
+        except BaseException:
             worker.close()
             raise
 
     with ThreadPoolExecutor(len(workers), "mirrored-worker") as pool:
         futures = [pool.submit(work, worker) for worker in workers]
         try:
-            results = [future.exception() or future.result() for future in futures]
+            errors = [error for future in futures if (error := future.exception()) is not None]
         except BaseException:  # Ctrl-C: no worker waits for another
             workers[0].close()
             raise
-    if errors:
-        raise errors[0]
-    return results
+    if errors:  # the cause, rather than the interruption of the others
+        raise min(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError))
+    return [future.result() for future in futures]
 
 
 def _all_of(batches: Iterable[PyTree]) -> Iterable[PyTree]:
@@ -225,7 +212,7 @@ def _all_of(batches: Iterable[PyTree]) -> Iterable[PyTree]:
 
 
 def _rows(batch: PyTree) -> list[tuple[Any, ...]]:
-    """Return each row of a batch as something that can be compared and shown: name, dtype, shape and bytes of each leaf."""
+    """Return a hashable for each row of a batch: name, dtype, shape and bytes of each leaf."""
     paths, _ = jax.tree_util.tree_flatten_with_path(batch)
     leaves = [(jax.tree_util.keystr(path), leaf.astype(jax.dtypes.canonicalize_dtype(leaf.dtype))) for path, leaf in paths]
     return [
@@ -234,11 +221,6 @@ def _rows(batch: PyTree) -> list[tuple[Any, ...]]:
     ]
 
 
-def _shown(row: tuple[Any, ...]) -> str:
+def _show(row: tuple[Any, ...]) -> str:
     leaves = ((name, np.frombuffer(data, np.dtype(dtype)).reshape(shape)) for name, dtype, shape, data in row)
     return ", ".join(f"{name} {np.array2string(leaf, threshold=6)}".strip() for name, leaf in leaves)
-
-
-def _listed(title: str, lines: list[str]) -> str:
-    more = f"\n  and {len(lines) - _MAX_SHOWN} more" if len(lines) > _MAX_SHOWN else ""
-    return "\n".join([title, *lines[:_MAX_SHOWN]]) + more if lines else ""

@@ -1,4 +1,4 @@
-"""How many programs does a block of code compile, which, and why?"""
+"""Counts the programs that a block of code compiles, with the reasons."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from .._jax import compilations
+from .._options import check_int
 from .._program import cache
 from .._program.program import program_on_stack
+from .._text import counted
 
 _AGAIN = "the same program again, because jax.clear_caches() was called, or some arrays lie on other devices than before."
 
@@ -17,10 +19,10 @@ class ProgramCount:
     """The programs that were compiled in a block, by `testing.count_programs`.
 
     Attributes:
-        count: how many there are.
+        count: their number.
         names: the functions that were given to `strategy.run` and `mr.function`, in the order of their compilation.
-        reasons: for each, why it is another program than the function's last one; empty for a function's first.
-        others: what JAX has compiled besides, under JAX's names: `strategy.reduce` and `gather`, and each operation outside
+        reasons: for each program, why it is another one than the function's last; empty for a function's first.
+        others: JAX's names of everything else that was compiled: `strategy.reduce` and `gather`, and each operation outside
             of steps. These are small, and compiled once for each shape.
     """
 
@@ -28,7 +30,7 @@ class ProgramCount:
         self.names: list[str] = []
         self.reasons: list[str] = []
         self.others: list[str] = []
-        self._reasons: dict[int, str] = {}  # of the programs made in the block, by `id`; each new one says its own
+        self._reasons: dict[int, str] = {}  # id of a program made in the block -> reason; a new program of an old id replaces it
         self._compiled: set[int] = set()
 
     @property
@@ -64,9 +66,9 @@ class ProgramCount:
 def count_programs() -> Iterator[ProgramCount]:
     """Count the programs that are compiled inside this block.
 
-    A program is what `strategy.run` or an `mr.function` compiles for one function, structure, and set of shapes and static
-    values. A step inside of an `mr.function` is part of its program, and inside of `mr.eager()` there are none. What was
-    compiled before the block is not compiled again. All threads of the process are counted.
+    `strategy.run` and `mr.function` compile a program for each function, structure, and set of shapes and static values. A step
+    inside of an `mr.function` is part of its program, and inside of `mr.eager()` there are none. Programs that were compiled
+    before the block are not compiled again. All threads of the process are counted.
 
     Returns:
         A `testing.ProgramCount` that grows while the block runs.
@@ -91,14 +93,14 @@ def count_programs() -> Iterator[ProgramCount]:
 
 @contextlib.contextmanager
 def assert_compiles(count: int) -> Iterator[ProgramCount]:
-    """Fail unless exactly so many programs are compiled inside this block.
+    """Fail unless an exact number of programs is compiled inside this block.
 
     Args:
         count: the expected number, 0 for a loop that is warm. See `testing.count_programs`.
 
     Raises:
-        AssertionError: for another number; lists the programs, with what made each another one than the last. An exception of
-            the block comes through instead.
+        AssertionError: for another number; lists the programs, with the reason for each. An exception of the block comes
+            through instead.
         TypeError, ValueError: when `count` is no number of programs.
 
     >>> from mirrored import testing
@@ -108,23 +110,12 @@ def assert_compiles(count: int) -> Iterator[ProgramCount]:
     ...     for _ in range(3):
     ...         _ = strategy.run(step, args=(np.zeros(4),))
     """
-    if isinstance(count, bool) or not isinstance(count, int):
-        raise TypeError(f"count is {count!r}; expected an int, how many programs the block compiles: testing.assert_compiles(1).")
-    if count < 0:
-        raise ValueError(f"count is {count}; expected 0 or more programs.")
+    check_int("count", count, 0, "programs that the block compiles")
     with count_programs() as programs:
         yield programs
     if programs.count == count:
         return
-    listed = programs.describe()
-    hint = (
-        f":\n{listed}"
-        if programs.count > count
-        else ". What was compiled before the block is not compiled again: make the strategy, or the step, inside of it."
-        + (f"\n{listed}" if listed else "")
-    )
-    raise AssertionError(f"{_number(programs.count)} compiled in the block, expected {count}{hint}")
-
-
-def _number(count: int) -> str:
-    return f"{count} program was" if count == 1 else f"{count} programs were"
+    hint = ". What was compiled before the block is not compiled again: make the strategy, or the step, inside of it."
+    lines = [f"expected {count}" + (":" if programs.count > count else hint), *filter(None, [programs.describe()])]
+    verb = "was" if programs.count == 1 else "were"
+    raise AssertionError(f"{counted(programs.count, 'program')} {verb} compiled in the block, " + "\n".join(lines))

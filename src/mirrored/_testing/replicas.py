@@ -1,9 +1,9 @@
-"""Does a training give the same numbers on any number of replicas?"""
+"""Compares a training's numbers on several numbers of replicas."""
 
 from __future__ import annotations
 
 import collections.abc
-import dataclasses
+import functools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,16 +18,13 @@ from .._replicas import frames
 from .._replicas.per_replica import PerReplica
 from .._strategy.strategies import MirroredStrategy
 from .._strategy.strategy import variables_of
-from .._text import shown
+from .._text import counted, list_lines, shown
 from .._typing import PyTree
 from .._variables.variable import Variable
 from .._variables.variable import listeners as variable_listeners
 
-#: Relative tolerances, by the number of bytes of a floating number: other sums in another order, over a few steps.
+#: Bytes of a floating number -> relative tolerance, for sums in another order over a few steps.
 _RTOL = {2: 2e-2, 4: 1e-4, 8: 1e-8}
-
-#: So many differences are shown.
-_MAX_SHOWN = 5
 
 _REASONS = """The usual reasons, most frequent first:
   * a loss that is the mean over the replica's own rows: the optimizer sums the gradients, which are then R times too large.
@@ -52,14 +49,14 @@ def assert_same_on_any_replicas(
 ) -> None:
     """Fail unless a training gives the same numbers on each number of replicas as on the first.
 
-    What is compared: each array and number in the result, each variable in it, and every other variable that was made in the
-    training and that a step has used. A sync-on-read variable counts by its aggregate; without an aggregation it is left out.
-    A training that fails is done again on the first number of replicas, to see whether it gives the same numbers twice.
+    Compared are all arrays, numbers and variables in the result, and every other variable that was made in the training and
+    that a step has used. A sync-on-read variable counts by its aggregate; without an aggregation it is left out.
+    A training that fails is repeated on the first number of replicas, to see whether it gives the same numbers twice.
 
     Args:
-        train: takes a strategy, then `args`. It makes its variables in `strategy.scope()`, and may return what shall be compared,
+        train: takes a strategy, then `args`. It makes its variables in `strategy.scope()`, and may return values to compare,
             such as the losses: a nest of mirrored arrays, variables and numbers. It must not depend on anything that changes.
-        args: whatever else `train` needs, such as a list of global batches. The same objects are passed each time.
+        args: further arguments of `train`, such as a list of global batches. The same objects are passed each time.
         num_replicas: at least two numbers. Where they do not divide the batches, the steps are uneven.
         devices: of one kind, as many as the largest number. Default: virtual CPU devices, which are made if JAX has not started.
         rtol, atol: floating numbers a and b are the same when `abs(a - b) <= atol + rtol * abs(a)`. `rtol` by default: 1e-4 for
@@ -89,7 +86,10 @@ def assert_same_on_any_replicas(
     >>> testing.assert_same_on_any_replicas(train, batches, num_replicas=(1, 2))
     """
     _check(train, args, num_replicas, ignore)
-    tolerances = _Tolerances(rtol, atol)
+    for name, value in (("rtol", 0.0 if rtol is None else rtol), ("atol", atol)):
+        if isinstance(value, bool) or not isinstance(value, int | float | np.floating) or not value >= 0:
+            raise ValueError(f"{name} is {value!r}; expected a number of 0 or more, such as {name}=1e-3.")
+    differ = functools.partial(_differ, rtol=rtol, atol=atol)
     largest = max(num_replicas)
     devices = [f"cpu:{i}" for i in range(largest)] if devices is None else devices
     all_devices = MirroredStrategy(devices).devices  # makes those that are missing
@@ -99,7 +99,7 @@ def assert_same_on_any_replicas(
             "leave devices out for virtual CPU devices."
         )
     first, *others = num_replicas
-    reference, is_used = _trained(train, args, all_devices[:first], ignore)
+    reference, is_used = _train(train, args, all_devices[:first], ignore)
     if not reference:
         raise ValueError(
             "there is nothing to compare: train(strategy) returned no array, number or variable, and no step of this strategy "
@@ -107,14 +107,19 @@ def assert_same_on_any_replicas(
             "strategy.run, and return what shall be compared, such as the losses."
         )
     for count in others:
-        found, is_used_too = _trained(train, args, all_devices[:count], ignore)
+        found, is_used_too = _train(train, args, all_devices[:count], ignore)
         is_used = is_used and is_used_too
-        if differing := _differences(reference, found, first, count, tolerances):
-            twice, _ = _trained(train, args, all_devices[:first], ignore)
-            again = _differences(reference, twice, first, first, tolerances)
+        if differences := _compare(reference, found, first, count, differ):
+            twice, _ = _train(train, args, all_devices[:first], ignore)
+            again = _compare(reference, twice, first, first, differ)
+            random = (
+                f"But it gives other numbers each time; twice with {_replicas(first)}:{list_lines(again)}\n"
+                "Give initial values, shuffling and keys fixed seeds, and make them in train(strategy): nothing may go on from "
+                "before."
+            )
             raise AssertionError(
-                f"train gives other numbers with {_replicas(count)} than with {_replicas(first)}:{_listed(differing)}\n"
-                + (_random_message(again, first) if again else _REASONS)
+                f"train gives other numbers with {_replicas(count)} than with {_replicas(first)}:{list_lines(differences)}\n"
+                + (random if again else _REASONS)
             )
     if not is_used:
         raise ValueError(
@@ -123,28 +128,14 @@ def assert_same_on_any_replicas(
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Tolerances:
-    """The differences that count as rounding."""
-
-    rtol: float | None
-    atol: float
-
-    def __post_init__(self) -> None:
-        for name, value in (("rtol", self.rtol), ("atol", self.atol)):
-            if value is not None and (
-                isinstance(value, bool) or not isinstance(value, int | float | np.floating) or not value >= 0
-            ):
-                raise ValueError(f"{name} is {value!r}; expected a number of 0 or more, such as {name}=1e-3.")
-
-    def exceeded(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
-        """Return where two arrays of one shape and dtype differ."""
-        if not _is_floating(one):
-            return np.asarray(one != other)
-        size = one.dtype.itemsize // (2 if np.iscomplexobj(one) else 1)
-        known = min(size, 8 if jax.config.jax_enable_x64 else 4)  # Python's floats are what JAX has computed, in 32 bits
-        rtol = _RTOL[max(2, known)] if self.rtol is None else self.rtol
-        return ~np.isclose(_wide(other), _wide(one), rtol=rtol, atol=self.atol, equal_nan=True)
+def _differ(one: np.ndarray, other: np.ndarray, rtol: float | None, atol: float) -> np.ndarray:
+    """Return where two arrays of one shape and dtype differ by more than rounding."""
+    if not _is_floating(one):
+        return np.asarray(one != other)
+    size = one.dtype.itemsize // (2 if np.iscomplexobj(one) else 1)
+    known = min(size, 8 if jax.config.jax_enable_x64 else 4)  # JAX has computed Python's floats, in 32 bits
+    rtol = _RTOL[max(2, known)] if rtol is None else rtol
+    return ~np.isclose(_wide(other), _wide(one), rtol=rtol, atol=atol, equal_nan=True)
 
 
 def _check(train: Any, args: Sequence[Any], num_replicas: Any, ignore: Any) -> None:
@@ -174,10 +165,10 @@ def _check(train: Any, args: Sequence[Any], num_replicas: Any, ignore: Any) -> N
         )
 
 
-def _trained(
+def _train(
     train: Callable[..., PyTree], args: Sequence[Any], devices: Sequence[jax.Device], ignore: Sequence[str]
 ) -> tuple[list[tuple[str, np.ndarray]], bool]:
-    """Train on some devices, and return all numbers with what they are, and whether the strategy was used."""
+    """Train on some devices; return all numbers with their names, and whether the strategy was used."""
     strategy = MirroredStrategy(list(devices))
     every: list[Variable] = []
     programs: list[Any] = []
@@ -202,7 +193,7 @@ def _trained(
         if variable.name not in ignore and not _is_without_value(variable):
             found.append((_name_of(variable, number), _numbers(variable)))
     has_run = any(program.mesh.devices == strategy.devices for program in programs)
-    return found, bool(made) or has_run or "\n" in strategy.explain()  # which has a line for each program and dataset
+    return found, bool(made) or has_run or "\n" in strategy.explain()  # it has a line for each program and dataset
 
 
 def _of_result(result: PyTree) -> list[tuple[str, np.ndarray]]:
@@ -238,14 +229,18 @@ def _is_without_value(variable: Variable) -> bool:
 
 
 def _name_of(variable: Variable, number: int) -> str:
-    has_name = re.fullmatch(r"variable_\d+", variable.name) is None  # such a number is another one each time
+    has_name = re.fullmatch(r"variable_\d+", variable.name) is None  # the number differs in each training
     return f"variable {variable.name!r}" if has_name else f"variable number {number} without a name, of shape {variable.shape},"
 
 
-def _differences(
-    reference: list[tuple[str, np.ndarray]], found: list[tuple[str, np.ndarray]], first: int, count: int, tolerances: _Tolerances
+def _compare(
+    reference: list[tuple[str, np.ndarray]],
+    found: list[tuple[str, np.ndarray]],
+    first: int,
+    count: int,
+    differ: Callable[[np.ndarray, np.ndarray], np.ndarray],
 ) -> list[str]:
-    """Say what differs; nothing when all is the same."""
+    """Describe each difference between the numbers with `first` and with `count` replicas."""
     names, others = [name for name, _ in reference], [name for name, _ in found]
     if names != others:
         some = [f"{name} is only there with {_replicas(first)}" for name in names if name not in others]
@@ -255,12 +250,12 @@ def _differences(
     for (name, one), (_, other) in zip(reference, found, strict=True):
         if (one.shape, one.dtype) != (other.shape, other.dtype):
             lines.append(f"{name} is {one.dtype}{list(one.shape)}, and {other.dtype}{list(other.shape)} with {_replicas(count)}")
-        elif (differs := tolerances.exceeded(one, other)).any():
-            lines.append(f"{name} differs {_most(one, other, differs, first, count)}")
+        elif (differs := differ(one, other)).any():
+            lines.append(f"{name} differs {_describe_largest(one, other, differs, first, count)}")
     return lines
 
 
-def _most(one: np.ndarray, other: np.ndarray, differs: np.ndarray, first: int, count: int) -> str:
+def _describe_largest(one: np.ndarray, other: np.ndarray, differs: np.ndarray, first: int, count: int) -> str:
     """Describe the largest difference, and a common factor if there is one."""
     a, b = _wide(one), _wide(other)
     with np.errstate(all="ignore"):
@@ -275,18 +270,6 @@ def _most(one: np.ndarray, other: np.ndarray, differs: np.ndarray, first: int, c
     return f"by {sizes[place]:.3g}{where}{at}: {pair}" + (f"; {factor:.4g} times as large" if is_common else "")
 
 
-def _listed(lines: list[str]) -> str:
-    more = [f"and {len(lines) - _MAX_SHOWN} more"] if len(lines) > _MAX_SHOWN else []
-    return "".join(f"\n  {line}" for line in (*lines[:_MAX_SHOWN], *more))
-
-
-def _random_message(again: list[str], first: int) -> str:
-    return (
-        f"But it gives other numbers each time; twice with {_replicas(first)}:{_listed(again)}\n"
-        "Give initial values, shuffling and keys fixed seeds, and make them in train(strategy): nothing may go on from before."
-    )
-
-
 def _is_floating(array: np.ndarray) -> bool:
     return bool(jax.numpy.issubdtype(array.dtype, np.inexact))
 
@@ -296,4 +279,4 @@ def _wide(array: np.ndarray) -> np.ndarray:
 
 
 def _replicas(count: int) -> str:
-    return f"{count} replica" if count == 1 else f"{count} replicas"
+    return counted(count, "replica")
