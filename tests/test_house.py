@@ -418,7 +418,7 @@ BUDGETS = {
     "data": 3458,  # 3,200
     "_workers": 2305,  # 1,700
     "_cluster": 1592,  # 1,080
-    "_checkpoint": 2155,  # 1,800
+    "_checkpoint": 2154,  # 1,800
     "_report": 993,  # 800
     "_testing": 779,  # 750
     "losses optimizer": 654,  # 600
