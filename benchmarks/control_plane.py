@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-from _harness import parse
+from _harness import Row, parse, print_table
 from jax._src.lib import _jax
 
 from mirrored._workers.coordination import Coordination
@@ -37,6 +37,9 @@ FORETOLD = (1024, 4096)
 NUM_PROCESSES = 4
 MAX_SECONDS = 240.0
 NUM_BATCHES, NUM_SAVES, NUM_ROUNDS = 40, 10, 12
+#: Goals: messages of a worker, whatever their number, and per cent of a core of worker 0 with 1,024 of them.
+MAX_MESSAGES = {"DATA": 0, "FILE, OFF, functions": 1, "saving": 6}
+MAX_SHARE = 10
 MARK = "RESULT "
 
 
@@ -142,7 +145,7 @@ WORKS: dict[str, tuple[Callable[[Worker], int], str]] = {
     "values that differ": (differ, "exchange"),
     "DATA": (read_same, "batch"),
     "FILE, OFF, functions": (read_own, "batch"),
-    "a save": (save, "save"),
+    "saving": (save, "save"),
     "guard": (guard, "round"),
     "guard, all wait": (guard_waiting, "round"),
 }
@@ -207,20 +210,22 @@ def main() -> None:
         emulate(*map(int, options.emulate.split(",")))
     sizes = [6, 12] if options.quick else [int(size) for size in options.sizes.split(",")]
     found = {size: measured(size) for size in sizes}
-    shown = [*(f"ms, W = {size}" for size in sizes), "fit", *(f"ms, W = {size:,}" for size in FORETOLD)]
-    print("| | median messages of a worker | of worker 0 | " + " | ".join(shown) + " |\n|---|" + "--:|" * (len(shown) + 2))
+    rows: list[Row] = []
     for name, (_, unit) in WORKS.items():
         messages, of_chief, times = zip(*(found[size][name] for size in sizes), strict=True)
         a, b = fit(sizes, times)
-        cells = [f"{min(sent):.1f} to {max(sent):.1f}" for sent in (messages, of_chief)]
-        cells += [*(f"{time:.2f}" for time in times), f"{a:.2f} + {b:.3f} W"]
-        cells += [f"{a + b * size:.1f}" for size in FORETOLD]
-        print(f"| {name}, a {unit} | " + " | ".join(cells) + " |", flush=True)
-        if unit == "round":
-            for size in FORETOLD:
-                share = (a + b * size) / 1e3 / seconds_of_round(size)
-                print(f"| {name}, {size:,} workers: {share:.1%} of a core |" + " |" * (len(shown) + 2))
-    print("\nms: of worker 0's processor, with the coordination service. Each for one of what the row names.")
+        sent = ", ".join(f"{count:.1f}" for count in messages)
+        rows.append(Row(f"{name}, a {unit}: messages of a worker", sent, messages, MAX_MESSAGES.get(name), "messages"))
+        sent = ", ".join(f"{count:.1f}" for count in of_chief)
+        rows.append(Row(f"{name}, a {unit}: messages of worker 0", sent, of_chief, unit="messages"))
+        value = ", ".join(f"{time:.2f}" for time in times) + f" ms; {a:.2f} + {b:.3f} W"
+        for size in FORETOLD:
+            rows.append(Row(f"{name}, a {unit}, {size:,} workers: worker 0's processor", value, [a + b * size], unit="ms"))
+            if unit == "round":
+                share = 100 * (a + b * size) / 1e3 / seconds_of_round(size)
+                goal = MAX_SHARE if size == FORETOLD[0] else None
+                rows.append(Row(f"{name}, {size:,} workers: share of a core", value, [share], goal, "%"))
+    print_table(f"the control plane with {', '.join(map(str, sizes))} workers, emulated; foretold by a fit", rows)
 
 
 if __name__ == "__main__":
