@@ -95,15 +95,9 @@ def test_torchrun_gives_each_host_one_worker(tmp_path: Path) -> None:
         arguments = shlex.split(_bash(tmp_path, str(CLUSTERS / "torchrun.sh"), str(rank), "gpu-0").stdout)
         given = dict(zip(arguments[0:-3:2], arguments[1:-3:2], strict=True))
         assert given["--nproc-per-node"] == "1" and arguments[-3] == "examples/two_hosts.py"
-        environment = {
-            "RANK": given["--node-rank"],
-            "WORLD_SIZE": given["--nnodes"],
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
-            "MASTER_ADDR": given["--master-addr"],
-            "MASTER_PORT": given["--master-port"],
-        }
-        assert _found(environment, 2, rank).coordinator_address == "gpu-0:29501"
+        options = {"RANK": "node-rank", "WORLD_SIZE": "nnodes", "MASTER_ADDR": "master-addr", "MASTER_PORT": "master-port"}
+        environment = {name: given[f"--{option}"] for name, option in options.items()}
+        assert _found(environment | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, 2, rank).coordinator_address == "gpu-0:29501"
 
 
 @pytest.mark.parametrize(
@@ -151,9 +145,8 @@ def _require_workers(job: Any, worker_0: str) -> None:
             entry["name"]: entry["value"] if "value" in entry else index[entry["valueFrom"]["fieldRef"]["fieldPath"]]
             for entry in container["env"]
         }
-        cluster = _found(
-            environment | {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": str(i)}, job["completions"], i
-        )
+        environment |= {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": str(i)}
+        cluster = _found(environment, job["completions"], i)
         assert cluster.coordinator_address == f"{worker_0}:{container['ports'][0]['containerPort']}"
 
 
@@ -163,9 +156,8 @@ def test_an_indexed_job_with_a_headless_service_and_the_image_of_the_dockerfile(
     assert [thing["kind"] for thing in (claim, service, job)] == ["PersistentVolumeClaim", "Service", "Job"]
     spec, name = job["spec"], job["metadata"]["name"]
     pod = spec["template"]["spec"]
-    assert (
-        spec["completionMode"] == "Indexed" and spec["completions"] == spec["parallelism"] and pod["restartPolicy"] == "OnFailure"
-    )
+    assert spec["completionMode"] == "Indexed" and spec["completions"] == spec["parallelism"]
+    assert pod["restartPolicy"] == "OnFailure"
     assert service["spec"]["clusterIP"] == "None" and service["spec"]["publishNotReadyAddresses"]
     assert service["spec"]["selector"] == {"job-name": name} and pod["subdomain"] == service["metadata"]["name"]
     assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]

@@ -26,9 +26,8 @@ def in_scope(strategy: mr.Strategy, function: Callable[[], Any]) -> Any:
         return function()
 
 
-def eagerly(function: Callable[[], Any]) -> Any:
-    with mr.eager():
-        return function()
+def floats(result: Any) -> list[float]:
+    return [float(value) for value in result.values]
 
 
 def merge(function: Callable[..., Any]) -> Any:
@@ -59,7 +58,7 @@ PLACES: dict[str, tuple[Callable[[mr.Strategy, Callable[..., Any]], Any], Callab
     "after a scope": (lambda s, f: (in_scope(s, lambda: None), f()), outside),
     "run": (lambda s, f: s.run(f), replica),
     "run in a scope": (lambda s, f: in_scope(s, lambda: s.run(f)), replica),
-    "eager run": (lambda s, f: eagerly(lambda: s.run(f)), replica),
+    "eager run": (lambda s, f: mr.eager()(lambda: s.run(f))(), replica),
     "after a run": (lambda s, f: (s.run(lambda: None), f()), outside),
     "jit in a run": (lambda s, f: s.run(lambda: jax.jit(f)()), replica),
     "scan in a run": (lambda s, f: s.run(lambda: jax.lax.scan(lambda c, x: (f(), (c, None))[1], 0, None, 2)), replica),
@@ -82,74 +81,52 @@ PLACES: dict[str, tuple[Callable[[mr.Strategy, Callable[..., Any]], Any], Callab
 
 
 @pytest.mark.parametrize("num_replicas", [1, 3])
-def test_context_functions_in_every_place(num_replicas: int) -> None:
+def test_context_functions_in_every_place_which_an_exception_leaves(num_replicas: int) -> None:
     strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
-    seen: dict[str, set[Any]] = {place: set() for place in PLACES}
-    for place, (call, _) in PLACES.items():
-        call(strategy, lambda *args, place=place: seen[place].add(where()))
-        assert where() == OUTSIDE, place
-    assert seen == {place: {expected(strategy)} for place, (_, expected) in PLACES.items()}
 
-
-def test_an_exception_leaves_every_place(strategy2: mr.MirroredStrategy) -> None:
     def fail(*args: Any) -> None:
         raise KeyError("out")
 
-    for place, (call, _) in PLACES.items():
+    for place, (call, expected) in PLACES.items():
+        seen: set[Any] = set()
+        call(strategy, lambda *args, seen=seen: seen.add(where()))
+        assert (seen, where()) == ({expected(strategy)}, OUTSIDE), place
         with pytest.raises(KeyError, match="out"):
-            call(strategy2, fail)
+            call(strategy, fail)
         assert where() == OUTSIDE, place
-
-
-def test_a_scope_gives_the_strategy(strategy2: mr.MirroredStrategy) -> None:
-    with strategy2.scope() as given:
-        assert given is strategy2
-    assert strategy2.run(lambda: mr.get_replica_context().strategy is strategy2) is True
 
 
 # -- threads
 
 
-def test_a_thread_does_not_inherit_the_scope(strategy2: mr.MirroredStrategy) -> None:
-    seen: list[Any] = []
-    note = lambda: seen.append(where())  # noqa: E731
-    with strategy2.scope():
-        thread = threading.Thread(target=note)
-        thread.start()
-        thread.join()
-        with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            pool.submit(note).result()
-        contextvars.copy_context().run(note)  # a copied context does: that is what it is for
-    assert seen == [OUTSIDE, OUTSIDE, cross(strategy2)]
-
-
 def test_threads_have_scopes_of_their_own(strategy2: mr.MirroredStrategy, strategy3: mr.MirroredStrategy) -> None:
-    seen: list[Any] = []
     both_inside = threading.Barrier(2)
 
-    def enter(strategy: mr.Strategy) -> None:
-        with strategy.scope():
+    def enter(strategy: mr.Strategy) -> tuple[Any, ...]:
+        with strategy.scope() as given:
+            assert given is strategy
             both_inside.wait(30)
-            seen.append(where() == cross(strategy))
+            seen = where()
             both_inside.wait(30)
+            return seen
 
-    threads = [threading.Thread(target=enter, args=(strategy,)) for strategy in (strategy2, strategy3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert seen == [True, True]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        with strategy2.scope():
+            assert pool.submit(where).result() == OUTSIDE, "a thread does not inherit the scope"
+            assert contextvars.copy_context().run(where) == cross(strategy2), "a copied context does: that is what it is for"
+        assert list(pool.map(enter, (strategy2, strategy3))) == [cross(strategy2), cross(strategy3)]
 
 
 # -- scopes
 
 
 def test_no_scope_in_that_of_another_strategy_nor_in_a_step(strategy2: mr.MirroredStrategy, strategy3: mr.Strategy) -> None:
-    message = r"the scope of .*3 replicas.* was entered inside the scope of .*2 replicas.*; leave the outer scope first"
-    with strategy2.scope():
-        with pytest.raises(mr.StrategyMismatchError, match=message), strategy3.scope():
-            raise AssertionError("not reached")
-        assert where() == cross(strategy2)
+    for outer, inner in ((strategy2, strategy3), (strategy2, DEFAULT), (DEFAULT, strategy2)):
+        message = r"the scope of .* replica.* was entered inside the scope of .* replica.*; leave the outer scope first"
+        with outer.scope():
+            with pytest.raises(mr.StrategyMismatchError, match=message), inner.scope():
+                raise AssertionError("not reached")
+            assert where() == cross(outer)
     for inner in (strategy2, strategy3):
         with pytest.raises(mr.ContextError, match=r"strategy\.scope\(\) was entered inside a step .* make variables before it"):
             strategy2.run(lambda inner=inner: in_scope(inner, lambda: None))
@@ -177,18 +154,11 @@ def test_replica_numbers(strategy: mr.MirroredStrategy) -> None:
     count = strategy.num_replicas_in_sync
     context = mr.get_replica_context
     numbers, size = strategy.run(lambda: (context().replica_id_in_sync_group, context().num_replicas_in_sync))
-    assert numbers.dtype == "int32" and [int(value) for value in numbers.values] == list(range(count))
+    assert numbers.dtype == "int32" and floats(numbers) == list(range(count))
     assert type(size) is int and size == count, "so Python can branch on it"
 
 
-def drawn(strategy: mr.Strategy, key: Any = 0) -> list[float]:
-    """Numbers drawn on each replica from one key, which is closed over."""
-    result = strategy.run(lambda: jax.random.uniform(mr.get_replica_context().rng(key)))
-    return [float(value) for value in result.values]
-
-
 def test_rng_is_different_on_each_replica_and_the_same_in_every_run(strategy3: mr.MirroredStrategy) -> None:
-    """Whatever the key is, and however many replicas there are."""
     expected = [float(jax.random.uniform(jax.random.fold_in(jax.random.key(3), i))) for i in range(3)]
     with strategy3.scope():
         variable = mr.Variable(jax.random.key(3))
@@ -198,11 +168,12 @@ def test_rng_is_different_on_each_replica_and_the_same_in_every_run(strategy3: m
         traced = jax.lax.fori_loop(0, 3, lambda i, n: n + 1, 0)
         return [jax.random.uniform(mr.get_replica_context().rng(key)) for key in (*keys, variable.value, traced)]
 
-    for results in (strategy3.run(draw), eagerly(lambda: strategy3.run(draw))):
-        assert [[float(value) for value in result.values] for result in results] == [expected] * 8
-    assert len(set(expected)) == 3 and float(jax.random.uniform(mr.get_replica_context().rng(3))) == expected[0]
-    assert drawn(mr.MirroredStrategy(["cpu:4", "cpu:5"]), 3) == expected[:2]
-    assert set(drawn(strategy3, 1)).isdisjoint(expected)
+    for results in (strategy3.run(draw), mr.eager()(lambda: strategy3.run(draw))()):
+        assert list(map(floats, results)) == [expected] * 8
+    draw_one = lambda seed: jax.random.uniform(mr.get_replica_context().rng(seed))  # noqa: E731
+    assert len(set(expected)) == 3 and float(draw_one(3)) == expected[0]
+    assert floats(mr.MirroredStrategy(["cpu:4", "cpu:5"]).run(draw_one, args=(3,))) == expected[:2]
+    assert set(floats(strategy3.run(lambda: draw_one(1)))).isdisjoint(expected)
     assert not isinstance(strategy3.run(lambda: jax.random.uniform(jax.random.key(3))), mr.PerReplica), "the same without rng"
 
 
@@ -237,42 +208,21 @@ BRANCHES: dict[str, Callable[[Any], Any]] = {
 
 def test_python_cannot_branch_on_the_replicas_number(strategy3: mr.MirroredStrategy) -> None:
     remedies = ("jnp.where(ctx.replica_id_in_sync_group == 0, a, b)", "jax.lax.cond(", "variable.assign(value)", "only_first_")
-    for how, branch in BRANCHES.items():
-        with pytest.raises(mr.OneProgramError) as caught:
-            strategy3.run(lambda branch=branch: branch(mr.get_replica_context().replica_id_in_sync_group))
+    number = lambda: mr.get_replica_context().replica_id_in_sync_group  # noqa: E731
+    run = lambda branch: strategy3.run(lambda: branch(number()))  # noqa: E731
+    calls = {how: lambda branch=branch: run(branch) for how, branch in BRANCHES.items()} | {
+        "in a scope": lambda: in_scope(strategy3, lambda: run(bool)),
+        "in a function": mr.function(lambda: run(bool)),
+        "eagerly": lambda: mr.eager()(lambda: run(bool))(),
+        "one replica": lambda: mr.MirroredStrategy(["cpu:0"]).run(lambda: bool(number())),
+    }
+    for how, call in calls.items():
+        with pytest.raises(mr.OneProgramError, match="All replicas run one program") as caught:
+            call()
         message = str(caught.value)
         assert f"at {__file__}:" in message and all(remedy in message for remedy in remedies), how
-
-
-def test_python_cannot_branch_on_the_replicas_number_in_any_context(strategy2: mr.MirroredStrategy) -> None:
-    def step() -> Any:
-        return 1 if mr.get_replica_context().replica_id_in_sync_group == 0 else 2
-
-    for call in (
-        lambda: in_scope(strategy2, lambda: strategy2.run(step)),
-        lambda: mr.function(lambda: strategy2.run(step))(),
-        lambda: eagerly(lambda: strategy2.run(step)),
-        lambda: mr.MirroredStrategy(["cpu:0"]).run(step),
-    ):
-        with pytest.raises(mr.OneProgramError, match="All replicas run one program"):
-            call()
     with pytest.raises(mr.OneProgramError, match="needed the value of an array"):  # a branch on something else
-        strategy2.run(lambda x: 1 if x > 0 else 2, args=(np.float32(1),))
-
-
-def test_the_remedies_work(strategy3: mr.MirroredStrategy) -> None:
-    with strategy3.scope():
-        w = mr.Variable(0.0)
-        first = mr.Variable(0.0, aggregation="only_first_replica")
-
-    def step() -> tuple[Any, Any]:
-        number = mr.get_replica_context().replica_id_in_sync_group
-        first.assign(10.0 + number)
-        return jnp.where(number == 0, 5.0, 7.0), jax.lax.cond(number == 0, lambda: 5.0, lambda: 7.0)
-
-    for result in strategy3.run(step):
-        assert [float(value) for value in result.values] == [5, 7, 7]
-    assert float(first) == 10 and float(w.assign(3.0)) == 3
+        strategy3.run(lambda x: 1 if x > 0 else 2, args=(np.float32(1),))
 
 
 def test_an_axis_of_vmap_with_the_name_of_the_replicas_is_refused(strategy2: mr.Strategy) -> None:

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import mirrored as mr
-from mirrored._options import VariableAggregation
 from mirrored._replicas import collectives, cross_replica
 
 DTYPES = ["float32", "int32", "uint8", "bool", "float16", "bfloat16", "complex64"]
@@ -28,10 +27,6 @@ few_examples = hypothesis.settings(
 @functools.cache
 def strategy_of(num_replicas):
     return mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
-
-
-def make(strategy, values):
-    return strategy.distribute_values_from_function(lambda ctx: values[ctx.replica_id_in_sync_group])
 
 
 # -- against numpy
@@ -78,7 +73,7 @@ def test_reduce_and_gather_are_those_of_numpy_with_the_true_number_of_rows(case,
     uneven_axis, arrays = case
     rank = arrays[0].ndim
     strategy = strategy_of(len(arrays))
-    values = make(strategy, arrays)
+    values = strategy.distribute_values_from_function(lambda ctx: arrays[ctx.replica_id_in_sync_group])
     axes = sorted(data.draw(st.sets(st.integers(0, rank - 1))) | {uneven_axis})
     given = data.draw(st.permutations([data.draw(st.sampled_from([a, a - rank])) for a in axes]))
     for op in ("sum", "mean"):
@@ -93,11 +88,6 @@ def test_reduce_and_gather_are_those_of_numpy_with_the_true_number_of_rows(case,
 # -- uneven sizes
 
 
-def test_the_example_of_the_tensorflow_page(strategy2, per_replica):
-    x = per_replica(strategy2, [0, 1, 2, 3], [4, 5])
-    assert strategy2.reduce("mean", x, axis=0) == 2.5 and strategy2.reduce("sum", x, axis=0) == 15
-
-
 def test_replicas_without_rows_count_for_nothing(strategy3, per_replica):
     for dtype, rows, mean, total in (("float32", [[2, 4], [], []], 3.0, 6), ("int32", [[], [], []], math.nan, 0)):
         x = per_replica(strategy3, *[np.array(own, dtype) for own in rows])
@@ -106,28 +96,22 @@ def test_replicas_without_rows_count_for_nothing(strategy3, per_replica):
         assert strategy3.gather(x, axis=0).shape == (len(rows[0]),)
 
 
-def test_sizes_may_differ_along_several_axes_when_all_are_reduced(strategy3, per_replica):
-    x = per_replica(strategy3, np.ones((2, 1, 3)), np.ones((1, 4, 3)), np.ones((0, 2, 3)))
-    assert x.shape == (None, None, 3)
-    assert strategy3.reduce("sum", x, axis=(0, 1)).tolist() == [6, 6, 6]
-    assert strategy3.reduce("mean", x, axis=[1, 0, -1]) == 1
-    shapes = r"\(2, 1, 3\), \(1, 4, 3\), \(0, 2, 3\)"
-    with pytest.raises(mr.UnevenReplicasError, match=rf"reduce with axis=0 .*{shapes}.*axis=\(0, 1\)"):
-        strategy3.reduce("sum", x, axis=0)
-    with pytest.raises(mr.UnevenReplicasError, match=r"gather joins along one axis only; use strategy\.local_results"):
-        strategy3.gather(x, axis=0)
-
-
-def test_what_would_leave_different_sizes_is_refused_with_both_shapes_and_the_axis(strategy2, per_replica):
-    x = per_replica(strategy2, np.ones((4, 3)), np.ones((2, 3)))
-    for axis in (None, (), 1, -1):
-        message = r"\(4, 3\), \(2, 3\)\. Name the axis .*strategy\.reduce\(\.\.\., axis=0\)"
+def test_what_would_leave_different_sizes_is_refused_with_all_shapes_and_the_axis(strategy3, per_replica):
+    one = per_replica(strategy3, np.ones((4, 3)), np.ones((2, 3)), np.ones((2, 3)))
+    two = per_replica(strategy3, np.ones((2, 1, 3)), np.ones((1, 4, 3)), np.ones((0, 2, 3)))
+    assert two.shape == (None, None, 3)
+    wrong_axis = r"\(4, 3\), \(2, 3\), \(2, 3\)\. Name the axis .*strategy\.reduce\(\.\.\., axis=0\)"
+    of_two = r"reduce with axis=0 .*\(2, 1, 3\), \(1, 4, 3\), \(0, 2, 3\).*axis=\(0, 1\)"
+    for call, message in (
+        *((lambda axis=axis: strategy3.reduce("mean", one, axis), wrong_axis) for axis in (None, (), 1, -1)),
+        (lambda: strategy3.gather(one, axis=1), r"gather with axis=1 .*\(4, 3\), \(2, 3\), .*strategy\.gather\(\.\.\., axis=0\)"),
+        (lambda: strategy3.reduce("sum", two, axis=0), of_two),
+        (lambda: strategy3.gather(two, axis=0), r"gather joins along one axis only; use strategy\.local_results"),
+    ):
         with pytest.raises(mr.UnevenReplicasError, match=message):
-            strategy2.reduce("mean", x, axis=axis)
-    assert strategy2.reduce("mean", x, axis=0).tolist() == [1, 1, 1] and strategy2.gather(x, axis=0).shape == (6, 3)
-    message = r"gather with axis=1 .*\(4, 3\), \(2, 3\)\..*strategy\.gather\(\.\.\., axis=0\)"
-    with pytest.raises(mr.UnevenReplicasError, match=message):
-        strategy2.gather(x, axis=1)
+            call()
+    assert strategy3.reduce("mean", one, axis=0).tolist() == [1, 1, 1] and strategy3.gather(one, axis=0).shape == (8, 3)
+    assert strategy3.reduce("sum", two, axis=(0, 1)).tolist() == [6, 6, 6] and strategy3.reduce("mean", two, axis=[1, 0, -1]) == 1
 
 
 def test_the_padding_is_never_seen_whatever_is_in_it_nor_taken_for_data(strategy3, per_replica):
@@ -143,7 +127,10 @@ def test_the_padding_is_never_seen_whatever_is_in_it_nor_taken_for_data(strategy
     x = per_replica(strategy3, *rows)
     np.testing.assert_equal(np.asarray(strategy3.reduce("sum", x, axis=0)), [np.nan, 4, np.inf])
     np.testing.assert_equal(np.asarray(strategy3.reduce("mean", x, axis=0)), np.float32([np.nan, 4 / 3, np.inf]))
-    np.testing.assert_equal(np.asarray(strategy3.gather(x, axis=0)), np.concatenate(rows))
+    rows = np.array([-0.0, 1.0, -0.0, -0.0], np.float32)
+    [x] = strategy3.distribute_dataset([rows])
+    for gathered in (strategy3.gather(x, 0), mr.function(lambda x: strategy3.gather(x, 0))(x)):
+        assert np.asarray(gathered).tobytes() == rows.tobytes(), "the sign of zero stays"
 
 
 # -- dtypes
@@ -161,6 +148,9 @@ def test_a_mean_neither_overflows_nor_rounds_to_zero(strategy3, per_replica):
             assert mean.dtype == dtype and np.all(np.asarray(mean) == expected)
     small = per_replica(strategy3, *[np.float16([6e-8, 2048 + i]) for i in (0, 2, 4)])
     assert strategy3.reduce("mean", small).tolist() == [np.float16(6e-8), np.float16(2050)]
+    assert cross_replica.aggregate_stack(jnp.array([[True], [True]]), mr.VariableAggregation.SUM).dtype == jnp.bool_
+    half = cross_replica.aggregate_stack(jnp.full((8, 1), 60000, jnp.float16), mr.VariableAggregation.MEAN)
+    assert half.dtype == jnp.float16 and half[0] == 60000
     assert collectives.divide(jnp.float32(2.0**33), 2**32, jnp.dtype("float32")) == 2.0, "more than an int32 counts"
 
 
@@ -172,11 +162,12 @@ def test_gather_takes_any_dtype_and_random_keys_even_and_uneven(strategy3, per_r
         np.testing.assert_array_equal(np.asarray(result), np.concatenate(rows))
     for counts in ((2, 2, 2), (0, 1, 2)):
         rows = [jax.random.split(jax.random.key(i), count) for i, count in enumerate(counts)]
-        gathered = strategy3.gather(make(strategy3, rows), axis=0)
+        keys = strategy3.distribute_values_from_function(lambda ctx, rows=rows: rows[ctx.replica_id_in_sync_group])
+        gathered = strategy3.gather(keys, axis=0)
         np.testing.assert_array_equal(jax.random.key_data(gathered), jax.random.key_data(jnp.concatenate(rows)))
     for op in ("sum", "mean"):
         with pytest.raises(TypeError, match=r"dtype key<fry> cannot be added over the replicas; expected numbers.*strategy\.gat"):
-            strategy3.reduce(op, make(strategy3, rows), axis=0)
+            strategy3.reduce(op, keys, axis=0)
 
 
 # -- one rule for what is the same on each replica
@@ -194,6 +185,16 @@ def test_of_a_mirrored_value_the_sum_is_r_times_it_and_the_mean_itself(strategy)
         assert total.is_fully_replicated and total.sharding.device_set == set(strategy.devices) == mean.sharding.device_set
     for axis in (0, -1):
         np.testing.assert_array_equal(strategy.gather(matrix, axis=axis), np.concatenate([matrix] * count, axis))
+    with strategy.scope():
+        w = mr.Variable(np.float32([2, 3]))
+        seen = mr.Variable(0, synchronization="on_read", aggregation="only_first_replica")
+    result = strategy.run(lambda: [seen.assign(mr.get_replica_context().replica_id_in_sync_group + 1), jnp.float32(1.5)][1])
+    assert strategy.reduce("sum", [result, w, seen])[0] == 1.5 * count and strategy.reduce("mean", result) == 1.5
+    assert strategy.reduce("sum", w).tolist() == [2 * count, 3 * count] and strategy.reduce("mean", w).tolist() == [2, 3]
+    assert strategy.reduce("sum", w, axis=0) == 5 * count and strategy.gather(w, axis=0).tolist() == [2, 3] * count
+    numbers = range(1, count + 1)
+    assert strategy.reduce("sum", seen) == sum(numbers), "sync-on-read holds one value each"
+    assert strategy.reduce("mean", seen) == sum(numbers) / count
 
 
 def test_the_mean_of_a_mirrored_value_is_itself_to_the_bit():
@@ -203,18 +204,6 @@ def test_the_mean_of_a_mirrored_value_is_itself_to_the_bit():
         for num_replicas in (3, 7):
             mean = strategy_of(num_replicas).reduce("mean", values)
             assert mean.dtype == dtype and np.asarray(mean).tobytes() == values.tobytes()
-
-
-def test_results_of_steps_and_variables_follow_the_rule(strategy3):
-    for result in strategy3.run(lambda: (jnp.float32(1.5), 1.5)):
-        assert strategy3.reduce("sum", result) == 4.5 and strategy3.reduce("mean", result) == 1.5
-    with strategy3.scope():
-        w = mr.Variable(np.float32([2, 3]))
-        seen = mr.Variable(0, synchronization="on_read", aggregation="only_first_replica")
-    strategy3.run(lambda: seen.assign(mr.get_replica_context().replica_id_in_sync_group + 1))
-    assert strategy3.reduce("sum", w).tolist() == [6, 9] and strategy3.reduce("mean", w).tolist() == [2, 3]
-    assert strategy3.reduce("sum", w, axis=0) == 15 and strategy3.gather(w, axis=0).tolist() == [2, 3] * 3
-    assert strategy3.reduce("sum", seen) == 6 and strategy3.reduce("mean", seen) == 2, "sync-on-read holds one value each"
 
 
 def test_a_mean_of_integers_rounds_once(strategy3, per_replica):
@@ -282,15 +271,6 @@ def test_a_split_is_as_fair_as_it_can_be_and_keeps_the_extremes():
 # -- aggregation of copies, and programs
 
 
-def test_aggregation_makes_one_value_of_the_copies():
-    stack = jnp.float32([[1, 2], [3, 4], [5, 6]])
-    for mode, expected in (("SUM", [9, 12]), ("MEAN", [3, 4]), ("ONLY_FIRST_REPLICA", [1, 2])):
-        assert cross_replica.aggregate_stack(stack, VariableAggregation[mode]).tolist() == expected
-    assert cross_replica.aggregate_stack(jnp.array([[True], [True]]), VariableAggregation.SUM).dtype == jnp.bool_
-    half = cross_replica.aggregate_stack(jnp.full((8, 1), 60000, jnp.float16), VariableAggregation.MEAN)
-    assert half.dtype == jnp.float16 and half[0] == 60000
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
 def test_the_first_copy_comes_bit_by_bit(strategy3, dtype):
     with strategy3.scope():
@@ -323,10 +303,3 @@ def test_one_program_serves_all_values_of_one_shape(strategy2, per_replica):
         strategy2.reduce("sum", per_replica(strategy2, np.full(3, i), np.full(3, 2 * i)))
     program = cross_replica._compile(cross_replica.reduce_stack, strategy2._mesh.mirrored, (mr.ReduceOp.SUM, (), None, None))
     assert cross_replica._compile.cache_info().misses == 1 and program._cache_size() == 1
-
-
-def test_gather_of_uneven_rows_keeps_the_sign_of_zero(strategy3: mr.Strategy) -> None:
-    rows = np.array([-0.0, 1.0, -0.0, -0.0], np.float32)
-    [x] = strategy3.distribute_dataset([rows])
-    for gathered in (strategy3.gather(x, 0), mr.function(lambda x: strategy3.gather(x, 0))(x)):
-        assert np.asarray(gathered).tobytes() == rows.tobytes()

@@ -4,7 +4,7 @@ A deadlock needs a fresh process with few pool threads, and shows as an abort of
 """
 
 import subprocess
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import jax
@@ -16,7 +16,6 @@ from processes import run_program
 import mirrored as mr
 from mirrored import _process
 from mirrored._replicas import in_flight
-from mirrored._workers import progress as _progress
 from mirrored._workers.progress import Progress
 
 #: XLA aborts the process when replicas have waited so long for each other.
@@ -25,7 +24,7 @@ SHORT_PATIENCE = {"XLA_FLAGS": "--xla_cpu_collective_call_terminate_timeout_seco
 STARTED_BY_USER = "jax.config.update('jax_num_cpu_devices', {count}); jax.devices()"
 
 HEADER = """
-import threading
+from concurrent.futures import ThreadPoolExecutor
 import jax, jax.numpy as jnp, numpy as np
 {start}
 import mirrored as mr
@@ -34,64 +33,39 @@ from mirrored._replicas import in_flight
 def strategy_of(count):
     return mr.MirroredStrategy([f"cpu:{{i}}" for i in range(count)])
 
-def training(strategy, num_collectives, dependent=True):
+def training(strategy, num_collectives):
     with strategy.scope():
         w = mr.Variable(np.zeros((16, 16), "float32"))
 
     def step(x):
         all_reduce = mr.get_replica_context().all_reduce
-        if dependent:
-            for _ in range(num_collectives):
-                x = jnp.tanh(all_reduce("mean", x + w))
-            total = x
-        else:
-            total = sum(all_reduce("mean", jnp.tanh(x * i)) for i in range(num_collectives))
-        w.assign(0.5 * w + total)
+        total = sum(all_reduce("mean", jnp.tanh(x * i)) for i in range(num_collectives))
+        for _ in range(num_collectives):
+            x = jnp.tanh(all_reduce("mean", x + w))
+        w.assign(0.5 * w + total + x)
 
     x = strategy.distribute_values_from_function(lambda ctx: np.full((16, 16), ctx.replica_id_in_sync_group, "float32"))
     return w, lambda: strategy.run(step, args=(x,))
 
-def check(trainings):
-    for w, _ in trainings:
-        assert np.isfinite(w.numpy()).all() and w.numpy().any()
-
-def one(count, num_collectives, dependent, num_steps):
-    w, step = training(strategy_of(count), num_collectives, dependent)
-    for _ in range(num_steps):
-        step()
-    check([(w, step)])
-
-def interleaved(counts, num_steps):
-    trainings = [training(strategy_of(count), 3) for count in counts]
+def run(num_steps, *trainings):
     for _ in range(num_steps):
         for _, step in trainings:
             step()
-    check(trainings)
+    for w, _ in trainings:
+        assert np.isfinite(w.numpy()).all() and w.numpy().any()
 
-def two_threads(count, num_steps):
-    strategy = strategy_of(count)
+def two_threads(strategy, num_steps):
     trainings = [training(strategy, 3) for _ in range(2)]
-    threads = [threading.Thread(target=lambda step=step: [step() for _ in range(num_steps)]) for _, step in trainings]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    check(trainings)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda one: run(num_steps, one), trainings))
 
-def verbs(count, num_steps):
-    strategy = strategy_of(count)
+def verbs(strategy, num_steps):
     w, step = training(strategy, 3)
     with strategy.scope():
         seen = mr.Variable(0, synchronization="on_read", aggregation="sum")
         mean = mr.Variable(np.zeros(4, "float32"), aggregation="mean")
     x = strategy.distribute_values_from_function(lambda ctx: np.full(4, ctx.replica_id_in_sync_group, "float32"))
-
-    @mr.function
-    def steps():
-        step()
-        step()
-        return strategy.reduce("sum", w)
-
+    steps = mr.function(lambda: (step(), step(), strategy.reduce("sum", w)))
     for _ in range(num_steps):
         step()
         strategy.reduce("mean", x, axis=0)
@@ -108,44 +82,32 @@ def run_python(start: str, code: str) -> subprocess.CompletedProcess[str]:
     return run_program(f"{HEADER.format(start=start)}\n{code}\nprint('done')", env=SHORT_PATIENCE, timeout=115)
 
 
-def check(start: str, code: str) -> None:
-    done = run_python(start, code)
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("count", "start"), [(8, STARTED_BY_USER.format(count=8)), (16, "")], ids=["pool of JAX", "own pool"])
+def test_programs_of_all_kinds(count: int, start: str) -> None:
+    """Many steps that nobody waits for, long and short ones, strategies of different sizes in turns, two threads, all verbs."""
+    code = """
+s = strategy_of(COUNT)
+run(300, training(s, 1))
+run(50, training(s, 20))
+run(100, training(s, 3), training(strategy_of(2), 3))
+two_threads(s, 100)
+verbs(s, 20)"""
+    done = run_python(start, code.replace("COUNT", str(count)))
     assert done.stdout.strip() == "done", done.stderr[-3000:]
-
-
-def starts(count: int) -> list[str]:
-    """With the pool of JAX, and with our own."""
-    return [STARTED_BY_USER.format(count=count), ""]
-
-
-@pytest.mark.slow
-def test_programs_of_all_kinds_in_the_pool_of_jax() -> None:
-    """Many steps that nobody waits for, two strategies of different sizes in turns, two threads, all verbs mixed."""
-    code = "one(8, 1, True, 500); interleaved([2, 8], 100); two_threads(8, 100); verbs(8, 20)"
-    check(STARTED_BY_USER.format(count=8), code)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(480)
-@pytest.mark.parametrize(("count", "start"), [(8, 0), (16, 1)], ids=["pool of JAX", "own pool"])
-def test_programs_of_all_kinds_for_long(count: int, start: int) -> None:
-    num_collectives = 20 if count < 16 else 6
-    for dependent in (True, False):
-        check(starts(count)[start], f"one({count}, {num_collectives}, {dependent}, 500)")
-    check(starts(16)[start], f"interleaved([16, 2, 8], 200) if {count} == 16 else two_threads({count}, 200)")
-    check(starts(count)[start], f"one({count}, 1, True, 500); verbs({count}, 30)")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="not seen with jax 0.12: docs/design/cpu-rendezvous.md")
 def test_without_the_bound_the_same_steps_deadlock() -> None:
-    """The bound is what the first test above tests: with JAX's own pool, the same program hangs without it.
+    """The bound is what the test above tests: with JAX's own pool, the same program hangs without it.
 
     A deadlock is a race that is nearly always lost; steps of 20 collectives win it often, because they are slower to run
     than to start. So there are a few tries, and those that end well are short.
     """
-    unbounded = starts(2)[0] + "\nfrom mirrored._replicas import in_flight; in_flight.MAX_IN_FLIGHT = 10**9"
-    tries = (run_python(unbounded, "one(2, 1, True, 2000)") for _ in range(5))
+    unbounded = STARTED_BY_USER.format(count=2) + "\nfrom mirrored._replicas import in_flight; in_flight.MAX_IN_FLIGHT = 10**9"
+    tries = (run_python(unbounded, "run(2000, training(strategy_of(2), 1))") for _ in range(5))
     hanging = next((done for done in tries if done.returncode), None)
     assert hanging is not None, "all tries ended well"
     assert hanging.returncode < 0 and "Termination timeout" in hanging.stderr
@@ -184,14 +146,12 @@ def test_older_programs_are_waited_for_before_there_are_too_many() -> None:
         assert len(_process.in_flight) < in_flight.MAX_IN_FLIGHT
     assert waited == list(range(in_flight.WAIT_FOR - 1, waited[-1] + 1, in_flight.WAIT_FOR))
     assert in_flight.MAX_IN_FLIGHT < 32, "XLA's own limit, at which it blocks"
-
-
-def test_a_result_that_was_deleted_is_not_waited_for() -> None:
-    waited: list[int] = []
+    waited.clear()
+    _process.in_flight.clear()
     last = in_flight.WAIT_FOR - 1
     for number in range(in_flight.MAX_IN_FLIGHT):
         in_flight.started(Witness(number, waited, is_gone=number == last))
-    assert waited == [last - 1]
+    assert waited == [last - 1], "a result that was deleted is not waited for"
 
 
 def test_one_bound_for_all_threads() -> None:
@@ -201,11 +161,8 @@ def test_one_bound_for_all_threads() -> None:
         for number in range(first, first + 100):
             in_flight.started(Witness(number, waited))
 
-    threads = [threading.Thread(target=start_many, args=(first,)) for first in (0, 1000)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(start_many, (0, 1000)))
     assert len(_process.in_flight) < in_flight.MAX_IN_FLIGHT
     assert len(waited) == (200 - len(_process.in_flight)) // in_flight.WAIT_FOR
 
@@ -224,11 +181,8 @@ def test_two_programs_of_several_workers_are_in_flight_and_older_ones_are_checke
     assert waited == checked == expected[:-2] and progress.finished == len(waited)
     in_flight.finish()
     assert waited == checked == expected and progress.finished == 9
-
-
-def test_keys_of_random_numbers_are_watched_as_their_data() -> None:
     in_flight.joined(jax.random.key(0))
-    assert _progress.progress.witness.is_ready() in (True, False), "what the guard asks; a key cannot tell"
+    assert progress.witness.is_ready() in (True, False), "what the guard asks; a key cannot tell, and its data can"
     in_flight.finish()
 
 
@@ -261,14 +215,9 @@ def _value(strategy: mr.MirroredStrategy) -> mr.PerReplica:
     return strategy.distribute_values_from_function(lambda ctx: np.full(3, ctx.replica_id_in_sync_group, "float32"))
 
 
-def _run_with_a_variable(strategy: mr.MirroredStrategy) -> None:
-    w = _variable(strategy)
-    strategy.run(lambda: [w.assign(w + 1)][1:])
-
-
 VERB_CALLS = {
     "run": lambda s: s.run(lambda: mr.get_replica_context().all_reduce("sum", 1.0)),
-    "run with a variable": _run_with_a_variable,
+    "run with a variable": lambda s: s.run(lambda w: [w.assign(w + 1)][1:], args=(_variable(s),)),
     "reduce": lambda s: s.reduce("sum", _value(s)),
     "gather": lambda s: s.gather(_value(s), axis=0),
     "function": lambda s: mr.function(lambda x: s.reduce("mean", x))(_value(s)),
@@ -289,39 +238,19 @@ def test_every_verb_that_crosses_replicas_is_paced(strategy2: mr.MirroredStrateg
         call(one)
     mr.scan(lambda carry, x: (carry + x, None), 0.0, np.ones(2, "float32"))
     assert started == [], "one replica waits for nobody"
-
-
-def test_a_scan_of_steps_is_one_program_in_flight(strategy2: mr.MirroredStrategy, started: list[jax.Array]) -> None:
-    w, x = _variable(strategy2), _value(strategy2)
-
-    def step(x: jax.Array) -> None:
-        w.assign(mr.get_replica_context().all_reduce("mean", x))
-
-    def body(carry: jax.Array, _: None) -> tuple[jax.Array, None]:
-        strategy2.run(step, args=(x,))
-        return carry, None
-
-    mr.scan(body, 0.0, length=5)
-    assert len(started) == 1
-    np.testing.assert_array_equal(w.numpy(), np.full(3, 0.5))
-
-
-def test_a_traced_program_is_not_in_flight_and_a_result_is_passed_on(
-    strategy2: mr.MirroredStrategy, started: list[jax.Array]
-) -> None:
-    doubled = jax.jit(lambda x: strategy2.reduce("sum", x))(jnp.ones(3))
-    np.testing.assert_array_equal(doubled, np.full(3, 2.0))
-    assert started == []
+    jax.jit(lambda x: strategy2.reduce("sum", x))(jnp.ones(3))
+    assert started == [], "a traced program is not in flight"
+    step = VERB_CALLS["run"]
+    mr.scan(lambda carry, _: (carry, step(strategy2)), 0.0, length=5)
+    assert len(started) == 1, "a scan of steps is one program"
     array = jax.device_put(jnp.ones(3), strategy2._mesh.mirrored)
-    assert in_flight.dispatch(strategy2._mesh.mirrored, lambda x: x, array) is array
-    assert started == [array]
+    assert in_flight.dispatch(strategy2._mesh.mirrored, lambda x: x, array) is array is started[-1]
 
 
 def test_a_forked_child_is_told_to_be_spawned() -> None:
     code = """
 import os, warnings
 import mirrored as mr
-
 warnings.simplefilter("ignore")
 strategy = mr.MirroredStrategy(["cpu:0", "cpu:1"])
 with strategy.scope():

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import mirrored as mr
-from mirrored._replicas.per_replica import stack_shapes
 
 WAYS_OUT = r"(?s)strategy\.run\(.*strategy\.reduce\(.*strategy\.gather\(.*strategy\.local_results\("
 
@@ -35,18 +34,14 @@ def test_it_shows_shape_and_dtype_of_one_replica_and_values_without_padding(even
     assert (uneven.shape, uneven.ndim, uneven.num_replicas) == ((None, 3), 2, 3), "None where the shapes differ"
     assert uneven.shapes == tuple(value.shape for value in uneven.values) == ((2, 3), (0, 3), (1, 3))
     assert all(np.all(np.asarray(value) == 1) for value in uneven.values)
+    elsewhere = mr.MirroredStrategy(["cpu:2", "cpu:7", "cpu:0"])
+    numbers = elsewhere.distribute_values_from_function(lambda ctx: ctx.replica_id_in_sync_group)
+    assert [(int(value), value.devices()) for value in numbers.values] == [(i, {elsewhere.devices[i]}) for i in range(3)]
     seen = []
     strategy2.run(lambda x: seen.append((isinstance(x, jax.Array), x.shape)), args=(even,))
     assert set(seen) == {(True, (2,))}, "in a step it is an ordinary array"
     mr.function(lambda x: seen.append([value.shape for value in x.values]))(uneven)
     assert seen[-1] == [(2, 3), (0, 3), (1, 3)]
-
-
-def test_values_are_in_replica_order_each_on_its_own_device(per_replica):
-    strategy = mr.MirroredStrategy(["cpu:2", "cpu:7", "cpu:0"])
-    x = per_replica(strategy, 0, 1, 2)
-    assert [int(value) for value in x.values] == [0, 1, 2]
-    assert [value.devices() for value in x.values] == [{device} for device in strategy.devices]
 
 
 def test_repr_shows_every_replica(even, strategy2, strategy3, per_replica):
@@ -69,7 +64,7 @@ def test_repr_shows_every_replica(even, strategy2, strategy3, per_replica):
 
 def test_what_is_printed_says_when_other_workers_have_more(strategy2, monkeypatch: pytest.MonkeyPatch) -> None:
     x = strategy2.distribute_values_from_function(lambda context: np.float32(context.replica_id_in_sync_group))
-    own = {1: x._local_rows()[1]}
+    own = {1: x.values[1]}
     monkeypatch.setattr(mr.PerReplica, "_local_rows", lambda self: own)
     assert repr(x) == "PerReplica(shape=(), dtype=float32, 1 of 2 replicas are of this worker:\n  1: 1.)"
 
@@ -113,23 +108,12 @@ def test_every_use_as_one_array_is_refused_with_the_ways_out(even):
         refused(use, even)
     with pytest.raises(TypeError, match=r"PerReplica does not support `\+` \(shape \(2,\)\): it has one value"):
         even + 1
-
-
-def test_a_method_of_arrays_is_missing_with_the_ways_out(even):
     for name in ("mean", "sum", "item", "numpy", "astype", "T", "reshape", "at"):
         assert not hasattr(even, name)
         with pytest.raises(AttributeError, match=rf"{WAYS_OUT}"):
             getattr(even, name)
     with pytest.raises(AttributeError, match=r"^PerReplica has no attribute 'vals'\.$"):
         even.vals
-
-
-def test_the_ways_out_work(strategy2, even):
-    assert strategy2.reduce("sum", even).tolist() == [4, 6]
-    assert strategy2.reduce("mean", even, axis=0).tolist() == 2.5
-    assert strategy2.gather(even, axis=0).tolist() == [1, 2, 3, 4]
-    assert [value.tolist() for value in strategy2.local_results(even)] == [[1, 2], [3, 4]]
-    assert strategy2.reduce("sum", strategy2.run(lambda x: x.sum() + 1, args=(even,))).tolist() == 12
 
 
 # -- as a pytree
@@ -161,9 +145,3 @@ def test_values_are_right_wherever_tree_map_put_them(strategy2, even):
         assert repr(moved) == repr(even)
         assert strategy2.reduce("sum", moved).tolist() == [4, 6]
         assert strategy2.run(lambda x: 2 * x, args=(moved,)).values[1].tolist() == [6, 8]
-
-
-def test_stack_shapes_pads_to_the_largest_and_remembers_only_what_differs():
-    assert stack_shapes([(2, 3), (2, 3)]) == ((2, 3), None)
-    assert stack_shapes([(2, 3), (4, 0), (0, 1)]) == ((4, 3), ((2, 3), (4, 0), (0, 1)))
-    assert stack_shapes([(), ()]) == ((), None)

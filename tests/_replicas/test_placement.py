@@ -54,54 +54,54 @@ def test_workers_that_differ_are_named(strategy3) -> None:
 def test_an_array_that_the_workers_computed_otherwise_is_named(strategy3, monkeypatch: pytest.MonkeyPatch) -> None:
     arrays = {2: strategy3.reduce("sum", 1.0), 5: strategy3.reduce("sum", 2.0)}
     monkeypatch.setattr(placement.joint_programs, "exchange", lambda name, row: [row, row, [row[0], row[1] + 1]])
-    with pytest.raises(mr.ReplicasDivergeError, match=r"what `v5` was given is an array .* worker 2 computed other values"):
-        placement._compare_bits(arrays, lambda index: f"what `v{index}` was given")
-    arrays[5].delete()
-    with pytest.raises(mr.ReplicasDivergeError, match=r"what `v5` was given"):
-        placement._compare_bits(arrays, lambda index: f"what `v{index}` was given")
+    compare = lambda: placement._compare_bits(arrays, lambda index: f"what `v{index}` was given")  # noqa: E731
+    for change in (lambda: None, arrays[5].delete):  # a user may have given it away meanwhile, on all workers
+        change()
+        with pytest.raises(mr.ReplicasDivergeError, match=r"what `v5` was given is an array .* worker 2 computed other values"):
+            compare()
     monkeypatch.setattr(placement.joint_programs, "exchange", lambda name, row: [row] * 3)
-    placement._compare_bits(arrays, lambda index: f"what `v{index}` was given")
+    compare()
     placement.check_later(strategy3._mesh, [arrays[2]], lambda _: "with one worker there is nothing to compare")
 
 
 def test_workers_agree_on_what_is_sent_before_it_is_compiled(strategy3, monkeypatch: pytest.MonkeyPatch) -> None:
     """A variable is made without any step, so nothing else finds that it has another shape on another worker."""
-    said = []
+    said: list[str] = []
 
     def differ(name: str, text: str) -> None:
         said.append(text)
         raise mr.ProgramMismatchError("different programs")
 
-    monkeypatch.setattr(placement.joint_programs, "agree", differ)
-    with pytest.raises(mr.ProgramMismatchError):
-        placement._program(strategy3._mesh, (((2, 3), np.dtype("float32")), ((), np.dtype("int32"))))
     rows = jax.device_put(np.ones((3, 2), np.float32), strategy3._mesh.stacked)
+    monkeypatch.setattr(placement.joint_programs, "agree", differ)
     monkeypatch.setattr(in_flight, "is_joint", lambda placement: True)
     cross_replica._compile.cache_clear()
+    kinds = ((2, 3), np.dtype("float32")), ((), np.dtype("int32"))
+    with pytest.raises(mr.ProgramMismatchError):
+        placement._program(strategy3._mesh, kinds)
     with pytest.raises(mr.ProgramMismatchError):
         placement._mirrored_again(strategy3._mesh, rows)
     cross_replica._compile.cache_clear()
     assert said == ["float32[2, 3]\nint32[]", f"_mirror_from({rows.sharding},) of float32[3, 2]"]
-    with pytest.raises(mr.StrategyMismatchError, match=r"an array of shape \(3, 2\) lies on devices of several workers which"):
-        placement._mirrored_again(mr.MirroredStrategy(["cpu:4", "cpu:5"])._mesh, rows)
 
 
-def test_what_is_mirrored_again_is_waited_for_like_any_program(strategy3, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the guard would take this worker for one that waits, until its next program."""
-    joined = []
-    mesh = strategy3._mesh
+def test_an_array_of_another_placement_is_mirrored_by_a_program_of_all_workers(strategy3, monkeypatch) -> None:
+    """It is waited for like any program: else the guard would take this worker for one that waits, until its next program."""
+    joined, mesh = [], strategy3._mesh
+    rows = jax.device_put(np.arange(6.0, dtype=np.float32).reshape(3, 2), mesh.stacked)
     monkeypatch.setattr(in_flight, "is_joint", lambda placement: True)
     monkeypatch.setattr(in_flight, "joined", joined.append)
     monkeypatch.setattr(cross_replica.joint_programs, "agreed", lambda name, text, program: program)
     cross_replica._compile.cache_clear()
-    rows = jax.device_put(np.arange(6.0).reshape(3, 2), mesh.stacked)
     array = placement._mirrored_again(mesh, rows)
     cross_replica._compile.cache_clear()
-    assert joined == [array] and array.sharding == mesh.mirrored and (np.asarray(array) == np.asarray(rows)).all()
+    assert joined == [array]
     monkeypatch.setattr(cross_replica, "compiled", None)  # another name of the placement costs no program
-    array = jax.device_put(rows, jax.sharding.NamedSharding(mesh.mesh, jax.sharding.PartitionSpec(None, None)))
-    again = placement._mirrored_again(mesh, array)
-    assert again.sharding == mesh.mirrored and (np.asarray(again) == np.asarray(rows)).all()
+    named = jax.device_put(rows, jax.sharding.NamedSharding(mesh.mesh, jax.sharding.PartitionSpec(None, None)))
+    for again in (array, placement._mirrored_again(mesh, named)):
+        assert again.sharding == mesh.mirrored and (np.asarray(again) == np.asarray(rows)).all()
+    with pytest.raises(mr.StrategyMismatchError, match=r"an array of shape \(3, 2\) lies on devices of several workers which"):
+        placement._mirrored_again(mr.MirroredStrategy(["cpu:4", "cpu:5"])._mesh, rows)
 
 
 # -- checksums
@@ -119,6 +119,9 @@ def test_a_changed_element_of_any_dtype_is_found() -> None:
     assert checksum(jnp.array([0.0])) != checksum(jnp.array([-0.0]))
     assert checksum(jnp.array([jnp.nan])) == checksum(jnp.array([jnp.nan]))
     assert checksum(jnp.zeros((0,))) == checksum(np.zeros((0,)))
+    key, seen = jax.random.key(3), []
+    jax.jit(lambda x: (seen.append(checksum(key)), x)[1])(1.0)
+    assert seen == [checksum(key)] != [checksum(jax.random.key(0))], "of a key, also while a program is traced"
 
 
 @hypothesis.settings(derandomize=True, deadline=None, max_examples=40)
@@ -129,9 +132,3 @@ def test_every_flipped_bit_and_an_exchange_of_words_are_found(seed: int, word: i
     flipped[word] ^= np.uint32(1 << bit)
     assert checksum(words) != checksum(flipped)
     assert (checksum(words) != checksum(words[order])) == (words[order] != words).any()
-
-
-def test_a_key_is_added_up_also_while_a_program_is_traced() -> None:
-    key, seen = jax.random.key(3), []
-    jax.jit(lambda x: (seen.append(checksum(key)), x)[1])(1.0)
-    assert seen == [checksum(key)] != [checksum(jax.random.key(0))]

@@ -55,13 +55,11 @@ def test_a_function_of_the_users_takes_the_place_of_the_sum() -> None:
 
 
 def test_a_function_that_returns_something_else_is_refused() -> None:
-    expected = r"accumulation_fn returned .* for 2 arrays float32\[\]; expected one array like them"
     for wrong in (lambda values: 1.0, jnp.stack, lambda values: None, lambda values: values[0].astype(jnp.int32)):
         strategy = strategy_of(2, mr.ReductionToOneDevice(accumulation_fn=wrong))
-        with pytest.raises(TypeError, match=expected):
-            strategy.run(lambda: all_reduce("sum", jnp.ones(())))
-        with pytest.raises(TypeError, match=expected):
-            strategy.reduce("sum", jnp.ones(()))
+        for use in (lambda s: s.run(lambda: all_reduce("sum", jnp.ones(()))), lambda s: s.reduce("sum", jnp.ones(()))):
+            with pytest.raises(TypeError, match=r"fn returned .* for 2 arrays float32\[\]; expected one array like them"):
+                use(strategy)
 
 
 def test_a_mean_with_weights_and_a_shared_out_update_have_no_place_for_a_function() -> None:
@@ -81,6 +79,10 @@ def test_a_mean_with_weights_and_a_shared_out_update_have_no_place_for_a_functio
 
 
 def test_a_name_alone_changes_nothing() -> None:
+    assert "adds up by" not in mr.MultiWorkerMirroredStrategy(cross_device_ops=NAMES[0]).explain()
+    with pytest.raises(ValueError, match="which connects GPUs"):
+        mr.MultiWorkerMirroredStrategy(cross_device_ops=mr.NcclAllReduce())
+
     def text(strategy: mr.Strategy) -> str:
         step = lambda: all_reduce("mean", [jnp.ones(10 + i) for i in range(3)])  # noqa: E731
         strategy.run(step)
@@ -90,25 +92,12 @@ def test_a_name_alone_changes_nothing() -> None:
 
     plain = strategy_of(3, None)
     assert [text(strategy_of(3, ops)) for ops in NAMES] == [text(plain)] * 3
-    assert "adds up by" not in mr.MultiWorkerMirroredStrategy(cross_device_ops=NAMES[0]).explain()
 
 
-def test_several_replicas_on_a_device_are_given_to_the_function() -> None:
+def test_several_replicas_on_a_device_and_the_report_know_the_function(tmp_path: Path) -> None:
     largest = strategy_of(2, mr.ReductionToOneDevice(accumulation_fn=maximum), num_replicas=6)
     numbers = largest.distribute_values_from_function(lambda ctx: ctx.replica_id_in_sync_group)
     assert int(largest.run(lambda x: all_reduce("sum", x), args=(numbers,))) == 5 == int(largest.reduce("sum", numbers))
-
-
-def test_explain_and_the_report_name_the_function(tmp_path: Path) -> None:
-    strategy = strategy_of(2, mr.ReductionToOneDevice(accumulation_fn=maximum))
-    first, *_ = strategy.explain().splitlines()
-    way = "mr.ReductionToOneDevice(reduce_to_device=None, accumulation_fn=maximum)"
-    assert first.endswith(f"(cpu:0, cpu:1), adds up by {way}"), "the same on all workers, without an address"
-    assert f"Replicas add up by {way}." in mr.report(strategy, tmp_path / "report.html").read_text()
-
-
-def test_nccl_without_gpus_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"mr.NcclAllReduce\(num_packs=1\), which connects GPUs, but the devices are 1 replica"):
-        strategy_of(1, mr.NcclAllReduce())
-    with pytest.raises(ValueError, match="which connects GPUs"):
-        mr.MultiWorkerMirroredStrategy(cross_device_ops=mr.NcclAllReduce())
+    way = "mr.ReductionToOneDevice(reduce_to_device=None, accumulation_fn=maximum)"  # without an address: alike on all workers
+    assert largest.explain().splitlines()[0].endswith(f"(cpu:0, cpu:1), together, adds up by {way}")
+    assert f"Replicas add up by {way}." in mr.report(largest, tmp_path / "report.html").read_text()

@@ -47,19 +47,18 @@ def test_a_worker_that_trains_by_itself_is_told_once(
     assert "write mr.MultiWorkerMirroredStrategy() instead" in warning
 
 
-@pytest.mark.parametrize("config", ["{not json", json.dumps(ONE), json.dumps(EVALUATOR)], ids=["malformed", "one", "evaluator"])
-def test_who_has_no_others_is_not_warned(config: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setenv("TF_CONFIG", config)
-    with caplog.at_level(logging.INFO, logger="mirrored"):
-        assert mr.MirroredStrategy(["cpu:0"]).num_workers == 1
-    assert warnings(caplog) == [] and "MirroredStrategy is for one machine and ignores it" in caplog.text
-
-
-@pytest.mark.parametrize("joined", ["is_connected", "current"])
-def test_who_has_joined_the_others_is_not_warned(
-    joined: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_who_has_no_others_or_has_joined_them_is_not_warned(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    for config in ("{not json", json.dumps(ONE), json.dumps(EVALUATOR)):
+        caplog.clear()
+        monkeypatch.setenv("TF_CONFIG", config)
+        with caplog.at_level(logging.INFO, logger="mirrored"):
+            assert mr.MirroredStrategy(["cpu:0"]).num_workers == 1
+        assert warnings(caplog) == [] and "MirroredStrategy is for one machine and ignores it" in caplog.text
     monkeypatch.setenv("TF_CONFIG", json.dumps(TWO))
-    monkeypatch.setattr(runtime, joined, lambda: True)
-    mr.MirroredStrategy(["cpu:0"])
-    assert warnings(caplog) == []
+    for joined in ("is_connected", "current"):
+        with monkeypatch.context() as patch:
+            patch.setattr(runtime, joined, lambda: True)
+            mr.MirroredStrategy(["cpu:0"])
+        assert warnings(caplog) == []

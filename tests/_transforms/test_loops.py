@@ -18,18 +18,13 @@ def variable(strategy, value, **kwargs):
         return mr.Variable(value, **kwargs)
 
 
-def numbered(strategy):
-    return strategy.distribute_values_from_function(lambda ctx: np.float32(ctx.replica_id_in_sync_group + 1))
+def numbers(strategy, rows=1.0):
+    """Make 1.0, 2.0 and so on, or these rows, each replica's larger by one than those of the one before."""
+    return strategy.distribute_values_from_function(lambda ctx: np.float32(rows) + ctx.replica_id_in_sync_group)
 
 
-def numbered_rows(strategy, count):
-    rows = np.arange(count, dtype=np.float32)
-    return strategy.distribute_values_from_function(lambda ctx: rows + ctx.replica_id_in_sync_group)
-
-
-def eagerly(fn):
-    with mr.eager():
-        return fn()
+def values(per_replica):
+    return [value.tolist() for value in per_replica.values]
 
 
 CONTEXTS = {
@@ -38,7 +33,7 @@ CONTEXTS = {
     "in a step": lambda strategy, fn: strategy.run(fn),
     "in a step in mr.function": lambda strategy, fn: mr.function(lambda: strategy.run(fn))(),
     "in merge_call": lambda strategy, fn: strategy.run(lambda: mr.get_replica_context().merge_call(lambda _: fn())),
-    "eager, in a step": lambda strategy, fn: eagerly(lambda: strategy.run(fn)),
+    "eager, in a step": lambda strategy, fn: mr.eager()(lambda: strategy.run(fn))(),
     "in mr.scan": lambda strategy, fn: jax.tree.map(lambda y: y[0], mr.scan(lambda c, _: (c, fn()), None, length=1)[1]),
     "in mr.cond": lambda strategy, fn: mr.cond(jnp.bool_(True), fn, fn),
 }
@@ -75,7 +70,7 @@ def test_variables_are_read_and_written_in_every_context(context, strategy2):
 
 @pytest.mark.parametrize("context", ["outside", "in mr.function"])
 def test_steps_in_a_scan_take_per_replica_rows_carries_and_results(strategy3, context):
-    w, x, rows = variable(strategy3, 0.0), numbered(strategy3), numbered_rows(strategy3, 4)
+    w, x, rows = variable(strategy3, 0.0), numbers(strategy3), numbers(strategy3, range(4))
     seen = variable(strategy3, 0, synchronization="on_read", aggregation="sum")
 
     def step(carry, row):
@@ -88,26 +83,9 @@ def test_steps_in_a_scan_take_per_replica_rows_carries_and_results(strategy3, co
 
     carry, doubled = CONTEXTS[context](strategy3, loop)
     own = np.arange(4, dtype=np.float32)[None] + np.arange(3)[:, None]
-    assert [float(value) for value in carry.values] == (np.arange(3) + 1 + own.sum(axis=1)).tolist()
-    assert [value.tolist() for value in doubled.values] == (2 * own).tolist()
+    assert values(carry) == (np.arange(3) + 1 + own.sum(axis=1)).tolist() and values(doubled) == (2 * own).tolist()
     assert (float(w), int(seen)) == (own.sum(), 4 * 3)
     strategy3.assert_mirrored()
-
-
-def test_in_a_step_the_carry_and_sync_on_read_variables_may_differ(strategy3):
-    seen = variable(strategy3, 0.0, synchronization="on_read", aggregation="sum")
-
-    def step(x, rows):
-        def body(carry, row):
-            seen.assign_add(row)
-            return carry + row, carry
-
-        return mr.scan(body, x, rows)
-
-    carry, before = strategy3.run(step, args=(numbered(strategy3), numbered_rows(strategy3, 3)))
-    assert [float(value) for value in carry.values] == [1 + 3, 2 + 6, 3 + 9]
-    assert [value.tolist() for value in before.values] == [[1, 1, 2], [2, 3, 5], [3, 5, 8]]
-    assert [float(value) for value in strategy3.local_results(seen)] == [3.0, 6.0, 9.0]
 
 
 DIVERGING = [
@@ -121,24 +99,36 @@ DIVERGING = [
 
 
 def test_copies_that_would_differ_are_refused_inside_them_too(strategy3):
-    w, rows = variable(strategy3, 1.0, name="w"), numbered_rows(strategy3, 2)
+    w, rows = variable(strategy3, 1.0, name="w"), numbers(strategy3, range(2))
     for loop in DIVERGING:
         with pytest.raises(mr.ReplicasDivergeError, match=r"'w' is mirrored.*test_loops\.py:\d+ .*the argument `rows`"):
             strategy3.run(lambda rows, loop=loop: loop(w, rows), args=(rows,))
     assert float(w) == 1.0
-
-
-def test_collectives_in_them(strategy3):
-    w, rows = variable(strategy3, 0.0, aggregation="sum"), numbered_rows(strategy3, 2)
-
-    def step(rows):
-        mr.scan(lambda c, row: (c, w.assign_add(row).value), None, rows)
-        mean = mr.get_replica_context().all_reduce("mean", rows[0])
-        return mr.cond(mean > 0, lambda: w.assign_add(mean).value, lambda: w.value)
-
-    assert float(strategy3.run(step, args=(rows,))) == (0 + 1 + 2) + (1 + 2 + 3) + 3 * 1
+    total = variable(strategy3, 0.0, aggregation="sum")
     with pytest.raises(mr.CollectiveHangError, match="condition or loop that may differ by replica"):
-        strategy3.run(lambda rows: mr.cond(rows[0] > 0, lambda: w.assign_add(rows[0]).value, lambda: w.value), args=(rows,))
+        strategy3.run(
+            lambda x: mr.cond(x > 0, lambda: total.assign_add(x).value, lambda: total.value), args=(numbers(strategy3),)
+        )
+
+
+def test_what_is_not_mirrored_may_differ_and_collectives_are_reached_by_all(strategy3):
+    seen = variable(strategy3, 0.0, synchronization="on_read", aggregation="sum")
+    total = variable(strategy3, 0.0, aggregation="sum")
+
+    def step(x, rows):
+        def body(carry, row):
+            seen.assign_add(row)
+            total.assign_add(row)
+            return carry + row, carry
+
+        mean = mr.get_replica_context().all_reduce("mean", x)
+        added = mr.cond(mean > 0, lambda: total.assign_add(mean).value, lambda: total.value)
+        return *mr.scan(body, x, rows), mr.cond(x > 1.5, lambda: seen.assign_add(x).value, lambda: jnp.float32(-1)), added
+
+    carry, before, chosen, added = strategy3.run(step, args=(numbers(strategy3), numbers(strategy3, range(3))))
+    assert values(carry) == [1 + 3, 2 + 6, 3 + 9] and values(before) == [[1, 1, 2], [2, 3, 5], [3, 5, 8]]
+    assert values(chosen) == [-1, 6 + 2, 9 + 3] == [-1, *map(float, strategy3.local_results(seen)[1:])]
+    assert float(added) == 3 * 2 and float(total) == 3 * 2 + (3 + 6 + 9)
 
 
 def test_they_nest(strategy2):
@@ -158,8 +148,8 @@ def test_they_nest(strategy2):
         assert run()[1].tolist() == [13.0, 26.0]
 
 
-def test_numbers_and_array_bounds_do_not_compile_again():
-    traces = []
+def test_bounds_may_be_arrays_and_variables_and_do_not_compile_again(strategy2):
+    traces, steps = [], variable(strategy2, 3)
 
     def body(i, carry):
         traces.append(None)
@@ -169,6 +159,7 @@ def test_numbers_and_array_bounds_do_not_compile_again():
     in_a_trace = len(traces)
     assert int(mr.fori_loop(0, 3, body, 0)) == 3
     assert len(traces) == 2 * in_a_trace
+    assert int(strategy2.run(lambda: mr.fori_loop(0, steps.value, body, 0))) == int(mr.fori_loop(0, steps, body, 0)) == 3
 
 
 def test_many_different_loops_are_no_recompilation():
@@ -179,12 +170,6 @@ def test_many_different_loops_are_no_recompilation():
             exec(f"def scan_body(c, x): return c + x * {k}, None\ndef loop_body(i, c): return c + {k}", names)
             assert float(mr.scan(names["scan_body"], 0.0, jnp.ones(2))[0]) == 2 * k
             assert int(mr.fori_loop(0, 2, names["loop_body"], 0)) == 2 * k
-
-
-def test_a_bound_that_is_a_variable(strategy2):
-    steps = variable(strategy2, 3)
-    assert int(strategy2.run(lambda: mr.fori_loop(0, steps.value, lambda i, c: c + 1, 0))) == 3
-    assert int(mr.fori_loop(0, steps, lambda i, c: c + 1, 0)) == 3
 
 
 def test_carries_and_rows_of_every_kind(strategy2):
@@ -206,14 +191,3 @@ def test_cond_takes_the_branch_that_the_condition_says_and_keeps_the_rest(strate
 
     assert [float(choose(jnp.bool_(flag))) for flag in (True, False, False)] == [11.0, 102.0, 202.0]
     assert (float(a), float(b)) == (11.0, 202.0)
-
-
-def test_cond_in_a_step_may_differ_by_replica_for_what_is_not_mirrored(strategy3):
-    own = variable(strategy3, 0.0, synchronization="on_read", aggregation="sum")
-
-    def step(x):
-        return mr.cond(x > 1.5, lambda: own.assign(x).value, lambda: jnp.float32(-1))
-
-    result = strategy3.run(step, args=(numbered(strategy3),))
-    assert [float(value) for value in result.values] == [-1.0, 2.0, 3.0]
-    assert [float(value) for value in strategy3.local_results(own)] == [0.0, 2.0, 3.0]

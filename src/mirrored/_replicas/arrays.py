@@ -1,4 +1,4 @@
-"""How what a user gives becomes an array, without losing anything silently."""
+"""Users' values become arrays; what would lose information is refused."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from jax.typing import DTypeLike
 from .._libraries import lines_for
 from .._text import call_it, shown
 
-#: A value is converted to a dtype of its own kind or of a later one.
+#: Kinds of dtypes, from narrow to wide: a value is converted to its own kind, or to a wider one.
 _KINDS = (np.bool_, jnp.unsignedinteger, jnp.signedinteger, jnp.floating, jnp.complexfloating)
 
 
 def cast(array: jax.Array, dtype: DTypeLike, what: str) -> jax.Array:
-    """Convert an array to a dtype of its own kind or a wider one; refuse what would lose information."""
+    """Convert an array to a dtype of its own kind or a wider one; refuse a narrower one. `what` begins the message."""
     is_weak = getattr(array, "weak_type", False)  # random keys have no weak_type
     if array.dtype == dtype and not is_weak:
         return array
@@ -37,7 +37,7 @@ def cast(array: jax.Array, dtype: DTypeLike, what: str) -> jax.Array:
 
 
 def check_range(array: np.ndarray, what: Callable[[], str]) -> None:
-    """Refuse 64-bit integers that JAX, in its 32-bit mode, would let wrap around; `what` is how the message begins."""
+    """Refuse 64-bit integers that would wrap around in JAX's 32-bit mode; `what` begins the message."""
     held = jax.dtypes.canonicalize_dtype(array.dtype)
     if held == array.dtype or array.dtype.kind not in "iu" or not array.size:
         return
@@ -51,13 +51,13 @@ def check_range(array: np.ndarray, what: Callable[[], str]) -> None:
 
 
 def refuse_mask(value: object, what: Callable[[], str]) -> None:
-    """Refuse a masked array, of which numpy would give what is under the mask too; `what` is how the message begins."""
+    """Refuse a masked array: converting it would also take the values under its mask. `what` begins the message."""
     if isinstance(value, np.ma.MaskedArray):
         raise TypeError(f"{what()} a masked array, and no device holds masks. Write array.filled(value).")
 
 
 def host_array(value: Any, what: str, dtype: DTypeLike | None) -> np.ndarray:
-    """Copy a host value, by numpy, into an array that nobody else can change: `jax.device_put` may keep numpy's memory."""
+    """Copy a host value into a new numpy array: `jax.device_put` may keep numpy's memory, which the user may change."""
     refuse_mask(value, lambda: f"{what} is")
     if hasattr(value, "__jax_array__"):
         value = np.asarray(value.__jax_array__())
@@ -86,31 +86,35 @@ def converted_number(array: np.ndarray, what: str, dtype: DTypeLike) -> np.ndarr
 
 
 def _kind(dtype: DTypeLike, is_weak: bool = False) -> int | None:
-    """Return the place of a dtype's kind among `_KINDS`; a Python number in a trace fits integers of both signs."""
+    """Return the position of a dtype's kind in `_KINDS`; a Python number in a trace (weak type) fits integers of both signs."""
     kind = next((i for i, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind)), None)
     return 1 if is_weak and kind == 2 else kind
 
 
 def strong(array: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Convert an array, and forget that it was a Python number: a variable's type must not change with what it is given."""
+    """Convert an array, also to JAX's strong type: a variable's type must not depend on the value that it is given."""
     is_converted = array.dtype != dtype or getattr(array, "weak_type", False)
     return jax.lax.convert_element_type(array, dtype) if is_converted else array
 
 
 def as_array(leaf: Any, verb: str) -> jax.Array:
-    """Turn a leaf into an array, or say that it cannot be combined over replicas."""
+    """Turn a leaf into an array, or refuse it if it cannot be combined over replicas."""
     check_leaf(leaf, verb)
-    # A copy of a host array: JAX may keep its memory, which the user may change.
+    # `array` copies a host array, whose memory JAX would keep and the user may change.
     return jnp.array(leaf) if isinstance(leaf, np.ndarray) else jnp.asarray(leaf)
 
 
 def check_leaf(leaf: object, verb: str) -> None:
-    """Say that a leaf cannot be combined over replicas, if so."""
+    """Refuse a leaf that cannot be combined over replicas."""
     if _is_sparse(leaf):
         raise TypeError(
             f"{verb} got a {type(leaf).__name__}, whose indices would be combined like its values. Make it dense: x.todense()."
         )
-    if isinstance(leaf, str | bytes) or not _is_array_like(leaf):
+    if isinstance(leaf, np.ndarray | np.generic):
+        is_array_like = is_numeric(leaf.dtype)
+    else:
+        is_array_like = isinstance(leaf, jax.Array | bool | int | float | complex) or hasattr(leaf, "__jax_array__")
+    if not is_array_like:
         raise TypeError(
             f"{verb} got {shown(leaf)} of type {type(leaf).__name__}; expected arrays or numbers, in any nest of "
             "dicts, lists and tuples." + (call_it(leaf) or " Leave other values out of the tree.")
@@ -124,21 +128,15 @@ _OURS = f"{__name__.partition('.')[0]}."
 
 
 def is_wrapped(leaf: object) -> bool:
-    """Keep variables, PerReplica values and sparse arrays whole: each knows what it is as one array, or that it is not.
+    """Tell whether a value is a leaf though it is a pytree: our variables and PerReplica values, and sparse arrays.
 
-    What stands for an array in another library's tree, such as `nnx.Param`, is a node that its tree is to keep.
+    Another library's wrapper of an array, such as `nnx.Param`, stays a node of its tree.
     """
     return (hasattr(leaf, "__jax_array__") and type(leaf).__module__.startswith(_OURS)) or _is_sparse(leaf)
 
 
 def _is_sparse(leaf: object) -> bool:
     return type(leaf).__module__.startswith("jax.experimental.sparse")  # not imported here: it is large
-
-
-def _is_array_like(leaf: object) -> bool:
-    if isinstance(leaf, np.ndarray | np.generic):
-        return is_numeric(leaf.dtype)
-    return isinstance(leaf, jax.Array | bool | int | float | complex) or hasattr(leaf, "__jax_array__")
 
 
 def is_numeric(dtype: np.dtype[Any]) -> bool:

@@ -1,4 +1,4 @@
-"""What crosses between replicas, written from inside one replica: all-reduce, all-gather, first replica."""
+"""Collectives as one replica's program calls them: all-reduce, all-gather, the first replica's value."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .._typing import REPLICA_AXIS, ArrayLike, PyTree, Shape
 from .arrays import as_array, is_wrapped
 
 Axes = tuple[int, ...]
-#: As a user gives them.
+#: Axes as users give them.
 AxesLike = int | Sequence[int] | None
 
 #: Arrays smaller than this many bytes travel together in flat buffers; copying larger ones in and out of them
@@ -35,7 +35,7 @@ _MAX_EXACT_COUNT = 46_340
 
 
 class Sizes(Protocol):
-    """The sizes on all replicas, while a step is traced for one of several shapes."""
+    """The sizes of arrays on all replicas, while an uneven step is traced for one of its shapes."""
 
     def each(self, size: int) -> tuple[int, ...]: ...
 
@@ -44,25 +44,25 @@ class Sizes(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaAxis:
-    """The means by which one replica reaches the others: the mesh axis, or nothing when it is the only one."""
+    """How one replica reaches the others: by the mesh axis; a single replica outside any `run` has none."""
 
     size: int  # the number of replicas
     bound: bool = True  # False in the default replica context outside any `run`, where no mesh axis exists
-    sizes: Sizes | None = None  # in an uneven step, knows how large the other replicas' arrays are
+    sizes: Sizes | None = None  # of the other replicas' arrays, in an uneven step
     bytes_per_pack: int = 0  # see `CommunicationOptions`
-    ops: ReductionToOneDevice | None = None  # has the function that takes the place of sums, where the user has given one
+    ops: ReductionToOneDevice | None = None  # where the user has given a function that takes the place of sums
 
     @property
     def is_by_hand(self) -> bool:
-        """Whether the user has said what travels together, or what takes the place of sums."""
+        """Whether the user has chosen how arrays are packed, or a function in place of sums."""
         return bool(self.bytes_per_pack) or self.ops is not None
 
     def each(self, size: int) -> tuple[int, ...]:
-        """Return on each replica what is `size` on this one: the length of an axis, a number of rows."""
+        """Return each replica's value of a size, such as the length of an axis, that is `size` on this one."""
         return (size,) * self.size if self.sizes is None else self.sizes.each(size)
 
     def rows(self) -> tuple[int, int]:
-        """Return how many rows this replica has, and how many all have together; when they are equal, 1 and R."""
+        """Return the numbers of rows of this replica and of all together; 1 and R when all have equally many."""
         return (1, self.size) if self.sizes is None else self.sizes.rows()
 
     def index(self) -> jax.Array | int:
@@ -102,26 +102,26 @@ def all_reduce(
                 "ctx.all_reduce('mean', value, by_rows=False); or leave the odd rows out: mr.InputOptions(drop_remainder=True)."
             )
         counts = [axis.rows()[1]] * len(arrays)
-        parts = [[array] for array in wide_by_rows(arrays, axis)]
+        parts = [[array] for array in weigh_by_rows(arrays, axis)]
     else:
         counts = [
             sum(axis.each(math.prod(array.shape[a] for a in own))) if own else axis.size
             for array, own in zip(arrays, axes, strict=True)
         ]
-        # The user's function is given whole numbers, not what `local_sums` makes of integers for a MEAN.
+        # With a count of 0 `local_sums` leaves integers whole, for the user's function.
         exact = [0] * len(arrays) if axis.ops is not None else counts
         parts = [local_sums(op, array, own, count) for array, own, count in zip(arrays, axes, exact, strict=True)]
     flat = [part for own in parts for part in own]
     totals = iter(_packed_sum(flat, axis) if axis.ops is None else [accumulate(axis.ops, axis.stack(part)) for part in flat])
     results = [
-        finished(op, [next(totals) for _ in own], count, array.dtype)
+        finish(op, [next(totals) for _ in own], count, array.dtype)
         for own, count, array in zip(parts, counts, arrays, strict=True)
     ]
     return jax.tree.unflatten(treedef, results)
 
 
 def accumulate(ops: ReductionToOneDevice, stack: jax.Array) -> jax.Array:
-    """Give the replicas' arrays to the user's function, in the place of their sum; refuse what is no array like them."""
+    """Call the user's function on the replicas' arrays in place of a sum; refuse a result of another shape or dtype."""
     assert ops.accumulation_fn is not None
     result = ops.accumulation_fn(list(stack))
     expected = f"{stack.dtype}{list(stack.shape[1:])}"
@@ -134,8 +134,8 @@ def accumulate(ops: ReductionToOneDevice, stack: jax.Array) -> jax.Array:
     return result
 
 
-def wide_by_rows(arrays: Sequence[jax.Array], axis: ReplicaAxis) -> list[jax.Array]:
-    """Return what is added up for a mean by rows, which is then divided by the number of all rows (`axis.rows`)."""
+def weigh_by_rows(arrays: Sequence[jax.Array], axis: ReplicaAxis) -> list[jax.Array]:
+    """Weigh arrays for a mean by rows: their sum over the replicas is to be divided by the number of all rows."""
     wide = [array.astype(accumulator_dtype(ReduceOp.MEAN, array.dtype)) for array in arrays]
     if axis.sizes is None:
         return wide
@@ -144,8 +144,8 @@ def wide_by_rows(arrays: Sequence[jax.Array], axis: ReplicaAxis) -> list[jax.Arr
     marked = [mark(array, note) for array in wide]
     if own:
         return [array * own for array in marked]
-    # The mean of no rows is NaN, and NaN * 0 is NaN: zeros in its place, without a gradient. They depend on it all the same, so
-    # that replicas without rows reach the collectives of the gradient, too.
+    # The mean of no rows is NaN, and NaN * 0 is NaN: so zeros, without a gradient. They still depend on the array, so that
+    # replicas without rows reach the collectives of the gradient, too.
     return [jnp.where(False, mark(array, Mark(Purpose.NO_ROWS, "", "")), jnp.zeros_like(array)) for array in marked]
 
 
@@ -181,7 +181,7 @@ def pad_to(array: jax.Array, shape: Shape) -> jax.Array:
 
 
 def join_rows(stack: jax.Array, axis: int, sizes: Sequence[int]) -> jax.Array:
-    """Concatenate the replicas' arrays in `[R, ...]` along one of their own axes, of which `sizes` are real."""
+    """Concatenate the replicas' arrays, of a stack `[R, ...]`, along one of their own axes; each has its size of real rows."""
     if len(set(sizes)) > 1:
         rows = [jax.lax.slice_in_dim(stack[i], 0, size, axis=axis) for i, size in enumerate(sizes)]
         return jnp.concatenate(rows, axis=axis)
@@ -190,7 +190,7 @@ def join_rows(stack: jax.Array, axis: int, sizes: Sequence[int]) -> jax.Array:
 
 
 def aggregate(mode: VariableAggregation, array: jax.Array, axis: ReplicaAxis) -> jax.Array:
-    """Make one value of the replicas' values, as a variable's aggregation says; the dtype stays."""
+    """Combine the replicas' values by a variable's aggregation; the dtype stays."""
     if mode is VariableAggregation.ONLY_FIRST_REPLICA:
         return _first_replica(array, axis)
     return all_reduce(ReduceOp[mode.name], array, dataclasses.replace(axis, ops=None)).astype(array.dtype)
@@ -207,15 +207,13 @@ def _first_replica(array: jax.Array, axis: ReplicaAxis) -> jax.Array:
 
 
 def _first_sum(array: jax.Array, axis: ReplicaAxis) -> jax.Array:
-    [first] = axis.sum([jnp.where(axis.index() == 0, array, jnp.zeros_like(array))])
-    return first
+    return axis.sum([jnp.where(axis.index() == 0, array, jnp.zeros_like(array))])[0]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _first_bits(array: jax.Array, axis: ReplicaAxis) -> jax.Array:
-    """Send the bits of floating point numbers: -0.0 + 0.0 is 0.0, and a denormal may be taken for zero."""
-    bits = jax.lax.bitcast_convert_type(array, f"uint{jnp.finfo(array.dtype).bits}")
-    return jax.lax.bitcast_convert_type(_first_sum(bits, axis), array.dtype)
+    """Send floating point numbers as bits: -0.0 + 0.0 is 0.0, and XLA may take a subnormal for zero."""
+    return jax.lax.bitcast_convert_type(_first_sum(bits_of(array), axis), array.dtype)
 
 
 @_first_bits.defjvp
@@ -223,11 +221,15 @@ def _first_tangent(axis: ReplicaAxis, arrays: tuple[jax.Array], tangents: tuple[
     return _first_bits(arrays[0], axis), _first_sum(tangents[0], axis)
 
 
-def local_sums(op: ReduceOp, array: jax.Array, axes: Axes, count: int) -> list[jax.Array]:
-    """Return what is to be added up over the replicas, so that `finished` makes the result of it.
+def bits_of(array: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(array, f"uint{jnp.finfo(array.dtype).bits}")
 
-    For a MEAN of integers that is what each of them has as quotient and as remainder of its division by the count: a sum of
-    floating point numbers would round already what is added, 16777217 to 16777216.
+
+def local_sums(op: ReduceOp, array: jax.Array, axes: Axes, count: int) -> list[jax.Array]:
+    """Return the arrays to add up over the replicas, from whose sums `finish` makes the result.
+
+    A MEAN of integers adds up their quotients and remainders by the count: floating point numbers would be rounded before the
+    addition, 16777217 to 16777216.
     """
     dtype = accumulator_dtype(op, array.dtype)
     if op is ReduceOp.MEAN and jnp.issubdtype(array.dtype, jnp.integer) and 0 < count <= _MAX_EXACT_COUNT:
@@ -238,8 +240,8 @@ def local_sums(op: ReduceOp, array: jax.Array, axes: Axes, count: int) -> list[j
     return [jnp.sum(own, axis=axes, dtype=own.dtype) if axes else own for own in values]
 
 
-def finished(op: ReduceOp, totals: Sequence[jax.Array], count: int, dtype: DTypeLike) -> jax.Array:
-    """Make the result of the sums of `local_sums` over all replicas."""
+def finish(op: ReduceOp, totals: Sequence[jax.Array], count: int, dtype: DTypeLike) -> jax.Array:
+    """Make the result of a reduction from the sums over the replicas of what `local_sums` has returned."""
     if op is ReduceOp.SUM:
         return totals[0]
     if len(totals) == 1:
@@ -258,7 +260,7 @@ def _packed_sum(arrays: Sequence[jax.Array], axis: ReplicaAxis) -> list[jax.Arra
     of real ones, because XLA on CPU ends the process when it adds up a complex constant.
     """
     real = [jnp.stack([array.real, array.imag]) if jnp.iscomplexobj(array) else array for array in arrays]
-    # Alone nothing travels, and buffers would take XLA longer to compile than all the rest.
+    # A single replica sends nothing, and buffers would take XLA longer to compile than all the rest.
     groups = groups_of(real, axis.bytes_per_pack) if axis.size > 1 else [[position] for position in range(len(real))]
     sums = move_packed(real, groups, axis.sum)
     return [jax.lax.complex(total[0], total[1]) if jnp.iscomplexobj(a) else total for total, a in zip(sums, arrays, strict=True)]
@@ -275,10 +277,10 @@ def move_packed(
     move: Callable[[list[jax.Array]], Sequence[jax.Array]],
     num_kept: int = 0,
 ) -> list[jax.Array]:
-    """Give arrays to collectives, those of a group, which have one dtype, side by side in one buffer.
+    """Run collectives on buffers, each of which holds a group of arrays of one dtype, and take their results apart again.
 
-    `groups` has positions of arrays; each array is in one of them. `move` takes the buffers, and returns what the collectives
-    make of them; these keep the last axis. A buffer has the first `num_kept` axes of all arrays, too; the others are flat in it.
+    `groups` has the positions of the arrays, each in one group. `move` runs the collectives on the buffers; their results keep
+    the last axis. A buffer keeps the first `num_kept` axes of its arrays and flattens the others.
     """
     results: list[Any] = [None] * len(arrays)
     buffers = [_pack([arrays[i] for i in members], num_kept) for members in groups]
@@ -303,9 +305,9 @@ def _unpack(buffer: jax.Array, shapes: Sequence[Shape]) -> list[jax.Array]:
 
 
 def groups_of(arrays: Sequence[Any], bytes_per_pack: int, max_arrays: int = MAX_ARRAYS_PER_PACK) -> list[list[int]]:
-    """Return which arrays of one dtype, by their positions, travel together, in order.
+    """Group arrays of one dtype, by their positions and in order, for `move_packed`.
 
-    A group ends when it has `bytes_per_pack`; if that is 0, when it has `max_arrays`, and then large arrays stay alone.
+    A group is full with `bytes_per_pack` bytes. If that is 0, it is full with `max_arrays`, and each large array is a group.
     """
     groups: list[list[int]] = []
     filling: dict[Any, tuple[list[int], int]] = {}

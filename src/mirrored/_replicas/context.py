@@ -1,4 +1,4 @@
-"""What a step can ask about its replica, and how it reaches the others."""
+"""The replica context: a step's replica, and its collectives with the other replicas."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def _as_key(key: Any) -> jax.Array:
 
 
 def check_call(verb: str, example: str, function: object, args: object, kwargs: object) -> None:
-    """Refuse arguments of a verb that calls a user's function which are no function, tuple and dict."""
+    """Refuse wrong arguments of a verb that calls a user's function: they are a function, a tuple and a dict."""
     if not callable(function):
         raise TypeError(f"{verb} got {shown(function)}; expected a function, not called: {example}.")
     if not isinstance(args, tuple | list):
@@ -235,7 +235,7 @@ def check_call(verb: str, example: str, function: object, args: object, kwargs: 
 
 
 def own_parts(tree: PyTree, axis: ReplicaAxis) -> PyTree:
-    """Take this replica's values out of the PerReplica values in a tree, which hold all of them (`merge_call`)."""
+    """Replace the PerReplica values in a tree, which hold all replicas' values, by this replica's (`merge_call`)."""
 
     def own(value: Any) -> Any:
         if not isinstance(value, PerReplica):

@@ -1,8 +1,8 @@
 """What cross-replica code does with a value that has a replica axis: reduce, gather, split.
 
-These are plain functions of the stacked array `[R, ...]`. Called from outside they run as one compiled
-program whose collectives XLA's partitioner writes; in `mr.function` and `merge_call` they are traced in place.
-Of many values small ones travel together, and have the same bits: the additions of an element stay in their order.
+These are functions of the stacked array `[R, ...]`. Called from outside they run as one compiled program whose collectives XLA's
+partitioner writes; in `mr.function` and `merge_call` they are traced in place. Small values of a tree travel together, with the
+same bits as alone: the additions of an element stay in their order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .._options import ReduceOp, ReductionToOneDevice, VariableAggregation
 from .._typing import Shape
 from .._workers import joint_programs
 from . import in_flight
-from .collectives import Axes, accumulate, finished, groups_of, join_rows, local_sums, move_packed
+from .collectives import Axes, accumulate, bits_of, finish, groups_of, join_rows, local_sums, move_packed
 from .per_replica import PerReplica, uneven_shapes
 
 #: Arrays in one buffer. More of them compile longer and run no faster (benchmarks/all_reduce.py).
@@ -31,17 +31,17 @@ MAX_ARRAYS_TOGETHER = 25
 def reduce_stack(
     stack: jax.Array, op: ReduceOp, axes: Axes, shapes: tuple[Shape, ...] | None, ops: ReductionToOneDevice | None = None
 ) -> jax.Array:
-    """Reduce over `axes` of each replica's value, counting only real rows, and over the replicas, as the user's function does."""
-    stack, count = with_zero_padding(stack, axes, shapes)
+    """Reduce over `axes` of each replica's value, real rows only, and over the replicas, there by the user's function if any."""
+    stack, count = zero_padding(stack, axes, shapes)
     own_axes = tuple(axis + 1 for axis in axes)
     if ops is None:
-        return finished(op, local_sums(op, stack, (0, *own_axes), count), count, stack.dtype)
+        return finish(op, local_sums(op, stack, (0, *own_axes), count), count, stack.dtype)
     [own] = local_sums(op, stack, own_axes, 0)
-    return finished(op, [accumulate(ops, own)], count, stack.dtype)
+    return finish(op, [accumulate(ops, own)], count, stack.dtype)
 
 
-def with_zero_padding(stack: jax.Array, axes: Axes, shapes: tuple[Shape, ...] | None) -> tuple[jax.Array, int]:
-    """Return the stack with zeros in what is no row of a replica, and how many elements make one of the result."""
+def zero_padding(stack: jax.Array, axes: Axes, shapes: tuple[Shape, ...] | None) -> tuple[jax.Array, int]:
+    """Return the stack with its padding set to zeros, and the number of elements that are combined into one of the result."""
     for axis, sizes in enumerate(zip(*(shapes or ()), strict=True), 1):
         rows = jnp.array(sizes).reshape(-1, *(1,) * (stack.ndim - 1))
         is_real = jax.lax.broadcasted_iota(jnp.int32, stack.shape, axis) < rows
@@ -51,11 +51,11 @@ def with_zero_padding(stack: jax.Array, axes: Axes, shapes: tuple[Shape, ...] | 
 
 
 def reduce_mirrored(value: jax.Array, op: ReduceOp, axes: Axes, num_replicas: int, ops: ReductionToOneDevice | None) -> jax.Array:
-    """Reduce a value that is the same on each replica: the SUM is R times it, the MEAN is itself, to the bit."""
+    """Reduce a value that is the same on each replica: the SUM is R times it, the MEAN is the value, to the bit."""
     if ops is not None:
         return reduce_stack(broadcast_stack(value, num_replicas), op, axes, None, ops)
     count = math.prod(value.shape[a] for a in axes)
-    result = finished(op, local_sums(op, value, axes, count), count, value.dtype)
+    result = finish(op, local_sums(op, value, axes, count), count, value.dtype)
     return result * jnp.asarray(num_replicas).astype(result.dtype) if op is ReduceOp.SUM else result
 
 
@@ -77,7 +77,7 @@ def gather_mirrored(value: jax.Array, axis: int, num_replicas: int) -> jax.Array
 
 
 def aggregate_stack(stack: jax.Array, mode: VariableAggregation) -> jax.Array:
-    """Make one value of the copies of a variable; the dtype stays."""
+    """Combine the copies of a variable by its aggregation; the dtype stays."""
     if mode is not VariableAggregation.MEAN and jnp.iscomplexobj(stack):
         return jax.lax.complex(aggregate_stack(stack.real, mode), aggregate_stack(stack.imag, mode))
     is_floating = jnp.issubdtype(stack.dtype, jnp.floating)
@@ -91,7 +91,7 @@ def aggregate_stack(stack: jax.Array, mode: VariableAggregation) -> jax.Array:
 @jax.custom_jvp
 def _first_bits(stack: jax.Array) -> jax.Array:
     """Take the first copy by its bits: XLA takes a row out of a split array by adding zeros, 0.0 for -0.0 and subnormals."""
-    return jax.lax.bitcast_convert_type(_bits_of(stack)[0], stack.dtype)
+    return jax.lax.bitcast_convert_type(bits_of(stack)[0], stack.dtype)
 
 
 _first_bits.defjvps(lambda tangent, *_: tangent[0])
@@ -99,18 +99,14 @@ _first_bits.defjvps(lambda tangent, *_: tangent[0])
 
 @jax.custom_jvp
 def _sum_by_bits(stack: jax.Array) -> jax.Array:
-    """Add up copies. If all but one are zero, take the bits of that one: XLA on CPU takes a subnormal for zero when it adds."""
-    bits = _bits_of(stack)
+    """Add up copies. If only one is not zero, take its bits: XLA on CPU takes a subnormal for zero when it adds."""
+    bits = bits_of(stack)
     is_zero = (bits << 1) == 0
     alone = jax.lax.bitcast_convert_type(jnp.sum(jnp.where(is_zero, 0, bits), axis=0, dtype=bits.dtype), stack.dtype)
     return jnp.where(jnp.sum(~is_zero, axis=0) == 1, alone, reduce_stack(stack, ReduceOp.SUM, (), None))
 
 
 _sum_by_bits.defjvps(lambda tangent, *_: reduce_stack(tangent, ReduceOp.SUM, (), None))
-
-
-def _bits_of(value: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(value, f"uint{jnp.finfo(value.dtype).bits}")
 
 
 def broadcast_stack(value: jax.Array, num_replicas: int) -> jax.Array:
@@ -121,9 +117,9 @@ def broadcast_stack(value: jax.Array, num_replicas: int) -> jax.Array:
 def split_stack(value: jax.Array, num_replicas: int) -> jax.Array:
     """Give every replica a part of `value`, such that the parts add up to exactly `value` in any order.
 
-    All parts are multiples of the spacing of floating point numbers at `value` (of 1 for integers) and no
-    partial sum is larger than `value`, so no addition rounds. 7 over 2 replicas is 4 and 3. A subnormal, which XLA on CPU
-    takes for zero in all arithmetic, is the first replica's.
+    All parts are multiples of the spacing of floating point numbers at `value` (of 1 for integers) and no partial sum is
+    larger than `value`, so no addition rounds. 7 over 2 replicas is 4 and 3. The first replica gets a whole subnormal, because
+    XLA on CPU computes with zero in its place.
     """
     if value.dtype == jnp.bool_ or not jnp.issubdtype(value.dtype, jnp.number):
         raise TypeError(f"a value of dtype {value.dtype} cannot be split into a sum over replicas.")
@@ -144,7 +140,7 @@ def _part(value: jax.Array, num_replicas: int) -> jax.Array:
 
 
 def require_equal_except(axes: Axes, value: PerReplica, verb: str) -> None:
-    """Refuse a PerReplica whose replicas' shapes differ along an axis that is not one of `axes`."""
+    """Refuse a PerReplica whose replicas' shapes differ along another axis than `axes`."""
     shapes = uneven_shapes(value)
     if shapes is None or len({tuple(size for a, size in enumerate(shape) if a not in axes) for shape in shapes}) == 1:
         return
@@ -164,7 +160,7 @@ def require_equal_except(axes: Axes, value: PerReplica, verb: str) -> None:
 
 
 def compiled(function: Callable[..., Any], placement: NamedSharding, *static: Any) -> Callable[..., Any]:
-    """Return `function(array, *static)`, or of a list of arrays, as a compiled program with a known placement of its results."""
+    """Return a compiled program for `function(array, *static)`, or of a list of arrays, with the placement of its results."""
     return functools.partial(in_flight.dispatch, placement, _compile(function, placement, static))
 
 
@@ -178,17 +174,17 @@ def _compile(function: Callable[..., Any], placement: NamedSharding, static: tup
 
 
 class Task(NamedTuple):
-    """What is to be done with one array."""
+    """A call of one of this module's functions on an array."""
 
-    function: Callable[..., jax.Array]  # one of `cross_replica`, of an array
-    static: tuple[Any, ...]  # its other arguments
+    function: Callable[..., jax.Array]
+    static: tuple[Any, ...]  # the arguments after the array
 
     def __repr__(self) -> str:
         return f"{self.function.__name__}{self.static}"  # equal on all workers
 
 
 def run_tasks(arrays: list[jax.Array], tasks: Sequence[Task], placement: NamedSharding) -> list[jax.Array]:
-    """Do with each array what its task says, in one compiled program; the results have the placement."""
+    """Run each array's task, all in one compiled program; the results have the placement."""
     if not arrays:
         return []
     if len(arrays) == 1:
@@ -198,7 +194,7 @@ def run_tasks(arrays: list[jax.Array], tasks: Sequence[Task], placement: NamedSh
 
 
 def compute_all(arrays: Sequence[jax.Array], tasks: Sequence[Task], whole: NamedSharding) -> list[jax.Array]:
-    """Do with each array what its task says; `whole` is the placement of what is the same on all devices."""
+    """Run each array's task, with few collectives; `whole` is the placement of a value that is the same on all devices."""
     results: dict[int, jax.Array] = {}
     packed: dict[Callable[..., jax.Array], list[int]] = {reduce_stack: [], gather_stack: []}
     for i, (array, task) in enumerate(zip(arrays, tasks, strict=True)):
@@ -216,7 +212,7 @@ def compute_all(arrays: Sequence[jax.Array], tasks: Sequence[Task], whole: Named
 
 
 def _may_travel(array: jax.Array, task: Task, whole: NamedSharding) -> bool:
-    """Tell whether the array of a task may travel with others."""
+    """Tell whether a task's array may share a buffer with others."""
     if whole.num_devices == 1 or task.function not in (reduce_stack, gather_stack):
         return False
     if task.function is gather_stack:
@@ -226,21 +222,21 @@ def _may_travel(array: jax.Array, task: Task, whole: NamedSharding) -> bool:
 
 
 def _reduce_packed(stacks: Sequence[jax.Array], static: Sequence[tuple[Any, ...]]) -> list[jax.Array]:
-    """Do what `reduce_stack` does for each, with sums over the replicas in few buffers."""
+    """As `reduce_stack` of each, with the sums over the replicas in few buffers."""
     counts, parts = [], []
     for stack, (op, axes, shapes, _) in zip(stacks, static, strict=True):
-        real, count = with_zero_padding(stack, axes, shapes)
+        real, count = zero_padding(stack, axes, shapes)
         counts.append(count)
         parts.append(local_sums(op, real, tuple(axis + 1 for axis in axes), count))
     totals = iter(_move_small([part for own in parts for part in own], lambda stack: jnp.sum(stack, axis=0, dtype=stack.dtype)))
     return [
-        finished(op, [next(totals) for _ in own], count, stack.dtype)
+        finish(op, [next(totals) for _ in own], count, stack.dtype)
         for stack, own, count, (op, *_) in zip(stacks, parts, counts, static, strict=True)
     ]
 
 
 def _move_small(stacks: Sequence[jax.Array], move: Callable[[jax.Array], jax.Array]) -> list[jax.Array]:
-    """Apply a function of a stack `[R, n]`, which keeps its last axis, to small ones together."""
+    """Apply a function of a stack `[R, n]`, which keeps the last axis, to each stack, small ones side by side in one."""
     rows = [jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype) for stack in stacks]
     groups = groups_of(rows, 0, MAX_ARRAYS_TOGETHER)
     return move_packed(stacks, groups, lambda packs: list(map(move, packs)), num_kept=1)

@@ -1,4 +1,4 @@
-"""What the devices' time went to, as the last profile has it: computation, or collectives."""
+"""How the devices spent their time in the last profile: computing, or in collectives."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .._process import last_profiles
 from .._text import counted
 from .mesh import ReplicaMesh
 
-#: The name of what is no collective.
+#: The key of the time that was in no collective.
 COMPUTATION = "computation"
 
 
@@ -19,24 +19,24 @@ class DeviceTime:
     folder: str  # of the profile
     ended: float  # when the profile ended, as of time.time()
     num_steps: int  # runs of programs in it
-    num_devices: int  # how many devices were looked at
-    seconds: dict[str, float]  # of all of them together, by what they did: `COMPUTATION`, or the kind of a collective
-    reason: str = ""  # why there are no seconds; "" when there are
+    num_devices: int
+    seconds: dict[str, float]  # of all devices together, by `COMPUTATION` or the kind of a collective
+    reason: str = ""  # why `seconds` is empty
 
     def shares(self) -> dict[str, float]:
-        """Return which part of the time was computation, and which communication; nothing where that is unknown."""
+        """Return the shares of computation and communication; {} where they are unknown."""
         if (total := sum(self.seconds.values())) <= 0:
             return {}
         computation = self.seconds.get(COMPUTATION, 0.0) / total
         return {COMPUTATION: computation, "communication": 1 - computation}
 
     def kinds(self) -> dict[str, float]:
-        """Return which part of the time each kind of collective took, the longest first."""
+        """Return the share of each kind of collective, the longest first."""
         kinds = {kind: seconds for kind, seconds in self.seconds.items() if kind != COMPUTATION}
         return {kind: kinds[kind] / sum(self.seconds.values()) for kind in sorted(kinds, key=lambda kind: -kinds[kind])}
 
     def in_words(self) -> str:
-        """Say it in a line."""
+        """Return the shares as a line of text."""
         source = f"(profile of {counted(self.num_steps, 'step')} in {self.folder!r})"
         if not (shares := self.shares()):
             return f"the devices' time {source} is unknown: {self.reason}"
@@ -46,6 +46,6 @@ class DeviceTime:
 
 
 def last_profile(mesh: ReplicaMesh, since: float) -> DeviceTime | None:
-    """Return what the last profile of a mesh has; None without one since then, as of time.time()."""
+    """Return the last profile of a mesh, unless it ended before `since`, as of time.time()."""
     found = last_profiles.get(mesh)
     return None if found is None or found.ended < since else found

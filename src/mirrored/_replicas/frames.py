@@ -1,4 +1,4 @@
-"""Where the program is: inside which scope, step and trace."""
+"""Frames: inside which scope, step and trace the program is."""
 
 from __future__ import annotations
 

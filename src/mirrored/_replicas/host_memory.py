@@ -1,8 +1,8 @@
-"""Host memory that CPU devices keep as it is, so that values go to the devices and come back without further copies.
+"""Aligned host memory, which XLA's CPU devices use in place of a copy.
 
-XLA's CPU devices use the memory of a numpy array whose address is a multiple of 64, as long as they need it, and copy any
-other. They never write into it: a program that such an array is donated to gets memory of its own. So what is made here
-must be given to nobody else: who changed the numpy array would change the device's.
+They keep the memory of a numpy array whose address is a multiple of 64, and copy any other array. They never write into it: a
+program to which such an array is donated gets new memory. So an array made here must go to nobody else: changing the numpy array
+would change the device's.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from .mesh import ReplicaMesh
 
 #: XLA's smallest alignment of a buffer on CPU.
 _ALIGNMENT = 64
-#: From this size on a copy costs more than the address is worth looking for.
+#: From this size on a copy costs more than finding an aligned address.
 _ALIGN_FROM_BYTES = 64 * 1024
-#: From this size on a gather goes through host memory; a program for less does not keep this thread waiting.
+#: From this size on a gather goes through host memory; for less, a program is better, for which this thread need not wait.
 _GATHER_FROM_BYTES = 1024 * 1024
 
 
 def empty_rows(num_rows: int, shape: Shape, dtype: DTypeLike) -> np.ndarray:
-    """Return new memory for `[num_rows, *shape]`, in which each row begins where a CPU device can keep it."""
+    """Return new memory for `[num_rows, *shape]` in which each row begins at an aligned address."""
     dtype = np.dtype(dtype)
     size = math.prod(shape) * dtype.itemsize
     if num_rows * size < _ALIGN_FROM_BYTES:
@@ -40,7 +40,7 @@ def empty_rows(num_rows: int, shape: Shape, dtype: DTypeLike) -> np.ndarray:
 
 
 def gathers(mesh: ReplicaMesh, stack: jax.Array) -> bool:
-    """Tell whether `gather` is right for a stack: it lies in this host's memory, and is large."""
+    """Tell whether to use `gather` for a stack: it lies in this host's memory, and is large."""
     return (
         mesh.is_alone
         and mesh.devices[0].platform == "cpu"

@@ -39,7 +39,7 @@ os.register_at_fork(after_in_child=lambda: setattr(_process, "is_forked", distri
 
 
 def require_threads() -> None:
-    """Refuse to run a program in a forked child, where it would wait for ever."""
+    """Refuse to run a program in a forked child: it would wait for ever for threads that only the parent has."""
     if _process.is_forked:
         raise ContextError(
             "this process was forked from one in which JAX was running, whose threads it does not have, so a program would never "
@@ -48,7 +48,7 @@ def require_threads() -> None:
 
 
 def dispatch(placement: NamedSharding, program: Callable[..., Any], *arguments: Any) -> Any:
-    """Run a program whose result is an array or a list of some, and keep the number of programs in flight within bounds."""
+    """Run a program that returns an array or a list of arrays, and bound the number of programs in flight."""
     require_threads()
     result = program(*arguments)
     witness = result[-1] if isinstance(result, list) else result
@@ -63,7 +63,7 @@ def is_paced(placement: NamedSharding) -> bool:
 
 
 def new_witness(placement: NamedSharding) -> list[jax.Array]:
-    """Return what a program on these devices gives besides its results, to be waited for: nothing where nobody waits."""
+    """Return a further result of a program on these devices, to be waited for; none where nobody waits."""
     return [jnp.zeros((), jnp.int32)] if is_paced(placement) else []
 
 
@@ -73,15 +73,15 @@ def is_joint(placement: NamedSharding) -> bool:
 
 
 def started(witness: jax.Array) -> None:
-    """Note that a program which makes `witness`, that nobody donates, was dispatched; wait for older ones when too many are."""
+    """Note a dispatched program by a result of it that nobody donates; when too many are in flight, wait for older ones."""
     _process.in_flight.append(witness)
     if len(_process.in_flight) >= MAX_IN_FLIGHT:
         _wait()
 
 
 def joined(witness: jax.Array, check: Callable[[Any], None] | None = None) -> None:
-    """Note the same of a program of all workers; `check` raises what is wrong with its witness, at most two programs later."""
-    if not isinstance(witness.dtype, np.dtype):  # a key of random numbers: the guard cannot ask whether it is ready
+    """As `started`, for a program of all workers; `check`, called at most two programs later, may raise for its witness."""
+    if not isinstance(witness.dtype, np.dtype):  # a random key has no `is_ready`, which the guard asks
         witness = jax.random.key_data(witness)
     _process.joint_in_flight.append((witness, check))
     progress.witness = witness
@@ -90,7 +90,7 @@ def joined(witness: jax.Array, check: Callable[[Any], None] | None = None) -> No
 
 
 def finish(left: int = 0) -> None:
-    """Wait for the programs of several workers until only so many are in flight, and check what they found."""
+    """Wait until only `left` programs of several workers are in flight, and call their checks."""
     while len(_process.joint_in_flight) > left:
         with _process.in_flight_lock:
             witness, check = _process.joint_in_flight.popleft() if len(_process.joint_in_flight) > left else (None, None)

@@ -24,13 +24,13 @@ from .._typing import REPLICA_AXIS
 _DEVICE_NAME = re.compile(r"/?(?:device:)?(cpu|gpu|tpu|cuda|rocm):(\d+)", re.IGNORECASE | re.ASCII)
 
 _logger = logging.getLogger("mirrored")
-#: Is there when the driver is, also in a container that was given a GPU.
+#: Exists where NVIDIA's driver is, also in a container that was given a GPU.
 _NVIDIA_DRIVER = "/proc/driver/nvidia/version"
-#: Virtual CPU devices that a strategy makes at most; each takes threads, and a slip such as "cpu:88888" takes all.
+#: A strategy makes at most so many virtual CPU devices: each takes threads, and a slip such as "cpu:88888" would take all.
 MAX_CPU_DEVICES = 1024
 
 
-#: The name of the axis of devices with several replicas each.
+#: The name of the mesh's axis when each device has several replicas.
 _SEVERAL = re.compile(r"device_of_(\d+)_replicas")
 _ONE_BY_ONE = "_one_by_one"
 
@@ -39,9 +39,9 @@ _ONE_BY_ONE = "_one_by_one"
 class ReplicaMesh:
     """The devices of all replicas, in replica order, and the two placements that exist.
 
-    Axis types are Auto: `jax.make_mesh` would make them Explicit, and then every array's type would
-    carry the mesh. The axis is called "replica", or, when each device has several of them, by a name that says how many: so
-    every array says how it is shared out, and meshes of different strategies are different.
+    Axis types are Auto: `jax.make_mesh` would make them Explicit, and then every array's type would carry the mesh. The axis is
+    called "replica", or, when each device has several replicas, by a name that says how many: so an array's sharding tells its
+    strategy, and meshes of different strategies differ.
     """
 
     mesh: Mesh
@@ -63,14 +63,12 @@ class ReplicaMesh:
 
     def __str__(self) -> str:
         count = counted(self.num_replicas, "replica")
-        named = ", ".join(f"{device.platform}:{device.id}" for device in self.devices)
-        if self.per_device > 1:
-            own = named if self.is_alone else f"{len(self.local_devices)} {self.devices[0].platform} here"
-            schedule = "one by one" if self.one_by_one else "together"
-            return f"{count} on {counted(len(self.devices), 'device')} ({own}), {schedule}"
+        own = ", ".join(f"{device.platform}:{device.id}" for device in self.devices)
         if not self.is_alone:
-            return f"{count} ({len(self.local_replicas)} {self.devices[0].platform} here)"
-        return f"{count} ({named})"
+            own = f"{len(self.local_devices)} {self.devices[0].platform} here"
+        if self.per_device == 1:
+            return f"{count} ({own})"
+        return f"{count} on {counted(len(self.devices), 'device')} ({own}), {'one by one' if self.one_by_one else 'together'}"
 
     @functools.cached_property
     def devices(self) -> tuple[jax.Device, ...]:
@@ -113,7 +111,7 @@ def make_mesh(devices: Sequence[jax.Device]) -> ReplicaMesh:
 
 
 def with_replicas(mesh: ReplicaMesh, num_replicas: int | None, schedule: str) -> ReplicaMesh:
-    """Return a mesh of one replica on each device with so many replicas, shared out evenly; None: as it is."""
+    """Return the mesh of the same devices with `num_replicas` in all, equally many on each; None: the mesh itself."""
     if schedule not in ("together", "one_by_one"):
         raise ValueError(
             f"schedule is {schedule!r}; expected 'together' (all replicas of a device at once) or 'one_by_one' (one after the "
@@ -158,7 +156,7 @@ def default_mesh() -> ReplicaMesh:
 
 
 def resolve_devices(devices: Sequence[Any] | None) -> tuple[jax.Device, ...]:
-    """Turn what a user gives as `devices` into distinct, existing devices of one kind; None means all that are best."""
+    """Turn a user's `devices` into distinct, existing devices of one kind; None: all of the best kind."""
     if devices is None:
         start_backend(0)
         best = jax.local_devices()
@@ -268,13 +266,13 @@ def _local_devices(platform: str) -> Sequence[jax.Device]:
     try:
         return jax.local_devices(backend=platform)
     except RuntimeError as error:  # JAX has no such backend here
-        if "topologies failed" in str(error):  # those of another worker, for which JAX has waited minutes: not again
+        if "topologies failed" in str(error):  # another worker's are missing, after minutes of waiting: do not wait again
             raise
         return ()
 
 
 def _why_no_gpu() -> str:
-    """Say why JAX has no GPU on a machine with a driver of NVIDIA's; nothing on another machine."""
+    """Explain why JAX has no GPU on a machine with NVIDIA's driver; "" on another machine."""
     if not os.path.exists(_NVIDIA_DRIVER):
         return ""
     chosen = jax.config.jax_platforms  # pyrefly: ignore[missing-attribute]

@@ -1,7 +1,7 @@
-"""JAX's own collectives in a step: `jax.lax.pmean(x, "replica")` weighs replicas by their rows, and is seen by the proof, too.
+"""JAX's own collectives in a step: `jax.lax.pmean(x, "replica")` weighs replicas by their rows, and the proof sees it.
 
-While a step is traced, the public names in `jax.lax` stand for functions of this module; afterwards for JAX's own again.
-What other threads do meanwhile is in no step, and is handed on as it is.
+While a step is traced, the public names in `jax.lax` are functions of this module, which pass on calls from outside a step, such
+as those of other threads; afterwards they are JAX's own again.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from .._typing import REPLICA_AXIS, ArrayLike, PyTree
 from . import frames
 from .collectives import ReplicaAxis, all_reduce
 
-#: What is replaced while a step is traced.
+#: The functions of `jax.lax` that are replaced while a step is traced.
 NAMES = ("all_gather", "all_to_all", "pmax", "pmean", "pmin", "ppermute", "psum", "psum_scatter")
 
 
 @contextlib.contextmanager
 def seen() -> Iterator[None]:
-    """Trace a step inside this block: its own calls of `jax.lax.pmean` and other collectives are seen."""
+    """Replace JAX's collectives while a step is traced inside this block."""
     with _process.lax_lock:
         if not _process.num_step_traces:
             _process.lax_originals.update((name, getattr(jax.lax, name)) for name in NAMES)
@@ -47,7 +47,7 @@ def seen() -> Iterator[None]:
 
 
 def _replace(new: dict[Any, Any]) -> None:
-    """Replace functions in `jax.lax`, and in modules that have imported them from there by their names."""
+    """Replace functions in `jax.lax`, and in modules that have imported them by name."""
     for key, module in list(sys.modules.items()):
         names = getattr(module, "__dict__", {}) if key == "jax.lax" or not key.startswith("jax") else {}
         for old in new:
@@ -84,7 +84,7 @@ def _mean(x: PyTree, axis: ReplicaAxis, axis_index_groups: object = None) -> PyT
 
 
 def _marked(name: str, leaf: ArrayLike) -> ArrayLike:
-    """Say that the step gives an array to a collective: one without this mark is JAX's own, of a gradient."""
+    """Mark an array that the step gives to a collective: a collective without this mark is JAX's own, in a gradient."""
     if not isinstance(leaf, jax.Array):
         return leaf
     wide = leaf.astype(jnp.int32) if name == "psum" and leaf.dtype == jnp.bool_ else leaf  # as psum itself would

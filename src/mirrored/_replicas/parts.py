@@ -1,4 +1,4 @@
-"""A value in parts: each replica has the same number of its elements, in order, in a flat array that ends with zeros."""
+"""A value in parts: each replica has equally many of its elements, in order; the last parts are padded with zeros."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from jax.sharding import NamedSharding
 
 from .._options import ReduceOp
 from .._typing import REPLICA_AXIS, Shape
-from .collectives import ReplicaAxis, divide, groups_of, move_packed, wide_by_rows
+from .collectives import ReplicaAxis, divide, groups_of, move_packed, weigh_by_rows
 
 
 def part_size(shape: Shape, num_replicas: int) -> int:
-    """Return how many elements each replica has of a value of this shape; the last ones may be zeros beyond its end."""
+    """Return the number of elements in each replica's part of a value of this shape, padding included."""
     return -(-math.prod(shape) // num_replicas)
 
 
@@ -34,8 +34,7 @@ def split_parts(whole: jax.Array, num_replicas: int) -> jax.Array:
 def join_parts(stack: Any, shape: Shape, everywhere: NamedSharding | None = None) -> Any:
     """Return the whole value of the parts of all replicas, `[R, part]`, on the devices or on the host.
 
-    With `everywhere`, the parts are brought to all devices first, as they are: XLA may add zeros to join them, which makes
-    0.0 of -0.0.
+    With `everywhere`, the parts are brought to all devices first: XLA may join them by adding zeros, which makes 0.0 of -0.0.
     """
     if everywhere is not None:
         stack = jax.lax.with_sharding_constraint(stack, everywhere)
@@ -48,14 +47,14 @@ def own_part(whole: jax.Array, axis: ReplicaAxis) -> jax.Array:
 
 
 def num_real(shape: Shape, axis: ReplicaAxis) -> Any:
-    """Return how many elements of this replica's part belong to the value; the zeros at its end do not."""
+    """Return the number of elements in this replica's part without its padding."""
     size, total = part_size(shape, axis.size), math.prod(shape)
     return jnp.asarray([min(max(total - i * size, 0), size) for i in range(axis.size)], jnp.int32)[axis.index()]
 
 
 def reduce_scatter(op: ReduceOp, arrays: Sequence[jax.Array], axis: ReplicaAxis) -> list[jax.Array]:
     """Combine arrays over the replicas, and return this replica's part of each; a MEAN weighs by rows, as in `all_reduce`."""
-    values = arrays if op is ReduceOp.SUM else wide_by_rows(arrays, axis)
+    values = arrays if op is ReduceOp.SUM else weigh_by_rows(arrays, axis)
     rows = [split_parts(value, axis.size) for value in values]
     scatter = functools.partial(jax.lax.psum_scatter, axis_name=REPLICA_AXIS) if axis.bound else operator.itemgetter(0)
     own = move_packed(rows, groups_of(values, axis.bytes_per_pack), lambda packs: list(map(scatter, packs)), num_kept=1)
@@ -66,6 +65,6 @@ def reduce_scatter(op: ReduceOp, arrays: Sequence[jax.Array], axis: ReplicaAxis)
 
 
 def all_gather_parts(parts: Sequence[jax.Array], shapes: Sequence[Shape], axis: ReplicaAxis) -> list[jax.Array]:
-    """Return the whole values of which each replica gives its part."""
+    """Return the whole values, of which each replica gives its part."""
     stacks = move_packed(parts, groups_of(parts, axis.bytes_per_pack), lambda packs: list(map(axis.stack, packs)))
     return [join_parts(stack, shape) for stack, shape in zip(stacks, shapes, strict=True)]

@@ -1,7 +1,8 @@
-"""Values that may differ by replica: PerReplica."""
+"""PerReplica: a value that may differ by replica."""
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -58,7 +59,7 @@ class PerReplica:
         """Wrap a stacked array; users get PerReplica values from a strategy instead."""
         self._array = array  # `[R, ...]`, sharded over the replicas along its first axis
         self._shapes = shapes  # each replica's true shape when they differ, else None
-        self._carried = carried  # SUM and MEAN over the replicas, if the program that made the values made them, and its mesh
+        self._carried = carried  # SUM and MEAN over the replicas, and their mesh, where the program that made the values has them
         self._last_sizes = last_sizes  # of a batch, each replica's rows of the last batch of its dataset, when these differ
 
     @property
@@ -117,7 +118,7 @@ class PerReplica:
             return f"PerReplica(shape={self.shape}, dtype={self.dtype}, deleted)"
         with jax.ensure_compile_time_eval():  # also inside a step
             own = self._local_rows()
-            rows = ",\n".join((label := f"  {i}: ") + _abridged(value, label) for i, value in own.items())
+            rows = ",\n".join((label := f"  {i}: ") + _abridge(value, label) for i, value in own.items())
         others = "" if len(own) == self.num_replicas else f" {len(own)} of {self.num_replicas} replicas are of this worker:"
         return f"PerReplica(shape={self.shape}, dtype={self.dtype},{others}\n{rows})"
 
@@ -125,7 +126,7 @@ class PerReplica:
         if not isinstance(self._array, jax.Array) or isinstance(self._array, jax.core.Tracer) or self._array.is_deleted():
             return _html.element("pre", repr(self))
         own = self._local_rows()
-        rows = [(number, str(tuple(value.shape)), _html.element("code", _abridged(value, ""))) for number, value in own.items()]
+        rows = [(number, str(tuple(value.shape)), _html.element("code", _abridge(value, ""))) for number, value in own.items()]
         title = f"PerReplica of {self.num_replicas} replicas, shape {self.shape}, dtype {self.dtype}"
         return _html.join([_html.element("b", title), _html.table(("replica", "shape", "value"), rows)])
 
@@ -138,18 +139,18 @@ class PerReplica:
 
     def __format__(self, spec: str) -> str:
         if spec:
-            raise self._refused(f"the format {spec!r}")
+            self._refuse(f"the format {spec!r}")
         return repr(self)
 
-    def _refused(self, operation: str) -> PerReplicaError:
-        return PerReplicaError(f"PerReplica does not support {operation} (shape {self.shape}): {_WAYS_OUT}")
+    def _refuse(self, operation: str, *operands: object, **options: object) -> NoReturn:
+        raise PerReplicaError(f"PerReplica does not support {operation} (shape {self.shape}): {_WAYS_OUT}")
 
     def __jax_array__(self) -> NoReturn:
         user_code.hide_lines()
-        raise self._refused("use as one array")
+        self._refuse("use as one array")
 
     def __array_ufunc__(self, ufunc: np.ufunc, *args: object, **kwargs: object) -> NoReturn:
-        raise self._refused(f"`np.{ufunc.__name__}`")
+        self._refuse(f"`np.{ufunc.__name__}`")
 
     __hash__ = object.__hash__
 
@@ -168,41 +169,35 @@ def _refuse_operators() -> None:
         "getitem": "indexing", "setitem": "assignment to its items", "array": "conversion to a numpy array",
     }  # fmt: skip
 
-    def refused(operation: str) -> Callable[..., NoReturn]:
-        def operator(self: PerReplica, *operands: object, **options: object) -> NoReturn:
-            raise self._refused(operation)
-
-        return operator
-
     for name, symbol in symbols.items():
         others |= {name: f"`{symbol}`", f"r{name}": f"`{symbol}`"}
     for name, operation in others.items():
-        setattr(PerReplica, f"__{name}__", refused(operation))
+        setattr(PerReplica, f"__{name}__", functools.partialmethod(PerReplica._refuse, operation))
 
 
 _refuse_operators()
 
 
-def _abridged(value: jax.Array, label: str) -> str:
+def _abridge(value: jax.Array, label: str) -> str:
     is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended)
     return str(value) if is_key else np.array2string(np.asarray(value), threshold=20, prefix=label)
 
 
 def is_per_replica(value: object) -> bool:
-    """Tell whether a value is a PerReplica; the `is_leaf` of every flattening that must see them whole."""
+    """Tell whether a value is a PerReplica: the `is_leaf` that keeps them whole."""
     return isinstance(value, PerReplica)
 
 
 #: The one array `[R, ...]` of all replicas' values, padded when they differ in shape.
 stack_of: Callable[[PerReplica], Any] = operator.attrgetter("_array")
-#: The SUM and the MEAN over the replicas, and the mesh of these, if they are known, else None.
+#: The SUM and the MEAN over the replicas, and their mesh; None where they are not known.
 carried_sums: Callable[[PerReplica], tuple[Any, Any, Any] | None] = operator.attrgetter("_carried")
 #: The shape of each replica's value when they differ, else None.
 uneven_shapes: Callable[[PerReplica], tuple[Shape, ...] | None] = operator.attrgetter("_shapes")
 
 
 def require_whole(value: PerReplica, what: Callable[[], str]) -> None:
-    """Refuse a PerReplica whose array `jax.tree.map` has changed in its leading axis; `what` begins the message: "reduce got"."""
+    """Refuse a PerReplica whose array `jax.tree.map` has given another shape; `what` begins the message: "reduce got"."""
     array, shapes = stack_of(value), uneven_shapes(value) or ()
     if not getattr(array, "ndim", 0):
         found = "without replicas"
@@ -224,20 +219,17 @@ def stack_shapes(shapes: Sequence[Shape]) -> tuple[Shape, tuple[Shape, ...] | No
 
 
 def of_last_batch(arguments: PyTree) -> PyTree | None:
-    """Return what stands for the arguments of a step, of batches, when the last batch of their dataset comes; without values.
+    """Return a step's arguments with the shapes, and no values, that they will have in the last batch of their dataset.
 
-    None if nobody knows of one in which replicas will have different numbers of rows, or if a value with rows is of no dataset.
+    None unless each argument with rows comes from a dataset of which an uneven last batch is known.
     """
     leaves = jax.tree.leaves(arguments, is_leaf=is_per_replica)
     values = [leaf for leaf in leaves if isinstance(leaf, PerReplica) and leaf.ndim]
-    if not values or not all(map(_comes_before_last, values)):
+    plain = [value for value in values if uneven_shapes(value) is None and not isinstance(stack_of(value), jax.core.Tracer)]
+    if not values or len(plain) < len(values) or any(value._last_sizes is None for value in values):
         return None
     is_leaf = lambda leaf: hasattr(leaf, "__jax_array__")  # noqa: E731  # of ours: a variable stays one
     return jax.tree.map(lambda v: _last(v) if is_per_replica(v) and v.ndim else v, arguments, is_leaf=is_leaf)
-
-
-def _comes_before_last(value: PerReplica) -> bool:
-    return value._last_sizes is not None and value._shapes is None and not isinstance(value._array, jax.core.Tracer)
 
 
 def _last(value: PerReplica) -> PerReplica:

@@ -1,8 +1,7 @@
-"""How a value that every worker holds becomes one value on all replicas: the chief's.
+"""Mirrored values: a value that every worker holds becomes one value on all replicas, the chief's.
 
-With one worker this is `jax.device_put`. With several, each has made its value by itself, so nothing but the program says
-that they are equal, and a copy that differs would never be found. So the chief's bits are sent to all, and the checksums
-of what the others had are compared: docs/design/workers.md.
+With one worker this is `jax.device_put`. With several, each has made its value separately, and a copy that differs would never be
+noticed. So the chief's bits are sent to all, and the checksums of all workers' values are compared: docs/design/workers.md.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ from .mesh import ReplicaMesh
 
 _NAME = "sending values from the chief"
 _CHECK = "comparing an array of all workers"
-#: Told which of the arrays differ, by position, and on which workers; raises.
+#: Called with the position of an array that differs and the workers that gave other values; raises.
 OnDifference = Callable[[int, Sequence[int]], None]
 
 
 def mirror(
     mesh: ReplicaMesh, arrays: Sequence[Any], on_difference: OnDifference | None = None, is_checked_late: bool = False
 ) -> list[jax.Array]:
-    """Return arrays as mirrored ones, with the chief's values; those that are mirrored already stay as they are.
+    """Return arrays mirrored, with the chief's values; arrays that are mirrored already are returned unchanged.
 
-    All workers call this with the same number, shapes and dtypes. When they gave different values, `on_difference` is called on
-    each of them; with `is_checked_late` at most two programs later, so that the devices do not wait for this process.
+    All workers call this with equally many arrays, of the same shapes and dtypes. Where their values differ, `on_difference` is
+    called on each worker; with `is_checked_late` at most two programs later, so that the devices do not wait for this process.
     """
     placed = list(arrays)
     missing = [i for i, array in enumerate(arrays) if not (isinstance(array, jax.Array) and array.sharding == mesh.mirrored)]
@@ -58,10 +57,10 @@ def mirror(
 
 
 def check_later(mesh: ReplicaMesh, arrays: Sequence[Any], name_of: Callable[[int], str]) -> None:
-    """See, at most two programs later, that mirrored arrays have the same bits on all workers.
+    """Check, at most two programs later, that mirrored arrays have the same bits on all workers.
 
-    The user's own JAX code may have computed them of mirrored arrays and of something that each worker has for itself. Those
-    that are not mirrored are left alone: they are sent from the chief.
+    The user's own JAX code may have computed them from mirrored arrays and from a value that differs between workers. Other
+    arrays are ignored: they are sent from the chief.
     """
     if mesh.is_alone:
         return
@@ -94,7 +93,7 @@ def _compare_bits(arrays: Mapping[int, jax.Array], name_of: Callable[[int], str]
 
 
 def stack(mesh: ReplicaMesh, rows: np.ndarray) -> jax.Array:
-    """Return an array of all workers' rows, of which each gives those of its own replicas, or one for each of its devices."""
+    """Return an array of all workers' rows; each worker gives the rows of its replicas, or one for each of its devices."""
     if mesh.is_alone:
         return jax.device_put(rows, mesh.stacked)
     num_rows = len(rows) // len(mesh.local_devices) * len(mesh.devices)  # all workers have equally many devices
@@ -102,7 +101,7 @@ def stack(mesh: ReplicaMesh, rows: np.ndarray) -> jax.Array:
 
 
 def _mirrored_again(mesh: ReplicaMesh, array: jax.Array) -> jax.Array:
-    """Mirror an array of all workers that has another placement, as one that the user's own JAX code made may have."""
+    """Mirror an array of all workers with another placement, which the user's own JAX code may have made."""
     if array.sharding.device_set != mesh.mirrored.device_set:
         raise StrategyMismatchError(
             f"an array of shape {array.shape} lies on devices of several workers which are not those of {mesh}. Bring it to this "
@@ -167,7 +166,7 @@ def _program(mesh: ReplicaMesh, kinds: tuple[tuple[Shape, Any], ...]) -> Callabl
 
 
 def _compare(mesh: ReplicaMesh, positions: list[int], on_difference: OnDifference, sums: jax.Array) -> None:
-    """Say on every worker which array differed on which workers; `sums` has a row for each device."""
+    """Call `on_difference` for each array that differs; `sums` has a row of checksums for each device."""
     rows = np.asarray(sums)
     differ = rows != rows[0]
     for column, position in enumerate(positions):
@@ -182,7 +181,7 @@ def _bits(host: np.ndarray) -> np.ndarray:
 
 
 def _array_of(bits: jax.Array, shape: Shape, dtype: np.dtype) -> jax.Array:
-    """Return the array of which `_bits` made these bits."""
+    """Return the array from which `_bits` made these bits."""
     if jnp.issubdtype(dtype, jnp.complexfloating):
         parts = _array_of(bits, (*shape, 2), np.finfo(dtype).dtype)
         return jax.lax.complex(parts[..., 0], parts[..., 1])
@@ -192,7 +191,7 @@ def _array_of(bits: jax.Array, shape: Shape, dtype: np.dtype) -> jax.Array:
 
 
 def refuse_argument(what: str, position: int, workers: Sequence[int]) -> NoReturn:
-    """Say that an argument, which goes whole to every replica, is not the same on all workers."""
+    """Refuse an argument that goes whole to every replica and is not the same on all workers."""
     raise ReplicasDivergeError(
         f"{what}, is not the same on all workers: {numbered(workers)} gave other values than worker 0. A plain array goes "
         "whole to every replica, so it must be one value. Rows of a batch are shared out by strategy.distribute_dataset(...); "
@@ -201,7 +200,7 @@ def refuse_argument(what: str, position: int, workers: Sequence[int]) -> NoRetur
 
 
 def refuse_constant(position: int, workers: Sequence[int]) -> NoReturn:
-    """Say that an array that a step closes over is not the same on all workers."""
+    """Refuse an array that a step closes over and that is not the same on all workers."""
     raise ReplicasDivergeError(
         f"an array that the step closes over (number {position} of them) is not the same on all workers: {numbered(workers)} "
         "made other values than worker 0. Seed what makes it alike on all workers, or keep it in a mr.Variable, which "
@@ -210,15 +209,15 @@ def refuse_constant(position: int, workers: Sequence[int]) -> NoReturn:
 
 
 def checksum(array: np.ndarray | jax.Array) -> int:
-    """Return the CRC-32 of an array's bits, which finds every change within 32 bits, and others but for one in 2**32.
+    """Return the CRC-32 of an array's bits: it finds every change within 32 bits, and misses one in 2**32 of the others.
 
-    Computed here and not on the devices: XLA took 45 s to compile that for 200 variables of different shapes.
+    Computed on the host: XLA took 45 s to compile it for 200 variables of different shapes.
     """
     return zlib.crc32(np.ascontiguousarray(_without_keys(array)).reshape(-1).view(np.uint8).data)
 
 
 def _without_keys(array: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
-    """Return the data of keys of random numbers; another array as it is."""
+    """Return the data of random keys; another array unchanged."""
     if not jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         return array
     with jax.ensure_compile_time_eval():  # now, also while a larger program is traced

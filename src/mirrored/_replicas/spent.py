@@ -9,26 +9,25 @@ from collections.abc import Iterator
 from .._process import times
 from .._process import waited as waited
 
-#: So many steps are looked at before anything is said of them.
+#: Shares of fewer steps are not shown.
 MIN_STEPS = 20
 
 
 def forget_pause() -> None:
-    """Leave the time since the last steps out: the loop did something that belongs to no step."""
+    """Restart the timers: since the last step the loop did something that belongs to no step, such as a profile."""
     for spent in list(times):
         spent.last = None
 
 
 @dataclasses.dataclass(eq=False)
 class Spent:
-    """The seconds of a strategy's warm steps, each from the end of the one before to its own.
+    """The seconds of a strategy's warm steps, each counted from the end of the step before.
 
-    A step that was compiled, and the time until the next one has come back, are left out. Of several threads that take steps the
-    first one counts.
+    A step that was compiled is left out, and so is the next one. Only the first thread that takes steps counts.
     """
 
     num_steps: int = 0
-    wall: float = 0.0  # what they took
+    wall: float = 0.0  # of all steps, from end to end
     input: float = 0.0  # see `_process.Waited`
     devices: float = 0.0
     python: float = 0.0  # inside `strategy.run`, without waiting
@@ -41,7 +40,7 @@ class Spent:
         times.add(self)
 
     def shares(self) -> dict[str, float]:
-        """Return which part of the time went where; nothing after too few steps."""
+        """Return the share of the time by what it was spent on; {} after too few steps."""
         if self.num_steps < MIN_STEPS or self.wall <= 0:
             return {}
         parts = {"waiting for input": self.input, "waiting for devices": self.devices, "Python and dispatch": self.python}
@@ -49,7 +48,7 @@ class Spent:
         return {name: seconds / self.wall for name, seconds in parts.items()}
 
     def in_words(self) -> Iterator[str]:
-        """Say it in a line; in none after too few steps."""
+        """Yield a line about the shares; none after too few steps."""
         if shares := self.shares():
             listed = ", ".join(f"{share:.0%} {name}" for name, share in shares.items())
             yield f"time of {self.num_steps} steps, {1e3 * self.wall / self.num_steps:.3g} ms each: {listed}"

@@ -1,4 +1,4 @@
-"""The `cross_device_ops` that a strategy is given: TensorFlow's names, refused where they make no sense on its devices."""
+"""A strategy's `cross_device_ops`: TensorFlow's names, refused where they make no sense on its devices."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .._errors import DeviceError
 from .._options import CrossDeviceOps, HierarchicalCopyAllReduce, NcclAllReduce, ReductionToOneDevice
 from .._replicas.mesh import ReplicaMesh, resolve_devices
 
-#: What has the function that takes the place of sums, where the user has given a strategy one.
+#: The options with the function that takes the place of sums; None where the user has given a strategy none.
 ops_of: Callable[[Any], ReductionToOneDevice | None] = operator.attrgetter("_ops")
 
 _KINDS = (NcclAllReduce, HierarchicalCopyAllReduce, ReductionToOneDevice)
 
 
 def parse_ops(given: object) -> CrossDeviceOps | None:
-    """Return what the user has given, None for nothing; refuse anything else, such as a class that is not called."""
+    """Return the user's `cross_device_ops`, None for "auto"; refuse anything else, such as a class that is not called."""
     if given is None or isinstance(given, _KINDS):
         return given
     if isinstance(given, str) and given == "auto":
@@ -34,8 +34,8 @@ def parse_ops(given: object) -> CrossDeviceOps | None:
     )
 
 
-def accumulating(ops: CrossDeviceOps | None, mesh: ReplicaMesh) -> ReductionToOneDevice | None:
-    """Return what has a function in the place of sums. All else is XLA's to choose, and refused if the devices cannot do it."""
+def select_accumulation(ops: CrossDeviceOps | None, mesh: ReplicaMesh) -> ReductionToOneDevice | None:
+    """Return the options if they have a function in place of sums, else None: XLA chooses. Refuse what the devices cannot do."""
     if isinstance(ops, NcclAllReduce) and mesh.devices[0].platform == "cpu":
         raise ValueError(
             f"cross_device_ops is {ops}, which connects GPUs, but the devices are {mesh}. Leave the argument out: XLA "

@@ -1,4 +1,4 @@
-"""The verbs of a strategy for one leaf of a nest: a PerReplica, a variable, an array or a number."""
+"""A strategy's reduce, gather and local_results, leaf by leaf: of a PerReplica, a variable, an array or a number."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from .._variables.variable import Variable, local_arrays, note_use, spec_of, use
 
 @dataclasses.dataclass(frozen=True)
 class Leaves:
-    """The leaves that a strategy is given, in cross-replica context."""
+    """The verbs on the leaves of values, in cross-replica context."""
 
     mesh: ReplicaMesh
-    strategy: object  # whose leaves they are; messages show it
-    ops: ReductionToOneDevice | None = None  # has the function that takes the place of sums, where the user has given one
+    strategy: object  # shown in messages
+    ops: ReductionToOneDevice | None = None  # where the user has given a function that takes the place of sums
 
     def local_results(self, value: PyTree) -> tuple[Any, ...]:
         """Return a nest's values on this worker, one nest for each local replica; a 1-tuple when nothing in it differs."""
@@ -39,23 +39,23 @@ class Leaves:
         return tuple(jax.tree.unflatten(treedef, row) for row in rows)
 
     def reduce(self, op: ReduceOp, tree: PyTree, axis: collectives.AxesLike) -> PyTree:
-        if axis is None and type(tree) is PerReplica and (found := _carried(op, tree, self.mesh)) is not None:
+        if axis is None and type(tree) is PerReplica and (found := _carried_sum(op, tree, self.mesh)) is not None:
             return found
-        return self._done(tree, "reduce", lambda value: self._reduction(op, value, axis))
+        return self._compute(tree, "reduce", lambda value: self._plan_reduce(op, value, axis))
 
-    def _reduction(self, op: ReduceOp, value: PerReplica | jax.Array, axis: collectives.AxesLike) -> Task | jax.Array:
+    def _plan_reduce(self, op: ReduceOp, value: PerReplica | jax.Array, axis: collectives.AxesLike) -> Task | jax.Array:
         axes = collectives.normalize_axes(axis, value.ndim, "reduce")
         if not isinstance(value, PerReplica):
             return Task(cross_replica.reduce_mirrored, (op, axes, self.mesh.num_replicas, self.ops))
         cross_replica.require_equal_except(axes, value, "reduce")
-        if not axes and (known := _carried(op, value, self.mesh)) is not None:
+        if not axes and (known := _carried_sum(op, value, self.mesh)) is not None:
             return known
         return Task(cross_replica.reduce_stack, (op, axes, uneven_shapes(value), self.ops))
 
     def gather(self, tree: PyTree, axis: int) -> PyTree:
-        return self._done(tree, "gather", lambda value: self._joining(value, axis))
+        return self._compute(tree, "gather", lambda value: self._plan_gather(value, axis))
 
-    def _joining(self, value: PerReplica | jax.Array, axis: int) -> Task | jax.Array:
+    def _plan_gather(self, value: PerReplica | jax.Array, axis: int) -> Task | jax.Array:
         position = collectives.check_axis(axis, value.ndim, "gather")
         if not isinstance(value, PerReplica):
             return Task(cross_replica.gather_mirrored, (position, self.mesh.num_replicas))
@@ -66,9 +66,9 @@ class Leaves:
         whole = None if shapes is None or _is_merged() else self.mesh.mirrored
         return Task(cross_replica.gather_stack, (position, shapes, whole))
 
-    def _done(self, tree: PyTree, verb: str, task_of: Callable[[Any], Task | jax.Array]) -> PyTree:
-        """Do with each leaf of a nest what a function says, or has done, in one program for all."""
-        leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_distributed)
+    def _compute(self, tree: PyTree, verb: str, task_of: Callable[[Any], Task | jax.Array]) -> PyTree:
+        """Compute a result for each leaf of a nest: `task_of` returns the result, or a task, and one program runs all tasks."""
+        leaves, treedef = jax.tree.flatten(tree, is_leaf=arrays.is_wrapped)
         results: list[Any] = [None] * len(leaves)
         tasks: dict[int, Task] = {}
         stacks: list[jax.Array] = []
@@ -154,13 +154,13 @@ class Leaves:
             values = leaf.values
         if isinstance(values[0], jax.core.Tracer):
             return values
-        # Together, because JAX does not combine arrays of two devices.
+        # On one device, because JAX does not combine arrays of two.
         device = self.mesh.local_devices[0]
         return tuple(jax.device_put(value, device) for value in values)
 
 
-def _carried(op: ReduceOp, value: PerReplica, mesh: ReplicaMesh) -> jax.Array | None:
-    """Return what a step on a mesh has found the SUM or MEAN of its value to be; None if it did not, or an array is deleted."""
+def _carried_sum(op: ReduceOp, value: PerReplica, mesh: ReplicaMesh) -> jax.Array | None:
+    """Return the SUM or MEAN that the step which made a value on a mesh has computed; None without one, or if it is deleted."""
     known = carried_sums(value)
     if known is None or known[2] is not mesh:
         return None

@@ -21,7 +21,7 @@ from .._replicas import placement
 from .._replicas.mesh import cluster_mesh, make_mesh, resolve_devices, with_replicas
 from .._workers import runtime
 from .._workers.runtime import Runtime
-from .adding_up import accumulating, parse_ops
+from .adding_up import parse_ops, select_accumulation
 from .strategy import Strategy
 
 _logger = logging.getLogger("mirrored")
@@ -71,7 +71,7 @@ class MirroredStrategy(Strategy):
         ops = parse_ops(cross_device_ops)
         look_for_others("MirroredStrategy")
         mesh = with_replicas(make_mesh(resolve_devices(devices)), num_replicas, schedule)
-        super().__init__(mesh, ops=accumulating(ops, mesh))
+        super().__init__(mesh, ops=select_accumulation(ops, mesh))
 
 
 class MultiWorkerMirroredStrategy(Strategy):
@@ -113,12 +113,12 @@ class MultiWorkerMirroredStrategy(Strategy):
         cluster_resolver: ClusterResolver | None = None,
         communication: CommunicationImplementation | CommunicationName | None = None,
     ) -> None:
-        cluster = _renamed("cluster_resolver", cluster_resolver, "cluster", cluster)
+        cluster = _by_either_name("cluster_resolver", cluster_resolver, "cluster", cluster)
         chosen = None if communication is None else CommunicationOptions(implementation=communication)
         right = (
             f"; write communication_options=mr.CommunicationOptions(implementation=mr.{chosen.implementation})" if chosen else ""
         )
-        communication_options = _renamed("communication", chosen, "communication_options", communication_options, right)
+        communication_options = _by_either_name("communication", chosen, "communication_options", communication_options, right)
         options = CommunicationOptions() if communication_options is None else communication_options
         _refuse_options(cluster, options)
         ops = parse_ops(cross_device_ops)
@@ -134,10 +134,10 @@ class MultiWorkerMirroredStrategy(Strategy):
                 "implementation is NCCL, which connects GPUs, but JAX has found none; it uses the CPU. Leave the option out, or "
                 "install JAX for CUDA: pip install 'jax[cuda13]'."
             )
-        super().__init__(mesh, bytes_per_pack=options.bytes_per_pack, ops=accumulating(ops, mesh))
+        super().__init__(mesh, bytes_per_pack=options.bytes_per_pack, ops=select_accumulation(ops, mesh))
         if joined is not None:
             self._coordination = joined.coordination
-            # All workers use a collective together at once: the first one of a set of devices waits for 30 s only.
+            # The first collective on a set of devices waits for 30 s only: so all workers run one now, together.
             self._coordination.barrier("MultiWorkerMirroredStrategy")
             placement.mirror(mesh, [np.zeros((), np.int32)])[0].block_until_ready()
 
@@ -150,8 +150,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         return runtime.start(self._cluster, options)
 
 
-def _renamed(old_name: str, old: T | None, new_name: str, new: T | None, right: str = "") -> T | None:
-    """Return what was given under TensorFlow's name of an argument, or under ours."""
+def _by_either_name(old_name: str, old: T | None, new_name: str, new: T | None, right: str = "") -> T | None:
+    """Return an argument that was given under TensorFlow's name or ours."""
     if old is None:
         return new
     if new is not None:
@@ -161,7 +161,7 @@ def _renamed(old_name: str, old: T | None, new_name: str, new: T | None, right: 
 
 
 def _refuse_options(cluster: object, options: object) -> None:
-    """Refuse what TensorFlow's users give where the other argument is, or without its wrapper, with the line to write."""
+    """Refuse arguments in each other's place, and options without their class, with the line to write."""
     right = "mr.MultiWorkerMirroredStrategy(communication_options=mr.CommunicationOptions(implementation=mr.{}))"
     if isinstance(cluster, CommunicationOptions):
         raise TypeError(
@@ -177,7 +177,7 @@ def _refuse_options(cluster: object, options: object) -> None:
 
 
 def look_for_others(name: str) -> None:
-    """Warn, once in a process, when it is one of several workers by its environment, but is about to train by itself."""
+    """Warn, once in a process, that it is about to train alone although its environment makes it one of several workers."""
     if _env.TF_CONFIG.get() is not None:
         _logger.info("TF_CONFIG is set, but %s is for one machine and ignores it", name)
     if runtime.current() is not None or runtime.is_connected():

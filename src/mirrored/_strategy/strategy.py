@@ -511,25 +511,22 @@ def variables_of(strategy: Strategy) -> list[Variable]:
 
 
 def datasets_of(strategy: Strategy) -> list[DistributedDataset]:
-    """Return the datasets that a strategy has distributed and that are still there."""
+    """Return the datasets of a strategy that still exist."""
     return list(strategy._datasets)
 
 
 def programs_of(strategy: Strategy) -> list[tuple[StepProgram, str]]:
-    """Return the steps that a strategy has compiled, each with what caused it when it was not its function's first."""
+    """Return a strategy's compiled steps, each with the reason when its function was compiled before."""
     return strategy._steps.programs.causes()
 
 
-def spent_in(strategy: Strategy) -> Spent:
-    """Return where the time of a strategy's steps went."""
-    return strategy._steps.spent
-
-
 def joint_strategy() -> Strategy | None:
-    """Return a strategy in which other workers take part, None when there is none; all in a process reach the same workers."""
+    """Return one of this process's strategies of several workers, which all have the same workers; None when there is none."""
     return next((strategy for strategy in list(_process.strategies) if strategy.num_workers > 1), None)
 
 
+#: How a strategy's steps have spent their time.
+spent_in: Callable[[Strategy], Spent] = operator.attrgetter("_steps.spent")
 #: The replicas of a strategy.
 mesh_of_strategy: Callable[[Strategy], ReplicaMesh] = operator.attrgetter("_mesh")
 #: How a strategy's workers reach each other.

@@ -1,4 +1,4 @@
-"""How values that were made one by one, for each replica, become PerReplica values."""
+"""`distribute_values_from_function`: values made one by one, for each replica, become PerReplica values."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ValueContext:
 
 
 def distribute(mesh: ReplicaMesh, coordination: Coordination, trees: Sequence[PyTree]) -> PyTree:
-    """Make a tree of PerReplica values of the trees of this worker's replicas, in order; workers tell each other the shapes."""
+    """Make a tree of PerReplica values from the trees of this worker's replicas, in order; workers exchange the shapes."""
     flat = [jax.tree.flatten(tree, is_leaf=lambda leaf: hasattr(leaf, "__jax_array__")) for tree in trees]
     arrays = [[_array(leaf) for leaf in leaves] for leaves, _ in flat]
     own = [
@@ -62,7 +62,7 @@ def distribute(mesh: ReplicaMesh, coordination: Coordination, trees: Sequence[Py
 
 
 def _array(leaf: ArrayLike) -> np.ndarray | jax.Array:
-    """Turn a leaf into an array; one of numpy's stays, for it is copied to where the devices will have it."""
+    """Turn a leaf into an array; a numpy array stays, because `_stack` copies it."""
     if not isinstance(leaf, np.ndarray):
         return as_array(leaf, _VERB)
     check_leaf(leaf, _VERB)
@@ -76,7 +76,7 @@ def _held_dtype(array: np.ndarray | jax.Array) -> Any:
 
 
 def _per_replica(mesh: ReplicaMesh, arrays: Sequence[Any], kinds: Sequence[tuple[list[int], str]]) -> PerReplica:
-    """Make a PerReplica of one leaf of this worker's replicas; `kinds` has the shape and dtype of every replica's."""
+    """Make a PerReplica from this worker's arrays for one leaf; `kinds` has the shape and dtype of every replica's array."""
     every = [tuple(shape) for shape, _ in kinds]
     if len(set(map(len, every))) > 1:
         raise ValueError(

@@ -105,12 +105,12 @@ def call_compiled(fn: UserFunction, args: Sequence[Any], kwargs: dict[str, Any])
                 later = take_apart(fn, *coming, runs_steps=True)
                 made.append((later, _make(later, frame or Frame(None, None))))
         for each, its_program in made:
-            # Counted for each function: a decorator in a factory makes many of one code.
+            # Compilations are counted for each function object (`owner`): a decorator in a factory makes many of one code.
             each = each._replace(key=(*each.key, *further))
             also = [] if frame is None else [frame.strategy]
             _programs.add(each, its_program, its_program.lifted.variables, owner=fn, also=also)
         check_later(program.mesh, arrays, lambda index: f"the argument {argument_names(call)[index]}")
-    # A PerReplica lies where it is: `_mesh_of` has chosen the devices after it.
+    # PerReplica arguments need not be placed: `_mesh_of` has chosen their devices.
     plain = [position for position, leaf in enumerate(leaves) if not leaf.is_per_replica]
     names = lambda: [argument_names(take_apart(fn, args, kwargs))[position] for position in plain]  # noqa: E731
     placed = place(program.mesh, [arrays[position] for position in plain], [leaves[position] for position in plain], names)
@@ -120,7 +120,7 @@ def call_compiled(fn: UserFunction, args: Sequence[Any], kwargs: dict[str, Any])
 
 
 def function_programs(mesh: ReplicaMesh) -> list[tuple[FunctionProgram, str]]:
-    """Return the programs of functions on some devices, each with what caused it when it was not its function's first."""
+    """Return the programs of functions on a mesh, each with the reason when its function was compiled before."""
     return [(program, cause) for program, cause in _programs.causes() if program.mesh == mesh]
 
 
@@ -141,7 +141,7 @@ def _make(call: Call, frame: Frame) -> FunctionProgram:
     ]
     try:
         stored_shape = lambda variable: spec_of(variable).stored_shape  # noqa: E731
-        lifted = lift.trace(lambda arrays: call.apply(arrays, _rewrapped), avals, frame, stored_shape, call.function).lifted()
+        lifted = lift.trace(lambda arrays: call.apply(arrays, _rewrap), avals, frame, stored_shape, call.function).lifted()
     except Exception as error:
         scalar_args.explain(error, call)
         mistakes.explain(error)
@@ -163,12 +163,12 @@ def _pure(lifted: Lifted, mesh: ReplicaMesh, written: Any, read_only: Any, array
     return outputs[: lifted.num_results], outputs[lifted.num_results :], witness
 
 
-def _rewrapped(leaf: ArrayLeaf, array: jax.Array) -> PerReplica | jax.Array:
+def _rewrap(leaf: ArrayLeaf, array: jax.Array) -> PerReplica | jax.Array:
     return PerReplica(array, leaf.shapes) if leaf.is_per_replica else array
 
 
 def _mesh_of(frame: Frame, lifted: Lifted, call: Call) -> ReplicaMesh:
-    """Return the devices that the function runs on: those of everything in it, else of the default strategy."""
+    """Return the devices that everything in a function lies on, else those of the default strategy; refuse two strategies."""
     meshes = [] if frame.mesh is None else [frame.mesh]
     meshes += [spec_of(variable).mesh for variable in lifted.variables]
     placements = [getattr(array, "sharding", None) for array in call.arrays]

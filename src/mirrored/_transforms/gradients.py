@@ -131,7 +131,7 @@ def value_and_grad(fn: UserFunction, variables: PyTree, has_aux: bool = False) -
 
 
 def check_variables(variables: PyTree, verb: str, example: str, hint: str = "") -> tuple[list[Variable], Any]:
-    """Return the variables of a nest that `verb` was given, and its structure; refuse what has no gradient."""
+    """Return the variables in a nest given to `verb`, and its structure; refuse leaves that have no gradient."""
     given, treedef = jax.tree.flatten(trainable(variables), is_leaf=is_variable)
     leaves = list(map(own_variable, given))
     if not leaves:
@@ -160,7 +160,7 @@ def check_variables(variables: PyTree, verb: str, example: str, hint: str = "") 
 
 
 def _refuse_copies(variables: list[Variable]) -> None:
-    """Refuse, outside a step, a sync-on-read variable: its one value there is made of copies, which have the gradients."""
+    """Refuse a shared-out state, and outside a step a sync-on-read variable: only its copies have gradients."""
     frame = frames.current()
     for variable in variables:
         if isinstance(variable, ShardedVariable):
@@ -185,7 +185,7 @@ def _split(result: object, has_aux: bool) -> tuple[Any, Any]:
 
 
 def _one_number(loss: object) -> jax.Array:
-    """Return the loss that is differentiated: of losses of examples, their mean over the global batch, or the replica's share."""
+    """Return the scalar to differentiate: of a vector of losses their mean over the global batch, or this replica's share."""
     if isinstance(loss, tuple):
         raise TypeError("the function returned a tuple; pass has_aux=True when it returns (loss, aux).")
     if loss is None or not (hasattr(loss, "dtype") or isinstance(loss, int | float)):

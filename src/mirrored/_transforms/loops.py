@@ -58,7 +58,8 @@ def scan(
     (5.0, Array([2., 6.], dtype=float32), 6.0)
     """
     _check_callable(fn, "mr.scan")
-    _check_length(length)
+    if length is not None and (not isinstance(length, int) or length < 0):
+        raise TypeError(f"mr.scan got length={length!r}; expected an int, 0 or more. The number of steps is compiled in.")
     return call_compiled(functools.partial(_scan, fn, length=length), (init, xs), {})
 
 
@@ -84,7 +85,10 @@ def fori_loop(lower: int | jax.Array, upper: int | jax.Array, body: Callable[[An
     4.0
     """
     _check_callable(body, "mr.fori_loop")
-    _check_bounds(lower, upper)
+    for limit in (lower, upper):
+        dtype = int if isinstance(limit, int) else getattr(limit, "dtype", float)
+        if not jnp.issubdtype(dtype, jnp.integer) or getattr(limit, "ndim", 0):
+            raise TypeError(f"mr.fori_loop got the bounds {lower!r} and {upper!r}; expected two ints.")
     return call_compiled(functools.partial(_fori_loop, body), (lower, upper, init), {})
 
 
@@ -133,7 +137,14 @@ def _scan(fn: UserFunction, init: PyTree, xs: PyTree, length: int | None) -> tup
     rows = _map_whole(_replicas_second, xs)
 
     def body(carry: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
-        carry, y = _checked_pair(fn(carry, x))
+        result = fn(carry, x)
+        if not isinstance(result, tuple) or len(result) != 2:
+            returned = "an array" if isinstance(result, jax.Array) else repr(result)
+            raise TypeError(
+                f"the body of mr.scan returned {returned}; expected a pair (new carry, y). Write "
+                "`return carry, None` when there is nothing to collect."
+            )
+        carry, y = result
         return _as_arrays(carry, "the carry of mr.scan"), _as_arrays(y, "the y of mr.scan's body")
 
     def run(before: list[jax.Array], body: UserFunction) -> tuple[tuple[PyTree, PyTree], list[jax.Array]]:
@@ -147,7 +158,7 @@ def _scan(fn: UserFunction, init: PyTree, xs: PyTree, length: int | None) -> tup
 
     first = jax.tree.map(lambda row: jax.ShapeDtypeStruct(row.shape[1:], row.dtype), rows)
     carry, ys = _carry_written(run, [body], init, first)
-    return carry, _map_whole(_replicas_first, ys)
+    return carry, _map_whole(lambda y: _swap_axes(y) if isinstance(y, PerReplica) else y, ys)
 
 
 def _fori_loop(fn: UserFunction, lower: int | jax.Array, upper: int | jax.Array, init: PyTree) -> PyTree:
@@ -163,7 +174,7 @@ def _fori_loop(fn: UserFunction, lower: int | jax.Array, upper: int | jax.Array,
 
 
 def _carry_written(run: Callable[..., Any], bodies: list[UserFunction], *arguments: PyTree) -> Any:
-    """Return the result of control flow that also carries the variables that its bodies write, which one more trace finds."""
+    """Run control flow that also carries the variables that its bodies write; one more trace finds these."""
     outer = outer_reader()
     written: dict[Variable, str] = {}
 
@@ -196,7 +207,7 @@ def _as_arrays(tree: PyTree, what: str) -> PyTree:
 
 
 def _replicas_second(x: object) -> Any:
-    """Turn `[R, K, ...]` into `[K, R, ...]`, so that a loop takes one step of all replicas at a time."""
+    """Turn `[R, K, ...]` into `[K, R, ...]`, so that an iteration takes a row of every replica."""
     if isinstance(x, PerReplica) and uneven_shapes(x) is not None:
         raise UnevenReplicasError(
             f"xs of mr.scan holds a PerReplica with different shapes, {', '.join(map(str, x.shapes))}; all replicas take every "
@@ -208,33 +219,11 @@ def _replicas_second(x: object) -> Any:
             "xs of mr.scan holds a scalar, which has no axis to loop over; expected arrays of shape [K, ...]. For a list of "
             "numbers write jnp.asarray([1.0, 2.0])."
         )
-    return PerReplica(jnp.moveaxis(stack_of(x), 1, 0)) if isinstance(x, PerReplica) else array
+    return _swap_axes(x) if isinstance(x, PerReplica) else array
 
 
-def _replicas_first(y: object) -> Any:
-    return PerReplica(jnp.moveaxis(stack_of(y), 1, 0)) if isinstance(y, PerReplica) else y
-
-
-def _checked_pair(result: object) -> tuple[PyTree, PyTree]:
-    if not isinstance(result, tuple) or len(result) != 2:
-        returned = "an array" if isinstance(result, jax.Array) else repr(result)
-        raise TypeError(
-            f"the body of mr.scan returned {returned}; expected a pair (new carry, y). Write "
-            "`return carry, None` when there is nothing to collect."
-        )
-    return result
-
-
-def _check_length(length: object) -> None:
-    if length is not None and (not isinstance(length, int) or length < 0):
-        raise TypeError(f"mr.scan got length={length!r}; expected an int, 0 or more. The number of steps is compiled in.")
-
-
-def _check_bounds(lower: Any, upper: Any) -> None:
-    for limit in (lower, upper):
-        is_int_array = hasattr(limit, "dtype") and getattr(limit, "ndim", None) == 0 and jnp.issubdtype(limit.dtype, jnp.integer)
-        if not isinstance(limit, int) and not is_int_array:
-            raise TypeError(f"mr.fori_loop got the bounds {lower!r} and {upper!r}; expected two ints.")
+def _swap_axes(x: PerReplica) -> PerReplica:
+    return PerReplica(jnp.swapaxes(stack_of(x), 0, 1))
 
 
 def _check_callable(fn: object, verb: str) -> None:
