@@ -102,11 +102,11 @@ MirroredStrategy
     mr.MirroredStrategy(["cpu:0"], cross_device_ops=mr.ReductionToOneDevice("cpu:1")) => DeviceError: is none of the strat
     mr.MirroredStrategy(["cpu:0"], cross_device_ops=mr.ReductionToOneDevice(3)) => TypeError: reduce_to_device is 3; expect
 NcclAllReduce
-    mr.NcclAllReduce(-1) => ValueError: num_packs is -1; expected 1, more, or 0
+    mr.NcclAllReduce(-1) => ValueError: num_packs is -1; expected 0 or more packs
     mr.NcclAllReduce("1") => TypeError: num_packs is '1'; expected an int
     mr.NcclAllReduce(True) => TypeError: num_packs is True; expected an int
 HierarchicalCopyAllReduce
-    mr.HierarchicalCopyAllReduce(num_packs=-2) => ValueError: num_packs is -2; expected 1, more, or 0
+    mr.HierarchicalCopyAllReduce(num_packs=-2) => ValueError: num_packs is -2; expected 0 or more packs
 ReductionToOneDevice
     mr.ReductionToOneDevice(accumulation_fn="max") => TypeError: accumulation_fn is 'max'; expected a function of a list
 OneDeviceStrategy
@@ -203,15 +203,15 @@ Strategy.distribute_datasets_from_function
 Strategy.experimental_distribute_datasets_from_function
     two.experimental_distribute_datasets_from_function(3) => TypeError: dataset_fn is 3
 Strategy.make_numpy_dataset
-    two.make_numpy_dataset(None) => TypeError: the dataset None holds no array
-    two.make_numpy_dataset(3) => ValueError: the array is a scalar
+    two.make_numpy_dataset(None) => TypeError: got None, which holds no array
+    two.make_numpy_dataset(3) => ValueError: got a scalar
     two.make_numpy_dataset(WORDS) => TypeError: has dtype <U1, which no device can hold
     two.make_numpy_dataset({"x": object()}) => TypeError|ValueError: \['x'\] (has dtype object|is a scalar)
     two.make_numpy_dataset((np.ones(2), np.ones(3))) => ValueError: different numbers of rows
     two.make_numpy_dataset([np.ones(2), np.ones(3)]) => ValueError: elements have different shapes
     two.make_numpy_dataset(x) => PerReplicaError: PerReplica does not support
 Strategy.experimental_make_numpy_dataset
-    two.experimental_make_numpy_dataset(3) => ValueError: the array is a scalar
+    two.experimental_make_numpy_dataset(3) => ValueError: got a scalar
 Strategy.distribute_values_from_function
     two.distribute_values_from_function(3) => TypeError: value_fn is 3; expected a function of a mr\.ValueContext
     values(two, lambda i: "a") => TypeError: distribute_values_from_function got 'a' of type str; NO_NUMBERS
@@ -562,7 +562,7 @@ Checkpoint
     mr.Checkpoint(3, w=w) => TypeError: directory is 3; expected a path
     mr.Checkpoint("unused", **{"../w": [1]}) => ValueError: the name '\.\./w' will not do
     mr.Checkpoint("unused") => TypeError: got nothing to save
-    mr.Checkpoint("unused", max_to_keep=0, w=w) => ValueError: max_to_keep is 0; expected at least 1
+    mr.Checkpoint("unused", max_to_keep=0, w=w) => ValueError: max_to_keep is 0; expected 1 or more
 Checkpoint.restore_latest
     checkpoint.restore_latest(partial="w") => TypeError: partial is 'w'; expected True or False
 Checkpoint.save

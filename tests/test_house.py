@@ -407,7 +407,7 @@ def test_sizes() -> None:
 #: Lines of each wing. A commit may lower a budget, and never raises one; beside it what is to be reached. The ground is together,
 #: and so are small wings that stand for one thing. `python tests/test_house.py` prints today's.
 BUDGETS = {
-    "_program": 4616,  # 4,000
+    "_program": 4282,  # 4,000
     "_jax": 1377,  # 1,300
     "_replicas": 2319,  # 2,100
     "_variables": 1873,  # 1,700
@@ -452,7 +452,7 @@ ANYS = {
     "_cluster": 7,
     "_jax": 5,
     "_models": 10,
-    "_program": 64,
+    "_program": 60,
     "_replicas": 13,
     "_report": 4,
     "_strategy": 3,

@@ -2,7 +2,7 @@
 
 PROOF = "tests/_program/test_proof.py::test_"
 REFUSALS = "tests/_program/test_refusals.py::test_"
-FAST = "tests/_program/test_fast_path.py::test_"
+GUARDS = "tests/_program/test_guards.py::test_"
 TRACES = "tests/_program/uneven/test_traces.py::test_"
 PROPERTIES = "tests/_program/uneven/test_properties.py::test_"
 MEANS = "tests/_program/uneven/test_means.py::test_"
@@ -17,13 +17,13 @@ MUTANTS = [
     ("_program/refusals.py", "if note.purpose is Purpose.ASSIGN and not state.is_mirrored", "if False",
      PROOF + "refusals_find_the_variable_and_the_line"),
     # -- a factor of R
-    ("_program/proof.py", "said=min(state.said, Said.COMBINED)", "said=state.said",
+    ("_program/proof.py", "said=min(given.said, Said.COMBINED)", "said=given.said",
      REFUSALS + "gradients_that_were_combined_before_are_refused"),
     ("_program/refusals.py", "if note.purpose is Purpose.MEAN and state.said is Said.SHARE]", "if False]",
      REFUSALS + "a_mean_of_shares_is_said_with_the_sum_to_write[mean-4-2-average]"),
     # -- stale values
     ("_program/guards.py", "if expected is not None and id(value) != expected and content_key(value) != content:", "if False:",
-     FAST + "what_a_step_reads_may_change_at_any_time"),
+     GUARDS + "a_changed_name_is_seen_and_goes_to_and_fro_between_two_programs[attribute]"),
     ("_program/call.py", "array = np.array(leaf)", "array = np.asarray(leaf)",
      "tests/_program/test_steps.py::test_a_host_array_may_be_filled_again_at_once"),
     ("_program/lift.py", "Bindings({}, ask_for, renew)", "Bindings({}, ask_for, lambda: None)",
@@ -38,6 +38,6 @@ MUTANTS = [
     ("_replicas/collectives.py", "by_rows and op is ReduceOp.MEAN and axis", "op is ReduceOp.MEAN and axis",
      MEANS + "whatever_it_is_each_replica_weighs_as_much_as_it_has_rows"),
     # -- several replicas on a device
-    ("_program/virtual.py", "[_swapped(a, own) for", "[a for",
+    ("_program/virtual.py", "[_swap(a, own) for", "[a for",
      "tests/_program/test_virtual.py::test_collectives_and_loops_are_those_of_as_many_devices"),
 ]  # fmt: skip

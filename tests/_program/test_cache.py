@@ -3,8 +3,6 @@
 import dataclasses
 import gc
 import weakref
-from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,100 +18,66 @@ from mirrored._variables import variable as _variable
 ROWS = np.ones((6, 4), np.float32)
 
 
-def weights(strategy: mr.Strategy) -> mr.Variable:
+def weights(strategy):
     with strategy.scope():
         return mr.Variable(np.ones((4, 2)))
 
 
-def adding_to(read: Callable[[], mr.Variable]) -> Callable[[], None]:
-    def step() -> None:
-        read().assign_add(jnp.ones((4, 2)))
-
-    return step
+def add(w):
+    return w.assign_add(jnp.ones((4, 2)))
 
 
-def closure(strategy: mr.Strategy) -> tuple[Any, Callable[[], Any]]:
-    w = weights(strategy)
+def training(strategy, w):
     with strategy.scope():
         optimizer = mr.Optimizer(optax.adam(0.1), [w])
 
-    def step(x: Any) -> Any:
+    def step(x):
         value, gradients = mr.value_and_grad(lambda: jnp.mean(jnp.matmul(x, w)), [w])()
         optimizer.apply_gradients(gradients, aggregate="mean")
         return value
 
     datasets = [strategy.distribute_dataset(strategy.make_numpy_dataset(ROWS[:n]).batch(n)) for n in (5, 6)]
-    return w, lambda: [strategy.run(step, args=(x,)) for batches in datasets for x in batches]
+    return lambda: [strategy.run(step, args=(x,)) for batches in datasets for x in batches]
 
 
-def method(strategy: mr.Strategy) -> tuple[Any, Callable[[], Any]]:
+def method(strategy, w):
     class Trainer:
-        def __init__(self) -> None:
-            self.parameters = {"w": weights(strategy)}
+        parameters = {"w": w}  # noqa: RUF012
 
-        def step(self) -> None:
-            self.parameters["w"].assign_add(jnp.ones((4, 2)))
+        def step(self):
+            return [add(self.parameters["w"])][:0]
 
-        def train(self) -> None:
+        def train(self):
             strategy.run(self.step)
 
-    trainer = Trainer()
-    return trainer.parameters["w"], trainer.train
+    return Trainer().train
 
 
-def argument(strategy: mr.Strategy) -> tuple[Any, Callable[[], Any]]:
-    w = weights(strategy)
-
-    def step(v: mr.Variable) -> mr.Variable:
-        return v.assign_add(jnp.ones((4, 2)))
-
-    return w, lambda: strategy.run(step, args=(w,)) is w
-
-
-def compiled(strategy: mr.Strategy) -> tuple[Any, Callable[[], Any]]:
-    w = weights(strategy)
-    step = adding_to(lambda: w)
-
-    @mr.function
-    def train() -> Any:
-        strategy.run(step)
-        return w.value
-
-    return w, train
+#: Each makes a function that trains a variable.
+WAYS = {
+    "argument": lambda s, w: lambda: s.run(add, args=(w,)) is w,
+    "training": training,
+    "method": method,
+    "function": lambda s, w: mr.function(lambda: [s.run(lambda: [add(w)][:0]), w.value][1]),
+    "loop": lambda s, w: lambda: mr.scan(lambda carry, _: (carry, [add(w)][:0]), 0.0, length=2),
+    "dict": lambda s, w: (lambda held: lambda: s.run(lambda: [add(next(iter(held.values())))][:0]))({"w": w}),
+    "tuple": lambda s, w: (lambda held: mr.function(lambda: s.run(lambda: [add(held[0])][:0])))((w,)),
+}
 
 
-def loop(strategy: mr.Strategy) -> tuple[Any, Callable[[], Any]]:
-    w = weights(strategy)
-
-    def body(carry: Any, x: Any) -> Any:
-        w.assign_add(jnp.ones((4, 2)))
-        return carry, None
-
-    return w, lambda: mr.scan(body, 0.0, length=2)
-
-
-def in_a_dict(strategy: mr.Strategy) -> tuple[Any, Callable[[], Any]]:
-    parameters = {"w": weights(strategy)}
-    return parameters["w"], lambda: strategy.run(lambda: adding_to(lambda: next(iter(parameters.values())))())
-
-
-def in_a_tuple_of_a_function(strategy: mr.Strategy) -> tuple[Any, Callable[[], Any]]:
-    parameters = (weights(strategy),)
-    return parameters[0], mr.function(lambda: strategy.run(lambda: adding_to(lambda: parameters[0])()))
-
-
-@pytest.mark.parametrize("make", [argument, *slow(closure, loop, method, compiled, in_a_dict, in_a_tuple_of_a_function)])
-def test_a_model_that_is_dropped_takes_its_programs_with_it(make: Any, strategy2: mr.MirroredStrategy) -> None:
+@pytest.mark.parametrize("way", ["argument", *slow(*list(WAYS)[1:])])
+def test_a_model_that_is_dropped_takes_its_programs_with_it(way, strategy2):
     dropped, counts = [], []
     for _ in range(3):
-        w, run = make(strategy2)
+        w = weights(strategy2)
+        run = WAYS[way](strategy2, w)
         for _ in range(2):
             run()
         dropped.append(weakref.ref(w))
         del w, run
         gc.collect()
         counts.append(len(list(strategy2._steps.programs)))
-    is_late = make is in_a_dict  # which cannot say when it ends: it goes when the next program is made
+    is_late = way == "dict"  # which has no weak references: it goes when the next program is made
     assert [reference() is None for reference in dropped] == [True, True, not is_late]
     assert len(set(counts)) == 1 and counts[0] <= (2 if is_late else 1)
     strategy2.run(lambda: 1.0)
@@ -121,15 +85,15 @@ def test_a_model_that_is_dropped_takes_its_programs_with_it(make: Any, strategy2
     assert dropped[-1]() is None
 
 
-def test_strategies_that_are_dropped_leave_nothing() -> None:
-    def live() -> tuple[int, int, int]:
+def test_strategies_that_are_dropped_leave_nothing():
+    def live():
         gc.collect()
         return len(cache._all), len(_variable._live), len(list(function._programs))
 
-    def use() -> None:
+    def use():
         strategy = mr.MirroredStrategy(["cpu:0", "cpu:1"])
-        for make in (argument, compiled):
-            make(strategy)[1]()
+        for way in ("argument", "function"):
+            WAYS[way](strategy, weights(strategy))()
 
     use()
     before = live()
@@ -138,9 +102,7 @@ def test_strategies_that_are_dropped_leave_nothing() -> None:
     assert live() == before
 
 
-def test_functions_made_anew_for_each_step_share_a_program_while_what_they_close_over_lives(
-    strategy2: mr.MirroredStrategy,
-) -> None:
+def test_functions_made_anew_share_a_program_while_what_they_close_over_lives(strategy2):
     w, parameters = weights(strategy2), {"w": weights(strategy2)}
     traces = []
     for turn in range(3):
@@ -155,14 +117,32 @@ def test_functions_made_anew_for_each_step_share_a_program_while_what_they_close
 
 
 @pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning")
-def test_another_object_at_the_place_of_one_that_has_ended_is_another_program(strategy2: mr.MirroredStrategy) -> None:
+def test_of_many_programs_those_least_recently_called_go_first(strategy2, monkeypatch):
+    now = 1000.0
+    monkeypatch.setattr(cache, "MAX_FORGOTTEN", 3)
+    monkeypatch.setattr(cache, "MAX_PROGRAMS", 6)
+    monkeypatch.setattr(cache.time, "monotonic", lambda: now)
+
+    def sizes_after(*called):
+        for size in called:
+            strategy2.run(lambda x: x.sum(), args=(np.ones(size),))
+        return sorted(p.lifted.closed.in_avals[0].shape[-1] for p in strategy2._steps.programs)
+
+    assert sizes_after(1, 2, 3, 4, 5) == [1, 2, 3, 4, 5]  # all were called lately
+    assert sizes_after(6, 1, 7, 8) == [1, 4, 5, 6, 7, 8]
+    now += cache.LATELY_SECONDS + 1
+    assert sizes_after(5, 9) == [5, 8, 9]  # three stay however long ago they were called
+
+
+@pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning")
+def test_another_object_at_the_place_of_one_that_has_ended_is_another_program(strategy2):
     """The key knows a closed-over object by its address, which the next one may have."""
 
     class Config:
-        def __init__(self, factor: float) -> None:
+        def __init__(self, factor):
             self.factor = factor
 
-    def result(box: Any, factor_of: Callable[[Any], float]) -> float:
+    def result(box, factor_of):
         return float(strategy2.run(lambda: jnp.float32(factor_of(box))))
 
     for make, factor_of in ((Config, lambda c: c.factor), (lambda f: [f], lambda c: c[0]), (lambda f: {0: f}, lambda c: c[0])):
@@ -174,9 +154,7 @@ class Changing:
     factor: float
 
 
-def test_a_program_goes_whose_key_has_another_hash_by_now(
-    strategy2: mr.MirroredStrategy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_program_goes_whose_key_has_another_hash_by_now(strategy2, monkeypatch):
     """A key has an argument that compares by what it holds, and that changes in place."""
     monkeypatch.setattr(cache, "MAX_PROGRAMS", 2)
     argument = Changing(1.0)

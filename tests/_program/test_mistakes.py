@@ -1,13 +1,13 @@
 """A mistake in a step is one clear error: what was done, where, and the line to write; the user's line comes last."""
 
 import re
+import traceback
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from processes import run_program
 
 import mirrored as mr
 
@@ -31,6 +31,8 @@ MISTAKES = {
     "numpy": (lambda w, x: x.numpy(), AttributeError, "no attribute 'numpy', at {here}", r"np\.asarray\(result\)"),
     "backward": (lambda w, x: x.backward(), AttributeError, "'backward', at {here}", r"mr\.value_and_grad\(loss_fn, .*\)\(\)"),
     "cuda": (lambda w, x: x.cuda(), AttributeError, "no attribute 'cuda', at {here}", "Leave it out"),
+    "shapes": (lambda w, x: jnp.matmul(x, jnp.ones((4, 2))), TypeError, "same shape", ""),
+    "name": (lambda w, x: missing + x, NameError, "name 'missing' is not defined", ""),  # noqa: F821
     "torch": (lambda w, x: as_torch(x), TypeError, "torch was given an array of JAX, at {here}", r"with jax\.numpy"),
     "unpacked": (
         lambda w, x: loss_and_gradients(w), TypeError, "a function was unpacked, at {here}",
@@ -72,7 +74,7 @@ def in_place(w):
 
 
 @pytest.mark.parametrize("num_replicas", [1, 3])
-def test_a_mistake_in_a_step_is_one_clear_error(num_replicas: int) -> None:
+def test_a_mistake_in_a_step_is_one_clear_error(num_replicas):
     strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
     with strategy.scope():
         w = mr.Variable(1.0, name="w")
@@ -88,11 +90,11 @@ def test_a_mistake_in_a_step_is_one_clear_error(num_replicas: int) -> None:
                 strategy.run(step, args=(batch,))
             here = rf"{re.escape(__file__)}:\d+"
             assert re.search(f"(?s){message.format(here=here)}.*{remedy}", str(caught.value)), (what, caught.value)
-            innermost = caught.traceback[-1]
-            if "{here}" not in message:
-                continue
-            assert innermost.path.as_posix() == __file__ and f":{innermost.lineno + 1}" in str(caught.value), what
-            assert caught.value.__suppress_context__
+            shown = traceback.format_exception(caught.value)
+            assert all(f'File "{__file__}"' in line for line in shown if line.startswith("  File ")), (what, shown)
+            if "{here}" in message:
+                assert [line.startswith("Traceback") for line in shown].count(True) == 1, (what, shown)
+                assert f":{caught.traceback[-1].lineno + 1}" in str(caught.value), what
     assert float(w) == 1.0
     assert strategy.run(lambda x: jnp.sum(x), args=(next(iter(even)),)).num_replicas == num_replicas, "right steps run"
 
@@ -107,7 +109,7 @@ class Holder:
         self.shapes.append(x.shape)
 
 
-def test_an_array_that_a_step_keeps_is_warned_of(strategy2: mr.MirroredStrategy) -> None:
+def test_an_array_that_a_step_keeps_is_warned_of(strategy2):
     losses, by_name, right = [], {}, []
 
     def step(x):
@@ -129,7 +131,7 @@ def test_an_array_that_a_step_keeps_is_warned_of(strategy2: mr.MirroredStrategy)
     assert [float(loss) for loss in losses] == [12.0]
 
 
-def test_what_the_messages_say_to_write_works(strategy2: mr.MirroredStrategy) -> None:
+def test_what_the_messages_say_to_write_works(strategy2):
     with strategy2.scope():
         w = {"w": mr.Variable(1.0, name="w")}
 
@@ -146,69 +148,21 @@ def test_what_the_messages_say_to_write_works(strategy2: mr.MirroredStrategy) ->
     np.testing.assert_allclose(w["w"].numpy(), 1 + 2 * np.e, rtol=1e-6)
 
 
-def test_a_mistake_in_a_function_is_explained_too(strategy2: mr.MirroredStrategy) -> None:
+def test_a_mistake_in_a_function_is_explained_too(strategy2):
     with pytest.raises(mr.OneProgramError, match=r"(?s)needed the value of an array.*mr\.cond"):
         mr.function(lambda x: 1 if x > 0 else 2)(np.float32(1))
     with pytest.raises(mr.OneProgramError, match=r"needed the value of an array"):
         mr.function(lambda: strategy2.run(lambda x: 1 if x > 0 else 2, args=(np.float32(1),)))()
-    with pytest.raises(
-        NameError, match=r"over the axis 'replica' was used outside strategy\.run.*strategy\.reduce\('mean', value\)"
-    ):
+    message = r"over the axis 'replica' was used outside strategy\.run.*strategy\.reduce\('mean', value\)"
+    with pytest.raises(NameError, match=message):
         mr.function(lambda x: jax.lax.psum(x, "replica"))(np.float32(1))
 
 
-def test_errors_of_the_users_come_through_as_they_are(strategy2: mr.MirroredStrategy) -> None:
-    error = NameError("name 'loss' is not defined")
-
-    def fail():
-        raise error
-
-    with pytest.raises(NameError) as caught:
-        strategy2.run(fail)
-    assert caught.value is error
-
+def test_a_step_may_handle_jaxs_own_error(strategy2):
     def handles(x):
         try:
             return 1 if x > 0 else 2
-        except jax.errors.TracerBoolConversionError:  # in the step it is still JAX's own
+        except jax.errors.TracerBoolConversionError:
             return 3
 
     assert strategy2.run(handles, args=(np.float32(1),)) == 3
-
-
-SCRIPT = """
-import sys, traceback
-import jax, jax.numpy as jnp, numpy as np
-import mirrored as mr
-strategy = mr.MirroredStrategy(["cpu:0", "cpu:1"])
-with strategy.scope():
-    w = mr.Variable(np.ones(3), name="w")
-x = np.ones((4, 3), np.float32)
-steps = {
-    "branch": lambda x: 1 if jnp.sum(x) > 1 else 2,
-    "shapes": lambda x: jnp.matmul(x, jnp.ones((4, 2))),
-    "name": lambda x: missing + x,
-    "assign": lambda x: w.assign(x),
-    "loss": lambda x: mr.value_and_grad(lambda: w.nunpy(), w)(),
-    "diverges": lambda x: w.assign(w + mr.get_replica_context().replica_id_in_sync_group),
-}
-for name, step in steps.items():
-    try:
-        strategy.run(step, args=(x,))
-    except Exception:
-        print("mistake", name)
-        print(traceback.format_exc())
-"""
-
-
-def test_a_script_shows_the_users_line_last() -> None:
-    ended = run_program(SCRIPT)
-    assert ended.returncode == 0, ended.stderr
-    shown = dict(text.split("\n", 1) for text in ended.stdout.split("mistake ")[1:])
-    assert shown.keys() == {"branch", "shapes", "name", "assign", "loss", "diverges"}
-    for name, text in shown.items():
-        lines = text.splitlines()
-        assert lines[0].startswith("Traceback") and sum(line.startswith("Traceback") for line in lines) == 1, text
-        files = [line for line in lines if line.startswith("  File ")]
-        assert all('program.py"' in line for line in files), text
-        assert "in <lambda>" in files[-1] or name == "diverges", text

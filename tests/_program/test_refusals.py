@@ -3,8 +3,7 @@
 import functools
 import re
 import warnings
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,10 +46,10 @@ def values(*variables):
 # -- shares of a loss that are averaged
 
 
-def by_hand(op: str, w: Any, loss: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:
+def by_hand(op, w, loss):
     """Make a step that combines the loss and its gradient itself, as for parameters that are no variables."""
 
-    def step(x: Any) -> Any:
+    def step(x):
         combine = functools.partial(jax.lax.pmean, axis_name="replica") if op == "pmean" else functools.partial(all_reduce, op)
         value, gradient = jax.value_and_grad(loss)(w, x)
         return combine(value), combine(gradient)
@@ -69,26 +68,23 @@ SHARES = {
 @pytest.mark.parametrize("num_replicas", [1, 2])
 @pytest.mark.parametrize("num_rows", [4, 5])
 @pytest.mark.parametrize("op", ["mean", "pmean"])
-def test_a_mean_of_shares_is_said_with_the_sum_to_write(op: str, name: str, num_replicas: int, num_rows: int) -> None:
-    strategy, w = mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)]), np.ones(SIZE, np.float32)
-    [batch] = strategy.distribute_dataset([np.arange(1, num_rows + 1, dtype=np.float32)])
-    [found] = warnings_of(strategy.run, by_hand(op, w, SHARES[name]), (batch,))  # one for each line; both are on one
+def test_a_mean_of_shares_is_said_with_the_sum_to_write(op, name, num_replicas, num_rows):
+    w, loss = np.ones(SIZE, np.float32), SHARES[name]
+    strategy, one = (mr.MirroredStrategy([f"cpu:{i}" for i in range(count)]) for count in (num_replicas, 1))
+    [batch], [whole] = (s.distribute_dataset([np.arange(1, num_rows + 1, dtype=np.float32)]) for s in (strategy, one))
+    [found] = warnings_of(strategy.run, by_hand(op, w, loss), (batch,))  # one for each line; both are on one
     said = rf"the mean over the replicas at {HERE}:\d+ .* too small \(R = {num_replicas} here\)\. .*all_reduce\('sum', value"
     assert re.search(said, str(found.message)) and found.filename == __file__
-    one = mr.MirroredStrategy(["cpu:0"])
-    [whole] = one.distribute_dataset([np.arange(1, num_rows + 1, dtype=np.float32)])
-    total, gradient = strategy.run(by_hand("sum", w, SHARES[name]), args=(batch,))
-    expected, expected_gradient = one.run(by_hand("sum", w, SHARES[name]), args=(whole,))
-    np.testing.assert_allclose(total, expected, rtol=1e-6)
-    np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-6)
+    sums, expected = (s.run(by_hand("sum", w, loss), args=(x,)) for s, x in ((strategy, batch), (one, whole)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), sums, expected)
 
 
-def test_other_means_are_silent(strategy2: mr.Strategy) -> None:
+def test_other_means_are_silent(strategy2):
     """Of metrics, of losses that are means over own rows, of what has been added up, and what an optimizer has updated."""
     w, _, _, optimizer, _ = model(strategy2)
     [batch] = strategy2.distribute_dataset([np.arange(5, dtype=np.float32)])
 
-    def step(x: Any) -> Any:
+    def step(x):
         value, [gradient] = mr.value_and_grad(lambda: x * jnp.sum(w), [w])()
         own = jax.grad(lambda w: jnp.mean(x * jnp.sum(w)))(w.value)
         total = all_reduce("sum", value)
@@ -115,38 +111,24 @@ REDUCTIONS = {
 
 
 def test_gradients_that_were_combined_before_are_refused(strategy3):
-    w, b, optimizer, *_ = model(strategy3)
+    for strategy in (strategy3, mr.OneDeviceStrategy("cpu:0")):
+        w, b, optimizer, *_ = model(strategy)
 
-    def step(x, combine):
-        _, gradients = mr.value_and_grad(lambda: mr.losses.already_divided(jnp.sum(w * x) + b * x[0]), [w, b])()
-        gradients = combine(gradients)
-        optimizer.apply_gradients(gradients)
+        def step(x, combine, w=w, b=b, optimizer=optimizer):
+            _, gradients = mr.value_and_grad(lambda: mr.losses.already_divided(jnp.sum(w * x) + b * x[0]), [w, b])()
+            gradients = combine(gradients)
+            optimizer.apply_gradients(gradients)
 
-    before, line = values(w, b), step.__code__.co_firstlineno + 3
-    expected = (
-        rf"the gradient of variable 'w' given to apply_gradients at {HERE}:{line} has already been combined .*"
-        r"optimizer\.apply_gradients\(grads, aggregate=False\)"
-    )
-    for name, combine in REDUCTIONS.items():
-        for _ in range(2):  # a refusal is not cached
-            with pytest.raises(mr.FactorOfReplicasError, match=expected):
-                strategy3.run(step, args=(own_rows(strategy3), combine)), pytest.fail(name)
-    assert values(w, b) == before
-
-
-def test_combined_gradients_are_refused_or_applied_alike_on_one_replica_too():
-    strategy = mr.OneDeviceStrategy("cpu:0")
-    w, _, _, optimizer, _ = model(strategy)
-    x = own_rows(strategy)
-
-    def step(x, aggregate):
-        _, gradients = mr.value_and_grad(lambda: jnp.sum(w * x), [w])()
-        optimizer.apply_gradients(all_reduce("mean", gradients), aggregate=aggregate)
-
-    with pytest.raises(mr.FactorOfReplicasError, match="already been combined"):
-        strategy.run(step, args=(x, True))
-    assert warnings_of(lambda: strategy.run(step, args=(x, False))) == []
-    np.testing.assert_allclose(w.numpy(), 1 - 0.1 * np.asarray(strategy.reduce("mean", x)), rtol=1e-6)
+        before, line = values(w, b), step.__code__.co_firstlineno + 3
+        expected = (
+            rf"the gradient of variable 'w' given to apply_gradients at {HERE}:{line} has already been combined .*"
+            r"optimizer\.apply_gradients\(grads, aggregate=False\)"
+        )
+        for name, combine in REDUCTIONS.items():
+            for _ in range(2):  # a refusal is not cached
+                with pytest.raises(mr.FactorOfReplicasError, match=expected):
+                    strategy.run(step, args=(own_rows(strategy), combine)), pytest.fail(name)
+        assert values(w, b) == before
 
 
 def test_an_accumulator_that_aggregates_counts_as_combined_and_a_local_one_does_not(strategy3):
@@ -164,18 +146,6 @@ def test_an_accumulator_that_aggregates_counts_as_combined_and_a_local_one_does_
     with pytest.raises(mr.FactorOfReplicasError, match="already been combined"):
         strategy3.run(lambda x: step(x, total), args=(x,))
     assert warnings_of(lambda: strategy3.run(lambda x: step(x, local), args=(x,))) == []
-
-
-def test_gradients_that_were_not_combined_are_refused_with_aggregate_false(strategy3):
-    w, _, _, optimizer, _ = model(strategy3)
-
-    def step(x):
-        _, gradients = mr.value_and_grad(lambda: jnp.sum(w * x), [w])()
-        optimizer.apply_gradients(gradients, aggregate=False)
-
-    line = step.__code__.co_firstlineno + 2
-    with pytest.raises(mr.ReplicasDivergeError, match=rf"variable 'w' .* at {HERE}:{line} .* the argument `x`"):
-        strategy3.run(step, args=(own_rows(strategy3),))
 
 
 # -- the whole batch on every replica
@@ -218,41 +188,20 @@ def test_the_whole_batch_on_every_replica_warns_once(strategy3):
     strategy3.assert_mirrored()
 
 
-def test_the_warning_tells_the_truth(strategy):
+def test_the_warning_tells_the_truth_and_as_an_error_leaves_everything_as_it_was(strategy):
     """The update is R times that of one device; on one device it is that nobody has said what the loss is."""
     w, _, _, optimizer, _ = model(strategy)
-    x = np.ones(SIZE, "float32")
-    caught = warnings_of(lambda: strategy.run(whole_batch_step(w, optimizer), args=(x,)))
+    step, x, before = whole_batch_step(w, optimizer), np.ones(SIZE, "float32"), values(w)
+    with pytest.raises(mr.FactorOfReplicasWarning):  # warnings are errors here
+        strategy.run(step, args=(x,))
+    assert values(w) == before
+    [caught] = warnings_of(strategy.run, step, (x,))
     expected = "computed the same gradients" if strategy.num_replicas_in_sync > 1 else "nobody has said how the loss is divided"
-    assert [expected in str(warning.message) for warning in caught] == [True]
+    assert expected in str(caught.message)
     np.testing.assert_allclose(w.numpy(), 1 - strategy.num_replicas_in_sync * 0.1 / SIZE, rtol=1e-6)
 
 
-def test_as_an_error_the_warning_leaves_everything_as_it_was(strategy3):
-    w, _, _, optimizer, _ = model(strategy3)
-    before = values(w)
-    with pytest.raises(mr.FactorOfReplicasWarning):  # warnings are errors here
-        strategy3.run(whole_batch_step(w, optimizer), args=(np.ones(SIZE, "float32"),))
-    assert values(w) == before
-
-
 # -- a loss that was combined before it was differentiated
-
-
-def test_a_combined_loss_warns(strategy3):
-    for combine in (lambda loss: all_reduce("sum", {"loss": loss})["loss"] * 2, lambda loss: jax.lax.pmean(loss, "replica")):
-        for strategy in (strategy3, mr.MirroredStrategy(["cpu:0"])):
-            w, _, _, optimizer, _ = model(strategy)
-
-            def step(x, w=w, optimizer=optimizer, combine=combine):
-                loss, gradients = mr.value_and_grad(lambda: combine(jnp.mean(w * x)), [w])()
-                optimizer.apply_gradients(gradients)
-                return loss
-
-            caught = warnings_of(lambda s=strategy, step=step: [s.run(step, args=(own_rows(s),)) for _ in range(2)])
-            [warning] = caught
-            assert warning.filename == __file__ and COMBINED in str(warning.message)
-            assert "mr.losses.compute_average_loss" in str(warning.message)
 
 
 def of_statistics(z):
@@ -263,9 +212,13 @@ def of_embeddings(z):
     return jax.nn.logsumexp(z @ z.T, axis=1)
 
 
+def gathered(z):
+    return mr.get_replica_context().all_gather(z, axis=0)
+
+
 def test_a_share_of_a_combined_loss_is_the_gradient_of_one_device(strategy3):
     """A loss of statistics or embeddings of all rows cannot be a replica's own: every replica computes it and takes its share."""
-    rows, gathered = np.arange(9, dtype="float32").reshape(3, 3) / 10, lambda z: mr.get_replica_context().all_gather(z, axis=0)
+    rows = np.arange(9, dtype="float32").reshape(3, 3) / 10
     share, average = mr.losses.scale_regularization_loss, mr.losses.compute_average_loss
     ways = [
         (lambda z: share(of_statistics(all_reduce("sum", z.sum(axis=0)))), lambda z: of_statistics(z.sum(axis=0))),
@@ -275,52 +228,37 @@ def test_a_share_of_a_combined_loss_is_the_gradient_of_one_device(strategy3):
         w, _, _, optimizer, _ = model(strategy3)
         [batch] = strategy3.distribute_dataset([rows])
         step = lambda x, w=w, o=optimizer, loss=loss: o.apply_gradients(mr.grad(lambda: loss(x * w), [w])())  # noqa: E731
-        assert warnings_of(lambda step=step, batch=batch: strategy3.run(step, args=(batch,))) == []
+        assert warnings_of(strategy3.run, step, (batch,)) == []
         gradient = jax.grad(lambda w, of_one=of_one: of_one(rows * w))(jnp.ones(SIZE))
         np.testing.assert_allclose(w.numpy(), 1 - 0.1 * gradient, rtol=1e-5)
 
 
 def test_the_gradient_of_a_weight_behind_what_was_gathered_is_a_share_too(strategy3):
     """A temperature of logits of all rows: the same gradient on all replicas, each a share of that of the whole."""
-    rows, gathered = np.arange(9, dtype="float32").reshape(3, 3) / 10, lambda z: mr.get_replica_context().all_gather(z, axis=0)
+    rows, average = np.arange(9, dtype="float32").reshape(3, 3) / 10, mr.losses.compute_average_loss
     loss_of = lambda z, b: jax.nn.logsumexp(b * z @ z.T, axis=1)  # noqa: E731
-    average = mr.losses.compute_average_loss
-    ways = {
-        "a share": lambda z, b: average(loss_of(gathered(z), b)),
-        "the whole": lambda z, b: jnp.mean(loss_of(gathered(z), b)),
-        "the whole beside": lambda z, b: average(loss_of(gathered(z), b)) + b * all_reduce("sum", z.sum()),
-    }
-    for name, loss in ways.items():
+    share = lambda z, b: average(loss_of(gathered(z), b))  # noqa: E731
+    again = lambda gradients, x: [gradients[0], gradients[1] + all_reduce("sum", gradients[1] + 0 * x.sum())]  # noqa: E731
+    plain = lambda gradients, x: gradients  # noqa: E731
+
+    def run(loss, combine):
         w, b, optimizer, _, _ = model(strategy3)
         [batch] = strategy3.distribute_dataset([rows])
 
-        def step(x, w=w, b=b, o=optimizer, loss=loss, combine=False):
-            gradients = mr.grad(lambda: loss(x * w, b.value), [w, b])()
-            if combine:  # added to one that is a share, and so not told by itself
-                gradients = [gradients[0], gradients[1] + all_reduce("sum", gradients[1] + 0 * x.sum())]
-            o.apply_gradients(gradients)
+        def step(x):
+            optimizer.apply_gradients(combine(mr.grad(lambda: loss(x * w, b.value), [w, b])(), x))
 
-        if name == "a share":
-            assert warnings_of(lambda step=step, batch=batch: strategy3.run(step, args=(batch,))) == []
-            gradients = jax.grad(lambda w, b: loss_of(rows * w, b).mean(), (0, 1))(jnp.ones(SIZE), 0.5)
-            np.testing.assert_allclose(w.numpy(), 1 - 0.1 * gradients[0], rtol=1e-5)
-            np.testing.assert_allclose(b.numpy(), 0.5 - 0.1 * gradients[1], rtol=1e-5)
-        for combine in (True,) if name == "a share" else (True, False):
-            with pytest.raises(mr.FactorOfReplicasError, match=r"variable 'b' .* already been combined"):
-                strategy3.run(step, args=(batch,), kwargs={"combine": combine}), pytest.fail(f"{name} {combine}")
+        assert warnings_of(strategy3.run, step, (batch,)) == []
+        return w.numpy(), b.numpy()
 
-
-def test_a_share_does_not_excuse_what_is_combined_beside_or_after_it(strategy3):
-    share, total = mr.losses.scale_regularization_loss, lambda z: of_statistics(all_reduce("sum", z))
-    ways = {
-        "beside": lambda z: share(total(z)) + total(z),
-        "beside, first": lambda z: total(z) + share(total(z)),
-        "after": lambda z: all_reduce("sum", share(z)),
-    }
-    for name, loss in ways.items():
-        w, _, _, optimizer, _ = model(strategy3)
-        step = lambda x, w=w, o=optimizer, loss=loss: o.apply_gradients(mr.grad(lambda: loss(x * w), [w])())  # noqa: E731
-        assert len(warnings_of(lambda step=step: strategy3.run(step, args=(own_rows(strategy3),)))) == 1, name
+    expected = jax.grad(lambda w, b: loss_of(rows * w, b).mean(), (0, 1))(jnp.ones(SIZE), 0.5)
+    for found, start, gradient in zip(run(share, plain), (1, 0.5), expected, strict=True):
+        np.testing.assert_allclose(found, start - 0.1 * gradient, rtol=1e-5)
+    whole = lambda z, b: jnp.mean(loss_of(gathered(z), b))  # noqa: E731
+    beside = lambda z, b: share(z, b) + b * all_reduce("sum", z.sum())  # noqa: E731
+    for loss, combine in ((share, again), (whole, plain), (whole, again), (beside, plain), (beside, again)):
+        with pytest.raises(mr.FactorOfReplicasError, match=r"variable 'b' .* already been combined"):
+            run(loss, combine)
 
 
 COMBINED, UNSPOKEN = "combined over the replicas before it was differentiated", "nobody has said how the loss is divided"
@@ -328,6 +266,9 @@ COMBINED, UNSPOKEN = "combined over the replicas before it was differentiated", 
 DIFFERENTIATED = {
     "sum of shares": (lambda each: all_reduce("sum", mr.losses.compute_average_loss(each)), COMBINED),
     "sum, then divided by all rows": (lambda each: jax.lax.psum(jnp.sum(each), "replica") / 12, COMBINED),
+    "beside a share, first": (
+        lambda each: all_reduce("sum", {"loss": each.sum()})["loss"] * 2 + mr.losses.compute_average_loss(each), COMBINED
+    ),
     "in jit": (lambda each: jax.jit(lambda each: all_reduce("sum", jnp.sum(each) / 12))(each), COMBINED),
     "beside a share": (lambda each: mr.losses.compute_average_loss(each) + all_reduce("sum", each.sum()), COMBINED),
     "mean of means": (lambda each: jax.lax.pmean(jnp.mean(each), "replica"), COMBINED),
@@ -338,20 +279,24 @@ DIFFERENTIATED = {
     "not linear in a share": (lambda each: jnp.log(mr.losses.compute_average_loss(each)), UNSPOKEN),
     "scaled shares": (lambda each: -2 * mr.losses.compute_average_loss(each) / 3 - mr.losses.weighted_mean(each, each > 1), ""),
     "a share and another": (lambda each: mr.losses.compute_average_loss(each) + 0.1 * each.mean(), UNSPOKEN),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", DIFFERENTIATED)
 def test_what_is_said_of_a_loss_goes_to_its_gradient_however_it_is_differentiated(strategy3, name):
     loss, expected = DIFFERENTIATED[name]
-    w, _, _, optimizer, _ = model(strategy3)
-    [batch] = strategy3.distribute_dataset([np.arange(12 * SIZE, dtype="float32").reshape(12, SIZE) / 10])
+    ways = {"jax": lambda f, w: jax.grad(f)(w.value), "mr": lambda f, w: mr.grad(lambda: f(w.value), w)()}
+    for strategy, way in ((strategy3, "jax"), (strategy3, "mr"), (mr.MirroredStrategy(["cpu:0"]), "mr")):
+        w, _, _, optimizer, _ = model(strategy)
+        [batch] = strategy.distribute_dataset([np.arange(12 * SIZE, dtype="float32").reshape(12, SIZE) / 10])
 
-    def step(x):
-        optimizer.apply_gradients([jax.grad(lambda w: loss(jnp.sum(jnp.tanh(x * w), axis=1)))(w.value)])
+        def step(x, w=w, o=optimizer, way=way):
+            o.apply_gradients([ways[way](lambda w: loss(jnp.sum(jnp.tanh(x * w), axis=1)), w)])
 
-    messages = [str(warning.message) for warning in warnings_of(lambda: strategy3.run(step, args=(batch,)))]
-    assert len(messages) == bool(expected) and all(expected in message for message in messages), messages
+        found = warnings_of(strategy.run, step, (batch,))
+        messages = [str(warning.message) for warning in found]
+        assert len(messages) == bool(expected) and all(expected in message for message in messages), (way, messages)
+        assert all(warning.filename == __file__ for warning in found)
 
 
 def test_an_update_of_what_was_updated_is_judged_by_itself(strategy3):
@@ -383,52 +328,94 @@ def regularized_three_times(*model_and_x):
     mr.fori_loop(0, 3, lambda i, carry: [carry, regularized(*model_and_x)][0], 0)
 
 
-def gan(w, b, both, first, second, x, noise=None):
-    """`w` tells data from what `b` generates."""
-    noise = jax.random.normal(mr.get_replica_context().rng(0), (SIZE,)) if noise is None else noise
-    first.apply_gradients(mr.value_and_grad(lambda: average_loss(w, b.value * noise - x), [w])()[1])
-    second.apply_gradients(mr.value_and_grad(lambda: -average_loss(w, b.value * noise), [b])()[1])
-
-
-def gan_with_common_noise(*model_and_x):
-    gan(*model_and_x, noise=jax.random.normal(jax.random.key(0), (SIZE,)))
-
-
 def clipped_by_the_norm_over_all_replicas(w, b, both, first, second, x):
     gradients = mr.grad(lambda: average_loss(w, x) + average_loss(b, x), [w, b])()
     norm = optax.global_norm(all_reduce("sum", gradients))
     both.apply_gradients([g * jnp.minimum(1.0, 1.0 / norm) for g in gradients])
 
 
-def line_search_on_the_common_loss(w, b, both, first, second, x):
-    gradients = mr.grad(lambda: average_loss(w, x), [w])()
-    common = lambda t: all_reduce("sum", average_loss(w - t, x))  # noqa: E731
-    size = jax.lax.while_loop(lambda t: common(t) > common(0.0), lambda t: t / 2, 1.0)
-    first.apply_gradients([g * size for g in gradients])
-
-
-#: Others run in silence in tests/parity/programs.py: warnings are errors here.
-RIGHT = [
-    regularized_three_times, gan, gan_with_common_noise, clipped_by_the_norm_over_all_replicas, line_search_on_the_common_loss,
-]  # fmt: skip
-
-
 def test_right_programs_run_in_silence(strategy3):
-    for update in RIGHT:
-        variables_and_optimizers = model(strategy3)
-        before = values(variables_and_optimizers[0])
-        step = lambda x, update=update, own=variables_and_optimizers: update(*own, x)  # noqa: E731
-        caught = warnings_of(lambda step=step: strategy3.run(step, args=(own_rows(strategy3),)))
-        assert [str(warning.message) for warning in caught] == [], update
-        assert values(variables_and_optimizers[0]) != before, update
+    """Others do in tests/parity/programs.py: warnings are errors here."""
+    for update in (regularized_three_times, clipped_by_the_norm_over_all_replicas):
+        own = model(strategy3)
+        before = values(own[0])
+        assert warnings_of(strategy3.run, lambda x, u=update, own=own: u(*own, x), (own_rows(strategy3),)) == []
+        assert values(own[0]) != before, update
     strategy3.assert_mirrored()
 
 
-def test_an_optimizer_outside_a_step_is_not_guarded(strategy3):
-    w, _, _, optimizer, _ = model(strategy3)
-    gradient = strategy3.reduce("mean", own_rows(strategy3))
-    assert warnings_of(lambda: optimizer.apply_gradients([gradient])) == []
-    np.testing.assert_allclose(w.numpy(), 1 - 0.1 * np.asarray(gradient), rtol=1e-6)
+# -- an optimizer's state that comes back different on each replica
+
+PARAMS = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+X = np.random.default_rng(0).normal(size=(6, 3)).astype(np.float32)
+
+
+def gradients(params, x):
+    return jax.grad(lambda p: jnp.mean((x @ p["w"] + p["b"]) ** 2))(params)
+
+
+def forgotten(tx):
+    def step(params, state, x):
+        updates, state = tx.update(gradients(params, x), state)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def combined(tx):
+    def step(params, state, carry, x):
+        grads = mr.get_replica_context().all_reduce("mean", gradients(params, x), by_rows=True)
+        updates, state = tx.update(grads, state)
+        return optax.apply_updates(params, updates), state, carry + x.sum()
+
+    return step
+
+
+def batch(strategy, rows=6):
+    return next(iter(strategy.distribute_dataset([X[:rows]])))
+
+
+class TrainState(NamedTuple):
+    params: Any
+    opt: Any
+
+
+@pytest.mark.parametrize("tx", [optax.sgd(0.1), optax.adam(0.1)], ids=["sgd", "adam"])
+@pytest.mark.parametrize("rows", [6, pytest.param(5, marks=pytest.mark.slow)])
+def test_a_forgotten_all_reduce_is_said_once_at_the_users_line(strategy2, tx, rows):
+    params, state = PARAMS, tx.init(PARAMS)
+    message = r"such as `params\['b'\]`, have come back .*all_reduce\('mean', grads\)"
+    with pytest.warns(mr.ReplicasDivergeWarning, match=message) as seen:
+        for _ in range(4):
+            params, state = strategy2.run(forgotten(tx), args=(params, state, batch(strategy2, rows)))
+    assert len(seen) == 1 and seen[0].filename == __file__
+
+
+def test_one_state_of_both_and_one_beside_a_logged_loss_are_found(strategy2):
+    tx = optax.adam(0.1)
+
+    def step(state: TrainState, x):
+        new = TrainState(*forgotten(tx)(*state, x))
+        return new, mr.get_replica_context().all_reduce("mean", x.mean())
+
+    state = TrainState(PARAMS, tx.init(PARAMS))
+    with pytest.warns(mr.ReplicasDivergeWarning, match=r"`state\.opt\[0\]\.mu\['b'\]`"):
+        for _ in range(3):
+            state, _ = strategy2.run(step, args=(state, batch(strategy2)))
+
+
+def test_what_is_meant_so_is_silent(strategy2):
+    """Other things that a step carries are carried in silence in tests/parity/programs.py."""
+    tx, x, alone = optax.adam(0.1), batch(strategy2), mr.MirroredStrategy(["cpu:0"])
+    state = tx.init(PARAMS)
+    own, state_of_each = (strategy2.distribute_values_from_function(lambda ctx, t=t: t) for t in (PARAMS, state))
+    given, params = (PARAMS, state, 0.0), PARAMS
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            given = strategy2.run(combined(tx), args=(*given, x))
+            own, state_of_each = strategy2.run(forgotten(tx), args=(own, state_of_each, x))
+            params, state = alone.run(forgotten(tx), args=(params, state, X))
 
 
 # -- one program

@@ -1,4 +1,4 @@
-"""The programs of one strategy: a cache, and a watch for functions that are compiled again and again."""
+"""A cache of programs, which warns of functions that are compiled again and again."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from .program import Program
 
 ProgramT = TypeVar("ProgramT", bound=Program)
 
-#: Programs kept per strategy, least recently used first out; of more than `MAX_FORGOTTEN`, only those that were called lately.
+#: Programs kept per strategy, least recently used first out; beyond `MAX_FORGOTTEN` only those that were called lately.
 MAX_PROGRAMS, MAX_FORGOTTEN, LATELY_SECONDS = 256, 64, 600.0
 #: So many programs of one function are normal (a few shapes, training and not); more are reported once.
 MAX_SILENT_RECOMPILATIONS = 8
 
-#: Told of each program that is made, and why it is another than the function's last one ("" for the first).
+#: Called with each program that is made, and the reason why the function's last one did not fit ("" for the first).
 listeners: list[Callable[[Any, str], None]] = []
 
 _all: weakref.WeakSet[Programs[Any]] = weakref.WeakSet()
 
 
 class _Pin:
-    """An object that cannot be referred to weakly, such as a dict, and is therefore kept alive; one for all programs."""
+    """A strong reference to an object without weak references, such as a dict; one for all programs."""
 
     __slots__ = ("__weakref__", "target")
 
@@ -48,26 +48,18 @@ _pins: weakref.WeakValueDictionary[int, _Pin] = weakref.WeakValueDictionary()
 
 
 class _Kept(Generic[ProgramT]):
-    """A program that is kept as long as the objects that its key or guards know by identity.
-
-    Attributes:
-        program, key, guards: for calls of which key.
-        cause: why it is another than the one before of its function.
-        alike: those of this key, of which it is one.
-        used: when it was asked for last.
-    """
-
-    __slots__ = ("__weakref__", "_pinned", "_references", "alike", "cause", "guards", "key", "program", "used")
+    """An entry: a program that is kept as long as the objects that its key or guards know by identity."""
 
     def __init__(self, program: ProgramT, key: tuple[Any, ...], guards: Guards, cause: str) -> None:
-        self.program, self.key, self.guards, self.cause = program, key, guards, cause
-        self.alike: list[_Kept[ProgramT]] = []
+        self.program, self.key, self.guards = program, key, guards
+        self.cause = cause  # why the program before of its function did not fit
+        self.alike: list[_Kept[ProgramT]] = []  # the entries with this key
         self.used = time.monotonic()
         self._references: list[weakref.ref[Any]] = []
         self._pinned: list[_Pin] = []
 
     def end_with(self, targets: Iterable[Any], ended: Callable[[Any], None]) -> None:
-        """Call `ended` when the first of some objects is collected: no call sees it again, until another has its `id`."""
+        """Call `ended` when the first of some objects is collected, before another object can get its `id`."""
         for target in {id(target): target for target in targets}.values():
             try:
                 self._references.append(weakref.ref(target, ended))
@@ -75,49 +67,44 @@ class _Kept(Generic[ProgramT]):
                 self._pinned.append(_pins.get(id(target)) or _pins.setdefault(id(target), _Pin(target)))
 
     def has_ended(self) -> bool:
-        """Tell whether some object is kept alive by pins only."""
-        return any(sys.getrefcount(pin.target) <= 2 for pin in self._pinned)  # the pin's own, and the argument
+        """Tell whether only its pin keeps some object alive."""
+        return any(sys.getrefcount(pin.target) <= 2 for pin in self._pinned)  # one of the pin, one of the argument
 
 
 class Programs(Generic[ProgramT]):
-    """A cache of the programs of one strategy, which notices a function that is compiled again and again.
+    """A cache of the programs of one strategy.
 
     A program is dropped when the first of its variables, or of the objects that its guards know by identity, is collected: a
-    model that is dropped takes its programs with it. A function may be made anew for each step, so it is known by its code and
-    what it closes over.
-
-    Attributes:
-        fast_path: to the program of a call that was made twice in a row, while it is kept; None also when there is none.
+    model that is dropped takes its programs with it. A function may be made anew for each step, so its code and the values that
+    it closes over stand for it.
     """
 
     def __init__(self) -> None:
         self._by_key: dict[Hashable, list[_Kept[ProgramT]]] = {}
-        self._kept: collections.OrderedDict[_Kept[ProgramT], None] = collections.OrderedDict()  # used least lately first
+        self._kept: collections.OrderedDict[_Kept[ProgramT], None] = collections.OrderedDict()  # least recently used first
         self._seen: collections.OrderedDict[tuple[int, ...], _Seen] = collections.OrderedDict()
-        self._last: _Kept[ProgramT] | None = None  # that was asked for last
-        self._short: _Kept[ProgramT] | None = None  # to which a fast path was looked for
-        self.fast_path: FastPath[ProgramT] | None = None
+        self._last: _Kept[ProgramT] | None = None  # of the last call
+        self._short: _Kept[ProgramT] | None = None  # for which a fast path was looked for
+        self.fast_path: FastPath[ProgramT] | None = None  # of a call that was made twice in a row
         _all.add(self)
 
     def __iter__(self) -> Iterator[ProgramT]:
         return iter([kept.program for kept in list(self._kept)])
 
     def causes(self) -> list[tuple[ProgramT, str]]:
-        """Return the programs, each with why it is another than the one before of its function; "" for the first."""
+        """Return the programs, each with the reason why the one before of its function did not fit; "" for the first."""
         return [(kept.program, kept.cause) for kept in list(self._kept)]
 
     def get(
         self, key: tuple[Any, ...], functions: tuple[UserFunction, ...], args: Sequence[Any] | None = None
     ) -> ProgramT | None:
-        """Return the program of a call, if there is one.
+        """Return the program of a call, if there is one; with `args`, later calls may take a fast path.
 
-        Args:
-            key, functions: of the call; see `key_of`.
-            args: its arguments, if a call like it may take a fast path from the second one on.
+        See `key_of` for a call's key and functions.
         """
         if (last := self._last) is not None and key == last.key and match(last.guards, functions):  # need not hash its key
             if args is not None and self._short is not last:
-                self._shorten(last, args)
+                self._find_fast_path(last, args)
             return last.program
         for kept in list(self._by_key.get(key, ())):
             if match(kept.guards, functions):
@@ -128,41 +115,35 @@ class Programs(Generic[ProgramT]):
 
     def _touch(self, kept: _Kept[ProgramT]) -> None:
         kept.used = time.monotonic()
-        with contextlib.suppress(KeyError):  # it has just ended: garbage is collected at any time
+        with contextlib.suppress(KeyError):  # it was just dropped: garbage is collected at any time
             self._kept.move_to_end(kept)
 
-    def _shorten(self, kept: _Kept[ProgramT], args: Sequence[Any]) -> None:
-        """Look for a fast path to a program that is asked for twice in a row; once, for there may be none."""
+    def _find_fast_path(self, kept: _Kept[ProgramT], args: Sequence[Any]) -> None:
+        """Look, once, for a fast path to a program that is called twice in a row."""
         self._short = kept
         self.fast_path = fast_path_to(kept.key, kept.program, kept.guards, args, kept.program.mesh.stacked)
-        if kept not in self._kept:  # it has just ended
+        if kept not in self._kept:  # it was just dropped
             self._short = self.fast_path = None
 
-    def add(
-        self, call: Call, program: ProgramT, variables: Sequence[Variable], owner: Any = None, also: Sequence[Any] = ()
-    ) -> Structure | None:
-        """Keep a program, and return what the call was like for which the function's last one was made, if any.
+    def add(self, call: Call, program: ProgramT, owner: Any = None, also: Sequence[Any] = ()) -> Structure | None:
+        """Keep the program of a call, which ends with its variables and `also`; return the structure of the call before.
 
-        Args:
-            call, program: the program, and the call that it was made for. What the call sees is read after its trace, which may
-                have set globals, such as a count of traces.
-            variables: those that it reads or writes. Compilations are counted for an owner and its variables, so that the
-                folds of a cross-validation are silent.
-            owner: the function. Default: its code, because a step is often a new function in each turn of a loop.
-            also: further objects with which the program ends.
+        Compilations are counted for an owner and its variables, so that the folds of a cross-validation are silent. The owner is
+        by default the function's code, because a step is often a new function in each turn of a loop.
         """
         for programs in list(_all):
             programs._drop_unreachable()
-        if owner is None:  # of what a decorator wraps: all that it makes have one code
-            function = inspect.unwrap(call.function)
+        if owner is None:
+            function = inspect.unwrap(call.function)  # all functions that a decorator makes have one code
             owner = getattr(function, "__code__", function)
-        sight = call.sees()
+        sight = call.sees()  # after the trace, which may have set globals, such as a count of traces
         leaves = [leaf if isinstance(leaf, ArrayLeaf) else (static_key(leaf[0]), shown(leaf[0])) for leaf in call.leaves]
         structure = Structure(call.treedef, leaves, sight.named, tracing.settings())
+        variables = program.lifted.variables
         before, count = self._count(owner, variables, structure)
         cause = "" if before is None else _reason(before, structure, leaf_names(call))
         for used in (self._last, self._short):
-            if used is not None:  # their calls did not say so
+            if used is not None:  # their calls have not touched them, to be fast
                 self._touch(used)
         kept = _Kept(program, call.key, sight.guards, cause)
         drop = functools.partial(_drop_from, weakref.ref(self), weakref.ref(kept))
@@ -186,7 +167,7 @@ class Programs(Generic[ProgramT]):
         return before
 
     def _count(self, owner: Any, variables: Sequence[Variable], structure: Structure) -> tuple[Structure | None, int]:
-        """Return what the call was like for which a function's last program was made, if any, and how many there are now."""
+        """Return the structure of the call for which a function's last program was made, and the number of its programs."""
         key = (id(owner), *sorted(spec_of(variable).number for variable in variables))
         seen = self._seen.pop(key, None)
         if seen is None or seen.owner() is not owner:
@@ -197,10 +178,10 @@ class Programs(Generic[ProgramT]):
         return seen.structure, seen.times + 1
 
     def drop(self, kept: _Kept[ProgramT]) -> None:
-        """Keep a program no longer."""
+        """Keep a program no longer; it may have been dropped before."""
         if self._kept.pop(kept, self) is self:
-            return  # it was dropped before
-        kept.alike.remove(kept)  # the hash of an argument in its key may be another by now
+            return
+        kept.alike.remove(kept)  # not found by its key: an argument in it may have another hash by now
         if not kept.alike and self._by_key.get(kept.key) is kept.alike:
             del self._by_key[kept.key]
         if self._last is kept:
@@ -209,7 +190,7 @@ class Programs(Generic[ProgramT]):
             self._short = self.fast_path = None
 
     def _drop_unreachable(self) -> None:
-        """Drop programs with an object in their guards that has no weak references, and that only the pin still holds."""
+        """Drop programs with an object that only its pin keeps alive."""
         for kept in [kept for kept in list(self._kept) if kept.has_ended()]:
             self.drop(kept)
 
@@ -223,33 +204,20 @@ def _drop_from(programs: weakref.ref[Programs[Any]], kept: weakref.ref[_Kept[Any
 
 
 class Structure(NamedTuple):
-    """What a call was like, without the objects in it, so that it keeps none of them alive.
-
-    Attributes:
-        treedef: of the arguments.
-        leaves: each an ArrayLeaf, or what is in the key of a static value, and how it is shown.
-        named: what the function's own code names, and for each what is in the key.
-        settings: JAX's.
-    """
+    """The structure of a call, without the objects in it, so that it keeps none of them alive."""
 
     treedef: Any
-    leaves: list[ArrayLeaf | tuple[Hashable, str]]
-    named: dict[str, Hashable]
-    settings: tuple[Any, ...]
+    leaves: list[ArrayLeaf | tuple[Hashable, str]]  # of a static value: its key, and how it is shown
+    named: dict[str, Hashable]  # see `Sight`
+    settings: tuple[Any, ...]  # JAX's
 
 
 class _Seen(NamedTuple):
-    """How often a function has been compiled.
+    """The compilations of a function."""
 
-    Attributes:
-        owner: returns the function, or its code; None when it is gone, and its `id` may be another's.
-        times: how many programs it has had.
-        structure: of the last call for which one was made.
-    """
-
-    owner: Callable[[], Any]
+    owner: Callable[[], Any]  # returns the function, or its code; None when it is gone, and another may have its `id`
     times: int
-    structure: Structure | None
+    structure: Structure | None  # of the last call for which a program was made
 
 
 def _refer_to(owner: Any) -> Callable[[], Any]:
@@ -260,7 +228,7 @@ def _refer_to(owner: Any) -> Callable[[], Any]:
 
 
 def _reason(before: Structure, after: Structure, names: Sequence[str]) -> str:
-    """Say what in a call needs another program than a call before, and how it could be the same."""
+    """Say which difference between two calls needs another program, and how to avoid it."""
     if before.treedef != after.treedef:
         return "the structure of its arguments changed. Pass arguments of one structure."
     for leaf_name, old, new in zip(names, before.leaves, after.leaves, strict=True):
@@ -275,27 +243,24 @@ def _reason(before: Structure, after: Structure, names: Sequence[str]) -> str:
             "objects are compiled into the program. Pass a value that changes as a number or an array."
         )
     for name, new in after.named.items():
-        if (old := before.named.get(name, new)) != new:
-            return _reason_of_name(name, old, new)
+        if (old := before.named.get(name, new)) == new:
+            continue
+        if isinstance(old, tuple) and isinstance(new, tuple):
+            return (
+                f"{name}, which it reads, changed from {_content(old)} to {_content(new)}. What a step reads is compiled into "
+                "it. Pass what changes as an argument: strategy.run(step, args=(batch, value))."
+            )
+        return (
+            f"{name}, which it reads, is another object than before. Define functions once, outside of the loop, and pass an "
+            "array that changes as an argument: strategy.run(step, args=(batch, array))."
+        )
     if before.settings != after.settings:
         return "a setting of JAX is another, as with jax.enable_x64. Leave JAX's settings as they are between steps."
     return "something that it closes over is another object. Define the step once, outside of the loop, and pass what changes."
 
 
-def _reason_of_name(name: str, old: Hashable, new: Hashable) -> str:
-    if isinstance(old, tuple) and isinstance(new, tuple):
-        return (
-            f"{name}, which it reads, changed from {_content(old)} to {_content(new)}. What a step reads is compiled into it. "
-            "Pass what changes as an argument: strategy.run(step, args=(batch, value))."
-        )
-    return (
-        f"{name}, which it reads, is another object than before. Define functions once, outside of the loop, and pass an array "
-        "that changes as an argument: strategy.run(step, args=(batch, array))."
-    )
-
-
 def _content(key: tuple[Any, Any]) -> str:
-    """Show the value that a `content_key` is of, which has the text of numbers."""
+    """Show the value of a `content_key`, which has numbers as texts."""
     return key[1] if isinstance(key[1], str) and not issubclass(key[0], str) else shown(key[1])
 
 

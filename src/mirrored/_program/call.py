@@ -1,4 +1,4 @@
-"""What makes two calls the same program: what the code names, JAX's settings, the arguments' structure, types, static values."""
+"""Calls taken apart, and the key by which two calls share a program."""
 
 from __future__ import annotations
 
@@ -22,30 +22,23 @@ from .guards import match
 from .own_code import ABSENT, FUNCTIONS, Sight, content_key, look_at
 
 _WHOLE = (PerReplica, Variable)
-_NUMPY = (np.ndarray, np.generic)
 #: Python numbers of these types are traced; a bool and an enum, which are ints too, are compiled in.
 NUMBERS = (int, float, complex)
-#: Types of arguments that hold no others (without numbers and numpy's arrays, which share programs with arrays of JAX).
+#: Types of arguments that hold no others, without numbers and numpy's arrays, which share programs with arrays of JAX.
 _LEAVES = frozenset({*_WHOLE, bool, str, bytes})
 
 
 class ArrayLeaf(NamedTuple):
-    """An array argument: a mirrored one, or one replica's slice of a PerReplica.
+    """An array argument: a mirrored one, or one replica's slice of a PerReplica."""
 
-    Attributes:
-        shape, dtype, is_weak: its type, without the replica axis.
-        is_per_replica: whether each replica gets its own slice.
-        shapes: the PerReplica's shapes when they differ.
-    """
-
-    shape: Shape
+    shape: Shape  # without the axis of the replicas
     dtype: np.dtype[Any]
     is_weak: bool
     is_per_replica: bool
-    shapes: tuple[Shape, ...] | None = None
+    shapes: tuple[Shape, ...] | None = None  # of the PerReplica, when they differ
 
     def aval(self, shape: Shape) -> jax.ShapeDtypeStruct:
-        """Return what stands for it in a trace, with a shape of its own."""
+        """Return its type for a trace, with this shape."""
         return jax.ShapeDtypeStruct(shape, self.dtype, weak_type=self.is_weak)
 
 
@@ -55,25 +48,15 @@ _array_leaf = functools.partial(tuple.__new__, ArrayLeaf)  # without the Python 
 
 
 class Call(NamedTuple):
-    """One call, taken apart.
+    """One call, taken apart."""
 
-    Attributes:
-        key: equal for calls that can share a program, if they see the same.
-        function: the user's.
-        arrays: the array arguments; a PerReplica is its stacked array, and a Python number is itself.
-        treedef, leaves: the rest: each leaf is an ArrayLeaf, or the static object in a 1-tuple.
-        functions: the function, with the objects among its arguments bound, because what they have is seen, too; and the
-            functions among its arguments.
-        runs_steps: whether it is the call of an `mr.function`.
-    """
-
-    key: CallKey
+    key: CallKey  # equal for calls that share a program, if their guards match
     function: UserFunction
-    arrays: list[Any]
+    arrays: list[Any]  # the array arguments; a PerReplica is its stacked array, a Python number itself
     treedef: Any
-    leaves: list[ArrayLeaf | tuple[Any]]
-    functions: tuple[UserFunction, ...]
-    runs_steps: bool
+    leaves: list[ArrayLeaf | tuple[Any]]  # a static object is in a 1-tuple
+    functions: tuple[UserFunction, ...]  # whose code is looked at; see `key_of`
+    runs_steps: bool  # whether it is the call of an `mr.function`
 
     @property
     def name(self) -> str:
@@ -95,7 +78,7 @@ class Call(NamedTuple):
         return any(leaf.shapes is not None for leaf in self.array_leaves())
 
     def sees(self) -> Sight:
-        """Return what the call sees now, with the objects among its arguments that are known by identity."""
+        """Look at the call's functions, and add the objects among its arguments that are known by identity."""
         sight = look_at(self.functions, self.runs_steps)
         static = [leaf[0] for leaf in self.leaves if not isinstance(leaf, ArrayLeaf)]
         objects = [value for value in static if _is_by_identity(value) and not isinstance(value, FUNCTIONS)]
@@ -107,10 +90,9 @@ def _is_leaf(leaf: object) -> bool:
 
 
 def take_apart(function: UserFunction, args: Sequence[Any], kwargs: dict[str, Any], runs_steps: bool = False) -> Call:
-    """Separate a call into what is compiled in and what is passed to the program.
+    """Separate a call into arrays, which are passed to the program, and static objects, which are compiled in.
 
-    Arrays (jax, numpy, PerReplica, those of other libraries on the host) and Python numbers are passed; everything else is static
-    and part of the key, and so are the numbers in an Equinox module.
+    Python numbers are passed, too, and arrays of other libraries on the host; the numbers in an Equinox module are static.
     """
     key, functions, arrays = key_of(function, args, kwargs)
     flat, treedef = jax.tree.flatten((tuple(args), kwargs), is_leaf=_is_leaf)
@@ -121,13 +103,16 @@ def take_apart(function: UserFunction, args: Sequence[Any], kwargs: dict[str, An
 def key_of(
     function: UserFunction, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[CallKey, tuple[UserFunction, ...], list[Any]]:
-    """Return a call's key, the functions of which its guards read, and its array arguments: all that a warm step looks at."""
+    """Return a call's key, the functions whose code is looked at, and its array arguments: all that a warm step needs.
+
+    The functions are the called one, with the objects among its arguments bound, and those among its arguments.
+    """
     if not kwargs and _LEAVES.issuperset(map(type, args)):
         flat, structure, compiled_in = args, len(args), frozenset()  # most steps: nothing to flatten
     else:
         flat, structure = jax.tree.flatten((tuple(args), kwargs), is_leaf=_is_leaf)
         compiled_in = equinox.places_in_modules(structure)
-    name_of = functools.partial(_name_at, function, args, kwargs)
+    name_of = lambda position: _names(function, jax.tree.structure((tuple(args), kwargs), is_leaf=_is_leaf))[position]  # noqa: E731
     arrays: list[Any] = []
     static: list[Any] = []
     kinds: list[ArrayLeaf | Hashable] = []  # for each leaf, an ArrayLeaf or a static key
@@ -160,7 +145,7 @@ def key_of(
 
 
 def _with_objects(function: UserFunction, args: Sequence[Any], kwargs: dict[str, Any], static: Sequence[Any]) -> UserFunction:
-    """Return what sees the same as a function whose arguments that are objects, such as `self`, are bound."""
+    """Bind the objects among a function's arguments, such as `self`, so that a look at it follows their names, too."""
     objects = {id(leaf) for leaf in static if _is_by_identity(leaf) and not isinstance(leaf, (*_WHOLE, *FUNCTIONS))}
     if not objects:
         return function
@@ -186,12 +171,12 @@ def _gives_array(kind: type) -> bool:
     """Tell whether objects of a type are arrays on the host: numpy's, and others that numpy or DLPack can read."""
     if issubclass(kind, str | bytes | type):
         return False
-    gives = hasattr(kind, "__array__") or hasattr(kind, "__dlpack__")
-    return issubclass(kind, _NUMPY) or (gives and not hasattr(kind, "__jax_array__"))
+    is_foreign = (hasattr(kind, "__array__") or hasattr(kind, "__dlpack__")) and not hasattr(kind, "__jax_array__")
+    return is_foreign or issubclass(kind, np.ndarray | np.generic)
 
 
 def _host_array(leaf: Any, name: Callable[[], str]) -> np.ndarray:
-    """Copy an array on the host: the program reads it later, when the user may have changed it."""
+    """Copy an array on the host, because the user may change it before the program reads it."""
     refuse_mask(leaf, lambda: f"the argument {name()} is")
     try:
         array = np.array(leaf)
@@ -209,7 +194,7 @@ def _host_array(leaf: Any, name: Callable[[], str]) -> np.ndarray:
 
 
 def array_leaves(key: CallKey) -> list[ArrayLeaf]:
-    """Return what a key of `key_of` says about the array arguments."""
+    """Return the types of the array arguments in a key of `key_of`."""
     return [kind for kind in key[2] if isinstance(kind, ArrayLeaf)]
 
 
@@ -226,12 +211,8 @@ def check_replicas(arrays: Sequence[Any], leaves: Sequence[ArrayLeaf], names: Ca
             )
 
 
-def _name_at(function: UserFunction, args: Sequence[Any], kwargs: dict[str, Any], position: int) -> str:
-    return _names(function, jax.tree.structure((tuple(args), kwargs), is_leaf=_is_leaf))[position]
-
-
 def static_key(value: Any) -> Hashable:
-    """Return a hashable that is equal for static values which give the same program; functions must see the same, too."""
+    """Return a hashable that is equal for static values with the same program; of functions the guards must match, too."""
     if isinstance(value, FUNCTIONS):
         return (type(value), id(_code_of(value)))
     if isinstance(value, float | complex):
@@ -241,12 +222,12 @@ def static_key(value: Any) -> Hashable:
 
 def is_same(one: Any, other: Any) -> bool:
     """Tell whether two static values give the same program."""
-    is_function = isinstance(one, FUNCTIONS)
-    return static_key(one) == static_key(other) and (not is_function or match(look_at((one,)).guards, (other,)))
+    sees_same = not isinstance(one, FUNCTIONS) or match(look_at((one,)).guards, (other,))
+    return static_key(one) == static_key(other) and sees_same
 
 
 def _is_by_identity(value: object) -> bool:
-    """Tell whether an object is equal to itself only. Its `id` is in keys then, so that they do not keep it alive."""
+    """Tell whether an object is equal to itself only. Keys have its `id`, so that they do not keep it alive."""
     kind = type(value)
     if isinstance(value, Variable) or (kind.__hash__ is object.__hash__ and kind.__eq__ is object.__eq__):
         return True

@@ -26,7 +26,7 @@ from .._variables.bindings import Bindings, with_few_compilations
 from .._variables.variable import Variable, spec_of
 from . import lift
 from .call import Call, argument_names
-from .program import StepProgram, place, unstacked
+from .program import StepProgram, place
 
 is_eager: contextvars.ContextVar[bool] = contextvars.ContextVar("mirrored_eager", default=False)
 
@@ -60,16 +60,16 @@ def _refuse_unknown(variable: Variable) -> jax.Array:
 
 
 def run_eagerly(frame_with: Callable[..., Frame], mesh: ReplicaMesh, program: StepProgram, call: Call) -> PyTree:
-    """Run the user's function operation by operation, then check and keep what it wrote.
+    """Run the user's function operation by operation, and keep the new values of its variables.
 
-    All results come back stacked; which of them are mirrored is what the proof of the traced program says.
+    All results come back stacked; the proof of the traced program tells which of them are mirrored.
     """
     lifted = program.lifted
     new_lifted: dict[str, Any] = {}
 
     def body(caches: Callable[[], Any], values: list[Any], arrays: list[Any]) -> list[Any]:
-        local = [unstacked(a, spec_of(v).is_on_read) for a, v in zip(values, lifted.variables, strict=True)]
-        own = [unstacked(a, leaf.is_per_replica) for a, leaf in zip(arrays, call.array_leaves(), strict=True)]
+        local = [_unstack(a, spec_of(v).is_on_read) for a, v in zip(values, lifted.variables, strict=True)]
+        own = [_unstack(a, leaf.is_per_replica) for a, leaf in zip(arrays, call.array_leaves(), strict=True)]
         with caches() as renew:
             bindings = Bindings(dict(zip(lifted.variables, local, strict=True)), _refuse_unknown, renew)
             with keras.tracing(mesh), normalization.over_replicas(), frames.entered(frame_with(bindings=bindings)):
@@ -99,7 +99,7 @@ def run_eagerly(frame_with: Callable[..., Frame], mesh: ReplicaMesh, program: St
 
 @contextlib.contextmanager
 def silenced() -> Iterator[None]:
-    """Keep the proof's trace of a step from printing and from stopping at `breakpoint()`."""
+    """Keep the trace of a step from printing and from stopping at `breakpoint()`; an error shows what was printed."""
     printed, hook = io.StringIO(), sys.breakpointhook
     sys.breakpointhook = lambda *args, **kwargs: None
     try:
@@ -110,6 +110,10 @@ def silenced() -> Iterator[None]:
         raise
     finally:
         sys.breakpointhook = hook
+
+
+def _unstack(array: jax.Array, is_stacked: bool) -> jax.Array:
+    return jnp.squeeze(array, 0) if is_stacked else array
 
 
 def _first_row(mesh: ReplicaMesh, stack: jax.Array) -> jax.Array:

@@ -1,8 +1,7 @@
-"""Sums over the replicas that a step makes at one time travel in one buffer, and take small results' sums along.
+"""Sums over the replicas that need no other's result travel in one buffer, and carry the sums of small results.
 
-A step that reduces its loss and its gradients sends one message, whoever asked for the sums. And where it sends one anyway,
-a small result that differs by replica is added up in it too: `strategy.reduce` of this result is a look-up then, instead of
-a second program. Nothing is sent that was not sent before: what is carried only ever joins a buffer that is there.
+A step that reduces its loss and its gradients sends one message, whoever asked for the sums. Small results that differ by
+replica are added up in a buffer that is sent anyway: `strategy.reduce` of them is a look-up then, instead of a second program.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from .._replicas.collectives import MAX_ARRAYS_PER_PACK, PACK_BELOW_BYTES, Repli
 from .._typing import REPLICA_AXIS
 from .lift import Lifted
 
-#: Results whose sums a step carries, and how many numbers each may have.
+#: The most results whose sums a step carries, and the most numbers of each.
 MAX_CARRIED, MAX_CARRIED_NUMBERS = 4, 64
-#: A buffer that is full by itself still takes along so many: the loss, and what is carried.
+#: A full buffer still takes some more: the loss, and the sums that it carries.
 MAX_ARRAYS_JOINED = MAX_ARRAYS_PER_PACK + MAX_CARRIED
-#: What is added up in its own dtype also for a MEAN.
+#: The dtypes that also a MEAN adds up as they are.
 _CARRIED_DTYPES = ("float32", "float64")
 
 
@@ -35,11 +34,11 @@ class Joined:
     """A step whose sums are joined."""
 
     closed: ClosedJaxpr  # after its own results it gives the sums that it carries
-    carried: tuple[int, ...] = ()  # the positions of the results whose sums these are
-    num_arrays: int = 0  # how many sums have joined others
+    carried: tuple[int, ...] = ()  # the positions of these results
+    num_arrays: int = 0  # the number of sums that have joined others
 
     def describe(self) -> str:
-        """Say what travels together, in a part of a sentence; "" if nothing does."""
+        """Describe the sums that are joined and carried, in a part of a sentence; "" for none."""
         text = f", {self.num_arrays} in the buffer of another" if self.num_arrays else ""
         if self.carried:
             noun = "1 result" if len(self.carried) == 1 else f"{len(self.carried)} results"
@@ -49,18 +48,15 @@ class Joined:
 
 @dataclasses.dataclass
 class _Buffer:
-    """What is added up in one piece."""
+    """Arrays that are added up in one piece."""
 
     dtype: np.dtype
-    arrays: dict[Var, Any]  # by the variable that is the sum
-    num_parts: int  # of how many arrays these consist
+    arrays: dict[Var, Any]  # sum -> operand
+    num_parts: int  # the number of arrays that these were packed of
 
 
 def join_sums(lifted: Lifted, is_mirrored: Sequence[bool], axis: ReplicaAxis) -> Joined:
-    """Join the small sums of a step that is proven, and let them carry the sums of small results.
-
-    Where the user has said what travels together, or what takes the place of sums, nothing is joined.
-    """
+    """Join the small sums of a proven step, and let them carry the sums of small results, unless the user has set the packing."""
     jaxpr, constants = lifted.closed.jaxpr, lifted.closed.consts
     levels = jaxprs.levels_of(jaxpr)
     if len(levels.equations) == 1 or axis.is_by_hand:
@@ -93,7 +89,7 @@ def join_sums(lifted: Lifted, is_mirrored: Sequence[bool], axis: ReplicaAxis) ->
 
 
 def _carriable(lifted: Lifted, is_mirrored: Sequence[bool]) -> Iterator[tuple[int, Any]]:
-    """Yield the results whose sums may be carried, and their positions: small, even, and added in their own dtype."""
+    """Yield the positions and atoms of results whose sums may be carried: small, even, and added in their own dtype."""
     results = zip(lifted.closed.jaxpr.outvars, lifted.plan.shapes, is_mirrored, strict=False)
     for position, (atom, shapes, is_same) in enumerate(results):
         if is_same or shapes is not None or not isinstance(atom, Var):
@@ -104,14 +100,14 @@ def _carriable(lifted: Lifted, is_mirrored: Sequence[bool]) -> Iterator[tuple[in
 
 
 def _may_join(aval: Any, num_parts: int) -> bool:
-    """Tell whether an array may travel with others: one of real numbers that is small, or is copied anyway, as it is packed."""
+    """Tell whether an array may travel with others: real numbers that are few, or are copied anyway because they are packed."""
     dtype = getattr(aval, "dtype", np.dtype(bool))
     is_real = jnp.issubdtype(dtype, np.floating) or jnp.issubdtype(dtype, np.integer)
     return is_real and (num_parts > 1 or aval.size * dtype.itemsize < PACK_BELOW_BYTES)
 
 
 def _put(buffers: list[_Buffer], atom: Any, total: Var, num_parts: int, may_begin: bool) -> bool:
-    """Put an array into the first buffer that has room for it, and tell whether there was one; else it may begin another."""
+    """Put an array into the first buffer that has room, and tell whether there is one; else it may begin another."""
     for buffer in buffers:
         if buffer.dtype == atom.aval.dtype and buffer.num_parts + num_parts <= MAX_ARRAYS_JOINED:
             buffer.arrays[total] = atom
@@ -123,13 +119,13 @@ def _put(buffers: list[_Buffer], atom: Any, total: Var, num_parts: int, may_begi
 
 
 def _without(equation: Equation, moved: set[Var]) -> list[Equation]:
-    """Return a sum of several arrays without some results, in a list that is empty if none is left."""
+    """Return, in a list, a sum of several arrays without those moved elsewhere; an empty list if none is left."""
     kept = {total: atom for atom, total in zip(equation.invars, equation.outvars, strict=True) if total not in moved}
     return [equation.replace(invars=list(kept.values()), outvars=list(kept))] if kept else []
 
 
 def _sum_of(buffer: _Buffer, like: Equation, num_replicas: int) -> Equation:
-    """Return the equation that adds up a buffer; `like` has the user's line, and the settings."""
+    """Return the equation that adds up a buffer, with the user's line and the settings of `like`."""
     avals = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in buffer.arrays.values()]
     add_up = jax.jit(lambda *arrays: sum_in_one_buffer(arrays))
     [call] = jax.make_jaxpr(add_up, axis_env=[(REPLICA_AXIS, num_replicas)])(*avals).eqns
@@ -139,5 +135,5 @@ def _sum_of(buffer: _Buffer, like: Equation, num_replicas: int) -> Equation:
 
 
 def mean_of(total: jax.Array, num_replicas: int) -> jax.Array:
-    """Return the MEAN over the replicas of what is carried, of its SUM."""
+    """Return the MEAN over the replicas of a result, given its SUM."""
     return (total / jnp.asarray(float(num_replicas), total.dtype)).astype(total.dtype)

@@ -1,4 +1,4 @@
-"""What is compared before each call: what it sees, and, in a loop, its arguments by a few looks."""
+"""Comparisons before each call: whether its functions see the same as before, and a fast path for calls in a loop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ProgramT = TypeVar("ProgramT")
 
 
 def match(guards: Guards, functions: Sequence[Any]) -> bool:
-    """Tell whether other functions, or the same at another time, see the same."""
+    """Tell whether functions see the same as those that the guards are of."""
     found: list[Any] = [functions]
     try:
         for place, get, expected, content in guards.reads:
@@ -26,35 +26,25 @@ def match(guards: Guards, functions: Sequence[Any]) -> bool:
             found.append(value)
             if expected is not None and id(value) != expected and content_key(value) != content:
                 return False
-    except Exception:  # what was there is not: a cell is empty, a property raises
+    except Exception:  # something is gone: a cell is empty, a property raises
         return False
     return not guards.same or all(found[one] is found[other] for one, other in guards.same)
 
 
 class FastPath(NamedTuple, Generic[ProgramT]):
-    """The way to the program of a call whose arguments are PerReplica values, or one tuple, list or dict of them.
-
-    Attributes:
-        key, program: of the call.
-        guards: what the function must see.
-        settings: JAX's.
-        kind: the type of the one argument that holds all others; None when there is none.
-        names: the keys in it, if it is a dict, in JAX's order.
-        described: the shape, with the axis of the replicas, and the dtype of each array.
-        placement: where all of them are.
-    """
+    """A short way to the program of a call whose arguments are PerReplica values, or one tuple, list or dict of them."""
 
     key: tuple[Any, ...]
     program: ProgramT
     guards: Guards
-    settings: tuple[Any, ...]
-    kind: type | None
-    names: list[str]
-    described: list[tuple[Shape, np.dtype[Any]]]
-    placement: Sharding
+    settings: tuple[Any, ...]  # JAX's
+    kind: type | None  # of the one argument that holds all others
+    names: list[str]  # the keys in it, if it is a dict, in JAX's order
+    described: list[tuple[Shape, np.dtype[Any]]]  # the shape of each array, with the axis of the replicas, and its dtype
+    placement: Sharding  # of all arrays
 
     def arrays_of(self, function: object, args: Sequence[Any]) -> list[Any] | None:
-        """Return the arrays of a call without keyword arguments if it has this program, else None: then it may have it, too."""
+        """Return the arrays of a call without keyword arguments, or None if it may have another program."""
         _, _, guards, settings, kind, names, described, placement = self
         if kind is not None:
             if len(args) != 1 or type(args[0]) is not kind:
@@ -71,8 +61,8 @@ class FastPath(NamedTuple, Generic[ProgramT]):
                 return None
             array = stack_of(value)
             if getattr(array, "sharding", None) is not placement or array.shape != shape or array.dtype is not dtype:
-                return None  # the first is for a PerReplica that a user has mapped over
-            if uneven_shapes(value):  # padded, they look as even ones do
+                return None  # `getattr`, because a user may have mapped over the PerReplica
+            if uneven_shapes(value):  # padded, its stack looks like an even one
                 return None
             arrays.append(array)
         return arrays if match(guards, (function,)) else None
@@ -81,13 +71,7 @@ class FastPath(NamedTuple, Generic[ProgramT]):
 def fast_path_to(
     key: tuple[Any, ...], program: ProgramT, guards: Guards, args: Sequence[Any], placement: Sharding
 ) -> FastPath[ProgramT] | None:
-    """Return the fast path to the program of a call without keyword arguments; None if there is none.
-
-    Args:
-        key, program, guards: of the call.
-        args: its arguments.
-        placement: where its arrays must be.
-    """
+    """Return the fast path to the program of a call without keyword arguments; None if there is none."""
     kind, names, values = None, [], args
     if len(args) == 1 and type(args[0]) in (tuple, list, dict):
         kind, values = type(args[0]), args[0]

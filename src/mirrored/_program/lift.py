@@ -29,33 +29,29 @@ from .._typing import PyTree, Shape
 from .._variables.bindings import Bindings
 from .._variables.storage import WeakVariables
 from .._variables.variable import Variable, is_variable, spec_of
-from . import mistakes, scalar_args
+from . import mistakes
 from .call import Call
 
-#: What changes a program's numbers and not its text.
+#: Settings that change a program's numbers and not its text.
 _SETTINGS = ("jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable")
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 @dataclasses.dataclass(frozen=True)
 class ResultPlan:
-    """The plan by which a function's result is rebuilt from the arrays of a compiled program.
+    """The plan by which a function's result is rebuilt from the arrays of a compiled program."""
 
-    Attributes:
-        treedef: the structure, with variables, PerReplica values and static objects as leaves.
-        static: for each leaf, the object itself in a 1-tuple, or None when it is an array of the program; see `static_value`.
-        shapes: for each array, `shapes` of the PerReplica it was in, or None; aligned with the arrays.
-        stacked: for each array, whether it was inside a PerReplica.
-    """
+    treedef: Any  # variables, PerReplica values and static objects are leaves
+    static: tuple[tuple[Any] | None, ...]  # for each leaf, the object in a 1-tuple (see `static_value`); None: an array
+    shapes: tuple[tuple[Shape, ...] | None, ...]  # for each array, `shapes` of the PerReplica that it was in, or None
+    stacked: tuple[bool, ...]  # for each array, whether it was in a PerReplica
 
-    treedef: Any
-    static: tuple[tuple[Any] | None, ...]
-    shapes: tuple[tuple[Shape, ...] | None, ...]
-    stacked: tuple[bool, ...]
+    @functools.cached_property
+    def rebuild(self) -> Callable[[Sequence[Any]], PyTree]:
+        """The function that makes the result of these arrays."""
+        return self._fill if any(leaf is not None for leaf in self.static) else self.treedef.unflatten
 
-    def rebuild(self, arrays: Sequence[Any]) -> PyTree:
-        if len(arrays) == len(self.static):
-            return self.treedef.unflatten(arrays)
+    def _fill(self, arrays: Sequence[Any]) -> PyTree:
         remaining = iter(arrays)
         return self.treedef.unflatten([next(remaining) if leaf is None else static_value(leaf) for leaf in self.static])
 
@@ -65,27 +61,19 @@ class _WeakVariable(weakref.ref):
 
 
 def static_value(leaf: tuple[Any]) -> Any:
-    """Return the object that a static leaf of a plan stands for."""
+    """Return the object of a static leaf of a plan."""
     return leaf[0]() if type(leaf[0]) is _WeakVariable else leaf[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class Lifted:
-    """A pure function: `(written values, read-only values, arrays) -> (result arrays, new written values)`.
+    """A pure function: `(written values, read-only values, arrays) -> (result arrays, new written values)`."""
 
-    Attributes:
-        closed: the traced function; its constants are the arrays that the user's function closes over.
-        shown: the same for looking at it, with JAX's high-level primitives as what they stand for.
-        writes: the variables it writes; `write_lines` has the user's line of each one's last write.
-        reads: the variables it only reads.
-        plan: how the result is rebuilt.
-    """
-
-    closed: ClosedJaxpr
-    shown: ClosedJaxpr
+    closed: ClosedJaxpr  # its constants are the arrays that the user's function closes over
+    shown: ClosedJaxpr  # the same to look at, with the expansions of JAX's high-level primitives
     writes: WeakVariables
-    write_lines: tuple[str, ...]
-    reads: WeakVariables
+    write_lines: tuple[str, ...]  # the user's line of each written variable's last write
+    reads: WeakVariables  # those that it only reads
     plan: ResultPlan
 
     @property
@@ -108,14 +96,14 @@ class Lifted:
     def describe(self) -> str:
         """Write the program as text that is equal on two workers which may run it together.
 
-        Without names of variables, addresses of objects and lines of files, which may differ all the same. Variables have
-        the number of their creation instead: two may have the same shape and dtype.
+        Names of variables, addresses of objects and lines of files may differ, and are left out. Variables have the number of
+        their creation instead, because two may have the same shape and dtype.
         """
         specs = map(spec_of, self.variables)
         kinds = [f"{s.number}: {'on read' if s.is_on_read else 'mirrored'} {s.dtype}{list(s.shape)}" for s in specs]
         settings = ", ".join(f"{name}={getattr(jax.config, name)}" for name in _SETTINGS)
         arrays = [array for array in jaxprs.inner_constants(self.shown.jaxpr) if _is_whole_here(array)]
-        sums = {key: checksum(array) for key, array in {id(array): array for array in arrays}.items()}  # one may be used often
+        sums = {key: checksum(array) for key, array in {id(array): array for array in arrays}.items()}  # once for each array
         inner = [sums[id(array)] for array in arrays]
         return (
             f"writes variables {kinds[: len(self.written)]}\nreads variables {kinds[len(self.written) :]}\nsettings {settings}\n"
@@ -136,20 +124,13 @@ class Touched(NamedTuple):
 
 
 class Traced(NamedTuple):
-    """A function that was traced once.
+    """A function that was traced once."""
 
-    Attributes:
-        closed: takes the arrays, asks for variables, and gives the results and the values that were written.
-        operands: the variables that were read, each with the number of its operand.
-        written: the variables that were written, each with the user's line of its last write.
-        plan, shape_of, axis: how the result is rebuilt, and how it was traced.
-    """
-
-    closed: ClosedJaxpr
-    operands: dict[Variable, int]
-    written: dict[Variable, str]
+    closed: ClosedJaxpr  # takes the arrays, asks for variables, and gives the results and the values that were written
+    operands: dict[Variable, int]  # the variables that were read -> the numbers of their operands
+    written: dict[Variable, str]  # the variables that were written -> the user's lines of their last writes
     plan: ResultPlan
-    shape_of: Callable[[Variable], Shape]
+    shape_of: Callable[[Variable], Shape]  # the shape of a variable's operand
     axis: Any
 
     @property
@@ -157,7 +138,7 @@ class Traced(NamedTuple):
         return Touched(tuple(self.written), tuple(variable for variable in self.operands if variable not in self.written))
 
     def lifted(self, touched: Touched | None = None) -> Lifted:
-        """Make what is touched, here or elsewhere, the first arguments, and the values that may be written the last results."""
+        """Make touched variables, of this or several traces, the first arguments, and their new values the last results."""
         touched = touched or self.touched
         jaxpr, num_results = self.closed.jaxpr, len(self.closed.jaxpr.outvars) - len(self.written)
         asked = {e.params["number"]: e.outvars[0] for e in jaxpr.eqns if e.primitive is tracing.operand_p}
@@ -172,7 +153,7 @@ class Traced(NamedTuple):
             eqns=[equation for equation in jaxpr.eqns if equation.primitive is not tracing.operand_p],
             outvars=[*jaxpr.outvars[:num_results], *kept],
         )
-        # Copied, because `jax.device_put` may keep a numpy array's own memory, which its owner may change.
+        # Copied, because `jax.device_put` may use a numpy array's own memory, which its owner may change.
         own = [np.array(constant) if isinstance(constant, np.ndarray) else constant for constant in self.closed.consts]
         closed = ClosedJaxpr(jaxpr, own)
         lines = tuple(self.written.get(variable, "<unknown>") for variable in touched.written)
@@ -191,14 +172,9 @@ def trace(
     shape_of: Callable[[Variable], Shape],
     user_function: Any,
 ) -> Traced:
-    """Trace a function; it asks for each variable when it reads it first.
+    """Trace a function of arrays in a frame, with an operand for each variable that it reads, of the shape of `shape_of`.
 
-    Args:
-        function: takes the arrays and returns the result tree.
-        arrays: shapes and dtypes of the arrays.
-        frame: the context in which to trace; its bindings are replaced.
-        shape_of: the shape of what stands for a variable in that context.
-        user_function: what JAX's messages shall call the function.
+    JAX's messages speak of `user_function`.
     """
 
     def traced() -> Traced:
@@ -250,7 +226,7 @@ def plan_result(result: PyTree) -> tuple[ResultPlan, list[jax.Array]]:
 
 
 def _refuse_hidden_arrays(leaf: Any) -> None:
-    """Refuse an object that JAX cannot look into and that holds traced arrays, which must not leave the step."""
+    """Refuse an object that holds traced arrays, which must not leave the step, and that JAX cannot look into."""
     kind = type(leaf).__name__
     if inspect.isgenerator(leaf) or inspect.iscoroutine(leaf):
         raise TypeError(f"the step returned a {kind}: it contains `yield` or `await`, so calling it runs nothing. Use `return`.")
@@ -283,10 +259,7 @@ def _fields_of(leaf: Any, depth: int = 3) -> Iterator[tuple[str, Any]]:
 
 
 def warn_of_leaks(function: Any) -> None:
-    """Warn of an array that a step has put into a list, a dict or an attribute that it names: it has no value outside.
-
-    Only the last element of a list and the last value of a dict are looked at.
-    """
+    """Warn of a traced array at the end of a list, dict or tuple, or in an attribute, that a step names."""
     for name, value in _named(function):
         if _ends_with_traced(value):
             user_code.warn(
@@ -304,7 +277,7 @@ def _ends_with_traced(value: Any) -> bool:
 
 
 def _named(function: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the globals and closed-over values that a function names, read or written, and their attributes that it names."""
+    """Yield the globals and closed-over values that a function's code names, and those of their attributes that it names."""
     owner, function = getattr(function, "__self__", None), getattr(function, "__func__", function)
     if not isinstance(function, types.FunctionType):
         return
@@ -322,25 +295,13 @@ def _names_in(code: types.CodeType) -> set[str]:
 
 
 def trace_step(call: Call, shapes: Sequence[Shape], frame: Frame) -> Traced:
-    """Trace a step.
-
-    Args:
-        call: the step and its arguments.
-        shapes: of each array argument, on the replica whose program is traced.
-        frame: the replica context in which to trace.
-    """
+    """Trace a step for replicas on which its array arguments have these shapes."""
     avals = [leaf.aval(shape) for leaf, shape in zip(call.array_leaves(), shapes, strict=True)]
     assert frame.replica is not None
     try:
         with normalization.over_replicas(), named.seen():
-            return trace(
-                lambda arrays: call.apply(arrays, lambda _, array: array),
-                avals,
-                frame,
-                lambda variable: spec_of(variable).shape,
-                call.function,
-            )
+            apply = lambda arrays: call.apply(arrays, lambda _, array: array)  # noqa: E731
+            return trace(apply, avals, frame, lambda variable: spec_of(variable).shape, call.function)
     except Exception as error:
-        scalar_args.explain(error, call)
-        mistakes.explain(error, context.knows_id(frame.replica))
+        mistakes.explain(error, call, context.knows_id(frame.replica))
         raise

@@ -1,4 +1,4 @@
-"""Which mistake in a step is behind an error of JAX's or Python's, and the line to write instead."""
+"""The mistakes in a step behind errors of JAX's and Python's, and the lines to write instead."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import jax
 from .._errors import OneProgramError
 from .._jax import complaints, user_code
 from .._typing import REPLICA_AXIS
+from .call import NUMBERS, Call, argument_names
 
 _NO_VALUE = "A step is traced once and compiled: its arrays have no values yet. jax.debug.print('{}', x) shows them."
-#: Methods and attributes that TensorFlow's or torch's arrays have, and what to write instead.
+#: Methods and attributes of TensorFlow's or torch's arrays -> what to write instead.
 _NOT_OF_ARRAYS = {
     "numpy": f"Return the array from the step, and write np.asarray(result) outside. {_NO_VALUE}",
     "backward": "Write loss, gradients = mr.value_and_grad(loss_fn, variables)(); optimizer.apply_gradients(gradients).",
@@ -17,7 +18,7 @@ _NOT_OF_ARRAYS = {
     "detach": "Write jax.lax.stop_gradient(x).",
     **dict.fromkeys(("cpu", "cuda", "to"), "Leave it out: each replica's arrays are on its device; x.astype changes the dtype."),
 }
-#: The line to write instead, by what wanted the value, and what it takes the place of.
+#: JAX's error -> the line to write instead, and the code that it replaces.
 _INSTEAD: dict[type[Exception], tuple[str, str]] = {
     jax.errors.TracerBoolConversionError: (
         "jnp.where(condition, a, b), or mr.cond(condition, make_a, make_b)",
@@ -42,7 +43,7 @@ _INSTEAD: dict[type[Exception], tuple[str, str]] = {
     ),
 }
 
-#: The message, by what JAX or Python complains about.
+#: A complaint of JAX's or Python's -> the message.
 _WRONG_TYPES = {
     "function is unpacked": "a function was unpacked, at {}. mr.value_and_grad returns a function; call it: loss, gradients = "
     "mr.value_and_grad(loss_fn, variables)().",
@@ -60,19 +61,37 @@ _WRONG_TYPES = {
 }
 
 
-def explain(error: Exception, knows_id: bool = False) -> None:
-    """Raise an error that says what to write, in place of one that speaks of JAX's tracing; return where there is none.
+def explain(error: Exception, call: Call, knows_id: bool = False) -> None:
+    """Raise an error with the line to write, in place of one of the user's code while a call was traced, or return.
 
-    Args:
-        error: what the user's code raised while it was traced.
-        knows_id: whether the number of the replica has been asked for in the step.
+    `knows_id` tells whether the step has asked for the replica's number.
     """
-    explanation = _explanation(error, user_code.raising_line(error), knows_id)
+    where = user_code.raising_line(error)
+    explanation = _explain_number(error, call, where) or _explain_code(error, where, knows_id)
     if explanation is not None:
         raise explanation.with_traceback(error.__traceback__) from None
 
 
-def _explanation(error: Exception, where: str, knows_id: bool) -> Exception | None:
+def _explain_number(error: Exception, call: Call, where: str) -> OneProgramError | None:
+    """Name the Python numbers among the arguments whose values Python needed, unless it needed others, too."""
+    needed = complaints.needed_arguments(error)
+    # A number in an mr.function is an array there already, of a weak type.
+    numbers = [position for position, leaf in enumerate(call.array_leaves()) if leaf.is_weak and not leaf.shape]
+    if needed is None or not numbers or not set(needed).issubset(numbers):
+        return None
+    names = [argument_names(call)[position] for position in needed or numbers]
+    name, value = names[0].strip("`"), call.arrays[(needed or numbers)[0]]
+    function = call.function.__name__ if getattr(call.function, "__name__", "").isidentifier() else "step"
+    bound = f"functools.partial({function}, {name}={value if type(value) in NUMBERS else '...'})"
+    bound = bound if name.isidentifier() else "a step that closes over it"
+    return OneProgramError(
+        f"Python needed the value of {' and '.join(names)}, at {where}. Bind a number that `if`, `range` "
+        f"or a shape needs: {bound}; each value of it has a program of its own. Python numbers among the arguments are "
+        "traced, as under jax.jit, so that another number needs no other program."
+    )
+
+
+def _explain_code(error: Exception, where: str, knows_id: bool) -> Exception | None:
     if isinstance(error, complaints.NEEDS_A_VALUE):
         if knows_id:
             return OneProgramError(_one_program_message(where))

@@ -1,7 +1,7 @@
-"""What a call sees: the values that the own code of its function names.
+"""A look at what a call sees: the values that the own code of its functions names.
 
-The own code is the function, the functions written in it, those that it closes over, has as defaults or bound arguments, and what
-a wrapper such as `jax.jit` wraps. What other functions read is read when they are traced, as under `jax.jit`.
+The own code is a function, the functions written in it, those that it closes over, has as defaults or bound arguments, and those
+that a wrapper such as `jax.jit` wraps. State that other functions read is read at trace time, as under `jax.jit`.
 """
 
 from __future__ import annotations
@@ -18,66 +18,52 @@ import numpy as np
 
 from .._models import nnx
 
-#: In place of a name that is no global, an empty cell, or an attribute that is not there.
+#: Stands for a name that is no global, an empty cell, or a missing attribute.
 ABSENT = object()
 FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _BY_VALUE = (bool, int, str, bytes, type(None))
 _BY_REPR = (float, complex, np.generic)  # 0.0 and -0.0 differ, nan equals itself
 _NESTS = (tuple, set, frozenset)
-#: Types of values that hold no others, and are compared by what they are.
+#: Types of values that hold no others, and are compared by their content.
 _PLAIN = (*_BY_VALUE, *_BY_REPR)
-#: Packages whose modules, classes and methods are not looked into: what is in them does not change.
+#: Packages whose modules, classes and methods are not looked into, because they do not change.
 _LIBRARIES = "builtins equinox flax functools jax jaxlib keras math mirrored numpy optax tensorflow torch typing"
 _CONSTANTS = ("LOAD_CONST", "LOAD_SMALL_INT")
 _SILENT = frozenset({"CACHE", "EXTENDED_ARG", "NOP", "NOT_TAKEN", "PRECALL", "RESUME"})
 _HOLDERS = (dict, list, tuple)
-#: Attributes and items that are read one after the other, each with whether it is an item.
+#: A path of attributes and items, each with whether it is an item.
 Keys = tuple[tuple[bool, Any], ...]
 
 
 class Read(NamedTuple):
-    """A look at one thing that a call sees.
+    """The reading of one value that a call sees."""
 
-    Attributes:
-        place: the place of what it is read from in the list of all that has been read; the call's functions are first.
-        get, expected: reads it; its `id`, None if it is only read from, 0 if no `id` tells.
-        content: see `content_key`: what has another `id` may be equal.
-    """
-
-    place: int
-    get: Callable[[Any], Any]
-    expected: int | None
-    content: Hashable
+    place: int  # the position of its owner in the list of all values read so far; first are the call's functions
+    get: Callable[[Any], Any]  # reads it of its owner
+    expected: int | None  # its `id`; 0 if only the content tells, None if it is only an owner and not compared
+    content: Hashable  # see `content_key`: a value with another `id` may be equal
 
 
 class Guards(NamedTuple):
-    """What is compared of what functions see: reads, positions of one object, and values kept for their `id`."""
+    """The comparisons of what functions see with what they saw before."""
 
     reads: list[Read]
-    same: list[tuple[int, int]]
-    kept: list[Any]
+    same: list[tuple[int, int]]  # pairs of positions at which one object must be
+    kept: list[Any]  # plain values, kept alive so that no other object gets their `id`
 
 
 class Sight(NamedTuple):
-    """What functions see at some time.
-
-    Attributes:
-        guards: compare it with what is seen later.
-        named: what the code names, in words, and for each the content.
-        objects: those that are known by their `id`. A program ends with the first of them.
-    """
+    """The values that functions see at some time."""
 
     guards: Guards
-    named: dict[str, Hashable]
-    objects: list[Any]
+    named: dict[str, Hashable]  # names as the code has them -> content
+    objects: list[Any]  # those known by their `id`: a program ends with the first of them
 
 
 def look_at(functions: Sequence[Callable[..., Any]], runs_steps: bool = False) -> Sight:
-    """Return what functions see now.
+    """Look at a callable, and at others among its arguments.
 
-    Args:
-        functions: a callable, and others that are among its arguments.
-        runs_steps: whether the functions that the first one names count as its own code, too: an `mr.function` names its steps.
+    With `runs_steps`, the functions that the first one names count as its own code, too: an `mr.function` names its steps.
     """
     look = _Look(functions)
     for number, function in enumerate(functions):
@@ -87,23 +73,18 @@ def look_at(functions: Sequence[Callable[..., Any]], runs_steps: bool = False) -
 
 
 class _Look:
-    """A look at all that the own code of functions names.
-
-    Attributes:
-        found: the functions, and whatever was read of them. A place is a position in it.
-        compared: place -> the name of what is compared there.
-    """
+    """A look at all that the own code of functions names."""
 
     def __init__(self, functions: Sequence[Callable[..., Any]]) -> None:
-        self.found: list[Any] = [functions]
-        self.compared: dict[int, str] = {}
+        self.found: list[Any] = [functions]  # and all values read of them; a place is a position in this list
+        self.compared: dict[int, str] = {}  # place -> name of the value that is compared there
         self._reads: list[tuple[int, Callable[[Any], Any]]] = [(0, lambda functions: functions)]
         self._places: dict[tuple[int, Hashable], int] = {}
         self._entered: dict[tuple[int, ...], list[int]] = {}
         self._same: list[tuple[int, int]] = []
 
     def sight(self) -> Sight:
-        """Return the reads of what is compared, and those on the way there."""
+        """Return the values found, with the reads of those that are compared and of their owners."""
         needed = {0}
         for place in {*self.compared, *(place for pair in self._same for place in pair)}:
             while place not in needed:
@@ -112,20 +93,23 @@ class _Look:
         new = {old: number for number, old in enumerate(sorted(needed))}
         reads = []
         for place in sorted(needed - {0}):
-            owner, get = self._reads[place]
-            expected = _expected_of(self.found[place]) if place in self.compared else (None, None)
-            reads.append(Read(new[owner], get, *expected))
+            (owner, get), value = self._reads[place], self.found[place]
+            read = Read(new[owner], get, None, None)
+            if place in self.compared:
+                expected = 0 if isinstance(value, _NESTS) else id(value)  # a set may change in place
+                read = read._replace(expected=expected, content=content_key(value))
+            reads.append(read)
         same = [(new[one], new[other]) for one, other in self._same]
-        values = {place: self.found[place] for place in self.compared}
-        named = {name: content_key(values[place]) for place, name in self.compared.items()}
-        kept = [value for value in values.values() if isinstance(value, _PLAIN)]
-        return Sight(Guards(reads, same, kept), named, list(_objects_in(values.values())))
+        values = [self.found[place] for place in self.compared]
+        named = dict(zip(self.compared.values(), map(content_key, values), strict=True))
+        kept = [value for value in values if isinstance(value, _PLAIN)]
+        return Sight(Guards(reads, same, kept), named, list(_objects_in(values)))
 
     # -- reading
 
     def item(self, owner: int, key: Hashable) -> int:
-        """Read an item, and return its place; of a dict also one that is not there, such as a global that is a builtin."""
-        is_dict = isinstance(self.found[owner], dict)  # a `defaultdict` would make the item
+        """Read an item, and return its place; of a dict also a missing one, such as a global that is a builtin."""
+        is_dict = isinstance(self.found[owner], dict)  # `get`, because a `defaultdict` would make the item
         get = operator.methodcaller("get", key, ABSENT) if is_dict else operator.itemgetter(key)
         return self._read(owner, get, ("item", type(key), key))
 
@@ -146,34 +130,27 @@ class _Look:
         return self._places[known]
 
     def _read_along(self, root: int, keys: Keys) -> int:
-        """Return the place at the end of a path, or the last at which a library's inside does not begin.
+        """Return the place at the end of a path, or before the inside of a library.
 
-        What is another object each time it is read, as of a property, cannot be compared: what has it is.
+        A value that is another object at each read, as of a property, cannot be compared: its owner is.
         """
-        places = [root]
+        places, again = [root], [self.found[root]]
         for is_item, key in keys:
             owner = self.found[places[-1]]
             if owner is ABSENT or _is_whole(owner, is_item, key):
                 break
             places.append(self.item(places[-1], key) if is_item else self.attribute(places[-1], key))
-        while len(places) > 1 and self._is_made_anew(places[-1], root):
+            again.append(self._reads[places[-1]][1](again[-1]))
+        while len(places) > 1 and _is_made_anew(self.found[places[-1]], again[len(places) - 1]):
             places.pop()
         return places[-1]
 
-    def _is_made_anew(self, place: int, root: int) -> bool:
-        value, again = self.found[place], self._read_again(place, root)
-        return not isinstance(value, types.MethodType) and content_key(value) != content_key(again)
-
-    def _read_again(self, place: int, root: int) -> Any:
-        owner, get = self._reads[place]
-        return self.found[root] if place == root else get(self._read_again(owner, root))
-
-    # -- what is code, and what it reads
+    # -- own code
 
     def enter(
         self, name: str, place: int, is_runner: bool, args: tuple[int, ...] = (), keywords: Mapping[str, int] | None = None
     ) -> None:
-        """Look into own code with its bound arguments; of a runner the functions that it names count as own code, too."""
+        """Look into own code with the places of its bound arguments; functions that a runner names are own code, too."""
         keywords = keywords or {}
         while isinstance(own := self.found[place], (functools.partial, types.MethodType)):
             self.compared[self.attribute(place, "__class__")] = name
@@ -189,15 +166,11 @@ class _Look:
         known = self._entered.setdefault(tuple(id(self.found[each]) for each in places), places)
         if known is not places:
             self._same += zip(known, places, strict=True)
-        elif isinstance(own, types.FunctionType):
+            return
+        if isinstance(own, types.FunctionType):
             self._read_function(name, place, args, keywords, is_runner)
-        else:
-            self._read_callable(name, place, args, keywords, is_runner)
-
-    def _read_callable(self, name: str, place: int, args: tuple[int, ...], keywords: Mapping[str, int], is_runner: bool) -> None:
-        """Compare an object, and look into what it wraps, or into its `__call__`."""
+            return
         self._compare(name, place)
-        own = self.found[place]
         if _wrapped_by(own) is not None:
             self.enter(name, self.attribute(place, "__wrapped__"), is_runner, args, keywords)
         elif not _is_library(type(own).__module__) and isinstance(getattr(type(own), "__call__", None), FUNCTIONS):  # noqa: B004
@@ -205,7 +178,7 @@ class _Look:
             self.enter(name, call, is_runner, (place, *args), keywords)
 
     def _read_function(self, name: str, place: int, args: tuple[int, ...], keywords: Mapping[str, int], is_runner: bool) -> None:
-        """Compare the code of a function, its defaults and bound arguments, and what the code reads."""
+        """Compare the code of a function, its defaults and bound arguments, and the values that the code names."""
         for attribute in ("__class__", "__code__"):
             self.compared[self.attribute(place, attribute)] = name
         bound = self._bind(name, place, args, keywords, is_runner)
@@ -226,9 +199,9 @@ class _Look:
         """Look at the defaults and bound arguments of a function, and return argument -> place."""
         defaults, by_name = self.attribute(place, "__defaults__"), self.attribute(place, "__kwdefaults__")
         positional, named = self.found[defaults], self.found[by_name]
-        for none in (each for each in (defaults, by_name) if self.found[each] is None):
-            self.compared[none] = name
-        if positional is not None or named is not None:
+        if positional is None and named is None:  # compared by `id`, without a call in Python
+            self.compared.update({defaults: name, by_name: name})
+        else:
             self.compared[self._read(place, _names_of_defaults)] = name
         of_defaults = [self.item(defaults, position) for position in range(len(positional or ()))]
         of_names = {key: self.item(by_name, key) for key in named or ()}
@@ -244,7 +217,7 @@ class _Look:
         value = self.found[place]
         if (is_near or is_runner) and callable(value) and _is_code(value, is_runner):
             self.enter(name, place, is_runner and is_near)
-        elif isinstance(value, types.MethodType):  # the method itself is made each time
+        elif isinstance(value, types.MethodType):  # which is a new object at each read
             self.compared[self.attribute(place, "__self__")] = name
             self.compared[self.attribute(place, "__func__")] = name
         else:
@@ -254,6 +227,10 @@ class _Look:
         self.compared[place] = name
         if "flax.nnx" in sys.modules and nnx.is_object(self.found[place]):
             self.compared[self._read(place, _arrays_of_nnx)] = name
+
+
+def _is_made_anew(value: object, again: object) -> bool:
+    return not isinstance(value, types.MethodType) and content_key(value) != content_key(again)
 
 
 def _absent_if_raised(get: Callable[[Any], Any], owner: object) -> object:
@@ -317,23 +294,18 @@ def _is_whole(value: object, is_item: bool, key: Hashable) -> bool:
 
 
 def content_key(value: object) -> Hashable:
-    """Return a hashable that is equal for values in whose place each other may be."""
+    """Return a hashable that is equal for values that give the same program."""
     if not isinstance(value, (*_PLAIN, *_NESTS)):
         return id(value)
     if isinstance(value, _BY_REPR):
         return (type(value), repr(value))
     if isinstance(value, _NESTS):
-        return (type(value), type(value)(map(content_key, value)) if type(value) in _NESTS else tuple(map(content_key, value)))
+        return (type(value), (tuple if isinstance(value, tuple) else frozenset)(map(content_key, value)))
     return (type(value), value)
 
 
-def _expected_of(value: object) -> tuple[int, Hashable]:
-    """Return the `id` that tells that a value is there, or 0, and its content."""
-    return 0 if isinstance(value, _NESTS) else id(value), content_key(value)  # a set may change in place
-
-
 def _objects_in(values: Iterable[Any]) -> Iterator[Any]:
-    """Yield the objects whose identity is in the keys of values: while they live, no other object can have it."""
+    """Yield the objects whose `id` is in the content of values: while they live, no other object can have it."""
     for value in values:
         if isinstance(value, _NESTS):
             yield from _objects_in(value)
@@ -345,7 +317,7 @@ def _objects_in(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def _names_in(function: types.FunctionType) -> Iterable[tuple[str, str, Keys]]:
-    """Return what a function's code reads, as `_reads_in` does; of a library's only what it closes over."""
+    """Return the names of `_reads_in` for a function; for a library's only those that it closes over."""
     code = function.__code__
     if _is_library(function.__globals__.get("__name__", "")):
         return [("free", name, ()) for name in code.co_freevars]
@@ -353,10 +325,10 @@ def _names_in(function: types.FunctionType) -> Iterable[tuple[str, str, Keys]]:
 
 
 def _reads_in(code: types.CodeType) -> Iterator[tuple[str, str, Keys]]:
-    """Yield each name that code reads: whether it is a global, free or local, and the keys that follow."""
+    """Yield each name that code reads: whether it is "global", "free" or "local", the name, and the keys that follow it."""
     scope, name = "", ""
     keys: Keys = ()
-    subscript: tuple[Any, ...] = ()  # the constant on top of what has been read so far
+    subscript: tuple[Any, ...] = ()  # the constant loaded after the path so far, which may become its next key
     for instruction in dis.get_instructions(code):
         operation, value = instruction.opname, instruction.argval
         if operation in _SILENT:
@@ -382,7 +354,7 @@ def _reads_in(code: types.CodeType) -> Iterator[tuple[str, str, Keys]]:
 
 
 def _name_in(instruction: dis.Instruction, code: types.CodeType) -> tuple[str, str]:
-    """Return whether an instruction reads a global, a free or a local variable, and which; two "" where it reads none."""
+    """Return the scope and the name of the variable that an instruction reads; two "" where it reads none."""
     operation, name = instruction.opname, instruction.argval
     if operation in ("LOAD_GLOBAL", "LOAD_NAME"):
         return "global", name

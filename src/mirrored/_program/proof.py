@@ -1,16 +1,8 @@
 """The mirror proof: show from a traced step which values must be the same on every replica.
 
-A dataflow pass over the jaxpr. Each value is in one of three states; a value computed from several is in the
-highest of theirs:
-
-* SAME: computed from mirrored values only; every replica computes the same bits.
-* REDUCED: the same on every replica, because a collective over all of them made it so.
-* VARYING: may differ.
-
-Beside that it notes what the losses have said of themselves (`Said`), which goes along with what is computed of them.
-
-What the pass does not know is VARYING: sound before complete. The reasoning, and what "same" assumes of
-the hardware, are in docs/design/mirror-proof.md.
+A dataflow pass over the jaxpr finds a `State` of each value, and with it what the losses have said of themselves (`Said`).
+Values that the pass does not know are VARYING: sound before complete. docs/design/mirror-proof.md has the reasoning, and what
+"same" assumes of the hardware.
 """
 
 from __future__ import annotations
@@ -32,44 +24,36 @@ from .._jax.primitives import ADDITIONS, LOOPS, MAKE_SAME, PURE, SPREADS, SUMS
 
 
 class Sameness(enum.IntEnum):
-    """The three states of a value, the lowest first. The module's docstring explains them."""
+    """Whether a value is the same on every replica; a value computed from several has the highest of theirs."""
 
-    SAME = 0
-    REDUCED = 1
-    VARYING = 2
+    SAME = 0  # computed from mirrored values only: every replica computes the same bits
+    REDUCED = 1  # made the same by a collective over all replicas
+    VARYING = 2  # may differ
 
 
 class Said(enum.IntEnum):
-    """What a loss has said of itself, for what is computed of it and its derivatives.
+    """The mark of a loss, and of the values and derivatives computed from it.
 
-    In a product the highest of the factors holds, and in a sum the lowest of the operands, without constants.
+    A product has the highest mark of its factors, a sum the lowest of its operands, without constants.
     """
 
-    ZERO = 0  # there is nothing to be said
+    ZERO = 0  # the number 0, which has no mark
     CONSTANT = 1  # computed from numbers in the program alone
     NOTHING = 2
-    WHOLE = 3  # what is the same on all replicas was summed over them, as on the way back from a loss that was combined
-    COMBINED = 4  # as below, and it was combined over the replicas
+    WHOLE = 3  # a value equal on all replicas was summed over them, as in the backward pass of a loss that was combined
+    COMBINED = 4  # a share that was combined over the replicas
     SHARE = 5  # the loss is this replica's share: the shares of all add up to the whole, and so do their gradients
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class State:
-    """The state of a value.
-
-    Attributes:
-        sameness: whether it is the same on every replica.
-        origin: what made it differ, when it is VARYING.
-        said: what the loss has said that it is, or is a derivative of, or is computed of.
-        is_operand: whether the code of the step gives it, as it is, to a collective.
-        came_back: the line of the collective through which it has come as a gradient; "" for none.
-    """
+    """The state of a value."""
 
     sameness: Sameness
-    origin: str = ""
+    origin: str = ""  # the reason, when it is VARYING
     said: Said = Said.NOTHING
-    is_operand: bool = False
-    came_back: str = ""
+    is_operand: bool = False  # whether the step itself passes it, unchanged, to a collective
+    came_back: str = ""  # the line of the collective through which it came as a gradient
 
     @property
     def is_mirrored(self) -> bool:
@@ -80,7 +64,7 @@ class State:
         return self.sameness is Sameness.SAME
 
     def saying(self, said: Said) -> State:
-        """Return the state of a value of which this has been said."""
+        """Return the same state with this mark."""
         return self if said is self.said else dataclasses.replace(self, said=said)
 
 
@@ -88,7 +72,7 @@ SAME = State(Sameness.SAME)
 CONSTANT = State(Sameness.SAME, said=Said.CONSTANT)
 ZERO = State(Sameness.SAME, said=Said.ZERO)
 
-#: What is said of their results is not what is said of a product.
+#: Primitives whose results have other marks than a product.
 _SPECIAL = ADDITIONS | SPREADS | {"add_any", "div"}
 
 
@@ -110,30 +94,24 @@ def join(states: Iterable[State]) -> State:
 
 
 def either(states: Iterable[State]) -> State:
-    """Return the state of a value that is a sum of values in these states, or one of them."""
+    """Return the state of a sum of values in these states, or of one of them."""
     states = list(states)
     return join(states).saying(_lowest(states, above=Said.CONSTANT))
 
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective of a program: what it is, how many bytes each replica contributes, and where."""
+    """One collective of a program."""
 
     name: str
-    num_bytes: int
-    where: str
+    num_bytes: int  # that each replica contributes
+    where: str  # the user's line
     in_loop: bool
 
 
 @dataclasses.dataclass
 class Findings:
-    """What the pass found out about a program.
-
-    Attributes:
-        outputs: the state of each output.
-        marks: each marked value's note and state, in program order.
-        collectives: the collectives in program order.
-    """
+    """The results of the pass; marks, with their values' states, and collectives are in program order."""
 
     outputs: list[State] = dataclasses.field(default_factory=list)
     marks: list[tuple[Mark, State]] = dataclasses.field(default_factory=list)
@@ -141,11 +119,7 @@ class Findings:
 
 
 def prove(jaxpr: Jaxpr, inputs: Sequence[State]) -> Findings:
-    """Find the state of every output, mark and collective of a step.
-
-    Args:
-        jaxpr: the step, traced with the replica axis bound; its constants are mirrored.
-        inputs: the state of each argument.
+    """Find the states in a step that was traced with the replica axis bound; its constants are mirrored.
 
     Raises:
         CollectiveHangError: when replicas may disagree on whether, or how often, they reach a collective.
@@ -157,19 +131,12 @@ def prove(jaxpr: Jaxpr, inputs: Sequence[State]) -> Findings:
 
 @dataclasses.dataclass(frozen=True)
 class _Pass(Analysis[State]):
-    """One pass of the proof over a jaxpr.
+    """One pass of the proof over a jaxpr."""
 
-    Attributes:
-        findings: where marks and collectives are noted; None while a loop's fixed point is searched.
-        within: what makes the replicas disagree on whether this code runs, or None.
-        in_loop: whether the code may run more than once.
-        around: the equations that this code is inside of, innermost first.
-    """
-
-    findings: Findings | None
-    within: str | None = None
+    findings: Findings | None  # None while the fixed point of a loop is searched
+    within: str | None = None  # why the replicas may disagree on whether this code runs
     in_loop: bool = False
-    around: tuple[Any, ...] = ()
+    around: tuple[Any, ...] = ()  # the equations around this code, innermost first
 
     def inside(self, equation: Any, decision: State | None = None, is_final: bool = True) -> _Pass:
         """Return the pass for a jaxpr inside an equation."""
@@ -206,15 +173,20 @@ class _Pass(Analysis[State]):
         return [self.operation(equation, values)] * len(equation.outvars)
 
     def over_replicas(self, equation: Any, values: list[State]) -> Sequence[State]:
-        state = self.crossing(equation, values)
-        if jaxprs.is_collective(equation) and not all(given.is_operand for given in values):
-            state = dataclasses.replace(state, came_back=self.line(equation))
+        where = self.line(equation)
+        if jaxprs.is_replica_number(equation):
+            state = varying(f"the replica's own number (replica_id_in_sync_group, ctx.rng) at {where}")
+        elif jaxprs.is_collective(equation):
+            state = self.collective(equation, join(values), where)
+            if not all(given.is_operand for given in values):
+                state = dataclasses.replace(state, came_back=where)
+        else:  # a cast
+            state = join(values)
         return [state] * len(equation.outvars)
 
     def operation(self, equation: Any, inputs: list[State]) -> State:
-        """Handle a primitive that computes its results from its operands alone, if it is known to do so."""
-        name = equation.primitive.name
-        inside = list(jaxprs.inside(equation))
+        """Return the state of the results of a primitive, which is VARYING unless it is known to be pure."""
+        name, inside = equation.primitive.name, jaxprs.inside(equation)
         self.refuse_collectives(equation, inside)
         state = join(inputs)
         if name in _SPECIAL:
@@ -230,7 +202,7 @@ class _Pass(Analysis[State]):
         return varying(f"`{name}` at {self.line(equation)}, whose results the proof knows nothing about").saying(state.said)
 
     def refuse_collectives(self, equation: Any, inside: Sequence[Any]) -> None:
-        """Refuse collectives inside a construct of which the pass does not know when it runs what is inside."""
+        """Refuse collectives inside a construct that runs its inside a number of times unknown to the pass."""
         for nested in inside:
             if jaxprs.is_collective(nested):
                 raise CollectiveHangError(
@@ -256,14 +228,8 @@ class _Pass(Analysis[State]):
         # A mirrored variable's new value starts afresh, so that two updates in one step are judged like one in each of two.
         return SAME if note.purpose is Purpose.ASSIGN and state.is_mirrored else state
 
-    def crossing(self, equation: Any, inputs: list[State]) -> State:
-        """Handle the replica's number, and a collective."""
+    def collective(self, equation: Any, given: State, where: str) -> State:
         name = equation.primitive.name
-        where = self.line(equation)
-        if jaxprs.is_replica_number(equation):
-            return varying(f"the replica's own number (replica_id_in_sync_group, ctx.rng) at {where}")
-        if not jaxprs.is_collective(equation):  # over an axis of some vmap, or a cast
-            return join(inputs)
         if self.within is not None:
             raise CollectiveHangError(
                 f"the collective `{name}` at {where} runs under a condition or loop that may differ by replica: it "
@@ -274,19 +240,21 @@ class _Pass(Analysis[State]):
         if self.findings is not None:
             self.findings.collectives.append(Collective(name, jaxprs.num_bytes(equation), where, self.in_loop))
         if name not in MAKE_SAME or jaxprs.is_over_groups(equation):
-            origin = f"`{name}` at {where}, which gives each replica its own part"
-            return varying(origin).saying(join(inputs).said)
-        return _combined(join(inputs), is_sum=name in SUMS)
+            return varying(f"`{name}` at {where}, which gives each replica its own part").saying(given.said)
+        if not given.is_mirrored:
+            return State(Sameness.REDUCED, said=min(given.said, Said.COMBINED))
+        is_multiplied = name in SUMS and Said.ZERO < given.said <= Said.NOTHING
+        return dataclasses.replace(given, origin="", said=Said.WHOLE if is_multiplied else given.said)
 
 
 def _said(name: str, inputs: Sequence[State]) -> Said:
-    """Return what is said of the result of a primitive that is no product."""
+    """Return the mark of the result of a `_SPECIAL` primitive."""
     if name in ADDITIONS:
         return _lowest(inputs, above=Said.CONSTANT)
     if name == "add_any":  # adds up derivatives, of which a constant is one too
         return _lowest(inputs, above=Said.ZERO)
     first = inputs[0].said if inputs else Said.CONSTANT
-    if name == "div" and inputs[1].said is not Said.WHOLE:  # what is divided by a number of all rows is not multiplied by it
+    if name == "div" and inputs[1].said is not Said.WHOLE:  # division by a sum over the replicas does not multiply by R
         return max(first, inputs[1].said, Said.CONSTANT)
     return first
 
@@ -294,12 +262,3 @@ def _said(name: str, inputs: Sequence[State]) -> Said:
 def _lowest(states: Sequence[State], above: Said) -> Said:
     said = [state.said for state in states]
     return min((one for one in said if one > above), default=max(said, default=above))
-
-
-def _combined(state: State, is_sum: bool) -> State:
-    """Return the state of what a collective over all replicas makes of a value."""
-    if not state.is_mirrored:
-        return State(Sameness.REDUCED, said=min(state.said, Said.COMBINED))
-    if is_sum and Said.ZERO < state.said <= Said.NOTHING:
-        state = state.saying(Said.WHOLE)
-    return dataclasses.replace(state, origin="")

@@ -1,13 +1,28 @@
-"""What a step is refused or warned for, and the messages that users see."""
+"""Refusals and warnings of a step that the proof has looked at, with the messages that users see."""
 
 from __future__ import annotations
 
-from .._errors import FactorOfReplicasError, FactorOfReplicasWarning, ReplicasDivergeError, UnevenReplicasError
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from .._errors import (
+    FactorOfReplicasError,
+    FactorOfReplicasWarning,
+    ReplicasDivergeError,
+    ReplicasDivergeWarning,
+    UnevenReplicasError,
+)
 from .._jax import user_code
 from .._jax.marks import Mark, Purpose
 from .._variables.variable import spec_of
+from .call import ArrayLeaf, Call, leaf_names
 from .lift import Lifted
 from .proof import Findings, Said, Sameness, State
+
+#: The purposes of gradients that an optimizer combines over the replicas.
+_COMBINES = frozenset({Purpose.GRADIENT, Purpose.SUMMED_GRADIENT, Purpose.MEAN_GRADIENT})
 
 
 def check_assignments(lifted: Lifted, findings: Findings) -> None:
@@ -43,7 +58,7 @@ def _state_message(note: Mark, state: State) -> str:
 
 
 def check_means(findings: Findings) -> None:
-    """Refuse means by rows of gradients that others have added to without a weight: the mean would come too late for these."""
+    """Refuse means by rows of gradients to which other replicas have added in the backward pass, without a weight."""
     for note, state in findings.marks:
         if note.purpose is Purpose.BY_ROWS and state.came_back:
             raise UnevenReplicasError(
@@ -57,27 +72,23 @@ def check_means(findings: Findings) -> None:
 
 
 def check_gradients(findings: Findings, num_replicas: int) -> None:
-    """Refuse or warn of gradients, and shares of losses, that are combined otherwise than the losses were divided.
-
-    Raises:
-        FactorOfReplicasError: when they have been combined, or are shares of a loss and are to be averaged.
-    """
+    """Refuse or warn of gradients, and shares of losses, that are combined otherwise than the losses were divided."""
     gradients = [(note, state) for note, state in findings.marks if note.purpose in _COMBINES]
     for note, state in gradients:
         _refuse_contradiction(note, state, num_replicas)
     means = [note.where for note, state in findings.marks if note.purpose is Purpose.MEAN and state.said is Said.SHARE]
     for where in dict.fromkeys(means):
         user_code.warn(_MEAN_OF_SHARES.format(where=where, num_replicas=num_replicas), FactorOfReplicasWarning)
-    summed = [(note, state) for note, state in gradients if note.purpose is not Purpose.MEAN_GRADIENT]
     if num_replicas > 1 and gradients and all(state.is_same and state.said is Said.SHARE for _, state in gradients):
         user_code.warn(_SAME_WORK.format(where=gradients[0][0].where, num_replicas=num_replicas))
-    for updated in _by_optimizer(summed):
-        note = updated[0][0]
-        if message := _complaint(note, [state for _, state in updated], num_replicas):
+    updates: dict[tuple[int, str], list[tuple[Mark, State]]] = {}  # by optimizer and line
+    for note, state in gradients:
+        if note.purpose is not Purpose.MEAN_GRADIENT:
+            updates.setdefault((note.number, note.where), []).append((note, state))
+    for update in updates.values():
+        note = update[0][0]
+        if message := _complaint(note, [state for _, state in update], num_replicas):
             user_code.warn(message.format(where=note.where, num_replicas=num_replicas), FactorOfReplicasWarning)
-
-
-_COMBINES = frozenset({Purpose.GRADIENT, Purpose.SUMMED_GRADIENT, Purpose.MEAN_GRADIENT})
 
 
 def _refuse_contradiction(note: Mark, state: State, num_replicas: int) -> None:
@@ -99,15 +110,8 @@ def _refuse_contradiction(note: Mark, state: State, num_replicas: int) -> None:
         )
 
 
-def _by_optimizer(gradients: list[tuple[Mark, State]]) -> list[list[tuple[Mark, State]]]:
-    groups: dict[tuple[int, str], list[tuple[Mark, State]]] = {}
-    for note, state in gradients:
-        groups.setdefault((note.number, note.where), []).append((note, state))
-    return list(groups.values())
-
-
 def _complaint(note: Mark, states: list[State], num_replicas: int) -> str:
-    """Return what is wrong with gradients that are summed, or may be; "" when nothing is."""
+    """Return the warning for gradients that one optimizer sums, or "" for none."""
     said = {state.said for state in states}
     if Said.WHOLE in said:
         return _COMBINED_LOSS
@@ -115,6 +119,44 @@ def _complaint(note: Mark, states: list[State], num_replicas: int) -> str:
     if num_replicas > 1 and is_unspoken and all(state.is_same for state in states):
         return _SAME_DATA
     return _UNSPOKEN if is_unspoken and note.purpose is Purpose.GRADIENT else ""
+
+
+def check_returned_states(treedef: Any, before: Sequence[Any], call: Call, has_collectives: bool) -> None:
+    """Warn of an optax state that begins to differ by replica, or of any array beside one if the step combines nothing.
+
+    A state that a step takes and returns is no variable, so the proof does not refuse that its copies drift apart. `treedef` and
+    `before` are the structure and leaves of the arguments of the function's last call that needed a program.
+    """
+    if treedef != call.treedef:
+        return
+    positions = jax.tree.unflatten(treedef, range(treedef.num_leaves))
+    states = list(filter(_is_of_optax, jax.tree.leaves(positions, is_leaf=_is_of_optax)))
+    if not states:
+        return
+    inside = set(jax.tree.leaves(states))
+    differing = [
+        name
+        for position, (name, old, new) in enumerate(zip(leaf_names(call), before, call.leaves, strict=True))
+        if _begins_to_differ(old, new) and (position in inside or not has_collectives)
+    ]
+    if differing:
+        user_code.warn(
+            f"{call.name} was given the state of an optimizer, and {len(differing)} arrays that were the same on all replicas, "
+            f"such as {differing[0]}, have come back different on each. From now on each trains a model of its own. Combine "
+            "the gradients before the update: grads = mr.get_replica_context().all_reduce('mean', grads). If "
+            "each shall have its own, say so before: state = strategy.distribute_values_from_function(lambda ctx: state).",
+            ReplicasDivergeWarning,
+        )
+
+
+def _begins_to_differ(old: Any, new: Any) -> bool:
+    if not (isinstance(old, ArrayLeaf) and isinstance(new, ArrayLeaf)):
+        return False
+    return new.is_per_replica and not old.is_per_replica and old.shape == new.shape
+
+
+def _is_of_optax(node: object) -> bool:
+    return type(node).__module__.partition(".")[0] == "optax"
 
 
 _MEAN_OF_SHARES = (

@@ -1,9 +1,9 @@
-"""What of a step each replica of a device computes for itself, and between which meetings of all replicas.
+"""The operations of a step on a device with several replicas, in levels between the meetings of all replicas.
 
-A traced step becomes nodes: its equations, with calls taken apart. A node is *shared*, when it computes the same on every
-replica; *own*, when each replica has its own values; or a *meeting*, where the replicas exchange values: a collective, or a
-loop or condition with one inside. A value's level is the number of meetings on the longest way to it, so the nodes of one
-level need no meeting between them. docs/design/several-replicas-on-a-device.md.
+A traced step becomes nodes: its equations, with calls opened. A node is *shared* if it computes the same on every replica,
+*own* if each replica has its own values, and a *meeting* if the replicas exchange values in it: a collective, or a loop or
+condition with one inside. A value's level is the number of meetings on the longest way to it, so the nodes of one level need no
+meeting between them. docs/design/several-replicas-on-a-device.md.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Quantity:
     is_own: bool = False  # whether each replica has its own
     level: int = 0  # the number of meetings before it
     maker: Operation | None = None  # the node that computes it; None for arguments and constants
-    constant: Any = None  # the array itself, of a constant
-    aval: Any = None  # its type, of what a node makes
+    constant: Any = None  # the array, if it is a constant
+    aval: Any = None  # its type, if a node computes it
 
 
 @dataclasses.dataclass(eq=False)
@@ -56,10 +56,10 @@ class Operation:
 
 
 class Agenda(Flattening[Quantity]):
-    """The nodes of a program in their order, and its outputs; of a step traced with the replica axis bound, or of a body in it.
+    """The nodes of a step, or of a body in it, in their order, and its outputs.
 
     Raises:
-        ContextError: when it does what several replicas of one device cannot do.
+        ContextError: when several replicas of one device cannot run an operation.
     """
 
     def __init__(self, jaxpr: Jaxpr, constants: Sequence[Any], inputs: Sequence[Quantity]) -> None:
@@ -74,7 +74,7 @@ class Agenda(Flattening[Quantity]):
         return [node for node in self.nodes if node.level == level and node.kind is kind]
 
     def needed(self, nodes: Sequence[Operation]) -> tuple[list[Quantity], list[Quantity]]:
-        """Return what of the results of some nodes is added up over the replicas, and what is used otherwise outside of them."""
+        """Return those results of some nodes that others add up over the replicas, and those that others use otherwise."""
         own = set(nodes)
         others = [node for node in self.nodes if node not in own]
         added = {value for node in others if node.is_sum for value in node.inputs}
@@ -113,7 +113,7 @@ class _Ownership(Analysis[bool]):
         return any(values)
 
     def chosen(self, decision: bool, value: bool) -> bool:
-        return value  # all replicas take the same way to a meeting: it is proven
+        return value  # the proof has shown that all replicas take the same way to a meeting
 
     def equation(self, equation: Equation, values: list[bool]) -> Sequence[bool]:
         if jaxprs.has_collective(equation):

@@ -30,7 +30,7 @@ from .._jax.primitives import (
 from .schedule import Kind, Operation, Quantity
 
 
-def sum_of_rows(stack: jax.Array) -> jax.Array:
+def _add_rows(stack: jax.Array) -> jax.Array:
     """Add up the rows of an array by halves: `jnp.sum(axis=0)` is ten times slower on CPU."""
     rest = None
     while (count := stack.shape[0]) > 1:
@@ -42,22 +42,24 @@ def sum_of_rows(stack: jax.Array) -> jax.Array:
 
 
 def sum_over_replicas(value: Quantity, read: Callable[[Quantity], Any]) -> jax.Array:
-    """Return the sum over the replicas of a device of a value of which each has its own.
+    """Return the sum of a per-replica value over the replicas of a device.
 
-    `read` returns a value: of all replicas, `[v, ...]`, if each has its own; None when it is not known of all.
+    `read` returns the array of a value, `[v, ...]` if it is one for each replica; None while it is unknown.
     """
     node = value.maker
-    operands = [] if node is None else list(map(read, node.inputs))
-    if node is None or node.kind is not Kind.OWN or any(operand is None for operand in operands):
-        return sum_of_rows(read(value))
+    if node is None or node.kind is not Kind.OWN:
+        return _add_rows(read(value))
+    operands = list(map(read, node.inputs))
+    if any(operand is None for operand in operands):
+        return _add_rows(read(value))
     if (rule := _rule_of(node)) is not None:
         return rule(node, operands)
     if not _is_linear(node):
-        return sum_of_rows(read(value))
+        return _add_rows(read(value))
     for position, part in enumerate(node.inputs):
-        if part.is_own:  # what was made before other replicas were met is needed of each anyway
+        if part.is_own:  # a value of an earlier level was computed for each replica anyway
             sinks = part.level == value.level
-            operands[position] = sum_over_replicas(part, read) if sinks else sum_of_rows(operands[position])
+            operands[position] = sum_over_replicas(part, read) if sinks else _add_rows(operands[position])
     return tracing.bind(node.equation, operands)[0]
 
 
@@ -76,7 +78,7 @@ def _is_linear(node: Operation) -> bool:
 
 
 def _rule_of(node: Operation) -> Callable[[Operation, Sequence[jax.Array]], jax.Array] | None:
-    """Return what makes the sum over the replicas of a product or sum, of the operands of all replicas."""
+    """Return the function that makes the sum over the replicas of a product or sum, given the operands of all replicas."""
     name, own, params = node.equation.primitive.name, [value.is_own for value in node.inputs], node.equation.params
     if not _is_of_floats([variable.aval for variable in node.equation.outvars]):
         return None
@@ -104,9 +106,9 @@ def _is_zero(value: Quantity) -> bool:
 def _dot(node: Operation, operands: Sequence[jax.Array]) -> jax.Array:
     (left, right), (left_batch, right_batch) = node.equation.params["dimension_numbers"]
     if (0, 0) in zip(left, right, strict=True):  # the rows of all replicas lie together: XLA need not transpose them
-        return tracing.bind(node.equation, [_merged(operand, 0) for operand in operands])[0]
-    contracted = ((0, *_shifted(left)), (0, *_shifted(right)))
-    numbers = (contracted, (_shifted(left_batch), _shifted(right_batch)))
+        return tracing.bind(node.equation, [_merge(operand, 0) for operand in operands])[0]
+    contracted = ((0, *_shift(left)), (0, *_shift(right)))
+    numbers = (contracted, (_shift(left_batch), _shift(right_batch)))
     params = {**node.equation.params, "dimension_numbers": numbers}
     return tracing.bind(node.equation.replace(params=params), operands)[0]
 
@@ -115,10 +117,10 @@ def _convolution(node: Operation, operands: Sequence[jax.Array]) -> jax.Array:
     """Convolve with the replicas as further input features, which are summed over."""
     numbers = node.equation.params["dimension_numbers"]
     features = (numbers.lhs_spec[1], numbers.rhs_spec[1])
-    return tracing.bind(node.equation, list(map(_merged, operands, features)))[0]
+    return tracing.bind(node.equation, list(map(_merge, operands, features)))[0]
 
 
-def _merged(stack: jax.Array, axis: int) -> jax.Array:
+def _merge(stack: jax.Array, axis: int) -> jax.Array:
     moved = jnp.moveaxis(stack, 0, axis)
     return moved.reshape(*moved.shape[:axis], moved.shape[axis] * moved.shape[axis + 1], *moved.shape[axis + 2 :])
 
@@ -129,15 +131,15 @@ def _scatter(node: Operation, operands: Sequence[jax.Array]) -> jax.Array:
         indices = jnp.broadcast_to(indices, (updates.shape[0], *indices.shape))
     numbers = node.equation.params["dimension_numbers"]
     shifted = jax.lax.ScatterDimensionNumbers(
-        _shifted(numbers.update_window_dims), numbers.inserted_window_dims, numbers.scatter_dims_to_operand_dims
+        _shift(numbers.update_window_dims), numbers.inserted_window_dims, numbers.scatter_dims_to_operand_dims
     )
     return jax.lax.scatter_add(zeros, indices, updates, shifted, mode=node.equation.params["mode"])
 
 
 def _reduction(node: Operation, operands: Sequence[jax.Array]) -> jax.Array:
     [stack] = operands
-    return jnp.sum(stack, axis=(0, *_shifted(node.equation.params["axes"])), dtype=stack.dtype)
+    return jnp.sum(stack, axis=(0, *_shift(node.equation.params["axes"])), dtype=stack.dtype)
 
 
-def _shifted(axes: Sequence[int]) -> tuple[int, ...]:
+def _shift(axes: Sequence[int]) -> tuple[int, ...]:
     return tuple(axis + 1 for axis in axes)

@@ -26,29 +26,19 @@ from .._replicas.spent import Spent, waited
 from .._typing import PyTree, UserFunction
 from .._variables.access import claimed, load, store
 from .._variables.variable import spec_of
-from . import lift, proof, refusals, returned_states, virtual
+from . import lift, proof, refusals, virtual
 from .cache import Programs
 from .call import Call, argument_names, array_leaves, check_replicas, key_of, take_apart
 from .eager import is_eager, refuse_eager, run_eagerly, silenced
 from .fuse_all_reduces import Joined, join_sums, mean_of
 from .lift import Lifted, trace_step
-from .program import StepProgram, place, place_quickly, replica_frame
+from .program import StepProgram, place
 from .proof import SAME, Findings, State, varying
 from .uneven import last_batch, traces
 
 
 class Steps:
-    """The steps of a strategy: each is proven and compiled once for each kind of arguments, and kept.
-
-    Args:
-        mesh: the strategy's devices.
-        bytes_per_pack: see `CommunicationOptions`.
-        ops: has the function that takes the place of sums, where the user has given one.
-
-    Attributes:
-        programs: those that are kept.
-        spent: where the time of a loop of steps goes.
-    """
+    """The steps of a strategy: each is proven and compiled once for each kind of arguments, and kept."""
 
     def __init__(self, mesh: ReplicaMesh, bytes_per_pack: int = 0, ops: ReductionToOneDevice | None = None) -> None:
         self._mesh = mesh
@@ -72,12 +62,9 @@ class Steps:
                 return result
         key, functions, arrays = key_of(function, args, kwargs)
         program = self.programs.get(key, functions, args if is_plain and not kwargs else None)
-        if (
-            program is not None
-            and is_plain
-            and (placed := place_quickly(self._mesh, arrays, lambda: array_leaves(key))) is not None
-        ):
-            result = program.run(placed)
+        if program is not None and is_plain:
+            names = lambda: argument_names(take_apart(function, args, kwargs))  # noqa: E731
+            result = program.run(place(self._mesh, arrays, array_leaves(key), names))
             self._took(start, waited_before)
             return result
         self.spent.last = None
@@ -85,7 +72,7 @@ class Steps:
         return self._run_otherwise(strategy, program, take_apart(function, args, kwargs), coming)
 
     def _took(self, start: float, waited_before: float) -> None:
-        """Note where the time of a warm step went, and of what the loop did before it."""
+        """Note the time of a warm step, and of the rest of the loop before it."""
         spent, thread = self.spent, threading.get_ident()
         if thread != spent.thread:
             if spent.thread:
@@ -102,17 +89,13 @@ class Steps:
         spent.last = end, waited.input, waited.devices
 
     def _run_otherwise(self, strategy: object, program: StepProgram | None, call: Call, coming: Any) -> PyTree:
-        """Run a step that is new, traced, eager, or whose arguments are elsewhere.
+        """Run a step that is new, traced or eager; a new one is traced for the last batch too, which is `coming`."""
+        mesh, is_new = self._mesh, program is None
 
-        Args:
-            strategy: the user's.
-            program: that of the call, if there is one.
-            call: the call.
-            coming: the arguments of the last batch, for which a new step is traced too; see `of_last_batch`.
-        """
-        mesh = self._mesh
-        frame_with = functools.partial(replica_frame, strategy, mesh, self._even)
-        is_new = program is None
+        def frame_with(sizes: Any = None, bindings: Any = None) -> Frame:
+            axis = dataclasses.replace(self._even, sizes=sizes)
+            return Frame(strategy, mesh, ReplicaContext(strategy, axis), axis, bindings)
+
         if program is None:
             with silenced() if is_eager.get() else contextlib.nullcontext():
                 program = _make_program(mesh, call, frame_with)
@@ -120,9 +103,9 @@ class Steps:
                 lift.warn_of_leaks(call.function)
             made = [(call, program), *self._made_for_last(call, coming, frame_with)]
             if not any(isinstance(constant, jax.core.Tracer) for constant in program.constants):
-                before, *_ = [self.programs.add(each, its, its.lifted.variables) for each, its in made]
+                before, *_ = [self.programs.add(each, its) for each, its in made]
                 if before is not None:
-                    returned_states.check(before.treedef, before.leaves, call, bool(program.findings.collectives))
+                    refusals.check_returned_states(before.treedef, before.leaves, call, bool(program.findings.collectives))
         if frames.is_traced() or any(isinstance(array, jax.core.Tracer) for array in call.arrays):
             return _run_traced(program, call)
         if is_eager.get():
@@ -134,7 +117,7 @@ class Steps:
         return program.run(place(mesh, call.arrays, call.array_leaves(), names))
 
     def _made_for_last(self, call: Call, coming: Any, frame_with: Callable[..., Frame]) -> list[tuple[Call, StepProgram]]:
-        """Make the program for the last batch, which is compiled when that comes; none if it is there, or nobody knows."""
+        """Make the program for the arguments of the last batch, unless these are unknown or it exists. It compiles later."""
         later = None if coming is None else take_apart(call.function, *coming)
         if later is None or self.programs.get(later.key, later.functions) is not None:
             return []
@@ -168,17 +151,17 @@ def _run_merged(strategy: object, frame: Frame, function: UserFunction, args: Se
     return jax.tree.map(lambda x: PerReplica(frame.axis.stack(x)) if isinstance(x, jax.Array) else x, result)
 
 
-# -- making a program: Call -> Lifted -> Proven -> Mapped -> StepProgram
+# -- making a program: Call -> Lifted -> Proven -> StepProgram
 
 
 @dataclasses.dataclass(frozen=True)
 class Proven:
-    """The lifted step of a call, and for each result array whether it is the same on every replica."""
+    """The lifted step of a call, with the findings of the proof."""
 
     call: Call
     lifted: Lifted
     findings: Findings
-    is_mirrored: tuple[bool, ...]
+    is_mirrored: tuple[bool, ...]  # for each result array, whether it is the same on every replica
     axis: ReplicaAxis
 
     @property
@@ -192,41 +175,29 @@ class Proven:
         return text if self.axis.ops is None else f"{text}\nadded up by {self.axis.ops}"
 
 
-@dataclasses.dataclass(frozen=True)
-class Mapped:
-    """A proven step as one function of `(written, read_only, arrays, constants)`, and which of its sums travel together."""
-
-    proven: Proven
-    sums: Joined
-    function: Callable[..., Any]
-
-
 def _make_program(mesh: ReplicaMesh, call: Call, frame_with: Callable[[Any], Frame]) -> StepProgram:
-    """Make the program of a call; `frame_with` makes the place to trace in, given what knows the other replicas' sizes."""
-    check_replicas(call.arrays, call.array_leaves(), lambda: argument_names(call), mesh.num_replicas)
-    lifted, findings = (_lift_uneven if call.is_uneven() else _lift_even)(call, frame_with)
-    axis = frame_with(None).axis
-    assert axis is not None
+    """Make the program of a call; `frame_with` makes the frame to trace in, given an object that knows other replicas' sizes."""
+    leaves, even = call.array_leaves(), frame_with(None)
+    assert even.axis is not None
+    check_replicas(call.arrays, leaves, lambda: argument_names(call), mesh.num_replicas)
+    if call.is_uneven():
+        lifted, findings = traces.lift_uneven(call, frame_with, functools.partial(_input_states, call))
+    else:
+        lifted = trace_step(call, [leaf.shape for leaf in leaves], even).lifted()
+        findings = proof.prove(lifted.shown.jaxpr, _input_states(call, lifted))
+    if any(lifted.plan.stacked):
+        raise TypeError(
+            "the step returned a PerReplica, which it must have taken from outside. Pass the PerReplica to the step in "
+            "strategy.run(fn, args=(...)): inside it is this replica's own array, and may be returned."
+        )
+    refusals.check_assignments(lifted, findings)
+    if not call.is_uneven():  # else `lift_uneven` has looked at each kind of replicas
+        refusals.check_gradients(findings, mesh.num_replicas)
     is_mirrored = tuple(state.is_mirrored for state in findings.outputs[: lifted.num_results])
-    return _compile(mesh, _map(mesh, Proven(call, lifted, findings, is_mirrored, axis)))
-
-
-def _lift_even(call: Call, frame_with: Callable[[Any], Frame]) -> tuple[Lifted, Findings]:
-    frame = frame_with(None)
-    assert frame.axis is not None
-    lifted = trace_step(call, [leaf.shape for leaf in call.array_leaves()], frame).lifted()
-    _refuse_per_replica_results(lifted)
-    findings = proof.prove(lifted.shown.jaxpr, _input_states(call, lifted))
-    refusals.check_assignments(lifted, findings)
-    refusals.check_gradients(findings, frame.axis.size)
-    return lifted, findings
-
-
-def _lift_uneven(call: Call, frame_with: Callable[[Any], Frame]) -> tuple[Lifted, Findings]:
-    lifted, findings = traces.lift_uneven(call, frame_with, functools.partial(_input_states, call))
-    _refuse_per_replica_results(lifted)
-    refusals.check_assignments(lifted, findings)
-    return lifted, findings
+    proven = Proven(call, lifted, findings, is_mirrored, even.axis)
+    sums, mapped = _map(mesh, proven)
+    fields = {"findings": findings, "mapped": mapped, "is_mirrored": is_mirrored, "joined": sums}
+    return StepProgram.compile(mesh, lifted, call.name, mapped, proven.describe, **fields)
 
 
 def _input_states(call: Call, lifted: Lifted) -> list[State]:
@@ -241,16 +212,8 @@ def _input_states(call: Call, lifted: Lifted) -> list[State]:
     return states
 
 
-def _refuse_per_replica_results(lifted: Lifted) -> None:
-    if any(lifted.plan.stacked):
-        raise TypeError(
-            "the step returned a PerReplica, which it must have taken from outside. Pass the PerReplica to the step in "
-            "strategy.run(fn, args=(...)): inside it is this replica's own array, and may be returned."
-        )
-
-
-def _map(mesh: ReplicaMesh, proven: Proven) -> Mapped:
-    """Make the function of global arrays: each replica takes its rows, runs the step, and gives rows back."""
+def _map(mesh: ReplicaMesh, proven: Proven) -> tuple[Joined, Callable[..., Any]]:
+    """Make the function of global arrays, in which each replica runs the step on its rows; and tell which sums are joined."""
     lifted, has_own_device = proven.lifted, mesh.per_device == 1
     sums = Joined(lifted.closed)
     if proven.findings.collectives and has_own_device:
@@ -273,28 +236,12 @@ def _map(mesh: ReplicaMesh, proven: Proven) -> Mapped:
     in_specs = (inputs[:first], inputs[first:rest], inputs[rest:], replicated)
     out_specs = ([*outputs[:num_results], *[replicated] * (2 * len(sums.carried))], outputs[num_results:], replicated)
     # check_vma=False: gradients are local, and `_program/proof` takes the place of JAX's own check.
-    function = jax.shard_map(body, mesh=mesh.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    return Mapped(proven, sums, function)
+    return sums, jax.shard_map(body, mesh=mesh.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def _run_replica(sums: Joined, constants: list[Any], inputs: list[Any], is_own: list[bool], ends: list[bool]) -> list[Any]:
-    """Run a step on the device of a replica; arrays of its own values have a first axis of 1 outside of it."""
+    """Run a step on the device of a replica; outside, an array of per-replica values has a first axis, here of size 1."""
     values = [jnp.squeeze(array, 0) if own else array for array, own in zip(inputs, is_own, strict=True)]
     outputs = interpreter.evaluate(sums.closed, constants, values)
     own = [jnp.expand_dims(array, 0) if end else array for array, end in zip(outputs, ends, strict=False)]
     return [*own, *outputs[len(ends) :]]
-
-
-def _compile(mesh: ReplicaMesh, mapped: Mapped) -> StepProgram:
-    proven = mapped.proven
-    return StepProgram.compile(
-        mesh,
-        proven.lifted,
-        proven.call.name,
-        mapped.function,
-        proven.describe,
-        findings=proven.findings,
-        mapped=mapped.function,
-        is_mirrored=proven.is_mirrored,
-        joined=mapped.sums,
-    )

@@ -1,8 +1,8 @@
 """More replicas than devices: each device runs several replicas of a step, all together or one by one.
 
-The step is traced and proven as ever, for R replicas. Here its equations are run on arrays of a device's replicas `[v, ...]`,
-level by level (`_program/schedule`): what is shared once, what is own for each replica, by `jax.vmap` or in a `jax.lax.scan`,
-and then the meetings, over the device's replicas and over the devices. docs/design/several-replicas-on-a-device.md.
+The step is traced and proven for R replicas. Here its equations run on arrays of a device's replicas `[v, ...]`, level by level
+(`_program/schedule`): shared nodes once, own nodes for each replica, by `jax.vmap` or in a `jax.lax.scan`, and then the
+meetings, over the device's replicas and over the devices. docs/design/several-replicas-on-a-device.md.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from .schedule import Agenda, Kind, Operation, Quantity
 def run_replicas(
     mesh: ReplicaMesh, lifted: Lifted, _: Any, constants: list[Any], inputs: list[Any], is_own: list[bool], ends: list[bool]
 ) -> list[Any]:
-    """Run a step for all replicas of a device; `is_own` and `ends` tell which inputs and outputs are the replicas' own."""
-    # Known before any loop: what is made inside of one may not be used behind it.
+    """Run a step for all replicas of a device; `is_own` and `ends` tell which inputs and outputs are per-replica values."""
+    # Made before any loop, because a value made inside one may not be used behind it.
     numbers = jax.lax.axis_index(mesh.axis) * mesh.per_device + jnp.arange(mesh.per_device, dtype=jnp.int32)
     return _Device(mesh, numbers).run(_jaxpr_of(lifted), constants, inputs, is_own, ends)
 
 
 def _jaxpr_of(lifted: Lifted) -> Jaxpr:
-    """Return a step with what a high-level primitive stands for where that must be seen, and else with its own derivative."""
+    """Return a step with the expansions of high-level primitives where they must be seen; others keep their derivatives."""
     closed, shown = lifted.closed.jaxpr, lifted.shown.jaxpr
     must_see = lambda e: jaxprs.has_collective(e) or jaxprs.has_replica_number(e) or _is_slow(e)  # noqa: E731
     return closed.replace(eqns=[s if must_see(s) else own for own, s in zip(closed.eqns, shown.eqns, strict=True)])
@@ -47,40 +47,36 @@ def _jaxpr_of(lifted: Lifted) -> Jaxpr:
 
 @dataclasses.dataclass
 class _Device:
-    """A device that runs its replicas, inside the program; an array of the replicas' own values has them in its first axis."""
+    """A device inside the program; the first axis of an array of per-replica values is that of its replicas."""
 
     mesh: ReplicaMesh
     numbers: jax.Array  # of its replicas
 
-    @property
-    def count(self) -> int:
-        return self.mesh.per_device
-
     def as_kind(self, array: Any, is_own: bool, end: bool) -> Any:
-        """Return a value as one for each replica, or as one for all: those of the replicas are proven to be the same then."""
+        """Return an array as one value for each replica, or as one for all: then the proof has shown that they are the same."""
         if is_own == end:
             return array
-        return jnp.broadcast_to(array, (self.count, *jnp.shape(array))) if end else array[0]
+        return jnp.broadcast_to(array, (self.mesh.per_device, *jnp.shape(array))) if end else array[0]
 
     def run(
         self, jaxpr: Jaxpr, constants: Sequence[Any], arrays: Sequence[Any], is_own: Sequence[bool], ends: Sequence[bool]
     ) -> list[Any]:
-        """Run a program; `is_own` and `ends` tell of which arguments and outputs each replica has its own."""
+        """Run a program; `is_own` and `ends` tell which arguments and outputs are per-replica values."""
         values = list(map(Quantity, is_own))
         plan = Agenda(jaxpr, constants, values)
         run = _Course(self, plan, dict(zip(values, arrays, strict=True)))
         for level in range(plan.num_levels):
             for node in plan.at(level, Kind.SHARED):
                 run.keep(node, tracing.bind(node.equation, list(map(run.read, node.inputs))))
-            run.own(plan.at(level, Kind.OWN))
+            run.run_own(plan.at(level, Kind.OWN))
             for node in plan.at(level, Kind.MEETING):
-                run.keep(node, run.sums(node) if node.is_sum else run.meet(node))
+                run.keep(node, run.add_up(node) if node.is_sum else run.meet(node))
         return [self.as_kind(run.read(value), value.is_own, end) for value, end in zip(plan.outputs, ends, strict=True)]
 
 
 @dataclasses.dataclass
 class _Course:
-    """What is known while a program is put together."""
+    """The values that are known while a program is put together."""
 
     device: _Device
     plan: Agenda
@@ -93,7 +89,7 @@ class _Course:
     def keep(self, node: Operation, arrays: Sequence[Any]) -> None:
         self.known.update(zip(node.outputs, arrays, strict=True))
 
-    def own(self, nodes: Sequence[Operation]) -> None:
+    def run_own(self, nodes: Sequence[Operation]) -> None:
         """Run nodes of one level on each replica."""
         is_whole = self.device.mesh.one_by_one or any(map(_has_reference, nodes))
         for one_by_one, group in itertools.groupby(nodes, lambda node: is_whole or _must_be_alone(node)):
@@ -137,7 +133,7 @@ class _Course:
 
         return jax.lax.scan(one_replica, [jnp.zeros(a.shape, a.dtype) for a in first], (numbers, rows))
 
-    def sums(self, node: Operation) -> list[Any]:
+    def add_up(self, node: Operation) -> list[Any]:
         """Add values up over all replicas."""
         totals = []
         for value in node.inputs:
@@ -147,18 +143,18 @@ class _Course:
                 totals.append(sink_reductions.sum_over_replicas(value, self.read))
             else:
                 array = jnp.asarray(self.read(value))
-                totals.append(array * jnp.asarray(self.device.count, array.dtype))
+                totals.append(array * jnp.asarray(self.device.mesh.per_device, array.dtype))
         return jax.lax.psum(totals, self.device.mesh.axis)
 
     def meet(self, node: Operation) -> Sequence[Any]:
-        """Run any other meeting."""
+        """Run a meeting that is no sum."""
         inputs, outputs = ([value.is_own for value in values] for values in (node.inputs, node.outputs))
-        meeting = _Reunion(self.device, inputs, outputs)
+        meeting = _ReplicaMeeting(self.device, inputs, outputs)
         return meeting.equation(node.equation, list(map(self.read, node.inputs)))
 
 
 def _must_be_alone(node: Operation) -> bool:
-    """Tell whether a device must run a node for each replica by itself, so that it does what it does on a device of its own."""
+    """Tell whether a node must run for each replica by itself, because together it would do something else."""
     return _is_slow(node.equation) or tracing.keeps_a_mesh(node.equation)
 
 
@@ -171,14 +167,14 @@ def _has_reference(node: Operation) -> bool:
 
 
 def _is_other_random(equation: Equation) -> bool:
-    """Tell whether an equation makes random numbers that are others when many are made together: with `rbg` keys."""
+    """Tell whether an equation makes random numbers that change when many are made together: with `rbg` keys."""
     if equation.primitive.name in RANDOM:
         return "fry" not in str(equation.invars[0].aval)
     return equation.primitive.name in DEVICE_RANDOM
 
 
 class _OneReplica(Evaluation):
-    """A program on one replica's values: what asks for the replica's number is told it."""
+    """A program on one replica's values, which knows the replica's number."""
 
     def __init__(self, number: Any) -> None:
         self.number = number
@@ -200,7 +196,7 @@ class _OneReplica(Evaluation):
 
 
 @dataclasses.dataclass
-class _Reunion(Interpreter[Any]):
+class _ReplicaMeeting(Interpreter[Any]):
     """A meeting of the replicas."""
 
     device: _Device
@@ -208,7 +204,7 @@ class _Reunion(Interpreter[Any]):
     ends: list[bool]  # of each result
 
     def over_replicas(self, equation: Equation, values: list[Any]) -> Sequence[Any]:
-        """Run a collective other than a sum: each device has the values of all replicas, and takes what its own would get."""
+        """Run a collective other than a sum on the values of all replicas, and take the results of this device's."""
         stacks = [self.device.as_kind(array, flag, True) for array, flag in zip(values, self.flags, strict=True)]
         every = [jax.lax.all_gather(stack, self.device.mesh.axis, tiled=True) for stack in stacks]
         try:
@@ -218,7 +214,7 @@ class _Reunion(Interpreter[Any]):
                 f"the collective `{equation.primitive.name}` cannot run with several replicas on a device: {error}. Write it "
                 "with ctx.all_gather or ctx.all_reduce, or give each replica a device: leave num_replicas out."
             ) from error
-        first, count = self.device.numbers[0], self.device.count
+        first, count = self.device.numbers[0], self.device.mesh.per_device
         of_device = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=count)
         return [of_device(result) if end else result[0] for result, end in zip(results, self.ends, strict=True)]
 
@@ -227,7 +223,7 @@ class _Reunion(Interpreter[Any]):
         raise AssertionError(equation.primitive.name)
 
     def body(self, closed: ClosedJaxpr, own: Sequence[bool], ends: Sequence[bool]) -> Callable[..., list[Any]]:
-        """Return a function that runs what is inside a loop or condition: all replicas take the same way through it."""
+        """Return a function that runs the inside of a loop or condition, through which all replicas take the same way."""
         return lambda *arguments: self.device.run(closed.jaxpr, closed.consts, arguments, own, ends)
 
     def fit(self, values: Sequence[Any], flags: Sequence[bool], ends: Sequence[bool]) -> list[Any]:
@@ -252,12 +248,12 @@ class _Reunion(Interpreter[Any]):
         start, num_carry = jaxprs.scan_of(equation)
         carried, end = ends[:num_carry], start + num_carry
         fit = self.fit(values[start:end], flags[start:end], carried)
-        rows = [_swapped(a, own) for a, own in zip(values[end:], flags[end:], strict=True)]
+        rows = [_swap(a, own) for a, own in zip(values[end:], flags[end:], strict=True)]
         body = self.body(closed, [*flags[:start], *carried, *flags[end:]], ends)
         results = run_scan(equation, [*values[:start], *fit, *rows], body)
-        return [*results[:num_carry], *map(_swapped, results[num_carry:], ends[num_carry:])]
+        return [*results[:num_carry], *map(_swap, results[num_carry:], ends[num_carry:])]
 
 
-def _swapped(array: Any, is_own: bool) -> Any:
+def _swap(array: Any, is_own: bool) -> Any:
     """Bring the rounds of a loop before its replicas, and back."""
     return jnp.swapaxes(array, 0, 1) if is_own else array

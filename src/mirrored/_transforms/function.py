@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from .._errors import StrategyMismatchError
 from .._jax import interpreter, jaxprs, user_code
 from .._models import nnx
-from .._program import eager, lift, mistakes, scalar_args
+from .._program import eager, lift, mistakes
 from .._program.cache import Programs
 from .._program.call import ArrayLeaf, Call, argument_names, array_leaves, key_of, take_apart
 from .._program.lift import Lifted
@@ -108,7 +108,7 @@ def call_compiled(fn: UserFunction, args: Sequence[Any], kwargs: dict[str, Any])
             # Compilations are counted for each function object (`owner`): a decorator in a factory makes many of one code.
             each = each._replace(key=(*each.key, *further))
             also = [] if frame is None else [frame.strategy]
-            _programs.add(each, its_program, its_program.lifted.variables, owner=fn, also=also)
+            _programs.add(each, its_program, owner=fn, also=also)
         check_later(program.mesh, arrays, lambda index: f"the argument {argument_names(call)[index]}")
     # PerReplica arguments need not be placed: `_mesh_of` has chosen their devices.
     plain = [position for position, leaf in enumerate(leaves) if not leaf.is_per_replica]
@@ -143,8 +143,7 @@ def _make(call: Call, frame: Frame) -> FunctionProgram:
         stored_shape = lambda variable: spec_of(variable).stored_shape  # noqa: E731
         lifted = lift.trace(lambda arrays: call.apply(arrays, _rewrap), avals, frame, stored_shape, call.function).lifted()
     except Exception as error:
-        scalar_args.explain(error, call)
-        mistakes.explain(error)
+        mistakes.explain(error, call)
         raise
     mesh, name = _mesh_of(frame, lifted, call), call.name
     placements = (
