@@ -414,7 +414,7 @@ BUDGETS = {
     "_models": 1258,  # 1,050
     "_updates": 264,  # 250
     "_strategy": 1165,  # 1,100
-    "_transforms": 621,  # 600
+    "_transforms": 620,  # 600
     "data": 3458,  # 3,200
     "_workers": 2305,  # 1,700
     "_cluster": 1592,  # 1,080
