@@ -143,7 +143,7 @@ def test_in_a_notebook_a_per_replica_that_jax_was_given_hides_jaxs_lines():
 
     assert shown() == ["shown"]
     with jax_config("jax_traceback_filtering", "off"):
-        assert shown()[-1] == "__jax_array__"
+        assert shown()[-1] == "_refuse"
 
 
 def test_what_shows_the_users_lines_keeps_its_signature_and_its_result():

@@ -18,5 +18,5 @@ MUTANTS = [
     ("_checkpoint/preemption.py", "self._checkpoint.save(step)", "pass",
      _SAVES + "a_signal_to_some_workers_lets_all_leave_at_one_step[1]"),
     ("launch.py", "if code == 0 or not budget.allows(attempt):", "if True:",
-     "tests/_command/test_group.py::test_a_restart_that_succeeds_is_a_success"),
+     "tests/_command/test_group.py::test_restarts_end_with_the_budget_and_use_fresh_ports_of_their_own_or_the_one_given"),
 ]  # fmt: skip

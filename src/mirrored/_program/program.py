@@ -212,7 +212,8 @@ def place(mesh: ReplicaMesh, arrays: Sequence[Any], leaves: Sequence[ArrayLeaf],
         placed = [_mirrored_number(mesh.mirrored, type(a), repr(a), is_wide()) if type(a) in NUMBERS else a for a in arrays]
     elsewhere = [position for position, array in enumerate(placed) if not is_placed(mesh, array)]
     for position in elsewhere:
-        if leaves[position].is_per_replica and (not mesh.is_alone or getattr(placed[position], "committed", True)):
+        may_move = mesh.is_alone and (isinstance(placed[position], _ON_HOST) or not getattr(placed[position], "committed", True))
+        if leaves[position].is_per_replica and not may_move:
             raise StrategyMismatchError(
                 f"the argument {names()[position]} is a PerReplica whose values lie on "
                 f"{sorted(str(d) for d in arrays[position].sharding.device_set)}, but this strategy runs on "

@@ -143,10 +143,10 @@ class PerReplica:
         return repr(self)
 
     def _refuse(self, operation: str, *operands: object, **options: object) -> NoReturn:
+        user_code.hide_lines()
         raise PerReplicaError(f"PerReplica does not support {operation} (shape {self.shape}): {_WAYS_OUT}")
 
     def __jax_array__(self) -> NoReturn:
-        user_code.hide_lines()
         self._refuse("use as one array")
 
     def __array_ufunc__(self, ufunc: np.ufunc, *args: object, **kwargs: object) -> NoReturn:
