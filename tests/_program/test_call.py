@@ -370,12 +370,12 @@ def test_a_step_that_counts_its_traces_is_compiled_once():
 
 
 def test_each_change_of_what_a_function_is_made_of_is_seen():
-    def step(x):
+    def step(x, y):
         return x
 
     changes = {
-        "__defaults__": [(1,), (2,), None],
-        "__kwdefaults__": [{"x": 1}, {"y": 1}, {"y": 2}, None],
+        "__defaults__": [(1,), (2,), (2, 3), None],
+        "__kwdefaults__": [{"a": 1}, {"b": 1}, {"b": 2}, {"b": 2, "c": 3}, None],
         "__code__": [step.__code__.replace(co_name="other")],
     }
     for attribute, values in changes.items():

@@ -123,8 +123,8 @@ def test_numbers_that_come_and_go_are_not_taken_for_each_other(total, x):
 
 
 def test_arguments_of_another_kind_are_another_step(strategy, total, warm, x):
-    def step(x, **more):
-        return jnp.sum(x) * (10 if more else 1) * x.shape[0]
+    def step(x, **named):
+        return jnp.sum(x) * (10 if named else 1) * x.shape[0]
 
     def plain(x):
         return jnp.sum(x["a"] - 2 * x["b"] if isinstance(x, dict) else x[0] if isinstance(x, tuple | list) else x)
@@ -140,8 +140,9 @@ def test_arguments_of_another_kind_are_another_step(strategy, total, warm, x):
         total(plain, {"a": x, "c": zeros})
     assert total(plain, x) == warm(plain, (x, x)) == total(plain, [x, x]) == total(plain, (x,)) == 9
     uneven = strategy.distribute_values_from_function(lambda ctx: np.ones(3 - ctx.replica_id_in_sync_group, np.float32))
-    assert (warm(plain, x), total(plain, uneven)) == (9, 5)
-    assert (warm(plain, uneven), total(plain, x)) == (5, 9), "padded, its arrays have the shape of x"
+    more = lambda x: jnp.sum(x + 1)  # noqa: E731
+    assert (warm(more, x), total(more, uneven)) == (15, 10)
+    assert (warm(more, uneven), total(more, x)) == (10, 15), "padded, its arrays have the shape of x"
     assert (warm(step, x), total(step, x, y=1), total(step, rows(strategy, 4))) == (27, 270, 48)
 
 
