@@ -59,7 +59,7 @@ def test_losses_of_every_real_dtype_and_a_regularization_loss_that_counts_once(s
 
 
 def test_a_wrong_number_of_examples_or_weight_is_refused():
-    for size in (0, -1, True, float("inf"), float("nan"), np.int64(0), [6], np.ones(3)):
+    for size in (0, -1, True, float("inf"), float("nan"), np.int64(0), np.array(0), [6], np.ones(3)):
         with pytest.raises(ValueError, match=r"global_batch_size is .*expected the whole number of examples.*at least 1"):
             STRATEGY.run(lambda size=size: compute_average_loss(jnp.ones(3), global_batch_size=size)), pytest.fail(str(size))
     with pytest.raises(ValueError, match=r"sample_weight has shape \(3, 1\), per_example_loss .* \(3,\); expected \(3,\)\."):
@@ -71,8 +71,8 @@ def test_a_wrong_number_of_examples_or_weight_is_refused():
 W = np.linspace(-1, 1, 4, dtype=np.float32)
 X, Y = np.cos(np.arange(48, dtype=np.float32)).reshape(12, 4), np.sin(np.arange(12, dtype=np.float32))
 TOKENS = (np.arange(12)[:, None] * 7 % 5 > np.arange(4)).astype(np.float32)  # 0 to 4 of each row's 4 are tokens
-#: The rows of each replica, on one, two and three of them; one may have none.
-SIZES = {"even": ([6], [4, 4, 4]), "uneven": ([4, 3],), "empty": ([2, 1, 0],)}
+#: The rows of each replica, on one and on three of them; one may have none.
+SIZES = {"even": ([6], [4, 4, 4]), "uneven": ([4, 3, 0],)}
 
 
 def each(w, x, y):
@@ -189,7 +189,7 @@ UNSPOKEN = {
 }
 
 
-@pytest.mark.parametrize("sizes", [[4], [4, 4], [4, 3, 0]], ids=str)
+@pytest.mark.parametrize("sizes", [[4], [4, 3, 0]], ids=str)
 def test_a_loss_that_nobody_has_spoken_for_warns_once_for_any_number_of_replicas(sizes):
     strategy, x = batch_of(sizes)
     with pytest.warns(mr.FactorOfReplicasWarning) as caught:
@@ -250,20 +250,20 @@ def test_what_a_loss_says_is_told_to_whatever_is_computed_of_its_gradient(strate
 
 @pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning")
 def test_a_loss_that_speaks_and_an_aggregate_that_contradicts_it_are_refused():
-    for sizes in ([4], [4, 3]):
+    names = ("one for each example", "compute_average_loss", "mean over own rows", "padded", "already divided")
+    for sizes, name in (([4], names[0]), *(([4, 3], name) for name in names)):
         strategy, x = batch_of(sizes)
-        for name in ("one for each example", "compute_average_loss", "mean over own rows", "padded", "already divided"):
-            with strategy.scope():
-                w = mr.Variable(W, name="w")
-                optimizer = mr.Optimizer(optax.adam(1.0), [w], aggregate="mean")
+        with strategy.scope():
+            w = mr.Variable(W, name="w")
+            optimizer = mr.Optimizer(optax.adam(1.0), [w], aggregate="mean")
 
-            def step(rows, w=w, optimizer=optimizer, loss=RIGHT[name][0], **options):
-                optimizer.apply_gradients(mr.grad(lambda: loss(w.value, *rows), [w])(), **options)
+        def step(rows, w=w, optimizer=optimizer, loss=RIGHT[name][0], **options):
+            optimizer.apply_gradients(mr.grad(lambda: loss(w.value, *rows), [w])(), **options)
 
-            with pytest.raises(mr.FactorOfReplicasError, match=r"'w', given to apply_gradients .*='mean', is .* a share"):
-                strategy.run(step, args=(x,)), pytest.fail(name)
-            assert w.numpy().tobytes() == W.tobytes() and int(optimizer.iterations) == 0
-            strategy.run(step, args=(x,), kwargs={"aggregate": "sum"})
+        with pytest.raises(mr.FactorOfReplicasError, match=r"'w', given to apply_gradients .*='mean', is .* a share"):
+            strategy.run(step, args=(x,)), pytest.fail(name)
+        assert w.numpy().tobytes() == W.tobytes() and int(optimizer.iterations) == 0
+        strategy.run(step, args=(x,), kwargs={"aggregate": "sum"})
 
 
 def test_a_gradient_that_is_the_same_everywhere_beside_one_that_is_not(strategy3):
@@ -273,17 +273,6 @@ def test_a_gradient_that_is_the_same_everywhere_beside_one_that_is_not(strategy3
         optimizer = mr.Optimizer(optax.sgd(1.0), [w, b])
     with pytest.warns(mr.FactorOfReplicasWarning, match="nobody has said how the loss is divided"):
         strategy3.run(lambda rows: optimizer.minimize(lambda: each(w.value, *rows[:2]).mean() + b**2), args=(x,))
-
-
-def test_losses_of_examples_outside_of_a_step_and_in_default_context():
-    with STRATEGY.scope():
-        w = mr.Variable(W)
-    value, gradient = mr.value_and_grad(lambda: each(w.value, X, Y), w)()
-    np.testing.assert_allclose(value, each(W, X, Y).mean(), rtol=1e-6)
-    np.testing.assert_allclose(gradient, jax.grad(lambda w: each(w, X, Y).mean())(W), rtol=1e-5, atol=1e-7)
-    optimizer = mr.Optimizer(optax.sgd(1.0), w)
-    assert float(optimizer.minimize(lambda: each(w.value, X, Y))) == float(value)
-    np.testing.assert_allclose(w.numpy(), W - gradient, rtol=1e-5)
 
 
 def test_a_mean_by_weights_of_small_numbers_and_of_none():

@@ -285,9 +285,8 @@ def _broadcast_weight(given: object, losses: jax.Array, name: str, of: str) -> j
 def _global_batch_size(given: object, losses: jax.Array, replicas: _ReplicaAxis) -> Any:
     if given is None:
         return sum(replicas.each(losses.shape[0]))
-    is_number = isinstance(given, int | float | np.integer | np.floating) and not isinstance(given, bool)
-    is_scalar_array = isinstance(given, jax.Array | np.ndarray) and given.ndim == 0
-    if is_scalar_array or (is_number and given >= 1 and given == given // 1):
+    is_number = isinstance(given, int | float | np.integer | np.floating | np.ndarray | jax.Array) and not isinstance(given, bool)
+    if is_number and jnp.ndim(given) == 0 and (isinstance(given, jax.core.Tracer) or (given >= 1 and given == given // 1)):
         return given
     raise ValueError(
         f"global_batch_size is {given!r}; expected the whole number of examples on all replicas together, at least 1."

@@ -471,9 +471,6 @@ def test_the_dtype_is_the_values_own_unless_given():
         (lambda: np.int8(3), None, "int8"),
     ]:  # fmt: skip
         assert variable(value, dtype=dtype).dtype == jnp.dtype(expected), (value, dtype)
-    for value, dtype in [(2**40, None), (np.array([2**40]), None), (300, "int8"), (0.5, "int32"), (2, "bool")]:
-        with pytest.raises(TypeError, match=r"initial value of variable 'w'.*cannot hold"):
-            variable(value, dtype=dtype, name="w")
 
 
 def test_names_and_hints():
