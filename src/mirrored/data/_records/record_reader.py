@@ -126,7 +126,6 @@ def read_chunks(
                     record += len(records)
                     frame = HEADER.size + len(records[-1]) + FOOTER.size
                     offset, buffer = offset + ends[-1], buffer[ends[-1] :]
-                    records = []  # their memory is free while the next are read
                 if problem:
                     raise fault(problem)
                 if missing > CHUNK_BYTES:
