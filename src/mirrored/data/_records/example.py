@@ -31,7 +31,7 @@ def parse_example(records: bytes | Sequence[bytes], spec: Mapping[str, Feature])
 
     Args:
         records: one record; or a list of them, as `mr.data.tfrecord_dataset(files).batch(n)` yields.
-        spec: what to read: an `mr.data.FixedLenFeature` or an `mr.data.VarLenFeature` for each name. Other features of
+        spec: the features to read: an `mr.data.FixedLenFeature` or an `mr.data.VarLenFeature` for each name. Other features of
             the records are ignored.
 
     Returns:
