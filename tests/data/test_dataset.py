@@ -98,9 +98,7 @@ def test_split_sizes() -> None:
     prefetch=st.integers(0, 3),
     drop_remainder=st.booleans(),
 )
-def test_the_rows_of_the_replicas_in_order_are_the_batch(
-    count: int, num_rows: list[int], prefetch: int, drop_remainder: bool
-) -> None:
+def test_the_rows_of_the_replicas_in_order_are_the_batch(count, num_rows, prefetch, drop_remainder) -> None:
     numbers = itertools.count()
     batches = [np.array([next(numbers) for _ in range(size)], "int32") for size in num_rows]
     distributed = STRATEGIES[count].distribute_dataset(

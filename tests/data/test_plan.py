@@ -107,9 +107,7 @@ def test_every_record_exactly_once_and_paired_whatever_the_pipeline(
     num_workers=st.integers(2, 4),
     num_local=st.integers(1, 2),
 )
-def test_by_file_a_step_is_one_global_batch_while_all_workers_have_records(
-    sizes: list[int], batch_size: int, num_workers: int, num_local: int
-) -> None:
+def test_by_file_a_step_is_one_global_batch_while_all_workers_have_records(sizes, batch_size, num_workers, num_local) -> None:
     sizes = sizes + [3] * max(0, num_workers - len(sizes))
     count = num_workers * num_local
     run = run_workers(lambda worker: pairs(Files(make_files(sizes))).batch(batch_size), num_workers, num_local, "file")
@@ -136,9 +134,7 @@ def _expected_sizes(held: list[int], share: list[int], num_local: int) -> list[t
     num_workers=st.integers(1, 4),
     policy=st.sampled_from(["file", "data", "off"]),
 )
-def test_drop_remainder_gives_all_replicas_equal_numbers(
-    sizes: list[int], batch_size: int, num_workers: int, policy: str
-) -> None:
+def test_drop_remainder_gives_all_replicas_equal_numbers(sizes, batch_size, num_workers, policy) -> None:
     run = run_workers(lambda worker: pairs(Files(make_files(sizes))).batch(batch_size), num_workers, 2, policy, True)
     batches = run.global_batches()
     assert all(len(set(step.sizes)) == 1 and step.sizes[0] for step in run.steps[0])
@@ -289,9 +285,7 @@ def test_by_file_a_users_own_transformation_is_the_users_word() -> None:
             make_plan(dataset, mr.AutoShardPolicy.FILE, InputWorker(0, 2), 2)
 
 
-def test_one_line_of_the_log_says_how_a_dataset_is_shared_out(
-    strategy2: mr.MirroredStrategy, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_one_line_of_the_log_says_how_a_dataset_is_shared_out(strategy2, caplog) -> None:
     plan = make_plan(Files([[1]] * 4), "auto", InputWorker(1, 2), 2)
     with caplog.at_level(logging.INFO, logger="mirrored"):
         distributed = DistributedDataset(strategy2._mesh, mr.InputOptions(), InputWorker(1, 2), plan)

@@ -143,9 +143,7 @@ def only_ask_for_the_state(distributed: Any) -> None:
 @pytest.mark.parametrize(
     "leave", [leave_early, raise_in_the_loop, close, leave_a_with_block, make_garbage_of_a_cycle, only_ask_for_the_state]
 )
-def test_no_way_out_of_a_loop_leaves_a_thread_or_an_open_source(
-    leave: Callable[[Any], None], strategy2: mr.MirroredStrategy
-) -> None:
+def test_no_way_out_of_a_loop_leaves_a_thread_or_an_open_source(leave, strategy2) -> None:
     for prefetch in (0, 1, 2):
         source = Endless()
         leave(strategy2.distribute_dataset(source, mr.InputOptions(prefetch=prefetch)))
@@ -161,9 +159,7 @@ def test_the_end_of_the_data_ends_the_thread_while_the_iterator_lives(strategy2:
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 5])
-def test_an_exception_arrives_as_it_was_after_the_batches_before_it_and_ends_the_thread(
-    prefetch: int, strategy2: mr.MirroredStrategy
-) -> None:
+def test_an_exception_arrives_as_it_was_after_the_batches_before_it_and_ends_the_thread(prefetch, strategy2) -> None:
     error = BrokenError("disk")
 
     def broken() -> Iterator[np.ndarray]:
@@ -295,9 +291,7 @@ def test_garbage_collected_in_the_thread_itself_ends_it(strategy2: mr.MirroredSt
     assert not feeding()
 
 
-def test_closing_does_not_wait_for_ever_for_a_pipeline_that_is_stuck(
-    strategy2: mr.MirroredStrategy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_closing_does_not_wait_for_ever_for_a_pipeline_that_is_stuck(strategy2, monkeypatch) -> None:
     monkeypatch.setattr(_prefetch, "MAX_WAIT_SECONDS", 0.05)
     may_go_on = threading.Event()
 

@@ -374,9 +374,7 @@ def test_a_function_may_make_any_kind_of_dataset(reuse: bool, strategy2: mr.Mirr
     assert "made by a function, called once: each replica takes the next element; every row is used" in strategy2.explain()
 
 
-def test_a_position_that_counts_per_replica_batches_of_another_size_is_refused(
-    strategy2: mr.MirroredStrategy, strategy3: mr.MirroredStrategy
-) -> None:
+def test_a_position_that_counts_per_replica_batches_of_another_size_is_refused(strategy2, strategy3) -> None:
     """The function divides a global batch, so that the fourth batch of two replicas begins elsewhere than that of three."""
 
     def make(context: mr.InputContext) -> Any:

@@ -36,7 +36,7 @@ class DistributedDataset:
     """A dataset whose batches are divided among the replicas, made by `strategy.distribute_dataset`.
 
     Iterating yields trees of PerReplica values. It can be iterated again whenever the dataset can, and has a
-    length when the dataset has one (with `drop_remainder`, batches of which nothing is left count as well,
+    length when the dataset has one (with `drop_remainder`, batches that are dropped whole count as well,
     unless the dataset is of `make_numpy_dataset`).
 
     >>> dataset = strategy.distribute_dataset([{"x": np.arange(3)}])
@@ -75,7 +75,7 @@ class DistributedDataset:
 
     @property
     def element_spec(self) -> PyTree:
-        """What each replica gets of a batch, as a tree of `mr.data.PerReplicaSpec`: shapes, with None for the rows, and dtypes.
+        """The shapes and dtypes of a batch on each replica, as a tree of `mr.data.PerReplicaSpec`, with None for the rows.
 
         Raises:
             TypeError: when the dataset can only be iterated, and no iterator has given a batch yet.
@@ -110,7 +110,7 @@ class DistributedDataset:
 
         Args:
             fn: takes a batch as the dataset yields it, a tuple as several arguments, and returns a nest of arrays. Each worker
-                calls it for what it reads; under `AutoShardPolicy.DATA` that is the same for all, and so must be what it returns.
+                calls it for the batches that it reads; under `AutoShardPolicy.DATA` its results must be equal on all workers.
 
         >>> dataset = strategy.distribute_dataset([(np.arange(4), np.ones(4))]).map(lambda x, y: {"sum": x + y})
         >>> [batch["sum"].values[1].tolist() for batch in dataset]

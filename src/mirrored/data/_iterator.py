@@ -70,7 +70,7 @@ class DistributedIterator:
 
     @property
     def element_spec(self) -> PyTree:
-        """What each replica gets of a batch: see `DistributedDataset.element_spec`."""
+        """The shapes and dtypes of a batch on each replica: see `DistributedDataset.element_spec`."""
         return self._elements.spec()
 
     if not TYPE_CHECKING:  # so that type checkers find misspelt names

@@ -31,7 +31,7 @@ def parse_example(records: bytes | Sequence[bytes], spec: Mapping[str, Feature])
 
     Args:
         records: one record; or a list of them, as `mr.data.tfrecord_dataset(files).batch(n)` yields.
-        spec: what to read: an `mr.data.FixedLenFeature` or an `mr.data.VarLenFeature` for each name. Other features of
+        spec: the features to read: an `mr.data.FixedLenFeature` or an `mr.data.VarLenFeature` for each name. Other features of
             the records are ignored.
 
     Returns:
@@ -100,6 +100,8 @@ class _Batch:
 
     def _rows_by_length(self) -> list[np.ndarray]:
         lengths = np.fromiter(map(len, self._records), np.int64, len(self._records))
+        if (lengths == lengths[:1]).all():  # in half the time
+            return [np.arange(len(lengths))]
         order = np.argsort(lengths, kind="stable")
         return np.split(order, np.flatnonzero(np.diff(lengths[order])) + 1)
 

@@ -112,7 +112,7 @@ def read_all(feature: Feature, column: Sequence[Any]) -> np.ndarray | None:
         return None
     dtype, size = feature.dtype, feature._size
     is_decoded = kind == "bytes_list" and dtype is not bytes
-    lists = [getattr(values, kind).value for values in column]  # those of another kind are empty
+    lists = [getattr(values, kind).value for values in column]  # lists of another kind are empty
     if not size or set(map(len, lists)) != {1 if is_decoded else size}:
         return None
     if is_decoded:

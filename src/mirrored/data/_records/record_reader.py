@@ -1,7 +1,7 @@
 """The TFRecord format: records read from files in order, each checked before it is handed out.
 
 A record is framed by its length (8 bytes, little endian), a checksum of the length, and a checksum of its data.
-Why the reader works on chunks, what it checks and how fast it is: docs/design/tfrecord.md.
+Why the reader works on chunks, its checks and its speed: docs/design/tfrecord.md.
 """
 
 from __future__ import annotations
@@ -126,7 +126,6 @@ def read_chunks(
                     record += len(records)
                     frame = HEADER.size + len(records[-1]) + FOOTER.size
                     offset, buffer = offset + ends[-1], buffer[ends[-1] :]
-                    records = []  # their memory is free while the next are read
                 if problem:
                     raise fault(problem)
                 if missing > CHUNK_BYTES:
@@ -308,7 +307,7 @@ def _skip(stream: io.FileIO | _Inflated, count: int) -> bool:
 
 def _read(stream: io.FileIO | _Inflated, count: int, begun: bytes = b"") -> bytes:
     """Return `count` bytes that start with those of `begun`; fewer at the end, or before a fault, which the next call raises."""
-    # `BytesIO` holds its first bytes uncopied, grows with what there is in the file, and gives its bytes away uncopied.
+    # `BytesIO` does not copy its first bytes, grows with the content of the file, and does not copy when it gives its bytes away.
     data = io.BytesIO(begun or stream.read(min(count, CHUNK_BYTES)))
     data.seek(0, os.SEEK_END)
     with contextlib.suppress(zlib.error):

@@ -19,7 +19,7 @@ from ..._workers.same_program import ONE_DATASET, data_ended
 from .._sources.open import Position
 from .rows import count_rows
 
-#: Gives a JSON value to all workers and returns those of all, in worker order; every worker must call it.
+#: Gives a JSON value to all workers and returns the values of all, in worker order; every worker must call it.
 Exchange: TypeAlias = Callable[[Any], Sequence[Any]]
 
 #: So many characters of the structure of another worker's batch are shown.
@@ -142,8 +142,8 @@ def _difference(first: Sequence[Any], other: Sequence[Any], worker: int) -> str:
     if first[3] != other[3]:
         kinds = f"{escape(first[3], _MAX_SHOWN)} and that of worker {worker} {escape(str(other[3]), _MAX_SHOWN)}"
         return f"the rows of the next batch of worker 0 are {kinds}"
-    what = "the next batches" if not first[0] else "the batches, since the first,"
-    return f"{what} of worker 0 and worker {worker} hold different records"
+    batches = "the next batches" if not first[0] else "the batches, since the first,"
+    return f"{batches} of worker 0 and worker {worker} hold different records"
 
 
 def _checksum(batch: PyTree, checksum: int) -> int:

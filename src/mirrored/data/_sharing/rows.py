@@ -71,14 +71,14 @@ def join_rows(parts: Sequence[PyTree]) -> PyTree:
     return jax.tree.map(lambda *rows: np.concatenate(rows), *parts)
 
 
-def require_same_rows(parts: Sequence[PyTree], what: str) -> None:
-    """Refuse batches that differ in more than their number of rows."""
+def require_same_rows(parts: Sequence[PyTree], title: str) -> None:
+    """Refuse batches that differ in more than their number of rows; `title` names them in the error."""
     rows = [jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape[1:])}", part) for part in parts]
     first = jax.tree.flatten(rows[0])  # flattened: the text of a batch class may hold its address
     for number, other in enumerate(rows):
         if jax.tree.flatten(other) != first:
             raise ValueError(
-                f"{what} have rows of different structure, dtype or shape: {rows[0]}, and number {number} {other}. "
+                f"{title} have rows of different structure, dtype or shape: {rows[0]}, and number {number} {other}. "
                 "Pad the rows to one shape in the pipeline."
             )
 

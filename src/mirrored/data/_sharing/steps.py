@@ -22,8 +22,8 @@ class Step:
     stacked: PyTree  # arrays `[L, rows, ...]` for L local replicas, padded with zeros to the longest of all replicas
     sizes: tuple[int, ...]  # the true number of rows of each of the R replicas
     position: Position  # of the source after this step
-    extra: dict[str, Any] = dataclasses.field(default_factory=dict)  # what else is needed to go on from there
-    place: BatchPlace | None = None  # which batch it is of those that all workers read; None where each has its own
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)  # the rest of the state that goes on from there
+    place: BatchPlace | None = None  # among the batches that all workers read; None where each reads its own
 
 
 @dataclasses.dataclass(frozen=True)

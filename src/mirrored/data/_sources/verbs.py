@@ -14,7 +14,7 @@ from ..._typing import PyTree
 
 T = TypeVar("T")
 
-#: `("take", n)` items, or `("repeat", n)` times, None for no end; each applies to the result of those before it.
+#: `("take", n)` items, or `("repeat", n)` times, None for no end; each applies to the result of the limits before it.
 Limit: TypeAlias = tuple[str, int | None]
 
 
