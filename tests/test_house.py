@@ -417,7 +417,7 @@ BUDGETS = {
     "_strategy": 1168,  # 1,100
     "_transforms": 632,  # 600
     "data": 3566,  # 3,200
-    "_workers": 2305,  # 1,700
+    "_workers": 2295,  # 1,700
     "_cluster": 1592,  # 1,080
     "_checkpoint": 2191,  # 1,800
     "_report": 1000,  # 800
