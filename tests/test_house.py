@@ -416,7 +416,7 @@ BUDGETS = {
     "_strategy": 1165,  # 1,100
     "_transforms": 620,  # 600
     "data": 3458,  # 3,200
-    "_workers": 2305,  # 1,700
+    "_workers": 2295,  # 1,700
     "_cluster": 1592,  # 1,080
     "_checkpoint": 2154,  # 1,800
     "_report": 993,  # 800

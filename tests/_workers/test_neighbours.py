@@ -46,7 +46,7 @@ def test_a_process_is_dead_when_it_has_ended_and_no_other_is_taken_for_it(child:
 
 def test_what_is_no_process_is_none() -> None:
     wrong = ["", "[]", "{}", "3", '["", 1, "2"]', '["h", true, "2"]', '["h", -1, "2"]', '["h", 1, 2]', "[" * 9999]
-    assert [text for text in (*wrong, json.dumps(["h" * 300, 1, "2"])) if Process.decode(text)] == []
+    assert [text for text in wrong if Process.decode(text)] == []
     own = Process.own()
     assert Process.decode(own.encode()) == own and json.loads(own.encode())[1] == os.getpid()
 

@@ -87,7 +87,8 @@ class Model:
             self.strategy.run(step, args=(batch,))
 
     def checkpoint(self, name: str) -> mr.Checkpoint:
-        return mr.Checkpoint(Path(folder, name), w=self.w, b=self.b, scale=self.scale, optimizer=self.optimizer)
+        with self.strategy.scope():
+            return mr.Checkpoint(Path(folder, name), w=self.w, b=self.b, scale=self.scale, optimizer=self.optimizer)
 
     def state(self) -> list[mr.Variable]:
         return jax.tree.leaves(self.optimizer.state, is_leaf=lambda x: isinstance(x, mr.Variable))

@@ -140,7 +140,8 @@ def record_variables() -> None:
         if aggregation != "none" and shape:
             sources["replicas"] = lambda shape=shape, dtype=dtype: by_replica(dtype, [shape[0]] * R, *shape[1:])
         for source, make in sources.items():
-            for verb in ("assign", "assign_add", "assign_sub") if jnp.issubdtype(v.dtype, np.number) else ("assign",):
+            can_add = source == "host" and jnp.issubdtype(v.dtype, np.number)
+            for verb in ("assign", "assign_add", "assign_sub") if can_add else ("assign",):
                 getattr(v, verb)(make())
                 record(f"{name}{verb} {source}", v)
         if dtype == "float32":

@@ -10,7 +10,7 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 from .._errors import ProgramMismatchError, WorkerLostError
@@ -68,23 +68,21 @@ class Coordination:
 
     def get(self, key: str, timeout_seconds: float) -> str | None:
         """Wait for a key to be set, and return its value; None at the timeout, or alone."""
-        if self._client is None:
-            return None
-        try:
-            return self._client.blocking_key_value_get(_ROOT + key, max(1, int(timeout_seconds * 1000)))
-        except Exception as error:  # jaxlib's errors have no classes of their own
-            if "DEADLINE_EXCEEDED" in str(error):
-                return None
-            raise
+        milliseconds = max(1, int(timeout_seconds * 1000))
+        return self._ask("DEADLINE_EXCEEDED", lambda client: client.blocking_key_value_get(_ROOT + key, milliseconds))
 
     def peek(self, key: str) -> str | None:
         """Return the value of a key that is set, else None, without the wait of `get`."""
+        return self._ask("NOT_FOUND", lambda client: client.key_value_try_get(_ROOT + key))
+
+    def _ask(self, absent: str, call: Callable[[Any], str]) -> str | None:
+        """Return a value of the service; None alone, and where an error says that it is absent."""
         if self._client is None:
             return None
         try:
-            return self._client.key_value_try_get(_ROOT + key)
+            return call(self._client)
         except Exception as error:  # jaxlib's errors have no classes of their own
-            if "NOT_FOUND" in str(error):
+            if absent in str(error):
                 return None
             raise
 

@@ -136,7 +136,7 @@ class Guard:
         is_lost = tells_of_loss(error)
         if is_ours:
             self._failing.set()  # before it is printed, which takes a while on a busy machine: another worker's error may come
-        if not (is_ours and is_lost and self._shutdown.has_begun):  # else it follows from what is being reported
+        if not (is_ours and is_lost and self._shutdown.begun.locked()):  # else it follows from what is being reported
             self._hooks[0](kind, error, trace)
         if is_ours:
             self._fail_with(error)

@@ -14,17 +14,17 @@ Record = TypeVar("Record")
 MAX_TEXT = 1_000_000
 
 
-def parse(text: str, max_text: int = MAX_TEXT) -> Any:
+def parse(text: str) -> Any:
     """Return the JSON value in a text; None where there is none, or it is too long or nested too deeply."""
     try:
-        return json.loads(text) if len(text) <= max_text else None
+        return json.loads(text) if len(text) <= MAX_TEXT else None
     except (ValueError, RecursionError):
         return None
 
 
-def read(kind: Callable[..., Record], text: str, max_text: int = MAX_TEXT) -> Record | None:
+def read(kind: Callable[..., Record], text: str) -> Record | None:
     """Return the named tuple in a text; None when that is no list of its fields, each of its type."""
-    return _made(kind, parse(text, max_text))
+    return _made(kind, parse(text))
 
 
 def read_all(kind: Callable[..., Record], text: str) -> list[Record] | None:

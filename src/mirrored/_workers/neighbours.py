@@ -12,8 +12,6 @@ from typing import NamedTuple
 from .coordination import Coordination
 from .messages import read
 
-_MAX_TEXT = 200
-
 
 class Process(NamedTuple):
     """A process, named so that no other is taken for it."""
@@ -35,7 +33,7 @@ class Process(NamedTuple):
     @classmethod
     def decode(cls, text: str) -> Process | None:
         """Return the process in a text of another worker, None when it is none, or its host is not known."""
-        process = read(cls, text, _MAX_TEXT)
+        process = read(cls, text)
         return process if process and process.host and process.number > 0 else None
 
     def encode(self) -> str:

@@ -244,8 +244,7 @@ def _require_no_backend() -> None:
 
 
 def _versions() -> dict[str, str]:
-    names = {"mirrored", "jax", "jaxlib", "numpy"}
-    found = {name: version_of(name) for name in sorted(names)}
+    found = {name: version_of(name) for name in ("jax", "jaxlib", "mirrored", "numpy")}
     return {**found, "python": ".".join(platform.python_version_tuple()[:2])}
 
 

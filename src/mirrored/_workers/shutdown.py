@@ -55,26 +55,26 @@ class Shutdown:
         self._stopped, self._exit = stopped, exit
         self._worker, self._num_workers = coordination.worker, coordination.num_workers
         self._others = set(range(coordination.num_workers)) - {coordination.worker}
-        self._begun = threading.Lock()
+        self.begun = threading.Lock()  # held by the thread that leaves
 
     # ---- the roll
 
     def lost(self, title: str) -> Verdict:
         """Find out after an error of a collective which worker was lost: one that does not answer."""
         try:
-            return self._found_before() or self._call_the_roll(title)
+            return self._found_before() or self._await_answers(title)
         except Exception:  # jaxlib's errors have no classes of their own
             step = self._progress.step
             return Verdict(f"lost worker 0, which hosts the coordination service, at step {step}", title, (0,))
 
     def _found_before(self) -> Verdict | None:
-        """Return what the kernel knows, or what another worker has found or finds now; else call all workers."""
-        if dead := self._neighbours.dead():
-            return self.gone(dead)
+        """Return the verdict of another worker that has called the roll; else call it, unless the kernel knows of a death."""
+        if self._neighbours.dead():
+            return None
         self._neighbours.meet()
         return self._known(0.0) or (None if self._call() else self._known(2 * _ANSWER_SECONDS))
 
-    def _call_the_roll(self, title: str) -> Verdict:
+    def _await_answers(self, title: str) -> Verdict:
         present: set[int] = set()
         deadline = time.monotonic() + _ANSWER_SECONDS
         while present != self._others and time.monotonic() < deadline:
@@ -133,14 +133,9 @@ class Shutdown:
 
     # ---- leaving
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether some thread is leaving."""
-        return self._begun.locked()
-
     def leave(self, verdict: Verdict, code: int, is_first: bool, own_threads: Sequence[threading.Thread]) -> None:
         """End this process; `is_first` where no other worker knows why, `own_threads` are threads whose stacks help nobody."""
-        if not self._begun.acquire(blocking=False):  # another thread is leaving
+        if not self.begun.acquire(blocking=False):  # another thread is leaving
             self._stopped.wait(2 * LAST_RESORT_SECONDS)
             return
         with contextlib.suppress(Exception):

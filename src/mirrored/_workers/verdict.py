@@ -32,7 +32,7 @@ class Verdict:
     def decode(text: str) -> Verdict:
         """Read a published verdict; a malformed text becomes the reason."""
         try:
-            fields = parse(text, 16 * MAX_TEXT)
+            fields = parse(text)
             lost = tuple(int(worker) for worker in fields["lost"])
             code = FAILED if fields.get("code") == FAILED else RESTART
             return Verdict(str(fields["title"]), str(fields["detail"]), lost, fields["wants_stacks"] is True, code)
