@@ -14,15 +14,6 @@ class Html(str):
     __slots__ = ()
 
 
-def markup(content: object) -> Html:
-    """Return a text as HTML, escaped unless it is HTML already.
-
-    >>> markup("<b>"), markup(Html("<b>"))
-    ('&lt;b&gt;', '<b>')
-    """
-    return content if isinstance(content, Html) else Html(html.escape(str(content)))
-
-
 def element(tag: str, content: object = "", **attributes: object) -> Html:
     """Write one element; `class_` stands for `class`, and `_` in a name for `-`.
 
@@ -30,12 +21,16 @@ def element(tag: str, content: object = "", **attributes: object) -> Html:
     '<p class="quiet">a &lt; b</p>'
     """
     written = "".join(f' {name.rstrip("_").replace("_", "-")}="{html.escape(str(value))}"' for name, value in attributes.items())
-    return Html(f"<{tag}{written}>{markup(content)}</{tag}>")
+    return Html(f"<{tag}{written}>{join([content])}</{tag}>")
 
 
 def join(parts: Iterable[object]) -> Html:
-    """Write parts one after the other."""
-    return Html("".join(markup(part) for part in parts))
+    """Write parts one after the other, each escaped unless it is HTML already.
+
+    >>> join(["<b>", Html("<b>")])
+    '&lt;b&gt;<b>'
+    """
+    return Html("".join(part if isinstance(part, Html) else html.escape(str(part)) for part in parts))
 
 
 def table(headings: Sequence[object], rows: Iterable[Sequence[object]]) -> Html:

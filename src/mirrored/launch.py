@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib
 import io
 import itertools
@@ -200,15 +201,15 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "Ctrl-C; else the program's own. Several hosts: the same on each, with --nnodes, --node-rank and --coordinator.",
         allow_abbrev=False,
     )
-    add = parser.add_argument
+    add, index = parser.add_argument, functools.partial(_number, least=0, most=10**9)
     takes_value = [
-        add("-n", type=_count, default=1, metavar="N", help="workers on this host (1)"),
-        add("--cpu-devices", type=_count, metavar="K", help="run on the CPU, with K devices in each worker"),
-        add("--gpus-per-worker", type=_count, metavar="G", help="GPUs of each worker (1 when N > 1, else all)"),
-        add("--nnodes", type=_count, default=1, metavar="M", help="hosts, each of which runs this command (1)"),
-        add("--node-rank", type=_index, metavar="I", help="which of them this is, from 0"),
+        add("-n", type=_number, default=1, metavar="N", help="workers on this host (1)"),
+        add("--cpu-devices", type=_number, metavar="K", help="run on the CPU, with K devices in each worker"),
+        add("--gpus-per-worker", type=_number, metavar="G", help="GPUs of each worker (1 when N > 1, else all)"),
+        add("--nnodes", type=_number, default=1, metavar="M", help="hosts, each of which runs this command (1)"),
+        add("--node-rank", type=index, metavar="I", help="which of them this is, from 0"),
         add("--coordinator", metavar="HOST:PORT", help="where worker 0 listens; needed for several hosts"),
-        add("--max-restarts", type=_index, default=0, metavar="R", help="restarts without a new checkpoint in between (0)"),
+        add("--max-restarts", type=index, default=0, metavar="R", help="restarts without a new checkpoint in between (0)"),
         add("--standby", default="", metavar="M,M", help="modules that waiting processes import for the next restart"),
         add("--grace", type=_seconds, default=30.0, metavar="S", help="seconds that workers have to save and leave (30)"),
         add("--log-dir", type=Path, metavar="D", help="keep the output of each worker in D/attempt-0/worker-0.log"),
@@ -263,15 +264,9 @@ def _check_nodes(parser: _Parser, options: argparse.Namespace) -> None:
         options.coordinator = check_address("--coordinator", options.coordinator)
 
 
-def _count(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text[:10]) <= MAX_WORKERS:
-        raise argparse.ArgumentTypeError(f"{describe(text)} is no whole number from 1 to {MAX_WORKERS}")
-    return int(text)
-
-
-def _index(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or len(text) > 9:
-        raise argparse.ArgumentTypeError(f"{describe(text)} is no whole number from 0 on")
+def _number(text: str, least: int = 1, most: int = MAX_WORKERS) -> int:
+    if not text.isascii() or not text.isdigit() or not least <= int(text[:10]) <= most:
+        raise argparse.ArgumentTypeError(f"{describe(text)} is no whole number from {least} to {most}")
     return int(text)
 
 

@@ -49,7 +49,7 @@ def compare_files(directory: Path, recorded: Mapping[str, list[int]], besides: s
             problems.append(f"file {name} is damaged: its CRC-32 is {found:08x}, was {checksum:08x}")
     if unread is not None and not problems:
         raise unread
-    return problems, is_readable and unread is None
+    return problems, is_readable
 
 
 def _files(directory: Path) -> list[Path]:

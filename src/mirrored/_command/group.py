@@ -107,17 +107,16 @@ class Group:
     def _spawn(self, environment: Mapping[str, str]) -> None:
         index = self.first_index + len(self._workers)
         log = LogFile(self.logs / f"worker-{index}.log") if self.logs else None
-        process = self.standby.take(len(self._workers), environment, self._keeper_pipe) or self._start_worker(environment)
+        command = [*_isolated("enrol"), str(self._keeper_pipe), sys.executable, "-u", *self.command]
+        process = self.standby.take(len(self._workers), environment, self._keeper_pipe) or start(
+            command, environment, subprocess.DEVNULL, pass_fds=(self._keeper_pipe,)
+        )
         streams = []
         for pipe_end, outlet in zip((process.stdout, process.stderr), self.outlets, strict=True):
             assert pipe_end is not None
             os.set_blocking(pipe_end.fileno(), False)
             streams.append(Stream(pipe_end, outlet, prefix(index, self.num_workers, outlet.has_colour)))
         self._workers.append(Worker(index, process, streams, log))
-
-    def _start_worker(self, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        command = [*_isolated("enrol"), str(self._keeper_pipe), sys.executable, "-u", *self.command]
-        return start(command, environment, subprocess.DEVNULL, pass_fds=(self._keeper_pipe,))
 
     def _step(self) -> None:
         """Wait for the next event, and handle all that have come."""

@@ -48,11 +48,10 @@ class Outlet:
         self.fd = fd
         self._pending = bytearray()
         self._is_open = True
-        self._chunk = select.PIPE_BUF
-        with contextlib.suppress(OSError):
-            # A pipe that is ready takes PIPE_BUF bytes, a terminal at least 256.
-            self._chunk = 256 if os.isatty(fd) else 1 << 20 if stat.S_ISREG(os.fstat(fd).st_mode) else select.PIPE_BUF
         self.is_terminal = os.isatty(fd)
+        self._chunk = 1 << 20 if stat.S_ISREG(os.fstat(fd).st_mode) else select.PIPE_BUF  # a ready pipe takes so many bytes
+        if self.is_terminal:
+            self._chunk = 256  # a ready terminal takes at least so many
         self.has_colour = self.is_terminal and not _env.NO_COLOR.get()
         self._shows_state = False
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
+import importlib.util
 import json
 import os
-import runpy
 import signal
 import subprocess
 import sys
 import types
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 #: The workers of an attempt get so long to start and compile before the processes for the next one are started.
 DELAY_SECONDS = 10.0
@@ -79,13 +79,19 @@ def wait(modules: Sequence[str], command: list[str]) -> None:
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     sys.argv = command[1:] if is_module else command
-    if is_module:
-        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
-        return
     main = sys.modules["__main__"] = types.ModuleType("__main__")  # stays, for threads and functions of atexit
-    main.__file__ = os.path.abspath(command[0])
-    with open(main.__file__, "rb") as file:
-        exec(compile(file.read(), main.__file__, "exec"), main.__dict__)  # noqa: S102
+    if is_module:  # as `runpy` runs it, whose `__main__` does not stay
+        spec: Any = importlib.util.find_spec(command[1])
+        if spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{command[1]}.__main__")
+        main.__spec__, main.__package__ = spec, spec.parent
+        main.__file__ = sys.argv[0] = spec.origin
+        code = spec.loader.get_code(spec.name)
+    else:
+        main.__file__ = os.path.abspath(command[0])
+        with open(main.__file__, "rb") as file:
+            code = compile(file.read(), main.__file__, "exec")
+    exec(code, vars(main))  # noqa: S102
 
 
 if __name__ == "__main__":
