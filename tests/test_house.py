@@ -408,8 +408,8 @@ def test_sizes() -> None:
 #: Lines of each wing. A commit may lower a budget, and never raises one; beside it what is to be reached. The ground is together,
 #: and so are small wings that stand for one thing. `python tests/test_house.py` prints today's.
 BUDGETS = {
-    "_program": 4618,  # 4,000
-    "_jax": 1377,  # 1,300
+    "_program": 4564,  # 4,000
+    "_jax": 1362,  # 1,300
     "_replicas": 2336,  # 2,100
     "_variables": 1936,  # 1,700
     "_models": 1291,  # 1,050
@@ -423,7 +423,7 @@ BUDGETS = {
     "_report": 1000,  # 800
     "_testing": 823,  # 750
     "losses optimizer": 659,  # 600
-    "_command launch": 1418,  # 1,000
+    "_command launch": 1417,  # 1,000
     "__init__ __main__ _public testing": 120,
     "_process": 90,  # was in _replicas, _jax, _strategy and _models
     "_env _errors _html _libraries _options _text _tf_names _typing": 1028,  # 950
@@ -453,7 +453,7 @@ ANYS = {
     "_cluster": 8,
     "_jax": 5,
     "_models": 10,
-    "_program": 64,
+    "_program": 60,
     "_replicas": 13,
     "_report": 5,
     "_strategy": 3,
