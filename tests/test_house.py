@@ -408,7 +408,7 @@ def test_sizes() -> None:
 #: and so are small wings that stand for one thing. `python tests/test_house.py` prints today's.
 BUDGETS = {
     "_program": 4282,  # 4,000
-    "_jax": 1377,  # 1,300
+    "_jax": 1362,  # 1,300
     "_replicas": 2319,  # 2,100
     "_variables": 1873,  # 1,700
     "_models": 1258,  # 1,050

@@ -188,6 +188,8 @@ def test_what_an_equation_depends_on_and_sends():
     assert named.params["name"] == AXIS and not jaxprs.is_collective(named)
     summed = only("psum", lambda x: jax.lax.psum(x, AXIS))
     assert jaxprs.num_bytes(summed) == 3 * 4 and not jaxprs.is_function_of_operands(summed)
-    for function, is_pure in ((lambda x: x + jax.lax.axis_index(AXIS), True), (lambda x: jax.lax.psum(x, AXIS), False)):
+    solved = lambda x: jax.lax.custom_linear_solve(lambda v: 2 * v, x, lambda _, b: total(b), symmetric=True)  # noqa: E731
+    total = lambda x: jax.lax.psum(x, AXIS)  # noqa: E731
+    for function, is_pure in ((lambda x: x + jax.lax.axis_index(AXIS), True), (total, False), (solved, False)):
         around = only("jit", lambda x, f=function: jax.jit(f)(x))
         assert jaxprs.is_function_of_operands(around) is is_pure is not jaxprs.has_collective(around)

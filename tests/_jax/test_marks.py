@@ -24,20 +24,12 @@ def noted(value, name="a", purpose=Purpose.GRADIENT):
     return mark(value, Mark(purpose, name, "here.py:1"))
 
 
-def test_a_mark_is_the_identity():
+def test_a_mark_is_the_identity_and_leaves_no_trace_in_the_compiled_program():
     for value in (1.5, np.int32(3), True, np.zeros((2, 0), "float16"), np.ones(3, "complex64"), jax.random.key(0)):
         array = jnp.asarray(value)
         for marked in (mark(array, NOTE), jax.jit(lambda x: mark(x, NOTE))(array)):
             assert marked.dtype == array.dtype and marked.shape == array.shape and (marked == array).all()
-
-
-def test_a_mark_leaves_no_trace_in_the_compiled_program():
-    def program(wrap):
-        def f(x):
-            return wrap(jnp.sin(wrap(x)))
-
-        return jax.jit(f).lower(VECTOR).as_text()
-
+    program = lambda wrap: jax.jit(lambda x: wrap(jnp.sin(wrap(x)))).lower(VECTOR).as_text()  # noqa: E731
     assert program(lambda x: mark(x, NOTE)) == program(lambda x: x)
 
 

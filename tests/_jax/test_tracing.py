@@ -54,7 +54,13 @@ def test_staging_means_that_operations_are_recorded():
         "grad": (lambda f: jax.grad(lambda x: f(x).sum()), False),
         "jit of vmap": (lambda f: jax.jit(jax.vmap(f)), True),
         "jit of grad": (lambda f: jax.jit(jax.grad(lambda x: f(x).sum())), True),
+        "executed in the middle of a trace": (lambda f: lambda x: jax.jit(lambda x: [executed(f), x][1])(x), False),
     }
+
+    def executed(f):
+        with tracing.untraced():
+            assert float(f(VECTOR)[0]) == 1
+
     seen = {name: set() for name in transforms}
     for name, (transform, _) in transforms.items():
         transform(lambda x, name=name: (seen[name].add(tracing.is_staging()), x * 1.0)[1])(VECTOR)
@@ -84,20 +90,6 @@ def test_what_is_recorded_for_one_call_is_told_from_what_is_kept():
     assert set(kept.values()) == {False} and len(kept) == 5, kept
 
 
-def test_operations_are_executed_in_the_middle_of_a_trace():
-    values = []
-
-    def body(x):
-        with tracing.untraced():
-            values.append(float(jnp.sum(VECTOR * 2)))
-            assert not tracing.is_staging()
-        assert tracing.is_staging()
-        return x
-
-    jax.jit(body)(VECTOR)
-    assert values == [float(VECTOR.sum() * 2)]
-
-
 def test_inner_caches_are_shared_without_and_apart_with_a_token():
     traced = []
 
@@ -119,38 +111,6 @@ def test_inner_caches_are_shared_without_and_apart_with_a_token():
         renew()
         assert num_traced() == 3
     assert num_traced() == 3, "leaving the block restores the caches"
-
-
-def test_a_body_that_reads_something_that_changes_is_traced_again():
-    """What a cached body would do instead: keep the tracer of a dead trace."""
-    box = {}
-
-    def body(c):
-        return c + box["value"]
-
-    custom = jax.custom_jvp(body)
-    custom.defjvp(lambda primals, tangents: (body(*primals), tangents[0]))
-    scan_body = lambda c, _: (body(c), None)  # noqa: E731
-    is_small = lambda c: c[0] < 2  # noqa: E731
-    constructs = {
-        "scan": lambda x: jax.lax.scan(scan_body, x, None, length=2)[0],
-        "cond": lambda x: jax.lax.cond(x[0] > 0, body, body, x),
-        "while": lambda x: jax.lax.while_loop(is_small, body, x),
-        "remat": lambda x: jax.checkpoint(body)(x),
-        "custom_jvp": custom,
-    }
-
-    def outer(x):
-        with tracing.separate_caches() as renew:
-            box["value"] = x
-            first = {name: run(x) for name, run in constructs.items()}
-            box["value"] = 2 * x
-            renew()
-            return first, {name: run(x) for name, run in constructs.items()}
-
-    first, second = jax.jit(outer)(VECTOR)
-    again, _ = jax.jit(lambda x: outer(x))(VECTOR)
-    assert [name for name in constructs if (second[name] <= first[name]).any() or (again[name] != first[name]).any()] == []
 
 
 def test_trace_binds_the_axis_and_speaks_of_the_users_function():

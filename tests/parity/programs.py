@@ -66,7 +66,7 @@ MLP = {"first": normal(3, 8), "second": normal(8, 3, seed=2)}
 class Program:
     """README's loop: a loss for each example, averaged over the global batch, and an optimizer.
 
-    An entry says its `losses`, or `loss` with a `step` of its own, or `step` and `plain`; in a step `self.v` are the variables.
+    An entry says its `losses`, or `loss` and `share`, or `step` and `plain`; in a step `self.v` are the variables.
     """
 
     params: ClassVar[Any] = LINEAR
@@ -103,11 +103,12 @@ class Program:
         """Return one loss for each row."""
         return square(p, b)
 
-    def step(self, carry: Any, b: Batch) -> tuple[Any, dict[str, Any]]:
-        def loss() -> jax.Array:
-            return mr.losses.compute_average_loss(self.losses(self.values(), b))
+    def share(self, b: Batch) -> jax.Array:
+        """Return the replica's share of the loss, in a step."""
+        return mr.losses.compute_average_loss(self.losses(self.values(), b))
 
-        value, gradients = mr.value_and_grad(loss, self.v)()
+    def step(self, carry: Any, b: Batch) -> tuple[Any, dict[str, Any]]:
+        value, gradients = mr.value_and_grad(lambda: self.share(b), self.v)()
         self.optimizer.apply_gradients(gradients)
         return carry, {"loss": value}
 
@@ -240,39 +241,6 @@ class GradientPenalty(Program):
         return jax.vmap(judge)(b["x"]) + (jnp.sum(slopes**2, axis=1) - 1) ** 2
 
 
-class Distillation(Program):
-    params = MLP
-
-    def losses(self, p: Any, b: Batch) -> jax.Array:
-        teacher = jax.nn.softmax(b["x"] @ normal(3, 3, seed=3))
-        return optax.softmax_cross_entropy(jax.nn.relu(b["x"] @ p["first"]) @ p["second"], teacher)
-
-
-class Linen(Program):
-    params = {"params": {f"Dense_{i}": {"kernel": normal(3, 3), "bias": normal(3)} for i in range(2)}}
-
-    def losses(self, p: Any, b: Batch) -> jax.Array:
-        import flax.linen as nn
-
-        class Net(nn.Module):
-            @nn.compact
-            def __call__(self, x: jax.Array) -> jax.Array:
-                return nn.Dense(3)(nn.relu(nn.Dense(3)(x)))
-
-        return cross_entropy(Net().apply(p, b["x"]), b)
-
-
-class Equinox(Program):
-    params = {"weight": normal(3, 3), "bias": normal(3)}
-
-    def losses(self, p: Any, b: Batch) -> jax.Array:
-        import equinox as eqx
-
-        layer = eqx.nn.Linear(3, 3, key=jax.random.key(0))
-        layer = eqx.tree_at(lambda m: (m.weight, m.bias), layer, (p["weight"], p["bias"]))
-        return cross_entropy(jax.vmap(layer)(b["x"]), b)
-
-
 class NnxInPieces(Program):
     params = {"kernel": normal(3, 3), "bias": normal(3)}
 
@@ -330,16 +298,11 @@ class Regularized(Program):
     def loss(self, p: Any, b: Batch) -> jax.Array:
         return jnp.mean(self.losses(p, b)) + 0.01 * optax.tree.norm(p, squared=True)
 
-    def step(self, carry: Any, b: Batch) -> tuple[Any, dict[str, Any]]:
-        def loss() -> jax.Array:
-            p = self.values()
-            losses = cross_entropy(jax.nn.relu(b["x"] @ p["first"]) @ p["second"], b)
-            penalty = mr.losses.scale_regularization_loss(0.01 * optax.tree.norm(p, squared=True))
-            return mr.losses.compute_average_loss(losses, sample_weight=b["weight"]) + penalty
-
-        value, gradients = mr.value_and_grad(loss, self.v)()
-        self.optimizer.apply_gradients(gradients)
-        return carry, {"loss": value}
+    def share(self, b: Batch) -> jax.Array:
+        p = self.values()
+        losses = cross_entropy(jax.nn.relu(b["x"] @ p["first"]) @ p["second"], b)
+        penalty = mr.losses.scale_regularization_loss(0.01 * optax.tree.norm(p, squared=True))
+        return mr.losses.compute_average_loss(losses, sample_weight=b["weight"]) + penalty
 
 
 class MeanOfOwnRows(Program):
@@ -384,57 +347,31 @@ class PaddedTokens(Program):
 
 
 class NormalizedAdvantages(Program):
-    def step(self, carry: Any, b: Batch) -> tuple[Any, dict[str, Any]]:
-        def loss() -> jax.Array:
-            rows = ctx().all_reduce("sum", b["y"].shape[0])
-            mean = ctx().all_reduce("sum", b["y"].sum()) / rows
-            deviation = jnp.sqrt(ctx().all_reduce("sum", jnp.sum((b["y"] - mean) ** 2)) / rows)
-            ratio = jnp.exp(linear(self.values(), b))
-            advantages = (b["y"] - mean) / (deviation + 1e-8)
-            return mr.losses.compute_average_loss(-jnp.minimum(ratio * advantages, jnp.clip(ratio, 0.8, 1.2) * advantages))
+    def surrogate(self, p: Any, b: Batch, mean: jax.Array, deviation: jax.Array) -> jax.Array:
+        ratio, advantages = jnp.exp(linear(p, b)), (b["y"] - mean) / (deviation + 1e-8)
+        return -jnp.minimum(ratio * advantages, jnp.clip(ratio, 0.8, 1.2) * advantages)
 
-        value, gradients = mr.value_and_grad(loss, self.v)()
-        self.optimizer.apply_gradients(gradients)
-        return carry, {"loss": value}
+    def share(self, b: Batch) -> jax.Array:
+        rows = ctx().all_reduce("sum", b["y"].shape[0])
+        mean = ctx().all_reduce("sum", b["y"].sum()) / rows
+        deviation = jnp.sqrt(ctx().all_reduce("sum", jnp.sum((b["y"] - mean) ** 2)) / rows)
+        return mr.losses.compute_average_loss(self.surrogate(self.values(), b, mean, deviation))
 
     def loss(self, p: Any, b: Batch) -> jax.Array:
-        ratio, advantages = jnp.exp(linear(p, b)), (b["y"] - b["y"].mean()) / (b["y"].std() + 1e-8)
-        return -jnp.minimum(ratio * advantages, jnp.clip(ratio, 0.8, 1.2) * advantages).mean()
+        return self.surrogate(p, b, b["y"].mean(), b["y"].std()).mean()
 
 
 class Contrastive(Program):
     params = {"w": normal(3, 4)}
 
-    def step(self, carry: Any, b: Batch) -> tuple[Any, dict[str, Any]]:
-        everyone = ctx().all_gather(b["id"], axis=0)
-
-        def loss() -> jax.Array:
-            z = jnp.tanh(b["x"] @ self.v["w"])
-            logits = z @ ctx().all_gather(z, axis=0).T
-            return mr.losses.compute_average_loss(optax.softmax_cross_entropy(logits, b["id"][:, None] == everyone))
-
-        value, gradients = mr.value_and_grad(loss, self.v)()
-        self.optimizer.apply_gradients(gradients)
-        return carry, {"loss": value}
+    def share(self, b: Batch) -> jax.Array:
+        everyone, z = ctx().all_gather(b["id"], axis=0), jnp.tanh(b["x"] @ self.v["w"])
+        logits = z @ ctx().all_gather(z, axis=0).T
+        return mr.losses.compute_average_loss(optax.softmax_cross_entropy(logits, b["id"][:, None] == everyone))
 
     def loss(self, p: Any, b: Batch) -> jax.Array:
         z = jnp.tanh(b["x"] @ p["w"])
         return optax.softmax_cross_entropy(z @ z.T, b["id"][:, None] == b["id"]).mean()
-
-
-class PairsOfAllRows(Program):
-    def step(self, carry: Any, b: Batch) -> tuple[Any, dict[str, Any]]:
-        def loss() -> jax.Array:
-            own = linear(self.values(), b) - b["y"]
-            return mr.losses.compute_average_loss(jnp.mean((own[:, None] - ctx().all_gather(own, axis=0)) ** 2, axis=1))
-
-        value, gradients = mr.value_and_grad(loss, self.v)()
-        self.optimizer.apply_gradients(gradients)
-        return carry, {"loss": value}
-
-    def loss(self, p: Any, b: Batch) -> jax.Array:
-        own = linear(p, b) - b["y"]
-        return jnp.mean((own[:, None] - own) ** 2)
 
 
 class PairsOfOwnRows(Program):
@@ -449,35 +386,75 @@ class PairsOfOwnRows(Program):
 
 
 class GlobalMoments(Program):
-    """Normalization over all replicas' rows, and its moving average."""
+    """Normalization over all replicas' rows, and its moving averages."""
 
-    params = {"w": normal(3, 4), "out": normal(4, 3), "mean": np.zeros(4, np.float32)}
+    params = {
+        "trained": {"w": normal(3, 4), "scale": np.ones(4, np.float32), "bias": np.zeros(4, np.float32), "out": normal(4, 3)},
+        "stats": {"mean": np.zeros(4, np.float32), "var": np.ones(4, np.float32)},
+    }
+
+    def normalized(self, p: Any, h: jax.Array, average: Callable[[Any], Any]) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Return values of all rows, normalized, and the new averages; `average` is the mean over the replicas."""
+        mean, squares = average((h.mean(0), (h**2).mean(0)))
+        new = {"mean": mean, "var": squares - mean**2}
+        h = (h - mean) / jnp.sqrt(new["var"] + 1e-3) * p["trained"]["scale"] + p["trained"]["bias"]
+        return h, jax.tree.map(lambda old, now: 0.9 * old + 0.1 * now, p["stats"], new)
+
+    def losses_of(self, p: Any, b: Batch, average: Callable[[Any], Any]) -> tuple[jax.Array, dict[str, jax.Array]]:
+        h, stats = self.normalized(p, b["x"] @ p["trained"]["w"], average)
+        return cross_entropy(h @ p["trained"]["out"], b), stats
 
     def step(self, carry: Any, b: Batch) -> tuple[Any, dict[str, Any]]:
-        trained = {name: self.v[name] for name in ("w", "out")}
+        def loss() -> tuple[jax.Array, Any]:
+            losses, stats = self.losses_of(self.values(), b, lambda tree: ctx().all_reduce("mean", tree))
+            return mr.losses.compute_average_loss(losses), stats
 
-        def loss() -> tuple[jax.Array, jax.Array]:
-            h = b["x"] @ self.v["w"]
-            mean, squares = ctx().all_reduce("mean", (h.mean(0), (h**2).mean(0)))
-            h = (h - mean) / jnp.sqrt(squares - mean**2 + 1e-3)
-            return mr.losses.compute_average_loss(cross_entropy(h @ self.v["out"], b)), mean
-
-        (value, mean), gradients = mr.value_and_grad(loss, trained, has_aux=True)()
-        self.optimizer.apply_gradients({**gradients, "mean": None})
-        self.v["mean"].assign(0.9 * self.v["mean"] + 0.1 * mean)
+        (value, stats), gradients = mr.value_and_grad(loss, self.v["trained"], has_aux=True)()
+        self.optimizer.apply_gradients({"trained": gradients, "stats": dict.fromkeys(stats)})
+        for name, variable in self.v["stats"].items():
+            variable.assign(stats[name])
         return carry, {"loss": value}
 
     def plain(self, s: dict[str, Any], b: Batch, parts: list[Batch]) -> dict[str, Any]:
-        def loss(p: Any) -> tuple[jax.Array, jax.Array]:
-            h = b["x"] @ p["w"]
-            mean = h.mean(0)
-            return cross_entropy((h - mean) / jnp.sqrt(h.var(0) + 1e-3) @ p["out"], b).mean(), mean
+        def loss(p: Any) -> tuple[jax.Array, Any]:
+            losses, stats = self.losses_of(p, b, lambda tree: tree)
+            return losses.mean(), stats
 
-        (value, mean), gradients = jax.value_and_grad(loss, has_aux=True)(s["params"])
-        average = 0.9 * s["params"]["mean"] + 0.1 * mean
-        self.update(s, {**gradients, "mean": jnp.zeros(4)})
-        s["params"]["mean"] = average
+        (value, stats), gradients = jax.value_and_grad(loss, has_aux=True)(s["params"])
+        self.update(s, gradients)
+        s["params"]["stats"] = stats
         return {"loss": value}
+
+
+class LinenNorm(GlobalMoments):
+    def more(self) -> None:
+        import flax.linen  # noqa: F401  (a step looks for layers of what is imported before it)
+
+    def normalized(self, p: Any, h: jax.Array, average: Callable[[Any], Any]) -> tuple[jax.Array, dict[str, jax.Array]]:
+        import flax.linen as nn
+
+        own = {name: p["trained"][name] for name in ("scale", "bias")}
+        variables = {"params": own, "batch_stats": p["stats"]}
+        h, new = nn.BatchNorm(use_running_average=False).apply(variables, h, mutable=["batch_stats"])
+        return h, new["batch_stats"]
+
+
+class EquinoxNorm(GlobalMoments):
+    """Under `jax.vmap` over rows: it refuses a replica without any."""
+
+    refuses = {"empty": (ValueError, "")}
+
+    def more(self) -> None:
+        import equinox  # noqa: F401
+
+    def normalized(self, p: Any, h: jax.Array, average: Callable[[Any], Any]) -> tuple[jax.Array, dict[str, jax.Array]]:
+        import equinox as eqx
+
+        layer, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(4, "rows", mode="batch")
+        layer = eqx.tree_at(lambda m: (m.weight, m.bias), layer, (p["trained"]["scale"], p["trained"]["bias"]))
+        state = state.set(layer.batch_state_index, (p["stats"]["mean"], p["stats"]["var"]))
+        h, state = jax.vmap(layer, axis_name="rows", in_axes=(0, None), out_axes=(0, None))(h, state)
+        return h, dict(zip(("mean", "var"), state.get(layer.batch_state_index), strict=True))
 
 
 class CentredWithAMeanLoss(Program):
@@ -522,7 +499,7 @@ class OwnUpdate(Program):
     """A learning rate that is closed over, and no optimizer."""
 
     def step(self, carry: Any, b: Batch) -> tuple[Any, dict[str, Any]]:
-        gradients = mr.grad(lambda: mr.losses.compute_average_loss(square(self.values(), b)), self.v)()
+        gradients = mr.grad(lambda: self.share(b), self.v)()
         gradients = ctx().all_reduce("sum", gradients)
         for name, variable in self.v.items():
             variable.assign_sub(0.1 * gradients[name])
@@ -530,20 +507,6 @@ class OwnUpdate(Program):
 
     def plain(self, s: dict[str, Any], b: Batch, parts: list[Batch]) -> dict[str, Any]:
         super().plain(s, b, parts)
-        return {}
-
-
-class MovingAverage(Program):
-    params = {**LINEAR, "average": np.zeros(3, np.float32)}
-
-    def step(self, carry: Any, b: Batch) -> tuple[Any, dict[str, Any]]:
-        super().step(carry, b)
-        self.v["average"].assign(0.9 * self.v["average"] + 0.1 * self.v["w"])
-        return carry, {}
-
-    def plain(self, s: dict[str, Any], b: Batch, parts: list[Batch]) -> dict[str, Any]:
-        super().plain(s, b, parts)
-        s["params"]["average"] = 0.9 * s["params"]["average"] + 0.1 * s["params"]["w"]
         return {}
 
 
@@ -603,7 +566,7 @@ class Plateau(Program):
     tx = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=0, factor=0.5))
 
     def step(self, carry: Any, b: Batch) -> tuple[Any, dict[str, Any]]:
-        value, gradients = mr.value_and_grad(lambda: mr.losses.compute_average_loss(square(self.values(), b)), self.v)()
+        value, gradients = mr.value_and_grad(lambda: self.share(b), self.v)()
         value = ctx().all_reduce("sum", value)
         self.optimizer.apply_gradients(gradients, value=value)
         return carry, {"loss": value}
@@ -636,12 +599,9 @@ class TargetNetwork(Program):
 class DropoutOfReplicas(Program):
     """Noise of `ctx.rng`: each replica's own, the same in every run."""
 
-    def step(self, carry: Any, b: Batch) -> tuple[Any, dict[str, Any]]:
+    def share(self, b: Batch) -> jax.Array:
         keep = jax.random.bernoulli(ctx().rng(jax.random.key(1)), 0.5, b["x"].shape)
-        loss = lambda: mr.losses.compute_average_loss(square(self.values(), {**b, "x": jnp.where(keep, b["x"] * 2, 0)}))  # noqa: E731
-        value, gradients = mr.value_and_grad(loss, self.v)()
-        self.optimizer.apply_gradients(gradients)
-        return carry, {"loss": value}
+        return super().share({**b, "x": jnp.where(keep, b["x"] * 2, 0)})
 
     def plain(self, s: dict[str, Any], b: Batch, parts: list[Batch]) -> dict[str, Any]:
         keys = [jax.random.fold_in(jax.random.key(1), i) for i in range(len(parts))]

@@ -144,7 +144,10 @@ def cells() -> list[Any]:
         ways = [way for way in WAYS if program.has_optimizer or not WAYS[way].shard_state]
         ways = ways if i % 4 == 0 else [way for way in ways if "eager" not in way]  # it takes as long as all others
         own = {"R3, odd", others[i // 2 % len(others)] if i % 2 else ""}
-        if program.step is Program.step and i:  # another model in README's step: what differs by way is the step
+        if (program.step, program.share) == (
+            Program.step,
+            Program.share,
+        ) and i:  # README's step, which many share
             ways = [way for j, way in enumerate(ways) if way in own or (i + j) % 2]
         for way in ways:
             marks = [] if way in own and not program.is_slow else [pytest.mark.slow]

@@ -18,22 +18,15 @@ _PLATFORMS = ("cpu", "cuda", "rocm")
 _LATE_DEVICES = re.compile(r"timed out with key: [a-z]+:local_topology/[a-z]+/(\d+) and duration: (\w+)")
 
 
-class Place(NamedTuple):
-    """Which of how many processes this one is, as `jax.distributed` was told."""
-
-    worker: int
-    num_workers: int
-
-
 def client() -> Any:
     """Return the client of the coordination service."""
     return _distributed.global_state.client
 
 
-def place() -> Place:
-    """Return which of how many processes this one is."""
+def place() -> tuple[int, int]:
+    """Return the index of this process and the number of processes, as `jax.distributed` was told."""
     state = _distributed.global_state
-    return Place(int(state.process_id or 0), int(state.num_processes or 1))
+    return int(state.process_id or 0), int(state.num_processes or 1)
 
 
 def swallows_sigterm() -> bool:

@@ -1,4 +1,4 @@
-"""One walk through a traced program, with a rule for each kind of equation; a subclass says what it does differently.
+"""One walk through a traced program, with a rule for each kind of equation that subclasses override.
 
 `Interpreter` walks and finds the kind of each equation. `Evaluation` computes arrays. `Analysis` finds a property of each value.
 """
@@ -17,7 +17,7 @@ from .jaxprs import Atom, ClosedJaxpr, Equation, Jaxpr, Literal, Var
 from .primitives import INLINE_CALLS
 
 Value = TypeVar("Value")
-#: The rules of what runs jaxprs in a way of its own.
+#: The rules for primitives that run jaxprs other than by calling them once.
 _RULES = {"scan": "scan", "while": "while_loop", "cond": "cond", "custom_linear_solve": "solve"}
 #: What a loop or condition runs: takes values and returns values.
 Body = Callable[..., Sequence[Any]]
@@ -26,12 +26,12 @@ Body = Callable[..., Sequence[Any]]
 class Interpreter(abc.ABC, Generic[Value]):
     """A walk through a program, with a value for each of its variables.
 
-    A rule takes an equation and the values of its operands, and returns those of its results. Without a rule of its own every
-    kind is `plain`, but a call, which is entered.
+    A rule takes an equation and the values of its operands, and returns the values of its results. By default a call is
+    entered, and every other kind is `plain`.
     """
 
     def run(self, jaxpr: Jaxpr, constants: Sequence[Any], arguments: Sequence[Value]) -> list[Value]:
-        """Return the values of a program's results, given its constants as they are, and the values of its arguments."""
+        """Return the values of a program's results, given the constants themselves and the values of the arguments."""
         known: dict[Var, Value] = dict(zip(jaxpr.invars, arguments, strict=True))
         known.update(zip(jaxpr.constvars, map(self.constant, constants), strict=True))
 
@@ -75,7 +75,7 @@ class Interpreter(abc.ABC, Generic[Value]):
         return self.run_closed(inner, values)
 
     def over_replicas(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
-        """Handle what names the axis of the replicas: the replica's number, and collectives."""
+        """Handle an equation that names the axis of the replicas: the replica's number, or a collective."""
         return self.plain(equation, values)
 
     scan = while_loop = cond = solve = over_replicas
@@ -105,7 +105,7 @@ class Flattening(Interpreter[Value]):
 
 
 class Evaluation(Interpreter[Any]):
-    """The arrays of a program, computed in whatever trace is current; what is not entered runs as it stands."""
+    """The arrays of a program, computed in whatever trace is current; an equation that is not entered runs unchanged."""
 
     def enters(self, equation: Equation, values: list[Any]) -> bool:
         """Tell whether the inside of an equation is walked through too."""
@@ -134,7 +134,7 @@ def evaluate(closed: ClosedJaxpr, constants: Sequence[Any], arguments: Sequence[
 
 
 def run_parts(equation: Equation, operands: Sequence[Any], bodies: Sequence[Body]) -> list[Any]:
-    """Run a loop or condition with functions in place of what it runs (`parts_of`), which take and return as much."""
+    """Run a loop or condition with other functions, of the same signatures, in place of its jaxprs (`parts_of`)."""
     if equation.primitive.name == "cond":
         return run_cond(operands, bodies)
     return (run_scan if equation.primitive.name == "scan" else run_while)(equation, operands, *bodies)
@@ -155,7 +155,7 @@ def run_scan(equation: Equation, operands: Sequence[Any], body: Body) -> list[An
 
 
 def run_while(equation: Equation, operands: Sequence[Any], again: Body, body: Body) -> list[Any]:
-    """Run a loop with a condition; `again` and `body` take their constants, then what the loop carries."""
+    """Run a loop with a condition; `again` and `body` take their constants, then the carry."""
     num_cond, num_body = jaxprs.while_of(equation)
     first, second = operands[:num_cond], operands[num_cond : num_cond + num_body]
     carry = list(operands[num_cond + num_body :])
@@ -169,9 +169,9 @@ def run_cond(operands: Sequence[Any], branches: Sequence[Body]) -> list[Any]:
 
 
 class Analysis(Interpreter[Value]):
-    """A property of each value, which is the higher the less is known; what is computed of several has the highest of theirs.
+    """A property of each value: the less is known, the higher. A result has the highest property of its operands.
 
-    A loop is walked through until the properties of what it carries rise no more.
+    A loop is walked through until the properties of its carry rise no more.
     """
 
     @abc.abstractmethod
@@ -183,14 +183,14 @@ class Analysis(Interpreter[Value]):
         return self.join(values)
 
     def chosen(self, decision: Value, value: Value) -> Value:
-        """Return the property of what a condition with a property has led to."""
+        """Return the property of a value that a condition has chosen, given the property of the condition."""
         return self.join((decision, value))
 
     def inside(self, equation: Equation, decision: Value | None = None, is_final: bool = True) -> Analysis[Value]:
-        """Return the analysis for what is inside a loop, condition or call.
+        """Return the analysis for the inside of a loop, condition or call.
 
-        `decision` is the property of what decides whether the inside runs, or how often. A loop is walked through several times
-        before the properties of the arguments are final.
+        `decision` is the property of the value that decides whether the inside runs, or how often. A loop is walked through
+        several times before the properties of the arguments are final.
         """
         return self
 
@@ -216,7 +216,7 @@ class Analysis(Interpreter[Value]):
         return [self.chosen(decision, self.merged(results)) for results in zip(*branches, strict=True)]
 
     def scan(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
-        """Walk through the body until what it carries is settled."""
+        """Walk through the body until the carry is settled."""
         [closed] = jaxprs.inner_jaxprs(equation)
         num_consts, num_carry = jaxprs.scan_of(equation)
         constants, rows = values[:num_consts], values[num_consts + num_carry :]
@@ -230,7 +230,7 @@ class Analysis(Interpreter[Value]):
         return [*carry, *results[num_carry:]]
 
     def while_loop(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
-        """Walk through condition and body until what they carry is settled."""
+        """Walk through condition and body until the carry is settled."""
         cond, body = equation.params["cond_jaxpr"], equation.params["body_jaxpr"]
         num_cond, num_body = jaxprs.while_of(equation)
         first, second = values[:num_cond], values[num_cond : num_cond + num_body]
@@ -248,7 +248,7 @@ class Analysis(Interpreter[Value]):
         return carry
 
     def settled(self, carry: Sequence[Value], one_round: Callable[[Sequence[Value]], Sequence[Value]]) -> list[Value]:
-        """Return what a loop carries after as many rounds as it takes until another changes nothing."""
+        """Return the properties of a loop's carry, after as many rounds as it takes until another changes nothing."""
         while True:
             wider = [self.merged(pair) for pair in zip(carry, one_round(carry), strict=True)]
             if wider == list(carry):

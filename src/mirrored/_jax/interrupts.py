@@ -1,8 +1,8 @@
 """A Ctrl-C that Python ignores is sent again.
 
 JAX has a callback in Python for the garbage collector. A Ctrl-C that comes while garbage is collected is raised in the first
-Python code that runs afterwards, which is this callback; and Python ignores what callbacks of the collector raise, as it does
-in finalizers.
+Python code that runs afterwards, which is this callback. Python ignores exceptions in callbacks of the collector, as in
+finalizers.
 """
 
 from __future__ import annotations

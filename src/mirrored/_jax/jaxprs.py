@@ -1,4 +1,4 @@
-"""What a traced program consists of: its equations, what they call, and which of them are collectives.
+"""Reading traced programs: equations, the jaxprs inside them, and which are collectives.
 
 Jaxprs are read by what both ends of JAX's tried versions offer. The parts of a loop are counted by shapes, since the
 names of its parameters move: `scan` has lost `num_consts` and `num_carry` with jax 0.11.
@@ -26,8 +26,6 @@ Equation = jex_core.JaxprEqn
 Literal = jex_core.Literal
 Var = jex_core.Var
 Atom = Var | Literal
-#: The types of parameters that are looked into.
-_MAY_HOLD_JAXPRS = frozenset({ClosedJaxpr, Jaxpr, tuple, list})
 
 
 def inner_jaxprs(equation: Equation) -> list[ClosedJaxpr]:
@@ -43,16 +41,12 @@ def inner_jaxprs(equation: Equation) -> list[ClosedJaxpr]:
 
 
 def all_equations(jaxpr: Jaxpr) -> list[Equation]:
-    """Return the equations of a program, also those inside others, each followed by what is inside it."""
+    """Return the equations of a program at any depth, each followed by those inside it."""
     found: list[Equation] = []
-    waiting = list(reversed(jaxpr.eqns))
-    while waiting:
-        equation = waiting.pop()
+    for equation in jaxpr.eqns:
         found.append(equation)
-        if _MAY_HOLD_JAXPRS.isdisjoint(map(type, equation.params.values())):
-            continue
-        for inner in reversed(inner_jaxprs(equation)):
-            waiting.extend(reversed(inner.jaxpr.eqns))
+        for inner in inner_jaxprs(equation):
+            found += all_equations(inner.jaxpr)
     return found
 
 
@@ -62,7 +56,7 @@ def inside(equation: Equation) -> list[Equation]:
 
 
 def callee(equation: Equation) -> ClosedJaxpr | None:
-    """Return what an equation calls; None if it is no call, or not in the way that we know."""
+    """Return the jaxpr that an equation calls with its operands; None if it is no such call."""
     inner = inner_jaxprs(equation) if equation.primitive.name in CALLS else []
     if len(inner) != 1:
         return None
@@ -75,10 +69,10 @@ def callee(equation: Equation) -> ClosedJaxpr | None:
 
 
 def scan_of(equation: Equation) -> tuple[int, int]:
-    """Return how many operands of a `scan` are constants, and how many its carry; what is behind them are rows.
+    """Return how many operands of a `scan` are constants, and how many its carry; the others are rows.
 
-    An operand with one axis more than what the body takes in its place is sliced into rows; a result with one axis more
-    than what the body gives is stacked of them.
+    An operand is sliced into rows if it has one axis more than the body's argument, and a result is stacked from rows if it has
+    one axis more than the body's result.
     """
     [closed] = inner_jaxprs(equation)
     num_rows = _num_longer(equation.invars, closed.jaxpr.invars)
@@ -101,7 +95,7 @@ def while_of(equation: Equation) -> tuple[int, int]:
 
 
 def solver_of(equation: Equation) -> tuple[Jaxpr, list[int]]:
-    """Return what a `custom_linear_solve` runs, and on which operands. Its other functions are for derivatives only."""
+    """Return the solver of a `custom_linear_solve`, and its operands. The other functions are for derivatives only."""
     counts = equation.params["const_lengths"]
     first, after_all = counts.matvec + counts.vecmat, sum(counts)
     operands = [*range(first, first + counts.solve), *range(after_all, len(equation.invars))]
@@ -109,17 +103,17 @@ def solver_of(equation: Equation) -> tuple[Jaxpr, list[int]]:
 
 
 class Part(NamedTuple):
-    """What a loop or condition runs, and which operands of the equation it takes as they are: its first arguments."""
+    """A jaxpr of a loop or condition, and the operands of the equation that are its first arguments, unchanged."""
 
     closed: ClosedJaxpr
     fixed: range
 
 
 def parts_of(equation: Equation) -> tuple[list[Part], range]:
-    """Take a `scan`, `while` or `cond` apart: what it runs, and the operands that are handed over in another way.
+    """Take a `scan`, `while` or `cond` apart: its jaxprs, and the operands that no jaxpr takes unchanged.
 
-    Those of a `scan` are its carry and what is sliced into rows, those of a `while` what it carries, that of a `cond` its
-    index. Of any other equation there are no parts, and all operands are handed over.
+    These are the carry and the rows of a `scan`, the carry of a `while`, the index of a `cond`; of any other equation, which has
+    no parts, all operands.
     """
     name, num_operands = equation.primitive.name, len(equation.invars)
     if name == "scan":
@@ -171,7 +165,7 @@ def has_replica_number(equation: Equation) -> bool:
 
 
 def adds_own_axes(equation: Equation) -> bool:
-    """Tell whether an equation is a sum over the replicas and over axes of its operands: what a `vmap` makes of two names."""
+    """Tell whether an equation sums over the replicas and over axes of its operands, as a `psum` of two names under `vmap`."""
     if equation.primitive.name != "psum" or not is_collective(equation):
         return False
     return any(isinstance(axis, int | np.integer) for axis in axis_names(equation))
@@ -189,11 +183,11 @@ def num_bytes(equation: Equation) -> int:
 
 
 class Levels(NamedTuple):
-    """A program cut at its sums over the replicas: those of one level need no other's result, and could be one."""
+    """A program cut at its sums over the replicas; the sums of one level need none of each other's results, and could be one."""
 
-    equations: list[tuple[list[Equation], list[Equation]]]  # of each level: what can run before its sums, and these
+    equations: list[tuple[list[Equation], list[Equation]]]  # of each level: the equations before its sums, and the sums
     of: dict[Any, int]  # at which level's sums, or later ones, an array can be added up
-    parts: dict[Any, int]  # of how many arrays what is a concatenation consists
+    parts: dict[Any, int]  # a concatenation -> its number of arrays
 
 
 def levels_of(jaxpr: Jaxpr) -> Levels:
@@ -216,11 +210,11 @@ def levels_of(jaxpr: Jaxpr) -> Levels:
     return levels
 
 
-# -- what an equation depends on
+# -- purity
 
 
 def is_plain(equation: Equation) -> bool:
-    """Tell whether an equation is known to be pure, apart from what is inside it."""
+    """Tell whether an equation is known to be pure if its inner equations are."""
     return equation.primitive.name in PURE | CALLS | CONTROL_FLOW
 
 
@@ -240,7 +234,7 @@ def has_host_callback(jaxpr: Jaxpr) -> bool:
     return not HOST_CALLBACKS.isdisjoint([equation.primitive.name for equation in all_equations(jaxpr)])
 
 
-# -- what a program holds
+# -- meshes and constants
 
 
 def meshes_in(jaxpr: Jaxpr) -> Iterator[jax.sharding.Mesh]:
@@ -254,13 +248,10 @@ def meshes_in(jaxpr: Jaxpr) -> Iterator[jax.sharding.Mesh]:
 
 
 def inner_constants(jaxpr: Jaxpr) -> Iterator[Any]:
-    """Yield the arrays that functions inside a traced function close over: their text shows no more than shapes of them."""
-    for equation in jaxpr.eqns:
+    """Yield the arrays that functions inside a traced function close over, of which its text shows no more than shapes."""
+    for equation in all_equations(jaxpr):
         for inner in jax.tree.leaves(tuple(equation.params.values())):
             if isinstance(inner, ClosedJaxpr):
                 yield from inner.consts
-                yield from inner_constants(inner.jaxpr)
-            elif isinstance(inner, Jaxpr):
-                yield from inner_constants(inner)
             elif isinstance(inner, np.ndarray | jax.Array):
                 yield inner

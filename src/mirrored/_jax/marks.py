@@ -44,7 +44,7 @@ class Mark:
     number: int = 0  # of a gradient: which optimizer's
 
     def __str__(self) -> str:
-        """Leave out what may differ between workers that run the same program: files have other paths there."""
+        """Leave out the line, which may differ between workers that run the same program: files have other paths there."""
         return self.purpose.name
 
 
@@ -56,7 +56,7 @@ def mark(value: jax.Array, note: Mark) -> jax.Array:
     return mark_p.bind(value, note=note)
 
 
-#: What marks the derivative of a value that is marked so.
+#: Purpose of a value -> purpose of its derivative.
 _STAYS = (Purpose.TANGENT, Purpose.COTANGENT, Purpose.OPERAND, Purpose.NO_ROWS)
 _OF_TANGENTS = {Purpose.SHARE: Purpose.TANGENT, **{purpose: purpose for purpose in _STAYS}}
 _TRANSPOSED = {Purpose.TANGENT: Purpose.COTANGENT, Purpose.COTANGENT: Purpose.TANGENT}

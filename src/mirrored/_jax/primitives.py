@@ -12,8 +12,8 @@ integer_pow is_finite le lgamma log log1p log2 logistic lt max min mul ne neg ne
 population_count pow real reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign
 sin sinh sqrt square sub tan tanh xor zeta
 """
-#: Compute each element of the one result from the elements of the operands at the same place, and from scalars; what is among
-#: their parameters does not depend on the shape.
+#: Compute each element of the one result from the elements of the operands at the same place, and from scalars; their
+#: parameters do not depend on the shape.
 ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
 _OTHER_PURE_NAMES = """
 after_all approx_top_k argmax argmin bitcast_convert_type broadcast_in_dim cholesky cholesky_update concatenate
@@ -28,30 +28,30 @@ select_and_scatter select_and_scatter_add sharding_constraint slice sort split s
 symmetric_product threefry2x32 threefry4x32 tie tile to_edtype top_k transpose triangular_solve tridiagonal tridiagonal_solve
 unstack with_memory_space_constraint
 """
-#: Pure functions of their operands, whatever their parameters; those with a jaxpr as a parameter are also checked inside.
+#: Pure functions of their operands, whatever their parameters; a jaxpr among the parameters is checked too.
 PURE = ELEMENTWISE | frozenset(_OTHER_PURE_NAMES.split())
 #: Run the only jaxpr among their parameters once, with all operands in order.
 CALLS = frozenset({
     "closed_call", "composite", "custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "eval_jaxpr", "jit", "linear_call",
     "remat2", "remat_opt",
 })  # fmt: skip
-#: Those of them that mean nothing beyond that, so that their equations may stand in their place.
+#: Calls that mean nothing beyond that, and may be inlined.
 INLINE_CALLS = frozenset({"closed_call", "eval_jaxpr", "jit"})
-#: Those of them of which all parameters but the jaxpr matter to derivatives only.
+#: Calls whose parameters, but for the jaxpr, matter to derivatives only.
 CUSTOM_DERIVATIVE = frozenset({"custom_jvp_call", "custom_vjp_call"})
 #: Parameters that are functions, which the primitive also has as jaxprs.
 SAID_TWICE = frozenset({("reduce", "computation")})
-#: Run jaxprs in a way of their own, which `jaxprs` knows.
+#: Run jaxprs in other ways, which `jaxprs` knows.
 CONTROL_FLOW = frozenset({"cond", "custom_linear_solve", "scan", "while"})
-#: Those that run a jaxpr several times.
+#: Run a jaxpr several times.
 LOOPS = frozenset({"scan", "while"})
-#: Add their operands up, or put them side by side: what holds for one operand holds for a part of the result only.
+#: Add their operands up, or put them side by side: a property of one operand holds for a part of the result only.
 ADDITIONS = frozenset({"add", "concatenate", "sub"})
 #: Show a number in other shapes and types.
 SPREADS = frozenset({"broadcast_in_dim", "convert_element_type", "reshape"})
 #: Collectives with the same result on every replica, when they run over the whole axis.
 MAKE_SAME = frozenset({"psum", "pmax", "pmin", "all_gather", "pbroadcast", "psum_invariant", "all_gather_invariant"})
-#: Those of them that add up.
+#: Collectives that add up.
 SUMS = frozenset({"psum", "psum_invariant"})
 #: Name the replica axis, but reach no other replica. Whatever else names it is a collective.
 LOCAL = frozenset({"axis_index", "pvary"})

@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from .. import _process
 from .._typing import REPLICA_AXIS
-from .jaxprs import ClosedJaxpr, Equation, Jaxpr, Var, all_equations, inner_constants, inside
+from .jaxprs import ClosedJaxpr, Equation, Jaxpr, Var, all_equations, inside
 
 
 class Axis(Protocol):
@@ -77,7 +77,7 @@ def is_staging() -> bool:
     return current_trace() is not NO_TRACE and jex_core.unsafe_am_i_under_a_jit_DO_NOT_USE()
 
 
-#: JAX's names for what it traces a function for and runs at once.
+#: JAX's names of the purposes for which a function is traced and run at once.
 _RUN_AT_ONCE = frozenset({"scan", "cond", "switch", "while_cond", "while_body", "fori_loop", "checkpoint / remat"})
 
 
@@ -122,11 +122,11 @@ def _axis_env(axis: Axis | None) -> list[tuple[str, int]] | None:
 
 
 def lowered(closed: ClosedJaxpr, axis: Axis | None) -> ClosedJaxpr:
-    """Return a traced function with a call of what they stand for in the place of JAX's high-level primitives (`hijax`).
+    """Return a traced function with JAX's high-level primitives (`hijax`) expanded into calls.
 
-    Such a primitive, of which anybody may define one, is an object with a method that says what it computes: nothing of that,
-    not even a collective, is in the jaxpr. Since jax 0.12, `searchsorted`, `nonzero` and what uses them are ones. This is for
-    looking at a function: derivatives that a user has defined around such a primitive are lost.
+    A high-level primitive, which anybody may define, is an object with a method that computes it: its operations, even
+    collectives, are not in the jaxpr. Since jax 0.12, `searchsorted` and `nonzero` are high-level. The result is for looking
+    at: derivatives that a user has defined around such a primitive are lost.
     """
     if not closed.jaxpr.is_high:
         return closed
@@ -137,7 +137,7 @@ def lowered(closed: ClosedJaxpr, axis: Axis | None) -> ClosedJaxpr:
 def _lowered_equation(equation: Equation, axis: Axis | None) -> Equation:
     avals: list[Any] = [atom.aval for atom in equation.invars]
     if not equation.primitive.is_high(*avals, **equation.params) or any(type(a) is not jax.core.ShapedArray for a in avals):
-        return equation  # what is high here is unknown to the proof
+        return equation  # an unknown primitive to the proof
     calls: list[Any] = []
 
     @jax.jit
@@ -172,11 +172,8 @@ def _room_for(avals: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
 
 
 def knows_a_mesh(closed: ClosedJaxpr) -> bool:
-    """Tell whether arrays of ours are in the types of a traced function, or among the constants of functions inside it."""
-    avals = [atom.aval for equation in closed.jaxpr.eqns for atom in (*equation.invars, *equation.outvars)]
-    if any(map(_has_mesh, avals)):
-        return True
-    return any(_has_mesh(jax.typeof(constant)) for constant in inner_constants(closed.jaxpr))
+    """Tell whether a function was traced with arrays of ours."""
+    return _have_mesh(all_equations(closed.jaxpr))
 
 
 def bind(equation: Equation, operands: Sequence[Any]) -> list[Any]:
@@ -190,7 +187,11 @@ def bind(equation: Equation, operands: Sequence[Any]) -> list[Any]:
 
 def keeps_a_mesh(equation: Equation) -> bool:
     """Tell whether functions inside an equation were traced with arrays of ours: their operations run in no other mesh."""
-    return any(map(_has_mesh, [atom.aval for inner in inside(equation) for atom in (*inner.invars, *inner.outvars)]))
+    return _have_mesh(inside(equation))
+
+
+def _have_mesh(equations: Iterable[Equation]) -> bool:
+    return any(map(_has_mesh, {atom.aval for equation in equations for atom in (*equation.invars, *equation.outvars)}))
 
 
 def own_axes_first(equation: Equation) -> tuple[ClosedJaxpr, Equation]:
@@ -208,8 +209,8 @@ def own_axes_first(equation: Equation) -> tuple[ClosedJaxpr, Equation]:
 def _for_meshes_of(operands: Sequence[Any], equation: Equation) -> Equation:
     """Return an equation with the mesh of the operands that it is to run with.
 
-    It keeps the mesh of the arrays that it was traced with, such as those of ours that a function closes over, in its settings
-    and parameters, and JAX lets no other mesh meet that one.
+    Its settings and parameters keep the mesh of the arrays that it was traced with, such as arrays of ours that a function
+    closes over, and JAX lets no other mesh meet that one.
     """
     meshes = [aval.sharding.mesh for aval in map(jax.typeof, operands) if _has_mesh(aval)]
     if not meshes or equation.ctx.cur_abstract_mesh.empty:
@@ -239,8 +240,8 @@ def _settings_here() -> Any:
 def _in_this_mesh(value: Any) -> Any:
     """Give a value the mesh of the `shard_map` that it is computed in.
 
-    What a function computes with arrays of our strategies that it closes over was traced with their mesh in its type, which
-    JAX does not let meet the types of a `shard_map`. JAX converts operands by itself only where it has traced in `shard_map`.
+    A value computed from closed-over arrays of our strategies was traced with their mesh in its type, which JAX does not let
+    meet the types of a `shard_map`. JAX converts operands only where it has traced in `shard_map`.
     """
     here = jax.sharding.get_abstract_mesh()
     if here.empty or not isinstance(value, jax.Array) or not _has_mesh(aval := jax.typeof(value)) or aval.sharding.mesh == here:

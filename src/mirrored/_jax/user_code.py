@@ -46,7 +46,7 @@ def user_line() -> str:
 
 
 def line_of(function: Callable[..., Any]) -> str:
-    """Return `file:line` of a function's definition, or its name when it has no Python code of its own."""
+    """Return `file:line` of a function's definition, or its name when it has no Python code."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else repr(function)
 
@@ -99,10 +99,10 @@ def hide_lines() -> None:
 
 
 def show_users_lines(error: BaseException) -> None:
-    """Leave only the user's lines in the traceback of an exception, and of those that it comes from; `raise` it afterwards.
+    """Leave only the user's lines in the tracebacks of an exception, its causes and contexts; `raise` it afterwards.
 
-    JAX's note that it has left out lines goes as well. A bug of ours keeps all of its lines, and so does everything where JAX
-    shows its own: JAX_TRACEBACK_FILTERING=off.
+    JAX's note that it has left out lines goes as well. A bug of ours keeps all lines, and so does every exception under
+    JAX_TRACEBACK_FILTERING=off, with which JAX shows its own.
     """
     if jax.config.jax_traceback_filtering == "off":
         return
@@ -137,7 +137,7 @@ def _is_users(entry: types.TracebackType) -> bool:
 
 
 def _is_bug(error: BaseException, innermost: types.TracebackType) -> bool:
-    """Tell whether an exception that came out of our code is none of those that we raise to users."""
+    """Tell whether an exception was raised in our code, and is of a class that we never raise to users."""
     is_ours = innermost.tb_frame.f_code.co_filename.startswith(_PACKAGE_FOLDER)
     return is_ours and isinstance(error, AssertionError | LookupError)
 

@@ -1,4 +1,4 @@
-"""Which versions of JAX the library was tried with: what it knows of JAX beyond its promises moves between versions."""
+"""The versions of JAX that the library was tried with; the parts of JAX that JAX does not promise move between versions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ OLDEST, NEWEST = (0, 10, 2), (0, 12, 0, 1)
 
 
 def warn_if_untried() -> None:
-    """Warn when this JAX is older or newer than those that were tried."""
+    """Warn when this JAX is older or newer than the tried versions."""
     if OLDEST <= jax.__version_info__ <= NEWEST:
         return
     oldest, newest = (".".join(map(str, version)) for version in (OLDEST, NEWEST))

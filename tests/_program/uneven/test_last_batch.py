@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import mirrored as mr
-from mirrored._program.uneven import last_batch
 
 X = np.arange(20, dtype=np.float32).reshape(10, 2)
 
@@ -40,10 +39,6 @@ def mean_of(x):
     return mr.get_replica_context().all_reduce("mean", x.mean())
 
 
-def run_all(strategy, step, dataset):
-    return [float(strategy.run(step, args=(batch,))) for batch in dataset]
-
-
 NOTE = r"Nothing has run yet: this is about the last batch of the dataset, of \d+ rows.*dataset\.take\(steps\)"
 
 
@@ -51,56 +46,44 @@ def note_of(error):
     return " ".join(error.value.__notes__)
 
 
-def test_a_step_is_refused_for_the_last_batch_before_it_runs_for_the_first():
-    strategy = mr.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"])
-    with strategy.scope():
+def test_a_step_is_refused_for_the_last_batch_before_it_runs_for_the_first(strategy3):
+    with strategy3.scope():
         count = mr.Variable(0)
 
     def step(x):
         count.assign_add(1)
         return rows_joined(x)
 
-    first = next(iter(batches(strategy, 6)))
+    first = next(iter(batches(strategy3, 6)))
     for _ in range(2):  # it stays refused
         with pytest.raises(mr.UnevenReplicasError, match="do not reach the same collectives") as error:
-            strategy.run(step, args=(first,))
+            strategy3.run(step, args=(first,))
         assert len(error.value.__notes__) == 1 and int(count) == 0
     error.match(NOTE)
 
 
-def test_nothing_is_traced_twice_and_the_last_batch_compiles_when_it_comes():
-    strategy, step = mr.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"]), counted(mean_of)
-    dataset = batches(strategy, 6)
+def test_nothing_is_traced_twice_and_the_last_batch_compiles_when_it_comes(strategy3):
+    step = counted(mean_of)
+    dataset = batches(strategy3, 6)
     for _ in range(2):
         for batch, rows in zip(dataset, (X[:6], X[6:]), strict=True):
-            assert float(strategy.run(step, args=(batch,))) == rows.mean()
+            assert float(strategy3.run(step, args=(batch,))) == rows.mean()
             assert step.num_traces == 1 + 2  # of the even batch, and of both kinds of replicas
 
 
-def test_several_programs_of_one_function_and_functions_of_several_steps():
-    strategy = mr.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"])
+def test_several_programs_of_one_function_and_functions_of_several_steps(strategy3):
     step = counted(mean_of)
 
     @mr.function
     def whole(x, flag):
-        return strategy.run(step, args=(x,)) + flag
+        return strategy3.run(step, args=(x,)) + flag
 
     for flag in (True, False):
-        for batch, rows in zip(batches(strategy, 6), (X[:6], X[6:]), strict=True):
+        for batch, rows in zip(batches(strategy3, 6), (X[:6], X[6:]), strict=True):
             assert float(whole(batch, flag)) == rows.mean() + flag
     with pytest.raises(mr.UnevenReplicasError) as error:
-        mr.function(lambda x: strategy.run(rows_joined, args=(x,)))(next(iter(batches(strategy, 6))))
+        mr.function(lambda x: strategy3.run(rows_joined, args=(x,)))(next(iter(batches(strategy3, 6))))
     assert "Nothing has run yet" in note_of(error)
-
-
-def test_the_note_stands_before_those_of_jax():
-    [batch] = batches(mr.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"]), 10)
-    with pytest.raises(ValueError) as error, last_batch.explained((batch,)):
-        mistake = ValueError("of the step")
-        mistake.__notes__ = ["the replicas that it is about", "JAX's"]
-        raise mistake
-    assert error.value.__notes__[::2] == ["the replicas that it is about", "JAX's"]
-    assert "Nothing has run yet" in error.value.__notes__[1]
 
 
 NO_ODD_BATCH = {
@@ -126,10 +109,9 @@ class Again:
 
 
 @pytest.mark.parametrize("name", NO_ODD_BATCH)
-def test_where_no_odd_batch_comes_nothing_is_traced_for_it(name):
-    strategy = mr.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"])
-    for batch in NO_ODD_BATCH[name](strategy):
-        strategy.run(rows_joined, args=(batch,))
+def test_where_no_odd_batch_comes_nothing_is_traced_for_it(name, strategy3):
+    for batch in NO_ODD_BATCH[name](strategy3):
+        strategy3.run(rows_joined, args=(batch,))
 
 
 class DataLoader:
@@ -157,52 +139,48 @@ ODD_BATCH = {
 
 
 @pytest.mark.parametrize("name", ODD_BATCH)
-def test_datasets_that_know_of_an_odd_batch_say_so(name, monkeypatch):
+def test_datasets_that_know_of_an_odd_batch_say_so(name, monkeypatch, strategy3):
     torch = types.ModuleType("torch.utils.data")
     torch.Dataset = torch.IterableDataset = type("Dataset", (), {})
     torch.DataLoader = DataLoader
     monkeypatch.setitem(sys.modules, "torch.utils.data", torch)
-    strategy = mr.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"])
-    iterator = iter(ODD_BATCH[name](strategy))
+    iterator = iter(ODD_BATCH[name](strategy3))
     batch = next(iterator)
     iterator.close()
     with pytest.raises(mr.UnevenReplicasError) as error:
-        strategy.run(lambda tree: rows_joined(jax.tree.leaves(tree)[0]), args=(batch,))
+        strategy3.run(lambda tree: rows_joined(jax.tree.leaves(tree)[0]), args=(batch,))
     assert "of 4 rows" in note_of(error)
 
 
-def test_values_with_rows_that_are_of_no_dataset_are_left_alone():
+def test_values_with_rows_that_are_of_no_dataset_are_left_alone(strategy3):
     """Nobody knows how many rows they will have then."""
-    strategy = mr.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"])
-    batch = next(iter(batches(strategy, 6)))
-    other = strategy.run(lambda x: x + 1, args=(batch,))
-    assert strategy.run(lambda x, y: rows_joined(x + y), args=(batch, other)).shape == (2, 2)
-    scale = strategy.distribute_values_from_function(lambda ctx: np.float32(ctx.replica_id_in_sync_group))
+    batch = next(iter(batches(strategy3, 6)))
+    other = strategy3.run(lambda x: x + 1, args=(batch,))
+    assert strategy3.run(lambda x, y: rows_joined(x + y), args=(batch, other)).shape == (2, 2)
+    scale = strategy3.distribute_values_from_function(lambda ctx: np.float32(ctx.replica_id_in_sync_group))
     with pytest.raises(mr.UnevenReplicasError):
-        strategy.run(lambda x, scale, w: rows_joined(x * scale @ w), args=(batch, scale, np.eye(2, dtype=np.float32)))
+        strategy3.run(lambda x, scale, w: rows_joined(x * scale @ w), args=(batch, scale, np.eye(2, dtype=np.float32)))
 
 
-def test_a_step_that_knows_its_rows_only_keeps_no_dataset_alive():
-    strategy = mr.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"])
-    dataset = batches(strategy, 6)
+def test_a_step_that_knows_its_rows_only_keeps_no_dataset_alive(strategy3):
+    dataset = batches(strategy3, 6)
     batch = next(iter(dataset))
-    strategy.run(mean_of, args=(batch,))
+    strategy3.run(mean_of, args=(batch,))
     gone = weakref.ref(dataset)
     del dataset
     gc.collect()
     assert gone() is None
 
 
-def test_a_replica_without_rows_is_named_first_with_the_line_to_write():
-    strategy = mr.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"])
-    dataset = strategy.distribute_dataset(strategy.make_numpy_dataset(X[:8]).batch(6))
+def test_a_replica_without_rows_is_named_first_with_the_line_to_write(strategy3):
+    dataset = strategy3.distribute_dataset(strategy3.make_numpy_dataset(X[:8]).batch(6))
     with pytest.raises(ZeroDivisionError) as error:
-        strategy.run(lambda x: jnp.sum(x.reshape(x.shape[0], -1)), args=(next(iter(dataset)),))
+        strategy3.run(lambda x: jnp.sum(x.reshape(x.shape[0], -1)), args=(next(iter(dataset)),))
     first, second, *_ = error.value.__notes__
     assert first.startswith("Replica 2 has no rows of this batch: `x` has shape (0, 2) there.")
     assert "write x.reshape(x.shape[0], math.prod(x.shape[1:]))" in first and "drop_remainder=True" in first
     assert second.startswith("Nothing has run yet: this is about the last batch of the dataset, of 2 rows")
     with pytest.raises(ValueError) as error:
-        one = next(iter(strategy.distribute_dataset([X[:1]])))
-        strategy.run(lambda x: jnp.max(x), args=(one,))
+        one = next(iter(strategy3.distribute_dataset([X[:1]])))
+        strategy3.run(lambda x: jnp.max(x), args=(one,))
     assert error.value.__notes__[0].startswith("The replicas 1, 2 have no rows of this batch")

@@ -4,38 +4,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _program.uneven.rows import COLUMNS, STRATEGIES, assert_equals_one_device, data, run, split, total
 from parameters import slow
 
 import mirrored as mr
 
-STRATEGIES = {r: mr.MirroredStrategy([f"cpu:{i}" for i in range(r)]) for r in (1, 2, 3, 4)}
-COLUMNS = 4
 W = np.linspace(0.5, 1, COLUMNS, dtype=np.float32)
-
-
-def data(num_rows):
-    x = np.random.default_rng(num_rows).normal(size=(num_rows, COLUMNS)).astype(np.float32)
-    return x, np.sin(x.sum(axis=1))
-
-
-def split(strategy, rows):
-    parts = np.array_split(rows, strategy.num_replicas_in_sync)
-    return strategy.distribute_values_from_function(lambda ctx: parts[ctx.replica_id_in_sync_group])
-
-
-def total(value):
-    return mr.get_replica_context().all_reduce("sum", value)
 
 
 def loss(w, x, y):
     """This replica's part of the mean of squares over all rows."""
     return mr.losses.compute_average_loss((jnp.tanh(x @ w) - y) ** 2)
-
-
-def inner_steps(x, y):
-    """K steps on one batch: the body uses what was computed of the rows, and what it carries is mirrored."""
-    x = jnp.tanh(x)
-    return jax.lax.fori_loop(0, 3, lambda i, w: w - 0.5 * total(jax.grad(loss)(w, x, y)), jnp.asarray(W))
 
 
 def line_search(x, y):
@@ -51,8 +30,13 @@ def line_search(x, y):
 
 
 def conjugate_gradients(x, y):
-    """A linear solve of JAX around collectives."""
-    return jax.scipy.sparse.linalg.cg(lambda w: total(x.T @ (x @ w)) + w, total(x.T @ y), tol=1e-6)[0]
+    """A linear solve of JAX around collectives, also in a loop."""
+
+    def solved(right):
+        return jax.scipy.sparse.linalg.cg(lambda w: total(x.T @ (x @ w)) + w, right, tol=1e-6)[0]
+
+    right = total(x.T @ y)
+    return solved(right), jax.lax.fori_loop(0, 2, lambda i, right: solved(right), right)
 
 
 def rows_that_are_carried(x, y):
@@ -110,53 +94,51 @@ def gradients_through_loops(x, y):
 
 
 RIGHT = [
-    inner_steps, line_search, conjugate_gradients, rows_that_are_carried, parts_of_a_batch, loops_in_loops, conditions,
+    line_search, conjugate_gradients, rows_that_are_carried, parts_of_a_batch, loops_in_loops, conditions,
     gradients_through_loops,
 ]  # fmt: skip
 
 
-def outcome(strategy, num_rows):
-    """Run all of them as one step; rows come back joined, everything else is the same on all replicas."""
-    x, y = (split(strategy, array) for array in data(num_rows))
-    results = strategy.run(lambda x, y: {step.__name__: step(x, y) for step in RIGHT}, args=(x, y))
-    is_rows = lambda leaf: isinstance(leaf, mr.PerReplica)  # noqa: E731
-    return jax.tree.map(lambda leaf: strategy.gather(leaf, axis=0) if is_rows(leaf) else leaf, results, is_leaf=is_rows)
-
-
 @pytest.mark.parametrize("num_rows", [3, *slow(7)])
 def test_loops_with_collectives_that_use_the_rows_equal_one_device(num_rows):
-    one, many = outcome(STRATEGIES[1], num_rows), outcome(STRATEGIES[4], num_rows)
-    assert jax.tree.structure(one) == jax.tree.structure(many)
-    for name in one:
-        jax.tree.map(
-            lambda a, b, name=name: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4, err_msg=name), one[name], many[name]
-        )
+    x = data(num_rows)
+    steps = lambda x, y: {step.__name__: step(x, y) for step in RIGHT}  # noqa: E731
+    outcome = lambda strategy: run(strategy, steps, x, np.sin(x.sum(axis=1)))  # noqa: E731
+    assert_equals_one_device(outcome, num_replicas=4, rtol=1e-3, atol=1e-4)
 
 
-def test_loops_of_this_library_train_on_uneven_rows():
-    def run(strategy):
+@pytest.mark.parametrize("num_rows", [2, 7])
+def test_loops_and_conditions_of_this_library_assign_in_uneven_steps(num_rows):
+    x = data(num_rows)
+
+    def outcome(strategy):
         with strategy.scope():
-            w, seen = mr.Variable(W), mr.Variable(0, synchronization="on_read", aggregation="sum")
+            w, chosen = mr.Variable(W), mr.Variable(np.float32(0))
+            own = mr.Variable(np.zeros(COLUMNS, np.float32), synchronization="on_read", aggregation="sum")
+
+        def over_rows(carry, row):
+            own.assign_add(row)
+            return carry + row, jnp.sum(row)
 
         def step(x, y):
-            def body(carry, rate):
+            def descend(carry, rate):
                 w.assign_sub(rate * total(jax.grad(loss)(w.value, x, y)))
-                seen.assign_add(x.shape[0])
                 return carry, total(loss(w.value, x, y))
 
+            own_total, sums = mr.scan(over_rows, jnp.zeros(COLUMNS), x)
+            rows_total = total(own_total)
             mr.fori_loop(0, 2, lambda i, c: w.assign_add(0.01 * total(jnp.sum(x, axis=0))) * 0 + c, jnp.zeros(COLUMNS))
-            return mr.scan(body, 0.0, jnp.array([0.5, 0.25, 0.1]))[1]
+            mr.fori_loop(0, 3, lambda i, c: (chosen.assign_add(rows_total[0]), c)[1], 0.0)
+            mr.cond(rows_total[0] > 0, lambda: chosen.assign(chosen * 2), lambda: chosen.assign(chosen - 1))
+            return sums, mr.scan(descend, 0.0, jnp.array([0.5, 0.25, 0.1]))[1]
 
-        losses = strategy.run(step, args=tuple(split(strategy, array) for array in data(7)))
-        strategy.assert_mirrored()
-        return losses, w.value, seen.value
+        return run(strategy, step, x, np.sin(x.sum(axis=1))), w.value, own.value, chosen.value
 
-    for one, many in zip(run(STRATEGIES[1]), run(STRATEGIES[3]), strict=True):
-        np.testing.assert_allclose(one, many, rtol=1e-4, atol=1e-5)
+    assert_equals_one_device(outcome)
 
 
 def test_a_number_of_rows_in_a_loop_is_each_replicas_own():
-    strategy, (x, _) = STRATEGIES[2], data(3)
+    strategy, x = STRATEGIES[2], data(3)
 
     def step(x):
         return jax.lax.fori_loop(0, 2, lambda i, t: total(t) / x.shape[0], jnp.sum(x, axis=0))
@@ -168,10 +150,9 @@ def test_a_number_of_rows_in_a_loop_is_each_replicas_own():
 
 
 def test_copies_cannot_diverge_in_a_loop():
-    strategy, (x, _) = STRATEGIES[2], data(3)
+    strategy, x = STRATEGIES[2], split(STRATEGIES[2], data(3))
     with strategy.scope():
         v = mr.Variable(W, name="v")
-    x = split(strategy, x)
 
     def assigns(x):
         mr.fori_loop(0, 2, lambda i, c: v.assign(total(jnp.sum(x, axis=0)) / x.shape[0]) * 0 + c, jnp.zeros(COLUMNS))
@@ -211,9 +192,9 @@ def test_loops_that_uneven_replicas_cannot_take_together_are_refused():
         another_order_inside: r"different orders, or in different places.*reach `psum` of float32\[\] at .*test_loops",
     }  # fmt: skip
     for step, message in messages.items():
-        strategy.run(step, args=(split(strategy, data(4)[0]),))
+        strategy.run(step, args=(split(strategy, data(4)),))
         with pytest.raises(mr.UnevenReplicasError, match=message):
-            strategy.run(step, args=(split(strategy, data(3)[0]),))
+            strategy.run(step, args=(split(strategy, data(3)),))
 
 
 def layer(carry, w):
@@ -223,7 +204,6 @@ def layer(carry, w):
 
 
 BESIDE_ROWS = {
-    "scan": lambda x, n: jax.lax.scan(layer, (x, n), jnp.ones((3, COLUMNS)))[0],
     "fori_loop": lambda x, n: jax.lax.fori_loop(0, 3, lambda i, own: (own[0] * 2, own[1] + i), (x, n)),
     "while_loop": lambda x, n: jax.lax.while_loop(lambda own: own[1] < 3, lambda own: (own[0] * 2, own[1] + 1), (x, n)),
     "cond": lambda x, n: jax.lax.cond(n > 0, lambda x, n: (x, n + 1), lambda x, n: (x * 2, n + 2), x, n),
@@ -233,7 +213,7 @@ BESIDE_ROWS = {
 
 @pytest.mark.parametrize("name", BESIDE_ROWS)
 def test_what_a_loop_carries_beside_rows_may_not_be_assigned_and_two_loops_may(name):
-    strategy, (x, _), compute = STRATEGIES[2], data(3), BESIDE_ROWS[name]
+    strategy, x, compute = STRATEGIES[2], split(STRATEGIES[2], data(3)), BESIDE_ROWS[name]
     with strategy.scope():
         n = mr.Variable(1.0, name="n")
 
@@ -244,18 +224,18 @@ def test_what_a_loop_carries_beside_rows_may_not_be_assigned_and_two_loops_may(n
         n.assign(compute(jnp.zeros((2, COLUMNS)), n.value)[1])
         return compute(x, n.value)[0]
 
-    strategy.run(one_loop, args=(split(strategy, data(4)[0]),))
+    strategy.run(one_loop, args=(split(strategy, data(4)),))
     before, message = float(n), r"variable 'n' is mirrored.*computes of rows, as that at .*test_loops\.py:\d+.*Write two loops"
     with pytest.raises(mr.ReplicasDivergeError, match=message):
-        strategy.run(one_loop, args=(split(strategy, x),))
+        strategy.run(one_loop, args=(x,))
     assert float(n) == before
-    strategy.run(two_loops, args=(split(strategy, x),))
+    strategy.run(two_loops, args=(x,))
     strategy.assert_mirrored()
     assert float(n) == float(compute(jnp.zeros((2, COLUMNS)), jnp.float32(before))[1])
 
 
 def test_a_counter_in_the_loop_of_a_step_may_be_assigned_in_each_round_where_no_rows_are_carried():
-    strategy, (x, _) = STRATEGIES[2], data(3)
+    strategy, x = STRATEGIES[2], split(STRATEGIES[2], data(3))
     with strategy.scope():
         n, v = mr.Variable(0, name="n"), mr.Variable(0.0, name="v")
 
@@ -270,33 +250,29 @@ def test_a_counter_in_the_loop_of_a_step_may_be_assigned_in_each_round_where_no_
         mr.fori_loop(0, 2, lambda i, y: v.assign(v.value + x.shape[0]) * 0 + x, x)
         v.assign(0.0)
 
-    strategy.run(right, args=(split(strategy, x),))
+    strategy.run(right, args=(x,))
     for step, message in ((wrong, r"'n' is mirrored.*Write two loops"), (overwritten, r"'v' is mirrored.*own number of rows")):
         with pytest.raises(mr.ReplicasDivergeError, match=message):
-            strategy.run(step, args=(split(strategy, x),))
+            strategy.run(step, args=(x,))
     assert int(n) == 3 and float(v) == 0
 
 
 def test_what_a_loop_counts_beside_rows_is_no_result_for_all_replicas():
     strategy = STRATEGIES[2]
     loop = lambda x: jax.lax.fori_loop(0, 2, lambda i, own: (own[0] * 2, own[1] + 1), (x, 0))[1]  # noqa: E731
-    assert int(strategy.run(loop, args=(split(strategy, data(4)[0]),))) == 2
-    with pytest.raises(
-        mr.UnevenReplicasError, match=r"the result of the step depends on .*Write two loops.*one array of a batch"
-    ):
-        strategy.run(loop, args=(split(strategy, data(3)[0]),))
+    assert int(strategy.run(loop, args=(split(strategy, data(4)),))) == 2
+    with pytest.raises(mr.UnevenReplicasError, match=r"result of the step depends on .*Write two loops.*one array of a batch"):
+        strategy.run(loop, args=(split(strategy, data(3)),))
 
 
 def test_a_condition_of_rows_decides_how_often_all_is_done():
     step = lambda x: jax.lax.while_loop(lambda own: own[0].max() < 9, lambda own: (own[0] * 2, own[1] + 1), (x, 0))[1]  # noqa: E731
-    strategy, parts = STRATEGIES[3], (np.array([3.0, 1.0]), np.array([5.0, 4.0]), np.array([1.0]))
-    x = strategy.distribute_values_from_function(lambda ctx: parts[ctx.replica_id_in_sync_group].astype("float32"))
-    assert list(map(int, strategy.local_results(strategy.run(step, args=(x,))))) == [2, 1, 4]
+    result = STRATEGIES[3].run(step, args=(split(STRATEGIES[3], [3, 1, 5, 4, 1]),))
+    assert list(map(int, result.values)) == [2, 1, 4]
 
 
 def test_numbers_of_64_bits_in_an_uneven_step():
-    strategy, (x, _) = STRATEGIES[2], data(3)
-    with strategy.scope():
+    with STRATEGIES[2].scope():
         n = mr.Variable(0, name="n")
 
     def step(x):
@@ -307,6 +283,5 @@ def test_numbers_of_64_bits_in_an_uneven_step():
             replicas = total(jnp.float32(1))
             return x * (replicas.astype("int64") * own // 2**34).astype("float32")
 
-    y = strategy.run(step, args=(split(strategy, x),))
+    np.testing.assert_allclose(run(STRATEGIES[2], step, data(3)), 2 * data(3))
     assert int(n) == 2
-    np.testing.assert_allclose(strategy.gather(y, axis=0), 2 * x)

@@ -1,4 +1,4 @@
-"""Which replicas of an uneven step have as many rows, and how many that are."""
+"""The kinds of replicas in an uneven step: replicas whose arguments have the same shapes are of one kind."""
 
 from __future__ import annotations
 

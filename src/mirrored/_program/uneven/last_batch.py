@@ -1,4 +1,4 @@
-"""The last batch of a dataset, for which a new step is traced at once: what it would be refused for is said then."""
+"""The last batch of a dataset, for which a new step is traced at once, so that it is refused before anything runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..._typing import PyTree
 
 @contextlib.contextmanager
 def explained(arguments: PyTree) -> Iterator[None]:
-    """Say of an error inside this block that it is about the last batch, still to come; `arguments` are those of its call."""
+    """Add a note to an error inside this block: it is about the last batch, still to come; `arguments` are of its call."""
     try:
         yield
     except Exception as error:

@@ -44,7 +44,7 @@ def check(traces: Sequence[Trace]) -> None:
 
 
 def _kind(node: Node) -> Any:
-    """Return the dtypes and numbers of axes: what is gathered has been padded to the size of what it is paired with."""
+    """Return the dtypes and numbers of axes, not the sizes: an `all_gather` pads its operand to the largest."""
     return (node.equation.primitive.name, _types_of(node.handed))
 
 

@@ -1,13 +1,12 @@
 """Merge traces of a step that differ in shapes into one program, in which each replica runs its own.
 
-What all traces compute alike is computed once. The rest is cut at the collectives, which all traces must
-share, and each part becomes one `lax.switch`. docs/design/uneven-steps.md explains and argues why it is right.
+Values common to all traces are computed once. The rest is cut at the collectives, which all traces must share, and each
+part becomes one `lax.switch`. docs/design/uneven-steps.md explains and argues why it is right.
 """
 
 from __future__ import annotations
 
 import collections
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -34,21 +33,21 @@ Slot = tuple[Any, int]
 def run_merged(
     traces: Sequence[Trace], index: jax.Array, arguments: Sequence[jax.Array], outer: _Run | None = None
 ) -> list[jax.Array]:
-    """Run compared traces as one, each replica its own, that of its `index`, and return the outputs.
+    """Run compared traces as one program, in which `index` chooses the trace of each replica, and return the outputs.
 
-    Arguments and outputs that differ in shape are padded to one shape. `outer` is what runs around a body of a loop.
+    Arguments and outputs that differ in shape are padded to one shape. `outer` is the run around the body of a loop.
     """
     run = _Run(traces, index, outer)
     run.keep([trace.arguments for trace in traces], arguments)
     for stage in range(traces[0].num_stages):
-        run.collectives(stage)
-        run.shared(stage)
-        run.own(stage)
-    return run.outputs()
+        run.run_collectives(stage)
+        run.run_common(stage)
+        run.run_own(stage)
+    return run.read_rows([trace.outputs for trace in traces])
 
 
 class _Run:
-    """What is known while the one program is put together."""
+    """The arrays that are known while the one program is put together."""
 
     def __init__(self, traces: Sequence[Trace], index: jax.Array, outer: _Run | None) -> None:
         self._traces = traces
@@ -59,48 +58,44 @@ class _Run:
         self._exports = _find_exports(traces, self._joint)
         self._last_use = [_find_last_uses(live, self._exports, kind) for kind, live in enumerate(self._live)]
         self._cheap = [{v: n for n in live if n.is_own and n.is_cheap for v in n.outputs} for live in self._live]
-        #: What is computed once, by number.
+        #: By number, the arrays that are computed once.
         self.known: collections.ChainMap[int | None, Any] = collections.ChainMap({}, outer.known if outer else {})
         #: For each kind of replica, the arrays of one shape in which values lie that have another shape on other kinds.
         self.padded: list[dict[Value, jax.Array]] = [{} for _ in traces]
-        #: For each kind, what its earlier parts computed and later parts need.
+        #: For each kind, the values of its earlier parts that later parts need.
         self.carried: list[dict[Value, jax.Array]] = [{} for _ in traces]
-        #: What is taken out of the parts, of one shape.
+        #: The arrays that come out of the parts in one shape, for collectives and outputs.
         self.exported: dict[Row, jax.Array] = {}
 
-    def outputs(self) -> list[jax.Array]:
-        """Return the outputs, after the last stage."""
-        return self._exported_or_known([trace.outputs for trace in self._traces])
-
-    def collectives(self, stage: int) -> None:
+    def run_collectives(self, stage: int) -> None:
         """Run the collectives that begin a stage."""
         for nodes in self._joint:
             if nodes[0].stage == stage:
-                operands = self._exported_or_known([node.handed for node in nodes])
+                operands = self.read_rows([node.handed for node in nodes])
                 results = self._run_bodies(nodes, operands) if nodes[0].bodies else tracing.bind(nodes[0].equation, operands)
                 self.keep([node.outputs for node in nodes], results)
 
     def _run_bodies(self, nodes: Sequence[Node], operands: Sequence[Any]) -> list[Any]:
-        """Run a loop or condition whose bodies differ by kind of replica: each round is an uneven step of its own."""
+        """Run a loop or condition whose bodies differ by kind of replica: each round is an uneven step."""
         equation = nodes[0].equation
         parts, handed = jaxprs.parts_of(equation)
 
         def merged(part: jaxprs.Part, bodies: Sequence[Trace]) -> Callable[..., list[Any]]:
             return lambda *arguments: run_merged(bodies, self._index, arguments[len(part.fixed) :], self)
 
-        values: list[Any] = [None] * len(nodes[0].inputs)  # a body knows itself what it takes from outside
+        values: list[Any] = [None] * len(nodes[0].inputs)  # a body reads captured values from this run
         values[handed.start : handed.stop] = operands
         return run_parts(equation, values, list(map(merged, parts, zip(*(node.bodies for node in nodes), strict=True))))
 
-    def shared(self, stage: int) -> None:
-        """Run what all traces compute alike."""
+    def run_common(self, stage: int) -> None:
+        """Run the nodes that all traces have in common."""
         for node in itertools.chain.from_iterable(self._live):
-            is_shared = node.stage == stage and not node.is_own and not node.is_collective
-            if is_shared and node.outputs[0].number not in self.known:
+            is_common = node.stage == stage and not node.is_own and not node.is_collective
+            if is_common and node.outputs[0].number not in self.known:
                 self.keep([node.outputs], tracing.bind(node.equation, list(map(self._known_or_constant, node.inputs))))
 
-    def own(self, stage: int) -> None:
-        """Run what each kind of replica computes for itself, as one switch."""
+    def run_own(self, stage: int) -> None:
+        """Run the nodes of each kind of replica, as one switch."""
         rows = [row for row, taken_at in self._exports.items() if taken_at == stage]
         nodes = [[node for node in live if node.stage == stage and node.is_own and not node.is_cheap] for live in self._live]
         if not rows and not any(nodes):
@@ -117,9 +112,8 @@ class _Run:
             def run() -> Any:
                 values = dict(self.carried[kind])
                 for node in nodes[kind]:
-                    operands = [self._read_own(kind, values, value) for value in node.inputs]
-                    values.update(zip(node.outputs, tracing.bind(node.equation, operands), strict=True))
-                taken = [padded(self._read_own(kind, values, row[kind]), row[kind].aval, _shape_of(row)) for row in rows]
+                    self._run_node(kind, values, node)
+                taken = [_padded(self._read_own(kind, values, row[kind]), row[kind].aval.dtype, _shape_of(row)) for row in rows]
                 return taken, slots.pack(kind, [values[value] for value in leaving[kind]])
 
             return run
@@ -128,6 +122,10 @@ class _Run:
         self.exported.update(zip(rows, exported, strict=True))
         for kind, values in enumerate(leaving):
             self.carried[kind].update(zip(values, slots.unpack(kind, packed), strict=True))
+
+    def _run_node(self, kind: int, values: dict[Value, Any], node: Node) -> None:
+        operands = [self._read_own(kind, values, value) for value in node.inputs]
+        values.update(zip(node.outputs, tracing.bind(node.equation, operands), strict=True))
 
     def _read_own(self, kind: int, values: dict[Value, Any], value: Value) -> Any:
         """Read a value inside a part of one kind of replica, which may compute it only now."""
@@ -138,10 +136,8 @@ class _Run:
             values[value] = self._outer.read_carried(kind, value.outer)
         elif value in self.padded[kind]:
             values[value] = self.padded[kind][value][tuple(slice(size) for size in value.aval.shape)]
-        elif value in (cheap := self._cheap[kind]):
-            node = cheap[value]
-            operands = [self._read_own(kind, values, operand) for operand in node.inputs]
-            values.update(zip(node.outputs, tracing.bind(node.equation, operands), strict=True))
+        elif value in self._cheap[kind]:
+            self._run_node(kind, values, self._cheap[kind][value])
         else:
             return self._known_or_constant(value)
         return values[value]
@@ -150,7 +146,8 @@ class _Run:
         """Read a value of one kind of replica in a loop around which it was computed."""
         return self._read_own(kind, dict(self.carried[kind]), value)
 
-    def _exported_or_known(self, values: Sequence[Sequence[Value]]) -> list[Any]:
+    def read_rows(self, values: Sequence[Sequence[Value]]) -> list[Any]:
+        """Read values that every kind of replica has, padded to one shape where the shapes differ."""
         rows = zip(*values, strict=True)
         return [self.exported[row] if row in self._exports else self._known_or_constant(row[0]) for row in rows]
 
@@ -184,7 +181,7 @@ def _refuse_references(avals: Sequence[Sequence[Any]]) -> None:
 
 
 def _live_nodes(trace: Trace) -> list[Node]:
-    """Return the nodes that outputs depend on, and those that are there for their effect: collectives, marks, prints."""
+    """Return the nodes that outputs depend on, and nodes with effects: collectives, marks, prints."""
     needed = set(trace.outputs)
     live: list[Node] = []
     for node in reversed(trace.nodes):
@@ -220,14 +217,12 @@ def _find_last_uses(live: Sequence[Node], exports: dict[Row, int], kind: int) ->
 class Slots:
     """Common arrays that carry values of several kinds of replicas from one part of a program to a later one.
 
-    The i-th value of a dtype of each kind travels in the i-th array of that dtype: as it is when all have
-    one shape, else flat and padded.
+    The i-th value of a dtype of each kind travels in the i-th array of that dtype: unchanged if all have one shape, else flat
+    and padded.
     """
 
     def __init__(self, avals: Sequence[Sequence[Any]]) -> None:
-        self._avals = avals
-        plain = [[jax.eval_shape(functools.partial(_plain, aval=aval), aval) for aval in own] for own in avals]
-        self._own = list(map(_numbered, plain))
+        self._own = list(map(_number_slots, avals))
         shapes: dict[Slot, set[Shape]] = collections.defaultdict(set)
         for slot, shape in itertools.chain.from_iterable(own.items() for own in self._own):
             shapes[slot].add(shape)
@@ -235,47 +230,29 @@ class Slots:
 
     def pack(self, kind: int, values: Sequence[Any]) -> list[jax.Array]:
         """Return all common arrays, with one kind's values in its own and zeros in the rest."""
-        own = dict(zip(self._own[kind], map(_plain, values, self._avals[kind]), strict=True))
-        return [_filled(own.get(slot), slot[0], shape) for slot, shape in self._shapes.items()]
+        own = dict(zip(self._own[kind], values, strict=True))
+        return [
+            _padded(own[slot], slot[0], shape) if slot in own else jax.lax.full(shape, 0, slot[0])
+            for slot, shape in self._shapes.items()
+        ]
 
-    def unpack(self, kind: int, packed: Sequence[jax.Array]) -> list[Any]:
+    def unpack(self, kind: int, packed: Sequence[jax.Array]) -> list[jax.Array]:
         """Return one kind's values."""
         arrays = dict(zip(self._shapes, packed, strict=True))
-        plain = [_cut(arrays[slot], shape) for slot, shape in self._own[kind].items()]
-        return list(map(_restored, plain, self._avals[kind]))
+        return [_cut(arrays[slot], shape) for slot, shape in self._own[kind].items()]
 
 
-def _filled(plain: jax.Array | None, dtype: Any, shape: Shape) -> jax.Array:
-    if plain is None:
-        return jnp.zeros(shape, dtype)
-    return plain if plain.shape == shape else pad_to(plain.reshape(-1), shape)
+def _number_slots(avals: Sequence[Any]) -> dict[Slot, Shape]:
+    counts: dict[Any, Iterator[int]] = collections.defaultdict(itertools.count)
+    return {(aval.dtype, next(counts[aval.dtype])): aval.shape for aval in avals}
+
+
+def _padded(value: Any, dtype: Any, shape: Shape) -> jax.Array:
+    """Return a value in exactly this dtype and shape, as a switch must: with zeros behind it, and flat if its rank differs."""
+    is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    array = value if is_key else jax.lax.convert_element_type(value, dtype)  # of a weak type otherwise
+    return pad_to(array if array.ndim == len(shape) else array.reshape(-1), shape)
 
 
 def _cut(array: jax.Array, shape: Shape) -> jax.Array:
     return array if array.shape == shape else array[: math.prod(shape)].reshape(shape)
-
-
-def _numbered(plain: Sequence[jax.ShapeDtypeStruct]) -> dict[Slot, Shape]:
-    counts: dict[Any, Iterator[int]] = collections.defaultdict(itertools.count)
-    return {(one.dtype, next(counts[one.dtype])): one.shape for one in plain}
-
-
-def padded(array: Any, aval: Any, shape: Shape) -> jax.Array:
-    """Return a value as an array of exactly the shape, with zeros behind the real rows, as a switch must return it."""
-    is_key = jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
-    return pad_to(array if is_key else _plain(array, aval), shape)
-
-
-def _plain(array: Any, aval: Any) -> jax.Array:
-    """Turn a value into an array that can be padded: random keys into numbers, weak types into strong ones."""
-    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
-        return jax.random.key_data(array)
-    return jax.lax.convert_element_type(array, aval.dtype)
-
-
-def _restored(plain: jax.Array, aval: Any) -> jax.Array:
-    if not jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
-        return plain
-    impl: list[Any] = []
-    jax.eval_shape(lambda key: impl.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct(aval.shape, aval.dtype))
-    return jax.random.wrap_key_data(plain, impl=impl[0])

@@ -1,4 +1,4 @@
-"""What a trace of an uneven step consists of: values, and the nodes that compute them, also inside loops with collectives."""
+"""A trace of an uneven step as values and the nodes that compute them, also inside loops with collectives."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ class Value:
     number: int | None = None  # equal to that of another trace's value iff both are computed alike; None: not compared
     stage: int = 0  # after how many groups of collectives it is known
     content: Any = None  # the array, for a constant
-    outer: Value | None = None  # the value outside of the loop, for one that a loop's body takes from there
+    outer: Value | None = None  # of a value that a loop's body captures: the one outside of the loop
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Node:
-    """An equation, with its trace's values in place of the jaxpr's variables."""
+    """An equation, with values in place of the jaxpr's variables."""
 
     equation: Equation
     inputs: list[Value]
     outputs: list[Value]
     is_collective: bool
-    #: What a loop or condition with collectives inside runs; empty for everything else.
+    #: The bodies of a loop or condition with collectives inside; else none.
     bodies: list[Trace] = dataclasses.field(default_factory=list)
-    #: The inputs of a collective that are one array of all traces: those of a loop that its bodies do not take as they are.
+    #: The inputs of a collective that are one array for all traces; of a loop, the carry and the rows.
     handed: list[Value] = dataclasses.field(default_factory=list)
     stage: int = 0
     is_pure: bool = False  # whether it is known to compute its outputs from its inputs alone
-    is_own: bool = False  # whether each trace computes it for itself; known after `compare`
+    is_own: bool = False  # whether it is not common to all traces; known after `compare`
 
     @property
     def is_cheap(self) -> bool:
@@ -56,7 +56,7 @@ class Trace:
     arguments: list[Value]
     nodes: list[Node]  # in order
     outputs: list[Value]
-    taken: list[Value] = dataclasses.field(default_factory=list)  # what a body takes from outside as it is
+    captured: list[Value] = dataclasses.field(default_factory=list)  # the values that a body takes from outside unchanged
     num_stages: int = 1  # known after `compare`
 
     @property
@@ -64,14 +64,11 @@ class Trace:
         return [node for node in self.nodes if node.is_collective]
 
 
-def read_trace(name: str, closed: ClosedJaxpr, taken: Sequence[Value] = ()) -> Trace:
-    """Turn a traced step into nodes, or a body of a loop, which takes its first arguments from outside.
-
-    Calls are put in line, so that what they compute can be told apart.
-    """
-    arguments = [Value(variable.aval) for variable in closed.jaxpr.invars[len(taken) :]]
-    trace = Trace(name, arguments, [], [], [value for value in taken if value.outer is not None])
-    trace.outputs = _Reading(trace).run_closed(closed, [*taken, *arguments])
+def read_trace(name: str, closed: ClosedJaxpr, captured: Sequence[Value] = ()) -> Trace:
+    """Turn a traced step into nodes, or a body of a loop, whose first arguments are captured. Calls are inlined."""
+    arguments = [Value(variable.aval) for variable in closed.jaxpr.invars[len(captured) :]]
+    trace = Trace(name, arguments, [], [], [value for value in captured if value.outer is not None])
+    trace.outputs = _Reading(trace).run_closed(closed, [*captured, *arguments])
     return trace
 
 
@@ -92,20 +89,20 @@ class _Reading(Flattening[Value]):
         if node.is_collective:
             parts, handed = jaxprs.parts_of(equation)
             node.handed = [values[k] for k in handed]
-            taken = [[_taken(values[k]) for k in part.fixed] for part in parts]
-            node.bodies = [read_trace(self.trace.name, part.closed, own) for part, own in zip(parts, taken, strict=True)]
+            captured = [[_capture(values[k]) for k in part.fixed] for part in parts]
+            node.bodies = [read_trace(self.trace.name, part.closed, own) for part, own in zip(parts, captured, strict=True)]
         else:
             node.is_pure = jaxprs.is_function_of_operands(equation)
         self.trace.nodes.append(node)
         return node.outputs
 
 
-def _taken(value: Value) -> Value:
+def _capture(value: Value) -> Value:
     return value if value.content is not None else Value(value.aval, outer=value)
 
 
 def find_loop(trace: Trace, values: Sequence[Value]) -> Node | None:
-    """Return a loop, condition or call, of each replica's own, from which a value is computed; known after `compare`."""
+    """Return a loop, condition or call that is not common to all traces and on which a value depends; after `compare`."""
     makers = {value: node for node in trace.nodes if node.is_own for value in node.outputs}
     seen: set[Value] = set()
     waiting = [value for value in values if value.number is None]

@@ -35,8 +35,8 @@ def lift_uneven(
 ) -> tuple[Lifted, Findings]:
     """Make one pure function of a step in which replicas have different numbers of rows, and prove it.
 
-    `frame_with` makes the context to trace in, given what knows the other replicas' sizes; `states_of` are the proof's states
-    of a lifted step's inputs.
+    `frame_with` makes the context to trace in, given the `_AskedSizes` that knows the other replicas' sizes; `states_of` returns
+    the proof's states of a lifted step's inputs.
 
     Raises:
         UnevenReplicasError: when replicas with different numbers of rows would not reach the same collectives,
@@ -45,7 +45,7 @@ def lift_uneven(
     """
     leaves = call.array_leaves()
     kinds = find_kinds(call, leaves)
-    traces = _trace_all(_Tracer(call, kinds, frame_with))
+    traces = _trace_all(call, kinds, frame_with)
     found = [proof.prove(lifted.shown.jaxpr, states_of(lifted)) for lifted in traces]
     for lifted, findings in zip(traces, found, strict=True):
         refusals.check_assignments(lifted, findings)
@@ -54,7 +54,7 @@ def lift_uneven(
     with tracing.room_for(lifted.shown for lifted in traces):
         closed = _merge_traces(traces, kinds, leaves, plan, frame_with(None), call.function)
     largest = max(range(len(traces)), key=kinds.most_rows)
-    refusals.check_gradients(found[largest], len(kinds.of_replica))  # merged, what is the same there comes out of a switch
+    refusals.check_gradients(found[largest], len(kinds.of_replica))  # merged, all comes out of a switch
     lines_of = zip(*(lifted.write_lines for lifted in traces), strict=True)
     lines = tuple(next((line for line in lines if line != "<unknown>"), lines[0]) for lines in lines_of)
     merged = dataclasses.replace(traces[0], closed=closed, shown=closed, write_lines=lines, plan=plan)
@@ -72,8 +72,8 @@ def lift_uneven(
 class _AskedSizes:
     """The sizes on all replicas that a step asks for while it is traced for one kind.
 
-    A step asks in the same order whatever its rows, so the k-th question of every trace is the same one. What each
-    kind asked, when they were traced before, is known; the rest is guessed.
+    A step asks in the same order whatever its rows, so the k-th question of every trace is the same one. The questions of all
+    kinds in the traces before are known; the others are guessed.
     """
 
     def __init__(self, kinds: Kinds, kind: int, known: Sequence[tuple[int, ...]]) -> None:
@@ -105,42 +105,11 @@ class _AskedSizes:
         return self._answers[-1]
 
     def was_answered_by(self, known: Sequence[tuple[int, ...]]) -> bool:
-        """Tell whether the answers are what the kinds have asked about."""
+        """Tell whether the answers are the sizes that the kinds have asked about."""
         return self._answers == list(map(self._kinds.on_replicas, known))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Tracer:
-    """The traces of a step, each with the shapes of one kind of replicas. An error says which replicas it is about."""
-
-    call: Call
-    kinds: Kinds
-    frame_with: Callable[[Any], Frame]
-
-    def trace(self, kind: int, sizes: _AskedSizes) -> Traced:
-        try:
-            with sizes.tracing():
-                return trace_step(self.call, self.kinds.shapes[kind], self.frame_with(sizes))
-        except Exception as error:
-            if self._can_be_traced_without(kind):
-                notes = getattr(error, "__notes__", [])
-                error.__notes__ = [self.kinds.explain(kind), *notes]  # before JAX's own
-            raise
-
-    def _can_be_traced_without(self, kind: int) -> bool:
-        """Tell whether the step can be traced for another kind of replicas, so that an error is about the number of rows."""
-        for other, sizes in enumerate(self.sizes()):
-            with contextlib.suppress(Exception), sizes.tracing():
-                if other != kind:
-                    trace_step(self.call, self.kinds.shapes[other], self.frame_with(sizes))
-                    return True
-        return False
-
-    def sizes(self, known: Sequence[tuple[int, ...]] = ()) -> list[_AskedSizes]:
-        return [_AskedSizes(self.kinds, kind, known) for kind in range(len(self.kinds.shapes))]
-
-
-def _trace_all(tracer: _Tracer) -> list[Lifted]:
+def _trace_all(call: Call, kinds: Kinds, frame_with: Callable[[Any], Frame]) -> list[Lifted]:
     """Trace the step for each kind with the right sizes, and with the variables that any kind touches.
 
     Guesses are nearly always right, and then each kind is traced once. A wrong one is found when all kinds have asked, and may
@@ -148,24 +117,29 @@ def _trace_all(tracer: _Tracer) -> list[Lifted]:
     """
     known: list[tuple[int, ...]] = []
     for num_sure in itertools.count():  # so many questions had the right answers
-        sizes, traces, failed = tracer.sizes(known), [], None
+        sizes = [_AskedSizes(kinds, kind, known) for kind in range(len(kinds.shapes))]
+        traces: list[Traced] = []
+        errors: dict[int, Exception] = {}
         for kind, own in enumerate(sizes):
             try:
-                traces.append(tracer.trace(kind, own))
+                with own.tracing():
+                    traces.append(trace_step(call, kinds.shapes[kind], frame_with(own)))
             except Exception as error:
-                failed = failed or error
-                if not own.asked:  # it failed whatever the sizes are
-                    raise
+                errors[kind] = error
         asked = [own.asked for own in sizes]
         before, known = known, list(zip(*asked, strict=False))
         is_agreed = all(own.was_answered_by(known) for own in sizes)
-        if is_agreed and failed is None:
+        if is_agreed and not errors:
             break
         is_stuck = known == before or known[:num_sure] != before[:num_sure]
-        if failed is not None and (is_agreed or is_stuck):
-            raise failed
-        if is_stuck:
-            raise UnevenReplicasError(_different_questions(tracer.kinds, asked))
+        if errors:
+            kind = min(errors, key=lambda kind: len(asked[kind]) > 0)  # without a question, no answer was wrong
+            if is_agreed or is_stuck or not asked[kind]:
+                notes = getattr(errors[kind], "__notes__", [])
+                errors[kind].__notes__ = [*([kinds.explain(kind)] if traces else []), *notes]  # before JAX's own
+                raise errors[kind]
+        elif is_stuck:
+            raise UnevenReplicasError(_different_questions(kinds, asked))
     written = dict.fromkeys(variable for traced in traces for variable in traced.touched.written)
     read = dict.fromkeys(variable for traced in traces for variable in traced.touched.read_only if variable not in written)
     return [traced.lifted(Touched(tuple(written), tuple(read))) for traced in traces]
@@ -225,7 +199,7 @@ def _origin(kinds: Kinds, loop: nodes.Node | None) -> str:
 
 
 def _merge_plans(traces: Sequence[Lifted], kinds: Kinds) -> ResultPlan:
-    """Return how the result is rebuilt, the same for all kinds of replicas, with the shapes that differ."""
+    """Return the plan by which the result is rebuilt for all kinds of replicas, with the shapes that differ."""
     first = traces[0].plan
     for kind, lifted in enumerate(traces[1:], 1):
         if lifted.plan.treedef != first.treedef or not all(map(_is_same_static, lifted.plan.static, first.static)):
@@ -241,7 +215,7 @@ def _merge_plans(traces: Sequence[Lifted], kinds: Kinds) -> ResultPlan:
 
 
 def _other_type(plan: ResultPlan, position: int, kinds: Kinds, origin: str) -> str:
-    """Say that a result would be an array of a full batch and a PerReplica of this one."""
+    """Return the message for a result that would be an array of a full batch and a PerReplica of this one."""
     leaves = jax.tree_util.tree_flatten_with_path(plan.treedef.unflatten(range(len(plan.static))))[0]
     path, _ = [leaf for leaf, static in zip(leaves, plan.static, strict=True) if static is None][position]
     return (

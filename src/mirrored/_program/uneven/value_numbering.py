@@ -1,4 +1,4 @@
-"""Which values of several traces of a step, made for different shapes, are alike, and which must wait for a collective.
+"""Which values are common to several traces of a step, made for different shapes, and which must wait for a collective.
 
 docs/design/uneven-steps.md argues why equal numbers mean equal values.
 """
@@ -17,32 +17,32 @@ from .structural_hash import content_key, equation_key
 def compare(traces: Sequence[Trace], is_common: Sequence[bool]) -> None:
     """Number the values of all traces, also inside loops with collectives, and put them in stages.
 
-    Of each argument `is_common` tells whether it has one shape in all traces.
+    `is_common` tells of each argument whether it has one shape in all traces.
 
     Raises:
         UnevenReplicasError: at the first collective in which the traces differ.
     """
     numbering = _Numbering()
     for common, row in zip(is_common, zip(*(trace.arguments for trace in traces), strict=True), strict=True):
-        numbering.number_alike(row, common)
+        numbering.number_row(row, common)
     numbering.compare(traces)
-    _forget_what_is_not_common(traces)
+    _drop_uncommon_numbers(traces)
 
 
 class _Numbering:
-    """The numbers that have been given so far: two values have one number iff they have one key."""
+    """The numbers given so far: two values have one number iff they have one key."""
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
 
     def compare(self, traces: Sequence[Trace]) -> None:
-        """Number what traces compute, whose arguments have their numbers."""
+        """Number the values of traces whose arguments are numbered."""
         match_collectives.check(traces)
         stage, last_effects = 0, [0] * len(traces)
         waiting = [iter(trace.nodes) for trace in traces]
         for collectives in [*zip(*(trace.collectives for trace in traces), strict=True), ()]:
             for kind, nodes in enumerate(waiting):
-                for node in itertools.takewhile(lambda node: not node.is_collective, nodes):  # it takes the collective, too
+                for node in itertools.takewhile(lambda node: not node.is_collective, nodes):  # takes the collective, too
                     last_effects[kind] = self._number_node(node, last_effects[kind])
             if collectives:
                 stage = self._number_collectives(stage, collectives)
@@ -51,9 +51,9 @@ class _Numbering:
             for value in trace.outputs:
                 self._number_of(value)
 
-    def number_alike(self, row: Sequence[Value], is_alike: bool) -> None:
-        """Give values of all traces one new number, or none."""
-        number = self._number(object()) if is_alike else None
+    def number_row(self, row: Sequence[Value], is_common: bool) -> None:
+        """Give one value of each trace a new number in common, or none."""
+        number = self._number(object()) if is_common else None
         for value in row:
             value.number = number
 
@@ -91,10 +91,10 @@ class _Numbering:
         stage = max(stage, ready + 1)
         for bodies in zip(*(node.bodies for node in collectives), strict=True):
             for row in zip(*(body.arguments for body in bodies), strict=True):
-                self.number_alike(row, _has_one_shape(row))
+                self.number_row(row, _has_one_shape(row))
             self.compare(bodies)
         for row in zip(*(node.outputs for node in collectives), strict=True):
-            self.number_alike(row, _has_one_shape(row))
+            self.number_row(row, _has_one_shape(row))
             for value in row:
                 value.stage = stage
         for node in collectives:
@@ -106,10 +106,10 @@ def _has_one_shape(row: Sequence[Value]) -> bool:
     return len({value.aval.shape for value in row}) == 1
 
 
-def _forget_what_is_not_common(traces: Sequence[Trace]) -> None:
-    """Take the numbers away that not every trace has, and those of what is computed from such values."""
+def _drop_uncommon_numbers(traces: Sequence[Trace]) -> None:
+    """Drop the numbers that not every trace has, also of values computed from such values."""
     for trace in traces:
-        for value in trace.taken:
+        for value in trace.captured:
             value.number = value.outer.number if value.outer is not None else None
     computed = [[value for node in trace.nodes for value in node.outputs] for trace in traces]
     common = set.intersection(*[{value.number for value in values} for values in computed])
@@ -125,4 +125,4 @@ def _forget_what_is_not_common(traces: Sequence[Trace]) -> None:
         node.is_own = not node.outputs or node.outputs[0].number is None
     for nodes in zip(*(trace.collectives for trace in traces), strict=True):
         for bodies in zip(*(node.bodies for node in nodes), strict=True):
-            _forget_what_is_not_common(bodies)
+            _drop_uncommon_numbers(bodies)
