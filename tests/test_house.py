@@ -407,7 +407,7 @@ def test_sizes() -> None:
 #: Lines of each wing. A commit may lower a budget, and never raises one; beside it what is to be reached. The ground is together,
 #: and so are small wings that stand for one thing. `python tests/test_house.py` prints today's.
 BUDGETS = {
-    "_program": 4282,  # 4,000
+    "_program": 4231,  # 4,000
     "_jax": 1362,  # 1,300
     "_replicas": 2319,  # 2,100
     "_variables": 1873,  # 1,700
@@ -421,7 +421,7 @@ BUDGETS = {
     "_checkpoint": 2154,  # 1,800
     "_report": 993,  # 800
     "_testing": 779,  # 750
-    "losses optimizer": 654,  # 600
+    "losses optimizer": 653,  # 600
     "_command launch": 1399,  # 1,000
     "__init__ __main__ _public testing": 120,
     "_process": 90,  # was in _replicas, _jax, _strategy and _models
@@ -452,7 +452,7 @@ ANYS = {
     "_cluster": 7,
     "_jax": 5,
     "_models": 10,
-    "_program": 60,
+    "_program": 56,
     "_replicas": 13,
     "_report": 4,
     "_strategy": 3,
