@@ -143,7 +143,7 @@ def _placed(mesh: ReplicaMesh | None, arrays: dict[_Path, Any]) -> dict[_Path, A
     if mesh is None or not mesh.is_alone or frames.is_traced():
         return arrays
     elsewhere = [path for path, array in arrays.items() if isinstance(array, jax.Array) and array.sharding != mesh.mirrored]
-    moved = jax.device_put([arrays[path] for path in elsewhere], mesh.mirrored)
+    moved = jax.device_put([arrays[path] for path in elsewhere], mesh.mirrored) if elsewhere else []
     return {**arrays, **dict(zip(elsewhere, moved, strict=True))}
 
 

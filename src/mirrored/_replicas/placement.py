@@ -40,9 +40,7 @@ def mirror(
     """
     placed = list(arrays)
     missing = [i for i, array in enumerate(arrays) if not (isinstance(array, jax.Array) and array.sharding == mesh.mirrored)]
-    if not missing:
-        return placed
-    if mesh.is_alone:
+    if missing and mesh.is_alone:
         with jax.ensure_compile_time_eval():  # now, also while a larger program is traced
             new = jax.device_put([arrays[i] for i in missing], mesh.mirrored)
     else:
