@@ -4,7 +4,6 @@ import functools
 import math
 
 import hypothesis
-import hypothesis.extra.numpy as hnp
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
@@ -89,11 +88,11 @@ def test_reduce_and_gather_are_those_of_numpy_with_the_true_number_of_rows(case,
 
 
 def test_replicas_without_rows_count_for_nothing(strategy3, per_replica):
-    for dtype, rows, mean, total in (("float32", [[2, 4], [], []], 3.0, 6), ("int32", [[], [], []], math.nan, 0)):
-        x = per_replica(strategy3, *[np.array(own, dtype) for own in rows])
+    for dtype, rows, mean in (("float32", [2, 4], 3.0), ("int32", [], math.nan)):
+        x = per_replica(strategy3, np.array(rows, dtype), np.zeros(0, dtype), np.zeros(0, dtype))
+        total = strategy3.reduce("sum", x, axis=0)
         np.testing.assert_equal(float(strategy3.reduce("mean", x, axis=0)), mean)
-        assert strategy3.reduce("sum", x, axis=0) == total and strategy3.reduce("sum", x, axis=0).dtype == dtype
-        assert strategy3.gather(x, axis=0).shape == (len(rows[0]),)
+        assert total == sum(rows) and total.dtype == dtype and strategy3.gather(x, axis=0).tolist() == rows
 
 
 def test_what_would_leave_different_sizes_is_refused_with_all_shapes_and_the_axis(strategy3, per_replica):
@@ -224,28 +223,20 @@ def test_a_mean_of_integers_rounds_once(strategy3, per_replica):
 
 _split = jax.jit(cross_replica.split_stack, static_argnums=1)
 
-_ELEMENTS = {
-    "float32": st.floats(width=32, allow_nan=False, allow_infinity=False),
-    "float16": st.floats(width=16, allow_nan=False, allow_infinity=False),
-    "bfloat16": st.floats(width=32, min_value=-(2.0**127), max_value=2.0**127),
-    "int32": st.integers(-(2**31), 2**31 - 1),
-    "int8": st.integers(-128, 127),
-    "uint8": st.integers(0, 255),
-}
 
-
-@pytest.mark.parametrize("dtype", _ELEMENTS)
-@few_examples
-@hypothesis.given(data=st.data())
-def test_the_parts_of_a_split_add_up_exactly_in_any_order(dtype, data):
-    value = data.draw(hnp.arrays(np.float64 if "float" in dtype else np.int64, 8, elements=_ELEMENTS[dtype])).astype(dtype)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int32", "int8", "uint8"])
+def test_the_parts_of_a_split_add_up_exactly_in_any_order(dtype):
+    random = np.random.default_rng(0)
+    value = np.frombuffer(random.bytes(2000), dtype)  # from the smallest to the largest
+    with np.errstate(invalid="ignore"):
+        wide = np.abs(value.astype(np.float64))
+    value = value[np.isfinite(wide) & (wide > 1.2e-38)]  # subnormals are the first replica's: tests/_variables/test_variable.py
     for num_replicas in (2, 3, 8):
         parts = np.asarray(_split(value, num_replicas))
-        assert parts.dtype == dtype and parts.shape == (num_replicas, 8)
-        order = data.draw(st.permutations(range(num_replicas)))
-        total = parts[order[0]]
-        for i in order[1:]:
-            total = (total + parts[i]).astype(dtype)
+        assert parts.dtype == dtype and parts.shape == (num_replicas, len(value))
+        total, *others = parts[random.permutation(num_replicas)]
+        for part in others:
+            total = (total + part).astype(dtype)
             assert np.all(np.abs(total.astype(np.float64)) <= np.abs(value.astype(np.float64)))
         np.testing.assert_array_equal(total, value)
 

@@ -3,6 +3,7 @@
 A deadlock needs a fresh process with few pool threads, and shows as an abort of XLA: docs/design/cpu-rendezvous.md.
 """
 
+import dataclasses
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -116,13 +117,14 @@ def test_without_the_bound_the_same_steps_deadlock() -> None:
 # -- the bound itself
 
 
+@dataclasses.dataclass(eq=False)
 class Witness:
     """A result that is computed when somebody waits for it."""
 
-    dtype = np.dtype("float32")
-
-    def __init__(self, number: int, waited: list[int], is_gone: bool = False) -> None:
-        self.number, self.waited, self.is_gone = number, waited, is_gone
+    number: int
+    waited: list[int]
+    is_gone: bool = False
+    dtype = np.dtype("float32")  # no field
 
     def is_deleted(self) -> bool:
         return self.is_gone

@@ -97,7 +97,7 @@ def test_a_gpu_that_jax_does_not_see_has_a_cause_and_a_line(
 ) -> None:
     caplog.set_level("INFO", logger="mirrored")
 
-    def told() -> str:
+    def tell() -> str:
         caplog.clear()
         mr.MirroredStrategy()
         with pytest.raises(mr.DeviceError) as caught:
@@ -105,14 +105,14 @@ def test_a_gpu_that_jax_does_not_see_has_a_cause_and_a_line(
         return f"{caplog.messages[0]} {caught.value}"
 
     monkeypatch.setattr(mesh, "_NVIDIA_DRIVER", str(tmp_path / "no driver"))
-    assert "pip install" not in told() and "Leave devices out" in told()
+    assert "pip install" not in tell() and "Leave devices out" in tell()
     monkeypatch.setattr(mesh, "_NVIDIA_DRIVER", __file__)
     before = jax.config.jax_platforms
     try:
         jax.config.update("jax_platforms", None)
-        assert told().count('JAX has no CUDA. Write pip install "jax[cuda13]".') == 2
+        assert tell().count('JAX has no CUDA. Write pip install "jax[cuda13]".') == 2
         jax.config.update("jax_platforms", "cpu")
-        assert told().count("JAX_PLATFORMS=cpu leaves its GPUs out. Unset it.") == 2
+        assert tell().count("JAX_PLATFORMS=cpu leaves its GPUs out. Unset it.") == 2
     finally:
         jax.config.update("jax_platforms", before)
 

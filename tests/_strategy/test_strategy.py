@@ -167,6 +167,7 @@ def test_a_name_of_tensorflow_works_and_warns_at_the_users_line(strategy2):
     for old, new, *arguments in (
         ("experimental_run_v2", "run", lambda x: x + 1, (values,)),
         ("experimental_distribute_dataset", "distribute_dataset", batches),
+        ("experimental_distribute_datasets_from_function", "distribute_datasets_from_function", lambda context: batches),
         ("experimental_local_results", "local_results", values),
         ("experimental_make_numpy_dataset", "make_numpy_dataset", np.arange(4)),
         ("experimental_distribute_values_from_function", "distribute_values_from_function", value_fn),
@@ -178,7 +179,7 @@ def test_a_name_of_tensorflow_works_and_warns_at_the_users_line(strategy2):
         assert (warning.category, warning.filename) == (DeprecationWarning, __file__)
         assert str(warning.message) == f"strategy.{old} is called strategy.{new} here."
         expected = getattr(strategy2, new)(*arguments)
-        same = (lambda x: [repr(batch) for batch in x]) if new == "distribute_dataset" else repr
+        same = (lambda x: list(map(repr, x))) if new.startswith("distribute_dataset") else repr
         assert same(result) == same(expected)
         assert getattr(mr.Strategy, old).__doc__ == f"Call `{new}`, under its TensorFlow name."
 

@@ -134,18 +134,14 @@ def test_what_is_not_mirrored_may_differ_and_collectives_are_reached_by_all(stra
 def test_they_nest(strategy2):
     w = variable(strategy2, 0.0)
 
-    def inner(carry, _):
-        w.assign_add(1.0)
-        return carry, None
-
     def outer(carry, _):
-        mr.scan(inner, None, length=3)
+        mr.scan(lambda carry, _: (carry, w.assign_add(1.0).value), None, length=3)
         mr.fori_loop(0, 2, lambda i, c: mr.cond(i > 0, lambda: (w.assign_add(10.0), c)[1], lambda: c), 0)
         return carry, w.value
 
-    for run in (lambda: mr.scan(outer, None, length=2), lambda: strategy2.run(lambda: mr.scan(outer, None, length=2))):
+    for run in (CONTEXTS["outside"], CONTEXTS["in a step"]):
         w.assign(0.0)
-        assert run()[1].tolist() == [13.0, 26.0]
+        assert run(strategy2, lambda: mr.scan(outer, None, length=2))[1].tolist() == [13.0, 26.0]
 
 
 def test_bounds_may_be_arrays_and_variables_and_do_not_compile_again(strategy2):
