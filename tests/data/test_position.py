@@ -129,6 +129,16 @@ def test_the_position_is_kept_when_the_iterator_goes_on_ends_or_is_closed() -> N
         iterator.get_state()
 
 
+def test_a_position_in_rows_holds_for_batches_of_another_size() -> None:
+    rows, distribute = mr.data.NumpyDataset(np.arange(8)), STRATEGIES[2].distribute_dataset
+    for after, rest in (
+        (rows.batch(3), [[4, 5, 6], [7]]), (rows.batch(3).take(2), [[4, 5]]), (rows.batch(3, drop_remainder=True), [[4, 5, 6]]),
+        (rows.batch(3).take(2).repeat(2), [[4, 5], [0, 1, 2], [3, 4, 5]]),
+        (rows.batch(3).repeat(2).take(4), [[4, 5, 6], [7], [0, 1, 2]]),
+    ):  # fmt: skip
+        assert resumed(distribute(rows.batch(2)), 2, distribute(after)) == [[0, 1], [2, 3], *rest]
+
+
 def test_the_passes_after_a_restart_have_the_orders_of_the_unbroken_run() -> None:
     def make(count: int) -> mr.data.DistributedDataset:
         return STRATEGIES[count].distribute_dataset(numpy_dataset(shuffle_seed=1))
