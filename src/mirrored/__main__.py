@@ -1,4 +1,4 @@
-"""What `python -m mirrored` does: the same as the command `mirrored`."""
+"""`python -m mirrored`: the same as the command `mirrored`."""
 
 import sys
 

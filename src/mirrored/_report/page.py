@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from .._html import Html, element, join, table
 from .._text import bytes_in_words, counted
@@ -37,7 +37,7 @@ svg .bus, svg .part { fill: var(--accent); } svg .onbus, svg .onpart { fill: var
 svg .rest { fill: var(--soft); } svg .wire { stroke: var(--accent); stroke-width: 2; }
 """
 _MAX_VARIABLES = 20
-_NO_PROFILE = "What the devices do in that time, a profile shows: with mr.profile('run/profile'): around some steps."
+_NO_PROFILE = "To see what the devices do in that time, write with mr.profile('run/profile'): around some steps."
 _COUNTED = "Waiting for other replicas inside a collective is communication; a collective that runs beside computation is not."
 
 
@@ -74,8 +74,8 @@ def _quiet(text: str) -> Html:
     return element("p", text, class_="quiet")
 
 
-def _wide(content: Html) -> Html:
-    return element("div", content, class_="wide")
+def _table(headings: Sequence[object], rows: Iterable[Sequence[object]]) -> Html:
+    return element("div", table(headings, rows), class_="wide")
 
 
 def _cards(facts: Facts) -> Html:
@@ -111,7 +111,7 @@ def _programs(facts: Facts) -> Html:
     if not facts.programs:
         return _quiet("No program was compiled yet. A step is compiled when strategy.run first calls it.")
     rows = [(element("code", p.name), p.num_written, p.num_read, p.cause or "first call of the function") for p in facts.programs]
-    return _wide(table(("function", "writes", "reads", "compiled because"), rows))
+    return _table(("function", "writes", "reads", "compiled because"), rows)
 
 
 def _profiled(facts: Facts) -> Html:
@@ -133,9 +133,8 @@ def _steps(facts: Facts) -> Html:
         return _quiet("Too few steps of strategy.run were taken to say where their time goes.")
     each = f"{counted(facts.num_steps, 'step')} of strategy.run, {1e3 * facts.step_seconds:.3g} ms each"
     note = (
-        ", without those that were compiled. "
-        "Waiting for devices is where the loop was ahead of them; between the steps is your own program, and results that it "
-        "reads."
+        ", without those that were compiled. The loop waits for devices when it is ahead of them; between the steps is the time "
+        "of your own program, and of results that it reads."
     )
     return join([_quiet(each + note), pictures.shares("time of a step", facts.shares)])
 
@@ -151,7 +150,7 @@ def _steps_of_all(workers: Sequence[Facts]) -> Html:
         "Steps of strategy.run without those that were compiled. Workers take their steps together, so look for the one that "
         "waits least."
     )
-    return join([_quiet(note), _wide(table(("worker", "steps", "each", *names), rows))])
+    return join([_quiet(note), _table(("worker", "steps", "each", *names), rows)])
 
 
 def _profiles(workers: Sequence[Facts]) -> Html:
@@ -164,7 +163,7 @@ def _profiles(workers: Sequence[Facts]) -> Html:
         for worker, each in found
     ]
     note = f"What the devices of each worker did while they worked, by its last profile. {_COUNTED}"
-    return join([_quiet(note), _wide(table(("worker", "steps", "computation", "communication", "profile"), rows))])
+    return join([_quiet(note), _table(("worker", "steps", "computation", "communication", "profile"), rows)])
 
 
 def _communication(facts: Facts) -> Html:
@@ -175,10 +174,10 @@ def _communication(facts: Facts) -> Html:
         (element("code", name), e.name, e.count, bytes_in_words(e.num_bytes), programs, e.where)
         for (name, e), programs in rows.items()
     ]
-    listed = table(("function", "collective", "how many", "bytes of each replica", "programs", "line"), cells)
+    listed = _table(("function", "collective", "how many", "bytes of each replica", "programs", "line"), cells)
     largest = sorted(rows, key=lambda row: -row[1].num_bytes)[:8]
     drawn = pictures.bars("bytes by collective", [(f"{name}: {e.name}", e.num_bytes, None) for name, e in largest])
-    return join([_quiet("What one run of each program exchanges; a collective in a loop is counted once."), drawn, _wide(listed)])
+    return join([_quiet("What one run of each program exchanges; a collective in a loop is counted once."), drawn, listed])
 
 
 def _memory(facts: Facts) -> Html:
@@ -195,10 +194,10 @@ def _memory(facts: Facts) -> Html:
     largest = sorted(facts.variables, key=lambda state: -state.num_bytes)[:_MAX_VARIABLES]
     kinds = {True: "sync-on-read", False: "mirrored"}
     cells = [(element("code", v.name), str(v.shape), v.dtype, bytes_in_words(v.num_bytes), kinds[v.is_on_read]) for v in largest]
-    listed = table(("variable", "shape", "dtype", "bytes on each device", "kind"), cells)
+    listed = _table(("variable", "shape", "dtype", "bytes on each device", "kind"), cells)
     left = len(facts.variables) - len(largest)
     rest = [_quiet(f"and {counted(left, 'smaller variable')}.")] * bool(left)
-    return join([_quiet(note), pictures.bars("memory by device", rows), _wide(listed), *rest])
+    return join([_quiet(note), pictures.bars("memory by device", rows), listed, *rest])
 
 
 def _copies(facts: Facts) -> Html:
