@@ -419,7 +419,7 @@ BUDGETS = {
     "_workers": 2295,  # 1,700
     "_cluster": 1592,  # 1,080
     "_checkpoint": 2154,  # 1,800
-    "_report": 993,  # 800
+    "_report": 992,  # 800
     "_testing": 779,  # 750
     "losses optimizer": 653,  # 600
     "_command launch": 1399,  # 1,000
