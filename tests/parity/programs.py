@@ -440,10 +440,6 @@ class LinenNorm(GlobalMoments):
 
 
 class EquinoxNorm(GlobalMoments):
-    """Under `jax.vmap` over rows: it refuses a replica without any."""
-
-    refuses = {"empty": (ValueError, "")}
-
     def more(self) -> None:
         import equinox  # noqa: F401
 
